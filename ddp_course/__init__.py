@@ -1,0 +1,12 @@
+"""Distributed deep-learning training, built from real processes up.
+
+Importing the package starts one helper process in the background, which imports
+PyTorch while you read, so that the first four ranks start as quickly as the next
+(`ddp_course.launch.warm`).
+"""
+
+from ddp_course.launch import warm
+
+__version__ = "0.1.0"
+
+warm()
