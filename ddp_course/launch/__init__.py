@@ -1,0 +1,53 @@
+"""Floor 0: how ranks come to life, and how they end.
+
+`spawn(fn, *args, world_size=4)` calls `fn` on four processes and returns what they
+returned. Read the modules in this order:
+
+    topology    node, rank, local_rank, node_rank: arithmetic, no process
+    devices     which GPU or CPU and which backend a rank gets
+    links       how long a message takes between two ranks
+    job         the arguments of a launch, checked and decided
+    api         `spawn`
+    parent      the launcher's side: start, listen, end, tell
+    rank        the rank's side: prepare, call, answer
+    server      the fork server, which makes starting fast
+    rendezvous  how ranks find each other
+    reports     what each rank did, and which one is to blame
+    stacks, transcript, packing, scratch, errors: the tools of the above
+    __main__    the same function under torchrun, on one machine or many
+"""
+
+from ddp_course.launch.api import spawn
+from ddp_course.launch.devices import device
+from ddp_course.launch.errors import (
+    CannotSendError,
+    LaunchArgumentError,
+    LaunchError,
+    RankError,
+    RankInterrupted,
+    RankTimeout,
+)
+from ddp_course.launch.links import Link, Links, links, send_over_link
+from ddp_course.launch.reports import RankReport
+from ddp_course.launch.server import warm
+from ddp_course.launch.topology import Place, Topology, here
+
+__all__ = [
+    "CannotSendError",
+    "LaunchArgumentError",
+    "LaunchError",
+    "Link",
+    "Links",
+    "Place",
+    "RankError",
+    "RankInterrupted",
+    "RankReport",
+    "RankTimeout",
+    "Topology",
+    "device",
+    "here",
+    "links",
+    "send_over_link",
+    "spawn",
+    "warm",
+]

@@ -1,0 +1,107 @@
+"""`spawn`: call a function on every rank, and get back what it returned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ddp_course.launch import reports
+from ddp_course.launch.job import plan
+from ddp_course.launch.links import Links
+from ddp_course.launch.parent import Launch
+
+_told: set[str] = set()
+
+
+def spawn(
+    fn: Callable,
+    *args: Any,
+    world_size: int | None = None,
+    nnodes: int | None = None,
+    nproc_per_node: int | None = None,
+    timeout: float = 120.0,
+    check: bool = True,
+    output: str = "rank",
+    device: str = "auto",
+    backend: str = "auto",
+    share_gpus: bool = False,
+    threads: int = 1,
+    init: bool = True,
+    links: Links | None = None,
+    env: Mapping[str, str] | None = None,
+    max_lines: int = 500,
+    start_method: str | None = None,
+) -> list[Any]:
+    """Call `fn(*args)` on every rank and return what each returned, in rank order.
+
+    Every rank is a process of its own, made for this call and gone after it. `fn` finds
+    the process group ready (`dist.get_rank()` works, as under torchrun) and may be any
+    function: of a module, of a notebook cell, a closure, a lambda. Tensors come back on
+    the CPU. Under torchrun the same `fn` runs with
+    `torchrun --nproc-per-node 4 -m ddp_course.launch MODULE:FUNCTION`.
+
+    Args:
+        fn: the function that every rank calls.
+        args: its arguments, the same for all ranks.
+        world_size: the number of ranks, 1 to 64; 4 unless the next two say otherwise.
+        nnodes: the number of (emulated) nodes.
+        nproc_per_node: the number of ranks on each node.
+        timeout: seconds after which the launch is ended, wherever the ranks are.
+        check: raise if a rank fails. With False, return a `RankReport` for each rank
+            instead (status, value, output, traceback, where it stood, seconds).
+        output: how to show what the ranks print: "rank" (in rank order, the same on
+            every run), "live" (as it comes) or "none".
+        device: "auto" (a GPU for each rank if there are enough), "cpu" or "cuda".
+        backend: "auto" (NCCL on GPUs, else gloo), "gloo", "nccl", "mpi" or "ucc".
+        share_gpus: let several ranks use the same GPU, over gloo.
+        threads: threads that PyTorch may use in each rank.
+        init: make the process group. With False, `fn` calls `init_process_group`.
+        links: latency and bandwidth inside and between the nodes (`Links`).
+        env: more environment variables for the ranks.
+        max_lines: lines shown of each rank's output; a report holds all of them.
+        start_method: "forkserver" or "spawn"; None takes the best of this machine.
+
+    Raises:
+        LaunchArgumentError: an argument cannot be; nothing was started.
+        CannotSendError: `fn` or an argument cannot be sent; names what is at fault.
+        RankError: a rank failed: its own traceback, and where all the others were.
+        RankTimeout: the deadline passed: the line of code in which each rank hangs.
+        RankInterrupted: Jupyter's stop button or Ctrl-C: likewise.
+
+    Chapters 00 and 01.
+    """
+    job = plan(
+        fn,
+        args,
+        world_size=world_size,
+        nnodes=nnodes,
+        nproc_per_node=nproc_per_node,
+        timeout=timeout,
+        device=device,
+        backend=backend,
+        share_gpus=share_gpus,
+        threads=threads,
+        init=init,
+        output=output,
+        max_lines=max_lines,
+        links=links,
+        env=env,
+        start_method=start_method,
+    )
+    if output != "none":
+        _tell_once(job.placement.sentence, job.placement.device_type)
+    launch = Launch(job)
+    told = launch.run()
+    if not check:
+        return told
+    error = reports.late(told, job.timeout) if launch.late else reports.failure(told)
+    if error is not None:
+        raise error
+    return [report.value for report in told]
+
+
+def _tell_once(sentence: str, about: str) -> None:
+    """Print where the ranks run, but only the first time in a notebook."""
+    if about not in _told:
+        _told.add(about)
+        print(sentence)

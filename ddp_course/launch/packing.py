@@ -1,0 +1,131 @@
+"""Sending functions and values between processes, and naming what cannot be sent.
+
+Functions travel with cloudpickle: one that was defined in a notebook cell goes by
+value, with everything it refers to; one that lives in a module goes by name, and the
+rank imports that module from disk. Results come back as `torch.save` writes them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import linecache
+import pickle
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import cloudpickle
+import torch
+
+from ddp_course.launch.errors import CannotSendError
+
+
+def pack_call(fn: Any, args: tuple) -> bytes:
+    """Return `fn` and `args` as bytes, with the source of the notebook's cells.
+
+    Raises CannotSendError, which names the variable that cannot be sent.
+    """
+    try:
+        call = cloudpickle.dumps((fn, args))
+    except Exception as error:
+        name = getattr(fn, "__name__", "the function")
+        parts = {f"args[{i}]": arg for i, arg in enumerate(args)}
+        parts |= {f"{name} uses {key}, which": v for key, v in _captured(fn).items()}
+        culprit = _culprit(parts) or f"{name}: {error}"
+        raise CannotSendError(f"cannot be sent to the ranks: {culprit}") from None
+    return pickle.dumps((call, _cells()))
+
+
+def unpack_call(data: bytes) -> tuple[Any, tuple, dict[str, str]]:
+    """Return function, arguments, and the labels of notebook cells by file name.
+
+    The cells' sources are put where tracebacks look for them.
+    """
+    call, cells = pickle.loads(data)
+    for file, (_, lines) in cells.items():
+        linecache.cache[file] = (sum(map(len, lines)), None, lines, file)
+    fn, args = cloudpickle.loads(call)
+    return fn, args, {file: label for file, (label, _) in cells.items()}
+
+
+def pack_value(value: Any) -> bytes:
+    """Return a rank's result as bytes. Raises CannotSendError, naming the culprit."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer, pickle_module=cloudpickle)
+    except Exception as error:
+        culprit = _culprit({"the value": value}) or f"the value: {error}"
+        raise CannotSendError(
+            f"the function returned something that cannot be sent back: {culprit}"
+        ) from None
+    return buffer.getvalue()
+
+
+def unpack_value(data: bytes) -> Any:
+    """Return the result; tensors arrive on the CPU, wherever they were."""
+    return torch.load(
+        io.BytesIO(data), map_location="cpu", weights_only=False, pickle_module=pickle
+    )
+
+
+def cell_labels() -> dict[str, str]:
+    """Return the notebook's name for each of its cells ("Cell In[5]"), by file name."""
+    return {file: label for file, (label, _) in _cells().items()}
+
+
+def _cells() -> dict[str, tuple[str, list[str]]]:
+    """The notebook's cells that have run: file name -> (label, source lines)."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    label = getattr(getattr(shell, "compile", None), "format_code_name", None)
+    cells = {}
+    for file, entry in list(linecache.cache.items()) if label else ():
+        if (name := label(file)) and len(entry) == 4:
+            cells[file] = (" ".join(name), entry[2])
+    return cells
+
+
+def _captured(fn: Any) -> dict[str, Any]:
+    """The variables outside of it that a function uses."""
+    try:
+        outside = inspect.getclosurevars(inspect.unwrap(fn))
+    except (TypeError, ValueError):
+        return {}
+    return {**outside.globals, **outside.nonlocals}
+
+
+def _culprit(parts: dict[str, Any], seen: frozenset[int] = frozenset()) -> str | None:
+    """Find the smallest part that cannot be pickled: "value['lock'] is a lock"."""
+    for path, part in parts.items():
+        if id(part) not in seen and not _can_be_pickled(part):
+            inner = _culprit(dict(_parts_of(path, part)), seen | {id(part)})
+            return inner or f"{path} is a {_type_name(part)}"
+    return None
+
+
+def _parts_of(path: str, whole: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(whole, dict):
+        yield from ((f"{path}[{key!r}]", part) for key, part in whole.items())
+    elif isinstance(whole, (list, tuple, set, frozenset)):
+        yield from ((f"{path}[{i}]", part) for i, part in enumerate(whole))
+    elif not callable(whole) or isinstance(whole, torch.nn.Module):
+        attributes = getattr(whole, "__dict__", {})
+        yield from ((f"{path}.{name}", part) for name, part in attributes.items())
+
+
+def _can_be_pickled(part: Any) -> bool:
+    try:
+        torch.save(part, io.BytesIO(), pickle_module=cloudpickle)
+    except Exception:
+        return False
+    return True
+
+
+def _type_name(part: Any) -> str:
+    kind = type(part)
+    return (
+        kind.__name__
+        if kind.__module__ == "builtins"
+        else (f"{kind.__module__}.{kind.__qualname__}")
+    )

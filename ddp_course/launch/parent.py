@@ -1,0 +1,291 @@
+"""The launcher's side: start the ranks, listen to them, end them, tell what happened.
+
+One loop listens to all ranks at once and never waits for a single one, so neither a
+large result nor ten megabytes of output can block it; and whatever happens, the ranks
+are gone when it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from ddp_course.launch import rank as rank_side
+from ddp_course.launch import rendezvous, reports, server, stacks
+from ddp_course.launch.job import Job
+from ddp_course.launch.packing import cell_labels, pack_call, unpack_value
+from ddp_course.launch.reports import RankReport
+from ddp_course.launch.scratch import scratch_files
+from ddp_course.launch.transcript import Transcript
+
+GRACE = 0.7  # seconds in which the other ranks may notice that one has failed
+TICK = 0.1  # seconds after which the loop looks at the clock and the stop button
+
+
+@dataclass
+class Rank:
+    """What the launcher knows of one rank."""
+
+    rank: int
+    process: BaseProcess
+    result: Connection
+    streams: dict[Connection, str]  # "stdout", "stderr", "stacks"
+    answer: bytearray = field(default_factory=bytearray)
+    stacks: bytearray = field(default_factory=bytearray)
+    report: RankReport | None = None
+
+
+class StopButton:
+    """Remembers an interrupt instead of raising it in the middle of something.
+
+    A KeyboardInterrupt can come between any two lines; one that came between starting
+    a process and noting that it was started would leave it behind.
+    """
+
+    def __init__(self) -> None:
+        self.pressed = False
+
+    def __call__(self, *_: object) -> None:
+        """Handle SIGINT."""
+        self.pressed = True
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take SIGINT over for a while. Only the main thread gets signals."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGINT, self)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+
+class Launch:
+    """One launch, from the first process to the last report."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.ranks: list[Rank] = []
+        self.transcript = Transcript(job.world_size, job.output, job.max_lines)
+        self.stop = StopButton()
+        self.labels = cell_labels()
+        self.started_at = time.monotonic()
+        self.asked = False  # whether the unfinished ranks were asked where they stand
+        self.late = False
+
+    def run(self) -> list[RankReport]:
+        """Do it all. Raises RankInterrupted if it was stopped by hand."""
+        call = pack_call(self.job.fn, self.job.args)
+        server.warm()
+        with self.stop.listening(), scratch_files("call", "store") as (file, store):
+            Path(file.path).write_bytes(call)
+            try:
+                self._start(file, store)
+                self._listen()
+                self._ask_the_unfinished()
+            finally:
+                self._end()
+            told = [self._report(rank) for rank in self.ranks]
+        if self.stop.pressed:
+            raise reports.stopped(told)
+        return told
+
+    def _start(self, call: object, store: object) -> None:
+        context = server.context(self.job.start_method)
+        with rendezvous.listening_socket() as listener:
+            port = str(listener.getsockname()[1])
+            for place in self.job.topology.places():
+                if self.stop.pressed:
+                    return
+                orders = rank_side.Orders(
+                    call=call,
+                    store=store,
+                    listener=listener if place.rank == 0 else None,
+                    backend=self.job.placement.backend,
+                    threads=self.job.threads,
+                    init=self.job.init,
+                    env=environment(self.job, place.rank, port),
+                )
+                self._start_rank(context, place.rank, orders)
+
+    def _start_rank(self, context, number: int, orders: rank_side.Orders) -> None:
+        result, its_result = context.Pipe()
+        pairs = {
+            name: context.Pipe(duplex=False) for name in ("stdout", "stderr", "stacks")
+        }
+        pipes = rank_side.Pipes(
+            its_result, **{name: its_end for name, (_, its_end) in pairs.items()}
+        )
+        process = context.Process(
+            target=rank_side.main, args=(orders, pipes), name=f"rank {number}"
+        )
+        streams = {our_end: name for name, (our_end, _) in pairs.items()}
+        self.ranks.append(Rank(number, process, result, streams))
+        server.start(process)
+        its_result.close()
+        for _, its_end in pairs.values():
+            its_end.close()
+
+    def _listen(self) -> None:
+        """Take in what the ranks send until all are done, one fails, or time is up."""
+        self.started_at = time.monotonic()
+        deadline = self.started_at + self.job.timeout
+        self._pump(
+            until=lambda: (
+                all(rank.report for rank in self.ranks)
+                or any(rank.report and rank.report.failed for rank in self.ranks)
+            ),
+            deadline=deadline,
+        )
+        if any(rank.report and rank.report.failed for rank in self.ranks):
+            self._pump(
+                until=lambda: all(rank.report for rank in self.ranks),
+                deadline=min(deadline, time.monotonic() + GRACE),
+            )
+        self.late = time.monotonic() >= deadline
+
+    def _pump(self, until: Callable[[], bool], deadline: float) -> None:
+        while not until() and not self.stop.pressed:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            self._take_in(min(left, TICK))
+
+    def _take_in(self, seconds: float) -> None:
+        """Read once from every pipe that has something, and show what may be shown."""
+        owners = {}
+        for rank in self.ranks:
+            owners |= {pipe: (rank, name) for pipe, name in rank.streams.items()}
+            if rank.report is None:
+                owners[rank.result] = rank, "result"
+        for pipe in connection.wait(list(owners), seconds):
+            rank, name = owners[pipe]
+            try:
+                data = os.read(pipe.fileno(), 2**20)
+            except OSError:
+                data = b""
+            if name == "result":
+                self._take_answer(rank, data)
+            elif not data:
+                del rank.streams[pipe]
+                pipe.close()
+                self.transcript.end(rank.rank, name)
+            elif name == "stacks":
+                rank.stacks += data
+            else:
+                self.transcript.add(rank.rank, name, data)
+        self.transcript.show()
+
+    def _take_answer(self, rank: Rank, data: bytes) -> None:
+        rank.answer += data
+        size = int.from_bytes(rank.answer[:8], "big")
+        if len(rank.answer) >= 8 + size > 8:
+            status, seconds, what = pickle.loads(memoryview(rank.answer)[8:])
+            now = time.monotonic()
+            rank.report = RankReport(rank.rank, status, seconds=seconds, ended_at=now)
+            if status == "ok":
+                rank.report.value = what
+            else:
+                if what.pop("kind") == "SystemExit":
+                    rank.report.status = "exited"
+                vars(rank.report).update(what)
+        elif not data:
+            rank.report = self._obituary(rank)
+
+    def _obituary(self, rank: Rank) -> RankReport:
+        """The report of a rank that ended without an answer."""
+        report = RankReport(rank.rank, "unfinished", ended_at=time.monotonic())
+        if not self.asked and server.ended(rank.process, 2.0):
+            code = rank.process.exitcode
+            report.status = "killed" if code < 0 else "exited"
+            report.error = (
+                f"killed by {signal.Signals(-code).name}"
+                if code < 0
+                else f"ended with exit code {code} before it returned"
+            )
+        return report
+
+    def _ask_the_unfinished(self) -> None:
+        """Have every rank that still runs write down where it stands."""
+        self.asked = True
+        asked = [rank for rank in self.ranks if not rank.report]
+        for rank in asked:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank.process.pid, signal.SIGUSR1)
+        deadline = time.monotonic() + 1.0
+        while asked and time.monotonic() < deadline:
+            self._take_in(0.02)
+            asked = [rank for rank in asked if not rank.stacks and not rank.report]
+        self._take_in(0.05)  # a dump comes in several pieces
+
+    def _end(self) -> None:
+        """End all ranks with all their children, and read what is left in the pipes."""
+        started = [rank for rank in self.ranks if rank.process.pid is not None]
+        for rank in started:
+            # Most often the group; a rank that has just been forked has none yet.
+            for kill in (os.killpg, os.kill):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    kill(rank.process.pid, signal.SIGKILL)
+                    break
+        for rank in started:
+            server.ended(rank.process, 5.0)
+        deadline = time.monotonic() + 0.5
+        while any(r.streams for r in self.ranks) and time.monotonic() < deadline:
+            self._take_in(0.02)
+        self.transcript.show(final=True)
+        for rank in self.ranks:
+            for pipe in (rank.result, *rank.streams):
+                pipe.close()
+            server.forget(rank.process)
+
+    def _report(self, rank: Rank) -> RankReport:
+        """Complete the report of a rank with what it printed and where it stood."""
+        now = time.monotonic()
+        report = rank.report or RankReport(rank.rank, "unfinished", ended_at=now)
+        report.output = self.transcript.text(rank.rank, "stdout")
+        report.stderr = self.transcript.text(rank.rank, "stderr")
+        if report.status == "ok":
+            report.value = unpack_value(report.value)
+        elif report.where is None:
+            dump = rank.stacks.decode(errors="replace")
+            report.where = stacks.where(dump, self.labels)
+        if report.status in ("unfinished", "killed", "exited") and not report.seconds:
+            report.seconds = report.ended_at - self.started_at
+        if report.status == "killed" and report.stderr.strip():
+            # C++ says why it aborts on stderr, and only there.
+            last_words = report.stderr.strip().splitlines()[-2:]
+            report.error = f"{report.error}: {' '.join(map(str.strip, last_words))}"
+        return report
+
+
+def environment(job: Job, rank: int, port: str) -> dict[str, str]:
+    """Return the environment of a rank: ours, and on top what torchrun would set."""
+    place = job.topology.place(rank)
+    ours = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("TORCHELASTIC_", "PET_"))  # if we run under torchrun
+    }
+    return {
+        **ours,
+        "GLOO_SOCKET_IFNAME": rendezvous.loopback_interface(),
+        "OMP_NUM_THREADS": str(job.threads),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        **place.environment(),
+        **job.placement.environment(place),
+        **job.links.environment(),
+        **job.env,
+    }

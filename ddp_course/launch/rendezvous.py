@@ -1,0 +1,103 @@
+"""How ranks find each other: through a store, a small dictionary that all can reach.
+
+Each rank writes its address into the store and reads those of the others; from then on
+they talk directly. PyTorch knows three kinds: `env://` and `tcp://` (a TCP server at
+MASTER_ADDR:MASTER_PORT, run by rank 0) and `file://` (a file that all can open).
+
+Ranks of `spawn` meet in a file without a name, so that nothing is left on disk and no
+port is needed. MASTER_ADDR and MASTER_PORT are real all the same: the launcher has
+bound that port, and rank 0 serves a TCPStore on it for whoever asks for one.
+Explained in chapter 01.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import sys
+import time
+import uuid
+
+import torch.distributed as dist
+
+
+def listening_socket() -> socket.socket:
+    """Return a socket that listens on a free port of this machine's loopback only.
+
+    The port is taken from this moment on: nobody can come between choosing and using.
+    """
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(128)
+    return listener
+
+
+def loopback_interface() -> str:
+    """Return the network interface that gloo shall use for ranks of one machine."""
+    return "lo0" if sys.platform == "darwin" else "lo"
+
+
+def use_bound_port(listener: socket.socket | None) -> None:
+    """Let env:// and tcp:// on MASTER_PORT use the socket that is already bound.
+
+    PyTorch's own handlers stay in charge, they only find the listening socket ready;
+    `listener` is None on all ranks but rank 0.
+    """
+    module = sys.modules["torch.distributed.rendezvous"]
+    original = module._create_c10d_store
+    own_port = int(os.environ["MASTER_PORT"])
+
+    def create(hostname, port, rank, world_size, timeout, use_libuv=True):
+        if port != own_port:
+            return original(hostname, port, rank, world_size, timeout, use_libuv)
+        serves = {}
+        if listener is not None:
+            serves = {"is_master": True, "master_listen_fd": os.dup(listener.fileno())}
+        return dist.TCPStore(hostname, port, world_size, timeout=timeout, **serves)
+
+    module._create_c10d_store = create
+
+
+def agreed_store(store: dist.Store, rank: int, world_size: int) -> dist.Store:
+    """Return a part of `store` that only this attempt's ranks use.
+
+    torchrun restarts all ranks when one fails, but keeps the store; without this, new
+    ranks would read the addresses of dead ones and wait for them. torchrun's restart
+    counter is no help, as each machine counts for itself. So rank 0 draws a new name
+    for the attempt, every other rank writes a number of its own under the newest name
+    it knows, and goes on only when rank 0 has echoed that very number: dead ranks
+    cannot echo.
+    """
+    if rank == 0:
+        name = uuid.uuid4().hex
+        store.set("attempt", name)
+        for peer in range(1, world_size):
+            store.set(f"{name}/echo/{peer}", store.get(f"{name}/hello/{peer}"))
+    else:
+        hello = uuid.uuid4().bytes
+        name, echo = "", b""
+        while echo != hello:
+            newest = store.get("attempt").decode()
+            if newest != name:
+                name = newest
+                store.set(f"{name}/hello/{rank}", hello)
+            if store.check([f"{name}/echo/{rank}"]):
+                echo = store.get(f"{name}/echo/{rank}")
+            if echo != hello:
+                time.sleep(0.01)
+    return dist.PrefixStore(name, store)
+
+
+def store_of_torchrun(timeout: datetime.timedelta) -> dist.Store:
+    """Return the store of this attempt, inside a process that torchrun started."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        None if agent else world_size,
+        is_master=not agent and rank == 0,
+        timeout=timeout,
+    )
+    return agreed_store(dist.PrefixStore("ddp_course", store), rank, world_size)

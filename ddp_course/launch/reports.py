@@ -1,0 +1,116 @@
+"""What each rank did, as data, and which rank is to blame."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from ddp_course.launch.errors import RankError, RankInterrupted, RankTimeout
+
+# What a rank says when another one went away: a consequence, not a cause.
+LOST = re.compile(
+    r"closed by peer|reset by peer|broken pipe|connectFullMesh|connection refused"
+    r"|connection was likely closed|socket closed|remote process exited"
+    r"|communicator was aborted",
+    re.IGNORECASE,
+)
+WAITED = re.compile(r"timed out|timeout", re.IGNORECASE)
+
+
+@dataclass
+class RankReport:
+    """The end of one rank, told as data.
+
+    `status` is "ok", "raised" (an exception), "exited" (it ended without returning),
+    "killed" (by a signal) or "unfinished" (it still ran when the launch ended). `where`
+    is the line of the reader's code in which it stood, if it did not return. `output`
+    and `stderr` are all that it printed; `seconds` is the time spent in the function.
+    """
+
+    rank: int
+    status: str
+    value: Any = None
+    output: str = ""
+    stderr: str = ""
+    error: str | None = None
+    traceback: str | None = None
+    where: str | None = None
+    seconds: float = 0.0
+    ended_at: float = 0.0  # on the monotonic clock: who was first
+
+    @property
+    def failed(self) -> bool:
+        """Whether the rank ended by itself, but not by returning."""
+        return self.status in ("raised", "exited", "killed")
+
+    @property
+    def lost_a_peer(self) -> bool:
+        """Whether the rank failed only because another one went away."""
+        return self.failed and bool(LOST.search(self.error or ""))
+
+    @property
+    def line(self) -> str:
+        """One line about the rank, the same on every run: no ports, no process ids."""
+        if self.status == "ok":
+            return "returned"
+        if self.status == "unfinished":
+            return f"in {self.where}" if self.where else "outside of your code"
+        what = self.headline
+        return f"{what}, in {self.where}" if self.where else what
+
+    @property
+    def headline(self) -> str:
+        """The error in one line."""
+        if self.lost_a_peer:
+            return "lost the connection to another rank"
+        lines = (self.error or self.status).strip().splitlines()
+        return lines[0] if len(lines) == 1 else f"{lines[0]} ..."
+
+
+def cause(reports: list[RankReport]) -> RankReport | None:
+    """Return the report of the rank that is to blame, or None if none failed.
+
+    That is the first rank that failed by itself; ranks which merely lost a peer, or
+    tired of waiting for one, come last.
+    """
+    failed = [report for report in reports if report.failed]
+    return min(failed, key=_blame, default=None)
+
+
+def _blame(report: RankReport) -> tuple[bool, bool, float]:
+    waited = bool(WAITED.search(report.error or ""))
+    return report.lost_a_peer, waited, report.ended_at
+
+
+def failure(reports: list[RankReport]) -> RankError | None:
+    """Return the exception that tells what went wrong, or None if nothing did."""
+    first = cause(reports)
+    if first is None:
+        return None
+    left = [report.rank for report in reports if report.status == "ok"]
+    if first.lost_a_peer and left:
+        who = f"rank {left[0]}" if len(left) == 1 else f"ranks {_listed(left)}"
+        return RankError(
+            f"{who} returned while rank {first.rank} still wanted to communicate",
+            reports,
+        )
+    return RankError(f"rank {first.rank}: {first.headline}", reports, first.rank)
+
+
+def late(reports: list[RankReport], timeout: float) -> RankTimeout:
+    """Return the exception for a launch that did not end in time."""
+    busy = [report.rank for report in reports if report.status == "unfinished"]
+    who = f"rank {busy[0]} has" if len(busy) == 1 else f"ranks {_listed(busy)} have"
+    return RankTimeout(f"{who} not returned after {timeout:g} s", reports)
+
+
+def stopped(reports: list[RankReport]) -> RankInterrupted:
+    """Return the exception for a launch that was stopped by hand."""
+    return RankInterrupted("stopped by hand; this is where each rank was", reports)
+
+
+def _listed(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return str(ranks[0])
+    return ", ".join(map(str, ranks[:-1])) + f" and {ranks[-1]}"

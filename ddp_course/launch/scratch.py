@@ -1,0 +1,66 @@
+"""Files of a launch that leave nothing on disk, however the launch ends.
+
+On Linux a file can exist in memory without a name (`memfd_create`): it is gone when
+the last process that has it open is gone, even after `kill -9`. Elsewhere it is a file
+in a temporary folder, which the launcher removes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from multiprocessing import reduction
+from pathlib import Path
+from typing import Any
+
+
+class OpenFile:
+    """A nameless file that a process hands to its children open."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    @property
+    def path(self) -> str:
+        """A path by which this process, and only this one, can open the file."""
+        return f"/proc/self/fd/{self.fd}"
+
+    def __reduce__(self) -> tuple[Any, tuple]:
+        """Travel as an open file descriptor, which has another number over there."""
+        return _arrived, (reduction.DupFd(self.fd),)
+
+
+class NamedFile:
+    """A file in the launch's temporary folder."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+
+def _arrived(handed: Any) -> OpenFile:
+    return OpenFile(handed.detach())
+
+
+@contextlib.contextmanager
+def scratch_files(
+    *names: str, in_memory: bool = hasattr(os, "memfd_create")
+) -> Iterator[list[OpenFile | NamedFile]]:
+    """Make an empty file for each name; they are gone when the block ends."""
+    if in_memory:
+        files = [OpenFile(os.memfd_create(name)) for name in names]
+        try:
+            yield files
+        finally:
+            for file in files:
+                os.close(file.fd)
+    else:
+        folder = Path(tempfile.mkdtemp(prefix="ddp-course-"))
+        try:
+            for name in names:
+                (folder / name).touch()
+            yield [NamedFile(str(folder / name)) for name in names]
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)

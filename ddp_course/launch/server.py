@@ -1,0 +1,136 @@
+"""The fork server: a helper process that has imported PyTorch, so that ranks need not.
+
+A fresh Python that imports PyTorch takes seconds before it can do anything. A fork of
+a process which has imported it already takes milliseconds. The notebook's own process
+must not be forked, though: it has running threads (OpenMP's, ZeroMQ's), and their
+locks would be copied in whatever state they are. So the standard library's
+`forkserver` keeps one clean process that imports, waits, and forks a rank on request.
+
+The server imports nothing of this course and nothing of the reader's: every rank
+imports those from disk, so edited code is never stale.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from multiprocessing import (
+    connection,
+    current_process,
+    forkserver,
+    parent_process,
+    resource_tracker,
+)
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+
+import torch.multiprocessing as mp
+
+# torch._dynamo and sympy are what the first optimizer or DDP of a process imports.
+PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "torch.nn.parallel",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.checkpoint",
+    "torch.distributed.pipelining",
+    "torch._dynamo",
+    "cloudpickle",
+    "numpy",
+    "sympy",
+]
+METHOD = "forkserver" if sys.platform == "linux" else "spawn"
+
+# Only one thread at a time may use multiprocessing's tables of children.
+STARTING = threading.RLock()
+
+
+def warm() -> None:
+    """Start the fork server in the background, if it does not run yet. Returns at once.
+
+    Called when the package is imported: the server imports PyTorch while you read.
+    """
+    if METHOD != "forkserver" or _is_a_child():
+        return
+    with STARTING:
+        mp.get_context(METHOD).set_forkserver_preload(PRELOAD)
+        resource_tracker.ensure_running()  # first: it unblocks SIGINT on its way
+        with _without_interrupts(), _environment_of_the_server():
+            forkserver.ensure_running()
+
+
+def context(start_method: str | None = None) -> BaseContext:
+    """Return the multiprocessing context that ranks are started with."""
+    return mp.get_context(start_method or METHOD)
+
+
+def start(process: BaseProcess) -> None:
+    """Start `process`, without running this program's own main script again in it.
+
+    multiprocessing makes `__main__` anew in a child, for functions that live there.
+    Ours are sent by value, and a script that is run again would launch ranks again.
+    """
+    with STARTING:
+        script = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        try:
+            process.start()
+        finally:
+            sys.modules["__main__"] = script
+
+
+def ended(process: BaseProcess, seconds: float) -> bool:
+    """Wait up to `seconds` for `process` to end; tell whether it has."""
+    connection.wait([process.sentinel], seconds)
+    with STARTING:
+        process.join(0)
+        return process.exitcode is not None
+
+
+def forget(process: BaseProcess) -> None:
+    """Let go of what is kept of a process that has ended."""
+    with STARTING, contextlib.suppress(ValueError):  # ValueError: it has not ended
+        process.close()
+
+
+def _is_a_child() -> bool:
+    """Whether this process was itself started by multiprocessing, or just is being."""
+    being_started = getattr(current_process(), "_inheriting", False)
+    return being_started or parent_process() is not None
+
+
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Jupyter's stop button signals the whole process group: shield the new server."""
+    old = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, old)
+
+
+@contextlib.contextmanager
+def _environment_of_the_server() -> Iterator[None]:
+    """What must be set when PyTorch is imported: pools of one thread, no CUDA call."""
+    settings = {
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # a fork after a CUDA call is broken
+    }
+    old = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in old.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,87 @@
+"""Where in the reader's code a rank stands: read from tracebacks and stack dumps."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
+from traceback import TracebackException
+
+LAUNCHER = Path(__file__).resolve().parent
+PACKAGE = LAUNCHER.parent
+_LIBRARIES = tuple(
+    {
+        sysconfig.get_path(name)
+        for name in ("stdlib", "platstdlib", "purelib", "platlib")
+    }
+)
+_NOISE = ("torch/distributed/c10d_logger.py",)
+_FRAME = re.compile(r'File "(.+?)", line (\d+)')
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x.*\n")
+
+
+def is_readers(file: str) -> bool:
+    """Tell whether `file` is code to point at: not a library's, not the launcher's."""
+    path = Path(file)
+    if PACKAGE in path.parents:
+        return LAUNCHER not in path.parents
+    if file.startswith("<") and not file.startswith("<ipython"):
+        return False
+    return not file.startswith(_LIBRARIES) and "site-packages" not in path.parts
+
+
+def label(file: str, labels: dict[str, str]) -> str:
+    """Return the name by which a reader knows `file`: "Cell In[5]", "train.py"."""
+    if file in labels:
+        return labels[file]
+    path = Path(file)
+    if PACKAGE in path.parents:
+        return path.relative_to(PACKAGE.parent).as_posix()
+    return path.name
+
+
+def innermost(
+    frames: Iterable[tuple[str, int | None, str | None]], labels: dict[str, str]
+) -> str | None:
+    """Return "Cell In[5], line 3: dist.recv(x)" for the last frame of the reader's.
+
+    `frames` are (file, line number, source line or None), outermost first.
+    """
+    readers = [frame for frame in frames if is_readers(frame[0])]
+    if not readers:
+        return None
+    file, line, source = readers[-1]
+    source = (source or linecache.getline(file, line or 0)).strip()
+    place = f"{label(file, labels)}, line {line}"
+    return f"{place}: {source}" if source else place
+
+
+def where(dump: str, labels: dict[str, str]) -> str | None:
+    """Read faulthandler's newest dump: where the main thread of the process stands."""
+    main_thread = _THREAD.split(dump)[-1]  # faulthandler writes the main thread last
+    frames = [(file, int(line), None) for file, line in _FRAME.findall(main_thread)]
+    return innermost(reversed(frames), labels)
+
+
+def drop_launcher(told: TracebackException) -> None:
+    """Remove the launcher's frames, which say nothing about the mistake, in place."""
+    while told is not None:
+        kept = [
+            frame
+            for frame in told.stack
+            if LAUNCHER not in Path(frame.filename).parents
+            and not frame.filename.endswith(_NOISE)
+        ]
+        told.stack[:] = kept
+        if told.__context__ is not None:
+            drop_launcher(told.__context__)
+        told = told.__cause__
+
+
+def relabel(text: str, labels: dict[str, str]) -> str:
+    """Write `Cell In[5]` in a traceback where a cell's temporary file name stands."""
+    for file, name in labels.items():
+        text = text.replace(f'File "{file}"', name)
+    return text
