@@ -221,6 +221,8 @@ class Launch:
         """Have every rank that still runs write down where it stands."""
         self.asked = True
         asked = [rank for rank in self.ranks if not rank.report]
+        if not asked:
+            return
         for rank in asked:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rank.process.pid, signal.SIGUSR1)

@@ -140,8 +140,8 @@ def _redirect(pipes: Pipes) -> None:
         os.dup2(pipe.fileno(), fd)
         pipe.close()
     kind = {"buffering": 1, "encoding": "utf-8", "errors": "backslashreplace"}
-    sys.stdout = open(1, "w", closefd=False, **kind)
-    sys.stderr = open(2, "w", closefd=False, **kind)
+    sys.stdout = open(1, "w", closefd=False, **kind)  # noqa: SIM115
+    sys.stderr = open(2, "w", closefd=False, **kind)  # noqa: SIM115
     faulthandler.enable(pipes.stacks.fileno())
     faulthandler.register(signal.SIGUSR1, pipes.stacks.fileno(), all_threads=True)
 

@@ -6,8 +6,9 @@ must not be forked, though: it has running threads (OpenMP's, ZeroMQ's), and the
 locks would be copied in whatever state they are. So the standard library's
 `forkserver` keeps one clean process that imports, waits, and forks a rank on request.
 
-The server imports nothing of this course and nothing of the reader's: every rank
-imports those from disk, so edited code is never stale.
+The server imports nothing of the reader's and of this course only the launcher: every
+rank imports the rest from disk, so edited code is never stale. When the launcher itself
+was edited, the server is replaced.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from multiprocessing import (
 )
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import torch.multiprocessing as mp
 
@@ -44,11 +46,15 @@ PRELOAD = [
     "cloudpickle",
     "numpy",
     "sympy",
+    "ddp_course.launch.rank",
 ]
+IN_SERVER = "DDP_COURSE_FORK_SERVER"  # set in the server's environment only
+LAUNCHER = Path(__file__).parent
 METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 
 # Only one thread at a time may use multiprocessing's tables of children.
 STARTING = threading.RLock()
+_served: dict[str, int] = {}  # which version of the launcher the server has imported
 
 
 def warm() -> None:
@@ -59,6 +65,10 @@ def warm() -> None:
     if METHOD != "forkserver" or _is_a_child():
         return
     with STARTING:
+        edited = max(file.stat().st_mtime_ns for file in LAUNCHER.glob("*.py"))
+        if _served.setdefault("version", edited) != edited:
+            forkserver._forkserver._stop()
+            _served["version"] = edited
         mp.get_context(METHOD).set_forkserver_preload(PRELOAD)
         resource_tracker.ensure_running()  # first: it unblocks SIGINT on its way
         with _without_interrupts(), _environment_of_the_server():
@@ -102,7 +112,7 @@ def forget(process: BaseProcess) -> None:
 def _is_a_child() -> bool:
     """Whether this process was itself started by multiprocessing, or just is being."""
     being_started = getattr(current_process(), "_inheriting", False)
-    return being_started or parent_process() is not None
+    return IN_SERVER in os.environ or being_started or parent_process() is not None
 
 
 @contextlib.contextmanager
@@ -122,6 +132,7 @@ def _environment_of_the_server() -> Iterator[None]:
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
+        IN_SERVER: "1",
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # a fork after a CUDA call is broken
     }
     old = {name: os.environ.get(name) for name in settings}

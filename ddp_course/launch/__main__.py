@@ -1,0 +1,146 @@
+"""The way out of the notebook: the same function under torchrun, on many machines.
+
+    torchrun --nproc-per-node 4 -m ddp_course.launch MODULE:FUNCTION [ARGUMENT ...]
+
+calls FUNCTION of MODULE on every rank with the process group ready, as `spawn` does,
+and rank 0 prints what each rank returned, in rank order. An ARGUMENT is a Python value
+(`12`, `0.5`, `"text"`) or `name=value`.
+
+    torchrun --nproc-per-node 4 -m ddp_course.launch ddp_course.train:train steps=5
+
+On several machines, run on each of them (A is any one of them):
+
+    torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d \\
+        --rdzv-endpoint A:29400 -m ddp_course.launch ddp_course.train:train
+
+Restarts (`--max-restarts 3`) work: each attempt meets afresh.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import datetime
+import importlib
+import os
+import reprlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from ddp_course.launch.devices import device
+from ddp_course.launch.rendezvous import loopback_interface, store_of_torchrun
+from ddp_course.launch.topology import here
+
+
+@record  # lets torchrun show the traceback of the rank that failed first
+def main(argv: list[str] | None = None) -> None:
+    """Run one rank of a torchrun job."""
+    parser = argparse.ArgumentParser(
+        prog="torchrun --nproc-per-node 4 -m ddp_course.launch",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("function", metavar="MODULE:FUNCTION")
+    parser.add_argument("arguments", nargs="*", metavar="ARGUMENT")
+    told = parser.parse_args(argv)
+    try:
+        fn = find_function(told.function)
+        args, kwargs = parse_arguments(told.arguments)
+    except ValueError as error:
+        parser.error(str(error))
+    if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
+        parser.error(
+            "RANK and MASTER_ADDR are not set: start it with torchrun, which sets them"
+        )
+    store = join()
+    value = fn(*args, **kwargs)
+    print_in_rank_order(value, store)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def join(timeout: datetime.timedelta = datetime.timedelta(minutes=10)) -> dist.Store:
+    """Make the default process group and return the store that its ranks share."""
+    place, mine = here(), device()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+    if place.topology.nnodes == 1:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
+    store = store_of_torchrun(timeout)
+    options: dict[str, Any] = {"backend": "gloo"}
+    if mine.type == "cuda":
+        torch.cuda.set_device(mine)
+        options = {"backend": "cpu:gloo,cuda:nccl", "device_id": mine}
+    dist.init_process_group(
+        store=store, rank=place.rank, world_size=place.world_size, **options
+    )
+    dist.barrier()
+    return store
+
+
+def find_function(name: str) -> Callable:
+    """Return the function that "package.module:function" names.
+
+    Raises ValueError that says which part of the name is wrong.
+    """
+    module_name, colon, function_name = name.partition(":")
+    if not colon or not module_name or not function_name:
+        raise ValueError(f"{name!r} is not of the form MODULE:FUNCTION")
+    sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it, and torchrun has not
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"no module {error.name!r} (from {name!r})") from None
+    fn = getattr(module, function_name, None)
+    if not callable(fn):
+        raise ValueError(f"module {module_name!r} has no function {function_name!r}")
+    return fn
+
+
+def parse_arguments(words: list[str]) -> tuple[list[Any], dict[str, Any]]:
+    """Return positional and keyword arguments from words like `12` and `name=value`."""
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if equals and name.isidentifier():
+            kwargs[name] = _literal(value)
+        elif kwargs:
+            raise ValueError(f"{word!r} stands after an argument with a name")
+        else:
+            args.append(_literal(word))
+    return args, kwargs
+
+
+def print_in_rank_order(value: Any, store: dist.Store) -> None:
+    """Print on rank 0 what every rank returned, shortened; nothing if that is None."""
+    place = here()
+    text = "" if value is None else _shorten(value)
+    store.set(f"returned/{place.rank}", text)
+    if place.rank == 0:
+        for rank in range(place.world_size):
+            text = store.get(f"returned/{rank}").decode()
+            if text:
+                print(f"[rank {rank}] returned {text}", flush=True)
+
+
+def _shorten(value: Any) -> str:
+    brief = reprlib.Repr()
+    brief.maxother = brief.maxstring = 200
+    return brief.repr(value)
+
+
+def _literal(word: str) -> Any:
+    try:
+        return ast.literal_eval(word)
+    except (ValueError, SyntaxError):
+        return word
+
+
+if __name__ == "__main__":
+    main()
