@@ -227,10 +227,13 @@ class Launch:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rank.process.pid, signal.SIGUSR1)
         deadline = time.monotonic() + 1.0
-        while asked and time.monotonic() < deadline:
-            self._take_in(0.02)
-            asked = [rank for rank in asked if not rank.stacks and not rank.report]
-        self._take_in(0.05)  # a dump comes in several pieces
+        heard: list[int] = []
+        while time.monotonic() < deadline:
+            self._take_in(0.05)
+            before = heard
+            heard = [len(rank.stacks) for rank in asked if not rank.report]
+            if all(heard) and heard == before:  # a dump comes in many pieces
+                break
 
     def _end(self) -> None:
         """End all ranks with all their children, and read what is left in the pipes."""

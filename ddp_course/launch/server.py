@@ -97,10 +97,11 @@ def start(process: BaseProcess) -> None:
 
 def ended(process: BaseProcess, seconds: float) -> bool:
     """Wait up to `seconds` for `process` to end; tell whether it has."""
-    connection.wait([process.sentinel], seconds)
-    with STARTING:
-        process.join(0)
-        return process.exitcode is not None
+    has_ended = bool(connection.wait([process.sentinel], seconds))
+    if has_ended:
+        with STARTING:
+            process.join(1.0)  # takes no time: it only fetches the exit code
+    return has_ended
 
 
 def forget(process: BaseProcess) -> None:

@@ -1,0 +1,106 @@
+"""What all tests share: their order, and looking for what was left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from ddp_course.launch import warm
+
+# Cheapest first: plain functions, then ranks, then kernels, then hundreds of launches.
+ORDER = ("kernel", "endurance")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run cheap tests before costly ones, and the notebooks last."""
+
+    def cost(item: pytest.Item) -> tuple[bool, int, bool]:
+        marks = [
+            1 + ORDER.index(m.name) for m in item.iter_markers() if m.name in ORDER
+        ]
+        is_notebook = item.nodeid.split("::")[0].endswith(".ipynb")
+        starts_ranks = "spawn" in getattr(item, "fixturenames", ()) or "spawn" in (
+            item.nodeid
+        )
+        return is_notebook, max(marks, default=0), starts_ranks
+
+    items.sort(key=cost)
+
+
+def alive(pid: int) -> bool:
+    """Tell whether a process is there and is not merely a zombie."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+def none_left(pids: list[int], seconds: float = 5.0) -> bool:
+    """Wait up to `seconds` for the processes to be gone; tell whether they are."""
+    assert pids, "no process id to look for: the test looks at nothing"
+    deadline = time.monotonic() + seconds
+    while any(alive(pid) for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the processes below `pid`, however deep."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(
+                stat.read_text().rsplit(")", 1)[1].split()[1]
+            )
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    found, new = [], [pid]
+    while new:
+        new = [child for child, parent in parents.items() if parent in new]
+        found += new
+    return found
+
+
+@pytest.fixture
+def no_leftovers(tmp_path, monkeypatch):
+    """Fail if the test leaves a rank, a file in the temporary folder, or a segment."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    warm()  # the fork server's own files are there before we count
+    segments, files = names_in("/dev/shm"), names_in("/proc/self/fd")
+    yield
+    assert names_in(tmp_path) == set()
+    assert names_in("/dev/shm") <= segments
+    assert len(names_in("/proc/self/fd")) <= len(files)
+    ranks = ranks_of(os.getpid())
+    assert not ranks or none_left(ranks)
+
+
+def names_in(folder: str | Path) -> set[str]:
+    """Return what is in a folder."""
+    return {path.name for path in Path(folder).iterdir()}
+
+
+def ranks_of(pid: int) -> list[int]:
+    """Return the ranks that the fork server of process `pid` has running."""
+    servers = [p for p in descendants(pid) if "multiprocessing.forkserver" in _line(p)]
+    return [rank for server in servers for rank in descendants(server)]
+
+
+def _line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def end(pid: int) -> None:
+    """Kill one process that the test itself started."""
+    os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,108 @@
+"""Hundreds of launches: none fails, and none leaves anything behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import none_left
+
+from ddp_course.launch import RankInterrupted, RankTimeout, spawn
+
+pytestmark = [pytest.mark.endurance, pytest.mark.timeout(600)]
+
+
+def add_ranks():
+    x = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(x)
+    return x.item()
+
+
+def test_500_launches_in_a_row(no_leftovers):
+    for _ in range(500):
+        assert spawn(add_ranks, output="none") == [6.0] * 4
+
+
+def test_50_launches_at_once_from_one_process():
+    with ThreadPoolExecutor(50) as threads:
+        told = list(threads.map(lambda _: spawn(add_ranks, world_size=2), range(50)))
+    assert told == [[1.0, 1.0]] * 50
+
+
+def test_50_launches_at_once_from_ten_processes(tmp_path):
+    script = tmp_path / "five.py"
+    script.write_text(
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "from test_endurance import add_ranks\n"
+        "from ddp_course.launch import spawn\n"
+        "with ThreadPoolExecutor(5) as threads:\n"
+        "    f = lambda _: spawn(add_ranks, world_size=2, output='none')\n"
+        "    print(list(threads.map(f, range(5))))\n"
+    )
+    path = os.pathsep.join(p for p in sys.path if p)
+    runs = [
+        subprocess.Popen(
+            [sys.executable, script],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        for _ in range(10)
+    ]
+    assert [run.communicate(timeout=300)[0] for run in runs] == [
+        f"{[[1.0, 1.0]] * 5}\n"
+    ] * 10
+
+
+@pytest.fixture
+def deaf():
+    """Ignore Ctrl-C outside of launches: the test itself must survive its own stops."""
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def press_stop_after(seconds: float, times: int) -> threading.Thread:
+    def press():
+        time.sleep(seconds)
+        for _ in range(times):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    return thread
+
+
+def test_200_stops_at_random_moments(no_leftovers, deaf):
+    """Once or hammered, during start, run or end: the launch ends, nothing remains."""
+
+    def work(seconds):
+        print(os.getpid(), flush=True)
+        time.sleep(seconds)
+
+    dice = random.Random(0)
+    stopped, pids = 0, []
+    for _ in range(200):
+        finger = press_stop_after(dice.uniform(0, 0.2), dice.choice([1, 1, 5]))
+        try:
+            spawn(work, dice.choice([0.02, 60]), world_size=2, output="none", timeout=2)
+        except RankInterrupted as stop:
+            stopped += 1
+            pids += [int(word) for r in stop.reports for word in r.output.split()]
+            assert all(r.status in ("ok", "unfinished") for r in stop.reports)
+        except RankTimeout:
+            pass  # the stop came before the launch listened
+        finger.join()
+    assert stopped > 50
+    assert none_left(pids)

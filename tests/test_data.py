@@ -1,0 +1,290 @@
+"""The corpus is the same for everyone, and its shards are the batch, each row once."""
+
+import string
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddp_course.data import (
+    MIN_CHARS,
+    VOCABULARY,
+    Corpus,
+    CorpusError,
+    decode,
+    encode,
+    load_corpus,
+    shard,
+)
+from ddp_course.model import GPTConfig
+
+# Characters and tokens
+
+
+def test_vocabulary_is_newline_and_printable_ascii():
+    assert len(VOCABULARY) == len(set(VOCABULARY)) == GPTConfig().vocab_size == 96
+    printable = set(string.digits + string.ascii_letters + string.punctuation + " \n")
+    assert set(VOCABULARY) == printable
+    assert encode(VOCABULARY).tolist() == list(range(96))
+
+
+@given(st.text())
+def test_one_character_is_one_token_and_comes_back(text):
+    tokens = encode(text)
+    assert tokens.shape == (len(text),)
+    assert tokens.dtype == torch.int64
+    expected = "".join(c if c in VOCABULARY else "?" for c in text)
+    assert decode(tokens) == expected
+    assert decode(encode(expected)) == expected
+
+
+def test_what_is_not_in_the_vocabulary_becomes_a_question_mark():
+    assert decode(encode("a\tb\r\x00é中😀\ud800\x7f?")) == "a?b????????"
+
+
+def test_decode_takes_any_shape_and_refuses_other_tokens():
+    assert decode(torch.tensor([[34, 35], [0, 36]], dtype=torch.uint8)) == "AB\nC"
+    for wrong in (torch.tensor([96]), torch.tensor([-1]), torch.tensor([256 + 34])):
+        with pytest.raises(ValueError, match=f"{int(wrong)}; tokens are 0 to 95"):
+            decode(wrong)
+    with pytest.raises(TypeError, match="torch.float32; it must be of an integer type"):
+        decode(torch.tensor([1.0]))
+
+
+# Loading
+
+
+def write(folder, **files):
+    for name, text in files.items():
+        (folder / f"{name}.py").write_text(text, encoding="utf-8")
+    return folder
+
+
+def test_standard_library_fills_the_corpus():
+    corpus = load_corpus()
+    assert corpus.tokens.shape == (1_000_000,)
+    assert corpus.tokens.dtype == torch.uint8
+    assert (len(corpus.train), len(corpus.validation)) == (900_000, 100_000)
+    assert list(corpus.files) == sorted(corpus.files)
+    assert corpus.files[0] == "__future__.py"
+    assert "import" in corpus.text
+    assert torch.equal(encode(corpus.text), corpus.tokens.long())
+    assert load_corpus() is corpus
+    load_corpus.cache_clear()
+    assert torch.equal(load_corpus().tokens, corpus.tokens)
+
+
+def test_loading_is_quick():
+    seconds = []
+    for _ in range(5):
+        load_corpus.cache_clear()
+        start = time.process_time()
+        load_corpus()
+        seconds.append(time.process_time() - start)
+    assert min(seconds) < 0.1  # every rank of every cell loads it
+
+
+def test_files_are_read_in_order_of_their_names(tmp_path):
+    write(tmp_path, b="B" * 9000, a="é" * 4000, c="never reached")
+    write(tmp_path, _sysconfigdata__linux_="written by the build")
+    (tmp_path / "0.txt").write_text("not python")
+    (tmp_path / "0").mkdir()
+    write(tmp_path / "0", inner="not entered")
+    corpus = load_corpus(tmp_path, max_chars=10_000, validation=0.25)
+    assert corpus.text == "?" * 4000 + "B" * 6000
+    assert corpus.files == ("a.py", "b.py")
+    assert len(corpus.train) == 7500
+
+
+def test_bytes_that_are_not_utf8_do_no_harm(tmp_path):
+    (tmp_path / "a.py").write_bytes(b"\xff" + b"x" * MIN_CHARS)
+    assert load_corpus(str(tmp_path)).text == "?" + "x" * MIN_CHARS
+
+
+def test_missing_or_short_sources_say_what_to_do(tmp_path):
+    with pytest.raises(CorpusError, match=r"0 \*\.py files.*pass load_corpus folder="):
+        load_corpus(tmp_path)
+    with pytest.raises(CorpusError, match="nowhere: nothing. Some small Pythons"):
+        load_corpus(tmp_path / "nowhere")
+    write(tmp_path, a="x" * (MIN_CHARS - 1))
+    with pytest.raises(CorpusError, match="at least 10,000 characters.*1 .*, 9,999 "):
+        load_corpus(tmp_path)
+
+
+def test_a_python_without_sources_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    load_corpus.cache_clear()
+    with pytest.raises(CorpusError, match="Python's standard library"):
+        load_corpus()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"max_chars": 9}, "max_chars is 9; it must be at least 10,000"),
+        ({"validation": 0}, "validation is 0; it must be between 0 and 1"),
+        ({"validation": 1.0}, "validation is 1.0"),
+    ],
+)
+def test_impossible_numbers_are_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        load_corpus(**wrong)
+
+
+# Batches
+
+COUNTING = Corpus(torch.arange(90, dtype=torch.uint8), train_size=60)
+
+
+def is_a_pure_function(batch):
+    """Same arguments, same bits, whatever the global generators; other steps differ."""
+    torch.manual_seed(0)
+    np.random.seed(0)
+    first = batch(3, 8, 16, seed=1)
+    second = batch(3, 8, 16, seed=1)
+    others = batch(4, 8, 16, seed=1), batch(3, 8, 16, seed=2), batch(1, 8, 16, seed=3)
+    same = all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    return same and not any(torch.equal(first[0], other[0]) for other in others)
+
+
+def draws_from_the_global_generator(step, batch_size, block_size, seed=0):
+    starts = torch.randint(0, 900_000 - block_size, (batch_size, 1))
+    x = load_corpus().train[starts + torch.arange(block_size)].long()
+    return x, x
+
+
+def ignores_the_step(step, batch_size, block_size, seed=0):
+    return load_corpus().batch(0, batch_size, block_size, seed)
+
+
+def adds_seed_and_step(step, batch_size, block_size, seed=0):
+    return load_corpus().batch(seed + step, batch_size, block_size)
+
+
+def test_batch_is_a_pure_function_of_its_arguments():
+    assert is_a_pure_function(load_corpus().batch)
+
+
+@pytest.mark.parametrize(
+    "wrong", [draws_from_the_global_generator, ignores_the_step, adds_seed_and_step]
+)
+def test_impure_batches_are_caught(wrong):
+    assert not is_a_pure_function(wrong)
+
+
+@given(
+    step=st.integers(0, 2**40),
+    seed=st.integers(0, 2**40),
+    rows=st.integers(1, 20),
+    block=st.integers(1, 29),
+    part=st.sampled_from(["train", "validation"]),
+)
+@settings(deadline=None)
+def test_targets_are_the_next_characters_of_the_same_part(
+    step, seed, rows, block, part
+):
+    x, y = COUNTING.batch(step, rows, block, seed, part)
+    assert x.shape == y.shape == (rows, block)
+    assert x.dtype == y.dtype == torch.int64
+    assert x.is_contiguous()
+    assert y.is_contiguous()
+    assert torch.equal(x + 1, y)  # in a text that counts, the next one is one more
+    assert torch.equal(x[:, :1] + torch.arange(block), x)
+    low, high = (0, 59) if part == "train" else (60, 89)
+    assert low <= x.min()
+    assert y.max() <= high
+
+
+def test_every_place_of_the_text_can_be_drawn():
+    drawn = {int(n) for step in range(99) for n in COUNTING.batch(step, 8, 2)[0][:, 0]}
+    assert drawn == set(range(58))  # from 58, y would need token 60: validation
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((-1, 8, 16), "step is -1; it must be at least 0"),
+        ((0, 0, 16), "batch_size is 0; it must be at least 1"),
+        ((0, 8, 0), "block_size is 0"),
+        ((0, 8, 16, -1), "seed is -1"),
+        ((0, 8, 60), "block_size is 60; it must be below 60, the length of the train"),
+        ((0, 8, 16, 0, "test"), "part is 'test'; it can be 'train' or 'validation'"),
+    ],
+)
+def test_impossible_batches_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        COUNTING.batch(*arguments)
+
+
+# Shards
+
+
+def shares_out(shard):
+    """The shards, in rank order, are the batch: contiguous, equal, each row once."""
+    for n in (1, 2, 3, 4, 6):
+        for columns in ((), (5,)):
+            batch = torch.arange(12 * (5 if columns else 1)).reshape(12, *columns)
+            shards = [shard(batch, rank, n) for rank in range(n)]
+            if any(len(mine) != 12 // n for mine in shards):
+                return False
+            if not torch.equal(torch.cat(shards), batch):
+                return False
+    return True
+
+
+def test_shards_are_the_batch():
+    assert shares_out(shard)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        pytest.param(lambda batch, rank, n: batch, id="everything to everyone"),
+        pytest.param(lambda batch, rank, n: batch[: len(batch) // n], id="rank 0's"),
+        pytest.param(lambda batch, rank, n: batch[rank::n], id="every n-th row"),
+        pytest.param(
+            lambda batch, rank, n: batch[rank * (len(batch) // n) :][
+                : len(batch) // n + 1
+            ],
+            id="one row too many",
+        ),
+        pytest.param(
+            lambda batch, rank, n: batch[rank * (len(batch) // n - 1) :][
+                : len(batch) // n
+            ],
+            id="overlap",
+        ),
+        pytest.param(
+            lambda batch, rank, n: batch[rank * (len(batch) // n) :][
+                : max(1, len(batch) // n - 1)
+            ],
+            id="drops a row",
+        ),
+    ],
+)
+def test_wrong_shards_are_caught(wrong):
+    assert not shares_out(wrong)
+
+
+@given(rows=st.integers(1, 40), n=st.integers(1, 9))
+def test_shards_divide_or_the_error_names_the_numbers(rows, n):
+    batch = torch.arange(rows)
+    if rows % n == 0:
+        assert torch.equal(torch.cat([shard(batch, r, n) for r in range(n)]), batch)
+    else:
+        with pytest.raises(ValueError, match=f"^{rows} rows .* {n} ranks; .* of {n}$"):
+            shard(batch, 0, n)
+
+
+@pytest.mark.parametrize(("rank", "n"), [(4, 4), (-1, 4), (0, 0), (0, -2)])
+def test_a_rank_that_does_not_exist_is_refused(rank, n):
+    with pytest.raises(ValueError, match=f"rank is {rank} and world_size is {n}"):
+        shard(torch.arange(12), rank, n)
+
+
+def test_no_rows_cannot_be_shared():
+    with pytest.raises(ValueError, match="0 rows cannot be shared equally by 2 ranks"):
+        shard(torch.empty(0, 5), 0, 2)

@@ -1,0 +1,295 @@
+"""Training on many ranks is the training of one process; and mistakes are noticed."""
+
+import math
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp_course import train as train_module
+from ddp_course.data import load_corpus, shard
+from ddp_course.launch import RankError, spawn
+from ddp_course.model import GPTConfig, build_gpt
+from ddp_course.train import average_gradients, checksum, largest_difference, train
+
+SMALL = GPTConfig(block_size=16, n_layer=1, n_head=6, d_model=24)
+TIED = GPTConfig(block_size=16, n_layer=1, n_head=6, d_model=24, tied=True)
+ROWS, STEPS, LR = 12, 3, 3e-4
+
+# One process and many add up the same gradients in another order, and 32-bit floats
+# round after every addition. As a part of a matrix's largest gradient: below 1e-6 here.
+GRADIENT_TOLERANCE = 1e-5
+# Adam moves every parameter by up to about LR per step, however small its gradient:
+# where a gradient is nearly 0, rounding moves the parameter by a part of LR. Largest
+# difference measured: 0.0003 LR here, 0.02 LR after 20 steps of the preset "1m"; with
+# the mistakes below, 0.1 LR and more.
+PARAMETER_TOLERANCE = 0.01 * LR
+LOSS_TOLERANCE = 1e-5  # of about 4.6: 20 units in its last place
+
+
+def run(**changes):
+    return train(STEPS, ROWS, SMALL, LR, keep_state=True, **changes)
+
+
+# One process
+
+
+def test_one_process_learns_and_repeats_itself():
+    first, second, other = run(), run(), run(seed=1)
+    assert len(first.losses) == STEPS
+    assert first.losses[0] == pytest.approx(4.56, abs=0.1)  # log(96)
+    assert first.losses[-1] < first.losses[0]
+    assert first.world_size == 1
+    assert first.seconds > 0
+    assert first.losses == second.losses
+    assert first.checksum == second.checksum == checksum(first.state)
+    assert first.checksum != other.checksum
+    assert first.state.keys() == build_gpt(SMALL).state_dict().keys()
+    assert train(0, preset=SMALL).checksum == checksum(build_gpt(SMALL).state_dict())
+    assert train(0, preset=SMALL).state is None
+
+
+def test_one_process_averages_nothing():
+    model = build_gpt(SMALL)
+    model(*load_corpus().batch(0, 4, 16))[1].backward()
+    before = {name: p.grad.clone() for name, p in model.named_parameters()}
+    average_gradients(model)
+    assert all(torch.equal(p.grad, before[n]) for n, p in model.named_parameters())
+
+
+# Many ranks. Each of these planted mistakes stands in for `average_gradients`.
+
+
+def averages_nothing(model):
+    pass
+
+
+def forgets_the_division(model):
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+
+
+def divides_twice(model):
+    average_gradients(model)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad /= dist.get_world_size()
+
+
+def averages_the_parameters(model):
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.data)
+        parameter.data /= dist.get_world_size()
+
+
+def forgets_the_head(model):
+    average_gradients(model.embed)
+    average_gradients(model.blocks)
+
+
+def takes_rank_0s_gradient(model):
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            dist.broadcast(parameter.grad, src=0)
+
+
+MISTAKES = [
+    averages_nothing,
+    forgets_the_division,
+    divides_twice,
+    averages_the_parameters,
+    forgets_the_head,
+    takes_rank_0s_gradient,
+]
+
+
+def gradients(config, average):
+    """The gradients of the first batch after `average`, and the parameters then."""
+    rank, n = (
+        (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    )
+    model = build_gpt(config)
+    model.head.norm.requires_grad_(False)  # a frozen parameter has no gradient
+    x, y = (shard(t, rank, n) for t in load_corpus().batch(0, ROWS, 16))
+    model(x, y)[1].backward()
+    average(model)
+    grads = {k: p.grad for k, p in model.named_parameters() if p.grad is not None}
+    return grads, checksum(model.state_dict())
+
+
+def rows_per_step(share):
+    """How many rows this rank's model sees in each step of `train`."""
+    rows = []
+
+    def build_and_watch(*args):
+        model = build_gpt(*args)
+        model.register_forward_pre_hook(
+            lambda _model, given: rows.append(len(given[0]))
+        )
+        return model
+
+    train_module.build_gpt, train_module.shard = build_and_watch, share
+    run()
+    return rows
+
+
+def everything_to_everyone(batch, rank, world_size):
+    return batch
+
+
+def on_every_rank():
+    """What one launch brings home for all the checks below.
+
+    It changes the module `train` for as long as this process lives: not for long.
+    """
+    averages = (average_gradients, *MISTAKES)
+    averaged = {
+        average.__name__: {
+            config: gradients(config, average) for config in (SMALL, TIED)
+        }
+        for average in averages
+    }
+    trained = {}
+    for average in averages:
+        train_module.average_gradients = average
+        trained[average.__name__] = run()
+    train_module.average_gradients = forgets_the_division
+    train_module.average = lambda tensor: tensor
+    trained["reports its own loss"] = run()
+    rows = [rows_per_step(share) for share in (shard, everything_to_everyone)]
+    return trained, averaged, rows
+
+
+@pytest.fixture(scope="module")
+def one():
+    return run(), {
+        config: gradients(config, averages_nothing) for config in (SMALL, TIED)
+    }
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4])
+def ranks(request):
+    return spawn(on_every_rank, world_size=request.param, timeout=120)
+
+
+def same_training(histories, one):
+    """One loss curve and one model: the same bits on all ranks, near one process."""
+    return (
+        len({tuple(history.losses) for history in histories}) == 1
+        and len({history.checksum for history in histories}) == 1
+        and histories[0].losses == pytest.approx(one.losses, abs=LOSS_TOLERANCE)
+        and largest_difference(histories[0].state, one.state) < PARAMETER_TOLERANCE
+    )
+
+
+def same_gradients(averaged, one):
+    """Bit-equal among ranks, close to the full batch's; parameters not touched."""
+    for config, (expected, untouched) in one.items():
+        grads = [by_config[config][0] for by_config in averaged]
+        if len({checksum(mine) for mine in grads}) > 1:
+            return False
+        if {by_config[config][1] for by_config in averaged} != {untouched}:
+            return False
+        for name, full in expected.items():
+            error = (grads[0][name] - full).abs().max() / full.abs().max()
+            if not error < GRADIENT_TOLERANCE:
+                return False
+    return True
+
+
+def test_many_ranks_train_the_model_of_one_process(ranks, one):
+    histories = [trained["average_gradients"] for trained, _, _ in ranks]
+    assert same_training(histories, one[0])
+    assert [history.world_size for history in histories] == [len(ranks)] * len(ranks)
+
+
+def test_averaged_gradients_are_those_of_the_full_batch(ranks, one):
+    assert same_gradients([by["average_gradients"] for _, by, _ in ranks], one[1])
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_wrong_averages_are_caught(ranks, one, mistake):
+    name = mistake.__name__
+    assert not same_gradients([by[name] for _, by, _ in ranks], one[1])
+    assert not same_training([trained[name] for trained, _, _ in ranks], one[0])
+
+
+def test_adam_hides_a_missing_division_from_losses_and_replicas(ranks, one):
+    # Adam divides the gradient by its own size, so N times the gradient makes the same
+    # step, but for the smallest gradients. Only comparing with one process tells.
+    histories = [trained["forgets_the_division"] for trained, _, _ in ranks]
+    assert len({history.checksum for history in histories}) == 1
+    assert histories[0].losses == pytest.approx(one[0].losses, abs=LOSS_TOLERANCE)
+    assert largest_difference(histories[0].state, one[0].state) > PARAMETER_TOLERANCE
+
+
+def test_a_rank_that_reports_its_own_loss_is_caught(ranks, one):
+    histories = [trained["reports its own loss"] for trained, _, _ in ranks]
+    assert len({history.checksum for history in histories}) == 1
+    assert histories[0].losses != pytest.approx(one[0].losses, abs=LOSS_TOLERANCE)
+    assert not same_training(histories, one[0])
+
+
+def test_every_rank_computes_its_share_of_the_rows_and_no_more(ranks):
+    share = [ROWS // len(ranks)] * STEPS
+    for _, _, (rows, rows_of_everything) in ranks:
+        assert rows == share
+        assert rows_of_everything != share  # its numbers are right, its work is N-fold
+
+
+def test_a_batch_that_cannot_be_shared_is_refused():
+    with pytest.raises(RankError, match="8 rows cannot be shared equally by 3 ranks"):
+        spawn(train, 1, 8, SMALL, world_size=3, timeout=60)
+
+
+# Comparing
+
+
+def test_checksum_sees_every_bit_name_type_and_shape():
+    state = {
+        "a": torch.tensor([[0.0, 1.0]]),
+        "b": torch.tensor(2, dtype=torch.bfloat16),
+    }
+    same = {name: state[name].clone() for name in ("b", "a")}
+    assert checksum(state) == checksum(same)
+    assert re.fullmatch("[0-9a-f]{16}", checksum(state))
+    changes = [
+        {"a": torch.tensor([[-0.0, 1.0]])},
+        {"a": torch.tensor([[0.0, 1.0 + 2**-23]])},
+        {"a": torch.tensor([0.0, 1.0])},
+        {"a": torch.tensor([[0.0, 1.0]]).view(torch.int32)},
+        {"c": torch.tensor(0.0)},
+    ]
+    sums = {checksum(state | change) for change in changes}
+    assert len(sums | {checksum(state)}) == 6
+    transposed = torch.arange(6.0).view(2, 3).t()
+    assert checksum({"a": transposed}) == checksum({"a": transposed.contiguous()})
+
+
+def test_largest_difference_is_over_all_numbers():
+    a = {"w": torch.tensor([1.0, 2.0]), "n": torch.tensor([[3]])}
+    assert largest_difference(a, a) == 0
+    assert largest_difference(a, a | {"w": torch.tensor([1.5, 2.0])}) == 0.5
+    assert largest_difference(a, a | {"n": torch.tensor([[-4]])}) == 7
+    for place in (0, 1):  # a nan is never less than another difference
+        w = torch.tensor([1.0, 2.0])
+        w[place] = float("nan")
+        assert math.isnan(largest_difference(a, a | {"w": w}))
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"w": torch.zeros(2)}, "in one state only: n"),
+        ({"w": torch.zeros(2), "n": torch.zeros(1), "x": torch.zeros(1)}, "only: x"),
+        ({"w": torch.zeros(3), "n": torch.zeros(1)}, r"w is \(2,\) here, \(3,\) there"),
+        ({}, "nothing to compare"),
+        (None, "keep_state=True"),
+    ],
+)
+def test_largest_difference_refuses_what_does_not_match(other, message):
+    state = {"w": torch.zeros(2), "n": torch.zeros(1)}
+    with pytest.raises(ValueError, match=message):
+        largest_difference(state, other)
