@@ -13,8 +13,10 @@ was edited, the server is replaced.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -108,6 +110,18 @@ def forget(process: BaseProcess) -> None:
     """Let go of what is kept of a process that has ended."""
     with STARTING, contextlib.suppress(ValueError):  # ValueError: it has not ended
         process.close()
+
+
+def _tidy(launcher: int) -> None:
+    """In the fork server, when the notebook has died: remove the socket it left."""
+    if os.getppid() != launcher:
+        folder = Path(forkserver._forkserver._forkserver_address).parent
+        if folder.name.startswith("pymp-"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+if IN_SERVER in os.environ:
+    atexit.register(_tidy, os.getppid())
 
 
 def _is_a_child() -> bool:

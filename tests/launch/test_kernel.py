@@ -1,0 +1,241 @@
+"""The launcher inside a real Jupyter kernel: cells, the stop button, sudden death."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+
+import pytest
+from conftest import alive, descendants, names_in, none_left
+from jupyter_client.manager import KernelManager
+
+pytestmark = [pytest.mark.kernel, pytest.mark.timeout(300)]
+
+
+class Kernel:
+    """A Jupyter kernel, and what its cells answer."""
+
+    def __init__(self) -> None:
+        self.manager = KernelManager(kernel_name="python3")
+        self.start()
+
+    def start(self) -> None:
+        self.manager.start_kernel()
+        self.connect()
+
+    def connect(self) -> None:
+        self.client = self.manager.client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=60)
+
+    @property
+    def pid(self) -> int:
+        return self.manager.provisioner.process.pid
+
+    def begin(self, code: str) -> str:
+        return self.client.execute(code)
+
+    def finish(self, message_id: str, timeout: float = 60) -> tuple[str, str]:
+        """Return what the cell printed, and its traceback (without colours)."""
+        printed, trace = "", ""
+        while True:
+            message = self.client.get_iopub_msg(timeout=timeout)
+            if message["parent_header"].get("msg_id") != message_id:
+                continue
+            kind, content = message["msg_type"], message["content"]
+            if kind == "stream":
+                printed += content["text"]
+            elif kind == "execute_result":
+                printed += content["data"]["text/plain"]
+            elif kind == "error":
+                trace = re.sub(r"\x1b\[[\d;]*m", "", "\n".join(content["traceback"]))
+            elif kind == "status" and content["execution_state"] == "idle":
+                return printed, trace
+
+    def run(self, code: str) -> tuple[str, str]:
+        return self.finish(self.begin(code))
+
+    def close(self) -> None:
+        self.client.stop_channels()
+        with contextlib.suppress(RuntimeError):
+            self.manager.shutdown_kernel(now=True)
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    kernel = Kernel()
+    kernel.run(
+        "import os, time, torch, torch.distributed as dist\n"
+        "from ddp_course.launch import spawn\n"
+        "print(spawn(dist.get_rank, world_size=2))"
+    )
+    yield kernel
+    kernel.close()
+
+
+HANG = """\
+def hang():
+    print(os.getpid(), flush=True)
+    x = torch.zeros(1)
+    dist.recv(x, src=1 - dist.get_rank())
+spawn(hang, world_size=2, output="live", timeout=300)
+"""
+
+
+def begin_to_hang(kernel: Kernel) -> tuple[str, list[int]]:
+    """Run the hanging cell and wait until both ranks have told their process ids."""
+    before = set(kernel_ranks(kernel))
+    message_id = kernel.begin(HANG)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        ranks = set(kernel_ranks(kernel)) - before
+        if len(ranks) == 2:
+            time.sleep(0.5)  # into dist.recv
+            return message_id, sorted(ranks)
+        time.sleep(0.02)
+    raise AssertionError("the ranks did not start")
+
+
+def kernel_ranks(kernel: Kernel) -> list[int]:
+    """The processes that the fork server of the kernel has made."""
+    children = descendants(kernel.pid)
+    return [p for child in children for p in descendants(child)]
+
+
+def test_a_function_of_a_cell_runs_and_prints_in_rank_order(kernel):
+    printed, trace = kernel.run(
+        "class Net(torch.nn.Module): pass\n"
+        "def f(k):\n"
+        "    print('hello from', dist.get_rank())\n"
+        "    return Net()\n"
+        "print(all(isinstance(net, Net) for net in spawn(f, 3)))"
+    )
+    assert trace == ""
+    assert printed == (
+        "[rank 0] hello from 0\n[rank 1] hello from 1\n"
+        "[rank 2] hello from 2\n[rank 3] hello from 3\nTrue\n"
+    )
+
+
+def test_after_a_matrix_product_in_the_notebook_ranks_still_compute(kernel):
+    """A forked kernel would hang here: OpenMP's threads do not survive a fork."""
+    printed, trace = kernel.run(
+        "torch.set_num_threads(2)\n"
+        "(torch.ones(500, 500) @ torch.ones(500, 500)).exp()\n"
+        "def f(): return (torch.ones(300, 300) @ torch.ones(300, 300)).sum().item()\n"
+        "print(spawn(f, world_size=2, timeout=30))"
+    )
+    assert trace == ""
+    assert printed == "[27000000.0, 27000000.0]\n"
+
+
+def test_a_failure_shows_the_cells_lines_and_no_frame_of_the_launcher(kernel):
+    printed, trace = kernel.run(
+        "def inner(x):\n"
+        "    return x / 0  # the mistake\n"
+        "def f():\n"
+        "    if dist.get_rank() == 1:\n"
+        "        inner(1)\n"
+        "    dist.barrier()\n"
+        "spawn(f)"
+    )
+    lines = trace.splitlines()
+    assert lines[0] == "RankError: rank 1: ZeroDivisionError: division by zero"
+    assert re.search(
+        r"Cell In\[\d+\], line 2, in inner\n +return x / 0  # the mistake", trace
+    )
+    assert re.search(
+        r"  rank 0: lost the connection .*, in Cell In\[\d+\], line 6", trace
+    )
+    for unwanted in ("ddp_course/launch", "ipykernel", "/tmp/", "multiprocessing"):
+        assert unwanted not in trace
+    assert len(lines) < 20
+
+
+def test_a_deadlock_shows_the_cells_line_for_each_rank(kernel):
+    _, trace = kernel.run(HANG.replace("timeout=300", "timeout=2"))
+    assert trace.splitlines()[0] == (
+        "RankTimeout: ranks 0 and 1 have not returned after 2 s"
+    )
+    assert len(re.findall(r"in Cell In\[\d+\], line 4: dist.recv", trace)) == 2
+
+
+def test_a_bad_argument_is_one_line(kernel):
+    _, trace = kernel.run("spawn(f, world_size=0)")
+    assert trace == "LaunchArgumentError: world_size is 0; it can be 1 to 64"
+
+
+@pytest.mark.parametrize("times", [1, 20])
+def test_the_stop_button(kernel, times):
+    message_id, ranks = begin_to_hang(kernel)
+    for _ in range(times):
+        kernel.manager.interrupt_kernel()
+        time.sleep(0.005)
+    _, trace = kernel.finish(message_id)
+    assert trace.startswith("RankInterrupted: stopped by hand")
+    assert len(re.findall(r"in Cell In\[\d+\], line 4: dist.recv", trace)) == 2
+    assert none_left(ranks)
+    for _ in range(10):  # presses that came late may interrupt the next cell, not break
+        printed, trace = kernel.run("print(spawn(dist.get_rank, world_size=2))")
+        if not trace:
+            break
+    assert printed == "[0, 1]\n"
+
+
+def test_autoreload_edits_of_a_module_are_not_stale(kernel, tmp_path):
+    (tmp_path / "edited_module.py").write_text("def f():\n    return 'old'\n")
+    printed, _ = kernel.run(
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "%load_ext autoreload\n"
+        "%autoreload 2\n"
+        "import edited_module\n"
+        "print(spawn(edited_module.f, world_size=1))"
+    )
+    assert printed == "['old']\n"
+    (tmp_path / "edited_module.py").write_text("def f():\n    return 'edited'\n")
+    printed, _ = kernel.run("print(spawn(edited_module.f, world_size=1))")
+    assert printed == "['edited']\n"
+
+
+def test_kernel_restart_leaves_no_rank(kernel):
+    _, ranks = begin_to_hang(kernel)
+    kernel.manager.restart_kernel(now=False)
+    kernel.client.stop_channels()
+    kernel.connect()
+    assert none_left(ranks)
+    assert kernel.run("print(1)") == ("1\n", "")
+
+
+def test_killed_kernel_leaves_no_rank_no_worker_no_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    segments = names_in("/dev/shm")
+    kernel = Kernel()
+    kernel.run(
+        "import os, time, torch, torch.distributed as dist\n"
+        "from ddp_course.launch import spawn\n"
+        "spawn(dist.get_rank, world_size=2)"
+    )
+    kernel.begin(
+        "def hang():\n"
+        "    data = torch.utils.data.DataLoader(list(range(8)), num_workers=2,"
+        " persistent_workers=True)\n"
+        "    keep = iter(data)\n"
+        "    dist.recv(torch.zeros(1), src=1 - dist.get_rank())\n"
+        "spawn(hang, world_size=2, timeout=300)"
+    )
+    deadline = time.monotonic() + 60
+    expected = 2 + 2 + 4  # the servers (forks, resources), the ranks, their workers
+    while len(everything := descendants(kernel.pid)) < expected:
+        assert time.monotonic() < deadline, everything
+        time.sleep(0.05)
+    time.sleep(0.5)
+    assert all(alive(pid) for pid in everything)
+    os.kill(kernel.pid, signal.SIGKILL)
+    assert none_left(everything)
+    kernel.close()
+    # PyTorch makes itself an empty folder for compiled code when it is imported.
+    assert {x for x in names_in(tmp_path) if not x.startswith("torchinductor")} == set()
+    assert names_in("/dev/shm") <= segments
