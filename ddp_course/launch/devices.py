@@ -103,7 +103,7 @@ def choose(
                 f"{n} ranks want a GPU each, but this machine has {have}; start at "
                 f"most {have}, or let them share with share_gpus=True"
             )
-        return _on_cpu(n, backend, f"it has {_gpus(have)}, too few for one each")
+        return _on_cpu(n, backend, f"this machine has {_gpus(have)}, too few for all")
     if backend == "auto":
         # Both: NCCL for tensors on the GPUs, gloo for those on the CPU.
         backend = "cpu:gloo,cuda:nccl"

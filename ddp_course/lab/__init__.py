@@ -1,0 +1,57 @@
+"""Beside the floors: what the notebooks need, and nothing else of the package does.
+
+show_source, show_diff     the package's own source, and what changed
+Prediction                 a number that is written down before it is measured
+check_..., show_solution   the exercises
+cluster, groups, ...       schematic figures, drawn by `Drawing`
+gallery, explore           a figure for some settings, and with sliders
+plot_losses, style         figures of measured data
+"""
+
+from ddp_course.lab.ch00 import check_my_average, check_my_slice
+from ddp_course.lab.ch01 import (
+    check_global_rank,
+    check_node_group,
+    check_peer_on_next_node,
+    check_place,
+)
+from ddp_course.lab.drawing import Drawing
+from ddp_course.lab.exercises import show_solution
+from ddp_course.lab.figures import (
+    cluster,
+    course_map,
+    groups,
+    one_or_many,
+    rendezvous,
+)
+from ddp_course.lab.palette import RANK_COLORS, rank_color
+from ddp_course.lab.plots import plot_losses, plot_pairs, style
+from ddp_course.lab.predict import Prediction
+from ddp_course.lab.source import show_diff, show_source
+from ddp_course.lab.widgets import explore, gallery
+
+__all__ = [
+    "RANK_COLORS",
+    "Drawing",
+    "Prediction",
+    "check_global_rank",
+    "check_my_average",
+    "check_my_slice",
+    "check_node_group",
+    "check_peer_on_next_node",
+    "check_place",
+    "cluster",
+    "course_map",
+    "explore",
+    "gallery",
+    "groups",
+    "one_or_many",
+    "plot_losses",
+    "plot_pairs",
+    "rank_color",
+    "rendezvous",
+    "show_diff",
+    "show_solution",
+    "show_source",
+    "style",
+]

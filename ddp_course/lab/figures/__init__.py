@@ -1,0 +1,43 @@
+"""The schematic figures of the course: pure functions that return drawings.
+
+`IMAGES` names every file of `images/` and the call that draws it. After a change, write
+them anew with `python -m ddp_course.lab.figures`: a test compares them byte by byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from ddp_course.lab.drawing import Drawing
+from ddp_course.lab.figures.ch00 import one_or_many
+from ddp_course.lab.figures.ch01 import cluster, groups, rendezvous
+from ddp_course.lab.figures.course_map import course_map
+
+__all__ = [
+    "IMAGES",
+    "cluster",
+    "course_map",
+    "groups",
+    "one_or_many",
+    "rendezvous",
+    "write_images",
+]
+
+IMAGES: dict[str, Callable[[], Drawing]] = {
+    "course_map.svg": course_map,
+    "00_one_or_four.svg": one_or_many,
+    "01_cluster_3x4.svg": partial(cluster, 3, 4),
+    "01_rendezvous.svg": rendezvous,
+    "01_groups.svg": partial(groups, 3, 4),
+}
+
+
+def write_images(folder: Path) -> list[Path]:
+    """Draw every image of the course into `folder`, and return their paths."""
+    folder.mkdir(exist_ok=True)
+    paths = [folder / name for name in IMAGES]
+    for path in paths:
+        IMAGES[path.name]().save(path)
+    return paths

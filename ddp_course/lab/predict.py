@@ -1,0 +1,114 @@
+"""Predict, then measure: a number that the reader writes down before it is known."""
+
+from __future__ import annotations
+
+import math
+from numbers import Integral, Real
+from typing import Any
+
+from IPython.display import Markdown
+
+CLOSE = 0.1  # a prediction within 10 % is close
+ONE = {"bytes": "byte", "messages": "message", "ranks": "rank", "steps": "step"}
+
+
+class Prediction:
+    """A question whose answer is a number, and the reader's guess.
+
+    >>> sent = Prediction("How many bytes does each rank send?", 24, unit="bytes")
+    >>> sent.compare(measured=36, theory=36)
+
+    A guess of None means that nothing has been written down yet.
+    """
+
+    def __init__(
+        self, question: str, guess: float | None = None, *, unit: str = ""
+    ) -> None:
+        self.question = question
+        self.unit = unit
+        self._guess = _amount("your prediction", guess)
+
+    def guess(self, value: float | None) -> Prediction:
+        """Write the number down. Raises TypeError or ValueError for what is none."""
+        self._guess = _amount("your prediction", value)
+        return self
+
+    def compare(self, *, measured: Any, theory: Any = None) -> Markdown:
+        """Show prediction, measurement and theory side by side.
+
+        The ratios are to the theory, or to the measurement where there is no theory.
+        """
+        rows = {
+            "your prediction": self._guess,
+            "measured": _amount("measured", measured),
+            "theory": _amount("theory", theory),
+        }
+        if rows["measured"] is None:
+            raise TypeError("measured is None; it must be a number")
+        if theory is None:
+            del rows["theory"]
+        name, truth = list(rows.items())[-1]
+        question = self.question.replace("|", "\\|")
+        lines = [f"| {question} | | ratio to {name} |", "|:--|--:|--:|"]
+        for row, value in rows.items():
+            lines.append(f"| {row} | {self._told(value)} | {_ratio(value, truth)} |")
+        return Markdown("\n".join(lines) + f"\n\n{self._verdict(truth)}")
+
+    def __repr__(self) -> str:
+        return f"Prediction({self.question!r}, {self._guess!r}, unit={self.unit!r})"
+
+    def _repr_markdown_(self) -> str:
+        if self._guess is None:
+            return (
+                f"**Predict.** {self.question} *No number is written down yet: "
+                f"put yours in the cell above and run it again.*"
+            )
+        return f"**Predict.** {self.question} *You say: {self._told(self._guess)}.*"
+
+    def _told(self, value: float | None) -> str:
+        """Write an amount with its unit: "1,024 bytes"."""
+        if value is None:
+            return "none"
+        unit = ONE.get(self.unit, self.unit) if value == 1 else self.unit
+        return f"{_written(value)} {unit}".strip()
+
+    def _verdict(self, truth: float) -> str:
+        guess = self._guess
+        if guess is None:
+            return "No prediction was written down: next time, guess first."
+        if guess == truth:
+            return "Your prediction is exactly right."
+        if min(guess, truth) == 0:
+            return f"Not quite: it is {self._told(truth)}."
+        factor = max(guess / truth, truth / guess)
+        if factor <= 1 + CLOSE:
+            return "Your prediction is close: within 10 %."
+        way = "high" if guess > truth else "low"
+        return f"Your prediction is too {way} by a factor of {_written(factor, 2)}."
+
+
+def _amount(name: str, value: Any) -> float | None:
+    """Return a number that is 0 or more, or None. Raises TypeError, ValueError."""
+    if value is None:
+        return None
+    if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
+        value = value.item()  # a number of torch or numpy
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(
+            f"{name} is {value!r}; write a number, such as 12"
+            + (" without quotes" if isinstance(value, str) else "")
+        )
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} is {value}; it must be a number, 0 or more")
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+def _ratio(value: float | None, truth: float) -> str:
+    return "" if value is None or truth == 0 else _written(value / truth, 3)
+
+
+def _written(value: float, digits: int = 4) -> str:
+    """Write a number: all digits before the point, `digits` significant in all."""
+    if value == int(value) or value >= 10 ** (digits - 1):
+        return f"{value:,.0f}"
+    return f"{value:.{digits}g}"

@@ -1,0 +1,30 @@
+"""Chapter 01."""
+
+import os
+
+import torch.distributed as dist
+
+
+def global_rank(node_rank: int, local_rank: int, nproc_per_node: int) -> int:
+    """Return the rank: the nodes before this one are full, then come our own."""
+    return node_rank * nproc_per_node + local_rank
+
+
+def place(rank: int, nproc_per_node: int) -> tuple[int, int]:
+    """Return (node_rank, local_rank): full nodes fit into `rank`, and what is left."""
+    return divmod(rank, nproc_per_node)
+
+
+def peer_on_next_node(rank: int, nnodes: int, nproc_per_node: int) -> int:
+    """Return the rank one node further; after the last node comes the first."""
+    return (rank + nproc_per_node) % (nnodes * nproc_per_node)
+
+
+def node_group() -> dist.ProcessGroup:
+    """Return the group of this node's ranks. All ranks make all groups, in order."""
+    size = int(os.environ["LOCAL_WORLD_SIZE"])
+    groups = [
+        dist.new_group(list(range(first, first + size)))
+        for first in range(0, dist.get_world_size(), size)
+    ]
+    return groups[int(os.environ["GROUP_RANK"])]

@@ -1,0 +1,131 @@
+"""Show the package's own source, and what changed from one version to the next.
+
+The package is the truth and the notebook shows it: no definition exists twice. Both
+functions return a Markdown display, so a cell that ends with one shows it.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import functools
+import inspect
+import re
+import textwrap
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from IPython.display import Markdown
+
+
+def show_source(*objects: Any, docstring: bool = True) -> Markdown:
+    """Show the source of functions, classes, methods or modules, below its file's name.
+
+    With `docstring=False`, docstrings are left out. Raises TypeError for what has no
+    Python source, such as `len` or an object that is none of the four.
+    """
+    if not objects:
+        raise TypeError("show_source wants a function, class, method or module to show")
+    parts: list[str] = []
+    file = None
+    for thing in objects:
+        if (its_file := _file(thing)) != file:
+            file = its_file
+            parts.append(f"`{file}`")
+        parts.append(_fence("python", source(thing, docstring)))
+    return Markdown("\n\n".join(parts))
+
+
+def show_diff(
+    a: Any, b: Any, *, context: int | None = None, docstring: bool = True
+) -> Markdown:
+    """Show how the source of `b` differs from that of `a`: lines with -, then with +.
+
+    The lines around a change are shown, too: all of them, or `context` many.
+    """
+    before, after = (source(thing, docstring).splitlines() for thing in (a, b))
+    lines = difflib.unified_diff(
+        before,
+        after,
+        n=max(len(before), len(after)) if context is None else context,
+        lineterm="",
+    )
+    # The first two lines would name files, and "@@ -3,5 +3,7 @@" counts lines.
+    body = ["..." if line.startswith("@@") else line for line in list(lines)[2:]]
+    if body and context is None:
+        del body[0]
+    files = list(dict.fromkeys([_file(a), _file(b)]))
+    title = f"`{_name(a)}` → `{_name(b)}` in " + " → ".join(f"`{f}`" for f in files)
+    if not body:
+        return Markdown(f"{title}: the same source.")
+    return Markdown(f"{title}\n\n{_fence('diff', chr(10).join(body))}")
+
+
+def source(thing: Any, docstring: bool = True) -> str:
+    """Return the source of `thing`, dedented, if wished without docstrings."""
+    thing = _plain(thing)
+    try:
+        text = inspect.getsource(thing)
+    except (TypeError, OSError):
+        raise TypeError(f"{_name(thing)} has no Python source to show") from None
+    text = textwrap.dedent(text).rstrip()
+    return text if docstring else _without_docstrings(text)
+
+
+def _plain(thing: Any) -> Any:
+    """Return the function inside a property, a bound method, a decorator's wrapper."""
+    if isinstance(thing, property):
+        thing = thing.fget
+    if isinstance(thing, functools.partial):
+        thing = thing.func
+    thing = inspect.unwrap(getattr(thing, "__func__", thing))
+    kinds = inspect.isroutine, inspect.isclass, inspect.ismodule
+    if not any(is_kind(thing) for is_kind in kinds):
+        raise TypeError(
+            f"functions, classes, methods and modules have a source to show; an object "
+            f"of type {type(thing).__name__} is none of them"
+        )
+    return thing
+
+
+def _name(thing: Any) -> str:
+    thing = _plain(thing)
+    return getattr(thing, "__qualname__", None) or thing.__name__
+
+
+def _file(thing: Any) -> str:
+    """Return where `thing` is defined, seen from the folder its package lies in."""
+    source(thing)  # or a clear error
+    thing = _plain(thing)
+    module = thing if isinstance(thing, ModuleType) else inspect.getmodule(thing)
+    if module is None or module.__name__ == "__main__":
+        return "this notebook"
+    path = Path(inspect.getsourcefile(thing))
+    depth = module.__name__.count(".") + (path.name == "__init__.py")
+    return path.relative_to(path.parents[depth]).as_posix()
+
+
+def _without_docstrings(text: str) -> str:
+    """Remove every docstring that is not all there is in its function or class."""
+    lines = text.splitlines()
+    for node in ast.walk(ast.parse(text)):
+        body = getattr(node, "body", None)
+        if isinstance(body, list) and len(body) > 1 and _has_docstring(node):
+            first, last = body[0].lineno - 1, body[0].end_lineno
+            if last < len(lines) and not lines[last].strip():
+                last += 1  # the blank line after it
+            lines[first:last] = [None] * (last - first)
+    return "\n".join(line for line in lines if line is not None)
+
+
+def _has_docstring(node: ast.AST) -> bool:
+    kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+    return isinstance(node, kinds) and ast.get_docstring(node, clean=False) is not None
+
+
+def _fence(language: str, text: str) -> str:
+    """Put `text` in a code fence that is longer than any fence inside it."""
+    longest = max((len(run) for run in re.findall("`{3,}", text)), default=2)
+    fence = "`" * (longest + 1)
+    return f"{fence}{language}\n{text}\n{fence}"

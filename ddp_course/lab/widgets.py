@@ -1,0 +1,92 @@
+"""Interactive views, and the static figure that stands before each of them.
+
+Both are built over the same plain function, which takes numbers and returns a drawing:
+nothing can be learned only by moving a slider.
+"""
+
+from __future__ import annotations
+
+import html
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ddp_course.lab.drawing import Drawing
+
+if TYPE_CHECKING:
+    from ipywidgets import interactive
+
+CAPTION, GAP, WIDEST = 30, 24, 1000
+
+
+def explore(draw: Callable[..., Drawing], **controls: Any) -> interactive:
+    """Return sliders for the arguments of `draw`, above what it draws.
+
+    A control is what `ipywidgets.interact` takes: (low, high) makes a slider, a list
+    makes a menu. A slider starts at the argument's default, if it has one; arguments
+    without a control keep theirs.
+    """
+    from ipywidgets import HTML, interactive
+
+    class Picture(HTML):
+        """HTML that does not write all its content into the notebook's file."""
+
+        def __repr__(self) -> str:
+            return "Picture()"
+
+    picture = Picture()
+
+    def redraw(**values: Any) -> None:
+        try:
+            picture.value = draw(**values).svg()
+        except Exception as error:  # such as: these values do not go together
+            picture.value = f"<p>{type(error).__name__}: {html.escape(str(error))}</p>"
+
+    redraw.__signature__ = _signature(draw, controls)
+    # Without an Output widget and its clear_output, which are no good under nbval.
+    view = interactive(redraw, clear_output=False, **controls)
+    view.children = (*view.children[:-1], picture)
+    return view
+
+
+def gallery(
+    draw: Callable[..., Drawing], settings: Sequence[Mapping[str, Any]]
+) -> Drawing:
+    """Draw `draw(**setting)` for every setting, side by side, as one drawing."""
+    if not settings:
+        raise ValueError("a gallery needs at least one setting to draw")
+    drawings = [draw(**setting) for setting in settings]
+    captions = [", ".join(f"{k} = {v}" for k, v in s.items()) for s in settings]
+    pairs = list(zip(captions, drawings, strict=True))
+    places = _side_by_side(drawings)
+    whole = Drawing(
+        max(x + d.width for (x, _), d in zip(places, drawings, strict=True)),
+        max(y + d.height for (_, y), d in zip(places, drawings, strict=True)),
+        title=f"{draw.__name__} for {len(settings)} settings",
+        description=" ".join(f"{c}: {d.title}. {d.description}" for c, d in pairs),
+    )
+    for (caption, drawing), (x, y) in zip(pairs, places, strict=True):
+        whole.text(x + drawing.width / 2, y - 10, caption)
+        whole.place(drawing, x, y)
+    return whole
+
+
+def _side_by_side(drawings: Sequence[Drawing]) -> list[tuple[float, float]]:
+    """Return where each drawing goes, in rows that are not too wide."""
+    places: list[tuple[float, float]] = []
+    x, y, tallest = 0.0, float(CAPTION), 0.0
+    for drawing in drawings:
+        if x and x + drawing.width > WIDEST:
+            x, y, tallest = 0.0, y + tallest + CAPTION, 0.0
+        places.append((x, y))
+        x, tallest = x + drawing.width + GAP, max(tallest, drawing.height)
+    return places
+
+
+def _signature(draw: Callable, names: Mapping[str, Any]) -> inspect.Signature:
+    """Return what ipywidgets shall see: the arguments that have a control."""
+    known = inspect.signature(draw).parameters
+    if unknown := [name for name in names if name not in known]:
+        raise TypeError(f"{draw.__name__} has no argument {unknown[0]!r}")
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Signature([known[name].replace(kind=kind) for name in names])

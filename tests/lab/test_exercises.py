@@ -1,0 +1,231 @@
+"""Every solution passes, every planted wrong answer gets its hint, no stub counts."""
+
+import contextlib
+import re
+import runpy
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from ddp_course.lab import answers, show_solution
+from ddp_course.lab.answers import on_ranks
+from ddp_course.lab.exercises import (
+    NOT_YET,
+    PASSED,
+    UNTOUCHED,
+    all_exercises,
+    exercise,
+    expect,
+    expect_call,
+)
+
+EXERCISES = all_exercises()
+WRONG = {
+    name: wrong
+    for file in sorted((Path(__file__).parent / "wrong_answers").glob("ch*.py"))
+    for name, wrong in runpy.run_path(str(file))["WRONG"].items()
+}
+PLANTS = [(name, wrong) for name in WRONG for wrong in WRONG[name]]
+
+
+HANGING = {"only_my_own_unseen", "never_ends", "waits_on_one_rank_only"}
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_the_solution_passes(name):
+    verdict = EXERCISES[name](EXERCISES[name].reference)
+    assert verdict.status == PASSED, verdict
+    assert re.fullmatch(r"Verified: .{20,}\.", verdict.message)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"), PLANTS, ids=lambda p: getattr(p, "__name__", p)
+)
+def test_a_wrong_answer_gets_its_hint(name, wrong, monkeypatch):
+    if wrong.__name__ in HANGING:
+        monkeypatch.setattr(answers, "TIMEOUT", 5.0)
+    verdict = EXERCISES[name](wrong)
+    assert verdict.status == NOT_YET, verdict
+    assert WRONG[name][wrong] in verdict.message
+
+
+def test_every_exercise_has_wrong_answers():
+    assert set(WRONG) == set(EXERCISES)
+    assert all(len(wrong) >= 3 for wrong in WRONG.values())
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_an_untouched_stub_is_not_attempted_yet(name):
+    def stub(*args):
+        raise NotImplementedError
+
+    verdict = EXERCISES[name](stub)
+    assert verdict.status == UNTOUCHED
+    assert repr(verdict) == (
+        f"○ {name}: not attempted yet. Put your code in place of "
+        "`raise NotImplementedError`, and run again."
+    )
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_the_solution_is_shown(name):
+    shown = show_solution(name).data
+    assert f"def {name}(" in shown
+    assert shown == EXERCISES[name].solution().data
+
+
+def test_names_and_questions():
+    for name, each in EXERCISES.items():
+        assert each.__name__ == f"check_{name}"
+        assert each.question.startswith(f"`{name}(")
+        assert each._repr_markdown_() == f"**Exercise {name}.** {each.question}"
+
+
+def test_an_unknown_solution():
+    with pytest.raises(
+        ValueError, match="no exercise is called 'rank'; there are my_s"
+    ):
+        show_solution("rank")
+
+
+# The frame itself, with exercises made up here.
+
+
+def made_up(check):
+    return exercise("double", solution=lambda x: 2 * x)(check)
+
+
+@made_up
+def check_double(answer):
+    """`double(x)`: twice x."""
+    expect_call(answer, 3, returns=6, because="3 + 3 is 6")
+    expect(answer(0) == 0, hint="Twice nothing is nothing.")
+    return "two numbers"
+
+
+def test_the_three_verdicts():
+    def stub(x):
+        raise NotImplementedError("your turn")
+
+    assert check_double(stub).status == UNTOUCHED
+    assert repr(check_double(lambda x: 2 * x)) == (
+        "✓ double: passed. Verified: two numbers."
+    )
+    assert check_double(lambda x: x + 3)._repr_markdown_() == (
+        "✗ **double: not yet.** Twice nothing is nothing."
+    )
+    assert check_double(lambda x: x).message == (
+        "`double(3)` returned `3`; expected `6`, because 3 + 3 is 6."
+    )
+
+
+class Unwritable:
+    def __repr__(self):
+        raise RuntimeError
+
+
+class Undecided:
+    def __repr__(self):
+        return "6"
+
+    def __eq__(self, other):
+        raise RuntimeError("cannot\nbe compared")
+
+
+def loop(x):
+    while True:
+        with contextlib.suppress(Exception):
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("answer", "hint"),
+    [
+        (None, "Give the check your function itself"),
+        (6, "Give the check your function itself"),
+        (lambda: 6, "takes 0 positional arguments"),
+        (lambda x: sys.exit("bye"), "raised `SystemExit: bye`"),
+        (lambda x: 1 / 0, "raised `ZeroDivisionError: division by zero`, in test_ex"),
+        (lambda x: Unwritable(), "returned `<Unwritable>`"),
+        (lambda x: Undecided(), "cannot use what your function returned"),
+        (lambda x: object(), "returned `<object object>`"),
+        (lambda x: "`a`\n" * 100, "returned `''a'\\n'a'"),
+        (lambda x: torch_raises(), "raised `NotImplementedError: Could not run`"),
+        (loop, "`double(3)` had not returned after 0.2 s"),
+    ],
+)
+def test_nothing_raises_or_hangs(answer, hint, monkeypatch):
+    monkeypatch.setattr(answers, "TIMEOUT", 0.2)
+    verdict = check_double(answer)
+    assert verdict.status == NOT_YET
+    assert hint in verdict.message
+    assert "\n" not in verdict.message
+    assert len(verdict.message) < 300
+
+
+def torch_raises():
+    error = NotImplementedError
+    raise error("Could not run")  # as PyTorch does; not the stub's
+
+
+def test_the_stop_button_is_not_swallowed():
+    def pressed(x):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        check_double(pressed)
+
+
+def test_a_timer_that_was_set_before_goes_on():
+    import signal
+
+    before = signal.setitimer(signal.ITIMER_REAL, 100)
+    try:
+        check_double(lambda x: 2 * x)
+        assert 50 < signal.getitimer(signal.ITIMER_REAL)[0] <= 100
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *before)
+
+
+@made_up
+def check_on_ranks(answer):
+    """`double(x)`, on ranks."""
+    on_ranks(double_my_rank, answer, world_size=2, hint="Look at the ranks.")
+    return "two ranks"
+
+
+def double_my_rank(double):
+    return double(dist.get_rank())
+
+
+def test_a_stub_on_one_rank_only():
+    def stub(rank):
+        if rank == 1:
+            raise NotImplementedError
+        return 0
+
+    assert check_on_ranks(stub).status == UNTOUCHED
+
+
+def test_the_ranks_get_the_bare_function():
+    assert check_on_ranks(lambda rank: 2 * rank).status == PASSED
+
+
+def test_what_cannot_be_sent_to_the_ranks():
+    import threading
+
+    lock = threading.Lock()
+    verdict = check_on_ranks(lambda rank: lock)
+    assert verdict.status == NOT_YET
+    assert "cannot be sent to the ranks" in verdict.message
+
+
+def test_a_failing_rank_is_told_with_line_and_hint():
+    verdict = check_on_ranks(lambda rank: 1 / rank)
+    assert verdict.message.startswith(
+        "On real ranks: `rank 0: ZeroDivisionError: division by zero`, in test_ex"
+    )
+    assert verdict.message.endswith("Look at the ranks.")

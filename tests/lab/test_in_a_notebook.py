@@ -1,0 +1,69 @@
+"""All of the lab in a real notebook: run, saved, and compared by nbval."""
+
+import subprocess
+import sys
+
+import nbclient
+import nbformat
+import pytest
+
+STUB = """
+from ddp_course.lab import *
+def place(rank, nproc_per_node):
+    raise NotImplementedError
+check_place(place)
+"""
+WRONG = """
+def node_group():
+    import torch.distributed as dist
+    return dist.new_group([dist.get_rank()])
+check_node_group(node_group)
+"""
+CRASHING = """
+def global_rank(node_rank, local_rank, nproc_per_node):
+    return node_rnk * nproc_per_node + local_rank
+check_global_rank(global_rank)
+"""
+RIGHT = """
+def my_slice(batch, rank, world_size):
+    return batch.chunk(world_size)[rank]
+check_my_slice(my_slice)
+"""
+CELLS = {
+    STUB: "○ **place: not attempted yet.**",
+    WRONG: "rank 0 called `new_group([0])` while rank 1 called `new_group([1])`",
+    CRASHING: "`global_rank(0, 0, 4)` raised `NameError: name 'node_rnk'",
+    RIGHT: "✓ **my_slice: passed.**",
+    "show_source(place)": "`this notebook`\n\n```python\ndef place(",
+    "show_solution('place')": "`ddp_course/lab/solutions/ch01.py`",
+    "show_diff(cluster, groups)": "```diff",
+    "Prediction('How many?', 3).compare(measured=4, theory=4)": "| theory | 4 | 1 |",
+    "gallery(cluster, [dict(nnodes=1, nproc_per_node=2)] * 2)": "<svg xmlns=",
+    "explore(cluster, nnodes=(1, 8), nproc_per_node=(1, 8))": "interactive(children=",
+    "plot_losses({'1 process': [3, 2], '4 ranks': [3, 2]})": "<Figure size",
+}
+
+
+@pytest.mark.kernel
+def test_every_cell_shows_one_thing_and_nbval_agrees(tmp_path):
+    notebook = nbformat.v4.new_notebook()
+    notebook.cells = [nbformat.v4.new_code_cell(code.strip()) for code in CELLS]
+    nbclient.NotebookClient(notebook, timeout=120, store_widget_state=False).execute()
+    for cell, expected in zip(notebook.cells, CELLS.values(), strict=True):
+        (output,) = cell.outputs  # one value, nothing printed, no traceback
+        assert output.output_type == "execute_result", output
+        assert expected in "".join(map(str, output.data.values()))
+    assert ", in line 2: `return node_rnk *" in str(notebook.cells[2].outputs)
+    assert "widgets" not in notebook.metadata
+    assert len(nbformat.writes(notebook)) < 100_000
+
+    nbformat.write(notebook, tmp_path / "lab.ipynb")
+    compared = [sys.executable, "-m", "pytest", "-q", "--nbval", "--nbval-current-env"]
+    done = subprocess.run(
+        [*compared, "-p", "no:cacheprovider", "lab.ipynb"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    assert f"{len(CELLS)} passed" in done.stdout

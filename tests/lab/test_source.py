@@ -1,0 +1,226 @@
+"""Sources are shown as they are in the file, and differences as they are."""
+
+import ast
+import difflib
+import functools
+import re
+from pathlib import Path
+
+import pytest
+from IPython.display import Markdown
+
+import ddp_course
+from ddp_course.lab import Drawing, Prediction, check_place, show_diff, show_source
+from ddp_course.lab import palette as palette_module
+from ddp_course.lab.palette import darker, lighter
+from ddp_course.launch import Topology, topology
+
+ROOT = Path(ddp_course.__file__).parents[1]
+
+
+def fenced(markdown, language="python"):
+    """The contents of all code fences."""
+    return re.findall(rf"^(`{{3,}}){language}\n(.*?)\n\1$", markdown.data, re.S | re.M)
+
+
+def code(markdown):
+    (found,) = fenced(markdown)
+    return found[1]
+
+
+def test_a_function_below_its_file():
+    shown = show_source(darker)
+    assert isinstance(shown, Markdown)
+    assert shown.data == (
+        "`ddp_course/lab/palette.py`\n\n"
+        "```python\n"
+        'def darker(color: str, amount: float = 0.45) -> str:\n'
+        '    """Return `color` mixed with black: the edge of a block."""\n'
+        '    return _mix(color, "#000000", amount)\n'
+        "```"
+    )  # fmt: skip
+
+
+def test_a_method_is_dedented():
+    shown = code(show_source(Topology.places))
+    assert shown.startswith("def places(self)")
+    assert shown in (
+        "\n".join(line[4:] for line in Path(topology.__file__).read_text().splitlines())
+    )
+
+
+@pytest.mark.parametrize(
+    "thing", [Topology.world_size, Topology(2, 3).place, functools.partial(darker, "x")]
+)
+def test_properties_bound_methods_and_partials(thing):
+    ast.parse(code(show_source(thing)))
+
+
+def test_a_class_and_a_module():
+    assert code(show_source(Topology)).startswith("@dataclass(frozen=True)\nclass Topo")
+    text = Path(topology.__file__).read_text().rstrip()
+    assert code(show_source(topology)) == text
+    assert show_source(ddp_course).data.startswith("`ddp_course/__init__.py`\n")
+
+
+def test_a_check_is_shown_as_the_function_it_was():
+    assert '@exercise("place"' in code(show_source(check_place))
+
+
+def test_one_heading_for_neighbours():
+    shown = show_source(darker, lighter, Topology.place, Topology.places)
+    assert len(fenced(shown)) == 4
+    files = re.findall(r"^`(ddp_course\S+)`$", shown.data, re.M)
+    assert files == ["ddp_course/lab/palette.py", "ddp_course/launch/topology.py"]
+
+
+def test_a_function_of_another_library():
+    from torch.nn.parallel import DistributedDataParallel
+
+    shown = show_source(DistributedDataParallel.no_sync)
+    assert shown.data.startswith("`torch/nn/parallel/distributed.py`\n")
+
+
+def test_a_function_of_a_notebook(monkeypatch):
+    def cell():
+        return 1
+
+    monkeypatch.setattr(cell, "__module__", "__main__")
+    assert show_source(cell).data.startswith("`this notebook`")
+
+
+MODULES = sorted(ROOT.glob("ddp_course/**/*.py"))
+
+
+@pytest.mark.parametrize("file", MODULES, ids=lambda f: f.relative_to(ROOT).as_posix())
+def test_without_docstrings_it_is_the_same_program(file):
+    from ddp_course.lab.source import _without_docstrings
+
+    text = file.read_text()
+    bare = _without_docstrings(text)
+    program, same = ast.parse(text), ast.parse(bare)
+    for node in ast.walk(program):
+        body = getattr(node, "body", None)
+        if isinstance(body, list) and len(body) > 1 and _is_docstring(node):
+            del body[0]
+    assert ast.dump(program) == ast.dump(same)
+    removed = [
+        line[2:]
+        for line in difflib.ndiff(text.splitlines(), bare.splitlines())
+        if line[:2] == "+ "
+    ]
+    assert removed == []  # lines were only taken away
+
+
+def _is_docstring(node):
+    first = node.body[0]
+    return (
+        isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
+        and isinstance(first, ast.Expr)
+        and isinstance(first.value, ast.Constant)
+        and isinstance(first.value.value, str)
+    )
+
+
+def test_a_docstring_that_is_all_there_is_stays():
+    from ddp_course.lab.exercises import Hint
+
+    assert "text says" in code(show_source(Hint, docstring=False))
+
+
+def test_no_docstring():
+    assert '"""' not in code(show_source(Topology, docstring=False))
+    assert "\n\n\n" not in code(show_source(Topology, docstring=False))
+
+
+def fence_inside():
+    """Show:
+
+    ```python
+    x = 1
+    ```
+    """
+
+
+def test_a_fence_in_the_source_does_not_end_the_fence():
+    shown = show_source(fence_inside)
+    assert "````python\n" in shown.data
+    assert code(shown).endswith('"""')
+
+
+@pytest.mark.parametrize("thing", [len, int, 3, "x", Topology(1, 1), None, [].append])
+def test_what_has_no_source(thing):
+    with pytest.raises(TypeError, match="source to show"):
+        show_source(thing)
+    with pytest.raises(TypeError, match="source to show"):
+        show_diff(darker, thing)
+
+
+def test_nothing_to_show():
+    with pytest.raises(TypeError, match="wants a function"):
+        show_source()
+
+
+def test_no_line_numbers_and_nothing_printed(capsys):
+    shown = show_source(Drawing).data + show_diff(darker, lighter).data
+    assert not re.search(r"^\s*\d+[ :|]", shown, re.M)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_difference():
+    assert show_diff(darker, lighter, docstring=False).data == (
+        "`darker` → `lighter` in `ddp_course/lab/palette.py`\n\n"
+        "```diff\n"
+        "-def darker(color: str, amount: float = 0.45) -> str:\n"
+        '-    return _mix(color, "#000000", amount)\n'
+        "+def lighter(color: str, amount: float = 0.55) -> str:\n"
+        '+    return _mix(color, "#FFFFFF", amount)\n'
+        "```"
+    )
+
+
+def naive(x):
+    a = 1
+    b = 2
+    c = 3
+    return x + a + b + c
+
+
+def better(x):
+    a = 1
+    b = 2
+    c = 3
+    return x + sum((a, b, c))
+
+
+def test_the_lines_around_a_change():
+    full = show_diff(naive, better).data
+    assert " a = 1" in full
+    assert "..." not in full
+    few = show_diff(naive, better, context=1).data
+    assert " a = 1\n" in few  # beside the changed name
+    assert " b = 2\n" not in few
+    assert "\n...\n" in few
+    assert "@@" not in full + few
+
+
+def test_a_difference_gives_back_both():
+    (found,) = fenced(show_diff(naive, better), "diff")
+    lines = found[1].splitlines()
+    before = "\n".join(line[1:] for line in lines if line[0] in " -")
+    after = "\n".join(line[1:] for line in lines if line[0] in " +")
+    assert (before, after) == (code(show_source(naive)), code(show_source(better)))
+
+
+def test_no_difference():
+    shown = show_diff(naive, naive).data
+    assert shown.startswith("`naive` → `naive` in ")
+    assert shown.endswith(": the same source.")
+
+
+def test_two_files():
+    assert show_diff(darker, Prediction).data.startswith(
+        "`darker` → `Prediction` in `ddp_course/lab/palette.py` → "
+        "`ddp_course/lab/predict.py`\n"
+    )
+    assert palette_module.darker is darker

@@ -1,0 +1,113 @@
+"""Wrong answers to the exercises of chapter 00, each with a word its hint must say."""
+
+import torch
+import torch.distributed as dist
+
+
+def everything(batch, rank, world_size):
+    return batch
+
+
+def strided(batch, rank, world_size):
+    return batch[rank::world_size]
+
+
+def overlapping(batch, rank, world_size):
+    rows = len(batch) // world_size
+    return batch[rank * rows // 2 : rank * rows // 2 + rows]
+
+
+def last_row_dropped(batch, rank, world_size):
+    rows = (len(batch) - 1) // world_size
+    return batch[rank * rows : (rank + 1) * rows]
+
+
+def backwards(batch, rank, world_size):
+    return batch.chunk(world_size)[world_size - 1 - rank]
+
+
+def one_past_the_end(batch, rank, world_size):
+    rows = len(batch) // world_size
+    return batch[rank * rows : (rank + 1) * rows + 1]
+
+
+def columns(batch, rank, world_size):
+    return batch[:, rank : rank + 1]
+
+
+def the_same_for_all(batch, rank, world_size):
+    return batch[: len(batch) // world_size]
+
+
+def row_numbers(batch, rank, world_size):
+    rows = len(batch) // world_size
+    return range(rank * rows, (rank + 1) * rows)
+
+
+def for_four_ranks_only(batch, rank, world_size):
+    return batch[rank * 3 : (rank + 1) * 3]
+
+
+def columns_mixed(batch, rank, world_size):
+    rows = batch.chunk(world_size)[rank]
+    return torch.stack([rows[:, 0], rows[:, 1].flip(0)], dim=1)
+
+
+def always_rank_0_of_a_group(batch, rank, world_size):
+    return batch.chunk(world_size)[0 if dist.is_initialized() else rank]
+
+
+def sum_only(tensor):
+    dist.all_reduce(tensor)
+
+
+def mean_in_a_new_tensor(tensor):
+    new = tensor.clone()
+    dist.all_reduce(new)
+    return new / dist.get_world_size()
+
+
+def for_four_only(tensor):
+    dist.all_reduce(tensor)
+    tensor /= 4
+
+
+def on_rank_0_only(tensor):
+    dist.reduce(tensor, 0)
+    tensor /= dist.get_world_size()
+
+
+def rank_0_stays_away(tensor):
+    if dist.get_rank() > 0:
+        dist.all_reduce(tensor)
+    tensor /= dist.get_world_size()
+
+
+def largest(tensor):
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+
+
+WRONG = {
+    "my_average": {
+        sum_only: "That is the sum",
+        mean_in_a_new_tensor: "in the tensor that your function was given",
+        for_four_only: "With 3 ranks",
+        on_rank_0_only: "rank 1 has",
+        rank_0_stays_away: "rank 0 returned while rank",
+        largest: "expected",
+    },
+    "my_slice": {
+        everything: "12 rows; expected 3",
+        strided: "rows [0, 4, 8]",
+        overlapping: "a lower rank has row",
+        last_row_dropped: "2 rows; expected 3",
+        backwards: "expected [0, 1, 2]",
+        one_past_the_end: "4 rows; expected 3",
+        columns: "whole rows",
+        the_same_for_all: "a lower rank has row",
+        row_numbers: "expected a tensor",
+        for_four_ranks_only: "3 rows; expected 4",
+        columns_mixed: "expected [0, 1, 2]",
+        always_rank_0_of_a_group: "a lower rank has row",
+    },
+}
