@@ -1,0 +1,217 @@
+"""What a newcomer meets first: README, environments, CI, links, notebooks."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # comes with pytest on Python 3.10
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+ENVIRONMENT = yaml.safe_load((ROOT / "environment.yml").read_text())
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("notebooks/*.md")]
+
+
+def commands(readme: str) -> list[str]:
+    """Return the first line of every fenced block."""
+    return re.findall(r"^```\n(.+)", readme, re.MULTILINE)
+
+
+TEST_COMMAND = commands(README)[1]
+
+
+def test_readme_is_short_and_begins_with_the_two_commands():
+    assert len(README.split()) < 500
+    assert commands(README)[0] == "python -m pip install -e . && ddp-course lab"
+    assert TEST_COMMAND == 'python -m pip install -e ".[test]" && pytest'
+
+
+def test_all_three_ci_paths_call_the_one_test_command():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    for job in workflow["jobs"].values():
+        assert TEST_COMMAND in [step.get("run") for step in job["steps"]]
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    entries = [hook["entry"] for repo in hooks["repos"] for hook in repo["hooks"]]
+    assert f"bash -c '{TEST_COMMAND}'" in entries
+    assert TEST_COMMAND in (ROOT / ".ci/run").read_text().splitlines()
+
+
+def pins(requirements: list) -> dict[str, str]:
+    """Return {"torch": ">=2.9,<2.14", ...} from lines such as "torch>=2.9,<2.14"."""
+    lines = [line for line in requirements if isinstance(line, str)]
+    return dict(re.match(r"([\w-]+)(.*)", line).groups() for line in lines)
+
+
+def differing(environment: dict, project: dict) -> dict[str, tuple]:
+    """Return the packages whose pins are not the same for conda and for pip."""
+    conda, pip = pins(environment["dependencies"]), pins(project["dependencies"])
+    conda["torch"] = conda.pop("pytorch", None)
+    conda.pop("pip", None)
+    pip["python"] = project["requires-python"]
+    names = conda.keys() | pip.keys()
+    return {n: (conda.get(n), pip.get(n)) for n in names if conda.get(n) != pip.get(n)}
+
+
+def test_environment_has_the_pins_of_pyproject():
+    assert differing(ENVIRONMENT, PROJECT) == {}
+    assert ENVIRONMENT["name"] == PROJECT["name"] == "ddp-course"
+    assert ENVIRONMENT["channels"] == ["conda-forge"]
+    assert {"pip": ["-e .[test]"]} in ENVIRONMENT["dependencies"]
+
+
+def test_a_pin_that_differs_is_seen():
+    other = {**PROJECT, "dependencies": ["torch>=2.8"] + PROJECT["dependencies"][1:]}
+    assert set(differing(ENVIRONMENT, other)) == {"torch"}
+
+
+def test_python_and_torch_are_the_supported_ones():
+    assert PROJECT["requires-python"] == ">=3.10,<3.14"
+    assert pins(PROJECT["dependencies"])["torch"] == ">=2.9,<2.14"
+
+
+def texts() -> dict[str, str]:
+    """Return all Markdown of the repository, by file."""
+    pages = {str(path.relative_to(ROOT)): path.read_text() for path in PAGES}
+    for path in NOTEBOOKS:
+        cells = json.loads(path.read_text())["cells"]
+        pages[f"notebooks/{path.name}"] = "\n".join(
+            "".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"
+        )
+    return pages
+
+
+def dead_links(page: str, text: str) -> list[str]:
+    """Return the local links of a page that lead nowhere."""
+    links = re.findall(r"\]\(([^)\s]+)\)", text)
+    local = [link.split("#")[0] for link in links if "://" not in link]
+    folder = (ROOT / page).parent
+    return [link for link in local if link and not (folder / link).exists()]
+
+
+@pytest.mark.parametrize("page", texts())
+def test_local_links_are_alive(page):
+    assert dead_links(page, texts()[page]) == []
+
+
+def test_a_dead_link_is_seen():
+    assert dead_links("README.md", "[x](notebooks/99_nowhere.ipynb)")
+
+
+def test_every_image_in_markdown_has_alt_text():
+    for page, text in texts().items():
+        for alt in re.findall(r"!\[([^\]]*)\]\(", text):
+            assert len(alt.split()) >= 5, (page, alt)
+
+
+def test_readme_lists_every_chapter_and_no_other():
+    listed = re.findall(r"\(notebooks/(\d\d_\w+\.ipynb)\)", README)
+    assert listed == [path.name for path in NOTEBOOKS]
+
+
+def test_readme_maps_every_room_of_the_package():
+    rooms = {
+        path.name
+        for path in (ROOT / "ddp_course").iterdir()
+        if not path.name.startswith(("_", "."))
+    }
+    named = set(re.findall(r"`([\w.]+)/?`", README[README.index("## The package") :]))
+    assert rooms <= named
+
+
+def test_every_chinese_term_of_the_chapters_is_in_the_glossary():
+    glossary = (ROOT / "notebooks/glossary.md").read_text()
+    for page, text in texts().items():
+        for term in re.findall(r"\(([\u4e00-\u9fff][^)]*)\)", text):
+            assert f"| {term} |" in glossary or f"{term}," in glossary, (page, term)
+
+
+# ---- notebooks ---------------------------------------------------------------------
+
+
+def code_cells(path: Path) -> list[dict]:
+    cells = json.loads(path.read_text())["cells"]
+    return [cell for cell in cells if cell["cell_type"] == "code"]
+
+
+def complaints(notebook: dict) -> list[str]:
+    """Return what the house rules forbid in a notebook."""
+    cells, wrong = notebook["cells"], []
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    sources = ["".join(cell["source"]) for cell in code]
+    words = {
+        kind: sum(
+            len("".join(cell["source"]).split())
+            for cell in cells
+            if cell["cell_type"] == kind
+        )
+        for kind in ("code", "markdown")
+    }
+    if words["code"] > words["markdown"]:
+        wrong.append("more code than prose")
+    if "widgets" in notebook["metadata"]:
+        wrong.append("stored widget state")
+    for before, cell in zip(cells, cells[1:], strict=False):
+        if cell["cell_type"] == before["cell_type"] == "code":
+            wrong.append("a code cell without a sentence before it")
+    for source in sources:
+        if len(source.splitlines()) > 20:
+            wrong.append(f"over 20 lines: {source[:40]}")
+        for bad in ("%%writefile", "%pip", "!pip", "sys.path", "import *", "/root/"):
+            if bad in source:
+                wrong.append(f"{bad} in {source[:40]}")
+        if source.rstrip().endswith(";"):
+            wrong.append(f"a semicolon at the end of {source[-40:]}")
+    unchecked = [
+        cell
+        for cell in code
+        if "nbval-ignore-output" in cell["metadata"].get("tags", [])
+    ]
+    if len(unchecked) > 0.35 * len(code):
+        wrong.append(f"{len(unchecked)} of {len(code)} cells are not compared")
+    return wrong
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_notebooks_keep_the_house_rules(path):
+    assert complaints(json.loads(path.read_text())) == []
+    assert path.stat().st_size < 500 * 1024
+    assert [c["execution_count"] for c in code_cells(path)] == list(
+        range(1, len(code_cells(path)) + 1)
+    )
+    assert not re.search(r"/(tmp|root|work|home)/", path.read_text())
+
+
+def test_planted_notebook_mistakes_are_seen():
+    def cell(kind, source, tags=()):
+        return {"cell_type": kind, "source": source, "metadata": {"tags": list(tags)}}
+
+    bad = [
+        cell("markdown", "few words"),
+        cell("code", "x = 1;", ["nbval-ignore-output"]),
+        cell("code", "import sys; sys.path.append('.')\n" + "pass\n" * 21),
+    ]
+    told = complaints({"cells": bad, "metadata": {"widgets": {}}})
+    assert len(told) == 7, told
+
+
+def test_code_is_formatted_and_linted():
+    for command in (["check"], ["format", "--check"]):
+        run = subprocess.run(
+            [sys.executable, "-m", "ruff", *command, "."],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        )
+        assert run.returncode == 0, run.stdout + run.stderr
