@@ -90,11 +90,10 @@ def spawn(
     )
     if output != "none":
         _tell_once(job.placement.sentence, job.placement.device_type)
-    launch = Launch(job)
-    told = launch.run()
+    told = Launch(job).run()
     if not check:
         return told
-    error = reports.late(told, job.timeout) if launch.late else reports.failure(told)
+    error = reports.failure(told) or reports.late(told, job.timeout)
     if error is not None:
         raise error
     return [report.value for report in told]

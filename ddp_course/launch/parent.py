@@ -83,7 +83,6 @@ class Launch:
         self.labels = cell_labels()
         self.started_at = time.monotonic()
         self.asked = False  # whether the unfinished ranks were asked where they stand
-        self.late = False
 
     def run(self) -> list[RankReport]:
         """Do it all. Raises RankInterrupted if it was stopped by hand."""
@@ -154,7 +153,6 @@ class Launch:
                 until=lambda: all(rank.report for rank in self.ranks),
                 deadline=min(deadline, time.monotonic() + GRACE),
             )
-        self.late = time.monotonic() >= deadline
 
     def _pump(self, until: Callable[[], bool], deadline: float) -> None:
         while not until() and not self.stop.pressed:

@@ -98,9 +98,11 @@ def failure(reports: list[RankReport]) -> RankError | None:
     return RankError(f"rank {first.rank}: {first.headline}", reports, first.rank)
 
 
-def late(reports: list[RankReport], timeout: float) -> RankTimeout:
-    """Return the exception for a launch that did not end in time."""
+def late(reports: list[RankReport], timeout: float) -> RankTimeout | None:
+    """Return the exception for a launch that did not end in time, or None if it did."""
     busy = [report.rank for report in reports if report.status == "unfinished"]
+    if not busy:
+        return None
     who = f"rank {busy[0]} has" if len(busy) == 1 else f"ranks {_listed(busy)} have"
     return RankTimeout(f"{who} not returned after {timeout:g} s", reports)
 

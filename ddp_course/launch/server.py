@@ -20,6 +20,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 import types
 from collections.abc import Iterator
 from multiprocessing import (
@@ -114,6 +115,9 @@ def forget(process: BaseProcess) -> None:
 
 def _tidy(launcher: int) -> None:
     """In the fork server, when the notebook has died: remove the socket it left."""
+    deadline = time.monotonic() + 1.0  # it closes its pipes a moment before it is dead
+    while os.getppid() == launcher and time.monotonic() < deadline:
+        time.sleep(0.01)
     if os.getppid() != launcher:
         folder = Path(forkserver._forkserver._forkserver_address).parent
         if folder.name.startswith("pymp-"):
