@@ -27,7 +27,7 @@ from ddp_course.launch.errors import (
     RankInterrupted,
     RankTimeout,
 )
-from ddp_course.launch.links import Link, Links, links, send_over_link
+from ddp_course.launch.links import Link, Links, links_here, send_over_link
 from ddp_course.launch.reports import RankReport
 from ddp_course.launch.server import warm
 from ddp_course.launch.topology import Place, Topology, here
@@ -46,7 +46,7 @@ __all__ = [
     "Topology",
     "device",
     "here",
-    "links",
+    "links_here",
     "send_over_link",
     "spawn",
     "warm",

@@ -61,8 +61,9 @@ def main(argv: list[str] | None = None) -> None:
     store = join()
     value = fn(*args, **kwargs)
     print_in_rank_order(value, store)
-    dist.barrier()
-    dist.destroy_process_group()
+    if dist.is_initialized():  # the function may have destroyed it itself
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 def join(timeout: datetime.timedelta = datetime.timedelta(minutes=10)) -> dist.Store:
@@ -89,7 +90,7 @@ def find_function(name: str) -> Callable:
     Raises ValueError that says which part of the name is wrong.
     """
     module_name, colon, function_name = name.partition(":")
-    if not colon or not module_name or not function_name:
+    if not colon or module_name[:1] in ("", ".") or not function_name:
         raise ValueError(f"{name!r} is not of the form MODULE:FUNCTION")
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it, and torchrun has not
     try:
@@ -138,7 +139,7 @@ def _shorten(value: Any) -> str:
 def _literal(word: str) -> Any:
     try:
         return ast.literal_eval(word)
-    except (ValueError, SyntaxError):
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return word
 
 

@@ -10,7 +10,7 @@ from ddp_course.launch.job import plan
 from ddp_course.launch.links import Links
 from ddp_course.launch.parent import Launch
 
-_told: set[str] = set()
+_told: set[str] = set()  # what was said already about where the ranks run
 
 
 def spawn(
@@ -37,7 +37,8 @@ def spawn(
     Every rank is a process of its own, made for this call and gone after it. `fn` finds
     the process group ready (`dist.get_rank()` works, as under torchrun) and may be any
     function: of a module, of a notebook cell, a closure, a lambda. Tensors come back on
-    the CPU. Under torchrun the same `fn` runs with
+    the CPU; of a tensor that is a view, all that it is a view of travels, too, so
+    `clone()` a small part of a large one. Under torchrun the same `fn` runs with
     `torchrun --nproc-per-node 4 -m ddp_course.launch MODULE:FUNCTION`.
 
     Args:
@@ -89,7 +90,7 @@ def spawn(
         start_method=start_method,
     )
     if output != "none":
-        _tell_once(job.placement.sentence, job.placement.device_type)
+        _tell_once(job.placement.sentence)
     told = Launch(job).run()
     if not check:
         return told
@@ -99,8 +100,9 @@ def spawn(
     return [report.value for report in told]
 
 
-def _tell_once(sentence: str, about: str) -> None:
+def _tell_once(sentence: str) -> None:
     """Print where the ranks run, but only the first time in a notebook."""
+    about = sentence.partition(" ")[2]  # without their number
     if about not in _told:
         _told.add(about)
         print(sentence)

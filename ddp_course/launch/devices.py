@@ -40,8 +40,8 @@ class Placement:
     def environment(self, place: Place) -> dict[str, str]:
         """Return what the rank at `place` must know about its device.
 
-        An emulated node sees only its own GPUs, as a real one does: that is what makes
-        `cuda:local_rank` right on every node.
+        An emulated node sees only its own GPUs, as a real one does: that makes
+        `cuda:local_rank` right on every node, unless ranks share GPUs.
         """
         if not self.gpus:
             return {"DDP_COURSE_DEVICE": "cpu"}
@@ -91,11 +91,12 @@ def choose(
         why = "this machine has no GPU" if have == 0 else "as asked"
         return _on_cpu(n, backend, why)
     if share_gpus and n > have:
+        backend = "gloo" if backend == "auto" else backend
         return Placement(
-            "gloo" if backend == "auto" else backend,
+            backend,
             tuple(rank % have for rank in range(n)),
-            f"{n} ranks share {_gpus(have)} and talk over gloo, since NCCL wants a GPU "
-            f"for each rank.",
+            f"{n} ranks share {_gpus(have)} and talk over {backend}, since NCCL wants "
+            f"a GPU for each rank.",
         )
     if n > have:
         if device == "cuda":
@@ -134,7 +135,12 @@ def _demand_gpus_for_nccl(n: int, have: int, device: str, share_gpus: bool) -> N
             + ("this machine has none" if have == 0 else "device is 'cpu'")
             + "; use 'gloo'"
         )
-    if n > have or share_gpus:
+    if share_gpus:
+        raise ValueError(
+            f"backend is 'nccl', which needs a GPU for each rank, but share_gpus is "
+            f"True; this machine has {have}. Use 'gloo'"
+        )
+    if n > have:
         raise ValueError(
             f"backend is 'nccl', which needs a GPU for each of the {n} ranks; this "
             f"machine has {have}. Start at most {have}, or use 'gloo'"

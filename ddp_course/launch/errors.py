@@ -30,12 +30,12 @@ class CannotSendError(LaunchError, TypeError):
     """A function, argument or result that cannot be sent between processes."""
 
 
-class RankError(LaunchError, RuntimeError):
-    """A rank failed and ended the launch.
+class Story(BaseException):
+    """An exception that tells what every rank did.
 
     `rank` is the rank that caused it, `headline` says in one line what happened, and
     `reports` holds one `RankReport` for each rank, in rank order. `str(error)` is the
-    headline: it names no process id, port or path, so it is the same on every run.
+    headline; what the launcher itself writes there is the same on every run.
     """
 
     def __init__(
@@ -45,6 +45,8 @@ class RankError(LaunchError, RuntimeError):
         self.headline = headline
         self.reports = reports
         self.rank = rank
+        if hasattr(self, "add_note"):  # Python 3.11: what a script and pytest show
+            self.add_note(self.story)
 
     def __reduce__(self) -> tuple:
         """Pickle with all three arguments, not only the headline."""
@@ -59,12 +61,16 @@ class RankError(LaunchError, RuntimeError):
         return "\n".join(([cause.rstrip(), ""] if cause else []) + lines)
 
     def _render_traceback_(self) -> list[str]:
-        return [*super()._render_traceback_(), *self.story.split("\n")]
+        return [f"{RED}{type(self).__name__}{PLAIN}: {self}", *self.story.split("\n")]
+
+
+class RankError(Story, LaunchError, RuntimeError):
+    """A rank failed and ended the launch."""
 
 
 class RankTimeout(RankError, TimeoutError):
     """The launch did not end before its deadline; `reports` say where each rank is."""
 
 
-class RankInterrupted(RankError, KeyboardInterrupt):
-    """The launch was stopped (Jupyter's stop button, Ctrl-C)."""
+class RankInterrupted(Story, KeyboardInterrupt):
+    """The launch was stopped: Jupyter's stop button, Ctrl-C. No `Exception`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ from ddp_course.launch.links import Links
 from ddp_course.launch.topology import Topology
 
 MAX_WORLD_SIZE = 64  # a rank is a process: 64 of them want about 2 GB
+OURS = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "DDP_COURSE_")
 OUTPUTS = ("rank", "live", "none")
 START_METHODS = ("forkserver", "spawn")
 
@@ -74,11 +75,11 @@ def plan(
         raise LaunchArgumentError(
             f"start_method is {start_method!r}; it can be 'forkserver' or 'spawn'"
         )
-    for name, value in (env or {}).items():
-        if not isinstance(name, str) or not isinstance(value, str):
-            raise LaunchArgumentError(
-                f"env[{name!r}] is {value!r}; names and values must be strings"
-            )
+    _environment(env)
+    if links is not None and not isinstance(links, Links):
+        raise LaunchArgumentError(
+            f"links is {_short(links)}; it must be Links(inside=..., between=...)"
+        )
     topology = _topology(world_size, nnodes, nproc_per_node)
     try:
         placement = devices.choose(
@@ -100,6 +101,24 @@ def plan(
         env=dict(env or {}),
         start_method=start_method,
     )
+
+
+def _environment(env: Any) -> None:
+    if env is not None and not isinstance(env, Mapping):
+        raise LaunchArgumentError(f"env is {_short(env)}; it must be a dict of strings")
+    for name, value in (env or {}).items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise LaunchArgumentError(
+                f"env[{name!r}] is {value!r}; names and values must be strings"
+            )
+        if name.startswith(OURS):
+            raise LaunchArgumentError(
+                f"env[{name!r}] is {_short(value)}; the launcher itself sets {name}"
+            )
+        if not name or "=" in name or "\0" in name + value:
+            raise LaunchArgumentError(
+                f"env[{name!r}] is {_short(value)}; no environment can hold that"
+            )
 
 
 def _topology(
@@ -142,7 +161,7 @@ def _whole(name: str, value: Any, low: int, high: int) -> int:
 
 def _number(name: str, value: Any, *, above: float) -> None:
     good = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not good or not above < value < math.inf:
+    if not good or not above < value < sys.float_info.max:
         raise LaunchArgumentError(
             f"{name} is {_short(value)}; it must be a number of seconds above {above}"
         )

@@ -63,7 +63,7 @@ class Links:
         return {VARIABLE: json.dumps(asdict(self))}
 
 
-def links(environ: Mapping[str, str] = os.environ) -> Links:
+def links_here(environ: Mapping[str, str] = os.environ) -> Links:
     """Return the links that the calling rank was started with."""
     given = json.loads(environ.get(VARIABLE, "{}"))
     return Links(**{name: Link(**numbers) for name, numbers in given.items()})
@@ -75,6 +75,6 @@ def send_over_link(tensor: torch.Tensor, dst: int) -> None:
     A `dist.send` (any shape, contiguous) that first waits for the link. The receiver
     needs nothing special, `dist.recv` will do.
     """
-    link = links().to(dst, here())
+    link = links_here().to(dst, here())
     time.sleep(link.seconds(tensor.numel() * tensor.element_size()))
     dist.send(tensor, dst)

@@ -7,11 +7,13 @@ rank imports that module from disk. Results come back as `torch.save` writes the
 
 from __future__ import annotations
 
+import functools
 import inspect
 import io
 import linecache
 import pickle
 import sys
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +21,8 @@ import cloudpickle
 import torch
 
 from ddp_course.launch.errors import CannotSendError
+
+DEEPEST = 100  # no culprit is looked for below that
 
 
 def pack_call(fn: Any, args: tuple) -> bytes:
@@ -30,8 +34,7 @@ def pack_call(fn: Any, args: tuple) -> bytes:
         call = cloudpickle.dumps((fn, args))
     except Exception as error:
         name = getattr(fn, "__name__", "the function")
-        parts = {f"args[{i}]": arg for i, arg in enumerate(args)}
-        parts |= {f"{name} uses {key}, which": v for key, v in _captured(fn).items()}
+        parts = {name: fn} | {f"args[{i}]": arg for i, arg in enumerate(args)}
         culprit = _culprit(parts) or f"{name}: {error}"
         raise CannotSendError(f"cannot be sent to the ranks: {culprit}") from None
     return pickle.dumps((call, _cells()))
@@ -64,9 +67,18 @@ def pack_value(value: Any) -> bytes:
 
 def unpack_value(data: bytes) -> Any:
     """Return the result; tensors arrive on the CPU, wherever they were."""
-    return torch.load(
-        io.BytesIO(data), map_location="cpu", weights_only=False, pickle_module=pickle
-    )
+    try:
+        return torch.load(
+            io.BytesIO(data),
+            map_location="cpu",
+            weights_only=False,
+            pickle_module=pickle,
+        )
+    except Exception as error:
+        raise CannotSendError(
+            f"the function returned something that cannot be read back: "
+            f"{type(error).__name__}: {error}"
+        ) from None
 
 
 def cell_labels() -> dict[str, str]:
@@ -95,12 +107,23 @@ def _captured(fn: Any) -> dict[str, Any]:
     return {**outside.globals, **outside.nonlocals}
 
 
-def _culprit(parts: dict[str, Any], seen: frozenset[int] = frozenset()) -> str | None:
-    """Find the smallest part that cannot be pickled: "value['lock'] is a lock"."""
+def _culprit(parts: dict[str, Any], seen: set[int] | None = None) -> str | None:
+    """Find the smallest part that cannot be pickled: "value['lock'] is a lock".
+
+    Each thing is looked into once. One whose bad parts have all been seen is only a
+    link in a circle, and not at fault.
+    """
+    seen = set() if seen is None else seen
     for path, part in parts.items():
-        if id(part) not in seen and not _can_be_pickled(part):
-            inner = _culprit(dict(_parts_of(path, part)), seen | {id(part)})
-            return inner or f"{path} is a {_type_name(part)}"
+        if id(part) in seen or _can_be_pickled(part):
+            continue
+        seen.add(id(part))
+        inner = dict(_parts_of(path, part)) if len(seen) < DEEPEST else {}
+        if found := _culprit(inner, seen):
+            return found
+        if all(_can_be_pickled(each) for each in inner.values()):
+            which = ", which" if " uses " in path else ""
+            return f"{path}{which} is a {_type_name(part)}"
     return None
 
 
@@ -109,7 +132,15 @@ def _parts_of(path: str, whole: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"{path}[{key!r}]", part) for key, part in whole.items())
     elif isinstance(whole, (list, tuple, set, frozenset)):
         yield from ((f"{path}[{i}]", part) for i, part in enumerate(whole))
-    elif not callable(whole) or isinstance(whole, torch.nn.Module):
+    elif isinstance(whole, types.FunctionType):
+        name = whole.__name__
+        yield from ((f"{name} uses {key}", v) for key, v in _captured(whole).items())
+    elif isinstance(whole, types.MethodType):
+        yield f"{path}.__self__", whole.__self__
+    elif isinstance(whole, functools.partial):
+        yield from ((f"{path}.args[{i}]", part) for i, part in enumerate(whole.args))
+        yield from _parts_of(f"{path}.keywords", whole.keywords)
+    elif not isinstance(whole, type):
         attributes = getattr(whole, "__dict__", {})
         yield from ((f"{path}.{name}", part) for name, part in attributes.items())
 

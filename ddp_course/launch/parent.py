@@ -168,8 +168,15 @@ class Launch:
             owners |= {pipe: (rank, name) for pipe, name in rank.streams.items()}
             if rank.report is None:
                 owners[rank.result] = rank, "result"
-        for pipe in connection.wait(list(owners), seconds):
+                if rank.process.pid is not None:  # it was started
+                    owners[rank.process.sentinel] = rank, "end"
+        ready = connection.wait(list(owners), seconds)
+        for pipe in ready:
             rank, name = owners[pipe]
+            if name == "end":  # a child of the rank may still hold its pipes open
+                if rank.report is None and rank.result not in ready:
+                    rank.report = self._obituary(rank)
+                continue
             try:
                 data = os.read(pipe.fileno(), 2**20)
             except OSError:
@@ -190,7 +197,8 @@ class Launch:
         rank.answer += data
         size = int.from_bytes(rank.answer[:8], "big")
         if len(rank.answer) >= 8 + size > 8:
-            status, seconds, what = pickle.loads(memoryview(rank.answer)[8:])
+            status, seconds, what = pickle.loads(rank.answer[8:])
+            rank.answer.clear()
             now = time.monotonic()
             rank.report = RankReport(rank.rank, status, seconds=seconds, ended_at=now)
             if status == "ok":
@@ -208,11 +216,7 @@ class Launch:
         if not self.asked and server.ended(rank.process, 2.0):
             code = rank.process.exitcode
             report.status = "killed" if code < 0 else "exited"
-            report.error = (
-                f"killed by {signal.Signals(-code).name}"
-                if code < 0
-                else f"ended with exit code {code} before it returned"
-            )
+            report.error = _last_words(code)
         return report
 
     def _ask_the_unfinished(self) -> None:
@@ -224,7 +228,7 @@ class Launch:
         for rank in asked:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rank.process.pid, signal.SIGUSR1)
-        deadline = time.monotonic() + 1.0
+        deadline = time.monotonic() + 0.5
         heard: list[int] = []
         while time.monotonic() < deadline:
             self._take_in(0.05)
@@ -245,13 +249,15 @@ class Launch:
         for rank in started:
             server.ended(rank.process, 5.0)
         deadline = time.monotonic() + 0.5
-        while any(r.streams for r in self.ranks) and time.monotonic() < deadline:
-            self._take_in(0.02)
-        self.transcript.show(final=True)
-        for rank in self.ranks:
-            for pipe in (rank.result, *rank.streams):
-                pipe.close()
-            server.forget(rank.process)
+        try:
+            while any(r.streams for r in self.ranks) and time.monotonic() < deadline:
+                self._take_in(0.02)
+            self.transcript.show(final=True)
+        finally:
+            for rank in self.ranks:
+                for pipe in (rank.result, *rank.streams):
+                    pipe.close()
+                server.forget(rank.process)
 
     def _report(self, rank: Rank) -> RankReport:
         """Complete the report of a rank with what it printed and where it stood."""
@@ -264,6 +270,8 @@ class Launch:
         elif report.where is None:
             dump = rank.stacks.decode(errors="replace")
             report.where = stacks.where(dump, self.labels)
+            if report.status == "unfinished" and not dump:
+                report.error = "did not answer: it is suspended, or still starting"
         if report.status in ("unfinished", "killed", "exited") and not report.seconds:
             report.seconds = report.ended_at - self.started_at
         if report.status == "killed" and report.stderr.strip():
@@ -271,6 +279,18 @@ class Launch:
             last_words = report.stderr.strip().splitlines()[-2:]
             report.error = f"{report.error}: {' '.join(map(str.strip, last_words))}"
         return report
+
+
+def _last_words(code: int) -> str:
+    """Say what an exit code of multiprocessing means."""
+    if code == 255:
+        return "ended without an exit code: the fork server died"
+    if code >= 0:
+        return f"ended with exit code {code} before it returned"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:  # the real-time signals have no names
+        return f"killed by signal {-code}"
 
 
 def environment(job: Job, rank: int, port: str) -> dict[str, str]:

@@ -6,6 +6,8 @@ each is a function of a few lines.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import datetime
 import faulthandler
 import os
@@ -63,10 +65,10 @@ def main(orders: Orders, pipes: Pipes) -> None:
     """Live as a rank. Never returns."""
     _live_and_die_alone()
     _redirect(pipes)
-    _settle(orders)
     started = time.monotonic()
     labels: dict[str, str] = {}
     try:
+        _settle(orders)
         fn, args, labels = unpack_call(Path(orders.call.path).read_bytes())
         if orders.init:
             _join_process_group(orders)
@@ -76,12 +78,19 @@ def main(orders: Orders, pipes: Pipes) -> None:
         message = ("ok", seconds, pack_value(value))
     except BaseException as error:
         message = ("raised", time.monotonic() - started, _describe(error, labels))
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush()
     send_frame(pipes.result.fileno(), pickle.dumps(message))
     if message[0] == "ok":
         time.sleep(STAY)  # most often the launcher ends us here, when all are done
     os._exit(0)  # straight out: the peers of one that failed notice it at once
+
+
+def _flush() -> None:
+    """Write out what Python and C have kept back: `os._exit` would not."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # the reader may have closed it
+            stream.flush()
+    ctypes.CDLL(None).fflush(None)
 
 
 def send_frame(fd: int, payload: bytes) -> None:
@@ -181,8 +190,11 @@ def _describe(error: BaseException, labels: dict[str, str]) -> dict[str, Any]:
     told = traceback.TracebackException.from_exception(error)
     stacks.drop_launcher(told)
     frames = [(f.filename, f.lineno, f.line) for f in told.stack]
+    what = "".join(told.format_exception_only()).strip()
+    if isinstance(error, SyntaxError):  # Python tells the file first
+        what = f"{type(error).__name__}: {error.msg}"
     return {
-        "error": "".join(told.format_exception_only()).strip(),
+        "error": what,
         "kind": type(error).__name__,
         "traceback": stacks.relabel("".join(told.format()), labels),
         "where": stacks.innermost(frames, labels),

@@ -13,6 +13,7 @@ Explained in chapter 01.
 from __future__ import annotations
 
 import datetime
+import itertools
 import os
 import socket
 import sys
@@ -47,19 +48,33 @@ def use_bound_port(listener: socket.socket | None) -> None:
     module = sys.modules["torch.distributed.rendezvous"]
     original = module._create_c10d_store
     own_port = int(os.environ["MASTER_PORT"])
+    meetings = itertools.count()
+    connected: list[dist.Store] = []
 
     def create(hostname, port, rank, world_size, timeout, use_libuv=True):
         if port != own_port:
             return original(hostname, port, rank, world_size, timeout, use_libuv)
-        serves = {}
-        if listener is not None:
-            serves = {"is_master": True, "master_listen_fd": os.dup(listener.fileno())}
-        return dist.TCPStore(hostname, port, world_size, timeout=timeout, **serves)
+        if not connected:
+            serves = {}
+            if listener is not None:
+                fd = os.dup(listener.fileno())
+                serves = {"is_master": True, "master_listen_fd": fd}
+            connected.append(
+                dist.TCPStore(hostname, port, world_size, timeout=timeout, **serves)
+            )
+        # One server for all meetings, since two on one socket would each get some of
+        # the ranks; and a part of its own for each, or it would find old addresses.
+        return dist.PrefixStore(f"meeting {next(meetings)}", connected[0])
 
     module._create_c10d_store = create
 
 
-def agreed_store(store: dist.Store, rank: int, world_size: int) -> dist.Store:
+def agreed_store(
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    timeout: datetime.timedelta = datetime.timedelta(minutes=10),
+) -> dist.Store:
     """Return a part of `store` that only this attempt's ranks use.
 
     torchrun restarts all ranks when one fails, but keeps the store; without this, new
@@ -67,8 +82,9 @@ def agreed_store(store: dist.Store, rank: int, world_size: int) -> dist.Store:
     counter is no help, as each machine counts for itself. So rank 0 draws a new name
     for the attempt, every other rank writes a number of its own under the newest name
     it knows, and goes on only when rank 0 has echoed that very number: dead ranks
-    cannot echo.
+    cannot echo. Raises TimeoutError if rank 0 does not come.
     """
+    deadline = time.monotonic() + timeout.total_seconds()
     if rank == 0:
         name = uuid.uuid4().hex
         store.set("attempt", name)
@@ -85,6 +101,8 @@ def agreed_store(store: dist.Store, rank: int, world_size: int) -> dist.Store:
             if store.check([f"{name}/echo/{rank}"]):
                 echo = store.get(f"{name}/echo/{rank}")
             if echo != hello:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"rank 0 did not come within {timeout}")
                 time.sleep(0.01)
     return dist.PrefixStore(name, store)
 
@@ -100,4 +118,5 @@ def store_of_torchrun(timeout: datetime.timedelta) -> dist.Store:
         is_master=not agent and rank == 0,
         timeout=timeout,
     )
-    return agreed_store(dist.PrefixStore("ddp_course", store), rank, world_size)
+    store = dist.PrefixStore("ddp_course", store)
+    return agreed_store(store, rank, world_size, timeout)

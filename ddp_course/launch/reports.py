@@ -15,6 +15,9 @@ LOST = re.compile(
     r"|communicator was aborted",
     re.IGNORECASE,
 )
+# gloo and the stores raise RuntimeErrors and PyTorch's own; any other connection that
+# breaks (a download, a pipe) is the reader's. C++ that gives up does so by SIGABRT.
+OF_PYTORCH = re.compile(r"(RuntimeError|torch\.distributed\.\w+|killed by SIGABRT): ")
 WAITED = re.compile(r"timed out|timeout", re.IGNORECASE)
 
 
@@ -47,7 +50,9 @@ class RankReport:
     @property
     def lost_a_peer(self) -> bool:
         """Whether the rank failed only because another one went away."""
-        return self.failed and bool(LOST.search(self.error or ""))
+        error = self.error or ""
+        of_pytorch = OF_PYTORCH.match(error) is not None
+        return self.failed and of_pytorch and LOST.search(error) is not None
 
     @property
     def line(self) -> str:
@@ -55,7 +60,8 @@ class RankReport:
         if self.status == "ok":
             return "returned"
         if self.status == "unfinished":
-            return f"in {self.where}" if self.where else "outside of your code"
+            outside = self.error or "outside of your code"
+            return f"in {self.where}" if self.where else outside
         what = self.headline
         return f"{what}, in {self.where}" if self.where else what
 
@@ -75,7 +81,10 @@ def cause(reports: list[RankReport]) -> RankReport | None:
     tired of waiting for one, come last.
     """
     failed = [report for report in reports if report.failed]
-    return min(failed, key=_blame, default=None)
+    first = min(failed, key=_blame, default=None)
+    # If all make the same mistake, it is chance who does so first: take the lowest.
+    alike = [report for report in failed if report.headline == first.headline]
+    return min(alike, key=lambda report: report.rank, default=None)
 
 
 def _blame(report: RankReport) -> tuple[bool, bool, float]:

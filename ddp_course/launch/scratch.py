@@ -50,12 +50,12 @@ def scratch_files(
 ) -> Iterator[list[OpenFile | NamedFile]]:
     """Make an empty file for each name; they are gone when the block ends."""
     if in_memory:
-        files = [OpenFile(os.memfd_create(name)) for name in names]
-        try:
+        with contextlib.ExitStack() as closing:
+            files = []
+            for name in names:
+                files.append(OpenFile(os.memfd_create(name)))
+                closing.callback(os.close, files[-1].fd)
             yield files
-        finally:
-            for file in files:
-                os.close(file.fd)
     else:
         folder = Path(tempfile.mkdtemp(prefix="ddp-course-"))
         try:

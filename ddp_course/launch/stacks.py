@@ -19,6 +19,7 @@ _LIBRARIES = tuple(
 )
 _NOISE = ("torch/distributed/c10d_logger.py",)
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
+_ESCAPE = re.compile(r"\\(?:x(..)|u(....)|U(.{8}))")
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x.*\n")
 
 
@@ -29,7 +30,8 @@ def is_readers(file: str) -> bool:
         return LAUNCHER not in path.parents
     if file.startswith("<") and not file.startswith("<ipython"):
         return False
-    return not file.startswith(_LIBRARIES) and "site-packages" not in path.parts
+    packages = {"site-packages", "dist-packages"} & set(path.parts)
+    return not file.startswith(_LIBRARIES) and not packages
 
 
 def label(file: str, labels: dict[str, str]) -> str:
@@ -61,8 +63,16 @@ def innermost(
 def where(dump: str, labels: dict[str, str]) -> str | None:
     """Read faulthandler's newest dump: where the main thread of the process stands."""
     main_thread = _THREAD.split(dump)[-1]  # faulthandler writes the main thread last
-    frames = [(file, int(line), None) for file, line in _FRAME.findall(main_thread)]
+    frames = [
+        (_unescaped(file), int(line), None)
+        for file, line in _FRAME.findall(main_thread)
+    ]
     return innermost(reversed(frames), labels)
+
+
+def _unescaped(file: str) -> str:
+    """Undo faulthandler's ASCII: it writes \\xe9, \\u65e5, \\U0001f642."""
+    return _ESCAPE.sub(lambda found: chr(int(found[found.lastindex], 16)), file)
 
 
 def drop_launcher(told: TracebackException) -> None:
@@ -75,6 +85,8 @@ def drop_launcher(told: TracebackException) -> None:
             and not frame.filename.endswith(_NOISE)
         ]
         told.stack[:] = kept
+        for part in getattr(told, "exceptions", None) or ():  # of an ExceptionGroup
+            drop_launcher(part)
         if told.__context__ is not None:
             drop_launcher(told.__context__)
         told = told.__cause__

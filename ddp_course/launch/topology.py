@@ -24,6 +24,11 @@ class Topology:
     nnodes: int = 1
     nproc_per_node: int = 4
 
+    def __post_init__(self) -> None:
+        """Refuse a cluster without ranks."""
+        if self.nnodes < 1 or self.nproc_per_node < 1:
+            raise ValueError(f"a cluster of {self}: both numbers must be 1 or more")
+
     @property
     def world_size(self) -> int:
         """The number of ranks in the whole job."""
@@ -92,7 +97,13 @@ def here(environ: Mapping[str, str] = os.environ) -> Place:
     rank = int(environ.get("RANK", 0))
     world_size = int(environ.get("WORLD_SIZE", 1))
     per_node = int(environ.get("LOCAL_WORLD_SIZE", world_size))
-    topology = Topology(max(1, world_size // per_node), per_node)
+    nnodes = int(environ.get("GROUP_WORLD_SIZE", world_size // per_node))
+    if nnodes * per_node != world_size:
+        raise ValueError(
+            f"WORLD_SIZE is {world_size}, but there are {nnodes} nodes and {per_node} "
+            f"ranks on this one: every node must run as many"
+        )
+    topology = Topology(nnodes, per_node)
     return Place(
         rank=rank,
         local_rank=int(environ.get("LOCAL_RANK", rank % per_node)),

@@ -62,12 +62,13 @@ class Transcript:
         if end <= start:
             return
         self._shown[key] = end
-        lines = text[start:end].decode(errors="replace").rstrip("\n").split("\n")
-        room = max(0, self.max_lines - self._lines[key])
+        lines = text[start:end].decode(errors="replace").removesuffix("\n").split("\n")
+        before = self._lines[key]
         self._lines[key] += len(lines)
+        room = max(0, self.max_lines - before)
         name = f"[rank {rank:>{len(str(self.world_size - 1))}}]"
         shown = [f"{name} {_overwritten(line)}" for line in lines[:room]]
-        if room < len(lines) and room > 0:
+        if before <= self.max_lines < self._lines[key]:  # once
             shown.append(f"{name} ... more than {self.max_lines} lines, not shown")
         if shown:
             to.write("\n".join(shown) + "\n")
@@ -75,5 +76,5 @@ class Transcript:
 
 
 def _overwritten(line: str) -> str:
-    """Return what a terminal would show of a line with carriage returns in it."""
+    """Return what progress bars leave of a line: all after the last carriage return."""
     return line.rstrip("\r").rsplit("\r", 1)[-1]

@@ -23,6 +23,7 @@ from ddp_course.launch import (
     Link,
     Links,
     RankError,
+    RankInterrupted,
     RankTimeout,
     device,
     here,
@@ -601,3 +602,65 @@ def test_a_script_is_not_run_again_in_its_ranks(tmp_path):
     assert run.stdout.count("the script runs") == 1
     assert run.stdout.endswith("[0, 1]\n")
     assert run.stderr == ""
+
+
+def test_what_c_has_printed_arrives_too(monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+
+    def print_from_c():
+        import ctypes
+
+        ctypes.CDLL(None).printf(b"printed by C\n")
+
+    [report] = spawn(print_from_c, world_size=1, check=False, output="none")
+    assert report.output == "printed by C\n"
+
+
+def test_a_closed_stdout_is_no_error():
+    assert spawn(lambda: sys.stdout.close(), world_size=2) == [None, None]
+
+
+def test_the_end_of_a_rank_is_noticed_although_its_child_holds_the_pipes():
+    def leave_a_child():
+        if dist.get_rank() == 1:
+            # From another thread: it is not told to die with its parent.
+            child = threading.Thread(target=lambda: os.fork() or time.sleep(30))
+            child.daemon = True
+            child.start()
+            time.sleep(0.3)
+            os._exit(9)
+        sum_of_ranks()
+
+    start = time.monotonic()
+    with pytest.raises(RankError, match="rank 1: ended with exit code 9"):
+        spawn(leave_a_child, world_size=2)
+    assert time.monotonic() - start < 20
+
+
+def test_the_same_mistake_on_all_ranks_is_told_of_rank_0():
+    def all_wrong():
+        raise ValueError("everywhere")
+
+    for _ in range(5):
+        with pytest.raises(RankError, match="rank 0: ValueError: everywhere"):
+            spawn(all_wrong)
+
+
+def test_several_meetings_on_one_port():
+    def meet_again_and_again():
+        next(dist.rendezvous("env://"))
+        totals = []
+        for _ in range(3):
+            dist.init_process_group("gloo")
+            totals.append(sum_of_ranks())
+            dist.barrier()
+            dist.destroy_process_group()
+        return totals
+
+    for _ in range(5):
+        assert spawn(meet_again_and_again, init=False, timeout=60) == [[6.0] * 3] * 4
+
+
+def test_the_stop_button_is_no_ordinary_exception():
+    assert not issubclass(RankInterrupted, Exception)
+    assert issubclass(RankInterrupted, KeyboardInterrupt)

@@ -1,0 +1,275 @@
+"""`python -m ddp_course.launch`, as torchrun calls it: what it is told to call."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddp_course.launch import __main__ as main_module
+from ddp_course.launch import here
+from ddp_course.launch.__main__ import (
+    find_function,
+    parse_arguments,
+    print_in_rank_order,
+)
+
+main = main_module.main.__wrapped__  # without what torchrun records of its end
+
+
+@pytest.fixture(autouse=True)
+def own_path(monkeypatch):
+    """Let `find_function` change the search path, and undo it."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.fixture
+def scripts(tmp_path, monkeypatch):
+    """A working folder with a few modules in it."""
+    (tmp_path / "readers_script.py").write_text(
+        "def train(steps=1, name='x'):\n    return steps, name\nNUMBER = 3\n"
+    )
+    (tmp_path / "needs_more.py").write_text("import a_package_that_is_missing\n")
+    (tmp_path / "is_broken.py").write_text("raise RuntimeError('while importing')\n")
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    for name in ("readers_script", "needs_more", "is_broken"):
+        sys.modules.pop(name, None)
+
+
+# ---- the function ------------------------------------------------------------------
+
+
+def test_a_function_of_the_course_is_found():
+    assert find_function("ddp_course.launch.topology:here") is here
+
+
+def test_a_function_of_the_working_folder_is_found(scripts):
+    assert find_function("readers_script:train")(2) == (2, "x")
+
+
+@pytest.mark.parametrize(
+    "name", ["", ":", "train", "readers_script", "readers_script:", ":train", "a.b.c"]
+)
+def test_what_is_not_a_name_is_told_so(name):
+    with pytest.raises(ValueError, match=r"is not of the form MODULE:FUNCTION") as it:
+        find_function(name)
+    assert repr(name) in str(it.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [
+        ("there_is_no_such_module:train", "there_is_no_such_module"),
+        ("ddp_course.nowhere:train", "ddp_course.nowhere"),
+        ("nowhere.at_all:train", "nowhere"),
+        ("needs_more:train", "a_package_that_is_missing"),
+    ],
+)
+def test_a_missing_module_is_named(name, missing, scripts):
+    with pytest.raises(ValueError) as caught:
+        find_function(name)
+    assert f"no module {missing!r}" in str(caught.value)
+    assert repr(name) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [".relative:train", "..:train"])
+def test_a_relative_module_is_told_so(name):
+    with pytest.raises(ValueError, match="MODULE:FUNCTION|no module"):
+        find_function(name)
+
+
+@pytest.mark.parametrize(
+    ("module", "function"),
+    [
+        ("readers_script", "nope"),
+        ("readers_script", "NUMBER"),
+        ("readers_script", "train:twice"),
+        ("math", "pi"),
+    ],
+)
+def test_a_missing_function_is_named(module, function, scripts):
+    with pytest.raises(ValueError) as caught:
+        find_function(f"{module}:{function}")
+    assert str(caught.value) == f"module {module!r} has no function {function!r}"
+
+
+def test_an_error_of_the_module_itself_is_not_hidden(scripts):
+    with pytest.raises(RuntimeError, match="while importing"):
+        find_function("is_broken:train")
+
+
+# ---- its arguments -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "args", "kwargs"),
+    [
+        ([], [], {}),
+        (["12"], [12], {}),
+        (["-3"], [-3], {}),
+        (["0.5", "1e-3"], [0.5, 1e-3], {}),
+        (["tiny"], ["tiny"], {}),
+        (['"12"'], ["12"], {}),
+        (["None", "True"], [None, True], {}),
+        (["[1, 2]"], [[1, 2]], {}),
+        (["steps=5"], [], {"steps": 5}),
+        (["8", "steps=5", "name=tiny"], [8], {"steps": 5, "name": "tiny"}),
+        (["text=a=b"], [], {"text": "a=b"}),
+        (["text="], [], {"text": ""}),
+        (["path=/tmp/x.pt"], [], {"path": "/tmp/x.pt"}),
+        (["1=2"], ["1=2"], {}),
+        (["--x=2"], ["--x=2"], {}),
+    ],
+)
+def test_arguments_are_python_values_or_words(words, args, kwargs):
+    assert parse_arguments(words) == (args, kwargs)
+
+
+literals = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+
+
+def finite(value) -> bool:
+    return "inf" not in repr(value)
+
+
+@given(literals.filter(finite), literals.filter(finite))
+def test_every_value_that_python_can_write_can_be_given(one, two):
+    assert parse_arguments([repr(one), f"name={two!r}"]) == ([one], {"name": two})
+
+
+@given(st.lists(st.text()))
+def test_any_words_are_understood_or_refused_in_clear(words):
+    try:
+        args, kwargs = parse_arguments(words)
+    except ValueError as error:
+        assert "stands after an argument with a name" in str(error)
+    else:
+        assert len(args) + len(kwargs) <= len(words)
+        assert all(name.isidentifier() for name in kwargs)
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["{[]: 1}", "{{}}", "[" * 300, "(" * 5000, "-" * 20_000 + "1", "a\0b", "é", "1 +"],
+    ids=lambda word: ascii(word[:8]),
+)
+def test_what_is_no_python_value_is_a_word(word):
+    assert parse_arguments([word]) == ([word], {})
+
+
+def test_an_argument_out_of_order_is_named():
+    with pytest.raises(ValueError, match="'8' stands after an argument with a name"):
+        parse_arguments(["steps=5", "8"])
+
+
+# ---- what it prints ----------------------------------------------------------------
+
+
+def returned(values, monkeypatch, capsys) -> list[str]:
+    """What is printed when the ranks have returned `values`; rank 0 is the last."""
+    store = dist.HashStore()
+    monkeypatch.setenv("WORLD_SIZE", str(len(values)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(len(values)))
+    for rank in reversed(range(len(values))):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        assert capsys.readouterr().out == "", "it is for rank 0 to print"
+        print_in_rank_order(values[rank], store)
+    return capsys.readouterr().out.splitlines()
+
+
+def test_rank_0_prints_what_each_returned_in_rank_order(monkeypatch, capsys):
+    assert returned([1.5, "two", {"a": 3}], monkeypatch, capsys) == [
+        "[rank 0] returned 1.5",
+        "[rank 1] returned 'two'",
+        "[rank 2] returned {'a': 3}",
+    ]
+
+
+def test_who_returned_nothing_is_not_mentioned(monkeypatch, capsys):
+    assert returned([None, "", 0, None], monkeypatch, capsys) == [
+        "[rank 1] returned ''",
+        "[rank 2] returned 0",
+    ]
+
+
+def test_long_values_are_shortened(monkeypatch, capsys):
+    (line,) = returned([["x" * 10_000] * 1000], monkeypatch, capsys)
+    assert len(line) < 2000
+
+
+# ---- all of it ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def not_under_torchrun(monkeypatch):
+    for name in ("RANK", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nope"], "'nope' is not of the form MODULE:FUNCTION"),
+        (["there_is_no_such_module:f"], "no module 'there_is_no_such_module'"),
+        (["math:pi"], "module 'math' has no function 'pi'"),
+        (["math:sqrt", "x=1", "2"], "'2' stands after an argument with a name"),
+        (["math:sqrt", "4"], "start it with torchrun"),
+    ],
+)
+def test_errors_are_one_clear_line_and_an_exit_code(
+    words, message, not_under_torchrun, capsys
+):
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_help_shows_an_example(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+    assert "MODULE:FUNCTION" in (told := capsys.readouterr().out)
+    assert "torchrun --nproc-per-node 4 -m ddp_course.launch ddp_course." in told
+
+
+@pytest.fixture
+def rank_of_torchrun(monkeypatch):
+    """A world of one, whose store is here; without a process group."""
+    for name, value in here({}).environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setattr(main_module, "join", dist.HashStore)
+    return monkeypatch
+
+
+def test_the_function_is_called_between_joining_and_leaving(rank_of_torchrun, capsys):
+    left = []
+    rank_of_torchrun.setattr("torch.distributed.is_initialized", lambda: True)
+    rank_of_torchrun.setattr("torch.distributed.barrier", lambda: left.append("met"))
+    rank_of_torchrun.setattr(
+        "torch.distributed.destroy_process_group", lambda: left.append("left")
+    )
+    main(["math:pow", "2", "10"])
+    assert capsys.readouterr().out == "[rank 0] returned 1024.0\n"
+    assert left == ["met", "left"]
+
+
+def test_a_function_that_destroys_the_process_group_itself_is_fine(
+    rank_of_torchrun, capsys
+):
+    """Every script for torchrun ends with destroy_process_group()."""
+    assert not dist.is_initialized()
+    main(["math:sqrt", "4"])
+    assert capsys.readouterr().out == "[rank 0] returned 2.0\n"

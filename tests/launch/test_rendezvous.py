@@ -1,0 +1,293 @@
+"""How ranks find each other: a port that is really theirs, a meeting without ghosts."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import socket
+import sys
+import threading
+import time
+import uuid
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddp_course.launch import rendezvous
+from ddp_course.launch.rendezvous import agreed_store, listening_socket
+
+HANDLERS = "torch.distributed.rendezvous"
+
+
+def seconds(number: float) -> datetime.timedelta:
+    return datetime.timedelta(seconds=number)
+
+
+# ---- the port ----------------------------------------------------------------------
+
+
+def test_the_socket_listens_on_loopback_only():
+    with listening_socket() as listener:
+        host, port = listener.getsockname()
+        assert host == "127.0.0.1"
+        with socket.create_connection((host, port), timeout=5):
+            peer, _ = listener.accept()
+            peer.close()
+
+
+def test_fifty_at_once_have_fifty_ports():
+    with contextlib.ExitStack() as stack:
+        made = [stack.enter_context(listening_socket()) for _ in range(50)]
+        assert len({listener.getsockname()[1] for listener in made}) == 50
+
+
+def test_nobody_else_can_take_the_port():
+    with listening_socket() as listener, socket.socket() as other:
+        with pytest.raises(OSError):
+            other.bind(listener.getsockname())
+
+
+def test_the_loopback_interface_is_one_of_this_machine():
+    names = [name for _, name in socket.if_nameindex()]
+    assert rendezvous.loopback_interface() in names
+
+
+class FakeServer:
+    """Stands in for TCPStore: all that meet at a port get the same dictionary."""
+
+    def __init__(self):
+        self.store = dist.HashStore()
+        self.masters = 0
+
+    def __call__(self, host, port, world_size=None, *, is_master=False, **how):
+        if is_master:
+            self.masters += 1
+            os.close(how["master_listen_fd"])
+        return self.store
+
+
+@pytest.fixture
+def ranks_that_meet(monkeypatch):
+    """Two ranks' ways to a store at MASTER_PORT, and the server that they reach."""
+    server = FakeServer()
+    elsewhere = object()
+    module = sys.modules[HANDLERS]
+    with listening_socket() as listener:
+        port = listener.getsockname()[1]
+        monkeypatch.setattr(rendezvous.dist, "TCPStore", server)
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        ways = []
+        for its_listener in (listener, None):
+            # Each rank is a process of its own and patches PyTorch's own function.
+            monkeypatch.setattr(module, "_create_c10d_store", lambda *a: elsewhere)
+            rendezvous.use_bound_port(its_listener)
+            ways.append(module._create_c10d_store)
+        yield ways, server, port, elsewhere
+
+
+def test_rank_0_serves_on_the_socket_that_is_already_bound(ranks_that_meet):
+    (zero, one), server, port, _ = ranks_that_meet
+    at_zero = zero("127.0.0.1", port, 0, 2, seconds(5))
+    assert server.masters == 1
+    at_one = one("127.0.0.1", port, 1, 2, seconds(5))
+    assert server.masters == 1
+    at_zero.set("address", "here")
+    assert at_one.get("address") == b"here"
+
+
+def test_at_another_port_pytorch_is_left_alone(ranks_that_meet):
+    (zero, _), server, port, elsewhere = ranks_that_meet
+    assert zero("127.0.0.1", port + 1, 0, 2, seconds(5)) is elsewhere
+    assert server.masters == 0
+
+
+def test_who_meets_twice_at_the_same_port_meets_one_server(ranks_that_meet):
+    """Two servers on one socket would each get some of the ranks: all would wait."""
+    (zero, one), server, port, _ = ranks_that_meet
+    for _ in range(3):
+        zero("127.0.0.1", port, 0, 2, seconds(5))
+        one("127.0.0.1", port, 1, 2, seconds(5))
+    assert server.masters == 1
+
+
+def test_who_meets_again_at_the_same_port_finds_no_old_addresses(ranks_that_meet):
+    """init_process_group, destroy_process_group, init_process_group."""
+    (zero, one), _, port, _ = ranks_that_meet
+    for meeting in range(3):
+        at_zero = zero("127.0.0.1", port, 0, 2, seconds(5))
+        at_one = one("127.0.0.1", port, 1, 2, seconds(5))
+        assert not at_one.check(["address"]), "an old address was found"
+        at_zero.set("address", str(meeting))
+        assert at_one.get("address") == str(meeting).encode()
+
+
+# ---- the meeting -------------------------------------------------------------------
+
+
+class Killed(Exception):
+    """The agent has ended this rank."""
+
+
+class Mortal(dist.Store):
+    """The store as one rank sees it, until the rank is killed."""
+
+    def __init__(self, store: dist.Store):
+        super().__init__()
+        self.real = store
+        self.killed = threading.Event()
+
+    def set(self, key, value):
+        self.alive()
+        self.real.set(key, value)
+
+    def get(self, key):
+        while not self.check([key]):
+            time.sleep(0.001)
+        return self.real.get(key)
+
+    def check(self, keys):
+        self.alive()
+        return self.real.check(keys)
+
+    def alive(self):
+        if self.killed.is_set():
+            raise Killed
+
+
+def attempt(agree, store, world_size, order, number, patience=5.0) -> None:
+    """One attempt: the ranks in `order` arrive one after the other and agree.
+
+    If all ranks come, each must meet all the others and nobody of an earlier attempt:
+    fail otherwise. If only some come, they wait, and are killed.
+    """
+    mortals = {rank: Mortal(store) for rank in order}
+    addresses: dict[int, list[str]] = {}
+    fresh: dict[int, bool] = {}
+    complete = set(order) == set(range(world_size))
+
+    def live(rank):
+        with contextlib.suppress(Killed):
+            part = agree(mortals[rank], rank, world_size)
+            fresh[rank] = not part.check([f"address/{rank}"])
+            part.set(f"address/{rank}", f"attempt {number}")
+            addresses[rank] = [
+                part.get(f"address/{peer}").decode() for peer in range(world_size)
+            ]
+
+    ranks = [threading.Thread(target=live, args=(rank,), daemon=True) for rank in order]
+    for thread in ranks:
+        thread.start()
+        time.sleep(0.002)
+    deadline = time.monotonic() + (patience if complete else 0.03)
+    for thread in ranks:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    for mortal in mortals.values():
+        mortal.killed.set()
+    for thread in ranks:
+        thread.join(5)
+        assert not thread.is_alive()
+    if complete:
+        assert addresses == dict.fromkeys(
+            range(world_size), [f"attempt {number}"] * world_size
+        )
+        assert all(fresh.values())
+    else:
+        assert addresses == {}, "some went on although others were missing"
+
+
+def attempts(agree, world_size, orders, patience=5.0) -> None:
+    """Several attempts in a row on the same store, as torchrun's agents make them."""
+    store = dist.HashStore()
+    for number, order in enumerate(orders):
+        attempt(agree, store, world_size, order, number, patience)
+
+
+def test_all_ranks_agree():
+    attempts(agreed_store, 4, [[0, 1, 2, 3]])
+
+
+def test_one_rank_agrees_with_itself():
+    attempts(agreed_store, 1, [[0], [0]])
+
+
+def test_all_ranks_agree_anew_in_each_attempt():
+    attempts(agreed_store, 4, [[0, 1, 2, 3], [3, 2, 1, 0], [1, 0, 3, 2], [2, 3, 0, 1]])
+
+
+@pytest.mark.parametrize(
+    "incomplete",
+    [[0], [1], [1, 2, 3], [0, 1, 2], [3, 0], [0, 3]],
+    ids=lambda ranks: "only " + ",".join(map(str, ranks)),
+)
+def test_an_attempt_in_which_only_some_showed_up_is_forgotten(incomplete):
+    whole = [3, 1, 2, 0]
+    attempts(agreed_store, 4, [whole, incomplete, whole, incomplete, incomplete, whole])
+
+
+@st.composite
+def histories(draw):
+    """A number of ranks, and who came in each attempt in which order."""
+    world_size = draw(st.integers(1, 4))
+    everybody = list(range(world_size))
+    some = st.lists(st.sampled_from(everybody), unique=True)
+    orders = draw(st.lists(some | st.permutations(everybody), max_size=5))
+    return world_size, [*orders, draw(st.permutations(everybody))]
+
+
+@settings(max_examples=15, deadline=None)
+@given(histories())
+def test_whatever_happened_before_all_ranks_agree(history):
+    attempts(agreed_store, *history)
+
+
+def always_the_same_name(store, rank, world_size):
+    """A planted mistake: the store is used as it is."""
+    return dist.PrefixStore("attempt", store)
+
+
+class CountedOnEachNode:
+    """A planted mistake: the attempt is named by torchrun's restart counter.
+
+    Each node's agent counts its own restarts. Ranks 2 and 3 live on node 1, whose
+    agent has counted one fewer: it was itself started anew.
+    """
+
+    def __init__(self):
+        self.starts = {}
+
+    def __call__(self, store, rank, world_size):
+        count = self.starts[rank] = self.starts.get(rank, -1) + 1
+        late = 1 if rank >= 2 else 0
+        return dist.PrefixStore(f"attempt {max(0, count - late)}", store)
+
+
+def newest_name(store, rank, world_size):
+    """A planted mistake: rank 0 names the attempt, the others take what they find."""
+    if rank == 0:
+        store.set("attempt", uuid.uuid4().hex)
+    return dist.PrefixStore(store.get("attempt").decode(), store)
+
+
+@pytest.mark.parametrize(
+    "make_wrong",
+    [lambda: always_the_same_name, CountedOnEachNode, lambda: newest_name],
+    ids=["always the same", "restart counter", "newest"],
+)
+def test_meeting_a_ghost_is_caught(make_wrong):
+    """These all manage the first attempt: that is why such mistakes survive."""
+    attempts(make_wrong(), 4, [[0, 1, 2, 3]])
+    with pytest.raises(AssertionError):
+        attempts(make_wrong(), 4, [[0, 1, 2, 3], [3, 2, 1, 0]], patience=0.3)
+
+
+def test_the_dead_cannot_hold_up_the_living():
+    """What a killed rank has left in the store looks like an attempt that goes on."""
+    store = dist.HashStore()
+    store.set("attempt", "of the dead")
+    for rank in range(4):
+        store.set(f"of the dead/hello/{rank}", b"hello")
+        store.set(f"of the dead/echo/{rank}", b"hello")
+    attempt(agreed_store, store, 4, [1, 2, 3, 0], 1)

@@ -1,0 +1,356 @@
+"""What the ranks print: the same text in whatever order and pieces it arrives."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import time
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from ddp_course.launch import transcript
+from ddp_course.launch.transcript import Transcript
+
+Key = tuple[int, str]  # rank, stream
+KEYS = [(rank, stream) for rank in range(3) for stream in ("stdout", "stderr")]
+
+
+class Shown:
+    """A transcript, and what it has shown so far."""
+
+    def __init__(self, world_size=3, order="rank", max_lines=500):
+        self.transcript = Transcript(world_size, order, max_lines)
+        self.out, self.err = io.StringIO(), io.StringIO()
+
+    def add(self, rank: int, data: bytes, stream: str = "stdout") -> str:
+        """Take in `data`; return what is on the screen now."""
+        self.transcript.add(rank, stream, data)
+        return self.show()
+
+    def end(self, rank: int) -> str:
+        """Both streams of `rank` end; return what is on the screen now."""
+        for stream in ("stdout", "stderr"):
+            self.transcript.end(rank, stream)
+        return self.show()
+
+    def show(self, **how) -> str:
+        with (
+            contextlib.redirect_stdout(self.out),
+            contextlib.redirect_stderr(self.err),
+        ):
+            self.transcript.show(**how)
+        return self.out.getvalue()
+
+
+# ---- the same text on every run ----------------------------------------------------
+
+
+def shown_of(events: list[tuple[Key, bytes | None]], **how) -> tuple[str, str]:
+    """Both screens after events (stream, what came; None: its end)."""
+    shown = Shown(**how)
+    for (rank, stream), data in events:
+        if data is None:
+            shown.transcript.end(rank, stream)
+        else:
+            shown.transcript.add(rank, stream, data)
+        shown.show()
+    shown.show(final=True)
+    return shown.out.getvalue(), shown.err.getvalue()
+
+
+def cut(data: bytes, places: list[int]) -> list[bytes]:
+    """`data` in pieces."""
+    edges = [0, *sorted(place % (len(data) + 1) for place in places), len(data)]
+    pieces = [data[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [piece for piece in pieces if piece]
+
+
+def at_once(written: dict[Key, bytes]) -> list[tuple[Key, bytes | None]]:
+    """One rank after the other, each stream in one piece."""
+    return [
+        event for key in KEYS for event in ((key, written.get(key, b"")), (key, None))
+    ]
+
+
+text = st.lists(
+    st.sampled_from(
+        ["a", "bc", "\n", "\n", "\n\n", "\r", "é", "日", "🙂", " ", "10%\r20%", "\t"]
+    ),
+    max_size=8,
+).map(lambda parts: "".join(parts).encode())
+outputs = st.fixed_dictionaries(dict.fromkeys(KEYS, text))
+
+
+@st.composite
+def arrivals(draw, outputs=outputs):
+    """What was written, and one order in which it may arrive."""
+    written = draw(outputs)
+    left = {
+        key: [*cut(data, draw(st.lists(st.integers(0, 99), max_size=4))), None]
+        for key, data in written.items()
+    }
+    events = []
+    while left:
+        key = draw(st.sampled_from(sorted(left)))
+        events.append((key, left[key].pop(0)))
+        if not left[key]:
+            del left[key]
+    return written, events
+
+
+@given(arrivals())
+@example(
+    ({(0, "stdout"): b"a\n\nb\n"}, [((0, "stdout"), b"a\n\n"), ((0, "stdout"), b"b\n")])
+)
+def test_the_text_is_the_same_in_whatever_order_and_pieces_it_arrives(arrived):
+    written, events = arrived
+    assert shown_of(events) == shown_of(at_once(written))
+
+
+@given(arrivals(), st.integers(0, 4))
+@example(
+    (
+        {(0, "stdout"): b"a\nb\nc\n"},
+        [((0, "stdout"), b"a\nb\n"), ((0, "stdout"), b"c\n")],
+    ),
+    2,
+)
+def test_so_it_is_when_there_are_too_many_lines(arrived, max_lines):
+    written, events = arrived
+    how = {"max_lines": max_lines}
+    assert shown_of(events, **how) == shown_of(at_once(written), **how)
+
+
+def assert_order_does_not_matter(**how) -> None:
+    """Fail if a few plain lines look different when they arrive in another order."""
+    lines = [((rank, "stdout"), b"I am %d\n" % rank) for rank in range(3)]
+    assert shown_of(lines, **how) == shown_of(lines[::-1], **how)
+
+
+def test_order_does_not_matter():
+    assert_order_does_not_matter(order="rank")
+
+
+def test_printing_in_the_order_of_arrival_is_caught():
+    with pytest.raises(AssertionError):
+        assert_order_does_not_matter(order="live")
+
+
+@given(arrivals())
+def test_every_line_is_shown_once_under_its_ranks_name(arrived):
+    written, events = arrived
+    for order in ("rank", "live"):
+        screens = shown_of(events, order=order)
+        for screen, stream in zip(screens, ("stdout", "stderr"), strict=True):
+            for rank in range(3):
+                wanted = written[rank, stream].decode().count("\n")
+                last = written[rank, stream].rsplit(b"\n", 1)[-1]
+                wanted += bool(last)
+                assert screen.count(f"[rank {rank}] ") == wanted
+
+
+@given(arrivals())
+def test_a_report_holds_all_that_was_written(arrived):
+    written, events = arrived
+    whole = Transcript(3, "none", 0)
+    for (rank, stream), data in events:
+        whole.add(rank, stream, data or b"")
+    for (rank, stream), data in written.items():
+        assert whole.text(rank, stream) == data.decode()
+
+
+@given(st.binary(max_size=60), st.lists(st.integers(0, 99), max_size=4))
+def test_any_bytes_can_be_shown(data, places):
+    events = [((0, "stdout"), piece) for piece in cut(data, places)]
+    shown_of(events)[0].encode()
+
+
+# ---- when what is shown ------------------------------------------------------------
+
+
+def test_rank_0_is_shown_as_it_prints_and_the_others_when_all_before_are_done():
+    shown = Shown()
+    assert shown.add(1, b"one\n") == ""
+    assert shown.add(0, b"zero\n") == "[rank 0] zero\n"
+    assert shown.add(2, b"two\n") == "[rank 0] zero\n"
+    assert shown.end(2) == "[rank 0] zero\n"
+    assert shown.end(0) == "[rank 0] zero\n[rank 1] one\n"
+    assert shown.add(1, b"more\n").endswith("[rank 1] one\n[rank 1] more\n")
+    assert shown.end(1).endswith("[rank 1] more\n[rank 2] two\n")
+
+
+def test_a_rank_is_done_when_both_of_its_streams_are():
+    shown = Shown()
+    shown.add(1, b"one\n")
+    shown.transcript.end(0, "stdout")
+    assert shown.show() == ""
+    shown.transcript.end(0, "stderr")
+    assert shown.show() == "[rank 1] one\n"
+
+
+def test_live_lines_are_shown_when_they_are_whole():
+    shown = Shown(order="live")
+    assert shown.add(2, b"two\nha") == "[rank 2] two\n"
+    assert shown.add(0, b"zero\n") == "[rank 2] two\n[rank 0] zero\n"
+    assert shown.add(2, b"lf\n").endswith("[rank 0] zero\n[rank 2] half\n")
+
+
+def test_none_shows_nothing_and_keeps_all():
+    shown = Shown(order="none")
+    shown.add(0, b"zero\n")
+    shown.add(0, b"oops\n", "stderr")
+    shown.end(0)
+    assert shown.show(final=True) == ""
+    assert shown.err.getvalue() == ""
+    assert shown.transcript.text(0, "stdout") == "zero\n"
+    assert shown.transcript.text(0, "stderr") == "oops\n"
+
+
+def test_the_end_of_the_launch_shows_what_was_held_back():
+    shown = Shown()
+    shown.add(2, b"two")
+    shown.add(1, b"one\n")
+    assert shown.show(final=True) == "[rank 1] one\n[rank 2] two\n"
+    assert shown.show(final=True) == "[rank 1] one\n[rank 2] two\n", "shown twice"
+
+
+def test_stderr_goes_to_stderr():
+    shown = Shown()
+    assert shown.add(0, b"oops\n", "stderr") == ""
+    assert shown.err.getvalue() == "[rank 0] oops\n"
+
+
+def test_the_names_of_twelve_ranks_are_equally_wide():
+    shown = Shown(world_size=12, order="live")
+    shown.add(3, b"x\n")
+    assert shown.add(11, b"y\n") == "[rank  3] x\n[rank 11] y\n"
+
+
+# ---- lines -------------------------------------------------------------------------
+
+
+def test_a_line_without_an_end_ends_with_its_rank():
+    shown = Shown()
+    assert shown.add(0, b"no newline") == ""
+    assert shown.end(0) == "[rank 0] no newline\n"
+
+
+@pytest.mark.parametrize("size", range(1, 8))
+def test_letters_that_are_cut_between_two_reads(size):
+    shown = Shown(order="live")
+    data = "é日🙂\n".encode()
+    for start in range(0, len(data), size):
+        shown.add(0, data[start : start + size])
+    assert shown.show() == "[rank 0] é日🙂\n"
+
+
+def test_cutting_letters_would_be_seen():
+    """A planted mistake: every piece is decoded by itself."""
+    data = "é".encode()
+    assert data[:1].decode(errors="replace") + data[1:].decode(errors="replace") != "é"
+
+
+@pytest.mark.parametrize(
+    ("written", "line"),
+    [
+        (b"10%\r50%\r100%\n", "100%"),
+        (b"windows\r\n", "windows"),
+        (b"10%\r100%\r\n", "100%"),
+        (b"\r\n", ""),
+        (b"plain\n", "plain"),
+    ],
+)
+def test_of_a_progress_bar_the_last_state_is_shown(written, line):
+    shown = Shown(order="live")
+    assert shown.add(0, written) == f"[rank 0] {line}\n"
+    assert shown.transcript.text(0, "stdout") == written.decode()
+
+
+def test_empty_lines_are_lines():
+    shown = Shown(order="live")
+    assert shown.add(0, b"a\n\n\nb\n") == (
+        "[rank 0] a\n[rank 0] \n[rank 0] \n[rank 0] b\n"
+    )
+
+
+def test_empty_lines_at_the_end_of_what_has_come_are_lines_too():
+    shown = Shown(order="live")
+    assert shown.add(0, b"a\n\n\n") == "[rank 0] a\n[rank 0] \n[rank 0] \n"
+
+
+# ---- much of it --------------------------------------------------------------------
+
+
+def test_too_many_lines_are_cut_and_it_says_so_once():
+    shown = Shown(order="live", max_lines=3)
+    assert shown.add(0, b"1\n2\n3\n4\n5\n") == (
+        "[rank 0] 1\n[rank 0] 2\n[rank 0] 3\n"
+        "[rank 0] ... more than 3 lines, not shown\n"
+    )
+    before = shown.show()
+    assert shown.add(0, b"6\n") == before
+    assert shown.transcript.text(0, "stdout") == "1\n2\n3\n4\n5\n6\n"
+
+
+def test_exactly_as_many_lines_as_allowed_are_not_cut():
+    shown = Shown(order="live", max_lines=3)
+    assert shown.add(0, b"1\n2\n3\n") == "[rank 0] 1\n[rank 0] 2\n[rank 0] 3\n"
+
+
+def test_that_lines_were_cut_is_said_also_if_they_came_later():
+    shown = Shown(order="live", max_lines=3)
+    shown.add(0, b"1\n2\n3\n")
+    assert shown.add(0, b"4\n").endswith("[rank 0] ... more than 3 lines, not shown\n")
+
+
+def test_each_stream_of_each_rank_has_its_own_limit():
+    shown = Shown(order="live", max_lines=1)
+    for rank in (0, 1):
+        shown.add(rank, b"line\n")
+        shown.add(rank, b"line\n", "stderr")
+    assert shown.out.getvalue() == shown.err.getvalue()
+    assert shown.out.getvalue() == "[rank 0] line\n[rank 1] line\n"
+
+
+@pytest.mark.parametrize("order", ["rank", "live", "none"])
+@pytest.mark.parametrize(
+    "line", [b"x" * 79 + b"\n", b"x" * 999_999 + b"\n", b"x" * 1000], ids=len
+)
+def test_ten_megabytes_are_quickly_taken_in(line, order):
+    """In pieces as a pipe delivers them, for lines short, long, and without end."""
+    data = line * (10_000_000 // len(line))
+    shown = Shown(world_size=2, order=order, max_lines=10)
+    start = time.perf_counter()
+    for at in range(0, len(data), 65_536):
+        shown.transcript.add(0, "stdout", data[at : at + 65_536])
+        shown.show()
+    shown.end(0)
+    seconds = time.perf_counter() - start
+    assert shown.transcript.text(0, "stdout") == data.decode()
+    assert seconds < 2.0
+
+
+def test_what_is_beyond_all_measure_is_counted_and_not_kept(monkeypatch):
+    monkeypatch.setattr(transcript, "KEEP", 10)
+    whole = Transcript(1, "none", 0)
+    for data in (b"12345", b"67890", b"abc", b"de"):
+        whole.add(0, "stdout", data)
+    assert whole.text(0, "stdout") == "1234567890\n... and 5 bytes more"
+
+
+@given(st.lists(st.binary(max_size=9)), st.integers(0, 20))
+def test_nothing_is_lost_count_of(pieces, keep):
+    whole = Transcript(1, "none", 0)
+    before, transcript.KEEP = transcript.KEEP, keep
+    try:
+        for data in pieces:
+            whole.add(0, "stdout", data)
+    finally:
+        transcript.KEEP = before
+    everything = b"".join(pieces)
+    expected = everything[:keep].decode(errors="replace")
+    if len(everything) > keep:
+        expected += f"\n... and {len(everything) - keep} bytes more"
+    assert whole.text(0, "stdout") == expected
