@@ -95,7 +95,7 @@ def choose(
         return Placement(
             backend,
             tuple(rank % have for rank in range(n)),
-            f"{n} ranks share {_gpus(have)} and talk over {backend}, since NCCL wants "
+            f"{_ranks(n)} share {_gpus(have)} and talk over {backend}, since NCCL wants "
             f"a GPU for each rank.",
         )
     if n > have:
@@ -109,7 +109,7 @@ def choose(
         # Both: NCCL for tensors on the GPUs, gloo for those on the CPU.
         backend = "cpu:gloo,cuda:nccl"
     return Placement(
-        backend, tuple(range(n)), f"{n} ranks on {_gpus(n)}, talking over {backend}."
+        backend, tuple(range(n)), f"{_ranks(n)} on {_gpus(n)}, talking over {backend}."
     )
 
 
@@ -150,7 +150,7 @@ def _demand_gpus_for_nccl(n: int, have: int, device: str, share_gpus: bool) -> N
 def _on_cpu(n: int, backend: str, why: str) -> Placement:
     backend = "gloo" if backend == "auto" else backend
     return Placement(
-        backend, (), f"{n} ranks on the CPU, talking over {backend}: {why}."
+        backend, (), f"{_ranks(n)} on the CPU, talking over {backend}: {why}."
     )
 
 
@@ -161,6 +161,10 @@ def _visible_gpus() -> list[str]:
 
 def _built_in(backend: str) -> bool:
     return getattr(torch.distributed, f"is_{backend}_available")()
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
 
 
 def _gpus(count: int) -> str:

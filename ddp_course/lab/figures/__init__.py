@@ -28,7 +28,7 @@ __all__ = [
 IMAGES: dict[str, Callable[[], Drawing]] = {
     "course_map.svg": course_map,
     "00_one_or_four.svg": one_or_many,
-    "01_cluster_3x4.svg": partial(cluster, 3, 4),
+    "01_cluster_3x4.svg": partial(cluster, 3, 4, formula=False),
     "01_rendezvous.svg": rendezvous,
     "01_groups.svg": partial(groups, 3, 4),
 }

@@ -15,11 +15,14 @@ HEADER = 30  # a node's name
 WIDEST = 840  # nodes that do not fit beside each other go on the next row
 
 
-def cluster(nnodes: int, nproc_per_node: int, gpus: int | None = None) -> Drawing:
+def cluster(
+    nnodes: int, nproc_per_node: int, gpus: int | None = None, *, formula: bool = True
+) -> Drawing:
     """Draw every rank of a cluster, on its node and above the device it uses.
 
     `gpus` is the number of GPUs in each node, by default one for each rank. As in
-    `ddp_course.launch`, a node with fewer GPUs than ranks runs them on its CPU.
+    `ddp_course.launch`, a node with fewer GPUs than ranks runs them on its CPU. Below
+    stands the `formula` of the rank, unless the reader is still to find it.
     """
     _count("nnodes", nnodes, 1)
     _count("nproc_per_node", nproc_per_node, 1)
@@ -38,7 +41,7 @@ def cluster(nnodes: int, nproc_per_node: int, gpus: int | None = None) -> Drawin
     used = per_row * (node_w + MARGIN) - MARGIN
     width = max(used, 330) + 2 * MARGIN
     top = 34
-    height = top + rows * (node_h + MARGIN) + 22
+    height = top + rows * (node_h + MARGIN) + 22 * formula
 
     d = Drawing(
         width,
@@ -61,13 +64,9 @@ def cluster(nnodes: int, nproc_per_node: int, gpus: int | None = None) -> Drawin
         x = (width - used) / 2 + column * (node_w + MARGIN)
         with d.shifted(x, top + row * (node_h + MARGIN)):
             _node(d, node_rank, nproc_per_node, columns, node_w, node_h, on_gpu)
-    d.text(
-        width / 2,
-        height - 14,
-        "rank = node_rank × nproc_per_node + local_rank",
-        size=12,
-        fill=MUTED,
-    )
+    if formula:
+        rule = "rank = node_rank × nproc_per_node + local_rank"
+        d.text(width / 2, height - 14, rule, size=12, fill=MUTED)
     return d
 
 
