@@ -71,8 +71,6 @@ def on_ranks(fn: Callable, *args: Any, hint: str = "", **shape: int) -> list[Any
     bare = [arg.function if isinstance(arg, Answer) else arg for arg in args]
     try:
         return spawn(fn, *bare, timeout=TIMEOUT, output="none", device="cpu", **shape)
-    except KeyboardInterrupt:
-        raise
     except RankError as error:
         if any(_is_stub(report.error or "", report.where) for report in error.reports):
             raise Untouched from None

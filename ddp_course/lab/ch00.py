@@ -84,7 +84,8 @@ def check_my_average(answer: Answer) -> str:
                 got != [sum(column) for column in zip(*start, strict=True)]
                 or world_size == 1,
                 f"{where} rank {rank} has {got} afterwards. That is the sum; the mean "
-                f"is {mean}.",
+                f"is {mean}. If you divided, do it in place, as `tensor /= ...` does: "
+                "a new tensor is lost.",
             )
             expect(
                 got == mean,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -27,8 +28,8 @@ def check_global_rank(answer: Answer) -> str:
         size = cluster.nproc_per_node
         for p in cluster.places():
             because = (
-                f"{p.node_rank} nodes of {size} ranks come before this one, and "
-                f"{p.local_rank} ranks on the node itself"
+                f"before it come {p.node_rank} whole nodes of {size}, and "
+                f"{p.local_rank} on its own node"
             )
             args = p.node_rank, p.local_rank, size
             expect_call(answer, *args, returns=p.rank, because=because)
@@ -54,8 +55,9 @@ def check_place(answer: Answer) -> str:
         size = cluster.nproc_per_node
         for p in cluster.places():
             because = (
-                f"ranks 0 to {p.rank} fill {p.node_rank} nodes of {size} ranks, and "
-                f"rank {p.rank} has {p.local_rank} before it on its own node"
+                f"the {p.rank} before it fill whole nodes of {size}, {p.node_rank} of "
+                f"them, and {p.local_rank} more sit on its own node (whole numbers: "
+                "`//` and `%`)"
             )
             wanted = p.node_rank, p.local_rank
             expect_call(answer, p.rank, size, returns=wanted, because=because)
@@ -159,12 +161,12 @@ def _judge_groups(cluster: Topology, real: list[dict[str, Any]], where: str) -> 
 
 def _use(node_group: Callable) -> dict[str, Any]:
     """On every rank: make the groups in step with the others, and try the own one."""
-    with mock.patch.object(dist, "new_group", _in_step(dist.new_group)):
-        try:
+    try:
+        with _watched(node_group):
             group = node_group()
-            _same("returned")
-        except _OutOfStep as error:
-            return {"alone": str(error)}
+        _same("returned")
+    except _OutOfStep as error:
+        return {"alone": str(error)}
     if isinstance(group, dist.ProcessGroup):
         got = {"members": dist.get_process_group_ranks(group)}
     else:
@@ -182,18 +184,24 @@ class _OutOfStep(Exception):
     """Not all ranks make the same groups."""
 
 
-def _in_step(new_group: Callable) -> Callable:
-    """Return `new_group`, but with a look at what the other ranks call first.
+@contextmanager
+def _watched(node_group: Callable) -> Iterator[None]:
+    """Let every rank see what the others call before it calls `dist.new_group`.
 
-    Ranks that make different groups at the same time hang, or are mixed up.
+    Ranks that make different groups at the same time hang, or their groups are mixed
+    up, which now and then goes well: that must not be left to luck.
     """
+    new_group = dist.new_group
 
     def in_step(ranks: list[int] | None = None, *args: Any, **options: Any) -> Any:
         if not options.get("use_local_synchronization"):  # then members alone may call
             _same(f"called `new_group({ranks})`")
         return new_group(ranks, *args, **options)
 
-    return in_step
+    readers = getattr(node_group, "__globals__", {})  # "from ... import new_group", too
+    names = {name: in_step for name, value in readers.items() if value is new_group}
+    with mock.patch.object(dist, "new_group", in_step), mock.patch.dict(readers, names):
+        yield
 
 
 def _same(what: str) -> None:

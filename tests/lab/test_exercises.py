@@ -21,6 +21,7 @@ from ddp_course.lab.exercises import (
     expect,
     expect_call,
 )
+from ddp_course.launch import RankInterrupted
 
 EXERCISES = all_exercises()
 WRONG = {
@@ -31,7 +32,7 @@ WRONG = {
 PLANTS = [(name, wrong) for name in WRONG for wrong in WRONG[name]]
 
 
-HANGING = {"only_my_own_unseen", "never_ends", "waits_on_one_rank_only"}
+HANGING = {"never_ends", "waits_on_one_rank_only"}
 
 
 @pytest.mark.parametrize("name", EXERCISES)
@@ -177,6 +178,15 @@ def test_the_stop_button_is_not_swallowed():
 
     with pytest.raises(KeyboardInterrupt):
         check_double(pressed)
+
+
+def test_the_stop_button_during_a_launch_is_not_swallowed(monkeypatch):
+    def pressed(*args, **options):
+        raise RankInterrupted("stopped by hand", [])
+
+    monkeypatch.setattr(answers, "spawn", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        check_on_ranks(lambda rank: rank)
 
 
 def test_a_timer_that_was_set_before_goes_on():

@@ -53,6 +53,11 @@ def columns_mixed(batch, rank, world_size):
     return torch.stack([rows[:, 0], rows[:, 1].flip(0)], dim=1)
 
 
+def first_column_mixed(batch, rank, world_size):
+    rows = batch.chunk(world_size)[rank]
+    return torch.stack([rows[:, 0].flip(0), rows[:, 1]], dim=1)
+
+
 def always_rank_0_of_a_group(batch, rank, world_size):
     return batch.chunk(world_size)[0 if dist.is_initialized() else rank]
 
@@ -108,6 +113,7 @@ WRONG = {
         row_numbers: "expected a tensor",
         for_four_ranks_only: "3 rows; expected 4",
         columns_mixed: "expected [0, 1, 2]",
+        first_column_mixed: "expected [0, 1, 2]",
         always_rank_0_of_a_group: "a lower rank has row",
     },
 }

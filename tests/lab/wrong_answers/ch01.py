@@ -119,7 +119,7 @@ def only_my_own():
     return dist.new_group(list(range(node * size, (node + 1) * size)))
 
 
-def only_my_own_unseen():
+def only_my_own_by_another_name():
     node, size = int(os.environ["GROUP_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     return new_group(list(range(node * size, (node + 1) * size)))
 
@@ -173,6 +173,11 @@ def destroyed():
     mine = dist.new_subgroups(int(os.environ["LOCAL_WORLD_SIZE"]))[0]
     dist.destroy_process_group(mine)
     return mine
+
+
+def breaks_all_reduce():
+    dist.all_reduce = lambda tensor, group=None: None
+    return dist.new_subgroups(int(os.environ["LOCAL_WORLD_SIZE"]))[0]
 
 
 def only_members_know():
@@ -230,7 +235,7 @@ WRONG = {
     "node_group": {
         only_my_own: "rank 0 called `new_group([0, 1])` while rank 2 called "
         "`new_group([2, 3])`",
-        only_my_own_unseen: "Every rank must call `dist.new_group` for every node",
+        only_my_own_by_another_name: "while rank 2 called `new_group([2, 3])`",
         only_node_0: "rank 0 called `new_group([0, 1])` while rank 2 returned",
         own_group_first: "while rank 2 called `new_group([2, 3])`",
         everyone: "rank 0 got the group of ranks [0, 1, 2, 3]; expected [0, 1]",
@@ -240,6 +245,7 @@ WRONG = {
         nodes_of_two: "2 x 3 cluster",
         right_on_even_ranks_only: "rank 1 got the group of ranks [0, 1, 2, 3]",
         destroyed: "On real ranks: `rank",
+        breaks_all_reduce: "an all_reduce of the ranks in rank 0's group gave 0; expec",
         only_members_know: "rank 0 got `[0, 1]`",
         never_ends: "have not returned after",
         waits_on_one_rank_only: "On real ranks",
