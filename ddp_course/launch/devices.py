@@ -95,8 +95,8 @@ def choose(
         return Placement(
             backend,
             tuple(rank % have for rank in range(n)),
-            f"{_ranks(n)} share {_gpus(have)} and talk over {backend}, since NCCL wants "
-            f"a GPU for each rank.",
+            f"{_ranks(n)} share {_gpus(have)} and talk over {backend}, since NCCL "
+            f"wants a GPU for each rank.",
         )
     if n > have:
         if device == "cuda":

@@ -1,0 +1,76 @@
+"""Launch ranks when told to, and say how long it took: ours or theirs.
+
+    python launch_process.py ours|theirs
+
+reads lines such as `step 4`, launches 4 ranks that each do that, and answers with two
+numbers: the seconds of this launch, and the seconds since the first import below. It
+runs as a script, so that "theirs" is what anyone would write: nothing of this course is
+imported there.
+"""
+
+# ruff: noqa: E402
+import sys
+import time
+
+STARTED = time.perf_counter()
+
+if sys.argv[1] == "ours":
+    from ddp_course.launch import spawn
+
+import os
+import socket
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def all_reduce() -> None:
+    """Add up a number of each rank."""
+    number = torch.tensor([dist.get_rank() + 1])
+    dist.all_reduce(number)
+    n = dist.get_world_size()
+    assert number.item() == n * (n + 1) // 2
+
+
+def step() -> None:
+    """Train a small model for one step."""
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(8, 64)).sum().backward()
+    optimizer.step()
+
+
+def ours(case: str, ranks: int) -> None:
+    """Launch with this course's `spawn`."""
+    spawn(CASES[case], world_size=ranks, output="none", device="cpu")
+
+
+def theirs(case: str, ranks: int) -> None:
+    """Launch with `torch.multiprocessing.spawn`."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(their_rank, args=(case, ranks, port), nprocs=ranks)
+
+
+def their_rank(rank: int, case: str, ranks: int, port: int) -> None:
+    """Join the process group, do the work, leave the group."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    CASES[case]()
+    dist.destroy_process_group()
+
+
+CASES = {"all_reduce": all_reduce, "step": step}
+
+if __name__ == "__main__":
+    launch = {"ours": ours, "theirs": theirs}[sys.argv[1]]
+    for line in sys.stdin:
+        case, ranks = line.split()
+        before = time.perf_counter()
+        launch(case, int(ranks))
+        now = time.perf_counter()
+        print(now - before, now - STARTED, flush=True)

@@ -1,0 +1,202 @@
+"""The command `ddp-course`: reads what was typed and hands it to `commands` or `bench`.
+
+Errors are one line on stderr that begins with `ddp-course:`. Exit codes: 0 it went
+well, 1 it did not, 2 it was typed wrongly, 130 it was stopped with Ctrl-C; `lab`
+passes on that of JupyterLab.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import ddp_course
+from ddp_course.commands import CommandError, tell
+from ddp_course.launch import LaunchError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    told = parser().parse_args(argv)
+    try:
+        return told.run(told)
+    except (CommandError, LaunchError) as error:
+        tell(error)
+    except KeyboardInterrupt:
+        tell("stopped")
+        return 130
+    return 1
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose complaints are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong with what was typed, and where to look, and leave."""
+        tell(f"{message} (see `{self.prog} --help`)")
+        sys.exit(2)
+
+
+def parser() -> Parser:
+    """Return the parser of all commands."""
+    top = Parser(
+        prog="ddp-course",
+        description="Distributed deep-learning training, from real processes up.",
+        epilog="example: ddp-course lab",
+    )
+    version = f"ddp-course {ddp_course.__version__}"
+    top.add_argument("--version", action="version", version=version)
+    commands = top.add_subparsers(metavar="COMMAND", required=True)
+    for add in (_add_lab, _add_run, _add_notebooks, _add_doctor, _add_bench):
+        add(commands)
+    return top
+
+
+# One function for each command: its arguments, and what they are handed to. What a
+# command needs is imported when it runs: `--help` should not wait for it.
+
+
+def _add_lab(commands: Any) -> None:
+    def run(told: argparse.Namespace) -> int:
+        from ddp_course.commands import jupyter
+
+        return jupyter.lab(not told.no_browser, told.port, told.ip)
+
+    lab = _command(
+        commands,
+        "lab",
+        run,
+        "prove that ranks run on this machine, then open JupyterLab at chapter 00",
+        "ddp-course lab",
+        "ddp-course lab --no-browser --port 8890",
+    )
+    lab.add_argument("--no-browser", action="store_true", help="only print the address")
+    lab.add_argument("--port", type=_port, help="default: 8888, or the next free one")
+    lab.add_argument("--ip", default="localhost", help="listen here; %(default)s")
+
+
+def _add_run(commands: Any) -> None:
+    def run(told: argparse.Namespace) -> int:
+        from ddp_course.commands import notebooks
+
+        return notebooks.run(told.chapters, told.timeout)
+
+    command = _command(
+        commands,
+        "run",
+        run,
+        "execute chapters without a browser, and store nothing",
+        "ddp-course run 00",
+        "ddp-course run all",
+        "ddp-course run notebooks/01_ranks.ipynb",
+    )
+    command.add_argument(
+        "chapters", nargs="+", metavar="CHAPTER", help="00, all, or a path"
+    )
+    command.add_argument("--timeout", **_TIMEOUT)
+
+
+def _add_notebooks(commands: Any) -> None:
+    def run(told: argparse.Namespace) -> int:
+        from ddp_course.commands import notebooks
+
+        if told.check:
+            return notebooks.check(told.chapters or ["all"])
+        return notebooks.save(told.chapters or ["all"], told.timeout)
+
+    command = _command(
+        commands,
+        "notebooks",
+        run,
+        "execute chapters and store clean outputs, or check that they are stored so",
+        "ddp-course notebooks --save 00 01",
+        "ddp-course notebooks --check",
+    )
+    what = command.add_mutually_exclusive_group(required=True)
+    what.add_argument("--save", action="store_true", help="execute and store")
+    what.add_argument("--check", action="store_true", help="report what is not clean")
+    command.add_argument(
+        "chapters", nargs="*", metavar="CHAPTER", help="00, or a path; all by default"
+    )
+    command.add_argument("--timeout", **_TIMEOUT)
+
+
+def _add_doctor(commands: Any) -> None:
+    def run(_: argparse.Namespace) -> int:
+        from ddp_course.commands import doctor
+
+        return doctor.doctor()
+
+    _command(
+        commands,
+        "doctor",
+        run,
+        "say what this machine has and what will run how on it, and prove it",
+        "ddp-course doctor",
+    )
+
+
+def _add_bench(commands: Any) -> None:
+    def run(told: argparse.Namespace) -> int:
+        from ddp_course import bench
+
+        return bench.command(told.name, told.list, told.json, told.quick)
+
+    command = _command(
+        commands,
+        "bench",
+        run,
+        "measure the course's code beside PyTorch's own, in one run",
+        "ddp-course bench launch",
+        "ddp-course bench launch --quick --json launch.json",
+        "ddp-course bench --list",
+    )
+    command.add_argument("name", nargs="?", metavar="NAME", help="which bench")
+    command.add_argument("--list", action="store_true", help="list the benches")
+    command.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the rows there"
+    )
+    command.add_argument("--quick", action="store_true", help="fewer repetitions")
+
+
+def _command(
+    commands: Any, name: str, run: Callable, about: str, *examples: str
+) -> Parser:
+    command = commands.add_parser(
+        name,
+        help=about,
+        description=f"{about[0].upper()}{about[1:]}.",
+        epilog="\n  ".join(["examples:", *examples]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.set_defaults(run=run)
+    return command
+
+
+def _port(text: str) -> int:
+    return _whole(text, 65535)
+
+
+def _seconds(text: str) -> int:
+    return _whole(text, 10**6)
+
+
+def _whole(text: str, most: int) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 to {most}")
+    return int(text)
+
+
+_TIMEOUT: dict[str, Any] = {
+    "type": _seconds,
+    "default": 600,
+    "metavar": "SECONDS",
+    "help": "how long a cell may run; %(default)s",
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

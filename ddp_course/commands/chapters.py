@@ -1,0 +1,59 @@
+"""Which chapters there are, and what a reader calls them: 00, all, a path."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ddp_course.commands import CommandError
+
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def folder() -> Path:
+    """Return the folder of the chapters: of the clone we stand in, or of the package.
+
+    Raises CommandError if there is neither: a wheel has the package only.
+    """
+    here = Path.cwd()
+    for clone in (here, *here.parents, PACKAGE.parent):
+        if any((clone / "notebooks").glob("00_*.ipynb")):
+            return clone / "notebooks"
+    raise CommandError(
+        "there are no chapters here nor beside the package; "
+        "run it in a clone of the course's repository"
+    )
+
+
+def all_chapters() -> list[Path]:
+    """Return the notebooks of all chapters, in order."""
+    return sorted(folder().glob("[0-9][0-9]_*.ipynb"))
+
+
+def find(names: list[str]) -> list[Path]:
+    """Return the notebooks that `names` mean, each one once, in the order of `names`.
+
+    A name is a number (`0`, `00`), a title (`00_start_here`), the path of a notebook,
+    or `all`. Raises CommandError that lists the chapters if there is none of that name.
+    """
+    found = [notebook for name in names for notebook in _find_one(name)]
+    return list(dict.fromkeys(found))
+
+
+def _find_one(name: str) -> list[Path]:
+    path = Path(name)
+    if path.suffix == ".ipynb":
+        if not path.is_file():
+            raise CommandError(f"there is no file {name}")
+        return [path.resolve()]
+    chapters = all_chapters()
+    if name == "all":
+        return chapters
+    number = f"{int(name):02d}" if re.fullmatch("[0-9]{1,2}", name) else None
+    for chapter in chapters:
+        if number == chapter.stem[:2] or name == chapter.stem:
+            return [chapter]
+    known = ", ".join(chapter.stem for chapter in chapters)
+    raise CommandError(
+        f"there is no chapter {name!r}; there are {known}; 'all' and paths work, too"
+    )

@@ -1,0 +1,180 @@
+"""The rules for a notebook in the repository: what is stored must be what was shown.
+
+A rule is a complaint and a remedy, a function that changes the notebook so that the
+complaint no longer holds. `clean` applies every remedy; `complaints` reports those
+which would change something, and what no remedy can put right. So no rule exists twice.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import nbformat
+from nbformat import NotebookNode
+
+from ddp_course.commands.chapters import PACKAGE
+from ddp_course.commands.execute import code_cells, must_raise, without_colours
+
+METADATA = {
+    "kernelspec": {
+        "display_name": "Python 3 (ipykernel)",
+        "language": "python",
+        "name": "python3",
+    },
+    "language_info": {"name": "python"},  # without the version, which differs
+}
+VIEW = "application/vnd.jupyter.widget-view+json"
+
+# What only one machine or one run has. A path is one of somebody's home, of a
+# temporary folder or of an installation; /proc, /dev and the like are the same for all.
+_FOLDERS = r"/(?:home|Users|root|tmp|work|opt|private|var/folders|usr/(?:local/)?lib)/"
+_VOLATILE = {
+    "an absolute path": re.compile(rf"(?<![\w.~-]){_FOLDERS}[^\s'\"<>]+|[A-Z]:\\\w+"),
+    "a memory address": re.compile(r"\bat 0x[0-9a-f]{6,}\b"),
+}
+
+
+def read(path: Path) -> NotebookNode:
+    """Return the notebook as it is stored. Raises ValueError if it is none.
+
+    Nothing is converted on the way: a conversion would draw random cell ids.
+    """
+    text = path.read_text(encoding="utf-8")
+    try:
+        if json.loads(text)["nbformat"] != 4:
+            raise ValueError("not a notebook of format 4")
+        return nbformat.v4.reads(text)
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"not a notebook ({error})") from None
+
+
+def text_of(notebook: NotebookNode) -> str:
+    """Return what is to stand in the file: the same text for the same notebook."""
+    return nbformat.v4.writes(notebook) + "\n"
+
+
+def clean(notebook: NotebookNode) -> None:
+    """Apply all remedies to `notebook`, in place."""
+    for remedy in RULES.values():
+        remedy(notebook)
+
+
+def complaints(path: Path) -> list[str]:
+    """Return what is wrong with the notebook at `path`; nothing if it is clean."""
+    stored, cured = read(path), read(path)
+    found = []
+    for complaint, remedy in RULES.items():
+        better = copy.deepcopy(stored)
+        remedy(better)
+        if better != stored:
+            found.append(complaint)
+    if not found and text_of(stored) != path.read_text(encoding="utf-8"):
+        found.append("the file is not laid out as `notebooks --save` writes it")
+    clean(cured)
+    return found + list(incurable(cured))
+
+
+def incurable(notebook: NotebookNode) -> Iterator[str]:
+    """Yield what only its author can put right in a notebook with outputs."""
+    cells = code_cells(notebook)
+    if [cell.execution_count for cell in cells] != list(range(1, len(cells) + 1)):
+        yield "its cells were not run from top to bottom in a new kernel"
+        return
+    for number, cell in enumerate(cells, start=1):
+        raised = any(output.output_type == "error" for output in cell.outputs)
+        if raised != must_raise(cell):
+            yield f"cell {number} " + (
+                "shows an error without the tag raises-exception"
+                if raised
+                else "has the tag raises-exception and shows no error"
+            )
+        shown = without_colours("\n".join(_texts(cell.outputs)))
+        for what, pattern in _VOLATILE.items():
+            if match := pattern.search(shown):
+                yield f"cell {number} shows {what}: {match.group()}"
+
+
+def _metadata(notebook: NotebookNode) -> None:
+    notebook.metadata = nbformat.from_dict(METADATA)
+
+
+def _cell_metadata(notebook: NotebookNode) -> None:
+    for cell in notebook.cells:
+        tags = cell.metadata.get("tags")
+        cell.metadata = nbformat.from_dict({"tags": tags} if tags else {})
+
+
+def _cell_ids(notebook: NotebookNode) -> None:
+    """Keep ids; name cells that have none, or one that is taken, by their place."""
+    notebook.nbformat_minor = 5
+    kept = {cell.get("id") for cell in notebook.cells}
+    seen: set[str | None] = {None}
+    for place, cell in enumerate(notebook.cells):
+        if cell.get("id") in seen:
+            cell.id = f"cell-{place}"
+            while cell.id in kept:
+                cell.id += "-"
+            kept.add(cell.id)
+        seen.add(cell.id)
+
+
+def _widget_views(notebook: NotebookNode) -> None:
+    for cell in code_cells(notebook):
+        cell.outputs = [o for o in cell.outputs if VIEW not in o.get("data", {})]
+
+
+def _streams(notebook: NotebookNode) -> None:
+    """Join what a cell printed: in how many pieces it came differs from run to run."""
+    for cell in code_cells(notebook):
+        first: dict[str, NotebookNode] = {}
+        whole = []
+        for output in cell.outputs:
+            if output.output_type == "stream" and output.name in first:
+                first[output.name].text += output.text
+            else:
+                whole.append(output)
+                if output.output_type == "stream":
+                    first[output.name] = output
+        cell.outputs = whole
+
+
+def _tracebacks(notebook: NotebookNode) -> None:
+    """Name files in tracebacks as anyone would: nbval does not compare tracebacks."""
+    names = {
+        f"{PACKAGE.parent}/": "",
+        f"{Path(nbformat.__file__).parents[1]}/": "",  # site-packages
+        f"{sys.base_prefix}/": "",
+        f"{sys.prefix}/": "",
+        f"{Path.home()}/": "~/",
+    }
+    for cell in code_cells(notebook):
+        for output in cell.outputs:
+            if output.output_type == "error":
+                for folder, name in names.items():
+                    output.traceback = [
+                        part.replace(folder, name) for part in output.traceback
+                    ]
+
+
+def _texts(outputs: list[NotebookNode]) -> Iterator[str]:
+    """All text of the outputs; pictures are not read."""
+    for output in outputs:
+        yield output.get("text", "")
+        yield from output.get("traceback", [])
+        data = output.get("data", {})
+        yield from (v for k, v in data.items() if k.startswith("text/"))
+
+
+RULES: dict[str, Callable[[NotebookNode], None]] = {
+    "its metadata are not the names of kernel and language alone": _metadata,
+    "a cell's metadata hold more than its tags": _cell_metadata,
+    "a cell has no id, or one that another has": _cell_ids,
+    "the output of a widget is stored, which no viewer can show": _widget_views,
+    "a stream is stored in pieces": _streams,
+    "a traceback names folders of one machine": _tracebacks,
+}

@@ -1,0 +1,170 @@
+"""Run one notebook in this Python, and say what failed and where, in one line."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ipykernel.kernelspec import get_kernel_dict
+from jupyter_client import AsyncKernelManager
+from jupyter_client.kernelspec import KernelSpec
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError
+from nbclient.output_widget import OutputWidget
+from nbformat import NotebookNode
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_PLACE = re.compile(r"Cell In ?\[(\d+)\], line (\d+)")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Where a notebook failed: `cell` counts code cells from 1, as `In [1]` does."""
+
+    cell: int
+    error: str
+    place: tuple[int, int] | None = None  # cell and line in which it happened
+    source: str = ""  # that line
+
+    def __str__(self) -> str:
+        """Return the whole story in one line."""
+        story = f"cell {self.cell}"
+        if self.place:
+            cell, line = self.place
+            story += "" if cell == self.cell else f", through cell {cell}"
+            story += f", line {line}: `{self.source}`"
+        return f"{story}: {self.error}"
+
+
+class ThisPython(AsyncKernelManager):
+    """A kernel of the Python that runs this command, whatever kernels are installed."""
+
+    @property
+    def kernel_spec(self) -> KernelSpec:
+        """The specification of the kernel."""
+        return KernelSpec(**get_kernel_dict(["--IPKernelApp.log_level=CRITICAL"]))
+
+
+class SilentOutput(OutputWidget):
+    """Takes what is shown inside of a widget, which is not stored, and keeps quiet.
+
+    nbclient's own tells the kernel about it, on the channel on which the reply to the
+    cell comes; now and then it does not notice that reply any more, and waits for ever.
+    """
+
+    def output(self, *_: Any) -> None:
+        """Take an output."""
+
+    def clear_output(self, *_: Any) -> None:
+        """Nothing is kept, so there is nothing to clear."""
+
+
+class Client(NotebookClient):
+    """A client that Ctrl-C and a `kill` end in good order, kernel included.
+
+    nbclient's own handler removes the kernel while the client still talks to it.
+    """
+
+    stopped = False
+
+    async def async_start_new_kernel(self, **kwargs: Any) -> None:
+        """Start the kernel, ready to be stopped from now on."""
+        task = asyncio.current_task()
+
+        def stop() -> None:
+            if not self.stopped:
+                self.stopped = True
+                task.cancel()
+
+        with contextlib.suppress(RuntimeError):  # Windows, or not the main thread
+            for number in (signal.SIGINT, signal.SIGTERM):
+                asyncio.get_running_loop().add_signal_handler(number, stop)
+        await super().async_start_new_kernel(**kwargs)
+
+
+def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
+    """Return the cells that are run, in order: code cells with something in them."""
+    return [c for c in notebook.cells if c.cell_type == "code" and c.source.strip()]
+
+
+def must_raise(cell: NotebookNode) -> bool:
+    """Tell whether a cell is there to show an error."""
+    return "raises-exception" in cell.metadata.get("tags", [])
+
+
+def execute(
+    notebook: NotebookNode,
+    folder: Path,
+    timeout: int = 600,
+    cell_done: Callable[[], None] = lambda: None,
+) -> Failure | None:
+    """Run all cells of `notebook`, in place; return the first failure, if any.
+
+    It runs in `folder`, with `timeout` seconds for each cell, and writes nothing. A
+    cell with the tag `raises-exception` fails if it does not raise. Raises
+    KeyboardInterrupt if it was stopped.
+    """
+    begun: list[NotebookNode] = []
+    client = Client(
+        notebook,
+        kernel_manager_class=ThisPython,
+        timeout=timeout,
+        resources={"metadata": {"path": str(folder)}},
+        store_widget_state=False,
+        record_timing=False,
+        coalesce_streams=True,
+        on_cell_execute=lambda cell, cell_index: begun.append(cell),
+        on_cell_executed=lambda cell, cell_index, execute_reply: cell_done(),
+    )
+    client.widget_registry["@jupyter-widgets/output"]["OutputModel"] = SilentOutput
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    error, place = None, None
+    try:
+        client.execute()
+    except CellExecutionError as raised:
+        error = f"{raised.ename}: {raised.evalue}"
+        place = _place(raised.traceback, len(begun))
+    except CellTimeoutError:
+        error = f"still running after {timeout} s"
+    except (asyncio.CancelledError, RuntimeError) as raised:
+        if client.stopped:
+            raise KeyboardInterrupt from None
+        error = str(raised)  # "Kernel died", or that it did not start
+    if error:
+        return Failure(len(begun), _one_line(error), place, _line(begun, place))
+    for number, cell in enumerate(code_cells(notebook), start=1):
+        if must_raise(cell) and all(o.output_type != "error" for o in cell.outputs):
+            story = "its tag says that it raises an exception, but it did not"
+            return Failure(number, story)
+    return None
+
+
+def without_colours(text: str) -> str:
+    """Return the text of a traceback without the codes that colour it."""
+    return _COLOURS.sub("", text)
+
+
+def _place(traceback: str, failed: int) -> tuple[int, int] | None:
+    """Return cell and line from a traceback: in the failed cell, or else in another."""
+    found = _PLACE.findall(without_colours(traceback))
+    places = [(int(cell), int(line)) for cell, line in found]
+    return next((p for p in places if p[0] == failed), places[0] if places else None)
+
+
+def _line(cells: list[NotebookNode], place: tuple[int, int] | None) -> str:
+    cell, line = place or (0, 0)
+    lines = cells[cell - 1].source.split("\n") if 0 < cell <= len(cells) else []
+    return lines[line - 1].strip() if 0 < line <= len(lines) else ""
+
+
+def _one_line(text: str, most: int = 300) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= most else line[: most - 3] + "..."

@@ -1,0 +1,87 @@
+"""`run`: execute chapters, store nothing. `notebooks`: store them clean, or check."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from nbformat import NotebookNode
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+
+from ddp_course.commands import chapters, clean, tell
+from ddp_course.commands.execute import code_cells, execute
+
+
+def run(names: list[str], timeout: int) -> int:
+    """Execute chapters in memory, tell what failed, and return the exit code."""
+    return _each(names, lambda path: _run(path, timeout)[1])
+
+
+def save(names: list[str], timeout: int) -> int:
+    """Execute chapters, store their outputs clean, and return the exit code.
+
+    A chapter that fails, or that shows what only one machine has, stays as it is.
+    """
+    return _each(names, lambda path: _save(path, timeout))
+
+
+def check(names: list[str]) -> int:
+    """Tell which notebooks are not clean, and return the exit code."""
+    wrong = _each(names, clean.complaints)
+    if not wrong:
+        print("clean")
+    return wrong
+
+
+def _each(names: list[str], work: Callable[[Path], list[str]]) -> int:
+    """Do `work` for every chapter and tell the problems that it returns."""
+    wrong = 0
+    for path in chapters.find(names):
+        try:
+            problems = work(path)
+        except ValueError as error:
+            problems = [str(error)]
+        for problem in problems:
+            tell(f"{path.stem}, {problem}")
+            wrong = 1
+    return wrong
+
+
+def _run(path: Path, timeout: int) -> tuple[NotebookNode, list[str]]:
+    """Execute a chapter with a bar. Returns the notebook with outputs, and problems."""
+    notebook = clean.read(path)
+    cells = len(code_cells(notebook))
+    started = time.monotonic()
+    console = Console(stderr=True)
+    with Progress(
+        "{task.description}",
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    ) as progress:
+        bar = progress.add_task(path.stem, total=cells)
+        failure = execute(notebook, path.parent, timeout, lambda: progress.advance(bar))
+    if failure is None:
+        seconds = time.monotonic() - started
+        print(f"{path.stem}: {cells} cells ran in {seconds:.1f} s", flush=True)
+    return notebook, [] if failure is None else [str(failure)]
+
+
+def _save(path: Path, timeout: int) -> list[str]:
+    notebook, problems = _run(path, timeout)
+    if not problems:
+        clean.clean(notebook)
+        problems = list(clean.incurable(notebook))
+    if problems:
+        return problems
+    text = clean.text_of(notebook).encode()
+    if text != path.read_bytes():
+        whole = path.with_suffix(".ipynb.new")  # so that nobody sees half a notebook
+        whole.write_bytes(text)
+        whole.replace(path)
+        print(f"{path.stem}: stored")
+    return []

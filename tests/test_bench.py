@@ -1,0 +1,136 @@
+"""The benches: what they return is what was measured, and the two sides are fair."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from ddp_course import bench
+from ddp_course.bench.launch import CASES, SCRIPT, LaunchProcess
+from ddp_course.bench.rows import interleaved, row, table
+from ddp_course.cli import main
+from ddp_course.commands import CommandError
+
+KEYS = ["bench", "case", "metric", "ours", "theirs", "ratio"]
+
+
+def test_both_sides_are_measured_in_turns_and_neither_always_first():
+    turns = []
+
+    def side(name, results):
+        def measure():
+            turns.append(name)
+            return results.pop(0)
+
+        return measure
+
+    ours, theirs = (
+        side("A", [1.0, 100.0, 2.0, 3.0]),
+        side("B", [40.0, 10.0, 30.0, 20.0]),
+    )
+    # One busy moment, 100, moves a mean to 26.5; it must not move a median.
+    assert interleaved(ours, theirs, 4) == (2.5, 25.0)
+    assert "".join(turns) == "ABBAABBA"
+
+
+def test_the_same_function_can_stand_on_both_sides():
+    results = iter([1.0, 2.0, 3.0, 4.0])
+    measure = results.__next__
+    assert interleaved(measure, measure, 2) == (2.5, 2.5)  # 1 and 4; 2 and 3
+
+
+def test_a_row_has_the_six_keys_and_its_ratio_follows():
+    made = row("launch", "first launch", "seconds", 1.0, 4.0)
+    assert list(made) == KEYS
+    assert made["ratio"] == 0.25
+
+
+def test_the_table_is_made_from_the_rows():
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(table([row("launch", "4 ranks", "seconds", 0.08, 3.2)]))
+    words = console.export_text().split()
+    for shown in ("4", "ranks", "seconds", "0.08", "3.2", "0.025", "40.0", "x"):
+        assert shown in words
+
+
+@pytest.fixture
+def tiny_bench(monkeypatch):
+    calls = []
+
+    def measure(quick):
+        calls.append(quick)
+        yield row("tiny", "one", "bytes", 1.0, 2.0)
+        yield row("tiny", "two", "bytes", 3.0, 2.0)
+
+    monkeypatch.setitem(bench.BENCHES, "tiny", measure)
+    return calls
+
+
+def test_bench_prints_the_rows_that_it_writes(tiny_bench, tmp_path, capsys):
+    file = tmp_path / "rows.json"
+    assert main(["bench", "tiny", "--quick", "--json", str(file)]) == 0
+    assert tiny_bench == [True]
+    rows = json.loads(file.read_text())
+    assert [list(r) for r in rows] == [KEYS, KEYS]
+    assert [r["ratio"] for r in rows] == [0.5, 1.5]
+    shown = capsys.readouterr().out
+    assert "one" in shown and "2.0 x" in shown and "0.7 x" in shown
+
+
+def test_bench_lists_what_there_is(tiny_bench, capsys):
+    assert main(["bench", "--list"]) == 0
+    assert capsys.readouterr().out.split() == ["launch", "tiny"]
+    assert tiny_bench == []
+
+
+@pytest.mark.parametrize("arguments", [["nix"], [], ["tiny", "--json", "no/such/f"]])
+def test_bench_refuses_before_it_measures(arguments, tiny_bench, capsys, monkeypatch):
+    monkeypatch.setitem(bench.BENCHES, "launch", None)  # must not be called
+    assert main(["bench", *arguments]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("ddp-course: ") and told.count("\n") == 1
+    assert "launch, tiny" in told or "no folder" in told
+    assert tiny_bench == []
+
+
+def test_nothing_of_the_course_is_imported_on_their_side():
+    look = (
+        "import runpy, sys\n"
+        "sys.argv = ['script', sys.argv[2]]\n"
+        f"runpy.run_path({str(SCRIPT)!r}, run_name='not main')\n"
+        "print(any(name.startswith('ddp_course') for name in sys.modules))"
+    )
+
+    def course_imported(side):
+        command = [sys.executable, "-c", look, "-", side]
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+    assert course_imported("theirs") == "False"
+    assert course_imported("ours") == "True"  # so the look can see it
+
+
+@pytest.mark.kernel
+def test_both_sides_launch_every_case_and_a_warm_one_of_ours_is_faster():
+    seconds = {}
+    for side in ("ours", "theirs"):
+        with LaunchProcess(side) as process:
+            for case in CASES:
+                took, since_start = process.launch(case, 2)
+                assert 0 < took < since_start
+                seconds[side, case] = took
+        assert process.process.returncode == 0
+    # This was the second, so a warm one: 40 times faster, more than noise can turn.
+    assert seconds["ours", "step"] < seconds["theirs", "step"]
+
+
+@pytest.mark.kernel
+def test_a_launch_that_fails_is_no_measurement(capfd):
+    with LaunchProcess("ours") as process:
+        with pytest.raises(CommandError, match="a launch of ours failed"):
+            process.launch("no such case", 2)
+    assert "KeyError" in capfd.readouterr().err or process.process.returncode

@@ -1,0 +1,537 @@
+"""The command: what is typed, what is answered, and how it ends."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import cloudpickle
+import nbformat
+import pytest
+from conftest import alive, descendants, names_in, none_left
+
+import ddp_course
+from ddp_course.cli import main
+from ddp_course.commands import CommandError, doctor, jupyter, machine, proofs, server
+from ddp_course.launch import LaunchError
+from ddp_course.model import GPTConfig
+
+COMMANDS = ["lab", "run", "notebooks", "doctor", "bench"]
+# Ranks need not import all that this file imports.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+TINY = GPTConfig(block_size=8, n_layer=1, n_head=2, d_model=8)
+
+
+@pytest.fixture
+def clone(tmp_path, monkeypatch):
+    """A folder with two empty chapters, in which we stand."""
+    folder = tmp_path / "a clone/notebooks"
+    folder.mkdir(parents=True)
+    for name in ("00_start_here", "01_ranks"):
+        nbformat.write(nbformat.v4.new_notebook(), folder / f"{name}.ipynb")
+    monkeypatch.chdir(folder.parent)
+    return folder.parent
+
+
+def one_line(capsys) -> str:
+    """Return what stands on stderr, which must be one line that says who speaks."""
+    told = capsys.readouterr().err
+    assert told.startswith("ddp-course: ") and told.count("\n") == 1, told
+    return told
+
+
+# What is typed
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"ddp-course {ddp_course.__version__}\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example_of_itself(command, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    examples = capsys.readouterr().out.split("examples:")[1]
+    assert f"ddp-course {command}" in examples
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_lists_every_command(command, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    assert command in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("typed", "answer"),
+    [
+        ("", "COMMAND"),
+        ("fly", "'lab', 'run', 'notebooks', 'doctor', 'bench'"),
+        ("run", "CHAPTER"),
+        ("lab --port 0", "'0' is no number from 1 to 65535"),
+        ("lab --port http", "'http' is no number"),
+        ("run 00 --timeout -1", "--timeout"),
+        ("notebooks", "--save --check"),
+        ("notebooks --save --check", "not allowed with"),
+    ],
+)
+def test_what_is_typed_wrongly_is_answered_in_one_line(typed, answer, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(typed.split())
+    told = one_line(capsys)
+    assert answer in told and "--help" in told
+
+
+@pytest.mark.parametrize(
+    ("typed", "answer"),
+    [
+        ("run 7", "no chapter '7'; there are 00_start_here, 01_ranks"),
+        ("run 00 nix", "no chapter 'nix'"),
+        ("run nix.ipynb", "no file nix.ipynb"),
+        ("lab --ip no.such.host.invalid", "no.such.host.invalid"),
+        ("lab --ip 192.0.2.1", "192.0.2.1"),  # an address of no machine (RFC 5737)
+    ],
+)
+def test_what_does_not_exist_is_answered_in_one_line(typed, answer, clone, capsys):
+    assert main(typed.split()) == 1
+    assert answer in one_line(capsys)
+
+
+def test_without_a_clone_lab_says_where_to_run_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("ddp_course.commands.chapters.PACKAGE", tmp_path / "site/pkg")
+    assert main(["lab"]) == 1
+    assert "run it in a clone" in one_line(capsys)
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "line"),
+    [
+        (LaunchError("rank 1: it went wrong"), 1, "rank 1: it went wrong"),
+        (KeyboardInterrupt(), 130, "stopped"),
+    ],
+)
+def test_what_a_command_raises_is_one_line(raised, code, line, monkeypatch, capsys):
+    def fail():
+        raise raised
+
+    monkeypatch.setattr(doctor, "doctor", fail)
+    assert main(["doctor"]) == code
+    assert one_line(capsys) == f"ddp-course: {line}\n"
+
+
+# What a machine has
+
+
+def control_group(root: Path, mine: str, files: dict[str, str]) -> Path:
+    """Make a root folder with /proc/self/cgroup and the `files` of the groups."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text(mine)
+    for name, text in files.items():
+        file = root / "sys/fs/cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text + "\n")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("mine", "files", "cores", "memory"),
+    [
+        ("0::/", {}, None, None),
+        ("0::/", {"cpu.max": "max 100000", "memory.max": "max"}, None, None),
+        ("0::/", {"cpu.max": "50000 100000", "memory.max": "1048576"}, 0.5, 2**20),
+        # a limit above one's own group counts too; the smallest wins
+        (
+            "0::/a/b",
+            {
+                "a/cpu.max": "25000 100000",
+                "a/b/cpu.max": "50000 100000",
+                "a/memory.max": "4096",
+                "a/b/memory.max": "8192",
+            },
+            0.25,
+            4096,
+        ),
+        # version 1, and a container that sees its path outside
+        (
+            "3:memory:/docker/ab\n1:cpu,cpuacct:/docker/ab\n0::/",
+            {
+                "cpu/cpu.cfs_quota_us": "75000",
+                "cpu/cpu.cfs_period_us": "100000",
+                "memory/memory.limit_in_bytes": "4096",
+            },
+            0.75,
+            4096,
+        ),
+        (
+            "1:cpu:/",
+            {
+                "cpu/cpu.cfs_quota_us": "-1",
+                "cpu/cpu.cfs_period_us": "100000",
+                "memory/memory.limit_in_bytes": "4096",  # not our controller's tree
+            },
+            None,
+            None,
+        ),
+    ],
+)
+def test_limits_of_control_groups(mine, files, cores, memory, tmp_path):
+    root = control_group(tmp_path, mine, files)
+    assert machine.cores(root) == (cores or len(os.sched_getaffinity(0)))
+    assert machine.memory(root) == (memory or machine.physical_memory())
+
+
+def test_affinity_limits_the_cores(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3}, raising=False)
+    assert machine.cores(tmp_path) == 1
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [
+        (None, "unknown"),
+        (0, "0 B"),
+        (1000, "1000 B"),
+        (64 * 2**20, "64 MiB"),
+        (1.5 * 2**30, "1.5 GiB"),
+        (2**50, "1024 TiB"),
+    ],
+)
+def test_sizes_in_words(size, words):
+    assert machine.in_words(size) == words
+
+
+def a_machine(**differences) -> machine.Machine:
+    usual = {
+        "cores": 2,
+        "all_cores": 2,
+        "memory": 2**34,
+        "all_memory": 2**34,
+        "gpus": (),
+        "backends": ("gloo",),
+        "shared_memory": 2**33,
+    }
+    return machine.Machine(**usual | differences)
+
+
+@pytest.mark.parametrize(
+    ("differences", "phrases"),
+    [
+        ({}, ["4 ranks run on 2 cores over gloo", "no GPU", "take turns"]),
+        ({"cores": 8}, ["a core of its own"]),
+        ({"cores": 1}, ["on 1 core over"]),
+        ({"cores": 0.5}, ["on 0.5 cores over"]),
+        ({"gpus": ("H200",)}, ["2 cores over gloo", "the 1 GPU is", "share_gpus=True"]),
+        ({"gpus": ("H200",) * 4}, ["4 ranks run on 4 GPUs, one each, over NCCL"]),
+        ({"shared_memory": 64 * 2**20}, ["64 MiB", "Bus error", "--shm-size"]),
+        ({"memory": 2**30}, ["Memory is scarce: 1 GiB"]),
+    ],
+)
+def test_the_doctor_says_what_runs_how(differences, phrases):
+    words = " ".join(doctor.advice(a_machine(**differences)))
+    for phrase in phrases:
+        assert phrase in words
+
+
+def test_the_doctor_warns_only_when_there_is_a_reason():
+    assert len(doctor.advice(a_machine())) == 1
+    assert len(doctor.advice(a_machine(shared_memory=None, memory=None))) == 1
+
+
+def test_the_doctor_tells_what_a_container_takes_away():
+    facts = doctor.facts(a_machine(cores=1.5, memory=2**30))
+    assert facts["cores"] == "1.5 of the machine's 2"
+    assert facts["memory"] == "1 GiB of the machine's 16 GiB"
+    assert facts["backends"] == "gloo (not in this PyTorch: nccl, mpi, ucc)"
+    assert f"torch {ddp_course_torch_version()}" in facts["versions"]
+
+
+def ddp_course_torch_version() -> str:
+    from importlib.metadata import version
+
+    return version("torch")
+
+
+# Proofs: each must hold here, and must fail for ranks that do it wrong
+
+
+def test_spawn_doctor_proves_itself(capsys):
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert "one all_reduce, each got 10" in shown and "over gloo" in shown
+
+
+def test_spawn_the_doctor_fails_when_the_ranks_do_not_talk(monkeypatch, capsys):
+    def alone():
+        import torch.distributed as dist
+
+        return dist.get_rank() + 1
+
+    wrong = lambda: proofs.prove_all_reduce(fn=alone)  # noqa: E731
+    monkeypatch.setattr(doctor, "prove_all_reduce", wrong)
+    assert main(["doctor"]) == 1
+    assert "the ranks got [1, 2, 3, 4]; each should have got 10" in one_line(capsys)
+
+
+def tiny_training(spoil=lambda module: None):
+    """Return `train` on a tiny model; `spoil` changes the module, inside the ranks."""
+
+    def work(**options):
+        from ddp_course import train as module
+
+        spoil(module)
+        return module.train(**options, preset=TINY)
+
+    return work
+
+
+def test_spawn_training_agrees_in_two_lines():
+    lines = proofs.prove_training(steps=2, fn=tiny_training())
+    assert len(lines) == 2 and all("\n" not in line for line in lines)
+    assert max(map(len, lines)) <= 88
+    assert "4 processes trained one GPT for 2 steps" in lines[0]
+    assert "They agree" in lines[1]
+
+
+def no_average(module):
+    module.average = lambda tensor: tensor
+
+
+def same_rows_for_all(module):
+    original = module.shard
+    module.shard = lambda rows, rank, world_size: original(rows, 0, world_size)
+
+
+def everyone_alone(module):
+    module.dist = type("dist", (), {"is_initialized": staticmethod(lambda: False)})
+
+
+def nothing_but_nan(module):
+    original = module.average
+    module.average = lambda tensor: original(tensor).mul_(float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "answer"),
+    [
+        (no_average, "the 4 ranks differ"),
+        (same_rows_for_all, "and one do not train the same model"),
+        (everyone_alone, "did not find each other"),
+        (nothing_but_nan, "differ by nan"),
+    ],
+)
+def test_spawn_a_training_that_is_wrong_is_found(spoil, answer):
+    with pytest.raises(CommandError, match=answer):
+        proofs.prove_training(steps=2, fn=tiny_training(spoil))
+
+
+# JupyterLab
+
+
+@pytest.fixture
+def proven(monkeypatch):
+    """Take the proof as done: these tests are about what comes after."""
+    monkeypatch.setattr(jupyter, "prove_training", lambda: ("one", "two"))
+
+
+@pytest.fixture
+def no_server(monkeypatch):
+    def start(*_):
+        raise AssertionError("a server was started")
+
+    monkeypatch.setattr(server, "running", start)
+
+
+def test_a_port_that_is_taken(clone, no_server, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["lab", "--port", str(port)]) == 1
+        told = one_line(capsys)
+    assert f"port {port} is taken" in told
+    instead = int(re.search(r"ddp-course lab --port (\d+)$", told)[1])
+    assert server.is_free(instead, "localhost") and instead > port
+    assert server.is_free(port, "localhost")  # given up, so it is free
+
+
+def test_another_port_is_found_from_wherever_one_starts():
+    assert 1024 <= server.next_free(65535, "localhost") < 65535
+
+
+def test_in_a_jupyterhub_seat_there_is_no_second_server(
+    clone, proven, no_server, monkeypatch, capsys
+):
+    monkeypatch.setenv("JUPYTERHUB_SERVICE_PREFIX", "/user/ada/")
+    assert main(["lab"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["one", "two"] and len(lines) == 3
+    assert "00_start_here.ipynb" in lines[2]
+
+
+@pytest.mark.parametrize(
+    ("environ", "platform", "obstacle"),
+    [
+        ({}, "linux", "no display"),
+        ({"DISPLAY": ":0"}, "linux", None),
+        ({"WAYLAND_DISPLAY": "wayland-0"}, "linux", None),
+        (
+            {"DISPLAY": ":10", "SSH_CONNECTION": "10.0.0.9 1 10.0.0.5 22"},
+            "linux",
+            "SSH",
+        ),
+        ({"SSH_TTY": "/dev/pts/1"}, "darwin", "SSH"),
+        ({}, "darwin", None),
+        ({}, "win32", None),
+    ],
+)
+def test_where_a_browser_can_be_shown(environ, platform, obstacle):
+    found = jupyter.no_display(environ, platform)
+    assert found is None if obstacle is None else obstacle in found
+
+
+def test_the_tunnel_leads_to_the_address_that_ssh_used():
+    environ = {"SSH_CONNECTION": "10.0.0.9 50000 10.0.0.5 22"}
+    assert re.search(
+        r"`ssh -L 8889:localhost:8889 \S+@10.0.0.5`", jupyter.tunnel(8889, environ)
+    )
+    assert f"@{socket.gethostname()}`" in jupyter.tunnel(8889, {})
+
+
+@pytest.mark.parametrize(
+    ("display", "wanted", "can_open", "opened", "answer"),
+    [
+        (True, True, True, 1, "opens it now"),
+        (True, True, False, 1, "Open this address"),
+        (True, False, True, 0, "Open this address"),
+        (False, True, True, 0, "ssh -L 8888"),
+        (False, False, True, 0, "ssh -L 8888"),
+    ],
+)
+def test_a_browser_is_opened_only_where_it_can_be_seen(
+    display, wanted, can_open, opened, answer, monkeypatch
+):
+    tried = []
+    open_it = lambda url: tried.append(url) or can_open  # noqa: E731
+    monkeypatch.setattr(jupyter.webbrowser, "open", open_it)
+    obstacle = None if display else "There is no display here."
+    monkeypatch.setattr(jupyter, "no_display", lambda *_: obstacle)
+    assert answer in jupyter.open_or_say_how("http://x", 8888, wanted)
+    assert len(tried) == opened
+
+
+def test_the_address_is_escaped_and_has_the_token_if_there_is_one():
+    info = {"url": "http://localhost:8888/", "token": "abc"}
+    path = Path("my notebooks/00_start_here.ipynb")
+    where = "http://localhost:8888/lab/tree/my%20notebooks/00_start_here.ipynb"
+    assert jupyter.address(info, path) == f"{where}?token=abc"
+    assert jupyter.address({**info, "token": ""}, path) == where
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [("raise SystemExit(3)", 3), ("os.kill(os.getpid(), 9)", 137), ("pass", 0)],
+)
+def test_the_exit_code_of_the_server_is_passed_on(end, code, capsys):
+    script = f"import os; print('last words', flush=True); {end}"
+    with tempfile.TemporaryFile() as log:
+        child = subprocess.Popen([sys.executable, "-c", script], stdout=log, stderr=log)
+        assert server.Server(child, log).wait() == code
+    assert ("last words" in capsys.readouterr().err) == (code != 0)
+
+
+def test_a_server_that_does_not_come_is_told(monkeypatch):
+    monkeypatch.setattr(server, "PATIENCE", 0.2)
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        with pytest.raises(CommandError, match="not there after 0.2 s"):
+            server.Server(sleeper, io.BytesIO(b"thinking")).info()
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+
+
+@pytest.mark.kernel
+def test_a_server_that_dies_early_shows_its_last_lines(
+    clone, proven, monkeypatch, capsys
+):
+    monkeypatch.setattr(server, "is_free", lambda *_: True)  # taken just afterwards
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["lab", "--no-browser", "--port", str(port)]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("ddp-course: JupyterLab ended at once (1):")
+    assert f"port {port} is not available" in told
+
+
+def answers(url: str) -> int:
+    try:
+        return urllib.request.urlopen(url, timeout=30).status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+@pytest.mark.kernel
+def test_lab_really(clone, tmp_path):
+    """Two lines, an address that answers, and after Ctrl-C nothing is left."""
+    places = {name: tmp_path / name for name in ("HOME", "TMPDIR")}
+    for place in places.values():
+        place.mkdir()
+    runtime = tmp_path / "runtime"
+    hidden = ("DISPLAY", "WAYLAND_DISPLAY", "JUPYTERHUB_SERVICE_PREFIX")
+    environ = {k: v for k, v in os.environ.items() if k not in hidden}
+    environ |= {name: str(place) for name, place in places.items()}
+    lab = subprocess.Popen(
+        [sys.executable, "-m", "ddp_course.cli", "lab", "--no-browser"],
+        env=environ | {"JUPYTER_RUNTIME_DIR": str(runtime)},
+        cwd=clone,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        proof = [lab.stdout.readline(), lab.stdout.readline()]
+        assert "4 processes trained" in proof[0] and "They agree" in proof[1]
+        url = re.fullmatch(r"JupyterLab: (\S+)\n", lab.stdout.readline())[1]
+        assert "ssh -L" in lab.stdout.readline()  # no display
+        base, token = url.split("lab/tree/")[0], url.split("token=")[1]
+        assert url.startswith(f"{base}lab/tree/notebooks/00_start_here.ipynb?")
+        contents = f"{base}api/contents/notebooks/00_start_here.ipynb?token="
+        assert answers(url) == 200
+        assert answers(contents + token) == 200
+        assert answers(contents + "wrong") == 403
+
+        start = urllib.request.Request(f"{base}api/kernels?token={token}", data=b"{}")
+        kernel = json.load(urllib.request.urlopen(start, timeout=30))["id"]
+        family = descendants(lab.pid)
+        assert [pid for pid in family if kernel in command_line(pid)]
+        assert names_in(runtime) > {"jupyter_cookie_secret"}
+
+        lab.send_signal(signal.SIGINT)
+        lab.send_signal(signal.SIGINT)  # a second one must not cut it short
+        out, err = lab.communicate(timeout=30)
+        assert (lab.returncode, out, err) == (0, "", "")
+        assert none_left(family)
+        assert names_in(runtime) <= {"jupyter_cookie_secret"}
+        # torch makes a folder there for its compiler, torchinductor_ADA
+        left = names_in(places["TMPDIR"])
+        assert [name for name in left if "torchinductor" not in name] == []
+    finally:
+        for pid in [*descendants(lab.pid), lab.pid]:
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+def command_line(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().decode()

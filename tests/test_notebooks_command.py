@@ -1,0 +1,407 @@
+"""`run`, `notebooks --save` and `--check`, on tiny notebooks made here."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+import pytest
+from conftest import descendants, none_left
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
+from ddp_course.cli import main
+from ddp_course.commands import CommandError, chapters, clean
+
+RAISES = {"tags": ["raises-exception"]}
+
+
+def make(path: Path, *cells, **metadata) -> Path:
+    """Write a notebook; a string is a code cell."""
+    cells = [new_code_cell(c) if isinstance(c, str) else c for c in cells]
+    nbformat.write(new_notebook(cells=cells, metadata=metadata), path)
+    return path
+
+
+# Names of chapters
+
+
+@pytest.fixture
+def clone(tmp_path, monkeypatch):
+    (tmp_path / "notebooks/deep").mkdir(parents=True)
+    for name in ("01_ranks", "00_start_here", "10_pipeline", "glossary"):
+        make(tmp_path / f"notebooks/{name}.ipynb")
+    monkeypatch.chdir(tmp_path / "notebooks/deep")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("names", "stems"),
+    [
+        (["00"], ["00_start_here"]),
+        (["0"], ["00_start_here"]),
+        (["01_ranks"], ["01_ranks"]),
+        (["10", "1"], ["10_pipeline", "01_ranks"]),
+        (["all"], ["00_start_here", "01_ranks", "10_pipeline"]),
+        (["00", "all"], ["00_start_here", "01_ranks", "10_pipeline"]),  # once only
+        (["../glossary.ipynb"], ["glossary"]),
+    ],
+)
+def test_what_a_reader_calls_a_chapter(names, stems, clone):
+    assert [path.stem for path in chapters.find(names)] == stems
+
+
+@pytest.mark.parametrize("name", ["02", "100", "start", "", "00_start", "x.ipynb"])
+def test_what_is_no_chapter(name, clone):
+    with pytest.raises(CommandError, match="there is no"):
+        chapters.find([name])
+
+
+# Clean: the rules without a kernel
+
+
+def clean_notebook() -> nbformat.NotebookNode:
+    """Return a notebook as `--save` stores it, with every kind of output."""
+    cells = [
+        new_markdown_cell("# A question?", id="title"),
+        new_code_cell("print(1); 2", id="a"),
+        new_code_cell("1 / 0", id="b", metadata=RAISES),
+        new_code_cell("", id="c"),
+    ]
+    cells[1].execution_count, cells[2].execution_count = 1, 2
+    cells[1].outputs = [
+        new_output("stream", name="stdout", text="1\n"),
+        new_output("execute_result", {"text/plain": "2"}, execution_count=1),
+    ]
+    cells[2].outputs = [
+        new_output("error", ename="ZeroDivisionError", evalue="?", traceback=["line"])
+    ]
+    return new_notebook(cells=cells, metadata=clean.METADATA)
+
+
+def store(notebook, path: Path) -> Path:
+    path.write_text(clean.text_of(notebook))
+    return path
+
+
+def test_a_clean_notebook_is_clean(tmp_path):
+    assert clean.complaints(store(clean_notebook(), tmp_path / "n.ipynb")) == []
+
+
+def stream(text: str, name: str = "stdout"):
+    return new_output("stream", name=name, text=text)
+
+
+def view(text: str = "IntSlider()"):
+    return new_output("display_data", {"text/plain": text, clean.VIEW: {}})
+
+
+def traceback(line: str):
+    return lambda nb: nb.cells[2].outputs[0].traceback.append(line)
+
+
+def prints(text: str):
+    return lambda nb: nb.cells[1].outputs[0].update(text=text)
+
+
+CURABLE = [
+    ("metadata are not", lambda nb: nb.metadata.update(widgets={"state": {}})),
+    ("metadata are not", lambda nb: nb.metadata.language_info.update(version="3.11.7")),
+    ("metadata are not", lambda nb: nb.metadata.pop("kernelspec")),
+    ("than its tags", lambda nb: nb.cells[1].metadata.update(execution={"busy": "1"})),
+    ("than its tags", lambda nb: nb.cells[0].metadata.update(scrolled=True)),
+    ("no id", lambda nb: nb.cells[1].pop("id")),
+    ("no id", lambda nb: nb.cells[1].update(id="title")),
+    ("output of a widget", lambda nb: nb.cells[1].outputs.append(view())),
+    ("in pieces", lambda nb: nb.cells[1].outputs.append(stream("more\n"))),
+    ("names folders", traceback(f"{Path(clean.__file__).parent}/clean.py:7")),
+    ("names folders", traceback(f"{Path(nbformat.__file__).parent}/reader.py:7")),
+]
+INCURABLE = [
+    ("top to bottom", lambda nb: nb.cells[1].update(execution_count=None)),
+    ("top to bottom", lambda nb: nb.cells[2].update(execution_count=7)),
+    ("cell 2 shows an error without", lambda nb: nb.cells[2].update(metadata={})),
+    ("cell 2 has the tag", lambda nb: nb.cells[2].update(outputs=[])),
+    ("absolute path: /home/ada/x.py", prints("in /home/ada/x.py, line 1")),
+    ("absolute path: /tmp/ipykernel_7/8.py", prints("'/tmp/ipykernel_7/8.py'")),
+    ("absolute path: C:\\Users", prints("C:\\Users\\ada")),
+    ("absolute path: /Users/ada/c", traceback("File /Users/ada/c, line 1")),
+    ("absolute path: /Users/ada/c", traceback("File \x1b[32m/Users/ada/c\x1b[39m")),
+    ("memory address: at 0x7fb2c4d0", prints("<function f at 0x7fb2c4d0>")),
+]
+
+
+@pytest.mark.parametrize(("complaint", "spoil"), CURABLE + INCURABLE)
+def test_every_flaw_is_found_and_nothing_else(complaint, spoil, tmp_path):
+    notebook = clean_notebook()
+    spoil(notebook)
+    found = clean.complaints(store(notebook, tmp_path / "n.ipynb"))
+    assert len(found) == 1 and complaint in found[0]
+
+
+@pytest.mark.parametrize(("complaint", "spoil"), CURABLE)
+def test_every_remedy_puts_it_right_and_does_so_once(complaint, spoil, tmp_path):
+    notebook = clean_notebook()
+    spoil(notebook)
+    clean.clean(notebook)
+    nbformat.validate(notebook)
+    text = clean.text_of(notebook)
+    assert clean.complaints(store(notebook, tmp_path / "n.ipynb")) == []
+    clean.clean(notebook)
+    assert clean.text_of(notebook) == text
+
+
+def test_every_rule_has_a_flaw_that_it_finds():
+    for rule in clean.RULES:
+        assert [complaint for complaint, _ in CURABLE if complaint in rule], rule
+
+
+@pytest.mark.parametrize("text", ["/proc/self/io", "and/or", "http://localhost/tmp/x"])
+def test_what_is_the_same_everywhere_may_be_shown(text, tmp_path):
+    notebook = clean_notebook()
+    prints(text)(notebook)
+    assert clean.complaints(store(notebook, tmp_path / "n.ipynb")) == []
+
+
+def test_the_layout_of_the_file_counts(tmp_path):
+    path = store(clean_notebook(), tmp_path / "n.ipynb")
+    path.write_text(path.read_text().rstrip("\n"))
+    assert "laid out" in clean.complaints(path)[0]
+
+
+def test_streams_are_joined_by_name_and_widgets_go_with_their_text():
+    notebook = clean_notebook()
+    notebook.cells[1].outputs = [
+        *(stream("a\n"), stream("!\n", "stderr"), view(), stream("b\n"), view()),
+    ]
+    clean.clean(notebook)
+    assert notebook.cells[1].outputs == [stream("a\nb\n"), stream("!\n", "stderr")]
+
+
+def test_check_tells_which_and_why(tmp_path, capsys):
+    good = store(clean_notebook(), tmp_path / "good.ipynb")
+    bad = make(tmp_path / "bad.ipynb", "1", widgets={})
+    assert main(["notebooks", "--check", str(good)]) == 0
+    assert main(["notebooks", "--check", str(good), str(bad)]) == 1
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 2 and all(t.startswith("ddp-course: bad, ") for t in told)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"nbformat": 3}', '"nbformat"'])
+@pytest.mark.parametrize("command", ["run", "notebooks --save", "notebooks --check"])
+def test_what_is_not_a_notebook_is_told(text, command, tmp_path, capsys):
+    path = tmp_path / "n.ipynb"
+    path.write_text(text)
+    assert main([*command.split(), str(path)]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("ddp-course: n, not a notebook") and told.count("\n") == 1
+    assert path.read_text() == text
+
+
+# Run: with a kernel
+
+
+@pytest.fixture(autouse=True)
+def not_a_terminal(monkeypatch):
+    """Take away what makes rich believe in a terminal; CI services set it."""
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    monkeypatch.delenv("TTY_COMPATIBLE", raising=False)
+
+
+def failure_of(path: Path, capsys, *options: str) -> str:
+    """Run a notebook that must fail; return the one line that says so."""
+    before = path.read_bytes()
+    assert main(["run", str(path), *options]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.count("\n") == 1
+    assert path.read_bytes() == before
+    return shown.err.removeprefix("ddp-course: ").rstrip()
+
+
+@pytest.mark.kernel
+def test_run_what_passes_and_store_nothing(tmp_path, capsys):
+    cells = [
+        new_markdown_cell("# Text"),
+        "from pathlib import Path",
+        "",
+        "assert Path('data.txt').read_text() == 'here'",  # runs where the notebook is
+        new_code_cell("1 / 0", metadata=RAISES),
+        "1 + 1",
+    ]
+    path = make(tmp_path / "good.ipynb", *cells)
+    (tmp_path / "data.txt").write_text("here")
+    before = path.read_bytes()
+    assert main(["run", str(path)]) == 0
+    shown = capsys.readouterr()
+    assert re.fullmatch(r"good: 4 cells ran in \d+\.\d s\n", shown.out)
+    assert shown.err == ""
+    assert path.read_bytes() == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["data.txt", "good.ipynb"]
+
+
+@pytest.mark.kernel
+def test_run_shows_a_bar_on_a_terminal(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert main(["run", str(make(tmp_path / "n.ipynb", "1", "2", "3"))]) == 0
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().err)
+    assert "n " in shown and "3/3" in shown
+
+
+@pytest.mark.kernel
+def test_run_says_what_failed_and_where_for_every_chapter(tmp_path, capsys):
+    divides = ["def half(x):\n    return x / 0", new_markdown_cell("text")]
+    here = make(tmp_path / "here.ipynb", "x = 1", "y = 2\n\nz = y / 0  # no", "x")
+    there = make(tmp_path / "there.ipynb", *divides, "x = 1\nhalf(x)")
+    syntax = make(tmp_path / "syntax.ipynb", "x = 1\nx = = 2")
+    long = make(tmp_path / "long.ipynb", "raise ValueError('a\\n' * 999)")
+    good = make(tmp_path / "good.ipynb", "1")
+    paths = [str(path) for path in (here, there, syntax, long, good)]
+    assert main(["run", *paths]) == 1
+    shown = capsys.readouterr()
+    assert shown.out.startswith("good: 1 cells ran")
+    told = shown.err.splitlines()
+    assert len(told) == 4
+    division = "ZeroDivisionError: division by zero"
+    assert told[0] == f"ddp-course: here, cell 2, line 3: `z = y / 0  # no`: {division}"
+    assert told[1] == f"ddp-course: there, cell 2, line 2: `half(x)`: {division}"
+    assert told[2].startswith("ddp-course: syntax, cell 1, line 2: `x = = 2`: Syntax")
+    assert told[3].endswith("...") and len(told[3]) < 400
+
+
+@pytest.mark.kernel
+def test_run_names_the_line_on_which_a_rank_failed(tmp_path, capsys):
+    path = make(
+        tmp_path / "ranks.ipynb",
+        "import torch.distributed as dist\nfrom ddp_course.launch import spawn",
+        "def work():\n    if dist.get_rank() == 2:\n        raise KeyError('two')",
+        "spawn(work)",
+    )
+    assert failure_of(path, capsys) == (
+        "ranks, cell 3, through cell 2, line 3: `raise KeyError('two')`: "
+        "RankError: rank 2: KeyError: 'two'"
+    )
+
+
+@pytest.mark.kernel
+def test_run_wants_an_error_where_the_tag_says_so(tmp_path, capsys):
+    path = make(tmp_path / "n.ipynb", "1", new_code_cell("2", metadata=RAISES))
+    told = failure_of(path, capsys)
+    assert told.startswith("n, cell 2: ") and "but it did not" in told
+
+
+@pytest.mark.kernel
+def test_run_ends_a_cell_that_takes_too_long_and_a_kernel_that_dies(tmp_path, capsys):
+    slow = make(tmp_path / "slow.ipynb", "1", "import time; time.sleep(60)")
+    told = failure_of(slow, capsys, "--timeout", "1")
+    assert told == "slow, cell 2: still running after 1 s"
+    dead = make(tmp_path / "dead.ipynb", "import os; os.kill(os.getpid(), 9)")
+    assert failure_of(dead, capsys) == "dead, cell 1: Kernel died"
+
+
+@pytest.mark.kernel
+def test_run_does_not_wait_for_ever_on_what_is_shown_inside_a_widget(tmp_path, capsys):
+    cell = "import ipywidgets\nfor x in range(5):\n    ipywidgets.interact(print, a=x)"
+    path = make(tmp_path / "n.ipynb", *[cell.replace("print", "lambda a: a")] * 20)
+    # nbclient's own Output widget loses about one reply in 50 such cells
+    assert main(["run", str(path), "--timeout", "5"]) == 0
+
+
+@pytest.mark.kernel
+def test_run_uses_this_python_whatever_kernels_are_installed(
+    tmp_path, monkeypatch, capsys
+):
+    planted = tmp_path / "jupyter/kernels/python3"
+    planted.mkdir(parents=True)
+    spec = {"argv": ["/bin/false"], "display_name": "x", "language": "python"}
+    (planted / "kernel.json").write_text(json.dumps(spec))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
+    same = f"import sys; assert sys.executable == {sys.executable!r}"
+    metadata = {"kernelspec": {"name": "julia", "display_name": "Julia"}}
+    assert main(["run", str(make(tmp_path / "n.ipynb", same, **metadata))]) == 0
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_run_can_be_stopped_and_leaves_no_kernel(number, tmp_path):
+    flag = tmp_path / "running"
+    code = f"open({str(flag)!r}, 'w').close()\nimport time; time.sleep(60)"
+    path = make(tmp_path / "slow.ipynb", code)
+    command = [sys.executable, "-m", "ddp_course.cli", "run", str(path)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not flag.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    family = descendants(process.pid)
+    process.send_signal(number)
+    _, told = process.communicate(timeout=30)
+    assert (process.returncode, told) == (130, "ddp-course: stopped\n")
+    assert none_left(family)
+
+
+# Save: with a kernel
+
+
+@pytest.mark.kernel
+def test_save_stores_clean_outputs_and_the_same_bytes_again(tmp_path, capsys):
+    path = make(
+        tmp_path / "all.ipynb",
+        new_markdown_cell("# Everything"),
+        "import sys\nfor i in range(3):\n    print(i, flush=True)\n"
+        "    print('!', file=sys.stderr, flush=True)",
+        "import ipywidgets\nfrom IPython.display import display\n"
+        "display(ipywidgets.IntSlider())\nipywidgets.interact(lambda x: x, x=3)\n'end'",
+        new_code_cell(
+            "from ddp_course.launch import spawn\nimport json\njson.loads('{')",
+            metadata={**RAISES, "execution": {"iopub.status.busy": "now"}},
+        ),
+        widgets={"state": {}},
+        language_info={"name": "python", "version": "2.7"},
+    )
+    raw = json.loads(path.read_text())
+    del raw["cells"][1]["id"]
+    path.write_text(json.dumps(raw))
+    assert main(["notebooks", "--save", str(path)]) == 0
+    first = path.read_bytes()
+    assert clean.complaints(path) == []
+    stored = nbformat.read(path, as_version=4)
+    nbformat.validate(stored)
+    assert stored.metadata == clean.METADATA
+    printed, widgets, raised = (cell.outputs for cell in stored.cells[1:])
+    assert {(o.name, o.text) for o in printed} == {
+        ("stdout", "0\n1\n2\n"),
+        ("stderr", "!\n!\n!\n"),
+    }
+    assert [o.output_type for o in widgets] == ["execute_result"]
+    assert stored.cells[3].metadata == RAISES and raised[0].ename == "JSONDecodeError"
+    assert "json/__init__.py" in "".join(raised[0].traceback)
+    assert b"now" not in first and b"jupyter.widget" not in first
+    assert first.endswith(b"}\n") and not first.endswith(b"\n\n")
+    assert stored.cells[1].id == "cell-1"
+    assert stored.cells[2].id == raw["cells"][2]["id"]
+    assert main(["notebooks", "--save", str(path)]) == 0
+    assert path.read_bytes() == first
+    assert capsys.readouterr().out.count("all: stored\n") == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["all.ipynb"]
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize(
+    ("code", "answer"),
+    [
+        ("1 / 0", "cell 1, line 1: `1 / 0`: ZeroDivisionError"),
+        ("'/home/ada/' + 'data'", "cell 1 shows an absolute path: /home/ada/data"),
+        ("object()", "cell 1 shows a memory address"),
+    ],
+)
+def test_save_stores_nothing_that_is_not_clean(code, answer, tmp_path, capsys):
+    path = make(tmp_path / "n.ipynb", code)
+    before = path.read_bytes()
+    assert main(["notebooks", "--save", str(path)]) == 1
+    assert answer in capsys.readouterr().err
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["n.ipynb"]
