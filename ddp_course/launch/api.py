@@ -102,7 +102,7 @@ def spawn(
 
 def _tell_once(sentence: str) -> None:
     """Print where the ranks run, but only the first time in a notebook."""
-    about = sentence.partition(" ")[2]  # without their number
+    about = sentence.split(" ", 2)[2]  # without "4 ranks"
     if about not in _told:
         _told.add(about)
         print(sentence)

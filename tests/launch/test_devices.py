@@ -93,7 +93,7 @@ def test_one_line_says_where_the_ranks_run(n, gpus, asked):
     placement = choose(Topology(1, n), gpus=gpus, **asked)
     sentence = placement.sentence
     assert "\n" not in sentence and sentence.endswith(".")
-    assert f"{n} ranks" in sentence
+    assert sentence.startswith(f"{n} rank{'s' * (n > 1)} ")
     assert (
         ("GPU" in sentence and "CPU" not in sentence) == bool(placement.gpus)
         or "too few" in sentence
