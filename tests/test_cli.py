@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -499,6 +500,7 @@ def test_lab_really(clone, tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
     try:
         proof = [lab.stdout.readline(), lab.stdout.readline()]
@@ -518,8 +520,9 @@ def test_lab_really(clone, tmp_path):
         assert [pid for pid in family if kernel in command_line(pid)]
         assert names_in(runtime) > {"jupyter_cookie_secret"}
 
-        lab.send_signal(signal.SIGINT)
-        lab.send_signal(signal.SIGINT)  # a second one must not cut it short
+        os.killpg(lab.pid, signal.SIGINT)  # as a terminal does: to the whole group
+        time.sleep(0.3)
+        os.killpg(lab.pid, signal.SIGINT)  # a second one must not cut it short
         out, err = lab.communicate(timeout=30)
         assert (lab.returncode, out, err) == (0, "", "")
         assert none_left(family)

@@ -24,4 +24,6 @@ def _rank(rank: int, fn: Callable[[], None], world_size: int, port: int) -> None
     os.environ["MASTER_PORT"] = str(port)
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
     fn()
+    dist.barrier()  # nobody leaves while another rank may still need it
     dist.destroy_process_group()
+    os._exit(0)  # now and then, PyTorch's threads abort a rank that exits in good order
