@@ -29,7 +29,7 @@ FIRST = 5
 
 def bench(quick: bool) -> Iterator[Row]:
     """Yield a row for each case and number of ranks, and one for the first launch."""
-    repetitions = {2: 1, 4: 2} if quick else REPETITIONS
+    repetitions = {2: 1, 4: 1} if quick else REPETITIONS
     with LaunchProcess("ours") as ours, LaunchProcess("theirs") as theirs:
         ours.launch("step", 4)  # warm, as it is for a reader's second cell
         for ranks, times in repetitions.items():

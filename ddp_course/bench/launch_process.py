@@ -56,7 +56,8 @@ def theirs(case: str, ranks: int) -> None:
     try:
         mp.spawn(their_rank, args=(case, ranks, port), nprocs=ranks)
     except mp.ProcessExitedException as error:
-        # All the work is done: now and then PyTorch's threads abort a rank that exits.
+        # Now and then PyTorch's threads abort a rank that exits. (One that aborted
+        # before its work was done would count as fast: to their favour, not ours.)
         if error.signal_name != "SIGABRT":
             raise
 

@@ -7,6 +7,7 @@ returned. Read the modules in this order:
     devices     which GPU or CPU and which backend a rank gets
     links       how long a message takes between two ranks
     job         the arguments of a launch, checked and decided
+    naive       the launcher that everybody writes first
     api         `spawn`
     parent      the launcher's side: start, listen, end, tell
     rank        the rank's side: prepare, call, answer
