@@ -517,6 +517,12 @@ def test_store_and_gloo_listen_on_loopback_only():
     assert set.union(*with_file, *with_tcp) <= LOOPBACK
 
 
+def test_gloo_is_told_to_use_loopback():
+    """Where the host name means 127.0.0.1, as in CI, it would do so untold."""
+    told = spawn(lambda: os.environ["GLOO_SOCKET_IFNAME"], world_size=2)
+    assert told == ["lo0" if sys.platform == "darwin" else "lo"] * 2
+
+
 def test_the_look_at_listening_sockets_sees_an_open_one():
     def plant():
         store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
