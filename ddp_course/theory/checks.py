@@ -1,0 +1,49 @@
+"""What every formula asks of its arguments, and the one logarithm they share."""
+
+from __future__ import annotations
+
+import math
+from numbers import Integral, Real
+
+
+def check_count(name: str, value: int) -> None:
+    """Raise ValueError unless `value` counts something: an integer of 1 or more."""
+    if not isinstance(value, Integral) or value < 1:
+        raise ValueError(f"{name} is {value!r}; it must be an integer of 1 or more")
+
+
+def check_world(world_size: int, nbytes: float = 0) -> None:
+    """Raise ValueError unless there is a rank and `nbytes` is a number of bytes."""
+    check_count("world_size", world_size)
+    check_not_negative("nbytes", nbytes)
+
+
+def check_root(root: int, world_size: int) -> None:
+    """Raise ValueError unless `root` is one of the ranks 0 to world_size - 1."""
+    if not isinstance(root, Integral) or not 0 <= root < world_size:
+        raise ValueError(
+            f"root is {root!r}; with world_size {world_size} it can be an integer from "
+            f"0 to {world_size - 1}"
+        )
+
+
+def check_not_negative(name: str, value: float) -> None:
+    """Raise ValueError unless `value` is a finite number of 0 or more."""
+    if not isinstance(value, Real) or not 0 <= value < math.inf:
+        raise ValueError(f"{name} is {value!r}; it must be a finite number, 0 or more")
+
+
+def check_positive(name: str, value: float) -> None:
+    """Raise ValueError unless `value` is a finite number above 0."""
+    if not isinstance(value, Real) or not 0 < value < math.inf:
+        raise ValueError(f"{name} is {value!r}; it must be a finite number above 0")
+
+
+def log2_up(n: int) -> int:
+    """Return ceil(log2(n)), exactly: how often 1 is doubled until it is n or more."""
+    return (int(n) - 1).bit_length()
+
+
+def power_below(n: int) -> int:
+    """Return the largest power of two that is not above `n`."""
+    return 1 << (int(n).bit_length() - 1)

@@ -1,0 +1,106 @@
+"""From measured times back to a link: the alpha-beta line through them.
+
+    time = alpha + beta x bytes
+
+An ordinary least-squares line would be wrong in two ways. It counts microseconds, and
+where 64 MiB take 30 ms, an error of 1 ms there counts more than all small messages
+together, of 30 us each: alpha comes out as anything, even negative. And it counts
+squares, so that one interrupted measurement moves the line. So here *relative* errors
+count, and not squared. Explained in chapter 02.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ddp_course.launch import Link
+from ddp_course.theory.checks import check_not_negative, check_positive
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The line that was found: `alpha` in s, `beta` in s per byte, neither negative.
+
+    `residual` is the median relative error of the line, over all measurements: 0.05
+    says that half of the measured times differ from it by 5 % or less. Chapter 02.
+    """
+
+    alpha: float
+    beta: float
+    residual: float
+
+    @property
+    def link(self) -> Link:
+        """The link that takes as long: latency alpha, bandwidth 1/beta."""
+        return Link(self.alpha, 1 / self.beta if self.beta else math.inf)
+
+    def seconds(self, nbytes: float) -> float:
+        """Return how long a message of `nbytes` bytes takes by this line, in s."""
+        check_not_negative("nbytes", nbytes)
+        return self.alpha + self.beta * nbytes
+
+
+def fit(sizes: Sequence[float], seconds: Sequence[float]) -> Fit:
+    """Fit alpha and beta to messages of `sizes` bytes that took `seconds` s each.
+
+    A size may be measured repeatedly and should be: its median counts, since a few
+    measurements are always too long. Through the medians goes the line for which the
+    sum of |line - time| / time is smallest (least absolute deviations, Boscovich 1757,
+    of relative errors). Some sizes that were too slow throughout hardly move that line,
+    as long as they are few and not all at one end.
+
+    Raises ValueError for unequal lengths, a negative size, a time that is not above 0,
+    and fewer than two different sizes. Chapter 02.
+    """
+    x, t = _medians(sizes, seconds)
+    alpha, beta = _best_line(x, t)
+    measured = np.asarray(seconds, dtype=float)
+    line = alpha + beta * np.asarray(sizes, dtype=float)
+    return Fit(alpha, beta, float(np.median(np.abs(line - measured) / measured)))
+
+
+def _medians(
+    sizes: Sequence[float], seconds: Sequence[float]
+) -> tuple[np.ndarray, np.ndarray]:
+    if len(sizes) != len(seconds):
+        raise ValueError(
+            f"there are {len(sizes)} sizes and {len(seconds)} times; one for each"
+        )
+    times: dict[float, list[float]] = {}
+    for i, (size, time) in enumerate(zip(sizes, seconds, strict=True)):
+        check_not_negative(f"sizes[{i}]", size)
+        check_positive(f"seconds[{i}]", time)
+        times.setdefault(float(size), []).append(float(time))
+    if len(times) < 2:
+        raise ValueError(
+            f"the different sizes are {sorted(times)}; a line needs at least two"
+        )
+    ordered = sorted(times)
+    return np.array(ordered), np.array([np.median(times[size]) for size in ordered])
+
+
+def _best_line(x: np.ndarray, t: np.ndarray) -> tuple[float, float]:
+    """Return the best (alpha, beta) with alpha >= 0 and beta >= 0.
+
+    Such a sum of absolute values is smallest at a corner: where the line goes through
+    two of the points, or through one of them with alpha = 0 or with beta = 0. With the
+    few sizes of a benchmark all corners can be tried. (The line clamped to 0 is thereby
+    refitted, too.)
+    """
+    best, line = math.inf, (0.0, 0.0)
+    for i in range(len(x)):
+        beta = (t[i + 1 :] - t[i]) / (x[i + 1 :] - x[i])  # with each point after i
+        alpha = t[i] - beta * x[i]
+        possible = (alpha >= 0) & (beta >= 0)
+        level, steep = t[i], t[i] / x[i] if x[i] else 0.0
+        alpha = np.concatenate([alpha[possible], [level, 0.0]])
+        beta = np.concatenate([beta[possible], [0.0, steep]])
+        error = np.abs((alpha[:, None] + beta[:, None] * x) / t - 1).sum(axis=1)
+        if error.min() < best:
+            best, k = error.min(), int(error.argmin())
+            line = float(alpha[k]), float(beta[k])
+    return line
