@@ -1,0 +1,249 @@
+"""What happened when: events on a time-line, and how much of it at the same time.
+
+    with EventLog() as log:
+        with log.span("compute"):
+            loss.backward()
+    return log.events
+
+Ranks record and return events; figures, Perfetto and tests read them. All times are
+seconds of `time.perf_counter()`, which on Linux is CLOCK_MONOTONIC: it counts from the
+machine's start and is the same clock in all processes of one machine, so the events of
+its ranks can be laid on one time-line as they are. Explained in chapters 02 and 05.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ddp_course.launch import here
+from ddp_course.measure.blocks import OpenBlocks, WithoutLock
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that rank `rank` did from `start` to `end`, in seconds.
+
+    `lane` is the line on which it is drawn, such as "compute" or "communication"; an
+    event without one has a lane of its `op`. `nbytes` are the bytes that it sent,
+    `detail` is anything else worth knowing. ValueError if it ends before it starts.
+    """
+
+    rank: int
+    op: str
+    start: float
+    end: float
+    nbytes: int = 0
+    lane: str = ""
+    detail: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        """Give it a lane, and refuse what no clock shows."""
+        if not self.end >= self.start:
+            raise ValueError(f"{self.op} starts at {self.start} and ends at {self.end}")
+        if not self.lane:
+            object.__setattr__(self, "lane", self.op)
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end - self.start
+
+
+class EventLog(WithoutLock):
+    """Collects what this rank does; a context manager like `ByteMeter`.
+
+    The collectives of this course add an event to every log that is open when they are
+    called. `rank` is the calling process's unless given. Any thread may add.
+    """
+
+    def __init__(self, rank: int | None = None) -> None:
+        self.rank = here().rank if rank is None else rank
+        self._events: list[Event] = []
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> EventLog:
+        _open.open(self)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _open.close(self)
+
+    def add(
+        self,
+        op: str,
+        start: float,
+        end: float,
+        nbytes: int = 0,
+        *,
+        lane: str = "",
+        **detail: Any,
+    ) -> None:
+        """Add an `Event` with times of `time.perf_counter()`."""
+        event = Event(self.rank, op, start, end, nbytes, lane, detail)
+        with self._lock:
+            self._events.append(event)
+
+    @contextmanager
+    def span(
+        self, op: str, nbytes: int = 0, *, lane: str = "", **detail: Any
+    ) -> Iterator[None]:
+        """Add an event that lasts as long as the `with` block, even if that raises."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(op, start, time.perf_counter(), nbytes, lane=lane, **detail)
+
+    @property
+    def events(self) -> list[Event]:
+        """The events so far, by their start (a new list; plain data for a return)."""
+        with self._lock:
+            return sorted(self._events, key=lambda event: (event.start, event.end))
+
+
+_open: OpenBlocks[EventLog] = OpenBlocks()
+
+
+def active_logs() -> tuple[EventLog, ...]:
+    """Return the logs whose `with` block is open now in this process."""
+    return _open.now
+
+
+# ---- how long, and how long at the same time ---------------------------------------
+
+
+def busy(
+    events: Iterable[Event], what: str | None = None, rank: int | None = None
+) -> float:
+    """Return the seconds in which at least one event runs: each second counts once.
+
+    `what` is an op or a lane, None takes all events. Of several ranks the seconds are
+    added up, unless `rank` names one.
+    """
+    events = list(events)
+    return sum(
+        _length(_union(events, what, one))
+        for one in sorted({event.rank for event in events})
+        if rank in (None, one)
+    )
+
+
+def overlap(events: Iterable[Event], a: str, b: str, rank: int | None = None) -> float:
+    """Return the seconds in which events `a` and events `b` of one rank both run.
+
+    `a` and `b` are ops or lanes. However many events run at a moment, it counts once.
+    Of several ranks the seconds are added up, unless `rank` names one: what two
+    different ranks do at the same time is no overlap. Chapter 05.
+    """
+    events = list(events)
+    total = 0
+    for one in sorted({event.rank for event in events}):
+        if rank in (None, one):
+            both = [
+                (max(s, t), min(e, f))
+                for s, e in _union(events, a, one)
+                for t, f in _union(events, b, one)
+            ]
+            total += _length([(s, e) for s, e in both if s < e])
+    return total
+
+
+def _union(
+    events: list[Event], what: str | None, rank: int
+) -> list[tuple[float, float]]:
+    """Return the time covered by some of a rank's events, as disjoint intervals."""
+    covered: list[tuple[float, float]] = []
+    for start, end in sorted(
+        (event.start, event.end)
+        for event in events
+        if event.rank == rank and what in (None, event.op, event.lane)
+    ):
+        if covered and start <= covered[-1][1]:
+            covered[-1] = (covered[-1][0], max(end, covered[-1][1]))
+        else:
+            covered.append((start, end))
+    return covered
+
+
+def _length(intervals: list[tuple[float, float]]) -> float:
+    return sum(end - start for start, end in intervals)
+
+
+# ---- for Perfetto and chrome://tracing ---------------------------------------------
+
+
+def chrome_trace(events: Iterable[Event]) -> dict[str, Any]:
+    """Return the events in Chrome's trace-event format, as a dict ready for JSON.
+
+    A process for each rank and a thread for each of its lanes, times in microseconds
+    from the earliest start. Events of a lane that run at the same time get lines of
+    their own ("communication", "communication 2"), since a viewer can only nest them.
+    The format: "Trace Event Format", Google; read by ui.perfetto.dev.
+    """
+    events = sorted(events, key=lambda event: (event.rank, event.start, event.end))
+    first = min((event.start for event in events), default=0)
+    trace: list[dict[str, Any]] = []
+    for rank in sorted({event.rank for event in events}):
+        mine = [event for event in events if event.rank == rank]
+        lines = _lines(mine)
+        trace.append(_named("process", f"rank {rank}", rank))
+        trace += [
+            _named("thread", name, rank, tid) for tid, (name, _) in enumerate(lines)
+        ]
+        trace += [
+            {
+                "name": event.op,
+                "cat": event.lane,
+                "ph": "X",
+                "pid": rank,
+                "tid": tid,
+                "ts": (event.start - first) * 1e6,
+                "dur": event.seconds * 1e6,
+                "args": {"bytes": event.nbytes, **event.detail},
+            }
+            for tid, (_, on_line) in enumerate(lines)
+            for event in on_line
+        ]
+    return {"traceEvents": trace, "displayTimeUnit": "ms"}
+
+
+def save_trace(events: Iterable[Event], path: str | Path) -> Path:
+    """Write `chrome_trace(events)` to a file and return its path."""
+    path = Path(path)
+    path.write_text(json.dumps(chrome_trace(events), default=str))
+    return path
+
+
+def _lines(events: list[Event]) -> list[tuple[str, list[Event]]]:
+    """Lay one rank's events on lines: by lane, then so that none run over another."""
+    lanes: dict[str, list[list[Event]]] = {}
+    for event in events:  # by start
+        lines = lanes.setdefault(event.lane, [])
+        free = next((line for line in lines if line[-1].end <= event.start), None)
+        if free is None:
+            lines.append([event])
+        else:
+            free.append(event)
+    return [
+        (lane if number == 1 else f"{lane} {number}", line)
+        for lane, lines in lanes.items()
+        for number, line in enumerate(lines, start=1)
+    ]
+
+
+def _named(kind: str, name: str, pid: int, tid: int = 0) -> dict[str, Any]:
+    """Return the metadata event that names a process or a thread of it."""
+    return {
+        "name": f"{kind}_name",
+        "ph": "M",
+        "pid": pid,
+        "tid": tid,
+        "args": {"name": name},
+    }

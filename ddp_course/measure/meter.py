@@ -1,0 +1,221 @@
+"""A meter for bytes: who sends how much to whom.
+
+    with ByteMeter() as meter:
+        all_reduce(tensor)
+    return meter.report()
+
+The collectives of this course count into every meter that is open when they are called.
+They count the payload, `tensor.numel() * tensor.element_size()` for each message, which
+is what the formulas speak of; that no byte is forgotten is seen from outside, by the
+operating system's count (`SystemBytes`). Explained in chapter 02.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ddp_course.launch import Place, here
+from ddp_course.measure.blocks import OpenBlocks, WithoutLock
+
+
+class ByteMeter(WithoutLock):
+    """Counts the bytes that this rank sends and receives, to and from each peer.
+
+    A context manager. Several may be open at once, each in its own block or one inside
+    the other, and all of them count. A block that is entered again counts on. What was
+    started within the block is counted even if it ends after it (`async_op=True`): wait
+    for it before reading.
+
+    Attributes:
+        sent: peer (rank in the whole job, not in a group) -> bytes sent to it.
+        received: peer -> bytes received from it.
+        messages: peer -> number of messages sent to it.
+        place: whose meter it is; the calling process unless given.
+    """
+
+    def __init__(self, place: Place | None = None) -> None:
+        self.place = here() if place is None else place
+        self.sent: dict[int, int] = {}
+        self.received: dict[int, int] = {}
+        self.messages: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> ByteMeter:
+        _open.open(self)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _open.close(self)
+
+    def count_sent(self, peer: int, nbytes: int) -> None:
+        """Count one message of `nbytes` bytes to rank `peer`. Any thread may call.
+
+        An empty message is a message, too. ValueError if `nbytes` is negative.
+        """
+        with self._lock:
+            self.sent[peer] = self.sent.get(peer, 0) + _checked(nbytes)
+            self.messages[peer] = self.messages.get(peer, 0) + 1
+
+    def count_received(self, peer: int, nbytes: int) -> None:
+        """Count `nbytes` bytes that came from rank `peer`. Any thread may call."""
+        with self._lock:
+            self.received[peer] = self.received.get(peer, 0) + _checked(nbytes)
+
+    @property
+    def total_sent(self) -> int:
+        """Bytes sent to all peers together."""
+        return sum(self.sent.values())
+
+    @property
+    def total_received(self) -> int:
+        """Bytes received from all peers together."""
+        return sum(self.received.values())
+
+    @property
+    def total_messages(self) -> int:
+        """Messages sent to all peers together."""
+        return sum(self.messages.values())
+
+    def by_link(self) -> dict[str, int]:
+        """Return the bytes sent "inside" this rank's node and "between" nodes.
+
+        ValueError if a peer is no rank of this job.
+        """
+        sums = {"inside": 0, "between": 0}
+        for peer, nbytes in self.sent.items():
+            sums["inside" if self.place.same_node(peer) else "between"] += nbytes
+        return sums
+
+    def report(self) -> Bytes:
+        """Return what was counted so far, as plain data to be returned from a rank."""
+        with self._lock:
+            return Bytes(
+                rank=self.place.rank,
+                sent=dict(sorted(self.sent.items())),
+                received=dict(sorted(self.received.items())),
+                messages=dict(sorted(self.messages.items())),
+                **self.by_link(),
+            )
+
+    def __repr__(self) -> str:
+        return f"<ByteMeter of rank {self.place.rank}: {self.total_sent:,} bytes sent>"
+
+
+_open: OpenBlocks[ByteMeter] = OpenBlocks()
+
+
+def active_meters() -> tuple[ByteMeter, ...]:
+    """Return the meters whose `with` block is open now in this process.
+
+    A collective asks once, when it is called, and counts into these until it is done,
+    be it later or in another thread.
+    """
+    return _open.now
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """What one rank's meter counted, in bytes (`messages`: how many were sent).
+
+    `inside` and `between` split the bytes sent by whether the peer is on this rank's
+    node. Two reports are equal if all their numbers are.
+    """
+
+    rank: int
+    sent: dict[int, int]
+    received: dict[int, int]
+    messages: dict[int, int]
+    inside: int
+    between: int
+
+    @property
+    def total_sent(self) -> int:
+        """Bytes sent to all peers together."""
+        return sum(self.sent.values())
+
+    @property
+    def total_received(self) -> int:
+        """Bytes received from all peers together."""
+        return sum(self.received.values())
+
+    @property
+    def total_messages(self) -> int:
+        """Messages sent to all peers together."""
+        return sum(self.messages.values())
+
+    def __repr__(self) -> str:
+        to = "".join(f", {n:,} to {peer}" for peer, n in self.sent.items())
+        return (
+            f"rank {self.rank} sent {self.total_sent:,} bytes{to}"
+            f" (messages: {self.total_messages:,}, bytes inside the node: "
+            f"{self.inside:,}, between nodes: {self.between:,})"
+            f" and received {self.total_received:,}"
+        )
+
+
+def table(reports: Iterable[Bytes], what: str = "sent") -> str:
+    """Return a Markdown table: who sent how many bytes to whom, with sums.
+
+    A row for each rank that sends, a column for each that receives. `what` is "sent" or
+    "received" (the same bytes, by the one or the other side's count) or "messages".
+    ValueError if two reports are of the same rank.
+    """
+    reports = list(reports)
+    counts = _matrix(reports, what)
+    ranks = sorted({r for pair in counts for r in pair} | {r.rank for r in reports})
+    rows = [[f"{what}: from \\ to", *map(str, ranks), "sum"]]
+    for src in ranks:
+        row = [counts.get((src, dst), 0) for dst in ranks]
+        rows.append([f"rank {src}", *map(_cell, row), _cell(sum(row))])
+    sums = [sum(counts.get((src, dst), 0) for src in ranks) for dst in ranks]
+    rows.append(["sum", *map(_cell, sums), _cell(sum(sums))])
+    return _markdown(rows)
+
+
+def unmatched(reports: Iterable[Bytes]) -> dict[tuple[int, int], tuple[int, int]]:
+    """Return (src, dst) -> (bytes sent, bytes received) wherever these two differ.
+
+    Empty if all that was sent was also received: two ranks' meters check each other.
+    """
+    reports = list(reports)
+    sent, received = _matrix(reports, "sent"), _matrix(reports, "received")
+    return {
+        pair: (sent.get(pair, 0), received.get(pair, 0))
+        for pair in sorted(sent.keys() | received.keys())
+        if sent.get(pair, 0) != received.get(pair, 0)
+    }
+
+
+def _matrix(reports: Iterable[Bytes], what: str) -> dict[tuple[int, int], int]:
+    """Return (src, dst) -> how much, as counted on the side that `what` names."""
+    if what not in ("sent", "received", "messages"):
+        raise ValueError(f"what is {what!r}; it can be sent, received or messages")
+    matrix: dict[tuple[int, int], int] = {}
+    seen: set[int] = set()
+    for report in reports:
+        if report.rank in seen:
+            raise ValueError(f"two reports are of rank {report.rank}")
+        seen.add(report.rank)
+        for peer, n in getattr(report, what).items():
+            pair = (peer, report.rank) if what == "received" else (report.rank, peer)
+            matrix[pair] = n
+    return matrix
+
+
+def _cell(n: int) -> str:
+    return f"{n:,}" if n else "-"
+
+
+def _markdown(rows: list[list[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["| " + " | ".join(map(str.rjust, row, widths)) + " |" for row in rows]
+    rule = "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|"
+    return "\n".join([lines[0], rule, *lines[1:]])
+
+
+def _checked(nbytes: int) -> int:
+    if nbytes < 0:
+        raise ValueError(f"nbytes is {nbytes}; a message has 0 bytes or more")
+    return int(nbytes)

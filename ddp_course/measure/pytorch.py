@@ -1,0 +1,204 @@
+"""What PyTorch's own collectives do: which ones are called, and how much they send.
+
+    with TorchCollectives() as torchs:
+        loss.backward()  # of a DDP model
+    torchs.calls
+
+PyTorch writes every collective into its *flight recorder*, a ring of 2000 entries that
+exists to explain hangs ("Flight Recorder", PyTorch tutorials). It is on by default, and
+under gloo it needs no setting. What it holds, found with torch 2.13 and gloo:
+
+- An entry is made when the collective is called, so those with `async_op=True` count in
+  the block that calls them. It has op, shapes, dtypes and group, but no durations.
+- It tells what gloo does, not what was asked: `reduce_scatter` is an `all_reduce`.
+- `send` and `recv` are not in it, nor is `monitored_barrier`. torch.profiler sees them
+  (`gloo:send`, with shapes but without dtypes); `SystemBytes` counts their bytes.
+- The output of an all-gather of several tensors at once is recorded wrongly; so sizes
+  of all-gathers are computed from the inputs.
+- How an `all_to_all` is split is not recorded.
+
+Explained in chapters 02 and 05.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+SIZE = "TORCH_FR_BUFFER_SIZE"  # the variable that says how many entries are kept
+OTHER_NAMES = {
+    "Byte": torch.uint8,
+    "Char": torch.int8,
+    "ComplexHalf": torch.complex32,
+    "ComplexFloat": torch.complex64,
+    "ComplexDouble": torch.complex128,
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective that this rank called.
+
+    Attributes:
+        op: its name, such as "all_reduce"; what the backend runs, not what was asked.
+        nbytes: bytes of the whole tensor, the S of the formulas: what an all-reduce
+            sums, what an all-gather returns; 0 for a barrier.
+        dtype: of the tensors (of the first one if they differ); None without any.
+        numel: elements of the whole tensor.
+        world_size: ranks in its group.
+        backend: "gloo" or "nccl".
+    """
+
+    op: str
+    nbytes: int
+    dtype: torch.dtype | None
+    numel: int
+    world_size: int
+    backend: str = "gloo"
+
+    @property
+    def bytes_sent(self) -> float | None:
+        """Bytes that each rank sends, headers left out; None if there is no one number.
+
+        By the algorithms of gloo, for n ranks and a tensor of S bytes: `all_reduce` is
+        a ring, 2 (n-1)/n S; `all_gather` is a ring, (n-1)/n S; so is `all_to_all` if
+        it is split evenly; a barrier sends no payload. In `broadcast`, `reduce`,
+        `scatter` and `gather` some ranks send more than others (the broadcast's root
+        about log2(n) S, the last ranks nothing): None, as for any other backend.
+        """
+        rounds = {"all_reduce": 2, "all_gather": 1, "all_to_all": 1, "barrier": 0}
+        if self.backend != "gloo" or self.op not in rounds:
+            return None
+        return rounds[self.op] * (self.world_size - 1) * self.nbytes / self.world_size
+
+
+class TorchCollectives:
+    """Lists the collectives of PyTorch that this rank calls within a `with` block.
+
+    May be nested. The calls are there after the block, in the order in which they were
+    made, by whichever thread. For numbers of a training step look at the fourth or a
+    later one: DDP rearranges its buckets after the first.
+
+    Raises:
+        RuntimeError: the recorder is off, no backend is there that writes into it, or
+            more calls were made than it keeps.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    def __enter__(self) -> TorchCollectives:
+        _check_recorder()
+        self._last = max((e["record_id"] for e in _entries()), default=-1)
+        self._sizes = _group_sizes()
+        return self
+
+    def __exit__(self, kind: type | None, *exc: object) -> None:
+        new = [entry for entry in _entries() if entry["record_id"] > self._last]
+        new.sort(key=lambda entry: entry["record_id"])
+        lost = new[-1]["record_id"] - self._last - len(new) if new else 0
+        if lost and kind is None:
+            raise RuntimeError(
+                f"{lost + len(new)} collectives were called in this block, but the "
+                f"flight recorder keeps {len(new)}: the first {lost} are lost. Measure "
+                f"less, or start the ranks with a larger {SIZE}, as in "
+                f'spawn(..., env={{"{SIZE}": "20000"}}).'
+            )
+        sizes = self._sizes | _group_sizes()
+        self.calls = [call_of(entry, sizes) for entry in new]
+
+    def count(self, op: str | None = None) -> int:
+        """Return how many calls there were, or how many of `op`."""
+        return sum(op in (None, call.op) for call in self.calls)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors of all calls, each counted once (not bytes sent)."""
+        return sum(call.nbytes for call in self.calls)
+
+    def bytes_sent(self, op: str | None = None) -> float:
+        """Return the bytes that this rank sends in all calls, or in those of `op`.
+
+        The sum of `Call.bytes_sent`. ValueError if a call has none: say which op is
+        meant, or take `SystemBytes`.
+        """
+        calls = [call for call in self.calls if op in (None, call.op)]
+        unknown = {call.op for call in calls if call.bytes_sent is None}
+        if unknown:
+            raise ValueError(
+                f"what a rank sends in {', '.join(sorted(unknown))} depends on the "
+                "rank or on the backend; SystemBytes counts what it really is"
+            )
+        return sum(call.bytes_sent or 0 for call in calls)
+
+    def __repr__(self) -> str:
+        ops = dict.fromkeys(call.op for call in self.calls)  # in order of appearance
+        shown = ", ".join(f"{self.count(op)} {op}" for op in ops) or "none"
+        return f"<TorchCollectives: {shown}; tensors of {self.nbytes:,} bytes>"
+
+
+def call_of(entry: dict[str, Any], sizes: dict[str, int]) -> Call:
+    """Return what one entry of the flight recorder says.
+
+    `sizes` maps the names of process groups to their numbers of ranks; RuntimeError if
+    the entry's is not among them.
+    """
+    backend, _, op = entry["profiling_name"].rpartition(":")
+    group = entry["process_group"][0]
+    if group not in sizes:
+        raise RuntimeError(
+            f"a {op} of group {group!r} was recorded, but that group is gone: destroy "
+            "process groups after the block that measures them, not within it"
+        )
+    into = _sums(entry["input_sizes"], entry["input_dtypes"])
+    out_of = _sums(entry["output_sizes"], entry["output_dtypes"])
+    if op == "all_gather":  # all inputs are of one size
+        numel, nbytes = (sizes[group] * n for n in into)
+    else:  # a scatter's input is there on the root only, so is a gather's output
+        numel, nbytes = max(into, out_of)
+    names = entry["input_dtypes"] or entry["output_dtypes"]
+    dtype = _dtype(names[0]) if names else None
+    return Call(op, nbytes, dtype, numel, sizes[group], backend)
+
+
+def _sums(shapes: list[list[int]], dtypes: list[str]) -> tuple[int, int]:
+    """Return the elements and the bytes of some tensors together."""
+    numels = [prod(shape) for shape in shapes]
+    return sum(numels), sum(
+        numel * _dtype(name).itemsize
+        for numel, name in zip(numels, dtypes, strict=True)
+    )
+
+
+def _dtype(name: str) -> torch.dtype:
+    """Return the dtype that C++ calls `name`: "Float" is torch.float."""
+    return OTHER_NAMES.get(name) or getattr(torch, name.lower())
+
+
+def _entries() -> list[dict[str, Any]]:
+    """Return what the flight recorder holds; a full one takes some 30 ms to read."""
+    return json.loads(c10d._dump_fr_trace_json()).get("entries", [])
+
+
+def _group_sizes() -> dict[str, int]:
+    """Return the number of ranks of every process group by its internal name."""
+    names = dist.distributed_c10d._world.pg_names
+    return {name: group.size() for group, name in names.items()}
+
+
+def _check_recorder() -> None:
+    """RuntimeError if nothing will be recorded: better than a count of 0."""
+    if not dist.is_initialized():
+        raise RuntimeError("no process group yet: measure after init_process_group")
+    if os.environ.get(SIZE, os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE")) == "0":
+        raise RuntimeError(f"the flight recorder is off: {SIZE} is 0")
+    backend = dist.get_backend()
+    if not any(known in backend for known in ("gloo", "nccl", "undefined")):
+        raise RuntimeError(f"backend {backend} does not write into the flight recorder")

@@ -1,0 +1,69 @@
+"""The operating system's own count of what this process writes.
+
+    with SystemBytes() as system:
+        all_reduce(tensor)
+    system.written
+
+A second opinion on `ByteMeter`: it needs no line in the code that is measured, and it
+cannot forget a message. It reads `wchar` and `rchar` of `/proc/self/io` (Linux, `man 5
+proc_pid_io`), which psutil's `io_counters` shows, too. Found with torch 2.13 and gloo,
+and held by the tests:
+
+- gloo sends with `writev`, which `wchar` counts: the payload and 48 bytes of header for
+  each message, and 48 bytes from a receiver that says it is ready. For messages of
+  1 MiB that is 0.01 %, an idle process writes nothing, and other programs do not count.
+- Nothing comes late. A send is done (`wait()`, or the return of a collective) when its
+  last byte was handed to the kernel, even if the receiver has not asked for it yet;
+  what was counted 0.3 s later was the same to the byte.
+- gloo receives with `recv`, which `rchar` does not count: `read` stays near 0. So bytes
+  are compared on the side of the sender.
+- All that the process writes is counted, files and printed text included; what passes
+  through shared memory is written by nobody.
+
+Explained in chapter 02.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class SystemBytes:
+    """Counts what this process, all its threads, writes and reads by system calls.
+
+    A context manager; may be nested. RuntimeError where there is no `/proc/self/io`.
+
+    Attributes:
+        written: bytes written within the block (0 until it ends).
+        read: bytes read within the block, some 100 for looking at the counts
+            themselves; what gloo receives is not among them.
+    """
+
+    def __init__(self) -> None:
+        self.written = 0
+        self.read = 0
+
+    def __enter__(self) -> SystemBytes:
+        self._before = _counts()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        written, read = _counts()
+        self.written = written - self._before[0]
+        self.read = read - self._before[1]
+
+    def __repr__(self) -> str:
+        return f"<SystemBytes: {self.written:,} written, {self.read:,} read>"
+
+
+def _counts(file: Path = Path("/proc/self/io")) -> tuple[int, int]:
+    """Return wchar and rchar of this process, in bytes since it began."""
+    try:
+        lines = file.read_text().splitlines()
+    except OSError as error:
+        raise RuntimeError(
+            f"SystemBytes reads {file}, which this system does not offer ({error}). "
+            "It needs Linux; ByteMeter counts everywhere."
+        ) from error
+    fields = dict(line.split(": ") for line in lines)
+    return int(fields["wchar"]), int(fields["rchar"])

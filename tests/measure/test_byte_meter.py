@@ -1,0 +1,343 @@
+"""ByteMeter: what it counts, for whom, and that it agrees with the operating system."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+import sys
+import threading
+import time
+import timeit
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddp_course.launch import Topology, here, spawn
+from ddp_course.measure import ByteMeter, Bytes, SystemBytes, active_meters
+from ddp_course.measure.meter import table, unmatched
+
+TWO_NODES = Topology(2, 2)
+linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/io is Linux's")
+
+
+def meter_of(rank: int, kind: type[ByteMeter] = ByteMeter) -> ByteMeter:
+    return kind(TWO_NODES.place(rank))
+
+
+# ---- exact numbers -----------------------------------------------------------------
+
+
+class OffByAHeader(ByteMeter):
+    def count_sent(self, peer, nbytes):
+        super().count_sent(peer, nbytes + 48)
+
+
+class ForgetsEmptyMessages(ByteMeter):
+    def count_sent(self, peer, nbytes):
+        if nbytes:
+            super().count_sent(peer, nbytes)
+
+
+class OnePeer(ByteMeter):
+    def count_sent(self, peer, nbytes):
+        super().count_sent(0, nbytes)
+
+
+class OnlyTheLast(ByteMeter):
+    def count_sent(self, peer, nbytes):
+        super().count_sent(peer, nbytes)
+        self.sent[peer] = nbytes
+
+
+class LinksSwapped(ByteMeter):
+    def by_link(self):
+        links = super().by_link()
+        return {"inside": links["between"], "between": links["inside"]}
+
+
+def counts_exactly(kind: type[ByteMeter]) -> bool:
+    meter = meter_of(1, kind)
+    for peer, nbytes in [(0, 100), (2, 7), (0, 11), (3, 0)]:
+        meter.count_sent(peer, nbytes)
+    meter.count_received(3, 5)
+    return (
+        meter.report()
+        == Bytes(1, {0: 111, 2: 7, 3: 0}, {3: 5}, {0: 2, 2: 1, 3: 1}, 111, 7)
+        and (meter.total_sent, meter.total_received, meter.total_messages)
+        == (118, 5, 4)
+        and meter.by_link() == {"inside": 111, "between": 7}
+    )
+
+
+def test_counts_are_exact():
+    assert counts_exactly(ByteMeter)
+
+
+@pytest.mark.parametrize(
+    "plant", [OffByAHeader, ForgetsEmptyMessages, OnePeer, OnlyTheLast, LinksSwapped]
+)
+def test_meters_that_count_wrongly_are_seen(plant):
+    assert not counts_exactly(plant)
+
+
+def test_a_negative_count_is_refused_and_changes_nothing():
+    meter = meter_of(0)
+    with pytest.raises(ValueError, match="nbytes is -1"):
+        meter.count_sent(1, -1)
+    with pytest.raises(ValueError, match="nbytes is -1"):
+        meter.count_received(1, -1)
+    assert meter.report() == Bytes(0, {}, {}, {}, 0, 0)
+
+
+def test_a_peer_outside_the_job_is_named():
+    meter = meter_of(0)
+    meter.count_sent(4, 1)
+    with pytest.raises(ValueError, match="rank is 4"):
+        meter.by_link()
+
+
+# ---- which meters count ------------------------------------------------------------
+
+
+def collective(nbytes: int) -> threading.Thread:
+    """Do as an asynchronous collective does: ask when called, count when done."""
+    meters = active_meters()
+
+    def work() -> None:
+        time.sleep(0.02)
+        for meter in meters:
+            meter.count_sent(1, nbytes)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+def test_meters_count_what_was_started_within_their_block():
+    outer, inner, after = meter_of(0), meter_of(0), meter_of(0)
+    with outer:
+        works = [collective(1)]
+        with inner:
+            works.append(collective(10))
+        with after:
+            works.append(collective(100))
+    works.append(collective(1000))
+    for work in works:
+        work.join()
+    assert (outer.total_sent, inner.total_sent, after.total_sent) == (111, 10, 100)
+
+
+def test_meters_may_close_out_of_order_and_after_an_error():
+    first, second = meter_of(0), meter_of(0)
+    first.__enter__()
+    second.__enter__()
+    assert active_meters() == (first, second)
+    first.__exit__()
+    assert active_meters() == (second,)
+    second.__exit__()
+    with pytest.raises(ZeroDivisionError), meter_of(0):
+        1 / 0  # noqa: B018
+    assert active_meters() == ()
+
+
+def test_a_meter_counts_on_in_a_second_block_but_not_twice_in_itself():
+    meter = meter_of(0)
+    for _ in range(2):
+        with meter:
+            collective(3).join()
+    assert meter.total_sent == 6
+    with meter, pytest.raises(RuntimeError, match="open already"), meter:
+        pass
+    assert active_meters() == ()
+
+
+def test_meters_of_one_thread_are_seen_by_another():
+    seen = []
+    with meter_of(0) as meter:
+        thread = threading.Thread(target=lambda: seen.append(active_meters()))
+        thread.start()
+        thread.join()
+    assert seen == [(meter,)]
+
+
+class Hesitating(int):
+    """A number that lets other threads run while it is being checked."""
+
+    def __lt__(self, other):
+        time.sleep(0.002)
+        return int(self) < other
+
+
+def survives_threads(meter: ByteMeter) -> bool:
+    def work() -> None:
+        for _ in range(5):
+            meter.count_sent(1, Hesitating(1))
+            meter.count_received(1, Hesitating(1))
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return (meter.total_sent, meter.total_received, meter.total_messages) == (40,) * 3
+
+
+def test_threads_lose_no_count():
+    assert survives_threads(meter_of(0))
+
+
+def test_a_meter_without_a_lock_is_seen():
+    meter = meter_of(0)
+    meter._lock = contextlib.nullcontext()
+    assert not survives_threads(meter)
+
+
+def test_asking_for_meters_costs_little_when_none_is_open():
+    def nothing() -> tuple:
+        return ()
+
+    best = [
+        min(timeit.repeat(function, number=20_000, repeat=7))
+        for function in (active_meters, nothing)
+    ]
+    assert best[0] < 8 * best[1]
+
+
+def test_a_meter_can_be_pickled_and_counts_on():
+    with meter_of(2) as meter:
+        meter.count_sent(0, 8)
+        twins = [pickle.loads(pickle.dumps(meter)), copy.copy(meter)]
+    for twin in twins:
+        assert twin.report() == meter.report()
+        twin.count_sent(0, 1)
+        assert (twin.sent, meter.sent) == ({0: 9}, {0: 8})
+    assert pickle.loads(pickle.dumps(meter.report())) == meter.report()
+
+
+# ---- reports and the table ---------------------------------------------------------
+
+
+def test_a_report_reads_like_a_sentence():
+    report = Bytes(1, {0: 1500, 2: 7}, {0: 3}, {0: 2, 2: 1}, 1500, 7)
+    assert repr(report) == (
+        "rank 1 sent 1,507 bytes, 1,500 to 0, 7 to 2 (messages: 3, bytes inside the "
+        "node: 1,500, between nodes: 7) and received 3"
+    )
+
+
+def ring_reports(nbytes: int = 1000) -> list[Bytes]:
+    return [
+        Bytes(r, {(r + 1) % 3: nbytes}, {(r - 1) % 3: nbytes}, {(r + 1) % 3: 2}, 0, 0)
+        for r in range(3)
+    ]
+
+
+def test_the_table_shows_who_sent_how_much_to_whom():
+    assert table(ring_reports()).splitlines() == [
+        "| sent: from \\ to |     0 |     1 |     2 |   sum |",
+        "|----------------:|------:|------:|------:|------:|",
+        "|          rank 0 |     - | 1,000 |     - | 1,000 |",
+        "|          rank 1 |     - |     - | 1,000 | 1,000 |",
+        "|          rank 2 | 1,000 |     - |     - | 1,000 |",
+        "|             sum | 1,000 | 1,000 | 1,000 | 3,000 |",
+    ]
+    assert table(ring_reports(), "received").count("1,000") == 9
+    assert table(ring_reports(), "messages").endswith("|   6 |")
+
+
+def test_the_table_has_a_row_for_a_silent_rank_and_refuses_nonsense():
+    silent = Bytes(0, {}, {}, {}, 0, 0)
+    assert "rank 0" in table([silent])
+    with pytest.raises(ValueError, match="two reports are of rank 0"):
+        table([silent, silent])
+    with pytest.raises(ValueError, match="what is 'bytes'"):
+        table([silent], "bytes")
+
+
+@given(
+    st.dictionaries(
+        st.tuples(st.integers(0, 3), st.integers(0, 3)).filter(lambda p: p[0] != p[1]),
+        st.integers(1, 10**6),
+    )
+)
+def test_the_sums_of_the_table_are_the_ranks_totals(traffic):
+    meters = [meter_of(rank) for rank in range(4)]
+    for (src, dst), nbytes in traffic.items():
+        meters[src].count_sent(dst, nbytes)
+        meters[dst].count_received(src, nbytes)
+    reports = [meter.report() for meter in meters]
+    cells = [line.split("|")[1:-1] for line in table(reports).splitlines()[2:]]
+    number = [[int(c.strip().replace("-", "0").replace(",", "")) for c in row[1:]]
+              for row in cells]  # fmt: skip
+    assert [row[-1] for row in number[:-1]] == [r.total_sent for r in reports]
+    assert number[-1][:-1] == [r.total_received for r in reports]
+    assert number[-1][-1] == sum(traffic.values())
+    assert unmatched(reports) == {}
+
+
+def test_bytes_that_never_arrived_are_named():
+    reports = ring_reports()
+    reports[1] = Bytes(1, {2: 1000}, {0: 990}, {2: 1}, 0, 0)
+    assert unmatched(reports) == {(0, 1): (1000, 990)}
+    assert unmatched(ring_reports()[:2]) == {(1, 2): (1000, 0), (2, 0): (0, 1000)}
+
+
+# ---- against the operating system, in real ranks -----------------------------------
+
+ELEMENTS = (1_000_003, 2_000_000, 500_009)  # of float32: 14 MB in three messages
+
+
+def rounds_of_a_ring(quiet: float = 0.2) -> dict:
+    """Send around a ring and count by hand, rightly and in three wrong ways."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    right, left = (rank + 1) % n, (rank - 1) % n
+    meters = {name: ByteMeter() for name in ("right", "elements", "forgets", "double")}
+    dist.barrier()
+    with SystemBytes() as late, SystemBytes() as system:
+        for step, numel in enumerate(ELEMENTS):
+            work = dist.isend(torch.zeros(numel), right)
+            dist.recv(torch.empty(numel), left)
+            work.wait()
+            meters["right"].count_sent(right, 4 * numel)
+            meters["right"].count_received(left, 4 * numel)
+            meters["elements"].count_sent(right, numel)
+            meters["forgets"].count_sent(right, 4 * numel if step < 2 else 0)
+            meters["double"].count_sent(right, 4 * numel + 2**16)
+        system.__exit__()
+        time.sleep(quiet)
+    return {
+        "meters": meters,
+        "written": system.written,
+        "read": system.read,
+        "late": late.written - system.written,
+        "place": here(),
+    }
+
+
+def agree(written: int, counted: int) -> bool:
+    """Tell whether the operating system saw what the meter counted."""
+    return abs(written / counted - 1) < 0.005
+
+
+@linux
+@pytest.mark.parametrize(
+    "nodes", [{"world_size": 2}, {"nnodes": 3, "nproc_per_node": 1}]
+)
+def test_the_meter_agrees_with_the_operating_system(nodes):
+    told = spawn(rounds_of_a_ring, **nodes)
+    reports = [t["meters"]["right"].report() for t in told]
+    for t, report in zip(told, reports, strict=True):
+        assert agree(t["written"], report.total_sent)
+        assert 0 <= t["written"] - report.total_sent < 1000  # 48 bytes of header each
+        for plant in ("elements", "forgets", "double"):
+            assert not agree(t["written"], t["meters"][plant].total_sent), plant
+        assert t["late"] == 0, "something was written after the last send was done"
+        assert t["read"] < 10_000, "rchar counts what gloo receives: tell the docstring"
+        assert report.rank == t["place"].rank
+        assert (report.between == 0) == ("world_size" in nodes)
+        assert report.inside + report.between == report.total_sent == 4 * sum(ELEMENTS)
+    assert unmatched(reports) == {}

@@ -1,0 +1,284 @@
+"""Events: the log, time that overlaps, the trace file, and one clock for all ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import sys
+import threading
+import time
+from fractions import Fraction
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddp_course.launch import spawn
+from ddp_course.measure import (
+    Event,
+    EventLog,
+    active_logs,
+    busy,
+    chrome_trace,
+    overlap,
+    save_trace,
+)
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="CLOCK_MONOTONIC is Linux's")
+
+# ---- the log -----------------------------------------------------------------------
+
+
+def test_logs_collect_what_happens_in_their_block():
+    with EventLog(rank=3) as outer:
+        with EventLog(rank=3) as inner:
+            for log in active_logs():
+                log.add("send", 2.0, 3.0, 8, lane="communication", to=1)
+        for log in active_logs():
+            log.add("compute", 1.0, 2.5)
+    assert active_logs() == ()
+    sent = Event(3, "send", 2.0, 3.0, 8, "communication", {"to": 1})
+    assert inner.events == [sent]
+    assert outer.events == [Event(3, "compute", 1.0, 2.5, 0, "compute"), sent]
+    assert pickle.loads(pickle.dumps(outer)).events == outer.events
+
+
+def test_a_span_lasts_as_long_as_its_block_even_if_that_raises():
+    log = EventLog()
+    before = time.perf_counter()
+    with log.span("compute", layer=2):
+        time.sleep(0.01)
+    with pytest.raises(ZeroDivisionError), log.span("fails", nbytes=5, lane="x"):
+        1 / 0  # noqa: B018
+    after = time.perf_counter()
+    first, second = log.events
+    assert first.op == first.lane == "compute"
+    assert first.detail == {"layer": 2}
+    assert before <= first.start <= first.end - 0.01 < second.start
+    assert second.end <= after
+    assert (second.op, second.nbytes, second.lane) == ("fails", 5, "x")
+
+
+def test_the_events_of_a_log_are_its_own():
+    log = EventLog(0)
+    log.events.append("nonsense")
+    assert log.events == []
+
+
+def test_many_threads_may_add():
+    log = EventLog(0)
+    threads = [
+        threading.Thread(target=lambda: [log.add("x", 0, 1) for _ in range(100)])
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(log.events) == 800
+
+
+@pytest.mark.parametrize("end", [0.999, -1, math.nan])
+def test_no_event_ends_before_it_starts(end):
+    with pytest.raises(ValueError, match="starts at 1"):
+        Event(0, "x", 1, end)
+
+
+# ---- overlap and busy: against counting tick by tick -------------------------------
+
+
+@st.composite
+def any_events(draw) -> list[Event]:
+    events = []
+    for _ in range(draw(st.integers(0, 8))):
+        start = draw(st.integers(0, 12))
+        rank, op = draw(st.integers(0, 1)), draw(st.sampled_from("abc"))
+        lane = draw(st.sampled_from(["", "gpu", "net"]))
+        events.append(Event(rank, op, start, start + draw(st.integers(0, 6)), 0, lane))
+    return events
+
+
+def ticks(events, what, rank) -> set[int]:
+    return {
+        tick
+        for e in events
+        if e.rank == rank and what in (e.op, e.lane, None)
+        for tick in range(e.start, e.end)
+    }
+
+
+NAMES = st.sampled_from(["a", "b", "gpu", "net", "nobody"])
+
+
+@given(any_events(), NAMES, NAMES)
+def test_overlap_is_the_time_in_which_both_run(events, a, b):
+    each = [len(ticks(events, a, r) & ticks(events, b, r)) for r in (0, 1)]
+    assert [overlap(events, a, b, rank=r) for r in (0, 1)] == each
+    assert overlap(events, a, b) == overlap(events, b, a) == sum(each)
+    assert overlap(events, a, a) == busy(events, a)
+
+
+@given(any_events(), NAMES | st.none())
+def test_busy_counts_each_moment_once(events, what):
+    each = [len(ticks(events, what, r)) for r in (0, 1)]
+    assert [busy(events, what, rank=r) for r in (0, 1)] == each
+    assert busy(events, what) == sum(each)
+
+
+def double_counting(events, a, b) -> float:
+    """Be the overlap that everybody writes first."""
+    return sum(
+        max(0, min(e.end, f.end) - max(e.start, f.start))
+        for e in events
+        for f in events
+        if a in (e.op, e.lane) and b in (f.op, f.lane) and e.rank == f.rank
+    )
+
+
+def across_ranks(events, a, b) -> float:
+    return overlap([Event(0, e.op, e.start, e.end) for e in events], a, b)
+
+
+def by_hulls(events, a, b) -> float:
+    """Forget the gaps between the events."""
+    hull = [[e for e in events if e.op == op] for op in (a, b)]
+    return min(max(e.end for e in h) for h in hull) - max(
+        min(e.start for e in h) for h in hull
+    )
+
+
+CASES = [  # rank, op, start, end; and the overlap of a and b
+    ([(0, "a", 0, 10), (0, "b", 2, 6), (0, "b", 4, 8)], 6),
+    ([(0, "a", 0, 4), (0, "a", 8, 12), (0, "b", 2, 10)], 4),
+    ([(0, "a", 0, 10), (1, "b", 2, 6)], 0),
+    ([(0, "a", 0, 5), (0, "b", 5, 9)], 0),
+]
+
+
+def right_about_overlap(measure) -> bool:
+    return all(
+        measure([Event(*event) for event in events], "a", "b") == seconds
+        for events, seconds in CASES
+    )
+
+
+def test_overlap_of_known_cases():
+    assert right_about_overlap(overlap)
+
+
+@pytest.mark.parametrize("plant", [double_counting, across_ranks, by_hulls])
+def test_wrong_overlaps_are_seen(plant):
+    assert not right_about_overlap(plant)
+
+
+def test_overlap_is_exact():
+    third = Fraction(1, 3)
+    events = [Event(0, "a", 0 * third, third), Event(0, "b", third / 2, 1)]
+    assert overlap(events, "a", "b") == Fraction(1, 6)
+
+
+# ---- the trace ---------------------------------------------------------------------
+
+EVENTS = [
+    Event(1, "recv", 100.0005, 100.002, 64, "communication", {"from": 0}),
+    Event(0, "compute", 100.0, 100.001),
+    Event(0, "send", 100.0005, 100.001, 64, "communication"),
+    Event(0, "send", 100.00075, 100.0015, 32, "communication"),
+    Event(0, "send", 100.001, 100.0015, 16, "communication"),
+]
+
+
+def spans(trace: dict) -> list[dict]:
+    return [event for event in trace["traceEvents"] if event["ph"] == "X"]
+
+
+def test_a_trace_has_a_process_for_each_rank_and_a_thread_for_each_lane():
+    trace = chrome_trace(EVENTS)
+    names = {
+        (event["pid"], event["tid"], event["name"]): event["args"]["name"]
+        for event in trace["traceEvents"]
+        if event["ph"] == "M"
+    }
+    assert names == {
+        (0, 0, "process_name"): "rank 0",
+        (1, 0, "process_name"): "rank 1",
+        (0, 0, "thread_name"): "compute",
+        (0, 1, "thread_name"): "communication",
+        (0, 2, "thread_name"): "communication 2",
+        (1, 0, "thread_name"): "communication",
+    }
+    assert [
+        (e["pid"], e["tid"], e["name"], e["args"]["bytes"]) for e in spans(trace)
+    ] == [
+        (0, 0, "compute", 0),
+        (0, 1, "send", 64),
+        (0, 1, "send", 16),
+        (0, 2, "send", 32),
+        (1, 0, "recv", 64),
+    ]
+    received = spans(trace)[-1]
+    assert received["args"] == {"bytes": 64, "from": 0}
+    assert received["ts"] == pytest.approx(500)  # microseconds from the first start
+    assert received["dur"] == pytest.approx(1500)
+
+
+@given(any_events())
+def test_no_span_runs_over_another_of_its_thread_and_none_is_lost(events):
+    trace = spans(chrome_trace(events))
+    assert len(trace) == len(events)
+    last: dict = {}
+    for event in sorted(trace, key=lambda e: (e["ts"], e["dur"])):
+        line = event["pid"], event["tid"]
+        assert event["ts"] >= last.get(line, 0)
+        last[line] = event["ts"] + event["dur"]
+
+
+def test_a_trace_is_saved_as_json_whatever_the_details_are(tmp_path):
+    odd = Event(0, "x", 1, 2, detail={"dtype": torch.float32, "shape": (2, 3)})
+    path = save_trace([odd], tmp_path / "trace.json")
+    (event,) = spans(json.loads(path.read_text()))
+    assert event["args"] == {"bytes": 0, "dtype": "torch.float32", "shape": [2, 3]}
+    assert chrome_trace([])["traceEvents"] == []
+
+
+# ---- one clock for all ranks -------------------------------------------------------
+
+
+def ping_pong(rounds: int = 50) -> list[list[Event]]:
+    """Return for each round: when this rank's part of it began and ended."""
+    rank, ball = dist.get_rank(), torch.zeros(1)
+    with EventLog() as log:
+        for _ in range(rounds):
+            with log.span("round"):
+                if rank == 0:
+                    dist.send(ball, 1)
+                    dist.recv(ball, 1)
+                else:
+                    dist.recv(ball, 0)
+                    start = time.perf_counter()
+                    log.add("has the ball", start, time.perf_counter())
+                    dist.send(ball, 0)
+    return log.events
+
+
+def in_order(rounds: list[Event], balls: list[Event], shift: float = 0.0) -> bool:
+    """Tell whether rank 1 had the ball while rank 0 was without, by both clocks."""
+    return all(
+        mine.start <= its.start + shift <= its.end + shift <= mine.end
+        for mine, its in zip(rounds, balls, strict=True)
+    )
+
+
+@linux
+def test_ranks_share_one_clock():
+    of_0, of_1 = spawn(ping_pong, world_size=2)
+    balls = [event for event in of_1 if event.op == "has the ball"]
+    assert {event.rank for event in of_0} == {0}
+    assert {event.rank for event in of_1} == {1}
+    assert in_order(of_0, balls)
+    longest = max(event.seconds for event in of_0)
+    assert not in_order(of_0, balls, shift=longest)  # clocks that differ are seen
+    assert not in_order(of_0, balls, shift=-longest)

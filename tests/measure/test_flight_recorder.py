@@ -1,0 +1,240 @@
+"""TorchCollectives: every collective of PyTorch is seen, once, with its true size."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_course.launch import spawn
+from ddp_course.measure import Call, SystemBytes, TorchCollectives
+from ddp_course.measure.pytorch import call_of
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/io is Linux's")
+
+# ---- reading one entry -------------------------------------------------------------
+
+
+def entry(op: str, into: list, out_of: list, dtype: str = "Float", pg: str = "0"):
+    return {
+        "profiling_name": f"gloo:{op}",
+        "process_group": [pg, "default_pg"],
+        "input_sizes": into,
+        "output_sizes": out_of,
+        "input_dtypes": [dtype] * len(into),
+        "output_dtypes": [dtype] * len(out_of),
+    }
+
+
+@pytest.mark.parametrize(
+    ("recorded", "call"),
+    [
+        (entry("all_reduce", [[5, 2]], [[5, 2]]), (40, torch.float32, 10)),
+        (entry("all_reduce", [[3], [5]], [[3], [5]], "Half"), (16, torch.float16, 8)),
+        (entry("all_reduce", [[]], [[]], "Double"), (8, torch.float64, 1)),
+        (entry("all_gather", [[4]], [[3, 4]], "BFloat16"), (24, torch.bfloat16, 12)),
+        (entry("all_gather", [[4], [8]], [[2, 4]]), (144, torch.float32, 36)),
+        (entry("all_to_all", [[6]], [[6]], "Byte"), (6, torch.uint8, 6)),
+        (entry("broadcast", [[3]], [[3]], "Bool"), (3, torch.bool, 3)),
+        (entry("scatter", [], [[3]], "Long"), (24, torch.int64, 3)),
+        (entry("scatter", [[3, 3]], [[3]], "Char"), (9, torch.int8, 9)),
+        (entry("gather", [[3]], [], "Int"), (12, torch.int32, 3)),
+        (entry("barrier", [], []), (0, None, 0)),
+        (entry("all_reduce", [[0]], [[0]]), (0, torch.float32, 0)),
+        (entry("reduce", [[2]], [[2]], "ComplexFloat"), (16, torch.complex64, 2)),
+    ],
+)
+def test_an_entry_tells_the_size_of_the_whole_tensor(recorded, call):
+    op = recorded["profiling_name"].removeprefix("gloo:")
+    assert call_of(recorded, {"0": 3}) == Call(op, *call, 3, "gloo")
+
+
+@pytest.mark.parametrize("dtype", ["Float8_e4m3fn", "UInt16", "Short", "ComplexHalf"])
+def test_the_rarer_names_that_cpp_gives_to_dtypes_are_known(dtype):
+    nbytes = {"Float8_e4m3fn": 1, "UInt16": 2, "Short": 2, "ComplexHalf": 4}[dtype]
+    call = call_of(entry("broadcast", [[10]], [[10]], dtype), {"0": 2})
+    assert call.nbytes == 10 * nbytes
+
+
+def test_an_entry_of_a_group_that_is_gone_is_told():
+    with pytest.raises(RuntimeError, match="all_reduce of group '7'.*is gone"):
+        call_of(entry("all_reduce", [[1]], [[1]], pg="7"), {"0": 3})
+
+
+@pytest.mark.parametrize(
+    ("op", "sent"),
+    [("all_reduce", 150), ("all_gather", 75), ("all_to_all", 75), ("barrier", 0)],
+)
+def test_bytes_sent_by_formula(op, sent):
+    assert Call(op, 100, torch.uint8, 100, 4).bytes_sent == sent
+    assert Call(op, 100, torch.uint8, 100, 1).bytes_sent == 0
+    assert Call(op, 100, torch.uint8, 100, 4, "nccl").bytes_sent is None
+
+
+@pytest.mark.parametrize("op", ["broadcast", "reduce", "scatter", "gather"])
+def test_what_depends_on_the_rank_has_no_number(op):
+    told = TorchCollectives()
+    told.calls = [Call("all_reduce", 8, torch.uint8, 8, 2), Call(op, 1, None, 1, 2)]
+    assert told.calls[1].bytes_sent is None
+    with pytest.raises(ValueError, match=f"sends in {op} depends"):
+        told.bytes_sent()
+    assert told.bytes_sent("all_reduce") == 8
+    assert repr(told) == (
+        f"<TorchCollectives: 1 all_reduce, 1 {op}; tensors of 9 bytes>"
+    )
+
+
+def test_without_a_process_group_nothing_can_be_measured():
+    with pytest.raises(RuntimeError, match="no process group yet"), TorchCollectives():
+        pass
+
+
+# ---- in real ranks -----------------------------------------------------------------
+
+ELEMENTS = 1_200_000  # of float32: 4.8 MB, divisible by 2, 3 and 4
+
+
+def every_collective() -> list[tuple[TorchCollectives, int]]:
+    """Call PyTorch's collectives one by one; return what is told of each."""
+    warnings.simplefilter("ignore")  # names that PyTorch is about to change
+    n = dist.get_world_size()
+    pair, full = dist.new_group([0, 1]), torch.ones(ELEMENTS)
+    part, half = torch.ones(ELEMENTS // n), torch.ones(ELEMENTS, dtype=torch.bfloat16)
+    told = []
+
+    def measure(call: Callable[[], object]) -> None:
+        dist.barrier()  # calls before the block are not its own
+        with SystemBytes() as system, TorchCollectives() as torchs:
+            call()
+        dist.barrier()
+        told.append((torchs, system.written))
+
+    measure(lambda: dist.all_reduce(full))
+    measure(lambda: dist.all_reduce(half, async_op=True).wait())
+    measure(lambda: dist.all_gather_into_tensor(full, part))
+    measure(lambda: dist.all_gather(list(full.chunk(n)), part))
+    measure(lambda: dist.reduce_scatter_tensor(part, full))
+    measure(lambda: dist.reduce_scatter(part, list(full.chunk(n))))
+    measure(lambda: dist.all_to_all_single(torch.empty_like(full), full))
+    measure(lambda: [dist.all_reduce(part) for _ in range(3)])
+    measure(lambda: dist.get_rank() < 2 and dist.all_reduce(full, group=pair))
+    measure(lambda: dist.broadcast(full, 0))
+    measure(dist.barrier)
+    measure(lambda: None)
+    return told
+
+
+WHOLE = 4 * ELEMENTS
+
+
+@linux
+@pytest.mark.parametrize("n", [2, 3])
+def test_every_collective_is_seen_and_sends_what_the_formula_says(n):
+    for rank, told in enumerate(spawn(every_collective, world_size=n)):
+        calls = [[(c.op, c.nbytes, c.world_size) for c in t.calls] for t, _ in told]
+        in_pair = [("all_reduce", WHOLE, 2)] if rank < 2 else []
+        assert calls == [
+            [("all_reduce", WHOLE, n)],
+            [("all_reduce", WHOLE // 2, n)],
+            [("all_gather", WHOLE, n)],
+            [("all_gather", WHOLE, n)],
+            [("all_reduce", WHOLE, n)],  # what reduce_scatter is under gloo
+            [("all_reduce", WHOLE // n, n)] * n,
+            [("all_to_all", WHOLE, n)],
+            [("all_reduce", WHOLE // n, n)] * 3,
+            in_pair,
+            [("broadcast", WHOLE, n)],
+            [("barrier", 0, n)],
+            [],
+        ]
+        for torchs, written in told[:9]:
+            sent = torchs.bytes_sent()
+            assert abs(written - sent) <= 0.005 * sent, torchs
+            wrong = torchs.nbytes  # the size of the tensor is not what is sent
+            if wrong != sent:
+                assert abs(written - wrong) > 0.005 * wrong, torchs
+        assert told[10][1] < 1000  # a barrier sends headers
+
+
+def train(find_unused: bool, steps: int = 4) -> dict:
+    """Train DDP for some steps; return what its last backward pass called."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(400, 400) for _ in range(6)])
+    ddp = DistributedDataParallel(
+        model, bucket_cap_mb=1, find_unused_parameters=find_unused
+    )
+    for step in range(steps):
+        loss = ddp(torch.ones(2, 400) * (step + dist.get_rank())).sum()
+        with TorchCollectives() as torchs, SystemBytes() as system:
+            loss.backward()
+    logged = ddp._get_ddp_logging_data()
+    sizes = logged.get("rebuilt_bucket_sizes") or logged["bucket_sizes"]
+    return {
+        "calls": torchs,
+        "buckets": [int(size) for size in sizes.split(",")],
+        "parameters": sum(p.numel() * p.element_size() for p in model.parameters()),
+        "written": system.written,
+    }
+
+
+def one_all_reduce_per_bucket(told: dict) -> bool:
+    torchs = told["calls"]
+    return (
+        [call.op for call in torchs.calls] == ["all_reduce"] * len(told["buckets"])
+        and sorted(call.nbytes for call in torchs.calls) == sorted(told["buckets"])
+        and torchs.nbytes == told["parameters"]
+    )
+
+
+@linux
+def test_ddp_makes_one_all_reduce_for_each_bucket():
+    for told, plant in spawn(lambda: (train(False), train(True)), world_size=4):
+        assert len(told["buckets"]) > 2
+        assert one_all_reduce_per_bucket(told)
+        assert told["calls"].count("all_reduce") == len(told["buckets"])
+        assert told["calls"].bytes_sent() == 1.5 * told["parameters"]
+        assert told["written"] == pytest.approx(1.5 * told["parameters"], rel=0.005)
+        assert not one_all_reduce_per_bucket(plant)  # it also reduces who was used
+
+
+def full_recorder() -> dict:
+    """Call as many as the recorder keeps (20), one more, and with it switched off."""
+    x, told = torch.ones(1), {}
+    for _ in range(50):  # the ring is full before the block begins
+        dist.all_reduce(x)
+    with TorchCollectives() as outer:
+        dist.all_reduce(x)
+        with TorchCollectives() as inner:
+            for _ in range(19):
+                dist.all_reduce(x)
+    told["counts"] = outer.count(), inner.count()
+    try:
+        with TorchCollectives():
+            for _ in range(21):
+                dist.all_reduce(x)
+    except RuntimeError as error:
+        told["lost"] = str(error)
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
+    try:
+        with TorchCollectives():
+            pass
+    except RuntimeError as error:
+        told["off"] = str(error)
+    return told
+
+
+def test_more_calls_than_the_recorder_keeps_are_told():
+    env = {"TORCH_FR_BUFFER_SIZE": "20"}
+    (told,) = spawn(full_recorder, world_size=1, env=env)
+    assert told["counts"] == (20, 19)
+    assert told["lost"].startswith("21 collectives were called in this block")
+    assert "keeps 20: the first 1 are lost" in told["lost"]
+    assert "TORCH_FR_BUFFER_SIZE" in told["lost"]
+    assert told["off"] == "the flight recorder is off: TORCH_FR_BUFFER_SIZE is 0"
