@@ -1,0 +1,243 @@
+"""What a call does first: say what it means, and see what the other ranks mean.
+
+A collective goes wrong in the worst way if the ranks do not mean the same: gloo hangs,
+or adds numbers that do not belong together (chapter 02 shows it). So before a rank
+sends anything it says what it is about to do, and looks at what the others say:
+
+    call = comm.call("broadcast", src=0)     # the name, and what all must agree on
+    call.tensor("tensor", tensor)            # is it usable? and its type and shape
+    call.start(body, async_op)               # all agree: body(run) sends and receives
+
+If one rank's tensor is unusable, or if the calls differ, every rank raises the same
+`CollectiveError`, and nothing has been sent.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_course.collectives import runtime
+from ddp_course.collectives.plan import Plan
+from ddp_course.collectives.port import Port
+from ddp_course.collectives.reduction import ReduceOp, check_op
+from ddp_course.collectives.runtime import Buffer
+from ddp_course.measure import active_logs, active_meters
+
+if TYPE_CHECKING:
+    from ddp_course.collectives.communicator import Communicator, Work
+
+
+@dataclass
+class Run:
+    """A call that all ranks have agreed on: `body(run)` does the work with it."""
+
+    comm: Communicator
+    port: Port
+    op: dist.ReduceOp.RedOpType
+    agree: Callable[[], None]
+
+    def plan(
+        self,
+        plan: Plan,
+        buffer: Buffer,
+        *,
+        piece: int = runtime.PIECE,
+        op: dist.ReduceOp.RedOpType | None = None,
+    ) -> None:
+        """Carry out a plan: in pieces on the CPU, step by step on GPUs."""
+        op = self.op if op is None else op
+        like = buffer.parts[0]
+        if like.is_cuda:
+            runtime.step_by_step(plan, buffer, self.port, op)
+            return
+
+        def scratch(numel: int) -> Tensor:
+            return self.comm.scratch(numel, like)
+
+        runtime.pipelined(plan, buffer, self.port, op, scratch, piece)
+
+
+class Call:
+    """What one rank is about to do, in words, and what is wrong with it, if anything.
+
+    The words of all ranks must be the same. A rank whose own arguments are unusable
+    says so instead, so that the others do not wait for it.
+    """
+
+    def __init__(self, comm: Communicator, name: str, details: dict[str, Any]) -> None:
+        self.comm = comm
+        self.name = name
+        told = ", ".join(f"{key}={value}" for key, value in details.items())
+        self.words = [f"{name}({told})" if told else name]
+        self.problem: str | None = None
+        self.op = ReduceOp.SUM
+        self.fits: Callable[[list[str]], str | None] | None = None
+
+    def refuse(self, problem: str) -> None:
+        """Note what is wrong; the first word counts."""
+        self.problem = self.problem or problem
+
+    def tensor(self, role: str, tensor: Any, like: Tensor | None = None) -> None:
+        """Check a tensor that all ranks must give in the same shape and type."""
+        if self.usable(role, tensor, like):
+            kind = str(tensor.dtype).removeprefix("torch.")
+            self.words.append(f"{role} {kind} {list(tensor.shape)}")
+
+    def tensors(self, role: str, tensors: Any, like: Tensor | None = None) -> None:
+        """Check a list of one tensor for each rank, each of them like `like`."""
+        if not isinstance(tensors, Sequence) or isinstance(tensors, Tensor):
+            self.refuse(f"{role} is {type(tensors).__name__}; it must be a list")
+        elif len(tensors) != self.comm.size:
+            self.refuse(
+                f"{role} has {len(tensors)} tensors; the group has "
+                f"{self.comm.size} ranks"
+            )
+        else:
+            for k, tensor in enumerate(tensors):
+                self.usable(f"{role}[{k}]", tensor, like)
+
+    def usable(self, role: str, tensor: Any, like: Tensor | None = None) -> bool:
+        """Check that a tensor can be sent, and is of the type and shape of `like`."""
+        if not isinstance(tensor, Tensor):
+            self.refuse(f"{role} is a {type(tensor).__name__}, not a tensor")
+        elif tensor.layout != torch.strided or tensor.device.type == "meta":
+            self.refuse(f"{role} is {tensor.layout} on {tensor.device}: not in memory")
+        elif not tensor.is_contiguous():
+            self.refuse(
+                f"{role} is not contiguous (shape {list(tensor.shape)}, stride "
+                f"{list(tensor.stride())}); give {role}.contiguous()"
+            )
+        elif isinstance(like, Tensor) and (
+            (tensor.shape, tensor.dtype) != (like.shape, like.dtype)
+        ):
+            self.refuse(
+                f"{role} is {tensor.dtype} {list(tensor.shape)}; it must be "
+                f"{like.dtype} {list(like.shape)}"
+            )
+        else:
+            return True
+        return False
+
+    def reduction(self, op: Any, tensor: Any) -> None:
+        """Check that `op` can be used on a tensor; all ranks must give the same."""
+        self.op = op = getattr(op, "op", op)  # ReduceOp(ReduceOp.SUM) is SUM, too
+        if isinstance(tensor, Tensor) and (wrong := check_op(op, tensor.dtype)):
+            self.refuse(wrong)
+        self.words.append(f"op {str(op).rpartition('.')[2]}")
+
+    def choice(self, name: str, value: Any, allowed: Sequence[str]) -> None:
+        """Check that an option is one of those there are."""
+        if value not in allowed:
+            self.refuse(f"{name} is {value!r}; it can be {', '.join(allowed)}")
+
+    def root(self, name: str, rank: Any) -> int:
+        """Check a rank (in the job) that must be in the group; return its index."""
+        ranks = self.comm.ranks
+        if isinstance(rank, int) and rank in ranks:
+            return ranks.index(rank)
+        known = f"0 to {len(ranks) - 1}" if ranks == list(range(len(ranks))) else ranks
+        self.refuse(f"{name} is {rank!r}; the group's ranks are {known}")
+        return 0
+
+    def times(self, role: str, tensor: Any, count: int, of: str, part: Any) -> None:
+        """Check a tensor that is as large as `count` tensors like `part` together."""
+        if self.usable(role, tensor) and isinstance(part, Tensor):
+            wanted = count * part.numel()
+            if tensor.dtype != part.dtype or tensor.numel() != wanted:
+                self.refuse(
+                    f"{role} is {tensor.dtype} with {tensor.numel()} elements; it must "
+                    f"be {part.dtype} with {wanted}, {count} times those of {of}"
+                )
+
+    def split(
+        self, role: str, tensor: Any, sizes: Sequence[int] | None
+    ) -> Sequence[Tensor]:
+        """Divide a tensor along its first dimension, a part for each rank."""
+        n = self.comm.size
+        if not self.usable(role, tensor):
+            return []
+        rows = tensor.shape[0] if tensor.dim() else 0
+        if sizes is None and rows % n:
+            self.refuse(f"{role} has {rows} rows, which {n} ranks cannot share equally")
+        elif sizes is not None and (len(sizes) != n or sum(sizes) != rows):
+            self.refuse(
+                f"{role}_split_sizes is {list(sizes)}; it must be {n} numbers with the "
+                f"sum {rows}"
+            )
+        elif sizes is not None and min(sizes) < 0:
+            self.refuse(f"{role}_split_sizes is {list(sizes)}; a size is 0 or more")
+        else:
+            return tensor.split([rows // n] * n if sizes is None else list(sizes))
+        return []
+
+    def pairs(self, outputs_role: str, outputs: Any, role: str, inputs: Any) -> None:
+        """Check the lists of an all-to-all: what i has for j, j must expect from i."""
+        shapes = {}
+        for name, tensors in ((role, inputs), (outputs_role, outputs)):
+            self.tensors(name, tensors)
+            if self.problem:
+                return
+            shapes[name] = [[str(t.dtype), list(t.shape)] for t in tensors]
+        self.words.append(json.dumps([shapes[role], shapes[outputs_role]]))
+        head = ", ".join(self.words[:-1])
+        ranks = self.comm.ranks
+
+        def fits(notes: list[str]) -> str | None:
+            if any(not note.startswith(f"{head}, [") for note in notes):
+                return "the ranks do not call the same. " + "; ".join(
+                    f"rank {r}: {note}" for r, note in zip(ranks, notes, strict=True)
+                )
+            lists = [json.loads(note.removeprefix(f"{head}, ")) for note in notes]
+            for i, (gives, _) in enumerate(lists):
+                for j, (_, expects) in enumerate(lists):
+                    if gives[j] != expects[i]:
+                        return (
+                            f"rank {ranks[i]} has {gives[j]} for rank {ranks[j]}, "
+                            f"which expects {expects[i]}"
+                        )
+            return None
+
+        self.fits = fits
+
+    def start(
+        self,
+        body: Callable[[Run], None],
+        async_op: bool = False,
+        *,
+        agreed_by_body: bool = False,
+    ) -> Work | None:
+        """Agree with the other ranks, then do `body`; with `async_op`, meanwhile.
+
+        A body that has to wait for the other ranks anyhow may do both at once, by
+        calling `run.agree()` itself before anything is changed.
+        """
+        meters, logs = active_meters(), active_logs()
+        comm, words = self.comm, ", ".join(self.words)
+        agree = partial(comm.agree, words, self.problem, self.fits)
+
+        def job() -> None:
+            if self.problem or not agreed_by_body:
+                agree()
+            run = Run(comm, Port(comm.group, comm.ranks, meters), self.op, agree)
+            started = time.perf_counter()
+            with torch.no_grad():
+                body(run)
+            for log in logs:
+                log.add(
+                    self.name,
+                    started,
+                    time.perf_counter(),
+                    run.port.nbytes_sent,
+                    lane="communication",
+                )
+
+        return comm.perform(job, async_op)

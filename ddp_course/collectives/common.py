@@ -1,0 +1,57 @@
+"""What all all-reduces have in common.
+
+The algorithms are in `naive`, `tree`, `halving_doubling`, `ring`, `hierarchical` and
+`shared_memory`. Explained in chapter 03.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_course.collectives.call import Call, Run
+from ddp_course.collectives.communicator import Work, communicator
+from ddp_course.collectives.plan import Plan
+from ddp_course.collectives.reduction import ReduceOp
+from ddp_course.collectives.runtime import Buffer
+
+
+def all_reduce_by(
+    name: str,
+    plan: Callable[[int], Plan],
+    tensor: Tensor,
+    op: dist.ReduceOp.RedOpType = ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Combine `tensor` of all ranks, in place, by the plan `plan(world_size)`.
+
+    `tensor` is contiguous, of any shape and type; `op` is SUM, AVG, MAX, MIN or
+    PRODUCT; `group` is a process group, by default all ranks. Afterwards all ranks have
+    the same bits. With `async_op` it returns at once, with a handle to wait for.
+
+    Raises CollectiveError, on every rank and before anything is sent, if a tensor or op
+    is unusable or differs between ranks; ValueError or TypeError for a wrong group.
+    """
+    call = communicator(group).call(f"{name}.all_reduce")
+    return start_all_reduce(call, plan, tensor, op, async_op)
+
+
+def start_all_reduce(
+    call: Call,
+    plan: Callable[[int], Plan],
+    tensor: Tensor,
+    op: dist.ReduceOp.RedOpType,
+    async_op: bool,
+) -> Work | None:
+    """Check the arguments and start; for `all_reduce_by` and its kin."""
+    call.tensor("tensor", tensor)
+    call.reduction(op, tensor)
+
+    def body(run: Run) -> None:
+        chosen = plan(call.comm.size)
+        run.plan(chosen, Buffer.flat(tensor, chosen.chunks))
+
+    return call.start(body, async_op)

@@ -1,0 +1,138 @@
+"""What the ranks of a process group keep between calls.
+
+A group's ranks, a memory page on which they agree before each call (`agreement`), a
+thread in which collectives can be under way (`async_op=True`), and memory to receive
+into. It lives as long as the process group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_course.collectives.agreement import AgreementInMemory, agreement
+from ddp_course.collectives.call import Call
+from ddp_course.launch import here
+
+
+class Work:
+    """A collective that is under way, as `async_op=True` returns it."""
+
+    def __init__(self, future: Future) -> None:
+        self._future = future
+
+    def wait(self) -> bool:
+        """Return when the collective is done; raise what it raised."""
+        self._future.result()
+        return True
+
+    def is_completed(self) -> bool:
+        """Tell whether it is done."""
+        return self._future.done()
+
+
+class Communicator:
+    """This rank's part of a process group: who is in it, and what is kept for it.
+
+    `rank` and `size` count within the group; `ranks` are its members' ranks in the job.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.ranks: list[int] = dist.get_process_group_ranks(group)
+        self.rank, self.size = dist.get_rank(group), len(self.ranks)
+        self.agree = agreement(self.exchange, self.rank, self.ranks)
+        self.kept: dict[str, Any] = {}  # what an algorithm wants to find again
+        self._thread: ThreadPoolExecutor | None = None
+        self._last: Future | None = None
+        self._memory: dict[torch.device, Tensor] = {}
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return every rank's `value`. Slow: for setting things up."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether all ranks of the group can have memory in common."""
+        return isinstance(self.agree, AgreementInMemory)
+
+    def nodes(self) -> list[list[int]]:
+        """Return the group's ranks (numbered in the group), node by node."""
+        topology, nodes = here().topology, {}
+        for index, rank in enumerate(self.ranks):
+            nodes.setdefault(topology.place(rank).node_rank, []).append(index)
+        return list(nodes.values())
+
+    def scratch(self, numel: int, like: Tensor) -> Tensor:
+        """Return memory for `numel` elements, the same again at the next call."""
+        nbytes = numel * like.element_size()
+        memory = self._memory.get(like.device)
+        if memory is None or memory.numel() < nbytes:
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=like.device)
+            self._memory[like.device] = memory
+        return memory[:nbytes].view(like.dtype)
+
+    def call(self, name: str, **details: Any) -> Call:
+        """Begin a call; all ranks must give the same name and details."""
+        return Call(self, name, details)
+
+    def perform(self, job: Callable[[], None], async_op: bool) -> Work | None:
+        """Do `job` now, or in this group's thread, in the order of the calls."""
+        busy = self._last is not None and not self._last.done()
+        if not async_op and not busy:
+            job()
+            return None
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="collectives")
+        self._last = self._thread.submit(job)
+        work = Work(self._last)
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+    def close(self) -> None:
+        """Let the thread end; for a group that has been destroyed."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False)
+
+
+def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
+    """Return what this rank keeps for `group` (None: all ranks).
+
+    The first call for a group is a collective: its members must all make it. Raises
+    ValueError, TypeError if `group` is none that this rank is in.
+    """
+    group = dist.group.WORLD if group is None else group
+    if group is None:
+        raise ValueError("the default process group has not been initialized")
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            f"rank {dist.get_rank()} is no member of this group (new_group returned "
+            "NON_GROUP_MEMBER here); only members take part in its collectives"
+        )
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group is {group!r}; it must be a process group or None")
+    if group not in _KEPT:
+        forget_destroyed_groups()
+        _KEPT[group] = Communicator(group)
+    return _KEPT[group]
+
+
+_KEPT: dict[dist.ProcessGroup, Communicator] = {}
+
+
+def forget_destroyed_groups() -> None:
+    """Drop what was kept for groups that have been destroyed meanwhile."""
+    for group in list(_KEPT):
+        try:
+            dist.get_process_group_ranks(group)
+        except (KeyError, ValueError):
+            _KEPT.pop(group).close()

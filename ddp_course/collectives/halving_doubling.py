@@ -1,0 +1,84 @@
+"""All-reduce by halving and doubling: a ring's bytes in a tree's number of steps.
+
+A reduce-scatter in which the messages are halved each time, then an all-gather in which
+they are doubled (Thakur, Rabenseifner and Gropp 2005). Between ranks far apart, though:
+on a cluster whose links get slower with distance, a ring may be better. Chapter 03.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_course.collectives.common import all_reduce_by
+from ddp_course.collectives.communicator import Work
+from ddp_course.collectives.plan import Plan, Transfer, among, chain, make_plan
+from ddp_course.collectives.reduction import ReduceOp
+
+
+@cache
+def halving_plan(world_size: int) -> Plan:
+    """Reduce-scatter: partners swap halves of what they are still responsible for.
+
+    In each step rank r and the rank at `distance` (..., 4, 2, 1) have the same range of
+    chunks; one of them keeps the lower half, the other the upper. `world_size` must be
+    a power of two. log2(N) steps.
+    """
+    transfers, distance, step = [], world_size // 2, 0
+    while distance:
+        for r in range(world_size):
+            partner = r ^ distance
+            first = partner & ~(distance - 1)  # the half that the partner keeps
+            transfers.append(Transfer(step, r, partner, first, first + distance, True))
+        distance, step = distance // 2, step + 1
+    end = [{r} for r in range(world_size)]
+    return make_plan("halving", world_size, world_size, transfers, end=end)
+
+
+@cache
+def doubling_plan(world_size: int) -> Plan:
+    """All-gather: the same messages back, in the reverse order."""
+    halving = halving_plan(world_size)
+    transfers = [
+        Transfer(halving.steps - 1 - t.step, t.dst, t.src, t.first, t.last, False)
+        for t in halving.transfers
+    ]
+    start = [{r} for r in range(world_size)]
+    return make_plan("doubling", world_size, world_size, transfers, start)
+
+
+@cache
+def plan(world_size: int) -> Plan:
+    """Halve, then double. Ranks beyond a power of two take part through a partner.
+
+    With p = 2^k the largest power of two up to N, rank p + i first gives all it has to
+    rank i, and at the end gets the result back: two steps more, of S bytes each.
+    """
+    p = 1 << (world_size.bit_length() - 1)
+    extra = world_size - p
+    give = [Transfer(0, p + i, i, 0, p, True) for i in range(extra)]
+    give_back = [Transfer(0, i, p + i, 0, p, False) for i in range(extra)]
+    core = (halving_plan(p), doubling_plan(p))
+
+    def widened(transfers: list[Transfer]) -> Plan:
+        return make_plan("part", world_size, p, transfers)
+
+    parts = [widened(among(part, range(p))) for part in core]
+    return chain(
+        "all_reduce, halving-doubling", widened(give), *parts, widened(give_back)
+    )
+
+
+def all_reduce(
+    tensor: Tensor,
+    op: dist.ReduceOp.RedOpType = ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Combine all ranks' `tensor` (any shape, in place) by halving and doubling.
+
+    See `common.all_reduce_by` for arguments and errors. Chapter 03.
+    """
+    return all_reduce_by("halving_doubling", plan, tensor, op, group, async_op)

@@ -1,0 +1,108 @@
+"""All-reduce on several nodes: first inside each, then between them, then inside again.
+
+Links between nodes are slow, so as little as possible should go over them.
+`leader_plan` is the version of the textbooks: one rank of each node carries everything.
+In `sharded_plan` every rank carries its part, so each node's network cards all work
+(BlueConnect: Cho et al. 2019; Horovod's NCCLHierarchicalAllreduce). Chapter 03.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_course.collectives import ring
+from ddp_course.collectives.common import start_all_reduce
+from ddp_course.collectives.communicator import Work, communicator
+from ddp_course.collectives.plan import Plan, Transfer, among, chain, make_plan
+from ddp_course.collectives.reduction import ReduceOp
+from ddp_course.collectives.rooted import broadcast_tree_plan, reduce_tree_plan
+from ddp_course.collectives.shards import all_gather_ring_plan, reduce_scatter_ring_plan
+
+
+@cache
+def leader_plan(nnodes: int, nproc_per_node: int) -> Plan:
+    """Reduce to each node's first rank; a ring of these; broadcast inside the nodes.
+
+    Between nodes only the leaders talk: each sends 2 (G - 1) / G S bytes, for G nodes.
+    """
+    nodes = _nodes(nnodes, nproc_per_node)
+    leaders = [node[0] for node in nodes]
+    whole = {"times": nnodes}  # inside a node, all chunks travel together
+    phases = [
+        [t for n in nodes for t in among(reduce_tree_plan(len(n)), n, **whole)],
+        among(ring.plan(nnodes), leaders),
+        [t for n in nodes for t in among(broadcast_tree_plan(len(n)), n, **whole)],
+    ]
+    return _chained("leader", nnodes * nproc_per_node, nnodes, phases)
+
+
+@cache
+def sharded_plan(nnodes: int, nproc_per_node: int) -> Plan:
+    """Reduce-scatter inside; a ring between ranks of equal local rank; all-gather.
+
+    Every rank sends 2 (G - 1) / G S / g bytes to another node, for G nodes of g ranks.
+    """
+    nodes = _nodes(nnodes, nproc_per_node)
+    shard = {"times": nnodes}  # each rank's shard is divided among the nodes
+    phases = [
+        [t for n in nodes for t in among(reduce_scatter_ring_plan(len(n)), n, **shard)],
+        [
+            t
+            for local, peers in enumerate(zip(*nodes, strict=True))
+            for t in among(ring.plan(nnodes), peers, skip=local * nnodes)
+        ],
+        [t for n in nodes for t in among(all_gather_ring_plan(len(n)), n, **shard)],
+    ]
+    chunks = nnodes * nproc_per_node
+    return _chained("sharded", nnodes * nproc_per_node, chunks, phases)
+
+
+def _nodes(nnodes: int, nproc_per_node: int) -> list[list[int]]:
+    g = nproc_per_node
+    return [list(range(node * g, node * g + g)) for node in range(nnodes)]
+
+
+def _chained(
+    name: str, world_size: int, chunks: int, phases: Sequence[list[Transfer]]
+) -> Plan:
+    plans = [make_plan(name, world_size, chunks, phase) for phase in phases]
+    return chain(f"all_reduce, hierarchical, {name}", *plans)
+
+
+def regular(nodes: list[list[int]]) -> bool:
+    """Tell whether the group's nodes have equally many ranks, one after the other."""
+    return nodes == _nodes(len(nodes), len(nodes[0]))
+
+
+PLANS = {"sharded": sharded_plan, "leader": leader_plan}
+
+
+def all_reduce(
+    tensor: Tensor,
+    op: dist.ReduceOp.RedOpType = ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    variant: str = "sharded",
+) -> Work | None:
+    """Combine all ranks' `tensor` (any shape, in place), sparing links between nodes.
+
+    Every node must have as many ranks of the group, one node's after the other's.
+    `variant` is "sharded" or "leader". See `common.all_reduce_by` for the other
+    arguments and errors. Chapter 03.
+    """
+    comm = communicator(group)
+    call = comm.call("hierarchical.all_reduce", variant=variant)
+    nodes = comm.nodes()
+    call.choice("variant", variant, PLANS)
+    if not regular(nodes):
+        call.refuse(f"the group's nodes have the ranks {nodes}, not equally many each")
+
+    def plan(_: int) -> Plan:
+        return PLANS[variant](len(nodes), len(nodes[0]))
+
+    return start_all_reduce(call, plan, tensor, op, async_op)

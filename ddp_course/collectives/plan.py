@@ -1,0 +1,219 @@
+"""Plans: who sends which slice to whom in which step, as plain data.
+
+A collective is decided before anything is sent. Each rank's buffer is divided into
+chunks, numbered 0, 1, 2, ...; a *transfer* says that in some step one rank sends a few
+consecutive chunks to another, which either adds them to its own or overwrites its own;
+and a *plan* is all transfers of a collective. Plans can be printed, drawn, counted and
+played through (`simulate`) without any process; `runtime` executes them on real ranks.
+
+Within one step all transfers happen together: what is sent is what was there before
+the step. Explained in chapter 02.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+Contributions = tuple[int, ...]  # the ranks whose numbers are in a chunk, sorted
+
+
+@dataclass(frozen=True, order=True)
+class Transfer:
+    """In step `step`, rank `src` sends its chunks `first` to `last - 1` to rank `dst`.
+
+    With `reduce`, `dst` combines them with its own (adds, for a sum); otherwise they
+    replace its own.
+    """
+
+    step: int
+    src: int
+    dst: int
+    first: int
+    last: int
+    reduce: bool
+
+    def __str__(self) -> str:
+        some = f"chunk {self.first}"
+        if self.last - self.first > 1:
+            some = f"chunks {self.first}-{self.last - 1}"
+        way = "adds" if self.reduce else "keeps"
+        return f"step {self.step}: {self.src} -> {self.dst}, {some}; {self.dst} {way}"
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """All transfers of one collective among `world_size` ranks.
+
+    The buffer has `chunks` chunks. `start[r]` are the chunks that hold rank r's own
+    numbers at the start, and `end[r]` those that must be complete on rank r at the
+    end: made of the numbers of all ranks that started with that chunk, each once (or
+    at least once, if combining is `idempotent`, as with a maximum).
+    """
+
+    name: str
+    world_size: int
+    chunks: int
+    transfers: tuple[Transfer, ...]
+    start: tuple[frozenset[int], ...]
+    end: tuple[frozenset[int], ...]
+    idempotent: bool = False
+
+    @cached_property
+    def steps(self) -> int:
+        """The number of steps, one after the other."""
+        return max((t.step for t in self.transfers), default=-1) + 1
+
+    def sent_by(self, rank: int) -> tuple[Transfer, ...]:
+        """Return what `rank` sends, in the order of the steps."""
+        return tuple(t for t in self.transfers if t.src == rank)
+
+    def received_by(self, rank: int) -> tuple[Transfer, ...]:
+        """Return what `rank` receives, in the order of the steps."""
+        return tuple(t for t in self.transfers if t.dst == rank)
+
+    def chunks_sent(self) -> list[int]:
+        """Return how many chunks each rank sends."""
+        sent = Counter()
+        for t in self.transfers:
+            sent[t.src] += t.last - t.first
+        return [sent[rank] for rank in range(self.world_size)]
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.name}, {self.world_size} ranks", *map(str, self)])
+
+    def __iter__(self):
+        return iter(self.transfers)
+
+
+def make_plan(
+    name: str,
+    world_size: int,
+    chunks: int,
+    transfers: Iterable[Transfer],
+    start: Sequence[Iterable[int]] | None = None,
+    end: Sequence[Iterable[int]] | None = None,
+    idempotent: bool = False,
+) -> Plan:
+    """Return a plan; by default every rank starts and ends with every chunk."""
+    everything = [range(chunks)] * world_size
+    return Plan(
+        name,
+        world_size,
+        chunks,
+        tuple(sorted(transfers)),
+        tuple(map(frozenset, start or everything)),
+        tuple(map(frozenset, end or everything)),
+        idempotent,
+    )
+
+
+def chain(name: str, *plans: Plan) -> Plan:
+    """Return the plan that carries out `plans` one after the other.
+
+    They must be of as many ranks and chunks; it starts like the first and ends like
+    the last of them.
+    """
+    transfers, step = [], 0
+    for plan in plans:
+        transfers += [replace(t, step=t.step + step) for t in plan.transfers]
+        step += plan.steps
+    first, last = plans[0], plans[-1]
+    return make_plan(
+        name, first.world_size, first.chunks, transfers, first.start, last.end
+    )
+
+
+def among(
+    plan: Plan, ranks: Sequence[int], *, times: int = 1, skip: int = 0
+) -> list[Transfer]:
+    """Return the transfers of `plan` for a part of a larger world.
+
+    What `plan` calls rank i is rank `ranks[i]` there. Each of its chunks is `times`
+    chunks there, and the first of them has the number `skip`.
+    """
+    return [
+        replace(
+            t,
+            src=ranks[t.src],
+            dst=ranks[t.dst],
+            first=skip + t.first * times,
+            last=skip + t.last * times,
+        )
+        for t in plan.transfers
+    ]
+
+
+def bounds(numel: int, chunks: int) -> list[int]:
+    """Return where the chunks of a buffer of `numel` elements begin and end.
+
+    Chunk c is [bounds[c], bounds[c + 1]). If `chunks` does not divide `numel`, some
+    chunks have one element more than the others; none is ever longer by two.
+    """
+    return [c * numel // chunks for c in range(chunks + 1)]
+
+
+State = list[list[Contributions]]  # state[rank][chunk]
+
+
+def simulate(plan: Plan) -> list[State]:
+    """Play a plan through: what is in every chunk of every rank, after each step.
+
+    Returns `plan.steps + 1` states, the first one before anything was sent. A chunk is
+    described by the ranks whose numbers are in it: (0, 2) is the sum of ranks 0's and
+    2's, (0, 0) has rank 0's numbers twice, and () holds nothing yet.
+    """
+    state: State = [
+        [(rank,) if chunk in plan.start[rank] else () for chunk in range(plan.chunks)]
+        for rank in range(plan.world_size)
+    ]
+    states = [state]
+    for step in range(plan.steps):
+        before, state = state, [list(chunks) for chunks in state]
+        for t in plan.transfers:
+            if t.step == step:
+                for chunk in range(t.first, t.last):
+                    sent, own = before[t.src][chunk], state[t.dst][chunk]
+                    both = set(own + sent) if plan.idempotent else own + sent
+                    state[t.dst][chunk] = tuple(sorted(both)) if t.reduce else sent
+        states.append(state)
+    return states
+
+
+def mistakes(plan: Plan) -> list[str]:
+    """Return what is wrong with the outcome of a plan: nothing, if it is a right one.
+
+    Each chunk that a rank must have at the end has to hold the numbers of every rank
+    that started with that chunk, each exactly once.
+    """
+    wrong = []
+    outcome = simulate(plan)[-1]
+    for rank, wanted in enumerate(plan.end):
+        for chunk in sorted(wanted):
+            right = tuple(r for r, has in enumerate(plan.start) if chunk in has)
+            if outcome[rank][chunk] != right:
+                wrong.append(
+                    f"rank {rank} ends with {outcome[rank][chunk]} in chunk {chunk}; "
+                    f"it should have {right}"
+                )
+    return wrong
+
+
+def completing(plan: Plan) -> frozenset[Transfer]:
+    """Return the transfers whose receiver then holds, for the first time, all it can.
+
+    There a mean is divided: by whoever completes the sum, before it is passed on.
+    """
+    last: dict[tuple[int, int], Transfer] = {}  # (rank, chunk) -> the last that adds
+    for t in plan.transfers:
+        if t.reduce:
+            last.update({(t.dst, chunk): t for chunk in range(t.first, t.last)})
+    states = simulate(plan)
+    everyone = [sum(chunk in has for has in plan.start) for chunk in range(plan.chunks)]
+    return frozenset(
+        t
+        for (rank, chunk), t in last.items()
+        if len(states[t.step + 1][rank][chunk]) >= everyone[chunk]
+    )

@@ -1,0 +1,162 @@
+"""Ports: how a rank's messages leave and arrive, counted, over links fast and slow.
+
+Everything that the collectives of this course send from rank to rank goes through
+`Port.send` and `Port.receive`, which are `dist.isend` and `dist.irecv` and three things
+more: a byte meter that is open counts the message; a link that was described as slow
+(`spawn(..., links=...)`) takes its time; and our messages have a tag of their own, so
+that they never mix with other messages between the same ranks. Chapter 02.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import cache
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_course.launch import Link, here, links_here
+from ddp_course.measure import ByteMeter
+
+TAG = 77  # of all our messages
+
+
+class Handle(Protocol):
+    """Something to wait for: a message that is being sent or received."""
+
+    def wait(self) -> object:
+        """Return when the message's memory may be used again."""
+
+
+class Port:
+    """One rank's way to the other ranks of a process group, for one collective.
+
+    Peers are numbered within the group. `meters` count each message.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        ranks: Sequence[int],
+        meters: Sequence[ByteMeter] = (),
+    ) -> None:
+        self.group = group
+        self.ranks = ranks
+        self.rank = ranks.index(dist.get_rank())
+        self.meters = meters
+        self.nbytes_sent = 0
+
+    def send(self, tensor: Tensor, peer: int) -> Handle:
+        """Start to send a contiguous tensor; do not change it before `wait()`."""
+        to = self.ranks[peer]
+        nbytes = self._count_sent(tensor, to)
+        line = line_to(to)
+        if line is None:
+            return dist.isend(tensor, to, self.group, TAG)
+        return line.send(lambda: dist.isend(tensor, to, self.group, TAG), nbytes)
+
+    def receive(self, tensor: Tensor, peer: int) -> Handle:
+        """Start to receive into a contiguous tensor; it is complete after `wait()`."""
+        source = self.ranks[peer]
+        self._count_received(tensor, source)
+        return dist.irecv(tensor, source, self.group, TAG)
+
+    def exchange(
+        self,
+        sends: Sequence[tuple[Tensor, int]],
+        receives: Sequence[tuple[Tensor, int]],
+    ) -> None:
+        """Send and receive several (tensor, peer) at once, and wait for all of them."""
+        sends = [(tensor, peer) for tensor, peer in sends if tensor.numel()]
+        receives = [(tensor, peer) for tensor, peer in receives if tensor.numel()]
+        if any(tensor.is_cuda for tensor, _ in (*sends, *receives)):
+            self._exchange_on_gpus(sends, receives)
+            return
+        handles = [self.receive(tensor, peer) for tensor, peer in receives]
+        handles += [self.send(tensor, peer) for tensor, peer in sends]
+        for handle in handles:
+            handle.wait()
+
+    def _exchange_on_gpus(self, sends: Sequence, receives: Sequence) -> None:
+        """Hand all of it to NCCL in one batch: alone, two sends can deadlock there."""
+        batch = []
+        for tensor, peer in sends:
+            self._count_sent(tensor, self.ranks[peer])
+            batch.append(dist.P2POp(dist.isend, tensor, self.ranks[peer], self.group))
+        for tensor, peer in receives:
+            self._count_received(tensor, self.ranks[peer])
+            batch.append(dist.P2POp(dist.irecv, tensor, self.ranks[peer], self.group))
+        for handle in dist.batch_isend_irecv(batch):
+            handle.wait()
+
+    def _count_sent(self, tensor: Tensor, to: int) -> int:
+        nbytes = tensor.numel() * tensor.element_size()
+        self.nbytes_sent += nbytes
+        for meter in self.meters:
+            meter.count_sent(to, nbytes)
+        return nbytes
+
+    def _count_received(self, tensor: Tensor, source: int) -> None:
+        for meter in self.meters:
+            meter.count_received(source, tensor.numel() * tensor.element_size())
+
+
+@cache
+def line_to(rank: int) -> Line | None:
+    """Return the slow line that leads to `rank`; None if messages take no extra time.
+
+    Like a machine with one network card, this process has one line to all ranks on
+    other nodes, and one to those on its own, whatever the process group.
+    """
+    outside = not here().same_node(rank)
+    return _line(outside)
+
+
+@cache
+def _line(outside: bool) -> Line | None:
+    links = links_here()
+    link = links.between if outside else links.inside
+    return None if link == Link() else Line(link)
+
+
+class Line:
+    """A link that takes its time: messages pass one after the other, in order.
+
+    A message occupies the line for bytes / bandwidth and arrives `latency` later; the
+    next one may follow meanwhile. A thread waits for that time, without using the CPU.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.free = 0.0  # when the line has sent what was given to it so far
+        self.waiting: queue.SimpleQueue = queue.SimpleQueue()
+        threading.Thread(target=self._carry, daemon=True, name="slow line").start()
+
+    def send(self, start: Callable[[], Handle], nbytes: int) -> Handle:
+        """Call `start`, which hands over the message, when it has arrived."""
+        self.free = max(self.free, time.monotonic()) + nbytes / self.link.bandwidth
+        started: Future[Handle] = Future()
+        self.waiting.put((self.free + self.link.latency, start, started))
+        return _Delayed(started)
+
+    def _carry(self) -> None:
+        while True:
+            at, start, started = self.waiting.get()
+            time.sleep(max(0.0, at - time.monotonic()))
+            try:
+                started.set_result(start())
+            except BaseException as error:  # tell whoever waits
+                started.set_exception(error)
+
+
+class _Delayed:
+    def __init__(self, started: Future[Handle]) -> None:
+        self.started = started
+
+    def wait(self) -> None:
+        self.started.result().wait()

@@ -1,0 +1,39 @@
+"""How two numbers become one: the reduce operations, and what they can be used on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+ReduceOp = dist.ReduceOp
+
+# op -> function(a, b, out=a), which combines two tensors of one shape. For bool, torch
+# defines a sum as "or" and a product as "and", as gloo and NCCL do.
+COMBINE: dict[dist.ReduceOp.RedOpType, Callable[..., Tensor]] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.AVG: torch.add,  # and a division at the end, see `finish`
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.PRODUCT: torch.mul,
+}
+NAMES = {op: str(op).rpartition(".")[2].lower() for op in COMBINE}
+
+
+def check_op(op: dist.ReduceOp.RedOpType, dtype: torch.dtype) -> str | None:
+    """Return what is wrong with reducing `dtype` by `op`, or None."""
+    if op not in COMBINE:
+        return f"op is {op!r}; it can be {', '.join(map(str, COMBINE))}"
+    if op == ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex):
+        return f"op is AVG, but the mean of {dtype} need not be one; use SUM and divide"
+    if dtype.is_complex and op in (ReduceOp.MAX, ReduceOp.MIN):
+        return f"op is {op!r}, but complex numbers have no order"
+    return None
+
+
+def finish(tensor: Tensor, op: dist.ReduceOp.RedOpType, world_size: int) -> None:
+    """Turn a complete sum into what `op` asks for: a mean is divided, in place."""
+    if op == ReduceOp.AVG and tensor.numel():
+        tensor.div_(world_size)

@@ -1,0 +1,204 @@
+"""The runtime: carry out a plan on real ranks, with nothing but send and recv.
+
+`step_by_step` is the one to read first: it does what the plan says, one step after the
+other. `pipelined` does the same with long chunks cut into pieces, so that one piece is
+added while the next is still on its way. Both are given
+
+    plan     who sends which chunks to whom (`plan`)
+    buffer   where on this rank the chunks are
+    port     how messages leave and arrive (`port`)
+
+Explained in chapters 02 (step by step) and 03 (pieces).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_course.collectives.plan import Plan, bounds, completing
+from ddp_course.collectives.port import Port
+from ddp_course.collectives.reduction import COMBINE, ReduceOp, finish
+
+PIECE = 1 << 20  # bytes: longer chunks travel in pieces of this size
+WINDOW = 2  # how many receives are posted ahead
+
+
+class Buffer:
+    """The chunks of a rank's memory: chunk c is the elements [bounds[c], bounds[c+1]).
+
+    The elements lie in one or several contiguous one-dimensional tensors, `parts`, one
+    after the other; a chunk never lies in two of them.
+    """
+
+    def __init__(self, bounds: Sequence[int], parts: Sequence[Tensor]) -> None:
+        self.bounds = tuple(bounds)
+        self.parts = parts
+        self.starts = [0]
+        for part in parts:
+            self.starts.append(self.starts[-1] + part.numel())
+
+    @classmethod
+    def flat(cls, tensor: Tensor, chunks: int) -> Buffer:
+        """Divide one contiguous tensor into `chunks` chunks of (nearly) equal size."""
+        return cls(bounds(tensor.numel(), chunks), [tensor.view(-1)])
+
+    @classmethod
+    def pieces(cls, tensors: Sequence[Tensor | None]) -> Buffer:
+        """Use `tensors[c]` as chunk c; None is a chunk that is never on this rank."""
+        parts = [torch.empty(0) if t is None else t.view(-1) for t in tensors]
+        buffer = cls((), parts)
+        buffer.bounds = tuple(buffer.starts)
+        return buffer
+
+    def __getitem__(self, place: tuple[int, int]) -> Tensor:
+        """Return the elements [first, last)."""
+        first, last = place
+        if len(self.parts) == 1:
+            return self.parts[0][first:last]
+        part = bisect_right(self.starts, first) - 1
+        start = self.starts[part]
+        return self.parts[part][first - start : last - start]
+
+
+def step_by_step(
+    plan: Plan, buffer: Buffer, port: Port, op: dist.ReduceOp.RedOpType = ReduceOp.SUM
+) -> None:
+    """Carry out `plan`: in each step post all receives and sends, wait, combine.
+
+    Sends and receives of a step are handed over together, as NCCL asks for.
+    """
+    combine, finished = COMBINE[op], completing(plan)
+    for step in range(plan.steps):
+        sends = [t for t in plan.sent_by(port.rank) if t.step == step]
+        receives = [t for t in plan.received_by(port.rank) if t.step == step]
+        places = [_place(buffer, t) for t in receives]
+        arrived = [
+            torch.empty_like(buffer[place]) if t.reduce else buffer[place]
+            for t, place in zip(receives, places, strict=True)
+        ]
+        port.exchange(
+            [(buffer[_place(buffer, t)], t.dst) for t in sends],
+            [(a, t.src) for a, t in zip(arrived, receives, strict=True)],
+        )
+        for t, place, message in zip(receives, places, arrived, strict=True):
+            if t.reduce:
+                own = buffer[place]
+                combine(own, message, out=own)
+                if t in finished:
+                    finish(own, op, plan.world_size)
+
+
+def _place(buffer: Buffer, transfer) -> tuple[int, int]:
+    return buffer.bounds[transfer.first], buffer.bounds[transfer.last]
+
+
+@dataclass(frozen=True)
+class Message:
+    """A piece of a transfer: the elements [first, last), to or from rank `peer`."""
+
+    peer: int
+    first: int
+    last: int
+    step: int
+    reduce: bool = False
+    finishes: bool = False
+    after: int = 0  # a send: how many receives must be done before
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What one rank does: its receives in order, its sends in order."""
+
+    receives: tuple[Message, ...]
+    sends: tuple[Message, ...]
+    longest: int  # elements of the longest message that is to be added
+
+
+@lru_cache(maxsize=512)
+def schedule(plan: Plan, rank: int, edges: tuple[int, ...], piece: int) -> Schedule:
+    """Cut the transfers of `rank` into messages of at most `piece` elements.
+
+    `edges` are the bounds of the chunks. A message may be sent when the receives of
+    earlier steps that touch its elements are done: `after` of them, in order.
+    """
+    finished = completing(plan)
+    receives = tuple(
+        Message(t.src, first, last, t.step, t.reduce, t in finished)
+        for t in plan.received_by(rank)
+        for first, last in _cut(edges[t.first], edges[t.last], piece)
+    )
+    sends, after = [], 0
+    for t in plan.sent_by(rank):
+        for first, last in _cut(edges[t.first], edges[t.last], piece):
+            for count, r in enumerate(receives, 1):
+                touches = r.first < last and first < r.last
+                if r.step < t.step and touches:
+                    after = max(after, count)
+            sends.append(Message(t.dst, first, last, t.step, after=after))
+    longest = max((r.last - r.first for r in receives if r.reduce), default=0)
+    return Schedule(receives, tuple(sends), longest)
+
+
+def _cut(first: int, last: int, piece: int) -> list[tuple[int, int]]:
+    """Cut [first, last) into pieces; nothing at all is no message."""
+    return [(at, min(at + piece, last)) for at in range(first, last, piece)]
+
+
+def pipelined(
+    plan: Plan,
+    buffer: Buffer,
+    port: Port,
+    op: dist.ReduceOp.RedOpType = ReduceOp.SUM,
+    scratch: Callable[[int], Tensor] = torch.empty,
+    piece: int = PIECE,
+) -> None:
+    """Carry out `plan` in pieces: add one piece while the next ones are on the way.
+
+    `scratch(numel)` returns memory for messages that are to be added, of the buffer's
+    type. Receives are posted `WINDOW` ahead; each message is sent as soon as what it
+    contains is there.
+    """
+    size = buffer.parts[0].element_size()
+    todo = schedule(plan, port.rank, buffer.bounds, max(1, piece // size))
+    combine = COMBINE[op]
+    slots = scratch(WINDOW * todo.longest).split(max(1, todo.longest))
+    arriving, sending, sent = [], [], 0
+
+    def post(k: int) -> None:
+        r = todo.receives[k]
+        if r.reduce:
+            target = slots[k % WINDOW][: r.last - r.first]
+        else:
+            target = buffer[r.first, r.last]
+        arriving.append((target, port.receive(target, r.peer)))
+
+    def send_what_is_ready(done: int, sent: int) -> int:
+        while sent < len(todo.sends) and todo.sends[sent].after <= done:
+            s = todo.sends[sent]
+            sending.append(port.send(buffer[s.first, s.last], s.peer))
+            sent += 1
+        return sent
+
+    for k in range(min(WINDOW, len(todo.receives))):
+        post(k)
+    sent = send_what_is_ready(0, sent)
+    for k, r in enumerate(todo.receives):
+        message, handle = arriving[k]
+        handle.wait()
+        if r.reduce:
+            own = buffer[r.first, r.last]
+            combine(own, message, out=own)
+            if r.finishes:
+                finish(own, op, plan.world_size)
+        sent = send_what_is_ready(k + 1, sent)
+        if k + WINDOW < len(todo.receives):
+            post(k + WINDOW)
+    for handle in sending:
+        handle.wait()
