@@ -1,6 +1,7 @@
 """Floor 3: the course's code side by side with PyTorch's own (`ddp-course bench`).
 
     rows            what a bench returns, and how two things are measured fairly
+    all_reduce      every all-reduce of the course beside gloo's
     launch          `spawn` beside `torch.multiprocessing.spawn`
     launch_process  one of the two, in a process of its own
 
@@ -15,11 +16,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ddp_course.bench import launch
+from ddp_course.bench import all_reduce, launch
 from ddp_course.bench.rows import Row, table
 from ddp_course.commands import CommandError
 
-BENCHES: dict[str, Callable[[bool], Iterator[Row]]] = {"launch": launch.bench}
+BENCHES: dict[str, Callable[[bool], Iterator[Row]]] = {
+    "launch": launch.bench,
+    "all-reduce": all_reduce.bench,
+}
 
 
 def command(name: str | None, names_only: bool, file: Path | None, quick: bool) -> int:

@@ -16,7 +16,10 @@ from rich.table import Table
 
 
 class Row(TypedDict):
-    """One case of a bench. `ratio` is ours / theirs: below 1 is better for times."""
+    """One case of a bench. `ratio` is ours / theirs: below 1 is better for times.
+
+    A bench may add what else a figure wants to know, such as a size.
+    """
 
     bench: str
     case: str
@@ -26,7 +29,9 @@ class Row(TypedDict):
     ratio: float
 
 
-def row(bench: str, case: str, metric: str, ours: float, theirs: float) -> Row:
+def row(
+    bench: str, case: str, metric: str, ours: float, theirs: float, **more: float | str
+) -> Row:
     """Return a row; its ratio follows from the rest."""
     return Row(
         bench=bench,
@@ -35,6 +40,7 @@ def row(bench: str, case: str, metric: str, ours: float, theirs: float) -> Row:
         ours=ours,
         theirs=theirs,
         ratio=ours / theirs,
+        **more,
     )
 
 
@@ -53,12 +59,16 @@ def interleaved(
 
 
 def table(rows: list[Row]) -> Table:
-    """Return a table of `rows` to print; the last column is theirs / ours."""
+    """Return a table of `rows` to print; the last column is above 1 if ours is better.
+
+    It is theirs / ours for seconds and bytes, and ours / theirs for bytes per second.
+    """
     shown = Table("case", "metric", box=box.SIMPLE, padding=(0, 1, 0, 0))
     for title in ("ours", "theirs", "ratio", "speed-up"):
         shown.add_column(title, justify="right", no_wrap=True)
     for r in rows:
         numbers = (f"{r[key]:.3g}" for key in ("ours", "theirs", "ratio"))
-        speed_up = f"{r['theirs'] / r['ours']:.1f} x"
+        better = r["ratio"] if r["metric"] == "bytes/s" else r["theirs"] / r["ours"]
+        speed_up = f"{better:.2f} x" if better < 10 else f"{better:.1f} x"
         shown.add_row(r["case"], r["metric"], *numbers, speed_up)
     return shown
