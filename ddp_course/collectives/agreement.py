@@ -2,8 +2,8 @@
 
 Every rank writes down what it is about to do, or what is wrong with its arguments, and
 reads what the others wrote. On one machine they do so in shared memory (`segment`),
-which costs microseconds; ranks on several machines exchange their notes with
-PyTorch's own `all_gather_object`. Explained in chapter 02.
+which costs microseconds; ranks on several machines exchange their notes through
+the store at which they met. Explained in chapter 02.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ddp_course.collectives.segment import Meeting, Notice, same_machine, share
+from ddp_course.collectives.stuck import Watch
 
 PROBLEM = "!"  # the first letter of a note that tells of a problem
 
@@ -28,9 +29,10 @@ class CollectiveError(ValueError):
 class Agreement:
     """Called by every rank before it sends anything: returns if all mean the same."""
 
-    def __init__(self, exchange: Exchange, ranks: Sequence[int]) -> None:
+    def __init__(self, exchange: Exchange, ranks: Sequence[int], watch: Watch) -> None:
         self.exchange = exchange
         self.ranks = ranks
+        self.watch = watch
 
     def __call__(
         self,
@@ -41,8 +43,10 @@ class Agreement:
         """Show `words`, or the `problem`, and compare with those of the other ranks.
 
         Words must be equal, unless `fits` judges them: it is given the words of all
-        ranks and returns what is wrong. Raises CollectiveError.
+        ranks and returns what is wrong, None if nothing is, and "" if they cannot be
+        compared. Raises CollectiveError.
         """
+        self.watch.doing = words
         notes = self.compare(f"{PROBLEM}{problem}" if problem else words)
         if notes is None:
             if not problem and not fits:
@@ -62,11 +66,23 @@ class AgreementInMemory(Agreement):
     """The same for ranks of one machine, in memory that they share."""
 
     def __init__(
-        self, exchange: Exchange, ranks: Sequence[int], meeting: Meeting
+        self, exchange: Exchange, ranks: Sequence[int], watch: Watch, meeting: Meeting
     ) -> None:
-        super().__init__(exchange, ranks)
-        self.meeting = meeting
+        super().__init__(exchange, ranks, watch)
+        self.use(meeting)
         self.notices: dict[str, Notice] = {}
+
+    def use(self, meeting: Meeting) -> None:
+        """Meet there from now on; all ranks change together."""
+        self.meeting = meeting
+        meeting.segment.watch = self._look
+
+    def _look(self, late: list[int] | None) -> None:
+        """Follow, while the meeting waits, whether those who are late can come."""
+        if late is None:
+            self.watch.over()
+        else:
+            self.watch([self.ranks[index] for index in late])
 
     def notice(self, note: str) -> Notice:
         """Return the note as the meeting wants it; kept, as calls repeat themselves."""
@@ -100,8 +116,8 @@ def judge(
         for rank, text in problems.items():
             by_text.setdefault(text, []).append(rank)
         return "; ".join(f"{_named(who)}: {text}" for text, who in by_text.items())
-    if fits is not None:
-        return fits(notes)
+    if fits is not None and (wrong := fits(notes)) != "":
+        return wrong
     by_text = {}
     for rank, note in zip(ranks, notes, strict=True):
         by_text.setdefault(note, []).append(rank)
@@ -116,15 +132,17 @@ def _named(ranks: list[int]) -> str:
     return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
 
 
-def agreement(exchange: Exchange, rank: int, ranks: Sequence[int]) -> Agreement:
+def agreement(
+    exchange: Exchange, rank: int, ranks: Sequence[int], watch: Watch
+) -> Agreement:
     """Return how the ranks of a group agree; a collective call of all of them."""
     size = len(ranks)
     if size == 1:
-        return Agreement(lambda note: [note], ranks)
+        return Agreement(lambda note: [note], ranks, watch)
     if same_machine(exchange):
         try:
             segment = share(Meeting.nbytes(size), rank, size, exchange)
         except OSError:  # on all ranks, or on none
-            return Agreement(exchange, ranks)
-        return AgreementInMemory(exchange, ranks, Meeting(segment))
-    return Agreement(exchange, ranks)
+            return Agreement(exchange, ranks, watch)
+        return AgreementInMemory(exchange, ranks, watch, Meeting(segment))
+    return Agreement(exchange, ranks, watch)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ddp_course.collectives.agreement import AgreementInMemory, agreement
 from ddp_course.collectives.call import Call
+from ddp_course.collectives.stuck import Watch, exchange_by_store
 from ddp_course.launch import here
 
 
@@ -46,17 +47,18 @@ class Communicator:
         self.group = group
         self.ranks: list[int] = dist.get_process_group_ranks(group)
         self.rank, self.size = dist.get_rank(group), len(self.ranks)
-        self.agree = agreement(self.exchange, self.rank, self.ranks)
-        self.kept: dict[str, Any] = {}  # what an algorithm wants to find again
         self._thread: ThreadPoolExecutor | None = None
         self._last: Future | None = None
+        me = dist.get_rank()
+        store = dist.distributed_c10d._get_default_store()
+        self.watch = Watch(store, self.ranks, me, self._busy_elsewhere)
+        # Slow: for setting things up.
+        self.exchange = exchange_by_store(
+            store, group.group_name, self.ranks, me, self.watch
+        )
+        self.agree = agreement(self.exchange, self.rank, self.ranks, self.watch)
+        self.kept: dict[str, Any] = {}  # what an algorithm wants to find again
         self._memory: dict[torch.device, Tensor] = {}
-
-    def exchange(self, value: Any) -> list[Any]:
-        """Return every rank's `value`. Slow: for setting things up."""
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
 
     @property
     def shares_memory(self) -> bool:
@@ -97,6 +99,10 @@ class Communicator:
             return work
         work.wait()
         return None
+
+    def _busy_elsewhere(self) -> bool:
+        others = [c for c in _KEPT.values() if c is not self and c._last is not None]
+        return any(not c._last.done() for c in others)
 
     def close(self) -> None:
         """Let the thread end; for a group that has been destroyed."""

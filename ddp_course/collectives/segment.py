@@ -89,7 +89,7 @@ def shared_memory(nbytes: int, rank: int, exchange: Exchange) -> Tensor:
         if rank == 0:
             try:
                 fd, offer = _create(nbytes)
-            except (OSError, AttributeError) as error:
+            except Exception as error:  # whatever it is, the others must know
                 problem = f"cannot make it: {error}"
         offer = exchange(offer)[0]
         if offer is not None:
@@ -97,7 +97,7 @@ def shared_memory(nbytes: int, rank: int, exchange: Exchange) -> Tensor:
                 if rank != 0:
                     fd = _open(*offer)
                 memory = _map(fd, nbytes)
-            except (OSError, RuntimeError) as error:
+            except Exception as error:
                 problem = f"cannot map it: {error}"
         problems = {r: p for r, p in enumerate(exchange(problem)) if p is not None}
     finally:
@@ -191,6 +191,8 @@ class Segment:
         self.bytes = memory[_head(size) :]
         self._memory = memory  # the semaphores' addresses are valid as long as this is
         self._broken: str | None = None
+        # Called with those who are late, again and again, and with None when all came.
+        self.watch: Callable[[list[int] | None], None] | None = None
         # Two numbers of each rank: how many barriers it came to; whether it has left.
         told = memory[: LINE * size].view(torch.int64).numpy()
         self._arrived = memoryview(told[:: LINE // 8])
@@ -289,12 +291,16 @@ class Segment:
         while True:
             left = deadline - time.monotonic()
             if _sleep_at(semaphore, max(0.0, min(SLICE, left))):
+                if self.watch:
+                    self.watch(None)
                 return
             gone = [r for r in range(self.size) if self._left[r]]
             if gone:
                 raise RuntimeError(f"{_ranks(gone)} failed and left this shared memory")
+            late = [r for r in range(self.size) if self._arrived[r] < self.count]
+            if self.watch:
+                self.watch(late)
             if left <= 0:
-                late = [r for r in range(self.size) if self._arrived[r] < self.count]
                 raise TimeoutError(
                     f"{_ranks(late)} of {self.size} did not arrive within "
                     f"{self.timeout:g} s; rank {self.rank} waited"

@@ -42,7 +42,7 @@ class Arena:
         self.segment: Segment = share(nbytes, comm.rank, comm.size, comm.exchange)
         self.staging = Staging(self.segment, notes)
         self.memories: list[SymmetricMemory] = []
-        comm.agree.meeting = Meeting(self.segment)  # from now on they meet here
+        comm.agree.use(Meeting(self.segment))  # from now on they meet here
 
     def find(self, tensor: Tensor) -> tuple[int, int, SymmetricMemory] | None:
         """Return where a tensor lies in the ranks' shared memories, if it does."""

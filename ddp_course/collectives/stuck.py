@@ -1,0 +1,125 @@
+"""Ranks that wait for each other in different groups, and would do so for ever.
+
+Rank 0 calls a collective of one group, rank 1 one of another: each waits for the other.
+Neither group can notice that by itself. So whoever has waited for a second or two says
+where it waits, and for whom, in the store at which the ranks met, and follows what the
+others say. If that leads back to itself, nobody will ever come. Chapter 02.
+"""
+
+from __future__ import annotations
+
+import ast
+import time
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+
+PATIENCE = 2.0  # seconds to wait before asking why
+SLICE = 0.25  # seconds between two looks
+
+
+class StuckError(RuntimeError):
+    """Ranks wait for each other in different groups."""
+
+
+class Watch:
+    """Looks after one rank while it waits for others of the group `ranks`.
+
+    `doing` says what it wants to do. Called again and again with the ranks (in the job)
+    that have not come; raises StuckError once it is certain that they cannot come.
+    While this process is `busy` with other collectives, too, nothing is certain.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        ranks: Sequence[int],
+        rank: int,
+        busy: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.store = store
+        self.ranks = list(ranks)
+        self.rank = rank
+        self.busy = busy
+        self.doing = "its first collective"
+        self.since: float | None = None
+        self.seen: list[str] = []
+
+    def __call__(self, late: Sequence[int]) -> None:
+        """Look once; `late` are the ranks that are waited for."""
+        now = time.monotonic()
+        self.since = now if self.since is None else self.since
+        if now - self.since < PATIENCE or self.busy():
+            return
+        self._say({"group": self.ranks, "late": list(late), "doing": self.doing})
+        circle = self._circle(list(late))
+        # Twice the same: nobody has moved between two looks.
+        if circle and circle == self.seen:
+            raise StuckError("these wait for each other: " + "; ".join(circle))
+        self.seen = circle
+
+    def over(self) -> None:
+        """Note that the wait is over."""
+        if self.since is not None and time.monotonic() - self.since >= PATIENCE:
+            self._say({})
+        self.since, self.seen = None, []
+
+    def _say(self, what: dict) -> None:
+        self.store.set(_key(self.rank), repr(what))
+
+    def _circle(self, late: list[int]) -> list[str]:
+        """Follow who waits for whom; return who is in a circle with this rank."""
+        told: dict[int, dict] = {}
+        ways = [[self.rank, peer] for peer in late]
+        while ways:
+            way = ways.pop(0)
+            if way[-1] == self.rank:
+                return [_told(rank, told[rank]) for rank in sorted(set(way))]
+            for rank in (self.rank, way[-1]):
+                if rank not in told:
+                    told[rank] = self._asked(rank)
+            following = told[way[-1]].get("late", [])
+            ways += [[*way, r] for r in following if r not in way[1:]]
+        return []
+
+    def _asked(self, rank: int) -> dict:
+        if not self.store.check([_key(rank)]):
+            return {}
+        return ast.literal_eval(self.store.get(_key(rank)).decode())
+
+
+def _key(rank: int) -> str:
+    return f"ddp_course/waits/{rank}"
+
+
+def _told(rank: int, told: dict) -> str:
+    return f"rank {rank} at {told['doing']} in the group of ranks {told['group']}"
+
+
+def exchange_by_store(
+    store: dist.Store, name: str, ranks: Sequence[int], rank: int, watch: Watch
+) -> Callable[[object], list]:
+    """Return a function that shows an object to all ranks and returns everyone's.
+
+    Slow, but it needs no collective, and `watch` looks on while it waits. The objects
+    are numbers, strings, and tuples of such; `name` is that of the group.
+    """
+    count = 0
+
+    def exchange(value: object) -> list:
+        nonlocal count
+        count += 1
+        keys = [f"ddp_course/{name}/{count}/{r}" for r in ranks]
+        store.set(keys[ranks.index(rank)], repr(value))
+        while late := [r for r, key in zip(ranks, keys, strict=True) if not has(key)]:
+            watch(late)
+            time.sleep(min(SLICE, 0.001 if watch.since is None else SLICE))
+        watch.over()
+        if count > 1:  # all have come to this exchange: they have read the last one
+            store.delete_key(f"ddp_course/{name}/{count - 1}/{rank}")
+        return [ast.literal_eval(store.get(key).decode()) for key in keys]
+
+    def has(key: str) -> bool:
+        return store.check([key])
+
+    return exchange

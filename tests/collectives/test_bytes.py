@@ -1,0 +1,284 @@
+"""Bytes: what the meter counts is the formula, and what the system counted."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp_course import collectives as ours
+from ddp_course import theory
+from ddp_course.collectives import (
+    halving_doubling,
+    hierarchical,
+    naive,
+    ring,
+    shared_memory,
+    tree,
+)
+from ddp_course.launch import spawn
+from ddp_course.measure import ByteMeter, Bytes, SystemBytes, unmatched
+
+PER_RANK = (
+    84_000  # float64: divisible by all world sizes, their squares, and cache lines
+)
+
+
+def all_calls() -> dict[str, tuple]:
+    """Return (call, S in bytes) by the names of `theory.bytes_sent`."""
+    n = dist.get_world_size()
+    x = torch.ones(n * PER_RANK, dtype=torch.float64)
+    part = torch.ones(PER_RANK, dtype=torch.float64)
+    parts = [part.clone() for _ in range(n)]
+    root = dist.get_rank() == 0
+    whole = x.nbytes
+    return {
+        "broadcast_naive": (lambda: ours.broadcast(x, algorithm="naive"), whole),
+        "broadcast_tree": (lambda: ours.broadcast(x), whole),
+        "reduce_naive": (lambda: ours.reduce(x, algorithm="naive"), whole),
+        "reduce_tree": (lambda: ours.reduce(x), whole),
+        "scatter": (lambda: ours.scatter(part, parts if root else None), whole),
+        "gather": (lambda: ours.gather(part, parts if root else None), whole),
+        "all_gather": (lambda: ours.all_gather_single(x, part), whole),
+        "reduce_scatter": (lambda: ours.reduce_scatter_single(part, x), whole),
+        "all_to_all": (lambda: ours.all_to_all_single(x.clone(), x), whole),
+        "all_reduce_naive": (lambda: naive.all_reduce(x), whole),
+        "all_reduce_tree": (lambda: tree.all_reduce(x), whole),
+        "all_reduce_halving_doubling": (
+            lambda: halving_doubling.all_reduce(x),
+            whole,
+        ),
+        "all_reduce_ring": (lambda: ring.all_reduce(x), whole),
+    }
+
+
+def counted() -> dict[str, tuple[Bytes, int, int]]:
+    """On every rank: what the meter and the system counted, and S, for each call."""
+    got = {}
+    ours.barrier()
+    for name, (call, nbytes) in all_calls().items():
+        with SystemBytes() as system, ByteMeter() as meter:
+            call()
+        got[name] = meter.report(), system.written, nbytes
+    return got
+
+
+def as_the_formula_says(name: str, told: list[tuple[Bytes, int, int]]) -> bool:
+    """Compare each rank's bytes with the closed form, and with the system's count."""
+    n = len(told)
+    right = theory.bytes_sent(name, n)
+    for (report, written, nbytes), times in zip(told, right, strict=True):
+        exact = Fraction(report.total_sent, nbytes) == times
+        # Beside the numbers, gloo writes some 100 bytes with each message.
+        true = abs(written - report.total_sent) <= 0.005 * report.total_sent + 4000
+        if not (exact and true):
+            return False
+    return not unmatched(report for report, _, _ in told)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 8])
+def test_every_rank_sends_what_the_formula_says(n):
+    told = spawn(counted, world_size=n, output="none")
+    for name in told[0]:
+        assert as_the_formula_says(name, [rank[name] for rank in told]), name
+
+
+def uneven() -> list[tuple[int, int]]:
+    """On every rank: bytes of a ring on sizes that do not divide, and S."""
+    got = []
+    for numel in (1, 2, 3, 1009, 100_003):
+        with ByteMeter() as meter:
+            ring.all_reduce(torch.ones(numel))
+        got.append((meter.total_sent, 4 * numel))
+    return got
+
+
+@pytest.mark.parametrize("n", [3, 4])
+def test_an_uneven_ring_sends_the_formula_within_one_chunk(n):
+    for rank in spawn(uneven, world_size=n, output="none"):
+        for sent, nbytes in rank:
+            chunk = 4 * -(-nbytes // 4 // n)
+            assert abs(sent - 2 * (n - 1) / n * nbytes) <= chunk
+
+
+def on_two_nodes() -> dict[str, Bytes]:
+    """On every rank of a cluster: bytes by link."""
+    x, got = torch.ones(PER_RANK), {}
+    calls = {
+        "sharded": lambda: hierarchical.all_reduce(x),
+        "leader": lambda: hierarchical.all_reduce(x, variant="leader"),
+        "flat": lambda: ring.all_reduce(x),
+    }
+    for name, call in calls.items():
+        with ByteMeter() as meter:
+            call()
+        got[name] = meter.report()
+    return got
+
+
+@pytest.mark.parametrize(("nnodes", "each"), [(2, 2), (2, 3), (3, 2)])
+def test_bytes_by_link_are_those_of_the_hierarchy(nnodes, each):
+    told = spawn(on_two_nodes, nnodes=nnodes, nproc_per_node=each, output="none")
+    nbytes = 4 * PER_RANK
+    for variant in ("sharded", "leader"):
+        right = theory.hierarchical_bytes_sent(nnodes, each, variant)
+        for rank, wanted in zip(told, right, strict=True):
+            assert Fraction(rank[variant].inside, nbytes) == wanted.inside
+            assert Fraction(rank[variant].between, nbytes) == wanted.between
+    # A flat ring leaves the node at its last rank, with all it has to send.
+    n = nnodes * each
+    for number, rank in enumerate(told):
+        leaves = number % each == each - 1
+        assert Fraction(rank["flat"].between, nbytes) == (
+            Fraction(2 * (n - 1), n) if leaves else 0
+        )
+
+
+def in_memory() -> dict[str, tuple[Bytes, int]]:
+    """On every rank: what goes through shared memory, and what over the network."""
+    n, got = dist.get_world_size(), {}
+    x = torch.ones(n * PER_RANK)
+    registered = shared_memory.empty(n * PER_RANK)
+    shared_memory.all_reduce(x)
+    for name, tensor in (("staged", x), ("registered", registered.fill_(1))):
+        with SystemBytes() as system, ByteMeter() as meter:
+            shared_memory.all_reduce(tensor)
+        got[name] = meter.report(), system.written
+    return got
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_shared_memory_moves_what_a_ring_does_and_sends_nothing(n):
+    told = spawn(in_memory, world_size=n, output="none")
+    nbytes = n * PER_RANK * 4
+    for name in ("staged", "registered"):
+        wanted = theory.shared_memory_bytes(n, name)
+        assert not unmatched(rank[name][0] for rank in told)
+        for rank, right in zip(told, wanted, strict=True):
+            report, written = rank[name]
+            moved = float(right.read + right.written) * nbytes
+            # Slices begin at cache lines, so some are a few numbers longer.
+            assert report.total_received == pytest.approx(moved, rel=0.01)
+            assert written < 1000 and right.sent == 0
+
+
+# ---- what a wrong all-reduce would look like ---------------------------------------
+
+
+def exchange(message: torch.Tensor, meter: ByteMeter) -> torch.Tensor:
+    """Send to the right, receive from the left."""
+    me, n = dist.get_rank(), dist.get_world_size()
+    got = torch.empty_like(message)
+    sending = dist.isend(message, (me + 1) % n)
+    meter.count_sent((me + 1) % n, message.nbytes)
+    dist.recv(got, (me - 1) % n)
+    meter.count_received((me - 1) % n, message.nbytes)
+    sending.wait()
+    return got
+
+
+def whole_tensor_ring(x: torch.Tensor, meter: ByteMeter) -> None:
+    """N / 2 times the bytes: everyone's whole tensor goes round, everyone adds."""
+    passing = x.clone()
+    for _ in range(dist.get_world_size() - 1):
+        passing = exchange(passing, meter)
+        x += passing
+
+
+def ring_of_whole_tensors(x: torch.Tensor, meter: ByteMeter) -> None:
+    """N times the bytes: the right chunks, but the whole tensor in each message."""
+    me, n = dist.get_rank(), dist.get_world_size()
+    chunks = list(x.chunk(n))
+    for k in range(2 * (n - 1)):
+        got = exchange(x, meter).chunk(n)[(me - k - 1) % n]
+        mine = chunks[(me - k - 1) % n]
+        mine.copy_(got + mine if k < n - 1 else got)
+
+
+def forgets_the_rest(x: torch.Tensor, meter: ByteMeter) -> None:
+    """Right for sizes that divide; otherwise the last elements are never added."""
+    n = dist.get_world_size()
+    even = x[: x.numel() // n * n]
+    with ByteMeter() as inner:
+        ring.all_reduce(even)
+    for peer, nbytes in inner.sent.items():
+        meter.count_sent(peer, nbytes)
+    for peer, nbytes in inner.received.items():
+        meter.count_received(peer, nbytes)
+
+
+def own_first(x: torch.Tensor, meter: ByteMeter) -> None:
+    """The right bytes, but every rank adds up in an order of its own."""
+    me, n = dist.get_rank(), dist.get_world_size()
+    everyone = [torch.empty_like(x) for _ in range(n)]
+    with ByteMeter() as inner:
+        ring.all_reduce(x.clone())  # the bytes of a ring
+    dist.all_gather(everyone, x)
+    x.zero_()
+    for k in range(n):
+        x += everyone[(me + k) % n]
+    for peer, nbytes in inner.sent.items():
+        meter.count_sent(peer, nbytes)
+    for peer, nbytes in inner.received.items():
+        meter.count_received(peer, nbytes)
+
+
+def right_ring(x: torch.Tensor, meter: ByteMeter) -> None:
+    with ByteMeter() as inner:
+        ring.all_reduce(x)
+    meter.sent |= inner.sent
+    meter.received |= inner.received
+
+
+def judged(all_reduce) -> dict[str, object]:
+    """On every rank: the facts by which an all-reduce is judged."""
+    n, me = dist.get_world_size(), dist.get_rank()
+    whole = torch.arange(12 * n + 1, dtype=torch.float64) + me
+    right = whole.clone()
+    dist.all_reduce(right)
+    all_reduce(whole, ByteMeter())
+    torch.manual_seed(me)
+    real = torch.randn(12 * 1000 * n)
+    total = real.clone()
+    dist.all_reduce(total)
+    meter = ByteMeter()
+    all_reduce(real, meter)
+    return {
+        "numbers": torch.equal(whole, right),
+        "allclose": torch.allclose(real, total, atol=1e-5),
+        "bits": real.numpy().tobytes(),
+        "sent": Fraction(meter.total_sent, real.nbytes),
+    }
+
+
+def faults(n: int, told: list[dict]) -> set[str]:
+    """Return by which of the checks an all-reduce is rejected."""
+    found = set()
+    if not all(rank["numbers"] for rank in told):
+        found.add("numbers")
+    if len({rank["bits"] for rank in told}) > 1:
+        found.add("bits")
+    if [r["sent"] for r in told] != theory.bytes_sent("all_reduce_ring", n):
+        found.add("bytes")
+    return found
+
+
+@pytest.mark.parametrize("n", [3, 4])
+@pytest.mark.parametrize(
+    ("all_reduce", "expected"),
+    [
+        (right_ring, set()),
+        (whole_tensor_ring, {"bytes", "bits"}),
+        (ring_of_whole_tensors, {"bytes"}),
+        (forgets_the_rest, {"numbers"}),
+        (own_first, {"bits"}),
+    ],
+)
+def test_wrong_rings_are_rejected(n, all_reduce, expected):
+    told = spawn(judged, all_reduce, world_size=n, output="none")
+    assert expected <= faults(n, told), faults(n, told)
+    assert bool(expected) == bool(faults(n, told))
+    if expected != {"numbers"}:
+        assert all(rank["allclose"] for rank in told)  # which sees none of it
