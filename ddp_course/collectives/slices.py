@@ -35,8 +35,7 @@ Op = dist.ReduceOp.RedOpType
 Meet = Callable[[], object]
 
 SLOT = 1 << 20  # bytes of a slab: longer tensors go through in slabs of this size
-PIECE = 256 << 10  # bytes of a slab if every rank reduces everything itself
-ONE_SHOT = 64 << 10  # bytes up to which more than two ranks do so
+ONE_SHOT = 64 << 10  # bytes up to which every rank reduces everything itself
 BLOCK = 256 << 10  # bytes reduced at once: those of all ranks should fit in a cache
 KEPT = 256  # views are kept for as many different sizes and places
 
@@ -116,34 +115,22 @@ class Staging:
         Errors: as `Segment.barrier`, and what `meet` raises.
         """
         flat = tensor.view(-1)
-        if self.segment.size <= 2 or tensor.nbytes <= min(ONE_SHOT, self.slot):
-            self._each_all(flat, op, meet)
+        if tensor.nbytes <= min(ONE_SHOT, self.slot):
+            self._one_shot(flat, op, meet)
         else:
-            self._each_a_slice(flat, op, meet)
+            self._in_slabs(flat, op, meet)
 
-    def _each_all(self, flat: Tensor, op: Op, meet: Meet | None) -> None:
-        """Every rank reads all that the others have, and reduces it all itself.
+    def _one_shot(self, flat: Tensor, op: Op, meet: Meet | None) -> None:
+        """Copy in, meet; then every rank reduces everything itself."""
+        with self.segment as segment:
+            edges = cuts(flat.numel(), segment.size, flat.element_size())
+            slots = self._page(segment.turn, edges, flat.dtype).slots
+            slots[segment.rank].copy_(flat)
+        segment.meet(meet)
+        with segment:
+            combine(slots, op, flat)
 
-        One barrier less, but (N - 1) times the bytes to read: for small tensors. Two
-        ranks have nothing to share out: to read a peer's half and then the results of
-        the other half is to read as much as all of the peer's.
-        """
-        rank, itemsize = self.segment.rank, flat.element_size()
-        parts = flat.split(min(PIECE, self.slot) // itemsize)
-
-        def slots(turn: int, part: Tensor) -> list[Tensor]:
-            edges = cuts(part.numel(), self.segment.size, itemsize)
-            return self._page(turn, edges, part.dtype).slots
-
-        def copy_in(part: Tensor) -> None:
-            slots(self.segment.turn, part)[rank].copy_(part)
-
-        def reduce(part: Tensor) -> None:
-            combine(slots(1 - self.segment.turn, part), op, part)
-
-        self._in_turns(parts, copy_in, reduce, meet)
-
-    def _each_a_slice(self, flat: Tensor, op: Op, meet: Meet | None) -> None:
+    def _in_slabs(self, flat: Tensor, op: Op, meet: Meet | None) -> None:
         """Every rank reduces its slice of each slab, and reads the others' results.
 
         Between two barriers it copies in slab i, reduces its slice of slab i - 1, and

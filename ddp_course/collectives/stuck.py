@@ -47,9 +47,9 @@ class Watch:
 
     def __call__(self, late: Sequence[int]) -> None:
         """Look once; `late` are the ranks that are waited for."""
-        now = time.monotonic()
-        self.since = now if self.since is None else self.since
-        if now - self.since < PATIENCE or self.busy():
+        if self.since is None:
+            self.since = time.monotonic()
+        if not self.patient_no_more() or self.busy():
             return
         self._say({"group": self.ranks, "late": list(late), "doing": self.doing})
         circle = self._circle(list(late))
@@ -60,9 +60,13 @@ class Watch:
 
     def over(self) -> None:
         """Note that the wait is over."""
-        if self.since is not None and time.monotonic() - self.since >= PATIENCE:
+        if self.patient_no_more():
             self._say({})
         self.since, self.seen = None, []
+
+    def patient_no_more(self) -> bool:
+        """Tell whether this rank has been waiting for long."""
+        return self.since is not None and time.monotonic() - self.since >= PATIENCE
 
     def _say(self, what: dict) -> None:
         self.store.set(_key(self.rank), repr(what))
@@ -113,7 +117,7 @@ def exchange_by_store(
         store.set(keys[ranks.index(rank)], repr(value))
         while late := [r for r, key in zip(ranks, keys, strict=True) if not has(key)]:
             watch(late)
-            time.sleep(min(SLICE, 0.001 if watch.since is None else SLICE))
+            time.sleep(SLICE if watch.patient_no_more() else 0.001)
         watch.over()
         if count > 1:  # all have come to this exchange: they have read the last one
             store.delete_key(f"ddp_course/{name}/{count - 1}/{rank}")

@@ -1,0 +1,99 @@
+"""The choice of an algorithm."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddp_course import collectives as ours
+from ddp_course.collectives import Selector, choose
+from ddp_course.launch import spawn
+
+
+class Group:
+    """What the rule looks at, of a group that does not exist."""
+
+    def __init__(self, nodes: list[list[int]], shares_memory: bool) -> None:
+        self.nodes = lambda: nodes
+        self.shares_memory = shares_memory
+
+
+@pytest.mark.parametrize(
+    ("nodes", "shares", "nbytes", "cpu", "name"),
+    [
+        ([[0, 1, 2]], True, 4, True, "shared_memory"),
+        ([[0, 1, 2]], True, 1 << 30, True, "shared_memory"),
+        ([[0, 1, 2]], True, 1 << 30, False, "ring"),  # GPUs
+        ([[0, 1, 2]], False, 4, True, "tree"),
+        ([[0, 1, 2]], False, 1 << 20, True, "ring"),
+        ([[0, 1], [2, 3]], True, 4, True, "hierarchical"),
+        ([[0, 1], [2]], True, 1 << 20, True, "ring"),
+        ([[0], [1]], False, 1 << 20, True, "ring"),
+        ([[0], [1]], False, 8, True, "tree"),
+    ],
+)
+def test_the_rule(nodes, shares, nbytes, cpu, name):
+    assert choose.rule(Group(nodes, shares), nbytes, cpu) == name
+
+
+def chosen() -> list:
+    x = torch.tensor([1.0])
+    ours.all_reduce(x)
+    ours.all_reduce(x, algorithm="naive")
+    try:
+        ours.all_reduce(x, algorithm="star")
+    except ValueError as error:
+        return [x.item(), str(error)]
+    return []
+
+
+def test_by_name_or_by_rule():
+    told = spawn(chosen, world_size=2, output="none")
+    assert told[0][0] == 4.0
+    assert told[0][1] == (
+        "algorithm is 'star'; it can be auto, naive, tree, halving_doubling, ring, "
+        "hierarchical, shared_memory"
+    )
+
+
+TIMES = {"ring": {10: 5.0, 1000: 6.0, 100: 5.5}, "tree": {10: 1.0, 100: 2.0, 1000: 9}}
+
+
+def test_a_selector_takes_the_fastest():
+    selector = Selector.of(TIMES)
+    assert selector.best == ((10, "tree"), (100, "tree"), (1000, "ring"))
+    assert [selector(n) for n in (0, 10, 99, 100, 101, 5000)] == ["tree"] * 4 + [
+        "ring",
+        "ring",
+    ]
+    with pytest.raises(ValueError, match="no size was measured for all"):
+        Selector.of({"ring": {1: 1.0}, "tree": {2: 1.0}})
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["gloo", "ring", "tree"]),
+        st.fixed_dictionaries({n: st.floats(0.1, 9) for n in (1, 8, 64)}),
+        min_size=2,
+    )
+)
+def test_a_selector_is_never_slower_than_any(times):
+    selector = Selector.of(times)
+    for name in times:
+        for size in (1, 8, 64):
+            assert times[selector(size)][size] <= times[name][size]
+
+
+def test_the_algorithms_are_those_of_the_course():
+    assert list(choose.ALGORITHMS) == [
+        "naive",
+        "tree",
+        "halving_doubling",
+        "ring",
+        "hierarchical",
+        "shared_memory",
+    ]
+    assert all(hasattr(dist.ReduceOp, op) for op in ("SUM", "AVG"))

@@ -1,0 +1,91 @@
+"""Slow links between nodes: the hierarchy wins, as the theory says."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from ddp_course import collectives as ours
+from ddp_course import theory
+from ddp_course.collectives import hierarchical, ring
+from ddp_course.launch import Link, Links, spawn
+
+LINKS = Links(between=Link(latency=0.002, bandwidth=10e6))
+NBYTES = 2_000_000
+
+
+def timed() -> dict[str, float]:
+    """On every rank: seconds of three all-reduces over two nodes."""
+    x, seconds = torch.ones(NBYTES // 4), {}
+    calls = {
+        "flat": lambda: ring.all_reduce(x),
+        "leader": lambda: hierarchical.all_reduce(x, variant="leader"),
+        "sharded": lambda: hierarchical.all_reduce(x),
+    }
+    for name, call in calls.items():
+        ours.barrier()
+        start = time.perf_counter()
+        call()
+        seconds[name] = time.perf_counter() - start
+    return seconds
+
+
+def predicted() -> dict[str, float]:
+    """The same by the closed forms: a ring is as slow as its slowest link."""
+    variants = {
+        name: theory.all_reduce_hierarchical(2, 2, NBYTES, variant=name).seconds(LINKS)
+        for name in ("leader", "sharded")
+    }
+    flat = theory.all_reduce_ring(4, NBYTES).over(LINKS.between)
+    return {"flat": flat} | variants
+
+
+def test_the_theory_says_three_to_two_to_one():
+    seconds = predicted()
+    assert seconds["flat"] / seconds["sharded"] == pytest.approx(3, rel=0.05)
+    assert seconds["leader"] / seconds["sharded"] == pytest.approx(2, rel=0.05)
+
+
+def test_measured_times_follow_the_theory():
+    told = spawn(timed, nnodes=2, nproc_per_node=2, links=LINKS, output="none")
+    slowest = {name: max(rank[name] for rank in told) for name in told[0]}
+    theirs = predicted()
+    # Waiting costs no CPU: never faster than the link, and on a busy machine somewhat
+    # slower. The order, with factors of 1.5 and 2 between them, must come out.
+    assert slowest["sharded"] < slowest["leader"] < slowest["flat"]
+    for name, seconds in theirs.items():
+        assert slowest[name] >= 0.97 * seconds, name
+
+
+def test_links_inside_a_node_stay_fast():
+    inside = spawn(timed, world_size=4, links=LINKS, output="none")
+    assert max(rank["flat"] for rank in inside) < predicted()["flat"]
+
+
+def many_small() -> float:
+    """Five messages at once: their latencies overlap, their bytes do not."""
+    import torch.distributed as dist
+
+    from ddp_course.collectives.port import Port
+
+    port, me = Port(dist.group.WORLD, [0, 1]), dist.get_rank()
+    parts = [torch.full((1000,), float(k)) for k in range(5)]
+    dist.barrier()
+    start = time.perf_counter()
+    if me == 0:
+        for handle in [port.send(part, 1) for part in parts]:
+            handle.wait()
+    else:
+        got = [torch.empty(1000) for _ in parts]
+        for handle in [port.receive(part, 0) for part in got]:
+            handle.wait()
+        assert all(torch.equal(a, b) for a, b in zip(got, parts, strict=True))
+    return time.perf_counter() - start
+
+
+def test_messages_follow_each_other_on_a_line():
+    links = Links(between=Link(latency=0.1, bandwidth=1e9))
+    told = spawn(many_small, nnodes=2, nproc_per_node=1, links=links, output="none")
+    assert 0.1 <= told[0] < 0.5  # not five times the latency
