@@ -142,8 +142,11 @@ def _add_doctor(commands: Any) -> None:
 def _add_bench(commands: Any) -> None:
     def run(told: argparse.Namespace) -> int:
         from ddp_course import bench
+        from ddp_course.lab.bench import DRAWINGS
 
-        return bench.command(told.name, told.list, told.json, told.quick)
+        return bench.command(
+            told.name, told.list, told.json, told.quick, told.figure, DRAWINGS
+        )
 
     command = _command(
         commands,
@@ -152,12 +155,19 @@ def _add_bench(commands: Any) -> None:
         "measure the course's code beside PyTorch's own, in one run",
         "ddp-course bench launch",
         "ddp-course bench launch --quick --json launch.json",
+        "ddp-course bench all-reduce --figure all_reduce.svg",
         "ddp-course bench --list",
     )
     command.add_argument("name", nargs="?", metavar="NAME", help="which bench")
     command.add_argument("--list", action="store_true", help="list the benches")
     command.add_argument(
         "--json", type=Path, metavar="FILE", help="write the rows there"
+    )
+    command.add_argument(
+        "--figure",
+        type=Path,
+        metavar="FILE",
+        help="draw the rows there (svg, png, pdf)",
     )
     command.add_argument("--quick", action="store_true", help="fewer repetitions")
 

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from ddp_course import bench
+from ddp_course.bench import all_reduce, others
 from ddp_course.bench.launch import CASES, SCRIPT, LaunchProcess
 from ddp_course.bench.rows import interleaved, row, table
 from ddp_course.cli import main
@@ -79,12 +80,12 @@ def test_bench_prints_the_rows_that_it_writes(tiny_bench, tmp_path, capsys):
     assert [list(r) for r in rows] == [KEYS, KEYS]
     assert [r["ratio"] for r in rows] == [0.5, 1.5]
     shown = capsys.readouterr().out
-    assert "one" in shown and "2.0 x" in shown and "0.7 x" in shown
+    assert "one" in shown and "2.00 x" in shown and "0.67 x" in shown
 
 
 def test_bench_lists_what_there_is(tiny_bench, capsys):
     assert main(["bench", "--list"]) == 0
-    assert capsys.readouterr().out.split() == ["launch", "tiny"]
+    assert capsys.readouterr().out.split() == ["launch", "all-reduce", "tiny"]
     assert tiny_bench == []
 
 
@@ -94,7 +95,7 @@ def test_bench_refuses_before_it_measures(arguments, tiny_bench, capsys, monkeyp
     assert main(["bench", *arguments]) == 1
     told = capsys.readouterr().err
     assert told.startswith("ddp-course: ") and told.count("\n") == 1
-    assert "launch, tiny" in told or "no folder" in told
+    assert "launch, all-reduce, tiny" in told or "no folder" in told
     assert tiny_bench == []
 
 
@@ -134,3 +135,76 @@ def test_a_launch_that_fails_is_no_measurement(capfd):
         with pytest.raises(CommandError, match="a launch of ours failed"):
             process.launch("no such case", 2)
     assert "KeyError" in capfd.readouterr().err or process.process.returncode
+
+
+# ---- all-reduce --------------------------------------------------------------------
+
+
+def test_turns_that_others_disturbed_are_left_out_if_enough_remain():
+    calm, loud = [0.0] * all_reduce.ENOUGH, [0.9, 0.5]
+    assert all_reduce.quiet([*loud, *calm]) == list(range(2, 2 + len(calm)))
+    assert all_reduce.quiet([*loud, *calm[1:]]) == list(range(1 + len(calm)))
+
+
+def test_what_others_took_is_neither_idle_nor_ours(tmp_path):
+    # Two of our processes, 1 and 0.5 s of CPU in 2 s; the machine was busy for 2.5 s.
+    told = [(1.0, 2.5, 2.0), (0.5, 2.4, 1.9)]
+    assert others.share(told, cores=2) == pytest.approx(0.25)
+    assert others.share([(3.0, 2.5, 2.0)], cores=2) == 0.0
+    stat = tmp_path / "stat"
+    stat.write_text("cpu  100 20 30 9999 888 4 6 40 0 0\ncpu0 1 1 1\n")
+    ticks = others.os.sysconf("SC_CLK_TCK")
+    assert others.machine_seconds(stat) == pytest.approx(200 / ticks)
+    assert others.machine_seconds(tmp_path / "none") == 0.0
+
+
+@pytest.fixture(scope="module")
+def quick_rows():
+    return list(all_reduce.bench(True))
+
+
+def test_every_all_reduce_is_measured_beside_gloos(quick_rows):
+    names = {r["algorithm"] for r in quick_rows if r["metric"] == "seconds"}
+    assert names == {
+        *("naive", "tree", "halving_doubling", "ring", "shared_memory", "registered"),
+        *("chosen", "reduce_scatter", "all_gather"),
+    }
+    assert {r["algorithm"] for r in quick_rows} - names == {
+        "ring beside loopback",
+        "registered beside memory",
+    }
+    for r in quick_rows:
+        assert r["ours"] > 0 and r["theirs"] > 0 and r["ranks"] == 2
+        assert r["ratio"] == pytest.approx(r["ours"] / r["theirs"])
+    assert {r["nbytes"] for r in quick_rows} == set(all_reduce.QUICK)
+
+
+def test_each_collective_stands_beside_its_own_kind():
+    times = {name: [1.0] for name in ("ring", "reduce_scatter", "all_gather")}
+    times |= {"gloo all_reduce": [2.0], "gloo again": [9.0], "registered": [0.5]}
+    times |= {"gloo reduce_scatter": [3.0], "gloo all_gather": [4.0]}
+    limits = {"memory": 100.0, "loopback": 50.0}
+    rows = list(all_reduce.rows_of(4, 1 << 20, times, limits, 0.0))
+    ratios = {r["algorithm"]: r["theirs"] for r in rows}
+    assert ratios["reduce_scatter"] == 3.0 and ratios["all_gather"] == 4.0
+    assert ratios["ring"] == ratios["registered"] == 2.0
+    # 4 ranks: 2 (N - 1) / N = 3/2 of the bytes, in one second.
+    [beside] = [r for r in rows if r["algorithm"] == "ring beside loopback"]
+    assert beside["ours"] == 1.5 * (1 << 20) and beside["theirs"] == 50.0
+
+
+def test_the_figure_of_the_bench(quick_rows, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(bench.BENCHES, "all-reduce", lambda quick: iter(quick_rows))
+    file = tmp_path / "figure.svg"
+    assert main(["bench", "all-reduce", "--figure", str(file)]) == 0
+    text = file.read_text()
+    for shown in ("gloo", "ring", "shared_memory", "loopback", "memory"):
+        assert shown in text
+    assert main(["bench", "launch", "--figure", str(file)]) == 1
+    assert "there is no figure of launch; only of all-reduce" in capsys.readouterr().err
+
+
+def test_bandwidth_is_better_when_it_is_more():
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(table([row("b", "c", "bytes/s", 8.0, 2.0)]))
+    assert "4.00 x" in console.export_text()

@@ -1,5 +1,6 @@
 """Floor 3: the course's code side by side with PyTorch's own (`ddp-course bench`).
 
+    others          how much of the machine other programs took meanwhile
     rows            what a bench returns, and how two things are measured fairly
     all_reduce      every all-reduce of the course beside gloo's
     launch          `spawn` beside `torch.multiprocessing.spawn`
@@ -11,8 +12,10 @@ A bench is a function that takes `quick` and yields rows, one for each case.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from rich.console import Console
 
@@ -26,8 +29,19 @@ BENCHES: dict[str, Callable[[bool], Iterator[Row]]] = {
 }
 
 
-def command(name: str | None, names_only: bool, file: Path | None, quick: bool) -> int:
-    """Run one bench, print its rows as a table, and write them to `file` as JSON."""
+def command(
+    name: str | None,
+    names_only: bool,
+    file: Path | None,
+    quick: bool,
+    figure: Path | None = None,
+    drawings: Mapping[str, Callable[[list[Row]], Any]] = MappingProxyType({}),
+) -> int:
+    """Run one bench, print its rows as a table, and write them to `file` as JSON.
+
+    `figure` is a file to draw the rows into, by `drawings[name]`, which returns a
+    figure of matplotlib.
+    """
     if names_only:
         print("\n".join(BENCHES))
         return 0
@@ -36,6 +50,12 @@ def command(name: str | None, names_only: bool, file: Path | None, quick: bool) 
         raise CommandError(f"{wrong} there is: {', '.join(BENCHES)}")
     if file is not None and not file.absolute().parent.is_dir():
         raise CommandError(f"there is no folder {file.absolute().parent}")
+    if figure is not None and name not in drawings:
+        raise CommandError(
+            f"there is no figure of {name}; only of {', '.join(drawings)}"
+        )
+    if figure is not None and not figure.absolute().parent.is_dir():
+        raise CommandError(f"there is no folder {figure.absolute().parent}")
     rows = []
     with Console(stderr=True).status("measuring") as status:
         for row in BENCHES[name](quick):
@@ -44,4 +64,12 @@ def command(name: str | None, names_only: bool, file: Path | None, quick: bool) 
     Console().print(table(rows))
     if file is not None:
         file.write_text(json.dumps(rows, indent=1) + "\n")
+    if figure is not None:
+        drawings[name](rows).savefig(figure)
+    loud = max((row.get("others", 0.0) for row in rows), default=0.0)
+    if loud > all_reduce.LOUD:
+        Console(stderr=True).print(
+            f"Other programs took up to {loud:.0%} of the machine meanwhile: times that "
+            "say little. Measure again when it is quiet."
+        )
     return 0

@@ -4,6 +4,9 @@ All are measured in turns inside the same ranks, and each turn begins with anoth
 A time is that of the slowest rank. Beside them stand gloo a second time, so that one
 sees how much of a difference is noise, and two limits: how fast a rank copies memory
 when all do, and how fast two ranks send over the loopback interface.
+
+Turns during which other programs took much of the machine are left out, if enough
+others remain; `others` in the rows is the part that they took in those that count.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_course import collectives
+from ddp_course.bench.others import Others, share
 from ddp_course.bench.rows import Row, row
 from ddp_course.collectives import shared_memory
 from ddp_course.launch import spawn
@@ -25,12 +29,13 @@ KIB, MIB = 1 << 10, 1 << 20
 SIZES = {
     4 * KIB: 60,
     64 * KIB: 60,
-    MIB: 40,
-    4 * MIB: 24,
-    16 * MIB: 12,
-    64 * MIB: 8,
+    MIB: 50,
+    4 * MIB: 30,
+    16 * MIB: 20,
+    64 * MIB: 12,
 }
 QUICK = {4 * KIB: 3, MIB: 3}
+LOUD, ENOUGH = 0.15, 6  # the part of the machine; how many turns
 P2P = ("naive", "tree", "halving_doubling", "ring")
 Times = dict[str, list[float]]
 
@@ -44,19 +49,31 @@ def bench(quick: bool) -> Iterator[Row]:
         )
         limits = {name: min(r["limits"][name] for r in told) for name in LIMITS}
         for nbytes in sizes:
-            per_rank = [r["times"][nbytes] for r in told]
+            per_rank = [r["times"][nbytes][0] for r in told]
+            shares = [
+                share(list(turn))
+                for turn in zip(*(r["times"][nbytes][1] for r in told), strict=True)
+            ]
+            turns = quiet(shares)
             slowest = {
-                name: list(map(max, *(r[name] for r in per_rank)))
+                name: [max(r[name][turn] for r in per_rank) for turn in turns]
                 for name in per_rank[0]
             }
-            yield from rows_of(ranks, nbytes, slowest, limits)
+            others = statistics.median(shares[turn] for turn in turns)
+            yield from rows_of(ranks, nbytes, slowest, limits, others)
+
+
+def quiet(shares: list[float]) -> list[int]:
+    """Return the turns to count: those that others left us in peace, if enough are."""
+    calm = [turn for turn, others in enumerate(shares) if others <= LOUD]
+    return calm if len(calm) >= ENOUGH else list(range(len(shares)))
 
 
 def rows_of(
-    ranks: int, nbytes: int, times: Times, limits: dict[str, float]
+    ranks: int, nbytes: int, times: Times, limits: dict[str, float], others: float
 ) -> Iterator[Row]:
     """Yield the rows of one size: seconds, and the bandwidth beside its limits."""
-    where = {"ranks": ranks, "nbytes": nbytes}
+    where = {"ranks": ranks, "nbytes": nbytes, "others": others}
     size = told(nbytes)
     medians = {name: statistics.median(seconds) for name, seconds in times.items()}
     for name, ours in medians.items():
@@ -103,25 +120,35 @@ def measure(sizes: dict[int, int]) -> dict:
     }
 
 
-def in_turns(nbytes: int, repetitions: int) -> Times:
-    """Measure everything `repetitions` times in turns, on tensors of `nbytes`."""
-    contenders = all_contenders(nbytes)
+def in_turns(nbytes: int, repetitions: int) -> tuple[Times, list[tuple]]:
+    """Measure everything `repetitions` times in turns, on tensors of `nbytes`.
+
+    Returns the times, and for each turn what `Others` told.
+    """
+    contenders, registered = all_contenders(nbytes)
     names = list(contenders)
     times: Times = {name: [] for name in names}
+    others, told = Others(), []
     for turn in range(-2, repetitions):  # the first two are to warm up
+        others.told()
         for k in range(len(names)):
             name = names[(k + turn) % len(names)]
-            dist.barrier()
+            collectives.communicator().agree("the turn")  # a barrier of microseconds
             start = time.perf_counter()
             contenders[name]()
             seconds = time.perf_counter() - start
             if turn >= 0:
                 times[name].append(seconds)
-    return times
+        if turn >= 0:
+            told.append(others.told())
+    shared_memory.free(registered)
+    return times, told
 
 
-def all_contenders(nbytes: int) -> dict[str, Callable[[], object]]:
-    """Return what is measured: name -> a function that does it once."""
+def all_contenders(
+    nbytes: int,
+) -> tuple[dict[str, Callable[[], object]], torch.Tensor]:
+    """Return what is measured, name -> a function, and the tensor in shared memory."""
     n, numel = dist.get_world_size(), nbytes // 4
     # Zeros stay zeros, however often they are added.
     tensor, shard = torch.zeros(numel), torch.zeros(numel // n)
@@ -141,7 +168,7 @@ def all_contenders(nbytes: int) -> dict[str, Callable[[], object]]:
     }
     for name in P2P:
         contenders[name] = _on(collectives.ALGORITHMS[name], tensor)
-    return contenders
+    return contenders, registered
 
 
 def _on(function: Callable, tensor: torch.Tensor) -> Callable[[], object]:
