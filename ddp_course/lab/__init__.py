@@ -3,9 +3,9 @@
 show_source, show_diff     the package's own source, and what changed
 Prediction                 a number that is written down before it is measured
 check_..., show_solution   the exercises
-cluster, groups, ...       schematic figures, drawn by `Drawing`
+cluster, collective, ...   schematic figures, drawn by `Drawing`
 gallery, explore           a figure for some settings, and with sliders
-plot_losses, style         figures of measured data
+plot_..., style            figures of measured data
 """
 
 from ddp_course.lab.ch00 import check_my_average, check_my_slice
@@ -18,13 +18,20 @@ from ddp_course.lab.ch01 import (
 from ddp_course.lab.drawing import Drawing
 from ddp_course.lab.exercises import show_solution
 from ddp_course.lab.figures import (
+    before_after,
     cluster,
+    collective,
     course_map,
     groups,
+    hierarchy,
     one_or_many,
+    plan_step,
+    plan_steps,
     rendezvous,
 )
+from ddp_course.lab.measured import plot_fit, plot_sizes
 from ddp_course.lab.palette import RANK_COLORS, rank_color
+from ddp_course.lab.per_rank import plot_bytes, plot_timeline
 from ddp_course.lab.plots import plot_losses, plot_pairs, style
 from ddp_course.lab.predict import Prediction
 from ddp_course.lab.source import show_diff, show_source
@@ -34,6 +41,7 @@ __all__ = [
     "RANK_COLORS",
     "Drawing",
     "Prediction",
+    "before_after",
     "check_global_rank",
     "check_my_average",
     "check_my_slice",
@@ -41,13 +49,21 @@ __all__ = [
     "check_peer_on_next_node",
     "check_place",
     "cluster",
+    "collective",
     "course_map",
     "explore",
     "gallery",
     "groups",
+    "hierarchy",
     "one_or_many",
+    "plan_step",
+    "plan_steps",
+    "plot_bytes",
+    "plot_fit",
     "plot_losses",
     "plot_pairs",
+    "plot_sizes",
+    "plot_timeline",
     "rank_color",
     "rendezvous",
     "show_diff",

@@ -13,15 +13,29 @@ from pathlib import Path
 from ddp_course.lab.drawing import Drawing
 from ddp_course.lab.figures.ch00 import one_or_many
 from ddp_course.lab.figures.ch01 import cluster, groups, rendezvous
+from ddp_course.lab.figures.ch02 import before_after, collectives
+from ddp_course.lab.figures.ch03 import hierarchy, ring
 from ddp_course.lab.figures.course_map import course_map
+from ddp_course.lab.figures.deadlock import deadlock
+from ddp_course.lab.figures.six_ways import six_ways
+from ddp_course.lab.figures.steps import collective, plan_step, plan_steps
 
 __all__ = [
     "IMAGES",
+    "before_after",
     "cluster",
+    "collective",
+    "collectives",
     "course_map",
+    "deadlock",
     "groups",
+    "hierarchy",
     "one_or_many",
+    "plan_step",
+    "plan_steps",
     "rendezvous",
+    "ring",
+    "six_ways",
     "write_images",
 ]
 
@@ -31,6 +45,11 @@ IMAGES: dict[str, Callable[[], Drawing]] = {
     "01_cluster_3x4.svg": partial(cluster, 3, 4, formula=False),
     "01_rendezvous.svg": rendezvous,
     "01_groups.svg": partial(groups, 3, 4),
+    "02_collectives.svg": collectives,
+    "02_deadlock.svg": deadlock,
+    "03_ring.svg": ring,
+    "03_six_ways.svg": six_ways,
+    "03_hierarchy.svg": partial(hierarchy, 2, 4),
 }
 
 
