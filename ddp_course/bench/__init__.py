@@ -69,7 +69,7 @@ def command(
     loud = max((row.get("others", 0.0) for row in rows), default=0.0)
     if loud > all_reduce.LOUD:
         Console(stderr=True).print(
-            f"Other programs took up to {loud:.0%} of the machine meanwhile: times that "
-            "say little. Measure again when it is quiet."
+            f"Other programs took up to {loud:.0%} of the machine meanwhile: such times"
+            " say little. Measure again when it is quiet."
         )
     return 0
