@@ -1,9 +1,12 @@
 """Every all-reduce of the course beside gloo's own, in one run, for many sizes.
 
-All are measured in turns inside the same ranks, and each turn begins with another one.
-A time is that of the slowest rank. Beside them stand gloo a second time, so that one
-sees how much of a difference is noise, and two limits: how fast a rank copies memory
-when all do, and how fast two ranks send over the loopback interface.
+All are measured in turns inside the same ranks, in another order in every turn: what
+one leaves behind, in caches and on the cores, is not always to the same one's cost. In
+its turn each is called several times without a pause, as nccl-tests do, the first time
+uncounted. A time is the mean of a turn's calls on the slowest rank. Beside them stand
+gloo a second time, so that one sees how much of a difference is noise; gloo with its
+threads held back as in our own collectives (`collectives.patience`); and two limits:
+how fast a rank copies memory when all do, and how fast two ranks send over loopback.
 
 Turns during which other programs took much of the machine are left out, if enough
 others remain; `others` in the rows is the part that they took in those that count.
@@ -11,6 +14,7 @@ others remain; `others` in the rows is the part that they took in those that cou
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -21,20 +25,21 @@ import torch.distributed as dist
 from ddp_course import collectives
 from ddp_course.bench.others import Others, share
 from ddp_course.bench.rows import Row, row
-from ddp_course.collectives import shared_memory
+from ddp_course.collectives import patience, shared_memory
 from ddp_course.launch import spawn
 from ddp_course.theory import bus_factor
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = {
-    4 * KIB: 60,
-    64 * KIB: 60,
-    MIB: 50,
-    4 * MIB: 30,
-    16 * MIB: 20,
-    64 * MIB: 12,
+    4 * KIB: 20,
+    64 * KIB: 20,
+    MIB: 20,
+    4 * MIB: 20,
+    16 * MIB: 15,
+    64 * MIB: 10,
 }
 QUICK = {4 * KIB: 3, MIB: 3}
+CALLED = 8 * MIB  # small tensors are reduced until so many bytes are done
 LOUD, ENOUGH = 0.15, 6  # the part of the machine; how many turns
 P2P = ("naive", "tree", "halving_doubling", "ring")
 Times = dict[str, list[float]]
@@ -126,17 +131,21 @@ def in_turns(nbytes: int, repetitions: int) -> tuple[Times, list[tuple]]:
     Returns the times, and for each turn what `Others` told.
     """
     contenders, registered = all_contenders(nbytes)
+    calls = max(1, min(20, CALLED // nbytes))
     names = list(contenders)
     times: Times = {name: [] for name in names}
     others, told = Others(), []
     for turn in range(-2, repetitions):  # the first two are to warm up
         others.told()
-        for k in range(len(names)):
-            name = names[(k + turn) % len(names)]
+        order = random.Random(turn).sample(names, len(names))  # on all ranks alike
+        for name in order:
+            call = contenders[name]
+            call()  # what the one before has left in caches and queues is its affair
             collectives.communicator().agree("the turn")  # a barrier of microseconds
             start = time.perf_counter()
-            contenders[name]()
-            seconds = time.perf_counter() - start
+            for _ in range(calls):
+                call()
+            seconds = (time.perf_counter() - start) / calls
             if turn >= 0:
                 times[name].append(seconds)
         if turn >= 0:
@@ -157,7 +166,8 @@ def all_contenders(
     registered.zero_()
     contenders = {
         "gloo all_reduce": lambda: dist.all_reduce(tensor),
-        "gloo again": lambda: dist.all_reduce(tensor),
+        "again": lambda: dist.all_reduce(tensor),
+        "gloo, patient": lambda: patiently(dist.all_reduce, tensor),
         "shared_memory": lambda: shared_memory.all_reduce(tensor),
         "registered": lambda: shared_memory.all_reduce(registered),
         "chosen": lambda: collectives.all_reduce(tensor),
@@ -169,6 +179,12 @@ def all_contenders(
     for name in P2P:
         contenders[name] = _on(collectives.ALGORITHMS[name], tensor)
     return contenders, registered
+
+
+def patiently(function: Callable, tensor: torch.Tensor) -> None:
+    """Call a collective of PyTorch's as we call ours: see `collectives.patience`."""
+    with patience.patient(collectives.communicator().threads):
+        function(tensor)
 
 
 def _on(function: Callable, tensor: torch.Tensor) -> Callable[[], object]:

@@ -18,7 +18,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,14 +26,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_course.collectives import runtime
+from ddp_course.collectives.patience import patient
 from ddp_course.collectives.plan import Plan
 from ddp_course.collectives.port import Port
-from ddp_course.collectives.reduction import ReduceOp, check_op
+from ddp_course.collectives.reduction import NAMES, ReduceOp, check_op
 from ddp_course.collectives.runtime import Buffer
 from ddp_course.measure import active_logs, active_meters
 
 if TYPE_CHECKING:
     from ddp_course.collectives.communicator import Communicator, Work
+    from ddp_course.measure import ByteMeter
 
 
 @dataclass
@@ -41,9 +43,16 @@ class Run:
     """A call that all ranks have agreed on: `body(run)` does the work with it."""
 
     comm: Communicator
-    port: Port
     op: dist.ReduceOp.RedOpType
     agree: Callable[[], None]
+    meters: tuple[ByteMeter, ...]
+    threads: list[int]  # gloo's, to be held back meanwhile
+
+    @cached_property
+    def port(self) -> Port:
+        """How messages leave and arrive."""
+        comm = self.comm
+        return Port(comm.group, comm.ranks, comm.rank, self.meters)
 
     def plan(
         self,
@@ -63,7 +72,8 @@ class Run:
         def scratch(numel: int) -> Tensor:
             return self.comm.scratch(numel, like)
 
-        runtime.pipelined(plan, buffer, self.port, op, scratch, piece)
+        with patient(self.threads):
+            runtime.pipelined(plan, buffer, self.port, op, scratch, piece)
 
 
 class Call:
@@ -89,8 +99,7 @@ class Call:
     def tensor(self, role: str, tensor: Any, like: Tensor | None = None) -> None:
         """Check a tensor that all ranks must give in the same shape and type."""
         if self.usable(role, tensor, like):
-            kind = str(tensor.dtype).removeprefix("torch.")
-            self.words.append(f"{role} {kind} {list(tensor.shape)}")
+            self.words.append(_told(role, tensor.dtype, tensor.shape))
 
     def tensors(self, role: str, tensors: Any, like: Tensor | None = None) -> None:
         """Check a list of one tensor for each rank, each of them like `like`."""
@@ -132,7 +141,7 @@ class Call:
         self.op = op = getattr(op, "op", op)  # ReduceOp(ReduceOp.SUM) is SUM, too
         if isinstance(tensor, Tensor) and (wrong := check_op(op, tensor.dtype)):
             self.refuse(wrong)
-        self.words.append(f"op {str(op).rpartition('.')[2]}")
+        self.words.append(NAMES.get(op) or f"op {op!r}")
 
     def choice(self, name: str, value: Any, allowed: Sequence[str]) -> None:
         """Check that an option is one of those there are."""
@@ -225,7 +234,8 @@ class Call:
         def job() -> None:
             if self.problem or not agreed_by_body:
                 agree()
-            run = Run(comm, Port(comm.group, comm.ranks, meters), self.op, agree)
+            # Under way beside other work, messages had better interrupt that.
+            run = Run(comm, self.op, agree, meters, [] if async_op else comm.threads)
             started = time.perf_counter()
             with torch.no_grad():
                 body(run)
@@ -239,3 +249,9 @@ class Call:
                 )
 
         return comm.perform(job, async_op)
+
+
+@lru_cache(maxsize=1000)
+def _told(role: str, dtype: torch.dtype, shape: torch.Size) -> str:
+    """Write a tensor in words: "tensor float32 [2, 3]"."""
+    return f"{role} {str(dtype).removeprefix('torch.')} {list(shape)}"

@@ -72,7 +72,7 @@ def rule(comm: Communicator, nbytes: int, cpu: bool = True) -> str:
     Shared memory inside one node; a hierarchy for equally large nodes; otherwise a tree
     for small tensors and a ring for others.
     """
-    nodes = comm.nodes()
+    nodes = comm.nodes
     if len(nodes) == 1 and cpu and comm.shares_memory:
         return "shared_memory"
     if hierarchical.regular(nodes) and len(nodes) > 1 and len(nodes[0]) > 1:

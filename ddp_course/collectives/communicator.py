@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from ddp_course.collectives.agreement import AgreementInMemory, agreement
 from ddp_course.collectives.call import Call
+from ddp_course.collectives.patience import socket_threads
 from ddp_course.collectives.stuck import Watch, exchange_by_store
 from ddp_course.launch import here
 
@@ -58,6 +60,7 @@ class Communicator:
         )
         self.agree = agreement(self.exchange, self.rank, self.ranks, self.watch)
         self.kept: dict[str, Any] = {}  # what an algorithm wants to find again
+        self.threads = socket_threads()
         self._memory: dict[torch.device, Tensor] = {}
 
     @property
@@ -65,8 +68,9 @@ class Communicator:
         """Whether all ranks of the group can have memory in common."""
         return isinstance(self.agree, AgreementInMemory)
 
+    @cached_property
     def nodes(self) -> list[list[int]]:
-        """Return the group's ranks (numbered in the group), node by node."""
+        """The group's ranks (numbered in the group), node by node."""
         topology, nodes = here().topology, {}
         for index, rank in enumerate(self.ranks):
             nodes.setdefault(topology.place(rank).node_rank, []).append(index)

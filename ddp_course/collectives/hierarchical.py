@@ -97,7 +97,7 @@ def all_reduce(
     """
     comm = communicator(group)
     call = comm.call("hierarchical.all_reduce", variant=variant)
-    nodes = comm.nodes()
+    nodes = comm.nodes
     call.choice("variant", variant, PLANS)
     if not regular(nodes):
         call.refuse(f"the group's nodes have the ranks {nodes}, not equally many each")

@@ -36,18 +36,20 @@ class Handle(Protocol):
 class Port:
     """One rank's way to the other ranks of a process group, for one collective.
 
-    Peers are numbered within the group. `meters` count each message.
+    `ranks` are the group's ranks in the job; `rank` and all peers are numbered within
+    the group. `meters` count each message.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup,
         ranks: Sequence[int],
+        rank: int,
         meters: Sequence[ByteMeter] = (),
     ) -> None:
         self.group = group
         self.ranks = ranks
-        self.rank = ranks.index(dist.get_rank())
+        self.rank = rank
         self.meters = meters
         self.nbytes_sent = 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -19,9 +20,10 @@ COMBINE: dict[dist.ReduceOp.RedOpType, Callable[..., Tensor]] = {
     ReduceOp.MIN: torch.minimum,
     ReduceOp.PRODUCT: torch.mul,
 }
-NAMES = {op: str(op).rpartition(".")[2].lower() for op in COMBINE}
+NAMES = {op: f"op {str(op).rpartition('.')[2]}" for op in COMBINE}  # in words
 
 
+@lru_cache
 def check_op(op: dist.ReduceOp.RedOpType, dtype: torch.dtype) -> str | None:
     """Return what is wrong with reducing `dtype` by `op`, or None."""
     if op not in COMBINE:

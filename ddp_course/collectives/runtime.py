@@ -26,7 +26,7 @@ from ddp_course.collectives.plan import Plan, bounds, completing
 from ddp_course.collectives.port import Port
 from ddp_course.collectives.reduction import COMBINE, ReduceOp, finish
 
-PIECE = 1 << 20  # bytes: longer chunks travel in pieces of this size
+PIECE = 4 << 20  # bytes: longer chunks travel in pieces of this size
 WINDOW = 2  # how many receives are posted ahead
 
 

@@ -148,8 +148,8 @@ def all_reduce(
 def _local(call: Call, tensor: object = None) -> None:
     """Check that the group's ranks, and the tensor, are where memory can be shared."""
     comm = call.comm
-    nodes = [[comm.ranks[index] for index in node] for node in comm.nodes()]
-    if len(nodes) > 1:
+    if len(comm.nodes) > 1:
+        nodes = [[comm.ranks[index] for index in node] for node in comm.nodes]
         call.refuse(f"memory is shared inside a node; the group has ranks on {nodes}")
     elif comm.size > 1 and not isinstance(comm.agree, AgreementInMemory):
         call.refuse("this machine lets these ranks share no memory (memfd, /proc)")
@@ -173,7 +173,7 @@ def _count(run: Run, tensor: Tensor, registered: bool) -> None:
     Sent is what others read of this rank's memory, and what it writes into theirs.
     """
     me, ranks = run.comm.rank, run.comm.ranks
-    for meter in run.port.meters:
+    for meter in run.meters:
         per_peer = volumes(
             tensor.numel(), tensor.element_size(), len(ranks), me, registered
         )

@@ -11,7 +11,7 @@ from ddp_course.theory import bus_factor
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-NOT_ALL_REDUCES = ("reduce_scatter", "all_gather", "chosen")
+NOT_DRAWN = ("reduce_scatter", "all_gather", "chosen", "again", "gloo, patient")
 
 
 def all_reduce(rows: Iterable[Mapping[str, Any]], ranks: int | None = None) -> Figure:
@@ -31,7 +31,7 @@ def all_reduce(rows: Iterable[Mapping[str, Any]], ranks: int | None = None) -> F
         name, _, limit = row["algorithm"].partition(" beside ")
         if limit:
             limits[limit] = row["theirs"]
-        elif name not in NOT_ALL_REDUCES:
+        elif name not in NOT_DRAWN:
             curves.setdefault(name, {})[row["nbytes"]] = row["ours"]
             curves.setdefault("gloo", {})[row["nbytes"]] = row["theirs"]
     figure = plot_sizes(curves, limits, float(bus_factor("all_reduce", ranks)))

@@ -17,7 +17,7 @@ class Group:
     """What the rule looks at, of a group that does not exist."""
 
     def __init__(self, nodes: list[list[int]], shares_memory: bool) -> None:
-        self.nodes = lambda: nodes
+        self.nodes = nodes
         self.shares_memory = shares_memory
 
 

@@ -70,7 +70,8 @@ def many_small() -> float:
 
     from ddp_course.collectives.port import Port
 
-    port, me = Port(dist.group.WORLD, [0, 1]), dist.get_rank()
+    me = dist.get_rank()
+    port = Port(dist.group.WORLD, [0, 1], me)
     parts = [torch.full((1000,), float(k)) for k in range(5)]
     dist.barrier()
     start = time.perf_counter()

@@ -1,0 +1,507 @@
+"""Collectives in shared memory: as PyTorch's own, bit by bit, and without races."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddp_course.collectives import slices as module
+from ddp_course.collectives.reduction import COMBINE, ReduceOp, check_op
+from ddp_course.collectives.segment import Segment, share
+from ddp_course.collectives.slices import (
+    ONE_SHOT,
+    Staging,
+    SymmetricMemory,
+    combine,
+    cuts,
+)
+from ddp_course.launch import spawn
+
+SIZES = [1, 2, 3, 4, 5, 8]
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+]
+SLOT = 128 << 10  # small, so that not even long tensors take long
+ROOM = 6 << 20  # bytes of each rank's symmetric memory
+
+
+def exchange(value):
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def memories(slot=SLOT, room=ROOM, timeout=60.0, kind=Staging):
+    """Return a segment, and both ways to reduce in it."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    segment = share(64 + kind.nbytes(size, slot), rank, size, exchange, timeout)
+    return kind(segment, 64, slot), SymmetricMemory(segment, room, exchange)
+
+
+def placed(memory: SymmetricMemory, tensor: torch.Tensor, skip=0) -> torch.Tensor:
+    """Return a copy of `tensor` that lies in symmetric memory, `skip` bytes into it."""
+    there = memory.own[skip : skip + tensor.nbytes].view(tensor.dtype)
+    return there.view(tensor.shape).copy_(tensor)
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def numbers(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Return numbers of which any sum is exact in float32 and int64."""
+    made = torch.Generator().manual_seed(seed)
+    low = 0 if dtype in (torch.bool, torch.uint8) else -8
+    return torch.randint(low, 9, (numel,), generator=made).to(dtype)
+
+
+def rough(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Return numbers whose sum depends on the order in which they are added."""
+    made = torch.Generator().manual_seed(seed)
+    scale = 10.0 ** torch.randint(-4, 5, (numel,), generator=made)
+    return (torch.randn(numel, generator=made) * scale).to(dtype)
+
+
+def in_rank_order(tensor: torch.Tensor, op) -> torch.Tensor:
+    """Return the reduction as it is meant: rank 0's, and 1's, and 2's, ..."""
+    first, *others = exchange(tensor)
+    result = first.clone()
+    for other in others:
+        COMBINE[op](result, other, out=result)
+    return result / dist.get_world_size() if op == ReduceOp.AVG else result
+
+
+# ---- plain functions ---------------------------------------------------------------
+
+
+def assert_cuts_are_right(cuts, numel, size, itemsize):
+    edges = cuts(numel, size, itemsize)
+    assert len(edges) == size + 1
+    assert (edges[0], edges[-1]) == (0, numel)
+    lengths = [b - a for a, b in zip(edges, edges[1:], strict=False)]
+    assert min(lengths) >= 0
+    assert max(lengths) * itemsize < numel * itemsize / size + 64 + itemsize
+    assert all(e == numel or e * itemsize % 64 == 0 for e in edges)
+
+
+@given(st.integers(0, 10**9), st.integers(1, 64), st.sampled_from([1, 2, 4, 8, 16]))
+def test_slices_cover_everything_and_begin_at_cache_lines(numel, size, itemsize):
+    assert_cuts_are_right(cuts, numel, size, itemsize)
+
+
+def forgets_the_rest(numel: int, size: int, itemsize: int) -> tuple[int, ...]:
+    """Plant a mistake: if the slices are uneven, the last elements are nobody's."""
+    return tuple(r * (numel // size // 16 * 16) for r in range(size + 1))
+
+
+def test_planted_slices_are_seen():
+    with pytest.raises(AssertionError):
+        assert_cuts_are_right(forgets_the_rest, 1009, 3, 4)
+
+
+@pytest.mark.parametrize("out", ["first", "second", "elsewhere"])
+def test_combining_keeps_the_order_of_ranks(out):
+    inputs = [torch.tensor([x]) for x in (1e8, 1.0, -1e8, 2.0)]
+    there = {"first": inputs[0], "second": inputs[1], "elsewhere": torch.empty(1)}
+    combine(inputs, ReduceOp.AVG, there[out])
+    assert there[out].item() == 0.5  # ((1e8 + 1) - 1e8 + 2) / 4, where 1e8 + 1 is 1e8
+
+
+# ---- against PyTorch ---------------------------------------------------------------
+
+
+def reference(x: torch.Tensor, op) -> torch.Tensor:
+    """Return PyTorch's own all-reduce, where it has one and the numbers are exact."""
+    inexact = (torch.uint8, torch.bfloat16, torch.complex64)
+    # Of bools gloo makes bytes that are neither 0 nor 1 (torch 2.13).
+    if op == ReduceOp.AVG or x.dtype in (*inexact, torch.bool):
+        return in_rank_order(x, op)
+    expected = x.clone()
+    dist.all_reduce(expected, op=op)
+    return expected
+
+
+def compare(numels, dtypes, ops=(ReduceOp.SUM,), staged=True) -> list[str]:
+    """Return where staged or symmetric all-reduce differs from PyTorch's."""
+    staging, memory = memories()
+    rank, wrong = dist.get_rank(), []
+    cases = [(d, op, n) for d in dtypes for op in ops for n in numels]
+    for dtype, op, numel in cases:
+        if check_op(op, dtype):
+            continue
+        x = numbers(numel, dtype, seed=numel * 10 + rank)
+        expected = raw(reference(x, op))
+        one, other = x.clone(), placed(memory, x, skip=64)
+        memory.all_reduce(other, op)
+        if raw(other) != expected:
+            wrong.append(f"symmetric {op} of {numel} {dtype}")
+        if staged:
+            staging.all_reduce(one, op)
+            if raw(one) != expected:
+                wrong.append(f"staged {op} of {numel} {dtype}")
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_all_reduce_gives_what_pytorch_gives(world_size):
+    n = world_size
+    slab = SLOT // 4
+    numels = {0, 1, n - 1, n, n + 1, 1009, slab - 1, slab, slab + 1, 1 << 20}
+    numels |= {ONE_SHOT // 4, ONE_SHOT // 4 + 1, 5 * slab + 7}
+    wrong = spawn(compare, sorted(numels), [torch.float32], world_size=n)
+    assert wrong == [[]] * n
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_operation_on_every_type(world_size):
+    wrong = spawn(compare, [3, 40_009], DTYPES, list(COMBINE), world_size=world_size)
+    assert wrong == [[]] * world_size
+
+
+def test_planted_slices_give_wrong_sums():
+    def planted(staged):
+        module.cuts = forgets_the_rest
+        return compare([100_003], [torch.float32], staged=staged)
+
+    assert all(spawn(planted, False, world_size=3))
+    reports = spawn(planted, True, world_size=3, check=False, output="none")
+    assert all(report.status != "ok" for report in reports)  # it notices itself
+
+
+# ---- the same bits -----------------------------------------------------------------
+
+
+def bits(numel: int, plant=None) -> tuple[list[bytes], list[bytes]]:
+    """Return the results of both ways, and of each as it is meant."""
+    if plant:
+        plant()
+    staging, memory = memories()
+    rank, results, meant = dist.get_rank(), [], []
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+        for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT):
+            x = rough(numel, dtype, seed=rank)
+            x[:3] = torch.tensor([1e4, 1.0, -1e4][rank % 3])
+            one, other = x.clone(), placed(memory, x)
+            staging.all_reduce(one, op)
+            memory.all_reduce(other, op)
+            results += [raw(one), raw(other)]
+            meant += [raw(in_rank_order(x, op))] * 2
+    return results, meant
+
+
+def own_first():
+    """Plant a mistake: each rank begins with its own numbers."""
+    right = module.combine
+
+    def wrong(inputs, op, out):
+        k = dist.get_rank()
+        right([t.clone() for t in [*inputs[k:], *inputs[:k]]], op, out)
+
+    module.combine = wrong
+
+
+def same_bits(results) -> bool:
+    """Tell whether all ranks have the same bits, those of the meant order."""
+    return all(got == results[0][0] == meant for got, meant in results)
+
+
+@pytest.mark.parametrize("numel", [1009, 40_009])
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_all_ranks_have_the_same_bits_in_both_ways(world_size, numel):
+    assert same_bits(spawn(bits, numel, world_size=world_size))
+
+
+@pytest.mark.parametrize("numel", [1009, 40_009])
+def test_a_planted_order_is_seen(numel):
+    assert not same_bits(spawn(bits, numel, own_first, world_size=3))
+
+
+# ---- reduce-scatter and all-gather -------------------------------------------------
+
+
+def shards(numels, plant=None) -> list[str]:
+    """Return where reduce-scatter or all-gather do not do what they should."""
+    if plant:
+        plant()
+    staging, memory = memories()
+    rank, n, wrong = dist.get_rank(), dist.get_world_size(), []
+
+    def check(what, got, expected):
+        if raw(got) != raw(expected):
+            wrong.append(f"{what} of {expected.numel()}")
+
+    for numel in numels:
+        for op in (ReduceOp.SUM, ReduceOp.AVG):
+            x = rough(n * numel, torch.float32, seed=rank)
+            expected = in_rank_order(x, op).view(n, numel)[rank]
+            for way in (staging, memory):
+                name = f"{type(way).__name__} reduce_scatter"
+                full, out = placed(memory, x), torch.empty(numel)
+                way.reduce_scatter(out, full, op)
+                check(name, out, expected)
+                check(f"{name}: input", full, x)
+                own = full.view(n, numel)[rank]
+                way.reduce_scatter(own, full, op)
+                check(f"{name}, in place", own, expected)
+        x = rough(numel, torch.float32, seed=rank)
+        expected = torch.cat(exchange(x))
+        for way in (staging, memory):
+            name = f"{type(way).__name__} all_gather"
+            shard, full = placed(memory, x), torch.empty(n * numel)
+            way.all_gather(full, shard)
+            check(name, full, expected)
+            full = placed(memory, torch.zeros(n * numel))
+            own = full.view(n, numel)[rank].copy_(x)
+            way.all_gather(full, own)
+            check(f"{name}, in place", full, expected)
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_shards_are_right(world_size):
+    slab = SLOT // 4
+    wrong = spawn(
+        shards, [0, 1, 1009, slab // world_size + 1, slab + 1], world_size=world_size
+    )
+    assert wrong == [[]] * world_size
+
+
+def plant_alias():
+    """Plant a mistake: the own numbers are overwritten before they are added."""
+
+    def careless(inputs, rank, own, out):
+        return [*inputs[:rank], own, *inputs[rank + 1 :]]
+
+    module._with_own = careless
+
+
+def test_a_planted_overwriting_is_seen():
+    wrong = spawn(shards, [1009], plant_alias, world_size=3)
+    assert wrong[:2] == [[], []]
+    assert any("in place" in what for what in wrong[2])
+
+
+# ---- races -------------------------------------------------------------------------
+
+
+class OnePage(Staging):
+    """A planted mistake: what others still read is overwritten."""
+
+    def _page(self, turn, edges, dtype):
+        return super()._page(0, edges, dtype)
+
+
+class EverySecond(Segment):
+    """A planted mistake: only every second barrier waits."""
+
+    def barrier(self):
+        if self.count % 2:
+            self.count += 1
+        else:
+            super().barrier()
+
+
+class Impatient(Segment):
+    """A planted mistake: only the first barrier of a call waits."""
+
+    def meet(self, meeting=None):
+        Segment.barrier(self)
+
+    def barrier(self):
+        self.count += 1
+
+
+def races(rounds: int, segment_kind=Segment, kind=Staging) -> int:
+    """Count wrong results of many calls of any size, back to back, at any moment."""
+    staging, memory = memories(kind=kind)
+    segment = staging.segment
+    segment.__class__ = segment_kind
+    n, slow, common = segment.size, random.Random(segment.rank), random.Random(0)
+    original, wrong = module.combine, 0
+
+    def napping(inputs, op, out):
+        if slow.random() < 0.1:
+            time.sleep(slow.random() * 2e-3)
+        original(inputs, op, out)
+
+    module.combine = napping
+    for number in range(rounds):
+        numel = common.choice([1, 100, 5000, 16384, 16385, 40_000, 100_003])
+        kind = common.choice(["staged", "symmetric", "scatter", "gather"])
+        x = torch.arange(numel, dtype=torch.float32) % 1000 + number + segment.rank
+        total = n * (x - segment.rank) + n * (n - 1) / 2
+        if kind == "staged":
+            staging.all_reduce(x, ReduceOp.SUM)
+            good = torch.equal(x, total)
+        elif kind == "symmetric":
+            y = placed(memory, x)
+            memory.all_reduce(y, ReduceOp.SUM)
+            good = torch.equal(y, total)
+        elif kind == "scatter":
+            out = torch.empty_like(x)
+            staging.reduce_scatter(out, x.repeat(n), ReduceOp.SUM)
+            good = torch.equal(out, total)
+        else:
+            out = torch.empty(n, numel)
+            staging.all_gather(out, x)
+            others = (torch.arange(n) - segment.rank).view(n, 1)
+            good = torch.equal(out, x + others)
+        wrong += not good
+    dist.barrier()
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5])
+def test_calls_back_to_back_do_not_disturb_each_other(world_size):
+    assert sum(spawn(races, 200, world_size=world_size)) == 0
+
+
+@pytest.mark.parametrize(
+    "planted", [(Segment, OnePage), (EverySecond,), (Impatient,)], ids=str
+)
+def test_planted_races_are_seen(planted):
+    assert sum(spawn(races, 200, *planted, world_size=3)) > 0
+
+
+# ---- errors, and what is left ------------------------------------------------------
+
+
+def test_if_the_meeting_disagrees_nothing_has_been_changed():
+    def disagree():
+        staging, memory = memories()
+        segment, changed = staging.segment, []
+
+        def meet():
+            segment.barrier()
+            raise ValueError("rank 1 means something else")
+
+        for numel in (5, 50_000):
+            x = torch.arange(float(numel))
+            y, z = placed(memory, x), torch.zeros(numel * segment.size)
+            for call in (
+                lambda x=x: staging.all_reduce(x, ReduceOp.SUM, meet),
+                lambda y=y: memory.all_reduce(y, ReduceOp.SUM, meet),
+                lambda x=x, z=z: staging.reduce_scatter(x, z, ReduceOp.SUM, meet),
+                lambda x=x, z=z: staging.all_gather(z, x, meet),
+                lambda y=y, z=z: memory.all_gather(z, y, meet),
+            ):
+                try:
+                    call()
+                except ValueError:
+                    pass
+                else:
+                    changed.append("no error")
+            same = torch.equal(x, torch.arange(float(numel))) and torch.equal(x, y)
+            if not same or z.any():
+                changed.append(numel)
+            staging.all_reduce(x, ReduceOp.SUM)  # and it can be used after that
+            if not torch.equal(x, segment.size * torch.arange(float(numel))):
+                changed.append("later")
+        return changed
+
+    assert spawn(disagree, world_size=3) == [[]] * 3
+
+
+def test_a_rank_that_fails_while_reducing_tells_the_others():
+    def fail():
+        staging, _ = memories(timeout=3600.0)
+        if dist.get_rank() == 1:
+            module.combine = None
+        try:
+            staging.all_reduce(torch.ones(100_000), ReduceOp.SUM)
+        except (RuntimeError, TypeError) as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing raised"
+
+    told = spawn(fail, world_size=3)
+    assert told[1].startswith("TypeError")
+    assert all("left this shared memory" in told[rank] for rank in (0, 2))
+
+
+@pytest.mark.parametrize("numel", [10, 100_000])
+def test_a_rank_that_never_comes_is_named(numel):
+    def wait():
+        staging, memory = memories(timeout=0.7)
+        told = "absent"
+        if dist.get_rank() != 1:
+            try:
+                staging.all_reduce(torch.ones(numel), ReduceOp.SUM)
+            except TimeoutError as error:
+                told = str(error)
+        dist.barrier()
+        return told
+
+    told = spawn(wait, world_size=3)
+    assert told[1] == "absent"
+    assert all("rank 1 of 3 did not arrive" in told[rank] for rank in (0, 2))
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_kill_9_in_an_all_reduce_leaves_nothing(victim, no_leftovers):
+    def die():
+        staging, memory = memories()
+        original = module.combine
+
+        def deadly(inputs, op, out):
+            if dist.get_rank() == victim and staging.segment.count > 40:
+                os.kill(os.getpid(), signal.SIGKILL)
+            original(inputs, op, out)
+
+        module.combine = deadly
+        y = placed(memory, torch.ones(100_000))
+        for _ in range(100):
+            staging.all_reduce(torch.ones(100_000), ReduceOp.SUM)
+            memory.all_reduce(y, ReduceOp.SUM)
+
+    reports = spawn(die, world_size=2, check=False, timeout=60, output="none")
+    assert reports[victim].status != "ok"
+
+
+def test_memory_lives_as_long_as_the_last_tensor_in_it():
+    def live():
+        staging, memory = memories(room=10_000)
+        x = memory.own[4096:8192].view(torch.float32)
+        x.fill_(1)
+        memory.all_reduce(x, ReduceOp.SUM)
+        both = _mappings()
+        del memory, staging
+        one = _mappings()
+        right = x.sum().item() == 1024 * dist.get_world_size()
+        del x
+        gc.collect()
+        return both, one, right, _mappings()
+
+    assert spawn(live, world_size=2) == [(2, 1, True, 0)] * 2
+
+
+def test_a_tensor_is_found_where_it_lies():
+    def find():
+        staging, memory = memories(room=10_000)
+        x = memory.own[4096:8192].view(torch.float32)
+        tensors = [x, x[2:], memory.own, torch.ones(3)]
+        with pytest.raises(ValueError, match="shape \\[3\\] is not in here"):
+            memory.all_reduce(torch.ones(3), ReduceOp.SUM)
+        return [memory.find(tensor) for tensor in tensors]
+
+    assert spawn(find, world_size=2) == [[4096, 4104, 0, None]] * 2
+
+
+def _mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("ddp-course")
