@@ -9,8 +9,10 @@
                       six ways to all-reduce, each with an `all_reduce` of its own
     choose            the fastest of them for a size: `all_reduce`
     call, agreement   what every call does first: do all ranks mean the same?
-    communicator, port, reduction, segment, slices, common: the tools of the above
-    catalog           all plans by name
+    slices, symmetric, segment, meeting, mapping
+                      how ranks share memory: from the algorithm downwards
+    communicator, port, patience, stuck, reduction, common, catalog
+                      the tools of the above
 
 The functions have the names and arguments of `torch.distributed`. Chapters 02 and 03.
 """

@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ddp_course.collectives.segment import Meeting, Notice, same_machine, share
+from ddp_course.collectives.mapping import same_machine
+from ddp_course.collectives.meeting import Meeting, Notice
+from ddp_course.collectives.segment import share
 from ddp_course.collectives.stuck import Watch
 
 PROBLEM = "!"  # the first letter of a note that tells of a problem

@@ -3,12 +3,9 @@
 On one machine a message need not be sent: both ranks can look at the same memory. Read
 in this order:
 
-    shared_memory  one mapping of the same memory in every rank
-    Segment        such a mapping, with semaphores in it: `barrier`
-    Meeting        a barrier at which each rank shows what it came for
-
-The memory is a file without a name: nothing is ever to be found in /dev/shm, and it is
-gone when the last rank is gone, even after `kill -9`.
+    mapping   one mapping of the same memory in every rank
+    segment   such a mapping, with semaphores in it: `Segment.barrier`
+    meeting   a barrier at which each rank shows what it came for
 
 All that the ranks do in a segment obeys one rule, of two pages that take turns:
 
@@ -23,125 +20,25 @@ place is ever written and read at once. Explained in chapter 03.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import math
 import os
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-Exchange = Callable[[Any], Sequence[Any]]  # shows an object to all ranks, returns all
+from ddp_course.collectives.mapping import (
+    LINE,
+    PAGE,
+    Exchange,
+    round_up,
+    shared_memory,
+)
 
-LINE = 64  # bytes of a cache line: what two ranks write often must not share one
-PAGE = 4096  # bytes
 SPINS = 2000  # looks at a semaphore before going to sleep: about 1 ms
 SLICE = 0.5  # seconds asleep before looking up for a deadline, or for Ctrl-C
-
-
-# ---- the same memory in every rank -------------------------------------------------
-
-
-def same_machine(exchange: Exchange) -> bool:
-    """Tell whether all ranks run on one machine, in one container; called by all.
-
-    Compares when the kernel was started (its boot id) and the namespace in which
-    process numbers count.
-    """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        here = (boot, str(Path("/proc/self/ns/pid").readlink()))
-    except OSError:
-        here = None  # not Linux
-    told = exchange(here)
-    return here is not None and all(other == here for other in told)
-
-
-def shared_memory(nbytes: int, rank: int, exchange: Exchange) -> Tensor:
-    """Return the same `nbytes` bytes of zeros in every rank; called by all ranks.
-
-    Rank 0 makes a file without a name and tells its process number and file
-    descriptor; the others open it through /proc. When all have mapped it, it is closed:
-    the mapping remains until the last tensor that looks into it is gone.
-
-    Args:
-        nbytes: the number of bytes, the same on all ranks, 1 or more.
-        rank: the calling rank.
-        exchange: shows an object to all ranks and returns everyone's, in rank order,
-            such as `all_gather_object`.
-
-    Returns:
-        a tensor of `nbytes` uint8, at the beginning of a page of the memory.
-
-    Raises:
-        OSError: on all ranks, if one cannot have the memory; says which one, and why.
-
-    Chapter 03.
-    """
-    fd, memory = -1, None
-    try:
-        offer, problem = None, None
-        if rank == 0:
-            try:
-                fd, offer = _create(nbytes)
-            except Exception as error:  # whatever it is, the others must know
-                problem = f"cannot make it: {error}"
-        offer = exchange(offer)[0]
-        if offer is not None:
-            try:
-                if rank != 0:
-                    fd = _open(*offer)
-                memory = _map(fd, nbytes)
-            except Exception as error:
-                problem = f"cannot map it: {error}"
-        problems = {r: p for r, p in enumerate(exchange(problem)) if p is not None}
-    finally:
-        if fd >= 0:
-            os.close(fd)
-    if problems:
-        what = "; ".join(f"rank {r} {p}" for r, p in problems.items())
-        raise OSError(f"no {nbytes} bytes of shared memory: {what}")
-    return memory
-
-
-def _create(nbytes: int) -> tuple[int, tuple[int, int, str]]:
-    """Return a new file descriptor, and what others must know to open it."""
-    name = f"ddp-course-{secrets.token_hex(8)}"
-    fd = os.memfd_create(name)  # closed in whatever this process executes
-    try:
-        # Without a reservation, memory that is short shows itself late and as a crash.
-        os.posix_fallocate(fd, 0, nbytes)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd, (os.getpid(), fd, name)
-
-
-def _open(pid: int, fd: int, name: str) -> int:
-    """Return a file descriptor of the file that process `pid` has open as `fd`."""
-    path = Path(f"/proc/{pid}/fd/{fd}")
-    if name not in str(path.readlink()):  # in another container: another process
-        raise OSError(f"{path} is another file here: not one machine, or container")
-    return os.open(path, os.O_RDWR | os.O_CLOEXEC)
-
-
-def _map(fd: int, nbytes: int) -> Tensor:
-    # Unlike Python's mmap, from_file keeps no file descriptor of its own.
-    path = f"/proc/self/fd/{fd}"
-    return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
-
-
-def round_up(nbytes: int, unit: int) -> int:
-    """Return the smallest multiple of `unit` that is at least `nbytes`."""
-    return -(-nbytes // unit) * unit
-
-
-# ---- waiting for each other --------------------------------------------------------
 
 
 class _Time(ctypes.Structure):
@@ -345,77 +242,3 @@ def share(
             _libc().sem_init(address, 1, 0)  # 1: shared by processes; 0: not posted
     exchange(None)  # nobody posts before that
     return Segment(memory, rank, size, timeout)
-
-
-# ---- a barrier with something to show ----------------------------------------------
-
-
-class Notice:
-    """What a rank has come to a meeting for: a text, and its hash of 8 bytes.
-
-    Of a text longer than 4096 bytes the others are shown as much; the hash is of all.
-    """
-
-    LONGEST = PAGE
-
-    def __init__(self, text: bytes) -> None:
-        self.text = text
-        self.hash = hashlib.blake2b(text, digest_size=8).digest()
-
-
-class Meeting:
-    """A barrier at which every rank shows a notice, and sees whether all are equal.
-
-    That ranks agree on what they are about to do costs them next to nothing, as they
-    must wait for each other anyhow. Nothing is written if the notice is already there.
-
-    Chapter 03.
-    """
-
-    def __init__(self, segment: Segment, offset: int = 0) -> None:
-        """Use `Meeting.nbytes(size)` bytes of the segment, from `offset` on."""
-        self.segment = segment
-        size, half = segment.size, self.nbytes(segment.size) // 2
-        pages = segment.view(offset, (2, half), torch.uint8)
-        edge = round_up(8 * size, LINE)
-        self._hashes = [memoryview(page[: 8 * size].numpy()) for page in pages]
-        self._texts = [
-            [memoryview(text.numpy()) for text in page[edge:].view(size, -1)]
-            for page in pages
-        ]
-        self._shown: list[bytes | None] = [None, None]  # hash of the own notice
-
-    @staticmethod
-    def nbytes(size: int) -> int:
-        """Return how many bytes of a segment the meetings of `size` ranks need."""
-        return 2 * (round_up(8 * size, LINE) + size * (LINE + Notice.LONGEST))
-
-    def meet(self, notice: Notice | bytes) -> list[bytes] | None:
-        """Wait for all ranks; return None if all notices are equal, else all of them.
-
-        Raises:
-            TimeoutError, RuntimeError: as `Segment.barrier`.
-        """
-        if isinstance(notice, bytes):
-            notice = Notice(notice)
-        segment = self.segment
-        page = segment.count & 1
-        if self._shown[page] != notice.hash:
-            self._show(notice, page)
-        segment.barrier()
-        if self._hashes[page] == notice.hash * segment.size:
-            return None
-        return [self._read(text) for text in self._texts[page]]
-
-    def _show(self, notice: Notice, page: int) -> None:
-        rank, text = self.segment.rank, notice.text[: Notice.LONGEST]
-        place = self._texts[page][rank]
-        place[:8] = len(text).to_bytes(8, "little")
-        place[LINE : LINE + len(text)] = text
-        self._hashes[page][8 * rank : 8 * rank + 8] = notice.hash
-        self._shown[page] = notice.hash
-
-    @staticmethod
-    def _read(place: memoryview) -> bytes:
-        length = int.from_bytes(place[:8], "little")
-        return bytes(place[LINE : LINE + length])

@@ -6,7 +6,8 @@ ranks can see; one that was made by `empty` lies in shared memory already (NCCL 
 that a *registered* buffer), and nothing has to be copied in or out.
 
 This is what NCCL does inside a node, with GPUs that read each other's memory over
-NVLink. How it is done here: `slices`, and below it `segment`. Explained in chapter 03.
+NVLink. How it is done here: `slices` and `symmetric`, and below them `segment`.
+Explained in chapter 03.
 """
 
 from __future__ import annotations
@@ -20,16 +21,12 @@ from torch import Tensor
 from ddp_course.collectives.agreement import AgreementInMemory
 from ddp_course.collectives.call import Call, Run
 from ddp_course.collectives.communicator import Communicator, Work, communicator
+from ddp_course.collectives.mapping import PAGE, round_up
+from ddp_course.collectives.meeting import Meeting
 from ddp_course.collectives.reduction import ReduceOp
-from ddp_course.collectives.segment import Meeting, Segment, round_up, share
-from ddp_course.collectives.slices import (
-    ONE_SHOT,
-    PAGE,
-    SLOT,
-    Staging,
-    SymmetricMemory,
-    cuts,
-)
+from ddp_course.collectives.segment import Segment, share
+from ddp_course.collectives.slices import ONE_SHOT, SLOT, Staging, cuts
+from ddp_course.collectives.symmetric import SymmetricMemory
 
 
 class Arena:

@@ -17,14 +17,9 @@ import torch
 import torch.distributed as dist
 
 from ddp_course.collectives import segment as module
-from ddp_course.collectives.segment import (
-    Meeting,
-    Notice,
-    Segment,
-    same_machine,
-    share,
-    shared_memory,
-)
+from ddp_course.collectives.mapping import same_machine, shared_memory
+from ddp_course.collectives.meeting import Meeting, Notice
+from ddp_course.collectives.segment import Segment, share
 from ddp_course.launch import spawn
 
 SIZES = [1, 2, 3, 4, 5, 8]

@@ -21,10 +21,10 @@ from ddp_course.collectives.segment import Segment, share
 from ddp_course.collectives.slices import (
     ONE_SHOT,
     Staging,
-    SymmetricMemory,
     combine,
     cuts,
 )
+from ddp_course.collectives.symmetric import SymmetricMemory
 from ddp_course.launch import spawn
 
 SIZES = [1, 2, 3, 4, 5, 8]
@@ -289,7 +289,7 @@ def plant_alias():
     def careless(inputs, rank, own, out):
         return [*inputs[:rank], own, *inputs[rank + 1 :]]
 
-    module._with_own = careless
+    module.with_own = careless
 
 
 def test_a_planted_overwriting_is_seen():
