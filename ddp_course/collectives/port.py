@@ -93,7 +93,7 @@ class Port:
         for tensor, peer in receives:
             self._count_received(tensor, self.ranks[peer])
             batch.append(dist.P2POp(dist.irecv, tensor, self.ranks[peer], self.group))
-        for handle in dist.batch_isend_irecv(batch):
+        for handle in dist.batch_isend_irecv(batch) if batch else ():
             handle.wait()
 
     def _count_sent(self, tensor: Tensor, to: int) -> int:
