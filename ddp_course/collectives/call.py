@@ -196,6 +196,9 @@ class Call:
             if self.problem:
                 return
             shapes[name] = [[str(t.dtype), list(t.shape)] for t in tensors]
+            if len({t.dtype for t in (*inputs, *tensors)}) > 1:
+                self.refuse(f"the tensors in {role} and {outputs_role} differ in type")
+                return
         self.words.append(json.dumps([shapes[role], shapes[outputs_role]]))
         head = ", ".join(self.words[:-1])
         ranks = self.comm.ranks

@@ -33,8 +33,8 @@ WINDOW = 2  # how many receives are posted ahead
 class Buffer:
     """The chunks of a rank's memory: chunk c is the elements [bounds[c], bounds[c+1]).
 
-    The elements lie in one or several contiguous one-dimensional tensors, `parts`, one
-    after the other; a chunk never lies in two of them.
+    The elements lie in one or several contiguous one-dimensional tensors of one type,
+    `parts`, one after the other; a chunk never lies in two of them.
     """
 
     def __init__(self, bounds: Sequence[int], parts: Sequence[Tensor]) -> None:
@@ -52,7 +52,8 @@ class Buffer:
     @classmethod
     def pieces(cls, tensors: Sequence[Tensor | None]) -> Buffer:
         """Use `tensors[c]` as chunk c; None is a chunk that is never on this rank."""
-        parts = [torch.empty(0) if t is None else t.view(-1) for t in tensors]
+        here = next(t for t in tensors if t is not None)
+        parts = [here.new_empty(0) if t is None else t.view(-1) for t in tensors]
         buffer = cls((), parts)
         buffer.bounds = tuple(buffer.starts)
         return buffer

@@ -103,6 +103,10 @@ def bad_calls(me: int) -> dict[str, tuple[Callable[[], object], str]]:
         ),
         "rank 1 has *[5]* for rank 2, which expects *[4]",
     )
+    calls["all_to_all of two types"] = (
+        lambda: ours.all_to_all(LIST, [*LIST[:2], torch.zeros(4, dtype=torch.int64)]),
+        "the tensors in input_list and output_list differ in type",
+    )
     calls["all_to_all or not"] = (
         lambda: ours.barrier() if odd else ours.all_to_all(LIST, LIST),
         "the ranks do not call the same",

@@ -20,6 +20,7 @@ from ddp_course.collectives import (
 from ddp_course.collectives.call import Run
 from ddp_course.collectives.port import Port
 from ddp_course.collectives.rooted import BROADCASTS, REDUCES
+from ddp_course.collectives.runtime import PIECE
 from ddp_course.collectives.shards import ALL_GATHERS, REDUCE_SCATTERS
 from ddp_course.launch import spawn
 
@@ -215,6 +216,24 @@ def uneven_all_to_all() -> bool:
 
 def test_all_to_all_with_uneven_parts():
     assert all(spawn(uneven_all_to_all, world_size=3, output="none"))
+
+
+def long_integers() -> list[bool]:
+    """On every rank: chunks of more than one piece, of a type that is not float32."""
+    me, n = dist.get_rank(), dist.get_world_size()
+    numel = PIECE // 4 + 1  # of 8 bytes: more than two pieces
+    rows = [torch.full((numel,), 10 * me + j) for j in range(n)]
+    got = [torch.empty_like(row) for row in rows]
+    ours.all_to_all(got, rows)
+    right = [all((t == 10 * i + me).all() for i, t in enumerate(got))]
+    ours.scatter(got[0], rows if me == n - 1 else None, n - 1)
+    right.append(bool((got[0] == 10 * (n - 1) + me).all()))
+    ours.gather(rows[0], got if me == 1 else None, 1)
+    return [*right, me != 1 or all((t == 10 * i).all() for i, t in enumerate(got))]
+
+
+def test_all_ranks_cut_the_same_pieces():
+    assert spawn(long_integers, world_size=3, output="none") == [[True] * 3] * 3
 
 
 def step_by_step_is_the_same() -> list[str]:
