@@ -49,7 +49,11 @@ class Link:
 
 @dataclass(frozen=True)
 class Links:
-    """The links of a cluster: one kind inside a node, one kind between nodes."""
+    """The links of a cluster: one kind inside a node, one kind between nodes.
+
+    A link limits what a rank sends, not what it receives: if many send to one rank, a
+    real network would hold them up there, and this one does not.
+    """
 
     inside: Link = field(default_factory=Link)
     between: Link = field(default_factory=Link)
