@@ -15,6 +15,18 @@ from ddp_course.lab.ch01 import (
     check_peer_on_next_node,
     check_place,
 )
+from ddp_course.lab.ch02 import (
+    check_my_all_gather,
+    check_my_broadcast,
+    check_my_transpose,
+    check_swap,
+)
+from ddp_course.lab.ch03 import (
+    check_hierarchical_sum,
+    check_ring_reduce_scatter,
+    check_ring_transfers,
+    check_tree_or_ring,
+)
 from ddp_course.lab.drawing import Drawing
 from ddp_course.lab.exercises import show_solution
 from ddp_course.lab.figures import (
@@ -43,11 +55,19 @@ __all__ = [
     "Prediction",
     "before_after",
     "check_global_rank",
+    "check_hierarchical_sum",
+    "check_my_all_gather",
     "check_my_average",
+    "check_my_broadcast",
     "check_my_slice",
+    "check_my_transpose",
     "check_node_group",
     "check_peer_on_next_node",
     "check_place",
+    "check_ring_reduce_scatter",
+    "check_ring_transfers",
+    "check_swap",
+    "check_tree_or_ring",
     "cluster",
     "collective",
     "course_map",

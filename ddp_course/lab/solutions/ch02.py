@@ -1,0 +1,52 @@
+"""Chapter 02."""
+
+import torch
+import torch.distributed as dist
+
+
+def swap(tensor: torch.Tensor, peer: int) -> torch.Tensor:
+    """Return the peer's tensor. One of the two sends first: the one with less rank."""
+    got = torch.empty_like(tensor)
+    if dist.get_rank() < peer:
+        dist.send(tensor, peer)
+        dist.recv(got, peer)
+    else:
+        dist.recv(got, peer)
+        dist.send(tensor, peer)
+    return got
+
+
+def my_all_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return everyone's tensors: each rank sends its own to all others."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    everyones = [torch.empty_like(tensor) for _ in range(n)]
+    everyones[rank].copy_(tensor)
+    others = [(rank + k) % n for k in range(1, n)]  # not all begin with rank 0
+    under_way = [dist.irecv(everyones[other], other) for other in others]
+    under_way += [dist.isend(tensor, other) for other in others]
+    for handle in under_way:
+        handle.wait()
+    return everyones
+
+
+def my_broadcast(tensor: torch.Tensor) -> None:
+    """Give everybody rank 0's numbers: whoever has them sends them on, far first."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    distance = 1
+    while distance < n:
+        distance *= 2
+    while distance > 1:
+        distance //= 2
+        if rank % (2 * distance) == 0 and rank + distance < n:
+            dist.send(tensor, rank + distance)
+        elif rank % (2 * distance) == distance:
+            dist.recv(tensor, rank - distance)
+
+
+def my_transpose(rows: torch.Tensor) -> torch.Tensor:
+    """Return this rank's rows of the transposed matrix, with one all-to-all."""
+    n = dist.get_world_size()
+    for_each = [block.contiguous() for block in rows.T.chunk(n)]
+    from_each = [torch.empty_like(block) for block in for_each]
+    dist.all_to_all(from_each, for_each)
+    return torch.cat(from_each, dim=1)

@@ -1,0 +1,412 @@
+"""Wrong answers to the exercises of chapter 02, each with a word its hint must say."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed import isend
+
+from ddp_course import collectives
+
+
+def _me():
+    return dist.get_rank(), dist.get_world_size()
+
+
+# swap
+
+
+def both_send_first(tensor, peer):
+    got = torch.empty_like(tensor)
+    dist.send(tensor, peer)
+    dist.recv(got, peer)
+    return got
+
+
+def both_receive_first(tensor, peer):
+    got = torch.empty_like(tensor)
+    dist.recv(got, peer)
+    dist.send(tensor, peer)
+    return got
+
+
+def even_ranks_send_first(tensor, peer):
+    if dist.get_rank() % 2 == 0:
+        return both_send_first(tensor, peer)
+    return both_receive_first(tensor, peer)
+
+
+def rank_0_sends_first(tensor, peer):
+    if dist.get_rank() == 0:
+        return both_send_first(tensor, peer)
+    return both_receive_first(tensor, peer)
+
+
+def waits_too_early(tensor, peer):
+    got = torch.empty_like(tensor)
+    isend(tensor, peer).wait()
+    dist.recv(got, peer)
+    return got
+
+
+def receives_into_what_it_sends(tensor, peer):
+    if dist.get_rank() < peer:
+        dist.send(tensor, peer)
+        dist.recv(tensor, peer)
+    else:
+        got = torch.empty_like(tensor)
+        dist.recv(got, peer)
+        dist.send(tensor, peer)
+        tensor.copy_(got)
+    return tensor
+
+
+def does_not_wait(tensor, peer):
+    got = torch.full_like(tensor, -1)
+    dist.irecv(got, peer)
+    sending = dist.isend(tensor, peer)
+    early = got.clone()
+    sending.wait()
+    return early
+
+
+def all_gathers(tensor, peer):
+    everyones = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyones, tensor)
+    return everyones[peer]
+
+
+def row_by_row(tensor, peer):
+    got = torch.empty_like(tensor)
+    receiving = [dist.irecv(row, peer) for row in got]
+    for handle in [isend(row, peer) for row in tensor] + receiving:
+        handle.wait()
+    return got
+
+
+def returns_its_own(tensor, peer):
+    return tensor
+
+
+def returns_nothing(tensor, peer):
+    in_turn = both_send_first if dist.get_rank() < peer else both_receive_first
+    in_turn(tensor, peer)
+
+
+# my_all_gather
+
+
+def through_rank_0(tensor):
+    rank, n = _me()
+    got = [torch.empty_like(tensor) for _ in range(n)]
+    if rank == 0:
+        got[0].copy_(tensor)
+        for other in range(1, n):
+            dist.recv(got[other], other)
+        for other in range(1, n):
+            for one in got:
+                dist.send(one, other)
+    else:
+        dist.send(tensor, 0)
+        for one in got:
+            dist.recv(one, 0)
+    return got
+
+
+def calls_the_collective(tensor):
+    got = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(got, tensor)
+    return got
+
+
+def calls_ours(tensor):
+    got = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    collectives.all_gather(got, tensor)
+    return got
+
+
+def everybody_sends_first(tensor):
+    rank, n = _me()
+    got = [tensor.clone() for _ in range(n)]
+    for other in range(n):
+        if other != rank:
+            dist.send(tensor, other)
+    for other in range(n):
+        if other != rank:
+            dist.recv(got[other], other)
+    return got
+
+
+def no_handle_is_waited_for(tensor):
+    rank, n = _me()
+    got = [tensor.clone() for _ in range(n)]
+    receiving = [dist.irecv(got[other], other) for other in range(n) if other != rank]
+    sending = [isend(tensor, other) for other in range(n) if other != rank]
+    early = [one.clone() for one in got]
+    for handle in receiving + sending:
+        handle.wait()
+    return early
+
+
+def forgets_itself(tensor):
+    rank, n = _me()
+    got = [torch.zeros_like(tensor) for _ in range(n)]
+    handles = [dist.irecv(got[other], other) for other in range(n) if other != rank]
+    handles += [isend(tensor, other) for other in range(n) if other != rank]
+    for handle in handles:
+        handle.wait()
+    return got
+
+
+def in_the_order_of_the_ring(tensor):
+    rank, n = _me()
+    got = [tensor]
+    for _ in range(n - 1):
+        sending = isend(got[-1], (rank + 1) % n)
+        arrived = torch.empty_like(tensor)
+        dist.recv(arrived, (rank - 1) % n)
+        sending.wait()
+        got.append(arrived)
+    return got
+
+
+def one_buffer_for_all(tensor):
+    rank, n = _me()
+    got, passing_by = [None] * n, tensor.clone()
+    got[rank] = tensor
+    for k in range(n - 1):
+        sending = isend(passing_by.clone(), (rank + 1) % n)
+        dist.recv(passing_by, (rank - 1) % n)
+        sending.wait()
+        got[(rank - 1 - k) % n] = passing_by
+    return got
+
+
+def all_it_has_around_the_ring(tensor):
+    rank, n = _me()
+    everything = torch.zeros(n, *tensor.shape, dtype=tensor.dtype)
+    everything[rank] = tensor
+    for _ in range(n - 1):
+        sending = isend(everything.clone(), (rank + 1) % n)
+        arrived = torch.empty_like(everything)
+        dist.recv(arrived, (rank - 1) % n)
+        sending.wait()
+        everything = torch.maximum(everything, arrived)
+    return list(everything)
+
+
+def only_neighbours(tensor):
+    rank, n = _me()
+    got = [tensor.clone() for _ in range(n)]
+    for other in {(rank + 1) % n, (rank - 1) % n} - {rank}:
+        handles = [dist.irecv(got[other], other), isend(tensor, other)]
+        for handle in handles:
+            handle.wait()
+    return got
+
+
+def one_tensor(tensor):
+    rank, n = _me()
+    got = torch.empty(n, *tensor.shape, dtype=tensor.dtype)
+    got[rank] = tensor
+    handles = [dist.irecv(got[other], other) for other in range(n) if other != rank]
+    handles += [isend(tensor, other) for other in range(n) if other != rank]
+    for handle in handles:
+        handle.wait()
+    return got
+
+
+# my_broadcast
+
+
+def from_rank_0_to_all(tensor):
+    rank, n = _me()
+    if rank == 0:
+        for other in range(1, n):
+            dist.send(tensor, other)
+    else:
+        dist.recv(tensor, 0)
+
+
+def along_a_chain(tensor):
+    rank, n = _me()
+    if rank > 0:
+        dist.recv(tensor, rank - 1)
+    if rank < n - 1:
+        dist.send(tensor, rank + 1)
+
+
+def near_first(tensor):
+    rank, n = _me()
+    distance = rank & -rank if rank else n
+    if rank:
+        dist.recv(tensor, rank - distance)
+    step = 1
+    while step < distance:
+        if rank + step < n:
+            dist.send(tensor, rank + step)
+        step *= 2
+
+
+def powers_of_two_only(tensor):
+    rank, n = _me()
+    distance = n // 2
+    while distance:
+        if rank % (2 * distance) == 0 and rank + distance < n:
+            dist.send(tensor, rank + distance)
+        elif rank % (2 * distance) == distance:
+            dist.recv(tensor, rank - distance)
+        distance //= 2
+
+
+def beyond_the_last_rank(tensor):
+    rank, n = _me()
+    distance = 1 << (n - 1).bit_length()
+    while distance > 1:
+        distance //= 2
+        if rank % (2 * distance) == 0:
+            dist.send(tensor, rank + distance)
+        elif rank % (2 * distance) == distance:
+            dist.recv(tensor, rank - distance)
+
+
+def into_another_tensor(tensor):
+    along_a_chain(tensor.clone())
+
+
+def the_wrong_way(tensor):
+    rank, n = _me()
+    if rank == 0:
+        for other in range(1, n):
+            dist.recv(tensor, other)
+    else:
+        dist.send(tensor, 0)
+
+
+def uses_broadcast(tensor):
+    dist.broadcast(tensor, 0)
+
+
+def twice_to_be_sure(tensor):
+    from_rank_0_to_all(tensor)
+    from_rank_0_to_all(tensor)
+
+
+def never_sends(tensor):
+    return tensor
+
+
+# my_transpose
+
+
+def only_its_own_block(rows):
+    return rows.T
+
+
+def gathers_everything(rows):
+    rank, n = _me()
+    everyones = [torch.empty_like(rows) for _ in range(n)]
+    dist.all_gather(everyones, rows)
+    return torch.cat(everyones).T.chunk(n)[rank].contiguous()
+
+
+def not_turned(rows):
+    blocks = [block.contiguous() for block in rows.chunk(dist.get_world_size(), dim=1)]
+    got = [torch.empty_like(block) for block in blocks]
+    dist.all_to_all(got, blocks)
+    return torch.cat(got, dim=1)
+
+
+def not_contiguous(rows):
+    blocks = list(rows.T.chunk(dist.get_world_size()))
+    got = [torch.empty(block.shape, dtype=block.dtype) for block in blocks]
+    collectives.all_to_all(got, blocks)
+    return torch.cat(got, dim=1)
+
+
+def from_the_last_rank_to_the_first(rows):
+    blocks = [block.contiguous() for block in rows.T.chunk(dist.get_world_size())]
+    got = [torch.empty_like(block) for block in blocks]
+    dist.all_to_all(got, blocks[::-1])
+    return torch.cat(got, dim=1)
+
+
+def below_each_other(rows):
+    blocks = [block.contiguous() for block in rows.T.chunk(dist.get_world_size())]
+    got = [torch.empty_like(block) for block in blocks]
+    dist.all_to_all(got, blocks)
+    return torch.cat(got)
+
+
+def through_shared_memory(rows):
+    rank, n = _me()
+    matrix = torch.zeros(n * len(rows), n * len(rows), dtype=rows.dtype)
+    matrix[len(rows) * rank : len(rows) * (rank + 1)] = rows
+    collectives.all_reduce(matrix)
+    return matrix.T.chunk(n)[rank].contiguous()
+
+
+def in_place(rows):
+    blocks = [block.contiguous() for block in rows.T.chunk(dist.get_world_size())]
+    got = [torch.empty_like(block) for block in blocks]
+    dist.all_to_all(got, blocks)
+    return rows.copy_(torch.cat(got, dim=1))
+
+
+def in_floats(rows):
+    n, mine = dist.get_world_size(), rows.float()
+    blocks = [block.contiguous() for block in mine.T.chunk(n)]
+    got = [torch.empty_like(block) for block in blocks]
+    dist.all_to_all(got, blocks)
+    return torch.cat(got, dim=1).long()
+
+
+WRONG = {
+    "swap": {
+        both_send_first: "after 4 s it still waits to send to rank",
+        both_receive_first: "after 4 s it still waits to receive from rank",
+        even_ranks_send_first: "still waits to",
+        rank_0_sends_first: "still waits to receive from rank",
+        waits_too_early: "still waits to send to rank",
+        receives_into_what_it_sends: "the tensor that rank 0 gave was changed",
+        does_not_wait: "rank 0 has `[[-1, -1, -1], [-1, -1, -1]]`; expected `[[10,",
+        all_gathers: "the collective `allgather`",
+        row_by_row: "messages of [3, 3] numbers; one of 6 is enough",
+        returns_its_own: "expected `[[10, 11, 12], [13, 14, 15]]`: what rank 1 gave",
+        returns_nothing: "rank 0 has `None`; expected a tensor",
+    },
+    "my_all_gather": {
+        through_rank_0: "With 2 ranks, rank 0 sent 12 numbers",
+        calls_the_collective: "the collective `allgather`",
+        calls_ours: "the collective `all_gather`",
+        everybody_sends_first: "still waits to send to rank",
+        no_handle_is_waited_for: "in entry 1, rank 0 has",
+        forgets_itself: "in entry 0, rank 0 has `[[0, 0, 0], [0, 0, 0]]`",
+        in_the_order_of_the_ring: "in entry 0, rank 1 has",
+        one_buffer_for_all: "With 3 ranks, in entry 2, rank 0 has",
+        all_it_has_around_the_ring: "rank 0 sent 12 numbers",
+        only_neighbours: "With 4 ranks, in entry 2, rank 0 has",
+        one_tensor: "expected a list of 2 tensors",
+    },
+    "my_broadcast": {
+        from_rank_0_to_all: "With 4 ranks, rank 3 gets its message in step 3",
+        along_a_chain: "With 4 ranks, rank 3 gets its message in step 3",
+        near_first: "With 4 ranks, rank 3 gets its message in step 3",
+        powers_of_two_only: "With 3 ranks,",
+        beyond_the_last_rank: "there is no rank 3: the last is 2",
+        into_another_tensor: "rank 1 has `[[-1, -1, -1], [-1, -1, -1]]`",
+        the_wrong_way: "rank 0's numbers, in the tensor that was given",
+        uses_broadcast: "the collective `broadcast`",
+        twice_to_be_sure: "2 messages went to rank 1; expected 1",
+        never_sends: "rank 1 has `[[-1, -1, -1], [-1, -1, -1]]`",
+    },
+    "my_transpose": {
+        only_its_own_block: "expected a tensor of shape (60, 120)",
+        gathers_everything: "bytes by the operating system's count",
+        not_turned: "numbers are not right: in its row 0, place 1, is 1, expected 120",
+        not_contiguous: "input_list[0] is not contiguous",
+        from_the_last_rank_to_the_first: "numbers are not right: in its row 0",
+        below_each_other: "expected a tensor of shape (60, 120)",
+        through_shared_memory: "bytes by the operating system's count",
+        in_place: "the rows that rank 0 gave were changed",
+        in_floats: "bytes by the operating system's count",
+    },
+}

@@ -1,0 +1,372 @@
+"""Wrong answers to the exercises of chapter 03, each with a word of its hint."""
+
+import math
+
+import torch
+import torch.distributed as dist
+
+from ddp_course import collectives
+from ddp_course.collectives import ReduceOp, hierarchical, ring
+from ddp_course.collectives.plan import Transfer
+
+# ring_transfers
+
+
+def ring_for_two(world_size):
+    """The one of the notebook."""
+    return [
+        Transfer(k, r, (r + 1) % world_size, c, c + 1, k < world_size // 2)
+        for k in range(2 * (world_size - 1))
+        for r in range(world_size)
+        for c in [(r - 1 - k) % world_size]
+    ]
+
+
+def adds_in_every_step(world_size):
+    return [
+        Transfer(k, r, (r + 1) % world_size, c, c + 1, True)
+        for k in range(2 * (world_size - 1))
+        for r in range(world_size)
+        for c in [(r - 1 - k) % world_size]
+    ]
+
+
+def reduce_scatter_only(world_size):
+    return [
+        Transfer(k, r, (r + 1) % world_size, c, c + 1, True)
+        for k in range(world_size - 1)
+        for r in range(world_size)
+        for c in [(r - 1 - k) % world_size]
+    ]
+
+
+def off_by_one_in_the_second_half(world_size):
+    n = world_size
+    return [
+        Transfer(k, r, (r + 1) % n, c, c + 1, k < n - 1)
+        for k in range(2 * (n - 1))
+        for r in range(n)
+        for c in [(r - 1 - k - (k >= n - 1)) % n]
+    ]
+
+
+def all_through_rank_0(world_size):
+    n = world_size
+    up = [Transfer(r - 1, r, 0, 0, n, True) for r in range(1, n)]
+    return up + [Transfer(n - 2 + r, 0, r, 0, n, False) for r in range(1, n)]
+
+
+def the_whole_tensor_down_a_chain_and_around(world_size):
+    n = world_size
+    up = [Transfer(r, r, r + 1, 0, n, True) for r in range(n - 1)]
+    return up + [
+        Transfer(n - 1 + k, (n - 1 + k) % n, k, 0, n, False) for k in range(n - 1)
+    ]
+
+
+def to_the_left(world_size):
+    n = world_size
+    return [
+        Transfer(k, r, (r - 1) % n, c, c + 1, k < n - 1)
+        for k in range(2 * (n - 1))
+        for r in range(n)
+        for c in [(r + 1 + k) % n]
+    ]
+
+
+def one_message_at_a_time(world_size):
+    n = world_size
+    return [
+        Transfer(k * n + i, r, (r + 1) % n, c, c + 1, k < n - 1)
+        for k in range(2 * (n - 1))
+        for i, r in enumerate(range(n))
+        for c in [(r - 1 - k) % n]
+    ]
+
+
+def chunks_beyond_the_end(world_size):
+    return [Transfer(0, 0, 1, world_size, world_size + 1, True)]
+
+
+def a_generator(world_size):
+    return (t for t in ring_for_two(world_size))
+
+
+def tuples(world_size):
+    return [(0, 0, 1, 0, 1, True)]
+
+
+# ring_reduce_scatter
+
+
+def _ring(chunks, passed_on):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    passing_by = chunks[(rank - 1) % n]
+    for k in range(n - 1):
+        mine = chunks[(rank - 2 - k) % n]
+        sending = dist.isend(passing_by, (rank + 1) % n)
+        arrived = torch.empty_like(mine)
+        dist.recv(arrived, (rank - 1) % n)
+        sending.wait()
+        passing_by = passed_on(arrived, mine)
+    return passing_by
+
+
+def passes_on_its_own_only(chunks):
+    """Right for two ranks."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    total = chunks[rank].clone()
+    for k in range(n - 1):
+        sending = dist.isend(chunks[(rank - 1 - k) % n], (rank + 1) % n)
+        arrived = torch.empty_like(chunks[(rank - 2 - k) % n])
+        dist.recv(arrived, (rank - 1) % n)
+        sending.wait()
+    return total + arrived
+
+
+def adds_in_place(chunks):
+    return _ring(chunks, lambda arrived, mine: mine.add_(arrived))
+
+
+def forgets_its_own(chunks):
+    return _ring(chunks, lambda arrived, mine: arrived)
+
+
+def the_mean(chunks):
+    return _ring(chunks, torch.add) // dist.get_world_size()
+
+
+def nothing_returned(chunks):
+    _ring(chunks, torch.add)
+
+
+def one_chunk_further(chunks):
+    """As in many texts: rank r ends with chunk r + 1."""
+    return _ring([*chunks[1:], chunks[0]], torch.add)
+
+
+def straight_to_its_rank(chunks):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    total = chunks[rank].clone()
+    for k in range(1, n):
+        sending = dist.isend(chunks[(rank + k) % n], (rank + k) % n)
+        arrived = torch.empty_like(total)
+        dist.recv(arrived, (rank - k) % n)
+        sending.wait()
+        total += arrived
+    return total
+
+
+def whole_tensors_around(chunks):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    passing_by, total = torch.cat(chunks), torch.cat(chunks)
+    for _ in range(n - 1):
+        sending = dist.isend(passing_by, (rank + 1) % n)
+        arrived = torch.empty_like(passing_by)
+        dist.recv(arrived, (rank - 1) % n)
+        sending.wait()
+        passing_by = arrived
+        total += arrived
+    return total.split([len(chunk) for chunk in chunks])[rank]
+
+
+def equal_lengths_only(chunks):
+    total = torch.stack(chunks)
+    dist.all_reduce(total)
+    return total[dist.get_rank()]
+
+
+def all_reduces(chunks):
+    totals = [chunk.clone() for chunk in chunks]
+    for total in totals:
+        dist.all_reduce(total)
+    return totals[dist.get_rank()]
+
+
+def through_the_back_door(chunks):
+    for chunk in (totals := [chunk.clone() for chunk in chunks]):
+        dist.group.WORLD.allreduce([chunk]).wait()
+    _ring(chunks, torch.add)
+    return totals[dist.get_rank()]
+
+
+def never_ends(chunks):
+    """Everybody receives before anybody sends."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    arrived = torch.empty_like(chunks[(rank - 2) % n])
+    dist.recv(arrived, (rank - 1) % n)
+    dist.send(chunks[(rank - 1) % n], (rank + 1) % n)
+    return arrived
+
+
+# tree_or_ring
+
+
+def _faster(tree, ring):
+    return "tree" if tree < ring else "ring"
+
+
+def always_the_ring(world_size, nbytes, alpha, beta):
+    return "ring"
+
+
+def by_size(world_size, nbytes, alpha, beta):
+    return "tree" if nbytes <= 64 << 10 else "ring"
+
+
+def rounds_down(world_size, nbytes, alpha, beta):
+    levels, n = int(math.log2(world_size)), world_size
+    ring = 2 * (n - 1) * (alpha + nbytes / n * beta)
+    return _faster(2 * levels * (alpha + nbytes * beta), ring)
+
+
+def does_not_round(world_size, nbytes, alpha, beta):
+    levels, n = math.log2(world_size), world_size
+    ring = 2 * (n - 1) * (alpha + nbytes / n * beta)
+    return _faster(2 * levels * (alpha + nbytes * beta), ring)
+
+
+def whole_tensors_in_the_ring(world_size, nbytes, alpha, beta):
+    levels, n = (world_size - 1).bit_length(), world_size
+    ring = 2 * (n - 1) * (alpha + nbytes * beta)
+    return _faster(2 * levels * (alpha + nbytes * beta), ring)
+
+
+def up_but_not_down(world_size, nbytes, alpha, beta):
+    levels, n = (world_size - 1).bit_length(), world_size
+    ring = 2 * (n - 1) * (alpha + nbytes / n * beta)
+    return _faster(levels * (alpha + nbytes * beta), ring)
+
+
+def bytes_alone(world_size, nbytes, alpha, beta):
+    levels, n = (world_size - 1).bit_length(), world_size
+    return _faster(2 * levels * nbytes * beta, 2 * (n - 1) / n * nbytes * beta)
+
+
+def in_capitals(world_size, nbytes, alpha, beta):
+    levels, n = (world_size - 1).bit_length(), world_size
+    ring = 2 * (n - 1) * (alpha + nbytes / n * beta)
+    return _faster(2 * levels * (alpha + nbytes * beta), ring).upper()
+
+
+# hierarchical_sum
+
+
+def _empty(tensor, group):
+    return tensor.new_empty(tensor.numel() // dist.get_world_size(group))
+
+
+def a_flat_ring(tensor, node, peers):
+    ring.all_reduce(tensor)
+
+
+def whole_tensors_between(tensor, node, peers):
+    collectives.all_reduce(tensor, group=node)
+    collectives.all_reduce(tensor, group=peers)
+
+
+def leaders_only(tensor, node, peers):
+    hierarchical.all_reduce(tensor, variant="leader")
+
+
+def groups_swapped(tensor, node, peers):
+    shard = _empty(tensor, peers)
+    collectives.reduce_scatter_single(shard, tensor, group=peers)
+    collectives.all_reduce(shard, group=node)
+    collectives.all_gather_single(tensor, shard, group=peers)
+
+
+def nothing_between(tensor, node, peers):
+    shard = _empty(tensor, node)
+    collectives.reduce_scatter_single(shard, tensor, group=node)
+    collectives.all_gather_single(tensor, shard, group=node)
+
+
+def not_gathered(tensor, node, peers):
+    shard = _empty(tensor, node)
+    collectives.reduce_scatter_single(shard, tensor, group=node)
+    collectives.all_reduce(shard, group=peers)
+    tensor[: shard.numel()] = shard
+
+
+def returned_not_in_place(tensor, node, peers):
+    result, shard = tensor.clone(), _empty(tensor, node)
+    collectives.reduce_scatter_single(shard, tensor, group=node)
+    collectives.all_reduce(shard, group=peers)
+    collectives.all_gather_single(result, shard, group=node)
+    return result
+
+
+def the_largest(tensor, node, peers):
+    shard = _empty(tensor, node)
+    collectives.reduce_scatter_single(shard, tensor, ReduceOp.MAX, group=node)
+    collectives.all_reduce(shard, group=peers)
+    collectives.all_gather_single(tensor, shard, group=node)
+
+
+def one_line_of_pytorch(tensor, node, peers):
+    dist.all_reduce(tensor)
+
+
+def one_line_of_the_package(tensor, node, peers):
+    collectives.all_reduce(tensor)
+
+
+def on_node_0_only(tensor, node, peers):
+    if dist.get_rank(peers) == 0:
+        collectives.all_reduce(tensor, group=node)
+    raise RuntimeError("nothing to do here")
+
+
+WRONG = {
+    "ring_transfers": {
+        ring_for_two: "With 3 ranks, rank 0 ends with",
+        adds_in_every_step: "With 2 ranks, rank 0 ends with (0, 0, 1)",
+        reduce_scatter_only: "With 2 ranks, rank 0 ends with (0,) in chunk 1",
+        off_by_one_in_the_second_half: "ends with",
+        all_through_rank_0: "in this ring it sends to rank",
+        the_whole_tensor_down_a_chain_and_around: "rank 0 sends 6 chunks in all",
+        to_the_left: "With 3 ranks, rank 0 sends to rank 2 in step 0",
+        one_message_at_a_time: "steps; if all ranks send at the same time",
+        chunks_beyond_the_end: "does not fit",
+        a_generator: "expected a list of `Transfer`s",
+        tuples: "expected a list of `Transfer`s",
+    },
+    "ring_reduce_scatter": {
+        passes_on_its_own_only: "With 3 ranks",
+        adds_in_place: "were changed",
+        forgets_its_own: "With 2 ranks",
+        the_mean: "expected 11s",
+        nothing_returned: "returned `None`; expected a tensor",
+        one_chunk_further: "With 2 ranks",
+        straight_to_its_rank: "right neighbour only",
+        whole_tensors_around: "every chunk but its own, once",
+        equal_lengths_only: "On real ranks: `rank",
+        all_reduces: "called `dist.all_reduce`",
+        through_the_back_door: "there were other messages",
+        never_ends: "have not returned after",
+    },
+    "tree_or_ring": {
+        always_the_ring: "`tree_or_ring(4, 0, 2e-05, 1e-09)` returned `'ring'`",
+        by_size: "expected",
+        rounds_down: "`tree_or_ring(6, ",
+        does_not_round: "`tree_or_ring(6, ",
+        whole_tensors_in_the_ring: "expected `'ring'`, because the tree takes",
+        up_but_not_down: "expected `'ring'`, because the tree takes",
+        bytes_alone: "expected `'tree'`, because the tree takes",
+        in_capitals: "returned `'TREE'`; expected `'tree'`",
+    },
+    "hierarchical_sum": {
+        a_flat_ring: "to other nodes; expected 0.5 S",
+        whole_tensors_between: "rank 0 sent 1 S to other nodes; expected 0.5 S",
+        leaders_only: "rank 0 sent 1 S to other nodes",
+        groups_swapped: "to other nodes; expected 0.5 S",
+        nothing_between: "only 0 % of rank 0's numbers are the sum",
+        not_gathered: "only 50 % of rank 0's numbers are the sum",
+        returned_not_in_place: "Is `tensor` itself changed?",
+        the_largest: "is 1010 in place 0; expected 1111",
+        one_line_of_pytorch: "the byte meter of rank 0 counted nothing",
+        one_line_of_the_package: "the package's own hierarchy",
+        on_node_0_only: "RuntimeError: nothing to do here",
+    },
+}
