@@ -36,7 +36,7 @@ def shared(nbytes=4096, timeout=60.0) -> Segment:
 
 
 def mappings() -> int:
-    return Path("/proc/self/maps").read_text().count("ddp-course")
+    return Path("/proc/self/maps").read_text().count("memfd:ddp-course-")
 
 
 def open_files() -> list[str]:
@@ -46,7 +46,7 @@ def open_files() -> list[str]:
             links.append(str(link.readlink()))
         except FileNotFoundError:  # that of the listing itself
             continue
-    return [link for link in links if "ddp-course" in link]
+    return [link for link in links if "memfd:ddp-course-" in link]
 
 
 def catch(do) -> str:

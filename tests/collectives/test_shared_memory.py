@@ -100,7 +100,7 @@ def segments() -> int:
     count = 0
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
-            count += "ddp-course-" in maps.read_text()
+            count += "memfd:ddp-course-" in maps.read_text()
         except (OSError, UnicodeDecodeError):
             continue
     return count
