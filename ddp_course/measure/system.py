@@ -13,7 +13,7 @@ and held by the tests:
   each message, and 48 bytes from a receiver that says it is ready. For messages of
   1 MiB that is 0.01 %, an idle process writes nothing, and other programs do not count.
 - Nothing comes late. A send is done (`wait()`, or the return of a collective) when its
-  last byte was handed to the kernel, even if the receiver has not asked for it yet;
+  last byte was handed to the kernel, which is after the receiver has asked for it;
   what was counted 0.3 s later was the same to the byte.
 - gloo receives with `recv`, which `rchar` does not count: `read` stays near 0. So bytes
   are compared on the side of the sender.
