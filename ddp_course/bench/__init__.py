@@ -3,6 +3,7 @@
     others          how much of the machine other programs took meanwhile
     rows            what a bench returns, and how two things are measured fairly
     all_reduce      every all-reduce of the course beside gloo's
+    ddp             a training step under our DDP beside PyTorch's
     launch          `spawn` beside `torch.multiprocessing.spawn`
     launch_process  one of the two, in a process of its own
 
@@ -19,13 +20,14 @@ from typing import Any
 
 from rich.console import Console
 
-from ddp_course.bench import all_reduce, launch
+from ddp_course.bench import all_reduce, ddp, launch
 from ddp_course.bench.rows import Row, table
 from ddp_course.commands import CommandError
 
 BENCHES: dict[str, Callable[[bool], Iterator[Row]]] = {
     "launch": launch.bench,
     "all-reduce": all_reduce.bench,
+    "ddp": ddp.bench,
 }
 
 

@@ -1,0 +1,70 @@
+"""Floor 2: data parallelism: every rank has the whole model and a part of the batch.
+
+Read the modules in this order:
+
+    dp            `DataParallel`: one process, a thread for each replica
+    scatter_gather, moves
+                  its tools: cut and join a batch; count what passes replica 0
+    gil           why threads lost to processes, measured
+    replicas      what makes the modules of all ranks replicas
+    naive         `DistributedDataParallel`, step one and two: after backward
+    buckets       which gradient travels with which: plain data
+    ddp           step three: buckets that leave while backward still runs
+    reducer, slots, hooks, timeline
+                  its engine: from autograd's hook to the all-reduce
+    unused        parameters that get no gradient
+    join          ranks with unequal numbers of batches
+    sampler       which rank gets which sample
+    averages      loss, learning rate, gradient norm and seeds over all ranks
+
+Chapters 04 (dp to naive) and 05.
+"""
+
+from ddp_course.data_parallel.averages import (
+    Average,
+    MeanOverRanks,
+    gradient_norm,
+    loss_weight,
+    scaled_lr,
+    seed_for,
+)
+from ddp_course.data_parallel.buckets import Bucket, bucket_plan
+from ddp_course.data_parallel.ddp import DistributedDataParallel
+from ddp_course.data_parallel.dp import DataParallel
+from ddp_course.data_parallel.gil import Timing, threads_against_processes
+from ddp_course.data_parallel.moves import Move, Moves
+from ddp_course.data_parallel.naive import (
+    FlatDistributedDataParallel,
+    NaiveDistributedDataParallel,
+)
+from ddp_course.data_parallel.replicas import ReplicaError
+from ddp_course.data_parallel.sampler import DistributedSampler, Share, shares
+from ddp_course.data_parallel.scatter_gather import part_sizes
+from ddp_course.data_parallel.timeline import record_pytorch
+from ddp_course.data_parallel.unused import UnusedParametersError
+
+__all__ = [
+    "Average",
+    "Bucket",
+    "DataParallel",
+    "DistributedDataParallel",
+    "DistributedSampler",
+    "FlatDistributedDataParallel",
+    "MeanOverRanks",
+    "Move",
+    "Moves",
+    "NaiveDistributedDataParallel",
+    "ReplicaError",
+    "Share",
+    "Timing",
+    "UnusedParametersError",
+    "bucket_plan",
+    "gradient_norm",
+    "loss_weight",
+    "part_sizes",
+    "record_pytorch",
+    "scaled_lr",
+    "seed_for",
+    "shares",
+    "threads_against_processes",
+]

@@ -1,0 +1,126 @@
+"""Which gradients travel together: the bucket plan, as plain data.
+
+One all-reduce for each parameter pays the latency of a message hundreds of times; one
+for all of them cannot start before backward has ended. Buckets are in between. Backward
+reaches the last layers first, so the buckets are filled in reverse order: bucket 0 is
+full, and on its way, while the gradients of the first layers are still to come.
+
+The rules are those of PyTorch (`compute_bucket_assignment_by_size` in
+torch/csrc/distributed/c10d/reducer.cpp; Li et al. 2020, section 3.2.3): a bucket is
+closed as soon as it holds its cap or more, so a parameter is never cut in two, and the
+first bucket is a small one, so that the first message leaves early. Chapter 05.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MIB = 1 << 20
+BUCKET_CAP_MB = 25
+FIRST_BUCKET_MB = 1
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The gradients that one all-reduce sends: parameter k begins at `offsets[k]`.
+
+    Attributes:
+        index: its place in the order in which buckets are sent.
+        parameters: their names, in the order in which backward should reach them.
+        offsets: where each begins, in elements.
+        numel: elements of all together.
+        dtype: of all of them.
+        device: of all of them.
+    """
+
+    index: int
+    parameters: tuple[str, ...]
+    offsets: tuple[int, ...]
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all gradients together: the S of the all-reduce formula."""
+        return self.numel * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        """One line for a reader."""
+        count = len(self.parameters)
+        names = self.parameters[0] + (
+            f" ... {self.parameters[-1]}" if count > 1 else ""
+        )
+        return (
+            f"bucket {self.index}: {self.nbytes / MIB:.2f} MiB of "
+            f"{str(self.dtype).removeprefix('torch.')}, {count} "
+            f"parameter{'s' * (count > 1)}: {names}"
+        )
+
+
+def bucket_plan(
+    named_parameters: Iterable[tuple[str, Tensor]],
+    bucket_cap_mb: float = BUCKET_CAP_MB,
+    first_bucket_mb: float = FIRST_BUCKET_MB,
+) -> tuple[Bucket, ...]:
+    """Divide the parameters into buckets. Pure: reads shapes, types and devices only.
+
+    Frozen parameters and those without elements are in no bucket, tied ones are in one.
+    A bucket holds gradients of one type on one device; each type has a small first
+    bucket of its own, and the bucket that is complete first comes first.
+
+    Args:
+        named_parameters: `module.named_parameters()`, or other pairs.
+        bucket_cap_mb: MiB at which a bucket is closed.
+        first_bucket_mb: the same for the first bucket; at most `bucket_cap_mb` counts.
+
+    Raises ValueError if a cap is not above 0. Chapter 05.
+    """
+    for name, cap in (
+        ("bucket_cap_mb", bucket_cap_mb),
+        ("first_bucket_mb", first_bucket_mb),
+    ):
+        if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not cap > 0:
+            raise ValueError(f"{name} is {cap!r}; it must be a number of MiB above 0")
+    to_place = _trainable(named_parameters)
+    filling: dict[tuple, list[int]] = {}  # (dtype, device) -> places of an open bucket
+    caps: dict[tuple, float] = {}
+    closed: list[list[int]] = []
+    for place, (_, parameter) in enumerate(to_place):
+        kind = parameter.dtype, parameter.device
+        bucket = filling.setdefault(kind, [])
+        bucket.append(place)
+        nbytes = sum(to_place[at][1].nbytes for at in bucket)
+        if nbytes >= caps.get(kind, min(first_bucket_mb, bucket_cap_mb)) * MIB:
+            caps[kind] = bucket_cap_mb
+            closed.append(filling.pop(kind))
+    closed += filling.values()
+    closed.sort(key=lambda bucket: bucket[-1])  # by when the last gradient is there
+    return tuple(
+        _bucket(index, [to_place[at] for at in places])
+        for index, places in enumerate(closed)
+    )
+
+
+def _trainable(pairs: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Return what has a gradient to send, each once, the last registered first."""
+    once: dict[int, tuple[str, Tensor]] = {}
+    for name, parameter in pairs:
+        if parameter.requires_grad and parameter.numel():
+            once.setdefault(id(parameter), (name, parameter))
+    return list(once.values())[::-1]
+
+
+def _bucket(index: int, members: list[tuple[str, Tensor]]) -> Bucket:
+    """Lay the gradients of a bucket one after the other."""
+    offsets, numel = [], 0
+    for _, parameter in members:
+        offsets.append(numel)
+        numel += parameter.numel()
+    first = members[0][1]
+    names = tuple(name for name, _ in members)
+    return Bucket(index, names, tuple(offsets), numel, first.dtype, first.device)

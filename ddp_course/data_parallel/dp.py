@@ -1,0 +1,263 @@
+"""DataParallel: one process, one thread for each replica, and replica 0 in the middle.
+
+A forward is four steps, each a function:
+
+    scatter           cut the inputs into one part for each replica  (scatter_gather)
+    replicate         copy the module from replica 0 to the others, anew every time
+    parallel_apply    run each replica on its part, in a thread of its own
+    gather            bring the outputs together                     (scatter_gather)
+
+The backward needs no code: a gradient of a copy is a gradient of what was copied, so
+autograd itself adds up the gradients of all replicas in the original module. It is the
+sum and not the mean: the loss of the gathered output is one number for the whole batch,
+and each replica's gradient is its part of that number's gradient.
+
+PyTorch's class does this on GPUs only; on the CPU it becomes a plain call. Ours has CPU
+replicas, too, to be looked at. Where it loses to a process for each rank:
+
+- All threads share one Python interpreter and its lock (`gil` measures that).
+- Parameters, inputs, outputs and gradients all pass through replica 0 (`moves` counts
+  them), and it alone has the gathered outputs and the optimizer's state.
+- CPU replicas run forward in threads, but autograd runs their backward in one thread
+  (for GPUs it has one each).
+
+PyTorch: torch/nn/parallel/data_parallel.py, replicate.py and parallel_apply.py.
+Explained in chapter 04.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from threading import Thread
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin
+
+from ddp_course.data_parallel.moves import Moves
+from ddp_course.data_parallel.scatter_gather import gather, scatter
+
+Device = torch.device
+Call = tuple[tuple, dict[str, Any]]  # what a replica is called with: args and kwargs
+Copies = dict[Tensor, Tensor]  # parameter or buffer -> what a replica has in its place
+
+
+class DataParallel(nn.Module):
+    """Runs `module` on the whole batch, a part of it on each device, in threads.
+
+    Takes and returns what `module` does. Tensors in the inputs, also inside of lists,
+    tuples and dicts, are cut along `dim`; anything else is the same for all replicas.
+    Tensors in the outputs are joined along `dim`; single numbers become a vector, one
+    for each replica (its mean is a mean of means if the parts are unequal). A batch may
+    have fewer rows than there are devices. Gradients end, summed, in `module`.
+
+    Replica 0 works with the parameters and buffers of `module` itself; what the others
+    change in theirs is lost. So BatchNorm's running statistics are those of the first
+    part. CPU replicas draw from one random generator, in the order in which their
+    threads happen to come: with dropout, no two runs are alike.
+
+    Args:
+        module: has its parameters and buffers on devices[0].
+        devices: one for each replica; a number is a GPU; None are all GPUs, or one CPU.
+        output_device: where the outputs are joined; None is devices[0].
+        dim: along which tensors are cut and joined.
+        record: keep in `moves` what leaves and what reaches replica 0 (`Moves`).
+
+    Raises TypeError or ValueError for what cannot be, before anything is copied, and
+    RuntimeError, with the replica's number, for what a replica raised. Chapter 04.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        devices: Sequence[int | str | Device] | None = None,
+        output_device: int | str | Device | None = None,
+        dim: int = 0,
+        record: bool = False,
+    ) -> None:
+        super().__init__()
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"module is a {type(module).__name__}; it must be a torch.nn.Module"
+            )
+        self.module = module
+        self.devices = usable_devices(devices)
+        self.output_device = self.devices[0]
+        if output_device is not None:
+            self.output_device = usable_device(output_device)
+        self.dim = dim
+        self.moves = Moves() if record else None
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Scatter, replicate, run, gather."""
+        check_replicable(self.module, self.devices[0])
+        calls = scatter((inputs, kwargs), self.devices, self.dim)
+        if len(self.devices) == 1:
+            args, kwargs = calls[0]
+            return self.module(*args, **kwargs)
+        devices = self.devices[: len(calls)]
+        copies = copy_states(self.module, devices)
+        replicas = [replicate(self.module, states) for states in copies]
+        outputs = parallel_apply(replicas, calls, devices)
+        if self.moves is not None:
+            self.moves.note_forward(self._by_kind(copies), calls, outputs)
+        return gather(outputs, self.output_device, self.dim)
+
+    def _by_kind(self, copies: list[Copies]) -> list[dict[str, list[Tensor]]]:
+        return [
+            {
+                "parameters": [states[p] for p in self.module.parameters()],
+                "buffers": [states[b] for b in self.module.buffers()],
+            }
+            for states in copies
+        ]
+
+
+# ---- replicate -----------------------------------------------------------------------
+
+
+def copy_states(module: nn.Module, devices: Sequence[Device]) -> list[Copies]:
+    """Return what each replica has in place of the module's parameters and buffers.
+
+    Replica 0 shares their memory, the others have copies. To autograd a copy is a
+    result computed from the parameter: that is how its gradient comes home. A tensor
+    that the module uses in several places is copied once, and stays tied.
+    """
+    parameters, buffers = list(module.parameters()), list(module.buffers())
+    shared = {p: p.view_as(p) for p in parameters} | {b: b for b in buffers}
+    return [shared] + [
+        {tensor: tensor.to(device, copy=True) for tensor in parameters + buffers}
+        for device in devices[1:]
+    ]
+
+
+def replicate(module: nn.Module, copies: Copies) -> nn.Module:
+    """Return a module like `module`, with `copies` in place of its tensors.
+
+    Only the modules are new, and what they hold as parameters, buffers and children;
+    any other attribute is the same object in all replicas. Parameters become plain
+    attributes: they are no leaves, and `replica.parameters()` is empty, as in PyTorch.
+    """
+    twins = {m: m._replicate_for_data_parallel() for m in module.modules()}
+    for original, twin in twins.items():
+        for name, child in original._modules.items():
+            twin._modules[name] = None if child is None else twins[child]
+        for name, parameter in original._parameters.items():
+            if parameter is None:
+                twin._parameters[name] = None
+            else:
+                setattr(twin, name, copies[parameter])
+        for name, buffer in original._buffers.items():
+            twin._buffers[name] = None if buffer is None else copies[buffer]
+    return twins[module]
+
+
+# ---- parallel_apply ------------------------------------------------------------------
+
+
+def parallel_apply(
+    replicas: Sequence[nn.Module], calls: Sequence[Call], devices: Sequence[Device]
+) -> list[Any]:
+    """Call each replica in a thread of its own and return what they returned, in order.
+
+    Waits for all threads. If some have raised, raises RuntimeError from the first.
+    """
+    outputs: list[Any] = [None] * len(replicas)
+    errors: dict[int, BaseException] = {}
+    modes = [modes_of_this_thread(device) for device in devices]
+
+    def run(k: int) -> None:
+        args, kwargs = calls[k]
+        try:
+            with modes[k]():
+                outputs[k] = replicas[k](*args, **kwargs)
+        except BaseException as error:
+            errors[k] = error
+
+    threads = [
+        Thread(target=run, args=(k,), name=f"replica {k}") for k in range(len(replicas))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for k, error in sorted(errors.items()):
+        raise RuntimeError(
+            f"replica {k} of {len(replicas)}, on {devices[k]}, raised "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return outputs
+
+
+def modes_of_this_thread(device: Device) -> Callable[[], AbstractContextManager]:
+    """Return a context that gives another thread the modes that this one has now.
+
+    `torch.no_grad`, `torch.autocast` and the current stream are a thread's own: a new
+    thread begins without them.
+    """
+    kind = device.type
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    autocast = {
+        "device_type": kind,
+        "dtype": torch.get_autocast_dtype(kind),
+        "enabled": torch.is_autocast_enabled(kind),
+        "cache_enabled": torch.is_autocast_cache_enabled(),
+    }
+    stream = torch.cuda.current_stream(device) if kind == "cuda" else None
+
+    @contextmanager
+    def modes() -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(inference))
+            stack.enter_context(torch.set_grad_enabled(grad))
+            stack.enter_context(torch.autocast(**autocast))
+            if stream is not None:
+                stack.enter_context(torch.cuda.device(device))
+                stack.enter_context(torch.cuda.stream(stream))
+            yield
+
+    return modes
+
+
+# ---- what can be used ----------------------------------------------------------------
+
+
+def usable_devices(devices: Sequence[int | str | Device] | None) -> list[Device]:
+    """Return `devices` as torch.device; raise ValueError for what cannot be used."""
+    if devices is None:
+        devices = list(range(torch.cuda.device_count())) or ["cpu"]
+    if isinstance(devices, (int, str, Device)) or len(devices) == 0:
+        raise ValueError(f"devices is {devices!r}; it must be a list of one or more")
+    found = [usable_device(device) for device in devices]
+    if len({device.type for device in found}) > 1:
+        raise ValueError(f"devices is {devices}; they must be all CPUs or all GPUs")
+    return found
+
+
+def usable_device(device: int | str | Device) -> Device:
+    """Return a CPU or GPU of this machine as torch.device; raise ValueError else."""
+    try:
+        one = torch.device("cuda", device) if isinstance(device, int) else device
+        kind, index = torch.device(one).type, torch.device(one).index
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"{device!r} is no device: {error}") from None
+    if kind == "cpu":
+        return torch.device("cpu")
+    if kind != "cuda" or (index or 0) >= torch.cuda.device_count():
+        have = torch.cuda.device_count()
+        raise ValueError(f"device {device!r}: this machine has a CPU and {have} GPUs")
+    return torch.device("cuda", torch.cuda.current_device() if index is None else index)
+
+
+def check_replicable(module: nn.Module, device: Device) -> None:
+    """Raise ValueError unless replica 0 can work with the module where it is."""
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if isinstance(tensor, UninitializedTensorMixin):
+            raise ValueError(f"{name} has no shape yet; run the module once before")
+        if tensor.device != device:
+            raise ValueError(
+                f"{name} is on {tensor.device}; parameters and buffers must be on "
+                f"devices[0], which is {device}: use module.to({str(device)!r})"
+            )

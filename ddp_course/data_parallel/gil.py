@@ -1,0 +1,193 @@
+"""The GIL, measured: n threads of one process against n processes, at the same work.
+
+Python's global interpreter lock (全局解释器锁) lets one thread of a process run Python
+at a time. PyTorch lets go of it while an operation computes. So threads help as far as
+the time is spent inside of operations; a model of many tiny ones spends it between
+them. Two extremes:
+
+    ManyTinyOperations    a recurrent network, unrolled by a Python loop
+    FewLargeProducts      a few products of large matrices
+
+and four ways to run n replicas, each on a batch of its own:
+
+    one after another     one thread of one process: the work as such
+    threads               `parallel_apply`: n threads of one process
+    DataParallel          the same and all around it: cutting, copying, joining
+    processes             n processes with one replica each
+
+Only forward is measured, without gradients: of CPU replicas, autograd runs the backward
+in one thread, whoever has the GIL. Source: "global interpreter lock" in the glossary of
+Python's documentation. Explained in chapter 04.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from ddp_course.collectives import communicator
+from ddp_course.data_parallel.dp import DataParallel, parallel_apply
+from ddp_course.launch import here, spawn
+from ddp_course.theory.checks import check_count
+
+CPU = torch.device("cpu")
+WAYS = ("one after another", "threads", "DataParallel", "processes")
+Way = Callable[[], list[Tensor]]
+Times = dict[str, list[tuple[float, float]]]  # way -> (seconds, CPU seconds) per turn
+
+
+class ManyTinyOperations(nn.Module):
+    """A recurrent network whose steps are a Python loop: (B, 16) -> (B, 16).
+
+    Each step has four operations of a few microseconds.
+    """
+
+    def __init__(self, steps: int = 1000, width: int = 16) -> None:
+        super().__init__()
+        self.steps, self.width = steps, width
+        self.from_input = nn.Linear(width, width)
+        self.from_past = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Look at the same input again and again."""
+        h = torch.zeros_like(x)
+        for _ in range(self.steps):
+            h = torch.tanh(self.from_input(x) + self.from_past(h))
+        return h
+
+
+class FewLargeProducts(nn.Module):
+    """Four products with matrices of `width` x `width`: (B, width) -> (B, width)."""
+
+    def __init__(self, layers: int = 4, width: int = 1024) -> None:
+        super().__init__()
+        self.width = width
+        self.layers = nn.Sequential(
+            *[nn.Linear(width, width, bias=False) for _ in range(layers)]
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply."""
+        return self.layers(x)
+
+
+# name -> the module, and the rows that each replica gets
+MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "many tiny operations": (ManyTinyOperations, 4),
+    "few large products": (FewLargeProducts, 256),
+}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long n replicas took, run in one way: medians over the turns.
+
+    `cpu_seconds` are those of all threads and processes together. `speed_up` is the
+    time of "one after another" over this one, of the same turn: it cannot well be more
+    than n, or than the number of free cores. `turns` are the seconds of each turn.
+
+    One thread alone needs about as many seconds as CPU seconds. If "one after another"
+    took far more, something else had the cores: nothing can be said of threads then.
+    """
+
+    model: str
+    way: str
+    replicas: int
+    seconds: float
+    cpu_seconds: float
+    speed_up: float
+    turns: tuple[float, ...]
+
+
+def threads_against_processes(replicas: int = 2, turns: int = 15) -> list[Timing]:
+    """Measure both models in all four ways, on this machine: eight `Timing`s.
+
+    One launch of `replicas` ranks with a thread each. In every turn each way is run
+    once, and every turn begins with another, so that whatever else the machine does
+    meets all of them. In the ways of one process the other ranks wait. Chapter 04.
+    """
+    check_count("replicas", replicas)
+    check_count("turns", turns)
+    told = spawn(
+        measure, turns, world_size=replicas, device="cpu", threads=1, output="none"
+    )
+    return [
+        timing
+        for model in MODELS
+        for timing in timings(model, [by_model[model] for by_model in told])
+    ]
+
+
+def timings(model: str, told: list[Times]) -> list[Timing]:
+    """Put together what all ranks measured: a way has ended when its last rank has."""
+    seconds, cpu_seconds = {}, {}
+    for way in WAYS:
+        turns = list(zip(*(times[way] for times in told), strict=True))
+        seconds[way] = [max(wall for wall, _ in ranks) for ranks in turns]
+        cpu_seconds[way] = [sum(cpu for _, cpu in ranks) for ranks in turns]
+    alone = seconds[WAYS[0]]
+    return [
+        Timing(
+            model=model,
+            way=way,
+            replicas=len(told),
+            seconds=median(seconds[way]),
+            cpu_seconds=median(cpu_seconds[way]),
+            speed_up=median(a / b for a, b in zip(alone, seconds[way], strict=True)),
+            turns=tuple(seconds[way]),
+        )
+        for way in WAYS
+    ]
+
+
+# ---- on the ranks --------------------------------------------------------------------
+
+
+@torch.no_grad()
+def measure(turns: int) -> dict[str, Times]:
+    """On every rank: return what it took for its part, by model, way and turn."""
+    result = {}
+    for name, (build, rows) in MODELS.items():
+        torch.manual_seed(0)
+        model = build()
+        replicas = here().topology.world_size
+        ways = ways_of(model, torch.randn(replicas * rows, model.width), replicas)
+        times: Times = {way: [] for way in WAYS}
+        for turn in range(-1, turns):  # the first is to warm up
+            for k in range(len(WAYS)):
+                way = WAYS[(turn + k) % len(WAYS)]
+                took = timed(
+                    ways[way], takes_part=way == "processes" or here().rank == 0
+                )
+                if turn >= 0:
+                    times[way].append(took)
+        result[name] = times
+    return result
+
+
+def ways_of(model: nn.Module, batch: Tensor, replicas: int) -> dict[str, Way]:
+    """Return a function for each way, which returns the outputs of its replicas."""
+    parts = batch.chunk(replicas)
+    mine = parts[here().rank]
+    data_parallel = DataParallel(model, [CPU] * replicas)
+    calls = [((part,), {}) for part in parts]
+    return {
+        "one after another": lambda: [model(part) for part in parts],
+        "threads": lambda: parallel_apply([model] * replicas, calls, [CPU] * replicas),
+        "DataParallel": lambda: list(data_parallel(batch).chunk(replicas)),
+        "processes": lambda: [model(mine)],
+    }
+
+
+def timed(way: Way, takes_part: bool) -> tuple[float, float]:
+    """Begin together, and return this rank's seconds and CPU seconds."""
+    communicator().agree("begin")
+    wall, cpu = time.perf_counter(), time.process_time()
+    if takes_part:
+        way()
+    return time.perf_counter() - wall, time.process_time() - cpu

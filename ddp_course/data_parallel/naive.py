@@ -1,0 +1,125 @@
+"""DistributedDataParallel in its first two steps: as simple as it can be, then flat.
+
+Every rank runs the same module on its own part of the batch. After backward the ranks
+average their gradients, so every optimizer takes the same step, and the replicas stay
+equal. That is all there is to data parallelism; the rest (`reducer`) is speed.
+
+    NaiveDistributedDataParallel    one all-reduce for each parameter
+    FlatDistributedDataParallel     one for all parameters together
+
+Both begin when backward has ended. Explained in chapter 04.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from ddp_course.collectives import communicator
+from ddp_course.data_parallel.hooks import on_gradient
+from ddp_course.data_parallel.replicas import (
+    broadcast_all,
+    check_same,
+    form_of,
+    problem_with,
+)
+from ddp_course.data_parallel.timeline import Timeline
+
+
+class NaiveDistributedDataParallel(nn.Module):
+    """Runs `module`, and averages its gradients over the ranks after each backward.
+
+    Takes and returns what `module` does. A parameter without a gradient counts as one
+    with a gradient of zero. No call is needed between backward and `optimizer.step()`.
+
+    Args:
+        module: the same on all ranks; rank 0's numbers are taken.
+        process_group: the ranks that share a batch; None are all.
+        all_reduce: any of this course, or PyTorch's.
+
+    Raises ReplicaError, on every rank, if the modules differ. Chapter 04.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: dist.ProcessGroup | None = None,
+        all_reduce: Callable[..., Any] = dist.all_reduce,
+    ) -> None:
+        super().__init__()
+        problem = problem_with(module)
+        form = {} if problem else form_of(module)
+        check_same(form, problem, process_group)
+        self.module = module
+        self.process_group = process_group
+        self.all_reduce = all_reduce
+        self.ranks = communicator(process_group).ranks
+        states = [*module.parameters(), *module.buffers()]
+        broadcast_all(states, self.ranks[0], process_group)
+        trained = (p for p in module.parameters() if p.requires_grad and p.numel())
+        self.trained = list(trained)
+        self.waiting = False  # for the end of backward
+        for parameter in self.trained:
+            on_gradient(parameter, self._gradient_is_there)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+        self.waiting = False  # whatever became of the last backward
+        return self.module(*inputs, **kwargs)
+
+    def _gradient_is_there(self) -> None:
+        """Autograd calls this for every parameter; the first call asks for the end."""
+        if not self.waiting:
+            self.waiting = True
+            self.timeline = Timeline.begin()
+            Variable._execution_engine.queue_callback(self._backward_has_ended)
+
+    @torch.no_grad()
+    def _backward_has_ended(self) -> None:
+        self.waiting = False
+        if self.timeline is not None:
+            self.timeline.computed()
+        for parameter in self.trained:
+            if parameter.grad is None:  # the other ranks may have one, and wait for us
+                parameter.grad = torch.zeros_like(parameter)
+        self.average([parameter.grad for parameter in self.trained])
+
+    def average(self, gradients: list[Tensor]) -> None:
+        """Replace every gradient by its mean over the ranks, one after the other."""
+        for gradient in gradients:
+            gradient.copy_(self.mean(gradient.contiguous()))
+
+    def mean(self, tensor: Tensor) -> Tensor:
+        """Replace `tensor`, in place, by its mean over the ranks, and return it."""
+        start = time.perf_counter()
+        work = self.all_reduce(tensor, group=self.process_group, async_op=True)
+        if self.timeline is not None:
+            self.timeline.sent(work, tensor.nbytes, start)
+        work.wait()
+        tensor.div_(len(self.ranks))
+        if self.timeline is not None:
+            self.timeline.all_ended()
+        return tensor
+
+
+class FlatDistributedDataParallel(NaiveDistributedDataParallel):
+    """The same with one all-reduce (one for each type) instead of hundreds.
+
+    It pays the latency once; the price is a copy there and back. Chapter 04.
+    """
+
+    def average(self, gradients: list[Tensor]) -> None:
+        """Replace every gradient by its mean over the ranks, all at once."""
+        for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+            members = [gradient for gradient in gradients if gradient.dtype == dtype]
+            flat = torch.cat([gradient.flatten() for gradient in members])
+            self.mean(flat)
+            parts = flat.split([gradient.numel() for gradient in members])
+            for gradient, part in zip(members, parts, strict=True):
+                gradient.copy_(part.view(gradient.shape))

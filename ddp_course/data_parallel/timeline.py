@@ -1,0 +1,121 @@
+"""What a backward pass writes into the open event logs (`measure.EventLog`).
+
+    lane "compute"        op "backward": computing, up to the last gradient of a bucket
+    lane "launch"         op "launch": handing a bucket over
+    lane "communication"  a bucket is under way
+    lane "wait"           op "wait": backward has ended, the buckets have not
+
+so that `measure.overlap(events, "compute", "communication")` is the communication that
+was hidden. The course's own collectives write their event themselves; for PyTorch's on
+the CPU it lasts from the call to the moment at which gloo's thread reports its end. (On
+GPUs that moment says nothing, since NCCL's work is only queued by then: there, take
+`torch.profiler`.) Chapter 05.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel as PyTorchDDP
+
+from ddp_course.collectives import Work
+from ddp_course.data_parallel.hooks import tensors_in
+from ddp_course.measure import EventLog, active_logs
+
+
+class Timeline:
+    """The events of one backward pass, which begins when this is made."""
+
+    def __init__(self, logs: tuple[EventLog, ...]) -> None:
+        self.logs = logs
+        self.since = time.perf_counter()
+        self._ends: list[torch.futures.Future] = []
+
+    @classmethod
+    def begin(cls) -> Timeline | None:
+        """Return a time-line if anybody keeps a log; otherwise nothing is recorded."""
+        logs = active_logs()
+        return cls(logs) if logs else None
+
+    def add(self, op: str, start: float, lane: str, **detail: Any) -> None:
+        """Add an event that ends now."""
+        now = time.perf_counter()
+        for log in self.logs:
+            log.add(op, start, now, lane=lane, **detail)
+
+    def computed(self, **detail: Any) -> None:
+        """Backward has computed since the last time this was said."""
+        self.add("backward", self.since, "compute", **detail)
+        self.since = time.perf_counter()
+
+    def sent(self, work: Any, nbytes: int, start: float, **detail: Any) -> None:
+        """A collective was called at `start`; note when it ends."""
+        detail = {"nbytes": nbytes, "lane": "communication", **detail}
+        if work is None or isinstance(work, Work):
+            return  # our own: they add their event themselves
+        future = work.get_future()
+        ends = future.then(lambda _: self.add("all_reduce", start, **detail))
+        self._ends.append(ends)
+
+    def all_ended(self) -> None:
+        """Return when the end of everything that was sent has been noted."""
+        for end in self._ends:
+            end.wait()
+
+
+@contextmanager
+def _span(timeline: Timeline, op: str, **detail: Any) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    timeline.add(op, start, op, **detail)
+
+
+def span(timeline: Timeline | None, op: str, **detail: Any):
+    """Return a context manager that adds an event, if there is a time-line."""
+    return nullcontext() if timeline is None else _span(timeline, op, **detail)
+
+
+def record_pytorch(ddp: PyTorchDDP) -> None:
+    """Let PyTorch's DDP write the same events as ours, to be laid beside them.
+
+    It takes the one communication hook that a DDP can have, and does in it what DDP
+    does without: the mean, by an all-reduce that is not waited for. Chapter 05.
+    """
+    now: list[Timeline] = []  # of the backward pass that is under way
+
+    def outputs_are_there(module: nn.Module, inputs: Any, output: Any) -> None:
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(begin)
+
+    def begin(_: Tensor) -> None:
+        if not now and (timeline := Timeline.begin()):
+            now.append(timeline)
+            Variable._execution_engine.queue_callback(end)
+
+    def end() -> None:
+        timeline = now.pop()
+        timeline.computed()
+        with span(timeline, "wait"):
+            timeline.all_ended()
+
+    def launch(group, bucket):  # DDP refuses annotations that are strings
+        if now:
+            now[0].computed(bucket=bucket.index())
+        start = time.perf_counter()
+        flat = bucket.buffer().div_(dist.get_world_size(group))
+        work = dist.all_reduce(flat, group=group, async_op=True)
+        if now:
+            now[0].sent(work, flat.nbytes, start, bucket=bucket.index())
+            now[0].since = time.perf_counter()
+        return work.get_future().then(lambda future: future.value()[0])
+
+    ddp.register_forward_hook(outputs_are_there)
+    ddp.register_comm_hook(ddp.process_group, launch)

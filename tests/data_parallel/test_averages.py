@@ -1,0 +1,390 @@
+"""Averages over ranks equal those of one process that has all samples."""
+
+from __future__ import annotations
+
+import math
+import re
+from fractions import Fraction
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from ddp_course.collectives import communicator
+from ddp_course.data_parallel import (
+    MeanOverRanks,
+    gradient_norm,
+    loss_weight,
+    scaled_lr,
+    seed_for,
+)
+from ddp_course.data_parallel.averages import PURPOSES, over_ranks
+from ddp_course.launch import here, spawn
+from ddp_course.measure import TorchCollectives
+
+# Which samples are in which batch of which rank; the numbers of rows are unequal, one
+# batch is empty, and rank 1 of 4 has no batch at all.
+BATCHES = {
+    1: [[3, 2]],
+    2: [[4, 1], [2]],
+    3: [[4, 4, 2], [1], [3, 0]],
+    4: [[4, 4, 1], [], [2], [5, 5, 5]],
+}
+NAN = float("nan")
+
+
+def samples(rank: int) -> list[list[int]]:
+    """The values of this rank's samples, batch by batch: whole numbers."""
+    sizes = BATCHES[here().topology.world_size][rank]
+    return [[100 * rank + 10 * k + i**2 for i in range(n)] for k, n in enumerate(sizes)]
+
+
+def mean(values: list) -> Fraction | float:
+    return Fraction(sum(values), len(values)) if values else NAN
+
+
+# ---- loss and metrics ----------------------------------------------------------------
+
+
+def averages() -> dict:
+    """On every rank: the mean over all samples, in several ways, and what was sent."""
+    rank, world_size = here().rank, here().topology.world_size
+    communicator()
+    meter = MeanOverRanks()
+    for batch in samples(rank):
+        value = torch.tensor(float(mean(batch)), dtype=torch.float64)
+        meter.update(value.requires_grad_(), len(batch))
+    with TorchCollectives() as torchs:
+        found = meter.compute()
+    again = meter.compute()
+    meter.reset()
+    meter.update(rank, 1)
+    batches = [samples(r) for r in range(world_size)]
+    flat = [
+        x for batches_of_rank in batches for batch in batches_of_rank for x in batch
+    ]
+    return {
+        "ours": found,
+        "again": again,
+        "after reset": meter.compute().mean,
+        "closed form": mean(flat),
+        "mean of means": mean_of_means(batches),
+        "calls": [(call.op, call.nbytes) for call in torchs.calls],
+        "fake": fake(samples(rank)),
+    }
+
+
+def mean_of_means(batches: list[list[list[int]]]) -> float:
+    """Over the ranks, of the means over each rank's batches that are not empty."""
+    of_ranks = [[mean(b) for b in of_rank if b] for of_rank in batches]
+    return float(mean([mean(of_rank) for of_rank in of_ranks if of_rank]))
+
+
+def fake(batches: list[list[int]]) -> float:
+    """What is often written: the mean of the rank's means, averaged over the ranks."""
+    means = [float(mean(batch)) for batch in batches if batch]
+    total = torch.tensor(sum(means) / max(1, len(means)))
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_the_mean_over_all_samples(world_size):
+    told = spawn(averages, world_size=world_size, output="none")
+    count = sum(sum(sizes) for sizes in BATCHES[world_size])
+    for rank in told:
+        ours = rank["ours"]
+        assert ours.mean == pytest.approx(float(rank["closed form"]), rel=1e-14)
+        assert ours.count == count
+        assert ours.mean_of_means == pytest.approx(rank["mean of means"], rel=1e-14)
+        assert rank["again"] == ours == told[0]["ours"]
+        assert rank["after reset"] == (world_size - 1) / 2
+        assert rank["calls"] == [("all_reduce", 32)]
+        # Planted: the mean of means is another number on these uneven batches.
+        assert abs(rank["fake"] - ours.mean) > 0.1
+        assert abs(ours.mean_of_means - ours.mean) > 0.1
+
+
+def test_equal_batches_hide_the_mistake():
+    meter = MeanOverRanks(device="cpu")
+    for k in range(4):
+        meter.update(k, 3)
+    assert meter.compute().mean == meter.compute().mean_of_means == 1.5
+    meter.update(10.0, 1)
+    assert meter.compute().mean == pytest.approx(28 / 13)
+    assert meter.compute().mean_of_means == pytest.approx(16 / 5)
+
+
+def test_what_update_refuses_and_what_it_does_not_look_at():
+    meter = MeanOverRanks(device="cpu")
+    meter.update(NAN, 0)  # the mean of nothing
+    with pytest.raises(ValueError, match="no rank has a sample"):
+        meter.compute()
+    for n in (-1, 2.0, None, torch.tensor(3)):
+        with pytest.raises(ValueError, match=re.escape(f"n is {n!r}; it must be the")):
+            meter.update(1.0, n)
+    with pytest.raises(ValueError, match=r"value has shape \[2\]; it must be one num"):
+        meter.update(torch.ones(2), 2)
+    meter.update(torch.ones(1, 1), 2)
+    assert meter.compute().mean == 1
+    meter.update(NAN, 1)
+    assert math.isnan(meter.compute().mean)
+
+
+def nobody_has_samples() -> list[str]:
+    messages = []
+    for call in (MeanOverRanks().compute, lambda: loss_weight(0)):
+        try:
+            call()
+        except ValueError as error:
+            messages.append(str(error))
+    try:
+        loss_weight(-3 if here().rank == 1 else 2)
+    except ValueError as error:
+        messages.append(str(error))
+    return messages
+
+
+def test_all_ranks_hear_of_it():
+    for rank, told in enumerate(spawn(nobody_has_samples, world_size=2, output="none")):
+        assert told[0] == "no rank has a sample: there is nothing to average"
+        assert told[1].startswith("n is 0 on this rank, and 0 on all together")
+        assert told[2].startswith(f"n is {(2, -3)[rank]} on this rank, and inf on all")
+
+
+# ---- gradients of unequal batches ----------------------------------------------------
+
+
+def gradient_of_weighted_loss() -> tuple:
+    """The gradient of DDP's mean, with the weight and without, and the full batch's."""
+    rank, world_size = here().rank, here().topology.world_size
+    torch.manual_seed(0)
+    rows = [n + 1 for n in (6, 0, 2, 3)[:world_size]]
+    data = torch.randn(sum(rows), 5).split(rows)
+    gradients = []
+    for weight in (loss_weight(len(data[rank])), 1.0):
+        weights = torch.ones(5, requires_grad=True)
+        (weight * (data[rank] @ weights).pow(2).mean()).backward()
+        gradients.append(over_ranks(weights.grad) / world_size)
+    weights = torch.ones(5, requires_grad=True)
+    (torch.cat(data) @ weights).pow(2).mean().backward()
+    return *gradients, weights.grad
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_weighted_gradients_are_those_of_the_full_batch(world_size):
+    for weighted, plain, full in spawn(
+        gradient_of_weighted_loss, world_size=world_size, output="none"
+    ):
+        torch.testing.assert_close(weighted, full)
+        assert (plain - full).abs().max() > 0.01  # planted: the mean of means
+
+
+def test_without_a_process_group():
+    assert loss_weight(3) == 1.0
+    assert gradient_norm([], sharded=True) == 0.0
+
+
+# ---- learning rate -------------------------------------------------------------------
+
+
+def test_scaled_lr():
+    assert scaled_lr(0.1, 8) == pytest.approx(0.8)
+    assert scaled_lr(0.1, 1) == 0.1
+    assert scaled_lr(3e-4, 4, rule="sqrt") == pytest.approx(6e-4)
+    warm = [scaled_lr(0.1, 3, step=k, warmup_steps=4) for k in range(6)]
+    assert warm == pytest.approx([0.1, 0.15, 0.2, 0.25, 0.3, 0.3])
+    assert scaled_lr(0.1, 3, step=0) == pytest.approx(0.3)
+
+
+@given(st.integers(1, 1000), st.integers(0, 100), st.sampled_from(["linear", "sqrt"]))
+def test_warm_up_grows_by_equal_amounts(world_size, warmup, rule):
+    rates = [
+        scaled_lr(1.0, world_size, rule=rule, step=k, warmup_steps=warmup)
+        for k in range(warmup + 2)
+    ]
+    grown = [b - a for a, b in zip(rates[:-1], rates[1:], strict=True)]
+    assert grown[:-1] == pytest.approx([grown[0]] * warmup, abs=1e-9)
+    assert rates[-1] == rates[-2] == scaled_lr(1.0, world_size, rule=rule)
+    assert warmup == 0 or rates[0] == 1.0
+
+
+def test_one_large_step_goes_as_far_as_n_small_ones():
+    torch.manual_seed(0)
+    gradients = torch.randn(4, 10) * 1e-3 + 1  # nearly the same all the time
+    small, large = torch.zeros(10, requires_grad=True), torch.zeros(10)
+    optimizer = torch.optim.SGD([small], lr=0.1)
+    for gradient in gradients:
+        small.grad = gradient
+        optimizer.step()
+    large -= scaled_lr(0.1, 4) * gradients.mean(0)
+    torch.testing.assert_close(small.detach(), large)
+    assert not torch.allclose(small, -0.1 * gradients.mean(0))  # planted: not scaled
+
+
+def test_as_a_schedule():
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: scaled_lr(1.0, 3, step=step, warmup_steps=2)
+    )
+    seen = []
+    for _ in range(4):
+        seen += schedule.get_last_lr()
+        optimizer.step()
+        schedule.step()
+    assert seen == pytest.approx([0.1, 0.2, 0.3, 0.3])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"base_lr": -1}, "base_lr is -1; it must be a number of 0 or more"),
+        ({"base_lr": NAN}, "base_lr is nan; it must be a number of 0 or more"),
+        ({"world_size": 0}, "world_size is 0; it must be an integer of 1 or more"),
+        ({"rule": "cubic"}, "rule is 'cubic'; it can be linear or sqrt"),
+        ({"step": -1}, "step is -1; it must be an integer of 0 or more"),
+        ({"warmup_steps": 0.5}, "warmup_steps is 0.5; it must be an integer of 0 or"),
+    ],
+)
+def test_bad_learning_rates(change, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        scaled_lr(**{"base_lr": 0.1, "world_size": 2} | change)
+
+
+# ---- gradient norm -------------------------------------------------------------------
+
+NORMS = [1.0, 2.0, 3.0, math.inf]
+
+
+def norms() -> dict[float, dict]:
+    """On every rank: the norm of replicated gradients, and of parts of them."""
+    rank, world_size = here().rank, here().topology.world_size
+    communicator()
+    torch.manual_seed(0)
+    full = [torch.randn(7, 3), torch.randn(10) * 30, torch.randn(2)]
+    whole = [with_gradient(gradient) for gradient in full]
+    # Dealt unequally: with 4 ranks the last has nothing.
+    flat = torch.cat([gradient.flatten() for gradient in full])
+    cuts = [0, 20, 29, 33, 33][: world_size + 1]
+    cuts[-1] = 33
+    part = with_gradient(flat[cuts[rank] : cuts[rank + 1]])
+    parts = [part, torch.ones(3, requires_grad=True)] if part.numel() else []
+    found = {}
+    for p in NORMS:
+        with TorchCollectives() as torchs:
+            replicated = gradient_norm((w for w in whole), norm_type=p)
+        calls_replicated = len(torchs.calls)
+        with TorchCollectives() as torchs:
+            sharded = gradient_norm(parts, sharded=True, norm_type=p)
+        found[p] = {
+            "replicated": replicated,
+            "sharded": sharded,
+            "pytorch": nn.utils.clip_grad_norm_(whole, math.inf, norm_type=p),
+            "closed form": torch.linalg.vector_norm(flat.double(), p),
+            "per shard": gradient_norm(parts, norm_type=p),
+            "sum of norms": over_ranks(gradient_norm(parts, norm_type=p)),
+            "sent": (calls_replicated, [c.nbytes for c in torchs.calls]),
+        }
+    return found
+
+
+def with_gradient(gradient: torch.Tensor) -> torch.Tensor:
+    parameter = torch.zeros_like(gradient, requires_grad=True)
+    parameter.grad = gradient.clone()
+    return parameter
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_gradient_norm(world_size):
+    told = spawn(norms, world_size=world_size, output="none")
+    for p in NORMS:
+        first = told[0][p]
+        for rank in told:
+            found = rank[p]
+            for name in ("replicated", "sharded"):
+                assert found[name].dtype == torch.float64
+                assert found[name].item() == pytest.approx(
+                    found["closed form"].item(), rel=1e-6
+                ), (name, p)
+                assert torch.equal(found[name], first[name])
+            assert found["replicated"].item() == found["pytorch"].item()
+            assert found["sent"] == (0, [8])
+        if world_size > 1:  # planted: a norm for each shard, and their plain sum
+            away = [abs(r[p]["per shard"] / r[p]["closed form"] - 1) for r in told]
+            assert max(away) > 1e-3
+            if p > 1:
+                assert abs(first["sum of norms"] / first["closed form"] - 1) > 1e-3
+
+
+def clipped(sharded: bool) -> torch.Tensor:
+    """Clip a gradient that is dealt to two ranks, and put it together again."""
+    part = with_gradient(torch.tensor([3.0, 0.0] if here().rank == 0 else [4.0, 12.0]))
+    norm = gradient_norm(part, sharded=sharded)
+    nn.utils.clip_grads_with_norm_([part], 1.3, norm)
+    both = [torch.empty(2) for _ in range(2)]
+    dist.all_gather(both, part.grad)
+    return torch.cat(both)
+
+
+def test_clipping_keeps_the_direction():
+    full = torch.tensor([3.0, 0.0, 4.0, 12.0])
+    for right in spawn(clipped, True, world_size=2, output="none"):
+        torch.testing.assert_close(right, full / 10)
+    for wrong in spawn(clipped, False, world_size=2, output="none"):
+        assert (wrong - full / 10).abs().max() > 0.1  # planted: by the part's own norm
+
+
+@pytest.mark.parametrize("norm_type", [0, -1, NAN, "2"])
+def test_bad_norms(norm_type):
+    with pytest.raises(ValueError, match=re.escape(f"norm_type is {norm_type!r}; it")):
+        gradient_norm([], norm_type=norm_type)
+
+
+# ---- seeds ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("purpose", PURPOSES)
+def test_seeds(purpose):
+    by_rank = [seed_for(rank, 7, purpose) for rank in range(1000)]
+    assert by_rank == [seed_for(rank, 7, purpose) for rank in range(1000)]
+    assert len(set(by_rank)) == (1 if PURPOSES[purpose] == "same" else 1000)
+    assert all(0 <= seed < 2**32 for seed in by_rank)
+    # Another experiment is not this one with its ranks renamed, as with seed + rank.
+    other = {seed_for(rank, 8, purpose) for rank in range(1000)}
+    assert not other & set(by_rank)
+    assert {7 + rank for rank in range(4)} & {8 + rank for rank in range(4)}
+
+
+def test_purposes_do_not_share_seeds():
+    assert len({seed_for(0, 0, purpose) for purpose in PURPOSES}) == len(PURPOSES)
+    assert seed_for(0, 0, "weights") == 495_657_131  # of all machines, for all time
+
+
+def weights_and_masks() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(seed_for(here().rank, 0, "weights"))
+    weights = nn.Linear(4, 4).weight.detach()
+    torch.manual_seed(seed_for(here().rank, 0, "dropout"))
+    return weights, nn.functional.dropout(torch.ones(64))
+
+
+def test_replicas_begin_alike_and_drop_differently():
+    told = spawn(weights_and_masks, world_size=3, output="none")
+    weights, masks = zip(*told, strict=True)
+    assert all(torch.equal(w, weights[0]) for w in weights)
+    assert len({tuple(mask.tolist()) for mask in masks}) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 0, "coffee"), "purpose is 'coffee'; it can be weights, shuffle, dropout,"),
+        ((-1, 0, "weights"), "rank is -1; it must be an integer of 0 or more"),
+        ((0, 0.5, "weights"), "seed is 0.5; it must be an integer"),
+    ],
+)
+def test_bad_seeds(arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        seed_for(*arguments)

@@ -1,0 +1,360 @@
+"""DistributedDataParallel trains as one process does, and as PyTorch's class does."""
+
+from __future__ import annotations
+
+import weakref
+from fractions import Fraction
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_cases import (
+    FAKES,
+    OPTIMIZERS,
+    SMALL_BUCKETS,
+    WRAPPERS,
+    Flat,
+    Naive,
+    OneTooEarly,
+    Ours,
+    Small,
+    batch,
+    bits,
+    far_apart,
+    train,
+)
+from torch import nn
+
+from ddp_course.collectives import ring
+from ddp_course.data_parallel.buckets import bucket_plan
+from ddp_course.launch import spawn
+from ddp_course.measure import ByteMeter, TorchCollectives
+from ddp_course.model import GPTConfig, build_gpt
+from ddp_course.theory import bytes_sent
+
+
+def everything() -> dict[tuple[str, str], object]:
+    """On every rank: train under every wrapper, with every optimizer."""
+    told = {
+        (name, optimizer): train(wrap, optimizer)
+        for optimizer in OPTIMIZERS
+        for name, wrap in WRAPPERS.items()
+    }
+    return told | {("fake", name): train(wrap) for name, wrap in FAKES.items()}
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_the_same_training_as_one_process_and_as_pytorch(n):
+    told = spawn(everything, world_size=n, output="none")
+    for optimizer in OPTIMIZERS:
+        alone = train(None, optimizer)
+        for name in WRAPPERS:
+            mine = [rank[name, optimizer] for rank in told]
+            assert not far_apart(mine[0], alone), (name, optimizer)
+            assert not far_apart(mine[0], told[0]["torch", optimizer]), name
+            assert len({bits(rank) for rank in mine}) == 1, (name, optimizer)
+            assert mine[0].gradients[0]["frozen.weight"] is None
+            assert mine[0].gradients[0]["empty"].shape == (0, 3)
+            assert all(rank.buffers["shift"][0] == 0.25 for rank in mine)  # rank 0's
+    if n == 1:
+        return  # one rank cannot tell a mean from a sum
+    alone = train(None)
+    for name in FAKES:
+        mine = [rank["fake", name] for rank in told]
+        seen = far_apart(mine[0], alone), len({bits(rank) for rank in mine}) > 1
+        assert any(seen), f"{name} was not seen"
+
+
+def accumulated() -> dict[str, object]:
+    """On every rank: four micro-batches in all, by ranks, by no_sync, or both."""
+    n = dist.get_world_size()
+    told = {"ranks": train(WRAPPERS["ours"])}
+    for name in ("ours", "small buckets", "shared", "copied", "find", "torch"):
+        micro = {1: 4, 2: 2, 4: 3}[n]
+        told[name] = train(WRAPPERS[name], micro=micro)
+    if n == 2:
+        told["fake"] = train(lambda m: OneTooEarly(m, **SMALL_BUCKETS), micro=2)
+    return told
+
+
+def test_more_ranks_a_larger_batch_and_accumulation_are_the_same():
+    alone = train(None)
+    for n in (1, 2, 4):
+        told = spawn(accumulated, world_size=n, output="none")
+        for name in told[0]:
+            wrong = far_apart(told[0][name], alone) or (
+                len({bits(rank[name]) for rank in told}) > 1
+            )
+            assert bool(wrong) == (name == "fake"), name
+
+
+# ---- how many collectives, how many bytes ------------------------------------------
+
+GPT = GPTConfig(block_size=8, n_layer=2, n_head=2, d_model=24)  # 16,000 parameters
+CAPS = {"bucket_cap_mb": 0.02, "first_bucket_mb": 0.01}
+
+
+def step(ddp: nn.Module) -> None:
+    """Run forward and backward on this rank's own tokens."""
+    x = torch.arange(16).view(2, 8) + dist.get_rank()
+    ddp(x, x)[1].backward()
+
+
+def counted() -> dict[str, tuple[int, int, int]]:
+    """On every rank: collectives, their tensors' bytes, and bytes sent in a step."""
+    got = {}
+
+    def count(name, ddp, run=step):
+        run(ddp)  # the first is to warm up
+        with TorchCollectives() as calls, ByteMeter() as meter:
+            run(ddp)
+        got[name] = (calls.count("all_reduce"), calls.nbytes, meter.total_sent)
+
+    count("ours", Ours(build_gpt(GPT), **CAPS))
+    count("find", Ours(build_gpt(GPT), find_unused_parameters=True, **CAPS))
+    count("naive", Naive(build_gpt(GPT)))
+    count("flat", Flat(build_gpt(GPT)))
+    torchs = nn.parallel.DistributedDataParallel(build_gpt(GPT), bucket_cap_mb=0.02)
+    for _ in range(3):
+        step(torchs)
+    count("torch", torchs)
+    count("ring", Ours(build_gpt(GPT), all_reduce=ring.all_reduce, **CAPS))
+    count("shared", Ours(build_gpt(GPT), buckets_in_shared_memory=True, **CAPS))
+    silent = Ours(build_gpt(GPT), **CAPS)
+    rings = Ours(build_gpt(GPT), all_reduce=ring.all_reduce, **CAPS)
+
+    def without(ddp):
+        with ddp.no_sync():
+            step(ddp)
+
+    count("no_sync", silent, without)
+    count("no_sync, ring", rings, without)
+    return got
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_as_many_collectives_as_buckets_and_the_bytes_of_the_formula(n):
+    model = build_gpt(GPT)
+    plan = bucket_plan(model.named_parameters(), **CAPS)
+    nbytes = sum(p.nbytes for p in model.parameters())
+    assert len(plan) > 2 and sum(bucket.nbytes for bucket in plan) == nbytes
+    parameters = len(list(model.parameters()))
+    for rank, got in enumerate(spawn(counted, world_size=n, output="none")):
+        assert got["ours"] == (len(plan), nbytes, 0)
+        assert got["find"] == (len(plan), nbytes + 4 * parameters, 0)  # the flags
+        assert got["naive"] == (parameters, nbytes, 0)
+        assert got["flat"] == (1, nbytes, 0)
+        assert got["torch"][1] == nbytes
+        times = bytes_sent("all_reduce_ring", n)[rank]
+        # A ring of n chunks is exact where n divides; here within a chunk's rounding.
+        assert got["ring"][:2] == (0, 0)
+        assert abs(got["ring"][2] - times * nbytes) <= 2 * (n - 1) * 4 * len(plan)
+        assert Fraction(got["ring"][2], nbytes) == pytest.approx(times, rel=1e-2)
+        assert got["shared"][2] == pytest.approx(times * nbytes, rel=1e-2)
+        assert got["no_sync"] == got["no_sync, ring"] == (0, 0, 0)
+
+
+# ---- what else one may do ----------------------------------------------------------
+
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.trunk = nn.Linear(3, 4)
+        self.a, self.b = nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x, which="ab"):
+        h = torch.tanh(self.trunk(x))
+        return {"a": self.a(h) if "a" in which else None, "b": [self.b(h), h]}
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    return {
+        k: None if p.grad is None else p.grad.clone()
+        for k, p in model.named_parameters()
+    }
+
+
+def rows(rank: int) -> torch.Tensor:
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(rank))
+
+
+def ways_to_go_backward() -> dict[str, dict]:
+    """On every rank: gradients after several forwards and backwards."""
+    x, told = rows(dist.get_rank()), {}
+
+    def fresh(**options):
+        return Ours(TwoHeads(), **{**CAPS, "bucket_cap_mb": 1e-5, **options})
+
+    def loss_a(out):
+        return out["a"].square().sum()
+
+    def loss_b(out):
+        return out["b"][0].exp().sum()
+
+    ddp = fresh()
+    out = ddp(x)
+    (loss_a(out) + loss_b(out)).backward()
+    told["sum"] = gradients(ddp.module)
+    ddp = fresh()
+    out = ddp(x)
+    loss_a(out).backward(retain_graph=True)
+    loss_b(out).backward()
+    told["two backwards"] = gradients(ddp.module)
+    ddp(x)  # nothing is owed: the next forward is fine
+    for find in (False, True):
+        ddp = fresh(find_unused_parameters=find)
+        out = ddp(x)
+        loss = loss_a(out) + loss_b(out)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        told[f"twice, {find}"] = gradients(ddp.module)
+        ddp = fresh(find_unused_parameters=find)
+        one, two = ddp(x), ddp(2 * x)
+        (loss_a(one) + loss_b(one) + loss_a(two) + loss_b(two)).backward()
+        told[f"two forwards, {find}"] = gradients(ddp.module)
+    ddp = fresh(find_unused_parameters=True)
+    one, two = ddp(x), ddp(2 * x, "b")  # only the first reaches head a
+    (loss_a(one) + loss_b(two)).backward()
+    told["a of one, b of the other"] = gradients(ddp.module)
+    ddp = fresh()
+    with ddp.no_sync():
+        out = ddp(x)
+    (loss_a(out) + loss_b(out)).backward()  # the forward decides
+    told["forward in no_sync"] = gradients(ddp.module)
+    ddp = fresh()
+    out = ddp(x)
+    with ddp.no_sync():
+        (loss_a(out) + loss_b(out)).backward()
+    told["backward in no_sync"] = gradients(ddp.module)
+    ddp = fresh()
+    with torch.no_grad():
+        ddp(x)
+    out = ddp.module(x)
+    (loss_a(out) + loss_b(out)).backward()
+    told["module"] = gradients(ddp.module)
+    ddp = fresh()
+    out = ddp(x)
+    loss = loss_a(out) + loss_b(out)
+    loss.backward(create_graph=True)
+    told["create_graph"] = {k: g.detach() for k, g in gradients(ddp.module).items()}
+    model = TwoHeads()
+    ddp = Ours(model)
+    ddp = Ours(model)  # wrapped again, as one does in a notebook
+    with TorchCollectives() as calls:
+        out = ddp(x)
+        (loss_a(out) + loss_b(out)).backward()
+    told["again"] = gradients(model)
+    told["calls"] = [calls.count()]
+    bucket = weakref.ref(ddp.reducer.buckets[0])
+    del ddp, out
+    told["calls"].append(bucket() is None)  # no hook keeps the memory
+    Naive(model)
+    ddp = Naive(model)
+    with TorchCollectives() as calls:
+        loss_b(ddp(x)).backward()
+    told["calls"].append(calls.count() == len(list(model.parameters())))
+    return told
+
+
+def test_several_forwards_and_backwards():
+    n = 3
+    told = spawn(ways_to_go_backward, world_size=n, output="none")
+
+    def alone(rank, a=1.0, b=1.0):
+        model = TwoHeads()
+        loss_a = model(a * rows(rank))["a"].square().sum()
+        (loss_a + model(b * rows(rank))["b"][0].exp().sum()).backward()
+        return gradients(model)
+
+    def mean(a=1.0, b=1.0):
+        each = [alone(rank, a, b) for rank in range(n)]
+        return {k: sum(g[k] for g in each) / n for k in each[0]}
+
+    def same(got, wanted):
+        return all(torch.allclose(got[k], wanted[k], rtol=1e-5) for k in wanted)
+
+    once, both = mean(), mean(2.0, 2.0)
+    both = {k: once[k] + both[k] for k in once}
+    twice = {k: 2 * g for k, g in once.items()}
+    for rank, got in enumerate(told):
+        mine = alone(rank)
+        for way in ("sum", "two backwards", "backward in no_sync", "create_graph"):
+            assert same(got[way], once), way
+            assert not same(got[way], mine), way
+        assert same(got["a of one, b of the other"], mean(1.0, 2.0))
+        assert same(got["again"], once) and got["calls"] == [1, True, True]
+        for find in (False, True):
+            assert same(got[f"twice, {find}"], twice)
+            assert same(got[f"two forwards, {find}"], both)
+        for way in ("forward in no_sync", "module"):
+            assert same(got[way], mine), way
+        for way, gradient in got.items():
+            if way != "calls" and way not in ("forward in no_sync", "module"):
+                assert all(
+                    torch.equal(gradient[k], told[0][way][k]) for k in gradient
+                ), way
+
+
+class Branches(nn.Module):
+    """Three equal branches; the order of forward decides that of the gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.branches = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(3))
+
+    def forward(self, x, order):
+        outputs = {k: (k + 1) * self.branches[k](x) for k in order}
+        return sum(outputs[k] for k in range(3))
+
+
+def in_another_order() -> list[torch.Tensor]:
+    """On every rank: gradients that come in another order than on the other ranks."""
+    rank = dist.get_rank()
+    ddp = Ours(Branches(), bucket_cap_mb=1e-5)
+    came = []
+    for k, p in enumerate(ddp.module.parameters()):
+        p.register_post_accumulate_grad_hook(lambda _, k=k: came.append(k))
+    ddp(torch.ones(1, 2), [[0, 1, 2], [2, 0, 1], [1, 2, 0]][rank]).sum().backward()
+    return [came, *(p.grad for p in ddp.parameters())]
+
+
+def test_buckets_are_sent_in_one_order_whatever_the_order_of_the_gradients():
+    told = spawn(in_another_order, world_size=3, output="none")
+    assert len({tuple(came) for came, *_ in told}) == 3
+    for _, *gradients in told:
+        for k, gradient in enumerate(gradients):
+            assert torch.allclose(gradient, torch.full((2, 2), k + 1.0))
+
+
+def like_pytorch() -> dict[str, object]:
+    """On every rank: attributes, names, memory, and a module in channels_last."""
+    theirs = nn.parallel.DistributedDataParallel(Small())
+    ours = Ours(Small(), **SMALL_BUCKETS)
+    told = {"names": list(ours.state_dict()) == list(theirs.state_dict())}
+    told["prefix"] = all(name.startswith("module.") for name in ours.state_dict())
+    try:
+        ours.first  # noqa: B018
+    except AttributeError as error:
+        told["attribute"] = str(error)
+    ours(batch(0)[0]).sum().backward()
+    flats = [bucket.flat for bucket in ours.reducer.buckets]
+    told["views"] = all(
+        any(p.grad.untyped_storage().data_ptr() == f.untyped_storage().data_ptr()
+            for f in flats)
+        for p in ours.parameters() if p.requires_grad and p.numel()
+    )  # fmt: skip
+    convolution = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    ddp = Ours(convolution)
+    ddp(torch.ones(1, 3, 5, 5)).sum().backward()
+    told["strides"] = convolution.weight.grad.stride() == convolution.weight.stride()
+    told["equal"] = torch.allclose(convolution.bias.grad, torch.full((4,), 9.0))
+    return told
+
+
+def test_names_attributes_and_memory_are_as_in_pytorch():
+    for got in spawn(like_pytorch, world_size=2, output="none"):
+        assert "has no attribute 'first'" in got.pop("attribute")
+        assert all(got.values()), got

@@ -1,0 +1,133 @@
+"""Communication runs while backward runs: seen in the recorded events.
+
+Nothing here depends on how fast the machine is. The layers' backward sleeps, which
+takes no core, and where the link matters it is an emulated one, which waits, too.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from ddp_cases import AfterBackward, Flat, Naive, Ours
+from torch import nn
+
+from ddp_course.collectives import ring
+from ddp_course.data_parallel.timeline import record_pytorch
+from ddp_course.launch import Link, Links, spawn
+from ddp_course.measure import Event, EventLog, busy, overlap
+
+LAYERS, SLEEP, LATENCY = 5, 0.03, 0.004
+EACH = {"bucket_cap_mb": 1e-5}  # a bucket for each parameter
+SLOW = Links(inside=Link(latency=LATENCY), between=Link(latency=LATENCY))
+
+
+class Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(SLEEP)
+        return gradient
+
+
+class Sleeping(nn.Module):
+    """Layers that compute for SLEEP seconds each in backward, on no core."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(LAYERS))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = Sleep.apply(layer(x))
+        return x
+
+
+def recorded(ddp: nn.Module) -> list[Event]:
+    """Return the events of the third step."""
+    x = torch.ones(2, 4)
+    for _ in range(2):
+        ddp(x).sum().backward()
+    with EventLog() as log:
+        ddp(x).sum().backward()
+    return log.events
+
+
+def hidden(events: list[Event]) -> float:
+    """Return the fraction of the communication during which backward computes."""
+    assert busy(events, "communication") > 0
+    return overlap(events, "compute", "communication") / busy(events, "communication")
+
+
+def pytorchs() -> list[Event]:
+    """Return the events of PyTorch's DDP, recorded as ours are."""
+    ddp = nn.parallel.DistributedDataParallel(Sleeping(), bucket_cap_mb=1e-5)
+    record_pytorch(ddp)
+    return recorded(ddp)
+
+
+def by_gloo() -> dict[str, list[Event]]:
+    return {
+        "ours": recorded(Ours(Sleeping(), **EACH)),
+        "shared": recorded(Ours(Sleeping(), **EACH, buckets_in_shared_memory=True)),
+        "one bucket": recorded(Ours(Sleeping())),
+        "naive": recorded(Naive(Sleeping())),
+        "flat": recorded(Flat(Sleeping())),
+        "fake": recorded(AfterBackward(Sleeping(), **EACH)),
+        "pytorch": pytorchs(),
+    }
+
+
+def by_slow_ring() -> dict[str, list[Event]]:
+    return {
+        "ours": recorded(Ours(Sleeping(), **EACH, all_reduce=ring.all_reduce)),
+        "naive": recorded(Naive(Sleeping(), all_reduce=ring.all_reduce)),
+        "fake": recorded(AfterBackward(Sleeping(), **EACH, all_reduce=ring.all_reduce)),
+    }
+
+
+def test_communication_is_hidden_behind_backward():
+    for rank in spawn(by_gloo, world_size=2, output="none"):
+        for name in ("ours", "shared", "pytorch"):
+            assert hidden(rank[name]) > 0, name
+        for name in ("naive", "flat", "fake"):
+            assert hidden(rank[name]) == 0, name
+        # Counted in buckets, whose time does not matter: at least as many as PyTorch.
+        assert launched_early(rank["ours"]) == LAYERS - 1
+        assert launched_early(rank["ours"]) >= launched_early(rank["pytorch"]) > 0
+        for name in ("naive", "flat", "one bucket", "fake"):
+            assert launched_early(rank[name]) == 0, name
+
+
+def launched_early(events: list[Event]) -> int:
+    """Return how many messages were sent before the last layer's backward was over."""
+    last = max(e.start for e in events if e.lane == "compute" and e.seconds > SLEEP / 2)
+    return sum(e.start < last + SLEEP / 2 for e in events if e.lane == "communication")
+
+
+def test_a_slow_link_is_hidden_and_the_fakes_are_not():
+    told = spawn(by_slow_ring, world_size=3, links=SLOW, output="none")
+    for rank in told:
+        # 4 steps of the ring take 16 ms, less than the 30 ms of a layer's backward: all
+        # but the last could be hidden, and on a machine that is not too busy they are.
+        assert busy(rank["ours"], "communication") > LAYERS * 4 * LATENCY
+        assert overlap(rank["ours"], "compute", "communication") > 2 * 4 * LATENCY
+        assert hidden(rank["naive"]) == hidden(rank["fake"]) == 0
+
+
+def test_the_events_tell_the_phases():
+    (events, *_) = (
+        rank["ours"] for rank in spawn(by_slow_ring, world_size=2, output="none")
+    )
+    launches = [e for e in events if e.lane == "launch"]
+    assert [e.detail["bucket"] for e in launches] == list(range(LAYERS))
+    (wait,) = (e for e in events if e.lane == "wait")
+    computed = [e for e in events if e.lane == "compute" and "bucket" in e.detail]
+    assert [e.detail["bucket"] for e in computed] == list(range(LAYERS))
+    assert all(e.seconds >= SLEEP for e in computed)
+    assert all(e.end <= wait.start for e in computed)
+    for launch, ready in zip(launches, computed, strict=True):
+        assert launch.start >= ready.end  # a bucket is sent when it is full

@@ -1,0 +1,221 @@
+"""The sampler's indices are PyTorch's, one by one; and samplers that are not, fail."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from itertools import chain
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler as PyTorchSampler
+
+from ddp_course.data_parallel import DistributedSampler, Share, sampler, shares
+from ddp_course.launch import spawn
+
+LENGTHS = [0, 1, 2, 3, 5, 12, 13, 100]
+RANKS = [1, 2, 3, 4, 7]
+
+
+def like_pytorch(cls: type) -> None:
+    """Assert that `cls` gives PyTorch's indices, in every epoch and on every rank."""
+    for length in LENGTHS:
+        data = range(length)
+        for n in RANKS:
+            for shuffle in (True, False):
+                for drop_last in (True, False):
+                    options = {"shuffle": shuffle, "seed": 5, "drop_last": drop_last}
+                    for rank in range(n):
+                        ours = cls(data, n, rank, **options)
+                        theirs = PyTorchSampler(data, n, rank, **options)
+                        assert len(ours) == len(theirs)
+                        for epoch in (0, 1, 4):
+                            ours.set_epoch(epoch)
+                            theirs.set_epoch(epoch)
+                            assert list(ours) == list(theirs)
+
+
+def test_bit_equal_to_pytorch():
+    like_pytorch(DistributedSampler)
+    ours, theirs = DistributedSampler(range(7), 3, 1), PyTorchSampler(range(7), 3, 1)
+    for name in ("num_samples", "total_size", "num_replicas", "rank", "epoch"):
+        assert getattr(ours, name) == getattr(theirs, name)
+
+
+def covers(cls: type) -> None:
+    """Assert what a sampler must do, without looking at PyTorch's."""
+    for n in RANKS:
+        ranks = [cls(range(13), n, rank) for rank in range(n)]
+        epochs = []
+        for epoch in (0, 1):
+            for one in ranks:
+                one.set_epoch(epoch)
+            epochs.append([list(one) for one in ranks])
+            times = Counter(chain(*epochs[-1]))
+            assert set(times) == set(range(13)), "every sample is given out"
+            assert times.total() - 13 < n, "few are given out twice"
+            assert len({len(indices) for indices in epochs[-1]}) == 1, "equally many"
+        assert epochs[0] != epochs[1], "another order in another epoch"
+
+
+class IgnoresEpoch(DistributedSampler):
+    def set_epoch(self, epoch):
+        pass
+
+
+class EpochForOneRank(DistributedSampler):
+    def set_epoch(self, epoch):
+        super().set_epoch(epoch if self.rank == 0 else 0)
+
+
+class DropsInPlaceOfPadding(DistributedSampler):
+    @property
+    def share(self):
+        order = sampler.epoch_order(self.length, self.shuffle, self.seed, self.epoch)
+        dealt = sampler.cut(order, self.num_replicas)
+        return Share(self.rank, dealt[self.rank :: self.num_replicas])
+
+
+class NeitherPadsNorDrops(DistributedSampler):
+    @property
+    def share(self):
+        order = sampler.epoch_order(self.length, self.shuffle, self.seed, self.epoch)
+        return Share(self.rank, order[self.rank :: self.num_replicas])
+
+
+class InBlocks(DistributedSampler):  # a legal plan, but not PyTorch's
+    @property
+    def share(self):
+        order = sampler.epoch_order(self.length, self.shuffle, self.seed, self.epoch)
+        dealt, m = sampler.filled(order, self.num_replicas), self.num_samples
+        return Share(self.rank, dealt[self.rank * m : (self.rank + 1) * m])
+
+
+class OrderOfItsOwn(DistributedSampler):
+    @property
+    def share(self):
+        seed = self.seed + self.rank
+        order = sampler.epoch_order(self.length, self.shuffle, seed, self.epoch)
+        dealt = sampler.filled(order, self.num_replicas)
+        return Share(self.rank, dealt[self.rank :: self.num_replicas])
+
+
+FAKES = [
+    IgnoresEpoch,
+    EpochForOneRank,
+    DropsInPlaceOfPadding,
+    NeitherPadsNorDrops,
+    OrderOfItsOwn,
+]
+
+
+def test_it_covers_the_data():
+    covers(DistributedSampler)
+    covers(PyTorchSampler)
+    covers(InBlocks)
+
+
+@pytest.mark.parametrize("fake", FAKES)
+def test_planted_samplers_fail(fake):
+    with pytest.raises(AssertionError):
+        covers(fake)
+
+
+@pytest.mark.parametrize("fake", [*FAKES, InBlocks])
+def test_planted_samplers_are_not_pytorchs(fake):
+    with pytest.raises(AssertionError):
+        like_pytorch(fake)
+
+
+@pytest.mark.parametrize("n", RANKS)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_the_duplicates_are_told(length, n):
+    plan = shares(length, n, epoch=3)
+    assert [share.rank for share in plan] == list(range(n))
+    assert sorted(chain(*(s.originals for s in plan))) == list(range(length))
+    assert sum(share.num_padded for share in plan) == -length % n
+    for share in plan:
+        assert share.originals + share.padded == share.indices
+        assert len(share.padded) == share.num_padded
+        one = DistributedSampler(range(length), n, share.rank)
+        one.set_epoch(3)
+        assert one.share == share
+    assert all(s.num_padded == 0 for s in shares(length, n, drop_last=True))
+
+
+def test_the_plan_of_ten_samples():
+    plan = shares(10, 4, shuffle=False)
+    assert [share.indices for share in plan] == [
+        [0, 4, 8],
+        [1, 5, 9],
+        [2, 6, 0],
+        [3, 7, 1],
+    ]
+    assert [share.padded for share in plan] == [[], [], [0], [1]]
+    cut = shares(10, 4, shuffle=False, drop_last=True)
+    assert [s.indices for s in cut] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert [s.indices for s in shares(2, 5, shuffle=False)] == [[0], [1], [0], [1], [0]]
+
+
+def test_duplicates_falsify_an_evaluation():
+    right = torch.tensor([True] + [False] * 9)  # the model knows sample 0 only
+    plan = shares(10, 4, shuffle=False)
+    all_told = [right[i].item() for share in plan for i in share.indices]
+    counted = [right[i].item() for share in plan for i in share.originals]
+    assert sum(counted) / len(counted) == 0.1
+    assert sum(all_told) / len(all_told) == pytest.approx(2 / 12)
+
+
+def on_ranks() -> tuple[list, list, list]:
+    """In a DataLoader, with the rank and the world size of the process group."""
+    data = torch.arange(11) * 10
+    ours, theirs = DistributedSampler(data, seed=2), PyTorchSampler(data, seed=2)
+    seen = []
+    for one in (ours, theirs):
+        loader = DataLoader(data, batch_size=2, sampler=one)
+        seen.append([])
+        for epoch in range(2):
+            one.set_epoch(epoch)
+            seen[-1].append([batch.tolist() for batch in loader])
+    originals = DataLoader(data, batch_size=2, sampler=ours.share.originals)
+    return *seen, [x for batch in originals for x in batch.tolist()]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_in_a_data_loader(world_size):
+    told = spawn(on_ranks, world_size=world_size, output="none")
+    assert all(ours == theirs for ours, theirs, _ in told)
+    assert sorted(chain(*(o for _, _, o in told))) == list(range(0, 110, 10))
+    assert told[0][0][0] != told[0][0][1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((range(9), 0, 0), "num_replicas is 0; it must be an integer, 1 or more"),
+        ((range(9), 2, 2), "rank is 2; it must be an integer from 0 to 1"),
+        ((range(9), 2, -1), "rank is -1; it must be an integer from 0 to 1"),
+        ((range(9), 2.0, 0), "num_replicas is 2.0; it must be an integer, 1 or more"),
+        ((range(9), 2, 0, True, "a"), "seed is 'a'; it must be an integer"),
+        ((range(9),), "num_replicas is None, and there is no process group to ask"),
+        ((range(9), 2), "rank is None, and there is no process group to ask"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        DistributedSampler(*arguments)
+
+
+def test_bad_data():
+    with pytest.raises(TypeError, match="dataset is a generator: it has no length"):
+        DistributedSampler((i for i in range(3)), 2, 0)
+    with pytest.raises(ValueError, match="length is -1; it must be an integer, 0 or"):
+        shares(-1, 2)
+    with pytest.raises(ValueError, match="epoch is None; it must be an integer"):
+        DistributedSampler(range(3), 2, 0).set_epoch(None)
+    data = [1, 2, 3]
+    one = DistributedSampler(data, 2, 0)
+    data.append(4)
+    with pytest.raises(RuntimeError, match="had 3 samples .* and has 4 now"):
+        list(one)
