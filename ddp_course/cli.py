@@ -8,6 +8,7 @@ passes on that of JupyterLab.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -50,7 +51,14 @@ def parser() -> Parser:
     version = f"ddp-course {ddp_course.__version__}"
     top.add_argument("--version", action="version", version=version)
     commands = top.add_subparsers(metavar="COMMAND", required=True)
-    for add in (_add_lab, _add_run, _add_notebooks, _add_doctor, _add_bench):
+    for add in (
+        _add_lab,
+        _add_run,
+        _add_train,
+        _add_notebooks,
+        _add_doctor,
+        _add_bench,
+    ):
         add(commands)
     return top
 
@@ -97,6 +105,60 @@ def _add_run(commands: Any) -> None:
         "chapters", nargs="+", metavar="CHAPTER", help="00, all, or a path"
     )
     command.add_argument("--timeout", **_TIMEOUT)
+
+
+def _add_train(commands: Any) -> None:
+    from ddp_course.model import PRESETS
+    from ddp_course.train import STRATEGIES
+
+    def run(told: argparse.Namespace) -> int:
+        from ddp_course.commands import train
+
+        return train.command(told)
+
+    about = "\n".join(f"  {name:<11} {what}" for name, what in STRATEGIES.items())
+    command = _command(
+        commands,
+        "train",
+        run,
+        "train the course's GPT with a strategy, on one process or many",
+        "ddp-course train --strategy ddp --ranks 4",
+        "ddp-course train --strategy dp --replicas 2 --steps 50",
+        "ddp-course train --ranks 2 --steps 200 --checkpoint runs/a --every 20",
+        "torchrun --nproc-per-node 4 -m ddp_course.train --strategy ddp",
+        f"\nstrategies:\n{about}",
+    )
+    command.add_argument(
+        "--strategy",
+        default="ddp",
+        choices=tuple(STRATEGIES),
+        metavar="NAME",
+        help="how gradients are averaged, see below; %(default)s",
+    )
+    command.add_argument(
+        "--ranks", type=_ranks, metavar="N", help="1 to 64 processes; 1 if not told"
+    )
+    for name, kind, default, about in (
+        ("--replicas", _count, 4, "threads of the strategy dp"),
+        ("--steps", _count, 20, "steps of AdamW"),
+        ("--batch-size", _count, 8, "rows of a step, shared by all ranks"),
+        ("--lr", _positive, 3e-4, "learning rate"),
+        ("--seed", _seed, 0, "of the weights and the batches"),
+        ("--every", _count, 10, "steps between two checkpoints"),
+    ):
+        about += "; %(default)s"
+        command.add_argument(name, type=kind, default=default, metavar="N", help=about)
+    command.add_argument(
+        "--preset", default="1m", choices=tuple(PRESETS), help="model; %(default)s"
+    )
+    command.add_argument(
+        "--checkpoint",
+        metavar="FOLDER",
+        help="save there, and go on from the newest checkpoint in it",
+    )
+    command.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the loss curve there"
+    )
 
 
 def _add_notebooks(commands: Any) -> None:
@@ -192,6 +254,28 @@ def _port(text: str) -> int:
 
 def _seconds(text: str) -> int:
     return _whole(text, 10**6)
+
+
+def _ranks(text: str) -> int:
+    return _whole(text, 64)
+
+
+def _count(text: str) -> int:
+    return _whole(text, 10**9)
+
+
+def _seed(text: str) -> int:
+    return 0 if text == "0" else _whole(text, 2**31)
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return value
 
 
 def _whole(text: str, most: int) -> int:

@@ -2,26 +2,54 @@
 
     train()                                                  one process
     spawn(train, world_size=4)                               four, from a notebook
-    torchrun --nproc-per-node 4 -m ddp_course.launch ddp_course.train:train
+    torchrun --nproc-per-node 4 -m ddp_course.train          four, also on many machines
+    ddp-course train --ranks 4                               four, on this machine
 
 Every rank has the whole model and a part of every batch; the ranks average their
 gradients before each step (chapter 00). Rows are shared equally and the loss is a mean,
 so the mean of the ranks' gradients is the gradient of the whole batch.
+
+How they average is the strategy: `STRATEGIES` names them, and `parallelize` is the only
+place of the course where strategies meet.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
+import sys
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp_course.checkpoint import Checkpoints
 from ddp_course.data import load_corpus, shard
+from ddp_course.data_parallel import (
+    DataParallel,
+    DistributedDataParallel,
+    FlatDistributedDataParallel,
+    NaiveDistributedDataParallel,
+)
 from ddp_course.launch import device
 from ddp_course.model import GPTConfig, build_gpt
+
+STRATEGIES = MappingProxyType(
+    {
+        "average": "one all-reduce per parameter, by the training loop, after backward",
+        "dp": "one process, a thread for each replica",
+        "naive": "one all-reduce per parameter, when backward is through",
+        "flat": "one all-reduce for all parameters, when backward is through",
+        "ddp": "all-reduces of buckets, while backward runs",
+        "ddp-shared": "the same, with buckets in memory that all ranks see",
+        "pytorch": "PyTorch's DistributedDataParallel",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -30,13 +58,15 @@ class History:
 
     `losses[k]` is the loss over the global batch of step k, before the step, in nats
     per character. `checksum` is `checksum(state)` of the final parameters, and `state`
-    holds them, on the CPU, if asked for. `seconds` is the wall time of the steps.
+    holds them, on the CPU, if asked for. `resumed_at` is the number of steps that an
+    earlier run had done, and `seconds` the wall time of the others.
     """
 
     losses: list[float]
     checksum: str
     seconds: float
     world_size: int
+    resumed_at: int = 0
     state: dict[str, Tensor] | None = field(default=None, repr=False)
 
 
@@ -47,34 +77,103 @@ def train(
     lr: float = 3e-4,
     seed: int = 0,
     keep_state: bool = False,
+    strategy: str = "average",
+    replicas: int = 4,
+    checkpoint: str | Path | None = None,
+    every: int = 10,
+    on_step: Callable[[int, float], None] | None = None,
 ) -> History:
     """Train a GPT for `steps` steps of AdamW on `batch_size` rows, shared by all ranks.
 
-    Without a process group this is one process with the whole batch. Raises ValueError
-    if the ranks cannot share the batch equally. Chapter 00.
+    Without a process group this is one process with the whole batch. `strategy` is a
+    name of `STRATEGIES`; "dp" shares the rows among `replicas` threads. With a folder
+    `checkpoint`, the run is saved after `every` so many steps and at its end, and goes
+    on from the newest checkpoint in it. Rank 0 calls `on_step(steps done, loss)`.
+
+    Raises ValueError, before any message, for what cannot be: rows that cannot be
+    shared equally, a strategy that there is not. Chapters 00, 04 and 05.
     """
     together = dist.is_initialized()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
     my_device = device()
+    check(steps, batch_size, strategy, replicas, world_size)
     corpus = load_corpus()
     model = build_gpt(preset, seed).to(my_device)  # the same weights on every rank
+    parallel = parallelize(model, strategy, replicas)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    losses = []
+    settings = {"batch_size": batch_size, "lr": lr, "seed": seed}
+    settings |= asdict(model.config)
+    checkpoints = Checkpoints(checkpoint, every, model, optimizer, settings)
+    losses = checkpoints.load(steps)  # of the steps that are done
+    resumed_at = len(losses)
     start = time.perf_counter()
-    for step in range(steps):
+    for step in range(resumed_at, steps):
         batch = corpus.batch(step, batch_size, model.config.block_size, seed)
         x, y = (shard(t, rank, world_size).to(my_device) for t in batch)  # (B/n, T)
-        _, loss = model(x, y)
+        _, loss = parallel(x, y)
+        loss = loss.mean()  # "dp" returns a loss for each of its replicas
         optimizer.zero_grad()
         loss.backward()
-        average_gradients(model)  # without it, the ranks drift apart
+        if strategy == "average":
+            average_gradients(model)  # without it, the ranks drift apart
         optimizer.step()
         losses.append(float(average(loss.detach())))
+        checkpoints.save(losses, last=step + 1 == steps)
+        if on_step is not None and rank == 0:
+            on_step(step + 1, losses[-1])
     seconds = time.perf_counter() - start
     state = {name: value.cpu() for name, value in model.state_dict().items()}
-    return History(
-        losses, checksum(state), seconds, world_size, state if keep_state else None
+    kept = state if keep_state else None
+    return History(losses, checksum(state), seconds, world_size, resumed_at, kept)
+
+
+def parallelize(model: nn.Module, strategy: str, replicas: int = 4) -> nn.Module:
+    """Return `model` made parallel as `strategy` says: called like it, and trained.
+
+    The order in which parallelisms are applied is the order of this function's lines.
+    Without a process group, all strategies but "dp" return the model as it is.
+    """
+    if strategy == "dp":
+        on_gpus = next(model.parameters()).is_cuda
+        return DataParallel(model, range(replicas) if on_gpus else ["cpu"] * replicas)
+    if strategy == "average" or not dist.is_initialized():
+        return model
+    if strategy == "naive":
+        return NaiveDistributedDataParallel(model)
+    if strategy == "flat":
+        return FlatDistributedDataParallel(model)
+    if strategy == "pytorch":
+        return nn.parallel.DistributedDataParallel(model)
+    return DistributedDataParallel(
+        model, buckets_in_shared_memory=strategy == "ddp-shared"
     )
+
+
+def check(
+    steps: int, batch_size: int, strategy: str, replicas: int, world_size: int
+) -> None:
+    """Raise ValueError, naming the value and what is allowed, if this cannot train."""
+    if steps < 0:
+        raise ValueError(f"steps is {steps}; it must be 0 or more")
+    if strategy not in STRATEGIES:
+        raise ValueError(
+            f"strategy is {strategy!r}; it can be one of {', '.join(STRATEGIES)}"
+        )
+    parts, whose = world_size, "rank"
+    if strategy == "dp":
+        if world_size > 1:
+            raise ValueError(
+                f"strategy 'dp' is one process with threads, and here are {world_size} "
+                f"ranks; start one, or take another strategy"
+            )
+        if replicas < 1:
+            raise ValueError(f"replicas is {replicas}; it must be 1 or more")
+        parts, whose = replicas, "replica"
+    if batch_size < 1 or batch_size % parts:
+        raise ValueError(
+            f"{batch_size} rows cannot be shared equally by {parts} {whose}"
+            f"{'s' * (parts > 1)}; make the batch size a multiple of {parts}"
+        )
 
 
 def average_gradients(model: nn.Module) -> None:
@@ -124,3 +223,12 @@ def largest_difference(state_a: dict[str, Tensor], state_b: dict[str, Tensor]) -
             raise ValueError(f"{name} is {tuple(a.shape)} here, {tuple(b.shape)} there")
         largest.append((a.cpu().double() - b.cpu().double()).abs().max())
     return float(torch.stack(largest).max())
+
+
+if __name__ == "__main__":
+    from ddp_course.cli import main  # `ddp-course train`, as torchrun can start it
+
+    code = main(["train", *sys.argv[1:]])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # as in `launch.__main__`: PyTorch's threads may abort a good end

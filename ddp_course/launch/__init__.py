@@ -15,6 +15,7 @@ returned. Read the modules in this order:
     rendezvous  how ranks find each other
     reports     what each rank did, and which one is to blame
     stacks, transcript, packing, scratch, errors: the tools of the above
+    torchrun    a rank's side of torchrun
     __main__    the same function under torchrun, on one machine or many
 """
 

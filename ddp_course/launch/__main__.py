@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import datetime
 import importlib
 import os
 import reprlib
@@ -29,13 +28,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from ddp_course.launch.devices import device
-from ddp_course.launch.rendezvous import loopback_interface, store_of_torchrun
 from ddp_course.launch.topology import here
+from ddp_course.launch.torchrun import join, leave, under_torchrun
 
 
 @record  # lets torchrun show the traceback of the rank that failed first
@@ -54,34 +51,14 @@ def main(argv: list[str] | None = None) -> None:
         args, kwargs = parse_arguments(told.arguments)
     except ValueError as error:
         parser.error(str(error))
-    if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
+    if not under_torchrun():
         parser.error(
             "RANK and MASTER_ADDR are not set: start it with torchrun, which sets them"
         )
     store = join()
     value = fn(*args, **kwargs)
     print_in_rank_order(value, store)
-    if dist.is_initialized():  # the function may have destroyed it itself
-        dist.barrier()
-        dist.destroy_process_group()
-
-
-def join(timeout: datetime.timedelta = datetime.timedelta(minutes=10)) -> dist.Store:
-    """Make the default process group and return the store that its ranks share."""
-    place, mine = here(), device()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
-    if place.topology.nnodes == 1:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
-    store = store_of_torchrun(timeout)
-    options: dict[str, Any] = {"backend": "gloo"}
-    if mine.type == "cuda":
-        torch.cuda.set_device(mine)
-        options = {"backend": "cpu:gloo,cuda:nccl", "device_id": mine}
-    dist.init_process_group(
-        store=store, rank=place.rank, world_size=place.world_size, **options
-    )
-    dist.barrier()
-    return store
+    leave()
 
 
 def find_function(name: str) -> Callable:

@@ -1,0 +1,157 @@
+"""`train`: train the course's GPT with a strategy; under torchrun, be one of its ranks.
+
+    ddp-course train --strategy ddp --ranks 4
+    torchrun --nproc-per-node 4 -m ddp_course.train --strategy ddp
+
+The first starts the ranks itself, on this machine; the second is started by torchrun,
+once for each rank, on one machine or many. What the ranks do is the same function.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from argparse import Namespace
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from ddp_course.checkpoint import CheckpointError
+from ddp_course.commands import CommandError
+from ddp_course.launch import spawn
+from ddp_course.launch.torchrun import join, leave, under_torchrun
+from ddp_course.train import History, check, train
+
+DEADLINE = 10**6  # seconds; a training ends when it is done
+
+
+def command(told: Namespace) -> int:
+    """Train as `told`, print how it goes and, with told.json, write what came out."""
+    settings = {
+        "steps": told.steps,
+        "batch_size": told.batch_size,
+        "preset": told.preset,
+        "lr": told.lr,
+        "seed": told.seed,
+        "strategy": told.strategy,
+        "replicas": told.replicas,
+        "checkpoint": told.checkpoint,
+        "every": told.every,
+    }
+    _check_file(told.json)
+    if under_torchrun():
+        if told.ranks is not None:
+            raise CommandError("--ranks is for a run without torchrun, which says it")
+        record(_one_of_torchruns_ranks)(settings, told.json)
+        return 0
+    ranks = told.ranks or 1
+    try:
+        check(told.steps, told.batch_size, told.strategy, told.replicas, ranks)
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+    if ranks == 1:
+        try:
+            history = run(settings)
+        except (CheckpointError, ValueError) as error:
+            raise CommandError(str(error)) from None
+    else:
+        history = spawn(
+            partial(run, settings), world_size=ranks, output="live", timeout=DEADLINE
+        )[0]
+    write(history, settings, told.json)
+    return 0
+
+
+def run(settings: dict[str, Any]) -> History:
+    """Train on this rank; rank 0 prints a line now and then, and a last one."""
+    history = train(**settings, on_step=Progress(settings["steps"]))
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(summary(history), flush=True)
+    return history
+
+
+def summary(history: History) -> str:
+    """Say in a line what a training came to."""
+    ranks = f"{history.world_size} rank{'s' * (history.world_size > 1)}"
+    steps = f"{len(history.losses)} steps"
+    if history.resumed_at:
+        steps += f" ({history.resumed_at} of them by an earlier run)"
+    course = ""
+    if history.losses:
+        course = f", loss {history.losses[0]:.4f} -> {history.losses[-1]:.4f}"
+    return (
+        f"{ranks}, {steps}{course}, {history.seconds:.1f} s, "
+        f"parameters {history.checksum}"
+    )
+
+
+@dataclass
+class Progress:
+    """Prints the loss after about twenty of all steps."""
+
+    steps: int
+
+    def __call__(self, done: int, loss: float) -> None:
+        """Print a line, if it is time, for the step that is done."""
+        if done in (1, self.steps) or done % max(1, self.steps // 20) == 0:
+            print(f"step {done:>{len(str(self.steps))}} of {self.steps}"
+                  f"   loss {loss:.4f}", flush=True)  # fmt: skip
+
+
+def write(history: History, settings: dict[str, Any], file: Path | None) -> None:
+    """Write the loss curve, to the last bit, and what made it, as JSON."""
+    if file is not None:
+        told = {
+            "losses": history.losses,
+            "checksum": history.checksum,
+            "world_size": history.world_size,
+            "resumed_at": history.resumed_at,
+            "seconds": history.seconds,
+            "torch": torch.__version__,
+            **settings,
+        }
+        file.write_text(json.dumps(told, indent=1) + "\n")
+
+
+def _one_of_torchruns_ranks(settings: dict[str, Any], file: Path | None) -> None:
+    """Meet the other ranks, see that all were told the same, and train with them."""
+    join()
+    _agree(settings)
+    history = run(settings)
+    if dist.get_rank() == 0:
+        write(history, settings, file)
+    leave()
+
+
+def _agree(settings: dict[str, Any]) -> None:
+    """Raise ValueError, on every rank, if two machines were told different things.
+
+    A folder for checkpoints may differ, as may the disks of two machines.
+    """
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, settings)
+    for rank, theirs in enumerate(everybody):
+        for name, value in everybody[0].items():
+            if name != "checkpoint" and theirs[name] != value:
+                raise ValueError(
+                    f"{name} is {value!r} on rank 0 and {theirs[name]!r} on rank "
+                    f"{rank}; start torchrun with the same arguments on every machine"
+                )
+        if (theirs["checkpoint"] is None) != (everybody[0]["checkpoint"] is None):
+            raise ValueError(
+                f"a folder for checkpoints was given on some ranks only: rank 0 has "
+                f"{everybody[0]['checkpoint']!r}, rank {rank} {theirs['checkpoint']!r}"
+            )
+
+
+def _check_file(file: Path | None) -> None:
+    if file is None:
+        return
+    folder = file.absolute().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise CommandError(f"cannot write {file}: there is no folder {folder} to write")

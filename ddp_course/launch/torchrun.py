@@ -1,0 +1,49 @@
+"""A rank's side of torchrun: come to the process group, and leave it in good order.
+
+torchrun has started this process and told it, in environment variables, who it is and
+where its store is. `join` does with that what `spawn` does for its ranks.
+Explained in chapter 01.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_course.launch.devices import device
+from ddp_course.launch.rendezvous import loopback_interface, store_of_torchrun
+from ddp_course.launch.topology import here
+
+
+def under_torchrun() -> bool:
+    """Tell whether torchrun, or what sets the same variables, started this process."""
+    return "RANK" in os.environ and "MASTER_ADDR" in os.environ
+
+
+def join(timeout: datetime.timedelta = datetime.timedelta(minutes=10)) -> dist.Store:
+    """Make the default process group and return the store that its ranks share."""
+    place, mine = here(), device()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+    if place.topology.nnodes == 1:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
+    store = store_of_torchrun(timeout)
+    options: dict[str, Any] = {"backend": "gloo"}
+    if mine.type == "cuda":
+        torch.cuda.set_device(mine)
+        options = {"backend": "cpu:gloo,cuda:nccl", "device_id": mine}
+    dist.init_process_group(
+        store=store, rank=place.rank, world_size=place.world_size, **options
+    )
+    dist.barrier()
+    return store
+
+
+def leave() -> None:
+    """End the process group together, unless the function has ended it already."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()

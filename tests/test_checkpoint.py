@@ -1,0 +1,337 @@
+"""A checkpoint is whole or not there, and a run goes on from it bit for bit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp_course import checkpoint as module
+from ddp_course.checkpoint import CheckpointError, Checkpoints, write_whole
+from ddp_course.launch import RankError, spawn
+from ddp_course.model import GPTConfig
+from ddp_course.train import STRATEGIES, History, train
+
+SMALL = GPTConfig(block_size=16, n_layer=1, n_head=2, d_model=8)
+ROWS = 12
+CURVE = {"batch_size": ROWS, "preset": SMALL}
+
+
+def small(folder: Path, **changes) -> Checkpoints:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    given = {"every": 2, "model": model, "optimizer": optimizer, "settings": {"lr": 1}}
+    return Checkpoints(folder, **given | changes)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# Written whole
+
+
+def test_a_checkpoint_is_written_when_due_and_the_newest_stay(tmp_path):
+    checkpoints = small(tmp_path / "runs/a")
+    assert checkpoints.load(9) == []
+    seen = []
+    for done in range(1, 8):
+        checkpoints.save([0.5] * done, last=done == 7)
+        seen.append(names(tmp_path / "runs/a"))
+    two, four, six, seven = (f"step-0000000{n}.pt" for n in (2, 4, 6, 7))
+    assert seen == [
+        [], [two], [two], [two, four], [two, four], [four, six], [six, seven]
+    ]  # fmt: skip
+
+
+def test_nothing_is_read_or_written_without_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    checkpoints = small(None)
+    assert checkpoints.load(9) == []
+    checkpoints.save([1.0, 1.0], last=True)
+    assert names(tmp_path) == []
+
+
+def at_once(state, path):
+    """How checkpoints are usually written."""
+    torch.save(state, path)
+
+
+def dies_while_saving(folder, write):
+    """Save, save again, and be killed when half of the second file is written."""
+    checkpoints = small(folder)
+    checkpoints.load(9)
+    checkpoints.save([1.0, 2.0])
+    module.write_whole = write
+    save = torch.save
+
+    def half(state, file):
+        save(state, whole := Path(folder) / "whole")
+        data = whole.read_bytes()
+        whole.unlink()
+        if isinstance(file, Path):
+            file = file.open("wb")
+        file.write(data[: len(data) // 2])
+        file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    torch.save = half
+    checkpoints.save([1.0, 2.0, 3.0, 4.0])
+
+
+def what_is_left(folder, write) -> list[float]:
+    [report] = spawn(
+        dies_while_saving, folder, write, world_size=1, init=False, check=False
+    )
+    assert report.status == "killed", report
+    return small(folder).load(9)
+
+
+def test_killed_while_writing_the_checkpoint_before_is_there(tmp_path):
+    assert what_is_left(tmp_path, write_whole) == [1.0, 2.0]
+    assert names(tmp_path) == ["step-00000002.pt"]  # and the half one is removed
+
+
+def test_a_writer_that_is_not_atomic_is_caught(tmp_path):
+    with pytest.raises(CheckpointError, match=r"step-00000004.pt cannot be read"):
+        what_is_left(tmp_path, at_once)
+
+
+def test_a_disk_that_is_full_leaves_nothing_behind(tmp_path, monkeypatch):
+    def full(state, file):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        small(tmp_path).save([1.0, 2.0])
+    assert names(tmp_path) == []
+
+
+# Refused, before anything is changed
+
+
+def changed(checkpoints: Checkpoints) -> bool:
+    fresh = torch.nn.Linear(2, 1)
+    fresh.load_state_dict(checkpoints.model.state_dict())
+    try:
+        checkpoints.load(2)
+    except CheckpointError as error:
+        checkpoints.error = str(error)
+    same = [
+        torch.equal(a, b)
+        for a, b in zip(fresh.parameters(), checkpoints.model.parameters(), strict=True)
+    ]
+    return not all(same)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:-100]), "remove it to go on"),
+        (lambda path: path.write_bytes(b""), "cannot be read"),
+        (lambda path: torch.save({"losses": []}, path), "cannot be read ('format')"),
+        (
+            lambda path: torch.save({"format": 7, "settings": {}}, path),
+            "has format 7; this version reads format 1",
+        ),
+        (lambda path: path.rename(path.with_name("step-00000008.pt")), "of step 8"),
+        (lambda path: torch.save(Path, path), "cannot be read"),  # runs no code
+    ],
+)
+def test_files_that_cannot_be_used(tmp_path, spoil, message):
+    checkpoints = small(tmp_path)
+    checkpoints.save([1.0, 2.0])
+    assert changed(small(tmp_path))  # a good one is put into model and optimizer
+    spoil(tmp_path / "step-00000002.pt")
+    assert not changed(checkpoints)
+    assert message in checkpoints.error
+
+
+def test_other_settings_are_named(tmp_path):
+    small(tmp_path).save([1.0, 2.0])
+    other = small(tmp_path, settings={"lr": 2, "seed": 0})
+    with pytest.raises(CheckpointError, match=r"\(lr 1, here 2; seed None, here 0\)"):
+        other.load(2)
+
+
+def test_a_folder_that_cannot_be(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="file/a, cannot be used"):
+        small(tmp_path / "file/a").load(9)
+
+
+@pytest.mark.parametrize(("name", "value"), [("every", 0), ("keep", 0), ("every", 1.5)])
+def test_impossible_numbers(tmp_path, name, value):
+    with pytest.raises(ValueError, match=f"{name} is {value}; it must be 1 or more"):
+        small(tmp_path, **{name: value})
+
+
+# A run that is cut in two is the run that was not
+
+
+def cut_in_two(folder: str, strategy: str) -> list[History]:
+    whole = train(5, **CURVE, strategy=strategy)
+    train(3, **CURVE, strategy=strategy, checkpoint=folder, every=2)
+    rest = train(5, **CURVE, strategy=strategy, checkpoint=folder)
+    again = train(5, **CURVE, strategy=strategy, checkpoint=folder)
+    return [whole, rest, again]
+
+
+def same_bits(whole: History, rest: History, resumed_at: int) -> bool:
+    """As by `==`: one bit in one parameter or one loss is a difference."""
+    return (rest.losses, rest.checksum, rest.resumed_at) == (
+        whole.losses, whole.checksum, resumed_at
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(world_size, tmp_path):
+    strategies = STRATEGIES.keys() - {"dp", "pytorch"}
+
+    def all_strategies():
+        return {s: cut_in_two(str(tmp_path / s), s) for s in sorted(strategies)}
+
+    for by_strategy in spawn(all_strategies, world_size=world_size, timeout=120):
+        for whole, rest, again in by_strategy.values():
+            assert same_bits(whole, rest, 3)
+            assert same_bits(whole, again, 5)
+
+
+def test_pytorchs_ddp_goes_on_bit_for_bit_unless_it_rearranges_its_buckets(tmp_path):
+    # It does so after its first step, from when on a ring adds up in another order: of
+    # three ranks or more the resumed run has its first step, again, in the old order.
+    class KeepsItsBuckets(torch.nn.parallel.DistributedDataParallel):
+        def __init__(self, module):
+            super().__init__(module, find_unused_parameters=True)
+
+    def both():
+        as_it_is = cut_in_two(str(tmp_path / "as it is"), "pytorch")
+        torch.nn.parallel.DistributedDataParallel = KeepsItsBuckets
+        return as_it_is, cut_in_two(str(tmp_path / "kept"), "pytorch")
+
+    for (whole, rest, _), (whole_kept, rest_kept, _) in spawn(both, world_size=3):
+        assert rest.losses == pytest.approx(whole.losses, abs=1e-5)
+        assert rest.resumed_at == 3
+        assert same_bits(whole_kept, rest_kept, 3)
+
+
+def test_a_run_of_threads_goes_on_too(tmp_path):
+    assert same_bits(*cut_in_two(str(tmp_path), "dp")[:2], 3)
+
+
+def forgets_the_optimizer(self, state):
+    pass
+
+
+def test_a_checkpoint_without_the_optimizers_state_is_caught(tmp_path, monkeypatch):
+    # The next loss is still right: only those after it tell.
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "load_state_dict", forgets_the_optimizer)
+        whole, rest, _ = cut_in_two(str(tmp_path), "average")
+    assert rest.losses[:4] == whole.losses[:4]
+    assert not same_bits(whole, rest, 3)
+
+
+def test_a_step_done_twice_is_caught(tmp_path, monkeypatch):
+    load = Checkpoints.load
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "load", lambda self, steps: load(self, steps)[:-1])
+        whole, rest, _ = cut_in_two(str(tmp_path), "average")
+    assert not same_bits(whole, rest, 3)
+
+
+def on_two_disks(folder: str) -> tuple[list[float], int]:
+    """As on two machines that share no disk, of which the other has rank 0 now."""
+    rank = dist.get_rank()
+    mine = Path(folder) / str(rank % 2)
+    history = train(5, **CURVE, strategy="ddp", checkpoint=mine)
+    return history.losses, history.resumed_at
+
+
+def everyone_reads_its_own(holder, work):
+    """The plant: whoever has no checkpoint begins from the start."""
+    problem, value = work()
+    return problem, value
+
+
+def test_the_newest_checkpoint_is_found_on_any_machine(tmp_path):
+    whole = spawn(lambda: train(5, **CURVE, strategy="ddp"), world_size=4)[0]
+    older = tmp_path / "0"
+    train(2, **CURVE, checkpoint=older)
+    spawn(lambda: train(3, **CURVE, strategy="ddp", checkpoint=tmp_path / "1"))
+    assert spawn(on_two_disks, str(tmp_path)) == [(whole.losses, 3)] * 4
+
+    def planted():
+        module._from = everyone_reads_its_own
+        return on_two_disks(str(tmp_path))
+
+    shutil.rmtree(older)
+    train(2, **CURVE, checkpoint=older)
+    with pytest.raises(RankError, match="step-00000003.pt cannot be read"):
+        spawn(planted, timeout=30)
+
+
+def test_another_number_of_ranks_goes_on_within_rounding(tmp_path):
+    whole = train(6, **CURVE)
+    spawn(lambda: train(2, **CURVE, strategy="ddp", checkpoint=tmp_path))
+    spawn(lambda: train(4, **CURVE, strategy="flat", checkpoint=tmp_path), world_size=3)
+    last = train(6, **CURVE, checkpoint=tmp_path)
+    assert last.resumed_at == 4
+    assert last.losses == pytest.approx(whole.losses, abs=1e-5)
+
+
+def test_all_ranks_say_what_is_wrong_with_a_checkpoint(tmp_path):
+    train(2, **CURVE, checkpoint=tmp_path)
+    (tmp_path / "step-00000002.pt").write_bytes(b"spoilt")
+
+    def told():
+        try:
+            train(4, **CURVE, strategy="ddp", checkpoint=tmp_path)
+        except CheckpointError as error:
+            return str(error)
+
+    texts = spawn(told, world_size=3, timeout=60)
+    assert len(set(texts)) == 1
+    assert "rank 0: " in texts[0] and "cannot be read" in texts[0]
+
+
+# What train refuses
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": -1}, "steps is -1; it must be 0 or more"),
+        ({"strategy": "dpp"}, "strategy is 'dpp'; it can be one of average, dp, naive"),
+        ({"strategy": "dp", "replicas": 0}, "replicas is 0; it must be 1 or more"),
+        ({"strategy": "dp", "replicas": 5}, "12 rows cannot be shared equally by 5 re"),
+        ({"batch_size": 0}, "0 rows cannot be shared equally by 1 rank;"),
+        ({"every": 0}, "every is 0; it must be 1 or more"),
+    ],
+)
+def test_train_refuses_what_cannot_be(changes, message):
+    with pytest.raises(ValueError, match=message):
+        train(**{"steps": 1, **CURVE, **changes})
+
+
+def test_threads_and_ranks_do_not_mix():
+    with pytest.raises(RankError, match="'dp' is one process with threads, and here"):
+        spawn(lambda: train(1, **CURVE, strategy="dp"), world_size=2, timeout=60)
+
+
+def test_on_step_is_called_by_rank_0_after_every_step():
+    def steps():
+        seen = []
+        losses = train(3, **CURVE, on_step=lambda *told: seen.append(told)).losses
+        return seen, list(enumerate(losses, 1))
+
+    (seen, expected), (seen_by_rank_1, _) = spawn(steps, world_size=2)
+    assert seen == expected
+    assert seen_by_rank_1 == []
