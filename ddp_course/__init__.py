@@ -2,11 +2,13 @@
 
 Importing the package starts one helper process in the background, which imports
 PyTorch while you read, so that the first four ranks start as quickly as the next
-(`ddp_course.launch.warm`).
+(`ddp_course.launch.warm`). Not in a rank of torchrun, which starts no ranks itself.
 """
 
 from ddp_course.launch import warm
+from ddp_course.launch.torchrun import under_torchrun
 
 __version__ = "0.1.0"
 
-warm()
+if not under_torchrun():
+    warm()

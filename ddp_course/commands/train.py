@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from ddp_course.checkpoint import CheckpointError
 from ddp_course.commands import CommandError
 from ddp_course.launch import spawn
-from ddp_course.launch.torchrun import join, leave, under_torchrun
+from ddp_course.launch.torchrun import cause_first, join, leave, under_torchrun
 from ddp_course.train import History, check, train
 
 DEADLINE = 10**6  # seconds; a training ends when it is done
@@ -120,12 +120,13 @@ def write(history: History, settings: dict[str, Any], file: Path | None) -> None
 
 def _one_of_torchruns_ranks(settings: dict[str, Any], file: Path | None) -> None:
     """Meet the other ranks, see that all were told the same, and train with them."""
-    join()
-    _agree(settings)
-    history = run(settings)
-    if dist.get_rank() == 0:
-        write(history, settings, file)
-    leave()
+    with cause_first():
+        join()
+        _agree(settings)
+        history = run(settings)
+        if dist.get_rank() == 0:
+            write(history, settings, file)
+        leave()
 
 
 def _agree(settings: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ddp_course.launch.topology import here
-from ddp_course.launch.torchrun import join, leave, under_torchrun
+from ddp_course.launch.torchrun import cause_first, join, leave, under_torchrun
 
 
 @record  # lets torchrun show the traceback of the rank that failed first
@@ -55,10 +55,11 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(
             "RANK and MASTER_ADDR are not set: start it with torchrun, which sets them"
         )
-    store = join()
-    value = fn(*args, **kwargs)
-    print_in_rank_order(value, store)
-    leave()
+    with cause_first():
+        store = join()
+        value = fn(*args, **kwargs)
+        print_in_rank_order(value, store)
+        leave()
 
 
 def find_function(name: str) -> Callable:

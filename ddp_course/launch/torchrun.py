@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import datetime
 import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +19,7 @@ import torch.distributed as dist
 
 from ddp_course.launch.devices import device
 from ddp_course.launch.rendezvous import loopback_interface, store_of_torchrun
+from ddp_course.launch.reports import RankReport
 from ddp_course.launch.topology import here
 
 
@@ -47,3 +51,21 @@ def leave() -> None:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+
+
+@contextmanager
+def cause_first(patience: float = 5.0) -> Iterator[None]:
+    """Let a rank that only lost a peer wait, so that the peer's own error comes first.
+
+    When a rank fails, all others fail in the next moment, since it is gone; torchrun
+    takes for the cause whoever failed in the earliest second, and of several the lowest
+    rank. Normally it ends the waiting rank by a signal in less than `patience` seconds,
+    and only the culprit's traceback is printed.
+    """
+    try:
+        yield
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+        if RankReport(rank=0, status="raised", error=told).lost_a_peer:
+            time.sleep(patience)
+        raise

@@ -1,0 +1,171 @@
+"""Training under torchrun: killed and restarted, on two machines, and with bad luck.
+
+The commands are those of the README, typed as a user would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import descendants
+from machines import Machine, free_port, rendezvous_on, two_machines
+
+from ddp_course.launch import spawn
+from ddp_course.train import History, train
+
+pytestmark = [pytest.mark.endurance, pytest.mark.timeout(300)]
+
+STEPS, EVERY = 26, 2
+SETTINGS = ("--strategy", "ddp", "--batch-size", "4", "--every", str(EVERY))
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--monitor-interval=0.1")
+
+
+@contextlib.contextmanager
+def torchrun(*words: str, prefix: tuple[str, ...] = (), **env: str):
+    """Start torchrun; at the end, end it and its ranks, by their ids."""
+    run = subprocess.Popen(
+        [*prefix, *TORCHRUN, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+    )
+    try:
+        yield run
+    finally:
+        for pid in [*descendants(run.pid), run.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        run.communicate()
+
+
+def ranks_of(run: subprocess.Popen) -> dict[int, int]:
+    """Return rank -> process id of the ranks that a torchrun has started.
+
+    They are alone: a rank of torchrun has no fork server, as a notebook has.
+    """
+    ranks = {}
+    for pid in descendants(run.pid):
+        with contextlib.suppress(OSError):
+            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            told = dict(word.split(b"=", 1) for word in environment if b"=" in word)
+            if b"RANK" in told:
+                assert int(told[b"RANK"]) not in ranks, Path(f"/proc/{pid}/cmdline")
+                ranks[int(told[b"RANK"])] = pid
+    return ranks
+
+
+def newest(folder: Path) -> int:
+    return max((int(p.stem[5:]) for p in folder.glob("step-*.pt")), default=0)
+
+
+def wait_for(condition, run: subprocess.Popen, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert run.poll() is None, run.communicate()[1][-3000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def uninterrupted(world_size: int, steps: int = STEPS) -> History:
+    """The same training, in one go, by `spawn`."""
+    return spawn(
+        lambda: train(steps, batch_size=4, strategy="ddp"), world_size=world_size
+    )[0]
+
+
+def same_curve(file: Path, whole: History) -> bool:
+    """Tell whether losses and parameters are the same, bit by bit."""
+    told = json.loads(file.read_text())
+    return (told["losses"], told["checksum"]) == (whole.losses, whole.checksum)
+
+
+def test_ten_ranks_killed_in_a_row_and_the_curve_is_the_same_bit_for_bit(tmp_path):
+    folder, file = tmp_path / "checkpoints", tmp_path / "curve.json"
+    with torchrun(
+        "--nproc-per-node=2", "--max-restarts=10", "-m", "ddp_course.train", *SETTINGS,
+        f"--steps={STEPS}", f"--checkpoint={folder}", f"--json={file}",
+    ) as run:  # fmt: skip
+        for killed in range(10):
+            before = newest(folder)
+            wait_for(lambda at=before: newest(folder) > at, run)
+            os.kill(ranks_of(run)[killed % 2], signal.SIGKILL)
+        out, err = run.communicate(timeout=120)
+    assert run.returncode == 0, err[-3000:]
+    assert same_curve(file, uninterrupted(2))
+    assert json.loads(file.read_text())["resumed_at"] >= 10 * EVERY
+    assert "by an earlier run" in out.splitlines()[-1]
+    assert not same_curve(file, uninterrupted(2, STEPS - 1))
+
+
+def test_two_machines_train_together_and_survive(tmp_path):
+    """Each has its own disk, and only one of them has written checkpoints."""
+    folders = [tmp_path / "disk a", tmp_path / "disk b"]
+    file, port = tmp_path / "curve.json", free_port()
+    with contextlib.ExitStack() as stack:
+        machines = stack.enter_context(two_machines())
+        agents = [
+            stack.enter_context(
+                torchrun(
+                    *rendezvous_on(machines, number, port), "--nproc-per-node=2",
+                    "--max-restarts=3", "-m", "ddp_course.train", *SETTINGS,
+                    f"--steps={STEPS}", f"--checkpoint={folder}", f"--json={file}",
+                    prefix=machine.prefix, GLOO_SOCKET_IFNAME=machine.interface,
+                )
+            )
+            for number, (machine, folder) in enumerate(
+                zip(machines, folders, strict=True)
+            )
+        ]  # fmt: skip
+        wait_for(lambda: max(map(newest, folders)) >= 4, agents[0])
+        os.kill(next(iter(ranks_of(agents[1]).values())), signal.SIGKILL)
+        told = [agent.communicate(timeout=180) for agent in agents]
+    for agent, (_, err) in zip(agents, told, strict=True):
+        assert agent.returncode == 0, err[-3000:]
+    lines = [line for out, _ in told for line in out.splitlines()]
+    assert sum("4 ranks, 26 steps (" in line for line in lines) == 1  # on rank 0 only
+    assert same_curve(file, uninterrupted(4))
+    assert json.loads(file.read_text())["resumed_at"] >= 4
+
+
+def test_a_rank_that_fails_ends_the_job_with_the_cause_first(monkeypatch):
+    monkeypatch.chdir(Path(__file__).parent)
+    with torchrun(
+        "--nproc-per-node=4", "-m", "ddp_course.launch",
+        "train_functions:bad_luck_on_rank_1",
+    ) as run:  # fmt: skip
+        _, err = run.communicate(timeout=120)
+    assert run.returncode == 1
+    first = next(line for line in err.splitlines() if re.match(r"\S.*Error: ", line))
+    assert first.endswith("ZeroDivisionError: rank 1 has bad luck")
+    root = err.split("Root Cause")[1]
+    assert "rank      : 1 " in root and "ZeroDivisionError" in root
+    assert "Connection closed" not in err  # the others' errors are nobody's cause
+
+
+def test_machines_that_were_told_different_things_say_so(tmp_path):
+    port = free_port()
+    with contextlib.ExitStack() as stack:
+        machines = [Machine((), "127.0.0.1", "lo")] * 2
+        agents = [
+            stack.enter_context(
+                torchrun(
+                    *rendezvous_on(machines, number, port), "--nproc-per-node=1",
+                    "-m", "ddp_course.train", f"--lr={lr}",
+                )
+            )
+            for number, lr in enumerate((0.1, 0.2))
+        ]  # fmt: skip
+        errors = [agent.communicate(timeout=120)[1] for agent in agents]
+    assert [agent.returncode for agent in agents] == [1, 1]
+    for err in errors:
+        assert re.search(r"ValueError: lr is 0\.\d on rank 0 and 0\.\d on rank 1", err)
