@@ -27,7 +27,7 @@ from ddp_course.commands import CommandError, doctor, jupyter, machine, proofs, 
 from ddp_course.launch import LaunchError
 from ddp_course.model import GPTConfig
 
-COMMANDS = ["lab", "run", "notebooks", "doctor", "bench"]
+COMMANDS = ["lab", "run", "train", "notebooks", "doctor", "bench"]
 # Ranks need not import all that this file imports.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -80,13 +80,17 @@ def test_the_help_lists_every_command(command, capsys):
     ("typed", "answer"),
     [
         ("", "COMMAND"),
-        ("fly", "'lab', 'run', 'notebooks', 'doctor', 'bench'"),
+        ("fly", "'lab', 'run', 'train', 'notebooks', 'doctor', 'bench'"),
         ("run", "CHAPTER"),
         ("lab --port 0", "'0' is no number from 1 to 65535"),
         ("lab --port http", "'http' is no number"),
         ("run 00 --timeout -1", "--timeout"),
         ("notebooks", "--save --check"),
         ("notebooks --save --check", "not allowed with"),
+        ("train --strategy dpp", "choose from 'average', 'dp', 'naive', 'flat', 'ddp'"),
+        ("train --ranks 65", "'65' is no number from 1 to 64"),
+        ("train --lr nan", "'nan' is no number above 0"),
+        ("train --seed -1", "--seed"),
     ],
 )
 def test_what_is_typed_wrongly_is_answered_in_one_line(typed, answer, capsys):

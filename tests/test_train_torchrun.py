@@ -169,3 +169,34 @@ def test_machines_that_were_told_different_things_say_so(tmp_path):
     assert [agent.returncode for agent in agents] == [1, 1]
     for err in errors:
         assert re.search(r"ValueError: lr is 0\.\d on rank 0 and 0\.\d on rank 1", err)
+
+
+def test_the_readmes_slurm_script_runs(tmp_path):
+    """With stand-ins for SLURM's two programs: srun starts the command on two nodes."""
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    [script] = [part for part in text.split("```") if "#SBATCH" in part]
+    assert script.count("--nproc-per-node 4") == 1
+    (tmp_path / "job").write_text(script.replace("--nproc-per-node 4 --max", "--max"))
+    stand_ins = {"scontrol": "echo 127.0.0.1; echo other", "srun": '"$@" & "$@"; wait'}
+    for name, line in stand_ins.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    places = [str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]]
+    run = subprocess.run(
+        ["bash", "job"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={
+            **os.environ,
+            "PATH": ":".join(places),
+            "OMP_NUM_THREADS": "1",
+            "SLURM_NNODES": "2",
+            "SLURM_JOB_ID": str(free_port()),
+            "SLURM_JOB_NODELIST": "a[1-2]",
+        },
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert "2 ranks, 20 steps, loss" in run.stdout.splitlines()[-1]
+    assert len(list(tmp_path.glob("runs/*/step-00000020.pt"))) == 1

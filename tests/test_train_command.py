@@ -1,0 +1,95 @@
+"""`ddp-course train`: what is typed, what is printed, what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ddp_course.cli import main
+from ddp_course.commands.train import Progress
+from ddp_course.train import train
+
+
+def typed(words: str, capfd) -> tuple[int, list[str], str]:
+    """Run a command; return its exit code, the lines printed, and the errors."""
+    code = main(["train", *words.split()])
+    out, err = capfd.readouterr()
+    return code, out.splitlines(), err
+
+
+def test_one_process_or_many_the_same_curve_goes_to_the_file(tmp_path, capfd):
+    curves = {}
+    for ranks, strategy in ((1, "ddp"), (2, "ddp"), (2, "ddp-shared"), (1, "dp")):
+        file = tmp_path / f"{strategy}{ranks}.json"
+        code, lines, err = typed(
+            f"--ranks {ranks} --strategy {strategy} --steps 3 --json {file}", capfd
+        )
+        assert (code, err) == (0, "")
+        told = json.loads(file.read_text())
+        assert (told["strategy"], told["world_size"]) == (strategy, ranks)
+        assert [line for line in lines if " step 1 of 3 " in f" {line}"]
+        assert f"rank{'s' * (ranks > 1)}, 3 steps, loss" in lines[-1]
+        assert told["checksum"] in lines[-1]
+        curves[file.stem] = told
+    one = train(3)
+    assert (curves["ddp1"]["losses"], curves["ddp1"]["checksum"]) == (
+        one.losses,
+        one.checksum,
+    )
+    for told in curves.values():
+        assert told["losses"] == pytest.approx(one.losses, abs=1e-5)
+
+
+def test_it_goes_on_from_where_it_was(tmp_path, capfd):
+    words = f"--ranks 2 --every 2 --checkpoint {tmp_path}"
+    typed(f"{words} --steps 3", capfd)
+    code, lines, _ = typed(f"{words} --steps 4", capfd)
+    assert code == 0
+    assert "2 ranks, 4 steps (3 of them by an earlier run)" in lines[-1]
+    assert sum("step" in line and "of 4" in line for line in lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "--ranks 3",
+            "8 rows cannot be shared equally by 3 ranks; make the batch size",
+        ),
+        ("--strategy dp --ranks 2", "'dp' is one process with threads"),
+        ("--strategy dp --replicas 3", "8 rows cannot be shared equally by 3 replicas"),
+        ("--json no/such/folder/file", "there is no folder"),
+        ("--checkpoint /proc/nowhere", "/proc/nowhere, cannot be used"),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_nothing_is_started(
+    words, message, capfd, monkeypatch
+):
+    monkeypatch.setattr(
+        "ddp_course.commands.train.spawn", lambda *_, **__: pytest.fail("started")
+    )
+    code, lines, err = typed(words, capfd)
+    assert (code, lines) == (1, [])
+    assert err.startswith("ddp-course: ") and err.count("\n") == 1
+    assert message in err
+
+
+def test_ranks_are_torchruns_business_under_torchrun(monkeypatch, capfd):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    code, _, err = typed("--ranks 2", capfd)
+    assert code == 1
+    assert "--ranks is for a run without torchrun" in err
+
+
+@pytest.mark.parametrize(("steps", "lines"), [(1, 1), (7, 7), (20, 20), (399, 22)])
+def test_progress_is_about_twenty_lines_with_the_first_and_the_last(
+    steps, lines, capsys
+):
+    tell = Progress(steps)
+    for done in range(1, steps + 1):
+        tell(done, 0.5)
+    told = capsys.readouterr().out.splitlines()
+    assert len(told) == lines
+    assert " 1 of" in told[0] and f"{steps} of {steps}   loss 0.5000" in told[-1]
