@@ -27,21 +27,38 @@ from ddp_course.lab.ch03 import (
     check_ring_transfers,
     check_tree_or_ring,
 )
+from ddp_course.lab.ch04 import (
+    check_average_gradients_flat,
+    check_make_replicas,
+    check_replicas_agree,
+    check_through_replica_0,
+)
+from ddp_course.lab.ch05 import (
+    check_accumulate,
+    check_mean_loss,
+    check_mini_ddp,
+    check_my_bucket_plan,
+)
 from ddp_course.lab.drawing import Drawing
 from ddp_course.lab.exercises import show_solution
 from ddp_course.lab.figures import (
     before_after,
+    buckets,
     cluster,
     collective,
     course_map,
+    dp_step,
     groups,
     hierarchy,
     one_or_many,
     plan_step,
     plan_steps,
     rendezvous,
+    timeline,
 )
 from ddp_course.lab.measured import plot_fit, plot_sizes
+from ddp_course.lab.measured_buckets import plot_bucket_sweep, plot_buckets
+from ddp_course.lab.measured_dp import plot_gil, plot_moves
 from ddp_course.lab.palette import RANK_COLORS, rank_color
 from ddp_course.lab.per_rank import plot_bytes, plot_timeline
 from ddp_course.lab.plots import plot_losses, plot_pairs, style
@@ -54,23 +71,33 @@ __all__ = [
     "Drawing",
     "Prediction",
     "before_after",
+    "buckets",
+    "check_accumulate",
+    "check_average_gradients_flat",
     "check_global_rank",
     "check_hierarchical_sum",
+    "check_make_replicas",
+    "check_mean_loss",
+    "check_mini_ddp",
     "check_my_all_gather",
     "check_my_average",
     "check_my_broadcast",
+    "check_my_bucket_plan",
     "check_my_slice",
     "check_my_transpose",
     "check_node_group",
     "check_peer_on_next_node",
     "check_place",
+    "check_replicas_agree",
     "check_ring_reduce_scatter",
     "check_ring_transfers",
     "check_swap",
+    "check_through_replica_0",
     "check_tree_or_ring",
     "cluster",
     "collective",
     "course_map",
+    "dp_step",
     "explore",
     "gallery",
     "groups",
@@ -78,9 +105,13 @@ __all__ = [
     "one_or_many",
     "plan_step",
     "plan_steps",
+    "plot_bucket_sweep",
+    "plot_buckets",
     "plot_bytes",
     "plot_fit",
+    "plot_gil",
     "plot_losses",
+    "plot_moves",
     "plot_pairs",
     "plot_sizes",
     "plot_timeline",
@@ -90,4 +121,5 @@ __all__ = [
     "show_solution",
     "show_source",
     "style",
+    "timeline",
 ]

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ddp_course.lab.measured import plot_sizes
+from ddp_course.lab.palette import INK, MUTED
+from ddp_course.lab.plots import style
 from ddp_course.theory import bus_factor
 
 if TYPE_CHECKING:
@@ -39,4 +41,58 @@ def all_reduce(rows: Iterable[Mapping[str, Any]], ranks: int | None = None) -> F
     return figure
 
 
-DRAWINGS: dict[str, Callable[[list], Figure]] = {"all-reduce": all_reduce}
+BARS = {"1.05": 1.05, "0.9": 0.9}
+MARKS = {  # (variant, beside) -> its look; colours are for ranks
+    ("gloo", "default"): ("gloo, beside default", "o", "white"),
+    ("gloo", "best"): ("gloo, beside best", "o", INK),
+    ("shared", "default"): ("shared memory, beside default", "s", "white"),
+    ("shared", "best"): ("shared memory, beside best", "s", INK),
+    ("again", "default"): ("A/A: PyTorch's beside itself", "D", "#9AA2AD"),
+    ("bound", "default"): ("no communication, beside default", "|", INK),
+}
+
+
+def ddp(rows: Iterable[Mapping[str, Any]]) -> Figure:
+    """Draw the rows of `ddp-course bench ddp`: ours over PyTorch's time, by case.
+
+    A line for each case, a mark for each of our variants beside PyTorch's DDP as it is
+    (hollow) and at its best (filled); 1.05 and 0.9 are the bars. The A/A control is
+    PyTorch's beside itself: as far as it is from 1, differences are noise. Chapter 05.
+    """
+    import matplotlib
+    from matplotlib import pyplot
+
+    cases: dict[tuple, dict[tuple, float]] = {}
+    for row in rows:
+        case = row["ranks"], row["preset"], row["tokens"]
+        cases.setdefault(case, {})[row["variant"], row["beside"]] = row["paired"]
+    if not cases:
+        raise ValueError("there are no rows; at least one must be drawn")
+    with matplotlib.rc_context():
+        style()
+        size = (9.5, 1.4 + 0.42 * max(2, len(cases)))
+        figure, axes = pyplot.subplots(figsize=size, layout="constrained")
+        for kind, (name, marker, fill) in MARKS.items():
+            at = [(r[kind], y) for y, r in enumerate(cases.values()) if kind in r]
+            look = {"color": INK, "markerfacecolor": fill, "markersize": 8}
+            axes.plot(*zip(*at, strict=True) if at else ([], []), marker,
+                      label=name, **look)  # fmt: skip
+        axes.axvline(1, color=MUTED, linewidth=1)
+        for name, bar in BARS.items():
+            axes.axvline(bar, color=INK, linewidth=1.2, linestyle=(0, (4, 3)))
+            axes.annotate(name, (bar, 1), xycoords=axes.get_xaxis_transform(),
+                          xytext=(0, 3), textcoords="offset points", ha="center",
+                          fontsize=9)  # fmt: skip
+        names = [f"{n} ranks, {preset}, {tokens} tokens" for n, preset, tokens in cases]
+        axes.set_yticks(range(len(cases)), names)
+        axes.set_ylim(len(cases) - 0.5, -0.5)
+        axes.set_xlim(right=max(1.1, axes.get_xlim()[1]))
+        axes.set_xlabel("time of a step, ours over PyTorch's")
+        axes.grid(axis="y", color="#E3E6EA", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
+    pyplot.close(figure)
+    return figure
+
+
+DRAWINGS: dict[str, Callable[[list], Figure]] = {"all-reduce": all_reduce, "ddp": ddp}

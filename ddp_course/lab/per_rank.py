@@ -135,7 +135,7 @@ def plot_timeline(events: Iterable[Any]) -> Figure:
         axes.set_xlim(0, (last - first) * 1e3 or 1)
         axes.set_xlabel("time [ms]")
         axes.tick_params(axis="y", length=0)
-        kinds = {_communicates(e) for e in events if e.op not in BLANK}
+        kinds = {communicates(e) for e in events if e.op not in BLANK}
         for kind, name in ((False, "compute"), (True, "communication")):
             if kind in kinds:
                 look = _look(WHOLE, kind, False)
@@ -147,7 +147,8 @@ def plot_timeline(events: Iterable[Any]) -> Figure:
     return figure
 
 
-def _communicates(event: Any) -> bool:
+def communicates(event: Any) -> bool:
+    """Tell whether an event is communication; everything else is computing."""
     if getattr(event, "lane", "") == "communication" or event.nbytes > 0:
         return True
     return event.op.partition(",")[0].split(".")[-1] in COMMUNICATION
@@ -157,7 +158,7 @@ def _overlap(events: Sequence[Any]) -> bool:
     """Return whether some rank computes and communicates at the same time."""
     drawn = [e for e in events if e.op not in BLANK]
     sends, computes = (
-        [e for e in drawn if _communicates(e) is kind] for kind in (True, False)
+        [e for e in drawn if communicates(e) is kind] for kind in (True, False)
     )
     return any(
         a.rank == b.rank and max(a.start, b.start) < min(a.end, b.end)
@@ -166,8 +167,8 @@ def _overlap(events: Sequence[Any]) -> bool:
     )
 
 
-def _look(color: str, communicates: bool, pale: bool) -> dict[str, Any]:
-    if communicates:
+def _look(color: str, sends: bool, pale: bool) -> dict[str, Any]:
+    if sends:
         edge = darker(color, 0.3)
         return {"color": "white", "ec": edge, "hatch": "////", "linewidth": 1}
     fill = lighter(color) if pale else color
@@ -178,17 +179,17 @@ def _bar(
     axes: Axes, event: Any, row: int, first: float, span: float, split: bool
 ) -> None:
     """Draw an event, and its name if there is room for it."""
-    communicates = _communicates(event)
+    sends = communicates(event)
     high = ROW / 2 if split else ROW
-    y = row + (high / 2 if communicates else -high / 2) * split
+    y = row + (high / 2 if sends else -high / 2) * split
     pale = "backward" in event.op
-    look = _look(rank_color(event.rank), communicates, pale)
+    look = _look(rank_color(event.rank), sends, pale)
     left, wide = (event.start - first) * 1e3, (event.end - event.start) * 1e3
     axes.barh([y], [wide], left=left, height=high, **look)
     points = 470 * (event.end - event.start) / span if span else 0
     if points > 6.5 * len(event.op) + 8:
-        box = {"fc": "white", "ec": "none", "pad": 1.2} if communicates else None
-        color = INK if communicates else text_color(look["color"])
+        box = {"fc": "white", "ec": "none", "pad": 1.2} if sends else None
+        color = INK if sends else text_color(look["color"])
         axes.text(
             left + wide / 2, y, event.op, color=color, bbox=box,
             ha="center", va="center_baseline", fontsize=9,

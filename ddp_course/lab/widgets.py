@@ -45,6 +45,8 @@ def explore(draw: Callable[..., Drawing], **controls: Any) -> interactive:
     redraw.__signature__ = _signature(draw, controls)
     # Without an Output widget and its clear_output, which are no good under nbval.
     view = interactive(redraw, clear_output=False, **controls)
+    for control in view.children[:-1]:
+        control.style.description_width = "initial"  # names are not cut off
     view.children = (*view.children[:-1], picture)
     return view
 

@@ -15,27 +15,37 @@ from ddp_course.lab.figures.ch00 import one_or_many
 from ddp_course.lab.figures.ch01 import cluster, groups, rendezvous
 from ddp_course.lab.figures.ch02 import before_after, collectives
 from ddp_course.lab.figures.ch03 import hierarchy, ring
+from ddp_course.lab.figures.ch04 import dp_step
+from ddp_course.lab.figures.ch05 import buckets
 from ddp_course.lab.figures.course_map import course_map
 from ddp_course.lab.figures.deadlock import deadlock
+from ddp_course.lab.figures.dp_and_ddp import dp_and_ddp
+from ddp_course.lab.figures.overlapped import overlapped
 from ddp_course.lab.figures.six_ways import six_ways
 from ddp_course.lab.figures.steps import collective, plan_step, plan_steps
+from ddp_course.lab.figures.timeline import timeline
 
 __all__ = [
     "IMAGES",
     "before_after",
+    "buckets",
     "cluster",
     "collective",
     "collectives",
     "course_map",
     "deadlock",
+    "dp_and_ddp",
+    "dp_step",
     "groups",
     "hierarchy",
     "one_or_many",
+    "overlapped",
     "plan_step",
     "plan_steps",
     "rendezvous",
     "ring",
     "six_ways",
+    "timeline",
     "write_images",
 ]
 
@@ -50,6 +60,8 @@ IMAGES: dict[str, Callable[[], Drawing]] = {
     "03_ring.svg": ring,
     "03_six_ways.svg": six_ways,
     "03_hierarchy.svg": partial(hierarchy, 2, 4),
+    "04_dp_vs_ddp.svg": dp_and_ddp,
+    "05_overlap.svg": overlapped,
 }
 
 

@@ -1,0 +1,50 @@
+"""Chapter 04."""
+
+import torch
+import torch.distributed as dist
+
+from ddp_course.train import checksum
+
+
+def through_replica_0(
+    parameters: int, rows: int, row_in: int, row_out: int, replicas: int
+) -> int:
+    """Return what all replicas but the first get and give back, in bytes."""
+    most = -(-rows // replicas)  # rows of a part, rounded up
+    others = -(-rows // most) - 1  # replicas that have rows, without the first
+    elsewhere = rows - most  # rows that the first one does not keep
+    return others * 2 * 4 * parameters + elsewhere * (row_in + 2 * row_out)
+
+
+@torch.no_grad()
+def make_replicas(model: torch.nn.Module) -> None:
+    """Give every rank rank 0's numbers, with one broadcast for each dtype."""
+    states = [*model.parameters(), *model.buffers()]
+    for dtype in dict.fromkeys(state.dtype for state in states):
+        members = [state for state in states if state.dtype == dtype]
+        flat = torch.cat([state.flatten() for state in members])
+        dist.broadcast(flat, 0)
+        parts = flat.split([state.numel() for state in members])
+        for state, part in zip(members, parts, strict=True):
+            state.copy_(part.view(state.shape))
+
+
+@torch.no_grad()
+def average_gradients_flat(model: torch.nn.Module) -> None:
+    """Replace all gradients by their means over the ranks, with one all-reduce."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for p in trained:
+        if p.grad is None:  # the other ranks may have one
+            p.grad = torch.zeros_like(p)
+    flat = torch.cat([p.grad.flatten() for p in trained])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for p, mean in zip(trained, flat.split([p.numel() for p in trained]), strict=True):
+        p.grad.copy_(mean.view(p.shape))
+
+
+def replicas_agree(model: torch.nn.Module) -> bool:
+    """Tell whether all ranks have the same bits: 16 letters of each rank are enough."""
+    everyones = [""] * dist.get_world_size()
+    dist.all_gather_object(everyones, checksum(model.state_dict()))
+    return len(set(everyones)) == 1

@@ -1,0 +1,438 @@
+"""Wrong answers to the exercises of chapter 05, each with a word of its hint."""
+
+import torch
+import torch.distributed as dist
+
+# my_bucket_plan
+
+
+def _plan(parameters, cap, first, at_most=False, split=True, keep_frozen=False):
+    """Return a plan with the mistakes that are asked for."""
+    once = {}
+    for name, p in parameters:
+        if p.requires_grad or keep_frozen:
+            once.setdefault(id(p), (name, p))
+    buckets, filling, limit = [], {}, {}
+    for name, p in reversed(once.values()):
+        kind = p.dtype if split else None
+        members = filling.setdefault(kind, [])
+        so_far = sum(n for _, n in members)
+        if at_most and members and so_far + p.nbytes > limit.get(kind, first):
+            buckets.append([name for name, _ in filling.pop(kind)])
+            limit[kind] = cap
+            members = filling.setdefault(kind, [])
+        members.append((name, p.nbytes))
+        if not at_most and so_far + p.nbytes >= limit.get(kind, first):
+            buckets.append([name for name, _ in filling.pop(kind)])
+            limit[kind] = cap
+    return buckets + [[name for name, _ in members] for members in filling.values()]
+
+
+def in_order_of_registration(parameters, cap, first):
+    return [bucket[::-1] for bucket in _plan(parameters, cap, first)[::-1]]
+
+
+def buckets_in_order_but_not_within(parameters, cap, first):
+    return [bucket[::-1] for bucket in _plan(parameters, cap, first)]
+
+
+def never_above_the_cap(parameters, cap, first):
+    return _plan(parameters, cap, first, at_most=True)
+
+
+def no_small_first_bucket(parameters, cap, first):
+    return _plan(parameters, cap, cap)
+
+
+def one_for_all(parameters, cap, first):
+    return _plan(parameters, 1 << 40, 1 << 40)
+
+
+def one_each(parameters, cap, first):
+    return _plan(parameters, 1, 1)
+
+
+def types_mixed(parameters, cap, first):
+    return _plan(parameters, cap, first, split=False)
+
+
+def frozen_ones_too(parameters, cap, first):
+    return _plan(parameters, cap, first, keep_frozen=True)
+
+
+def tied_ones_twice(parameters, cap, first):
+    copies = [(name, torch.nn.Parameter(p.detach())) for name, p in parameters]
+    for (_, copy), (_, p) in zip(copies, parameters, strict=True):
+        copy.requires_grad_(p.requires_grad)
+    return _plan(copies, cap, first)
+
+
+def the_rest_is_forgotten(parameters, cap, first):
+    plan = _plan(parameters, cap, first)
+    return plan[:-1] or plan
+
+
+def as_each_type_comes(parameters, cap, first):
+    kinds = list(dict.fromkeys(p.dtype for _, p in parameters))
+    by_kind = ([(n, p) for n, p in parameters if p.dtype == kind] for kind in kinds)
+    return [bucket for pairs in by_kind for bucket in _plan(pairs, cap, first)]
+
+
+def parameters_not_names(parameters, cap, first):
+    known = dict(parameters)
+    return [[known[name] for name in b] for b in _plan(parameters, cap, first)]
+
+
+# mini_ddp
+
+
+class Mini:
+    """The right one; the mistakes are in its heirs."""
+
+    def __init__(self, buckets, launch, at_the_end):
+        self.buckets, self.launch, self.at_the_end = buckets, launch, at_the_end
+        self.scale = 1 / dist.get_world_size()
+        self.reset()
+        for k, members in enumerate(buckets):
+            for p in members:
+                p.register_post_accumulate_grad_hook(lambda _, k=k: self.hook(k))
+
+    def reset(self):
+        self.missing = [len(members) for members in self.buckets]
+        self.under_way, self.asked = [], False
+
+    def ask(self):
+        if not self.asked:
+            self.asked = True
+            self.at_the_end(self.finish)
+
+    def hook(self, k):
+        self.ask()
+        self.missing[k] -= 1
+        self.launch_full()
+
+    def launch_full(self):
+        while self.next < len(self.buckets) and not self.missing[self.next]:
+            self.send(self.next)
+
+    @property
+    def next(self):
+        return len(self.under_way)
+
+    def send(self, k):
+        flat = torch.cat([p.grad.flatten() for p in self.buckets[k]])
+        self.under_way.append((k, flat, self.launch(flat)))
+
+    def finish(self):
+        for k, flat, handle in self.under_way:
+            handle.wait()
+            self.unpack(k, flat * self.scale)
+        self.reset()
+
+    def unpack(self, k, flat):
+        parts = flat.split([p.numel() for p in self.buckets[k]])
+        for p, part in zip(self.buckets[k], parts, strict=True):
+            p.grad.copy_(part)
+
+
+def _mini(cls):
+    """Return a function that uses the class, and keeps it alive by its hooks."""
+
+    def answer(buckets, launch, at_the_end):
+        cls(buckets, launch, at_the_end)
+
+    answer.__name__ = answer.__qualname__ = cls.__name__
+    return answer
+
+
+@_mini
+class all_at_the_end(Mini):
+    def hook(self, k):
+        self.ask()
+        self.missing[k] -= 1
+
+    def finish(self):
+        self.launch_full()
+        super().finish()
+
+
+@_mini
+class when_the_first_has_come(Mini):
+    def hook(self, k):
+        self.ask()
+        if self.missing[k] == len(self.buckets[k]):
+            for p in self.buckets[k]:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            self.send(k)
+        self.missing[k] -= 1
+
+
+@_mini
+class as_they_fill(Mini):
+    def hook(self, k):
+        self.ask()
+        self.missing[k] -= 1
+        if not self.missing[k]:
+            self.send(k)
+
+
+@_mini
+class not_divided(Mini):
+    def unpack(self, k, flat):
+        super().unpack(k, flat / self.scale)
+
+
+@_mini
+class waits_at_once(Mini):
+    def send(self, k):
+        super().send(k)
+        self.under_way[-1][2].wait()
+
+
+@_mini
+class never_waits(Mini):
+    def finish(self):
+        for k, flat, _ in self.under_way:
+            self.unpack(k, flat * self.scale)
+        self.reset()
+
+
+@_mini
+class only_one_step(Mini):
+    def finish(self):
+        if self.under_way:
+            super().finish()
+        self.missing = [-1 for _ in self.buckets]
+
+
+@_mini
+class not_copied_back(Mini):
+    def unpack(self, k, flat):
+        pass
+
+
+@_mini
+class one_by_one(Mini):
+    def send(self, k):
+        for p in self.buckets[k]:
+            self.under_way.append((k, p.grad, self.launch(p.grad)))
+
+
+@_mini
+class by_hand(Mini):
+    def send(self, k):
+        super().send(k)
+        for p in self.buckets[k]:
+            dist.all_reduce(p.grad)
+
+
+@_mini
+class a_bucket_late(Mini):
+    """Launches a bucket when the next one is full."""
+
+    def launch_full(self):
+        last = len(self.buckets) - 1
+        while self.next < last and not any(self.missing[: self.next + 2]):
+            self.send(self.next)
+        if self.next == last and not self.missing[last]:
+            self.send(last)
+
+
+def no_hooks(buckets, launch, at_the_end):
+    pass
+
+
+# accumulate
+
+
+def _weighted(ddp, micro_batches, quiet):
+    """Return what `quiet(k, last)` makes of it: right, but for what it says."""
+    rows = sum(len(x) for x, _ in micro_batches)
+    for k, (x, y) in enumerate(micro_batches):
+        if quiet(k, k == len(micro_batches) - 1):
+            with ddp.no_sync():
+                (ddp(x, y) * len(x) / rows).backward()
+        else:
+            (ddp(x, y) * len(x) / rows).backward()
+
+
+def always_sends(ddp, micro_batches):
+    _weighted(ddp, micro_batches, lambda k, last: False)
+
+
+def never_sends(ddp, micro_batches):
+    _weighted(ddp, micro_batches, lambda k, last: True)
+
+
+def sends_the_first(ddp, micro_batches):
+    _weighted(ddp, micro_batches, lambda k, last: k > 0)
+
+
+def backward_alone_inside(ddp, micro_batches):
+    rows = sum(len(x) for x, _ in micro_batches)
+    for x, y in micro_batches[:-1]:
+        loss = ddp(x, y) * len(x) / rows
+        with ddp.no_sync():
+            loss.backward()
+    x, y = micro_batches[-1]
+    (ddp(x, y) * len(x) / rows).backward()
+
+
+def mean_of_means(ddp, micro_batches):
+    for k, (x, y) in enumerate(micro_batches):
+        loss = ddp.no_sync() if k < len(micro_batches) - 1 else torch.enable_grad()
+        with loss:
+            (ddp(x, y) / len(micro_batches)).backward()
+
+
+def the_sum_of_all(ddp, micro_batches):
+    for k, (x, y) in enumerate(micro_batches):
+        where = ddp.no_sync() if k < len(micro_batches) - 1 else torch.enable_grad()
+        with where:
+            ddp(x, y).backward()
+
+
+def forgets_the_others(ddp, micro_batches):
+    rows = sum(len(x) for x, _ in micro_batches)
+    for k, (x, y) in enumerate(micro_batches):
+        where = ddp.no_sync() if k < len(micro_batches) - 1 else torch.enable_grad()
+        for p in ddp.parameters():
+            p.grad = None
+        with where:
+            (ddp(x, y) * len(x) / rows).backward()
+
+
+def one_large_batch(ddp, micro_batches):
+    x, y = (torch.cat(column) for column in zip(*micro_batches, strict=True))
+    ddp(x, y).backward()
+
+
+def one_backward(ddp, micro_batches):
+    rows = sum(len(x) for x, _ in micro_batches)
+    sum(ddp(x, y) * len(x) / rows for x, y in micro_batches).backward()
+
+
+def averages_by_hand(ddp, micro_batches):
+    _weighted(ddp, micro_batches, lambda k, last: not last)
+    for p in ddp.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
+
+
+# mean_loss
+
+
+def _all(values):
+    told = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(told)
+    return told.tolist()
+
+
+def mean_of_ranks(losses, sizes):
+    pairs = zip(losses, sizes, strict=True)
+    mine = sum(x * n for x, n in pairs) / max(sum(sizes), 1)
+    return _all([mine])[0] / dist.get_world_size()
+
+
+def mean_of_batches(losses, sizes):
+    total, count = _all([sum(losses), len(losses)])
+    return total / count
+
+
+def my_own_mean(losses, sizes):
+    return sum(x * n for x, n in zip(losses, sizes, strict=True)) / max(sum(sizes), 1)
+
+
+def one_after_the_other(losses, sizes):
+    [total] = _all([sum(x * n for x, n in zip(losses, sizes, strict=True))])
+    [count] = _all([float(sum(sizes))])
+    return total / count
+
+
+def everything_as_objects(losses, sizes):
+    told = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (losses, sizes))
+    pairs = [p for mine in told for p in zip(*mine, strict=True)]
+    return sum(x * n for x, n in pairs) / sum(n for _, n in pairs)
+
+
+def only_on_rank_0(losses, sizes):
+    total = sum(x * n for x, n in zip(losses, sizes, strict=True))
+    told = torch.tensor([total, sum(sizes)], dtype=torch.float64)
+    dist.reduce(told, 0)
+    return (told[0] / told[1]).item()
+
+
+def divides_by_no_samples(losses, sizes):
+    """Right, but for a rank without a batch."""
+    mean = sum(x * n for x, n in zip(losses, sizes, strict=True)) / sum(sizes)
+    total, count = _all([mean * sum(sizes), sum(sizes)])
+    return total / count
+
+
+def the_sum(losses, sizes):
+    return _all([sum(x * n for x, n in zip(losses, sizes, strict=True))])[0]
+
+
+def eats_its_input(losses, sizes):
+    total = count = 0.0
+    while losses:
+        n = sizes.pop()
+        total, count = total + losses.pop() * n, count + n
+    total, count = _all([total, count])
+    return total / count
+
+
+WRONG = {
+    "my_bucket_plan": {
+        in_order_of_registration: "the opposite order of registration",
+        buckets_in_order_but_not_within: "the opposite order of registration",
+        never_above_the_cap: "it is closed as soon as it holds",
+        no_small_first_bucket: "held its 1000 already before",
+        one_for_all: "held its 1000 already before",
+        one_each: "bucket 1 of its type holds 32 bytes only",
+        types_mixed: "of the types float",
+        frozen_ones_too: "but it is frozen",
+        tied_ones_twice: "is the same parameter as",
+        the_rest_is_forgotten: "would never be averaged",
+        as_each_type_comes: "whatever its type",
+        parameters_not_names: "expected a list of lists of names",
+    },
+    "mini_ddp": {
+        all_at_the_end: "no overlap",
+        when_the_first_has_come: "was launched",
+        as_they_fill: "on all ranks the order must be that of buckets",
+        not_divided: "this is the sum; divide by the number of ranks",
+        waits_at_once: "backward stands still meanwhile",
+        never_waits: "nobody waited for bucket 0",
+        only_one_step: "0 of 3 buckets were launched",
+        not_copied_back: "is the mean back in `grad` when backward returns?",
+        one_by_one: "launch got 8 numbers",
+        by_hand: "send with `launch` alone",
+        a_bucket_late: "no overlap",
+        no_hooks: "0 of 3 buckets were launched",
+    },
+    "accumulate": {
+        always_sends: "all but the last should send nothing",
+        never_sends: "the last micro-batch sent 0 all-reduces",
+        sends_the_first: "all but the last should send nothing",
+        backward_alone_inside: "A forward outside of `no_sync`",
+        mean_of_means: "is not that of the mean over all rows",
+        the_sum_of_all: "in the median 3.00 times as large",
+        forgets_the_others: "is not that of the mean over all rows",
+        one_large_batch: "expected 3 times a forward and then its backward",
+        one_backward: "one micro-batch in memory at a time",
+        averages_by_hand: "more collectives than DDP's own",
+    },
+    "mean_loss": {
+        mean_of_ranks: "each sample counted once",
+        mean_of_batches: "each sample counted once",
+        my_own_mean: "each sample counted once",
+        one_after_the_other: "called 2 collectives (all_reduce, all_reduce)",
+        everything_as_objects: "can travel in one tensor",
+        only_on_rank_0: "rank 1 returned",
+        divides_by_no_samples: "ZeroDivisionError",
+        the_sum: "each sample counted once",
+        eats_its_input: "changed the lists",
+    },
+}
