@@ -109,8 +109,8 @@ def record_pytorch(ddp: PyTorchDDP) -> None:
     def launch(group, bucket):  # DDP refuses annotations that are strings
         if now:
             now[0].computed(bucket=bucket.index())
-        start = time.perf_counter()
         flat = bucket.buffer().div_(dist.get_world_size(group))
+        start = time.perf_counter()
         work = dist.all_reduce(flat, group=group, async_op=True)
         if now:
             now[0].sent(work, flat.nbytes, start, bucket=bucket.index())
