@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from conftest import descendants, end
 from machines import free_port, rendezvous_on, two_machines
 
 pytestmark = [pytest.mark.endurance, pytest.mark.timeout(300)]
@@ -29,8 +31,14 @@ def torchrun(*words: str, prefix: tuple[str, ...] = (), **env: str) -> subproces
 
 
 def answers(*agents: subprocess.Popen) -> list[str]:
-    """Wait for all agents and return what rank 0 printed."""
-    told = [agent.communicate(timeout=240) for agent in agents]
+    """Wait for all agents and return what rank 0 printed; leave nothing running."""
+    try:
+        told = [agent.communicate(timeout=240) for agent in agents]
+    finally:
+        for agent in (a for a in agents if a.poll() is None):
+            for pid in [*descendants(agent.pid), agent.pid]:
+                with contextlib.suppress(ProcessLookupError):
+                    end(pid)
     for agent, (_, err) in zip(agents, told, strict=True):
         assert agent.returncode == 0, err[-3000:]
     return "".join(out for out, _ in told).splitlines()
