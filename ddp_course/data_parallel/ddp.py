@@ -56,6 +56,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     `grad` is the mean over the ranks, with the same bits on all of them; nothing need
     be called before `optimizer.step()`. A backward pass is averaged if it goes through
     an output of a forward that was made outside of `no_sync`; there may be several.
+    Keep this object as long as you train: its hooks go with it (as PyTorch's do).
 
     Made by all ranks together: they must hold the same names, shapes and types, and
     rank 0's numbers are sent to all. As in PyTorch, `state_dict` has the prefix

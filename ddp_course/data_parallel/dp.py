@@ -102,7 +102,8 @@ class DataParallel(nn.Module):
         replicas = [replicate(self.module, states) for states in copies]
         outputs = parallel_apply(replicas, calls, devices)
         if self.moves is not None:
-            self.moves.note_forward(self._by_kind(copies), calls, outputs)
+            kinds = self._by_kind(copies)
+            outputs = self.moves.note_forward(kinds, calls, outputs)
         return gather(outputs, self.output_device, self.dim)
 
     def _by_kind(self, copies: list[Copies]) -> list[dict[str, list[Tensor]]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,19 @@ class Moves(list[Move]):
         states: Sequence[dict[str, Iterable[Tensor]]],
         calls: Sequence[Any],
         outputs: Sequence[Any],
-    ) -> None:
-        """Note a forward; `states[k]` are the copies of replica k, by what they are."""
+    ) -> list[Any]:
+        """Note a forward; `states[k]` are the copies of replica k, by what they are.
+
+        Returns the outputs, to be gathered in place of the given ones: their gradients
+        are those that travel, without what a replica itself has made of its outputs.
+        """
+        outputs = tree_map(_alias, list(outputs))
         for k in range(1, len(calls)):
             for what, copies in states[k].items():
                 self._note(what, 0, k, copies)
             self._note("inputs", 0, k, tree_leaves(calls[k]))
             self._note("outputs", k, 0, tree_leaves(outputs[k]))
+        return outputs
 
     def _note(self, what: str, src: int, dst: int, leaves: Iterable[Any]) -> None:
         """Note the tensors among `leaves`, and in backward the gradients they get."""
@@ -63,3 +69,7 @@ class Moves(list[Move]):
                 self.append(Move(what, src, dst, tensor.nbytes))
                 if tensor.requires_grad:
                     tensor.register_hook(note_gradient)
+
+
+def _alias(leaf: Any) -> Any:
+    return leaf.view_as(leaf) if isinstance(leaf, Tensor) else leaf

@@ -537,3 +537,25 @@ def test_bytes(rows, n):
 
 def test_not_recorded_unless_asked():
     assert DataParallel(Net(), [CPU] * 2).moves is None
+
+
+class WithLoss(nn.Linear):
+    """Computes its loss inside, of outputs that it returns, too."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        out = super().forward(x)
+        return out, out.square().mean()
+
+
+def test_gradients_that_a_replica_uses_itself_do_not_travel():
+    replicas = DataParallel(WithLoss(4, 3), [CPU] * 2, record=True)
+    out, losses = replicas(torch.ones(8, 4))
+    losses.mean().backward()
+    moved = replicas.moves.moved()
+    assert moved["outputs"] == 4 * 3 * 4 + 4  # four rows, and a loss
+    # Nobody has used the gathered outputs: only the gradient of the loss came back.
+    assert moved["gradients of outputs"] == 4
+    replicas.moves.clear()
+    out, losses = replicas(torch.ones(8, 4))
+    (out.sum() + losses.mean()).backward()
+    assert replicas.moves.moved()["gradients of outputs"] == 4 * 3 * 4 + 4
