@@ -9,14 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_course.launch import server, warm
-
-# What the tests' own modules import, and the ranks with them: imported once, in the
-# fork server, and not in every rank. Importing the package has started a server
-# without it; one of another version takes its place.
-server.PRELOAD += ["pytest", "hypothesis.strategies", "IPython.display"]
-server._served["version"] = 0
-warm()
+from ddp_course.launch import warm
 
 # Cheapest first: plain functions, then ranks, then kernels, then hundreds of launches.
 ORDER = ("kernel", "endurance")

@@ -5,7 +5,6 @@ import re
 import runpy
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -32,34 +31,8 @@ WRONG = {
 }
 PLANTS = [(name, wrong) for name in WRONG for wrong in WRONG[name]]
 
-# Of these the launcher's deadline makes an end; of the next, a patience inside.
+
 HANGING = {"never_ends", "waits_on_one_rank_only"}
-WAITING = {
-    "rank_0_stays_away",
-    "both_send_first",
-    "both_receive_first",
-    "even_ranks_send_first",
-    "rank_0_sends_first",
-    "waits_too_early",
-    "everybody_sends_first",
-}
-
-
-@pytest.fixture(scope="module")
-def verdicts():
-    """Check all wrong answers that wait, at the same time: they only wait."""
-    told = {}
-    for names, timeout in ((WAITING, answers.TIMEOUT), (HANGING, 5.0)):
-        plants = [(name, wrong) for name, wrong in PLANTS if wrong.__name__ in names]
-        assert {wrong.__name__ for _, wrong in plants} == names
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(answers, "TIMEOUT", timeout)
-            with ThreadPoolExecutor(len(plants)) as threads:
-                checked = threads.map(
-                    lambda plant: EXERCISES[plant[0]](plant[1]), plants
-                )
-                told |= dict(zip(plants, checked, strict=True))
-    return told
 
 
 @pytest.mark.parametrize("name", EXERCISES)
@@ -72,11 +45,10 @@ def test_the_solution_passes(name):
 @pytest.mark.parametrize(
     ("name", "wrong"), PLANTS, ids=lambda p: getattr(p, "__name__", p)
 )
-def test_a_wrong_answer_gets_its_hint(name, wrong, request):
-    if wrong.__name__ in HANGING | WAITING:
-        verdict = request.getfixturevalue("verdicts")[name, wrong]
-    else:
-        verdict = EXERCISES[name](wrong)
+def test_a_wrong_answer_gets_its_hint(name, wrong, monkeypatch):
+    if wrong.__name__ in HANGING:
+        monkeypatch.setattr(answers, "TIMEOUT", 5.0)
+    verdict = EXERCISES[name](wrong)
     assert verdict.status == NOT_YET, verdict
     assert WRONG[name][wrong] in verdict.message
 
