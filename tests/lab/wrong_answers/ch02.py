@@ -119,7 +119,9 @@ def calls_the_collective(tensor):
 
 def calls_a_newer_collective(tensor):
     whole = tensor.new_empty(dist.get_world_size() * tensor.numel())
-    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(whole, tensor)
+    # Under its name of torch 2.13, or the one it had before.
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    gather(whole, tensor.view(-1))
     return list(whole.view(-1, *tensor.shape))
 
 
