@@ -18,6 +18,29 @@ from ddp_course.collectives.reduction import ReduceOp
 from ddp_course.collectives.runtime import Buffer
 
 
+def planned(name: str, plan: Callable[[int], Plan]) -> Callable[..., Work | None]:
+    """Return the all-reduce that carries out `plan(world_size)`; `name` is its module.
+
+    An algorithm is a plan, and nothing else: what is checked, sent and added, and how,
+    is the same for all of them.
+    """
+
+    def all_reduce(
+        tensor: Tensor,
+        op: dist.ReduceOp.RedOpType = ReduceOp.SUM,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Combine all ranks' `tensor` (any shape, in place), by this module's `plan`.
+
+        See `common.all_reduce_by` for arguments and errors. Chapter 03.
+        """
+        return all_reduce_by(name, plan, tensor, op, group, async_op)
+
+    all_reduce.__module__, all_reduce.__qualname__ = plan.__module__, "all_reduce"
+    return all_reduce
+
+
 def all_reduce_by(
     name: str,
     plan: Callable[[int], Plan],

@@ -9,13 +9,8 @@ from __future__ import annotations
 
 from functools import cache
 
-import torch.distributed as dist
-from torch import Tensor
-
-from ddp_course.collectives.common import all_reduce_by
-from ddp_course.collectives.communicator import Work
+from ddp_course.collectives.common import planned
 from ddp_course.collectives.plan import Plan, Transfer, among, chain, make_plan
-from ddp_course.collectives.reduction import ReduceOp
 
 
 @cache
@@ -71,14 +66,4 @@ def plan(world_size: int) -> Plan:
     )
 
 
-def all_reduce(
-    tensor: Tensor,
-    op: dist.ReduceOp.RedOpType = ReduceOp.SUM,
-    group: dist.ProcessGroup | None = None,
-    async_op: bool = False,
-) -> Work | None:
-    """Combine all ranks' `tensor` (any shape, in place) by halving and doubling.
-
-    See `common.all_reduce_by` for arguments and errors. Chapter 03.
-    """
-    return all_reduce_by("halving_doubling", plan, tensor, op, group, async_op)
+all_reduce = planned("halving_doubling", plan)

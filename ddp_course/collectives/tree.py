@@ -8,13 +8,8 @@ from __future__ import annotations
 
 from functools import cache
 
-import torch.distributed as dist
-from torch import Tensor
-
-from ddp_course.collectives.common import all_reduce_by
-from ddp_course.collectives.communicator import Work
+from ddp_course.collectives.common import planned
 from ddp_course.collectives.plan import Plan, chain
-from ddp_course.collectives.reduction import ReduceOp
 from ddp_course.collectives.rooted import broadcast_tree_plan, reduce_tree_plan
 
 
@@ -25,14 +20,4 @@ def plan(world_size: int) -> Plan:
     return chain("all_reduce, tree", up, broadcast_tree_plan(world_size))
 
 
-def all_reduce(
-    tensor: Tensor,
-    op: dist.ReduceOp.RedOpType = ReduceOp.SUM,
-    group: dist.ProcessGroup | None = None,
-    async_op: bool = False,
-) -> Work | None:
-    """Combine all ranks' `tensor` (any shape, in place) along a binomial tree.
-
-    See `common.all_reduce_by` for arguments and errors. Chapter 03.
-    """
-    return all_reduce_by("tree", plan, tensor, op, group, async_op)
+all_reduce = planned("tree", plan)

@@ -2,129 +2,19 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ddp_course.collectives import barrier
-from ddp_course.lab.answers import Answer, Hint, code, on_ranks, one_line
+from ddp_course.lab.answers import Answer, code, on_ranks, one_line
 from ddp_course.lab.exercises import exercise, expect
+from ddp_course.lab.messages import call_late, copied, only_messages
 from ddp_course.lab.solutions import ch02 as solutions
-from ddp_course.measure import EventLog, SystemBytes
-
-PATIENCE = 4.0  # seconds: nobody comes any more
-LATE = 0.05  # seconds by which each rank comes later than the one before it
-
-# ---- what a function sends and receives --------------------------------------------
-
-# Below send, isend and batch_isend_irecv, and below all collectives, are methods of the
-# process group. Whoever watches those sees everything, however it was imported.
-COLLECTIVES = (
-    "allreduce", "allreduce_coalesced", "allgather", "allgather_coalesced",
-    "_allgather_base", "alltoall", "alltoall_base", "broadcast", "gather", "reduce",
-    "reduce_scatter", "_reduce_scatter_base", "scatter",
-)  # fmt: skip
-
-
-class _UnderWay:
-    """A message that is under way; whoever waits for it does not wait for ever."""
-
-    def __init__(self, work: dist.Work, to_what: str) -> None:
-        self.work = work
-        self.to_what = to_what
-
-    def wait(self, timeout: timedelta = timedelta(seconds=PATIENCE)) -> bool:
-        try:
-            return self.work.wait(timeout)
-        except RuntimeError as error:
-            if "Timed out" not in str(error):
-                raise
-        told = f"after {timeout.total_seconds():g} s it still waits to {self.to_what}"
-        raise TimeoutError(told)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.work, name)
-
-
-@contextmanager
-def _watched() -> Iterator[dict[str, list]]:
-    """Note, on this rank, every message and every collective, in order."""
-    told: dict[str, list] = {"sent": [], "received": [], "collectives": []}
-    group = dist.ProcessGroup
-    send, recv, recv_anysource = group.send, group.recv, group.recv_anysource
-
-    def sending(self: Any, tensors: list[Tensor], dst: int, tag: int) -> _UnderWay:
-        if not 0 <= dst < self.size():
-            raise ValueError(f"there is no rank {dst}: the last is {self.size() - 1}")
-        told["sent"].append((dst, tensors[0].numel()))
-        return _UnderWay(send(self, tensors, dst, tag), f"send to rank {dst}")
-
-    def receiving(self: Any, tensors: list[Tensor], src: int, tag: int) -> _UnderWay:
-        told["received"].append((src, tensors[0].numel()))
-        return _UnderWay(recv(self, tensors, src, tag), f"receive from rank {src}")
-
-    def receiving_any(self: Any, tensors: list[Tensor], tag: int) -> _UnderWay:
-        told["received"].append((None, tensors[0].numel()))
-        return _UnderWay(recv_anysource(self, tensors, tag), "receive from any rank")
-
-    def noting(name: str) -> Callable:
-        real = getattr(group, name)
-
-        def collective(*args: Any, **options: Any) -> Any:
-            told["collectives"].append(name.strip("_"))
-            return real(*args, **options)
-
-        return collective
-
-    ours = {"send": sending, "recv": receiving, "recv_anysource": receiving_any}
-    ours |= {name: noting(name) for name in COLLECTIVES if hasattr(group, name)}
-    with ExitStack() as stack, EventLog() as log:
-        for name, function in ours.items():
-            stack.enter_context(mock.patch.object(group, name, function))
-        yield told
-    told["collectives"] += [event.op for event in log.events]  # of this package
-
-
-def _call(function: Callable, tensor: Tensor, *args: Any) -> dict[str, Any]:
-    """Call the reader's function on this rank, and tell all that can be judged."""
-    before = tensor.clone()
-    barrier()
-    time.sleep(LATE * dist.get_rank())
-    with _watched() as told:
-        got = function(tensor, *args)
-        told["got"] = _copy(got)
-    told["given"], told["untouched"] = tensor.clone(), torch.equal(tensor, before)
-    return told
-
-
-class _Words(str):
-    """A value in words, as `one_line` writes it."""
-
-    __repr__ = str.__str__
-
-
-def _copy(got: Any) -> Any:
-    """Return tensors as they are now, and anything else in words."""
-    if isinstance(got, Tensor):
-        return got.clone()
-    if isinstance(got, (list, tuple)) and all(isinstance(t, Tensor) for t in got):
-        return [t.clone() for t in got]
-    return _Words(one_line(got))
-
-
-def _only_messages(where: str, told: dict[str, Any]) -> None:
-    for name in told["collectives"]:
-        raise Hint(
-            f"{where} your function called the collective {code(name)}; build it from "
-            "`dist.send` and `dist.recv`, or `dist.isend` and `dist.irecv`."
-        )
+from ddp_course.measure import SystemBytes
 
 
 def _expect_tensor(where: str, rank: int, got: Any, wanted: Tensor, why: str) -> None:
@@ -168,7 +58,7 @@ def check_swap(answer: Answer) -> str:
         where = f"With the pairs {pairs},"
         real = on_ranks(_swap, answer, peers, world_size=len(peers), hint=hint)
         for rank, (told, peer) in enumerate(zip(real, peers, strict=True)):
-            _only_messages(where, told)
+            only_messages(where, told)
             why = f"what rank {peer} gave"
             _expect_tensor(where, rank, told["got"], _numbers(peer), why)
             expect(
@@ -186,7 +76,7 @@ def check_swap(answer: Answer) -> str:
 
 def _swap(function: Callable, peers: Sequence[int]) -> dict[str, Any]:
     rank = dist.get_rank()
-    return _call(function, _numbers(rank), peers[rank])
+    return call_late(function, _numbers(rank), peers[rank])
 
 
 # ---- my_all_gather -----------------------------------------------------------------
@@ -200,7 +90,7 @@ def check_my_all_gather(answer: Answer) -> str:
         where = f"With {n} ranks,"
         real = on_ranks(_gather, answer, world_size=n, hint=hint)
         for rank, told in enumerate(real):
-            _only_messages(where, told)
+            only_messages(where, told)
             _judge_list(where, rank, n, told["got"])
             expect(
                 told["untouched"],
@@ -221,7 +111,7 @@ def check_my_all_gather(answer: Answer) -> str:
 
 
 def _gather(function: Callable) -> dict[str, Any]:
-    return _call(function, _numbers(dist.get_rank()))
+    return call_late(function, _numbers(dist.get_rank()))
 
 
 def _judge_list(where: str, rank: int, n: int, got: Any) -> None:
@@ -246,7 +136,7 @@ def check_my_broadcast(answer: Answer) -> str:
         where = f"With {n} ranks,"
         real = on_ranks(_spread, answer, world_size=n, hint=hint)
         for rank, told in enumerate(real):
-            _only_messages(where, told)
+            only_messages(where, told)
             why = "rank 0's numbers, in the tensor that was given"
             _expect_tensor(where, rank, told["given"], _numbers(0), why)
         _judge_tree(where, n, real, hint)
@@ -258,7 +148,7 @@ def check_my_broadcast(answer: Answer) -> str:
 
 def _spread(function: Callable) -> dict[str, Any]:
     rank = dist.get_rank()
-    return _call(function, _numbers(0) if rank == 0 else torch.full((2, 3), -1))
+    return call_late(function, _numbers(0) if rank == 0 else torch.full((2, 3), -1))
 
 
 def _judge_tree(where: str, n: int, real: list[dict[str, Any]], hint: str) -> None:
@@ -337,7 +227,7 @@ def _transpose(function: Callable) -> dict[str, Any]:
             raise
         got = function(rows)  # a system that does not count
     return {
-        "got": _copy(got),
+        "got": copied(got),
         "written": written,
         "untouched": torch.equal(rows, before),
     }

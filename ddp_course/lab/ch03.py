@@ -1,259 +1,29 @@
-"""The exercises of chapter 03."""
+"""The exercises of chapter 03; those about rings are in `rings`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ddp_course import theory
 from ddp_course.collectives import barrier
-from ddp_course.collectives.common import all_reduce_by
-from ddp_course.collectives.plan import Plan, Transfer, make_plan, mistakes
-from ddp_course.lab.answers import Answer, Hint, code, on_ranks, one_line
+from ddp_course.lab.answers import Answer, on_ranks
 from ddp_course.lab.exercises import exercise, expect, expect_call
+from ddp_course.lab.rings import check_ring_reduce_scatter, check_ring_transfers
 from ddp_course.lab.solutions import ch03 as solutions
 from ddp_course.launch import Link, Topology, here
-from ddp_course.measure import ByteMeter, EventLog, SystemBytes
+from ddp_course.measure import ByteMeter, EventLog
 
-# ---- ring_transfers ----------------------------------------------------------------
-
-
-@exercise("ring_transfers", solution=solutions.ring_transfers)
-def check_ring_transfers(answer: Answer) -> str:
-    """`ring_transfers(world_size)`: the transfers of a ring all-reduce, as a list."""
-    for n in (2, 3, 4, 5, 8, 1):
-        plan = _as_plan(answer, n)
-        where = f"With {n} ranks,"
-        wrong = mistakes(plan)
-        expect(
-            not wrong,
-            f"{where} {(wrong or [''])[0]} (each rank once). Which steps add, and "
-            "which keep? Print `simulate` of your plan, step by step.",
-        )
-        for t in plan:
-            expect(
-                t.dst == (t.src + 1) % n,
-                f"{where} rank {t.src} sends to rank {t.dst} in step {t.step}; in this "
-                f"ring it sends to rank {(t.src + 1) % n} only.",
-            )
-        for rank, chunks in enumerate(plan.chunks_sent()):
-            expect(
-                chunks == 2 * (n - 1),
-                f"{where} rank {rank} sends {chunks} chunks in all, of S/{n} each; the "
-                f"least is {2 * (n - 1)}.",
-            )
-        expect(
-            plan.steps == 2 * (n - 1),
-            f"{where} your ring has {plan.steps} steps; if all ranks send at the same "
-            f"time, one chunk each, {2 * (n - 1)} are enough.",
-        )
-    for n in (3, 4):
-        _judge_real_ring(on_ranks(_run_plan, _as_plan(answer, n), world_size=n))
-    return (
-        "1 to 8 ranks end with the numbers of every rank, once; each sends 2 (N - 1) "
-        "chunks to its right; and so did 3 and 4 real ranks"
-    )
-
-
-def _as_plan(answer: Answer, n: int) -> Plan:
-    """Make a plan of what the reader returned, if it is a list of transfers."""
-    got = answer(n)
-    call = answer.call(n)
-    expect(
-        isinstance(got, list) and all(isinstance(t, Transfer) for t in got),
-        f"{call} returned {code(one_line(got))}; expected a list of `Transfer`s.",
-    )
-    for t in got:
-        whole = all(isinstance(value, int) for value in (t.step, t.src, t.dst))
-        fits = whole and 0 <= t.src < n and 0 <= t.dst < n and t.step >= 0
-        expect(
-            fits and 0 <= t.first < t.last <= n,
-            f"In {call}, {code(repr(t))} does not fit: ranks and chunks are 0 to "
-            f"{n - 1}.",
-        )
-    return make_plan("ring_transfers", n, n, got)
-
-
-def _run_plan(plan: Plan) -> tuple[list[int], float]:
-    """On every rank: carry the plan out; return the numbers, and S sent."""
-    n = plan.world_size
-    x = torch.full((1000 * n,), 10 ** dist.get_rank())
-    with ByteMeter() as meter:
-        all_reduce_by("ring_transfers", lambda world_size: plan, x)
-    return x[::1000].tolist(), meter.total_sent / x.nbytes
-
-
-def _judge_real_ring(real: list[tuple[list[int], float]]) -> None:
-    n = len(real)
-    right = sum(10**rank for rank in range(n))
-    for rank, (numbers, sent) in enumerate(real):
-        expect(
-            set(numbers) == {right},
-            f"On {n} real ranks that brought 1, 10, 100, ..., rank {rank} ends with "
-            f"{numbers}; expected {right} in every chunk.",
-        )
-        least = theory.least_bytes("all_reduce", n, 1)
-        expect(
-            abs(sent - least) < 1e-9,
-            f"On {n} real ranks, rank {rank} sent {sent:g} S instead of {least:g} S.",
-        )
-
-
-# ---- ring_reduce_scatter -----------------------------------------------------------
-
-FORBIDDEN = (
-    "all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "all_gather",
-    "all_gather_into_tensor", "all_to_all", "all_to_all_single", "broadcast", "gather",
-    "scatter", "all_gather_object", "reduce_scatter_single", "all_gather_single",
-)  # fmt: skip
-
-
-@exercise("ring_reduce_scatter", solution=solutions.ring_reduce_scatter)
-def check_ring_reduce_scatter(answer: Answer) -> str:
-    """`ring_reduce_scatter(chunks)`: the sum over all ranks of `chunks[rank]`."""
-    hint = (
-        "In step k rank r sends chunk r - 1 - k to the right, and adds its own numbers "
-        "to what arrives from the left. Start to send (`isend`), then receive."
-    )
-    for sizes in ([3, 5], [4, 4, 4], [3, 1, 5, 2], [2, 7, 1, 8, 3], [200_000] * 3):
-        n = len(sizes)
-        real = on_ranks(_scatter, answer, sizes, world_size=n, hint=hint)
-        where = f"With {n} ranks and chunks of {', '.join(map(str, sizes))} numbers,"
-        for rank, told in enumerate(real):
-            _judge_messages(where, rank, sizes, told)
-        for rank, told in enumerate(real):
-            _judge_sum(where, rank, sizes, told, hint)
-    return (
-        "2 to 5 ranks, chunks of equal and of different lengths: right sums, untouched "
-        "inputs, and every message a chunk to the right neighbour, N - 1 of them"
-    )
-
-
-def _scatter(function: Callable, sizes: list[int]) -> dict[str, Any]:
-    """On every rank: call the reader's function and watch what it sends."""
-    rank = dist.get_rank()
-    chunks = [
-        torch.full((size,), (c + 1) * 10**rank, dtype=torch.int64)
-        for c, size in enumerate(sizes)
-    ]
-    before = [chunk.clone() for chunk in chunks]
-    messages: list[tuple[int, int]] = []
-    barrier()
-    with _watched(function, messages) as told, _system() as system:
-        got = function(chunks)
-    told["untouched"] = all(map(torch.equal, chunks, before))
-    told["messages"], told["written"] = messages, getattr(system, "written", 0)
-    told["got"] = got.clone() if isinstance(got, Tensor) else one_line(got)
-    return told
-
-
-def _system() -> Any:
-    """Count what the system writes; where it does not tell, count nothing."""
-    try:
-        with SystemBytes():
-            return SystemBytes()
-    except RuntimeError:
-        return ExitStack()
-
-
-@contextmanager
-def _watched(
-    function: Callable, messages: list[tuple[int, int]]
-) -> Iterator[dict[str, Any]]:
-    """Note what is sent to whom, and which collectives are called."""
-    told: dict[str, Any] = {"collectives": []}
-
-    def noting(name: str, real: Callable) -> Callable:
-        def sending(tensor: Tensor, dst: int | None = None, *args: Any, **options: Any):
-            messages.append((dst, tensor.numel()))
-            return real(tensor, dst, *args, **options)
-
-        def collective(*args: Any, **options: Any) -> Any:
-            told["collectives"].append(name)
-            return real(*args, **options)
-
-        return sending if name in ("send", "isend") else collective
-
-    names = [*(n for n in FORBIDDEN if hasattr(dist, n)), "send", "isend"]
-    replaced = {getattr(dist, n): noting(n, getattr(dist, n)) for n in names}
-    readers = getattr(function, "__globals__", {})  # "from ... import isend", too
-    known = {
-        name: replaced[value]
-        for name, value in readers.items()
-        if getattr(value, "__hash__", None) and callable(value) and value in replaced
-    }
-    with ExitStack() as stack:
-        for real, ours in replaced.items():
-            stack.enter_context(mock.patch.object(dist, real.__name__, ours))
-        stack.enter_context(mock.patch.dict(readers, known))
-        yield told
-
-
-def _judge_messages(where: str, rank: int, sizes: list[int], told: dict) -> None:
-    """Look at what one rank has sent: chunks, to its right, and nothing besides."""
-    n, messages = len(sizes), told["messages"]
-    for name in told["collectives"]:
-        raise Hint(
-            f"{where} your function called `dist.{name}`; build it from `dist.isend` "
-            "and `dist.recv`."
-        )
-    right = (rank + 1) % n
-    for dst, _ in messages:
-        expect(
-            dst == right,
-            f"{where} rank {rank} sent a message to rank {dst}; in this ring it sends "
-            f"to its right neighbour only, rank {right}.",
-        )
-    lengths = [length for _, length in messages]
-    wanted = [sizes[(rank - 1 - k) % n] for k in range(n - 1)]
-    expect(
-        sum(lengths) == sum(wanted),
-        f"{where} rank {rank} sent {sum(lengths)} numbers; expected {sum(wanted)}: "
-        f"every chunk but its own, once.",
-    )
-    expect(
-        lengths == wanted,
-        f"{where} rank {rank} sent messages of {lengths} numbers; expected {wanted}: "
-        f"chunks {', '.join(str((rank - 1 - k) % n) for k in range(n - 1))}, in this "
-        "order.",
-    )
-    seen = 8 * sum(lengths)
-    expect(
-        told["written"] <= 1.02 * seen + 4000 * n,
-        f"{where} rank {rank} sent {seen} bytes with `dist.isend`, but the operating "
-        f"system counted {told['written']}: there were other messages.",
-    )
-
-
-def _judge_sum(where: str, rank: int, sizes: list[int], told: dict, hint: str) -> None:
-    got, ones = told["got"], sum(10**r for r in range(len(sizes)))
-    value = (rank + 1) * ones
-    expect(
-        isinstance(got, Tensor),
-        f"{where} rank {rank} returned {code(str(got))}; expected a tensor.",
-    )
-    expect(
-        got.shape == (sizes[rank],),
-        f"{where} rank {rank} returned a tensor of shape {tuple(got.shape)}; chunk "
-        f"{rank} has {sizes[rank]} numbers.",
-    )
-    expect(
-        bool((got == value).all()),
-        f"{where} rank {rank} returned {got.flatten()[0].item():g}s; expected {value}s,"
-        f" as rank r brought {rank + 1} x 10^r in chunk {rank}. {hint}",
-    )
-    expect(
-        told["untouched"],
-        f"{where} `chunks` of rank {rank} were changed; add up in tensors of your own.",
-    )
-
+__all__ = [
+    "check_hierarchical_sum",
+    "check_ring_reduce_scatter",
+    "check_ring_transfers",
+    "check_tree_or_ring",
+]
 
 # ---- tree_or_ring ------------------------------------------------------------------
 

@@ -36,7 +36,8 @@ from pathlib import Path
 
 import torch.multiprocessing as mp
 
-# torch._dynamo and sympy are what the first optimizer or DDP of a process imports.
+# torch._dynamo and sympy are what the first optimizer or DDP of a process imports, and
+# IPython.display what the exercises of `lab` import in every rank.
 PRELOAD = [
     "torch",
     "torch.distributed",
@@ -49,8 +50,10 @@ PRELOAD = [
     "cloudpickle",
     "numpy",
     "sympy",
+    "IPython.display",
     "ddp_course.launch.rank",
 ]
+TESTING = ["pytest", "hypothesis"]  # if the launcher has them, its ranks will want them
 IN_SERVER = "DDP_COURSE_FORK_SERVER"  # set in the server's environment only
 LAUNCHER = Path(__file__).parent
 METHOD = "forkserver" if sys.platform == "linux" else "spawn"
@@ -72,7 +75,8 @@ def warm() -> None:
         if _served.setdefault("version", edited) != edited:
             forkserver._forkserver._stop()
             _served["version"] = edited
-        mp.get_context(METHOD).set_forkserver_preload(PRELOAD)
+        wanted = PRELOAD + [name for name in TESTING if name in sys.modules]
+        mp.get_context(METHOD).set_forkserver_preload(wanted)
         resource_tracker.ensure_running()  # first: it unblocks SIGINT on its way
         with _without_interrupts(), _environment_of_the_server():
             forkserver.ensure_running()

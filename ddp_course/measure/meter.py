@@ -20,7 +20,30 @@ from ddp_course.launch import Place, here
 from ddp_course.measure.blocks import OpenBlocks, WithoutLock
 
 
-class ByteMeter(WithoutLock):
+class Totals:
+    """Sums over all peers, for what counts by peer: a meter, and what it reports."""
+
+    sent: dict[int, int]
+    received: dict[int, int]
+    messages: dict[int, int]
+
+    @property
+    def total_sent(self) -> int:
+        """Bytes sent to all peers together."""
+        return sum(self.sent.values())
+
+    @property
+    def total_received(self) -> int:
+        """Bytes received from all peers together."""
+        return sum(self.received.values())
+
+    @property
+    def total_messages(self) -> int:
+        """Messages sent to all peers together."""
+        return sum(self.messages.values())
+
+
+class ByteMeter(Totals, WithoutLock):
     """Counts the bytes that this rank sends and receives, to and from each peer.
 
     A context manager. Several may be open at once, each in its own block or one inside
@@ -63,21 +86,6 @@ class ByteMeter(WithoutLock):
         with self._lock:
             self.received[peer] = self.received.get(peer, 0) + _checked(nbytes)
 
-    @property
-    def total_sent(self) -> int:
-        """Bytes sent to all peers together."""
-        return sum(self.sent.values())
-
-    @property
-    def total_received(self) -> int:
-        """Bytes received from all peers together."""
-        return sum(self.received.values())
-
-    @property
-    def total_messages(self) -> int:
-        """Messages sent to all peers together."""
-        return sum(self.messages.values())
-
     def by_link(self) -> dict[str, int]:
         """Return the bytes sent "inside" this rank's node and "between" nodes.
 
@@ -116,7 +124,7 @@ def active_meters() -> tuple[ByteMeter, ...]:
 
 
 @dataclass(frozen=True)
-class Bytes:
+class Bytes(Totals):
     """What one rank's meter counted, in bytes (`messages`: how many were sent).
 
     `inside` and `between` split the bytes sent by whether the peer is on this rank's
@@ -129,21 +137,6 @@ class Bytes:
     messages: dict[int, int]
     inside: int
     between: int
-
-    @property
-    def total_sent(self) -> int:
-        """Bytes sent to all peers together."""
-        return sum(self.sent.values())
-
-    @property
-    def total_received(self) -> int:
-        """Bytes received from all peers together."""
-        return sum(self.received.values())
-
-    @property
-    def total_messages(self) -> int:
-        """Messages sent to all peers together."""
-        return sum(self.messages.values())
 
     def __repr__(self) -> str:
         to = "".join(f", {n:,} to {peer}" for peer, n in self.sent.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from functools import partial
 
 import pytest
 import torch
@@ -17,10 +18,9 @@ from ddp_course.collectives import (
     shared_memory,
     tree,
 )
-from ddp_course.collectives.call import Run
-from ddp_course.collectives.port import Port
+from ddp_course.collectives.agreement import CollectiveError
+from ddp_course.collectives.call import Call
 from ddp_course.collectives.rooted import BROADCASTS, REDUCES
-from ddp_course.collectives.runtime import PIECE
 from ddp_course.collectives.shards import ALL_GATHERS, REDUCE_SCATTERS
 from ddp_course.launch import spawn
 
@@ -49,8 +49,13 @@ ALL_REDUCES = {
 }
 
 
+def longest(n: int) -> int:
+    """As many numbers for 8 ranks as for 2: two cores do the work of all of them."""
+    return 2_000_003 // max(n, 2)
+
+
 def sizes(n: int) -> list[int]:
-    return sorted({0, 1, n - 1, n, n + 1, 1009, 1_000_000})
+    return sorted({0, 1, n - 1, n, n + 1, 1009, longest(n)})
 
 
 def numbers(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -72,8 +77,8 @@ def cases(n: int):
         for op in OPS:
             if op != AVG or dtype.is_floating_point:
                 yield 1009, dtype, op
-    yield 1_000_000, torch.bfloat16, AVG
-    yield 1_000_000, torch.int64, SUM
+    yield longest(n), torch.bfloat16, AVG
+    yield longest(n), torch.int64, SUM
 
 
 def wrong_all_reduces(group=None) -> list[str]:
@@ -111,95 +116,150 @@ def test_all_reduces_equal_pytorchs(n):
     assert spawn(wrong_all_reduces, world_size=n, output="none") == [[]] * n
 
 
-def in_groups() -> list[str]:
-    """On every rank of five: two groups at the same time, one of them not in order."""
+def my_group() -> dist.ProcessGroup:
+    """On every rank of five: two groups, at work at the same time."""
     evens, odds = dist.new_group([0, 2, 4]), dist.new_group([1, 3])
-    mine = odds if dist.get_rank() % 2 else evens
-    wrong = wrong_all_reduces(mine)
-    value = torch.tensor([dist.get_rank()])
-    root = 3 if dist.get_rank() % 2 else 4
-    ours.broadcast(value, root, mine)
-    return wrong + ([] if value.item() == root else ["broadcast"])
+    return odds if dist.get_rank() % 2 else evens
+
+
+def in_groups() -> list[str]:
+    return wrong_all_reduces(my_group())
 
 
 def test_all_reduces_in_groups():
     assert spawn(in_groups, world_size=5, output="none") == [[]] * 5
 
 
-def wrong_others() -> list[str]:
-    """On every rank: the other collectives against PyTorch's."""
-    wrong = []
-    me, n = dist.get_rank(), dist.get_world_size()
+def wrong_others(numels: list[int], group=None) -> list[str]:
+    """On every rank: the other collectives against PyTorch's, in every case.
 
-    def compare(name, mine, right):
-        for a, b in zip(mine, right, strict=True):
-            if a.dtype != b.dtype or not torch.equal(a, b):
-                wrong.append(name)
+    Returns what differs. Roots are ranks of the whole job, as everywhere in PyTorch.
+    """
+    wrong, me, n = [], dist.get_rank(), dist.get_world_size(group)
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
 
-    for numel in sizes(n):
-        for dtype in DTYPES:
-            if numel != 1009 and dtype != torch.float32:
-                continue
-            one = numbers(numel, dtype, me)
-            many = [numbers(numel, dtype, 100 * me + k) for k in range(n)]
-            told = f"{numel} {dtype}"
-            for root in {0, n - 1}:
-                for algorithm in BROADCASTS:
-                    a, b = one.clone(), one.clone()
-                    ours.broadcast(a, root, algorithm=algorithm)
-                    dist.broadcast(b, root)
-                    compare(f"broadcast {algorithm} {told}", [a], [b])
+    def check(name, mine, outputs, right=None):
+        """Call ours; compare its `outputs` with what is right."""
+        try:
+            mine()
+        except CollectiveError as error:  # on all ranks alike
+            wrong.append(f"{name}: {error}")
+        else:
+            for a, b in zip(outputs, right, strict=True):
+                if a.dtype != b.dtype or not (torch.equal(a, b) or close(a, b, op)):
+                    wrong.append(name)
+
+    for numel, dtype in [(k, d) for k in numels for d in DTYPES]:
+        if numel != 1009 and dtype != torch.float32:
+            continue
+        one = numbers(numel, dtype, me)
+        many = [numbers(numel, dtype, 100 * me + k) for k in range(n)]
+        ops = [op for op in OPS if op != AVG or dtype.is_floating_point]
+        told = f"{numel} {dtype}"
+        for root in {ranks[0], ranks[-1]}:
+            op = SUM
+            for algorithm in BROADCASTS:
+                a, b = one.clone(), one.clone()
+                dist.broadcast(b, root, group)
+                check(
+                    f"broadcast {algorithm} {told}",
+                    partial(ours.broadcast, a, root, group, algorithm=algorithm),
+                    [a],
+                    [b],
+                )
+            a, b = torch.empty_like(one), torch.empty_like(one)
+            given = many if me == root else None
+            dist.scatter(b, given, root, group)
+            check(
+                f"scatter {told}",
+                partial(ours.scatter, a, given, root, group),
+                [a],
+                [b],
+            )
+            a, b = (
+                [torch.empty_like(one) for _ in many] if me == root else None
+                for _ in range(2)
+            )
+            dist.gather(one, b, root, group)
+            check(
+                f"gather {told}",
+                partial(ours.gather, one, a, root, group),
+                a or [],
+                b or [],
+            )
+            for op in ops if numel == 1009 else [SUM]:
+                b = one.clone()
+                dist.reduce(b, root, op, group)
                 for algorithm in REDUCES:
-                    a, b = one.clone(), one.clone()
-                    ours.reduce(a, root, algorithm=algorithm)
-                    dist.reduce(b, root)
-                    # PyTorch's leaves something else on the others; ours, what was.
-                    right = b if me == root else one
-                    compare(f"reduce {algorithm} {told}", [a], [right])
-                a, b = torch.empty_like(one), torch.empty_like(one)
-                ours.scatter(a, many if me == root else None, root)
-                dist.scatter(b, many if me == root else None, root)
-                compare(f"scatter {told}", [a], [b])
-                a = [torch.empty_like(one) for _ in many] if me == root else None
-                b = [torch.empty_like(one) for _ in many] if me == root else None
-                ours.gather(one, a, root)
-                dist.gather(one, b, root)
-                compare(f"gather {told}", a or [], b or [])
-            for algorithm in ALL_GATHERS:
-                a, b = ([torch.empty_like(one) for _ in many] for _ in range(2))
-                ours.all_gather(a, one, algorithm=algorithm)
-                dist.all_gather(b, one)
-                compare(f"all_gather {algorithm} {told}", a, b)
-                whole = torch.empty(n * numel, dtype=dtype)
-                ours.all_gather_single(whole, one, algorithm=algorithm)
-                compare(f"all_gather_single {told}", [whole], [torch.cat(b)])
-            for algorithm in REDUCE_SCATTERS:
-                for op in OPS if numel == 1009 else [SUM]:
-                    if op == AVG and not dtype.is_floating_point:
-                        continue
-                    kept = [t.clone() for t in many]
-                    a, b = torch.empty_like(one), torch.empty_like(one)
-                    ours.reduce_scatter(a, many, op, algorithm=algorithm)
-                    dist.reduce_scatter(b, [t.clone() for t in many], op)
-                    name = f"reduce_scatter {algorithm} {op} {told}"
-                    if not close(a, b, op):
-                        compare(name, [a], [b])
-                    compare(f"inputs of {name}", many, kept)
-                    ours.reduce_scatter_single(
-                        a, torch.cat(many), op, algorithm=algorithm
+                    a = one.clone()
+                    check(
+                        f"reduce {algorithm} {op} {told}",
+                        partial(ours.reduce, a, root, op, group, algorithm=algorithm),
+                        [a],
+                        # PyTorch's leaves something else on the others; ours, what was.
+                        [b if me == root else one],
                     )
-                    if not close(a, b, op):
-                        compare(f"{name} single", [a], [b])
-            a, b = ([torch.empty_like(one) for _ in many] for _ in range(2))
-            ours.all_to_all(a, many)
-            dist.all_to_all(b, many)
-            compare(f"all_to_all {told}", a, b)
+        op = SUM
+        b = [torch.empty_like(one) for _ in many]
+        dist.all_gather(b, one, group)
+        for algorithm in ALL_GATHERS:
+            how = {"group": group, "algorithm": algorithm}
+            a, whole = [torch.empty_like(t) for t in b], torch.empty_like(torch.cat(b))
+            name = f"all_gather {algorithm} {told}"
+            check(name, partial(ours.all_gather, a, one, **how), a, b)
+            single = partial(ours.all_gather_single, whole, one, **how)
+            check(f"{name} single", single, [whole], [torch.cat(b)])
+        for op in ops if numel == 1009 else [SUM]:
+            b = torch.empty_like(one)
+            dist.reduce_scatter(b, [t.clone() for t in many], op, group)
+            for algorithm in REDUCE_SCATTERS:
+                how = {"group": group, "algorithm": algorithm}
+                a, kept = torch.empty_like(one), [t.clone() for t in many]
+                name = f"reduce_scatter {algorithm} {op} {told}"
+                check(name, partial(ours.reduce_scatter, a, kept, op, **how), [a], [b])
+                if not all(map(torch.equal, kept, many)):
+                    wrong.append(f"inputs of {name}")
+                a, flat = torch.empty_like(one), torch.cat(many)
+                single = partial(ours.reduce_scatter_single, a, flat, op, **how)
+                check(f"{name} single", single, [a], [b])
+        op = SUM
+        a, b = ([torch.empty_like(one) for _ in many] for _ in range(2))
+        dist.all_to_all(b, many, group)
+        check(f"all_to_all {told}", partial(ours.all_to_all, a, many, group), a, b)
     return wrong
 
 
 @pytest.mark.parametrize("n", WORLD_SIZES)
 def test_the_other_collectives_equal_pytorchs(n):
-    assert spawn(wrong_others, world_size=n, output="none") == [[]] * n
+    wrong = spawn(wrong_others, sizes(n), world_size=n, output="none")
+    assert wrong == [[]] * n
+
+
+def others_in_groups(plant=None) -> list[str]:
+    if plant:
+        plant()
+    return wrong_others([0, 7, 1009], my_group())
+
+
+def test_the_other_collectives_in_groups():
+    assert spawn(others_in_groups, world_size=5, output="none") == [[]] * 5
+
+
+def roots_are_ranks_of_the_group() -> None:
+    """Plant a mistake: a root is taken for a number within the group."""
+
+    def root(self, name, rank):
+        return rank % self.comm.size
+
+    Call.root = root
+
+
+def test_a_root_taken_for_a_rank_of_the_group_is_seen():
+    told = spawn(
+        others_in_groups, roots_are_ranks_of_the_group, world_size=5, output="none"
+    )
+    names = {mistake.split()[0] for wrong in told for mistake in wrong}
+    assert names == {"broadcast", "reduce", "scatter", "gather"}
 
 
 def uneven_all_to_all() -> bool:
@@ -216,53 +276,6 @@ def uneven_all_to_all() -> bool:
 
 def test_all_to_all_with_uneven_parts():
     assert all(spawn(uneven_all_to_all, world_size=3, output="none"))
-
-
-def long_integers() -> list[bool]:
-    """On every rank: chunks of more than one piece, of a type that is not float32."""
-    me, n = dist.get_rank(), dist.get_world_size()
-    numel = PIECE // 4 + 1  # of 8 bytes: more than two pieces
-    rows = [torch.full((numel,), 10 * me + j) for j in range(n)]
-    got = [torch.empty_like(row) for row in rows]
-    ours.all_to_all(got, rows)
-    right = [all((t == 10 * i + me).all() for i, t in enumerate(got))]
-    ours.scatter(got[0], rows if me == n - 1 else None, n - 1)
-    right.append(bool((got[0] == 10 * (n - 1) + me).all()))
-    ours.gather(rows[0], got if me == 1 else None, 1)
-    return [*right, me != 1 or all((t == 10 * i).all() for i, t in enumerate(got))]
-
-
-def test_all_ranks_cut_the_same_pieces():
-    assert spawn(long_integers, world_size=3, output="none") == [[True] * 3] * 3
-
-
-def step_by_step_is_the_same() -> list[str]:
-    """On every rank: the runtime that GPUs use gives the same bits."""
-    from ddp_course.collectives import runtime
-
-    def plan(self, plan, buffer, *, piece=0, op=None):
-        runtime.step_by_step(plan, buffer, self.port, op or self.op)
-
-    torch.manual_seed(dist.get_rank())
-    wrong, pipelined, exchange = [], Run.plan, Port.exchange
-    for name, all_reduce in ALL_REDUCES.items():
-        x = torch.randn(300_007)
-        a, b, c = x.clone(), x.clone(), x.clone()
-        all_reduce(a, AVG)
-        Run.plan = plan
-        all_reduce(b, AVG)
-        Port.exchange = Port._exchange_on_gpus  # gloo takes such batches, too
-        all_reduce(c, AVG)
-        ours.barrier()
-        Run.plan, Port.exchange = pipelined, exchange
-        if not bits(a) == bits(b) == bits(c):
-            wrong.append(name)
-    return wrong
-
-
-@pytest.mark.parametrize("n", [3, 4])
-def test_in_pieces_or_step_by_step(n):
-    assert spawn(step_by_step_is_the_same, world_size=n, output="none") == [[]] * n
 
 
 def many_at_once() -> list[float]:

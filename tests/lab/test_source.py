@@ -53,7 +53,8 @@ def test_a_method_is_dedented():
     "thing", [Topology.world_size, Topology(2, 3).place, functools.partial(darker, "x")]
 )
 def test_properties_bound_methods_and_partials(thing):
-    ast.parse(code(show_source(thing)))
+    [shown] = ast.parse(code(show_source(thing))).body
+    assert isinstance(shown, ast.FunctionDef)
 
 
 def test_a_class_and_a_module():

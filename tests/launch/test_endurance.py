@@ -27,9 +27,9 @@ def add_ranks():
     return x.item()
 
 
-def test_500_launches_in_a_row(no_leftovers):
-    for _ in range(500):
-        assert spawn(add_ranks, output="none") == [6.0] * 4
+def launches_in_a_row(times: int) -> int:
+    """Return how many of `times` launches gave the right sum on every rank."""
+    return sum(spawn(add_ranks, output="none") == [6.0] * 4 for _ in range(times))
 
 
 def test_50_launches_at_once_from_one_process():
@@ -38,15 +38,15 @@ def test_50_launches_at_once_from_one_process():
     assert told == [[1.0, 1.0]] * 50
 
 
-def test_50_launches_at_once_from_ten_processes(tmp_path):
-    script = tmp_path / "five.py"
+def test_50_launches_at_once_from_five_processes(tmp_path):
+    script = tmp_path / "ten.py"
     script.write_text(
         "from concurrent.futures import ThreadPoolExecutor\n"
         "from test_endurance import add_ranks\n"
         "from ddp_course.launch import spawn\n"
-        "with ThreadPoolExecutor(5) as threads:\n"
+        "with ThreadPoolExecutor(10) as threads:\n"
         "    f = lambda _: spawn(add_ranks, world_size=2, output='none')\n"
-        "    print(list(threads.map(f, range(5))))\n"
+        "    print(list(threads.map(f, range(10))))\n"
     )
     path = os.pathsep.join(p for p in sys.path if p)
     runs = [
@@ -57,11 +57,11 @@ def test_50_launches_at_once_from_ten_processes(tmp_path):
             text=True,
             env={**os.environ, "PYTHONPATH": path},
         )
-        for _ in range(10)
+        for _ in range(5)
     ]
     assert [run.communicate(timeout=300)[0] for run in runs] == [
-        f"{[[1.0, 1.0]] * 5}\n"
-    ] * 10
+        f"{[[1.0, 1.0]] * 10}\n"
+    ] * 5
 
 
 @pytest.fixture
@@ -84,8 +84,11 @@ def press_stop_after(seconds: float, times: int) -> threading.Thread:
     return thread
 
 
-def test_200_stops_at_random_moments(no_leftovers, deaf):
-    """Once or hammered, during start, run or end: the launch ends, nothing remains."""
+def stops_at_random_moments(times: int) -> tuple[int, list[int]]:
+    """Press stop, once or hammered, during start, run or end of `times` launches.
+
+    Return how many were stopped, and the process ids of their ranks.
+    """
 
     def work(seconds):
         print(os.getpid(), flush=True)
@@ -93,7 +96,7 @@ def test_200_stops_at_random_moments(no_leftovers, deaf):
 
     dice = random.Random(0)
     stopped, pids = 0, []
-    for _ in range(200):
+    for _ in range(times):
         finger = press_stop_after(dice.uniform(0, 0.2), dice.choice([1, 1, 5]))
         try:
             spawn(work, dice.choice([0.02, 60]), world_size=2, output="none", timeout=2)
@@ -104,5 +107,14 @@ def test_200_stops_at_random_moments(no_leftovers, deaf):
         except RankTimeout:
             pass  # the stop came before the launch listened
         finger.join()
+    return stopped, pids
+
+
+def test_500_launches_in_a_row_beside_200_that_are_stopped(no_leftovers, deaf):
+    """The stop button is the main thread's: launches of another thread go on."""
+    with ThreadPoolExecutor(1) as other:
+        row = other.submit(launches_in_a_row, 500)
+        stopped, pids = stops_at_random_moments(200)
+        assert row.result() == 500
     assert stopped > 50
     assert none_left(pids)

@@ -164,7 +164,8 @@ def test_a_report_holds_all_that_was_written(arrived):
 @given(st.binary(max_size=60), st.lists(st.integers(0, 99), max_size=4))
 def test_any_bytes_can_be_shown(data, places):
     events = [((0, "stdout"), piece) for piece in cut(data, places)]
-    shown_of(events)[0].encode()
+    shown = shown_of(events)[0]
+    assert shown.encode().decode() == shown  # no half characters
 
 
 # ---- when what is shown ------------------------------------------------------------

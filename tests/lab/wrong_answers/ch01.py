@@ -248,7 +248,7 @@ WRONG = {
         breaks_all_reduce: "an all_reduce of the ranks in rank 0's group gave 0; expec",
         only_members_know: "rank 0 got `[0, 1]`",
         never_ends: "have not returned after",
-        waits_on_one_rank_only: "On real ranks",
+        waits_on_one_rank_only: "have not returned after",
         leaves: "rank 1: ended with exit code 3",
     },
 }

@@ -117,6 +117,14 @@ def calls_the_collective(tensor):
     return got
 
 
+def calls_a_newer_collective(tensor):
+    whole = tensor.new_empty(dist.get_world_size() * tensor.numel())
+    # Under its name of torch 2.13, or the one it had before.
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    gather(whole, tensor.view(-1))
+    return list(whole.view(-1, *tensor.shape))
+
+
 def calls_ours(tensor):
     got = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     collectives.all_gather(got, tensor)
@@ -368,14 +376,15 @@ WRONG = {
         waits_too_early: "still waits to send to rank",
         receives_into_what_it_sends: "the tensor that rank 0 gave was changed",
         does_not_wait: "rank 0 has `[[-1, -1, -1], [-1, -1, -1]]`; expected `[[10,",
-        all_gathers: "the collective `allgather`",
+        all_gathers: "the collective `all_gather`",
         row_by_row: "messages of [3, 3] numbers; one of 6 is enough",
         returns_its_own: "expected `[[10, 11, 12], [13, 14, 15]]`: what rank 1 gave",
         returns_nothing: "rank 0 has `None`; expected a tensor",
     },
     "my_all_gather": {
         through_rank_0: "With 2 ranks, rank 0 sent 12 numbers",
-        calls_the_collective: "the collective `allgather`",
+        calls_the_collective: "the collective `all_gather`",
+        calls_a_newer_collective: "the collective `all_gather_single`",
         calls_ours: "the collective `all_gather`",
         everybody_sends_first: "still waits to send to rank",
         no_handle_is_waited_for: "in entry 1, rank 0 has",

@@ -1,0 +1,221 @@
+"""Long messages travel in pieces: the same sums, and each piece waits for its turn."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp_course import collectives as ours
+from ddp_course.collectives import (
+    halving_doubling,
+    hierarchical,
+    naive,
+    ring,
+    runtime,
+    tree,
+)
+from ddp_course.collectives.call import Run
+from ddp_course.collectives.port import Port
+from ddp_course.collectives.reduction import ReduceOp
+from ddp_course.collectives.runtime import PIECE, Schedule
+from ddp_course.launch import here, spawn
+from ddp_course.measure import ByteMeter
+
+SMALL = 1000  # bytes of a piece: 250 numbers of 4 bytes, 125 of 8
+PLANS = {  # of n ranks, on one node or on several
+    "naive": (naive.all_reduce, naive.plan),
+    "tree": (tree.all_reduce, tree.plan),
+    "halving_doubling": (halving_doubling.all_reduce, halving_doubling.plan),
+    "ring": (ring.all_reduce, ring.plan),
+    "sharded": (
+        lambda *args: hierarchical.all_reduce(*args, variant="sharded"),
+        lambda n: hierarchical.sharded_plan(*shape_here()),
+    ),
+    "leader": (
+        lambda *args: hierarchical.all_reduce(*args, variant="leader"),
+        lambda n: hierarchical.leader_plan(*shape_here()),
+    ),
+}
+
+
+def shape_here() -> tuple[int, int]:
+    shape = here().topology
+    return shape.nnodes, shape.nproc_per_node
+
+
+def cut_into(nbytes: int) -> None:
+    """On a rank: let messages travel in pieces of `nbytes` bytes."""
+    plan = Run.plan
+    Run.plan = lambda *args, **more: plan(*args, **{**more, "piece": nbytes})
+
+
+def brought(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return what a rank brings: in every place something else, and from every rank."""
+    return (torch.arange(numel) % 11 + 100**rank).to(dtype)
+
+
+def wrong_sums(numels: list[int], plant=None) -> list[str]:
+    """On every rank: all-reduce in small pieces, now and under way; return mistakes."""
+    cut_into(SMALL)
+    if plant:
+        plant()
+    me, n = dist.get_rank(), dist.get_world_size()
+    wrong = []
+    for numel in numels:
+        for dtype in (torch.float64, torch.int64, torch.int32):
+            everyones = [brought(rank, numel, dtype) for rank in range(n)]
+            total = torch.stack(everyones).sum(0, dtype=dtype)
+            for name, (all_reduce, _) in PLANS.items():
+                told = f"{name}: {numel} {dtype}"
+                tensors = [everyones[me].clone() for _ in range(4)]
+                all_reduce(tensors[0])
+                works = [all_reduce(t, ReduceOp.SUM, None, True) for t in tensors[1:3]]
+                all_reduce(tensors[3], ReduceOp.MAX)
+                for work in works:
+                    work.wait()
+                if not all(torch.equal(t, total) for t in tensors[:3]):
+                    wrong.append(told)
+                if not torch.equal(tensors[3], everyones[-1]):
+                    wrong.append(f"{told}, largest")
+                if dtype.is_floating_point:
+                    mean = everyones[me].clone()
+                    all_reduce(mean, ReduceOp.AVG)
+                    wrong += [] if torch.equal(mean, total / n) else [f"{told}, mean"]
+    return wrong
+
+
+NUMELS = [1, 5, 124, 125, 126, 1009, 3001]
+SHAPES = [(1, 2), (1, 3), (1, 4), (2, 1), (3, 1), (2, 2)]
+
+
+@pytest.mark.parametrize(("nnodes", "nproc"), SHAPES)
+def test_all_reduces_in_pieces_give_the_exact_sums(nnodes, nproc):
+    shape = {"nnodes": nnodes, "nproc_per_node": nproc}
+    wrong = spawn(wrong_sums, NUMELS, **shape, output="none")
+    assert wrong == [[]] * (nnodes * nproc)
+
+
+def messages(numel: int, piece: int | None) -> dict[str, tuple[int, int]]:
+    """On a rank: how many messages it sent, and of how many transfers, by algorithm."""
+    if piece:
+        cut_into(piece)
+    me, n = dist.get_rank(), dist.get_world_size()
+    told = {}
+    for name, (all_reduce, plan) in PLANS.items():
+        with ByteMeter() as meter:
+            all_reduce(torch.ones(numel))
+        told[name] = meter.total_messages, len(plan(n).sent_by(me))
+    return told
+
+
+def test_messages_are_really_cut():
+    whole, cut = (
+        spawn(messages, 3001, piece, nnodes=2, nproc_per_node=2)
+        for piece in (None, SMALL)
+    )
+    for rank in range(4):
+        for name in PLANS:
+            transfers = whole[rank][name][1]
+            assert whole[rank][name] == (transfers, transfers)
+            assert cut[rank][name][0] >= 3 * transfers > 0  # of 750 numbers or more
+
+
+# ---- planted: pieces that do not wait ----------------------------------------------
+
+
+def change_schedule(changed) -> None:
+    right = runtime.schedule
+
+    def wrong(*args) -> Schedule:
+        todo = right(*args)
+        return replace(todo, sends=tuple(map(changed, todo.sends)))
+
+    runtime.schedule = wrong
+
+
+def never_waits() -> None:
+    """Plant a mistake: every piece is sent at once, whatever is to be added before."""
+    change_schedule(lambda send: replace(send, after=0))
+
+
+def waits_for_one_too_few() -> None:
+    """Plant a mistake: the last piece that arrives is not waited for."""
+    change_schedule(lambda send: replace(send, after=max(0, send.after - 1)))
+
+
+def waits_for_its_first_piece_only() -> None:
+    """Plant a mistake: a transfer goes on when its first piece may."""
+    right = runtime.schedule
+
+    def wrong(*args) -> Schedule:
+        todo, first = right(*args), {}
+        for send in todo.sends:
+            first.setdefault((send.peer, send.step), send.after)
+        sends = (replace(s, after=first[s.peer, s.step]) for s in todo.sends)
+        return replace(todo, sends=tuple(sends))
+
+    runtime.schedule = wrong
+
+
+@pytest.mark.parametrize(
+    "plant", [never_waits, waits_for_one_too_few, waits_for_its_first_piece_only]
+)
+@pytest.mark.parametrize("n", [3, 4])
+def test_planted_pieces_that_do_not_wait_are_seen(plant, n):
+    wrong = spawn(wrong_sums, [3001], plant, world_size=n, output="none")
+    seen = {told.split(":")[0] for mistakes in wrong for told in mistakes}
+    assert {"tree", "ring", "sharded"} <= seen
+
+
+# ---- all ranks cut alike, on whatever runtime --------------------------------------
+
+
+def long_integers() -> list[bool]:
+    """On every rank: chunks of more than one piece, of a type that is not float32."""
+    me, n = dist.get_rank(), dist.get_world_size()
+    numel = PIECE // 4 + 1  # of 8 bytes: more than two pieces
+    rows = [torch.full((numel,), 10 * me + j) for j in range(n)]
+    got = [torch.empty_like(row) for row in rows]
+    ours.all_to_all(got, rows)
+    right = [all((t == 10 * i + me).all() for i, t in enumerate(got))]
+    ours.scatter(got[0], rows if me == n - 1 else None, n - 1)
+    right.append(bool((got[0] == 10 * (n - 1) + me).all()))
+    ours.gather(rows[0], got if me == 1 else None, 1)
+    return [*right, me != 1 or all((t == 10 * i).all() for i, t in enumerate(got))]
+
+
+def test_all_ranks_cut_the_same_pieces():
+    assert spawn(long_integers, world_size=3, output="none") == [[True] * 3] * 3
+
+
+def step_by_step_is_the_same() -> list[str]:
+    """On every rank: the runtime that GPUs use gives the same bits."""
+
+    def plan(self, plan, buffer, *, piece=0, op=None):
+        runtime.step_by_step(plan, buffer, self.port, op or self.op)
+
+    torch.manual_seed(dist.get_rank())
+    cut_into(100_000)
+    wrong, pipelined, exchange = [], Run.plan, Port.exchange
+    for name, (all_reduce, _) in PLANS.items():
+        x = torch.randn(300_007)
+        a, b, c = x.clone(), x.clone(), x.clone()
+        all_reduce(a, ReduceOp.AVG)
+        Run.plan = plan
+        all_reduce(b, ReduceOp.AVG)
+        Port.exchange = Port._exchange_on_gpus  # gloo takes such batches, too
+        all_reduce(c, ReduceOp.AVG)
+        ours.barrier()
+        Run.plan, Port.exchange = pipelined, exchange
+        bits = [t.view(torch.int32) for t in (a, b, c)]
+        if not all(torch.equal(bits[0], other) for other in bits[1:]):
+            wrong.append(name)
+    return wrong
+
+
+@pytest.mark.parametrize("n", [3, 4])
+def test_in_pieces_or_step_by_step(n):
+    assert spawn(step_by_step_is_the_same, world_size=n, output="none") == [[]] * n
