@@ -68,7 +68,8 @@ def plot_gil(timings: Iterable[Any]) -> Figure:
     """Draw how much faster than one thread n replicas are, in each way and model.
 
     `timings` come from `data_parallel.threads_against_processes`. A bar is the median,
-    a dot the ratio in one turn. Raises ValueError if there are none. Chapter 04.
+    a dot the ratio in one turn. Dashed: one thread that does everything; dotted: the
+    ideal, n times as fast. Raises ValueError if there are none. Chapter 04.
     """
     import matplotlib
     from matplotlib import pyplot
@@ -88,8 +89,13 @@ def plot_gil(timings: Iterable[Any]) -> Figure:
             _draw_ways(axes, ways)
             axes.set_title(model, fontsize=11)
         replicas = next(iter(ways.values())).replicas
+        for axes in panels[0]:
+            axes.axhline(replicas, color=INK, linewidth=1.4, linestyle=(0, (1, 2)))
+            look = {"textcoords": "offset points", "fontsize": 9, "va": "bottom"}
+            axes.annotate(f"ideal: {replicas}", (0, replicas), xytext=(0, 3),
+                          ha="center", **look)  # fmt: skip
         panels[0][0].set_ylabel(f"speed-up, {replicas} replicas [times]")
-        panels[0][0].set_ylim(bottom=0)
+        panels[0][0].set_ylim(0, max(1.12 * replicas, panels[0][0].get_ylim()[1]))
     pyplot.close(figure)
     return figure
 

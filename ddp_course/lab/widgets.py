@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ipywidgets import interactive
 
 CAPTION, GAP, WIDEST = 30, 24, 1000
+FITS = "max-width:100%;height:auto"  # as JupyterLab shows a drawing; else it is cut off
 
 
 def explore(draw: Callable[..., Drawing], **controls: Any) -> interactive:
@@ -38,7 +39,8 @@ def explore(draw: Callable[..., Drawing], **controls: Any) -> interactive:
 
     def redraw(**values: Any) -> None:
         try:
-            picture.value = draw(**values).svg()
+            svg = draw(**values).svg()
+            picture.value = svg.replace("<svg ", f'<svg style="{FITS}" ', 1)
         except Exception as error:  # such as: these values do not go together
             picture.value = f"<p>{type(error).__name__}: {html.escape(str(error))}</p>"
 

@@ -3,13 +3,14 @@
 import itertools
 import re
 from dataclasses import dataclass, field
+from xml.etree import ElementTree
 
 import matplotlib
 import pytest
 
 matplotlib.use("agg")
 
-from test_figures import boxes, problems, words  # noqa: E402
+from test_figures import boxes, elements, problems, words  # noqa: E402
 from test_measured import texts  # noqa: E402
 
 from ddp_course.data_parallel import Move, Timing, bucket_plan  # noqa: E402
@@ -27,14 +28,11 @@ from ddp_course.lab import (  # noqa: E402
     timeline,
 )
 from ddp_course.lab.figures import dp_and_ddp, overlapped  # noqa: E402
+from ddp_course.lab.figures.bars import PLOT_W, visible  # noqa: E402
 from ddp_course.lab.figures.ch04 import DP_STEPS  # noqa: E402
 from ddp_course.lab.figures.ch05 import cells_of  # noqa: E402
 from ddp_course.lab.figures.overlapped import schedule  # noqa: E402
-from ddp_course.lab.figures.timeline import (  # noqa: E402
-    PLOT_W,
-    bucket_numbers,
-    visible,
-)
+from ddp_course.lab.figures.timeline import bucket_numbers  # noqa: E402
 from ddp_course.measure import Event  # noqa: E402
 from ddp_course.model import build_gpt  # noqa: E402
 
@@ -148,6 +146,10 @@ def test_the_lock_is_shown_for_both_models():
         assert [list(dot.get_ydata()) for dot in dots] == [
             pytest.approx([k, k]) for k in (0.8, 0.7, 1.9)
         ]
+        flat = [line.get_ydata()[0] for line in axes.lines if line not in dots]
+        assert flat == [1, 2]  # one thread does everything, and the ideal
+        assert axes.get_ylim()[1] > 2
+        assert [text.get_text() for text in axes.texts].count("ideal: 2") == 1
 
 
 # Buckets.
@@ -197,6 +199,7 @@ def test_an_overlap_is_one():
     assert times[0] == pytest.approx(times[1])  # the same bytes
     saved = flat[-1].end - bucketed[-1].end
     assert saved == pytest.approx(sum(b.end - b.start for b in sent[1][:3]))
+    assert "saved: buckets 0 to 2" in words(overlapped())
 
 
 # Events.
@@ -238,6 +241,29 @@ def test_messages_at_once_do_not_hide_each_other():
     assert any(re.fullmatch(r"\d+ messages", text) for text in words(timeline(AT_ONCE)))
     tops = {box[1] for text, _, box in boxes(timeline(AT_ONCE))[0] if "bucket" in text}
     assert len(tops) > 4
+
+
+@pytest.mark.parametrize("bucket", [3, 12])
+def test_a_label_leaves_a_message_hatched(bucket):
+    sent = Event(0, "ring", 0, 0.01, 9, "communication", {"bucket": bucket})
+    labels = set()
+    for width in range(50, 800, 5):  # ms, of which the message takes 10
+        drawing = timeline([sent], 0, width)
+        root = ElementTree.fromstring(drawing.svg())
+        rects = [e for e, *_ in elements(root) if e.tag.endswith("rect")]
+        labels |= {text for text in words(drawing) if text.endswith(f"{bucket}")}
+        for bar, label in itertools.pairwise(rects[1:]):  # without the white sheet
+            if label.get("fill") == "#FFFFFF" and label.get("stroke") == "none":
+                assert float(bar.get("width")) - float(label.get("width")) > 7.9
+    assert labels >= {f"bucket {bucket}", f"{bucket}"}
+
+
+def test_an_empty_window_says_so():
+    gap = [*EVENTS, Event(0, "backward", 3, 3.5, lane="compute")]
+    for start, empty in ((0, False), (2000, True), (2990, False), (4000, True)):
+        says = " ".join(words(timeline(gap, start, 100)))
+        assert ("Nothing was recorded here" in says) == empty
+        assert ("the last event ends at 3500 ms" in says) == empty
 
 
 def test_rows_are_in_the_ranks_colours():
@@ -323,6 +349,18 @@ def test_the_bench_shows_its_bars_and_its_control():
                and line.get_marker() == "None"]  # fmt: skip
     assert upright == [1, 1.05, 0.9]
     assert axes.get_xlim()[0] < 0.5 and axes.get_xlim()[1] > 1.05
+
+
+def test_no_variant_hides_another_in_the_bench():
+    (axes,) = bench.ddp([{**row, "paired": 1.0} for row in BENCH]).axes
+    marks = {line.get_label(): line for line in axes.lines}
+    heights = {
+        tuple(marks[name].get_ydata())
+        for name in ("gloo, beside best", "shared memory, beside best",
+                     "A/A: PyTorch's beside itself")
+    }  # fmt: skip
+    assert len(heights) == 3
+    assert all(abs(y - round(y)) < 0.3 for ys in heights for y in ys)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from ddp_course.lab import Drawing, cluster, explore, gallery, rendezvous
+from ddp_course.lab.widgets import FITS
 
 
 def draw(size=3, name="x"):
@@ -15,22 +16,27 @@ def draw(size=3, name="x"):
     return d
 
 
+def shown(drawing):
+    """What a view shows: the drawing, made smaller if the page is narrow."""
+    return drawing.svg().replace("<svg ", f'<svg style="{FITS}" ', 1)
+
+
 def test_the_first_picture_and_a_move(capsys):
     view = explore(draw, size=(1, 9), name=["x", "y"])
     size, name, picture = view.children
     assert (size.value, size.min, size.max) == (3, 1, 9)  # starts at the default
-    assert picture.value == draw(3, "x").svg()
+    assert picture.value == shown(draw(3, "x"))
     size.value = 5
-    assert picture.value == draw(5, "x").svg()
+    assert picture.value == shown(draw(5, "x"))
     name.value = "y"
-    assert picture.value == draw(5, "y").svg()
+    assert picture.value == shown(draw(5, "y"))
     assert capsys.readouterr() == ("", "")
 
 
 def test_an_argument_without_a_control_keeps_its_default():
     view = explore(cluster, nnodes=(1, 8), nproc_per_node=(1, 8))
     assert [c.description for c in view.children[:-1]] == ["nnodes", "nproc_per_node"]
-    assert view.children[-1].value == cluster(4, 4).svg()
+    assert view.children[-1].value == shown(cluster(4, 4))
 
 
 def test_values_that_do_not_go_together_are_told():
@@ -38,7 +44,7 @@ def test_values_that_do_not_go_together_are_told():
     view.children[0].value = 7
     assert view.children[-1].value == "<p>ValueError: seven &lt; eight</p>"
     view.children[0].value = 8
-    assert view.children[-1].value == draw(8).svg()
+    assert view.children[-1].value == shown(draw(8))
 
 
 def test_an_unknown_argument():

@@ -50,7 +50,7 @@ def buckets(
     )
     d.text(MARGIN, 26, head, size=15, bold=True, anchor="start")
     words = (
-        "Backward goes down, and in a line from left to right. "
+        "Backward goes down, and in a line nearly from left to right. "
         "Hairlines: biases and norms."
     )
     d.text(MARGIN, 46, words, size=12, anchor="start", fill=MUTED)

@@ -46,6 +46,8 @@ def dp_and_ddp() -> Drawing:
             _card(d, k, place, has)
         d.text(STAR[1][0] + 4, 186, "S out, S back", size=12)
         d.text(STAR[3][0] - 4, 186, "S out, S back", size=12)
+        for y, words in ((202, "S out,"), (216, "S back")):  # between two arrows
+            d.text(STAR[2][0] + 8, y, words, size=12, anchor="start")
     with d.shifted(2 * MARGIN + SIDE_W, MARGIN):
         _side(d, "DistributedDataParallel", "four processes",
               "3 S pass each rank: 3/2 S out, 3/2 S in")  # fmt: skip

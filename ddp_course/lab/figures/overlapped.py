@@ -9,7 +9,7 @@ from ddp_course.lab.drawing import Drawing
 from ddp_course.lab.palette import MUTED, darker, lighter, rank_color
 
 MARGIN = 16
-FORWARD, LAYER, SEND, UPDATE = 2.0, 1.0, 0.8, 0.6  # of the picture, in its own time
+FORWARD, LAYER, SEND, UPDATE = 2.0, 1.0, 0.8, 0.7  # of the picture, in its own time
 LAYERS, UNIT, NAME_W, LANE = 4, 78, 86, 30
 
 
@@ -55,10 +55,10 @@ def overlapped() -> Drawing:
     right = round(MARGIN + NAME_W + UNIT * ends["flat"])
     d = Drawing(
         right + MARGIN,
-        346,
+        366,
         title="Communication after backward, and hidden behind it",
         description=(
-            "Two steps of one rank on the same scale. Flat: forward, backward from "
+            "Two steps of rank 0 on the same scale. Flat: forward, backward from "
             "layer 3 to layer 0, then all gradients are sent, then the update. "
             "Bucketed: bucket 0 is sent while backward of layer 2 runs, bucket 1 "
             "during layer 1, bucket 2 during layer 0; only bucket 3, with the "
@@ -79,12 +79,15 @@ def overlapped() -> Drawing:
     d.line((x0, 180 + LANE), (x0, 296), dashed=True)
     d.line((x1, 40 + LANE), (x1, 296), dashed=True)
     d.arrow((x0 + 2, 284), (x1 - 2, 284), both=True, stroke_width=2)
-    d.text((x0 + x1) / 2, 274, "saved", bold=True)
+    d.text((x0 + x1) / 2, 274, "saved: buckets 0 to 2", bold=True)
+    d.text(MARGIN, 312, "time", size=12, anchor="start")
+    d.arrow((MARGIN + NAME_W, 308), (right, 308))
+    d.block(MARGIN, 330, 56, 20, "rank 0", fill=rank_color(0), size=12)
     words = (
-        "One rank; the others do the same at the same time. Solid: forward and update; "
+        "The other ranks do the same at the same time. Solid: forward and update; "
         "lighter: backward; hatched: sent."
     )
-    d.text(MARGIN, 330, words, size=12, anchor="start", fill=MUTED)
+    d.text(MARGIN + 66, 344, words, size=12, anchor="start", fill=MUTED)
     return d
 
 

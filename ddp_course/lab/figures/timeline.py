@@ -9,20 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 from ddp_course.lab.drawing import Drawing
-from ddp_course.lab.palette import (
-    INK,
-    MUTED,
-    PANEL_EDGE,
-    darker,
-    lighter,
-    rank_color,
-    text_color,
-)
+from ddp_course.lab.figures.bars import PLOT_W, draw_bar, visible
+from ddp_course.lab.palette import MUTED, rank_color
 from ddp_course.lab.per_rank import communicates
 
-MARGIN, NAME_W, PLOT_W, TOP = 16, 70, 700, 62
+MARGIN, NAME_W, TOP = 16, 70, 62
 LANE, THIN, MOST_LINES, RANK_GAP = 20, 13, 6, 12
-Bar = tuple[float, float, Any, int]  # from, to (pixels), event, how many events
 
 
 def bucket_numbers(events: Iterable[Any]) -> dict[int, int]:
@@ -85,13 +77,16 @@ def timeline(
                 bars = visible(line, first + start / 1e3, per_ms * 1e3)
                 many += sum(n for *_, n in bars if n > 1)
                 for bar in bars:
-                    _draw(d, bar, y + top, tall, numbers)
+                    draw_bar(d, bar, y + top, tall, numbers)
             y += high[rank] + RANK_GAP
     words = (
         f"A pixel is {width / PLOT_W:.2g} ms; what is shorter is drawn one pixel wide."
     )
     if many:
         words += f" {many} events share their pixel with others."
+    if not any(lies_in(e, first, start, width) for e in events):
+        last = (max(e.end for e in events) - first) * 1e3
+        words = f"Nothing was recorded here; the last event ends at {last:.4g} ms."
     d.text(MARGIN, bottom + 62, words, size=11, anchor="start", fill=MUTED)
     return d
 
@@ -110,6 +105,12 @@ def _window(
     if not 0 < width < math.inf:
         raise ValueError(f"width is {width!r}; it must be a time in ms, above 0")
     return first, start, width
+
+
+def lies_in(event: Any, first: float, start: float, width: float) -> bool:
+    """Tell whether some of an event lies in the window; `first` in s, the rest ms."""
+    begin = first + start / 1e3
+    return event.end >= begin and event.start <= begin + width / 1e3
 
 
 def _lines(mine: Sequence[Any]) -> list[tuple[float, float, list[Any]]]:
@@ -144,66 +145,6 @@ def _height(lines: Sequence[tuple[float, float, list]]) -> float:
     return top + tall
 
 
-def visible(line: Sequence[Any], start: float, scale: float) -> list[Bar]:
-    """Return the bars of a line in the window that begins at `start`, in s.
-
-    `scale` is in pixels per second. Every bar is at least a pixel wide; several short
-    events of one kind in the same pixel are one bar.
-    """
-    bars: list[Bar] = []
-    for event in line:
-        left, right = ((t - start) * scale for t in (event.start, event.end))
-        if right < 0 or left > PLOT_W:
-            continue
-        left, right = max(left, 0.0), min(right, PLOT_W)
-        if right - left < 1:
-            left = min(math.floor(left), PLOT_W - 1)
-            right = left + 1
-            if bars and bars[-1][0] == left and bars[-1][2].op == event.op:
-                bars[-1] = (left, right, bars[-1][2], bars[-1][3] + 1)
-                continue
-        bars.append((left, right, event, 1))
-    return bars
-
-
-def _draw(d: Drawing, bar: Bar, y: float, tall: float, numbers: dict[int, int]) -> None:
-    """Draw a bar, and what it is if there is room."""
-    left, right, event, _ = bar
-    wide, color = right - left, rank_color(event.rank)
-    number = numbers.get(id(event))
-    fill = lighter(color) if "backward" in event.op else color
-    if communicates(event):
-        d.rect(left, y, wide, tall, fill="#FFFFFF", stroke=darker(color, 0.3))
-        if wide >= 3:
-            d.hatch(left, y, wide, tall, stroke=darker(color, 0.3))
-        ink = INK
-    elif event.lane == "wait" or event.op == "idle":
-        d.rect(left, y, wide, tall, stroke=PANEL_EDGE, dashed=True)
-        ink = MUTED
-    elif event.lane == "launch":
-        d.rect(left, y, wide, tall, fill=darker(color), stroke="none")
-        ink = text_color(darker(color))
-    else:
-        d.rect(left, y, wide, tall, fill=fill, stroke=darker(fill))
-        ink = text_color(fill)
-    label = _label(event, number, wide)
-    if label and communicates(event):
-        half = 2 + 3.7 * len(label)
-        d.rect(left + wide / 2 - half, y + 1, 2 * half, tall - 2, fill="#FFFFFF",
-               stroke="none")  # fmt: skip
-    if label:
-        d.text(left + wide / 2, y + tall / 2 + 4, label, size=11, fill=ink)
-
-
-def _label(event: Any, number: int | None, wide: float) -> str:
-    """Return the longest name of an event that fits."""
-    says = [event.op]
-    if number is not None:
-        says = [f"{event.op}, bucket {number}", f"bucket {number}", f"{number}"]
-        says = says[1:] if communicates(event) else says  # hatching tells the rest
-    return next((text for text in says if wide > 7.4 * len(text) + 6), "")
-
-
 def _name(d: Drawing, rank: int, y: float) -> None:
     color = rank_color(rank)
     d.block(-NAME_W, y, 56, LANE, f"rank {rank}", fill=color, size=12)
@@ -223,8 +164,7 @@ def _axis(d: Drawing, start: float, width: float, bottom: float) -> None:
 
 
 def _in_words(events: Sequence[Any], first: float, start: float, width: float) -> str:
-    begin, end = first + start / 1e3, first + (start + width) / 1e3
-    seen = [e for e in events if e.end >= begin and e.start <= end]
+    seen = [e for e in events if lies_in(e, first, start, width)]
     what = Counter((e.rank, e.op) for e in seen)
     says = "; ".join(f"rank {r}: {n} × {op}" for (r, op), n in sorted(what.items()))
     return (
