@@ -30,6 +30,7 @@ from ddp_course.launch import (
     parent,
     scratch,
     send_over_link,
+    server,
     spawn,
 )
 
@@ -670,3 +671,13 @@ def test_several_meetings_on_one_port():
 def test_the_stop_button_is_no_ordinary_exception():
     assert not issubclass(RankInterrupted, Exception)
     assert issubclass(RankInterrupted, KeyboardInterrupt)
+
+
+@pytest.mark.skipif(server.METHOD != "forkserver", reason="no fork server here")
+def test_ranks_find_imported_what_their_modules_import():
+    """What many ranks would import, one after the other, the fork server has."""
+
+    def imported():
+        return {"torch._dynamo", "IPython.display", "pytest"} & sys.modules.keys()
+
+    assert len(spawn(imported, world_size=1)[0]) == 3
