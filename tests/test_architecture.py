@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "ddp_course"
 FLOORS = [
     {"launch", "model", "data", "theory", "measure"},
-    {"collectives", "mesh"},
+    {"collectives", "mesh", "parts"},
     {"data_parallel", "zero", "tensor_parallel", "pipeline"},
     {"checkpoint", "train"},
     {"bench", "commands", "cli"},

@@ -6,17 +6,17 @@ Read the modules in this order:
     scatter_gather, moves
                   its tools: cut and join a batch; count what passes replica 0
     gil           why threads lost to processes, measured
-    replicas      what makes the modules of all ranks replicas
     naive         `DistributedDataParallel`, step one and two: after backward
-    buckets       which gradient travels with which: plain data
     ddp           step three: buckets that leave while backward still runs
-    reducer, slots, hooks, timeline
+    reducer, slots
                   its engine: from autograd's hook to the all-reduce
     unused        parameters that get no gradient
     join          ranks with unequal numbers of batches
     sampler       which rank gets which sample
+    recorded      PyTorch's DDP, made to tell what ours tells
     averages      loss, learning rate, gradient norm and seeds over all ranks
 
+`parts` has what it shares with other strategies: replicas, hooks, buckets, timeline.
 Chapters 04 (dp to naive) and 05.
 """
 
@@ -28,7 +28,6 @@ from ddp_course.data_parallel.averages import (
     scaled_lr,
     seed_for,
 )
-from ddp_course.data_parallel.buckets import Bucket, bucket_plan
 from ddp_course.data_parallel.ddp import DistributedDataParallel
 from ddp_course.data_parallel.dp import DataParallel
 from ddp_course.data_parallel.gil import Timing, threads_against_processes
@@ -37,11 +36,12 @@ from ddp_course.data_parallel.naive import (
     FlatDistributedDataParallel,
     NaiveDistributedDataParallel,
 )
-from ddp_course.data_parallel.replicas import ReplicaError
+from ddp_course.data_parallel.recorded import record_pytorch
 from ddp_course.data_parallel.sampler import DistributedSampler, Share, shares
 from ddp_course.data_parallel.scatter_gather import part_sizes
-from ddp_course.data_parallel.timeline import record_pytorch
 from ddp_course.data_parallel.unused import UnusedParametersError
+from ddp_course.parts.buckets import Bucket, bucket_plan
+from ddp_course.parts.replicas import ReplicaError
 
 __all__ = [
     "Average",

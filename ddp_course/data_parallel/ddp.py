@@ -2,12 +2,12 @@
 
 The third step after `naive`'s two, with PyTorch's name and behaviour. Read with it:
 
-    buckets    which gradients travel together
+    buckets    which gradients travel together (`parts`)
     slots      where they lie
     reducer    when they are sent
-    hooks      how autograd tells that they are there
+    hooks      how autograd tells that they are there (`parts`)
     unused     what if some never are
-    replicas   what makes all ranks the same at the beginning
+    replicas   what makes all ranks the same at the beginning (`parts`)
     join       uneven numbers of batches
 
 Explained in chapter 05.
@@ -26,13 +26,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 
 from ddp_course.collectives import communicator, shared_memory
-from ddp_course.data_parallel.buckets import (
-    BUCKET_CAP_MB,
-    FIRST_BUCKET_MB,
-    Bucket,
-    bucket_plan,
-)
-from ddp_course.data_parallel.hooks import on_backward, tensors_in
 from ddp_course.data_parallel.join import (
     ShadowHook,
     common_rank,
@@ -40,13 +33,20 @@ from ddp_course.data_parallel.join import (
     tell_join,
 )
 from ddp_course.data_parallel.reducer import Reducer
-from ddp_course.data_parallel.replicas import (
+from ddp_course.data_parallel.unused import Unused
+from ddp_course.parts.buckets import (
+    BUCKET_CAP_MB,
+    FIRST_BUCKET_MB,
+    Bucket,
+    bucket_plan,
+)
+from ddp_course.parts.hooks import on_backward, tensors_in
+from ddp_course.parts.replicas import (
     broadcast_all,
     check_same,
     form_of,
     problem_with,
 )
-from ddp_course.data_parallel.unused import Unused
 
 
 class DistributedDataParallel(nn.Module, Joinable):

@@ -28,11 +28,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 
-from ddp_course.data_parallel.buckets import Bucket
-from ddp_course.data_parallel.hooks import on_gradient
 from ddp_course.data_parallel.slots import LiveBucket, Slot, allocate
-from ddp_course.data_parallel.timeline import Timeline, span
 from ddp_course.data_parallel.unused import Unused
+from ddp_course.parts.buckets import Bucket
+from ddp_course.parts.hooks import on_gradient
+from ddp_course.parts.timeline import Timeline, span
 
 
 class Reducer:

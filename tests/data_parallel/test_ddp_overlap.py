@@ -13,7 +13,7 @@ from ddp_cases import AfterBackward, Flat, Naive, Ours
 from torch import nn
 
 from ddp_course.collectives import ring
-from ddp_course.data_parallel.timeline import record_pytorch
+from ddp_course.data_parallel.recorded import record_pytorch
 from ddp_course.launch import Link, Links, spawn
 from ddp_course.measure import Event, EventLog, busy, overlap
 
