@@ -9,7 +9,7 @@
                       six ways to all-reduce, each with an `all_reduce` of its own
     choose            the fastest of them for a size: `all_reduce`
     call, agreement   what every call does first: do all ranks mean the same?
-    slices, symmetric, segment, meeting, mapping
+    arena, slices, symmetric, segment, meeting, mapping
                       how ranks share memory: from the algorithm downwards
     communicator, port, patience, stuck, reduction, common, catalog
                       the tools of the above

@@ -1,112 +1,44 @@
-"""All-reduce in shared memory: inside a node no message need be sent at all.
+"""Collectives in shared memory: inside a node no message need be sent at all.
 
-Every rank reduces its own 1/N of the tensor, reading its peers' parts directly, and all
-read the result. A tensor that lies anywhere goes through a *staging* buffer that all
+In `all_reduce`, every rank reduces its own 1/N of the tensor, reading its peers' parts
+directly, and all read the result; `reduce_scatter_single` and `all_gather_single` are
+its two halves. A tensor that lies anywhere goes through a *staging* buffer that all
 ranks can see; one that was made by `empty` lies in shared memory already (NCCL calls
 that a *registered* buffer), and nothing has to be copied in or out.
 
 This is what NCCL does inside a node, with GPUs that read each other's memory over
-NVLink. How it is done here: `slices` and `symmetric`, and below them `segment`.
+NVLink. How it is done here: `arena`, `slices`, `symmetric`, and below them `segment`.
 Explained in chapter 03.
 """
 
 from __future__ import annotations
 
-import math
-
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_course.collectives.agreement import AgreementInMemory
+from ddp_course.collectives.arena import (
+    Place,
+    arena,
+    empty,
+    free,
+    local,
+    peers,
+    place_of,
+)
 from ddp_course.collectives.call import Call, Run
-from ddp_course.collectives.communicator import Communicator, Work, communicator
-from ddp_course.collectives.mapping import PAGE, round_up
-from ddp_course.collectives.meeting import Meeting
+from ddp_course.collectives.communicator import Work, communicator
 from ddp_course.collectives.reduction import ReduceOp
-from ddp_course.collectives.segment import Segment, share
-from ddp_course.collectives.slices import ONE_SHOT, SLOT, Staging, cuts
-from ddp_course.collectives.symmetric import SymmetricMemory
+from ddp_course.collectives.slices import ONE_SHOT, SLOT, cuts
 
-
-class Arena:
-    """What the ranks of one group share: a place to stage tensors, and tensors."""
-
-    def __init__(self, comm: Communicator) -> None:
-        """Make it; called by all ranks of the group. OSError if there is no memory."""
-        notes = round_up(Meeting.nbytes(comm.size), PAGE)
-        nbytes = notes + Staging.nbytes(comm.size)
-        self.segment: Segment = share(nbytes, comm.rank, comm.size, comm.exchange)
-        self.staging = Staging(self.segment, notes)
-        self.memories: list[SymmetricMemory] = []
-        comm.agree.use(Meeting(self.segment))  # from now on they meet here
-
-    def find(self, tensor: Tensor) -> tuple[int, int, SymmetricMemory] | None:
-        """Return where a tensor lies in the ranks' shared memories, if it does."""
-        for number, memory in enumerate(self.memories):
-            offset = memory.find(tensor)
-            if offset is not None:
-                return number, offset, memory
-        return None
-
-
-def arena(comm: Communicator) -> Arena:
-    """Return the arena of a group; the first call is for all its ranks together."""
-    if "arena" not in comm.kept:
-        comm.kept["arena"] = Arena(comm)
-    return comm.kept["arena"]
-
-
-def empty(
-    *shape: int,
-    dtype: torch.dtype = torch.float32,
-    group: dist.ProcessGroup | None = None,
-) -> Tensor:
-    """Return an uninitialised tensor in shared memory; called by all ranks together.
-
-    It can be used like any other; an `all_reduce` of it, or of a contiguous part of it,
-    needs no staging. All ranks give the same shape and type. It takes memory until
-    `free` or the end of the group. Raises CollectiveError; OSError if there is too
-    little memory. Chapter 03.
-    """
-    comm = communicator(group)
-    call = comm.call("shared_memory.empty", shape=list(shape), dtype=dtype)
-    made: list[Tensor] = []
-    if any(not isinstance(length, int) or length < 0 for length in shape):
-        call.refuse(f"shape is {shape}; it must be whole numbers, 0 or more")
-    _local(call)
-
-    def body(run: Run) -> None:
-        nbytes = math.prod(shape) * dtype.itemsize
-        if comm.size == 1:
-            made.append(torch.empty(shape, dtype=dtype))
-            return
-        here = arena(comm)
-        memory = SymmetricMemory(here.segment, nbytes, comm.exchange)
-        here.memories.append(memory)
-        made.append(memory.own.view(dtype).view(shape))
-
-    call.start(body)
-    return made[0]
-
-
-def free(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Let go of the memory of `tensor`, made by `empty`; called by all ranks.
-
-    It is given back when the tensor itself is gone, too. Raises CollectiveError.
-    """
-    comm = communicator(group)
-    call = comm.call("shared_memory.free")
-    place = _place(call, tensor)
-    if place is None and comm.size > 1:
-        call.refuse("the tensor does not lie in this group's shared memory")
-
-    def body(run: Run) -> None:
-        if place is not None:
-            memories = arena(comm).memories
-            memories[:] = [m for m in memories if m is not place[2]]
-
-    call.start(body)
+__all__ = [
+    "all_gather_single",
+    "all_reduce",
+    "empty",
+    "free",
+    "peers",
+    "reduce_scatter_single",
+    "volumes",
+]
 
 
 def all_reduce(
@@ -125,8 +57,8 @@ def all_reduce(
     call = comm.call("shared_memory.all_reduce")
     call.tensor("tensor", tensor)
     call.reduction(op, tensor)
-    _local(call, tensor)
-    place = _place(call, tensor)
+    local(call, tensor)
+    place = place_of(call, tensor)
 
     def body(run: Run) -> None:
         if comm.size == 1:
@@ -137,43 +69,93 @@ def all_reduce(
             arena(comm).staging.all_reduce(tensor, run.op, run.agree)
         else:
             place[2].all_reduce(tensor, run.op, run.agree)
-        _count(run, tensor, place is not None)
+        if run.meters:
+            size, item, registered = comm.size, tensor.element_size(), place is not None
+            _count(run, volumes(tensor.numel(), item, size, comm.rank, registered))
 
     return call.start(body, async_op, agreed_by_body=True)
 
 
-def _local(call: Call, tensor: object = None) -> None:
-    """Check that the group's ranks, and the tensor, are where memory can be shared."""
-    comm = call.comm
-    if len(comm.nodes) > 1:
-        nodes = [[comm.ranks[index] for index in node] for node in comm.nodes]
-        call.refuse(f"memory is shared inside a node; the group has ranks on {nodes}")
-    elif comm.size > 1 and not isinstance(comm.agree, AgreementInMemory):
-        call.refuse("this machine lets these ranks share no memory (memfd, /proc)")
-    if isinstance(tensor, Tensor) and tensor.device.type != "cpu":
-        call.refuse(f"tensor is on {tensor.device}; it must be on the CPU")
+def reduce_scatter_single(
+    output: Tensor,
+    input: Tensor,
+    op: dist.ReduceOp.RedOpType = ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Combine all ranks' `input`; the r-th rank gets the r-th part, in `output`.
+
+    As `shards.reduce_scatter_single`, on one machine: without staging if `input` lies
+    in memory made by `empty`, at the same place on all ranks. `output` may be this
+    rank's own part of `input`, whose other parts stay as they are. Raises
+    CollectiveError. Chapters 03 and 07.
+    """
+    comm = communicator(group)
+    call = comm.call("shared_memory.reduce_scatter_single")
+    call.tensor("output", output)
+    call.times("input", input, comm.size, "output", output)
+    call.reduction(op, output)
+    place = place_of(call, input)
+    return _shards(call, place, output, input, async_op)
 
 
-def _place(call: Call, tensor: object) -> tuple[int, int, SymmetricMemory] | None:
-    """Find a tensor in shared memory; all ranks' must be at the same place."""
-    if "arena" not in call.comm.kept or call.problem or not isinstance(tensor, Tensor):
-        return None
-    place = call.comm.kept["arena"].find(tensor) if tensor.numel() else None
-    if place is not None:
-        call.words.append(f"in shared memory {place[0]} at byte {place[1]}")
-    return place
+def all_gather_single(
+    output: Tensor,
+    input: Tensor,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Put the inputs of all ranks one after the other into `output` of every rank.
+
+    As `shards.all_gather_single`, on one machine: without staging if `input` lies in
+    memory made by `empty`, at the same place on all ranks; or if `output` does, and
+    `input` is this rank's own part of it. Raises CollectiveError. Chapters 03 and 08.
+    """
+    comm = communicator(group)
+    call = comm.call("shared_memory.all_gather_single")
+    call.tensor("input", input)
+    call.times("output", output, comm.size, "input", input)
+    place = None
+    if not call.problem:
+        own = output.view(comm.size, -1)[comm.rank] if output.numel() else input
+        whole = own.data_ptr() == input.data_ptr()
+        place = place_of(call, output if whole else input)
+    return _shards(call, place, output, input, async_op)
 
 
-def _count(run: Run, tensor: Tensor, registered: bool) -> None:
+def _shards(
+    call: Call, place: Place | None, output: Tensor, input: Tensor, async_op: bool
+) -> Work | None:
+    """Do a collective in which every rank reads one shard of each other's memory."""
+    comm, gathers = call.comm, "all_gather" in call.name
+    for tensor in (output, input):
+        local(call, tensor)
+
+    def body(run: Run) -> None:
+        if comm.size == 1:
+            run.agree()
+            if output.data_ptr() != input.data_ptr():
+                output.view(-1).copy_(input.view(-1))
+            return
+        if place is None and "arena" not in comm.kept:
+            run.agree()
+        memory = arena(comm).staging if place is None else place[2]
+        if gathers:
+            memory.all_gather(output.view(-1), input.view(-1), run.agree)
+        else:
+            memory.reduce_scatter(output.view(-1), input.view(-1), run.op, run.agree)
+        _count(run, [(input if gathers else output).nbytes] * comm.size)
+
+    return call.start(body, async_op, agreed_by_body=True)
+
+
+def _count(run: Run, per_peer: list[int]) -> None:
     """Tell the byte meters what went from rank to rank, though not as a message.
 
     Sent is what others read of this rank's memory, and what it writes into theirs.
     """
     me, ranks = run.comm.rank, run.comm.ranks
     for meter in run.meters:
-        per_peer = volumes(
-            tensor.numel(), tensor.element_size(), len(ranks), me, registered
-        )
         for peer, rank in enumerate(ranks):
             if peer != me:
                 meter.count_sent(rank, per_peer[peer])

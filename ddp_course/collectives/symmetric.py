@@ -101,6 +101,14 @@ class SymmetricMemory:
                 chunks[q % size].copy_(sources[q % size])
             segment.barrier()
 
+    def peers(self, tensor: Tensor) -> list[Tensor]:
+        """Return every rank's tensor at the place of a contiguous `tensor` in here."""
+        start = self._place(tensor)
+        return [
+            memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for memory in self._all
+        ]
+
     def _place(self, tensor: Tensor) -> int:
         offset = self.find(tensor) if tensor.numel() else 0
         if offset is None:

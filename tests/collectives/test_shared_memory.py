@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ddp_course.collectives import ring, shared_memory
 from ddp_course.collectives.shared_memory import volumes
 from ddp_course.launch import spawn
+from ddp_course.measure import ByteMeter
 
 
 def registered() -> list[bool]:
@@ -46,6 +47,94 @@ def test_registered_tensors_and_their_parts(n):
         assert spawn(registered, world_size=1, output="none") == [[True] * 6]
     else:
         assert spawn(registered, world_size=n, output="none") == [[True] * 6] * n
+
+
+def shards(numel: int) -> list[bool]:
+    """On every rank: both halves of an all-reduce, in all the places they can lie."""
+    me, n = dist.get_rank(), dist.get_world_size()
+    full = shared_memory.empty(n * numel)
+    shard = shared_memory.empty(numel, dtype=torch.float64)
+    mine = slice(me * numel, (me + 1) * numel)
+    numbers = torch.arange(n * numel, dtype=torch.float32)
+    sums = (n * numbers + sum(range(n)))[mine]
+    right = []
+    for into in (torch.empty(numel), full[mine]):  # elsewhere, and in place
+        full.copy_(numbers + me)
+        with ByteMeter() as meter:
+            shared_memory.reduce_scatter_single(into, full)
+        right.append(
+            torch.equal(into, sums) and meter.total_sent == (n - 1) * into.nbytes
+        )
+    untouched = torch.ones_like(full, dtype=torch.bool)
+    untouched[mine] = False
+    right.append(torch.equal(full[untouched], (numbers + me)[untouched]))
+    staged = numbers + me
+    shared_memory.reduce_scatter_single(staged[mine], staged, dist.ReduceOp.AVG)
+    right.append(torch.equal(staged[mine], sums / n))
+    full[mine] = numbers[mine]
+    with ByteMeter() as meter:
+        shared_memory.all_gather_single(full, full[mine])  # in place
+    right.append(
+        torch.equal(full, numbers) and meter.total_sent == full[mine].nbytes * (n - 1)
+    )
+    shard.copy_(numbers[mine])
+    for source in (shard, shard.clone()):  # registered, and staged
+        result = torch.empty(n, numel, dtype=torch.float64)
+        work = shared_memory.all_gather_single(result, source, async_op=True)
+        work.wait()
+        right.append(torch.equal(result.view(-1), numbers.double()))
+    peers = shared_memory.peers(shard[1:])
+    shared_memory.all_reduce(torch.ones(1))  # nobody writes before all have looked
+    right += [torch.equal(p, numbers[r * numel + 1 : (r + 1) * numel].double())
+              for r, p in enumerate(peers)]  # fmt: skip
+    return right
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_reduce_scatter_and_all_gather(n):
+    told = spawn(shards, 70_001, world_size=n, output="none")
+    assert told == [[True] * (7 + n)] * n
+
+
+def refused_shards() -> list[str]:
+    """On every rank: what is asked for cannot be done."""
+    odd, x = dist.get_rank() == 1, shared_memory.empty(8)
+    told = []
+    for wrong in (
+        lambda: shared_memory.reduce_scatter_single(torch.ones(3), x),
+        lambda: shared_memory.all_gather_single(x, torch.ones(3)),
+        lambda: shared_memory.all_gather_single(torch.ones(8), x[4:] if odd else x[:4]),
+        lambda: shared_memory.reduce_scatter_single(
+            torch.ones(4), torch.ones(8) if odd else x
+        ),
+        lambda: shared_memory.peers(torch.ones(8)),
+        lambda: shared_memory.all_gather_single(torch.ones(2), None),
+    ):
+        try:
+            wrong()
+        except ValueError as error:
+            told.append(str(error))
+        else:
+            told.append("")
+    return told
+
+
+def test_what_cannot_be_done_is_told():
+    told = spawn(refused_shards, world_size=2, output="none")
+    assert told[0] == told[1]
+    for text, wanted in zip(
+        told[0],
+        (
+            "input is torch.float32 with 8 elements; it must be torch.float32 with 6",
+            "output is torch.float32 with 8 elements",
+            "in shared memory 0 at byte 16",
+            "rank 0: shared_memory.reduce_scatter_single",
+            "does not lie, contiguous, in memory that this group shares",
+            "input is a NoneType, not a tensor",
+        ),
+        strict=True,
+    ):
+        assert wanted in text
 
 
 def one_is_elsewhere() -> str:
