@@ -169,11 +169,15 @@ def test_memory_ends_at_the_node():
     }
 
 
-def end_in(way: str) -> int:
+def end_in(way: str, notes: Path) -> None:
     """On every rank: use shared memory of all kinds, and end in some way."""
     x, y = torch.ones(2_000_000), shared_memory.empty(2_000_000).fill_(1)
     shared_memory.all_reduce(x)
     shared_memory.all_reduce(y)
+    mine = memories(os.getpid())
+    assert still_there(mine)  # so it would be seen
+    (notes / f"{dist.get_rank()}").write_text(" ".join(mine))
+    shared_memory.all_reduce(x)  # all have noted theirs
     if way == "exception" and dist.get_rank() == 1:
         raise ValueError("on purpose")
     if way.startswith("kill") and dist.get_rank() == int(way[-1]):
@@ -181,29 +185,37 @@ def end_in(way: str) -> int:
     if way != "success":
         for _ in range(100_000):
             shared_memory.all_reduce(x)
-    return os.getpid()
 
 
-def segments() -> int:
-    """Count the memories of our making that some process of this machine still has."""
-    count = 0
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            count += "memfd:ddp-course-" in maps.read_text()
-        except (OSError, UnicodeDecodeError):
-            continue
-    return count
+def memories(pid: int) -> set[str]:
+    """Return the inodes of the memories of our making that a process has."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except (OSError, UnicodeDecodeError):
+        return set()
+    return {line.split()[4] for line in lines if "memfd:ddp-course-" in line}
+
+
+def still_there(inodes: set[str]) -> bool:
+    """Tell whether any process of this machine has one of these memories."""
+    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    return any(inodes & memories(pid) for pid in pids)
 
 
 @pytest.mark.parametrize("way", ["success", "exception", "kill 0", "kill 1", "kill 2"])
-def test_nothing_is_left_however_it_ends(way, no_leftovers):
-    before = segments()
-    reports = spawn(end_in, way, world_size=3, output="none", check=False, timeout=30)
+def test_nothing_is_left_however_it_ends(way, no_leftovers, tmp_path_factory):
+    notes = tmp_path_factory.mktemp("notes")
+    reports = spawn(
+        end_in, way, notes, world_size=3, output="none", check=False, timeout=30
+    )
     assert [r.status == "ok" for r in reports] == [way == "success"] * 3
+    inodes = [set((notes / f"{rank}").read_text().split()) for rank in range(3)]
+    assert len(inodes[0]) >= 2  # the arena, and the tensor
+    assert inodes[0] == inodes[1] == inodes[2]
     deadline = time.monotonic() + 5
-    while segments() > before and time.monotonic() < deadline:
+    while still_there(inodes[0]) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert segments() <= before
+    assert not still_there(inodes[0])
 
 
 def test_volumes():
