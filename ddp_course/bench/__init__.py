@@ -3,6 +3,7 @@
     others          how much of the machine other programs took meanwhile
     rows            what a bench returns, and how two things are measured fairly
     all_reduce      every all-reduce of the course beside gloo's
+    steps           training steps side by side
     ddp             a training step under our DDP beside PyTorch's
     launch          `spawn` beside `torch.multiprocessing.spawn`
     launch_process  one of the two, in a process of its own

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_course.bench import ddp
+from ddp_course.bench import ddp, steps
 from ddp_course.launch import spawn
 
 
@@ -12,7 +12,9 @@ def test_rows_compare_the_slowest_ranks_and_pair_the_turns():
     base = {name: [4.0, 2.0, 2.0] for name in ddp.VARIANTS}
     slow = base | {"gloo": [8.0, 3.0, 1.0]}
     calm = [(1.0, 2.0, 1.0)] * 3  # own, busy, wall: the machine is ours
-    rows = list(ddp.rows_of(2, "1m", 128, [(base, calm), (slow, calm)]))
+    rows = list(
+        steps.rows_of("ddp", ddp.COMPARED, 2, "1m", 128, [(base, calm), (slow, calm)])
+    )
     assert len(rows) == sum(map(len, ddp.COMPARED.values()))
     ours = next(r for r in rows if (r["variant"], r["beside"]) == ("gloo", "default"))
     # The slowest rank of each turn: 8, 3 and 2 s beside 4, 2 and 2.
@@ -20,8 +22,8 @@ def test_rows_compare_the_slowest_ranks_and_pair_the_turns():
     assert (ours["ranks"], ours["tokens"], ours["turns"]) == (2, 128, 3)
 
 
-def measured() -> ddp.Times:
-    return ddp.measure(ddp.TINY, 32, 2)[0]
+def measured() -> steps.Times:
+    return ddp.measure(steps.TINY, 32, 2)[0]
 
 
 def test_all_variants_are_measured_on_every_rank():
@@ -35,8 +37,8 @@ def losses() -> list[bytes]:
     ends = []
     for name, wrap in ddp.VARIANTS.items():
         models = []
-        step = ddp.step_of(
-            lambda m, w=wrap, ms=models: ms.append(m) or w(m), ddp.TINY, 32
+        step = steps.step_of(
+            lambda m, w=wrap, ms=models: ms.append(m) or w(m), steps.TINY, 32
         )
         for _ in range(3):
             step()
