@@ -16,14 +16,23 @@ import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 FORMAT = 1
 WRITING = ".being-written-"  # how the names of unfinished files begin
+
+
+class HasState(Protocol):
+    """What a module and an optimizer have in common. Called by all ranks together."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what there is to be kept; on rank 0 all of it."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
+        """Go on from it."""
 
 
 class CheckpointError(RuntimeError):
@@ -45,7 +54,9 @@ class Checkpoints:
     Args:
         folder: made if it is not there; None writes nothing and reads nothing.
         every: steps from one checkpoint to the next.
-        model: the plain module whose parameters `optimizer` changes.
+        model: the plain module whose parameters `optimizer` changes; or, if they are
+            sharded, anything with a `state_dict` that is whole on rank 0.
+        optimizer: the same for its states.
         settings: what must be the same for a run to be the same: plain values by name.
         keep: how many of the newest stay.
 
@@ -56,8 +67,8 @@ class Checkpoints:
         self,
         folder: str | Path | None,
         every: int,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        model: HasState,
+        optimizer: HasState,
         settings: Mapping[str, Any],
         keep: int = 2,
     ) -> None:
@@ -105,14 +116,17 @@ class Checkpoints:
         gone, as after any failure.
         """
         due = last or len(losses) % self.every == 0
-        if self.folder is None or not due or _rank() != 0:
+        if self.folder is None or not due:
+            return
+        model, optimizer = self.model.state_dict(), self.optimizer.state_dict()
+        if _rank() != 0:
             return
         state = {
             "format": FORMAT,
             "settings": self.settings,
             "losses": losses,
-            "model": on_cpu(self.model.state_dict()),
-            "optimizer": on_cpu(self.optimizer.state_dict()),
+            "model": on_cpu(model),
+            "optimizer": on_cpu(optimizer),
         }
         try:
             write_whole(state, self.folder / f"step-{len(losses):08d}.pt")
