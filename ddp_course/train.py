@@ -5,12 +5,13 @@
     torchrun --nproc-per-node 4 -m ddp_course.train          four, also on many machines
     ddp-course train --ranks 4                               four, on this machine
 
-Every rank has the whole model and a part of every batch; the ranks average their
-gradients before each step (chapter 00). Rows are shared equally and the loss is a mean,
-so the mean of the ranks' gradients is the gradient of the whole batch.
+Every rank has a part of every batch, and the ranks average their gradients before each
+step (chapter 00). Rows are shared equally and the loss is a mean, so the mean of the
+ranks' gradients is the gradient of the whole batch.
 
-How they average is the strategy: `STRATEGIES` names them, and `parallelize` is the only
-place of the course where strategies meet.
+How they average, and what of the model each of them keeps, is the strategy:
+`STRATEGIES` names them. `parallelize` and `optimizer_for` are the only places of the
+course where strategies meet.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -38,6 +40,8 @@ from ddp_course.data_parallel import (
 )
 from ddp_course.launch import device
 from ddp_course.model import GPTConfig, build_gpt
+from ddp_course.zero import ShardedGradientOptimizer, ZeroRedundancyOptimizer
+from ddp_course.zero.stage3 import FullyShardedDataParallel
 
 STRATEGIES = MappingProxyType(
     {
@@ -48,6 +52,9 @@ STRATEGIES = MappingProxyType(
         "ddp": "all-reduces of buckets, while backward runs",
         "ddp-shared": "the same, with buckets in memory that all ranks see",
         "pytorch": "PyTorch's DistributedDataParallel",
+        "zero1": "optimizer states are sharded",
+        "zero2": "and gradients",
+        "zero3": "and parameters: fully sharded data parallelism",
     }
 )
 
@@ -100,10 +107,11 @@ def train(
     corpus = load_corpus()
     model = build_gpt(preset, seed).to(my_device)  # the same weights on every rank
     parallel = parallelize(model, strategy, replicas)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    optimizer = optimizer_for(parallel, strategy, lr)
+    whole_model, whole_optimizer = whole(model, parallel, optimizer)
     settings = {"batch_size": batch_size, "lr": lr, "seed": seed}
     settings |= asdict(model.config)
-    checkpoints = Checkpoints(checkpoint, every, model, optimizer, settings)
+    checkpoints = Checkpoints(checkpoint, every, whole_model, whole_optimizer, settings)
     losses = checkpoints.load(steps)  # of the steps that are done
     resumed_at = len(losses)
     start = time.perf_counter()
@@ -122,7 +130,7 @@ def train(
         if on_step is not None and rank == 0:
             on_step(step + 1, losses[-1])
     seconds = time.perf_counter() - start
-    state = {name: value.cpu() for name, value in model.state_dict().items()}
+    state = {name: value.cpu() for name, value in whole_model.state_dict().items()}
     kept = state if keep_state else None
     return History(losses, checksum(state), seconds, world_size, resumed_at, kept)
 
@@ -136,7 +144,7 @@ def parallelize(model: nn.Module, strategy: str, replicas: int = 4) -> nn.Module
     if strategy == "dp":
         on_gpus = next(model.parameters()).is_cuda
         return DataParallel(model, range(replicas) if on_gpus else ["cpu"] * replicas)
-    if strategy == "average" or not dist.is_initialized():
+    if strategy in ("average", "zero1", "zero2") or not dist.is_initialized():
         return model
     if strategy == "naive":
         return NaiveDistributedDataParallel(model)
@@ -144,9 +152,65 @@ def parallelize(model: nn.Module, strategy: str, replicas: int = 4) -> nn.Module
         return FlatDistributedDataParallel(model)
     if strategy == "pytorch":
         return nn.parallel.DistributedDataParallel(model)
+    if strategy == "zero3":
+        return FullyShardedDataParallel(model)
     return DistributedDataParallel(
         model, buckets_in_shared_memory=strategy == "ddp-shared"
     )
+
+
+def optimizer_for(
+    parallel: nn.Module, strategy: str, lr: float
+) -> torch.optim.Optimizer:
+    """Return the AdamW that trains what `parallelize` returned.
+
+    In stages 1 and 2 of ZeRO it is the optimizer that shards, and averages; in stage 3
+    a plain one is given nothing but this rank's shards.
+    """
+    if strategy == "zero1" and dist.is_initialized():
+        return ZeroRedundancyOptimizer(parallel.parameters(), torch.optim.AdamW, lr=lr)
+    if strategy == "zero2" and dist.is_initialized():
+        return ShardedGradientOptimizer(parallel.parameters(), torch.optim.AdamW, lr=lr)
+    return torch.optim.AdamW(parallel.parameters(), lr=lr)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The states of something sharded, as one process would have them.
+
+    Both functions are called by all ranks; what the first returns is whole on rank 0.
+    """
+
+    state_dict: Callable[[], dict]
+    load_state_dict: Callable[[dict], None]
+
+
+def whole(
+    model: nn.Module, parallel: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[nn.Module | Whole, torch.optim.Optimizer | Whole]:
+    """Return what has the whole states of a model and of its optimizer.
+
+    They have the names and shapes of the plain ones, so that a run can go on with
+    another strategy, or another number of ranks.
+    """
+    if isinstance(parallel, FullyShardedDataParallel):
+        return (
+            Whole(parallel.full_state_dict, parallel.load_full_state_dict),
+            Whole(
+                partial(parallel.full_optimizer_state_dict, optimizer, rank0_only=True),
+                partial(parallel.load_full_optimizer_state_dict, optimizer),
+            ),
+        )
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        consolidated = partial(_consolidated, optimizer)
+        return model, Whole(consolidated, optimizer.load_state_dict)
+    return model, optimizer
+
+
+def _consolidated(optimizer: ZeroRedundancyOptimizer) -> dict:
+    """Return all ranks' states on rank 0."""
+    optimizer.consolidate_state_dict(to=0)
+    return optimizer.state_dict() if dist.get_rank() == 0 else {}
 
 
 def check(

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 
 from ddp_course import checkpoint as module
+from ddp_course import train as train_module
 from ddp_course.checkpoint import CheckpointError, Checkpoints, write_whole
 from ddp_course.launch import RankError, spawn
 from ddp_course.model import GPTConfig
-from ddp_course.train import STRATEGIES, History, train
+from ddp_course.train import STRATEGIES, History, largest_difference, train
 
 SMALL = GPTConfig(block_size=16, n_layer=1, n_head=2, d_model=8)
 ROWS = 12
@@ -285,6 +286,44 @@ def test_another_number_of_ranks_goes_on_within_rounding(tmp_path):
     last = train(6, **CURVE, checkpoint=tmp_path)
     assert last.resumed_at == 4
     assert last.losses == pytest.approx(whole.losses, abs=1e-5)
+
+
+def test_sharded_states_are_saved_whole_for_whoever_goes_on(tmp_path):
+    whole = train(6, **CURVE, keep_state=True)
+    run = (("zero3", 4), ("zero1", 3), ("zero2", 2), ("ddp", 3), ("zero3", 2))
+    for steps, (strategy, ranks) in enumerate(run, start=1):
+
+        def part(strategy=strategy, steps=steps):
+            return train(steps, **CURVE, strategy=strategy, checkpoint=tmp_path)
+
+        spawn(part, world_size=ranks, output="none", timeout=60)
+    last = train(6, **CURVE, checkpoint=tmp_path, keep_state=True)
+    assert last.resumed_at == 5
+    assert last.losses == pytest.approx(whole.losses, abs=1e-5)
+    assert largest_difference(last.state, whole.state) < 1e-5
+
+
+def only_half(optimizer):
+    """The plant: states of which other ranks' parts are missing."""
+    optimizer.consolidate_state_dict(to=0)
+    if dist.get_rank():
+        return {}
+    state = optimizer.state_dict()
+    for one in state["state"].values():
+        for name in ("exp_avg", "exp_avg_sq"):
+            one[name].view(-1)[one[name].numel() // 2 :] = 0
+    return state
+
+
+def test_a_checkpoint_of_one_ranks_states_is_caught(tmp_path):
+    def planted():
+        train_module._consolidated = only_half
+        train(3, **CURVE, strategy="zero1", checkpoint=tmp_path)
+
+    whole = train(6, **CURVE, keep_state=True)
+    spawn(planted, world_size=2, output="none", timeout=60)
+    last = train(6, **CURVE, checkpoint=tmp_path, keep_state=True)
+    assert largest_difference(last.state, whole.state) > 1e-5
 
 
 def test_all_ranks_say_what_is_wrong_with_a_checkpoint(tmp_path):

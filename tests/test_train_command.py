@@ -20,7 +20,9 @@ def typed(words: str, capfd) -> tuple[int, list[str], str]:
 
 def test_one_process_or_many_the_same_curve_goes_to_the_file(tmp_path, capfd):
     curves = {}
-    for ranks, strategy in ((1, "ddp"), (2, "ddp"), (2, "ddp-shared"), (1, "dp")):
+    runs = [(1, "ddp"), (1, "dp"), (1, "zero3")]
+    runs += [(2, s) for s in ("ddp", "ddp-shared", "zero1", "zero2", "zero3")]
+    for ranks, strategy in runs:
         file = tmp_path / f"{strategy}{ranks}.json"
         code, lines, err = typed(
             f"--ranks {ranks} --strategy {strategy} --steps 3 --json {file}", capfd

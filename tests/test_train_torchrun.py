@@ -25,7 +25,7 @@ from ddp_course.train import History, train
 pytestmark = [pytest.mark.endurance, pytest.mark.timeout(300)]
 
 STEPS, EVERY = 26, 2
-SETTINGS = ("--strategy", "ddp", "--batch-size", "4", "--every", str(EVERY))
+SETTINGS = ("--batch-size", "4", "--every", str(EVERY), "--strategy", "ddp")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--monitor-interval=0.1")
 
 
@@ -76,10 +76,12 @@ def wait_for(condition, run: subprocess.Popen, seconds: float = 120) -> None:
         time.sleep(0.01)
 
 
-def uninterrupted(world_size: int, steps: int = STEPS) -> History:
+def uninterrupted(
+    world_size: int, steps: int = STEPS, strategy: str = "ddp"
+) -> History:
     """The same training, in one go, by `spawn`."""
     return spawn(
-        lambda: train(steps, batch_size=4, strategy="ddp"), world_size=world_size
+        lambda: train(steps, batch_size=4, strategy=strategy), world_size=world_size
     )[0]
 
 
@@ -105,6 +107,22 @@ def test_ten_ranks_killed_in_a_row_and_the_curve_is_the_same_bit_for_bit(tmp_pat
     assert json.loads(file.read_text())["resumed_at"] >= 10 * EVERY
     assert "by an earlier run" in out.splitlines()[-1]
     assert not same_curve(file, uninterrupted(2, STEPS - 1))
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_shards_survive_a_killed_rank(strategy, tmp_path):
+    folder, file = tmp_path / "checkpoints", tmp_path / "curve.json"
+    with torchrun(
+        "--nproc-per-node=2", "--max-restarts=1", "-m", "ddp_course.train",
+        *SETTINGS, "--strategy", strategy, "--steps=8", f"--checkpoint={folder}",
+        f"--json={file}",
+    ) as run:  # fmt: skip
+        wait_for(lambda: newest(folder) > 0, run)
+        os.kill(ranks_of(run)[1], signal.SIGKILL)
+        _, err = run.communicate(timeout=120)
+    assert run.returncode == 0, err[-3000:]
+    assert json.loads(file.read_text())["resumed_at"] >= EVERY
+    assert same_curve(file, uninterrupted(2, 8, strategy))
 
 
 def test_two_machines_train_together_and_survive(tmp_path):

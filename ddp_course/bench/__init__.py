@@ -5,6 +5,7 @@
     all_reduce      every all-reduce of the course beside gloo's
     steps           training steps side by side
     ddp             a training step under our DDP beside PyTorch's
+    zero            a training step under our ZeRO and FSDP beside PyTorch's
     launch          `spawn` beside `torch.multiprocessing.spawn`
     launch_process  one of the two, in a process of its own
 
@@ -21,7 +22,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ddp_course.bench import all_reduce, ddp, launch
+from ddp_course.bench import all_reduce, ddp, launch, zero
 from ddp_course.bench.rows import Row, table
 from ddp_course.commands import CommandError
 
@@ -29,6 +30,7 @@ BENCHES: dict[str, Callable[[bool], Iterator[Row]]] = {
     "launch": launch.bench,
     "all-reduce": all_reduce.bench,
     "ddp": ddp.bench,
+    "zero": zero.bench,
 }
 
 

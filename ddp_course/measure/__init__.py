@@ -7,6 +7,9 @@ Read the modules in this order:
     blocks      which meters and logs are open now
     pytorch     which collectives PyTorch calls, and how large they are
     system      what the operating system saw this process write
+    storages    the memory that tensors look at, and labels on it
+    memory      which bytes are kept now, by kind
+    memory_log  which bytes are kept when, by kind: in `account`, told by `allocations`
 """
 
 from ddp_course.measure.events import (
@@ -18,6 +21,8 @@ from ddp_course.measure.events import (
     overlap,
     save_trace,
 )
+from ddp_course.measure.memory import Ledger, resident
+from ddp_course.measure.memory_log import MemoryLog, Moment
 from ddp_course.measure.meter import (
     ByteMeter,
     Bytes,
@@ -26,21 +31,28 @@ from ddp_course.measure.meter import (
     unmatched,
 )
 from ddp_course.measure.pytorch import Call, TorchCollectives
+from ddp_course.measure.storages import KINDS, label
 from ddp_course.measure.system import SystemBytes
 
 __all__ = [
+    "KINDS",
     "ByteMeter",
     "Bytes",
     "Call",
     "Event",
     "EventLog",
+    "Ledger",
+    "MemoryLog",
+    "Moment",
     "SystemBytes",
     "TorchCollectives",
     "active_logs",
     "active_meters",
     "busy",
     "chrome_trace",
+    "label",
     "overlap",
+    "resident",
     "save_trace",
     "table",
     "unmatched",

@@ -1,0 +1,143 @@
+"""How a memory log hears of what happens: from operations, resizes and hooks.
+
+Explained in chapter 06.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ddp_course.measure.memory import tensors_of
+from ddp_course.measure.storages import open_logs, plain
+
+
+class Listener(Protocol):
+    """What is told: a memory log."""
+
+    def operated(self, name: str, inputs: Tensors, outputs: Tensors) -> None:
+        """An operation has returned."""
+
+    def accumulated(self, parameter: Tensor) -> None:
+        """A parameter has got its gradient."""
+
+    def forward(self, begins: bool) -> None:
+        """The forward of a watched module begins or ends."""
+
+    def look(self) -> None:
+        """A step of an optimizer begins or ends: there are gradients, and states."""
+
+
+class Tensors:
+    """The tensors in the arguments or results of an operation, asked for when needed.
+
+    Most operations return views or what they were given: then nobody asks.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        self.tree = tree
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for leaf in pytree.tree_leaves(self.tree):
+            if isinstance(leaf, Tensor):
+                yield from plain(leaf)
+
+
+class Operations(TorchDispatchMode):
+    """Within its block, tells a listener of every operation of the calling thread."""
+
+    def __init__(self, listener: Listener) -> None:
+        super().__init__()
+        self.listener = listener
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation, and tell what went in and what came out."""
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            # A DTensor or another wrapper: let it come back with what it is made of.
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        # What torch.tensor and such have just made goes into this one operation.
+        made = func is torch.ops.aten.lift_fresh.default
+        given = () if made else (args, kwargs)
+        self.listener.operated(str(func), Tensors(given), Tensors(result))
+        return result
+
+
+# ---- resizes -----------------------------------------------------------------------
+
+_lock = threading.Lock()
+_watchers = 0
+
+
+@contextmanager
+def watched_resizes() -> Iterator[None]:
+    """Within this block, tell all open logs of every `UntypedStorage.resize_`.
+
+    It is no operation that a dispatch mode could see.
+    """
+    global _watchers
+    with _lock:
+        _watchers += 1
+        if _watchers == 1:
+            torch.UntypedStorage.resize_ = _resize_and_tell
+    try:
+        yield
+    finally:
+        with _lock:
+            _watchers -= 1
+            if not _watchers:
+                del torch.UntypedStorage.resize_  # that of its base class is back
+
+
+def _resize_and_tell(storage: torch.UntypedStorage, nbytes: int) -> Any:
+    result = torch._C.StorageBase.resize_(storage, nbytes)
+    for log in open_logs.now:
+        log.resized(storage)
+    return result
+
+
+# ---- hooks -------------------------------------------------------------------------
+
+
+@contextmanager
+def hooks(listener: Listener, watched: Iterable[Any]) -> Iterator[None]:
+    """Within this block, tell a listener of forwards, gradients and optimizer steps."""
+
+    def looks(*_: Any) -> None:
+        listener.look()
+
+    handles = [
+        register_optimizer_step_pre_hook(looks),
+        register_optimizer_step_post_hook(looks),
+    ]
+    watched = list(watched)
+    for module in (one for one in watched if isinstance(one, nn.Module)):
+        handles += [
+            module.register_forward_pre_hook(lambda *_: listener.forward(True)),
+            module.register_forward_hook(
+                lambda *_: listener.forward(False), always_call=True
+            ),
+        ]
+    for tensor in {id(t): t for t, _ in tensors_of(watched)}.values():
+        if tensor.requires_grad and tensor.is_leaf:
+            handles.append(
+                tensor.register_post_accumulate_grad_hook(listener.accumulated)
+            )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,160 @@
+"""Which bytes a rank keeps, by kind: a ledger, counted now and exact.
+
+    resident(model, optimizer)
+
+Counted are *storages*: the memory that tensors look at. A storage counts once, with all
+its bytes, however many tensors look at how little of it; it lives as long as the last
+of them. Nothing here measures the process (`RSS` is mostly PyTorch itself) or asks an
+allocator, so the same model gives the same number everywhere.
+
+Of memory that several processes share (`collectives.shared_memory.empty`), one mapping
+holds the parts of all ranks. There only the bytes count that a labelled tensor, a
+parameter, a gradient or a state looks at: they are this rank's part.
+
+What no count of storages sees: what an operation needs while it runs, what an allocator
+keeps for later or loses to fragments, what gloo and NCCL hold for themselves, and
+memory in which no tensor lies. `memory_log` follows the same ledger through a step.
+Explained in chapter 06.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ddp_course.measure.storages import (
+    KINDS,
+    Part,
+    check_kind,
+    is_mapping,
+    labels,
+    plain,
+    span_of,
+    uncovered,
+)
+
+
+class Ledger(Mapping[str, int]):
+    """Bytes by kind: a mapping with all of `KINDS`, in their order; prints as a table.
+
+    Two ledgers are equal if all their numbers are; so are a ledger and a dict. Raises
+    ValueError for a kind that is none, and for fewer than 0 bytes. Chapter 06.
+    """
+
+    def __init__(self, counts: Mapping[str, int] | None = None) -> None:
+        counts = {} if counts is None else counts
+        for kind, nbytes in counts.items():
+            check_kind(kind)
+            if nbytes < 0:
+                raise ValueError(f"{kind}: {nbytes} bytes; it must be 0 or more")
+        self._bytes = {kind: counts.get(kind, 0) for kind in KINDS}
+
+    @property
+    def total(self) -> int:
+        """Bytes of all kinds together."""
+        return sum(self._bytes.values())
+
+    def __getitem__(self, kind: str) -> int:
+        return self._bytes[kind]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._bytes)
+
+    def __len__(self) -> int:
+        return len(self._bytes)
+
+    def __repr__(self) -> str:
+        rows = [*self._bytes.items(), ("total", self.total)]
+        cells = [(kind, f"{nbytes:,}" if nbytes else "-") for kind, nbytes in rows]
+        wide = max(len(number) for _, number in cells)
+        return "\n".join(f"{kind:<21}  {number:>{wide}}" for kind, number in cells)
+
+
+# ---- the census --------------------------------------------------------------------
+
+
+def resident(
+    *modules_and_optimizers: Any, device: torch.device | str | None = None
+) -> Ledger:
+    """Return the bytes that are kept now by these modules and optimizers, by kind.
+
+    Counted are their parameters, gradients, optimizer states and buffers ("other"), and
+    every living storage that has a label, whoever keeps it. What two kinds share counts
+    as the first of: its label, parameters, gradients, optimizer states, other. What an
+    optimizer steps is a parameter if it is one of these modules' (or there are none);
+    else, as a master copy in full precision, it belongs to the optimizer's states.
+
+    Args:
+        modules_and_optimizers: `nn.Module`s, and whatever has `param_groups` and
+            `state` as a `torch.optim.Optimizer` has.
+        device: count only what lies there, such as "cpu"; everything unless given.
+
+    Raises:
+        TypeError: for an argument that is neither.
+
+    Chapter 06.
+    """
+    counts = dict.fromkeys(KINDS, 0)
+    where = None if device is None else torch.device(device)
+    for storage, parts in census(modules_and_optimizers).items():
+        if where is None or _lies_on(storage, where):
+            for part in parts:
+                counts[part.kind] += part.nbytes
+    return Ledger(counts)
+
+
+def census(watched: Iterable[Any]) -> dict[torch.UntypedStorage, list[Part]]:
+    """Return storage -> its parts by kind, each byte in one part at most.
+
+    The result keeps the storages alive: do not keep it for long.
+    """
+    found: dict[torch.UntypedStorage, list[Part]] = {}
+    for storage, parts in list(labels.items()):
+        if not is_mapping(storage):  # it may have been resized since
+            parts = [Part(0, storage.nbytes(), parts[0].kind)]
+        found[storage] = [*parts]
+    for tensor, kind in tensors_of(watched):
+        for local in plain(tensor):
+            parts = found.setdefault(local.untyped_storage(), [])
+            parts += [Part(a, b, kind) for a, b in uncovered(parts, *span_of(local))]
+    return found
+
+
+def tensors_of(watched: Iterable[Any]) -> list[tuple[Tensor, str]]:
+    """Return the tensors of modules and optimizers with their kinds, surest first."""
+    watched = list(watched)
+    modules = [one for one in watched if isinstance(one, nn.Module)]
+    steppers = [one for one in watched if not isinstance(one, nn.Module)]
+    for one in steppers:
+        if not hasattr(one, "param_groups") or not hasattr(one, "state"):
+            raise TypeError(f"{one!r} is neither a module nor an optimizer")
+    parameters = [p for module in modules for p in module.parameters()]
+    stepped = [p for one in steppers for g in one.param_groups for p in g["params"]]
+    own = {id(p) for p in parameters} if modules else {id(p) for p in stepped}
+    everything = [*parameters, *stepped]
+    grads = [p.grad for p in everything if p.grad is not None]
+    states = [leaf for one in steppers for leaf in _leaves(dict(one.state))]
+    return [
+        *((p, "parameters") for p in everything if id(p) in own),
+        *((grad, "gradients") for grad in grads),
+        *((state, "optimizer states") for state in states),
+        *((p, "optimizer states") for p in stepped if id(p) not in own),
+        *((buffer, "other") for module in modules for buffer in module.buffers()),
+    ]
+
+
+def _leaves(state: dict[Any, Any]) -> Iterator[Tensor]:
+    """Yield all tensors in an optimizer's state, however deep they lie."""
+    for value in state.values():
+        for leaf in pytree.tree_leaves(value):
+            if isinstance(leaf, Tensor):
+                yield leaf
+
+
+def _lies_on(storage: torch.UntypedStorage, where: torch.device) -> bool:
+    index = where.index in (None, storage.device.index)
+    return storage.device.type == where.type and index

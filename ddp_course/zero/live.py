@@ -1,0 +1,276 @@
+"""The memory behind the units: a shard of each parameter always, all of it at times.
+
+A parameter of the module stays the same object all the time; what comes and goes is the
+memory below it. All parameters of a flat are views of one tensor, `whole`, and that
+one's storage is made as long as needed when the unit is gathered, and 0 bytes long when
+it is freed. So whatever autograd has saved for backward, be it the parameter or a view
+of it, finds its numbers again as soon as the unit is gathered again.
+
+While a unit is freed, its modules have `Freed` in place of their parameters: who reads
+numbers that are not there would otherwise end the process (there is nothing below the
+address). Chapter 08.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp_course.measure import label
+from ddp_course.zero.flat import view_of
+from ddp_course.zero.gather import Messages, SharedMemory, part_of
+from ddp_course.zero.offload import Home
+from ddp_course.zero.units import Flat, UnitPlan
+
+
+class ShardedError(RuntimeError):
+    """A parameter was used while each rank has only its shard of it."""
+
+
+@dataclass(frozen=True)
+class Freed:
+    """Stands for a parameter that is not whole at present; knows all but its numbers."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    def __getattr__(self, what: str) -> Any:
+        if what.startswith("__"):  # copy, pickle and others ask what there is
+            raise AttributeError(what)
+        raise ShardedError(
+            f"{self.name} has no numbers at present (.{what}): each rank has its shard "
+            "of them, and they are whole while their unit computes. Elsewhere, call "
+            "full_state_dict()"
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Any function of PyTorch that is given one comes here."""
+        freed = [arg for arg in args if isinstance(arg, cls)]
+        return freed[0].__getattr__(getattr(function, "__name__", "numbers"))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a module keeps a parameter: `module._parameters[name]`."""
+
+    module: nn.Module
+    name: str
+    parameter: nn.Parameter
+    freed: Freed
+
+
+def places_in(module: nn.Module) -> dict[Tensor, list[Place]]:
+    """Return for each parameter all places where it is: a tied one has several."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    found: dict[Tensor, list[Place]] = {parameter: [] for parameter in names}
+    for owner in module.modules():
+        for name, p in owner._parameters.items():
+            if p is not None:
+                freed = Freed(names[p], p.shape, p.dtype, p.device, p.requires_grad)
+                found[p].append(Place(owner, name, p, freed))
+    return found
+
+
+class LiveFlat:
+    """Some parameters of a unit: `shard`, this rank's, and at times `whole`.
+
+    Args:
+        plan: where each parameter begins.
+        parameters: name -> parameter; those of rank 0 have the numbers to be sharded.
+        way: how shards come together.
+        home: where shards and their gradients lie.
+        compute_dtype: what `whole` is gathered in, None as it is.
+        reduce_dtype: what gradients are summed in, None as `whole`.
+    """
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        plan: Flat,
+        parameters: Mapping[str, nn.Parameter],
+        way: Messages | SharedMemory,
+        home: Home,
+        compute_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
+    ) -> None:
+        self.plan, self.way, self.home = plan, way, home
+        self.names = plan.sharded.bucket.parameters
+        self.parameters = [parameters[name] for name in self.names]
+        rank, size, numel = way.comm.rank, way.comm.size, plan.sharded.numel
+        first = self.packed()
+        dist.broadcast(first, way.comm.ranks[0], way.group)
+        shard = home.empty(way, numel // size, first.dtype, first.device)
+        shard.copy_(part_of(first, rank, size))
+        self.shard = nn.Parameter(shard, requires_grad=plan.trainable)
+        floating = first.is_floating_point()
+        dtype = compute_dtype if floating and compute_dtype else first.dtype
+        self.whole = first.to(dtype)
+        for parameter, view in zip(self.parameters, self.views(self.whole), strict=True):
+            parameter.data = view
+        # Gradients are collected in memory that comes and goes in the same way.
+        dtype = reduce_dtype if floating and reduce_dtype else dtype
+        self.sum = torch.empty(numel, dtype=dtype, device=first.device)
+        self.own, self.slots = part_of(self.sum, rank, size), self.views(self.sum)
+        self.filled = [False] * len(self.slots)
+        for flat in (self.whole, self.sum):
+            label(flat, "communication buffers").untyped_storage().resize_(0)
+
+    def packed(self) -> Tensor:
+        """Return the parameters side by side, followed by zeros."""
+        bucket, numel = self.plan.sharded.bucket, self.plan.sharded.numel
+        flat = torch.zeros(numel, dtype=bucket.dtype, device=bucket.device)
+        for view, parameter in zip(self.views(flat), self.parameters, strict=True):
+            view.copy_(parameter)
+        return flat
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Return the part of each parameter in a flat tensor, in its shape."""
+        offsets = self.plan.sharded.bucket.offsets
+        pairs = zip(offsets, self.parameters, strict=True)
+        return [view_of(flat, offset, parameter) for offset, parameter in pairs]
+
+    # ---- gather and free -------------------------------------------------------------
+
+    def gather(self, async_op: bool) -> Any:
+        """Begin to make `whole` whole; return something to wait for, or None."""
+        _allocate(self.whole)
+        # Autograd counts changes of a parameter to see whether what it has saved is
+        # still the same. These counters are the parameters' own: `whole` has another.
+        return self.way.gather(self.whole, self.shard.detach(), async_op)
+
+    def free(self) -> None:
+        """Give the memory of `whole` back."""
+        self.whole.untyped_storage().resize_(0)
+
+    # ---- gradients -------------------------------------------------------------------
+
+    def collect(self, slot: int, gradient: Tensor, scale: float) -> None:
+        """Put this rank's share of a gradient into its place, or add it."""
+        if not any(self.filled):
+            _allocate(self.sum)
+        view = self.slots[slot]
+        if self.filled[slot]:
+            view.add_(gradient, alpha=scale)
+        elif view.dtype == gradient.dtype:
+            torch.mul(gradient, scale, out=view)
+        else:  # scaled in the more precise type
+            view.copy_(gradient).mul_(scale)
+        self.filled[slot] = True
+
+    def complete(self) -> None:
+        """Put zeros where no gradient has come."""
+        for view, filled in zip(self.slots, self.filled, strict=True):
+            if not filled:
+                view.zero_()
+        self.sum[self.plan.numel :].zero_()
+
+    def reduce(self) -> Any:
+        """Begin to sum over the ranks; return something to wait for, or None."""
+        self.complete()
+        return self.way.reduce(self.own, self.sum, async_op=True)
+
+    def reduced(self) -> None:
+        """The sum is there: add it to the shard's gradient."""
+        self.home.add_gradient(self.shard, self.own)
+        self.forget()
+
+    def forget(self) -> None:
+        """Give the memory of gradients back, whatever is in it."""
+        self.sum.untyped_storage().resize_(0)
+        self.filled = [False] * len(self.slots)
+
+
+def _allocate(flat: Tensor) -> None:
+    flat.untyped_storage().resize_(flat.numel() * flat.element_size())
+
+
+class LiveUnit:
+    """A unit with its memory: gathered as one, freed as one.
+
+    Attributes:
+        here: whether it is whole.
+        open: the calls whose backward is under way.
+        since: when it began to compute.
+        stays: whether it stays whole from forward to backward.
+    """
+
+    def __init__(
+        self,
+        plan: UnitPlan,
+        flats: Sequence[LiveFlat],
+        places: Mapping[Tensor, Sequence[Place]],
+    ) -> None:
+        self.plan, self.flats = plan, list(flats)
+        self.trainable = [flat for flat in flats if flat.plan.trainable]
+        self.places = [
+            place for flat in flats for p in flat.parameters for place in places[p]
+        ]
+        self.here, self.stays, self.since = False, False, 0.0
+        self.open: set[object] = set()
+        self.under_way: list[Any] | None = None  # gathers
+        self.sums: list[tuple[LiveFlat, Any]] = []  # reduce-scatters
+        self._show_freed()
+
+    def launch(self, async_op: bool = True) -> None:
+        """Begin to gather, if it is not whole, nor on the way."""
+        if not self.here and self.under_way is None:
+            self.under_way = [flat.gather(async_op) for flat in self.flats]
+
+    def gather(self) -> None:
+        """Return when it is whole."""
+        if self.here:
+            return
+        self.launch(async_op=False)
+        works, self.under_way = self.under_way, None
+        for work in works:
+            if work is not None:
+                work.wait()
+        for place in self.places:
+            place.module._parameters[place.name] = place.parameter
+        self.here = True
+
+    def free(self) -> None:
+        """Give the memory back; what is on the way arrives first."""
+        if self.under_way is not None:
+            self.gather()
+        if self.here:
+            for flat in self.flats:
+                flat.free()
+            self._show_freed()
+        self.here = False
+
+    def _show_freed(self) -> None:
+        for place in self.places:
+            place.module._parameters[place.name] = place.freed
+
+    def reduce(self) -> None:
+        """Begin to sum the gradients that have come."""
+        flats = [flat for flat in self.trainable if any(flat.filled)]
+        self.sums = [(flat, flat.reduce()) for flat in flats]
+
+    def settle(self) -> None:
+        """Return when the sums are there, in the shards' gradients."""
+        sums, self.sums = self.sums, []
+        for flat, work in sums:
+            if work is not None:
+                work.wait()
+            flat.reduced()
+
+    def forget(self) -> None:
+        """Drop what has come of a backward pass that failed."""
+        self.open.clear()
+        for flat in self.trainable:
+            flat.forget()
+            for parameter in flat.parameters:
+                parameter.grad = None

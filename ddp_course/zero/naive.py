@@ -1,0 +1,105 @@
+"""ZeroRedundancyOptimizer in its first step: whole parameters, dealt out to the ranks.
+
+In data parallelism every rank keeps the states of all parameters and does the whole
+work of the optimizer, and all come to the same result: N times the memory and N times
+the work for nothing. Here every parameter has one owner, which steps it and sends the
+result to the others. This is what PyTorch's ZeroRedundancyOptimizer does. Chapter 07.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ddp_course.collectives import communicator
+from ddp_course.zero.agreed import on_any_rank
+from ddp_course.zero.sharded import ShardedOptimizer, unknown_gradients
+from ddp_course.zero.shards import deal
+from ddp_course.zero.states import Owned
+
+
+class NaiveZeroRedundancyOptimizer(ShardedOptimizer):
+    """Runs `optimizer_class`, with the states of each parameter on one rank only.
+
+    Tensors stay whole, so it can be any optimizer, such as Adafactor or Muon. A rank
+    owns 1/N of all elements only if the parameters can be dealt out that evenly. An
+    average over N ranks costs 2 (N - 1) / N of the parameters' bytes, and sending the
+    results (N - 1) / N: half as much again as data parallelism.
+
+    Args:
+        params: as of any optimizer: parameters, names and parameters, or groups.
+        optimizer_class: such as `torch.optim.AdamW`.
+        process_group: the ranks that share the states; None are all.
+        gradients: "average" them in `step`, one all-reduce for each parameter; or they
+            are "averaged" already, by DistributedDataParallel.
+        **defaults: arguments of `optimizer_class`.
+
+    Raises ReplicaError, on every rank, if the ranks' arguments differ or cannot be
+    used. torch/distributed/optim/zero_redundancy_optimizer.py; Rajbhandari et al. 2020,
+    "ZeRO", section 5.1. Chapter 07.
+    """
+
+    in_parts = False
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: Callable[..., Optimizer],
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        gradients: str = "average",
+        **defaults: Any,
+    ) -> None:
+        self.gradients = gradients
+        self.loads: list[int] = []  # elements that each rank owns
+        self.owners: dict[Tensor, int] = {}
+        super().__init__(
+            params,
+            optimizer_class,
+            process_group,
+            defaults,
+            unknown_gradients(gradients),
+            gradients=gradients,
+        )
+
+    def take(self, named_parameters: dict[str, Tensor]) -> None:
+        """Deal the parameters out."""
+        parameters = [p for p in named_parameters.values() if p.requires_grad]
+        self.loads = self.loads or [0] * self.world_size
+        owners = deal([p.numel() for p in parameters], self.loads)
+        for parameter, owner in zip(parameters, owners, strict=True):
+            self.owners[parameter] = owner
+            self.loads[owner] += parameter.numel()
+            if owner == self.rank:
+                self.owned[parameter] = Owned(
+                    parameter, 0, parameter.numel(), parameter
+                )
+
+    def give_gradients(self) -> None:
+        """Replace every gradient by its mean over the ranks."""
+        if self.gradients == "averaged":
+            return
+        there = [parameter.grad is not None for parameter in self.owners]
+        for parameter, used in zip(
+            self.owners, on_any_rank(there, self.process_group), strict=True
+        ):
+            if not used:
+                continue
+            if parameter.grad is None:  # other ranks have one, and wait for us
+                parameter.grad = parameter.new_zeros(parameter.shape)
+            mean = parameter.grad.contiguous()
+            dist.all_reduce(mean, group=self.process_group)
+            parameter.grad.copy_(mean.div_(self.world_size))
+
+    def share_parameters(self) -> None:
+        """Send every parameter from its owner to the others."""
+        ranks = communicator(self.process_group).ranks
+        for parameter, owner in self.owners.items():
+            numbers = parameter.detach().contiguous()
+            dist.broadcast(numbers, ranks[owner], self.process_group)
+            if numbers.data_ptr() != parameter.data_ptr():
+                parameter.copy_(numbers)

@@ -1,0 +1,250 @@
+"""What all stages have in common: an optimizer that steps only what this rank owns.
+
+To the training loop it looks like the optimizer that it was told to run: it has that
+one's parameter groups, for learning-rate schedulers to change, and its `state_dict`,
+for one process to load. Behind it stands a second one, `optim`, of the same class,
+which knows only what this rank owns. So only that has states, 1/N of all. A step is
+
+    give_gradients      hand what this rank owns its mean gradients
+    optim.step          1/N of the work
+    share_parameters    and then all ranks need the result
+
+How parameters are divided, and how the first and the last line are done, is what the
+classes in `naive`, `stage1` and `stage2` differ in. Chapter 07.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ddp_course.collectives import communicator
+from ddp_course.parts.replicas import broadcast_all, check_same
+from ddp_course.zero.agreed import agree, names_of
+from ddp_course.zero.states import Owned, joined, part_of, problem_with
+
+GRADIENTS = ("average", "averaged")
+
+
+class ShardedOptimizer(Optimizer):
+    """Runs `optimizer_class` on what this rank owns, and shares the result.
+
+    Subclasses say what is owned. Made by all ranks together: they must give the same
+    shapes, types and options, and rank 0's numbers are sent to all.
+
+    Raises ReplicaError, with the same text on every rank, before anything is sent.
+    """
+
+    in_parts = True  # the optimizer is given parts of tensors
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: Callable[..., Optimizer],
+        process_group: dist.ProcessGroup | None,
+        defaults: dict[str, Any],
+        problem: str | None = None,
+        **options: Any,
+    ) -> None:
+        agreed = agree(
+            params,
+            optimizer_class,
+            defaults,
+            process_group,
+            in_parts=self.in_parts,
+            problem=problem,
+            **options,
+        )
+        super().__init__(agreed.groups, agreed.defaults)
+        comm = communicator(process_group)
+        self.process_group = process_group
+        self.rank, self.world_size = comm.rank, comm.size
+        self.element_states = agreed.element_states
+        self.owned: dict[Tensor, Owned] = {}
+        self._arguments = optimizer_class, defaults
+        self._whole: dict[int, dict[str, Any]] | None = None
+        self._take(self.param_groups)
+        self.optim = optimizer_class(
+            [self._own(group) for group in self.param_groups], **defaults
+        )
+        self.state = self.optim.state  # of what this rank owns
+
+    # ---- what the subclasses say -----------------------------------------------------
+
+    def take(self, named_parameters: dict[str, Tensor]) -> None:
+        """Divide some parameters among the ranks; put what is owned into `owned`."""
+        raise NotImplementedError
+
+    def give_gradients(self) -> None:
+        """Hand what this rank owns its mean gradients, or None."""
+        raise NotImplementedError
+
+    def share_parameters(self) -> None:
+        """Give all ranks the parameters that each of them has stepped."""
+        raise NotImplementedError
+
+    # ---- a step ----------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(
+        self, closure: Callable[[], Any] | None = None, **kwargs: Any
+    ) -> Any | None:
+        """Step what this rank owns, and share the result; called by all ranks.
+
+        `closure` computes loss and gradients anew and returns the loss, as in PyTorch;
+        other arguments go to the optimizer.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._whole = None  # what was consolidated is old now
+        self.give_gradients()
+        _copy_options(self.param_groups, self.optim.param_groups)
+        self.optim.step(**kwargs)
+        _copy_options(self.optim.param_groups, self.param_groups)
+        self.share_parameters()
+        # As PyTorch's optimizers do: a backward through a forward with the old numbers
+        # must find out that they are gone.
+        trained = [p for p in self.parameters() if p.requires_grad]
+        torch.autograd.graph.increment_version(trained)
+        return loss
+
+    def parameters(self) -> list[Tensor]:
+        """Return all parameters, in the order of their numbers in `state_dict`."""
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def name_of(self, parameter: Tensor) -> str:
+        """Return a parameter's name, or its number in `state_dict`."""
+        return names_of(self.param_groups)[parameter]
+
+    # ---- parameter groups ------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters to be trained; called by all ranks, as in PyTorch.
+
+        Raises ReplicaError, on every rank.
+        """
+        if not hasattr(self, "optim"):  # PyTorch's constructor adds the first ones
+            super().add_param_group(param_group)
+            return
+        optimizer_class, defaults = self._arguments
+        before = [{**group} for group in self.param_groups]
+        agreed = agree(
+            [*before, param_group],
+            optimizer_class,
+            defaults,
+            self.process_group,
+            in_parts=self.in_parts,
+        )
+        super().add_param_group(agreed.groups[-1])
+        self.element_states |= agreed.element_states
+        self._take(self.param_groups[-1:])
+        self.optim.add_param_group(self._own(self.param_groups[-1]))
+
+    def _take(self, groups: list[dict[str, Any]]) -> None:
+        names = names_of(self.param_groups)
+        new = {names[p]: p for group in groups for p in group["params"]}
+        source = communicator(self.process_group).ranks[0]
+        broadcast_all(new.values(), source, self.process_group)
+        self.take(new)
+
+    def _own(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Return a parameter group with only what this rank owns of it."""
+        own = [self.owned[p].tensor for p in group["params"] if p in self.owned]
+        return {**_options(group), "params": own}
+
+    # ---- states ----------------------------------------------------------------------
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Send all states to the group's rank `to`; called by all ranks.
+
+        There, `state_dict` can then be called until the next step.
+        """
+        if to not in range(self.world_size):
+            raise ValueError(f"to is {to}; it can be 0 to {self.world_size - 1}")
+        mine = {
+            index: (owned.first, owned.last, self.optim.state[owned.tensor])
+            for index, parameter in enumerate(self.parameters())
+            if (owned := self.owned.get(parameter)) and owned.tensor in self.optim.state
+        }
+        all_parts = [None] * self.world_size if self.rank == to else None
+        ranks = communicator(self.process_group).ranks
+        dist.gather_object(mine, all_parts, ranks[to], self.process_group)
+        if all_parts is not None:
+            parameters = self.parameters()
+            self._whole = joined(all_parts, parameters, self.element_states)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all ranks, in the form of one process' optimizer.
+
+        One process, or any number of ranks, can go on from it. RuntimeError if it has
+        not been consolidated on this rank since the last step.
+        """
+        if self._whole is None:
+            raise RuntimeError(
+                f"each rank has its own part of the state: call "
+                f"consolidate_state_dict(to={self.rank}) on all ranks before "
+                f"state_dict() on rank {self.rank}"
+            )
+        numbers = {parameter: k for k, parameter in enumerate(self.parameters())}
+        groups = [
+            {**group, "params": [numbers[p] for p in group["params"]]}
+            for group in self.param_groups
+        ]
+        return {"state": self._whole, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state of one process, or of any number of ranks.
+
+        Called by all ranks, each with the whole state; it keeps its own part. Raises
+        ReplicaError, on every rank, if the state does not fit.
+        """
+        parameters = self.parameters()
+        lengths = [len(group["params"]) for group in self.param_groups]
+        problem = problem_with(state_dict, parameters, lengths, self.element_states)
+        check_same({}, problem, self.process_group)
+        groups = state_dict["param_groups"]
+        saved = dict(
+            zip([k for g in groups for k in g["params"]], parameters, strict=True)
+        )
+        states = {
+            saved[key]: part_of(state, self.owned[saved[key]], self.element_states)
+            for key, state in state_dict["state"].items()
+            if saved.get(key) in self.owned
+        }
+        own, number = {"state": {}, "param_groups": []}, 0
+        for group, told in zip(self.param_groups, groups, strict=True):
+            mine = [p for p in group["params"] if p in self.owned]
+            numbers = range(number, number + len(mine))
+            number += len(mine)
+            own["param_groups"].append({**_options(told), "params": [*numbers]})
+            pairs = zip(numbers, mine, strict=True)
+            own["state"] |= {k: states[p] for k, p in pairs if p in states}
+        self.optim.load_state_dict(own)
+        self.state = self.optim.state
+        _copy_options(self.optim.param_groups, self.param_groups)
+        self._whole = None
+
+
+def unknown_gradients(gradients: Any) -> str | None:
+    """Return what is wrong with the argument `gradients`, or None."""
+    if gradients in GRADIENTS:
+        return None
+    return f"gradients is {gradients!r}; it can be 'average' or 'averaged'"
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a parameter group without its parameters."""
+    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
+
+
+def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+    """Schedulers change the options that they see, and some optimizers their own."""
+    for theirs, ours in zip(source, target, strict=True):
+        ours.update(_options(theirs))

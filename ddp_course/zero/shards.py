@@ -1,0 +1,129 @@
+"""Who owns what: parameters dealt out to ranks, and buckets cut into shards. Pure.
+
+There are two ways to divide the work of an optimizer by N ranks:
+
+    deal          whole parameters, as PyTorch's ZeroRedundancyOptimizer does it. The
+                  largest one decides how even it can be: half of a model may be one
+                  embedding
+    shard_plan    lay the parameters of a bucket side by side and cut the row into N
+                  equal parts, wherever the cuts may fall. A reduce-scatter gives every
+                  rank its part of the gradients, an all-gather brings the parts
+                  together again
+
+       parameters    | a a a a a b b b | b c c c c . . . |   . is padding: with it all
+       shard of rank |       0         |        1        |   shards are equally long
+
+Rank 1 owns a *piece* of b: its elements 3 to 4. Rajbhandari et al. 2020, "ZeRO",
+sections 5.1 and 5.2. Chapter 07.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ddp_course.parts.buckets import (
+    BUCKET_CAP_MB,
+    FIRST_BUCKET_MB,
+    Bucket,
+    bucket_plan,
+)
+
+
+def deal(numels: Sequence[int], loads: Sequence[int]) -> tuple[int, ...]:
+    """Return for each parameter which rank owns it: largest first, to the idlest.
+
+    `numels` are the elements of each parameter, `loads` those that each rank owns
+    already. The rank with most owns at most the mean and one parameter. PyTorch deals
+    so within every parameter group (`_partition_parameters` in
+    torch/distributed/optim/zero_redundancy_optimizer.py). Chapter 07.
+    """
+    loads, owner = list(loads), [0] * len(numels)
+    for k in sorted(range(len(numels)), key=lambda k: -numels[k]):
+        owner[k] = loads.index(min(loads))
+        loads[owner[k]] += numels[k]
+    return tuple(owner)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The elements [first, last) of a parameter, in the order of its memory.
+
+    They begin at element `offset` of the shard of the rank that owns them.
+    """
+
+    parameter: str
+    first: int
+    last: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class ShardedBucket:
+    """A bucket whose elements are shared equally by `world_size` ranks.
+
+    Rank r owns the elements [r * shard_numel, (r + 1) * shard_numel); behind the last
+    parameter is padding, at most world_size - 1 elements.
+    """
+
+    bucket: Bucket
+    world_size: int
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements that each rank owns, padding included."""
+        return -(-self.bucket.numel // self.world_size)
+
+    @property
+    def numel(self) -> int:
+        """Elements of all shards together."""
+        return self.world_size * self.shard_numel
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all shards together: the S of reduce-scatter and all-gather."""
+        return self.numel * self.bucket.dtype.itemsize
+
+    @property
+    def padding(self) -> int:
+        """Elements that belong to no parameter."""
+        return self.numel - self.bucket.numel
+
+    def pieces(self, rank: int) -> tuple[Piece, ...]:
+        """Return what `rank` owns of the parameters, in the order of its shard."""
+        begin, end = rank * self.shard_numel, (rank + 1) * self.shard_numel
+        edges = [*self.bucket.offsets, self.bucket.numel]
+        found = []
+        for k, name in enumerate(self.bucket.parameters):
+            first, last = max(begin, edges[k]), min(end, edges[k + 1])
+            if first < last:
+                start = edges[k]
+                found.append(Piece(name, first - start, last - start, first - begin))
+        return tuple(found)
+
+    def __str__(self) -> str:
+        """One line for the bucket, and one for each rank's shard."""
+        lines = [f"{self.bucket}; {self.padding} elements of padding"]
+        for rank in range(self.world_size):
+            pieces = self.pieces(rank)
+            named = [f"{p.parameter}[{p.first}:{p.last}]" for p in pieces]
+            shown = named if len(named) < 4 else [named[0], "...", named[-1]]
+            lines.append(f"  rank {rank}: {' '.join(shown) or 'nothing'}")
+        return "\n".join(lines)
+
+
+def shard_plan(
+    named_parameters: Iterable[tuple[str, Tensor]],
+    world_size: int,
+    bucket_cap_mb: float = BUCKET_CAP_MB,
+    first_bucket_mb: float = FIRST_BUCKET_MB,
+) -> tuple[ShardedBucket, ...]:
+    """Divide the parameters into buckets (`parts.buckets`), and each into shards.
+
+    Pure: reads shapes, types and devices only. Frozen parameters and those without
+    elements are in no bucket. Raises ValueError if a cap is not above 0. Chapter 07.
+    """
+    plan = bucket_plan(named_parameters, bucket_cap_mb, first_bucket_mb)
+    return tuple(ShardedBucket(bucket, world_size) for bucket in plan)

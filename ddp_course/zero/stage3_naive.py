@@ -1,0 +1,84 @@
+"""Stage 3 in its first step: gather everything, compute as usual, keep a shard.
+
+Between steps each rank has 1/N of parameters, gradients and states. During a step it
+has all parameters and all gradients, as in data parallelism, and so its peak is hardly
+lower. What to do about that is in `stage3`. Chapter 08.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import Variable
+
+from ddp_course.parts.hooks import on_backward, on_gradient, tensors_in
+from ddp_course.zero.live import LiveFlat
+from ddp_course.zero.sharded_module import ShardedModule
+from ddp_course.zero.units import Chosen
+
+
+class NaiveFullyShardedDataParallel(ShardedModule):
+    """Runs `module`, whose parameters are in shards outside of forward and backward.
+
+    All units are gathered before a forward, and freed when its backward has ended (or
+    at once, if there is none). Gradients are averaged by an all-reduce, of which each
+    rank needs 1/N. A step sends 3 (N - 1) / N of the model's bytes.
+
+    Called like `module`, and made by all ranks together, with the numbers of rank 0.
+    Raises ReplicaError, on every rank, before anything is sent. Chapter 08.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        units: Chosen = None,
+    ) -> None:
+        super().__init__(module, process_group, units, None, None)
+        for unit in self.units:
+            for flat in unit.trainable:
+                for slot, parameter in enumerate(flat.parameters):
+                    on_gradient(parameter, self._gradient_is_there, flat, slot)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Gather all units, and run the module."""
+        for unit in self.units:
+            unit.free()  # an earlier forward had no backward, and a step may have come
+            unit.gather()
+        self.running = False
+        output = self.module(*inputs, **kwargs)
+        if any(tensor.requires_grad for tensor in tensors_in(output)):
+            on_backward(tensors_in(output), self._backward_begins)
+        else:
+            self._free_all()
+        return output
+
+    def _backward_begins(self) -> None:
+        if not self.running:
+            self.running = True
+            Variable._execution_engine.queue_callback(self._backward_has_ended)
+
+    def _gradient_is_there(self, flat: LiveFlat, slot: int) -> None:
+        parameter = flat.parameters[slot]
+        flat.collect(slot, parameter.grad, 1 / self.comm.size)
+        parameter.grad = None
+
+    @torch.no_grad()
+    def _backward_has_ended(self) -> None:
+        """Average all gradients, keep the own shard of them, and free everything."""
+        self.running = False
+        for unit in self.units:
+            for flat in unit.trainable:
+                if any(flat.filled):
+                    flat.complete()
+                    dist.all_reduce(flat.sum, group=self.process_group)
+                    flat.reduced()
+        self._free_all()
+
+    def _free_all(self) -> None:
+        for unit in self.units:
+            unit.free()

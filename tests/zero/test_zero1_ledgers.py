@@ -1,0 +1,329 @@
+"""Bytes that are kept, bytes that are sent, collectives, overlap: all as computed."""
+
+from __future__ import annotations
+
+import gc
+import time
+from fractions import Fraction
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from zero_cases import Naive, Replicated, Stage1, Stage2, options, pytorchs
+
+from ddp_course.launch import spawn
+from ddp_course.measure import (
+    ByteMeter,
+    EventLog,
+    MemoryLog,
+    SystemBytes,
+    TorchCollectives,
+    busy,
+    overlap,
+    resident,
+)
+from ddp_course.model import GPTConfig, build_gpt
+from ddp_course.zero import deal, shard_plan
+from ddp_course.zero.window import WindowReducer
+
+GPT = GPTConfig(block_size=8, n_layer=3, n_head=2, d_model=26)  # odd: 26,260 parameters
+CAPS = {"bucket_cap_mb": 0.02, "first_bucket_mb": 0.01}
+ADAMW = {"lr": 1e-3}
+
+
+def tokens() -> torch.Tensor:
+    return torch.arange(16).view(2, 8) + dist.get_rank()
+
+
+def step(model: nn.Module, opt: torch.optim.Optimizer) -> None:
+    opt.zero_grad()
+    x = tokens()
+    model(x, x)[1].backward()
+    opt.step()
+
+
+# ---- what is kept --------------------------------------------------------------------
+
+
+class KeepsGrad(Stage2):
+    """Stage 2 whose parameters keep a view of what was sent."""
+
+    def make_reducer(self):
+        reducer = super().make_reducer()
+        move = reducer._move
+
+        def moves(slot):
+            move(slot)
+            slot.parameter.grad = slot.view.clone()
+
+        reducer._move = moves
+        return reducer
+
+
+class NeverFree(WindowReducer):
+    def _close(self, bucket):
+        self.opened.discard(bucket)
+
+
+class KeepsBuckets(Stage2):
+    """Stage 2 whose buckets stay alive: somebody has a view of them."""
+
+    def make_reducer(self):
+        return NeverFree(self.process_group, self.reduce_scatter, 2)
+
+
+MAKES = {
+    "stage 1": Stage1,
+    "stage 2": Stage2,
+    "keeps grad": KeepsGrad,
+    "keeps buckets": KeepsBuckets,
+    "shared 1": options(Stage1, buckets_in_shared_memory=True),
+    "shared 2": options(Stage2, buckets_in_shared_memory=True),
+}
+KEPT = ("parameters", "gradients", "optimizer states", "communication buffers")
+
+
+def kept(make) -> tuple[dict, dict, dict]:
+    """Return what is kept after the third backward, at most in it, and without it."""
+    model = build_gpt(GPT)
+    opt = make(model.parameters(), torch.optim.AdamW, **CAPS, **ADAMW)
+    for _ in range(2):
+        step(model, opt)
+    opt.zero_grad()
+    x = tokens()
+    with MemoryLog(model, opt) as log:
+        model(x, x)[1].backward()
+    peaks = {kind: log.peak_of(kind) for kind in KEPT}
+    now = dict(resident(model, opt))
+    opt.zero_grad()
+    return now, peaks, dict(resident(model, opt))
+
+
+def ledgers() -> dict[str, tuple]:
+    """On every rank: what is kept in each way to train."""
+    told = {}
+    for name, make in MAKES.items():
+        told[name] = kept(make)
+        gc.collect()  # the fakes are in cycles
+    for name, make in {"naive": Naive, "plain": Replicated}.items():
+        model = build_gpt(GPT)
+        opt = make(model.parameters(), torch.optim.AdamW, **ADAMW)
+        step(model, opt)
+        told[name] = dict(resident(model, opt))
+    return told
+
+
+def states_of(plan, rank: int) -> int:
+    """Return the bytes of AdamW's states: 8 for each element, and a step each."""
+    pieces = [piece for bucket in plan for piece in bucket.pieces(rank)]
+    return sum(8 * (piece.last - piece.first) + 4 for piece in pieces)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_what_is_kept_is_what_the_plan_says(n):
+    model = build_gpt(GPT)
+    psi = sum(p.nbytes for p in model.parameters())
+    largest = max(p.nbytes for p in model.parameters())
+    plan = shard_plan(model.named_parameters(), n, **CAPS)
+    whole = sum(bucket.nbytes for bucket in plan)
+    assert len(plan) > 4 and psi <= whole <= psi + 4 * (n - 1) * len(plan)
+    sizes = [bucket.nbytes for bucket in plan]
+    window = max(a + b for a, b in zip(sizes, sizes[1:], strict=False))
+    alone = 8 * psi // 4 + 4 * len(list(model.parameters()))
+    owners = deal([p.numel() for p in model.parameters()], [0] * n)
+    told = spawn(ledgers, world_size=n, output="none")
+    for rank, got in enumerate(told):
+        states = states_of(plan, rank)
+        # Within the padding, and the steps, of 1/N of what one process has.
+        assert abs(states - 2 * psi / n) <= (8 * n + 4 * 9) * len(plan)
+
+        for name in ("stage 1", "shared 1"):
+            now, peaks, after = got[name]
+            assert [now[kind] for kind in KEPT] == [whole, whole, states, 0], name
+            assert [after[kind] for kind in KEPT] == [whole, whole, states, 0], name
+            assert peaks["gradients"] <= whole + largest
+        now, peaks, after = got["stage 2"]
+        assert [now[kind] for kind in KEPT] == [whole, whole // n, states, 0]
+        assert [after[kind] for kind in KEPT] == [whole, 0, states, 0]
+        assert peaks["gradients"] <= whole // n + largest
+        assert max(sizes) <= peaks["communication buffers"] <= window
+        # Shared memory is kept until the process group ends: that of "shared 1", too.
+        now, peaks, after = got["shared 2"]
+        there = [whole, whole, 0] if n > 1 else [0, 0, 0]
+        expected = [whole, whole // n, states]
+        both = [a + b for a, b in zip(there, expected, strict=True)]
+        assert [now[kind] for kind in KEPT[:3]] == both
+        assert now["communication buffers"] == 2 * max(sizes)  # room for two
+        # The fakes.
+        assert got["keeps grad"][0]["gradients"] > whole // n
+        assert got["keeps grad"][1]["gradients"] > whole // n + largest
+        assert got["keeps buckets"][0]["communication buffers"] == whole
+        assert got["keeps buckets"][1]["communication buffers"] > window
+        # Whole parameters: as even as they can be dealt out.
+        mine = [p for p, owner in zip(model.parameters(), owners, strict=True)
+                if owner == rank]  # fmt: skip
+        own = 2 * sum(p.nbytes for p in mine) + 4 * len(mine)
+        assert got["naive"]["optimizer states"] == own
+        assert got["plain"]["optimizer states"] == alone
+        if n > 1:
+            assert got["plain"]["optimizer states"] > 1.9 * states
+    pieces = sum(len(bucket.pieces(rank)) for bucket in plan for rank in range(n))
+    kept = sum(got["stage 1"][0]["optimizer states"] for got in told)
+    assert kept == 2 * psi + 4 * pieces  # nothing twice, and no padding
+
+
+# ---- what is sent --------------------------------------------------------------------
+
+
+def sent() -> dict[str, dict]:
+    """On every rank: bytes and collectives of the fourth step."""
+    told = {}
+
+    def count(name, make, wrap=lambda model: model, **more):
+        model = build_gpt("1m")
+        replica = wrap(model)
+        opt = make(replica.parameters(), torch.optim.AdamW, **more, **ADAMW)
+        for _ in range(3):
+            step(replica, opt)
+        with ByteMeter() as meter, EventLog() as log, TorchCollectives() as calls:
+            with SystemBytes() as system:
+                step(replica, opt)
+                dist.barrier()  # for what is still being written
+        told[name] = {
+            "meter": meter.total_sent,
+            "system": system.written,
+            "calls": [call.op for call in calls.calls],
+            "ours": [e.op for e in log.events if e.lane == "communication"],
+        }
+
+    count("stage 1", Stage1, bucket_cap_mb=1)
+    count("stage 2", Stage2, bucket_cap_mb=1)
+    count("shared", Stage1, bucket_cap_mb=1, buckets_in_shared_memory=True)
+    count("averaged", Stage1, DDP, bucket_cap_mb=1, gradients="averaged")
+    count("pytorch", pytorchs, DDP)
+    count("naive", Naive)
+    return told
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_what_is_sent_is_twice_the_model_and_pytorch_sends_half_as_much_again(n):
+    model = build_gpt("1m")
+    psi = sum(p.nbytes for p in model.parameters())
+    plan = shard_plan(model.named_parameters(), n, 1, 1)
+    whole = sum(bucket.nbytes for bucket in plan)
+    told = spawn(sent, world_size=n, output="none")
+    once = Fraction(n - 1, n) * whole
+    for got in told:
+        for name in ("stage 1", "stage 2", "shared"):
+            assert got[name]["meter"] == 2 * once, name
+        assert got["averaged"]["meter"] == once
+        for name in ("stage 1", "stage 2"):
+            assert got[name]["system"] == pytest.approx(float(2 * once), rel=0.005)
+        ours = ["reduce_scatter_single"] * len(plan) + ["all_gather_single"] * len(plan)
+        for name in ("stage 1", "stage 2"):
+            assert got[name]["ours"] == ours
+            assert set(got[name]["calls"]) <= {"barrier"}
+        assert set(got["pytorch"]["calls"]) >= {"all_reduce", "broadcast"}
+    for name in ("pytorch", "averaged", "naive"):
+        mean = sum(got[name]["system"] for got in told) / n
+        assert mean == pytest.approx(3 * psi * (n - 1) / n, rel=0.01), name
+
+
+# ---- what overlaps -------------------------------------------------------------------
+
+LAYERS, SLEEP = 5, 0.03
+EACH = {"bucket_cap_mb": 1e-5}  # a bucket for each parameter
+
+
+class Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(SLEEP)
+        return gradient
+
+
+class Sleeping(nn.Module):
+    """Layers that compute for SLEEP seconds each in backward, on no core."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(LAYERS))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = Sleep.apply(layer(x))
+        return x
+
+
+class AfterBackward(Stage1):
+    """Everything is sent when backward has ended, in the same buckets."""
+
+    def make_reducer(self):
+        reducer = super().make_reducer()
+        launch, ended = reducer._launch_full, reducer._backward_has_ended
+        reducer._launch_full = lambda: None
+
+        def at_the_end():
+            reducer._launch_full = launch
+            ended()
+            reducer._launch_full = lambda: None
+
+        reducer._backward_has_ended = at_the_end
+        return reducer
+
+
+def recorded() -> dict[str, list]:
+    """On every rank: the events of the third backward, in several ways."""
+    told, x = {}, torch.ones(2, 4)
+    for name, make, more in (
+        ("stage 1", Stage1, EACH),
+        ("stage 2", Stage2, EACH),
+        ("shared", Stage1, {**EACH, "buckets_in_shared_memory": True}),
+        ("one bucket", Stage1, {}),
+        ("fake", AfterBackward, EACH),
+        ("backwards", Stage1, EACH),
+    ):
+        model = Sleeping()
+        parameters = list(model.parameters())
+        if name == "backwards":  # no plan can know in which order gradients come
+            parameters = parameters[::-1]
+        opt = make(parameters, torch.optim.SGD, lr=0.1, **more)
+        for _ in range(2):
+            opt.zero_grad()
+            model(x).sum().backward()
+        opt.zero_grad()
+        with EventLog() as log:
+            model(x).sum().backward()
+        told[name] = log.events
+    return told
+
+
+def early(events: list) -> int:
+    """Return how many messages were sent before the last layer's backward was over."""
+    last = max(e.start for e in events if e.lane == "compute" and e.seconds > SLEEP / 2)
+    return sum(e.start < last + SLEEP / 2 for e in events if e.lane == "communication")
+
+
+def test_communication_is_hidden_behind_backward():
+    for rank in spawn(recorded, world_size=2, output="none"):
+        for name in ("stage 1", "stage 2", "shared", "backwards"):
+            assert overlap(rank[name], "compute", "communication") > 0, name
+            assert early(rank[name]) == LAYERS - 1, name
+        for name in ("one bucket", "fake"):
+            assert busy(rank[name], "communication") > 0
+            assert overlap(rank[name], "compute", "communication") == 0, name
+            assert early(rank[name]) == 0, name
+        launches = [e for e in rank["stage 1"] if e.lane == "launch"]
+        ready = [e for e in rank["stage 1"] if "bucket" in e.detail
+                 and e.lane == "compute"]  # fmt: skip
+        assert [e.detail["bucket"] for e in launches] == list(range(LAYERS))
+        for launch, computed in zip(launches, ready, strict=True):
+            assert launch.start >= computed.end  # a bucket is sent when it is full
+        launches = [e for e in rank["backwards"] if e.lane == "launch"]
+        assert [e.detail["bucket"] for e in launches] == list(range(LAYERS))[::-1]

@@ -1,0 +1,375 @@
+"""What the tests of ZeRO share: a model, training in many ways, planted fakes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer as PyTorchs
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
+
+from ddp_course.zero import (
+    NaiveZeroRedundancyOptimizer,
+    ShardedGradientOptimizer,
+    ZeroRedundancyOptimizer,
+)
+from ddp_course.zero.reducer import Reducer
+from ddp_course.zero.states import joined
+
+Naive, Stage1 = NaiveZeroRedundancyOptimizer, ZeroRedundancyOptimizer
+Stage2 = ShardedGradientOptimizer
+ROWS, CHANNELS = 12, 6  # rows that 1, 2, 3 and 4 ranks can share
+
+
+class Odd(nn.Module):
+    """Odd sizes; tied, frozen, empty, double, scalar and channels_last parameters."""
+
+    def __init__(self, seed: int = 0, one_type: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        convolution = nn.Conv2d(CHANNELS, 7, 2)
+        self.first = convolution.to(memory_format=torch.channels_last)
+        self.frozen = nn.Linear(7, 13)
+        self.frozen.requires_grad_(False)
+        self.wide = nn.Linear(13, 5, dtype=None if one_type else torch.float64)
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.last = nn.Linear(5, 13)
+        self.out = nn.Linear(13, 5)
+        self.out.weight = self.tied = nn.Parameter(torch.randn(5, 13) / 4)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x).flatten(1))  # (B, 7)
+        h = self.wide(self.frozen(h).to(self.wide.weight.dtype)).float()  # (B, 5)
+        h = torch.tanh(self.last(h)) * self.scale + self.empty.sum()
+        return self.out(h) + h @ self.tied.t()  # (B, 5): tied
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """Return the whole batch of a step: (ROWS, CHANNELS, 2, 2) and (ROWS, 5)."""
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(ROWS, CHANNELS, 2, 2, generator=generator)
+    return x, torch.randn(ROWS, 5, generator=generator)
+
+
+def share(tensor: Tensor) -> Tensor:
+    """Return this rank's rows."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    return tensor[rank * ROWS // n : (rank + 1) * ROWS // n]
+
+
+class Lion(Optimizer):
+    """An optimizer that PyTorch does not have (Chen et al. 2023), and its counter."""
+
+    def __init__(self, params, lr: float, betas: tuple[float, float] = (0.9, 0.99)):
+        super().__init__(params, {"lr": lr, "betas": betas, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] += 1  # some optimizers write into their groups
+            b1, b2 = group["betas"]
+            for p in group["params"]:
+                if p.grad is not None:
+                    m = self.state[p].setdefault("m", torch.zeros_like(p))
+                    p.sub_(torch.sign(torch.lerp(p.grad, m, b1)), alpha=group["lr"])
+                    m.lerp_(p.grad, 1 - b2)
+
+
+of = torch.optim
+OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+    "adamw": (of.AdamW, {"lr": 0.01}),
+    "fused": (of.AdamW, {"lr": 0.01, "fused": True}),
+    "amsgrad": (of.Adam, {"lr": 0.01, "amsgrad": True, "maximize": True}),
+    "foreach": (of.Adam, {"lr": 0.01, "foreach": True}),
+    "sgd": (of.SGD, {"lr": 0.1}),
+    "momentum": (of.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+    "nesterov": (of.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "adagrad": (of.Adagrad, {"lr": 0.01}),
+    "adadelta": (of.Adadelta, {"lr": 0.1}),
+    "rmsprop": (of.RMSprop, {"lr": 0.01, "momentum": 0.5, "centered": True}),
+    "adamax": (of.Adamax, {"lr": 0.01}),
+    "nadam": (of.NAdam, {"lr": 0.01}),
+    "radam": (of.RAdam, {"lr": 0.01}),
+    "asgd": (of.ASGD, {"lr": 0.01}),
+    "rprop": (of.Rprop, {"lr": 0.01}),
+    "lion": (Lion, {"lr": 0.01}),
+}
+
+# A way to train: (parameter groups, optimizer class, its arguments) -> optimizer.
+Make = Callable[..., Optimizer]
+
+
+@dataclass
+class Trained:
+    """Parameters after each step, by name; norms of the gradients if they are clipped;
+    how the rates were at the end."""
+
+    parameters: list[dict[str, Tensor]]
+    norms: list[float]
+    rates: list[float]
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    """Return three groups: the biases, the matrices, and an odd one."""
+    named = dict(model.named_parameters())
+    biases = [p for name, p in named.items() if "bias" in name]
+    odd = [model.scale, model.empty]
+    rest = [p for p in named.values() if not any(p is q for q in biases + odd)]
+    return [
+        {"params": biases, "weight_decay": 0.0},
+        {"params": rest, "lr": 0.02},
+        {"params": odd, "weight_decay": 0.1},
+    ]
+
+
+def train(
+    make: Make | None,
+    optimizer: str = "adamw",
+    steps: int = 5,
+    groups: bool = False,
+    clip: float | None = None,
+    wrap: Callable[[nn.Module], nn.Module] | None = None,
+    one_type: bool = False,
+) -> Trained:
+    """Train `Odd` on this rank's rows. Without `make`: one process, the whole batch.
+
+    Ranks start from different seeds; only rank 0's numbers may count. `groups` trains
+    three parameter groups, whose rates a scheduler changes. `one_type`: all parameters
+    are float32, which is all that PyTorch's ZeroRedundancyOptimizer takes.
+    """
+    alone = make is None
+    model = Odd(0 if alone else dist.get_rank(), one_type)
+    replica = wrap(model) if wrap else model
+    cls, defaults = OPTIMIZERS[optimizer]
+    params = groups_of(model) if groups else model.parameters()
+    opt = cls(params, **defaults) if alone else make(params, cls, **defaults)
+    schedule = torch.optim.lr_scheduler.StepLR(opt, 2, gamma=0.3) if groups else None
+    told = Trained([], [], [])
+    for step in range(steps):
+        x, y = batch(step) if alone else map(share, batch(step))
+        opt.zero_grad()
+        nn.functional.mse_loss(replica(x), y).backward()
+        if clip is not None:
+            own = getattr(opt, "clip_grad_norm_", None)
+            norm = own(clip) if own else clip_grad_norm_(model.parameters(), clip)
+            told.norms.append(float(norm))
+        opt.step()
+        if schedule:
+            schedule.step()
+        named = model.named_parameters()
+        told.parameters.append({k: p.detach().clone() for k, p in named})
+    told.rates = [group["lr"] for group in opt.param_groups]
+    return told
+
+
+def far_apart(a: Trained, b: Trained) -> list[str]:
+    """Return where two trainings differ by more than rounding.
+
+    Float32 has a relative step of 1.2e-7. A mean over ranks adds the same numbers in
+    another order, and Adam divides by the root of what may be small: 1e-5 is about a
+    hundred roundings. A wrong scale or a missing rank is off by more than 1e-2.
+    """
+    found = []
+    for step, (x, y) in enumerate(zip(a.parameters, b.parameters, strict=True)):
+        found += [
+            f"{step} {name}"
+            for name in x
+            if not torch.allclose(x[name], y[name], rtol=1e-4, atol=1e-5)
+        ]
+    if not torch.allclose(torch.tensor(a.norms), torch.tensor(b.norms), rtol=1e-4):
+        found.append(f"norms {a.norms} {b.norms}")
+    if a.rates != b.rates:
+        found.append(f"rates {a.rates} {b.rates}")
+    return found
+
+
+def bits(a: Trained) -> bytes:
+    """Return all numbers of a training: equal bytes are equal bits."""
+    told = [t for step in a.parameters for t in step.values()]
+    return b"".join(t.contiguous().numpy().tobytes() for t in told)
+
+
+SMALL = {"bucket_cap_mb": 0.0006, "first_bucket_mb": 0.0003}  # several buckets
+TINY = {"bucket_cap_mb": 0.0001}  # a bucket for almost every parameter
+
+
+def with_ddp(make: Make) -> dict[str, Any]:
+    """Return the arguments of `train` for an optimizer that expects DDP."""
+    return {"make": make, "wrap": DDP}
+
+
+def pytorchs(params, cls, **defaults):
+    """Make PyTorch's. With parameters_as_bucket_view=True, torch 2.13 trains parameters
+    in channels_last wrongly, without a word."""
+    return PyTorchs(params, cls, **defaults)
+
+
+def options(cls: type, **extra: Any) -> Make:
+    """Return how to make an optimizer of `cls` with more arguments."""
+    return lambda params, of, **defaults: cls(params, of, **extra, **defaults)
+
+
+# ---- planted fakes: each is wrong in one way that is easy to overlook --------------
+
+
+class NotTheSameAtFirst(Stage1):
+    """No broadcast at the start."""
+
+    def _take(self, groups):
+        mine = [p.detach().clone() for p in self.parameters()]
+        super()._take(groups)
+        with torch.no_grad():
+            for p, before in zip(self.parameters(), mine, strict=True):
+                p.copy_(before)
+
+
+class Sum(Stage1):
+    """The sum in place of the mean."""
+
+    def make_reducer(self):
+        reducer = super().make_reducer()
+        reducer.scale = 1.0
+        return reducer
+
+
+class NoGather(Stage1):
+    """Every rank keeps its own result."""
+
+    def share_parameters(self):
+        pass
+
+
+class GatherBeforeStep(Stage1):
+    """The parameters are brought together before they are stepped."""
+
+    def give_gradients(self):
+        super().share_parameters()
+        super().give_gradients()
+
+    def share_parameters(self):
+        pass
+
+
+class OneShardLate(Stage1):
+    """A rank sees its own shard, and the others' of the step before."""
+
+    def share_parameters(self):
+        now = [flat.own.clone() for flat in self.flats]
+        for flat, before in zip(self.flats, getattr(self, "sent", now), strict=True):
+            flat.own.copy_(before)
+        super().share_parameters()
+        self.sent = now
+        for flat, own in zip(self.flats, now, strict=True):
+            flat.own.copy_(own)
+
+
+class ClippedPerShard(Stage1):
+    """Each rank clips its own gradients by their own norm."""
+
+    def clip_grad_norm_(self, max_norm):
+        self.give_gradients()
+        return clip_grad_norm_([o.tensor for o in self.owned.values()], max_norm)
+
+
+class TiedTwice(Stage1):
+    """A norm over all places where a parameter is used."""
+
+    def clip_grad_norm_(self, max_norm):
+        self.give_gradients()
+        twice = [o for p, o in self.owned.items() if p.shape == (5, 13)]
+        grads = [o.tensor.grad for o in [*self.owned.values(), *twice]]
+        square = sum(g.double().square().sum() for g in grads) + torch.zeros(())
+        dist.all_reduce(square)
+        for owned in self.owned.values():
+            owned.tensor.grad.mul_(min(1.0, max_norm / float(square.sqrt())))
+        return square.sqrt()
+
+
+class OptionsOfTheFirstDay(Stage1):
+    """What a scheduler changes does not reach the optimizer that steps."""
+
+    def step(self, closure=None):
+        before = [{**group} for group in self.param_groups]
+        if not hasattr(self, "rates"):
+            self.rates = [group["lr"] for group in before]
+        for group, rate in zip(self.param_groups, self.rates, strict=True):
+            group["lr"] = rate
+        super().step(closure)
+        for group, then in zip(self.param_groups, before, strict=True):
+            group["lr"] = then["lr"]
+
+
+class DecaysWhatIsUnused(Stage1):
+    """A parameter without a gradient is stepped with one of zero."""
+
+    def give_gradients(self):
+        super().give_gradients()
+        for owned in self.owned.values():
+            if owned.tensor.grad is None:
+                owned.tensor.grad = torch.zeros_like(owned.tensor)
+
+
+class OwnStateOnly(Stage1):
+    """`state_dict` holds what this rank has."""
+
+    def consolidate_state_dict(self, to=0):
+        mine = {
+            k: (o.first, o.last, self.state[o.tensor])
+            for k, p in enumerate(self.parameters())
+            if (o := self.owned.get(p))
+        }
+        self._whole = joined([mine], self.parameters(), self.element_states)
+
+
+class AddsToAnything(Reducer):
+    def gradient_is_coming(self, slot):
+        pass
+
+
+class Forgets(Stage1):
+    """Gradients are added to what a pass has left, in all shards."""
+
+    def make_reducer(self):
+        return AddsToAnything(self.process_group, self.reduce_scatter, self.empty)
+
+
+class Replicated(Optimizer):
+    """Plain data parallelism that calls itself sharded: the numbers are right."""
+
+    def __init__(self, params, cls, **defaults):
+        self.optim = cls(params, **defaults)
+        super().__init__(self.optim.param_groups, self.optim.defaults)
+        self.param_groups, self.state = self.optim.param_groups, self.optim.state
+        for p in self._params():
+            dist.broadcast(p.data, 0)
+
+    def _params(self):
+        return [p for g in self.param_groups for p in g["params"] if p.requires_grad]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self._params():
+            if p.grad is not None:
+                grad = p.grad.contiguous()
+                dist.all_reduce(grad)
+                p.grad.copy_(grad / dist.get_world_size())
+        self.optim.step()
+
+
+FAKES: dict[str, dict[str, Any]] = {
+    "no broadcast": {"make": NotTheSameAtFirst},
+    "sum": {"make": Sum, "optimizer": "momentum"},
+    "no gather": {"make": NoGather},
+    "gather before step": {"make": GatherBeforeStep},
+    "one shard late": {"make": OneShardLate},
+    "clipped per shard": {"make": ClippedPerShard, "clip": 0.05},
+    "tied twice": {"make": TiedTwice, "clip": 0.05},
+    "options of the first day": {"make": OptionsOfTheFirstDay, "groups": True},
+}
