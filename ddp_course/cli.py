@@ -58,6 +58,7 @@ def parser() -> Parser:
         _add_notebooks,
         _add_doctor,
         _add_bench,
+        _add_plan,
     ):
         add(commands)
     return top
@@ -234,6 +235,64 @@ def _add_bench(commands: Any) -> None:
     command.add_argument("--quick", action="store_true", help="fewer repetitions")
 
 
+def _add_plan(commands: Any) -> None:
+    from ddp_course.theory import MODELS, OPTIMIZERS, PRECISIONS, RECOMPUTE
+
+    def run(told: argparse.Namespace) -> int:
+        from ddp_course.commands import plan
+
+        return plan.command(told)
+
+    command = _command(
+        commands,
+        "plan",
+        run,
+        "tell which ZeRO stage fits on which GPUs, and what it sends",
+        "ddp-course plan --preset gpt2-xl --gpus 8 --memory 24",
+        "ddp-course plan --parameters 7.5b --gpus 64 --memory 32",
+        "ddp-course plan --parameters 6.6b --layers 32 --hidden 4096 --bandwidth 50",
+        "\nprecisions:\n"
+        + "\n".join(f"  {name:<20} {p.about}" for name, p in PRECISIONS.items()),
+    )
+    model = command.add_mutually_exclusive_group(required=True)
+    model.add_argument("--preset", choices=tuple(MODELS), help="a model by name")
+    model.add_argument(
+        "--parameters", type=_many, metavar="N", help="how many; 7.5e9, 7.5b, 350m"
+    )
+    for name, about in (
+        ("--layers", "of the model, with --hidden"),
+        ("--hidden", "channels of a layer"),
+        ("--heads", "of a layer"),
+        ("--sequence", "tokens of a row"),
+        ("--vocab", "words"),
+    ):
+        command.add_argument(name, type=_count, metavar="N", help=about)
+    for name, kind, default, about in (
+        ("--gpus", _count, 8, "that share the data"),
+        ("--memory", _positive, 80, "GB of one GPU, 1 GB = 10^9 bytes"),
+        ("--batch", _count, 1, "rows at a time on one GPU"),
+    ):
+        about += "; %(default)s"
+        command.add_argument(name, type=kind, default=default, metavar="N", help=about)
+    for name, among, default in (
+        ("--optimizer", OPTIMIZERS, "adamw"),
+        ("--precision", PRECISIONS, "mixed"),
+        ("--recompute", RECOMPUTE, "none"),
+    ):
+        command.add_argument(
+            name, choices=tuple(among), default=default, help="%(default)s"
+        )
+    command.add_argument(
+        "--scores", action="store_true", help="attention is not fused: it keeps scores"
+    )
+    command.add_argument(
+        "--bandwidth", type=_positive, metavar="N", help="GB/s that a GPU sends"
+    )
+    command.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the rows there"
+    )
+
+
 def _command(
     commands: Any, name: str, run: Callable, about: str, *examples: str
 ) -> Parser:
@@ -276,6 +335,19 @@ def _positive(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
     return value
+
+
+def _many(text: str) -> int:
+    number, size = text, 1
+    if text[-1:].lower() in ("m", "b", "t"):
+        number, size = (
+            text[:-1],
+            {"m": 10**6, "b": 10**9, "t": 10**12}[text[-1].lower()],
+        )
+    value = _positive(number) * size
+    if not 1 <= value <= 10**15:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 to 1000t")
+    return round(value)
 
 
 def _whole(text: str, most: int) -> int:

@@ -27,7 +27,7 @@ from ddp_course.commands import CommandError, doctor, jupyter, machine, proofs, 
 from ddp_course.launch import LaunchError
 from ddp_course.model import GPTConfig
 
-COMMANDS = ["lab", "run", "train", "notebooks", "doctor", "bench"]
+COMMANDS = ["lab", "run", "train", "notebooks", "doctor", "bench", "plan"]
 # Ranks need not import all that this file imports.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -80,7 +80,7 @@ def test_the_help_lists_every_command(command, capsys):
     ("typed", "answer"),
     [
         ("", "COMMAND"),
-        ("fly", "'lab', 'run', 'train', 'notebooks', 'doctor', 'bench'"),
+        ("fly", "'lab', 'run', 'train', 'notebooks', 'doctor', 'bench', 'plan'"),
         ("run", "CHAPTER"),
         ("lab --port 0", "'0' is no number from 1 to 65535"),
         ("lab --port http", "'http' is no number"),

@@ -5,6 +5,7 @@ execute    run one notebook in this Python; say what failed and where
 clean      the rules for a notebook in the repository, each with its remedy
 notebooks  `run`, `notebooks --save`, `notebooks --check`
 train      `train`, and a rank of torchrun that trains
+plan       `plan`
 machine    cores, memory, GPUs: what a container leaves of them
 proofs     ranks that really run, and agree
 doctor     `doctor`

@@ -39,6 +39,24 @@ from ddp_course.lab.ch05 import (
     check_mini_ddp,
     check_my_bucket_plan,
 )
+from ddp_course.lab.ch06 import (
+    check_largest_batch,
+    check_my_ledger,
+    check_my_recompute,
+    check_step_in_backward,
+)
+from ddp_course.lab.ch07 import (
+    check_clip_shards,
+    check_my_pieces,
+    check_sharded_step,
+    check_stored_and_sent,
+)
+from ddp_course.lab.ch08 import (
+    check_my_schedule,
+    check_ranks_needed,
+    check_sharded_linear,
+    check_who_reads_what,
+)
 from ddp_course.lab.drawing import Drawing
 from ddp_course.lab.exercises import show_solution
 from ddp_course.lab.figures import (
@@ -48,17 +66,23 @@ from ddp_course.lab.figures import (
     collective,
     course_map,
     dp_step,
+    fsdp_step,
+    fsdp_timeline,
     groups,
     hierarchy,
+    memory_calculator,
     one_or_many,
     plan_step,
     plan_steps,
     rendezvous,
+    shard_map,
     timeline,
 )
 from ddp_course.lab.measured import plot_fit, plot_sizes
 from ddp_course.lab.measured_buckets import plot_bucket_sweep, plot_buckets
 from ddp_course.lab.measured_dp import plot_gil, plot_moves
+from ddp_course.lab.measured_ledgers import ledgers, memory_against_communication
+from ddp_course.lab.measured_memory import plot_memory
 from ddp_course.lab.palette import RANK_COLORS, rank_color
 from ddp_course.lab.per_rank import plot_bytes, plot_timeline
 from ddp_course.lab.plots import plot_losses, plot_pairs, style
@@ -74,8 +98,10 @@ __all__ = [
     "buckets",
     "check_accumulate",
     "check_average_gradients_flat",
+    "check_clip_shards",
     "check_global_rank",
     "check_hierarchical_sum",
+    "check_largest_batch",
     "check_make_replicas",
     "check_mean_loss",
     "check_mini_ddp",
@@ -83,25 +109,40 @@ __all__ = [
     "check_my_average",
     "check_my_broadcast",
     "check_my_bucket_plan",
+    "check_my_ledger",
+    "check_my_pieces",
+    "check_my_recompute",
+    "check_my_schedule",
     "check_my_slice",
     "check_my_transpose",
     "check_node_group",
     "check_peer_on_next_node",
     "check_place",
+    "check_ranks_needed",
     "check_replicas_agree",
     "check_ring_reduce_scatter",
     "check_ring_transfers",
+    "check_sharded_linear",
+    "check_sharded_step",
+    "check_step_in_backward",
+    "check_stored_and_sent",
     "check_swap",
     "check_through_replica_0",
     "check_tree_or_ring",
+    "check_who_reads_what",
     "cluster",
     "collective",
     "course_map",
     "dp_step",
     "explore",
+    "fsdp_step",
+    "fsdp_timeline",
     "gallery",
     "groups",
     "hierarchy",
+    "ledgers",
+    "memory_against_communication",
+    "memory_calculator",
     "one_or_many",
     "plan_step",
     "plan_steps",
@@ -111,12 +152,14 @@ __all__ = [
     "plot_fit",
     "plot_gil",
     "plot_losses",
+    "plot_memory",
     "plot_moves",
     "plot_pairs",
     "plot_sizes",
     "plot_timeline",
     "rank_color",
     "rendezvous",
+    "shard_map",
     "show_diff",
     "show_solution",
     "show_source",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ddp_course.lab.bench_zero import zero
 from ddp_course.lab.measured import plot_sizes
 from ddp_course.lab.palette import INK, MUTED
 from ddp_course.lab.plots import style
@@ -107,4 +108,8 @@ def _draw_bars(axes: Axes) -> None:
                       fontsize=9)  # fmt: skip
 
 
-DRAWINGS: dict[str, Callable[[list], Figure]] = {"all-reduce": all_reduce, "ddp": ddp}
+DRAWINGS: dict[str, Callable[[list], Figure]] = {
+    "all-reduce": all_reduce,
+    "ddp": ddp,
+    "zero": zero,
+}

@@ -4,6 +4,7 @@
     hooks       how autograd tells that a gradient is there
     buckets     which gradients travel together: plain data
     timeline    what a step writes into the open event logs
+    recompute   backward that runs forward again, so that less is kept; with `again`
 
-Chapters 04 and 05 explain them.
+Chapters 04 to 06 explain them.
 """

@@ -8,9 +8,21 @@ need to all-reduce 1 MiB in a ring of such links. Read the modules in this order
     volume      how many bytes each rank sends, exactly (chapters 02 and 03)
     bounds      what no algorithm can beat; bus bandwidth; ring or tree (chapter 03)
     fit         from measured times back to alpha and beta (chapter 02)
+    memory      parameters, gradients and states per rank, by ZeRO stage (chapter 06)
+    activations what forward keeps for backward (chapter 06)
+    step_volume what a rank sends in a training step, by ZeRO stage (chapter 07)
+    models      a few models, as a plan sees them
+    plan        which stage fits on which GPU, and what it costs (chapter 08)
     checks: what the formulas ask of their arguments
 """
 
+from ddp_course.theory.activations import (
+    RECOMPUTE,
+    gpt_activations,
+    gpt_peak,
+    layer_activations,
+    model_activations,
+)
 from ddp_course.theory.all_reduce import (
     HierarchicalCost,
     all_reduce_double_tree,
@@ -43,6 +55,18 @@ from ddp_course.theory.costs import (
     send,
 )
 from ddp_course.theory.fit import Fit, fit
+from ddp_course.theory.memory import (
+    OPTIMIZERS,
+    PRECISIONS,
+    Precision,
+    gathered_bytes,
+    model_states,
+    padding,
+    shard_numel,
+)
+from ddp_course.theory.models import MODELS, Model
+from ddp_course.theory.plan import Row, fewest_gpus, plan
+from ddp_course.theory.step_volume import StepVolume, step_volume
 from ddp_course.theory.volume import (
     HierarchicalBytes,
     SharedMemoryBytes,
@@ -57,7 +81,15 @@ __all__ = [
     "Fit",
     "HierarchicalBytes",
     "HierarchicalCost",
+    "MODELS",
+    "Model",
+    "OPTIMIZERS",
+    "PRECISIONS",
+    "Precision",
+    "RECOMPUTE",
+    "Row",
     "SharedMemoryBytes",
+    "StepVolume",
     "all_gather",
     "all_reduce_double_tree",
     "all_reduce_halving_doubling",
@@ -74,16 +106,27 @@ __all__ = [
     "bytes_sent",
     "children",
     "crossover",
+    "fewest_gpus",
     "fit",
     "gather",
+    "gathered_bytes",
+    "gpt_activations",
+    "gpt_peak",
     "hierarchical_bytes_sent",
+    "layer_activations",
     "least_bytes",
     "least_messages",
     "least_seconds",
+    "model_activations",
+    "model_states",
+    "padding",
+    "plan",
     "reduce_naive",
     "reduce_scatter",
     "reduce_tree",
     "scatter",
     "send",
+    "shard_numel",
     "shared_memory_bytes",
+    "step_volume",
 ]

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from ddp_course.collectives import communicator
 from ddp_course.parts.replicas import Form, check_same
 from ddp_course.zero.elementwise import element_states
+from ddp_course.zero.states import options_of
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,11 @@ def agree(
     agreed = Agreed([], {}, frozenset())
     try:
         if not problem:
-            agreed = _understood(params, optimizer_class, defaults, in_parts)
+            groups = Optimizer(params, {}).param_groups  # PyTorch's own checks
+            problem = _problem_with(groups)
+        if not problem:
+            agreed = _understood(groups, optimizer_class, defaults, in_parts)
             form |= _form_of(agreed.groups)
-            problem = _problem_with(agreed.groups)
     except Exception as error:  # whatever it is, the other ranks must not wait
         problem = f"{error}" if isinstance(error, ValueError) else repr(error)
     check_same(form, problem, group)
@@ -72,13 +75,12 @@ def agree(
 
 
 def _understood(
-    params: Iterable[Any],
+    groups: list[dict[str, Any]],
     optimizer_class: Callable[..., Optimizer],
     defaults: dict[str, Any],
     in_parts: bool,
 ) -> Agreed:
     """Fill in the options of every group, as the optimizer itself does it."""
-    groups = Optimizer(params, {}).param_groups  # PyTorch's own checks
     stand_ins = [
         {**group, "params": [_without_elements(p) for p in group["params"]]}
         for group in groups
@@ -109,8 +111,7 @@ def _form_of(groups: list[dict[str, Any]]) -> Form:
     """Return what must be the same on all ranks: parameters and their options."""
     form: Form = {}
     for g, options in enumerate(groups):
-        told = {k: v for k, v in options.items() if k not in ("params", "param_names")}
-        form[f"group {g}"] = repr(told)
+        form[f"group {g}"] = repr(options_of(options))
     for parameter, name in names_of(groups).items():
         dtype = str(parameter.dtype).removeprefix("torch.")
         form[name] = (
@@ -127,12 +128,13 @@ def names_of(groups: Iterable[dict[str, Any]]) -> dict[Tensor, str]:
     "1", ..., the numbers of the parameters in `state_dict`.
     """
     names: dict[Tensor, str] = {}
+    taken = set()
     for group in groups:
         told = group.get("param_names") or [""] * len(group["params"])
         for parameter, name in zip(group["params"], told, strict=True):
-            if not name or name in names.values():
+            if not name or name in taken:
                 name = f"{name}{len(names)}"
-            names.setdefault(parameter, name)
+            taken.add(names.setdefault(parameter, name))
     return names
 
 

@@ -18,8 +18,8 @@ from ddp_course.parts import hooks
 from ddp_course.zero.slots import LiveBucket, Slot
 
 ADVICE = (
-    "If DistributedDataParallel averages them, say gradients='averaged'; an earlier "
-    "optimizer of the same parameters must be gone (del) before the next one trains."
+    "If DistributedDataParallel averages them, say gradients='averaged' (stage 1); an "
+    "earlier optimizer of the same parameters must be gone (del) before training."
 )
 
 

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ddp_course.zero.states import options_of
+
 SHAPE, CUT, STEPS = (4, 6), 7, 3  # a cut in the second row
 LR = 0.1  # the real one may be 0 at first, with which everything is the same
 
@@ -41,14 +43,14 @@ def element_states(
     Raises:
         NotElementwiseError: parts of a tensor are stepped otherwise than the whole.
     """
-    options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-    if "lr" in options:
-        options["lr"] = options["lr"] * 0 + LR  # a tensor stays one
+    options = options_of(group)
     start = torch.linspace(-1, 1, 24, device=device)
 
     def stepped(*parts: Tensor) -> tuple[list[Tensor], dict[Tensor, dict[str, Any]]]:
         params = [nn.Parameter(part) for part in parts]
         optimizer = optimizer_class([{**options, "params": params}], **defaults)
+        if "lr" in (only := optimizer.param_groups[0]):
+            only["lr"] = only["lr"] * 0 + LR  # a tensor stays one
         for gradient in _gradients(start):
             flat = gradient.split([p.numel() for p in params])
             for p, g in zip(params, flat, strict=True):

@@ -34,6 +34,12 @@ def places(module: nn.Module) -> dict[str, str | None]:
     return {key: names.get(v) for key, v in module.state_dict(keep_vars=True).items()}
 
 
+def buffers(sharded: ShardedModule) -> dict[str, Tensor]:
+    """Return the buffers that belong to the module's state, by name."""
+    found = dict(sharded.module.named_buffers(remove_duplicate=False))
+    return {key: found[key] for key, name in sharded._places.items() if name is None}
+
+
 # ---- the module ----------------------------------------------------------------------
 
 
@@ -45,28 +51,28 @@ def gathered(sharded: ShardedModule, rank0_only: bool) -> dict[str, Tensor]:
         for name, view in _whole(sharded, flat, flat.shard.detach()):
             if wanted:
                 whole[name] = view.to("cpu", copy=True)
-    buffers = dict(sharded.module.named_buffers())
+    if not wanted:
+        return {}
+    kept = {k: b.to("cpu", copy=True) for k, b in buffers(sharded).items()}
     return {
-        key: buffers[key].detach().to("cpu", copy=True) if name is None else whole[name]
-        for key, name in (sharded._places.items() if wanted else ())
+        key: kept[key] if name is None else whole[name]
+        for key, name in sharded._places.items()
     }
 
 
 @torch.no_grad()
 def load(sharded: ShardedModule, state_dict: Mapping[str, Tensor]) -> None:
     """Keep the own part of a state; see ShardedModule.load_full_state_dict."""
-    buffers = dict(sharded.module.named_buffers())
-    parameters = _parameters(sharded)
+    kept, parameters = buffers(sharded), _parameters(sharded)
     shapes = {
-        key: (buffers[key] if name is None else parameters[name]).shape
+        key: (kept[key] if name is None else parameters[name]).shape
         for key, name in sharded._places.items()
     }
     check_same({}, _unlike(state_dict, shapes), sharded.process_group)
     for flat in sharded.flats.values():
         _keep_own(sharded, flat, state_dict, flat.shard.detach())
-    for key, name in sharded._places.items():
-        if name is None:
-            buffers[key].copy_(state_dict[key])
+    for key, buffer in kept.items():
+        buffer.copy_(state_dict[key])
 
 
 def _unlike(state: Any, shapes: Mapping[str, torch.Size]) -> str | None:
@@ -95,7 +101,7 @@ def gathered_optimizer(
     by_group = _names(sharded, optimizer)
     numbers = {n: k for k, n in enumerate(n for names in by_group for n in names)}
     states: dict[int, State] = {k: {} for k in numbers.values()}
-    for flat in _stepped(sharded, optimizer):
+    for flat in stepped(sharded, optimizer):
         for key, value in optimizer.state.get(flat.shard, {}).items():
             parts = ((name, value) for name in flat.names)  # such as "step"
             if isinstance(value, Tensor) and value.shape == flat.shard.shape:
@@ -137,17 +143,11 @@ def load_optimizer(
         name: state["state"].get(key, {})
         for name, key in zip(ordered, keys, strict=True)
     }
-    own: dict[str, Any] = {"state": {}, "param_groups": []}
-    number = 0
-    for group, told in zip(optimizer.param_groups, state["param_groups"], strict=True):
-        shards = range(number, number + len(group["params"]))
-        own["param_groups"].append({**_options(told), "params": [*shards]})
-        if "param_names" in group:
-            own["param_groups"][-1]["param_names"] = group["param_names"]
-        for number, shard in enumerate(group["params"], number):
-            if kept := _own_state(sharded, _flat_of(sharded, shard), states):
-                own["state"][number] = kept
-        number = shards.stop
+    own: dict[str, Any] = optimizer.state_dict()
+    for group, told in zip(own["param_groups"], state["param_groups"], strict=True):
+        group.update(_options(told))
+    kept = [_own_state(sharded, f, states) for f in stepped(sharded, optimizer)]
+    own["state"] = {number: state for number, state in enumerate(kept) if state}
     optimizer.load_state_dict(own)
 
 
@@ -213,9 +213,7 @@ def _flat_of(sharded: ShardedModule, shard: Tensor) -> LiveFlat:
     )
 
 
-def _stepped(
-    sharded: ShardedModule, optimizer: torch.optim.Optimizer
-) -> list[LiveFlat]:
+def stepped(sharded: ShardedModule, optimizer: torch.optim.Optimizer) -> list[LiveFlat]:
     """Return the flats that the optimizer steps, in its order."""
     return [
         _flat_of(sharded, shard)
@@ -224,9 +222,7 @@ def _stepped(
     ]
 
 
-def _names(
-    sharded: ShardedModule, optimizer: torch.optim.Optimizer
-) -> list[list[str]]:
+def _names(sharded: ShardedModule, optimizer: torch.optim.Optimizer) -> list[list[str]]:
     """Return for each of its groups the plain parameters' names, in the plain order."""
     rank = {name: k for k, name in enumerate(sharded._names)}
     return [

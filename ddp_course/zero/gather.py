@@ -1,12 +1,12 @@
 """Two ways in which shards come together, and gradients apart: messages, or memory.
 
     Messages      all-gather and reduce-scatter, as between any ranks
-    SharedMemory  ranks of one machine: shards lie where all ranks can read them, so to
-                  gather is to copy, and nobody sends anything
+    SharedMemory  ranks of one machine: all shards lie where all ranks can read them
 
-Both have the same four functions, which `stage3` calls:
+Both have the same functions, which `live` and `stage3` call:
 
     empty(numel, dtype, device)    memory for a shard
+    lasting(shard)                 all shards, if they are together all the time
     gather(whole, shard)           every rank's shard into its place in `whole`
     reduce(own, whole)             the sum of all ranks' `whole`, of which this rank
                                    needs, and gets, its own part
@@ -18,7 +18,6 @@ Chapter 08.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +27,6 @@ from torch import Tensor
 
 from ddp_course import collectives
 from ddp_course.collectives import communicator, shared_memory
-from ddp_course.measure import active_logs, active_meters
 
 
 class Messages:
@@ -55,6 +53,9 @@ class Messages:
         """Make the memory of a shard."""
         return torch.empty(numel, dtype=dtype, device=device)
 
+    def lasting(self, shard: Tensor) -> Tensor | None:
+        """Return what is whole all the time: nothing."""
+
     def gather(self, whole: Tensor, shard: Tensor, async_op: bool) -> Any:
         """Put every rank's shard into its place in `whole`.
 
@@ -76,36 +77,38 @@ class Messages:
 
 
 class SharedMemory:
-    """Shards lie in memory that all ranks of the group share; on the CPU only.
+    """All ranks' shards lie side by side in memory that they share; on the CPU only.
 
-    Nobody may step its shard while another rank still copies it: so all ranks meet
+    So the shards of a flat are whole as they lie, once for all ranks of the machine,
+    and there is nothing to gather: parameters are views of them. Only if they are to be
+    of another type, they are copied.
+
+    Nobody may step its shard while another rank computes with it: so all ranks meet
     when a forward begins, and when a forward or backward has ended.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group, self.comm = group, communicator(group)
-        self.peers: dict[int, list[Tensor]] = {}  # by address: all ranks' shards
+        self.wholes: dict[int, Tensor] = {}  # by the address of the own shard
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Make the memory of a shard; called by all ranks together."""
-        shard = shared_memory.empty(numel, dtype=dtype, group=self.group)
-        self.peers[shard.data_ptr()] = shared_memory.peers(shard, self.group)
+        rank, size = self.comm.rank, self.comm.size
+        # Such memory is made for each rank, and taken from the system when it is used
+        # for the first time. Used is that of the first rank only, by all.
+        mine = shared_memory.empty(size * numel, dtype=dtype, group=self.group)
+        whole = shared_memory.peers(mine, self.group)[0]
+        shard = part_of(whole, rank, size)
+        self.wholes[shard.data_ptr()] = whole
         return shard
 
+    def lasting(self, shard: Tensor) -> Tensor | None:
+        """Return what is whole all the time."""
+        return self.wholes[shard.data_ptr()]
+
     def gather(self, whole: Tensor, shard: Tensor, async_op: bool) -> None:
-        """Copy every rank's shard into its place in `whole`; not meanwhile, but now."""
-        rank, size, start = self.comm.rank, self.comm.size, time.perf_counter()
-        shards = self.peers[shard.data_ptr()]
-        for q in range(rank, rank + size):  # not all at the same one
-            part_of(whole, q % size, size).copy_(shards[q % size])
-        for meter in active_meters():
-            for peer in self.comm.ranks:
-                if peer != self.comm.ranks[rank]:
-                    meter.count_sent(peer, shard.nbytes)  # it reads as much of ours
-                    meter.count_received(peer, shard.nbytes)
-        for log in active_logs():
-            told = {"nbytes": (size - 1) * shard.nbytes, "lane": "communication"}
-            log.add("gather from memory", start, time.perf_counter(), **told)
+        """Copy all shards into `whole`; not meanwhile, but now."""
+        whole.copy_(self.wholes[shard.data_ptr()])
 
     def reduce(self, own: Tensor, whole: Tensor, async_op: bool) -> Any:
         """Sum `whole` over all ranks, into `own`, which is this rank's part of it."""

@@ -5,16 +5,13 @@ memory below it. All parameters of a flat are views of one tensor, `whole`, and 
 one's storage is made as long as needed when the unit is gathered, and 0 bytes long when
 it is freed. So whatever autograd has saved for backward, be it the parameter or a view
 of it, finds its numbers again as soon as the unit is gathered again.
-
-While a unit is freed, its modules have `Freed` in place of their parameters: who reads
-numbers that are not there would otherwise end the process (there is nothing below the
-address). Chapter 08.
+Meanwhile its modules have something else in place of their parameters (`freed`).
+Chapter 08.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,63 +20,10 @@ from torch import Tensor, nn
 
 from ddp_course.measure import label
 from ddp_course.zero.flat import view_of
+from ddp_course.zero.freed import Place
 from ddp_course.zero.gather import Messages, SharedMemory, part_of
 from ddp_course.zero.offload import Home
 from ddp_course.zero.units import Flat, UnitPlan
-
-
-class ShardedError(RuntimeError):
-    """A parameter was used while each rank has only its shard of it."""
-
-
-@dataclass(frozen=True)
-class Freed:
-    """Stands for a parameter that is not whole at present; knows all but its numbers."""
-
-    name: str
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-
-    def __getattr__(self, what: str) -> Any:
-        if what.startswith("__"):  # copy, pickle and others ask what there is
-            raise AttributeError(what)
-        raise ShardedError(
-            f"{self.name} has no numbers at present (.{what}): each rank has its shard "
-            "of them, and they are whole while their unit computes. Elsewhere, call "
-            "full_state_dict()"
-        )
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Any function of PyTorch that is given one comes here."""
-        freed = [arg for arg in args if isinstance(arg, cls)]
-        return freed[0].__getattr__(getattr(function, "__name__", "numbers"))
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a module keeps a parameter: `module._parameters[name]`."""
-
-    module: nn.Module
-    name: str
-    parameter: nn.Parameter
-    freed: Freed
-
-
-def places_in(module: nn.Module) -> dict[Tensor, list[Place]]:
-    """Return for each parameter all places where it is: a tied one has several."""
-    names = {parameter: name for name, parameter in module.named_parameters()}
-    found: dict[Tensor, list[Place]] = {parameter: [] for parameter in names}
-    for owner in module.modules():
-        for name, p in owner._parameters.items():
-            if p is not None:
-                freed = Freed(names[p], p.shape, p.dtype, p.device, p.requires_grad)
-                found[p].append(Place(owner, name, p, freed))
-    return found
 
 
 class LiveFlat:
@@ -115,15 +59,19 @@ class LiveFlat:
         self.shard = nn.Parameter(shard, requires_grad=plan.trainable)
         floating = first.is_floating_point()
         dtype = compute_dtype if floating and compute_dtype else first.dtype
-        self.whole = first.to(dtype)
-        for parameter, view in zip(self.parameters, self.views(self.whole), strict=True):
+        lasting = way.lasting(shard) if dtype == first.dtype else None
+        self.lasts = lasting is not None
+        self.whole = lasting if self.lasts else first.to(dtype)
+        for parameter, view in zip(
+            self.parameters, self.views(self.whole), strict=True
+        ):
             parameter.data = view
         # Gradients are collected in memory that comes and goes in the same way.
         dtype = reduce_dtype if floating and reduce_dtype else dtype
         self.sum = torch.empty(numel, dtype=dtype, device=first.device)
         self.own, self.slots = part_of(self.sum, rank, size), self.views(self.sum)
         self.filled = [False] * len(self.slots)
-        for flat in (self.whole, self.sum):
+        for flat in (self.sum,) if self.lasts else (self.whole, self.sum):
             label(flat, "communication buffers").untyped_storage().resize_(0)
 
     def packed(self) -> Tensor:
@@ -144,6 +92,8 @@ class LiveFlat:
 
     def gather(self, async_op: bool) -> Any:
         """Begin to make `whole` whole; return something to wait for, or None."""
+        if self.lasts:
+            return None
         _allocate(self.whole)
         # Autograd counts changes of a parameter to see whether what it has saved is
         # still the same. These counters are the parameters' own: `whole` has another.
@@ -151,7 +101,8 @@ class LiveFlat:
 
     def free(self) -> None:
         """Give the memory of `whole` back."""
-        self.whole.untyped_storage().resize_(0)
+        if not self.lasts:
+            self.whole.untyped_storage().resize_(0)
 
     # ---- gradients -------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ class Home:
         return way.empty(numel, dtype, device)
 
     def add_gradient(self, shard: Tensor, mean: Tensor) -> None:
-        """Add a mean gradient, in memory that will be used otherwise, to the shard's."""
+        """Add a mean gradient to the shard's; its own memory will be used otherwise."""
         if shard.grad is None:
             shard.grad = label(mean.to(shard.dtype, copy=True), "gradients")
         else:

@@ -26,7 +26,14 @@ from torch.optim import Optimizer
 from ddp_course.collectives import communicator
 from ddp_course.parts.replicas import broadcast_all, check_same
 from ddp_course.zero.agreed import agree, names_of
-from ddp_course.zero.states import Owned, joined, part_of, problem_with
+from ddp_course.zero.states import (
+    Owned,
+    joined,
+    on_cpu,
+    options_of,
+    own_state_dict,
+    problem_with,
+)
 
 GRADIENTS = ("average", "averaged")
 
@@ -157,7 +164,7 @@ class ShardedOptimizer(Optimizer):
     def _own(self, group: dict[str, Any]) -> dict[str, Any]:
         """Return a parameter group with only what this rank owns of it."""
         own = [self.owned[p].tensor for p in group["params"] if p in self.owned]
-        return {**_options(group), "params": own}
+        return {**options_of(group), "params": own}
 
     # ---- states ----------------------------------------------------------------------
 
@@ -169,9 +176,9 @@ class ShardedOptimizer(Optimizer):
         if to not in range(self.world_size):
             raise ValueError(f"to is {to}; it can be 0 to {self.world_size - 1}")
         mine = {
-            index: (owned.first, owned.last, self.optim.state[owned.tensor])
+            index: (owned.first, owned.last, on_cpu(self.state[owned.tensor]))
             for index, parameter in enumerate(self.parameters())
-            if (owned := self.owned.get(parameter)) and owned.tensor in self.optim.state
+            if (owned := self.owned.get(parameter)) and owned.tensor in self.state
         }
         all_parts = [None] * self.world_size if self.rank == to else None
         ranks = communicator(self.process_group).ranks
@@ -209,23 +216,9 @@ class ShardedOptimizer(Optimizer):
         lengths = [len(group["params"]) for group in self.param_groups]
         problem = problem_with(state_dict, parameters, lengths, self.element_states)
         check_same({}, problem, self.process_group)
-        groups = state_dict["param_groups"]
-        saved = dict(
-            zip([k for g in groups for k in g["params"]], parameters, strict=True)
+        own = own_state_dict(
+            state_dict, self.param_groups, self.owned, self.element_states
         )
-        states = {
-            saved[key]: part_of(state, self.owned[saved[key]], self.element_states)
-            for key, state in state_dict["state"].items()
-            if saved.get(key) in self.owned
-        }
-        own, number = {"state": {}, "param_groups": []}, 0
-        for group, told in zip(self.param_groups, groups, strict=True):
-            mine = [p for p in group["params"] if p in self.owned]
-            numbers = range(number, number + len(mine))
-            number += len(mine)
-            own["param_groups"].append({**_options(told), "params": [*numbers]})
-            pairs = zip(numbers, mine, strict=True)
-            own["state"] |= {k: states[p] for k, p in pairs if p in states}
         self.optim.load_state_dict(own)
         self.state = self.optim.state
         _copy_options(self.optim.param_groups, self.param_groups)
@@ -239,12 +232,7 @@ def unknown_gradients(gradients: Any) -> str | None:
     return f"gradients is {gradients!r}; it can be 'average' or 'averaged'"
 
 
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a parameter group without its parameters."""
-    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
-
-
 def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
     """Schedulers change the options that they see, and some optimizers their own."""
     for theirs, ours in zip(source, target, strict=True):
-        ours.update(_options(theirs))
+        ours.update(options_of(theirs))

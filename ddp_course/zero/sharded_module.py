@@ -16,18 +16,18 @@ from torch import Tensor, nn
 
 from ddp_course.collectives import communicator
 from ddp_course.parts.replicas import (
-    ReplicaError,
     broadcast_all,
     check_same,
     form_of,
     problem_with,
 )
 from ddp_course.zero import full_state
+from ddp_course.zero.freed import ShardedError, places_in
 from ddp_course.zero.gather import Messages, SharedMemory
-from ddp_course.zero.live import LiveFlat, LiveUnit, ShardedError, places_in
+from ddp_course.zero.live import LiveFlat, LiveUnit
 from ddp_course.zero.norm import total_norm
 from ddp_course.zero.offload import Home, OnCPU
-from ddp_course.zero.units import Chosen, Flat, UnitPlan, unit_plan
+from ddp_course.zero.units import Chosen, UnitPlan, unit_plan
 
 
 class ShardedModule(nn.Module):
@@ -182,8 +182,10 @@ class ShardedModule(nn.Module):
     @property
     def root_device(self) -> torch.device:
         """Where the parameters are computed with."""
-        return self.plan[0].flats[0].sharded.bucket.device if self.plan[0].flats else (
-            self.plan[1].flats[0].sharded.bucket.device
+        return (
+            self.plan[0].flats[0].sharded.bucket.device
+            if self.plan[0].flats
+            else (self.plan[1].flats[0].sharded.bucket.device)
         )
 
     def extra_repr(self) -> str:
@@ -223,7 +225,10 @@ def _unfit(
     **others: Any,
 ) -> str | None:
     """Return why the arguments cannot be used together, or None."""
-    for name, dtype in (("compute_dtype", compute_dtype), ("reduce_dtype", reduce_dtype)):
+    for name, dtype in (
+        ("compute_dtype", compute_dtype),
+        ("reduce_dtype", reduce_dtype),
+    ):
         floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
         if dtype is not None and not floating:
             return f"{name} is {dtype!r}; it must be a floating-point dtype or None"
@@ -237,11 +242,13 @@ def _unfit(
             "to offload. It must be on a GPU"
         )
     if in_shared_memory and device.type != "cpu":
-        return f"in_shared_memory is True, but the module is on {device}; it must be cpu"
+        return (
+            f"in_shared_memory is True, but the module is on {device}; it must be cpu"
+        )
     comm = communicator(group)
-    if in_shared_memory and comm.size > 1:
-        if len(comm.nodes) > 1 or not comm.shares_memory:
-            return "in_shared_memory is True, but these ranks share no memory"
+    together = comm.size == 1 or (len(comm.nodes) == 1 and comm.shares_memory)
+    if in_shared_memory and not together:
+        return "in_shared_memory is True, but these ranks share no memory"
     return None
 
 
@@ -250,6 +257,3 @@ def _name_of(function: Any) -> str | None:
         return None
     module, name = (getattr(function, k, "") for k in ("__module__", "__qualname__"))
     return f"{module}.{name}"
-
-
-__all__ = ["Flat", "ReplicaError", "ShardedModule"]

@@ -50,7 +50,8 @@ class ZeroRedundancyOptimizer(ShardedOptimizer):
     shard, and numbers of no use elsewhere; so norms are clipped by `clip_grad_norm_`.
     Backward passes add up until `zero_grad`, as in PyTorch, and each must reach at
     least one of the parameters. One that gets no gradient on any rank is not touched.
-    A module's buffers, such as BatchNorm's means, are not the optimizer's affair.
+    A module's buffers, such as BatchNorm's means, are not the optimizer's affair. Keep
+    this object as long as you train: the averaging goes with it.
 
     Args:
         params: as of any optimizer: parameters, names and parameters, or groups.

@@ -10,6 +10,7 @@ No `grad` outlives its own arrival: the parameters' `grad` are None. How that is
     stage 1        P            P                 O / N               2 (N - 1) / N P
     stage 2        P            P / N + buckets   O / N               2 (N - 1) / N P
 
+where P are the bytes of the parameters, and O those of one process' optimizer states.
 What one gives up is adding up gradients before they are averaged: that needs all of
 them on every rank. Every backward pass costs its reduce-scatter. Rajbhandari et al.
 2020, "ZeRO", sections 5.2 and 7.2.1. Chapter 07.

@@ -58,10 +58,43 @@ def part_of(state: State, owned: Owned, element_states: Set[str]) -> State:
     return part
 
 
+def own_state_dict(
+    state_dict: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    owned: Mapping[Tensor, Owned],
+    element_states: Set[str],
+) -> dict[str, Any]:
+    """Return the part of one process' state_dict that belongs to what is owned.
+
+    It fits an optimizer of the same parameter groups with only what is owned in them.
+    """
+    states, own_groups = {}, []
+    for group, saved in zip(groups, state_dict["param_groups"], strict=True):
+        own_groups.append({**options_of(saved), "params": []})
+        for parameter, key in zip(group["params"], saved["params"], strict=True):
+            if parameter in owned:
+                number = sum(len(own["params"]) for own in own_groups)
+                own_groups[-1]["params"].append(number)
+                if key in state_dict["state"]:
+                    state = state_dict["state"][key]
+                    states[number] = part_of(state, owned[parameter], element_states)
+    return {"state": states, "param_groups": own_groups}
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parameter group without its parameters."""
+    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
+
+
+def on_cpu(state: State) -> dict[str, Any]:
+    """Return a parameter's state with its tensors on the CPU, to be sent."""
+    return {k: v.cpu() if isinstance(v, Tensor) else v for k, v in state.items()}
+
+
 def joined(
     ranks: Sequence[Parts], parameters: Sequence[Tensor], element_states: Set[str]
 ) -> dict[int, dict[str, Any]]:
-    """Return the states of one process, on the CPU, from those of all ranks."""
+    """Return the states of one process from those of all ranks, on the CPU."""
     states: dict[int, dict[str, Any]] = {}
     for index, parameter in enumerate(parameters):
         parts = sorted(
@@ -70,7 +103,6 @@ def joined(
         for first, last, state in parts:
             whole = states.setdefault(index, {})
             for name, value in state.items():
-                value = value.cpu() if isinstance(value, Tensor) else value
                 if name not in element_states or not isinstance(value, Tensor):
                     whole[name] = value
                     continue

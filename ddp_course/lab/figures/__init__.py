@@ -11,16 +11,23 @@ from functools import partial
 from pathlib import Path
 
 from ddp_course.lab.drawing import Drawing
+from ddp_course.lab.figures.calculator import memory_calculator
 from ddp_course.lab.figures.ch00 import one_or_many
 from ddp_course.lab.figures.ch01 import cluster, groups, rendezvous
 from ddp_course.lab.figures.ch02 import before_after, collectives
 from ddp_course.lab.figures.ch03 import hierarchy, ring
 from ddp_course.lab.figures.ch04 import dp_step
 from ddp_course.lab.figures.ch05 import buckets
+from ddp_course.lab.figures.ch06 import memory_of_a_step
+from ddp_course.lab.figures.ch07 import zero_stages
+from ddp_course.lab.figures.ch08 import fully_sharded
 from ddp_course.lab.figures.course_map import course_map
 from ddp_course.lab.figures.deadlock import deadlock
 from ddp_course.lab.figures.dp_and_ddp import dp_and_ddp
+from ddp_course.lab.figures.fsdp_schedule import fsdp_step
+from ddp_course.lab.figures.fsdp_timeline import fsdp_timeline
 from ddp_course.lab.figures.overlapped import overlapped
+from ddp_course.lab.figures.shard_map import shard_map
 from ddp_course.lab.figures.six_ways import six_ways
 from ddp_course.lab.figures.steps import collective, plan_step, plan_steps
 from ddp_course.lab.figures.timeline import timeline
@@ -36,17 +43,24 @@ __all__ = [
     "deadlock",
     "dp_and_ddp",
     "dp_step",
+    "fsdp_step",
+    "fsdp_timeline",
+    "fully_sharded",
     "groups",
     "hierarchy",
+    "memory_calculator",
+    "memory_of_a_step",
     "one_or_many",
     "overlapped",
     "plan_step",
     "plan_steps",
     "rendezvous",
     "ring",
+    "shard_map",
     "six_ways",
     "timeline",
     "write_images",
+    "zero_stages",
 ]
 
 IMAGES: dict[str, Callable[[], Drawing]] = {
@@ -62,6 +76,9 @@ IMAGES: dict[str, Callable[[], Drawing]] = {
     "03_hierarchy.svg": partial(hierarchy, 2, 4),
     "04_dp_vs_ddp.svg": dp_and_ddp,
     "05_overlap.svg": overlapped,
+    "06_memory.svg": memory_of_a_step,
+    "07_zero.svg": zero_stages,
+    "08_fsdp.svg": fully_sharded,
 }
 
 

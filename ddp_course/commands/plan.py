@@ -1,0 +1,170 @@
+"""`plan`: what fits on a GPU with which ZeRO stage, and what it costs to send.
+
+Everything is computed in `theory.plan`; here it is asked for, and written down.
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ddp_course.commands import CommandError
+from ddp_course.theory import MODELS, Model, Row, fewest_gpus, plan
+
+GB = 1e9  # decimal, as GPUs are sold
+SHAPE = ("layers", "hidden", "heads", "sequence", "vocab")
+KINDS = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer states": "optimizer states",
+    "activations": "activations",
+    "gathered": "communication buffers",
+}
+
+
+def command(told: Namespace) -> int:
+    """Print the table for what was `told`, advice, and what it leaves out."""
+    options = {
+        "optimizer": told.optimizer,
+        "precision": told.precision,
+        "batch": told.batch,
+        "recompute": told.recompute,
+        "fused_attention": not told.scores,
+    }
+    memory = told.memory * GB
+    bandwidth = None if told.bandwidth is None else told.bandwidth * GB
+    try:
+        model = model_told(told)
+        rows = plan(model, told.gpus, memory, bandwidth=bandwidth, **options)
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(_head(told, model), markup=False)
+    console.print(table(rows))
+    for sentence in (*notes(model, rows), advice(model, rows, memory, options)):
+        console.print(sentence, markup=False)
+    if told.json is not None:
+        _write(rows, told)
+    return 0
+
+
+def model_told(told: Namespace) -> Model:
+    """Return the model that was named or described. ValueError if it makes no sense."""
+    shape = {name: getattr(told, name) for name in SHAPE}
+    given = [f"--{name}" for name, value in shape.items() if value is not None]
+    if told.preset is not None:
+        if given:
+            raise ValueError(f"{given[0]} goes with --parameters: a preset has a shape")
+        return MODELS[told.preset]
+    return Model(told.parameters, **{name: n or 0 for name, n in shape.items()})
+
+
+def table(rows: list[Row]) -> Table:
+    """Return a column for each strategy, in the unit that suits the largest number."""
+    size, unit = _unit(max(max(row.ledger.total, row.bytes_sent) for row in rows))
+    shown = Table(f"{unit} per GPU")
+    for row in rows:
+        shown.add_column(row.name.replace(" + ", "\n+ "), justify="right", no_wrap=True)
+
+    def line(name: str, cells: list[str], last: bool = False) -> None:
+        shown.add_row(name, *cells, end_section=last)
+
+    for name, kind in KINDS.items():
+        last = name == "gathered"
+        line(name, [_number(row.ledger[kind] / size) for row in rows], last)
+    line("total", [_number(row.ledger.total / size) for row in rows])
+    line(
+        "fits", [{True: "yes", False: "no", None: "?"}[row.fits] for row in rows], True
+    )
+    line("sent in a step", [_number(row.bytes_sent / size) for row in rows])
+    times = [row.times_ddp for row in rows]
+    line("times DDP", ["-" if x is None else f"{x:.2f}" for x in times])
+    if rows[0].seconds is not None:
+        line("seconds for it", [f"{row.seconds:.3g}" for row in rows])
+    return shown
+
+
+def notes(model: Model, rows: list[Row]) -> list[str]:
+    """Return what a number leaves out or stands for, in sentences."""
+    offload = rows[-1]
+    (host, host_unit), (bus, bus_unit) = map(
+        _scaled, (offload.on_host, offload.host_bytes)
+    )
+    told = [
+        f"With offload each GPU's {host} {host_unit} of shards are in the host's "
+        f"memory, and {bus} {bus_unit} pass PCIe in a step."
+    ]
+    if not model.layers:
+        told.append(
+            "Not counted: what stage 3 gathers, and activations. Say --layers, "
+            "--hidden, --heads, --sequence and --vocab."
+        )
+    elif not rows[0].ledger["activations"]:
+        told.append("Activations are not counted: say --heads and --sequence, too.")
+    return told
+
+
+def advice(
+    model: Model, rows: list[Row], memory: float, options: dict[str, Any]
+) -> str:
+    """Return the first strategy that fits, or what would have to change.
+
+    `options` are those of `theory.plan`.
+    """
+    first = next((row for row in rows if row.fits), None)
+    if first is not None and first.stage == 0:
+        return "DDP fits: nothing need be sharded."
+    if first is not None and not first.on_host:
+        return f"{first.name} is the first that fits."
+    enough = fewest_gpus(model, memory, **options)
+    if enough is not None:
+        told = f"ZeRO-3 would fit on {enough:,} GPUs"
+    else:
+        told = (
+            "activations and gathered layers alone are too much on any number of GPUs"
+        )
+        ways = ["a smaller --batch"] if options["batch"] > 1 else []
+        ways += ["--recompute full"] if options["recompute"] != "full" else []
+        told += f" (try {', '.join(ways)})" if ways else ""
+    if first is not None:
+        return f"Only {first.name} fits: {told}."
+    return f"Nothing fits: {told}."
+
+
+def _head(told: Namespace, model: Model) -> str:
+    name = told.preset or "a model"
+    return (
+        f"{name}: {model.parameters:,} parameters, {told.optimizer}, {told.precision}, "
+        f"{told.gpus:,} GPUs of {told.memory:g} GB (1 GB = 10^9 bytes)"
+    )
+
+
+def _unit(nbytes: float) -> tuple[float, str]:
+    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if nbytes >= size:
+            return size, unit
+    return 1.0, "bytes"
+
+
+def _scaled(nbytes: float) -> tuple[str, str]:
+    size, unit = _unit(nbytes)
+    return _number(nbytes / size), unit
+
+
+def _number(value: float) -> str:
+    return "-" if not value else f"{value:,.2f}"
+
+
+def _write(rows: list[Row], told: Namespace) -> None:
+    """Write the rows, in bytes and seconds, to a file."""
+    plain = [{**asdict(row), "ledger": dict(row.ledger)} for row in rows]
+    try:
+        Path(told.json).write_text(json.dumps(plain, indent=1) + "\n")
+    except OSError as error:
+        raise CommandError(f"cannot write {told.json}: {error.strerror}") from None

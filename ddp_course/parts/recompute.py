@@ -1,0 +1,237 @@
+"""Activation recomputation: forward keeps its inputs, and backward runs it again.
+
+A block of a transformer keeps some sixteen times its input for backward. `recompute`
+keeps the input alone, and has backward run the block's forward once more when its turn
+comes: of N blocks only one has all its activations at a time, for one more forward in a
+step of three (backward costs two). Read first `NaiveRecompute`, then `Recompute`; what
+makes the second forward the same as the first is in `again`.
+
+Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174;
+torch/utils/checkpoint.py, where it is called checkpointing. Explained in chapter 06.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
+
+from ddp_course.parts.again import Call
+from ddp_course.parts.hooks import leaves_below
+
+
+class NaiveRecompute(torch.autograd.Function):
+    """The idea alone, for a function of one tensor: `NaiveRecompute.apply(block, x)`.
+
+    The backward pass inside of backward puts the parameters' gradients where they
+    belong, unseen by the graph outside ("reentrant", as with use_reentrant=True). So
+    they get none if `x` needs none; `torch.autograd.grad` does not find them; those of
+    a parameter that two such blocks share come twice, for which DDP cannot wait; and
+    dropout draws other numbers the second time. Chapter 06.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Run `function` without recording: nothing is kept but `x`."""
+        ctx.function = function
+        ctx.save_for_backward(x)
+        return function(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None]:
+        """Run it again, recorded, and go backward through it."""
+        (x,) = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            output = ctx.function(x)
+        torch.autograd.backward(output, gradient)
+        return None, x.grad
+
+
+def recompute(
+    function: Callable[..., Any],
+    *args: Any,
+    preserve_rng_state: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Return `function(*args, **kwargs)`, of which backward will run forward again.
+
+    Gradients are the same to the bit. They reach parameters through the graph outside,
+    so each comes once, hooks are called once, and DDP sees what it always sees.
+
+    A block whose parameters are gathered for its forward and freed after it (stage 3)
+    can be recomputed, if the parameters stay the same objects, and `function` is called
+    inside of the module, where they are gathered (`recompute_blocks` does so). Backward
+    has then to gather them before it reaches the block, and may free them when the
+    gradients of the block's inputs are there. PyTorch's `fully_shard` exchanges the
+    objects: there take `torch.utils.checkpoint` with use_reentrant=False.
+
+    Args:
+        function: a module or a method of one; or a function that uses no parameters but
+            those in its arguments. It must do the same when it is called again.
+        args, kwargs: tensors, in lists and dicts, too, and anything else.
+        preserve_rng_state: draw the same random numbers again (dropout), of the CPU and
+            of the GPUs on which there are arguments. It keeps some 5 KB per call.
+
+    Raises:
+        TypeError: `function` cannot be called.
+        RuntimeError: in backward: it used a parameter that is not its own; or the
+            gradient of the gradient is asked for.
+
+    Source: torch/utils/checkpoint.py. Chapter 06.
+    """
+    if not callable(function):
+        raise TypeError(f"function is {function!r}; it must be a module or a function")
+    owner = getattr(function, "__self__", function)
+    leaves, tree = pytree.tree_flatten((args, kwargs))
+    inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    parameters = [
+        parameter
+        for parameter in (owner.parameters() if isinstance(owner, nn.Module) else ())
+        if isinstance(parameter, Tensor) and parameter.requires_grad
+    ]
+    needed = any(tensor.requires_grad for tensor in (*inputs, *parameters))
+    if not (needed and torch.is_grad_enabled()):
+        return function(*args, **kwargs)
+    call = Call(function, leaves, tree, preserve_rng_state)
+    outputs = Recompute.apply(call, *inputs, *parameters)
+    return call.result_of(outputs)
+
+
+class Recompute(torch.autograd.Function):
+    """A call whose inputs are its tensors and all parameters that it may use."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Run without recording; keep the inputs, of which others hold most."""
+        ctx.call = call
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        outputs = call.run(tensors)
+        ctx.mark_non_differentiable(
+            *(o for o in outputs if not (o.is_floating_point() or o.is_complex()))
+        )
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Run it again, recorded; the gradients go where the tensors came from."""
+        call, tensors = ctx.call, ctx.saved_tensors
+        inputs = [
+            tensor.detach().requires_grad_(tensor.requires_grad)
+            for tensor in tensors[: call.num_inputs]
+        ]
+        parameters = tensors[call.num_inputs :]
+        with call.surroundings.restored(), torch.enable_grad():
+            outputs = call.run(inputs)
+        pairs = [
+            (output, gradient)
+            for output, gradient in zip(outputs, gradients, strict=True)
+            if output.requires_grad and gradient is not None
+        ]
+        needs = ctx.needs_input_grad[1:]
+        wanted = [
+            t for t, need in zip((*inputs, *parameters), needs, strict=True) if need
+        ]
+        _check_leaves(call.function, [output for output, _ in pairs], wanted)
+        found = [None] * len(wanted)
+        if pairs:
+            ends, starts = zip(*pairs, strict=True)
+            with _without_hooks(parameters):
+                found = torch.autograd.grad(ends, wanted, starts, allow_unused=True)
+        each = iter(found)
+        return None, *(next(each) if need else None for need in needs)
+
+
+@contextmanager
+def _without_hooks(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Hold back the hooks of `Tensor.register_hook`: they belong to the graph outside.
+
+    `torch.autograd.grad` would call them, and then they would be called again.
+    """
+    hooks = [p._backward_hooks for p in parameters if p._backward_hooks]
+    held = [dict(of_one) for of_one in hooks]
+    for of_one in hooks:
+        of_one.clear()
+    try:
+        yield
+    finally:
+        for of_one, before in zip(hooks, held, strict=True):
+            of_one.update(before)
+
+
+def _check_leaves(
+    function: Any, outputs: Iterable[Tensor], known: Iterable[Tensor]
+) -> None:
+    """Raise RuntimeError if gradients would be lost: of parameters nobody told of."""
+    lost = leaves_below(outputs) - {id(tensor) for tensor in known}
+    if lost:
+        raise RuntimeError(
+            f"{function!r} used {len(lost)} parameter(s) that are neither its own nor "
+            "in its arguments, so they would get no gradient. Give recompute the "
+            "module itself, or a method of it; if its parameters come and go, from "
+            "inside of its forward (recompute_blocks)."
+        )
+
+
+# ---- a whole model -----------------------------------------------------------------
+
+
+class Recomputed:
+    """The blocks that `recompute_blocks` has changed; `remove()` changes them back.
+
+    A context manager, too: then they are recomputed within its block. (Backward must
+    be, or not, as its forward was; that takes care of itself.)
+    """
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        self.blocks = blocks
+
+    def remove(self) -> None:
+        """Let the blocks keep their activations again."""
+        for block in self.blocks:
+            vars(block).pop("forward", None)
+        self.blocks = []
+
+    def __enter__(self) -> Recomputed:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.remove()
+
+
+def recompute_blocks(
+    model: nn.Module,
+    blocks: Iterable[nn.Module] | None = None,
+    *,
+    preserve_rng_state: bool = True,
+) -> Recomputed:
+    """Make blocks of a model keep their inputs alone, and return a handle to undo it.
+
+    Their names, parameters and hooks stay as they are: only what `forward` does is
+    changed, for the instance. Blocks are the members of all `nn.ModuleList`s of the
+    model unless given, as for stage 3. Raises ValueError if there are none, and if one
+    is recomputed already. Chapter 06.
+    """
+    if blocks is None:
+        lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+        blocks = {id(block): block for blocks in lists for block in blocks}.values()
+    chosen = list(blocks)
+    if not chosen:
+        raise ValueError("the model has no nn.ModuleList: say which blocks")
+    for block in chosen:
+        if "forward" in vars(block):
+            kind = type(block).__name__
+            raise ValueError(f"a {kind} has a forward of its own already: recomputed?")
+    for block in chosen:
+        block.forward = partial(
+            recompute, block.forward, preserve_rng_state=preserve_rng_state
+        )
+    return Recomputed(chosen)

@@ -1,0 +1,209 @@
+"""What a transformer's forward keeps for its backward: its activations, in bytes.
+
+Symbols as in the paper: b rows of s tokens, h channels, a heads, v words, t ranks of
+tensor parallelism; everything is divided by t that tensor or sequence parallelism cut.
+Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer
+Models", arXiv:2205.05198, sections 4 and 5. Explained in chapter 06.
+"""
+
+from __future__ import annotations
+
+from ddp_course.model import GPTConfig
+from ddp_course.theory.checks import check_count
+
+RECOMPUTE = ("none", "selective", "full")
+
+
+def layer_activations(
+    batch: int,
+    sequence: int,
+    hidden: int,
+    heads: int,
+    *,
+    tp: int = 1,
+    sequence_parallel: bool = False,
+    fused_attention: bool = False,
+    recompute: str = "none",
+    itemsize: int = 2,
+    dropout: bool = True,
+) -> dict[str, int]:
+    """Return the bytes that one transformer layer keeps for backward, by part.
+
+    For 16-bit numbers and with dropout these are the paper's:
+
+        attention    11 sbh      inputs of the four matrices, q, k, v, a dropout mask
+        scores       5 as^2 b    softmax, its dropout and that one's mask
+        mlp          19 sbh      inputs of both matrices and of GELU, a dropout mask
+        norms        4 sbh       the inputs of both LayerNorms
+
+    Together sbh (34 + 5as/h). The mean and the deviation that a LayerNorm keeps of each
+    token (8 bytes) are left out, as in the paper.
+
+    Args:
+        batch: b, rows in a micro-batch.
+        sequence: s, tokens in a row.
+        hidden: h, channels.
+        heads: a.
+        tp: t, ranks that share each matrix; must divide `heads` and `hidden`.
+        sequence_parallel: the t ranks also share what lies between the matrices, cut by
+            tokens. Without, each of the t has all of it.
+        fused_attention: FlashAttention: of the scores only one float32 per token and
+            head is kept (the logarithm of the softmax's sum).
+        recompute: "selective" keeps no scores and computes them again; "full" keeps
+            nothing but the layer's input.
+        itemsize: bytes of a number; masks take 1 byte each in any case.
+        dropout: whether there is any.
+
+    Raises:
+        ValueError: for a value outside of what is said here.
+
+    Chapter 06.
+    """
+    for name, value in (
+        *(("batch", batch), ("sequence", sequence), ("hidden", hidden)),
+        *(("heads", heads), ("tp", tp), ("itemsize", itemsize)),
+    ):
+        check_count(name, value)
+    check_recompute(recompute)
+    if hidden % heads or heads % tp:
+        raise ValueError(
+            f"hidden is {hidden}, heads {heads} and tp {tp}; heads must divide hidden, "
+            "and tp must divide heads"
+        )
+    sbh, mask = sequence * batch * hidden, int(dropout)
+    between = tp if sequence_parallel else 1  # ranks that share what tp does not cut
+    if recompute == "full":
+        return {"input": itemsize * sbh // between}
+    if fused_attention:
+        scores = 4 * heads * sequence * batch
+    else:
+        per_score = 2 * itemsize + 1 if dropout else itemsize
+        scores = per_score * heads * sequence**2 * batch
+    ends = (itemsize + mask) * sbh // between  # the input, and the last dropout's mask
+    return {
+        "attention": ends + 4 * itemsize * sbh // tp,
+        "scores": 0 if recompute == "selective" else scores // tp,
+        "mlp": ends + 8 * itemsize * sbh // tp,
+        "norms": 2 * itemsize * sbh // between,
+    }
+
+
+def model_activations(
+    layers: int,
+    batch: int,
+    sequence: int,
+    hidden: int,
+    heads: int,
+    vocab: int = 0,
+    *,
+    recompute: str = "none",
+    itemsize: int = 2,
+    dropout: bool = True,
+    fused_attention: bool = False,
+) -> int:
+    """Return the bytes of activations at their peak.
+
+    What all layers keep, and the larger of two that are not there at one time: beside
+    the layers a dropout mask of the embedding, the inputs of the last LayerNorm and of
+    the output matrix, and the logits in float32, 4 sbv, when backward begins (without
+    `vocab`, nothing); and later what is computed again for one layer. Raises ValueError
+    as `layer_activations`. Source: Korthikanti et al. 2022, section 4.3. Chapter 06.
+    """
+    check_count("layers", layers)
+
+    def kept(how: str) -> int:
+        parts = layer_activations(
+            batch,
+            sequence,
+            hidden,
+            heads,
+            recompute=how,
+            itemsize=itemsize,
+            dropout=dropout,
+            fused_attention=fused_attention,
+        )
+        return sum(parts.values())
+
+    check_recompute(recompute)
+    again = kept("none") - kept(recompute)
+    sb = sequence * batch
+    beside = sb * ((2 * itemsize + int(dropout)) * hidden + 4 * vocab) if vocab else 0
+    return layers * kept(recompute) + max(again, beside)
+
+
+# ---- the course's own GPT, to the byte ---------------------------------------------
+
+
+def gpt_activations(
+    config: GPTConfig, batch: int, tokens: int | None = None, recompute: str = "none"
+) -> dict[str, int]:
+    """Return the bytes that the course's GPT keeps for backward, on a CPU, by part.
+
+    In float32, without dropout and with fused attention; B rows of T tokens, C channels
+    and H heads. Of each token a block keeps, in numbers of 4 bytes,
+
+        C + 2    the block's input and its mean and deviation, for norm1
+        C        what norm1 returns: the input of qkv
+        3C       q, k and v
+        C + H    what attention mixes, the input of proj; its softmax's sum per head
+        C + 2    the sum after attention, its mean and deviation, for norm2
+        C        what norm2 returns: the input of mlp.up
+        4C       the input of GELU
+        4C       what GELU returns: the input of mlp.down
+
+    together 16C + H + 4: Korthikanti's 32 sbh without dropout, and what the paper
+    leaves out. The embedding keeps the tokens (8 bytes each) and the positions; the
+    head its input, mean, deviation and what its norm returns; the loss the logarithms
+    of the softmax, the targets and one number, their total weight.
+
+    Returns:
+        "embed", "blocks" (all of them), "head" and "loss". With recompute="full" a
+        block keeps its input alone.
+
+    Raises:
+        ValueError: for a batch or a number of tokens below 1, too many tokens, or
+            recompute="selective": fused attention keeps no scores as it is.
+
+    Source: counted, and checked with `torch.autograd.graph.saved_tensors_hooks`.
+    Chapter 06.
+    """
+    tokens = config.block_size if tokens is None else tokens
+    check_count("batch", batch)
+    check_count("tokens", tokens)
+    if tokens > config.block_size:
+        raise ValueError(f"tokens is {tokens}; block_size is {config.block_size}")
+    if recompute not in ("none", "full"):
+        raise ValueError(f"recompute is {recompute!r}; it can be 'none' or 'full'")
+    bt, c = batch * tokens, config.d_model
+    per_token = c if recompute == "full" else 16 * c + config.n_head + 4
+    return {
+        "embed": 8 * bt + 8 * tokens,
+        "blocks": config.n_layer * 4 * bt * per_token,
+        "head": 4 * bt * (2 * c + 2),
+        "loss": 4 * bt * config.vocab_size + 8 * bt + 4,
+    }
+
+
+def gpt_peak(
+    config: GPTConfig, batch: int, tokens: int | None = None, recompute: str = "none"
+) -> int:
+    """Return the most bytes that are kept for backward at any time of a step.
+
+    All of `gpt_activations`, at the end of forward; or, if the blocks are recomputed,
+    what one of them keeps then beside the inputs of all, when the head's and the loss's
+    are gone. What the operation that is running needs comes on top. Chapter 06.
+    """
+    parts = gpt_activations(config, batch, tokens, recompute)
+    again = 0
+    if recompute == "full":
+        whole = gpt_activations(config, batch, tokens)["blocks"]
+        again = (whole - parts["blocks"]) // config.n_layer
+    lasting = parts["embed"] + parts["blocks"]
+    return lasting + max(parts["head"] + parts["loss"], again)
+
+
+def check_recompute(recompute: str) -> None:
+    """Raise ValueError unless `recompute` is one of RECOMPUTE."""
+    if recompute not in RECOMPUTE:
+        known = ", ".join(repr(name) for name in RECOMPUTE)
+        raise ValueError(f"recompute is {recompute!r}; it can be {known}")

@@ -1,0 +1,216 @@
+"""Where the bytes of a model's states are, per rank: parameters, gradients, states.
+
+Psi parameters take 16 Psi bytes, whether training is in single precision (4 for the
+parameter, 4 for its gradient, 8 for Adam's two states) or in mixed precision (2 + 2,
+and 12 for a copy of the parameter and the two states in float32). DDP keeps them all on
+every rank. ZeRO cuts what it shards into N equal shards, one per rank:
+
+    stage 1    the optimizer's states
+    stage 2    the gradients, too
+    stage 3    the parameters, too: what FSDP does
+
+All results are integers of bytes, padding included: where a flat buffer of n elements
+is cut, every rank keeps ceil(n / N) of them. Source: Rajbhandari et al. 2020, "ZeRO",
+arXiv:1910.02054, sections 3.1 and 5. Explained in chapters 06, 07 and 08.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ddp_course.measure import Ledger
+from ddp_course.theory.checks import check_count, check_world
+
+STAGES = (0, 1, 2, 3)  # 0 shards nothing: DDP
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes per element of what is kept, and of what travels.
+
+    Attributes:
+        about: what it is, in a few words.
+        parameter: of the parameters that are kept.
+        gradient: of the gradients that are kept.
+        master: of the optimizer's own copy of the parameters, 0 without one.
+        state: of each of the optimizer's states.
+        gathered: of a parameter that stage 3 gathers.
+        reduced: of a gradient that stage 3 sends to be added up.
+        activation: of what forward keeps for backward.
+    """
+
+    about: str
+    parameter: int
+    gradient: int
+    master: int
+    state: int
+    gathered: int
+    reduced: int
+    activation: int
+
+
+PRECISIONS = {
+    "fp32": Precision("all in float32", 4, 4, 0, 4, 4, 4, 4),
+    "autocast": Precision(
+        "float32, and torch.autocast in forward and backward", 4, 4, 0, 4, 4, 4, 2
+    ),
+    "mixed": Precision(
+        "half, and the optimizer has a float32 copy (the ZeRO paper)",
+        2,
+        2,
+        4,
+        4,
+        2,
+        2,
+        2,
+    ),
+    "mixed-fp32-gradients": Precision(
+        "as mixed, with gradients added up in float32", 2, 4, 4, 4, 2, 4, 2
+    ),
+    "fsdp-bf16": Precision(
+        "float32 shards, gathered and reduced in bfloat16 (FSDP2)", 4, 4, 0, 4, 2, 2, 2
+    ),
+    "bf16": Precision("all in bfloat16, no copy", 2, 2, 0, 2, 2, 2, 2),
+}
+
+# How many numbers an optimizer keeps for each parameter.
+OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1}
+STEP_BYTES = 4  # Adam's count of steps, one float32 for each parameter tensor
+
+
+def check_stage(stage: int) -> None:
+    """Raise ValueError unless `stage` is 0, 1, 2 or 3."""
+    if stage not in STAGES or isinstance(stage, bool):
+        raise ValueError(f"stage is {stage!r}; it can be 0 (DDP), 1, 2 or 3")
+
+
+def precision_named(precision: str | Precision) -> Precision:
+    """Return the precision of that name. ValueError for another name."""
+    if isinstance(precision, Precision):
+        return precision
+    if precision not in PRECISIONS:
+        known = ", ".join(repr(name) for name in PRECISIONS)
+        raise ValueError(f"precision is {precision!r}; it can be {known}")
+    return PRECISIONS[precision]
+
+
+def states_of(optimizer: str | int) -> int:
+    """Return how many states an optimizer keeps per parameter; a number is its own."""
+    if isinstance(optimizer, int) and not isinstance(optimizer, bool):
+        if optimizer >= 0:
+            return optimizer
+    elif optimizer in OPTIMIZERS:
+        return OPTIMIZERS[optimizer]
+    known = ", ".join(repr(name) for name in OPTIMIZERS)
+    raise ValueError(
+        f"optimizer is {optimizer!r}; it can be {known}, or how many states it keeps"
+    )
+
+
+# ---- shards ------------------------------------------------------------------------
+
+
+def shard_numel(numel: int | Sequence[int], world_size: int) -> int:
+    """Return the elements of one rank's shards: ceil(n / N) for each flat buffer.
+
+    `numel` is the size of the one buffer, or a sequence of sizes. Raises ValueError for
+    a size below 1. Chapters 07 and 08.
+    """
+    check_world(world_size)
+    return sum(-(-n // world_size) for n in buffers(numel))
+
+
+def padding(numel: int | Sequence[int], world_size: int) -> int:
+    """Return how many elements all ranks' shards together are larger than `numel`."""
+    return world_size * shard_numel(numel, world_size) - sum(buffers(numel))
+
+
+def buffers(numel: int | Sequence[int]) -> Sequence[int]:
+    """Return the sizes of the flat buffers. ValueError for a size below 1."""
+    sizes = numel if isinstance(numel, Sequence) else [numel]
+    if not sizes:
+        raise ValueError("numel is empty; it must hold one size or more")
+    for size in sizes:
+        check_count("numel", size)
+    return sizes
+
+
+# ---- bytes per rank ----------------------------------------------------------------
+
+
+def model_states(
+    numel: int | Sequence[int],
+    world_size: int,
+    stage: int = 0,
+    optimizer: str | int = "adamw",
+    precision: str | Precision = "mixed",
+    *,
+    step_counts: int = 0,
+) -> Ledger:
+    """Return what one rank keeps between two steps, in bytes by kind.
+
+    With K = master + states x state bytes, for Psi parameters and s = ceil(Psi / N):
+
+        stage 0    parameter Psi + gradient Psi + K Psi
+        stage 1    parameter Psi + gradient Psi + K s
+        stage 2    parameter Psi + gradient s   + K s
+        stage 3    parameter s   + gradient s   + K s
+
+    Under stage 3 something is gathered on top, see `gathered_bytes`. With hybrid
+    sharding (HSDP) `world_size` is that of the group that shards.
+
+    Args:
+        numel: elements of the model, or of each flat buffer that is cut on its own.
+        world_size: N.
+        stage: 0 (DDP) to 3.
+        optimizer: a name in OPTIMIZERS, or how many numbers it keeps per parameter.
+        precision: a name in PRECISIONS, or a `Precision`.
+        step_counts: how many counts of steps the optimizer keeps on this rank, one for
+            each tensor that it steps if it is Adam's; negligible, but not nothing.
+
+    Raises:
+        ValueError: for a value outside of what is said here.
+
+    Source: Rajbhandari et al. 2020, section 5 and table 1. Chapters 06, 07 and 08.
+    """
+    check_stage(stage)
+    bytes_of = precision_named(precision)
+    kept = bytes_of.master + states_of(optimizer) * bytes_of.state
+    whole, shard = sum(buffers(numel)), shard_numel(numel, world_size)
+    return Ledger(
+        {
+            "parameters": bytes_of.parameter * (shard if stage >= 3 else whole),
+            "gradients": bytes_of.gradient * (shard if stage >= 2 else whole),
+            "optimizer states": kept * (shard if stage >= 1 else whole)
+            + STEP_BYTES * step_counts,
+        }
+    )
+
+
+def gathered_bytes(
+    units: Sequence[int],
+    world_size: int,
+    precision: str | Precision = "mixed",
+    *,
+    gradients: Sequence[int] = (),
+) -> int:
+    """Return the bytes of what stage 3 holds gathered at one time, padding included.
+
+    Args:
+        units: the elements of each unit (a block, mostly) that is gathered: the largest
+            one; two, if the next is fetched while one computes; and what stays gathered
+            from forward to backward.
+        world_size: N.
+        precision: as for `model_states`.
+        gradients: the elements of each unit whose whole gradient waits to be reduced.
+
+    Raises:
+        ValueError: for a value outside of what is said here.
+
+    Source: Zhao et al. 2023, "PyTorch FSDP", arXiv:2304.11277, section 3.2. Chapter 08.
+    """
+    bytes_of = precision_named(precision)
+    whole = world_size * shard_numel(units, world_size) if units else 0
+    waiting = world_size * shard_numel(gradients, world_size) if gradients else 0
+    return bytes_of.gathered * whole + bytes_of.reduced * waiting

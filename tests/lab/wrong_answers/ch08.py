@@ -1,0 +1,353 @@
+"""Wrong answers to the exercises of chapter 08, each with a word of its hint."""
+
+import torch
+
+# my_schedule
+
+
+def _step(units, prefetch, keep, **mistakes):
+    """Return a step with the mistakes that are asked for."""
+    ops, whole = [], set()
+
+    def compute(what, order, free):
+        for k, unit in enumerate(order):
+            for ahead in order[k : k + 1 + prefetch]:
+                if ahead not in whole or "twice" in mistakes:
+                    ops.append(("gather", ahead))
+                    whole.add(ahead)
+            ops.append((what, unit))
+            reduces = what == "backward" and "reduce_late" not in mistakes
+            if reduces:
+                ops.append(("reduce", unit))
+            if free and ("never_free" not in mistakes):
+                ops.append(("free", unit))
+                whole.discard(unit)
+
+    compute("forward", list(range(units)), free=not keep)
+    compute("backward", list(range(units))[::-1], free=True)
+    if "reduce_late" in mistakes:
+        ops += [("reduce", unit) for unit in range(units)[::-1]]
+    return ops
+
+
+def everything_first(units, prefetch, keep):
+    gathers = [("gather", k) for k in range(units)]
+    rest = [op for op in _step(units, prefetch, True) if op[0] != "gather"]
+    return gathers + rest
+
+
+def no_second_gather(units, prefetch, keep):
+    seen, ops = set(), []
+    for op in _step(units, prefetch, keep):
+        if op[0] != "gather" or op[1] not in seen:
+            ops.append(op)
+        if op[0] == "gather":
+            seen.add(op[1])
+    return ops
+
+
+def always_one_ahead(units, prefetch, keep):
+    return _step(units, 1, keep)
+
+
+def never_ahead(units, prefetch, keep):
+    return _step(units, 0, keep)
+
+
+def kept_all_the_same(units, prefetch, keep):
+    return _step(units, prefetch, True)
+
+
+def gathered_whether_there_or_not(units, prefetch, keep):
+    return _step(units, prefetch, keep, twice=True)
+
+
+def never_freed(units, prefetch, keep):
+    return _step(units, prefetch, keep, never_free=True)
+
+
+def reduced_at_the_end(units, prefetch, keep):
+    return _step(units, prefetch, keep, reduce_late=True)
+
+
+def never_reduced(units, prefetch, keep):
+    return [op for op in _step(units, prefetch, keep) if op[0] != "reduce"]
+
+
+def backward_in_the_order_of_forward(units, prefetch, keep):
+    flip = {k: units - 1 - k for k in range(units)}
+    return [
+        (what, flip[unit] if what in ("backward", "reduce") else unit)
+        for what, unit in _step(units, prefetch, keep)
+    ]
+
+
+def freed_too_late(units, prefetch, keep):
+    ops, waiting = [], []
+    for op in _step(units, prefetch, keep):
+        if op[0] == "free":
+            waiting.append(op)
+            continue
+        if op[0] in ("forward", "backward") and len(waiting) > 1:
+            ops.append(waiting.pop(0))
+        ops.append(op)
+    return ops + waiting
+
+
+def only_forward(units, prefetch, keep):
+    return [op for op in _step(units, prefetch, keep) if op[0] != "backward"]
+
+
+# sharded_linear
+
+
+def _linear(saves="x", mean=True, x_grad=True, whole_grad=True, free=True):
+    def sharded_linear(x, shard, gather, reduce_scatter, world_size):
+        class Linear(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x, shard):
+                weight = gather(shard)
+                ctx.save_for_backward(x, shard)
+                if saves == "weight":
+                    ctx.save_for_backward(x, weight)
+                elif saves == "context":
+                    ctx.weight = weight
+                elif saves == "copy":
+                    ctx.save_for_backward(x, weight.clone())
+                return x @ weight.T
+
+            @staticmethod
+            def backward(ctx, grad):
+                x, weight = ctx.saved_tensors
+                if saves == "x":
+                    weight = gather(weight)
+                elif saves == "context":
+                    weight = ctx.weight
+                if not free:
+                    KEPT.append(weight)
+                own = reduce_scatter(grad.T @ x)
+                if not whole_grad:
+                    own = (grad.T @ x).chunk(world_size)[torch.distributed.get_rank()]
+                if mean:
+                    own = own / world_size
+                return grad @ weight if x_grad else None, own
+
+        return Linear.apply(x, shard)
+
+    return sharded_linear
+
+
+KEPT = []
+
+
+def plain_autograd(x, shard, gather, reduce_scatter, world_size):
+    return x @ gather(shard).T
+
+
+def through_a_clone(x, shard, gather, reduce_scatter, world_size):
+    weight = gather(shard)
+    rank = torch.distributed.get_rank()
+    parts = list(weight.chunk(world_size))
+    parts[rank] = shard
+    return x @ torch.cat(parts).T
+
+
+def _named(function, name):
+    function.__name__ = function.__qualname__ = name
+    return function
+
+
+saves_the_weight = _named(_linear(saves="weight"), "saves_the_weight")
+in_the_context = _named(_linear(saves="context"), "in_the_context")
+saves_a_copy = _named(_linear(saves="copy"), "saves_a_copy")
+sum_of_ranks = _named(_linear(mean=False), "sum_of_ranks")
+no_way_back_for_x = _named(_linear(x_grad=False), "no_way_back_for_x")
+own_rows_only = _named(_linear(whole_grad=False), "own_rows_only")
+kept_after_backward = _named(_linear(free=False), "kept_after_backward")
+
+
+# who_reads_what
+
+
+def _reads(numel, saved, rank, ranks):
+    length, mine = -(-numel // saved), -(-numel // ranks)
+    begin, end = rank * mine, min((rank + 1) * mine, numel)
+    for file in range(saved):
+        start = file * length
+        first, last = max(begin, start), min(end, start + length)
+        yield file, first - start, last - start
+
+
+def everything(numel, saved, rank, ranks):
+    length = -(-numel // saved)
+    ends = [(k, min(length, numel - k * length)) for k in range(saved)]
+    return [(k, 0, last) for k, last in ends if last > 0]
+
+
+def empty_ones_too(numel, saved, rank, ranks):
+    return [(f, a, max(a, b)) for f, a, b in _reads(numel, saved, rank, ranks)]
+
+
+def places_in_the_whole(numel, saved, rank, ranks):
+    length = -(-numel // saved)
+    told = _reads(numel, saved, rank, ranks)
+    return [(f, a + f * length, b + f * length) for f, a, b in told if a < b]
+
+
+def rounded_down(numel, saved, rank, ranks):
+    length, mine = max(1, numel // saved), max(1, numel // ranks)
+    begin, end = rank * mine, min((rank + 1) * mine, numel)
+    told = []
+    for file in range(saved):
+        start = file * length
+        first, last = max(begin, start), min(end, start + length)
+        if first < last:
+            told.append((file, first - start, last - start))
+    return told
+
+
+def own_file_only(numel, saved, rank, ranks):
+    told = [r for r in _reads(numel, saved, rank, ranks) if r[1] < r[2]]
+    return [read for read in told if read[0] == rank % saved]
+
+
+def backwards(numel, saved, rank, ranks):
+    return [r for r in _reads(numel, saved, rank, ranks) if r[1] < r[2]][::-1]
+
+
+def padding_too(numel, saved, rank, ranks):
+    length, mine = -(-numel // saved), -(-numel // ranks)
+    begin, end = rank * mine, (rank + 1) * mine
+    told = []
+    for file in range(saved):
+        start = file * length
+        first, last = max(begin, start), min(end, start + length)
+        if first < last:
+            told.append((file, first - start, last - start))
+    return told
+
+
+# ranks_needed
+
+
+def _search(units, memory, activations, needs, most=1024):
+    for ranks in range(1, most + 1):
+        if needs(units, ranks) + activations <= memory:
+            return ranks
+    return None
+
+
+def _pair(units):
+    return max(map(sum, zip(units, units[1:], strict=False)), default=sum(units))
+
+
+def all_divided_by_n(units, memory, activations):
+    need = 16 * sum(units) + activations
+    return -(-need // memory)
+
+
+def shards_alone(units, memory, activations):
+    return _search(
+        units, memory, activations, lambda u, n: sum(16 * -(-k // n) for k in u)
+    )
+
+
+def one_unit_whole(units, memory, activations):
+    def needs(u, n):
+        return sum(16 * -(-k // n) for k in u) + 4 * max(u) + 4 * max(u)
+
+    return _search(units, memory, activations, needs)
+
+
+def two_largest_whole(units, memory, activations):
+    def needs(u, n):
+        whole = 4 * sum(sorted(u)[-2:])
+        return sum(16 * -(-k // n) for k in u) + whole + 4 * max(u)
+
+    return _search(units, memory, activations, needs)
+
+
+def activations_divided(units, memory, activations):
+    for n in range(1, 1025):
+        shards = sum(16 * -(-k // n) for k in units)
+        fixed = 4 * _pair(units) + 4 * max(units)
+        if shards + fixed + activations / n <= memory:
+            return n
+    return None
+
+
+def never_none(units, memory, activations):
+    def needs(u, n):
+        return sum(16 * -(-k // n) for k in u) + 4 * _pair(u) + 4 * max(u)
+
+    return _search(units, memory, activations, needs) or 1024
+
+
+def no_gradients(units, memory, activations):
+    def needs(u, n):
+        return sum(16 * -(-k // n) for k in u) + 4 * _pair(u)
+
+    return _search(units, memory, activations, needs)
+
+
+def no_padding(units, memory, activations):
+    def needs(u, n):
+        return 16 * sum(u) / n + 4 * _pair(u) + 4 * max(u)
+
+    return _search(units, memory, activations, needs)
+
+
+def below_and_not_at(units, memory, activations):
+    def needs(u, n):
+        return sum(16 * -(-k // n) for k in u) + 4 * _pair(u) + 4 * max(u)
+
+    return _search(units, memory - 1, activations, needs)
+
+
+WRONG = {
+    "my_schedule": {
+        everything_first: "need not be",
+        no_second_gather: "not there",
+        always_one_ahead: "need not be",
+        never_ahead: "gathered ahead",
+        kept_all_the_same: "need not be",
+        gathered_whether_there_or_not: "sent for nothing",
+        never_freed: "free a unit as soon as",
+        reduced_at_the_end: "only after others' backward",
+        never_reduced: "reduced 0 times",
+        backward_in_the_order_of_forward: "backward the other way",
+        freed_too_late: "need not be",
+        only_forward: "backward the other way",
+    },
+    "sharded_linear": {
+        plain_autograd: "alive after forward",
+        through_a_clone: "autograd keeps",
+        saves_the_weight: "alive after forward",
+        in_the_context: "alive after forward",
+        saves_a_copy: "autograd keeps",
+        sum_of_ranks: "divide by their number",
+        no_way_back_for_x: "gradient of x",
+        own_rows_only: "it is the mean",
+        kept_after_backward: "alive after backward",
+    },
+    "who_reads_what": {
+        everything: "needs the memory for everything",
+        empty_ones_too: "reads nothing",
+        places_in_the_whole: "from the file's beginning",
+        rounded_down: "from the file's beginning",
+        own_file_only: "does not read element",
+        backwards: "in another order",
+        padding_too: "no padding",
+    },
+    "ranks_needed": {
+        all_divided_by_n: "bytes and has",
+        shards_alone: "bytes and has",
+        one_unit_whole: "bytes and has",
+        two_largest_whole: "are enough",
+        activations_divided: "bytes and has",
+        never_none: "no number of ranks is enough",
+        no_gradients: "bytes and has",
+        no_padding: "bytes and has",
+        below_and_not_at: "are enough",
+    },
+}

@@ -1,0 +1,54 @@
+"""FullyShardedDataParallel trains as one process does, and as fully_shard does."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from fsdp_cases import (
+    FAKES,
+    OPTIMIZERS,
+    WRAPPERS,
+    NormPerShard,
+    Ours,
+    bits,
+    far_apart,
+    fully_shard,
+    train,
+)
+
+from ddp_course.launch import spawn
+
+
+alone = functools.cache(functools.partial(train, None))  # one process, whole batch
+
+
+def everything() -> dict[tuple, object]:
+    """On every rank: train under every wrapper, and under every fake."""
+    told = {
+        (name, "odd", "sgd"): train(wrap, "sgd", "odd") for name, wrap in WRAPPERS.items()
+    }
+    for optimizer in OPTIMIZERS:
+        for name in ("naive", "ours", "shared"):
+            told[name, "gpt", optimizer] = train(WRAPPERS[name], optimizer, "gpt")
+        told["torch", "gpt", optimizer] = train(fully_shard, optimizer, "gpt")
+    told["ours", "odd", "adamw"] = train(Ours, "adamw", "odd")
+    return told | {("fake", name): train(wrap, "sgd") for name, wrap in FAKES.items()}
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_the_same_training_as_one_process_and_as_pytorch(n):
+    told = spawn(everything, world_size=n, output="none")
+    for name, *rest in told[0]:
+        if name == "fake":
+            continue
+        model, optimizer = rest
+        mine = [rank[name, model, optimizer] for rank in told]
+        assert not far_apart(mine[0], alone(optimizer, model)), (name, rest)
+        assert len({bits(rank) for rank in mine}) == 1, (name, rest)
+        if model == "gpt":
+            assert not far_apart(mine[0], told[0]["torch", "gpt", optimizer]), name
+    if n == 1:
+        return  # one rank cannot tell a mean from a sum
+    for name in FAKES:
+        assert far_apart(told[0]["fake", name], alone("sgd", "gpt")), f"{name} not seen"

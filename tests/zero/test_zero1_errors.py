@@ -1,0 +1,513 @@
+"""What cannot be sharded is refused on every rank, and nothing hangs; and oddities."""
+
+from __future__ import annotations
+
+import fnmatch
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import SGD, Adafactor, AdamW
+from torch.utils.checkpoint import checkpoint
+from zero_cases import Naive, Odd, PyTorchs, Stage1, Stage2
+
+from ddp_course.collectives import ring, shared_memory
+from ddp_course.data_parallel import DistributedDataParallel as OurDDP
+from ddp_course.launch import spawn
+from ddp_course.measure import ByteMeter, TorchCollectives
+from ddp_course.parts.replicas import ReplicaError
+from ddp_course.zero import deal
+
+
+def error_of(call) -> str:
+    """Return the error of a call, in words, and what was sent before it."""
+    with TorchCollectives() as calls, ByteMeter() as meter:
+        try:
+            call()
+        except (ReplicaError, RuntimeError, ValueError) as error:
+            return f"{type(error).__name__}: {error}|{calls.count()}|{meter.total_sent}"
+    return "no error"
+
+
+def linear(*shape) -> list[nn.Parameter]:
+    return list(nn.Linear(*shape).parameters())
+
+
+def constructions(odd: bool) -> dict:
+    """Return what cannot be constructed, with words of the error. Rank 1 is odd."""
+    frozen = linear(3, 4)
+    frozen[1].requires_grad_(not odd)
+    shared = torch.zeros(5)
+    views = [nn.Parameter(shared[:3]), nn.Parameter(shared[2:])]
+
+    def named(*names):
+        return [(name, nn.Parameter(torch.zeros(2))) for name in names]
+
+    def one(cls=Stage1, params=None, of=SGD, **more):
+        of_sgd = {"lr": 0.1} if of is SGD else {}
+        given = linear(3, 3) if params is None else params
+        return lambda: cls(given, of, **{**of_sgd, **more})
+
+    return {
+        "shape": (
+            one(params=linear(3, 5 if odd else 4)),
+            "*ranks differ*0 is float32 `[4, 3`] on cpu, requires_grad=True on ranks "
+            "0, 2, float32 `[5, 3`]*on rank 1; 1 is*",
+        ),
+        "frozen": (one(params=frozen), "*1 is*=True on ranks 0, 2*=False on rank 1*"),
+        "lr": (one(lr=0.2 if odd else 0.1), "*group 0 is *'lr': 0.1*'lr': 0.2*rank 1*"),
+        "names": (
+            one(params=named("a", "c" if odd else "b")),
+            "*b is float32 `[2`]*on ranks 0, 2, missing on rank 1; c is missing on*",
+        ),
+        "caps": (
+            one(bucket_cap_mb=5 if odd else 25),
+            "*argument bucket_cap_mb is 25 on ranks 0, 2, 5 on rank 1*",
+        ),
+        "gradients": (
+            one(gradients="averaged" if odd else "average"),
+            "*argument gradients is 'average' on ranks 0, 2, 'averaged' on rank 1*",
+        ),
+        "gather": (
+            one(all_gather=shared_memory.all_gather_single if odd else None),
+            "*all_gather is *shards.all_gather*ranks 0, 2*shared_memory*rank 1*",
+        ),
+        "flight": (
+            one(Stage2, buckets_in_flight=3 if odd else 2),
+            "*argument buckets_in_flight is 2 on ranks 0, 2, 3 on rank 1*",
+        ),
+        "nothing": (
+            lambda: Stage1([], SGD, lr=0.1),
+            "*ranks 0, 1, 2: optimizer got an empty parameter list*",
+        ),
+        "nothing to train": (
+            one(params=[torch.zeros(3)]),
+            "*no parameter requires a gradient: there is nothing to do*",
+        ),
+        "a tensor": (one(params=torch.ones(3)), "*params argument*iterable*"),
+        "numbers": (one(params=[1, 2]), "*can only optimize Tensors*int*"),
+        "twice": (
+            one(params=[{"params": frozen}, {"params": frozen[:1]}]),
+            "*some parameters appear in more than one parameter group*",
+        ),
+        "views": (one(params=views), "*parameters 0 and 1 are two, but share memory*"),
+        "meta": (
+            one(params=[nn.Parameter(torch.zeros(3, device="meta"))]),
+            "*parameter 0 is on the meta device*",
+        ),
+        "lazy": (one(params=[*nn.LazyLinear(3).parameters()]), "*uninitialized*"),
+        "whole": (
+            one(of=Adafactor),
+            "*optimizer_class is Adafactor, which cannot step parts of a tensor: tried "
+            "on two parts it made another step*NaiveZeroRedundancyOptimizer*",
+        ),
+        "closure": (one(of=torch.optim.LBFGS), "*LBFGS*missing*closure*"),
+        "no class": (one(of="AdamW"), "*optimizer_class is 'AdamW'*not callable*"),
+        "bad rate": (one(lr=-1.0), "*Invalid learning rate: -1.0*"),
+        "bad rate, naive": (one(Naive, lr=-1.0), "*Invalid learning rate: -1.0*"),
+        "bad word": (one(nonsense=3), "*unexpected keyword argument 'nonsense'*"),
+        "cap 0": (one(bucket_cap_mb=0), "*bucket_cap_mb is 0; it must be*above 0*"),
+        "a view": (
+            one(parameters_as_bucket_view=False),
+            "*parameters_as_bucket_view is False; it must be True*",
+        ),
+        "overlap": (one(overlap_with_ddp=True), "*overlap_with_ddp is True; it must*"),
+        "no function": (
+            one(reduce_scatter="ring"),
+            "*reduce_scatter is 'ring'; it must be a function*",
+        ),
+        "word": (
+            one(gradients="mean"),
+            "*gradients is 'mean'; it can be 'average' or 'averaged'*",
+        ),
+        "word, naive": (one(Naive, gradients=None), "*gradients is None; it can be*"),
+        "flight 0": (
+            one(Stage2, buckets_in_flight=0),
+            "*buckets_in_flight is 0; it must be a whole number >= 1*",
+        ),
+        "flight True": (one(Stage2, buckets_in_flight=True), "*flight is True; it*"),
+    }
+
+
+def refused() -> dict[str, str]:
+    """On every rank: the errors of all wrong constructions, then one that is right."""
+    cases = constructions(dist.get_rank() == 1)
+    told = {name: error_of(call) for name, (call, _) in cases.items()}
+    right = Stage1(linear(3, 3), SGD, lr=0.1)
+    wrong = {"params": linear(3, 5 if dist.get_rank() == 1 else 4)}
+    told["added"] = error_of(lambda: right.add_param_group(wrong))
+    told["loaded"] = error_of(lambda: right.load_state_dict({"state": {}}))
+    told["to"] = error_of(lambda: right.consolidate_state_dict(to=3))
+    told["norm"] = error_of(lambda: right.clip_grad_norm_(1.0, norm_type=0))
+    told["right"] = error_of(lambda: Stage1(linear(3, 3), SGD, lr=0.1))
+    return told
+
+
+AFTERWARDS = {
+    "added": "ReplicaError: *the ranks differ*2 is float32*on ranks 0, 2*on rank 1*",
+    "loaded": "ReplicaError: ranks 0, 1, 2: this is no state_dict of an optimizer*",
+    "to": "ValueError: to is 3; it can be 0 to 2",
+    "norm": "ValueError: norm_type is 0; it must be above 0, or inf",
+}
+
+
+def test_wrong_constructions_are_refused_on_every_rank_and_nothing_is_sent():
+    told = spawn(refused, world_size=3, output="none")
+    for rank in told:
+        assert rank.pop("right").startswith("no error")
+    patterns = {k: f"ReplicaError: {v}" for k, (_, v) in constructions(False).items()}
+    for name, words in (patterns | AFTERWARDS).items():
+        texts = {rank[name] for rank in told}
+        assert len(texts) == 1, (name, texts)
+        (text,) = texts
+        pattern = words.replace("`[", "[[]").replace("`]", "]")
+        assert fnmatch.fnmatchcase(text, f"{pattern}|0|0"), (name, text)
+
+
+# ---- in the middle of training -------------------------------------------------------
+
+
+def small(make=Stage1, **more):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    return model, make(model.parameters(), SGD, lr=0.1, bucket_cap_mb=1e-5, **more)
+
+
+def x() -> torch.Tensor:
+    return torch.randn(2, 3, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+
+def step(model, opt, *wrappers) -> None:
+    opt.zero_grad()
+    for wrap in wrappers:
+        model = wrap(model)
+    model(x()).square().sum().backward()
+    opt.step()
+
+
+def moved() -> None:
+    model, opt = small()
+    model.double()
+    opt.step()
+
+
+def thawed() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[0].weight.requires_grad_(False)
+    opt = Stage1(model.named_parameters(), SGD, lr=0.1)
+    model[0].weight.requires_grad_(True)
+    step(model, opt)
+
+
+def sparse() -> None:
+    layer = nn.Embedding(4, 3, sparse=True)
+    opt = Stage1(layer.parameters(), SGD, lr=0.1)
+    layer(torch.tensor([1])).sum().backward()
+    opt.step()
+
+
+def with_another(wrap, make, *, before: bool) -> None:
+    model = nn.Linear(3, 3)
+    wrapped = wrap(model) if before else None
+    opt = make(model.parameters(), SGD, lr=0.1)
+    step(wrapped or wrap(model), opt)
+
+
+def two_optimizers() -> None:
+    model, opt = small()
+    again = Stage1(model.parameters(), SGD, lr=0.1)
+    step(model, again)
+
+
+def not_zeroed() -> None:
+    model, opt = small(Stage2)
+    step(model, opt)
+    model.zero_grad()
+    model(x()).sum().backward()
+
+
+def no_sync(make, **more) -> None:
+    _, opt = small(make, **more)
+    with opt.no_sync():
+        pass
+
+
+def not_finite() -> None:
+    model, opt = small()
+    (model(x()) * float("inf")).sum().backward()
+    opt.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+
+IN_TRAINING = {
+    "moved": (moved, "parameter 0 has been moved, to another device or type*"),
+    "thawed": (thawed, "parameter 0.weight was frozen when this optimizer was made*"),
+    "sparse": (sparse, "the gradient of parameter 0 is torch.sparse_coo; only dense*"),
+    "two": (two_optimizers, "the gradient of parameter * is averaged by something el*"),
+    "not zeroed": (not_zeroed, "the gradients of the last step are still there: call*"),
+    "no_sync": (lambda: no_sync(Stage2), "stage 2 keeps no whole gradients*"),
+    "no_sync, averaged": (
+        lambda: no_sync(Stage1, gradients="averaged"),
+        "these gradients are averaged by DistributedDataParallel; use its no_sync",
+    ),
+    "not finite": (not_finite, "the norm of the gradients is nan, so they cannot*"),
+}
+OTHERS = {"ours": OurDDP, "torch": DDP, "views": lambda m: DDP(
+    m, gradient_as_bucket_view=True)}  # fmt: skip
+
+
+def in_training() -> dict[str, str]:
+    told = {name: error_of(call) for name, (call, _) in IN_TRAINING.items()}
+    for other, wrap in OTHERS.items():
+        for name, make in {"1": Stage1, "2": Stage2}.items():
+            for before in (True, False):
+                told[f"{other} {name} {before}"] = error_of(
+                    lambda w=wrap, m=make, b=before: with_another(w, m, before=b)
+                )
+    return told
+
+
+def test_wrong_steps_are_refused_on_every_rank():
+    told = spawn(in_training, world_size=2, output="none", timeout=60)
+    for rank in told:
+        for name, (_, words) in IN_TRAINING.items():
+            text = rank.pop(name).rsplit("|", 2)[0]
+            assert fnmatch.fnmatchcase(text, f"RuntimeError: {words}"), (name, text)
+        assert len(rank) == 12
+        for name, text in rank.items():
+            by_ddp = "views 1" in name and "not the expected DDP bucket view" in text
+            assert by_ddp or "gradients='averaged'" in text, (name, text)
+
+
+# ---- what goes well ------------------------------------------------------------------
+
+
+class Fails(torch.autograd.Function):
+    wanted = True
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if Fails.wanted:
+            raise ArithmeticError("in the middle of backward")
+        return gradient
+
+
+class Failing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.last(Fails.apply(self.first(x)))
+
+
+def after_an_error(make) -> list:
+    """A backward pass ends in an error; the next one is right all the same."""
+    model = Failing()
+    opt = make(model.parameters(), SGD, lr=0.1, bucket_cap_mb=1e-5)
+    Fails.wanted = True
+    with pytest.raises(ArithmeticError):
+        model(x()).square().sum().backward()
+    Fails.wanted = False
+    step(model, opt)
+    return [p.detach() for p in model.parameters()]
+
+
+def checkpointed(make, reentrant: bool | None) -> list:
+    model = Failing()
+    Fails.wanted = False
+    opt = make(model.parameters(), SGD, lr=0.1, bucket_cap_mb=1e-5)
+    for _ in range(2):
+        opt.zero_grad()
+        h = x().requires_grad_()
+        for layer in (model.first, model.last):
+            h = layer(h) if reentrant is None else checkpoint(
+                layer, h, use_reentrant=reentrant)  # fmt: skip
+        h.square().sum().backward()
+        opt.step()
+    return [p.detach() for p in model.parameters()]
+
+
+def own_group(make) -> list:
+    """Ranks 0 and 2 train together, and rank 1 alone."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1])]
+    mine = groups[dist.get_rank() % 2]
+    model, opt = small(make, process_group=mine)
+    step(model, opt)
+    opt.consolidate_state_dict(to=0)
+    return [p.detach() for p in model.parameters()]
+
+
+def added_later(make) -> list:
+    """The second layer is trained from the third step on."""
+    model = Failing()
+    Fails.wanted = False
+    opt = make(model.first.parameters(), SGD, lr=0.1, momentum=0.9, bucket_cap_mb=1e-5)
+    model.last.requires_grad_(False)
+    for k in range(4):
+        if k == 2:
+            model.last.requires_grad_(True)
+            opt.add_param_group({"params": model.last.parameters(), "lr": 0.2})
+        step(model, opt)
+    return [p.detach() for p in model.parameters()]
+
+
+def by_closure(make) -> list:
+    model, opt = small(make)
+
+    def closure():
+        opt.zero_grad()
+        loss = model(x()).square().sum()
+        loss.backward()
+        return loss
+
+    assert all(opt.step(closure).requires_grad for _ in range(2))
+    return [p.detach() for p in model.parameters()]
+
+
+class Plain(SGD):
+    """One process: averages the gradients of all ranks' rows, by all-reduce."""
+
+    def __init__(self, params, cls, process_group=None, bucket_cap_mb=None, **defaults):
+        super().__init__(params, **defaults)
+        self.process_group = process_group
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    dist.all_reduce(p.grad, group=self.process_group)
+                    p.grad /= dist.get_world_size(self.process_group)
+        super().step()
+        return loss
+
+    def consolidate_state_dict(self, to):
+        pass
+
+
+WAYS = {
+    "after an error": after_an_error,
+    "not checkpointed": lambda make: checkpointed(make, None),
+    "checkpointed": lambda make: checkpointed(make, False),
+    "reentrant": lambda make: checkpointed(make, True),
+    "own group": own_group,
+    "added later": added_later,
+    "by closure": by_closure,
+}
+
+
+def going_well() -> dict:
+    return {
+        way: {make.__name__: run(make) for make in (Plain, Stage1, Stage2)}
+        for way, run in WAYS.items()
+    }
+
+
+def test_errors_checkpoints_groups_and_closures():
+    for rank in spawn(going_well, world_size=3, output="none", timeout=60):
+        for way, told in rank.items():
+            for name in ("ZeroRedundancyOptimizer", "ShardedGradientOptimizer"):
+                pairs = zip(told[name], told["Plain"], strict=True)
+                assert all(torch.allclose(*pair, 1e-5, 1e-6) for pair in pairs), way
+
+
+def other_things() -> dict[str, object]:
+    told = {}
+    model, opt = small()
+    kept = weakref.ref(opt.flats[0]), weakref.ref(opt.reducer)
+    step(model, opt)
+    gc.collect()
+    gc.disable()
+    del opt
+    told["gone with the optimizer"] = all(ref() is None for ref in kept)
+    gc.enable()
+    again = Stage1(model.parameters(), AdamW)  # as one does in a notebook
+    step(model, again)
+    old = [p.detach().clone() for p in model.parameters()]
+    out = model(x()).square().sum()
+    step(model, again)
+    told["step is seen"] = error_of(lambda: out.backward()).startswith("RuntimeError")
+    told["changed"] = not any(map(torch.equal, old, model.parameters()))
+    for make in (Naive, Stage1, Stage2):  # fewer elements than ranks
+        tiny = nn.Parameter(torch.ones(2))
+        few = make([tiny], SGD, lr=0.5)
+        (tiny * torch.tensor([1.0, -1.0])).sum().backward()
+        few.step()
+        told[f"few, {make.__name__}"] = tiny.tolist() == [0.5, 1.5]
+    model = Odd()
+    mine, theirs = Stage1(model.parameters(), AdamW), AdamW(Odd().parameters())
+    told["groups"] = [*mine.param_groups[0]] == [*theirs.param_groups[0]]
+    told["defaults"] = mine.defaults == theirs.defaults
+    model = Odd(one_type=True)
+    dealt = PyTorchs(model.parameters(), AdamW)._partition_parameters()
+    owners = deal([p.numel() for p in model.parameters()], [0] * dist.get_world_size())
+    told["dealt as PyTorch deals"] = all(
+        any(p is q for group in dealt[owner] for q in group["params"])
+        for p, owner in zip(model.parameters(), owners, strict=True)
+    )
+    return told
+
+
+def with_whole_tensors() -> list:
+    """Train with optimizers that look at whole tensors, as one process does."""
+    told = []
+    for of in (Adafactor, torch.optim.Muon):
+        for alone in (False, True):
+            model = small()[0]
+            matrices = [p for p in model.parameters() if p.dim() == 2]
+            opt = of(matrices, lr=0.1) if alone else Naive(matrices, of, lr=0.1)
+            for step in range(3):
+                ranks = range(dist.get_world_size()) if alone else [dist.get_rank()]
+                opt.zero_grad()
+                for rank in ranks:
+                    generator = torch.Generator().manual_seed(10 * step + rank)
+                    loss = model(torch.randn(2, 3, generator=generator)).square().sum()
+                    (loss / len(ranks)).backward()
+                opt.step()
+            told.append([p.detach() for p in matrices])
+    return told
+
+
+def other_collectives() -> list:
+    """Train with a reduce-scatter of another kind, PyTorch's and our own."""
+
+    def by_all_reduce(output, input, group=None, async_op=False):
+        return ring.all_reduce(input, group=group, async_op=async_op)
+
+    def pytorchs_gather(output, input, group=None, async_op=False):
+        parts = list(output.view(dist.get_world_size(group), -1))
+        return dist.all_gather(parts, input, group=group, async_op=async_op)
+
+    told = []
+    for more in ({}, {"reduce_scatter": by_all_reduce, "all_gather": pytorchs_gather}):
+        model, opt = small(**more)
+        step(model, opt)
+        told.append([p.detach() for p in model.parameters()])
+    return told
+
+
+def test_whole_tensors_and_other_collectives():
+    for told in spawn(with_whole_tensors, world_size=3, output="none"):
+        for mine, alone in zip(told[::2], told[1::2], strict=True):
+            pairs = zip(mine, alone, strict=True)
+            assert all(torch.allclose(*pair, 1e-4, 1e-5) for pair in pairs)
+    for one, other in spawn(other_collectives, world_size=2, output="none"):
+        assert all(torch.allclose(*pair) for pair in zip(one, other, strict=True))
+
+
+def test_other_things():
+    for told in spawn(other_things, world_size=3, output="none", timeout=60):
+        assert all(told.values()), told
