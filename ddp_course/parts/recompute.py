@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from ddp_course.parts.again import Call
@@ -120,9 +119,13 @@ class Recompute(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Run it again, recorded; the gradients go where the tensors came from."""
+        if torch.is_grad_enabled():  # create_graph=True
+            raise RuntimeError(
+                "recompute has no gradient of its gradient (create_graph=True); take "
+                "torch.utils.checkpoint with use_reentrant=False"
+            )
         call, tensors = ctx.call, ctx.saved_tensors
         inputs = [
             tensor.detach().requires_grad_(tensor.requires_grad)
@@ -226,6 +229,8 @@ def recompute_blocks(
     chosen = list(blocks)
     if not chosen:
         raise ValueError("the model has no nn.ModuleList: say which blocks")
+    if len({id(block) for block in chosen}) < len(chosen):
+        raise ValueError("blocks has the same block twice")
     for block in chosen:
         if "forward" in vars(block):
             kind = type(block).__name__

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_course.parts.replicas import check_same
-from ddp_course.zero.gather import Messages
+from ddp_course.zero.gather import Messages, part_of
 from ddp_course.zero.states import in_memory_order, problem_with
 
 if TYPE_CHECKING:
@@ -240,7 +240,8 @@ def _whole(
     """Gather a tensor that lies in shards as the parameters do; yield it by name."""
     where = {"dtype": part.dtype, "device": flat.whole.device}
     whole = torch.empty(flat.plan.sharded.numel, **where)
-    Messages(sharded.process_group).gather(whole, part.detach(), async_op=False)
+    own = part_of(whole, sharded.comm.rank, sharded.comm.size)
+    Messages(sharded.process_group).gather(whole, own, part.detach())
     yield from zip(flat.names, flat.views(whole), strict=True)
 
 

@@ -5,12 +5,13 @@
 
 Both have the same functions, which `live` and `stage3` call:
 
-    empty(numel, dtype, device)    memory for a shard
-    lasting(shard)                 all shards, if they are together all the time
-    gather(whole, shard)           every rank's shard into its place in `whole`
-    reduce(own, whole)             the sum of all ranks' `whole`, of which this rank
-                                   needs, and gets, its own part
-    meet(words)                    until all ranks are here
+    empty(numel, dtype, device)  memory for a shard
+    lasting(shard)               all shards, if they are together all the time
+    gather(whole, own, shard)    every rank's shard into its place in `whole`, of which
+                                 `own` is this rank's part
+    reduce(own, whole, then)     the sum of all ranks' `whole` into `own`, no more than
+                                 this rank's part; then call `then`
+    meet(words)                  until all ranks are here
 
 `gather` and `reduce` may go on meanwhile: they return something to wait for, or None.
 Chapter 08.
@@ -26,17 +27,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_course import collectives
-from ddp_course.collectives import communicator, shared_memory
+from ddp_course.collectives import Work, communicator, mapping, shared_memory
 
 
 class Messages:
     """Shards come together by an all-gather, gradients are summed by a reduce-scatter.
 
+    This course's collectives, if they are to go on meanwhile, follow each other in a
+    thread. So does what has to be done before or after one: the memory for a gather is
+    made when the reduce-scatter before it has ended and given back its own, and not
+    already when it is called.
+
     Args:
         group: the ranks that share the shards.
-        all_gather: called as `all_gather(whole, own, group=..., async_op=...)`, where
-            `own` is this rank's part of `whole`. None is this course's for tensors on
-            the CPU, and for those on GPUs PyTorch's, which is NCCL's.
+        all_gather: called as `all_gather(whole, own, group=..., async_op=...)`. None is
+            this course's on the CPU, and PyTorch's, which is NCCL's, on GPUs.
         reduce_scatter: the same, as `reduce_scatter(own, whole, group=..., ...)`.
     """
 
@@ -56,24 +61,35 @@ class Messages:
     def lasting(self, shard: Tensor) -> Tensor | None:
         """Return what is whole all the time: nothing."""
 
-    def gather(self, whole: Tensor, shard: Tensor, async_op: bool) -> Any:
-        """Put every rank's shard into its place in `whole`.
+    def gather(
+        self, whole: Tensor, own: Tensor, shard: Tensor, async_op: bool = False
+    ) -> Any:
+        """Put every rank's shard into its place in `whole`, whose memory is made.
 
         The own one is cast, and taken to the GPU, on the way to its place; from there
         it is sent.
         """
-        own = part_of(whole, self.comm.rank, self.comm.size)
-        own.copy_(shard, non_blocking=True)
+
+        @torch.no_grad()
+        def prepare() -> None:
+            allocate(whole)
+            own.copy_(shard, non_blocking=True)
+
         all_gather = self.all_gather or _of(whole, "all_gather")
+        in_turn = async_op and all_gather is collectives.all_gather_single
+        self.comm.perform(prepare, async_op=True) if in_turn else prepare()
         return all_gather(whole, own, group=self.group, async_op=async_op)
 
-    def reduce(self, own: Tensor, whole: Tensor, async_op: bool) -> Any:
-        """Sum `whole` over all ranks, into `own`, which is this rank's part of it."""
+    def reduce(self, own: Tensor, whole: Tensor, then: Callable[[], None]) -> Any:
+        """Sum `whole` over all ranks, into `own`; then call `then`."""
         reduce_scatter = self.reduce_scatter or _of(whole, "reduce_scatter")
-        return reduce_scatter(own, whole, group=self.group, async_op=async_op)
+        work = reduce_scatter(own, whole, group=self.group, async_op=True)
+        if isinstance(work, Work):
+            return _in_turn(self.comm, work, then)
+        return _AtTheEnd(work, then)
 
     def meet(self, words: str) -> None:
-        """Messages need no meeting: who has not sent cannot be received from."""
+        """Messages need no meeting: what has not been sent cannot be received."""
 
 
 class SharedMemory:
@@ -94,10 +110,9 @@ class SharedMemory:
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Make the memory of a shard; called by all ranks together."""
         rank, size = self.comm.rank, self.comm.size
-        # Such memory is made for each rank, and taken from the system when it is used
-        # for the first time. Used is that of the first rank only, by all.
-        mine = shared_memory.empty(size * numel, dtype=dtype, group=self.group)
-        whole = shared_memory.peers(mine, self.group)[0]
+        nbytes = max(1, size * numel * dtype.itemsize)
+        memory = mapping.shared_memory(nbytes, rank, self.comm.exchange)
+        whole = memory[: size * numel * dtype.itemsize].view(dtype)
         shard = part_of(whole, rank, size)
         self.wholes[shard.data_ptr()] = whole
         return shard
@@ -106,15 +121,19 @@ class SharedMemory:
         """Return what is whole all the time."""
         return self.wholes[shard.data_ptr()]
 
-    def gather(self, whole: Tensor, shard: Tensor, async_op: bool) -> None:
+    def gather(
+        self, whole: Tensor, own: Tensor, shard: Tensor, async_op: bool = False
+    ) -> None:
         """Copy all shards into `whole`; not meanwhile, but now."""
+        allocate(whole)
         whole.copy_(self.wholes[shard.data_ptr()])
 
-    def reduce(self, own: Tensor, whole: Tensor, async_op: bool) -> Any:
-        """Sum `whole` over all ranks, into `own`, which is this rank's part of it."""
-        return shared_memory.reduce_scatter_single(
-            own, whole, group=self.group, async_op=async_op
+    def reduce(self, own: Tensor, whole: Tensor, then: Callable[[], None]) -> Any:
+        """Sum `whole` over all ranks, into `own`; then call `then`."""
+        work = shared_memory.reduce_scatter_single(
+            own, whole, group=self.group, async_op=True
         )
+        return _in_turn(self.comm, work, then)
 
     def meet(self, words: str) -> None:
         """Wait until all ranks are here, for the same."""
@@ -127,11 +146,39 @@ def part_of(whole: Tensor, rank: int, size: int) -> Tensor:
     return whole[rank * n : (rank + 1) * n]
 
 
+def allocate(flat: Tensor) -> None:
+    """Make the memory of a tensor that had been given back."""
+    flat.untyped_storage().resize_(flat.numel() * flat.element_size())
+
+
+def _in_turn(comm: Any, work: Work, then: Callable[[], None]) -> Work:
+    """Call `then` after `work`, in the same thread; return what to wait for."""
+
+    @torch.no_grad()
+    def follow() -> None:
+        work.wait()  # it has ended; raise what it raised
+        then()
+
+    return comm.perform(follow, async_op=True)
+
+
+class _AtTheEnd:
+    """A collective of another kind: who waits for it does what is to be done then."""
+
+    def __init__(self, work: Any, then: Callable[[], None]) -> None:
+        self.work, self.then = work, then
+
+    def wait(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+        self.then()
+
+
 def _of(tensor: Tensor, name: str) -> Callable[..., Any]:
     """Return the collective to use for tensors where this one is."""
     if not tensor.is_cuda:
         return getattr(collectives, f"{name}_single")
     if new := getattr(dist, f"{name}_single", None):  # since torch 2.13
         return new
-    old = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "_tensor"}
-    return getattr(dist, old[name] if name == "all_gather" else name + old[name])
+    old = {"all_gather": "all_gather_into_tensor"}
+    return getattr(dist, old.get(name, "reduce_scatter_tensor"))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ddp_course.measure import label
 from ddp_course.zero.flat import view_of
 from ddp_course.zero.freed import Place
-from ddp_course.zero.gather import Messages, SharedMemory, part_of
+from ddp_course.zero.gather import Messages, SharedMemory, allocate, part_of
 from ddp_course.zero.offload import Home
 from ddp_course.zero.units import Flat, UnitPlan
 
@@ -66,11 +66,12 @@ class LiveFlat:
             self.parameters, self.views(self.whole), strict=True
         ):
             parameter.data = view
+        self.mine = part_of(self.whole, rank, size)
         # Gradients are collected in memory that comes and goes in the same way.
         dtype = reduce_dtype if floating and reduce_dtype else dtype
         self.sum = torch.empty(numel, dtype=dtype, device=first.device)
         self.own, self.slots = part_of(self.sum, rank, size), self.views(self.sum)
-        self.filled = [False] * len(self.slots)
+        self.scale = 1 / size
         for flat in (self.sum,) if self.lasts else (self.whole, self.sum):
             label(flat, "communication buffers").untyped_storage().resize_(0)
 
@@ -94,10 +95,10 @@ class LiveFlat:
         """Begin to make `whole` whole; return something to wait for, or None."""
         if self.lasts:
             return None
-        _allocate(self.whole)
         # Autograd counts changes of a parameter to see whether what it has saved is
         # still the same. These counters are the parameters' own: `whole` has another.
-        return self.way.gather(self.whole, self.shard.detach(), async_op)
+        shard = self.shard.detach()
+        return self.way.gather(self.whole, self.mine, shard, async_op)
 
     def free(self) -> None:
         """Give the memory of `whole` back."""
@@ -106,44 +107,35 @@ class LiveFlat:
 
     # ---- gradients -------------------------------------------------------------------
 
-    def collect(self, slot: int, gradient: Tensor, scale: float) -> None:
-        """Put this rank's share of a gradient into its place, or add it."""
-        if not any(self.filled):
-            _allocate(self.sum)
-        view = self.slots[slot]
-        if self.filled[slot]:
-            view.add_(gradient, alpha=scale)
-        elif view.dtype == gradient.dtype:
-            torch.mul(gradient, scale, out=view)
-        else:  # scaled in the more precise type
-            view.copy_(gradient).mul_(scale)
-        self.filled[slot] = True
+    @property
+    def has_gradients(self) -> bool:
+        """Whether autograd has left gradients at the parameters."""
+        return any(parameter.grad is not None for parameter in self.parameters)
 
-    def complete(self) -> None:
-        """Put zeros where no gradient has come."""
-        for view, filled in zip(self.slots, self.filled, strict=True):
-            if not filled:
+    def collect(self) -> None:
+        """Put this rank's share of all gradients into `sum`, and let go of them.
+
+        Copied and scaled in one pass over the memory, and freed one by one.
+        """
+        allocate(self.sum)
+        for view, parameter in zip(self.slots, self.parameters, strict=True):
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is None:
                 view.zero_()
+            elif gradient.dtype == view.dtype:
+                torch.mul(gradient.detach(), self.scale, out=view)
+            else:  # scaled in the other, most often more precise, type
+                view.copy_(gradient.detach()).mul_(self.scale)
         self.sum[self.plan.numel :].zero_()
 
     def reduce(self) -> Any:
         """Begin to sum over the ranks; return something to wait for, or None."""
-        self.complete()
-        return self.way.reduce(self.own, self.sum, async_op=True)
+        return self.way.reduce(self.own, self.sum, self.reduced)
 
     def reduced(self) -> None:
         """The sum is there: add it to the shard's gradient."""
         self.home.add_gradient(self.shard, self.own)
-        self.forget()
-
-    def forget(self) -> None:
-        """Give the memory of gradients back, whatever is in it."""
         self.sum.untyped_storage().resize_(0)
-        self.filled = [False] * len(self.slots)
-
-
-def _allocate(flat: Tensor) -> None:
-    flat.untyped_storage().resize_(flat.numel() * flat.element_size())
 
 
 class LiveUnit:
@@ -170,7 +162,7 @@ class LiveUnit:
         self.here, self.stays, self.since = False, False, 0.0
         self.open: set[object] = set()
         self.under_way: list[Any] | None = None  # gathers
-        self.sums: list[tuple[LiveFlat, Any]] = []  # reduce-scatters
+        self.sums: list[Any] = []  # reduce-scatters
         self._show_freed()
 
     def launch(self, async_op: bool = True) -> None:
@@ -205,23 +197,26 @@ class LiveUnit:
         for place in self.places:
             place.module._parameters[place.name] = place.freed
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether autograd has left gradients at its parameters."""
+        return any(flat.has_gradients for flat in self.trainable)
+
     def reduce(self) -> None:
         """Begin to sum the gradients that have come."""
-        flats = [flat for flat in self.trainable if any(flat.filled)]
-        self.sums = [(flat, flat.reduce()) for flat in flats]
+        for flat in self.trainable:
+            if flat.has_gradients:
+                flat.collect()
+                self.sums.append(flat.reduce())
 
     def settle(self) -> None:
         """Return when the sums are there, in the shards' gradients."""
         sums, self.sums = self.sums, []
-        for flat, work in sums:
-            if work is not None:
-                work.wait()
-            flat.reduced()
+        for work in sums:
+            work.wait()
 
     def forget(self) -> None:
-        """Drop what has come of a backward pass that failed."""
-        self.open.clear()
+        """Drop the gradients that have come."""
         for flat in self.trainable:
-            flat.forget()
             for parameter in flat.parameters:
                 parameter.grad = None

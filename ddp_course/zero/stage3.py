@@ -26,12 +26,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_map_only
 
-from ddp_course.parts.hooks import on_gradient, tensors_in
+from ddp_course.parts.hooks import tensors_in
 from ddp_course.parts.timeline import Timeline, span
-from ddp_course.zero.live import LiveFlat, LiveUnit
+from ddp_course.zero.live import LiveUnit
 from ddp_course.zero.order import Order
 from ddp_course.zero.sharded_module import ShardedModule
 from ddp_course.zero.units import Chosen
@@ -117,15 +116,13 @@ class FullyShardedDataParallel(ShardedModule):
         self.timeline: Timeline | None = None
         guess = [unit.plan.index for unit in self.units if unit is not self.root]
         self.order = Order(guess, 0 if in_shared_memory else prefetch)
-        self.reduced: list[int] = []  # the units of this backward pass, in order
+        self.left: list[LiveUnit] = []  # units that this backward pass has left
+        self.reduced: list[int] = []  # and whose gradients were sent, in order
         self._agreed: dict[str, list[int]] = {}
         modules = dict(module.named_modules())
         for unit in self.units:
             keeps = {True: False, None: unit is self.root, False: True}
             unit.stays = keeps[reshard_after_forward]
-            for flat in unit.trainable:
-                for slot, parameter in enumerate(flat.parameters):
-                    on_gradient(parameter, self._gradient_is_there, unit, flat, slot)
             if unit is not self.root:
                 called = modules[unit.plan.name]
                 called.register_forward_pre_hook(
@@ -167,6 +164,7 @@ class FullyShardedDataParallel(ShardedModule):
         if not self.running:
             self._gather(unit, self.order.forward(number))
         elif not unit.open:  # recomputed, before its gradient has come
+            self._reduce_left()
             self._gather(unit, self.order.backward(number))
         unit.since = time.perf_counter()
         return self._cast(inputs), self._cast(kwargs)
@@ -188,15 +186,16 @@ class FullyShardedDataParallel(ShardedModule):
         if unit.open:  # recomputed: its gradient is there, and will be used next
             return
         outputs = [t for t in tensors_in(output) if t.requires_grad]
-        # Backward leaves the unit by the gradients of its inputs. A leaf's gradient may
-        # be there before the unit's last: then the end of backward is waited for.
-        inner = [t for t in tensors_in(inputs) if t.requires_grad and not t.is_leaf]
+        # Backward does last what forward has done first: when it comes to the oldest of
+        # the inputs, all gradients inside are there. Leaves have no such place in the
+        # order: then the end of backward is waited for.
+        inner = [t for t in tensors_in(inputs) if t.grad_fn is not None]
         call = object()
         for tensor in outputs:
             tensor.register_hook(partial(self._backward_comes, unit, call, not inner))
         if outputs and inner:
-            leaves = partial(self._backward_leaves, unit, call)
-            register_multi_grad_hook(inner, leaves)
+            oldest = min(inner, key=lambda tensor: tensor.grad_fn._sequence_nr())
+            oldest.register_hook(partial(self._backward_leaves, unit, call))
         if not self.running and not (unit.stays and outputs):
             unit.free()
 
@@ -209,6 +208,7 @@ class FullyShardedDataParallel(ShardedModule):
         self._begin_backward()
         if call in unit.open or unit is self.root:
             return
+        self._reduce_left()
         unit.open.add(call)
         self._gather(unit, self.order.backward(unit.plan.index))
         if to_the_end:
@@ -219,22 +219,13 @@ class FullyShardedDataParallel(ShardedModule):
     def _begin_backward(self) -> None:
         if self.running:
             return
-        self.running, self.reduced = True, []
+        self.running, self.left, self.reduced = True, [], []
         self.timeline = Timeline.begin()
         Variable._execution_engine.queue_callback(self._backward_has_ended)
         self.root.open.add(self)
         self._gather(self.root, self.order.begin_backward())
 
-    def _gradient_is_there(self, unit: LiveUnit, flat: LiveFlat, slot: int) -> None:
-        """Autograd has accumulated a gradient: its share is collected, and it goes."""
-        self._begin_backward()
-        parameter = flat.parameters[slot]
-        gradient, parameter.grad = parameter.grad.detach(), None
-        flat.collect(slot, gradient, 1 / self.comm.size)
-        if not unit.open and all(all(flat.filled) for flat in unit.trainable):
-            self._reduce(unit)  # recomputation hands its gradients over at the end
-
-    def _backward_leaves(self, unit: LiveUnit, call: object, gradients: Any) -> None:
+    def _backward_leaves(self, unit: LiveUnit, call: object, gradient: Any) -> None:
         """The gradients of a unit's inputs are there, and so are its parameters'."""
         if call not in unit.open:
             return
@@ -242,15 +233,19 @@ class FullyShardedDataParallel(ShardedModule):
         if not unit.open:
             self._computed("backward", unit)
             unit.free()
-            self._reduce(unit)
+            self.left.append(unit)
+            self._reduce_left()
 
-    def _reduce(self, unit: LiveUnit) -> None:
-        """Sum the gradients of a unit over the ranks; one unit at a time is on its way.
+    def _reduce_left(self) -> None:
+        """Sum the gradients of the units that backward has left, one after the other.
 
-        So there are two units' gradients at most: of one that is on its way, and of one
-        that is being computed.
+        One is on its way at a time. So beside what is computed now, there are one
+        unit's gradients at most. If a block is recomputed (`parts.recompute`), autograd
+        hands its gradients over a little later; then they are sent at the next
+        occasion.
         """
-        if self.sync and any(any(flat.filled) for flat in unit.trainable):
+        for unit in [unit for unit in self.left if self.sync and unit.has_gradients]:
+            self.left.remove(unit)
             self._settle()
             with span(self.timeline, "launch", reduce=unit.plan.name):
                 unit.reduce()
@@ -270,7 +265,8 @@ class FullyShardedDataParallel(ShardedModule):
         for unit in reversed(self.units):  # the root is the last
             unit.open.clear()
             unit.free()
-            self._reduce(unit)
+        self.left = list(reversed(self.units))
+        self._reduce_left()
         self._settle()
         self.home.settle()
         self.running = False
@@ -282,8 +278,8 @@ class FullyShardedDataParallel(ShardedModule):
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """Let backward passes only collect gradients, until this is True again.
 
-        They are kept whole, which takes the memory of all gradients; the next pass that
-        is averaged sends their sum. As of PyTorch's FSDPModule.
+        They stay whole, with the parameters, which takes the memory of all gradients;
+        the next pass that is averaged sends their sum. As of PyTorch's FSDPModule.
         """
         self.sync = requires_gradient_sync
 
@@ -315,6 +311,7 @@ class FullyShardedDataParallel(ShardedModule):
         for unit in self.units:
             unit.free()
             if self.running:  # backward failed: its gradients are not complete
+                unit.open.clear()
                 unit.forget()
         self.running = False
 

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 
-from ddp_course.parts.hooks import on_backward, on_gradient, tensors_in
-from ddp_course.zero.live import LiveFlat
+from ddp_course.parts.hooks import on_backward, tensors_in
 from ddp_course.zero.sharded_module import ShardedModule
 from ddp_course.zero.units import Chosen
 
@@ -39,10 +38,7 @@ class NaiveFullyShardedDataParallel(ShardedModule):
         units: Chosen = None,
     ) -> None:
         super().__init__(module, process_group, units, None, None)
-        for unit in self.units:
-            for flat in unit.trainable:
-                for slot, parameter in enumerate(flat.parameters):
-                    on_gradient(parameter, self._gradient_is_there, flat, slot)
+        self.running = False  # a backward pass is under way
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Gather all units, and run the module."""
@@ -62,19 +58,14 @@ class NaiveFullyShardedDataParallel(ShardedModule):
             self.running = True
             Variable._execution_engine.queue_callback(self._backward_has_ended)
 
-    def _gradient_is_there(self, flat: LiveFlat, slot: int) -> None:
-        parameter = flat.parameters[slot]
-        flat.collect(slot, parameter.grad, 1 / self.comm.size)
-        parameter.grad = None
-
     @torch.no_grad()
     def _backward_has_ended(self) -> None:
         """Average all gradients, keep the own shard of them, and free everything."""
         self.running = False
         for unit in self.units:
             for flat in unit.trainable:
-                if any(flat.filled):
-                    flat.complete()
+                if flat.has_gradients:
+                    flat.collect()
                     dist.all_reduce(flat.sum, group=self.process_group)
                     flat.reduced()
         self._free_all()

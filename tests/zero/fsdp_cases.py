@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_course.model import GPTConfig, build_gpt
+from ddp_course.zero.gather import Messages, _AtTheEnd
 from ddp_course.zero.live import LiveFlat
 from ddp_course.zero.stage3 import FullyShardedDataParallel as Ours
 from ddp_course.zero.stage3_naive import NaiveFullyShardedDataParallel as Naive
@@ -279,9 +280,11 @@ class TiedTwice(Fake):
     def spoil(self, flat):
         collect = flat.collect
 
-        def twice(slot, gradient, scale):
-            places = [p for p in self.root.places if p.parameter is flat.parameters[slot]]
-            collect(slot, gradient, scale * max(1, len(places)))
+        def twice():
+            collect()
+            for view, parameter in zip(flat.slots, flat.parameters, strict=True):
+                places = [p for p in self.root.places if p.parameter is parameter]
+                view.mul_(max(1, len(places)))
 
         flat.collect = twice
 
@@ -290,15 +293,21 @@ class Sum(Fake):
     """The sum in place of the mean."""
 
     def spoil(self, flat):
-        collect = flat.collect
-        flat.collect = lambda slot, gradient, scale: collect(slot, gradient, 1.0)
+        flat.scale = 1.0
+
+
+class NoMessages(Messages):
+    """Leaves this rank's own numbers where the sum should be."""
+
+    def reduce(self, own, whole, then):
+        return _AtTheEnd(None, then)
 
 
 class OwnShardOnly(Fake):
     """Every rank takes its own gradient for the mean."""
 
     def spoil(self, flat):
-        flat.reduce = flat.complete
+        flat.scale, flat.way = 1.0, NoMessages(self.process_group)
 
 
 class NotGatheredAgain(Ours):

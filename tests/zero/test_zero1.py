@@ -285,6 +285,8 @@ def test_one_process_and_any_number_of_ranks_go_on_from_a_state():
         alone, plains = plain(name, weights, state)
         assert same(alone, after), (way, name)
         assert plains["param_groups"] == state["param_groups"] or name == "lion"
+        if name == "lion":  # its optimizer writes into its groups
+            assert [group["steps"] for group in state["param_groups"]] == [2, 2, 2]
         del plains["state"][11]  # `empty` has a state, of nothing, in one process
         for key, values in plains["state"].items():
             for what, value in values.items():

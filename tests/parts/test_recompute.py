@@ -1,0 +1,462 @@
+"""Recomputation: the same gradients to the bit, less memory, and nothing lost."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import cloudpickle
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ddp_course.launch import spawn
+from ddp_course.measure import MemoryLog
+from ddp_course.model import GPTConfig, build_gpt
+from ddp_course.parts import again
+from ddp_course.parts.recompute import NaiveRecompute, recompute, recompute_blocks
+from ddp_course.theory import gpt_activations
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+TINY = GPTConfig(vocab_size=11, block_size=16, n_layer=3, n_head=2, d_model=12)
+
+
+class Block(nn.Module):
+    """Dropout, a frozen and an unused parameter, a count of forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 9), nn.Linear(9, 6)
+        self.frozen = nn.Parameter(torch.full((6,), 0.5), requires_grad=False)
+        self.unused = nn.Parameter(torch.ones(2))
+        self.calls = 0
+
+    def forward(self, x: Tensor, scale: float = 1.0, *, flags: dict | None = None):
+        self.calls += 1
+        h = torch.dropout(torch.tanh(self.one(x)), 0.4, True)
+        h = self.two(h) * scale + self.frozen
+        if flags is None:
+            return h
+        return {"both": [h, h.detach().argmax(-1)], "told": flags["told"]}
+
+
+def plainly(function: Callable, *args, **kwargs):
+    return function(*args, **kwargs)
+
+
+def by_torch(function: Callable, *args, **kwargs):
+    return checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+
+def by_reentrant_torch(function: Callable, *args, **kwargs):
+    return checkpoint(function, *args, use_reentrant=True, **kwargs)
+
+
+def gradients(how: Callable, block: Block, x: Tensor) -> tuple[list, Tensor, Tensor]:
+    """Return parameters' gradients, the input's, and the next random number."""
+    block.zero_grad()
+    x = x.detach().requires_grad_()
+    torch.manual_seed(3)
+    out = how(block, how(block, x))
+    torch.rand(5)  # the generator goes on between forward and backward
+    before = torch.get_rng_state()
+    out.square().sum().backward()
+    assert torch.equal(torch.get_rng_state(), before)  # and backward leaves it alone
+    return [p.grad for p in block.parameters()], x.grad, torch.rand(1)
+
+
+@pytest.mark.parametrize("theirs", [plainly, by_torch, by_reentrant_torch])
+def test_gradients_are_the_same_to_the_bit(theirs):
+    torch.manual_seed(0)
+    block, x = Block(), torch.randn(4, 6)
+    expected, at_x, drawn = gradients(theirs, block, x)
+    before = block.calls
+    found, here, next_drawn = gradients(recompute, block, x)
+    assert block.calls - before == 4  # twice forward, twice again
+    assert torch.equal(here, at_x) and torch.equal(drawn, next_drawn)
+    for a, b in zip(found, expected, strict=True):
+        assert (a is None) == (b is None) and (a is None or torch.equal(a, b))
+    assert [g is None for g in found].count(True) == 2  # frozen and unused
+
+
+def test_other_random_numbers_give_other_gradients():
+    torch.manual_seed(0)
+    block, x = Block(), torch.randn(4, 6)
+    expected, *_ = gradients(plainly, block, x)
+
+    def careless(function, *args):
+        return recompute(function, *args, preserve_rng_state=False)
+
+    block.zero_grad()
+    torch.manual_seed(3)
+    out = careless(block, careless(block, x))
+    out.square().sum().backward()
+    assert not torch.equal(block.one.weight.grad, expected[2])
+
+
+def test_arguments_and_results_of_any_form():
+    block, x = Block(), torch.randn(4, 6, requires_grad=True)
+    told = recompute(block, x, 2.0, flags={"told": "so"})
+    assert told["told"] == "so" and told["both"][1].dtype == torch.int64
+    assert not told["both"][1].requires_grad
+    told["both"][0].sum().backward()
+    assert x.grad is not None and block.calls == 2
+
+    def pair(tensors: list[Tensor], number: int) -> tuple:
+        a, b = tensors
+        return a * b, (b + number, a), None, number
+
+    a, b = (torch.randn(3, requires_grad=True) for _ in range(2))
+    first, (second, same), none, number = recompute(pair, [a, b], number=7)
+    assert none is None and number == 7
+    (first.sum() + 2 * second.sum() + 3 * same.sum()).backward()
+    assert torch.equal(a.grad, b.detach() + 3) and torch.equal(b.grad, a.detach() + 2)
+
+
+def test_only_some_results_are_used():
+    block, x = Block(), torch.randn(4, 6, requires_grad=True)
+    twice = nn.Module()
+    twice.block = block
+    twice.forward = lambda x: (block(x), x * 2)
+    recompute(twice, x)[1].sum().backward()
+    assert torch.equal(x.grad, torch.full((4, 6), 2.0))
+    assert block.one.weight.grad is None
+
+
+def test_an_input_without_a_gradient_does_not_stop_the_parameters():
+    block, x = Block(), torch.randn(4, 6)
+    recompute(block, x).sum().backward()
+    assert block.one.weight.grad is not None
+    block.zero_grad()
+    recompute(block.forward, x).sum().backward()  # a method of a module, too
+    assert block.one.weight.grad is not None
+
+
+def test_no_gradients_are_wanted():
+    block, x = Block(), torch.randn(4, 6)
+    with torch.no_grad():
+        assert not recompute(block, x).requires_grad
+    frozen = Block().requires_grad_(False)
+    assert not recompute(frozen, x).requires_grad and frozen.calls == 1
+    # A function of a frozen input is simply called: closures have their gradients.
+    recompute(lambda x: block(x), x).sum().backward()
+    assert block.one.weight.grad is not None and block.calls == 2
+
+
+def test_autocast_is_as_it_was():
+    block, x = Block(), torch.randn(4, 6, requires_grad=True)
+    block.one.register_forward_hook(lambda m, a, out: seen.append(out.dtype))
+    seen: list[torch.dtype] = []
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = recompute(block, x)
+    out.float().sum().backward()
+    assert seen == [torch.bfloat16] * 2
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        recompute(block, x).float().sum()
+        with torch.autocast("cpu", enabled=False):
+            out = recompute(block, x)
+        out.sum().backward()
+    assert seen[-2:] == [torch.float32] * 2
+
+
+def test_nested():
+    torch.manual_seed(0)
+    blocks, x = nn.Sequential(Block(), Block()), torch.randn(4, 6)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks, self.calls = blocks, 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return recompute(blocks[1], recompute(blocks[0], x))
+
+    expected, at_x, _ = gradients(plainly, blocks, x)
+    found, here, _ = gradients(recompute, Outer(), x)
+    assert torch.equal(at_x, here)
+    assert all(
+        a is b is None or torch.equal(a, b)
+        for a, b in zip(found, expected, strict=True)
+    )
+
+
+def test_hooks_are_called_once_and_tied_parameters_add_up():
+    def counted(how) -> tuple[list[str], list[Tensor]]:
+        torch.manual_seed(0)
+        block, seen = Block(), []
+        block.two.weight = nn.Parameter(block.one.weight.detach().t().clone())
+        other = nn.Linear(6, 6, bias=False)
+        other.weight = nn.Parameter(torch.eye(6))
+        for name, p in (("one", block.one.weight), ("other", other.weight)):
+            p.register_hook(lambda g, name=name: seen.append(name) or 2 * g)
+            p.register_post_accumulate_grad_hook(
+                lambda p, name=name: seen.append(f"{name} is there")
+            )
+        x = how(other, how(block, how(other, torch.ones(2, 6))))  # `other` is tied
+        x.sum().backward()
+        return seen, [block.one.weight.grad, other.weight.grad]
+
+    seen, found = counted(recompute)
+    expected_seen, expected = counted(plainly)
+    assert sorted(seen) == sorted(expected_seen) and len(seen) == 4
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_part_of_the_graph_can_be_asked_for():
+    """What a backward inside of backward cannot do: PyTorch refuses it there."""
+    block, x = Block(), torch.randn(4, 6, requires_grad=True)
+    (found,) = torch.autograd.grad(recompute(block, x).sum(), block.two.bias)
+    assert found.shape == (6,) and block.two.bias.grad is None
+    out = recompute(block, x).sum()
+    out.backward(inputs=[x], retain_graph=True)
+    assert block.one.weight.grad is None
+    out.backward()  # and once more
+    assert block.one.weight.grad is not None
+    with pytest.raises(RuntimeError, match="no gradient of its gradient"):
+        torch.autograd.grad(recompute(block, x).sum(), x, create_graph=True)
+
+
+def test_what_would_be_lost_is_an_error():
+    block, x = Block(), torch.randn(4, 6, requires_grad=True)
+    with pytest.raises(RuntimeError, match="used 4 parameter.s. that are neither"):
+        recompute(lambda x: block(x), x).sum().backward()
+    weight = torch.ones(6, requires_grad=True)
+    recompute(lambda x, w: x * w, x, weight).sum().backward()  # an argument is seen
+    assert weight.grad is not None
+    with pytest.raises(TypeError, match="function is 3"):
+        recompute(3, x)
+    # As without recomputation: what was changed in between is not forward's any more.
+    out = recompute(block, x).sum()
+    with torch.no_grad():
+        block.one.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()
+
+
+# ---- the naive version, and what is wrong with it ----------------------------------
+
+
+def test_the_naive_version_has_the_gradients_and_the_faults_that_it_names():
+    torch.manual_seed(0)
+    block, x = nn.Linear(6, 6), torch.randn(4, 6, requires_grad=True)
+    block(x).square().sum().backward()
+    expected = block.weight.grad.clone()
+    block.zero_grad()
+    NaiveRecompute.apply(block, x).square().sum().backward()
+    assert torch.equal(block.weight.grad, expected)
+
+    assert not NaiveRecompute.apply(block, x.detach()).requires_grad
+    out = NaiveRecompute.apply(block, x).sum()
+    with pytest.raises(RuntimeError, match="not have been used in the graph"):
+        torch.autograd.grad(out, block.weight)
+    seen = []
+    block.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p))
+    NaiveRecompute.apply(block, NaiveRecompute.apply(block, x)).sum().backward()
+    assert len(seen) == 2  # with `recompute`, or without: 1
+
+
+class Tied(nn.Module):
+    """Two blocks of the same parameters, each recomputed in the way that is told."""
+
+    def __init__(self, how: Callable) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.block, self.how = Block(), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.how(self.block, self.how(self.block, x))
+
+
+def under_ddp() -> list:
+    import torch.distributed as dist
+
+    from ddp_course.data_parallel import DistributedDataParallel
+
+    told = []
+    for how in (plainly, recompute, by_torch, NaiveRecompute.apply):
+        ddp = DistributedDataParallel(Tied(how), find_unused_parameters=False)
+        ddp.module.block.unused.requires_grad_(False)
+        torch.manual_seed(dist.get_rank())
+        x = torch.randn(4, 6, requires_grad=True)
+        try:
+            ddp(x).sum().backward()
+        except RuntimeError as error:
+            told.append(str(error))
+        else:
+            told.append(ddp.module.block.one.weight.grad.clone())
+    return told
+
+
+def test_spawn_ddp_averages_recomputed_blocks_but_not_naive_ones():
+    for told in spawn(under_ddp, world_size=2):
+        assert torch.equal(told[0], told[1]) and torch.equal(told[0], told[2])
+        assert "got its gradient twice in one backward pass" in told[3]
+
+
+# ---- a whole model -----------------------------------------------------------------
+
+
+def trained(model: nn.Module) -> tuple[dict[str, Tensor], MemoryLog]:
+    idx = torch.arange(32).view(2, 16) % 11
+    model.zero_grad()
+    with MemoryLog(model) as log:
+        loss = model(idx, idx)[1]
+        kept = log.moments[-1].ledger["activations"]
+        loss.backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+    log.kept = kept
+    return grads, log
+
+
+def test_blocks_of_a_model_keep_their_inputs_alone():
+    model = build_gpt(TINY)
+    names = list(model.state_dict())
+    expected, before = trained(model)
+    with recompute_blocks(model, preserve_rng_state=False):
+        found, with_it = trained(model)
+        copied, _ = trained(copy.deepcopy(model))
+        with pytest.raises(ValueError, match="a Block has a forward of its own"):
+            recompute_blocks(model)
+        assert list(model.state_dict()) == names
+    after, again_whole = trained(model)
+    for grads in (found, copied, after):
+        assert all(torch.equal(grads[name], expected[name]) for name in expected)
+    whole = sum(gpt_activations(TINY, 2).values())
+    less = sum(gpt_activations(TINY, 2, recompute="full").values())
+    assert before.kept - with_it.kept == whole - less
+    assert again_whole.kept == before.kept
+    assert with_it.peak_of("activations") < 0.7 * before.peak_of("activations")
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_as_much_is_kept_as_by_torch(use_reentrant):
+    model, found = build_gpt(TINY), []
+    torchs = partial(checkpoint, use_reentrant=use_reentrant)
+    for how in (recompute, torchs):
+        for block in model.blocks:
+            plain = type(block).forward.__get__(block)
+            block.forward = partial(how, plain, preserve_rng_state=False)
+        found.append(trained(model))
+    (grads, ours), (their_grads, theirs) = found
+    assert all(torch.equal(grads[name], their_grads[name]) for name in grads)
+    assert ours.kept == theirs.kept
+    # Without use_reentrant, theirs does not compute again the block's last sum and what
+    # is added there: nobody has saved them.
+    last = 0 if use_reentrant else 2 * 4 * 2 * 16 * TINY.d_model
+    assert ours.peak_of("activations") <= theirs.peak_of("activations") + last
+
+
+def test_some_blocks_and_bad_input():
+    model = build_gpt(TINY)
+    handle = recompute_blocks(model, [model.blocks[1]])
+    assert "forward" in vars(model.blocks[1]) and "forward" not in vars(model.blocks[0])
+    handle.remove()
+    handle.remove()
+    assert "forward" not in vars(model.blocks[1])
+    with pytest.raises(ValueError, match=r"no nn.ModuleList"):
+        recompute_blocks(nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="the same block twice"):
+        recompute_blocks(model, [model.blocks[0]] * 2)
+
+
+class Comes(nn.Module):
+    """A block as in stage 3: its memory is there in forward, and goes with it."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block, self.stored = (
+            block,
+            [p.detach().clone() for p in block.parameters()],
+        )
+        self.gathers = 0
+        self._backward = False
+        block.register_forward_pre_hook(lambda *_: self.gather())
+        block.register_forward_hook(self._leaves)
+        self.free()
+
+    def gather(self) -> None:
+        for p, numbers in zip(self.block.parameters(), self.stored, strict=True):
+            if not p.untyped_storage().nbytes():
+                self.gathers += 1
+                p.untyped_storage().resize_(numbers.nbytes)
+                with (
+                    torch.autograd._unsafe_preserve_version_counter(p),
+                    torch.no_grad(),
+                ):
+                    p.copy_(numbers)
+
+    def free(self) -> None:
+        for p in self.block.parameters():
+            p.untyped_storage().resize_(0)
+
+    def _leaves(self, module: nn.Module, inputs: tuple, output: Tensor) -> None:
+        if self._backward:
+            return
+
+        def comes(_: Tensor) -> None:
+            self._backward = True
+            self.gather()
+
+        output.register_hook(comes)
+        self.free()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x)
+
+
+def test_a_block_whose_parameters_come_and_go():
+    torch.manual_seed(0)
+    block, x = nn.ModuleList([Block()]), torch.randn(4, 6)
+    expected, at_x, _ = gradients(plainly, _Once(block[0]), x)
+    recompute_blocks(block)
+    comes = Comes(block[0])
+    count = len(comes.stored)
+    found, here, _ = gradients(plainly, _Once(comes), x)
+    assert torch.equal(at_x, here) and comes.gathers == 2 * count
+    for a, b in zip(found, expected, strict=True):
+        assert a is b is None or torch.equal(a, b)
+
+
+class _Once(nn.Module):
+    """Called twice by `gradients`, does something the first time alone."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module, self.done = module, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.done = not self.done
+        return self.module(x) if self.done else x
+
+
+# ---- planted wrong versions --------------------------------------------------------
+
+
+def test_a_version_that_forgets_random_numbers_is_caught(monkeypatch):
+    restored = again.Surroundings.restored
+
+    def forgets(self):
+        self.preserve = False
+        return restored(self)
+
+    monkeypatch.setattr(again.Surroundings, "restored", forgets)
+    with pytest.raises(AssertionError):
+        test_gradients_are_the_same_to_the_bit(plainly)
+
+
+def test_a_version_that_moves_the_generator_is_caught(monkeypatch):
+    monkeypatch.setattr(torch.random, "fork_rng", lambda **_: contextlib.nullcontext())
+    with pytest.raises(AssertionError):
+        test_gradients_are_the_same_to_the_bit(plainly)
+
+
+def test_a_version_that_calls_hooks_twice_is_caught(monkeypatch):
+    room = "ddp_course.parts.recompute._without_hooks"
+    monkeypatch.setattr(room, lambda _: contextlib.nullcontext())
+    with pytest.raises(AssertionError):
+        test_hooks_are_called_once_and_tied_parameters_add_up()

@@ -1,0 +1,115 @@
+"""`ddp-course plan`: the table, the advice, and what it says to nonsense."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from ddp_course.cli import main
+from ddp_course.theory import MODELS, plan
+
+
+def shown(capsys, typed: str) -> str:
+    assert main(["plan", *typed.split()]) == 0
+    return capsys.readouterr().out
+
+
+def line(text: str, name: str) -> list[str]:
+    """Return the cells of one line of the table."""
+    (found,) = [row for row in text.splitlines() if re.match(rf"│ {name} ", row)]
+    return [cell.strip() for cell in found.strip("│").split("│")][1:]
+
+
+def test_the_zero_papers_example(capsys):
+    text = shown(capsys, "--parameters 7.5b --gpus 64 --memory 32 --bandwidth 10")
+    assert "7,500,000,000 parameters" in text and "64 GPUs of 32 GB" in text
+    assert line(text, "total")[:4] == ["120.00", "31.41", "16.64", "1.88"]
+    assert line(text, "fits") == ["no", "yes", "yes", "yes", "?"]
+    assert line(text, "times DDP") == ["1.00", "1.00", "1.00", "1.50", "1.50"]
+    assert line(text, "seconds for it")[0] == "2.95"
+    assert "Say --layers" in text
+    assert text.splitlines()[-1] == "ZeRO-1 is the first that fits."
+
+
+@pytest.mark.parametrize(
+    ("typed", "advice"),
+    [
+        ("--preset 1m", "DDP fits: nothing need be sharded."),
+        ("--preset gpt2-xl --memory 24", "ZeRO-1 is the first that fits."),
+        ("--parameters 7.5b --gpus 4 --memory 16", "ZeRO-3 would fit on 8 GPUs."),
+        (
+            "--preset gpt3-175b --gpus 16 --recompute full",
+            "Only ZeRO-3 + CPU offload fits: ZeRO-3 would fit on 46 GPUs.",
+        ),
+        ("--preset gpt3-175b", "on any number of GPUs (try --recompute full)."),
+        (
+            "--preset gpt3-175b --memory 10 --recompute full --batch 2",
+            "on any number of GPUs (try a smaller --batch).",
+        ),
+    ],
+)
+def test_advice(typed, advice, capsys):
+    assert shown(capsys, typed).splitlines()[-1].endswith(advice)
+
+
+def test_the_rows_can_be_written(tmp_path, capsys):
+    file = tmp_path / "plan.json"
+    text = shown(capsys, f"--preset gpt2 --gpus 4 --memory 2 --batch 8 --json {file}")
+    written, rows = json.loads(file.read_text()), plan(MODELS["gpt2"], 4, 2e9, batch=8)
+    assert [row["name"] for row in written] == [row.name for row in rows]
+    assert [row["ledger"] for row in written] == [dict(row.ledger) for row in rows]
+    assert [row["fits"] for row in written] == [row.fits for row in rows]
+    totals = [f"{row.ledger.total / 1e9:.2f}" for row in rows]
+    assert line(text, "total") == totals
+
+
+def test_the_table_fits_an_ordinary_terminal(capsys):
+    text = shown(capsys, "--preset gpt3-175b --gpus 8 --bandwidth 1")
+    table = [row for row in text.splitlines() if row[:1] in "┃│"]
+    assert max(map(len, table)) <= 80 and not any("…" in row for row in table)
+
+
+@pytest.mark.parametrize(
+    ("typed", "code", "told"),
+    [
+        ("", 2, "--preset --parameters is required"),
+        ("--preset gpt5", 2, "invalid choice: 'gpt5'"),
+        ("--preset 1m --parameters 7b", 2, "not allowed with"),
+        ("--parameters 7q", 2, "'7q' is no number"),
+        ("--parameters 0", 2, "is no number above 0"),
+        ("--parameters 0.2", 2, "'0.2' is no number from 1 to 1000t"),
+        ("--parameters 1e30", 2, "'1e30' is no number from 1"),
+        ("--parameters 7b --gpus 0", 2, "'0' is no number from 1"),
+        ("--parameters 7b --memory nan", 2, "'nan' is no number above 0"),
+        ("--parameters 7b --precision fp8", 2, "invalid choice: 'fp8'"),
+        ("--parameters 7b --layers 3", 1, "layers is 3 and hidden 0"),
+        ("--parameters 1m --layers 3 --hidden 4096", 1, "more than the model's"),
+        ("--preset 1m --layers 3", 1, "--layers goes with --parameters"),
+        ("--preset 1m --json /no/such/folder/x", 1, "cannot write /no/such/folder/x"),
+        (
+            "--parameters 1b --layers 2 --hidden 10 --heads 3 --sequence 5",
+            1,
+            "heads must divide hidden",
+        ),
+    ],
+)
+def test_nonsense_is_answered_in_one_line(typed, code, told, capsys):
+    if code == 2:
+        with pytest.raises(SystemExit, match="2"):
+            main(["plan", *typed.split()])
+    else:
+        assert main(["plan", *typed.split()]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("ddp-course: ") and error.count("\n") == 1
+    assert told in error
+
+
+@pytest.mark.parametrize(
+    ("typed", "numel"),
+    [("7.5e9", 7_500_000_000), ("7.5B", 7_500_000_000), ("350m", 350_000_000),
+     ("1t", 10**12), ("12", 12)],
+)  # fmt: skip
+def test_parameters_can_be_typed_short(typed, numel, capsys):
+    assert f" {numel:,} parameters" in shown(capsys, f"--parameters {typed}")

@@ -1,0 +1,336 @@
+"""The formulas of memory: against the papers' tables, and what PyTorch keeps."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from ddp_course.measure import Ledger, resident
+from ddp_course.model import PRESETS, GPTConfig, build_gpt
+from ddp_course.theory import (
+    OPTIMIZERS,
+    PRECISIONS,
+    Precision,
+    bytes_sent,
+    gathered_bytes,
+    gpt_activations,
+    gpt_peak,
+    layer_activations,
+    model_activations,
+    model_states,
+    padding,
+    shard_numel,
+    step_volume,
+)
+
+GB = 1e9
+
+# Rajbhandari et al. 2020, table 1: GB per device, for 7.5 B, 128 B and 1 T parameters,
+# with P_os, P_os+g and P_os+g+p (our stages 1 to 3).
+ZERO_TABLE = {
+    1: ((120, 120, 120), (2048, 2048, 2048), (16000, 16000, 16000)),
+    4: ((52.5, 41.3, 30), (896, 704, 512), (7000, 5500, 4000)),
+    16: ((35.6, 21.6, 7.5), (608, 368, 128), (4750, 2875, 1000)),
+    64: ((31.4, 16.6, 1.88), (536, 284, 32), (4187, 2218, 250)),
+    256: ((30.4, 15.4, 0.47), (518, 263, 8), (4046, 2054, 62.5)),
+    1024: ((30.1, 15.1, 0.12), (513, 257, 2), (4011, 2013, 15.6)),
+}
+SIZES = (7_500_000_000, 128_000_000_000, 10**12)
+
+
+def as_printed(value: float, printed: float) -> bool:
+    """Tell whether the paper may have rounded `value`, up or down, to `printed`."""
+    digits = len(str(printed).split(".")[1]) if isinstance(printed, float) else 0
+    return abs(value - printed) < 10**-digits
+
+
+def off_the_table(states) -> list[tuple]:
+    """Return where `states(numel, world_size, stage)` is not what the paper printed."""
+    return [
+        (world, numel, stage)
+        for world, row in ZERO_TABLE.items()
+        for numel, printed in zip(SIZES, row, strict=True)
+        for stage, gigabytes in enumerate(printed, start=1)
+        if not as_printed(states(numel, world, stage).total / GB, gigabytes)
+    ]
+
+
+def test_the_zero_papers_table_1():
+    assert off_the_table(model_states) == []
+
+
+def test_the_zero_papers_figure_1():
+    found = [model_states(SIZES[0], 64, stage).total / GB for stage in range(4)]
+    assert [round(value, 1) for value in found] == [120, 31.4, 16.6, 1.9]
+
+
+def nothing_sharded(numel, world, stage):
+    return model_states(numel, world, 0)
+
+
+def one_stage_off(numel, world, stage):
+    return model_states(numel, world, min(stage + 1, 3))
+
+
+def no_master_copy(numel, world, stage):
+    return model_states(numel, world, stage, precision="bf16")
+
+
+def binary(numel, world, stage):
+    return Ledger({"other": int(model_states(numel, world, stage).total / 1.0737)})
+
+
+@pytest.mark.parametrize(
+    "wrong", [nothing_sharded, one_stage_off, no_master_copy, binary]
+)
+def test_wrong_formulas_are_off_the_table(wrong):
+    assert len(off_the_table(wrong)) > 10
+
+
+@pytest.mark.parametrize(
+    ("precision", "optimizer", "per_parameter"),
+    [
+        ("fp32", "adamw", (4, 4, 8)),
+        ("autocast", "adam", (4, 4, 8)),
+        ("mixed", "adamw", (2, 2, 12)),
+        ("mixed-fp32-gradients", "adamw", (2, 4, 12)),
+        ("fsdp-bf16", "adamw", (4, 4, 8)),
+        ("bf16", "adamw", (2, 2, 4)),
+        ("fp32", "sgd", (4, 4, 0)),
+        ("mixed", "sgd", (2, 2, 4)),
+        ("fp32", "sgd-momentum", (4, 4, 4)),
+        ("fp32", 3, (4, 4, 12)),
+    ],
+)
+def test_bytes_per_parameter(precision, optimizer, per_parameter):
+    ledger = model_states(1000, 4, 0, optimizer, precision)
+    assert tuple(n / 1000 for n in ledger.values())[:3] == per_parameter
+    assert model_states(1000, 4, 3, optimizer, precision).total == ledger.total / 4
+    assert set(PRECISIONS) >= {precision} and set(OPTIMIZERS) >= {"adamw"}
+
+
+def test_a_precision_and_an_optimizer_of_ones_own():
+    eight_bit = Precision("8-bit Adam", 2, 2, 0, 1, 2, 2, 2)
+    assert model_states(100, 1, 0, 2, eight_bit).total == 600
+
+
+# ---- padding -----------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 999), min_size=1, max_size=5), st.integers(1, 9))
+def test_shards_are_what_chunks_of_a_padded_buffer_are(sizes, world):
+    shard = sum(-(-torch.zeros(n).numel() // world) for n in sizes)
+    assert shard_numel(sizes, world) == shard
+    assert padding(sizes, world) == world * shard - sum(sizes)
+    assert 0 <= padding(sizes, world) < world * len(sizes)
+    # As DTensor's Shard(0) and torch.chunk cut: the first has ceil(n / N).
+    first = sum(torch.zeros(n).chunk(world)[0].numel() for n in sizes)
+    assert shard_numel(sizes, world) == first
+
+
+def test_padding_is_in_what_is_sharded_and_nowhere_else():
+    whole = model_states([10, 7], 4, 0, "adamw", "fp32")
+    assert whole == {**dict.fromkeys(whole, 0), "parameters": 68, "gradients": 68,
+                     "optimizer states": 136}  # fmt: skip
+    for stage, (p, g) in enumerate(((17, 17), (17, 5), (5, 5)), start=1):
+        ledger = model_states([10, 7], 4, stage, "adamw", "fp32")
+        assert ledger["parameters"] == 4 * p and ledger["gradients"] == 4 * g
+        assert ledger["optimizer states"] == 8 * 5
+    assert model_states(17, 4, 3).total == 16 * 5
+
+
+def test_gathered_blocks_with_their_padding():
+    assert gathered_bytes([10, 7], 4, "fp32") == 4 * (12 + 8)
+    assert gathered_bytes([10], 4, "fsdp-bf16", gradients=[10]) == 2 * 12 + 2 * 12
+    assert gathered_bytes([10], 4, "mixed-fp32-gradients", gradients=[10]) == 72
+    assert gathered_bytes([], 4) == 0
+
+
+def test_one_process_keeps_what_is_said():
+    for optimizer, make in (
+        ("adamw", torch.optim.AdamW),
+        ("sgd", torch.optim.SGD),
+        ("sgd-momentum", lambda ps: torch.optim.SGD(ps, momentum=0.9)),
+    ):
+        model = build_gpt(GPTConfig(n_layer=1, n_head=2, d_model=10))
+        stepper = make(model.parameters())
+        tokens = torch.zeros(1, 4, dtype=torch.int64)
+        model(tokens, tokens)[1].backward()
+        stepper.step()
+        counts = len(list(model.parameters())) if optimizer == "adamw" else 0
+        assert resident(model, stepper) == model_states(
+            model.config.num_parameters, 1, 0, optimizer, "fp32", step_counts=counts
+        )
+
+
+# ---- bytes sent --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 64])
+def test_a_step_sends_twice_twice_twice_and_three_times(world):
+    numel = 12 * 64  # which these divide
+    once = Fraction(world - 1, world) * 4 * numel
+    for stage, times in enumerate((2, 2, 2, 3)):
+        assert step_volume(numel, world, stage, "fp32").total == times * once
+    kept = step_volume(numel, world, 3, "fp32", reshard_after_forward=False)
+    assert kept.total == 2 * once
+    ring = bytes_sent("all_reduce_ring", world)[0]
+    assert step_volume(numel, world, 0, "fp32").total == 4 * numel * ring
+
+
+def test_what_travels_has_its_own_type():
+    parts = step_volume(100, 2, 3, "fsdp-bf16")
+    assert (parts.reduced, parts.gathered) == (100, 200)
+    parts = step_volume(100, 2, 1, "mixed-fp32-gradients")
+    assert (parts.reduced, parts.gathered) == (200, 100)
+    assert step_volume([3, 3], 2, 3, "fp32").total == 3 * 4 * 2 * 2  # padding travels
+    assert step_volume([3, 3], 2, 0, "fp32").total == 2 * 4 * 3  # here none does
+
+
+# ---- activations -------------------------------------------------------------------
+
+
+def test_the_parts_of_a_layer_as_in_the_paper():
+    s, b, h, a = 2048, 4, 12288, 96
+    sbh = s * b * h
+    parts = layer_activations(b, s, h, a)
+    assert parts["attention"] + parts["scores"] == 11 * sbh + 5 * a * s * s * b
+    assert parts["mlp"] == 19 * sbh and parts["norms"] == 4 * sbh
+    assert sum(parts.values()) == sbh * (34 + 5 * Fraction(a * s, h))
+
+
+def test_table_2_of_korthikanti():
+    """Every row: no parallelism, TP, TP + SP, with selective recomputation, full."""
+    s, b, h, a, t = 2048, 1, 12288, 96, 8
+    sbh, scores = s * b * h, 5 * Fraction(a * s, h)
+
+    def kept(**options) -> Fraction:
+        return Fraction(sum(layer_activations(b, s, h, a, **options).values()), sbh)
+
+    sequence = {"tp": t, "sequence_parallel": True}
+    assert kept() == 34 + scores
+    assert kept(tp=t) == 10 + Fraction(24, t) + scores / t
+    assert kept(**sequence) == 34 / Fraction(t) + scores / t
+    assert kept(tp=t, recompute="selective") == 10 + Fraction(24, t)
+    assert kept(**sequence, recompute="selective") == Fraction(34, t)
+    assert kept(recompute="full") == 2
+
+
+def test_scores_are_most_of_it_as_the_paper_says():
+    """5as/h is 80 for GPT-3 and 64 for MT-NLG 530B (section 5)."""
+    for s, h, a, known in ((2048, 12288, 96, 80), (2048, 20480, 128, 64)):
+        scores = layer_activations(1, s, h, a)["scores"]
+        assert Fraction(scores, s * h) == known
+    fused = layer_activations(1, 2048, 12288, 96, fused_attention=True)["scores"]
+    assert fused == 4 * 96 * 2048
+
+
+def test_a_whole_model():
+    sbh, v = 1024 * 768, 50257
+    layer = sum(layer_activations(1, 1024, 768, 12).values())
+    assert model_activations(12, 1, 1024, 768, 12) == 12 * layer
+    beside = 5 * sbh + 4 * 1024 * v
+    assert model_activations(12, 1, 1024, 768, 12, v) == 12 * layer + beside
+    full = model_activations(12, 1, 1024, 768, 12, v, recompute="full")
+    assert full == 12 * 2 * sbh + max(beside, layer - 2 * sbh)
+    selective = model_activations(12, 1, 1024, 768, 12, recompute="selective")
+    scores = layer_activations(1, 1024, 768, 12)["scores"]
+    assert selective == 12 * (layer - scores) + scores
+
+
+# ---- the course's GPT, to the byte -------------------------------------------------
+
+
+def kept_for_backward(model: nn.Module, run) -> int:
+    """Return the bytes of all storages that a forward keeps, parameters left out."""
+    own = {p.untyped_storage() for p in model.parameters()}
+    kept = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage not in own:
+            kept[storage] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    return sum(kept.values())
+
+
+SHAPES = [  # B, T, C, H, L, V
+    (2, 8, 16, 4, 2, 11),
+    (3, 7, 12, 1, 1, 5),
+    (1, 1, 12, 3, 2, 7),
+    (5, 33, 24, 2, 3, 50),
+    (2, 16, 16, 16, 1, 4),
+]
+
+
+@pytest.mark.parametrize(("b", "t", "c", "h", "layers", "v"), SHAPES)
+def test_the_gpt_keeps_what_is_said(b, t, c, h, layers, v):
+    _check_gpt(GPTConfig(v, t + 3, layers, h, c), b, t)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_presets_keep_what_is_said(preset):
+    _check_gpt(PRESETS[preset], 1, 32)
+
+
+def _check_gpt(config: GPTConfig, b: int, t: int) -> None:
+    model, block = build_gpt(config), build_gpt(config).blocks[0]
+    idx = torch.zeros(b, t, dtype=torch.int64)
+    targets = torch.zeros(b, t, dtype=torch.int64)
+    parts = gpt_activations(config, b, t)
+    whole = kept_for_backward(model, lambda: model(idx, targets))
+    assert whole == sum(parts.values()) == gpt_peak(config, b, t)
+    assert kept_for_backward(model, lambda: model(idx)) == whole - parts["loss"]
+    x = torch.randn(b, t, config.d_model, requires_grad=True)
+    of_one = kept_for_backward(block, lambda: block(x))
+    assert config.n_layer * of_one == parts["blocks"]
+    # Korthikanti's layer, in float32 and without dropout, but for the norms' 2 x 8
+    # bytes per token that the paper leaves out.
+    paper = layer_activations(
+        b, t, config.d_model, config.n_head, itemsize=4, dropout=False,
+        fused_attention=True,
+    )  # fmt: skip
+    assert of_one == sum(paper.values()) + 16 * b * t
+    less = sum(gpt_activations(config, b, t, "full").values())
+    assert whole - less == config.n_layer * (of_one - 4 * b * t * config.d_model)
+
+
+# ---- bad input ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "options", "told"),
+    [
+        (model_states, (0, 1), {}, "numel is 0; it must be an integer of 1 or more"),
+        (model_states, (7.5e9, 1), {}, "numel is 7500000000.0"),
+        (model_states, ([], 1), {}, "numel is empty"),
+        (model_states, (1, 0), {}, "world_size is 0"),
+        (model_states, (1, 1, 4), {}, "stage is 4; it can be 0 .DDP., 1, 2 or 3"),
+        (model_states, (1, 1, True), {}, "stage is True"),
+        (model_states, (1, 1, 0, "lion"), {}, "optimizer is 'lion'; it can be 'adamw'"),
+        (model_states, (1, 1, 0, -1), {}, "optimizer is -1"),
+        (model_states, (1, 1), {"precision": "fp8"}, "precision is 'fp8'; it can be"),
+        (gathered_bytes, ([0], 1), {}, "numel is 0"),
+        (step_volume, (1, 0), {}, "world_size is 0"),
+        (step_volume, (1, 1, -1), {}, "stage is -1"),
+        (layer_activations, (1, 1, 10, 3), {}, "hidden is 10, heads 3 and tp 1"),
+        (layer_activations, (1, 1, 12, 3), {"tp": 2}, "tp must divide heads"),
+        (layer_activations, (0, 1, 1, 1), {}, "batch is 0"),
+        (layer_activations, (1, 1, 1, 1), {"recompute": "half"}, "recompute is 'half'"),
+        (model_activations, (0, 1, 1, 1, 1), {}, "layers is 0"),
+        (gpt_activations, (PRESETS["1m"], 1, 65), {}, "tokens is 65; block_size is 64"),
+        (gpt_activations, (PRESETS["1m"], 1, 0), {}, "tokens is 0"),
+        (gpt_peak, (PRESETS["1m"], 1, 1, "selective"), {}, "recompute is 'selective'"),
+    ],
+)
+def test_bad_input_is_named(function, args, options, told):
+    with pytest.raises(ValueError, match=told):
+        function(*args, **options)

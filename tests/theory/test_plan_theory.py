@@ -1,0 +1,134 @@
+"""The plan: what fits, what it sends, and how many GPUs would do."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddp_course.model import PRESETS, build_gpt
+from ddp_course.theory import (
+    MODELS,
+    Model,
+    fewest_gpus,
+    gathered_bytes,
+    gpt_peak,
+    model_states,
+    plan,
+)
+
+GB = 1e9
+PAPER = Model(7_500_000_000)
+
+
+def test_the_zero_papers_example():
+    """7.5 B parameters on 64 GPUs: 120, 31.4, 16.6 and 1.9 GB; 1, 1, 1 and 1.5."""
+    rows = plan(PAPER, 64, 32 * GB)
+    assert [row.name for row in rows[:4]] == ["DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3"]
+    assert [round(r.ledger.total / GB, 1) for r in rows[:4]] == [120, 31.4, 16.6, 1.9]
+    assert [row.fits for row in rows[:4]] == [False, True, True, True]
+    assert [row.times_ddp for row in rows] == [1, 1, 1, 1.5, 1.5]
+    assert rows[0].bytes_sent == 2 * 63 / 64 * 15 * GB
+    assert all(row.seconds is None for row in rows)
+
+
+def test_known_models_have_the_parameters_that_are_known():
+    assert MODELS["gpt2"].parameters == 124_439_808
+    assert MODELS["gpt2-xl"].parameters == 1_557_611_200
+    assert round(MODELS["gpt3-175b"].parameters / 1e9) == 175
+    for name in PRESETS:
+        model, gpt = MODELS[name], build_gpt(name)
+        sizes = [sum(p.numel() for p in block.parameters()) for block in gpt.blocks]
+        assert {model.block} == set(sizes)
+        assert sum(model.units) == model.parameters == gpt.config.num_parameters
+
+
+def test_every_number_of_a_row():
+    model, gpus = MODELS["8m"], 3
+    rows = plan(model, gpus, 1 * GB, precision="fp32", batch=4, bandwidth=2 * GB)
+    kept = gpt_peak(model.config, 4)
+    for stage, row in enumerate(rows[:4]):
+        numel = model.units if stage == 3 else model.parameters
+        states = model_states(numel, gpus, stage, "adamw", "fp32")
+        for kind in ("parameters", "gradients", "optimizer states"):
+            assert row.ledger[kind] == states[kind]
+        assert row.ledger["activations"] == kept
+        assert row.seconds == row.bytes_sent / (2 * GB)
+        assert row.stage == stage and row.on_host == row.host_bytes == 0
+    two_and_root = [model.root, model.block, model.block]
+    whole = gathered_bytes(two_and_root, gpus, "fp32", gradients=two_and_root[:2])
+    assert rows[3].ledger["communication buffers"] == whole
+    offload = rows[4]
+    states = model_states(model.units, gpus, 3, "adamw", "fp32")
+    assert offload.ledger == {
+        **dict.fromkeys(states, 0),
+        "activations": kept,
+        "communication buffers": whole,
+    }
+    assert offload.on_host == states.total
+    assert offload.host_bytes == 2 * states["parameters"] + states["gradients"]
+    assert offload.bytes_sent == rows[3].bytes_sent
+
+
+def test_one_gpu_sends_nothing():
+    rows = plan(PAPER, 1, 200 * GB)
+    assert [row.bytes_sent for row in rows] == [0] * 5
+    assert [row.times_ddp for row in rows] == [None] * 5
+    assert len({row.ledger.total for row in rows[:4]}) == 1  # there is no redundancy
+
+
+def test_what_is_not_known_is_not_counted_and_is_said():
+    rows = plan(PAPER, 8, 80 * GB)
+    assert rows[4].fits is None and rows[4].ledger.total == 0
+    with_blocks = plan(Model(7_500_000_000, layers=32, hidden=4096), 8, 80 * GB)
+    assert with_blocks[4].fits is True
+    assert with_blocks[3].ledger["communication buffers"] > 0
+    assert with_blocks[3].ledger["activations"] == 0
+    full = Model(7_500_000_000, 32, 4096, 32, 2048)
+    assert plan(full, 8, 80 * GB)[0].ledger["activations"] > 0
+
+
+def test_recomputation_and_fused_attention_need_less():
+    model = MODELS["gpt2-xl"]
+    scores = model.activations("mixed", fused_attention=False)
+    fused = model.activations("mixed")
+    selective = model.activations("mixed", recompute="selective", fused_attention=False)
+    full = model.activations("mixed", recompute="full")
+    assert full < selective < fused < scores  # fused: a sum per score row is kept
+    assert model.activations("fp32") > 1.8 * fused
+    course = MODELS["1m"]
+    assert course.activations("fp32", recompute="selective") == gpt_peak(
+        course.config, 1
+    )
+    assert course.activations("fp32", fused_attention=False) > gpt_peak(
+        course.config, 1
+    )
+
+
+def test_as_few_gpus_as_do():
+    for model, memory in ((PAPER, 16 * GB), (MODELS["gpt3-175b"], 80 * GB)):
+        enough = fewest_gpus(model, memory, recompute="full")
+        assert plan(model, enough, memory, recompute="full")[3].fits
+        assert not plan(model, enough - 1, memory, recompute="full")[3].fits
+    assert fewest_gpus(PAPER, 16 * GB) == 8  # 120 / 16 = 7.5
+    assert fewest_gpus(PAPER, 120 * GB) == 1
+    assert fewest_gpus(MODELS["gpt3-175b"], 16 * GB) is None  # activations alone
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: Model(0), "parameters is 0"),
+        (lambda: Model(10, layers=2), "layers is 2 and hidden 0; say both, or none"),
+        (lambda: Model(10, layers=2, hidden=8), "more than the model's 10"),
+        (lambda: Model(10, vocab=-1), "vocab is -1"),
+        (lambda: plan(PAPER, 0, GB), "gpus is 0"),
+        (lambda: plan(PAPER, 1, 0), "memory is 0"),
+        (lambda: plan(PAPER, 1, GB, bandwidth=-1), "bandwidth is -1"),
+        (lambda: plan(PAPER, 1, GB, batch=0), "batch is 0"),
+        (lambda: plan(PAPER, 1, GB, optimizer="lion"), "optimizer is 'lion'"),
+        (lambda: plan(PAPER, 1, GB, precision="fp8"), "precision is 'fp8'"),
+        (lambda: plan(PAPER, 1, GB, recompute="all"), "recompute is 'all'"),
+    ],
+)
+def test_bad_input_is_named(make, told):
+    with pytest.raises(ValueError, match=told):
+        make()
