@@ -182,8 +182,8 @@ class MemoryLog:
         self._claimed(tensor, kind, "label")
 
     def accumulated(self, parameter: Tensor) -> None:
-        """A parameter has got its gradient."""
-        for gradient in plain(parameter.grad):
+        """A parameter has got its gradient, and may have lost it again to a hook."""
+        for gradient in () if parameter.grad is None else plain(parameter.grad):
             if gradient.untyped_storage() not in labels:
                 self._claimed(gradient, "gradients", "found")
 

@@ -165,16 +165,21 @@ class LiveUnit:
         self.sums: list[Any] = []  # reduce-scatters
         self._show_freed()
 
-    def launch(self, async_op: bool = True) -> None:
-        """Begin to gather, if it is not whole, nor on the way."""
-        if not self.here and self.under_way is None:
-            self.under_way = [flat.gather(async_op) for flat in self.flats]
+    @property
+    def away(self) -> bool:
+        """Whether it is neither whole, nor on its way."""
+        return not self.here and self.under_way is None
+
+    def launch(self, async_op: bool) -> None:
+        """Begin to gather; with `async_op`, meanwhile."""
+        self.under_way = [flat.gather(async_op) for flat in self.flats]
 
     def gather(self) -> None:
         """Return when it is whole."""
         if self.here:
             return
-        self.launch(async_op=False)
+        if self.away:
+            self.launch(async_op=False)
         works, self.under_way = self.under_way, None
         for work in works:
             if work is not None:

@@ -170,10 +170,11 @@ class FullyShardedDataParallel(ShardedModule):
         return self._cast(inputs), self._cast(kwargs)
 
     def _gather(self, unit: LiveUnit, ahead: list[int]) -> None:
-        """Launch what comes next, and wait for `unit`."""
-        for index in [unit.plan.index, *ahead] if ahead else ():
-            with span(self.timeline, "launch", gather=self.units[index].plan.name):
-                self.units[index].launch()
+        """Launch `unit` and what comes next, and wait for `unit`."""
+        for each in [unit, *(self.units[index] for index in ahead)]:
+            if each.away:  # without prefetch there is nothing to go on with meanwhile
+                with span(self.timeline, "launch", gather=each.plan.name):
+                    each.launch(async_op=self.order.prefetch > 0)
         with span(self.timeline, "wait", unit=unit.plan.name):
             unit.gather()
 
@@ -185,14 +186,16 @@ class FullyShardedDataParallel(ShardedModule):
             self._computed("forward", unit)
         if unit.open:  # recomputed: its gradient is there, and will be used next
             return
-        outputs = [t for t in tensors_in(output) if t.requires_grad]
+        outputs = {t.grad_fn for t in tensors_in(output) if t.grad_fn is not None}
         # Backward does last what forward has done first: when it comes to the oldest of
         # the inputs, all gradients inside are there. Leaves have no such place in the
         # order: then the end of backward is waited for.
         inner = [t for t in tensors_in(inputs) if t.grad_fn is not None]
+        # One unit's output is the next one's input: a tensor's hooks are called before
+        # those of the node that made it, so that one is left before the other comes.
         call = object()
-        for tensor in outputs:
-            tensor.register_hook(partial(self._backward_comes, unit, call, not inner))
+        for node in outputs:
+            node.register_prehook(partial(self._backward_comes, unit, call, not inner))
         if outputs and inner:
             oldest = min(inner, key=lambda tensor: tensor.grad_fn._sequence_nr())
             oldest.register_hook(partial(self._backward_leaves, unit, call))
@@ -202,7 +205,7 @@ class FullyShardedDataParallel(ShardedModule):
     # ---- backward --------------------------------------------------------------------
 
     def _backward_comes(
-        self, unit: LiveUnit, call: object, to_the_end: bool, gradient: Tensor
+        self, unit: LiveUnit, call: object, to_the_end: bool, gradients: Any
     ) -> None:
         """The gradient of an output of `unit` is there."""
         self._begin_backward()

@@ -129,6 +129,36 @@ def test_states_count_as_such_from_their_birth():
     assert sizes == sorted(sizes) and sizes[0] > 0
 
 
+def test_what_is_gone_before_the_end_is_known_from_the_steps_of_optimizers():
+    weight = nn.Parameter(torch.zeros(100))
+    stepper = torch.optim.AdamW([weight])
+    with MemoryLog(stepper) as log:
+        weight.grad = torch.ones(100)  # autograd has no part in it
+        stepper.step()
+        stepper.zero_grad()
+        stepper.state.clear()
+    assert log.peak_of("gradients") == 400
+    assert log.peak_of("optimizer states") == 804
+    assert log.moments[-1].ledger == log.moments[0].ledger
+
+
+def test_gradients_are_known_as_soon_as_they_are_there():
+    weight, bucket = nn.Parameter(torch.zeros(100)), torch.zeros(50)
+    label(bucket, "communication buffers")
+    bias = nn.Parameter(torch.zeros(50))
+    bias.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", bucket))
+    with MemoryLog(nn.ParameterList([weight, bias])) as log:
+        (weight * 2).sum().backward()
+        weight.grad = None
+        (bias * 2).sum().backward()  # its gradient lies in a bucket, as with DDP
+        before = log.moments[0].ledger
+        assert {m.ledger["communication buffers"] for m in log.moments} == {
+            before["communication buffers"]
+        }
+        bias.grad = None
+    assert log.peak_of("gradients") == before["gradients"] + 400
+
+
 def test_a_forward_without_a_module_is_seen_by_what_it_needs():
     weight = torch.ones(10, 10, requires_grad=True)
     batch = torch.ones(5, 10)
@@ -255,6 +285,14 @@ def test_everything_is_put_back():
             model(idx)
         torch.zeros(10)
     assert [m for m in log.moments if "zeros" in m.what][-1].ledger["activations"] == 0
+
+
+def test_a_hook_may_take_the_gradient_away():
+    layer = nn.Linear(3, 2, bias=False)
+    layer.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    with MemoryLog(layer) as log:
+        layer(torch.ones(1, 3)).sum().backward()
+    assert log.moments[-1].ledger["gradients"] == 0
 
 
 def test_logs_may_be_nested():
@@ -399,7 +437,12 @@ def shares_and_shards() -> dict:
         fully_shard(block)
     fully_shard(model)
     stepper = torch.optim.AdamW(model.parameters())
-    step(model, stepper, idx)
+    model(idx, idx)[1].backward()
+    with MemoryLog(model, stepper) as log:
+        stepper.step()
+    told["born"] = sum("zeros_like" in moment.what for moment in log.moments)
+    told["parameters"] = len(list(model.parameters()))
+    stepper.zero_grad()
     with MemoryLog(model, stepper) as log, EventLog() as events:
         with events.span("step"):
             step(model, stepper, idx)
@@ -413,6 +456,8 @@ def test_spawn_shared_memory_and_dtensors():
     for told in spawn(shares_and_shards, world_size=2):
         assert told["shared"] == [3600, 400]
         log: MemoryLog = told["log"]
+        # What DTensors are made of is seen when it is made: here both states of Adam.
+        assert told["born"] == 2 * told["parameters"]
         assert told["steady"] == told["resident"]
         whole = 4 * TINY.num_parameters
         steady = told["steady"].total

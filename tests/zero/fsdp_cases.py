@@ -316,7 +316,7 @@ class NotGatheredAgain(Ours):
     def __init__(self, module):
         super().__init__(module, prefetch=0)
 
-    def _backward_comes(self, unit, call, to_the_end, gradient):
+    def _backward_comes(self, unit, call, to_the_end, gradients):
         self._begin_backward()
         for flat in unit.flats:
             flat.whole.untyped_storage().resize_(flat.whole.nbytes)

@@ -53,6 +53,7 @@ def everything() -> dict:
     for way in ("small", "shared", "averaged", "stage 2"):
         told[way, "groups"] = train(**WAYS[way], **WITH_GROUPS)
         told[way, "pytorch"] = train(**WAYS[way], one_type=True)
+    told["naive", "momentum"] = train(Naive, "momentum")
     told["pytorch"] = train(**PYTORCHS)
     told["pytorch", "groups"] = train(**PYTORCHS, **WITH_GROUPS)
     if dist.get_world_size() == 2:
@@ -73,6 +74,7 @@ def test_the_same_training_as_one_process_and_as_pytorch(n):
 
     for way in WAYS:
         assert not wrong(way, alone), way
+    assert not wrong(("naive", "momentum"), train(None, "momentum"))
     for way in ("small", "shared", "averaged", "stage 2"):
         assert not wrong((way, "groups"), in_groups), way
         assert not wrong((way, "pytorch"), told[0]["pytorch"]), way
@@ -238,6 +240,7 @@ def loaded(make: Make, name: str, weights, state) -> list:
     model.load_state_dict(weights)
     opt = make(groups_of(model), cls, **{**defaults, "lr": 7.0})  # the state has one
     opt.load_state_dict(state)
+    assert opt.state is opt.optim.state  # which a ledger counts
     return go_on(opt, model, range(2, 4), False)
 
 

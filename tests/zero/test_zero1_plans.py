@@ -187,6 +187,10 @@ def test_states_can_be_cut_anywhere_and_put_together(cuts):
         owned = Owned(weight, first, last, nn.Parameter(torch.zeros(last - first)))
         part = part_of(state, owned, {"exp_avg"})
         assert part["exp_avg"].shape == (last - first,)
+        for name in ("step", "exp_avg"):  # stepping it must not change what was given
+            assert part[name].untyped_storage()._cdata != (
+                state[name].untyped_storage()._cdata
+            )
         flat = in_memory_order(weight.detach(), weight)[first:last]
         assert flat.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
         if first < last:
