@@ -64,12 +64,12 @@ def recompute(
     Gradients are the same to the bit. They reach parameters through the graph outside,
     so each comes once, hooks are called once, and DDP sees what it always sees.
 
-    A block whose parameters are gathered for its forward and freed after it (stage 3)
-    can be recomputed, if the parameters stay the same objects, and `function` is called
-    inside of the module, where they are gathered (`recompute_blocks` does so). Backward
-    has then to gather them before it reaches the block, and may free them when the
-    gradients of the block's inputs are there. PyTorch's `fully_shard` exchanges the
-    objects: there take `torch.utils.checkpoint` with use_reentrant=False.
+    A block whose parameters are gathered for its forward and freed after it (stage 3,
+    PyTorch's `fully_shard`) can be recomputed, if `function` is called inside of the
+    module's own call, where they are gathered and the same objects each time:
+    `recompute_blocks` does so. Backward has then to gather them before it reaches the
+    block, and may free them when the gradients of the block's inputs are there. Called
+    from outside, where they are not to be seen, it is an error in backward.
 
     Args:
         function: a module or a method of one; or a function that uses no parameters but
@@ -90,11 +90,8 @@ def recompute(
     owner = getattr(function, "__self__", function)
     leaves, tree = pytree.tree_flatten((args, kwargs))
     inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    parameters = [
-        parameter
-        for parameter in (owner.parameters() if isinstance(owner, nn.Module) else ())
-        if isinstance(parameter, Tensor) and parameter.requires_grad
-    ]
+    own = owner.parameters() if isinstance(owner, nn.Module) else ()
+    parameters = [p for p in own if isinstance(p, Tensor)]  # while they are there
     needed = any(tensor.requires_grad for tensor in (*inputs, *parameters))
     if not (needed and torch.is_grad_enabled()):
         return function(*args, **kwargs)
@@ -112,11 +109,7 @@ class Recompute(torch.autograd.Function):
         ctx.call = call
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        outputs = call.run(tensors)
-        ctx.mark_non_differentiable(
-            *(o for o in outputs if not (o.is_floating_point() or o.is_complex()))
-        )
-        return outputs
+        return call.run(tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:

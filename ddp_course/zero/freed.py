@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 
 class ShardedError(RuntimeError):
@@ -43,8 +44,9 @@ class Freed:
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Any function of PyTorch that is given one comes here."""
-        freed = [arg for arg in args if isinstance(arg, cls)]
-        return freed[0].__getattr__(getattr(function, "__name__", "numbers"))
+        told = tree_leaves((args, kwargs))
+        freed = next(arg for arg in told if isinstance(arg, cls))
+        return freed.__getattr__(getattr(function, "__name__", "numbers"))
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,12 @@ class Place:
     name: str
     parameter: nn.Parameter
     freed: Freed
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Tell whether parameters of `module` are in shards already."""
+    owners = module.modules()
+    return any(isinstance(p, Freed) for m in owners for p in m._parameters.values())
 
 
 def places_in(module: nn.Module) -> dict[Tensor, list[Place]]:

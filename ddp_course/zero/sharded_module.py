@@ -22,7 +22,7 @@ from ddp_course.parts.replicas import (
     problem_with,
 )
 from ddp_course.zero import full_state
-from ddp_course.zero.freed import ShardedError, places_in
+from ddp_course.zero.freed import ShardedError, is_sharded, places_in
 from ddp_course.zero.gather import Messages, SharedMemory
 from ddp_course.zero.live import LiveFlat, LiveUnit
 from ddp_course.zero.norm import total_norm
@@ -202,7 +202,9 @@ def _agreed_plan(
 ) -> tuple[UnitPlan, ...]:
     """Return the plan, if all ranks make the same of it; else raise, on all."""
     plan, form = (), {}
-    problem = problem_with(module) or problem or _unfit(module, group, **told)
+    if isinstance(module, nn.Module) and is_sharded(module):
+        problem = "the module is sharded already"
+    problem = problem or problem_with(module) or _unfit(module, group, **told)
     if not problem:
         try:
             plan = unit_plan(module, dist.get_world_size(group), units)

@@ -153,7 +153,7 @@ def _chosen(module: nn.Module, units: Chosen) -> list[tuple[str, nn.Module]]:
             c for c in named.items() if not isinstance(c[1], nn.ModuleList)
         ]
         return [(name, child) for name, child in callable_ones if id(child) in inside]
-    if callable(units):
+    if callable(units) and not isinstance(units, nn.Module):
         return [(name, child) for name, child in named.items() if units(name, child)]
     if isinstance(units, (str, nn.Module)) or not isinstance(units, Iterable):
         raise ValueError(

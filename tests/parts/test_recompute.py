@@ -298,6 +298,46 @@ def test_spawn_ddp_averages_recomputed_blocks_but_not_naive_ones():
         assert "got its gradient twice in one backward pass" in told[3]
 
 
+def under_fully_shard(how: str) -> tuple[list[float], int] | str:
+    """Return three losses, and the peak of activations; or the error."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    model = build_gpt(TINY)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    if how == "inside":
+        recompute_blocks(model)
+    if how == "outside":
+        model.embed.register_forward_hook(
+            lambda module, args, x: recompute(model.blocks[0], x)
+        )
+    stepper, losses = torch.optim.AdamW(model.parameters()), []
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(3):
+        idx = torch.randint(0, 11, (2, 16), generator=generator)
+        with MemoryLog(model) as log:
+            loss = model(idx, idx)[1]
+            try:
+                loss.backward()
+            except RuntimeError as error:
+                return str(error)
+        stepper.step()
+        stepper.zero_grad()
+        losses.append(loss.item())
+    return losses, log.peak_of("activations")
+
+
+def test_spawn_inside_of_blocks_of_fully_shard_and_not_outside():
+    plain = spawn(under_fully_shard, "plain", world_size=2)
+    inside = spawn(under_fully_shard, "inside", world_size=2)
+    for (losses, peak), (expected, before) in zip(inside, plain, strict=True):
+        assert losses == expected and peak < 0.8 * before
+    for told in spawn(under_fully_shard, "outside", world_size=2):
+        assert "that are neither its own nor in its arguments" in told
+
+
 # ---- a whole model -----------------------------------------------------------------
 
 

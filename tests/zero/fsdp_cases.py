@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -65,7 +64,9 @@ class Odd(nn.Module):
         for k in (0, 1, 2, 1):
             x = self.layers[k](x)["x"]
         logits = self.head(x)
-        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return logits, nn.functional.cross_entropy(
+            logits.flatten(0, 1), targets.flatten()
+        )
 
 
 def frozen_gpt(seed: int) -> nn.Module:
@@ -201,7 +202,9 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "shared": lambda m: Ours(m, in_shared_memory=True),
     "one unit": lambda m: Ours(m, units=[]),
     "by name": lambda m: Ours(m, units=lambda name, child: "." in name),
-    "torch's": lambda m: Ours(m, all_gather=_all_gather, reduce_scatter=_reduce_scatter),
+    "torch's": lambda m: Ours(
+        m, all_gather=_all_gather, reduce_scatter=_reduce_scatter
+    ),
 }
 PYTORCH = {fully_shard}
 
@@ -329,7 +332,7 @@ class EverythingAtOnce(Ours):
     """Gathers all units when a forward or a backward begins."""
 
     def _gather(self, unit, ahead):
-        super()._gather(unit, [k for k in range(1, len(self.units))])
+        super()._gather(unit, list(range(1, len(self.units))))
 
 
 class NormPerShard(Ours):

@@ -9,7 +9,6 @@ from fsdp_cases import (
     FAKES,
     OPTIMIZERS,
     WRAPPERS,
-    NormPerShard,
     Ours,
     bits,
     far_apart,
@@ -19,14 +18,14 @@ from fsdp_cases import (
 
 from ddp_course.launch import spawn
 
-
 alone = functools.cache(functools.partial(train, None))  # one process, whole batch
 
 
 def everything() -> dict[tuple, object]:
     """On every rank: train under every wrapper, and under every fake."""
     told = {
-        (name, "odd", "sgd"): train(wrap, "sgd", "odd") for name, wrap in WRAPPERS.items()
+        (name, "odd", "sgd"): train(wrap, "sgd", "odd")
+        for name, wrap in WRAPPERS.items()
     }
     for optimizer in OPTIMIZERS:
         for name in ("naive", "ours", "shared"):

@@ -1,0 +1,255 @@
+"""Units, shards and their order, as plain data; and what cannot be sharded."""
+
+from __future__ import annotations
+
+import fnmatch
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_cases import GPT, Naive, Odd, Ours
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from ddp_course.launch import spawn
+from ddp_course.measure import ByteMeter
+from ddp_course.model import build_gpt
+from ddp_course.parts.replicas import ReplicaError
+from ddp_course.zero.freed import Freed, ShardedError
+from ddp_course.zero.order import Order
+from ddp_course.zero.units import unit_plan
+
+# ---- units ---------------------------------------------------------------------------
+
+
+def names(plan) -> dict[str, set[str]]:
+    return {
+        flat.name: set(flat.sharded.bucket.parameters)
+        for unit in plan
+        for flat in unit.flats
+    }
+
+
+def test_blocks_are_units_and_the_root_has_the_rest():
+    model = build_gpt(GPT)
+    plan = unit_plan(model, 4)
+    assert [unit.name for unit in plan] == ["root", "blocks.0", "blocks.1", "blocks.2"]
+    assert names(plan)["root"] == {
+        "embed.tokens.weight",  # tied: here once
+        "embed.positions.weight",
+        "head.norm.weight",
+        "head.norm.bias",
+    }
+    everything = [name for each in names(plan).values() for name in each]
+    assert sorted(everything) == sorted(name for name, _ in model.named_parameters())
+    block = plan[1].flats[0].sharded
+    assert (block.bucket.numel, block.shard_numel, block.padding) == (2492, 623, 0)
+    assert plan[1].nbytes == 4 * 2492
+    told = (
+        "blocks.0: 2,492 float32 elements of 11 parameters, 4 x 623 with 0 of padding"
+    )
+    assert str(plan[1]) == told
+
+
+def test_types_frozen_and_shared_parameters():
+    plan = unit_plan(Odd(), 3)
+    told = names(plan)
+    assert told["root"] == {
+        "embed.weight",
+        "layers.0.shared",  # of all layers
+        "head.bias",
+    }
+    assert told["layers.1.float64"] == {
+        "layers.1.precise.weight",
+        "layers.1.precise.bias",
+    }
+    frozen = {"layers.1.frozen.weight", "layers.1.frozen.bias"}
+    assert told["layers.1.float32.frozen"] == frozen
+    trainable = {f.name: f.trainable for unit in plan for f in unit.flats}
+    assert [name for name, on in trainable.items() if not on] == [
+        f"layers.{k}.float32.frozen" for k in range(3)
+    ]
+    assert "2 frozen parameters" in str(plan[1])
+
+
+@pytest.mark.parametrize(
+    ("units", "expected"),
+    [
+        ([], ["root"]),
+        (["embed", "blocks.1"], ["root", "embed", "blocks.1"]),
+        (
+            lambda name, child: name.endswith("attn"),
+            ["root", *[f"blocks.{k}.attn" for k in (0, 1, 2)]],
+        ),
+        (["blocks.0", "blocks.0.mlp"], ["root", "blocks.0", "blocks.0.mlp"]),
+        (lambda name, child: isinstance(child, nn.Dropout), ["root"]),  # without any
+    ],
+)
+def test_units_can_be_chosen(units, expected):
+    model = build_gpt(GPT)
+    plan = unit_plan(model, 2, units)
+    assert [unit.name for unit in plan] == expected
+    everything = [name for each in names(plan).values() for name in each]
+    assert len(everything) == len(set(everything)) == len([*model.parameters()])
+    modules = [dict(model.named_modules())[name] for name in expected[1:]]
+    assert unit_plan(model, 2, modules) == plan  # a module says as much as its name
+
+
+def test_no_unit_of_this_model():
+    model = build_gpt(GPT)
+    for units, word in (
+        (["blocks.9"], "'blocks.9', which is no module of this model"),
+        ([nn.Linear(2, 2)], "a Linear, which is no module"),
+        ("blocks", "units is 'blocks'; it can be a list"),
+        (model.blocks, "a ModuleList; it can be"),
+        (3, "units is 3; it can be"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            unit_plan(model, 2, units)
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(1, 5))
+def test_every_element_has_one_owner(numels, world_size):
+    module = nn.Module()
+    for k, numel in enumerate(numels):
+        module.register_parameter(f"p{k}", nn.Parameter(torch.zeros(numel)))
+    (unit,) = unit_plan(module, world_size)
+    owned = {f"p{k}": [0] * numel for k, numel in enumerate(numels)}
+    for flat in unit.flats:
+        assert 0 <= flat.sharded.padding < world_size
+        for rank in range(world_size):
+            for piece in flat.pieces(rank):
+                assert (
+                    piece.offset + piece.last - piece.first <= flat.sharded.shard_numel
+                )
+                for element in range(piece.first, piece.last):
+                    owned[piece.parameter][element] += 1
+    assert all(count == 1 for counts in owned.values() for count in counts)
+
+
+# ---- order ---------------------------------------------------------------------------
+
+
+def ahead(order: Order, forward: list[int], backward: list[int]) -> tuple[list, list]:
+    there = [order.begin_forward(), *(order.forward(unit) for unit in forward)]
+    order.end_forward()
+    return there, [order.begin_backward(), *(order.backward(unit) for unit in backward)]
+
+
+def test_what_is_gathered_ahead():
+    order = Order([1, 2, 3], 1)
+    there, back = ahead(order, [1, 2, 3], [3, 2, 1])
+    assert there == [[1], [2], [3], []]
+    assert back == [[3], [2], [1], []]
+    assert ahead(Order([1, 2, 3], 0), [1, 2, 3], [3, 2, 1]) == ([[]] * 4, [[]] * 4)
+    there, back = ahead(Order([1, 2, 3], 2), [1, 2, 3], [3, 2, 1])
+    assert there == [[1, 2], [2, 3], [3], []]
+    assert back == [[3, 2], [2, 1], [1], []]
+
+
+def test_the_order_is_learnt_and_a_unit_may_be_used_twice():
+    order = Order([1, 2, 3], 1)
+    there, back = ahead(order, [3, 1, 2, 1], [1, 2, 1, 3])
+    assert there == [[1], [], [], [], []]  # the guess was wrong
+    assert back == [[1], [2], [1], [3], []]
+    there, _ = ahead(order, [3, 1, 2, 1], [])
+    assert there == [[3], [1], [2], [1], []]
+    there, back = ahead(order, [3, 1], [1, 3, 1, 3])  # it ends earlier; two backwards
+    assert there == [[3], [1], [2]]
+    assert back == [[1], [3], [], [3], []]
+    assert order.units == [3, 1]
+    assert order.backward(7) == []  # never seen in forward
+
+
+# ---- what is not there ---------------------------------------------------------------
+
+
+def test_a_freed_parameter_knows_its_shape_and_refuses_the_rest():
+    freed = Freed(
+        "a.weight", torch.Size([2, 3]), torch.float32, torch.device("cpu"), True
+    )
+    assert (freed.shape, freed.requires_grad) == ((2, 3), True)
+    assert pickle.loads(pickle.dumps(freed)) == freed
+    for use in (
+        lambda: freed.sum(),
+        lambda: torch.ones(2, 3) * freed,
+        lambda: nn.functional.linear(torch.ones(1, 3), freed),
+        lambda: freed.grad,
+        lambda: torch.stack([freed, freed]),
+    ):
+        with pytest.raises(ShardedError, match="a.weight has no numbers at present"):
+            use()
+
+
+# ---- constructions -------------------------------------------------------------------
+
+
+def constructions(odd: bool) -> dict:
+    """Return what cannot be constructed, with words of the error. Rank 1 is odd."""
+    layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+    layers[0].requires_grad_(not odd)
+    gpt = build_gpt(GPT)
+    return {
+        "shape": (lambda: Ours(nn.Linear(3, 5 if odd else 4)), "*weight is float32 *"),
+        "frozen": (lambda: Ours(layers), "*requires_grad=True on rank*"),
+        "units": (
+            lambda: Ours(gpt, units=["blocks.0"] if odd else ["blocks.1"]),
+            "*unit blocks.1 is blocks.1: * on ranks 0, 2, missing on rank 1*",
+        ),
+        "prefetch": (
+            lambda: Ours(gpt, prefetch=2 if odd else 1),
+            "*argument prefetch is 1 on ranks 0, 2, 2 on rank 1*",
+        ),
+        "no module": (lambda: Ours([]), "*module is a list; it must be*"),
+        "no unit": (lambda: Naive(gpt, units=["x"]), "*units has 'x', which is no*"),
+        "meta": (lambda: Ours(nn.Linear(3, 3, device="meta")), "*on the meta device*"),
+        "ahead": (lambda: Ours(gpt, prefetch=-1), "*prefetch is -1; it must be*"),
+        "reshard": (
+            lambda: Ours(gpt, reshard_after_forward=2),
+            "*reshard_after_forward is 2; it can be True, False or None*",
+        ),
+        "dtype": (
+            lambda: Ours(gpt, compute_dtype=torch.int8),
+            "*compute_dtype is torch.int8; it must be a floating-point dtype*",
+        ),
+        "reduce": (lambda: Ours(gpt, reduce_dtype="bf16"), "*reduce_dtype is 'bf16'*"),
+        "offload": (
+            lambda: Ours(gpt, cpu_offload=True),
+            "*cpu_offload is True, but the module computes on the CPU: *",
+        ),
+        "twice": (lambda: Ours(Ours(build_gpt(GPT))), "*is sharded already*"),
+    }
+
+
+def refused() -> dict[str, str]:
+    told = {}
+    for name, (call, _) in constructions(dist.get_rank() == 1).items():
+        with ByteMeter() as meter:
+            try:
+                call()
+                told[name] = "no error"
+            except ReplicaError as error:
+                told[name] = f"{error}|{meter.total_sent}"
+    return told
+
+
+def test_wrong_constructions_are_refused_on_every_rank_and_nothing_is_sent():
+    told = spawn(refused, world_size=3, output="none")
+    for name, (_, words) in constructions(False).items():
+        (text,) = {rank[name] for rank in told}
+        assert fnmatch.fnmatchcase(text, f"{words}Nothing was sent.|0"), (name, text)
+
+
+def shared_on_two_machines() -> str:
+    try:
+        Ours(build_gpt(GPT), in_shared_memory=True)
+    except ReplicaError as error:
+        return str(error)
+    return "no error"
+
+
+def test_memory_is_shared_on_one_machine_only():
+    told = spawn(shared_on_two_machines, nnodes=2, nproc_per_node=1, output="none")
+    assert all("in_shared_memory is True, but these ranks share no" in t for t in told)

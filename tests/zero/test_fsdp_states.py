@@ -1,0 +1,263 @@
+"""States of stage 3: whole ones for one process, and shards for any number of ranks."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_cases import CLASSES, GPT, MODELS, OPTIMIZERS, ROWS, Ours, batch
+from torch import nn
+
+from ddp_course.launch import spawn
+from ddp_course.model import GPTConfig, build_gpt
+from ddp_course.parts.replicas import ReplicaError
+from ddp_course.zero import sharded_checkpoint
+from ddp_course.zero.stage3 import FullyShardedDataParallel
+
+
+def plain(model: str, optimizer: str, seed: int = 0):
+    """Return a module of one process and its optimizer."""
+    module = MODELS[model](seed)
+    return module, OPTIMIZERS[optimizer](module.parameters())
+
+
+def sharded(model: str, optimizer: str, **options):
+    """Return a sharded module and its optimizer, each rank from another seed."""
+    module = Ours(MODELS[model](10 + dist.get_rank()), **options)
+    return module, OPTIMIZERS[optimizer](module.parameters())
+
+
+def run(module: nn.Module, optimizer, steps: range) -> None:
+    """Train for some steps, in one process or on all ranks."""
+    alone = not isinstance(module, FullyShardedDataParallel)
+    rank, n = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
+    for step in steps:
+        x, y = (t[rank * ROWS // n : (rank + 1) * ROWS // n] for t in batch(step))
+        optimizer.zero_grad()
+        module(x, y)[1].backward()
+        optimizer.step()
+
+
+@functools.cache
+def of_one_process(model: str, optimizer: str, steps: int) -> tuple[dict, dict]:
+    module, opt = plain(model, optimizer)
+    run(module, opt, range(steps))
+    return module.state_dict(), opt.state_dict()
+
+
+CASES = [("gpt", "adamw"), ("odd", "adamw"), ("odd", "sgd")]
+
+
+def continued(before: dict) -> dict:
+    """On every rank: go on from one process after 2 steps; return states after 4."""
+    told = {}
+    for case in CASES:
+        options = {"in_shared_memory": True} if case == CASES[-1] else {}
+        module, optimizer = sharded(*case, **options)
+        state, opt = before[case]
+        module.load_full_state_dict(state)
+        module.load_full_optimizer_state_dict(optimizer, opt)
+        same = module.full_state_dict(), module.full_optimizer_state_dict(optimizer)
+        run(module, optimizer, range(2, 4))
+        after = module.full_state_dict(), module.full_optimizer_state_dict(optimizer)
+        first = module.full_state_dict(rank0_only=True)
+        firsts = module.full_optimizer_state_dict(optimizer, rank0_only=True)
+        told[case] = same, after, (len(first), len(firsts))
+    return told
+
+
+def differ(a, b, rtol: float = 0.0, atol: float = 0.0) -> list[str]:
+    """Return where two states of any depth are different."""
+    if isinstance(a, torch.Tensor):
+        fits = isinstance(b, torch.Tensor) and (a.shape, a.dtype) == (b.shape, b.dtype)
+        return [] if fits and torch.allclose(a, b, rtol=rtol, atol=atol) else [""]
+    if isinstance(a, (dict, list)):
+        pairs = dict(enumerate(a)) if isinstance(a, list) else a
+        others = dict(enumerate(b)) if isinstance(b, list) else b
+        if pairs.keys() != others.keys():
+            return [f": {list(pairs)} and {list(others)}"]
+        return [
+            f".{key}{where}"
+            for key in pairs
+            for where in differ(pairs[key], others[key], rtol, atol)
+        ]
+    return [] if a == b else [f": {a} and {b}"]
+
+
+def without(state: dict) -> dict:
+    """Leave out the counters that each process counts for itself."""
+    return {key: value for key, value in state.items() if "calls" not in key}
+
+
+@pytest.mark.parametrize("n", [1, 3, 4])
+def test_one_process_and_many_ranks_go_on_from_each_other(n):
+    before = {case: of_one_process(*case, 2) for case in CASES}
+    told = spawn(continued, before, world_size=n, output="none")
+    for case in CASES:
+        for number, rank in enumerate(told):
+            same, (state, opt), lengths = rank[case]
+            assert not differ(before[case][0], same[0]), case
+            assert not differ(before[case][1], same[1]), case
+            model, optimizer = of_one_process(*case, 4)
+            assert not differ(without(model), without(state), 1e-4, 1e-5)
+            assert not differ(optimizer, opt, 1e-3, 1e-5)
+            assert lengths == ((len(state), len(opt)) if number == 0 else (0, 0))
+        # And one process goes on from the ranks.
+        module, optimizer = plain(*case, seed=5)
+        module.load_state_dict(told[0][case][1][0])
+        optimizer.load_state_dict(told[0][case][1][1])
+        run(module, optimizer, range(4, 6))
+        model, _ = of_one_process(*case, 6)
+        assert not differ(without(model), without(module.state_dict()), 1e-4, 1e-5)
+
+
+def groups() -> dict:
+    """On every rank: parameter groups, and states that do not fit."""
+    module = Ours(build_gpt(GPT, 0))
+    shards = dict(module.named_parameters())
+    root = shards.pop("root")
+    decayed = [{"params": [root], "weight_decay": 0.0}, {"params": [*shards.values()]}]
+    optimizer = torch.optim.AdamW(decayed, lr=0.01)
+    run(module, optimizer, range(2))
+    state, model = module.full_optimizer_state_dict(optimizer), module.full_state_dict()
+
+    def refused(call, *args) -> str:
+        try:
+            call(*args)
+        except ReplicaError as error:
+            return str(error)
+        return "no error"
+
+    other = build_gpt(GPTConfig(vocab_size=CLASSES, n_layer=3, d_model=12), 0)
+    less = {k: v for k, v in model.items() if k != "head.norm.bias"}
+    odd = less if dist.get_rank() == 1 else model
+    strange = torch.optim.AdamW(other.parameters())
+    load = module.load_full_optimizer_state_dict
+    errors = {
+        "missing": refused(module.load_full_state_dict, odd),
+        "shape": refused(module.load_full_state_dict, other.state_dict() | less),
+        "no dict": refused(module.load_full_state_dict, 3),
+        "groups": refused(load, optimizer, strange.state_dict()),
+        "stranger": refused(load, strange, state),
+    }
+    return {
+        "state": state,
+        "errors": errors,
+        "after": module.full_state_dict(),
+        "m": model,
+    }
+
+
+def test_parameter_groups_and_states_that_do_not_fit():
+    for rank in spawn(groups, world_size=2, output="none"):
+        groups_of = rank["state"]["param_groups"]
+        assert [g["weight_decay"] for g in groups_of] == [0.0, 0.01]
+        names = [name for name, _ in build_gpt(GPT).named_parameters()]
+        root = [k for k, name in enumerate(names) if not name.startswith("blocks")]
+        assert len(groups_of[0]["params"]) == len(root) == 4
+        assert sorted(p for g in groups_of for p in g["params"]) == [*range(len(names))]
+        model = build_gpt(GPT, 0)
+        of_group = [
+            [p for n, p in model.named_parameters() if ("blocks" in n) == inner]
+            for inner in (False, True)
+        ]
+        plain = torch.optim.AdamW([{"params": ps} for ps in of_group])
+        plain.load_state_dict(rank["state"])
+        assert plain.param_groups[0]["weight_decay"] == 0.0
+        errors = rank["errors"]
+        assert errors["missing"].startswith(
+            "rank 1: the state_dict has no head.norm.bias"
+        )
+        assert "has head.norm.bias as torch.Size([12]); it must be" in errors["shape"]
+        assert "state_dict is a int; it must be a dict" in errors["no dict"]
+        assert "has groups of [" in errors["groups"]
+        assert "that is no shard of this module" in errors["stranger"]
+        assert not differ(rank["after"], rank["m"])  # nothing was changed
+
+
+# ---- sharded checkpoints -------------------------------------------------------------
+
+
+def saved(folder: str) -> dict:
+    """On every rank: train for 2 steps, save, train for 2 more; return both states."""
+    told = {}
+    for case in CASES:
+        module, optimizer = sharded(*case)
+        run(module, optimizer, range(2))
+        sharded_checkpoint.save(f"{folder}/{'-'.join(case)}", module, optimizer)
+        middle = module.full_state_dict(), module.full_optimizer_state_dict(optimizer)
+        run(module, optimizer, range(2, 4))
+        told[case] = middle, module.full_state_dict()
+    module, _ = sharded(*CASES[0])
+    sharded_checkpoint.save(f"{folder}/without", module)
+    return told
+
+
+def loaded(folder: str) -> dict:
+    """On every rank: load, go on for 2 steps; return both states."""
+    told = {}
+    for case in CASES:
+        module, optimizer = sharded(*case)
+        optimizer.param_groups[0]["lr"] = 123.0
+        sharded_checkpoint.load(f"{folder}/{'-'.join(case)}", module, optimizer)
+        middle = module.full_state_dict(), module.full_optimizer_state_dict(optimizer)
+        run(module, optimizer, range(2, 4))
+        told[case] = middle, module.full_state_dict()
+    told["errors"] = {
+        "no folder": refusal(f"{folder}/nothing", *sharded(*CASES[0])),
+        "no optimizer": refusal(f"{folder}/without", *sharded(*CASES[0])),
+        "model": refusal(f"{folder}/odd-sgd", *sharded(*CASES[0])),
+        "units": refusal(f"{folder}/gpt-adamw", *sharded(*CASES[0], units=[])),
+    }
+    return told
+
+
+def refusal(folder: str, module, optimizer) -> str:
+    before = module.full_state_dict()
+    try:
+        sharded_checkpoint.load(folder, module, optimizer)
+    except ReplicaError as error:
+        assert not differ(before, module.full_state_dict())
+        return str(error)
+    return "no error"
+
+
+def rank_0_shard_only(folder: str) -> bool:
+    """A planted fake: every rank saves rank 0's shard as its own. Tell if it fits."""
+    module, _ = sharded(*CASES[0])
+    honest = sharded_checkpoint._saved
+
+    def fake(module, flat, tensor):
+        first = tensor.clone()
+        dist.broadcast(first, 0)
+        return honest(module, flat, first)
+
+    sharded_checkpoint._saved = fake
+    sharded_checkpoint.save(f"{folder}/fake", module)
+    sharded_checkpoint._saved = honest
+    before = module.full_state_dict()
+    sharded_checkpoint.load(f"{folder}/fake", module)
+    return not differ(before, module.full_state_dict())
+
+
+def test_saved_on_4_ranks_and_loaded_on_4_3_2_and_1(tmp_path):
+    told = spawn(saved, str(tmp_path), world_size=4, output="none")[0]
+    for n in (1, 2, 3, 4):
+        for rank in spawn(loaded, str(tmp_path), world_size=n, output="none"):
+            errors = rank.pop("errors")
+            for case in CASES:
+                middle, after = told[case]
+                assert not differ(middle[0], rank[case][0][0]), (n, case)
+                assert not differ(middle[1], rank[case][0][1]), (n, case)
+                exact = {} if n == 4 else {"rtol": 1e-4, "atol": 1e-5}
+                assert not differ(without(after), without(rank[case][1]), **exact)
+            assert "holds no checkpoint that can be read" in errors["no folder"]
+            assert "the checkpoint has no optimizer" in errors["no optimizer"]
+            assert "the checkpoint" in errors["model"]
+            assert "the checkpoint has no shard/root.float32; it has" in errors["units"]
+    assert (
+        spawn(rank_0_shard_only, str(tmp_path), world_size=2, output="none")
+        == [False] * 2
+    )

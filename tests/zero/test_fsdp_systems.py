@@ -1,0 +1,271 @@
+"""What a step of stage 3 sends and keeps, in which order, and what overlaps."""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_cases import (
+    EverythingAtOnce,
+    KeptByAView,
+    Naive,
+    Ours,
+    Replicated,
+    fully_shard,
+)
+from torch import nn
+
+from ddp_course.launch import Link, Links, spawn
+from ddp_course.measure import (
+    ByteMeter,
+    EventLog,
+    MemoryLog,
+    SystemBytes,
+    busy,
+    overlap,
+    resident,
+)
+from ddp_course.model import GPTConfig, build_gpt
+from ddp_course.zero.units import unit_plan
+
+GPT = GPTConfig(
+    vocab_size=95, block_size=16, n_layer=4, n_head=2, d_model=46, tied=True
+)
+
+
+def stepping(sharded: nn.Module):
+    """Return a function that makes a step, and the optimizer."""
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-3, fused=True)
+    x = torch.arange(32).view(2, 16) + dist.get_rank()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        sharded(x, x)[1].backward()
+        optimizer.step()
+
+    return step, optimizer
+
+
+# ---- bytes sent ----------------------------------------------------------------------
+
+SENDERS = {
+    "ours": Ours,
+    "root stays": lambda m: Ours(m, reshard_after_forward=None),
+    "all stay": lambda m: Ours(m, reshard_after_forward=False),
+    "bf16": lambda m: Ours(m, compute_dtype=torch.bfloat16),
+    "bf16, summed in fp32": lambda m: Ours(
+        m, compute_dtype=torch.bfloat16, reduce_dtype=torch.float32
+    ),
+    "shared": lambda m: Ours(m, in_shared_memory=True),
+    "naive": Naive,
+    "fully_shard": fully_shard,
+    "fully_shard, all stay": lambda m: fully_shard(m, reshard_after_forward=False),
+}
+
+
+def sent() -> dict[str, tuple[int, int, int]]:
+    """On every rank: bytes sent in a step, by the meter and by the system; messages."""
+    told = {}
+    for name, wrap in SENDERS.items():
+        step, _ = stepping(wrap(build_gpt(GPT)))
+        step()
+        with ByteMeter() as meter, SystemBytes() as system:
+            step()
+        told[name] = meter.total_sent, system.written, meter.total_messages
+    return told
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_bytes_sent_are_those_of_the_formula(n):
+    plan = unit_plan(build_gpt(GPT), n)
+    one = (n - 1) * sum(unit.nbytes for unit in plan) // n  # of each gather or reduce
+    root = (n - 1) * plan[0].nbytes // n
+    for rank in spawn(sent, world_size=n, output="none"):
+        metered = {name: told[0] for name, told in rank.items()}
+        assert metered["ours"] == 3 * one
+        assert metered["root stays"] == 3 * one - root
+        assert metered["all stay"] == 2 * one
+        assert metered["bf16"] == 3 * one / 2
+        assert metered["bf16, summed in fp32"] == 2 * one
+        assert metered["shared"] == one  # gradients; for weights nothing is moved
+        for name in ("ours", "root stays", "all stay", "bf16"):
+            written = rank[name][1]
+            # gloo's headers: 144 bytes for each message, 0.3 to 0.5 % of these.
+            assert 0 <= written - metered[name] <= 150 * rank[name][2], name
+        assert rank["shared"][1] < 1000  # no message
+        # gloo's reduce-scatter is an all-reduce: once more as much. fully_shard pads
+        # each parameter for itself.
+        for name, times in (
+            ("naive", 3),
+            ("fully_shard", 4),
+            ("fully_shard, all stay", 3),
+        ):
+            assert times <= rank[name][1] / one < 1.07 * times, name
+
+
+# ---- bytes kept ----------------------------------------------------------------------
+
+
+def kept() -> dict[str, object]:
+    """On every rank: ledgers between steps, and at the peak."""
+    wraps = {name: SENDERS[name] for name in ("ours", "all stay", "naive", "shared")}
+    wraps |= {"fully_shard": fully_shard, "replicated": Replicated}
+    wraps |= {"no prefetch": lambda m: Ours(m, prefetch=0)}
+    wraps |= {"kept by a view": KeptByAView, "all at once": EverythingAtOnce}
+    told = {}
+    for name, wrap in wraps.items():
+        with MemoryLog() as log:  # from before the model: it sees all memory
+            sharded = wrap(build_gpt(GPT))
+            step, optimizer = stepping(sharded)
+            step()
+            before = len(log.moments)
+            step()
+            moments = log.moments[before:]
+        peak = max((m.ledger for m in moments), key=lambda ledger: ledger.total)
+        buffers = max(m.ledger["communication buffers"] for m in moments)
+        between = resident(sharded, optimizer)
+        told[name] = between, peak.total, buffers
+        del sharded, step, optimizer, log, moments
+        gc.collect()
+    return told
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_between_steps_each_rank_keeps_its_part_and_the_peak_is_computed(n):
+    root, *blocks = unit_plan(build_gpt(GPT), n)
+    shards = sum(unit.nbytes for unit in (root, *blocks)) // n
+    steps = 4 * 5 * n  # AdamW's counters, a float32 each
+    block = max(unit.nbytes for unit in blocks)
+    for rank in spawn(kept, world_size=n, output="none"):
+        for name in ("ours", "all stay", "naive", "shared", "no prefetch"):
+            ledger = rank[name][0]
+            assert ledger["parameters"] == ledger["gradients"] == shards, name
+            assert 0 <= ledger["optimizer states"] - 2 * shards <= steps, name
+            assert ledger["communication buffers"] == 0, name
+        # The root, the block that is computed, and another on its way there, or its
+        # gradients on theirs.
+        assert rank["ours"][2] == root.nbytes + 2 * block
+        assert rank["no prefetch"][2] == root.nbytes + 2 * block
+        assert rank["all stay"][2] == root.nbytes + 4 * block
+        # Without gathered blocks: gradients of one block, or of the root.
+        assert rank["shared"][2] == max(root.nbytes, block)
+        assert rank["naive"][2] >= n * shards
+        assert rank["ours"][1] < rank["naive"][1] - block
+        assert rank["ours"][1] <= 1.05 * rank["fully_shard"][1]
+        # The fakes: what they keep is seen.
+        between = {name: told[0].total for name, told in rank.items()}
+        assert between["replicated"] > between["ours"] + n * shards - 1
+        assert rank["kept by a view"][1] > rank["ours"][1] + n * shards
+        assert rank["all at once"][2] > rank["ours"][2] + block
+
+
+# ---- the order of things -------------------------------------------------------------
+
+LAYERS, SLEEP = 4, 0.02
+
+
+class Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        time.sleep(SLEEP)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(SLEEP)
+        return gradient
+
+
+class Sleeping(nn.Module):
+    """A layer that computes for SLEEP seconds each way, on no core."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(30, 30)
+
+    def forward(self, x):
+        return Sleep.apply(self.inner(x))
+
+
+def recorded(wrap) -> list:
+    """Return the events of the third step of a model of sleeping layers."""
+    model = nn.Sequential(nn.Linear(30, 30), *(Sleeping() for _ in range(LAYERS)))
+    sharded, x = wrap(model), torch.ones(2, 30)
+    for _ in range(2):
+        sharded(x).sum().backward()
+    with EventLog() as log:
+        sharded(x).sum().backward()
+    return log.events
+
+
+def timelines() -> dict[str, list]:
+    units = [f"{k + 1}" for k in range(LAYERS)]
+    return {
+        "ours": recorded(lambda m: Ours(m, units=units)),
+        "no prefetch": recorded(lambda m: Ours(m, units=units, prefetch=0)),
+        "far ahead": recorded(lambda m: Ours(m, units=units, prefetch=2)),
+        "all at once": recorded(lambda m: EverythingAtOnce(m, units=units)),
+    }
+
+
+def launches(events) -> list[str]:
+    """Return what was launched, in order: "gather 1", "reduce 1"."""
+    launched = [e.detail for e in events if e.lane == "launch"]
+    return [f"{what} {unit}" for detail in launched for what, unit in detail.items()]
+
+
+def on_the_wire(events, unit: str) -> list:
+    """Return the gathers of a unit: messages are sent in the order of the launches."""
+    sent = [e for e in events if e.lane == "communication"]
+    pairs = zip(launches(events), sent, strict=True)
+    return [event for name, event in pairs if name == f"gather {unit}"]
+
+
+def forwards(events) -> dict:
+    return {e.detail["unit"]: e for e in events if e.op == "forward"}
+
+
+def hidden(events) -> float:
+    """Return for how long gathers were under way while a unit computed, in seconds."""
+    reduces = "reduce_scatter_single"
+    return overlap([e for e in events if e.op != reduces], "compute", "communication")
+
+
+def test_gathers_are_launched_in_order_and_ahead():
+    there = [f"gather {unit}" for unit in ("root", 1, 2, 3, 4)]
+    for rank in spawn(timelines, world_size=2, output="none"):
+        back = [there[0], there[4], there[3], "reduce 4", there[2], "reduce 3"]
+        back += [there[1], "reduce 2", "reduce 1", "reduce root"]
+        assert launches(rank["ours"]) == there + back
+        assert launches(rank["no prefetch"])[:5] == there
+        assert launches(rank["no prefetch"])[5:8] == [there[0], there[4], "reduce 4"]
+        assert launches(rank["far ahead"])[5:9] == [there[k] for k in (0, 4, 3, 2)]
+        assert launches(rank["all at once"])[:5] == there
+        for k in range(1, LAYERS):
+            for name in ("ours", "far ahead"):
+                gather = on_the_wire(rank[name], f"{k + 1}")[0]
+                assert gather.start < forwards(rank[name])[f"{k}"].end, (name, k)
+            gather = on_the_wire(rank["no prefetch"], f"{k + 1}")[0]
+            assert gather.start >= forwards(rank["no prefetch"])[f"{k}"].end
+        early = on_the_wire(rank["all at once"], "4")[0]
+        assert early.start < forwards(rank["all at once"])["1"].end  # the fake
+        assert on_the_wire(rank["ours"], "4")[0].start > forwards(rank["ours"])["2"].end
+        assert hidden(rank["no prefetch"]) == 0 < hidden(rank["ours"])
+
+
+def over_a_slow_link() -> dict[str, list]:
+    told = timelines()
+    return {name: told[name] for name in ("ours", "no prefetch")}
+
+
+def test_a_slow_link_is_hidden_behind_computation():
+    slow = Link(latency=0.005)
+    links = Links(inside=slow, between=slow)
+    for rank in spawn(over_a_slow_link, world_size=2, links=links, output="none"):
+        assert busy(rank["ours"], "communication") > 0.005 * (2 * LAYERS + 2)
+        # Of 5 ms for each of 3 gathers ahead, in forward and in backward.
+        assert hidden(rank["ours"]) > 0.01
+        assert hidden(rank["no prefetch"]) == 0

@@ -1,0 +1,403 @@
+"""Stage 3 in use: accumulation, clipping, evaluation, errors, recomputation, bf16."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_cases import (
+    GPT,
+    Naive,
+    NormPerShard,
+    Ours,
+    batch,
+    bits,
+    far_apart,
+    fully_shard,
+    train,
+    whole_state,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ddp_course.collectives import CollectiveError
+from ddp_course.launch import spawn
+from ddp_course.measure import ByteMeter, label, resident
+from ddp_course.model import build_gpt
+from ddp_course.parts.recompute import recompute_blocks
+from ddp_course.zero.freed import ShardedError
+from ddp_course.zero.offload import OnCPU
+
+alone = functools.cache(functools.partial(train, None))
+SHARED = {"in_shared_memory": True}
+
+
+def mine(step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return this rank's rows of a batch."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    return tuple(t[rank * 12 // n : (rank + 1) * 12 // n] for t in batch(step))
+
+
+def gradients(sharded: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the whole gradients, as the state that they would be parameters of."""
+    held = copy.deepcopy(sharded.full_state_dict())
+    flats = sharded.flats.values()
+    kept = [flat.shard.detach().clone() for flat in flats]
+    with torch.no_grad():
+        for flat in flats:
+            flat.shard.copy_(
+                torch.zeros(()) if flat.shard.grad is None else flat.shard.grad
+            )
+    got = sharded.full_state_dict()
+    with torch.no_grad():
+        for flat, numbers in zip(flats, kept, strict=True):
+            flat.shard.copy_(numbers)
+    assert all(torch.equal(v, held[k]) for k, v in sharded.full_state_dict().items())
+    return got
+
+
+# ---- accumulation and clipping -------------------------------------------------------
+
+
+def accumulated_and_clipped() -> dict[str, object]:
+    told = {}
+    for name, wrap in {"ours": Ours, "shared": lambda m: Ours(m, **SHARED)}.items():
+        told[name, "no_sync"] = train(wrap, micro=2)
+        told[name, "each"] = train(wrap, micro=2, sync_all=True)
+        told[name, "clip"] = train(wrap, "sgd", clip=0.05)
+    told["naive", "clip"] = train(Naive, "sgd", clip=0.05)
+    told["torch", "clip"] = train(fully_shard, "sgd", clip=0.05)
+    told["fake", "clip"] = train(NormPerShard, "sgd", clip=0.05)
+    return told
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_accumulation_and_clipping_are_those_of_one_process(n):
+    told = spawn(accumulated_and_clipped, world_size=n, output="none")
+    for name, how in told[0]:
+        one = alone("sgd", clip=0.05) if how == "clip" else alone()
+        if how == "clip":
+            assert max(one.norms) > 0.05  # it is clipped
+        wrong = far_apart(told[0][name, how], one) or (
+            len({bits(rank[name, how]) for rank in told}) > 1
+        )
+        assert bool(wrong) == (name == "fake"), (name, how)
+
+
+# ---- several forwards and backwards, none, and parts ---------------------------------
+
+
+def forwards_and_backwards() -> dict[str, object]:
+    """On every rank: gradients after passes of several kinds, and what is kept."""
+    told: dict[str, object] = {}
+
+    def fresh(**options):
+        return Ours(build_gpt(GPT, 0), **options)
+
+    for reshard in (True, None, False):
+        options = {"reshard_after_forward": reshard}
+        two = fresh(**options)
+        a, b = two(*mine(0))[1], two(*mine(1))[1]
+        a.backward()
+        b.backward()
+        told["one after the other", reshard] = gradients(two)
+        summed = fresh(**options)
+        (summed(*mine(0))[1] + summed(*mine(1))[1]).backward()
+        told["their sum", reshard] = gradients(summed)
+        twice = fresh(**options)
+        loss = twice(*mine(0))[1] + twice(*mine(1))[1]
+        loss.backward(retain_graph=True)
+        twice.zero_grad()
+        loss.backward()
+        told["a graph twice", reshard] = gradients(twice)
+        with torch.no_grad():
+            value = twice(*mine(0))[1]
+        told["no_grad", reshard] = (
+            float(value),
+            resident(twice)["communication buffers"],
+        )
+        twice.eval()(*mine(0))  # recorded, but never used
+        optimizer = torch.optim.SGD(twice.parameters(), lr=0.5)
+        optimizer.step()
+        with torch.no_grad():
+            told["after a step", reshard] = float(twice(*mine(0))[1])
+    return told
+
+
+def test_passes_of_all_kinds_add_up():
+    plain = build_gpt(GPT, 0)
+    (plain(*batch(0))[1] + plain(*batch(1))[1]).backward()
+    want = {name: p.grad.clone() for name, p in plain.named_parameters()}
+    with torch.no_grad():
+        value = float(plain(*batch(0))[1])
+    torch.optim.SGD(plain.parameters(), lr=0.5).step()
+    with torch.no_grad():
+        after = float(plain(*batch(0))[1])
+    told = spawn(forwards_and_backwards, world_size=2, output="none")
+    for how, reshard in told[0]:
+        got = [rank[how, reshard] for rank in told]
+        if how == "no_grad":
+            assert abs(sum(v for v, _ in got) / 2 - value) < 1e-5
+            assert all(buffers == 0 for _, buffers in got)
+        elif how == "after a step":  # and not the numbers of before
+            assert abs(sum(got) / 2 - after) < 1e-5
+        else:
+            for name, gradient in want.items():
+                close = torch.allclose(got[0][name], gradient, rtol=1e-4, atol=1e-6)
+                assert close, (how, reshard, name)
+
+
+class Branches(nn.Module):
+    """Three branches, of which `which` are used; the first one's output comes first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.branches = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+        self.first = nn.Linear(3, 3)
+
+    def forward(self, x, which):
+        h = self.first(x)
+        return [self.branches[k](h) for k in which]
+
+
+def parts() -> dict[str, object]:
+    told = {}
+    me, x = dist.get_rank(), torch.ones(2, 3)
+    sharded = Ours(Branches())
+    sum(out.sum() for out in sharded(x, [0, 2])).backward()
+    told["unused"] = [shard.grad is None for shard in sharded.parameters()]
+    sharded.zero_grad()
+    outputs = sharded(x, [2, 1, 0])
+    outputs[0].sum().backward()  # one of the outputs; the others lead nowhere
+    told["one output"] = [shard.grad is None for shard in sharded.parameters()]
+    told["free again"] = resident(sharded)["communication buffers"]
+    told["input"] = input_gradient(sharded)
+    told["another order"] = error_of(lambda: sharded(x, [me, 1 - me]))
+    told["and then"] = error_of(lambda: sharded(x, [0, 1]))
+    return told
+
+
+def input_gradient(sharded: nn.Module) -> torch.Tensor:
+    x = torch.ones(2, 3, requires_grad=True)
+    (gradient,) = torch.autograd.grad(sharded(x, [0])[0].sum(), x)
+    return gradient
+
+
+def error_of(call) -> str:
+    try:
+        call()
+    except (ShardedError, CollectiveError, ValueError, ZeroDivisionError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_parts_of_a_model_and_another_order_on_each_rank():
+    plain = Branches()
+    x = torch.ones(2, 3, requires_grad=True)
+    plain(x, [0])[0].sum().backward()
+    for rank in spawn(parts, world_size=2, output="none"):
+        assert rank["unused"] == [False, False, True, False]
+        assert rank["one output"] == [False, True, True, False]
+        assert rank["free again"] == 0
+        assert torch.allclose(rank["input"], x.grad)
+        assert "CollectiveError: " in rank["another order"]
+        assert "forward through the units" in rank["another order"]
+        assert rank["and then"] == "no error"
+
+
+# ---- errors on the way, and parameters that are not there ----------------------------
+
+
+class Failing(nn.Module):
+    """A block that fails when it is told to, in forward or in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.fails = nn.Linear(3, 3), ""
+
+    def forward(self, x):
+        if self.fails == "forward":
+            raise ZeroDivisionError("in forward")
+        y = self.inner(x)
+        if self.fails == "backward":
+            y.register_hook(lambda _: 1 / 0)
+        return y
+
+
+def failures() -> dict[str, object]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Failing() for _ in range(4)))
+    sharded = Ours(model, units=["0", "1", "2", "3"], prefetch=2)
+    x, told = torch.ones(2, 3), {}
+    want = sharded(x).sum()
+    want.backward()
+    clean = gradients(sharded)
+    for when in ("forward", "backward"):
+        sharded.zero_grad()
+        model[1].fails = when
+        told[when] = error_of(lambda: sharded(x).sum().backward())
+        model[1].fails = ""
+        sharded.zero_grad()
+        sharded(x).sum().backward()
+        told[when, "then"] = all(
+            torch.equal(g, clean[name]) for name, g in gradients(sharded).items()
+        )
+    weight = model[1].inner.weight
+    told["shape"] = weight.shape, weight.requires_grad
+    told["sum"] = error_of(lambda: weight.sum())
+    told["times"] = error_of(lambda: torch.matmul(x, model[1].inner.weight))
+    told["optimizer"] = str(
+        pytest.raises(TypeError, torch.optim.SGD, model.parameters())
+    )
+    told["to"] = error_of(lambda: sharded.to(torch.float64))
+    told["state_dict"] = error_of(sharded.state_dict)
+    told["inner state_dict"] = error_of(model.state_dict)
+    told["names"] = [name for name, _ in sharded.named_parameters()]
+    return told
+
+
+def test_after_an_error_all_is_well_and_freed_parameters_say_so():
+    for rank in spawn(failures, world_size=2, output="none"):
+        assert rank["forward"] == "ZeroDivisionError: in forward"
+        assert rank["backward"] == "ZeroDivisionError: division by zero"
+        assert rank["forward", "then"] and rank["backward", "then"]
+        assert rank["shape"] == (torch.Size([3, 3]), True)
+        for what in ("sum", "times"):
+            assert rank[what].startswith("ShardedError: 1.inner.weight has no numbers")
+        assert "full_state_dict()" in rank["inner state_dict"]
+        assert "cannot be moved or cast any more" in rank["to"]
+        assert "call full_state_dict(), or" in rank["state_dict"]
+        assert rank["names"] == ["0", "1", "2", "3"]
+
+
+# ---- recomputation -------------------------------------------------------------------
+
+
+def recomputed() -> dict[str, object]:
+    """On every rank: gradients, bytes sent and buffers kept, by ways to recompute."""
+    told = {}
+
+    class Checkpointed(nn.Module):
+        """PyTorch's, around each block as a module with its hooks."""
+
+        def __init__(self, gpt, use_reentrant):
+            super().__init__()
+            self.gpt, self.use_reentrant = gpt, use_reentrant
+
+        def forward(self, x, y):
+            h = self.gpt.embed(x)
+            for block in self.gpt.blocks:
+                h = checkpoint(block, h, use_reentrant=self.use_reentrant)
+            logits = self.gpt.head(h)
+            return logits, nn.functional.cross_entropy(
+                logits.flatten(0, 1), y.flatten()
+            )
+
+    gpt = functools.partial(build_gpt, GPT, 0)
+    models = {"plain": gpt(), "blocks": gpt(), "outside": gpt()}
+    models |= {f"torch, {way}": Checkpointed(gpt(), way) for way in (True, False)}
+    recompute_blocks(models["blocks"])
+    for name, model in models.items():
+        sharded = Ours(model)
+        call = sharded
+        if name == "outside":
+            call = functools.partial(checkpoint, sharded, use_reentrant=False)
+        for _ in range(2):  # the order is known the second time
+            sharded.zero_grad()
+            with ByteMeter() as meter:
+                call(*mine())[1].backward()
+        buffers = resident(sharded)["communication buffers"]
+        told[name] = gradients(sharded), meter.total_sent, buffers
+        shorter = {k.removeprefix("gpt."): g for k, g in told[name][0].items()}
+        told[name] = shorter, *told[name][1:]
+    return told
+
+
+def test_recomputation_takes_the_same_gradients_and_gathers():
+    for rank in spawn(recomputed, world_size=2, output="none"):
+        want, sent, _ = rank["plain"]
+        for name, (got, nbytes, buffers) in rank.items():
+            assert all(torch.equal(got[key], want[key]) for key in want), name
+            assert nbytes == sent, name
+            assert buffers == 0, name
+
+
+# ---- mixed precision -----------------------------------------------------------------
+
+
+def in_bf16(reduce_dtype, ours: bool):
+    if ours:
+        return lambda m: Ours(
+            m, compute_dtype=torch.bfloat16, reduce_dtype=reduce_dtype
+        )
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype)
+    return lambda m: fully_shard(m, mp_policy=policy)
+
+
+def mixed() -> dict:
+    told = {}
+    for reduce_dtype in (None, torch.float32):
+        for ours in (True, False):
+            plain = build_gpt(GPT, 0)
+            sharded = in_bf16(reduce_dtype, ours)(plain)
+            optimizer = torch.optim.SGD(sharded.parameters(), lr=0.5)
+            losses = []
+            for step in range(5):
+                optimizer.zero_grad()
+                logits, loss = sharded(*mine(step))
+                loss.backward()
+                optimizer.step()
+                losses.append(float(loss))
+            state = whole_state(sharded)
+            dtypes = {logits.dtype} | {p.dtype for p in sharded.parameters()}
+            told[reduce_dtype, ours] = losses, state, dtypes
+    shared = Ours(build_gpt(GPT, 0), compute_dtype=torch.bfloat16, **SHARED)
+    private = Ours(build_gpt(GPT, 0), compute_dtype=torch.bfloat16)
+    for sharded in (shared, private):
+        sharded(*mine())[1].backward()
+    same = zip(gradients(shared).values(), gradients(private).values(), strict=True)
+    told["shared"] = all(torch.equal(a, b) for a, b in same)
+    cast = Ours(nn.Linear(3, 3), compute_dtype=torch.bfloat16)
+    told["input"] = cast(torch.ones(2, 3)).dtype
+    return told
+
+
+def test_mixed_precision_is_that_of_fully_shard():
+    for rank in spawn(mixed, world_size=2, output="none"):
+        for reduce_dtype in (None, torch.float32):
+            (losses, state, dtypes), (theirs, expected, _) = (
+                rank[reduce_dtype, ours] for ours in (True, False)
+            )
+            assert dtypes == {torch.bfloat16, torch.float32}  # logits; master weights
+            # bfloat16 has 8 bits: sums of other order are off by some 2 ** -8.
+            for a, b in zip(losses, theirs, strict=True):
+                assert abs(a - b) < 0.02
+            for name in expected:
+                off = (state[name] - expected[name]).abs().max()
+                assert off < 5e-3 and state[name].dtype == torch.float32, name
+        assert rank["shared"] and rank["input"] == torch.bfloat16
+
+
+# ---- offload -------------------------------------------------------------------------
+
+
+def test_offloaded_gradients_are_copied_home_and_added():
+    # Without a GPU, the CPU stands for both sides; what is seen are the copies.
+    home, shard = OnCPU(pin=False), nn.Parameter(torch.zeros(4))
+    buffer = label(torch.arange(4.0), "communication buffers")
+    home.add_gradient(shard, buffer)
+    home.settle()
+    buffer.fill_(1.0)  # its memory is used for something else
+    assert shard.grad.tolist() == [0, 1, 2, 3]
+    home.add_gradient(shard, buffer)
+    home.settle()
+    assert shard.grad.tolist() == [1, 2, 3, 4]
+    way = type("Way", (), {"empty": lambda *_: pytest.fail("no shard on the GPU")})()
+    made = home.empty(way, 5, torch.float64, torch.device("meta"))
+    assert (made.device.type, made.dtype, made.numel()) == ("cpu", torch.float64, 5)
