@@ -35,6 +35,7 @@ and 08.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -213,11 +214,12 @@ def _peak(make: steps.Variant, preset: str | GPTConfig, tokens: int) -> int:
         return made[0], made[1]
 
     step = steps.step_of(noted, preset, tokens)
-    for _ in range(2):
+    with MemoryLog(*made) as log:  # open when `fully_shard` makes its buffers
+        for _ in range(2):
+            step()
+        begin = time.perf_counter()
         step()
-    with MemoryLog(*made) as log:
-        step()
-    return log.peak.total
+    return max(m.ledger.total for m in log.moments if m.time >= begin)
 
 
 def peak_rows(

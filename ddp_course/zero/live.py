@@ -221,7 +221,8 @@ class LiveUnit:
             work.wait()
 
     def forget(self) -> None:
-        """Drop the gradients that have come."""
+        """Drop all gradients, those of the shards, too."""
         for flat in self.trainable:
+            flat.shard.grad = None
             for parameter in flat.parameters:
                 parameter.grad = None

@@ -134,7 +134,7 @@ class FullyShardedDataParallel(ShardedModule):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; its units are gathered and freed on the way."""
-        if self.running:  # backward recomputes this forward
+        if self._recomputing():
             self.root.gather()
             return self.module(*inputs, **kwargs)
         self._tidy_up()
@@ -161,9 +161,9 @@ class FullyShardedDataParallel(ShardedModule):
     ) -> tuple[Any, Any]:
         """The module of `unit` is about to be called."""
         number = unit.plan.index
-        if not self.running:
+        if not self._recomputing():
             self._gather(unit, self.order.forward(number))
-        elif not unit.open:  # recomputed, before its gradient has come
+        elif not unit.open:  # before its gradient has come
             self._reduce_left()
             self._gather(unit, self.order.backward(number))
         unit.since = time.perf_counter()
@@ -184,7 +184,7 @@ class FullyShardedDataParallel(ShardedModule):
         """The module of `unit` has returned: free it, unless backward needs it now."""
         if unit is not self.root:
             self._computed("forward", unit)
-        if unit.open:  # recomputed: its gradient is there, and will be used next
+        if unit.open:  # recomputed, and its gradient is there: backward is next
             return
         outputs = {t.grad_fn for t in tensors_in(output) if t.grad_fn is not None}
         # Backward does last what forward has done first: when it comes to the oldest of
@@ -199,7 +199,7 @@ class FullyShardedDataParallel(ShardedModule):
         if outputs and inner:
             oldest = min(inner, key=lambda tensor: tensor.grad_fn._sequence_nr())
             oldest.register_hook(partial(self._backward_leaves, unit, call))
-        if not self.running and not (unit.stays and outputs):
+        if not self._recomputing() and not (unit.stays and outputs):
             unit.free()
 
     # ---- backward --------------------------------------------------------------------
@@ -236,7 +236,8 @@ class FullyShardedDataParallel(ShardedModule):
         if not unit.open:
             self._computed("backward", unit)
             unit.free()
-            self.left.append(unit)
+            if unit not in self.left:
+                self.left.append(unit)
             self._reduce_left()
 
     def _reduce_left(self) -> None:
@@ -309,14 +310,22 @@ class FullyShardedDataParallel(ShardedModule):
             self._agreed[what] = list(units)
 
     def _tidy_up(self) -> None:
-        """Free what an earlier pass has left whole: it failed, or had no backward."""
+        """Free what an earlier pass has left whole: it failed, or had no backward.
+
+        If backward failed, some units' gradients are in and others are not: such a
+        mixture is dropped, with all that it was added to.
+        """
         self._settle()
         for unit in self.units:
             unit.free()
-            if self.running:  # backward failed: its gradients are not complete
+            if self.running:  # backward failed
                 unit.open.clear()
                 unit.forget()
         self.running = False
+
+    def _recomputing(self) -> bool:
+        """Whether this forward is called by our backward, to have activations again."""
+        return self.running and torch._C._current_graph_task_id() != -1
 
     # ---- small things ----------------------------------------------------------------
 
