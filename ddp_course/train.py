@@ -40,8 +40,11 @@ from ddp_course.data_parallel import (
 )
 from ddp_course.launch import device
 from ddp_course.model import GPTConfig, build_gpt
-from ddp_course.zero import ShardedGradientOptimizer, ZeroRedundancyOptimizer
-from ddp_course.zero.stage3 import FullyShardedDataParallel
+from ddp_course.zero import (
+    FullyShardedDataParallel,
+    ShardedGradientOptimizer,
+    ZeroRedundancyOptimizer,
+)
 
 STRATEGIES = MappingProxyType(
     {

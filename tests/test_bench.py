@@ -85,7 +85,13 @@ def test_bench_prints_the_rows_that_it_writes(tiny_bench, tmp_path, capsys):
 
 def test_bench_lists_what_there_is(tiny_bench, capsys):
     assert main(["bench", "--list"]) == 0
-    assert capsys.readouterr().out.split() == ["launch", "all-reduce", "ddp", "tiny"]
+    assert capsys.readouterr().out.split() == [
+        "launch",
+        "all-reduce",
+        "ddp",
+        "zero",
+        "tiny",
+    ]
     assert tiny_bench == []
 
 
@@ -95,7 +101,7 @@ def test_bench_refuses_before_it_measures(arguments, tiny_bench, capsys, monkeyp
     assert main(["bench", *arguments]) == 1
     told = capsys.readouterr().err
     assert told.startswith("ddp-course: ") and told.count("\n") == 1
-    assert "launch, all-reduce, ddp, tiny" in told or "no folder" in told
+    assert "launch, all-reduce, ddp, zero, tiny" in told or "no folder" in told
     assert tiny_bench == []
 
 

@@ -21,8 +21,11 @@ Beside PyTorch's fully_shard, of every block and then of the model:
                   the same once more
     fully_shard best
                   with the fused AdamW, and told which block comes next
+    fully_shard patient
+                  the same, while gloo's threads interrupt nobody, as in our stage 3
+                  (`collectives.patience`): how much of our gain that is
     fully_shard kept
-                  the same, and nothing is resharded after forward
+                  as best, and nothing is resharded after forward
     zero3 gloo, zero3 shared
                   our stage 3 over gloo and in shared memory, with the fused AdamW
     zero3 gloo kept, zero3 shared kept
@@ -37,6 +40,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -49,10 +53,15 @@ from torch.optim import AdamW, Optimizer
 
 from ddp_course.bench import steps
 from ddp_course.bench.rows import Row, row
+from ddp_course.collectives import communicator
+from ddp_course.collectives.patience import patient
 from ddp_course.measure import MemoryLog
 from ddp_course.model import GPTConfig
-from ddp_course.zero import ShardedGradientOptimizer, ZeroRedundancyOptimizer
-from ddp_course.zero.stage3 import FullyShardedDataParallel
+from ddp_course.zero import (
+    FullyShardedDataParallel,
+    ShardedGradientOptimizer,
+    ZeroRedundancyOptimizer,
+)
 
 Made = tuple[nn.Module, Optimizer]
 LR = 1e-4
@@ -89,6 +98,17 @@ def fully_sharded(
             block.set_modules_to_forward_prefetch([after])
             after.set_modules_to_backward_prefetch([block])
     return model, AdamW(model.parameters(), lr=LR, **({"fused": True} if best else {}))
+
+
+def fully_sharded_patiently(model: nn.Module) -> Made:
+    """Return `fully_shard` at its best; in a step gloo's threads interrupt nobody."""
+    sharded, optimizer = fully_sharded(model)
+    threads, patience = communicator().threads, ExitStack()
+    sharded.register_forward_pre_hook(
+        lambda *_: patience.enter_context(patient(threads)), prepend=True
+    )
+    optimizer.register_step_pre_hook(lambda *_: patience.close())
+    return sharded, optimizer
 
 
 # ---- ours ----------------------------------------------------------------------------
@@ -148,6 +168,7 @@ STAGE_3: dict[str, steps.Variant] = {
     "fully_shard default": partial(fully_sharded, best=False),
     "fully_shard again": partial(fully_sharded, best=False),
     "fully_shard best": fully_sharded,
+    "fully_shard patient": fully_sharded_patiently,
     "fully_shard kept": partial(fully_sharded, reshard_after_forward=False),
     "zero3 gloo": stage3,
     "zero3 shared": partial(stage3, shared=True),
@@ -167,6 +188,8 @@ def compared(theirs: str) -> dict[str, tuple[str, ...]]:
             pairs[name] = (f"{theirs} kept",)
         elif name.startswith("zero"):
             pairs[name] = (default, best)
+        elif name.endswith(" patient"):
+            pairs[name] = (best,)
     return pairs
 
 

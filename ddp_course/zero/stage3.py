@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_map_only
 
+from ddp_course.collectives.patience import patient
 from ddp_course.parts.hooks import tensors_in
 from ddp_course.parts.timeline import Timeline, span
 from ddp_course.zero.live import LiveUnit
@@ -119,6 +120,7 @@ class FullyShardedDataParallel(ShardedModule):
         self.left: list[LiveUnit] = []  # units that this backward pass has left
         self.reduced: list[int] = []  # and whose gradients were sent, in order
         self._agreed: dict[str, list[int]] = {}
+        self._patience = ExitStack()
         modules = dict(module.named_modules())
         for unit in self.units:
             keeps = {True: False, None: unit is self.root, False: True}
@@ -140,9 +142,10 @@ class FullyShardedDataParallel(ShardedModule):
         self._tidy_up()
         self.timeline = Timeline.begin()
         self.way.meet("a forward begins")  # all ranks have made their step
-        self._gather(self.root, self.order.begin_forward())
         inputs, kwargs = self._cast(inputs), self._cast(kwargs)
         try:
+            self._be_patient()
+            self._gather(self.root, self.order.begin_forward())
             output = self.module(*inputs, **kwargs)
         except BaseException:
             self._tidy_up()
@@ -153,6 +156,7 @@ class FullyShardedDataParallel(ShardedModule):
         for unit in self.units:
             if not unit.here:
                 unit.free()  # gathered ahead, and not used
+        self._patience.close()
         self.way.meet("a forward has ended")
         return output
 
@@ -226,6 +230,7 @@ class FullyShardedDataParallel(ShardedModule):
         self.timeline = Timeline.begin()
         Variable._execution_engine.queue_callback(self._backward_has_ended)
         self.root.open.add(self)
+        self._be_patient()
         self._gather(self.root, self.order.begin_backward())
 
     def _backward_leaves(self, unit: LiveUnit, call: object, gradient: Any) -> None:
@@ -273,6 +278,7 @@ class FullyShardedDataParallel(ShardedModule):
         self._reduce_left()
         self._settle()
         self.home.settle()
+        self._patience.close()
         self.running = False
         self._same_on_all_ranks("backward", self.reduced)
         self.way.meet("a backward has ended")
@@ -315,6 +321,7 @@ class FullyShardedDataParallel(ShardedModule):
         If backward failed, some units' gradients are in and others are not: such a
         mixture is dropped, with all that it was added to.
         """
+        self._patience.close()
         self._settle()
         for unit in self.units:
             unit.free()
@@ -326,6 +333,14 @@ class FullyShardedDataParallel(ShardedModule):
     def _recomputing(self) -> bool:
         """Whether this forward is called by our backward, to have activations again."""
         return self.running and torch._C._current_graph_task_id() != -1
+
+    def _be_patient(self) -> None:
+        """Let gloo's threads interrupt nobody until the forward or backward has ended.
+
+        What they carry is seldom needed at once, and where there are no more cores than
+        ranks, they take the time from those that compute (`collectives.patience`).
+        """
+        self._patience.enter_context(patient(self.comm.threads))
 
     # ---- small things ----------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ddp_course.collectives import CollectiveError
+from ddp_course.collectives.patience import socket_threads
 from ddp_course.launch import spawn
 from ddp_course.measure import ByteMeter, label, resident
 from ddp_course.model import build_gpt
@@ -246,6 +248,8 @@ def failures() -> dict[str, object]:
         told[when, "then"] = all(
             torch.equal(g, clean[name]) for name, g in gradients(sharded).items()
         )
+    policies = {os.sched_getscheduler(t) for t in socket_threads()}
+    told["patience ends"] = policies <= {getattr(os, "SCHED_OTHER", None)}
     weight = model[1].inner.weight
     told["shape"] = weight.shape, weight.requires_grad
     told["sum"] = error_of(lambda: weight.sum())
@@ -265,6 +269,7 @@ def test_after_an_error_all_is_well_and_freed_parameters_say_so():
         assert rank["forward"] == "ZeroDivisionError: in forward"
         assert rank["backward"] == "ZeroDivisionError: division by zero"
         assert rank["forward", "then"] and rank["backward", "then"]
+        assert rank["patience ends"]
         assert rank["shape"] == (torch.Size([3, 3]), True)
         for what in ("sum", "times"):
             assert rank[what].startswith("ShardedError: 1.inner.weight has no numbers")
