@@ -109,8 +109,8 @@ def _add_run(commands: Any) -> None:
 
 
 def _add_train(commands: Any) -> None:
+    from ddp_course.layouts import SCHEDULES, STRATEGIES
     from ddp_course.model import PRESETS
-    from ddp_course.train import STRATEGIES
 
     def run(told: argparse.Namespace) -> int:
         from ddp_course.commands import train
@@ -125,6 +125,8 @@ def _add_train(commands: Any) -> None:
         "train the course's GPT with a strategy, on one process or many",
         "ddp-course train --strategy ddp --ranks 4",
         "ddp-course train --strategy dp --replicas 2 --steps 50",
+        "ddp-course train --dp 2 --tp 2",
+        "ddp-course train --strategy pp --ranks 4 --schedule gpipe --microbatches 8",
         "ddp-course train --ranks 2 --steps 200 --checkpoint runs/a --every 20",
         "torchrun --nproc-per-node 4 -m ddp_course.train --strategy ddp",
         f"\nstrategies:\n{about}",
@@ -134,11 +136,20 @@ def _add_train(commands: Any) -> None:
         default="ddp",
         choices=tuple(STRATEGIES),
         metavar="NAME",
-        help="how gradients are averaged, see below; %(default)s",
+        help="how the work is divided, see below; %(default)s",
     )
     command.add_argument(
-        "--ranks", type=_ranks, metavar="N", help="1 to 64 processes; 1 if not told"
+        "--ranks",
+        type=_ranks,
+        metavar="N",
+        help="1 to 64 processes; or tell these three:",
     )
+    for name, about in (
+        ("--dp", "ranks with other rows of the batch"),
+        ("--pp", "ranks with other layers"),
+        ("--tp", "ranks with other parts of every matrix"),
+    ):
+        command.add_argument(name, type=_ranks, metavar="N", help=about)
     for name, kind, default, about in (
         ("--replicas", _count, 4, "threads of the strategy dp"),
         ("--steps", _count, 20, "steps of AdamW"),
@@ -146,11 +157,19 @@ def _add_train(commands: Any) -> None:
         ("--lr", _positive, 3e-4, "learning rate"),
         ("--seed", _seed, 0, "of the weights and the batches"),
         ("--every", _count, 10, "steps between two checkpoints"),
+        ("--microbatches", _count, 4, "parts in which a pipeline takes its rows"),
     ):
         about += "; %(default)s"
         command.add_argument(name, type=kind, default=default, metavar="N", help=about)
     command.add_argument(
         "--preset", default="1m", choices=tuple(PRESETS), help="model; %(default)s"
+    )
+    command.add_argument(
+        "--schedule",
+        default="1f1b",
+        type=lambda text: text.replace("-", "_"),  # zero-bubble, too
+        choices=tuple(SCHEDULES),
+        help="the order of work in a pipeline; %(default)s",
     )
     command.add_argument(
         "--checkpoint",

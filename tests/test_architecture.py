@@ -13,7 +13,7 @@ FLOORS = [
     {"launch", "model", "data", "theory", "measure"},
     {"collectives", "mesh", "parts"},
     {"data_parallel", "zero", "tensor_parallel", "pipeline"},
-    {"checkpoint", "train"},
+    {"checkpoint", "layouts", "train"},
     {"bench", "commands", "cli"},
 ]
 STRATEGIES = FLOORS[2]

@@ -90,6 +90,8 @@ def test_bench_lists_what_there_is(tiny_bench, capsys):
         "all-reduce",
         "ddp",
         "zero",
+        "tp",
+        "pp",
         "tiny",
     ]
     assert tiny_bench == []
@@ -101,7 +103,7 @@ def test_bench_refuses_before_it_measures(arguments, tiny_bench, capsys, monkeyp
     assert main(["bench", *arguments]) == 1
     told = capsys.readouterr().err
     assert told.startswith("ddp-course: ") and told.count("\n") == 1
-    assert "launch, all-reduce, ddp, zero, tiny" in told or "no folder" in told
+    assert "launch, all-reduce, ddp, zero, tp, pp, tiny" in told or "no folder" in told
     assert tiny_bench == []
 
 

@@ -22,6 +22,7 @@ def test_one_process_or_many_the_same_curve_goes_to_the_file(tmp_path, capfd):
     curves = {}
     runs = [(1, "ddp"), (1, "dp"), (1, "zero3")]
     runs += [(2, s) for s in ("ddp", "ddp-shared", "zero1", "zero2", "zero3")]
+    runs += [(2, "tp"), (2, "pp")]
     for ranks, strategy in runs:
         file = tmp_path / f"{strategy}{ranks}.json"
         code, lines, err = typed(
@@ -43,6 +44,20 @@ def test_one_process_or_many_the_same_curve_goes_to_the_file(tmp_path, capfd):
         assert told["losses"] == pytest.approx(one.losses, abs=1e-5)
 
 
+def test_sizes_make_a_mesh_and_say_how_many_ranks(tmp_path, capfd):
+    one, file = train(2), tmp_path / "curve.json"
+    for words in ("--tp 2", "--pp 2 --schedule zero-bubble --microbatches 2"):
+        code, lines, err = typed(f"--dp 2 {words} --steps 2 --json {file}", capfd)
+        assert (code, err) == (0, "")
+        assert "4 ranks, 2 steps, loss" in lines[-1]
+        told = json.loads(file.read_text())
+        assert (told["dp"], told["schedule"]) == (
+            2,
+            "zero_bubble" if "pp" in words else "1f1b",
+        )
+        assert told["losses"] == pytest.approx(one.losses, abs=1e-5)
+
+
 def test_it_goes_on_from_where_it_was(tmp_path, capfd):
     words = f"--ranks 2 --every 2 --checkpoint {tmp_path}"
     typed(f"{words} --steps 3", capfd)
@@ -61,6 +76,10 @@ def test_it_goes_on_from_where_it_was(tmp_path, capfd):
         ),
         ("--strategy dp --ranks 2", "'dp' is one process with threads"),
         ("--strategy dp --replicas 3", "8 rows cannot be shared equally by 3 replicas"),
+        ("--dp 3 --tp 2 --ranks 4", "4 ranks cannot be a mesh dp 3 x tp 2, which has"),
+        ("--tp 2 --pp 2", "the mesh is pp 2 x tp 2; strategy 'ddp' can have dp x tp"),
+        ("--strategy zero3 --dp 2 --tp 2", "strategy 'zero3' can have dp alone"),
+        ("--pp 2 --microbatches 9", "8 rows cannot be cut into 9 microbatches; make"),
         ("--json no/such/folder/file", "there is no folder"),
         ("--checkpoint /proc/nowhere", "/proc/nowhere, cannot be used"),
     ],

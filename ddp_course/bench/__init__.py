@@ -6,6 +6,8 @@
     steps           training steps side by side
     ddp             a training step under our DDP beside PyTorch's
     zero            a training step under our ZeRO and FSDP beside PyTorch's
+    tp              a training step under our tensor parallelism beside PyTorch's
+    pp              a training step under our pipeline beside PyTorch's, and bubbles
     launch          `spawn` beside `torch.multiprocessing.spawn`
     launch_process  one of the two, in a process of its own
 
@@ -22,7 +24,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ddp_course.bench import all_reduce, ddp, launch, zero
+from ddp_course.bench import all_reduce, ddp, launch, pp, tp, zero
 from ddp_course.bench.rows import Row, table
 from ddp_course.commands import CommandError
 
@@ -31,6 +33,8 @@ BENCHES: dict[str, Callable[[bool], Iterator[Row]]] = {
     "all-reduce": all_reduce.bench,
     "ddp": ddp.bench,
     "zero": zero.bench,
+    "tp": tp.bench,
+    "pp": pp.bench,
 }
 
 

@@ -1,6 +1,7 @@
 """`train`: train the course's GPT with a strategy; under torchrun, be one of its ranks.
 
     ddp-course train --strategy ddp --ranks 4
+    ddp-course train --dp 2 --tp 2
     torchrun --nproc-per-node 4 -m ddp_course.train --strategy ddp
 
 The first starts the ranks itself, on this machine; the second is started by torchrun,
@@ -14,6 +15,7 @@ import os
 from argparse import Namespace
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -25,33 +27,27 @@ from ddp_course.checkpoint import CheckpointError
 from ddp_course.commands import CommandError
 from ddp_course.launch import spawn
 from ddp_course.launch.torchrun import cause_first, join, leave, under_torchrun
-from ddp_course.train import History, check, train
+from ddp_course.layouts import choose_layout
+from ddp_course.train import History, train
 
+OF_TRAIN = ("steps", "batch_size", "preset", "lr", "seed", "checkpoint", "every")
+OF_LAYOUT = ("strategy", "replicas", "dp", "tp", "pp", "schedule", "microbatches")
 DEADLINE = 10**6  # seconds; a training ends when it is done
 
 
 def command(told: Namespace) -> int:
     """Train as `told`, print how it goes and, with told.json, write what came out."""
-    settings = {
-        "steps": told.steps,
-        "batch_size": told.batch_size,
-        "preset": told.preset,
-        "lr": told.lr,
-        "seed": told.seed,
-        "strategy": told.strategy,
-        "replicas": told.replicas,
-        "checkpoint": told.checkpoint,
-        "every": told.every,
-    }
+    settings = {name: getattr(told, name) for name in (*OF_TRAIN, *OF_LAYOUT)}
     _check_file(told.json)
     if under_torchrun():
         if told.ranks is not None:
             raise CommandError("--ranks is for a run without torchrun, which says it")
         record(_one_of_torchruns_ranks)(settings, told.json)
         return 0
-    ranks = told.ranks or 1
+    ranks = told.ranks or prod(n or 1 for n in (told.dp, told.tp, told.pp))
     try:
-        check(told.steps, told.batch_size, told.strategy, told.replicas, ranks)
+        layout = choose_layout(ranks, **{name: settings[name] for name in OF_LAYOUT})
+        layout.check(told.steps, told.batch_size)
     except ValueError as error:
         raise CommandError(str(error)) from None
     if ranks == 1:

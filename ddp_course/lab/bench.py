@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ddp_course.lab.bench_pp import pp
+from ddp_course.lab.bench_tp import tp
 from ddp_course.lab.bench_zero import zero
 from ddp_course.lab.measured import plot_sizes
 from ddp_course.lab.palette import INK, MUTED
@@ -112,4 +114,6 @@ DRAWINGS: dict[str, Callable[[list], Figure]] = {
     "all-reduce": all_reduce,
     "ddp": ddp,
     "zero": zero,
+    "tp": tp,
+    "pp": pp,
 }

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ddp_course.lab.measured_dp import GRID
-from ddp_course.lab.palette import INK, MUTED
+from ddp_course.lab.bench_marks import (
+    Case,
+    case_of,
+    cases_of,
+    draw_dash,
+    frame,
+    legend_below,
+)
+from ddp_course.lab.palette import INK
 from ddp_course.lab.plots import style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Case = tuple[int, str, int]  # ranks, preset, tokens
 PANELS = {  # of a stage: its title, PyTorch's short name, what it is
     "zero1": ("stage 1", "ZRO", "DDP and ZeroRedundancyOptimizer"),
     "zero2": ("stage 2", "ZRO", "DDP and ZeroRedundancyOptimizer"),
@@ -35,8 +40,10 @@ MARKS = {  # (how, beside) -> its look; colours are for ranks
     ("shared", "best"): ("shared memory, beside best", "s", INK),
     ("shared kept", "kept"): ("shared memory, both kept", "v", INK),
     ("again", "default"): ("A/A: PyTorch's beside itself", "D", "#9AA2AD"),
+    ("patient", "best"): ("PyTorch's, its threads interrupt nobody", "x", INK),
     ("bound", "best"): ("no communication, beside best", "|", INK),
 }
+OTHERS = ("again", "patient", "bound")  # none of our stages
 SHIFTS = {"gloo": -0.22, "gloo kept": -0.22, "shared": 0.22, "shared kept": 0.22}
 
 
@@ -53,9 +60,7 @@ def zero(rows: Iterable[Mapping[str, Any]]) -> Figure:
     from matplotlib import pyplot
 
     rows = list(rows)
-    cases = list(dict.fromkeys(map(_case, rows)))
-    if not cases:
-        raise ValueError("there are no rows; at least one must be drawn")
+    cases = cases_of(rows)
     with matplotlib.rc_context():
         style()
         size = (11.5, 3 + 0.72 * max(2, len(cases)))
@@ -70,17 +75,10 @@ def zero(rows: Iterable[Mapping[str, Any]]) -> Figure:
             axes.set_xlabel(f"over that of {theirs}")
         _draw_peaks(grid[1, 1], rows, cases)
         for axes in grid.flat:
-            _frame(axes, cases, named=axes in grid[:, 0])
-        marks = {h.get_label(): h for axes in grid.flat for h in axes.lines
-                 if not h.get_label().startswith("_")}  # fmt: skip
-        figure.legend(marks.values(), marks.keys(), loc="outside lower center",
-                      ncols=3)  # fmt: skip
+            frame(axes, cases, named=axes in grid[:, 0])
+        legend_below(figure)
     pyplot.close(figure)
     return figure
-
-
-def _case(row: Mapping[str, Any]) -> Case:
-    return row["ranks"], row["preset"], row["tokens"]
 
 
 def _draw_times(
@@ -94,8 +92,8 @@ def _draw_times(
         if other != PANELS[stage][1] or "paired" not in row:
             continue
         how = "bound" if who == "bound" else how
-        if (how, beside) in MARKS and (who == stage or how in ("again", "bound")):
-            y = cases.index(_case(row)) + SHIFTS.get(how, 0)
+        if (how, beside) in MARKS and (who == stage or how in OTHERS):
+            y = cases.index(case_of(row)) + SHIFTS.get(how, 0)
             found.setdefault((how, beside), []).append((row["paired"], y))
     for kind, (name, marker, fill) in MARKS.items():
         if kind in found:
@@ -108,12 +106,7 @@ def _draw_asked(axes: Axes, stage: str, cases: Sequence[Case]) -> None:
     for (of, how), bars in ASKED.items():
         for y, (_, _, tokens) in enumerate(cases):
             if of == stage and tokens in bars:
-                _dash(axes, bars[tokens], y + SHIFTS[how])
-
-
-def _dash(axes: Axes, x: float, y: float) -> None:
-    look = {"color": INK, "linewidth": 2.2, "linestyle": (0, (2, 1.2))}
-    axes.plot([x, x], [y - 0.19, y + 0.19], label="asked for: at most this", **look)
+                draw_dash(axes, bars[tokens], y + SHIFTS[how])
 
 
 def _draw_peaks(
@@ -121,11 +114,11 @@ def _draw_peaks(
 ) -> None:
     """Draw the peak of stage 3 over PyTorch's: a dot, or a triangle if both keep."""
     for y, _ in enumerate(cases):
-        _dash(axes, PEAK, y)
+        draw_dash(axes, PEAK, y)
     for kept, kind in ((False, ("gloo", "best")), (True, ("gloo kept", "kept"))):
         name, marker, fill = MARKS[kind]
         at = [
-            (row["ours"] / row["theirs"], cases.index(_case(row)))
+            (row["ours"] / row["theirs"], cases.index(case_of(row)))
             for row in rows
             if row["variant"].startswith("peak of zero3")
             and row["variant"].endswith(" kept") == kept
@@ -135,15 +128,3 @@ def _draw_peaks(
             axes.plot(*zip(*at, strict=True), marker, label=name, **look)
     axes.set_title("stage 3: most bytes alive in a step", fontsize=11)
     axes.set_xlabel("over that of fully_shard")
-
-
-def _frame(axes: Axes, cases: Sequence[Case], named: bool) -> None:
-    """Give a panel its axes: a line for each case, and where both are equal."""
-    axes.axvline(1, color=MUTED, linewidth=1, zorder=0)
-    names = [f"{n} ranks, {preset}, {tokens} tokens" for n, preset, tokens in cases]
-    axes.set_yticks(range(len(cases)), names if named else [""] * len(cases))
-    axes.set_ylim(len(cases) - 0.5, -0.5)
-    low, high = axes.get_xlim()
-    axes.set_xlim(math.floor(10 * low) / 10, max(1.1, high))
-    axes.grid(axis="y", **GRID)
-    axes.set_axisbelow(True)

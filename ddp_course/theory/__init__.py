@@ -11,8 +11,11 @@ need to all-reduce 1 MiB in a ring of such links. Read the modules in this order
     memory      parameters, gradients and states per rank, by ZeRO stage (chapter 06)
     activations what forward keeps for backward (chapter 06)
     step_volume what a rank sends in a training step, by ZeRO stage (chapter 07)
+    tensor_parallel
+                what tensor parallelism sends in a step, and what it keeps (chapter 09)
     models      a few models, as a plan sees them
     plan        which stage fits on which GPU, and what it costs (chapter 08)
+    pipeline    time, bubble, activations and bytes of a pipeline (chapters 10 and 11)
     checks: what the formulas ask of their arguments
 """
 
@@ -65,8 +68,23 @@ from ddp_course.theory.memory import (
     shard_numel,
 )
 from ddp_course.theory.models import MODELS, Model
+from ddp_course.theory.pipeline import (
+    PIPELINES,
+    PipelineVolume,
+    pipeline_activations,
+    pipeline_bubble,
+    pipeline_time,
+    pipeline_volume,
+)
 from ddp_course.theory.plan import Row, fewest_gpus, plan
 from ddp_course.theory.step_volume import StepVolume, step_volume
+from ddp_course.theory.tensor_parallel import (
+    TensorParallelVolume,
+    mlp_volume,
+    replicated_parameters,
+    tensor_parallel_parameters,
+    tensor_parallel_volume,
+)
 from ddp_course.theory.volume import (
     HierarchicalBytes,
     SharedMemoryBytes,
@@ -84,12 +102,15 @@ __all__ = [
     "MODELS",
     "Model",
     "OPTIMIZERS",
+    "PIPELINES",
     "PRECISIONS",
+    "PipelineVolume",
     "Precision",
     "RECOMPUTE",
     "Row",
     "SharedMemoryBytes",
     "StepVolume",
+    "TensorParallelVolume",
     "all_gather",
     "all_reduce_double_tree",
     "all_reduce_halving_doubling",
@@ -117,16 +138,24 @@ __all__ = [
     "least_bytes",
     "least_messages",
     "least_seconds",
+    "mlp_volume",
     "model_activations",
     "model_states",
     "padding",
+    "pipeline_activations",
+    "pipeline_bubble",
+    "pipeline_time",
+    "pipeline_volume",
     "plan",
     "reduce_naive",
     "reduce_scatter",
     "reduce_tree",
+    "replicated_parameters",
     "scatter",
     "send",
     "shard_numel",
     "shared_memory_bytes",
     "step_volume",
+    "tensor_parallel_parameters",
+    "tensor_parallel_volume",
 ]

@@ -607,9 +607,8 @@ def test_the_bench_of_zero_shows_all_stages_and_what_is_asked_for():
     for axes, (stage, (_, theirs, _)) in zip(stages, PANELS.items(), strict=True):
         marks = {line.get_label(): list(line.get_xdata()) for line in axes.lines}
         for (how, beside), (name, *_) in MARKS.items():
-            variant = {"again": f"{theirs} again", "bound": "bound"}.get(
-                how, f"{stage} {how}"
-            )
+            others = {k: f"{theirs} {k}" for k in ("again", "patient")}
+            variant = (others | {"bound": "bound"}).get(how, f"{stage} {how}")
             kind = variant, f"{theirs} {beside}"
             mine = [row for row in BENCH if (row["variant"], row["beside"]) == kind]
             assert marks.get(name, []) == [row["paired"] for row in mine]

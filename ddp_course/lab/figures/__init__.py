@@ -21,12 +21,18 @@ from ddp_course.lab.figures.ch05 import buckets
 from ddp_course.lab.figures.ch06 import memory_of_a_step
 from ddp_course.lab.figures.ch07 import zero_stages
 from ddp_course.lab.figures.ch08 import fully_sharded
+from ddp_course.lab.figures.ch09 import cut_products
+from ddp_course.lab.figures.ch10 import staircase
+from ddp_course.lab.figures.ch11 import four_schedules
 from ddp_course.lab.figures.course_map import course_map
 from ddp_course.lab.figures.deadlock import deadlock
 from ddp_course.lab.figures.dp_and_ddp import dp_and_ddp
 from ddp_course.lab.figures.fsdp_schedule import fsdp_step
 from ddp_course.lab.figures.fsdp_timeline import fsdp_timeline
+from ddp_course.lab.figures.matrix_cut import matrix_cut
 from ddp_course.lab.figures.overlapped import overlapped
+from ddp_course.lab.figures.pipeline_timeline import pipeline_timeline, who_works
+from ddp_course.lab.figures.schedule_view import schedule_view
 from ddp_course.lab.figures.shard_map import shard_map
 from ddp_course.lab.figures.six_ways import six_ways
 from ddp_course.lab.figures.steps import collective, plan_step, plan_steps
@@ -40,25 +46,32 @@ __all__ = [
     "collective",
     "collectives",
     "course_map",
+    "cut_products",
     "deadlock",
     "dp_and_ddp",
     "dp_step",
+    "four_schedules",
     "fsdp_step",
     "fsdp_timeline",
     "fully_sharded",
     "groups",
     "hierarchy",
+    "matrix_cut",
     "memory_calculator",
     "memory_of_a_step",
     "one_or_many",
     "overlapped",
+    "pipeline_timeline",
     "plan_step",
     "plan_steps",
     "rendezvous",
     "ring",
+    "schedule_view",
     "shard_map",
     "six_ways",
+    "staircase",
     "timeline",
+    "who_works",
     "write_images",
     "zero_stages",
 ]
@@ -79,6 +92,9 @@ IMAGES: dict[str, Callable[[], Drawing]] = {
     "06_memory.svg": memory_of_a_step,
     "07_zero.svg": zero_stages,
     "08_fsdp.svg": fully_sharded,
+    "09_tensor_parallel.svg": cut_products,
+    "10_pipeline_parallel.svg": staircase,
+    "11_pipeline_schedules.svg": four_schedules,
 }
 
 

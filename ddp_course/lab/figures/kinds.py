@@ -56,10 +56,10 @@ def draw_kind(
     if look.pattern == "lines":
         d.hatch(x, y, width, height, stroke=look.edge)
     elif look.pattern == "dots":
-        _dots(d, x, y, width, height, look.edge)
+        dots(d, x, y, width, height, look.edge)
 
 
-def _dots(
+def dots(
     d: Drawing, x: float, y: float, width: float, height: float, color: str
 ) -> None:
     """Fill a rectangle with dots, each a short dash of a line."""

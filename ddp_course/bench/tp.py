@@ -1,0 +1,204 @@
+"""A training step under our tensor parallelism and under PyTorch's, in one run.
+
+All ranks work on the same batch; `tokens` are those of all together. The variants, each
+with a model and an optimizer of its own (`steps` measures them in turns):
+
+    DTensor default
+                  PyTorch's parallelize_module: columns, rows and vocabulary, with the
+                  logits gathered, as in its tutorial
+    DTensor again the same once more: how much of a difference is noise
+    DTensor best  with the fused AdamW, and with loss_parallel: logits are not gathered
+    DTensor patient
+                  the same, while gloo's threads interrupt nobody, as in ours
+                  (`collectives.patience`): how much of our gain that is
+    DTensor sequence
+                  as best, with norms and residuals cut along the sequence
+    tp gloo       ours over gloo, with the fused AdamW
+    tp shared     ours through memory that all ranks see
+    tp gloo sequence, tp shared sequence
+                  the same with `sequence_parallel`
+    one rank alone
+                  the whole model on rank 0, while the others wait: what tensor
+                  parallelism has to beat
+
+Chapter 09.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.optim import AdamW, Optimizer
+
+from ddp_course.bench import steps
+from ddp_course.bench.rows import Row
+from ddp_course.collectives import communicator
+from ddp_course.collectives.patience import patient
+from ddp_course.model import GPT, GPTConfig
+from ddp_course.tensor_parallel import tensor_parallel
+
+Made = tuple[nn.Module, Optimizer]
+LR = 1e-4
+
+
+class OneBatch(nn.Module):
+    """Calls `module` with rank 0's batch on every rank; it is sent once."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.batch: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Run the module on its own batch, (B, T) each, whatever is given."""
+        if self.batch is None:
+            self.batch = x.clone(), y.clone()
+            for tokens in self.batch:
+                dist.broadcast(tokens, 0)
+        return self.module(*self.batch)
+
+
+# ---- PyTorch's -----------------------------------------------------------------------
+
+
+def styles(model: GPT, gathers: bool, sequence: bool) -> dict[str, ParallelStyle]:
+    """Return PyTorch's plan that cuts a GPT as ours is cut."""
+    cut = {"output_layouts": Shard(1)} if sequence else {}
+    entered = {"input_layouts": Shard(1)} if sequence else {}
+    out = Replicate() if gathers else Shard(-1)
+    plan: dict[str, ParallelStyle] = {
+        "embed.tokens": RowwiseParallel(input_layouts=Replicate(), **cut),
+        "head.out": ColwiseParallel(
+            **entered, output_layouts=out, use_local_output=gathers
+        ),
+    }
+    for k in range(model.config.n_layer):
+        at = f"blocks.{k}"
+        plan[f"{at}.attn.qkv"] = ColwiseParallel(**entered)
+        plan[f"{at}.attn.proj"] = RowwiseParallel(**cut)
+        plan[f"{at}.mlp.up"] = ColwiseParallel(**entered)
+        plan[f"{at}.mlp.down"] = RowwiseParallel(**cut)
+        if sequence:
+            plan[f"{at}.norm1"] = plan[f"{at}.norm2"] = SequenceParallel()
+    if sequence:
+        plan["head.norm"] = SequenceParallel()
+        # Positions are looked up on every rank, and its own part of them is added.
+        plan["embed.positions"] = RowwiseParallel(
+            input_layouts=Replicate(), output_layouts=Shard(0)
+        )
+    return plan
+
+
+def dtensor(
+    model: GPT,
+    best: bool = True,
+    sequence: bool = False,
+    patiently: bool = False,
+) -> Made:
+    """Return the model cut by PyTorch, with its optimizer."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parallel = parallelize_module(model, mesh, styles(model, not best, sequence))
+    groups: dict[type, list[nn.Parameter]] = {}  # the fused AdamW wants them apart
+    for parameter in parallel.parameters():
+        groups.setdefault(type(parameter.data), []).append(parameter)
+    fused = {"fused": True} if best else {}
+    options = [{"params": group} for group in groups.values()]
+    optimizer = AdamW(options, lr=LR, **fused)
+    if best:  # from forward to the end of backward
+        _during_step(parallel, optimizer, loss_parallel)
+    if patiently:
+        threads = communicator().threads
+        _during_step(parallel, optimizer, lambda: patient(threads))
+    return OneBatch(parallel), optimizer
+
+
+def _during_step(
+    model: nn.Module, optimizer: Optimizer, context: Callable[[], object]
+) -> None:
+    """Open `context()` when forward begins, and close it when the optimizer does."""
+    stack = ExitStack()
+    enter = lambda *_: stack.enter_context(context()) and None  # noqa: E731
+    model.register_forward_pre_hook(enter, prepend=True)
+    optimizer.register_step_pre_hook(lambda *_: stack.close())
+
+
+# ---- ours ----------------------------------------------------------------------------
+
+
+def ours(model: GPT, **options: bool) -> Made:
+    """Return the model cut by this course, with its optimizer."""
+    parallel = tensor_parallel(model, **options)
+    optimizer = AdamW(parallel.parameters(), lr=LR, fused=True)
+    return OneBatch(parallel), optimizer
+
+
+class Nothing(nn.Module):
+    """What a rank does that has nothing to do: a loss of one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parameter = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[None, Tensor]:
+        """Return a loss."""
+        return None, self.parameter * 1
+
+
+def alone(model: GPT) -> Made:
+    """Return the whole model on rank 0, and nothing on the others."""
+    if dist.get_rank() > 0:
+        nothing = Nothing()
+        return nothing, AdamW(nothing.parameters(), lr=LR, fused=True)
+    return model, AdamW(model.parameters(), lr=LR, fused=True)
+
+
+VARIANTS: dict[str, steps.Variant] = {
+    "DTensor default": partial(dtensor, best=False),
+    "DTensor again": partial(dtensor, best=False),
+    "DTensor best": dtensor,
+    "DTensor patient": partial(dtensor, patiently=True),
+    "DTensor sequence": partial(dtensor, sequence=True),
+    "tp gloo": ours,
+    "tp shared": partial(ours, in_shared_memory=True),
+    "tp gloo sequence": partial(ours, sequence_parallel=True),
+    "tp shared sequence": partial(ours, sequence_parallel=True, in_shared_memory=True),
+    "one rank alone": alone,
+}
+COMPARED = {
+    "DTensor again": ("DTensor default",),
+    "DTensor best": ("DTensor default",),
+    "DTensor patient": ("DTensor best",),
+    "DTensor sequence": ("DTensor best",),
+    "tp gloo": ("DTensor default", "DTensor best", "one rank alone"),
+    "tp shared": ("DTensor default", "DTensor best", "one rank alone"),
+    "tp gloo sequence": ("DTensor sequence", "tp gloo"),
+    "tp shared sequence": ("DTensor sequence", "tp shared"),
+    "one rank alone": ("DTensor best",),
+}
+
+
+def bench(quick: bool) -> Iterator[Row]:
+    """Yield a row for each number of ranks, preset, number of tokens and variant."""
+    for ranks, name, preset, tokens, turns in steps.cases(quick):
+        told = steps.on_ranks(ranks, measure, preset, tokens, turns)
+        yield from steps.rows_of("tp", COMPARED, ranks, name, tokens, told)
+
+
+def measure(preset: str | GPTConfig, tokens: int, turns: int) -> steps.Told:
+    """On every rank: return seconds per step, by variant and turn, and `Others`."""
+    return steps.measure(VARIANTS, preset, tokens, turns)

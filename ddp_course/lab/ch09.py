@@ -1,0 +1,255 @@
+"""The exercises of chapter 09: f, a row layer; the loss and a plan are in ch09_more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_course.collectives import barrier
+from ddp_course.lab.answers import Answer, code, on_ranks, one_line
+from ddp_course.lab.ch09_more import check_plan_cuts, check_vocab_loss
+from ddp_course.lab.exercises import exercise, expect
+from ddp_course.lab.solutions import ch09 as solutions
+from ddp_course.measure import ByteMeter, TorchCollectives
+
+__all__ = [
+    "check_copy_to_ranks",
+    "check_plan_cuts",
+    "check_row_linear",
+    "check_vocab_loss",
+]
+
+ROWS, INNER, OWN = 3, 6, 4  # of x; channels; columns of each rank's part
+
+
+def integers(seed: int, *shape: int) -> Tensor:
+    """Return small whole numbers: in any order, their sums are never rounded."""
+    dice = torch.Generator().manual_seed(seed)
+    return torch.randint(-3, 4, shape, generator=dice).float()
+
+
+# ---- copy_to_ranks -----------------------------------------------------------------
+
+
+@exercise("copy_to_ranks", solution=solutions.copy_to_ranks)
+def check_copy_to_ranks(answer: Answer) -> str:
+    """`copy_to_ranks(x, all_reduce)`: x, whose gradients are summed in backward."""
+    hint = "Write a torch.autograd.Function: what goes forward, and what goes back?"
+    for n in (2, 3, 1):
+        real = on_ranks(_use_copy, answer, world_size=n, hint=hint)
+        for rank, told in enumerate(real):
+            where = f"On {n} real ranks, on rank {rank},"
+            expect(not isinstance(told, str), f"{where} {told}")
+            _judge_copy(where, told, n)
+    return (
+        "1, 2 and 3 real ranks: nothing sent in forward, one all-reduce in backward, "
+        "the gradient of one process, and no other gradient changed"
+    )
+
+
+class _Sums:
+    """The all-reduce that the reader's function is given; it notes sizes."""
+
+    def __init__(self) -> None:
+        self.numels: list[int] = []
+
+    def __call__(self, tensor: Tensor) -> None:
+        self.numels.append(tensor.numel())
+        dist.all_reduce(tensor.detach())
+
+
+def _use_copy(copy: Callable) -> dict[str, Any] | str:
+    """On every rank: multiply a copy by own columns, and add another one to y."""
+    rank, n, sums = dist.get_rank(), dist.get_world_size(), _Sums()
+    own = integers(0, INNER, n * OWN).chunk(n, 1)[rank]  # of W
+    x = integers(1, ROWS, INNER).requires_grad_()
+    other, beside = (integers(s, ROWS, INNER).requires_grad_() for s in (2, 3))
+    before = x.detach().clone()
+    barrier()
+    with TorchCollectives() as torchs:
+        copied = copy(x, sums)
+    if not isinstance(copied, Tensor):
+        return f"your function returned {code(one_line(copied))}, no tensor."
+    if not copied.requires_grad:
+        return (
+            "what your function returns has no way back to x (`requires_grad` is "
+            "False): x would get no gradient at all."
+        )
+    forward = list(sums.numels) or [call.op for call in torchs.calls]
+    same = copied.shape == x.shape and torch.equal(copied.detach(), before)
+    if not same:
+        return "what your function returns is not x: forward changes nothing."
+    sums.numels.clear()
+    with TorchCollectives() as torchs:
+        (copied @ own).square().sum().backward()
+    backward, ops = list(sums.numels), [call.op for call in torchs.calls]
+    # One tensor is the gradient of both sides of a sum; `beside` needs it later.
+    added = 1 * beside + copy(other, sums)
+    (added * (1 + rank)).sum().backward()
+    return {
+        "forward": forward,
+        "backward": backward,
+        "others": len(ops) - len(backward),
+        "gradient": x.grad,
+        "beside": beside.grad,
+        "untouched": torch.equal(x.detach(), before),
+    }
+
+
+def _judge_copy(where: str, told: dict[str, Any], n: int) -> None:
+    rank = int(where.split("rank ")[-1].rstrip(","))
+    expect(
+        not told["forward"],
+        f"{where} something was sent in forward; all ranks have x already.",
+    )
+    x, w = integers(1, ROWS, INNER).requires_grad_(), integers(0, INNER, n * OWN)
+    (x @ w).square().sum().backward()
+    got, backward = told["gradient"], told["backward"]
+    expect(
+        backward or n == 1,
+        f"{where} backward called `all_reduce` 0 times: the gradient of x is that of "
+        "this rank's columns alone. All columns have used x.",
+    )
+    expect(
+        backward in ([ROWS * INNER], []) and told["others"] <= 0,
+        f"{where} backward sent {backward} numbers; one all-reduce of the "
+        f"{ROWS * INNER} numbers of x's gradient is enough.",
+    )
+    mean = got is not None and n > 1 and torch.equal(got * n, x.grad)
+    why = (
+        "this is the mean; each rank's columns count fully, so it is the sum"
+        if mean
+        else "it is the sum of what the columns of all ranks give"
+    )
+    expect(
+        got is not None and torch.allclose(got, x.grad),
+        f"{where} the gradient of x is not that of one process: {why}.",
+    )
+    expect(
+        torch.equal(told["beside"], torch.full((ROWS, INNER), 1.0 + rank)),
+        f"{where} in `y = b + copy_to_ranks(x, all_reduce)` the gradient of b was "
+        "changed, too: autograd hands the same tensor to both. Sum a copy of it.",
+    )
+    expect(told["untouched"], f"{where} your function changed x.")
+
+
+# ---- row_linear --------------------------------------------------------------------
+
+OUT = 5
+
+
+@exercise("row_linear", solution=solutions.row_linear)
+def check_row_linear(answer: Answer) -> str:
+    """`row_linear(x, weight, bias, reduce_sum)`: X @ W.T + bias, from parts of both."""
+    hint = "Each rank has a part of every sum. What has to be added how often?"
+    for n in (2, 3, 1):
+        real = on_ranks(_use_row, answer, world_size=n, hint=hint)
+        for rank, told in enumerate(real):
+            where = f"On {n} real ranks, on rank {rank},"
+            expect(not isinstance(told, str), f"{where} {told}")
+            _judge_row(where, told, n)
+    return (
+        "1, 2 and 3 real ranks: output and all gradients as in one process, the bias "
+        "once and trained on every rank, one all-reduce"
+    )
+
+
+class _Reduce(torch.autograd.Function):
+    """The chapter's g: all-reduce in forward, nothing in backward."""
+
+    numels: list[int] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        _Reduce.numels.append(x.numel())
+        total = x.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _row_parts(n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the whole x, weight and bias."""
+    wide = n * OWN
+    return integers(5, ROWS, wide), integers(6, OUT, wide), 1 + integers(7, OUT).abs()
+
+
+def _use_row(row_linear: Callable) -> dict[str, Any] | str:
+    """On every rank: the layer, forward and backward."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    x, weight, bias = _row_parts(n)
+    parts = [x.chunk(n, 1)[rank].clone(), weight.chunk(n, 1)[rank].clone(), bias]
+    before = [part.clone() for part in parts]
+    for part in parts:
+        part.requires_grad_()
+    _Reduce.numels.clear()
+    barrier()
+    with TorchCollectives() as torchs, ByteMeter() as ours:
+        y = row_linear(*parts, _Reduce.apply)
+        if not isinstance(y, Tensor):
+            return f"your function returned {code(one_line(y))}, no tensor."
+        if y.requires_grad:
+            y.square().sum().backward()
+    return {
+        "y": y.detach(),
+        "grads": [part.grad for part in parts],
+        "numels": list(_Reduce.numels),
+        "others": max(
+            len(torchs.calls) - len(_Reduce.numels), int(ours.total_sent > 0)
+        ),
+        "untouched": all(map(torch.equal, before, [part.detach() for part in parts])),
+    }
+
+
+def _judge_row(where: str, told: dict[str, Any], n: int) -> None:
+    rank = int(where.split("rank ")[-1].rstrip(","))
+    whole = [part.requires_grad_() for part in _row_parts(n)]
+    x, weight, bias = whole
+    y = x @ weight.T + bias
+    y.square().sum().backward()
+    y = y.detach()
+    got, numels = told["y"], told["numels"]
+    shape = tuple(y.shape)
+    expect(
+        got.shape == y.shape,
+        f"{where} the output has the shape {tuple(got.shape)}; expected {shape}.",
+    )
+    times = (got - y + bias.detach()) / bias.detach()  # how often the bias is in it
+    often = times.unique().tolist()
+    expect(
+        len(often) != 1 or often == [1.0],
+        f"{where} the bias is in the output {often[0]:g} times; it is added once.",
+    )
+    expect(
+        torch.allclose(got, y),
+        f"{where} the output is not X @ W.T + bias; this rank's columns of X and W "
+        "give one summand of it.",
+    )
+    expect(
+        not told["others"] and numels == [ROWS * OUT],
+        f"{where} `reduce_sum` was called for {numels or 'no'} numbers (and other "
+        f"collectives: {told['others']}); one of {ROWS * OUT} is enough.",
+    )
+    names = ("x", "weight", "bias")
+    for name, part, all_of_it in zip(names, told["grads"], whole, strict=True):
+        wanted = all_of_it.grad
+        wanted = wanted.chunk(n, 1)[rank] if name != "bias" else wanted
+        expect(
+            part is not None,
+            f"{where} {name} got no gradient. Each rank steps its own copy of it; "
+            "one that is not trained drifts apart from the others.",
+        )
+        ratio = (part / wanted).nanmedian().item() if part.shape == wanted.shape else 0
+        expect(
+            part.shape == wanted.shape and torch.allclose(part, wanted),
+            f"{where} the gradient of {name} is not that of one process (in the median "
+            f"{ratio:.2g} times as large).",
+        )
+    expect(told["untouched"], f"{where} your function changed what it was given.")

@@ -1,0 +1,110 @@
+"""What the ranks of a pipeline did when, simulated or recorded: one kind of data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+OPS = {  # of `pipeline.Action`: in words
+    "F": "forward",
+    "B": "backward",
+    "I": "input's gradient",
+    "W": "weights' gradients",
+}
+SHORT = {word: op for op, word in OPS.items()}  # a recorded event may say "forward"
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a rank computed from `start` to `end`.
+
+    `op` is one of `OPS`, or the name of anything else. `stage` and `microbatch` are
+    None if it is about none.
+    """
+
+    rank: int
+    op: str
+    stage: int | None
+    microbatch: int | None
+    start: float
+    end: float
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What may be written on it, from long to short."""
+        if self.microbatch is None:
+            word = OPS.get(self.op, self.op)
+            return (word,) if word == self.op else (word, self.op)
+        return f"{self.op}{self.microbatch}", f"{self.microbatch}"
+
+
+def works_of(events: Iterable[Any], unit: float = 1.0) -> list[Work]:
+    """Return what ranks computed, by rank and start.
+
+    Events are those of `pipeline.simulate`, which have an action, and whose time 1 is
+    `unit` here; or `measure.Event`s with the lane "compute", whose `detail` may name
+    the stage and the microbatch; or `Work`. What only waits or sends is left out.
+    Raises ValueError if nothing is left, or if `unit` is not above 0.
+    """
+    if not 0 < unit < math.inf:
+        raise ValueError(f"unit is {unit!r}; it must be a time above 0")
+    works = []
+    for event in events:
+        if isinstance(event, Work):
+            works.append(event)
+        elif hasattr(event, "action"):
+            a, start, end = event.action, float(event.start), float(event.end)
+            about = a.op, a.stage, a.microbatch
+            works.append(Work(event.rank, *about, start * unit, end * unit))
+        elif event.lane == "compute":
+            op = SHORT.get(event.op, event.op)
+            about = op, event.detail.get("stage"), event.detail.get("microbatch")
+            works.append(Work(event.rank, *about, event.start, event.end))
+    if not works:
+        raise ValueError("nothing was computed; there must be an event to draw")
+    return sorted(works, key=lambda work: (work.rank, work.start, work.end))
+
+
+def window(works: Sequence[Work]) -> tuple[float, float]:
+    """Return when the first work starts and the last one ends, on any rank."""
+    return min(work.start for work in works), max(work.end for work in works)
+
+
+def gaps(works: Sequence[Work], rank: int) -> list[tuple[float, float]]:
+    """Return when `rank` did nothing while the window of all ranks was open."""
+    now, end = window(works)
+    found = []
+    for work in works:
+        if work.rank == rank:
+            if work.start > now:
+                found.append((now, work.start))
+            now = max(now, work.end)
+    return [*found, (now, end)] if end > now else found
+
+
+def idle_share(works: Sequence[Work], rank: int | None = None) -> float:
+    """Return which share of the window a rank idles, or all ranks on average."""
+    start, end = window(works)
+    ranks = ranks_of(works) if rank is None else [rank]
+    idle = sum(b - a for one in ranks for a, b in gaps(works, one))
+    return idle / (len(ranks) * (end - start)) if end > start else 0.0
+
+
+def ranks_of(works: Sequence[Work]) -> list[int]:
+    """Return the ranks that computed anything, smallest first."""
+    return sorted({work.rank for work in works})
+
+
+def chunks_of(works: Sequence[Work]) -> Mapping[tuple[int, int | None], int]:
+    """Return the how-manyth stage of its rank each is: (rank, stage) -> 0, 1, ..."""
+    own: dict[int, set[int]] = {}
+    for work in works:
+        if work.stage is not None:
+            own.setdefault(work.rank, set()).add(work.stage)
+    return {
+        (rank, stage): chunk
+        for rank, stages in own.items()
+        for chunk, stage in enumerate(sorted(stages))
+    }

@@ -1,0 +1,69 @@
+"""Chapter 09."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def copy_to_ranks(x: Tensor, all_reduce: Callable[[Tensor], None]) -> Tensor:
+    """Return `x`; in backward, sum the gradients of all ranks."""
+
+    class Copy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            total = gradient.clone()  # it may be the gradient of others, too
+            all_reduce(total)
+            return total
+
+    return Copy.apply(x)
+
+
+def row_linear(
+    x: Tensor, weight: Tensor, bias: Tensor, reduce_sum: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return all of X @ W.T + bias, from this rank's columns of X and of W."""
+    return reduce_sum(F.linear(x, weight)) + bias  # once, after the sum
+
+
+def vocab_loss(
+    logits: Tensor, targets: Tensor, all_reduce: Callable[[Tensor, str], None]
+) -> tuple[float, Tensor]:
+    """Return the mean loss over all tokens, and its gradient for these logits."""
+    tokens, words = logits.shape
+    highest = logits.max(dim=1).values
+    all_reduce(highest, "max")
+    exponentials = (logits - highest[:, None]).exp()
+    place = targets - words * dist.get_rank()  # in this rank's part, if inside
+    mine = (place >= 0) & (place < words)
+    row, column = torch.arange(tokens)[mine], place[mine]
+    sums = torch.zeros(2, tokens)  # of the exponentials; of the target's logit
+    sums[0] = exponentials.sum(dim=1)
+    sums[1, mine] = logits[row, column] - highest[mine]
+    all_reduce(sums, "sum")
+    gradient = exponentials / sums[0, :, None]  # the softmax
+    gradient[row, column] -= 1
+    return (sums[0].log() - sums[1]).mean().item(), gradient / tokens
+
+
+def plan_cuts(layers: list[str]) -> list[str]:
+    """Return "column" or "row" for each linear: as few messages as possible."""
+    plan: list[str] = []
+    open_column = False  # the channels are cut at present
+    linears = [k for k, layer in enumerate(layers) if layer == "linear"]
+    for k, after in zip(linears, [*linears[1:], len(layers)], strict=True):
+        if open_column:
+            plan.append("row")
+            open_column = False
+        else:
+            between = layers[k + 1 : after]
+            open_column = after < len(layers) and "mixing" not in between
+            plan.append("column" if open_column else "row")
+    return plan

@@ -1,0 +1,67 @@
+"""Chapter 10."""
+
+from collections.abc import Callable
+from functools import cache
+from itertools import accumulate
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def my_gpipe(num_stages: int, num_microbatches: int, rank: int) -> list[str]:
+    """Return what `rank` does: all forwards of its stage, then all backwards."""
+    return [
+        f"{rank}{op}{microbatch}"
+        for op in "FB"
+        for microbatch in range(num_microbatches)
+    ]
+
+
+def my_cut(costs: list[float], num_stages: int) -> list[int]:
+    """Return how many layers each stage has, with the smallest dearest stage."""
+    before = list(accumulate(costs, initial=0))  # the cost of the first k layers
+
+    @cache
+    def best(first: int, stages: int) -> tuple[float, list[int]]:
+        """Cut the layers from `first` on: (cost of the dearest stage, sizes)."""
+        last = len(costs) - stages + 1  # one layer at least for each of the others
+        if stages == 1:
+            return before[-1] - before[first], [len(costs) - first]
+        found = []
+        for end in range(first + 1, last + 1):
+            dearest, sizes = best(end, stages - 1)
+            own = before[end] - before[first]
+            found.append((max(own, dearest), [end - first, *sizes]))
+        return min(found)
+
+    return best(0, num_stages)[1]
+
+
+def my_stage_step(
+    stage: nn.Module,
+    num_microbatches: int,
+    forward_in: Callable[[int], Tensor],
+    forward_out: Callable[[int, Tensor], None],
+    backward_in: Callable[[int], Tensor],
+    backward_out: Callable[[int, Tensor | None], None],
+) -> None:
+    """Take a stage through a step of GPipe; autograd ends at both of its boundaries."""
+    kept = []
+    for k in range(num_microbatches):
+        x = forward_in(k)
+        if x.is_floating_point():  # the first stage gets tokens
+            x.requires_grad_()
+        y = stage(x)
+        forward_out(k, y.detach())
+        kept.append((x, y))
+    for k, (x, y) in enumerate(kept):
+        y.backward(backward_in(k))
+        backward_out(k, x.grad)
+
+
+def microbatch_loss(logits: Tensor, targets: Tensor, counted: int) -> Tensor:
+    """Return this microbatch's part of the mean over the batch's `counted` targets."""
+    total = F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
+    )
+    return total / counted

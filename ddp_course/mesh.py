@@ -1,0 +1,219 @@
+"""A mesh: every rank has a coordinate on each axis, and a process group along each.
+
+With two kinds of parallelism at once, four ranks are a table. Here rows are replicas
+(dp, other rows of the batch), and the ranks of one row share one model (tp):
+
+               tp 0  tp 1        groups along tp:  (0, 1) (2, 3)
+        dp 0      0     1        groups along dp:  (0, 2) (1, 3)
+        dp 1      2     3
+
+Each rank is in one group of each axis: rank 2 computes with rank 3, and averages its
+gradients with rank 0. The last axis is the fastest: its ranks are neighbours, on one
+node as long as nodes are large enough. So the axis that talks most comes last: dp, pp,
+tp (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU
+Clusters Using Megatron-LM", section 3.5).
+
+`Mesh` is plain data, and says everything without a process; `make_groups` makes the
+process groups. PyTorch's `DeviceMesh` (torch/distributed/device_mesh.py) is both in one
+and has the same numbering. Explained in chapter 09.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch.distributed as dist
+
+from ddp_course.launch import Topology
+from ddp_course.parts.replicas import check_same
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Mesh:
+    """Which rank has which coordinates: the sizes of named axes, the last one fastest.
+
+        Mesh({"dp": 2, "tp": 3}).rank(dp=1, tp=0)           # 3
+
+    Attributes:
+        axes: the names, slowest first.
+        shape: how many ranks there are along each.
+
+    Raises ValueError for a mesh without axes, an axis that cannot be named in Python,
+    or a size below 1.
+    """
+
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        if not sizes:
+            raise ValueError("a mesh needs an axis, as in Mesh({'dp': 2, 'tp': 2})")
+        for axis, size in sizes.items():
+            if not isinstance(axis, str) or not axis.isidentifier():
+                raise ValueError(f"the axis {axis!r} must be a name, such as 'tp'")
+            if type(size) is not int or size < 1:
+                raise ValueError(
+                    f"the axis {axis} has size {size!r}; it must be a whole number >= 1"
+                )
+        object.__setattr__(self, "axes", tuple(sizes))
+        object.__setattr__(self, "shape", tuple(sizes.values()))
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return prod(self.shape)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The number of ranks along each axis, by name."""
+        return dict(zip(self.axes, self.shape, strict=True))
+
+    def size_of(self, axis: str) -> int:
+        """Return the number of ranks along `axis`."""
+        self.check_axis(axis)
+        return self.sizes[axis]
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Return where `rank` (0 to size - 1) is on each axis."""
+        if not 0 <= rank < self.size:
+            raise ValueError(
+                f"rank is {rank}; in a mesh {self} it can be 0 to {self.size - 1}"
+            )
+        found = {}
+        for axis, size in reversed(self.sizes.items()):
+            rank, found[axis] = divmod(rank, size)
+        return {axis: found[axis] for axis in self.axes}
+
+    def rank(self, **coordinates: int) -> int:
+        """Return who is there; a coordinate for each axis is needed."""
+        if coordinates.keys() != set(self.axes):
+            raise ValueError(
+                f"coordinates are for {', '.join(coordinates) or 'no axis'}; a mesh "
+                f"{self} needs {', '.join(self.axes)}"
+            )
+        rank = 0
+        for axis, size in self.sizes.items():
+            if not 0 <= coordinates[axis] < size:
+                raise ValueError(
+                    f"{axis} is {coordinates[axis]}; in a mesh {self} it can be 0 to "
+                    f"{size - 1}"
+                )
+            rank = rank * size + coordinates[axis]
+        return rank
+
+    def ranks_along(self, axis: str, rank: int) -> list[int]:
+        """Return the ranks that differ from `rank` on `axis` at most: its group."""
+        here = self.coordinates(rank)
+        return [self.rank(**{**here, axis: i}) for i in range(self.size_of(axis))]
+
+    def groups(self, axis: str) -> list[list[int]]:
+        """Return all groups along `axis`, ordered by their first ranks."""
+        self.check_axis(axis)
+        first = (r for r in range(self.size) if self.coordinates(r)[axis] == 0)
+        return [self.ranks_along(axis, rank) for rank in first]
+
+    def inside_nodes(self, axis: str, topology: Topology) -> bool:
+        """Tell whether no group along `axis` has ranks on two nodes of `topology`."""
+        self.check(topology.world_size)
+        return all(
+            len({topology.place(rank).node_rank for rank in group}) == 1
+            for group in self.groups(axis)
+        )
+
+    def check(self, world_size: int) -> None:
+        """Raise ValueError unless `world_size` ranks make this mesh."""
+        if world_size != self.size:
+            s = "" if world_size == 1 else "s"
+            raise ValueError(
+                f"{world_size} rank{s} cannot be a mesh {self}, which has {self.size}"
+            )
+
+    def check_axis(self, axis: str) -> None:
+        """Raise ValueError unless there is such an axis."""
+        if axis not in self.axes:
+            raise ValueError(f"axis is {axis!r}; it can be {', '.join(self.axes)}")
+
+    def describe(self, topology: Topology | None = None) -> str:
+        """Return the table of all ranks; with a topology, which axes leave a node."""
+        *slow, fast = self.axes
+        firsts = [self.coordinates(group[0]) for group in self.groups(fast)]
+        heads = [", ".join(f"{a} {here[a]}" for a in slow) for here in firsts]
+        names = [f"{fast} {i}" for i in range(self.shape[-1])]
+        width, cell_width = max(map(len, heads)), max(map(len, names)) + 2
+        rows = zip(["", *heads], [names, *self.groups(fast)], strict=True)
+        lines = [
+            f"{head:<{width}}" + "".join(f"{cell:>{cell_width}}" for cell in cells)
+            for head, cells in rows
+        ]
+        for axis in self.axes if topology else ():
+            inside = self.inside_nodes(axis, topology)
+            lines.append(f"{axis}: {'inside' if inside else 'between'} nodes")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"Mesh({self.sizes})"
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items())
+
+
+@dataclass(frozen=True)
+class Axes:
+    """This rank's process groups: one along each axis of a mesh."""
+
+    mesh: Mesh
+    rank: int
+    process_groups: Mapping[str, dist.ProcessGroup]
+
+    def __contains__(self, axis: str) -> bool:
+        return axis in self.mesh.axes
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """Return the group of the ranks along `axis`, this one included."""
+        self.mesh.check_axis(axis)
+        return self.process_groups[axis]
+
+    def size(self, axis: str) -> int:
+        """Return the number of ranks along `axis`."""
+        return self.mesh.size_of(axis)
+
+    def index(self, axis: str) -> int:
+        """Return where this rank is on `axis`: its rank within `group(axis)`."""
+        self.mesh.check_axis(axis)
+        return self.mesh.coordinates(self.rank)[axis]
+
+
+def make_groups(mesh: Mesh) -> Axes:
+    """Make the process groups of all axes; all ranks of the job call it together.
+
+    Every rank makes every group, in the same order, also those that it is not in: that
+    is what `new_group` asks for; otherwise some ranks hang. An axis along which all
+    ranks lie takes the group of all, which is there already. The groups last as long as
+    the job: make them once.
+
+    Raises ValueError, on all ranks, if they do not make this mesh, or were told
+    different ones. As torch.distributed.device_mesh.init_device_mesh. Chapter 09.
+    """
+    if not dist.is_initialized():
+        raise ValueError(
+            f"a mesh {mesh} needs ranks: call this under spawn or torchrun"
+        )
+    check_same({"the mesh": repr(mesh)}, _problem_with(mesh), None)
+    me, mine = dist.get_rank(), {}
+    for axis in mesh.axes:
+        for ranks in mesh.groups(axis):
+            everybody = len(ranks) == mesh.size
+            group = dist.group.WORLD if everybody else dist.new_group(ranks)
+            if me in ranks:
+                mine[axis] = group
+    return Axes(mesh, me, mine)
+
+
+def _problem_with(mesh: Mesh) -> str | None:
+    try:
+        mesh.check(dist.get_world_size())
+    except ValueError as error:
+        return str(error)
+    return None

@@ -1,0 +1,205 @@
+"""Is a schedule legal? `check` proves it, or says what is wrong first.
+
+A schedule is legal if
+
+1. it is complete: on each stage each microbatch has one F and either one B or one I and
+   one W, and each stage is on one rank;
+2. every rank can come to the end of its row, each action after those that it needs;
+3. no ranks wait for each other for ever when they send and receive, even if a send
+   lasts until the message is received;
+4. no rank keeps more activations than it has memory for, if a limit is given.
+
+1 and 4 are counted. 2 is played through once (`play`), and so is 3 (`rendezvous`): once
+is a proof. Chapter 11.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from numbers import Real
+
+from ddp_course.pipeline.play import play
+from ddp_course.pipeline.program import Program, program
+from ddp_course.pipeline.rendezvous import rendezvous
+from ddp_course.pipeline.schedule import OPS, Action, Schedule, ScheduleError
+from ddp_course.theory.pipeline import check_weight_share
+
+SENDS = ("blocking", "buffered")
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A schedule is legal: here is a way through it.
+
+    Attributes:
+        program: what each rank computes, sends and receives.
+        sends: "blocking" or "buffered": what has been proved.
+        order: all actions as (rank, action), each after all that it needs: carried out
+            one by one in this order, nobody ever waits.
+        peak_activations: per rank, in microbatches.
+    """
+
+    program: Program
+    sends: str
+    order: tuple[tuple[int, Action], ...]
+    peak_activations: tuple[Fraction, ...]
+
+    def __str__(self) -> str:
+        """A sentence and the order."""
+        schedule = self.program.schedule
+        peaks = ", ".join(map(str, self.peak_activations))
+        return (
+            f"{schedule.name} is legal with {self.sends} sends; activations of {peaks} "
+            f"microbatches at most on ranks 0 to {schedule.num_ranks - 1}; one by one: "
+            + " ".join(str(action) for _, action in self.order)
+        )
+
+
+def check(
+    schedule: Schedule,
+    *,
+    sends: str = "blocking",
+    fused: bool = True,
+    max_activations: Real | Sequence[Real] | None = None,
+    weight_share: Real = 1,
+) -> Proof:
+    """Return the proof that `schedule` is legal.
+
+    Args:
+        schedule: any.
+        sends: "blocking": a send lasts until it is received, as the strictest backend
+            may have it; or "buffered": nobody waits for a send, and messages are told
+            apart by what they are, so that point 3 is always given.
+        fused: whether messages between two actions are posted together (`program`).
+        max_activations: the most microbatches whose activations a rank may keep; one
+            limit for all, or one for each rank.
+        weight_share: the part of the activations that W needs and that stays after I.
+
+    Raises:
+        ScheduleError: names the first thing that is wrong, in the order of this
+            module's text.
+        ValueError: for another `sends`, and limits that are not one for each rank.
+
+    Chapter 11.
+    """
+    check_sends(sends)
+    for wrong in _incomplete(schedule):
+        raise ScheduleError(f"{schedule.name}: {wrong}")
+    try:
+        events = play(schedule)
+        steps = program(schedule, fused=fused)
+        if sends == "blocking":
+            events = rendezvous(steps)
+    except ScheduleError as error:
+        raise ScheduleError(f"{schedule.name}: {error}") from None
+    peaks = peak_activations(schedule, weight_share)
+    for wrong in _too_much(schedule, max_activations, weight_share):
+        raise ScheduleError(f"{schedule.name}: {wrong}")
+    order = tuple((event.rank, event.action) for event in events)
+    return Proof(steps, sends, order, peaks)
+
+
+def activations(
+    schedule: Schedule, rank: int, weight_share: Real = 1
+) -> list[Fraction]:
+    """Return how many microbatches' activations `rank` keeps after each of its actions.
+
+    F adds what its stage keeps, 1 / the number of the rank's stages; B takes it away; I
+    takes away all but the `weight_share` of it, a number from 0 to 1, and W that.
+    Raises ValueError for another `weight_share`.
+    """
+    check_weight_share(weight_share)
+    share = Fraction(weight_share)
+    change = {"F": Fraction(1), "B": Fraction(-1), "I": share - 1, "W": -share}
+    kept, now = [], Fraction(0)
+    for action in schedule.ranks[rank]:
+        now += change[action.op] / len(schedule.stages_of(rank))
+        kept.append(now)
+    return kept
+
+
+def peak_activations(
+    schedule: Schedule, weight_share: Real = 1
+) -> tuple[Fraction, ...]:
+    """Return for each rank the most that it keeps at a time, see `activations`."""
+    ranks = range(schedule.num_ranks)
+    return tuple(
+        max(activations(schedule, rank, weight_share), default=Fraction(0))
+        for rank in ranks
+    )
+
+
+def check_sends(sends: str) -> None:
+    """Raise ValueError unless `sends` is one of SENDS."""
+    if sends not in SENDS:
+        known = " or ".join(map(repr, SENDS))
+        raise ValueError(f"sends is {sends!r}; it can be {known}")
+
+
+# ---- what is wrong ------------------------------------------------------------------
+
+
+def _incomplete(schedule: Schedule) -> Iterator[str]:
+    """Say what is there too often, not at all, or where it must not be."""
+    first: dict[Action, int] = {}
+    for rank, row in enumerate(schedule.ranks):
+        for action in row:
+            yield from _outside(schedule, rank, action)
+            if action in first:
+                yield f"{action} is run twice, by ranks {first[action]} and {rank}"
+            first[action] = rank
+    for stage in range(schedule.num_stages):
+        ranks = schedule.homes.get(stage, ())
+        if len(ranks) != 1:
+            where = " and ".join(f"rank {rank}" for rank in ranks) or "no rank"
+            yield f"stage {stage} is on {where}; it must be on one"
+        for microbatch in range(schedule.num_microbatches):
+            yield from _not_once(first, stage, microbatch)
+
+
+def _outside(schedule: Schedule, rank: int, action: Action) -> Iterator[str]:
+    """Say if there is no such stage or microbatch."""
+    if action.stage >= schedule.num_stages:
+        yield f"rank {rank} runs {action}; the last stage is {schedule.num_stages - 1}"
+    last = schedule.num_microbatches - 1
+    if action.microbatch > last:
+        yield f"rank {rank} runs {action}; the last microbatch is {last}"
+
+
+def _not_once(run: Container[Action], stage: int, microbatch: int) -> Iterator[str]:
+    """Say what a microbatch lacks on a stage, or has twice."""
+    f, b, i, w = (Action(op, stage, microbatch) for op in OPS)
+    if f not in run:
+        yield f"{f} is missing"
+    halves = [half for half in (i, w) if half in run]
+    if b in run and halves:
+        yield f"{b} is run, and {halves[0]}, which is a part of it"
+    if b not in run and len(halves) == 1:
+        yield f"{w if halves == [i] else i} is missing: {halves[0]} is but half of {b}"
+    if b not in run and not halves:
+        yield f"{b} is missing, or {i} and {w} in its place"
+
+
+def _too_much(
+    schedule: Schedule, limits: Real | Sequence[Real] | None, weight_share: Real
+) -> Iterator[str]:
+    """Say which rank keeps more than its limit, and from which action on."""
+    if limits is None:
+        return
+    if not isinstance(limits, Sequence):
+        limits = [limits] * schedule.num_ranks
+    if len(limits) != schedule.num_ranks:
+        raise ValueError(
+            f"max_activations has {len(limits)} limits; there are "
+            f"{schedule.num_ranks} ranks"
+        )
+    for rank, limit in enumerate(limits):
+        kept = activations(schedule, rank, weight_share)
+        for action, now in zip(schedule.ranks[rank], kept, strict=True):
+            if now > limit:
+                yield (
+                    f"rank {rank} keeps the activations of {now} microbatches after "
+                    f"{action}; its limit is {limit}"
+                )

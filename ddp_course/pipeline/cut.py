@@ -1,0 +1,131 @@
+"""Where to cut a model into stages: the slowest stage sets the pace of all.
+
+`cut` gets what each layer costs, in any unit: multiply-adds, which one can count
+(`layer_costs`), or seconds, which one can measure (`layer_seconds`). Chapter 10.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from numbers import Real
+
+import torch
+from torch import Tensor, nn
+
+from ddp_course.model import GPTConfig
+from ddp_course.theory.checks import check_count, check_not_negative
+
+
+def cut(costs: Sequence[Real], num_stages: int) -> tuple[slice, ...]:
+    """Return the layers of each stage: slices of the list of layers, none empty.
+
+    The most expensive stage costs as little as it can. Among all such cuts the one with
+    the smallest sum of squares is taken, which keeps the other stages alike, too, and
+    of several the one with the most layers in its last stages. The same costs always
+    give the same cut. `cut([0, 4, 4, 4, 4, 1], 2)` is `(slice(0, 3), slice(3, 6))`.
+
+    Raises ValueError for a negative or infinite cost, for fewer than one stage, and for
+    more stages than layers. Source: dynamic programming, Bellman 1957. Chapter 10.
+    """
+    check_count("num_stages", num_stages)
+    if num_stages > len(costs):
+        raise ValueError(
+            f"num_stages is {num_stages}; there are {len(costs)} layers, and each "
+            "stage needs one"
+        )
+    for layer, cost in enumerate(costs):
+        check_not_negative(f"costs[{layer}]", cost)
+    upto = [0, *accumulate(costs)]  # upto[i]: the cost of layers 0 to i - 1
+
+    def stage(first: int, last: int) -> Real:
+        return upto[last] - upto[first]
+
+    def squared(first: int, last: int) -> Real:
+        return stage(first, last) ** 2 if stage(first, last) <= least else math.inf
+
+    least, _ = _best(len(costs), num_stages, stage, max)
+    _, ends = _best(len(costs), num_stages, squared, lambda one, other: one + other)
+    return tuple(slice(first, last) for first, last in pairwise(ends))
+
+
+def _best(
+    count: int,
+    parts: int,
+    price: Callable[[int, int], Real],
+    join: Callable[[Real, Real], Real],
+) -> tuple[Real, list[int]]:
+    """Cut 0 to `count` into `parts` ranges; return the lowest price, and the ends.
+
+    The best cut into k ranges that ends at `last` is one range, and before it the best
+    cut into k - 1 ranges of what is left.
+    """
+    best = {last: (price(0, last), [0, last]) for last in range(1, count + 1)}
+    for k in range(2, parts + 1):
+        best = {
+            last: min(
+                (join(best[first][0], price(first, last)), [*best[first][1], last])
+                for first in range(k - 1, last)
+            )
+            for last in range(k, count + 1)
+        }
+    return best[count]
+
+
+# ---- what a layer costs -------------------------------------------------------------
+
+
+def layer_costs(config: GPTConfig, tokens: int | None = None) -> list[int]:
+    """Return the multiply-adds of each of `[embed, *blocks, head]` in forward.
+
+    For one row of T tokens (the block size, without `tokens`), C channels and V
+    characters: the embedding looks up and adds, 0; a block's matrices take 12 T C² and
+    the two products of attention 2 T² C, half of which is masked, but not saved
+    everywhere; the head takes T C V. Backward takes about twice as much of each, so
+    the shares are the same. Raises ValueError for fewer than one token. Chapter 10.
+    """
+    t = config.block_size if tokens is None else tokens
+    check_count("tokens", t)
+    c = config.d_model
+    block = 12 * t * c * c + 2 * t * t * c
+    return [0, *[block] * config.n_layer, t * c * config.vocab_size]
+
+
+def layer_seconds(
+    layers: Sequence[nn.Module], x: Tensor, repeats: int = 5
+) -> list[float]:
+    """Return the seconds that forward and backward of each layer take: medians.
+
+    `x` goes through all layers one after the other, `repeats` times after a first time
+    that does not count. Gradients are computed and dropped: no `.grad` changes. Raises
+    ValueError for fewer than one repeat. Chapter 10.
+    """
+    check_count("repeats", repeats)
+    times: list[list[float]] = [[] for _ in layers]
+    for _ in range(repeats + 1):
+        value = x
+        for layer, seconds in zip(layers, times, strict=True):
+            value = value.detach().requires_grad_(value.is_floating_point())
+            start = _now(x.device)
+            value = _forward_backward(layer, value)
+            seconds.append(_now(x.device) - start)
+    return [statistics.median(seconds[1:]) for seconds in times]
+
+
+def _forward_backward(layer: nn.Module, x: Tensor) -> Tensor:
+    """Return what `layer` makes of `x`, after computing all gradients once."""
+    y = layer(x)
+    wanted = [p for p in (x, *layer.parameters()) if p.requires_grad]
+    if wanted and y.requires_grad:
+        torch.autograd.grad(y, wanted, torch.ones_like(y), allow_unused=True)
+    return y
+
+
+def _now(device: torch.device) -> float:
+    """Return the time in seconds when all that was asked of `device` is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

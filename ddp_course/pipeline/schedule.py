@@ -1,0 +1,191 @@
+"""Schedules: which rank computes what in which order, as plain data.
+
+A pipeline is decided before anything is computed. The model is cut into *stages*, the
+batch into *microbatches*, and an *action* is one of four things that a stage does with
+a microbatch:
+
+    F  forward: from the stage's input to its output
+    B  backward: from the output's gradient to the input's and the weights' gradients
+    I  the half of B that somebody waits for: the gradient of the input
+    W  the half of B that nobody waits for: the gradients of the weights
+
+A *schedule* is a row of actions for each rank. It says nothing about time: a rank takes
+the next action of its row as soon as what it needs has arrived. Two ranks, two
+microbatches, first all forwards and then all backwards:
+
+    gpipe: 2 stages on 2 ranks, 2 microbatches
+    rank 0 | 0F0 0F1 0B0 0B1
+    rank 1 | 1F0 1F1 1B0 1B1
+
+Schedules can be printed, drawn, checked (`checker`) and played through in virtual time
+(`simulate`) without any process; `runtime` executes them on real ranks. The notation is
+that of PyTorch's torch/distributed/pipelining/schedules.py. Chapters 10 and 11.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from ddp_course.theory.checks import check_count
+
+OPS = ("F", "B", "I", "W")
+
+
+class ScheduleError(ValueError):
+    """A schedule cannot be run; the text says what is wrong first."""
+
+
+@dataclass(frozen=True)
+class Action:
+    """What one stage does with one microbatch. "2F0": stage 2, forward, microbatch 0.
+
+    Attributes:
+        op: "F", "B", "I" or "W".
+        stage: 0 has the model's input, the last one the loss.
+        microbatch: counted from 0.
+
+    Raises ValueError for another op, and for a stage or a microbatch below 0.
+    """
+
+    op: str
+    stage: int
+    microbatch: int
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        if self.op not in OPS:
+            raise ValueError(f"op is {self.op!r}; it can be one of {', '.join(OPS)}")
+        for name in ("stage", "microbatch"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
+                raise ValueError(
+                    f"{name} is {value!r}; it must be an integer, 0 or more"
+                )
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Return the action that is written `text`. Raises ValueError if none is."""
+        found = re.fullmatch(r"(\d+)([FBIW])(\d+)", text)
+        if not found:
+            raise ValueError(
+                f"{text!r} is no action; it must be stage, op and microbatch, as in "
+                f"'2F0', with one of the ops {', '.join(OPS)}"
+            )
+        stage, op, microbatch = found.groups()
+        return cls(op, int(stage), int(microbatch))
+
+    @property
+    def made_for(self) -> int | None:
+        """The stage that gets the result: F's is the next, B's and I's the one before.
+
+        The last stage + 1 and -1 are none of the model's; W's result is for nobody.
+        """
+        return {"F": self.stage + 1, "W": None}.get(self.op, self.stage - 1)
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.op}{self.microbatch}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """All actions of one training step. Being legal is another matter: see `check`.
+
+    Attributes:
+        name: for people.
+        num_stages: stages of the model, on all ranks together.
+        num_microbatches: parts of the batch.
+        ranks: for each rank its actions, in the order in which it takes them.
+
+    Raises ValueError for fewer than one stage, microbatch or rank.
+    """
+
+    name: str
+    num_stages: int
+    num_microbatches: int
+    ranks: tuple[tuple[Action, ...], ...]
+
+    def __post_init__(self) -> None:
+        """Check the numbers; make tuples of lists."""
+        object.__setattr__(self, "ranks", tuple(map(tuple, self.ranks)))
+        for name in ("num_stages", "num_microbatches", "num_ranks"):
+            check_count(name, getattr(self, name))
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that share the model."""
+        return len(self.ranks)
+
+    @cached_property
+    def homes(self) -> Mapping[int, tuple[int, ...]]:
+        """The ranks on which each stage is found: one, if the schedule is legal."""
+        homes: dict[int, tuple[int, ...]] = {}
+        for rank, row in enumerate(self.ranks):
+            for stage in {action.stage for action in row}:
+                homes[stage] = (*homes.get(stage, ()), rank)
+        return homes
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages on `rank`, smallest first."""
+        return tuple(sorted({action.stage for action in self.ranks[rank]}))
+
+    def rank_of(self, stage: int) -> int:
+        """Return the rank that has `stage`. Raises ValueError if none has."""
+        if stage not in self.homes:
+            raise ValueError(f"stage {stage} is on no rank")
+        return self.homes[stage][0]
+
+    def needs(self, action: Action) -> tuple[Action, ...]:
+        """Return the actions that must be done before `action` can begin.
+
+        F needs the activation that the stage before made; B and I need the activations
+        of their own F and the gradient that the stage after made; W needs its own I.
+        """
+        stage, microbatch = action.stage, action.microbatch
+        if action.op == "W":
+            return (Action("I", stage, microbatch),)
+        if action.op == "F":
+            before = stage - 1, microbatch
+            return (Action("F", *before),) if stage else ()
+        own = Action("F", stage, microbatch)
+        if stage == self.num_stages - 1:
+            return (own,)  # its gradient comes from the loss
+        return own, self.backward(stage + 1, microbatch)
+
+    def backward(self, stage: int, microbatch: int) -> Action:
+        """Return what makes the gradient of the stage's input: its I, or else its B."""
+        split = Action("I", stage, microbatch)
+        return split if split in self._splits else Action("B", stage, microbatch)
+
+    @cached_property
+    def _splits(self) -> frozenset[Action]:
+        return frozenset(a for row in self.ranks for a in row if a.op == "I")
+
+    def __str__(self) -> str:
+        """A row of text for each rank."""
+        head = (
+            f"{self.name}: {self.num_stages} stages on {self.num_ranks} ranks, "
+            f"{self.num_microbatches} microbatches"
+        )
+        width = max((len(str(a)) for row in self.ranks for a in row), default=0)
+        rows = (" ".join(str(a).ljust(width) for a in row) for row in self.ranks)
+        lines = (f"rank {rank} | {row}".rstrip() for rank, row in enumerate(rows))
+        return "\n".join([head, *lines])
+
+
+def parse(name: str, rows: Iterable[str]) -> Schedule:
+    """Return the schedule that is written as a line of actions for each rank.
+
+    `parse("mine", ["0F0 0B0", "1F0 1B0"])` has two stages and one microbatch: as many
+    as the largest numbers ask for. Raises ValueError for what is no action. Chapter 11.
+    """
+    ranks = tuple(tuple(map(Action.parse, row.split())) for row in rows)
+    actions = [action for row in ranks for action in row]
+    return Schedule(
+        name,
+        max((action.stage for action in actions), default=-1) + 1,
+        max((action.microbatch for action in actions), default=-1) + 1,
+        ranks,
+    )

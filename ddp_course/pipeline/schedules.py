@@ -1,0 +1,202 @@
+"""Five schedules, from the naive one to zero bubble, all of one rule.
+
+    run forward while fewer than `limit` microbatches are in flight, else backward
+
+A microbatch is *in flight* on a stage from its forward to its backward: so long its
+activations take memory. The limit is all that tells the first three schedules apart:
+
+    schedule     limit on rank r          bubble / whole time          activations kept
+    naive        1                        (p-1)/p                      1
+    gpipe        m                        (p-1)/(m+p-1)                m
+    one_f_one_b  p-r                      (p-1)/(m+p-1)                min(m, p-r)
+    interleaved  (v-1)p + 2(p-1-r) + 1    (p-1)/v / (m + (p-1)/v)      limit / v
+    zero_bubble  p-r, W later             (p-1)/3 / (m + (p-1)/3)      p, or less
+
+with p ranks and m microbatches, m at least p; interleaved with v stages on each rank,
+m a multiple of p; zero_bubble with F, I and W of equal time. Rank r has stage r, or in
+the interleaved schedule stages r, r + p, r + 2p, ... Chapters 10 and 11.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, pairwise
+
+from ddp_course.pipeline.schedule import Action, Schedule
+from ddp_course.theory.checks import check_count
+
+
+def naive(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Return the schedule in which one stage computes and all others wait.
+
+    A microbatch goes forward through all stages and back again before the next one
+    begins. Bubble (p-1)/p, however many microbatches there are; activations of one.
+    This is a model with `.to(device)` between its layers: "naive model parallelism".
+    Raises ValueError for fewer than one rank or microbatch. Chapter 10.
+    """
+    return _one_stage_per_rank("naive", num_ranks, num_microbatches, lambda rank: 1)
+
+
+def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Return the schedule with all forwards first, then all backwards.
+
+    Bubble (p-1)/(m+p-1); activations of all m microbatches. Raises ValueError for fewer
+    than one rank or microbatch. Source: Huang et al. 2019, "GPipe", arXiv:1811.06965,
+    section 2.3, which computes the activations a second time; PyTorch's ScheduleGPipe.
+    Chapter 10.
+    """
+    return _one_stage_per_rank(
+        "gpipe", num_ranks, num_microbatches, lambda rank: num_microbatches
+    )
+
+
+def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Return the schedule that goes backward as soon as it can: 1F1B.
+
+    While rank r's first microbatch goes to the last rank and back, p-1-r others can
+    follow it: p-r in flight keep the rank busy, and more would only take memory. After
+    this warm-up each backward makes room for one forward. The bubble is GPipe's,
+    (p-1)/(m+p-1); the activations are those of min(m, p-r) microbatches. Raises
+    ValueError for fewer than one rank or microbatch. Source: Narayanan et al. 2021,
+    "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-Flush),
+    arXiv:2006.09503, section 3.2; PyTorch's Schedule1F1B. Chapter 11.
+    """
+    return _one_stage_per_rank(
+        "1f1b", num_ranks, num_microbatches, lambda rank: num_ranks - rank
+    )
+
+
+def interleaved(
+    num_ranks: int, num_microbatches: int, stages_per_rank: int = 2
+) -> Schedule:
+    """Return 1F1B with v smaller stages on each rank instead of a large one.
+
+    Stage s is on rank s % p, so a microbatch passes each rank v times, and filling the
+    pipeline takes 1/v of the time: bubble (p-1)/v / (m + (p-1)/v), for v times as many
+    messages. Microbatches go in groups of at least p: a whole group passes one stage of
+    a rank before its first microbatch comes round to the rank's next stage. So rank r's
+    first backward can begin after the first group's forwards in v-1 stages and, in the
+    last one, twice the p-1-r that 1F1B has. That many and one are in flight. With
+    groups of p, rank 0 keeps p(1 + (p-1)/(pv)) microbatches' activations, 1F1B p.
+
+    Megatron-LM asks for a multiple of p microbatches; PyTorch for groups of one size.
+    Here the first groups may have one microbatch more than the last, so every number is
+    legal, and from p on the bubble is the formula's.
+
+    Raises ValueError for fewer than one rank, microbatch or stage. Source: Narayanan et
+    al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
+    Megatron-LM", arXiv:2104.04473, section 2.2; Korthikanti et al. 2022,
+    arXiv:2205.05198, section 4.2.3; PyTorch's ScheduleInterleaved1F1B. Chapter 11.
+    """
+    p, m, v = num_ranks, num_microbatches, stages_per_rank
+    check_count("stages_per_rank", v)
+    sizes = _groups(p, m)
+    rows = []
+    for rank in range(p):
+        own = range(rank, p * v, p)
+        limit = (v - 1) * sizes[0] + 2 * (p - 1 - rank) + 1
+        forwards = _in_groups("F", own, sizes)
+        rows.append(_at_most(limit, forwards, _in_groups("B", own[::-1], sizes)))
+    return Schedule("interleaved", p * v, m, rows)
+
+
+def zero_bubble(
+    num_ranks: int, num_microbatches: int, stages_per_rank: int = 1
+) -> Schedule:
+    """Return ZB-H1: 1F1B with the weights' gradients computed where ranks would wait.
+
+    The rank before waits for the gradient of the input alone, I. Those of the weights,
+    W, can come at any later time: rank r is r of them behind all the way, and makes up
+    for it at the end, when 1F1B would idle. Bubble (p-1)(F+I-W) of time instead of
+    (p-1)(F+I+W); activations of p-r microbatches as with 1F1B, and of r more what their
+    W needs, so those of at most p.
+
+    With v stages on each rank it is interleaved, too: the bubble is 1/v of that, for v
+    times as many messages, and for no more memory where p divides m. Raises ValueError
+    for fewer than one rank, microbatch or stage. Source: Qi et al. 2024, "Zero Bubble
+    Pipeline Parallelism", arXiv:2401.10241, section 2; PyTorch's
+    ScheduleInterleavedZeroBubble. Chapter 11.
+    """
+    p, m, v = num_ranks, num_microbatches, stages_per_rank
+    check_count("stages_per_rank", v)
+    sizes = _groups(p, m)
+    rows = []
+    for rank in range(p):
+        own = range(rank, p * v, p)
+        limit = (v - 1) * sizes[0] + p - rank
+        forwards = _in_groups("F", own, sizes)
+        row = _at_most(limit, forwards, _in_groups("I", own[::-1], sizes))
+        rows.append(_weights_behind(row, rank))
+    return Schedule("zero_bubble", p * v, m, rows)
+
+
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    "naive": naive,
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zero_bubble": zero_bubble,
+}
+
+
+# ---- the rule -----------------------------------------------------------------------
+
+
+def _at_most(
+    limit: int, forwards: Sequence[Action], backwards: Sequence[Action]
+) -> list[Action]:
+    """Go forward while fewer than `limit` are in flight, else backward."""
+    row: list[Action] = []
+    done = 0  # backwards; all else in the row are forwards
+    while done < len(backwards):
+        begun = len(row) - done
+        if begun < len(forwards) and begun - done < limit:
+            row.append(forwards[begun])
+        else:
+            row.append(backwards[done])
+            done += 1
+    return row
+
+
+def _groups(p: int, m: int) -> list[int]:
+    """Divide m microbatches into groups of at least p, as equal as they can be."""
+    check_count("num_ranks", p)
+    check_count("num_microbatches", m)
+    count = max(1, m // p)
+    return [m // count + (group < m % count) for group in range(count)]
+
+
+def _one_stage_per_rank(
+    name: str, p: int, m: int, limit: Callable[[int], int]
+) -> Schedule:
+    """Apply the rule to rank r's stage r."""
+    check_count("num_ranks", p)
+    check_count("num_microbatches", m)
+    rows = []
+    for rank in range(p):
+        forwards, backwards = (_in_groups(op, [rank], [m]) for op in "FB")
+        rows.append(_at_most(limit(rank), forwards, backwards))
+    return Schedule(name, p, m, rows)
+
+
+def _in_groups(op: str, stages: Sequence[int], sizes: Sequence[int]) -> list[Action]:
+    """Take a group of microbatches through all `stages`, then the next group."""
+    starts = [0, *accumulate(sizes)]
+    return [
+        Action(op, stage, microbatch)
+        for first, last in pairwise(starts)
+        for stage in stages
+        for microbatch in range(first, last)
+    ]
+
+
+def _weights_behind(row: Sequence[Action], behind: int) -> Iterator[Action]:
+    """After each I but the first `behind` the oldest W that is due; the rest last."""
+    due: list[Action] = []
+    for action in row:
+        yield action
+        if action.op == "I":
+            due.append(Action("W", action.stage, action.microbatch))
+            if len(due) > behind:
+                yield due.pop(0)
+    yield from due

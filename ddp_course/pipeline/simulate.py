@@ -1,0 +1,140 @@
+"""What a schedule costs, in virtual time: when each rank computes, and when it waits.
+
+    print(simulate(gpipe(2, 3)))
+
+    gpipe: 2 stages on 2 ranks, 3 microbatches; 1/4 of the time idle
+    rank 0 | 0F0 0F1 0F2     0B0 ... 0B1 ... 0B2 ...
+    rank 1 |     1F0 1F1 1F2 1B0 ... 1B1 ... 1B2 ...
+
+Chapters 10 and 11.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from numbers import Rational, Real
+
+from ddp_course.pipeline.checker import check_sends, peak_activations
+from ddp_course.pipeline.play import Costs, Event, play
+from ddp_course.pipeline.program import program
+from ddp_course.pipeline.rendezvous import rendezvous
+from ddp_course.pipeline.schedule import Schedule
+
+COLUMNS = 200  # the most that a line of text is divided into
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What `simulate` has found. Times are in the unit of the costs.
+
+    Attributes:
+        schedule: what was played.
+        events: the ranks' actions with start and end, in the order of their starts.
+        peak_activations: per rank, in microbatches.
+    """
+
+    schedule: Schedule
+    events: tuple[Event, ...]
+    peak_activations: tuple[Fraction, ...]
+
+    @property
+    def makespan(self) -> Real:
+        """The time from the first action's start to the last one's end."""
+        starts = (event.start for event in self.events)
+        return max(event.end for event in self.events) - min(starts)
+
+    @property
+    def busy(self) -> tuple[Real, ...]:
+        """How long each rank computes."""
+        times: list[Real] = [0] * self.schedule.num_ranks
+        for event in self.events:
+            times[event.rank] += event.end - event.start
+        return tuple(times)
+
+    @property
+    def idle(self) -> tuple[Real, ...]:
+        """The share of the makespan in which each rank does not compute."""
+        whole = self.makespan
+        return tuple(_share(whole - busy, whole) for busy in self.busy)
+
+    @property
+    def bubble(self) -> Real:
+        """The share of all ranks' time in which they do not compute: mean of `idle`."""
+        return _share(sum(self.idle), self.schedule.num_ranks)
+
+    def __str__(self) -> str:
+        """A row of text for each rank: columns of time, or the times as numbers."""
+        head = str(self.schedule).partition("\n")[0]
+        head += f"; {_text(self.bubble)} of the time idle"
+        return "\n".join([head, *_chart(self.schedule.num_ranks, self.events)])
+
+
+def simulate(
+    schedule: Schedule,
+    costs: Costs | None = None,
+    *,
+    sends: str = "buffered",
+    weight_share: Real = 1,
+) -> Simulated:
+    """Return what happens when, on ranks that each compute as fast as `costs` say.
+
+    Without `costs`, F, I and W take 1 each, B takes 2 and messages no time: then the
+    bubbles in `schedules` hold exactly. With `sends="blocking"` ranks also wait for
+    their messages to arrive at others, as in `rendezvous`. For `weight_share` see
+    `activations`. Raises ScheduleError for a schedule that comes to no end, ValueError
+    for costs that do not fit. Chapters 10 and 11.
+    """
+    check_sends(sends)
+    if sends == "blocking":
+        events = rendezvous(program(schedule), costs)
+    else:
+        events = play(schedule, costs)
+    return Simulated(
+        schedule,
+        tuple(sorted(events, key=lambda event: (event.start, event.end, event.rank))),
+        peak_activations(schedule, weight_share),
+    )
+
+
+# ---- how it is written --------------------------------------------------------------
+
+
+def _share(part: Real, whole: Real) -> Real:
+    """Divide; integers and fractions exactly."""
+    return part / Fraction(whole) if isinstance(whole, Rational) else part / whole
+
+
+def _text(number: Real) -> str:
+    return str(number) if isinstance(number, Rational) else f"{number:.3f}"
+
+
+def _chart(num_ranks: int, events: Sequence[Event]) -> list[str]:
+    """Return a line for each rank: columns of time if all times are whole columns."""
+    times = [time for event in events for time in (event.start, event.end)]
+    column = _common(times)
+    width = max(3, *(len(str(event.action)) for event in events))
+    rows: list[list[str]] = [[] for _ in range(num_ranks)]
+    for event in events:  # in the order of their starts
+        row = rows[event.rank]
+        if column is None:
+            start, end = float(event.start), float(event.end)
+            row.append(f"{event.action} {start:.4g}-{end:.4g}")
+            continue
+        row += [""] * (int(event.start / column) - len(row))
+        row += [str(event.action)]
+        row += ["..."] * (int(event.end / column) - len(row))
+    cells = (" ".join(cell.ljust(width) for cell in row) for row in rows)
+    return [f"rank {rank} | {line}".rstrip() for rank, line in enumerate(cells)]
+
+
+def _common(times: Sequence[Real]) -> Fraction | None:
+    """Return the longest column that divides all times, if it is not too short."""
+    if not all(isinstance(time, Rational) for time in times):
+        return None
+    exact = [Fraction(time) for time in times]
+    below = math.lcm(*(time.denominator for time in exact))
+    column = Fraction(math.gcd(*(int(time * below) for time in exact)), below)
+    return column if max(exact) <= COLUMNS * column else None

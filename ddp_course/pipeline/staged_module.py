@@ -1,0 +1,172 @@
+"""A model of which each rank has some layers: all but how it makes a step.
+
+How it comes to that, what an optimizer sees of it, its whole state and its gradients'
+norm. The step is in `pipeline_parallel`. Chapter 10.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp_course.collectives import communicator
+from ddp_course.collectives.port import Port
+from ddp_course.measure import active_meters
+from ddp_course.parts.replicas import broadcast_all
+from ddp_course.pipeline import full_state, gradients
+from ddp_course.pipeline.agreed import agreed
+from ddp_course.pipeline.messages import Form, rehearse
+from ddp_course.pipeline.schedule import Schedule
+from ddp_course.pipeline.stages import build_stages, merged
+
+
+class StagedModule(nn.Module):
+    """Holds this rank's layers of `model`: `parameters()` are theirs.
+
+    `module` has the layers under the names that they have in the model, `stages` has
+    them stage by stage. Made by all ranks together; the first rank's numbers are sent
+    to all.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup | None,
+        dp_group: dist.ProcessGroup | None,
+        loss_fn: Callable[[Tensor, Tensor], Tensor],
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self.program, self.plan = agreed(model, group, dp_group, **options)
+        self.group, self.comm, self.dp_group = group, communicator(group), dp_group
+        rank = self.comm.rank
+        for ranks in (group, dp_group) if dp_group is not None else (group,):
+            states = [*model.parameters(), *model.buffers()]
+            broadcast_all(states, communicator(ranks).ranks[0], ranks)
+        self.stages = build_stages(model, self.plan, rank, loss_fn)
+        self.module = merged(self.stages.values(), self.plan)
+        self.shapes = {key: value.shape for key, value in model.state_dict().items()}
+        whole, holders = dict(model.named_parameters()), self.plan.holders
+        self.parameters_by_name = {n: whole[n] for n in holders if rank in holders[n]}
+        self.shared = gradients.SharedGradients(
+            self.parameters_by_name, self.plan.shared, rank
+        )
+        self.device = next(model.parameters()).device
+        self.steps = 0
+        self._forms: dict[Any, dict[int, Form]] = {}
+
+    @property
+    def schedule(self) -> Schedule:
+        """What the ranks carry out in a step."""
+        return self.program.schedule
+
+    @property
+    def port(self) -> Port:
+        """How messages leave and arrive, counted by the meters that are open now."""
+        comm = self.comm
+        return Port(comm.group, comm.ranks, comm.rank, active_meters())
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield this rank's parameters, by their names in the plain model."""
+        for name, parameter in self.parameters_by_name.items():
+            yield prefix + ("." if prefix else "") + name, parameter
+
+    def agree_on(self, name: str, x: Any, y: Any, problem: str | None = None) -> None:
+        """Compare what is to be done, with which batch, before anything is sent.
+
+        Raises CollectiveError, on all ranks, if it differs or one rank has a problem.
+        """
+        problem = problem or _problem_with(x, y, self.schedule.num_microbatches)
+        words = f"{name}(x {_told(x)}, y {_told(y)})"
+        self.comm.perform(lambda: self.comm.agree(words, problem), async_op=False)
+
+    def forms_of(self, x: Tensor) -> dict[int, Form]:
+        """Return the forms of activations for batches such as x; called by all ranks.
+
+        For a kind of batch that is new, one row of it goes through all stages.
+        """
+        kind = x.dtype, x.shape[1:]
+        if kind not in self._forms:
+            row = x[:1].to(self.device)
+            self._forms[kind] = rehearse(self.stages, self.plan.ranks, row, self.port)
+        return self._forms[kind]
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm is at most `max_norm`; return it.
+
+        The norm is that of the whole model's gradient, as it was before; called by all
+        ranks. Raises ValueError for a `norm_type` that is not above 0. As
+        torch.nn.utils.clip_grad_norm_.
+        """
+        holders, by_name = self.plan.holders, self.parameters_by_name
+        owned = [p for n, p in by_name.items() if holders[n][0] == self.comm.rank]
+        return gradients.clip(
+            by_name.values(), owned, max_norm, norm_type, self.group, self.device
+        )
+
+    # ---- the whole state, in the form of one process ---------------------------------
+
+    def full_state_dict(self, rank0_only: bool = False) -> dict[str, Tensor]:
+        """Return what the plain model's `state_dict` would be, on the CPU.
+
+        Called by all ranks, of which with `rank0_only` the others get an empty dict.
+        """
+        return full_state.gathered(self, rank0_only)
+
+    def load_full_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Take the numbers of a plain model's `state_dict`; called by all ranks.
+
+        Each is given the whole of it and keeps its own part. Raises ReplicaError, on
+        every rank, if names or shapes do not fit.
+        """
+        full_state.load(self, state_dict)
+
+    def full_optimizer_state_dict(
+        self, optimizer: torch.optim.Optimizer, rank0_only: bool = False
+    ) -> dict[str, Any]:
+        """Return the state that `optimizer` would have in one process, on the CPU.
+
+        `optimizer` steps this module's `parameters()`; in one process it would have the
+        plain model's, in the same order. Called by all ranks, as `full_state_dict`.
+        """
+        return full_state.gathered_optimizer(self, optimizer, rank0_only)
+
+    def load_full_optimizer_state_dict(
+        self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
+    ) -> None:
+        """Let `optimizer` go on from the state of one process; called by all ranks.
+
+        Each is given the whole of it and keeps its own part. Raises ReplicaError, on
+        every rank, if it does not fit.
+        """
+        full_state.load_optimizer(self, optimizer, state_dict)
+
+    def extra_repr(self) -> str:
+        """Tell who has what, and who does what when."""
+        return f"{self.plan}\n{self.schedule}"
+
+
+def _problem_with(x: Any, y: Any, least: int) -> str | None:
+    """Return why this batch cannot be used, or None. `least` rows are needed."""
+    if not isinstance(x, Tensor) or x.dim() == 0 or len(x) < least:
+        return (
+            f"x is {_told(x)}; it must be a tensor with a row or more for each of the "
+            f"{least} microbatches"
+        )
+    if y is not None and (not isinstance(y, Tensor) or y.shape[:1] != x.shape[:1]):
+        return f"y is {_told(y)}; it must be a tensor of {len(x)} rows, as x is"
+    return None
+
+
+def _told(value: Any) -> str:
+    """Say what a batch is, in words: "int64 [8, 64]"."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"

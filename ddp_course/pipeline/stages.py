@@ -1,0 +1,201 @@
+"""Stages: a model that is cut between its layers, and who has which piece.
+
+The course's GPT is a list of layers, each the next one's input: `spine`. A stage is a
+slice of it. Which slice, and on which rank, is decided first, as plain data:
+
+    stage 0 on rank 0: embed, blocks.0 (273,312 parameters)
+    stage 1 on rank 1: blocks.1, blocks.2, blocks.3, head (764,928 parameters)
+
+All names are those of the whole model, so the state of the whole is what the ranks have
+together. A parameter may be used in two stages: the tied GPT's output matrix is its
+token embedding. Then both have it, and it stays the same on both if the two gradients
+are summed before each step (`gradients`). Chapter 10.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor, nn
+
+
+def spine(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers that, called one after another, are the model, by name.
+
+    Of an `nn.Sequential` they are its members, of the course's GPT embed, the blocks
+    and head, as of any model with these attributes. Raises TypeError for another.
+    """
+    if isinstance(model, nn.Sequential):
+        return dict(model._modules)
+    if not all(hasattr(model, name) for name in ("embed", "blocks", "head")):
+        raise TypeError(
+            f"a {type(model).__name__} has no spine: it must be an nn.Sequential, or "
+            "have the layers embed, blocks (a list) and head"
+        )
+    blocks = {f"blocks.{k}": block for k, block in enumerate(model.blocks)}
+    return {"embed": model.embed, **blocks, "head": model.head}
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """Which layers each stage has, and on which rank it is.
+
+    Attributes:
+        layers: for each stage the names of its layers, in the order of the model.
+        ranks: for each stage its rank, counted in the pipeline.
+        numel: for each stage the elements of its parameters.
+        holders: parameter, by its name in the model -> the ranks that use it.
+    """
+
+    layers: tuple[tuple[str, ...], ...]
+    ranks: tuple[int, ...]
+    numel: tuple[int, ...]
+    holders: Mapping[str, tuple[int, ...]]
+
+    @property
+    def shared(self) -> dict[str, tuple[int, ...]]:
+        """The parameters that several ranks use, with these ranks."""
+        return {name: ranks for name, ranks in self.holders.items() if len(ranks) > 1}
+
+    def __str__(self) -> str:
+        lines = [
+            f"stage {stage} on rank {rank}: {', '.join(names)} ({numel:,} parameters)"
+            for stage, (rank, names, numel) in enumerate(
+                zip(self.ranks, self.layers, self.numel, strict=True)
+            )
+        ]
+        lines += [
+            f"{name} on ranks {', '.join(map(str, ranks))}: gradients are summed"
+            for name, ranks in self.shared.items()
+        ]
+        return "\n".join(lines)
+
+
+def stage_plan(
+    model: nn.Module, sizes: Sequence[int], ranks: Sequence[int]
+) -> StagePlan:
+    """Cut the model's spine into stages of so many layers each. Pure.
+
+    Args:
+        model: with a `spine`.
+        sizes: for each stage the number of its layers, 1 or more.
+        ranks: for each stage its rank.
+
+    Raises ValueError if `sizes` and `ranks` do not fit the model or each other.
+    """
+    layers = spine(model)
+    if len(sizes) != len(ranks):
+        raise ValueError(
+            f"sizes {list(sizes)} is for {len(sizes)} stages; the schedule has "
+            f"{len(ranks)}"
+        )
+    if min(sizes, default=0) < 1 or sum(sizes) != len(layers):
+        raise ValueError(
+            f"sizes is {list(sizes)}; it must be a number of layers for each stage, 1 "
+            f"or more, together {len(layers)}"
+        )
+    names, holders = list(layers), {}
+    cuts = [tuple(names[a:b]) for a, b in pairwise(accumulate(sizes, initial=0))]
+    of_stage = [_parameters(layers[name] for name in cut) for cut in cuts]
+    for name, parameter in model.named_parameters():
+        users = {
+            rank
+            for rank, own in zip(ranks, of_stage, strict=True)
+            if any(parameter is one for one in own)
+        }
+        if not users:
+            raise ValueError(f"{name} belongs to no layer of the model's spine")
+        holders[name] = tuple(sorted(users))
+    numel = tuple(sum(p.numel() for p in own) for own in of_stage)
+    return StagePlan(tuple(cuts), tuple(ranks), numel, holders)
+
+
+def _parameters(layers: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Return the parameters of several layers, each once."""
+    found = {id(p): p for layer in layers for p in layer.parameters()}
+    return list(found.values())
+
+
+class Part(nn.Module):
+    """Some of a model's layers, with the names that they have there."""
+
+    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        for name, layer in layers.items():
+            holder: nn.Module = self
+            *path, last = name.split(".")
+            for step in path:
+                if step not in holder._modules:
+                    holder.add_module(step, nn.Module())
+                holder = holder.get_submodule(step)
+            holder.add_module(last, layer)
+
+
+class Stage(Part):
+    """A slice of the spine: from the activations before it to those after it.
+
+    The last stage goes on to the loss, if it is given targets.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        layers: Mapping[str, nn.Module],
+        loss_fn: Callable[[Tensor, Tensor], Tensor],
+    ) -> None:
+        super().__init__(layers)
+        self.index, self.loss_fn = index, loss_fn
+        self.line = tuple(layers.values())  # the same modules, in order
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Call layer after layer: (B, T) or (B, T, C) -> (B, T, C), or a scalar loss.
+
+        Raises TypeError if a layer returns anything but a tensor: that is all that can
+        be sent.
+        """
+        for layer in self.line:
+            x = layer(x)
+            if not isinstance(x, Tensor):
+                raise TypeError(
+                    f"a {type(layer).__name__} of stage {self.index} returned a "
+                    f"{type(x).__name__}; between layers there must be one tensor"
+                )
+        return x if targets is None else self.loss_fn(x, targets)
+
+
+def build_stages(
+    model: nn.Module,
+    plan: StagePlan,
+    rank: int,
+    loss_fn: Callable[[Tensor, Tensor], Tensor],
+) -> dict[int, Stage]:
+    """Return the stages of `rank`, by number.
+
+    They are made of the model's own layers. Those of other ranks are not kept: they go
+    when the last reference to `model` does.
+    """
+    layers = spine(model)
+    return {
+        stage: Stage(stage, {name: layers[name] for name in names}, loss_fn)
+        for stage, names in enumerate(plan.layers)
+        if plan.ranks[stage] == rank
+    }
+
+
+def merged(stages: Iterable[Stage], plan: StagePlan) -> Part:
+    """Return the layers of several stages as one part of the model."""
+    layers = {}
+    for stage in stages:
+        layers |= zip(plan.layers[stage.index], stage.line, strict=True)
+    return Part(layers)
+
+
+def microbatches(x: Tensor, num_microbatches: int) -> tuple[Tensor, ...]:
+    """Cut a batch into microbatches along its rows; the first may have one row more.
+
+    Views, no copies.
+    """
+    return torch.tensor_split(x, num_microbatches)

@@ -1,0 +1,93 @@
+"""Cross-entropy of logits that are cut along the vocabulary: they are never gathered.
+
+With V = 50,257 and a few thousand tokens the logits are the largest tensor of a step.
+Of each row cross-entropy needs only three numbers of all ranks together: the largest
+logit, the sum of the exponentials, and the logit of the target. Chapter 09.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from ddp_course.collectives import ReduceOp
+from ddp_course.tensor_parallel.exchange import Group, Messages, exchange_of
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor, targets: Tensor, group: Group = None, *, ignore_index: int = -100
+) -> Tensor:
+    """Return the mean of -log p(target) over the targets that count: a scalar.
+
+    Args:
+        logits: (..., V/tp), this rank's part; the r-th rank of the group has the logits
+            of the tokens from r V/tp on.
+        targets: (...), int64, the same on all ranks.
+        group: the ranks that share the vocabulary.
+        ignore_index: targets with this value do not count; the mean of none is nan.
+
+    Two all-reduces of 4 and 8 bytes for each target, and none in backward. Raises
+    ValueError if the shapes do not match, or for a target that is no token. As
+    F.cross_entropy; Megatron-LM's `vocab_parallel_cross_entropy`
+    (megatron/core/tensor_parallel/cross_entropy.py). Chapter 09.
+    """
+    exchange = exchange_of(group)
+    if logits.shape[:-1] != targets.shape:
+        raise ValueError(
+            f"targets has shape {tuple(targets.shape)}; the logits are for "
+            f"{tuple(logits.shape[:-1])}"
+        )
+    rows, targets = logits.flatten(0, -2), targets.flatten()  # (R, V/tp), (R,)
+    counts = targets != ignore_index  # (R,)
+    chosen = targets[counts]
+    vocabulary = rows.shape[1] * exchange.size
+    if chosen.numel() and not 0 <= int(chosen.min()) <= int(chosen.max()) < vocabulary:
+        raise ValueError(
+            f"targets are from {int(chosen.min())} to {int(chosen.max())}; tokens are "
+            f"0 to {vocabulary - 1}, or {ignore_index} for none"
+        )
+    losses = VocabParallelCrossEntropy.apply(rows, targets, counts, exchange)  # (R,)
+    return losses.sum() / counts.sum()
+
+
+class VocabParallelCrossEntropy(Function):
+    """-log softmax(logits)[target] for each row, or 0 where the target does not count.
+
+    Computed in float32 if the logits have fewer bits.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, counts: Tensor, group: Messages
+    ) -> Tensor:
+        """Agree on the maximum; then on the sum and the target's logit, together."""
+        like = logits if logits.dtype == torch.float64 else logits.float()
+        largest = group.room(targets.shape, like)
+        torch.amax(like, 1, out=largest)
+        largest = group.total(largest, ReduceOp.MAX)  # (R,)
+        shifted = like - largest.unsqueeze(1)  # (R, V/tp): no exponential is too large
+        column = targets - group.rank * logits.shape[1]
+        mine = counts & (column >= 0) & (column < logits.shape[1])
+        column = column.masked_fill(~mine, 0).unsqueeze(1)  # (R, 1)
+        summands = group.room((2, len(targets)), like)
+        target = shifted.gather(1, column).squeeze(1)
+        summands[1].copy_(target.masked_fill(~mine, 0.0))
+        exponentials = shifted.exp_()
+        torch.sum(exponentials, 1, out=summands[0])
+        sums, target = group.total(summands)  # (R,) each
+        softmax = exponentials.div_(sums.unsqueeze(1))
+        ctx.save_for_backward(softmax, column, mine, counts)
+        ctx.dtype = logits.dtype
+        return (sums.log() - target).masked_fill(~counts, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """softmax - onehot(target), of the own part of the vocabulary."""
+        softmax, column, mine, counts = ctx.saved_tensors
+        weight = gradient.masked_fill(~counts, 0.0).unsqueeze(1)  # (R, 1)
+        logits = softmax * weight
+        logits.scatter_add_(1, column, -weight.masked_fill(~mine.unsqueeze(1), 0.0))
+        return logits.to(ctx.dtype), None, None, None

@@ -1,0 +1,42 @@
+"""Random numbers in a parallel region: other ones on each rank, and the same again.
+
+Outside of parallel regions all ranks compute the same, so a dropout there must draw the
+same mask on all of them: they have the same seed, and nothing is to be done. Inside,
+each rank has columns (or heads, or tokens) of its own. With the same seed, rank 1 would
+drop the columns of its part that rank 0 drops of its own: the masks of what is one
+tensor would repeat themselves.
+
+    with parallel_rng(group):
+        x = F.dropout(x, 0.1, training)
+
+The numbers inside depend on the rank and on the generator's state outside, which moves
+on by one number, on all ranks alike. So there is no other state to be saved: where that
+of the generator is put back, as for recomputation, the same masks come again.
+(Megatron-LM keeps a second generator, `get_cuda_rng_tracker().fork()` in
+megatron/core/tensor_parallel/random.py, whose state recomputation has to put back,
+too.) Chapter 09.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ddp_course.tensor_parallel.exchange import Group, exchange_of
+
+
+@contextmanager
+def parallel_rng(group: Group = None) -> Iterator[None]:
+    """Draw other random numbers on each rank of `group`, within the block.
+
+    After it all ranks draw the same again, if they did before. Of the CPU's generator
+    and that of this rank's GPU.
+    """
+    rank = exchange_of(group).rank
+    seed = int(torch.randint(1 << 48, ()))  # the same on all ranks; from the CPU's
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=gpus):
+        torch.manual_seed(seed + rank)
+        yield

@@ -1,0 +1,53 @@
+"""Ranks that share a model work on the same batch: have they been given the same?
+
+In data parallelism every rank has tokens of its own, and a `DistributedSampler` sees to
+it. Used here, it would make every sum over the ranks one of different sentences: no
+shape is wrong, the loss even falls, and nobody notices. Chapter 09.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from torch import Tensor
+
+from ddp_course.collectives.communicator import Communicator
+from ddp_course.model import GPTConfig, check_tokens
+
+
+def same_tokens(
+    comm: Communicator,
+    config: GPTConfig,
+    idx: Tensor,
+    targets: Tensor | None,
+    cut_sequence: bool = False,
+) -> None:
+    """Return if all ranks of `comm` have the same tokens, and they fit; else raise.
+
+    They are compared by a digest of 8 bytes. With `cut_sequence`, T must be a multiple
+    of the number of ranks. Raises CollectiveError, on every rank, with the same text.
+    """
+    digest, problem = hashlib.blake2b(digest_size=8), None
+    given = {"idx": idx} if targets is None else {"idx": idx, "targets": targets}
+    try:
+        for name, tokens in given.items():
+            check_tokens(name, tokens, config)
+            digest.update(tokens.cpu().contiguous().numpy().tobytes())
+        _check_shapes([tuple(t.shape) for t in given.values()], comm.size, cut_sequence)
+    except (ValueError, TypeError, AttributeError) as error:
+        problem = str(error)
+    words = f"forward of {', '.join(given)} with digest {digest.hexdigest()}"
+    comm.perform(lambda: comm.agree(words, problem), async_op=False)
+
+
+def _check_shapes(shapes: list[tuple[int, ...]], size: int, cut: bool) -> None:
+    """Raise ValueError for tokens that do not fit each other, or the ranks."""
+    if shapes[-1] != shapes[0]:
+        raise ValueError(
+            f"targets has shape {shapes[-1]}; the logits are for {shapes[0]}"
+        )
+    if cut and shapes[0][1] % size:
+        raise ValueError(
+            f"T is {shapes[0][1]}, which {size} ranks cannot share equally; with "
+            f"sequence_parallel it must be a multiple of {size}"
+        )

@@ -1,0 +1,157 @@
+"""What tensor parallelism sends in a step, and what a rank keeps: exact numbers.
+
+One activation between layers has S = B T C numbers. Of the course's GPT with L blocks
+on n ranks, all of which work on the same B sequences of T tokens:
+
+    each block    forward 2, backward 2     all-reduces of S numbers
+    embedding     forward 1                 the others' tokens are looked up elsewhere
+    head          backward 1                the gradient of what all columns are given
+    loss          forward 2                 of B T and of 2 B T numbers
+
+With sequence parallelism each all-reduce of S is a reduce-scatter and an all-gather,
+which send the same, and two more are at the ends: the embedding's gradient is gathered,
+and so is what the head is given. The gradients of parameters that every rank has, but
+uses for its own tokens only, are summed: L (6 C) + 2 C numbers, and the positions.
+
+Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2. Chapter 09.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from ddp_course.model import GPTConfig
+from ddp_course.theory.checks import check_count, check_world
+from ddp_course.theory.volume import bytes_sent
+
+
+@dataclass(frozen=True)
+class TensorParallelVolume:
+    """What one rank sends in one training step, in bytes, and in how many all-reduces.
+
+    Attributes:
+        hidden: activations and their gradients, S numbers at a time.
+        loss: what cross-entropy needs of all ranks.
+        parameters: gradients of parameters that all have; with sequence parallelism.
+        all_reduces: how many, all of these together.
+        pairs: reduce-scatters, and as many all-gathers.
+    """
+
+    hidden: Fraction
+    loss: Fraction
+    parameters: Fraction
+    all_reduces: int
+    pairs: int = 0
+
+    @property
+    def total(self) -> Fraction:
+        """All bytes together."""
+        return self.hidden + self.loss + self.parameters
+
+
+def tensor_parallel_volume(
+    config: GPTConfig,
+    batch: int,
+    tp_size: int,
+    *,
+    sequence: int | None = None,
+    sequence_parallel: bool = False,
+    itemsize: int = 4,
+    all_reduce: str = "all_reduce_ring",
+) -> list[TensorParallelVolume]:
+    """Return for every rank, in rank order, what it sends in a step.
+
+    Args:
+        config: the GPT, of which nothing is frozen.
+        batch: B, sequences.
+        tp_size: n, ranks.
+        sequence: T, tokens of each; None is the block size.
+        sequence_parallel: norms and residuals are cut along the sequence.
+        itemsize: bytes of a number.
+        all_reduce: an algorithm of `bytes_sent`, or "one_shot": every rank sends all
+            others its own, (n - 1) S, as small tensors go through shared memory.
+
+    Raises ValueError for a count below 1, and for another algorithm. Chapter 09.
+    """
+    check_world(tp_size)
+    sequence = config.block_size if sequence is None else sequence
+    for name, count in (("batch", batch), ("sequence", sequence)):
+        check_count(name, count)
+    tokens = batch * sequence
+    c, blocks = config.d_model, config.n_layer
+    hidden, loss = tokens * c * itemsize, 3 * tokens * itemsize
+    replicated = replicated_parameters(config) * itemsize
+    volumes = []
+    pair = 2 * Fraction(tp_size - 1, tp_size)
+    for factor in _factors(all_reduce, tp_size):
+        if sequence_parallel:
+            # Embedding, norms and biases: 1 + 4 for each block + 1.
+            volume = TensorParallelVolume(
+                (4 * blocks + 2) * pair * hidden,
+                factor * loss,
+                factor * replicated,
+                all_reduces=4 * blocks + 4,
+                pairs=4 * blocks + 2,
+            )
+        else:
+            volume = TensorParallelVolume(
+                (4 * blocks + 2) * factor * hidden,
+                factor * loss,
+                Fraction(0),
+                all_reduces=4 * blocks + 4,
+            )
+        volumes.append(volume)
+    return volumes
+
+
+def _factors(all_reduce: str, tp_size: int) -> list[Fraction]:
+    """Return how many times its tensor each rank sends in an all-reduce."""
+    if all_reduce == "one_shot":
+        return [Fraction(tp_size - 1)] * tp_size
+    if not all_reduce.startswith("all_reduce"):
+        raise ValueError(
+            f"all_reduce is {all_reduce!r}; it can be 'one_shot' or an all-reduce of "
+            "bytes_sent"
+        )
+    return bytes_sent(all_reduce, tp_size)
+
+
+def mlp_volume(
+    numel: int, tp_size: int, naive: bool = False, itemsize: int = 4
+) -> Fraction:
+    """Return the bytes each rank sends for one MLP of 4C, forward and backward.
+
+    `numel` are the numbers of its input, B T C. Column, then row: an all-reduce each
+    way, 4 (n - 1)/n of its bytes. `naive`, columns of both matrices, gathered at once:
+    results of 4C and C are gathered in forward, and gradients as wide are summed in
+    backward: (5 + 2 * 5)(n - 1)/n. Chapter 09.
+    """
+    check_world(tp_size)
+    check_count("numel", numel)
+    times = 15 if naive else 4
+    return times * Fraction(tp_size - 1, tp_size) * numel * itemsize
+
+
+def replicated_parameters(config: GPTConfig) -> int:
+    """Return how many parameters of the course's GPT every rank has whole.
+
+    Positions, norms, and the biases that are added after a sum: T C + L (6 C) + 2 C.
+    """
+    c = config.d_model
+    return config.block_size * c + config.n_layer * 6 * c + 2 * c
+
+
+def tensor_parallel_parameters(config: GPTConfig, tp_size: int) -> int:
+    """Return how many parameters each of `tp_size` ranks has: 1/n of the others.
+
+    Raises ValueError if they cannot be cut equally. Chapter 09.
+    """
+    check_world(tp_size)
+    common = replicated_parameters(config)
+    if config.n_head % tp_size or config.vocab_size % tp_size:
+        raise ValueError(
+            f"tp_size is {tp_size}; it must divide the {config.n_head} heads and the "
+            f"{config.vocab_size} tokens of the vocabulary"
+        )
+    return common + (config.num_parameters - common) // tp_size

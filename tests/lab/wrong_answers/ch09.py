@@ -1,0 +1,306 @@
+"""Wrong answers to the exercises of chapter 09, each with a word of its hint."""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from ddp_course import collectives
+
+# copy_to_ranks
+
+
+def _function(forward, backward):
+    """Return an answer: an autograd function of these two."""
+
+    def copy_to_ranks(x, all_reduce):
+        class Copy(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return forward(x, all_reduce)
+
+            @staticmethod
+            def backward(ctx, gradient):
+                return backward(gradient, all_reduce)
+
+        return Copy.apply(x)
+
+    return copy_to_ranks
+
+
+def _summed(tensor, all_reduce):
+    total = tensor.clone()
+    all_reduce(total)
+    return total
+
+
+def _same(tensor, all_reduce):
+    return tensor.view_as(tensor)
+
+
+def _in_place(gradient, all_reduce):
+    all_reduce(gradient)
+    return gradient
+
+
+def _mean(gradient, all_reduce):
+    return _summed(gradient, all_reduce) / dist.get_world_size()
+
+
+def _twice(gradient, all_reduce):
+    _summed(gradient, all_reduce)
+    return _summed(gradient, all_reduce)
+
+
+def _named(function, name):
+    function.__name__ = function.__qualname__ = name
+    return function
+
+
+def nothing_at_all(x, all_reduce):
+    return x
+
+
+def detached(x, all_reduce):
+    return x.detach()
+
+
+def autograd_through_the_all_reduce(x, all_reduce):
+    y = x.clone()
+    all_reduce(y)
+    return y / dist.get_world_size()
+
+
+no_all_reduce = _named(_function(_same, _same), "no_all_reduce")
+the_other_way_round = _named(_function(_summed, _same), "the_other_way_round")
+mean_of_ranks = _named(_function(_same, _mean), "mean_of_ranks")
+in_place = _named(_function(_same, _in_place), "in_place")
+two_all_reduces = _named(_function(_same, _twice), "two_all_reduces")
+both_ways = _named(
+    _function(lambda x, r: _summed(x, r) / dist.get_world_size(), _summed), "both_ways"
+)
+
+
+# row_linear
+
+
+def bias_on_every_rank(x, weight, bias, reduce_sum):
+    return reduce_sum(F.linear(x, weight, bias))
+
+
+def a_share_of_the_bias(x, weight, bias, reduce_sum):
+    return reduce_sum(F.linear(x, weight, bias / dist.get_world_size()))
+
+
+def bias_on_rank_0(x, weight, bias, reduce_sum):
+    return reduce_sum(F.linear(x, weight, bias if dist.get_rank() == 0 else None))
+
+
+def no_bias(x, weight, bias, reduce_sum):
+    return reduce_sum(F.linear(x, weight))
+
+
+def no_sum(x, weight, bias, reduce_sum):
+    return F.linear(x, weight) + bias
+
+
+def summed_by_the_course(x, weight, bias, reduce_sum):
+    y = F.linear(x, weight)
+    collectives.all_reduce(y.data)
+    return y + bias
+
+
+def bias_summed_too(x, weight, bias, reduce_sum):
+    n = dist.get_world_size()
+    return reduce_sum(F.linear(x, weight)) + reduce_sum(bias) / n
+
+
+def summed_by_torch(x, weight, bias, reduce_sum):
+    y = F.linear(x, weight)
+    dist.all_reduce(y.data)
+    return y + bias
+
+
+def input_gathered(x, weight, bias, reduce_sum):
+    n, rank = dist.get_world_size(), dist.get_rank()
+
+    def whole(part):
+        parts = [torch.zeros_like(part) for _ in range(n)]
+        parts[rank] = part
+        return reduce_sum(torch.cat(parts, dim=1))
+
+    return F.linear(whole(x), whole(weight), bias)
+
+
+def transposed(x, weight, bias, reduce_sum):
+    return (reduce_sum(F.linear(x, weight)) + bias).T
+
+
+# vocab_loss
+
+
+def _loss(**mistakes):
+    def vocab_loss(logits, targets, all_reduce):
+        tokens, words = logits.shape
+        rank = dist.get_rank()
+        highest = logits.max(dim=1).values
+        if "no_max" in mistakes:
+            highest = torch.zeros(tokens)
+        elif "own_max" not in mistakes:
+            all_reduce(highest, "max")
+        shifted = (
+            logits.sub_(highest[:, None])
+            if "in_place" in mistakes
+            else logits - highest[:, None]
+        )
+        exponentials = shifted.exp()
+        place = targets - (0 if "no_offset" in mistakes else words * rank)
+        mine = (place >= 0) & (place < words)
+        if "everybody" in mistakes:
+            place, mine = place.clamp(0, words - 1), torch.ones_like(mine)
+        row, column = torch.arange(tokens)[mine], place[mine]
+        target = torch.zeros(tokens)
+        target[mine] = shifted[row, column]
+        total = exponentials.sum(dim=1)
+        if "own_sum" not in mistakes:
+            all_reduce(total, "sum")
+        all_reduce(target, "sum")
+        gradient = exponentials / total[:, None]
+        if "no_target" not in mistakes:
+            gradient[row, column] -= 1
+        loss = total.log() - target
+        if "sum" in mistakes:
+            return loss.sum().item(), gradient
+        scale = 1 if "not_divided" in mistakes else tokens
+        return loss.mean().item(), gradient / scale
+
+    return _named(vocab_loss, "_".join(mistakes))
+
+
+def logits_gathered(logits, targets, all_reduce):
+    n, rank, words = dist.get_world_size(), dist.get_rank(), logits.shape[1]
+    whole = torch.zeros(len(logits), n * words)
+    whole[:, rank * words : (rank + 1) * words] = logits
+    all_reduce(whole, "sum")
+    whole.requires_grad_()
+    loss = F.cross_entropy(whole, targets)
+    loss.backward()
+    return loss.item(), whole.grad.chunk(n, 1)[rank]
+
+
+def logits_gathered_by_torch(logits, targets, all_reduce):
+    parts = [torch.empty_like(logits) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, logits)
+    whole = torch.cat(parts, dim=1).requires_grad_()
+    loss = F.cross_entropy(whole, targets)
+    loss.backward()
+    return loss.item(), whole.grad.chunk(len(parts), 1)[dist.get_rank()]
+
+
+def gathered_by_the_course(logits, targets, all_reduce):
+    parts = [torch.empty_like(logits) for _ in range(dist.get_world_size())]
+    collectives.all_gather(parts, logits)
+    whole = torch.cat(parts, dim=1).requires_grad_()
+    loss = F.cross_entropy(whole, targets)
+    loss.backward()
+    return loss.item(), whole.grad.chunk(len(parts), 1)[dist.get_rank()]
+
+
+def own_words_only(logits, targets, all_reduce):
+    inside = targets % logits.shape[1]
+    logits = logits.clone().requires_grad_()
+    loss = F.cross_entropy(logits, inside)
+    loss.backward()
+    return loss.item(), logits.grad
+
+
+no_max = _loss(no_max=True)
+own_max = _loss(own_max=True)
+no_offset = _loss(no_offset=True)
+everybody = _loss(everybody=True)
+own_sum = _loss(own_sum=True)
+no_target = _loss(no_target=True)
+sum_of_tokens = _loss(sum=True)
+not_divided = _loss(not_divided=True)
+logits_changed = _loss(in_place=True)
+
+
+def the_loss_alone(logits, targets, all_reduce):
+    return _loss()(logits, targets, all_reduce)[0]
+
+
+# plan_cuts
+
+
+def all_by_column(layers):
+    return ["column"] * layers.count("linear")
+
+
+def all_by_row(layers):
+    return ["row"] * layers.count("linear")
+
+
+def in_turns(layers):
+    return [("column", "row")[k % 2] for k in range(layers.count("linear"))]
+
+
+def row_first(layers):
+    return [("row", "column")[k % 2] for k in range(layers.count("linear"))]
+
+
+def one_for_every_layer(layers):
+    return [("column", "row")[k % 2] for k, _ in enumerate(layers)]
+
+
+def in_words(layers):
+    return ["columns"] * layers.count("linear")
+
+
+WRONG = {
+    "copy_to_ranks": {
+        nothing_at_all: "0 times",
+        detached: "no way back",
+        autograd_through_the_all_reduce: "something was sent in forward",
+        no_all_reduce: "0 times",
+        the_other_way_round: "forward changes nothing",
+        mean_of_ranks: "this is the mean",
+        in_place: "the gradient of b was changed",
+        two_all_reduces: "one all-reduce",
+        both_ways: "something was sent in forward",
+    },
+    "row_linear": {
+        bias_on_every_rank: "2 times; it is added once",
+        a_share_of_the_bias: "0.5 times as large",
+        bias_on_rank_0: "bias got no gradient",
+        no_bias: "0 times; it is added once",
+        no_sum: "one summand",
+        bias_summed_too: "one of 15 is enough",
+        summed_by_the_course: "other collectives: 1",
+        summed_by_torch: "other collectives: 1",
+        input_gathered: "one of 15 is enough",
+        transposed: "the shape (5, 3)",
+    },
+    "vocab_loss": {
+        logits_gathered: "however many words",
+        logits_gathered_by_torch: "other collectives: 1",
+        gathered_by_the_course: "other collectives: 1",
+        own_words_only: "the loss is",
+        no_max: "Subtract the largest",
+        own_max: "the loss is",
+        no_offset: "which rank has",
+        everybody: "the loss is",
+        own_sum: "the loss is",
+        no_target: "1 at the target",
+        sum_of_tokens: "mean over the tokens",
+        not_divided: "1 at the target",
+        logits_changed: "changed what it was given",
+        the_loss_alone: "not (loss, gradient)",
+    },
+    "plan_cuts": {
+        all_by_column: "messages on two real ranks",
+        all_by_row: "messages on two real ranks",
+        in_turns: "messages on two real ranks",
+        row_first: "messages on two real ranks",
+        one_for_every_layer: "for each of 2 linears",
+        in_words: "expected a list with",
+    },
+}

@@ -1,0 +1,319 @@
+"""Wrong answers to the exercises of chapter 10, each with a word of its hint."""
+
+import itertools
+
+import torch
+import torch.nn.functional as F
+
+# my_gpipe
+
+
+def _row(rank, forwards, backwards):
+    return [f"{rank}F{k}" for k in forwards] + [f"{rank}B{k}" for k in backwards]
+
+
+def one_microbatch_at_a_time(num_stages, num_microbatches, rank):
+    return [f"{rank}{op}{k}" for k in range(num_microbatches) for op in "FB"]
+
+
+def as_early_as_it_can(num_stages, num_microbatches, rank):
+    warm_up = min(num_microbatches, num_stages - rank)
+    row = [f"{rank}F{k}" for k in range(warm_up)]
+    for k in range(num_microbatches):
+        row.append(f"{rank}B{k}")
+        if warm_up + k < num_microbatches:
+            row.append(f"{rank}F{warm_up + k}")
+    return row
+
+
+def odd_ranks_the_other_way(num_stages, num_microbatches, rank):
+    ks = range(num_microbatches)
+    return _row(rank, ks, ks[::-1] if rank % 2 else ks)
+
+
+def every_rank_has_every_stage(num_stages, num_microbatches, rank):
+    return [
+        f"{stage}{op}{k}"
+        for op in "FB"
+        for k in range(num_microbatches)
+        for stage in range(num_stages)
+    ]
+
+
+def the_last_one_is_forgotten(num_stages, num_microbatches, rank):
+    ks = range(num_microbatches)
+    return _row(rank, ks, ks[:-1])
+
+
+def counted_from_one(num_stages, num_microbatches, rank):
+    ks = range(1, num_microbatches + 1)
+    return _row(rank, ks, ks)
+
+
+def the_next_batch_too(num_stages, num_microbatches, rank):
+    ks = range(2 * num_microbatches)
+    return _row(rank, ks, ks)
+
+
+def a_line_of_text(num_stages, num_microbatches, rank):
+    ks = range(num_microbatches)
+    return " ".join(_row(rank, ks, ks))
+
+
+def forward_is_called_f(num_stages, num_microbatches, rank):
+    ks = range(num_microbatches)
+    return [one.lower() for one in _row(rank, ks, ks)]
+
+
+# my_cut
+
+
+def as_many_layers_each(costs, num_stages):
+    share, more = divmod(len(costs), num_stages)
+    return [share + (stage < more) for stage in range(num_stages)]
+
+
+def until_the_mean_is_reached(costs, num_stages):
+    mean, sizes, full = sum(costs) / num_stages, [0], 0
+    for k, cost in enumerate(costs):
+        left = len(costs) - k
+        stages_left = num_stages - len(sizes)
+        if sizes[-1] and stages_left and (full >= mean or left == stages_left):
+            sizes.append(0)
+            full = 0
+        sizes[-1] += 1
+        full += cost
+    return sizes
+
+
+def nearest_to_the_mean(costs, num_stages):
+    mean = sum(costs) / num_stages
+    return _best(
+        costs, num_stages, lambda parts: sum((sum(p) - mean) ** 2 for p in parts)
+    )
+
+
+def the_cheapest_is_dear(costs, num_stages):
+    return _best(costs, num_stages, lambda parts: -min(sum(p) for p in parts))
+
+
+def _best(costs, num_stages, badness):
+    def parts(sizes):
+        ends = list(itertools.accumulate(sizes))
+        return [costs[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+    every = itertools.product(range(1, len(costs) + 1), repeat=num_stages)
+    fitting = [list(sizes) for sizes in every if sum(sizes) == len(costs)]
+    return min(fitting, key=lambda sizes: badness(parts(sizes)))
+
+
+def where_the_stages_begin(costs, num_stages):
+    return [0, *itertools.accumulate(_right_cut(costs, num_stages)[:-1])]
+
+
+def the_layers_themselves(costs, num_stages):
+    rest = list(costs)
+    return [
+        [rest.pop(0) for _ in range(size)] for size in _right_cut(costs, num_stages)
+    ]
+
+
+def sorted_first(costs, num_stages):
+    costs.sort(reverse=True)
+    return _right_cut(costs, num_stages)
+
+
+def an_empty_stage(costs, num_stages):
+    return [len(costs), *[0] * (num_stages - 1)]
+
+
+def _right_cut(costs, num_stages):
+    return _best(costs, num_stages, lambda parts: max(sum(p) for p in parts))
+
+
+# my_stage_step
+
+
+def _step(needs_grad=True, through=None, retain=False, early=False, scale=1):
+    """Return an answer with the mistakes that are asked for."""
+
+    def my_stage_step(
+        stage, num_microbatches, forward_in, forward_out, backward_in, backward_out
+    ):
+        kept = []
+
+        def backward(k):
+            x, y = kept[k if through is None else through(k)]
+            gradient = backward_in(k) * scale
+            y.backward(gradient, retain_graph=retain)
+            backward_out(k, x.grad)
+
+        for k in range(num_microbatches):
+            x = forward_in(k)
+            if needs_grad and x.is_floating_point():
+                x.requires_grad_()
+            y = stage(x)
+            forward_out(k, y)
+            kept.append((x, y))
+            if early:
+                backward(k)
+        for k in range(0 if early else num_microbatches):
+            backward(k)
+
+    return my_stage_step
+
+
+def _named(name, **mistakes):
+    answer = _step(**mistakes)
+    answer.__name__ = answer.__qualname__ = name
+    return answer
+
+
+input_without_gradient = _named("input_without_gradient", needs_grad=False)
+through_the_last_forward = _named(
+    "through_the_last_forward", through=lambda k: -1, retain=True
+)
+graphs_are_kept = _named("graphs_are_kept", retain=True)
+one_at_a_time = _named("one_at_a_time", early=True)
+divided_once_more = _named("divided_once_more", scale=0.5)
+
+
+def all_back_at_once(
+    stage, num_microbatches, forward_in, forward_out, backward_in, backward_out
+):
+    ks, kept = range(num_microbatches), []
+    for k in ks:
+        x = forward_in(k)
+        if x.is_floating_point():
+            x.requires_grad_()
+        kept.append((x, stage(x)))
+        forward_out(k, kept[-1][1])
+    torch.autograd.backward([y for _, y in kept], [backward_in(k) for k in ks])
+    for k in ks:
+        backward_out(k, kept[k][0].grad)
+
+
+def only_the_last_counts(
+    stage, num_microbatches, forward_in, forward_out, backward_in, backward_out
+):
+    kept = []
+    for k in range(num_microbatches):
+        x = forward_in(k)
+        if x.is_floating_point():
+            x.requires_grad_()
+        kept.append((x, stage(x)))
+        forward_out(k, kept[-1][1])
+    for k, (x, y) in enumerate(kept):
+        stage.zero_grad()
+        y.backward(backward_in(k))
+        backward_out(k, x.grad)
+
+
+def never_goes_back(
+    stage, num_microbatches, forward_in, forward_out, backward_in, backward_out
+):
+    for k in range(num_microbatches):
+        forward_out(k, stage(forward_in(k)))
+
+
+def the_output_goes_back(
+    stage, num_microbatches, forward_in, forward_out, backward_in, backward_out
+):
+    kept = []
+    for k in range(num_microbatches):
+        x = forward_in(k)
+        if x.is_floating_point():
+            x.requires_grad_()
+        kept.append((x, stage(x)))
+        forward_out(k, kept[-1][1])
+    for k, (_, y) in enumerate(kept):
+        gradient = backward_in(k)
+        y.backward(gradient)
+        backward_out(k, gradient)
+
+
+# microbatch_loss
+
+
+def _entropy(logits, targets, **options):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), **options)
+
+
+def the_mean(logits, targets, counted):
+    return _entropy(logits, targets)
+
+
+def the_sum(logits, targets, counted):
+    return _entropy(logits, targets, reduction="sum")
+
+
+def by_places(logits, targets, counted):
+    return _entropy(logits, targets) * targets.numel() / counted
+
+
+def mean_times_own_targets(logits, targets, counted):
+    return _entropy(logits, targets) * (targets != -100).sum() / counted
+
+
+def no_tensor(logits, targets, counted):
+    return _entropy(logits, targets, reduction="sum").item() / counted
+
+
+def without_a_way_back(logits, targets, counted):
+    return _entropy(logits.detach(), targets, reduction="sum") / counted
+
+
+def zeros_count(logits, targets, counted):
+    targets[targets == -100] = 0
+    return _entropy(logits, targets, reduction="sum") / counted
+
+
+def by_its_own_count(logits, targets, counted):
+    own = (targets != -100).sum().clamp(min=1)
+    return _entropy(logits, targets, reduction="sum") / own
+
+
+WRONG = {
+    "my_gpipe": {
+        one_microbatch_at_a_time: "the forwards of all microbatches come first",
+        as_early_as_it_can: "the forwards of all microbatches come first",
+        odd_ranks_the_other_way: "the same on all ranks",
+        every_rank_has_every_stage: "rank 0 has stage 0 alone",
+        the_last_one_is_forgotten: "the checker says",
+        counted_from_one: "both are counted from 0",
+        the_next_batch_too: "both are counted from 0",
+        a_line_of_text: "expected a list of actions in words",
+        forward_is_called_f: "is no action",
+    },
+    "my_cut": {
+        as_many_layers_each: "all others wait for it",
+        until_the_mean_is_reached: "all others wait for it",
+        nearest_to_the_mean: "all others wait for it",
+        the_cheapest_is_dear: "all others wait for it",
+        where_the_stages_begin: "without layers",
+        the_layers_themselves: "the number of layers of each stage",
+        sorted_first: "all others wait for it",
+        an_empty_stage: "without layers",
+    },
+    "my_stage_step": {
+        input_without_gradient: "must require a gradient before",
+        through_the_last_forward: "go back through its own forward",
+        graphs_are_kept: "a graph that is not needed any more",
+        one_at_a_time: "come before the first backward",
+        divided_once_more: "gradient is",
+        all_back_at_once: "hand a result on as soon as it is there",
+        only_the_last_counts: "do all of them add up",
+        never_goes_back: "each of the 2 has one backward",
+        the_output_goes_back: "gradient is",
+    },
+    "microbatch_loss": {
+        the_mean: "A part must count as much as it has targets",
+        the_sum: "A part must count as much as it has targets",
+        by_places: "A part must count as much as it has targets",
+        mean_times_own_targets: "0 / 0",
+        no_tensor: "a scalar tensor through which backward can go",
+        without_a_way_back: "a scalar tensor through which backward can go",
+        zeros_count: "changed the targets",
+        by_its_own_count: "A part must count as much as it has targets",
+    },
+}

@@ -1,0 +1,300 @@
+"""What the tests of PipelineParallel share: models, training, planted fakes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp_course.model import GPT, GPTConfig, build_gpt
+from ddp_course.pipeline import (
+    PipelineParallel,
+    gradients,
+    messages,
+)
+from ddp_course.pipeline import pipeline_parallel as module_of_ours
+from ddp_course.pipeline.gradients import SharedGradients
+from ddp_course.pipeline.messages import Messages
+from ddp_course.pipeline.runtime import Run
+
+ROWS, TOKENS, CHARACTERS = 8, 5, 11  # rows that 3, 5, 6 and 7 cannot share equally
+GPT_TIED = GPTConfig(CHARACTERS, TOKENS, n_layer=6, n_head=2, d_model=14, tied=True)
+GPT_UNTIED = GPTConfig(CHARACTERS, TOKENS, n_layer=6, n_head=2, d_model=14)
+CLIP = 1.0
+
+
+def tied(seed: int = 0) -> GPT:
+    """Return a tied GPT of which one block and all first norms are frozen."""
+    model = build_gpt(GPT_TIED, seed)
+    model.blocks[2].requires_grad_(False)
+    for block in model.blocks:
+        block.norm1.requires_grad_(False)
+    return model
+
+
+def untied(seed: int = 0) -> GPT:
+    return build_gpt(GPT_UNTIED, seed)
+
+
+MODELS = {"tied": tied, "untied": untied}
+
+
+def batch(step: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
+    """Return the batch of a step: (rows, TOKENS) int64, twice."""
+    generator = torch.Generator().manual_seed(step)
+    drawn = torch.randint(CHARACTERS, (rows, TOKENS + 1), generator=generator)
+    return drawn[:, :-1], drawn[:, 1:]
+
+
+@dataclass
+class Trained:
+    """After each step: parameters and gradients by name, the norm and the loss."""
+
+    states: list[dict[str, Tensor]] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+    def note(self, named: Iterable[tuple[str, nn.Parameter]], norm, loss) -> None:
+        named = dict(named)
+        self.states.append({n: p.detach().clone() for n, p in named.items()})
+        self.gradients.append(
+            {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
+        )
+        self.norms.append(float(norm))
+        self.losses.append(float(loss.detach()))
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def alone(model: str = "tied", steps: int = 5) -> Trained:
+    """Train in one process with the whole batch."""
+    plain, told = MODELS[model](), Trained()
+    optimizer = adamw(plain.parameters())
+    for step in range(steps):
+        optimizer.zero_grad()
+        _, loss = plain(*batch(step))
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), CLIP)
+        optimizer.step()
+        told.note(plain.named_parameters(), norm, loss)
+    return told
+
+
+def train(
+    make: Callable[..., nn.Module], *args, model="tied", steps=5, **options
+) -> Trained:
+    """Train on this rank; the ranks start from different seeds."""
+    pipeline = make(MODELS[model](dist.get_rank()), *args, **options)
+    told, optimizer = Trained(), adamw(pipeline.parameters())
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = pipeline.step(*batch(step))
+        norm = pipeline.clip_grad_norm_(CLIP)
+        optimizer.step()
+        told.note(pipeline.named_parameters(), norm, loss)
+    return told
+
+
+def whole(ranks: list[Trained]) -> Trained:
+    """Lay the ranks' parts together; what two of them have must have the same bits."""
+    told = Trained(norms=ranks[0].norms, losses=ranks[0].losses)
+    for name in ("states", "gradients"):
+        for parts in zip(*(getattr(rank, name) for rank in ranks), strict=True):
+            together: dict[str, Tensor] = {}
+            for part in parts:
+                for key, value in part.items():
+                    assert torch.equal(together.setdefault(key, value), value), key
+            getattr(told, name).append(together)
+    for rank in ranks:
+        assert (rank.norms, rank.losses) == (told.norms, told.losses)
+    return told
+
+
+def far_apart(a: Trained, b: Trained) -> list[str]:
+    """Return where two trainings differ by more than rounding.
+
+    Microbatches add the same numbers in another order, and AdamW divides by the root of
+    what may be small. A wrong scale or a missing part is off by more than 1e-3.
+    """
+    found = []
+    for kind in ("states", "gradients"):
+        pairs = zip(getattr(a, kind), getattr(b, kind), strict=True)
+        for step, (x, y) in enumerate(pairs):
+            if x.keys() != y.keys():
+                return [f"{kind} {step}: {sorted(x.keys() ^ y.keys())}"]
+            found += [
+                f"{kind} {step} {name}"
+                for name in x
+                if not torch.allclose(x[name], y[name], rtol=1e-4, atol=1e-5)
+            ]
+    for kind in ("norms", "losses"):
+        pairs = zip(getattr(a, kind), getattr(b, kind), strict=True)
+        found += [f"{kind} {x} {y}" for x, y in pairs if not abs(x - y) < 1e-4 * abs(y)]
+    return found
+
+
+# ---- PyTorch's -----------------------------------------------------------------------
+
+
+def pytorchs(schedule: str, m: int, steps: int = 5) -> Trained:
+    """Train the untied GPT on this rank under torch.distributed.pipelining."""
+    from torch.distributed import pipelining
+
+    from ddp_course.model import cross_entropy
+
+    rank, p = dist.get_rank(), dist.get_world_size()
+    ours = PipelineParallel(untied(), schedule, m)  # cuts the model the same way
+    made = [
+        pipelining.PipelineStage(ours.stages[s], s, ours.schedule.num_stages, "cpu")
+        for s in ours.schedule.stages_of(rank)
+    ]
+    kinds = {
+        "gpipe": pipelining.ScheduleGPipe,
+        "1f1b": pipelining.Schedule1F1B,
+        "interleaved": pipelining.ScheduleInterleaved1F1B,
+        "zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
+    }
+    several = schedule in ("interleaved", "zero_bubble")
+    theirs = kinds[schedule](made if several else made[0], m, loss_fn=cross_entropy)
+    told, optimizer = Trained(), adamw(ours.parameters())
+    for step in range(steps):
+        optimizer.zero_grad()
+        x, y = batch(step)
+        losses: list[Tensor] = []
+        last = rank == p - 1
+        theirs.step(
+            *([x] if rank == 0 else []),
+            target=y if last else None,
+            losses=losses if last else None,
+        )
+        loss = torch.stack(losses).mean() if last else torch.zeros(())
+        dist.broadcast(loss, p - 1)
+        norm = ours.clip_grad_norm_(CLIP)
+        optimizer.step()
+        told.note(ours.named_parameters(), norm, loss)
+    return told
+
+
+# ---- planted fakes: each is wrong in one way that is easy to overlook ----------------
+
+
+class NotDivided(Run):
+    """Adds the microbatches' gradients as if each were a batch."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.weights = [1.0] * len(self.weights)
+
+
+class EqualWeights(Run):
+    """A mean of means: microbatches of different size count alike."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.weights = [1 / len(self.weights)] * len(self.weights)
+
+
+class Stale(Run):
+    """The gradient of one microbatch goes through the graph of another."""
+
+    def _backward(self, stage, microbatch, gradient):
+        others = [k for s, k in self.kept if s == stage and k != microbatch]
+        same = [k for k in others if len(self.x[k]) == len(self.x[microbatch])]
+        if same and stage != self.last:
+            one, other = (stage, microbatch), (stage, same[0])
+            self.kept[one], self.kept[other] = self.kept[other], self.kept[one]
+        super()._backward(stage, microbatch, gradient)
+
+
+class WeightsForgotten(Run):
+    """What I has put off is never done."""
+
+    def _weights(self, stage, microbatch, taken):
+        self.put_off.pop((stage, microbatch))
+
+
+class TiedTwice(SharedGradients):
+    """Adds the other rank's part twice."""
+
+    def sum(self, port):
+        super().sum(port)
+        for parameter in self.held:
+            parameter.grad *= 2
+
+
+class TiedNotAtAll(SharedGradients):
+    """Every rank keeps its own part."""
+
+    def sum(self, port):
+        for parameter, before in self.before.items():
+            if before is not None:
+                parameter.grad = before
+
+
+class Overwritten(Messages):
+    """Sends everything from one buffer, and does not wait until it has left."""
+
+    def _send(self, step, tensor):
+        buffer = self.__dict__.setdefault("buffer", torch.empty(10_000))
+        room = buffer[: tensor.numel()].view(tensor.shape)
+        room.copy_(tensor)
+        super()._send(step, room)
+
+
+class NextBatch(PipelineParallel):
+    """Keeps the pipeline full with rows of another batch."""
+
+    def step(self, x, y):
+        before, self.before = getattr(self, "before", (x, y)), (x, y)
+        half = len(x) // 2
+        pairs = zip((x, y), before, strict=True)
+        return super().step(*(torch.cat([a[:half], b[half:]]) for a, b in pairs))
+
+
+class LateReceiver(nn.Module):
+    """Takes its time before it computes."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.02)
+        return self.layer(x)
+
+
+def fake(name: str, schedule: str, m: int) -> Trained:
+    """Train on this rank with something wrong."""
+    with ExitStack() as stack:
+        for where, what, wrong in FAKES[name]:
+            stack.enter_context(patch.object(where, what, wrong))
+        make = {"next batch": NextBatch}.get(name, PipelineParallel)
+        return train(make, schedule, m, steps=3)
+
+
+FAKES: dict[str, list[tuple]] = {
+    "not divided": [(module_of_ours, "Run", NotDivided)],
+    "equal weights": [(module_of_ours, "Run", EqualWeights)],
+    "stale": [(module_of_ours, "Run", Stale)],
+    "weights forgotten": [(module_of_ours, "Run", WeightsForgotten)],
+    "tied twice": [(gradients, "SharedGradients", TiedTwice)],
+    "tied not at all": [(gradients, "SharedGradients", TiedNotAtAll)],
+    "overwritten": [
+        (module_of_ours, "Messages", Overwritten),
+        (messages, "AHEAD", 0),
+        (messages, "UNDER_WAY", 100),
+    ],
+    "next batch": [],
+}
+FAKE_SCHEDULES = {"weights forgotten": "zero_bubble"}
+
+__all__ = ["PipelineParallel"]

@@ -1,0 +1,146 @@
+"""PipelineParallel trains as one process does, and as PyTorch's pipelining does."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from pipeline_cases import (
+    FAKE_SCHEDULES,
+    FAKES,
+    ROWS,
+    PipelineParallel,
+    adamw,
+    alone,
+    batch,
+    fake,
+    far_apart,
+    pytorchs,
+    tied,
+    train,
+    whole,
+)
+
+from ddp_course.launch import spawn
+from ddp_course.pipeline import SCHEDULES
+
+MICROBATCHES = {1: (3,), 2: (1, 5), 3: (2, 7), 4: (1, 6, 8)}
+RECOMPUTED = ("1f1b", "zero_bubble")
+PYTORCH = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+
+one_process = functools.cache(alone)
+
+
+def everything(num_microbatches: tuple[int, ...]) -> dict:
+    """On every rank: train under every schedule, and under every fake."""
+    told = {}
+    for schedule in SCHEDULES:
+        for m in num_microbatches:
+            told[schedule, m, ""] = train(PipelineParallel, schedule, m)
+        if schedule in RECOMPUTED and dist.get_world_size() % 2:
+            m = num_microbatches[-1]
+            told[schedule, m, "again"] = train(
+                PipelineParallel, schedule, m, recompute=True
+            )
+    return told
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_the_same_training_as_one_process(n):
+    told = spawn(everything, MICROBATCHES[n], world_size=n, output="none", timeout=250)
+    assert len(told[0]) >= len(SCHEDULES) * len(MICROBATCHES[n])
+    for case in told[0]:
+        wrong = far_apart(whole([rank[case] for rank in told]), one_process())
+        assert not wrong, (case, wrong[:3])
+
+
+def ours_and_theirs(m: int) -> dict:
+    told = {}
+    for schedule in PYTORCH:
+        told["ours", schedule] = train(PipelineParallel, schedule, m, model="untied")
+        told["theirs", schedule] = pytorchs(schedule, m)
+    return told
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_the_same_training_as_pytorchs(n):
+    told = spawn(ours_and_theirs, 4, world_size=n, output="none", timeout=250)
+    for schedule in PYTORCH:
+        ours = whole([rank["ours", schedule] for rank in told])
+        theirs = whole([rank["theirs", schedule] for rank in told])
+        assert not far_apart(ours, theirs), schedule
+        assert not far_apart(ours, one_process("untied")), schedule
+
+
+def all_fakes() -> dict:
+    told = {}
+    for name in FAKES:
+        schedule = FAKE_SCHEDULES.get(name, "gpipe")
+        told[name] = fake(name, schedule, 3)
+    return told
+
+
+def test_planted_fakes_are_seen():
+    told = spawn(all_fakes, world_size=2, output="none", timeout=200)
+    for name in FAKES:
+        try:
+            wrong = far_apart(
+                whole([rank[name] for rank in told]), one_process("tied", 3)
+            )
+        except AssertionError:  # the two copies of a tied weight differ
+            assert name == "tied not at all"
+            continue
+        assert wrong, f"{name} not seen"
+
+
+def two_pipelines(schedule: str) -> dict:
+    """On four ranks: two pipelines of two stages, each with half of the rows."""
+    rank = dist.get_rank()
+    pp = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    dp = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    pipeline = PipelineParallel(tied(rank), schedule, 2, pp, dp_group=dp)
+    optimizer = adamw(pipeline.parameters())
+    for step in range(5):
+        optimizer.zero_grad()
+        pipeline.step(*(t.chunk(2)[rank // 2] for t in batch(step)))
+        pipeline.clip_grad_norm_(1.0)
+        optimizer.step()
+    return pipeline.full_state_dict()
+
+
+def test_two_pipelines_share_a_batch():
+    told = spawn(two_pipelines, "1f1b", world_size=4, output="none", timeout=100)
+    trained = one_process().states[-1]
+    for name, value in trained.items():
+        for rank in told:
+            assert torch.equal(rank[name], told[0][name]), name
+        assert torch.allclose(told[0][name], value, rtol=1e-4, atol=1e-5), name
+
+
+def accumulated() -> tuple[dict, list, list]:
+    """Two steps without zero_grad between them, and an evaluation."""
+    pipeline = PipelineParallel(tied(), "interleaved", 3)
+    for step in (0, 1):
+        pipeline.step(*batch(step))
+    found = {n: p.grad for n, p in pipeline.named_parameters() if p.grad is not None}
+    logits, loss = pipeline(*batch(2, ROWS + 1))
+    return found, [pipeline(batch(2)[0])[0], logits], loss
+
+
+def test_gradients_add_up_and_evaluation_goes_forward_only():
+    told = spawn(accumulated, world_size=2, output="none", timeout=100)
+    plain = tied()
+    for step in (0, 1):
+        plain(*batch(step))[1].backward()
+    for name, parameter in plain.named_parameters():
+        for found, _, _ in told:
+            if name in found:
+                assert torch.allclose(found[name], parameter.grad, atol=1e-5), name
+        assert (parameter.grad is None) != any(name in found for found, _, _ in told)
+    for _, _, loss in told:
+        assert loss == pytest.approx(plain(*batch(2, ROWS + 1))[1].item(), abs=1e-5)
+    (_, (none, _), _), (_, (logits, _), _) = told
+    assert none is None
+    assert torch.allclose(logits, plain(batch(2)[0])[0], atol=1e-5)

@@ -1,0 +1,123 @@
+"""What a pipeline decides and computes without other ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pipeline_cases import batch, tied, untied
+from torch import nn
+
+from ddp_course.measure import Event
+from ddp_course.pipeline import bubble, gpipe, one_f_one_b, program, spine, stage_plan
+from ddp_course.pipeline.clocks import VirtualClock
+from ddp_course.pipeline.messages import horizons
+from ddp_course.pipeline.split_backward import Later, SplitLinear, split_backward
+from ddp_course.pipeline.stages import Stage, microbatches
+
+
+def test_the_spine_called_layer_by_layer_is_the_model():
+    model, x = untied(), batch(0)[0]
+    for layer in spine(model).values():
+        x = layer(x)
+    assert torch.equal(x, model(batch(0)[0])[0])
+    assert list(spine(model))[:2] == ["embed", "blocks.0"]
+    assert list(spine(nn.Sequential(nn.Linear(1, 1), nn.ReLU()))) == ["0", "1"]
+
+
+def test_a_cut_can_be_printed_and_says_who_has_what():
+    plan = stage_plan(tied(), [3, 5], [0, 1])
+    assert str(plan).splitlines() == [
+        "stage 0 on rank 0: embed, blocks.0, blocks.1 (5,208 parameters)",
+        "stage 1 on rank 1: blocks.2, blocks.3, blocks.4, blocks.5, head "
+        "(10,150 parameters)",
+        "embed.tokens.weight on ranks 0, 1: gradients are summed",
+    ]
+    assert stage_plan(tied(), [3, 4, 1], [0, 1, 0]).shared == {}
+    assert stage_plan(untied(), [3, 5], [0, 1]).shared == {}
+
+
+@pytest.mark.parametrize("sizes", [[4, 5], [8, 0], [8], []])
+def test_a_cut_that_does_not_fit_is_refused(sizes):
+    with pytest.raises(ValueError, match="sizes"):
+        stage_plan(tied(), sizes, [0, 1])
+
+
+def test_microbatches_are_parts_of_the_batch():
+    x = torch.arange(8)
+    assert [len(part) for part in microbatches(x, 3)] == [3, 3, 2]
+    assert torch.equal(torch.cat(microbatches(x, 5)), x)
+
+
+def test_receives_are_posted_ahead_and_never_behind():
+    for schedule in (one_f_one_b(3, 4), gpipe(3, 4)):
+        for groups in program(schedule).ranks:
+            found = horizons(groups, 2)
+            assert all(horizon >= n for n, horizon in enumerate(found))
+            assert found == sorted(found)
+            actions = [n for n, g in enumerate(groups) if g[0].kind == "compute"]
+            assert found[0] == actions[2]
+            assert found[-1] == len(groups) - 1
+
+
+def test_backward_in_two_halves_gives_the_same_bits():
+    x, y = batch(0)
+    gradients = []
+    for split in (False, True):
+        model = untied()
+        model.blocks[2].requires_grad_(False)
+        stage = Stage(0, spine(model), lambda o, t: o.square().mean())
+        later = Later()
+        if split:
+            split_backward(stage, later)
+            with later.put_off() as tasks:
+                stage(x, y).backward()
+            put_off = [n for n, p in stage.named_parameters() if p.grad is None]
+            assert "blocks.0.mlp.up.weight" in put_off
+            assert "blocks.0.norm2.weight" not in put_off
+            assert len(tasks) == 5 * 4 + 1  # a block is frozen, and head.out is linear
+            stage(x, y).backward()  # not put off
+            for task in tasks:
+                with torch.no_grad():
+                    task()
+        else:
+            for _ in range(2):
+                stage(x, y).backward()
+        gradients.append({n: p.grad for n, p in stage.named_parameters()})
+    whole, halves = gradients
+    for name, gradient in whole.items():
+        assert (gradient is None) == (halves[name] is None), name
+        if gradient is not None:
+            assert torch.equal(gradient, halves[name]), name
+
+
+def test_a_split_linear_layer_has_the_right_gradients():
+    torch.manual_seed(0)
+    arguments = [
+        torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+        for shape in ((2, 3, 5), (4, 5), (4,))
+    ]
+    assert torch.autograd.gradcheck(SplitLinear.apply, (*arguments, Later()))
+    with torch.autocast("cpu"), pytest.raises(RuntimeError, match="autocast"):
+        layer = nn.Linear(2, 2)
+        split_backward(layer, Later())
+        layer(torch.ones(1, 2))
+
+
+def test_the_bubble_is_the_idle_share_of_all_ranks():
+    def event(rank, start, end, step=0, lane="compute"):
+        return Event(rank, "F", start, end, lane=lane, detail={"step": step})
+
+    one = [event(0, 0, 2), event(1, 1, 4), event(1, 0, 1, lane="wait")]
+    assert bubble(one) == 1 - 5 / 8
+    assert bubble([*one, event(0, 10, 11, 1), event(1, 10, 11, 1)]) == 1 - 7 / 10
+    with pytest.raises(ValueError, match="compute"):
+        bubble([event(0, 0, 1, lane="wait")])
+
+
+def test_a_virtual_clock_moves_with_computing_and_with_what_it_hears():
+    clock = VirtualClock()
+    clock.heard(2.0)
+    clock.heard(1.0)
+    assert clock.begin() == 2.0
+    sum(range(100_000))
+    assert 2.0 < clock.end() == clock.now() < 3.0

@@ -1,0 +1,174 @@
+"""The state of a pipeline is that of one process, and goes there and back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from pipeline_cases import PipelineParallel, adamw, batch, tied
+from torch import nn
+
+from ddp_course.collectives import CollectiveError
+from ddp_course.launch import RankError, spawn
+from ddp_course.parts.replicas import ReplicaError
+from ddp_course.pipeline import parse
+
+
+def two_groups(named) -> list[dict]:
+    """Return parameter groups in the order of the model: with weight decay, without."""
+    named = list(named)
+    return [
+        {"params": [p for _, p in named if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for _, p in named if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+
+
+def steps(model: nn.Module, optimizer, numbers) -> None:
+    for step in numbers:
+        optimizer.zero_grad()
+        if isinstance(model, PipelineParallel):
+            model.step(*batch(step))
+        else:
+            model(*batch(step))[1].backward()
+        optimizer.step()
+
+
+def there_and_back(schedule: str, state, optimizer_state, grouped: bool):
+    """On every rank: go on from a state for two steps, and return the whole state."""
+    pipeline = PipelineParallel(tied(5), schedule, 3)
+    params = pipeline.parameters()
+    if grouped:
+        params = two_groups(pipeline.named_parameters())
+    optimizer = adamw(params)
+    if state is not None:
+        pipeline.load_full_state_dict(state)
+        pipeline.load_full_optimizer_state_dict(optimizer, optimizer_state)
+    steps(pipeline, optimizer, (2, 3))
+    only = pipeline.full_state_dict(rank0_only=True)
+    full = pipeline.full_optimizer_state_dict(optimizer)
+    assert bool(only) == (dist.get_rank() == 0)
+    return pipeline.full_state_dict(), full
+
+
+def same(a, b) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.allclose(a, b, rtol=1e-4, atol=1e-6)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+@pytest.mark.parametrize(
+    ("n", "schedule", "grouped"), [(3, "1f1b", False), (2, "interleaved", True)]
+)
+def test_a_run_goes_on_in_a_pipeline_and_back_in_one_process(n, schedule, grouped):
+    plain = tied()
+    params = two_groups(plain.named_parameters()) if grouped else plain.parameters()
+    optimizer = adamw(params)
+    steps(plain, optimizer, (0, 1))
+    state = {k: v.clone() for k, v in plain.state_dict().items()}
+    told = spawn(
+        there_and_back,
+        schedule,
+        state,
+        optimizer.state_dict(),
+        grouped,
+        world_size=n,
+        output="none",
+        timeout=60,
+    )
+    steps(plain, optimizer, (2, 3))
+    for found, found_optimizer in told:
+        assert list(found) == list(plain.state_dict())
+        assert same(found, dict(plain.state_dict()))
+        assert same(found_optimizer, optimizer.state_dict())
+        optimizer.load_state_dict(found_optimizer)  # and back
+
+
+# ---- what cannot be ------------------------------------------------------------------
+
+
+def refused(kind, *args, **options) -> str:
+    try:
+        kind(*args, **options)
+    except (ReplicaError, CollectiveError) as error:
+        return str(error)
+    return "nothing"
+
+
+def refusals() -> dict[str, str]:
+    rank = dist.get_rank()
+    told = {
+        "name": refused(PipelineParallel, tied(), "2f2b"),
+        "microbatches": refused(PipelineParallel, tied(), "1f1b", 0),
+        "layers": refused(PipelineParallel, tied(), "interleaved", stages_per_rank=9),
+        "sizes": refused(PipelineParallel, tied(), sizes=[5, 4]),
+        "spine": refused(PipelineParallel, nn.Linear(2, 2)),
+        "differ": refused(PipelineParallel, tied(), "1f1b", 2 + rank),
+        "ranks": refused(PipelineParallel, tied(), parse("one", ["0F0 0B0"])),
+        "illegal": refused(
+            PipelineParallel, tied(), parse("mine", ["0F0 0B0", "1B0 1F0"])
+        ),
+    }
+    pipeline = PipelineParallel(tied(), "1f1b", 4)
+    x, y = batch(0)
+    told["few rows"] = refused(pipeline.step, x[:3], y[:3])
+    told["targets"] = refused(pipeline.step, x, y[:3])
+    told["none"] = refused(pipeline.step, x, None)
+    told["shapes"] = refused(pipeline.step, x[: 8 - rank], y[: 8 - rank])
+    told["state"] = refused(pipeline.load_full_state_dict, {"a": x})
+    pipeline.step(x, y)  # and it can still be used
+    return told
+
+
+def test_what_cannot_be_is_refused_on_all_ranks_in_the_same_words():
+    told = spawn(refusals, world_size=2, output="none", timeout=60)
+    assert told[0] == told[1]
+    for case, words in {
+        "name": "schedule is '2f2b'; it can be naive, gpipe, 1f1b",
+        "microbatches": "num_microbatches is 0; it must be",
+        "layers": "num_stages is 18; there are 8 layers",
+        "sizes": "sizes is [5, 4]; it must be a number of layers for each stage",
+        "spine": "a Linear has no spine: it must be an nn.Sequential",
+        "differ": "the ranks differ. the schedule is",
+        "ranks": "the schedule one is for 1 ranks; the group has 2",
+        "illegal": "1B0",
+        "few rows": "x is int64 [3, 5]; it must be a tensor with a row or more",
+        "targets": "y is int64 [3, 5]; it must be a tensor of 8 rows, as x is",
+        "none": "y is None; step needs targets",
+        "shapes": "the ranks do not call the same",
+        "state": "the state_dict has no embed.tokens.weight",
+    }.items():
+        assert words in told[0][case], told[0][case]
+
+
+class Breaks(nn.Module):
+    """A layer that fails at its third microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += torch.is_grad_enabled()
+        if self.calls == 3:
+            raise ZeroDivisionError("what is it?")
+        return x * self.scale
+
+
+def fails_on_one_rank() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), Breaks(), nn.Linear(2, 2))
+    pipeline = PipelineParallel(model, "1f1b", 4, loss_fn=lambda o, t: (o - t).mean())
+    pipeline.step(torch.ones(4, 2), torch.ones(4, 2))
+
+
+def test_a_layer_that_fails_ends_all_ranks_and_is_named():
+    with pytest.raises(RankError) as failed:
+        spawn(fails_on_one_rank, world_size=3, output="none", timeout=60)
+    told = str(failed.value)
+    assert told.startswith("rank 1: ")
+    assert "PipelineError: 1F2 failed (forward of stage 1, microbatch 2)" in told
+    assert "ZeroDivisionError: what is it?" in told

@@ -1,0 +1,256 @@
+"""A pipeline sends what it must, keeps what it must, and is idle as predicted."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from fractions import Fraction
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+from pipeline_cases import GPT_TIED, ROWS, TOKENS, PipelineParallel, batch, tied, untied
+from torch import nn
+
+from ddp_course.launch import spawn
+from ddp_course.measure import ByteMeter, EventLog, MemoryLog, SystemBytes, resident
+from ddp_course.pipeline import (
+    SCHEDULES,
+    Waiting,
+    bubble,
+    simulate,
+)
+
+ACTIVATIONS = ROWS * TOKENS * GPT_TIED.d_model * 4  # bytes of a whole batch
+TIED = GPT_TIED.vocab_size * GPT_TIED.d_model * 4
+
+
+# ---- bytes and messages --------------------------------------------------------------
+
+
+def traffic(schedule: str, m: int, make=untied):
+    pipeline = PipelineParallel(make(), schedule, m)
+    pipeline.step(*batch(0))  # and one row ahead of it
+    with ByteMeter() as meter:
+        pipeline.step(*batch(1))
+    own = sum(p.numel() for p in pipeline.parameters())
+    return meter.report(), own, resident(pipeline)["parameters"]
+
+
+def all_traffic() -> dict:
+    return {
+        case: traffic(*case)
+        for case in [("naive", 1), ("1f1b", 3), ("interleaved", 5), ("zero_bubble", 4)]
+    } | {"tied": traffic("gpipe", 3, tied), "fake": everything_on_every_rank()}
+
+
+def everything_on_every_rank():
+    """The right numbers, without any pipeline."""
+    model = untied()
+    with ByteMeter() as meter:
+        for x, y in zip(*(t.chunk(4) for t in batch(1)), strict=True):
+            (model(x, y)[1] / 4).backward()
+    numel = sum(p.numel() for p in model.parameters())
+    return meter.report(), numel, resident(model)["parameters"]
+
+
+def predicted(schedule, p: int) -> list[dict[int, tuple[int, int]]]:
+    """Return for each rank: peer -> bytes and messages to it."""
+    name, m = schedule
+    stages = 2 * p if name == "interleaved" else p
+    told: list[dict[int, tuple[int, int]]] = [{} for _ in range(p)]
+    for a, b in pairwise(s % p for s in range(stages)):
+        for src, dst in ((a, b), (b, a)):
+            nbytes, messages = told[src].get(dst, (0, 0))
+            told[src][dst] = nbytes + ACTIVATIONS, messages + m
+    return told
+
+
+@pytest.mark.parametrize("p", [2, 3, 4])
+def test_bytes_and_messages_are_those_of_the_boundaries(p):
+    ranks = spawn(all_traffic, world_size=p, output="none", timeout=100)
+    numel = sum(parameter.numel() for parameter in untied().parameters())
+    for case in ranks[0]:
+        reports = [rank[case][0] for rank in ranks]
+        sent = [{k: (r.sent[k], r.messages[k]) for k in r.sent} for r in reports]
+        right = case != "fake" and sent == predicted(
+            ("gpipe", 3) if case == "tied" else case, p
+        )
+        if case == "tied":  # and the two halves of a gradient cross
+            right = predicted(("gpipe", 3), p)
+            for src, dst in ((0, p - 1), (p - 1, 0)):
+                nbytes, messages = right[src].get(dst, (0, 0))
+                right[src][dst] = nbytes + TIED, messages + 1
+            assert sent == right
+            continue
+        held = [rank[case][1] for rank in ranks]
+        kept = [rank[case][2] for rank in ranks]
+        assert kept == [4 * n for n in held]
+        assert right == (sum(held) == numel) == (case != "fake"), case
+
+
+def seen_from_outside() -> tuple[int, int, int]:
+    pipeline = PipelineParallel(untied(), "1f1b", 2)
+    big = [t.repeat(40, 1) for t in batch(0)]
+    pipeline.step(*big)
+    dist.barrier()
+    with SystemBytes() as system, ByteMeter() as meter:
+        pipeline.step(*big)
+        dist.barrier()
+    return system.written, meter.total_sent, meter.report().total_messages
+
+
+def test_the_operating_system_has_seen_the_same():
+    for system, ours, messages in spawn(
+        seen_from_outside, world_size=2, output="none", timeout=60
+    ):
+        assert ours == 40 * ACTIVATIONS and messages == 2
+        assert 0 <= system - ours < 2000  # gloo's headers, the loss, the barrier
+
+
+# ---- what was done, and what was kept ------------------------------------------------
+
+
+class Count:
+    """Of how many microbatches the layers of a rank keep activations."""
+
+    alive = peak = 0
+
+    def one_more(self) -> None:
+        self.alive += 1
+        self.peak = max(self.peak, self.alive)
+
+    def one_less(self) -> None:
+        self.alive -= 1
+
+
+class Counted(nn.Module):
+    """A linear layer, which keeps its input until it has its weights' gradient."""
+
+    def __init__(self, count: Count) -> None:
+        super().__init__()
+        self.linear, self.count = nn.Linear(3, 3), count
+
+    def forward(self, x):
+        x = x * 1.0
+        if torch.is_grad_enabled():
+            self.count.one_more()
+            weakref.finalize(x, self.count.one_less)
+        return torch.tanh(self.linear(x))
+
+
+def mse(output, target):
+    return (output - target).square().mean()
+
+
+def done_and_kept(m: int) -> dict:
+    told, p = {}, dist.get_world_size()
+    gc.disable()  # so that all is dropped when it should be, not when it may be
+    for name in SCHEDULES:
+        stages, count = 2 * p if name == "interleaved" else p, Count()
+        model = nn.Sequential(*(Counted(count) for _ in range(stages)))
+        pipeline = PipelineParallel(model, name, m, loss_fn=mse)
+        x = torch.ones(m, 3)
+        pipeline.step(x, x)
+        assert count.alive == 0
+        count.peak = 0
+        with EventLog() as log:
+            pipeline.step(x, x)
+        order = [
+            f"{e.detail['stage']}{e.op}{e.detail['microbatch']}"
+            for e in log.events
+            if e.lane == "compute"
+        ]
+        mine = pipeline.schedule.ranks[dist.get_rank()]
+        told[name] = order == list(map(str, mine)), Fraction(count.peak * p, stages)
+    return told
+
+
+@pytest.mark.parametrize(("p", "m"), [(3, 5), (4, 2)])
+def test_ranks_do_what_the_schedule_says_and_keep_no_more(p, m):
+    told = spawn(done_and_kept, m, world_size=p, output="none", timeout=60)
+    for name in SCHEDULES:
+        assert all(rank[name][0] for rank in told), name
+        peaks = [rank[name][1] for rank in told]
+        assert peaks == list(simulate(SCHEDULES[name](p, m)).peak_activations), name
+    assert [rank["gpipe"][1] for rank in told] == [m] * p
+    assert [rank["1f1b"][1] for rank in told] == [min(m, p - r) for r in range(p)]
+
+
+def peaks() -> dict[tuple[str, bool], int]:
+    """Return the most bytes of activations in a step, by schedule and recompute."""
+    told = {}
+    for schedule in ("gpipe", "1f1b"):
+        for again in (False, True):
+            pipeline = PipelineParallel(untied(), schedule, 8, recompute=again)
+            x, y = (t.repeat(8, 1) for t in batch(0))
+            pipeline.step(x, y)
+            with MemoryLog(pipeline) as log:
+                pipeline.step(x, y)
+            told[schedule, again] = max(
+                moment.ledger["activations"] for moment in log.moments
+            )
+    return told
+
+
+def test_bytes_of_activations_follow_the_schedule_and_recomputation():
+    first, last = spawn(peaks, world_size=2, output="none", timeout=60)
+    # The first rank keeps 8 microbatches or 2, the last one 8 or 1.
+    assert 3 < first["gpipe", False] / first["1f1b", False] < 4.5
+    assert 5 < last["gpipe", False] / last["1f1b", False] < 8.5
+    for rank in (first, last):
+        assert rank["gpipe", True] < 0.4 * rank["gpipe", False]
+
+
+# ---- the bubble ----------------------------------------------------------------------
+
+
+def waited(m: int, seconds: float) -> dict:
+    told, p = {}, dist.get_world_size()
+    for name in SCHEDULES:
+        stages = 2 * p if name == "interleaved" else p
+        each = seconds * p / stages
+        model = nn.Sequential(*(Waiting(each, each, each) for _ in range(stages)))
+        pipeline = PipelineParallel(model, name, m, loss_fn=mse)
+        x = torch.ones(m, 1)
+        pipeline.step(x, x)
+        with EventLog() as log:
+            pipeline.step(x, x)
+        told[name] = log.events
+    return told
+
+
+def test_the_bubble_is_what_was_predicted():
+    p, m = 3, 4
+    expected = {n: float(simulate(SCHEDULES[n](p, m)).bubble) for n in SCHEDULES}
+    least = dict.fromkeys(SCHEDULES, 1.0)
+    for _ in range(4):  # a busy machine can only add to it
+        told = spawn(waited, m, 0.03, world_size=p, output="none", timeout=60)
+        for n in SCHEDULES:
+            least[n] = min(least[n], bubble(e for rank in told for e in rank[n]))
+        if all(least[n] - expected[n] < 0.02 for n in SCHEDULES):
+            break
+    order = ["naive", "gpipe", "interleaved", "zero_bubble"]
+    assert order == sorted(order, key=least.__getitem__, reverse=True), least
+    assert all(-0.001 < least[n] - expected[n] < 0.1 for n in SCHEDULES), least
+
+
+def on_a_virtual_clock() -> list:
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(4))
+    )
+    pipeline = PipelineParallel(model, "1f1b", 4, loss_fn=mse, virtual_time=True)
+    x = torch.ones(2048, 256)
+    pipeline.step(x, x)
+    with EventLog() as log, ByteMeter() as meter:
+        pipeline.step(x, x)
+    return [log.events, meter.report()]
+
+
+def test_with_real_compute_on_a_virtual_clock():
+    told = spawn(on_a_virtual_clock, world_size=4, output="none", timeout=60)
+    share = bubble(event for events, _ in told for event in events)
+    assert 3 / 7 - 0.05 < share < 3 / 7 + 0.2
+    messages = [report.total_messages for _, report in told]
+    assert messages == [8, 16, 16, 8]  # each is followed by one with the time

@@ -1,0 +1,264 @@
+"""The five schedules: their orders, bubbles and activations, against the formulas."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from schedules_torch import torch_schedule
+
+from ddp_course import theory
+from ddp_course.pipeline import (
+    SCHEDULES,
+    Action,
+    Costs,
+    Schedule,
+    ScheduleError,
+    check,
+    gpipe,
+    interleaved,
+    naive,
+    one_f_one_b,
+    parse,
+    simulate,
+    zero_bubble,
+)
+
+NAMES = list(SCHEDULES)
+EVERY = [(p, m) for p in range(1, 9) for m in (1, 2, 3, 5, 8, 11, 16)]
+
+
+SEVERAL = {"interleaved": 2, "zero_bubble": 1}  # stages on each rank, if none are given
+
+
+def named(name: str, p: int, m: int, v: int | None = None) -> Schedule:
+    return SCHEDULES[name](p, m, *([v] if v and name in SEVERAL else []))
+
+
+def stages_per_rank(name: str) -> tuple[int | None, ...]:
+    return (1, 2, 3) if name in SEVERAL else (None,)
+
+
+def each(v: int | None) -> Costs:
+    """Each of v stages takes 1/v of what one would."""
+    return Costs(*[Fraction(1, v or 1)] * 3)
+
+
+# ---- what they are ------------------------------------------------------------------
+
+ORDERS = {
+    naive: ["0F0 0B0 0F1 0B1 0F2 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"],
+    gpipe: ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2"],
+    one_f_one_b: ["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"],
+    zero_bubble: [
+        "0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2",
+        "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2",
+    ],
+    interleaved: [
+        "0F0 0F1 0F2 2F0 2F1 2F2 2B0 2B1 2B2 0B0 0B1 0B2",
+        "1F0 1F1 1F2 3F0 3B0 3F1 3B1 3F2 3B2 1B0 1B1 1B2",
+    ],
+}
+
+
+@pytest.mark.parametrize("make", ORDERS, ids=lambda make: make.__name__)
+def test_two_ranks_and_three_microbatches(make):
+    made = make(2, 3)
+    assert made == parse(made.name, ORDERS[make])
+    assert SCHEDULES[made.name] is make
+    rows = [line.partition(" | ")[2] for line in str(made).splitlines()[1:]]
+    assert rows == ORDERS[make]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_legal_for_every_number_of_ranks_and_microbatches(name):
+    """Even with blocking sends; and nobody keeps more than the formula says."""
+    for p, m in EVERY:
+        for v in stages_per_rank(name):
+            made = named(name, p, m, v)
+            proof = check(made, weight_share=Fraction(1, 3))
+            peaks = [
+                theory.pipeline_activations(
+                    name, p, m, rank, v, weight_share=Fraction(1, 3)
+                )
+                for rank in range(p)
+            ]
+            assert list(proof.peak_activations) == peaks, (p, m, v)
+            assert made.num_stages == p * (v or SEVERAL.get(name, 1))
+            for stage in range(made.num_stages):
+                assert made.rank_of(stage) == stage % p
+            for rank in range(p):
+                assert made.stages_of(rank) == tuple(range(rank, made.num_stages, p))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bubble_and_time_are_the_formulas(name):
+    """Exactly, with fractions, on every rank alike."""
+    for p, m in EVERY:
+        for v in stages_per_rank(name):
+            if name == "zero_bubble" and m < p and (v or 1) > 1:
+                continue  # no formula
+            each_has = v or SEVERAL.get(name, 1)
+            found = simulate(named(name, p, m, v), each(each_has))
+            assert found.makespan == theory.pipeline_time(name, p, m, v), (p, m, v)
+            bubble = theory.pipeline_bubble(name, p, m, v)
+            assert found.bubble == bubble
+            assert set(found.idle) == {bubble}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(NAMES),
+    p=st.integers(1, 6),
+    m=st.integers(1, 12),
+    v=st.integers(1, 3),
+    times=st.tuples(*[st.integers(1, 9)] * 3),
+)
+def test_with_any_times_of_forward_and_backward(name, p, m, v, times):
+    v = v if name == "interleaved" or (name == "zero_bubble" and m >= p) else 1
+    forward, inputs, weights = times
+    found = simulate(named(name, p, m, v), Costs(*(Fraction(t, v) for t in times)))
+    time = theory.pipeline_time(name, p, m, v, F=forward, I=inputs, W=weights)
+    if name == "zero_bubble" and weights > min(forward, inputs):
+        assert found.makespan >= time
+    else:
+        assert found.makespan == time
+
+
+def test_zero_bubble_is_slower_than_its_formula_if_weights_take_longer():
+    costs = Costs(F=1, I=2, W=3)
+    assert simulate(zero_bubble(4, 8), costs).makespan > theory.pipeline_time(
+        "zero_bubble", 4, 8, F=1, I=2, W=3
+    )
+
+
+def test_the_order_of_the_bubbles():
+    """GPipe = 1F1B > interleaved > zero bubble, as in chapter 11's figure."""
+    bubbles = [
+        simulate(made, each(2) if made.name == "interleaved" else None).bubble
+        for made in (naive(4, 8), gpipe(4, 8), one_f_one_b(4, 8), interleaved(4, 8))
+    ]
+    bubbles.append(simulate(zero_bubble(4, 8)).bubble)
+    assert bubbles == [
+        Fraction(*pair) for pair in [(3, 4), (3, 11), (3, 11), (3, 19), (1, 9)]
+    ]
+    assert check(gpipe(4, 8)).peak_activations == (8, 8, 8, 8)
+    assert check(one_f_one_b(4, 8)).peak_activations == (4, 3, 2, 1)
+    assert check(zero_bubble(4, 8)).peak_activations == (4, 4, 4, 4)
+    assert check(interleaved(4, 8)).peak_activations[0] == Fraction(11, 2)
+
+
+# ---- against PyTorch ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
+def test_the_orders_are_those_of_pytorch(name):
+    """Wherever PyTorch has one. Its 1F1B's printed last row is off by one."""
+    compared = 0
+    for p in range(1, 6):
+        for m in range(1, 13):
+            for v in stages_per_rank(name):
+                try:
+                    theirs = torch_schedule(name, p, m, v or SEVERAL.get(name, 1))
+                except ValueError:  # such as 1F1B with fewer microbatches than stages
+                    continue
+                ours = named(name, p, m, v)
+                if name == "1f1b":
+                    assert ours.ranks[:-1] == theirs.ranks[:-1]
+                    assert ours.ranks[-1] == _mended(theirs.ranks[-1])
+                else:
+                    assert ours.ranks == theirs.ranks, (p, m, v)
+                compared += 1
+    assert compared >= 40
+
+
+def _mended(row: tuple[Action, ...]) -> tuple[Action, ...]:
+    """PyTorch 2.9 to 2.13 count the last rank's forwards from 1 in `pipeline_order`."""
+    first = row[0].microbatch
+    return tuple(
+        Action(a.op, a.stage, a.microbatch - first if a.op == "F" else a.microbatch)
+        for a in row
+    )
+
+
+def test_the_checker_sees_what_pytorch_prints():
+    theirs = torch_schedule("1f1b", 2, 3)
+    if theirs.ranks[-1][0].microbatch == 0:
+        pytest.skip("this PyTorch counts from 0")
+    with pytest.raises(
+        ScheduleError, match="rank 1 runs 1F3; the last microbatch is 2"
+    ):
+        check(theirs)
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (2, 8), (4, 4), (4, 8), (4, 16)])
+def test_bubbles_are_no_larger_than_pytorchs(p, m):
+    for name in SEVERAL:
+        for v in (1, 2, 3):
+            theirs = simulate(torch_schedule(name, p, m, v), each(v))
+            ours = simulate(named(name, p, m, v), each(v))
+            assert ours.bubble == theirs.bubble
+            assert ours.peak_activations == theirs.peak_activations
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 3), (2, 5), (3, 4), (4, 6), (4, 7), (5, 12)])
+def test_any_number_of_microbatches_can_be_interleaved(p, m):
+    """Where Megatron-LM asks for a multiple of p, the bubble is the formula's all the
+    same; with groups of p and a smaller last one, ranks would wait for ever."""
+    found = simulate(interleaved(p, m), each(2)).bubble
+    assert found == Fraction(p - 1, 2) / (m + Fraction(p - 1, 2))
+
+
+# ---- what they are made of ----------------------------------------------------------
+
+
+def test_a_schedule_is_read_as_it_is_written():
+    for make in ORDERS:
+        made = make(3, 4)
+        rows = [line.partition(" | ")[2] for line in str(made).splitlines()[1:]]
+        assert parse(made.name, rows) == made
+
+
+@pytest.mark.parametrize(
+    "text", ["", "F0", "0F", "0X1", "0f1", "-1F0", "0F0 ", "0F1.5"]
+)
+def test_no_action(text):
+    with pytest.raises(ValueError, match="is no action"):
+        Action.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (("X", 0, 0), "op is 'X'; it can be one of F, B, I, W"),
+        (("F", -1, 0), "stage is -1"),
+        (("F", 0, 1.5), "microbatch is 1.5"),
+        (("F", True, 0), "stage is True"),
+    ],
+)
+def test_actions_say_what_is_wrong(values, message):
+    with pytest.raises(ValueError, match=message):
+        Action(*values)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, "2", None])
+def test_counts_are_checked(name, wrong):
+    with pytest.raises(ValueError, match="num_ranks is"):
+        SCHEDULES[name](wrong, 2)
+    with pytest.raises(ValueError, match="num_microbatches is"):
+        SCHEDULES[name](2, wrong)
+    if name in SEVERAL:
+        with pytest.raises(ValueError, match="stages_per_rank is"):
+            SCHEDULES[name](2, 2, wrong)
+
+
+def test_schedules_say_what_is_wrong():
+    with pytest.raises(ValueError, match="num_ranks is 0"):
+        Schedule("empty", 1, 1, ())
+    with pytest.raises(ValueError, match="num_stages is 0"):
+        parse("empty", [""])
+    with pytest.raises(ValueError, match="stage 7 is on no rank"):
+        gpipe(2, 2).rank_of(7)

@@ -1,0 +1,142 @@
+"""Stages cut by cost: against all cuts there are, and what a layer costs."""
+
+from __future__ import annotations
+
+import time
+from fractions import Fraction
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from ddp_course.model import PRESETS, build_gpt
+from ddp_course.pipeline.cut import cut, layer_costs, layer_seconds
+
+
+def every_cut(costs, num_stages):
+    """All that the number of stages leaves, as (costs of the stages, slices)."""
+    for inner in combinations(range(1, len(costs)), num_stages - 1):
+        ends = pairwise([0, *inner, len(costs)])
+        slices = tuple(slice(first, last) for first, last in ends)
+        yield [sum(costs[part]) for part in slices], slices
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    costs=st.lists(st.integers(0, 9) | st.fractions(0, 3), min_size=1, max_size=8),
+    data=st.data(),
+)
+def test_no_cut_is_better(costs, data):
+    num_stages = data.draw(st.integers(1, len(costs)))
+    found = cut(costs, num_stages)
+    assert [i for part in found for i in range(len(costs))[part]] == [
+        *range(len(costs))
+    ]
+
+    def price(stages):
+        return max(stages), sum(cost**2 for cost in stages)
+
+    best = min(price(stages) for stages, _ in every_cut(costs, num_stages))
+    assert price([sum(costs[part]) for part in found]) == best
+    assert cut(costs, num_stages) == found
+
+
+def test_what_is_cheap_goes_with_what_is_dear():
+    assert cut([0, 4, 4, 4, 4, 1], 2) == (slice(0, 3), slice(3, 6))
+    assert cut([0, 4, 4, 4, 4, 6], 2) == (slice(0, 4), slice(4, 6))
+    assert cut([1, 1, 1, 9], 2) == (slice(0, 3), slice(3, 4))
+    assert cut([5], 1) == (slice(0, 1),)
+    assert cut([0.5, 0.5, 0.5], 3) == (slice(0, 1), slice(1, 2), slice(2, 3))
+    # Stages of 4, 3, 1 would be no slower than 4, 2, 2, but less alike.
+    assert cut([4, 1, 1, 1, 1], 3) == (slice(0, 1), slice(1, 3), slice(3, 5))
+
+
+def test_the_gpt_on_two_three_and_four_ranks():
+    """The embedding costs nothing and the head little: each goes with a block."""
+    costs = layer_costs(PRESETS["1m"])
+    assert cut(costs, 2) == (slice(0, 3), slice(3, 6))
+    ends = [part.stop for part in cut(costs, 4)]
+    assert ends == [2, 3, 4, 6]
+    assert max(sum(costs[part]) for part in cut(costs, 4)) == costs[1] + costs[5]
+    even = [sum(costs[part]) for part in (slice(0, 2), slice(2, 4), slice(4, 6))]
+    assert max(sum(costs[part]) for part in cut(costs, 3)) == max(even)
+    eight = layer_costs(PRESETS["8m"])
+    assert [part.stop for part in cut(eight, 4)] == [3, 5, 7, 10]
+
+
+@pytest.mark.parametrize(
+    ("costs", "stages", "message"),
+    [
+        ([1, 2], 3, "num_stages is 3; there are 2 layers"),
+        ([], 1, "num_stages is 1; there are 0 layers"),
+        ([1, 2], 0, "num_stages is 0"),
+        ([1, 2], 1.5, "num_stages is 1.5"),
+        ([1, -2], 1, r"costs\[1\] is -2"),
+        ([float("nan"), 2], 1, r"costs\[0\] is nan"),
+    ],
+)
+def test_bad_cuts(costs, stages, message):
+    with pytest.raises(ValueError, match=message):
+        cut(costs, stages)
+
+
+@pytest.mark.parametrize(("preset", "tokens"), [("1m", None), ("1m", 16), ("8m", 128)])
+def test_multiply_adds_are_those_that_pytorch_counts(preset, tokens):
+    config = PRESETS[preset]
+    model = build_gpt(preset)
+    x = torch.zeros(1, tokens or config.block_size, dtype=torch.int64)
+    counted = []
+    # The counter does not know the CPU's fused attention: have it done in products.
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        for layer in (model.embed, *model.blocks, model.head):
+            with FlopCounterMode(display=False) as counter:
+                x = layer(x)
+            counted.append(counter.get_total_flops() / 2)
+    assert layer_costs(config, tokens) == counted
+    with pytest.raises(ValueError, match="tokens is 0"):
+        layer_costs(config, 0)
+
+
+class Sleep(nn.Module):
+    """A layer that takes its time."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        time.sleep(self.seconds)
+        return x * self.weight
+
+
+def test_measured_seconds_cut_where_they_should():
+    layers = [Sleep(seconds) for seconds in (0.0, 0.01, 0.01, 0.03)]
+    seconds = layer_seconds(layers, torch.ones(2), repeats=3)
+    assert len(seconds) == 4
+    assert seconds[3] >= 0.03 and seconds[1] >= 0.01
+    assert cut([Fraction(s) for s in seconds], 2)[-1].stop == 4
+    assert all(layer.weight.grad is None for layer in layers)
+    with pytest.raises(ValueError, match="repeats is 0"):
+        layer_seconds(layers, torch.ones(2), repeats=0)
+
+
+def test_every_layer_of_the_model_is_measured_forward_and_backward():
+    """Also the embedding, whose input has no gradient, and frozen layers."""
+    model = build_gpt("1m")
+    backwards = []
+    model.blocks[1].requires_grad_(False)
+    for layer in (model.embed, *model.blocks, model.head):
+        first = next(layer.parameters())
+        if first.requires_grad:
+            first.register_hook(lambda grad, layer=layer: backwards.append(layer))
+    x = torch.zeros(2, 8, dtype=torch.int64)
+    seconds = layer_seconds([model.embed, *model.blocks, model.head], x, repeats=1)
+    assert len(seconds) == 6 and min(seconds) > 0
+    assert all(p.grad is None for p in model.parameters())
+    assert len(backwards) == 2 * 5

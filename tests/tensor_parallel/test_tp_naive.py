@@ -1,0 +1,181 @@
+"""Naive model parallelism: the same training, and N - 1 of N ranks wait."""
+
+from __future__ import annotations
+
+import functools
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import Function
+from tp_cases import CONFIG, ROWS, batch, model
+
+from ddp_course.collectives import CollectiveError
+from ddp_course.launch import spawn
+from ddp_course.measure import ByteMeter, EventLog, busy
+from ddp_course.model import build_gpt, generate
+from ddp_course.parts.replicas import ReplicaError
+from ddp_course.tensor_parallel import NaiveModelParallel
+
+WAIT = 0.03  # seconds
+
+
+def trained(steps: int = 5) -> dict[str, object]:
+    """On every rank: losses, own states and gradients of each step; bytes; a text."""
+    told: dict[str, object] = {"losses": [], "states": [], "gradients": []}
+    module = NaiveModelParallel(model("frozen"))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, eps=1e-4)
+    for step in range(steps):
+        optimizer.zero_grad()
+        with ByteMeter() as meter:
+            _, loss = module(*batch(step))
+            loss.backward()
+        named = dict(module.named_parameters())
+        told["gradients"].append(
+            {n: p.grad for n, p in named.items() if p.grad is not None}
+        )
+        optimizer.step()
+        told["losses"].append(loss.item())
+        told["states"].append({n: t.clone() for n, t in module.state_dict().items()})
+    told["sent"] = meter.total_sent, meter.total_messages
+    idx = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        told["text"] = generate(module, idx, 12, seed=4).tolist()
+    return told
+
+
+def of_one_process(steps: int = 5) -> dict[str, object]:
+    told: dict[str, object] = {"losses": [], "states": [], "gradients": []}
+    module = model("frozen")
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, eps=1e-4)
+    for step in range(steps):
+        optimizer.zero_grad()
+        _, loss = module(*batch(step))
+        loss.backward()
+        named = dict(module.named_parameters())
+        told["gradients"].append(
+            {n: p.grad for n, p in named.items() if p.grad is not None}
+        )
+        optimizer.step()
+        told["losses"].append(loss.item())
+        told["states"].append({n: t.clone() for n, t in module.state_dict().items()})
+    told["text"] = generate(module, torch.tensor([[1, 2, 3]]), 12, seed=4).tolist()
+    return told
+
+
+@functools.cache
+def one_process() -> dict[str, object]:
+    """Return the training of one process: a rank, as all have one thread."""
+    return spawn(of_one_process, world_size=1, output="none", device="cpu")[0]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_the_same_training_as_one_process_bit_for_bit(n):
+    alone = one_process()
+    ranks = spawn(trained, world_size=n, output="none", device="cpu", timeout=100)
+    boundary = ROWS * CONFIG.block_size * CONFIG.d_model * 4
+    for r, rank in enumerate(ranks):
+        assert rank["losses"] == alone["losses"]
+        assert rank["text"] == alone["text"]
+        ends = (r > 0) + (r < n - 1)  # activations to the next, gradients to the last
+        assert rank["sent"] == (boundary * ends, ends)
+    for what in ("states", "gradients"):
+        for step, whole in enumerate(alone[what]):
+            parts = [rank[what][step] for rank in ranks]
+            assert sum(map(len, parts)) == len(whole)  # no parameter is there twice
+            for part in parts:
+                for name, tensor in part.items():
+                    assert torch.equal(tensor, whole[name]), (what, step, name)
+
+
+class Waits(Function):
+    """Computing, as far as the clock can tell: a rank that sleeps needs no core."""
+
+    @staticmethod
+    def forward(ctx, x):
+        time.sleep(WAIT)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(2 * WAIT)
+        return gradient
+
+
+class Slow(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return Waits.apply(self.layer(x))
+
+
+def idle() -> list:
+    """On every rank: the events of a step whose layers take equally long."""
+    gpt = build_gpt(replace(CONFIG, n_layer=2 * dist.get_world_size() - 2))
+    module = NaiveModelParallel(gpt)
+    module.layers = [Slow(layer) for layer in module.layers]
+    module(*batch(0))[1].backward()
+    steps = []
+    for _ in range(3):
+        with EventLog() as log:
+            module(*batch(1))[1].backward()
+        steps.append(log.events)
+    return steps
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_all_ranks_but_one_are_idle(n):
+    ranks = spawn(idle, world_size=n, output="none", timeout=100)
+    shares = []
+    for events in zip(*ranks, strict=True):
+        events = [event for rank in events for event in rank]
+        computing = [e for e in events if e.lane == "compute"]
+        computing.sort(key=lambda e: e.start)
+        assert [e.op for e in computing] == ["forward"] * n + ["backward"] * n
+        assert [e.rank for e in computing] == [*range(n), *reversed(range(n))]
+        assert len([e for e in events if e.lane == "wait"]) == 2 * (n - 1)
+        span = max(e.end for e in computing) - computing[0].start
+        shares.append(1 - busy(computing, "compute") / (n * span))
+    # Other programs can only add to it, and seldom in all steps.
+    assert min(shares) == pytest.approx((n - 1) / n, abs=0.02)
+
+
+def refused() -> list[str]:
+    rank, told = dist.get_rank(), []
+    module = NaiveModelParallel(model())
+    x, y = batch(0)
+    attempts = [
+        lambda: NaiveModelParallel(model("tied")),
+        lambda: NaiveModelParallel(build_gpt(replace(CONFIG, n_layer=1 + rank))),
+        lambda: NaiveModelParallel(nn.Linear(2, 2)),
+        lambda: module(x if rank else x[:1], y if rank else y[:1]),
+        lambda: module(x + 100 * rank, y),
+        lambda: module(x, y[:1]),
+    ]
+    for attempt in attempts:
+        try:
+            attempt()
+            told.append("nothing was raised")
+        except (ReplicaError, CollectiveError) as error:
+            told.append(str(error))
+    return told
+
+
+def test_what_cannot_be_is_refused_on_every_rank():
+    first, second = spawn(refused, world_size=2, output="none", device="cpu")
+    assert first == second
+    expected = [
+        "the embedding is tied to the head",
+        "the ranks differ",
+        "model is a Linear; it must be a GPT",
+        "the ranks do not call the same",
+        "rank 1: idx holds the token",
+        "targets has shape (1, 12); the logits are for (3, 12)",
+    ]
+    for told, part in zip(first, expected, strict=True):
+        assert part in told

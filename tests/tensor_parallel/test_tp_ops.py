@@ -1,0 +1,287 @@
+"""Operations, products, layers and loss of tensor parallelism, on small tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from ddp_course.launch import spawn
+from ddp_course.model import MLP, GPTConfig
+from ddp_course.tensor_parallel import (
+    ColumnParallelLinear,
+    Messages,
+    NaiveParallelMLP,
+    ParallelMLP,
+    RowParallelLinear,
+    SharedMemory,
+    VocabParallelEmbedding,
+    copies_to_group,
+    copy_to_group,
+    gather_from_group,
+    gather_sequence,
+    reduce_from_group,
+    scatter_sequence,
+    split_to_group,
+    vocab_parallel_cross_entropy,
+)
+from ddp_course.tensor_parallel.layers import part_of
+from ddp_course.tensor_parallel.products import column_product, row_product
+
+EXCHANGES = {"messages": Messages, "memory": SharedMemory}
+WIDE = 12  # can be cut for 1, 2, 3 and 4 ranks
+
+
+def integers(seed: int, *shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-4, 5, shape, generator=generator).float()
+
+
+# ---- backward is the transpose of forward --------------------------------------------
+
+# name -> (operation, the state of what it takes, of what it returns)
+OPS = {
+    "copy_to_group": (copy_to_group, "replicated", "different"),
+    "copies_to_group": (
+        lambda x, g: copies_to_group([x], g)[0],
+        "replicated",
+        "different",
+    ),
+    "reduce_from_group": (reduce_from_group, "different", "replicated"),
+    "split_to_group": (lambda x, g: split_to_group(x, 1, g), "replicated", "cut"),
+    "gather_from_group": (lambda x, g: gather_from_group(x, 1, g), "cut", "replicated"),
+    "gather_sequence": (gather_sequence, "cut", "different"),
+    "scatter_sequence": (scatter_sequence, "different", "cut"),
+}
+
+
+def of_state(state: str, seed: int, rank: int, size: int) -> torch.Tensor:
+    """Return this rank's tensor of some state: (2, 12, 3), or its part."""
+    if state == "different":
+        return integers(seed + 100 * rank, 2, WIDE, 3)
+    whole = integers(seed, 2, WIDE, 3)
+    return whole.chunk(size, 1)[rank].contiguous() if state == "cut" else whole
+
+
+def inner(a: torch.Tensor, b: torch.Tensor, state: str, rank: int) -> torch.Tensor:
+    """Return this rank's share of <a, b>: what all ranks have counts once."""
+    return (a * b).sum() * (1.0 if state != "replicated" or rank == 0 else 0.0)
+
+
+def pairs() -> dict[tuple[str, str], tuple[float, float]]:
+    """On every rank: <A x, y> and <x, Aᵀ y>, of all ranks together."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    told = {}
+    for way, make in EXCHANGES.items():
+        group = make()
+        for name, (op, before, after) in OPS.items():
+            x = of_state(before, 1, rank, size).requires_grad_()
+            y = of_state(after, 2, rank, size)
+            out = op(x, group)
+            out.backward(y)
+            sides = torch.stack(
+                [
+                    inner(out.detach(), y, after, rank),
+                    inner(x.detach(), x.grad, before, rank),
+                ]
+            )
+            dist.all_reduce(sides)
+            told[way, name] = tuple(sides.tolist())
+    return told
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_backward_is_the_transpose_of_forward(n):
+    ranks = spawn(pairs, world_size=n, output="none", device="cpu", timeout=100)
+    for rank in ranks:
+        for key, (forward, backward) in rank.items():
+            assert forward == backward != 0, key  # whole numbers: no rounding
+
+
+# ---- products and layers -------------------------------------------------------------
+
+
+def gradients_of(y, gradient, *tensors):
+    return torch.autograd.grad(y, tensors, gradient)
+
+
+def same(a, b) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def products() -> list[str]:
+    """On every rank: compare the products with what they say they compute."""
+    wrong = []
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for way, make in EXCHANGES.items():
+        group = make()
+        weight, bias = integers(3 + rank, 5, 4), integers(4 + rank, 5)
+        weight.requires_grad_(), bias.requires_grad_()
+        for sequence in (False, True):
+            length = WIDE // size if sequence else WIDE
+            x = integers(5 + rank * sequence, 2, length, 4).requires_grad_()
+            enter = gather_sequence if sequence else copy_to_group
+            slow = F.linear(enter(x, group), weight, bias)
+            fast = column_product(x, weight, bias, group, sequence_parallel=sequence)
+            gradient = integers(6 + rank, *slow.shape)
+            of = x, weight, bias
+            if not (
+                torch.equal(slow, fast)
+                and same(
+                    gradients_of(slow, gradient, *of), gradients_of(fast, gradient, *of)
+                )
+            ):
+                wrong.append(f"column {way} {sequence}")
+            x = integers(7 + rank, 2, WIDE, 4).requires_grad_()
+            common = integers(8, 5).requires_grad_()
+            if sequence:
+                slow = scatter_sequence(F.linear(x, weight), group)
+                slow = slow + copy_to_group(common, group)
+            else:
+                slow = reduce_from_group(F.linear(x, weight), group) + common
+            fast = row_product(x, weight, common, group, sequence_parallel=sequence)
+            gradient = integers(9 + rank * sequence, *slow.shape)
+            of = x, weight, common
+            if not (
+                torch.equal(slow, fast)
+                and same(
+                    gradients_of(slow, gradient, *of), gradients_of(fast, gradient, *of)
+                )
+            ):
+                wrong.append(f"row {way} {sequence}")
+    return wrong + layers() + losses()
+
+
+def layers() -> list[str]:
+    """On every rank: compare layers with the full ones."""
+    wrong = []
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    full, mlp = nn.Linear(WIDE, 2 * WIDE), MLP(GPTConfig(d_model=WIDE))
+    no_bias, embedding = nn.Linear(WIDE, WIDE, bias=False), nn.Embedding(WIDE, 3)
+    x = torch.randn(2, 5, WIDE, requires_grad=True)
+    idx = torch.randint(WIDE, (2, 5))
+    made = {
+        "gathered column": (full, ColumnParallelLinear(full, gather_output=True), x),
+        "row of a whole": (full, RowParallelLinear(full, input_is_parallel=False), x),
+        "without bias": (no_bias, ColumnParallelLinear(no_bias, gather_output=True), x),
+        "row without bias": (
+            no_bias,
+            RowParallelLinear(no_bias, input_is_parallel=False),
+            x,
+        ),
+        "embedding": (embedding, VocabParallelEmbedding(embedding), idx),
+        "naive MLP": (mlp, NaiveParallelMLP(mlp), x),
+        "MLP": (mlp, ParallelMLP(mlp), x),
+        "MLP in memory": (mlp, ParallelMLP(mlp, SharedMemory()), x),
+    }
+    for name, (plain, parallel, given) in made.items():
+        for each in (x, *plain.parameters()):
+            each.grad = None
+        outs = []
+        for layer in (plain, parallel):
+            x.grad = None
+            out = layer(given)
+            out.square().sum().backward()
+            outs.append((out.detach(), None if given is idx else x.grad.clone()))
+        for a, b in zip(*outs, strict=True):
+            if a is not None and not torch.allclose(a, b, atol=1e-5):
+                wrong.append(f"{name} on rank {rank} of {size}")
+        full_layers = dict(plain.named_modules())
+        for name_of, layer in parallel.named_modules():
+            for key, dim in getattr(layer, "CUTS", {}).items():
+                own = getattr(layer, key)
+                if own is not None:
+                    whole = getattr(full_layers[name_of], key).grad
+                    part = part_of(whole, dim, rank, size)
+                    if not torch.allclose(part, own.grad, atol=1e-5):
+                        wrong.append(f"{name}: {name_of}.{key} on rank {rank}")
+    return wrong
+
+
+def losses() -> list[str]:
+    """On every rank: compare the loss with PyTorch's, on logits that are hard."""
+    wrong = []
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for dtype, scale, atol in (
+        (torch.float32, 1.0, 1e-6),
+        (torch.float32, 200.0, 1e-4),  # exp overflows without the maximum
+        (torch.float64, 1.0, 1e-12),
+        (torch.bfloat16, 1.0, 1e-2),
+    ):
+        torch.manual_seed(1)
+        logits = (scale * torch.randn(2, 7, WIDE)).to(dtype).requires_grad_()
+        targets = torch.randint(WIDE, (2, 7))
+        targets[0, :2], targets[1, 3] = -100, 0
+        own = logits.detach().chunk(size, -1)[rank].clone().requires_grad_()
+        for ignored in (-100, 0):
+            chosen = targets.clamp(min=0) if ignored == 0 else targets
+            whole = F.cross_entropy(
+                logits.flatten(0, 1).to(dtype), chosen.flatten(), ignore_index=ignored
+            )
+            mine = vocab_parallel_cross_entropy(own, chosen, ignore_index=ignored)
+            (a,) = torch.autograd.grad(whole, logits)
+            (b,) = torch.autograd.grad(mine, own)
+            part = a.chunk(size, -1)[rank]
+            if not torch.allclose(
+                whole.double(), mine.double(), atol=atol, rtol=1e-5 + atol
+            ):
+                wrong.append(f"loss {dtype} {scale} {ignored}: {whole} {mine}")
+            if b.dtype != dtype or not torch.allclose(part, b, atol=atol):
+                wrong.append(f"gradient {dtype} {scale} {ignored}")
+    nothing = torch.full((2, 7), -100)
+    if not vocab_parallel_cross_entropy(own, nothing).isnan():
+        wrong.append("a mean of nothing")
+    return wrong
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_products_layers_and_loss_are_those_of_one_process(n):
+    told = spawn(products, world_size=n, output="none", device="cpu", timeout=100)
+    assert told == [[]] * n
+
+
+# ---- what cannot be ------------------------------------------------------------------
+
+
+def refused() -> list[str]:
+    told = []
+    group = Messages()
+    attempts = [
+        lambda: ColumnParallelLinear(nn.Linear(4, 7), group),
+        lambda: RowParallelLinear(nn.Linear(7, 4), group),
+        lambda: VocabParallelEmbedding(nn.Embedding(8, 2, padding_idx=0), group),
+        lambda: split_to_group(torch.zeros(2, 5), 1, group),
+        lambda: scatter_sequence(torch.zeros(2, 5, 3), group),
+        lambda: vocab_parallel_cross_entropy(
+            torch.zeros(2, 3, 4), torch.zeros(2, 2).long()
+        ),
+        lambda: vocab_parallel_cross_entropy(torch.zeros(1, 4), torch.tensor([8])),
+        lambda: SharedMemory().total(torch.zeros(3)),
+    ]
+    for attempt in attempts:
+        try:
+            attempt()
+            told.append("nothing was raised")
+        except (ValueError, RuntimeError) as error:
+            told.append(str(error))
+    return told
+
+
+def test_what_cannot_be_is_said():
+    first, second = spawn(refused, world_size=2, output="none", device="cpu")
+    assert first == second
+    expected = [
+        "7 rows of a weight cannot be cut into 2 equal parts; it can be 1, 7",
+        "7 columns of a weight cannot be cut into 2",
+        "only a plain embedding can be cut",
+        "has 5 entries, which 2 ranks cannot share equally; it must be a multiple of 2",
+        "has 5 entries, which 2 ranks",
+        "targets has shape (2, 2); the logits are for (2, 3)",
+        "targets are from 8 to 8; tokens are 0 to 7, or -100 for none",
+        "written into `room`",
+    ]
+    for told, part in zip(first, expected, strict=True):
+        assert part in told

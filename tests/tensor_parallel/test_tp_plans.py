@@ -1,0 +1,125 @@
+"""The layout of a model and the closed forms of tensor parallelism: no process."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+import torch
+
+from ddp_course import theory
+from ddp_course.model import PRESETS, GPTConfig, build_gpt
+from ddp_course.tensor_parallel import layout
+from ddp_course.tensor_parallel.naive import split_layers
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 6, 12])
+def test_every_number_is_on_one_rank_or_on_all(n, tied):
+    config = GPTConfig(n_layer=2, tied=tied)
+    gpt = build_gpt(config)
+    cuts = layout(gpt, n)
+    assert [cut.name for cut in cuts] == [name for name, _ in gpt.named_parameters()]
+    for cut, parameter in zip(cuts, gpt.parameters(), strict=True):
+        parts = [cut.part(parameter, rank) for rank in range(n)]
+        assert {tuple(part.shape) for part in parts} == {cut.own_shape}
+        assert torch.equal(cut.whole(parts), parameter)
+    own = sum(cut.own_numel for cut in cuts)
+    assert own == theory.tensor_parallel_parameters(config, n)
+    common = sum(cut.own_numel for cut in cuts if cut.dim is None)
+    assert common == theory.replicated_parameters(config)
+
+
+def test_a_part_of_qkv_is_whole_heads():
+    gpt = build_gpt(GPTConfig(n_layer=1))
+    (cut,) = (c for c in layout(gpt, 3) if c.name.endswith("qkv.weight"))
+    head = 3 * gpt.blocks[0].attn.d_head
+    rows = torch.arange(cut.shape[0]).unsqueeze(1).expand(cut.shape)
+    for rank in range(3):
+        part = cut.part(rows, rank)[:, 0]
+        assert part[0] % head == 0 and len(part) == 4 * head  # 4 of 12 heads
+
+
+def test_a_layout_can_be_read():
+    lines = [str(cut) for cut in layout(build_gpt("1m"), 2)]
+    assert lines[0].split() == [
+        "embed.tokens.weight",
+        "(96,",
+        "144)",
+        "rows",
+        "(48,",
+        "144)",
+    ]
+    assert lines[5].split()[3:] == ["columns", "(144,", "72)"]
+    assert lines[6].split()[2:] == ["-", "(144,)"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "n", "told"),
+    [
+        ({"n_head": 6}, 4, "n_head is 6, which 4 ranks cannot share equally"),
+        ({"n_head": 6}, 4, "this model can be cut for 1, 2, 3, 6 ranks"),
+        ({"vocab_size": 65}, 2, "vocab_size is 65, which 2 ranks"),
+        ({}, 5, "n_head is 12"),
+    ],
+)
+def test_sizes_that_cannot_be_cut_are_named(changed, n, told):
+    with pytest.raises(ValueError, match=told):
+        layout(build_gpt(GPTConfig(n_layer=1, **changed)), n)
+
+
+def test_layers_are_dealt_out():
+    assert [list(r) for r in split_layers(6, 4)] == [[0, 1], [2, 3], [4], [5]]
+    assert [list(r) for r in split_layers(3, 1)] == [[0, 1, 2]]
+    with pytest.raises(ValueError, match="3 layers are for 1 to 3 ranks, not for 4"):
+        split_layers(3, 4)
+
+
+# ---- bytes ---------------------------------------------------------------------------
+
+
+def test_four_all_reduces_for_each_block():
+    config = PRESETS["1m"]
+    hidden = 2 * 64 * 144 * 4
+    for n in (1, 2, 3, 4):
+        told = theory.tensor_parallel_volume(config, 2, n)
+        assert len(told) == n
+        once = 2 * Fraction(n - 1, n)
+        for rank in told:
+            assert rank.hidden == (4 * 4 + 2) * once * hidden
+            assert rank.loss == once * 3 * 2 * 64 * 4
+            assert rank.parameters == 0
+            assert (rank.all_reduces, rank.pairs) == (20, 0)
+            assert rank.total == rank.hidden + rank.loss
+
+
+def test_sequence_parallelism_sends_the_same_and_some_gradients():
+    config = PRESETS["1m"]
+    for n in (2, 4):
+        plain = theory.tensor_parallel_volume(config, 2, n)
+        cut = theory.tensor_parallel_volume(config, 2, n, sequence_parallel=True)
+        for a, b in zip(plain, cut, strict=True):
+            assert a.hidden == b.hidden and a.loss == b.loss
+            common = theory.replicated_parameters(config)
+            assert b.parameters == 2 * Fraction(n - 1, n) * 4 * common
+            assert b.pairs == 18
+
+
+def test_other_algorithms_send_otherwise():
+    config = PRESETS["1m"]
+    naive = theory.tensor_parallel_volume(config, 1, 4, all_reduce="all_reduce_naive")
+    assert naive[0].total == 3 * naive[1].total
+    shot = theory.tensor_parallel_volume(config, 1, 4, all_reduce="one_shot")
+    ring = theory.tensor_parallel_volume(config, 1, 4)
+    assert shot[0].total == 2 * ring[0].total
+    with pytest.raises(ValueError, match="all_reduce is 'gather'"):
+        theory.tensor_parallel_volume(config, 1, 4, all_reduce="gather")
+    with pytest.raises(ValueError, match="batch is 0"):
+        theory.tensor_parallel_volume(config, 0, 4)
+    with pytest.raises(ValueError, match="tp_size is 5; it must divide the 12 heads"):
+        theory.tensor_parallel_parameters(config, 5)
+
+
+def test_column_then_row_sends_much_less_than_gathering():
+    assert theory.mlp_volume(100, 2) == 4 * 50 * 4
+    assert theory.mlp_volume(100, 2, naive=True) / theory.mlp_volume(100, 2) == 3.75

@@ -1,0 +1,58 @@
+"""A GPT that is cut trains as one process does, and as PyTorch's DTensor does."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from tp_cases import FAKES, WRAPPERS, Trained, dtensor, far_apart, train
+
+from ddp_course.launch import spawn
+
+alone = functools.cache(functools.partial(train, None))
+
+
+def everything() -> dict[tuple[str, str], Trained]:
+    """On every rank: train every model in every way, and every fake."""
+    told = {(way, "plain"): train(wrap) for way, wrap in WRAPPERS.items()}
+    for name in ("tied", "frozen"):
+        for way in ("gloo", "shared", "sequence"):
+            told[way, name] = train(WRAPPERS[way], name)
+    told["DTensor", "plain"] = train(dtensor, steps=2)
+    told["DTensor sequence", "plain"] = train(
+        functools.partial(dtensor, sequence=True), steps=2
+    )
+    return told | {(fake, "fake"): train(w, steps=2) for fake, w in FAKES.items()}
+
+
+def first(told: Trained, steps: int) -> Trained:
+    """Return the first steps of a training."""
+    return Trained(*(part[:steps] for part in list(vars(told).values())[:4]))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_the_same_training_as_one_process_and_as_pytorch(n):
+    ranks = spawn(everything, world_size=n, output="none", device="cpu", timeout=200)
+    for way, name in ranks[0]:
+        if name == "fake":
+            continue
+        mine = [rank[way, name] for rank in ranks]
+        steps = len(mine[0].losses)
+        assert steps == 5 or "DTensor" in way
+        for rank in mine:
+            assert not far_apart(rank, first(alone(name), steps)), (way, name)
+        # What every rank has whole is the same to the bit, and not only nearly.
+        assert len({rank.common for rank in mine}) == 1, (way, name)
+        assert len({tuple(rank.norms) for rank in mine}) == 1, (way, name)
+    for way in ("gloo", "shared"):
+        dtensors = ranks[0]["DTensor", "plain"]
+        assert not far_apart(first(ranks[0][way, "plain"], 2), dtensors), way
+    sequence = ranks[0]["DTensor sequence", "plain"]
+    assert not far_apart(first(ranks[0]["sequence", "plain"], 2), sequence)
+    if n == 1:
+        return  # one rank has nothing to sum
+    for fake in FAKES:
+        seen = [
+            far_apart(rank[fake, "fake"], first(alone("plain"), 2)) for rank in ranks
+        ]
+        assert any(seen), f"{fake} not seen"

@@ -1,0 +1,274 @@
+"""Whole states, other layouts, recomputation, random numbers, and what is refused."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from tp_cases import batch, model
+
+from ddp_course.collectives import CollectiveError
+from ddp_course.launch import spawn
+from ddp_course.model import generate
+from ddp_course.parts.recompute import recompute, recompute_blocks
+from ddp_course.parts.replicas import ReplicaError
+from ddp_course.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    parallel_rng,
+    plain,
+    tensor_parallel,
+)
+
+
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    decayed = [p for p in module.parameters() if p.ndim > 1]
+    others = [p for p in module.parameters() if p.ndim <= 1]
+    groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=0.01, eps=1e-4)
+
+
+def run(module: nn.Module, optimizer, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        module(*batch(step))[1].backward()
+        optimizer.step()
+
+
+@functools.cache
+def of_one_process(name: str, steps: int) -> tuple[dict, dict]:
+    module = model(name)
+    optimizer = adamw(module)
+    run(module, optimizer, range(steps))
+    return module.state_dict(), optimizer.state_dict()
+
+
+def continued(before: dict[str, tuple[dict, dict]]) -> dict[str, tuple]:
+    """On every rank: go on from one process after 2 steps; return states after 4."""
+    told = {}
+    for name, (state, optimizer_state) in before.items():
+        options = {"sequence_parallel": True, "in_shared_memory": name == "tied"}
+        module = tensor_parallel(model(name, seed=5), **options)  # other numbers
+        fresh = plain(module).state_dict()
+        assert same(fresh, model(name, seed=5).state_dict())
+        optimizer = adamw(module)
+        module.load_full_state_dict(state)
+        module.load_full_optimizer_state_dict(optimizer, optimizer_state)
+        read = module.full_state_dict(), module.full_optimizer_state_dict(optimizer)
+        run(module, optimizer, range(2, 4))
+        after = module.full_state_dict(), module.full_optimizer_state_dict(optimizer)
+        rank0 = module.full_state_dict(rank0_only=True)
+        rank0_too = module.full_optimizer_state_dict(optimizer, rank0_only=True)
+        told[name] = read, after, (bool(rank0), bool(rank0_too))
+    return told
+
+
+def same(a, b, **close) -> bool:
+    """Tell whether two states of any depth are equal, or close."""
+    if isinstance(a, torch.Tensor):
+        return a.shape == b.shape and (
+            torch.allclose(a, b, **close) if close else torch.equal(a, b)
+        )
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[k], b[k], **close) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(functools.partial(same, **close), a, b))
+    return a == b
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_states_go_on_from_one_process_and_back(n):
+    before = {name: of_one_process(name, 2) for name in ("plain", "tied", "frozen")}
+    ranks = spawn(continued, before, world_size=n, output="none", device="cpu")
+    for rank, told in enumerate(ranks):
+        for name, (read, after, rank0) in told.items():
+            assert same(read, before[name]), name  # bit for bit
+            module, optimizer = model(name), None
+            optimizer = adamw(module)
+            module.load_state_dict(after[0])  # another layout: one process
+            optimizer.load_state_dict(after[1])
+            assert same(after, of_one_process(name, 4), rtol=1e-4, atol=1e-4), name
+            assert rank0 == (rank == 0, rank == 0)
+
+
+# ---- the same numbers again ----------------------------------------------------------
+
+
+class Dropped(nn.Module):
+    """An MLP with a dropout inside of the parallel region, and one outside."""
+
+    def __init__(self, right: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.right = right
+        self.up = ColumnParallelLinear(nn.Linear(12, 48))
+        self.down = RowParallelLinear(nn.Linear(48, 12))
+        self.masks: list[torch.Tensor] = []
+
+    def forward(self, x):
+        h = self.up(x)
+        if self.right:
+            with parallel_rng():
+                mask = F.dropout(torch.ones_like(h), 0.5)
+        else:
+            mask = F.dropout(torch.ones_like(h), 0.5)
+        out = self.down(h * mask)
+        outer = F.dropout(torch.ones_like(out), 0.5)
+        self.masks += [mask.detach(), outer.detach()]
+        return out * outer
+
+
+def dropped() -> dict[bool, tuple]:
+    """On every rank: masks of two forwards and of a recomputation; gradients."""
+    told = {}
+    for right in (True, False):
+        module = Dropped(right)
+        x = torch.randn(64, 12, generator=torch.Generator().manual_seed(1))
+        x.requires_grad_()
+        gradients = []
+        for again in (False, True):
+            torch.manual_seed(3)
+            x.grad = None
+            y = recompute(module, x) if again else module(x)
+            y.square().sum().backward()
+            gradients.append(x.grad)
+        told[right] = module.masks, torch.equal(*gradients), torch.rand(())
+    return told
+
+
+def test_dropout_differs_inside_and_is_the_same_outside_and_again():
+    a, b = spawn(dropped, world_size=2, output="none", device="cpu")
+    for right in (True, False):
+        masks, equal, number = a[right]
+        others, others_equal, others_number = b[right]
+        assert equal and others_equal  # recomputed, with the same masks
+        assert torch.equal(number, others_number)
+        insides = list(zip(masks[::2], others[::2], strict=True))
+        outsides = list(zip(masks[1::2], others[1::2], strict=True))
+        assert all(torch.equal(x, y) for x, y in outsides)
+        # With the same seed inside, the masks of different columns repeat.
+        assert all(torch.equal(x, y) != right for x, y in insides)
+        share = torch.stack([x == y for x, y in insides]).float().mean()
+        assert abs(share - 0.5) < 0.1 or not right  # as if they were independent
+
+
+def recomputed() -> list[float]:
+    told = []
+    for options in ({}, {"in_shared_memory": True}, {"sequence_parallel": True}):
+        norms = []
+        for again in (False, True):
+            module = tensor_parallel(model(), **options)
+            if again:
+                recompute_blocks(module)
+            module(*batch(0))[1].backward()
+            norms.append(module.clip_grad_norm_(1e9).item())
+        told.append(norms[0] - norms[1])
+    return told
+
+
+def bf16_and_text() -> tuple:
+    """On every rank: a loss under autocast, a text, norms of other kinds."""
+    gpt = model()
+    module = tensor_parallel(model(), in_shared_memory=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, a = gpt(*batch(0))
+        _, b = module(*batch(0))
+    a.backward()
+    b.backward()
+    head = gpt.head.out.weight.grad.chunk(2)[dist.get_rank()]
+    error = (head - module.head.out.weight.grad).abs().max() / head.abs().max()
+    idx = torch.tensor([[1, 2, 3]])
+    texts = [generate(m, idx, 20, seed=4).tolist() for m in (model(), module)]
+    norms = []
+    for p in (1.0, 2.0, float("inf")):
+        whole = nn.utils.get_total_norm([q.grad for q in gpt.parameters()], p)
+        norms.append(float(module.clip_grad_norm_(1e9, p) / whole))
+    return abs(a - b).item(), error.item(), texts, norms
+
+
+def test_recomputation_autocast_generation():
+    assert (
+        spawn(recomputed, world_size=2, output="none", device="cpu") == [[0.0] * 3] * 2
+    )
+    for loss, gradient, texts, norms in spawn(
+        bf16_and_text, world_size=2, output="none", device="cpu"
+    ):
+        assert loss < 0.01 and gradient < 0.05
+        assert texts[0] == texts[1]
+        assert norms == pytest.approx([1.0] * 3, rel=0.02)
+
+
+# ---- what is refused, on every rank --------------------------------------------------
+
+
+def refusals() -> list[str]:
+    """On every rank: the texts of what is raised; the ranks differ where told."""
+    rank, told = dist.get_rank(), []
+    cut = tensor_parallel(model())
+    sequence = tensor_parallel(model(), sequence_parallel=True)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=1.0)
+    factored = torch.optim.Adafactor(cut.parameters(), lr=0.01)
+    cut(*batch(0))[1].backward()
+    factored.step()
+    x, y = batch(0)
+    state = model().state_dict()
+    attempts = [
+        lambda: tensor_parallel(model(seed=rank)),
+        lambda: tensor_parallel(model(), sequence_parallel=rank == 1),
+        lambda: tensor_parallel(nn.Linear(2, 2) if rank else model()),
+        lambda: tensor_parallel(cut),
+        lambda: tensor_parallel(model(), in_shared_memory=True, all_reduce=print),
+        lambda: cut(*batch(rank)),
+        lambda: cut(x if rank else x[:1], y if rank else y[:1]),
+        lambda: cut(x, y[:, :-1] if rank else y),
+        lambda: cut(x + 100 * rank, y),
+        lambda: cut(x, None if rank else y),
+        lambda: sequence(x[:, :5], y[:, :5]),
+        lambda: cut.load_full_state_dict(
+            {k: v for k, v in state.items() if "head" not in k}
+        ),
+        lambda: cut.load_full_state_dict(state | {"head.out.weight": torch.zeros(2)}),
+        lambda: cut.full_optimizer_state_dict(optimizer),
+        lambda: cut.full_optimizer_state_dict(factored),
+        lambda: cut.load_full_optimizer_state_dict(adamw(cut), {"state": 3}),
+        lambda: cut.clip_grad_norm_(1.0, 0),
+    ]
+    for attempt in attempts:
+        try:
+            attempt()
+            told.append("nothing was raised")
+        except (ReplicaError, CollectiveError, ValueError) as error:
+            told.append(str(error))
+    _, loss = cut(x, y)  # and it still works
+    told.append(f"{loss.item():.4f}")
+    return told
+
+
+def test_what_cannot_be_is_refused_on_every_rank():
+    first, second = spawn(refusals, world_size=2, output="none", device="cpu")
+    expected = [
+        "numbers of embed.tokens.weight",
+        "argument sequence_parallel is False on rank 0, True on rank 1",
+        "rank 1: model is a Linear; it must be a plain GPT",
+        "model is a TensorParallelGPT; it must be a plain GPT",
+        "all_reduce and in_shared_memory are both given",
+        "the ranks do not call the same",
+        "the ranks do not call the same",
+        "rank 1: targets has shape (3, 11); the logits are for (3, 12)",
+        "rank 1: idx holds the token",
+        "the ranks do not call the same",
+        "T is 5, which 2 ranks cannot share equally; with sequence_parallel it",
+        "the state_dict has no head.norm.weight, head.norm.bias, head.out.weight",
+        "the state_dict has head.out.weight as [2]; it must be [24, 24]",
+        "the optimizer steps a tensor of shape [3] that is none of this model",
+        "only states of the parameter's own shape",
+        "this is no state_dict of an optimizer",
+        "norm_type is 0; it must be above 0, or inf",
+    ]
+    for mine, other, part in zip(first, second, [*expected, ""], strict=True):
+        assert mine == other
+        assert part in mine

@@ -1,0 +1,264 @@
+"""What the tests of tensor parallelism share: models, training, planted fakes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp_course import collectives
+from ddp_course.bench.tp import styles
+from ddp_course.model import GPT, GPTConfig, build_gpt
+from ddp_course.tensor_parallel import TensorParallelGPT, tensor_parallel
+from ddp_course.tensor_parallel.products import ColumnProduct, RowProduct
+from ddp_course.tensor_parallel.state import _whole
+
+CONFIG = GPTConfig(vocab_size=24, block_size=12, n_layer=2, n_head=12, d_model=24)
+ROWS = 3
+
+
+def model(name: str = "plain", seed: int = 0) -> GPT:
+    """Return a GPT: "plain", "tied", or "frozen" in many ways."""
+    gpt = build_gpt(replace(CONFIG, tied=name == "tied"), seed)
+    with torch.no_grad():  # biases and norms begin as 0 and 1: an error there is unseen
+        noise = torch.Generator().manual_seed(7)
+        for parameter in gpt.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.1 * torch.randn(parameter.shape, generator=noise)
+    if name == "frozen":
+        gpt.blocks[0].requires_grad_(False)
+        gpt.embed.positions.requires_grad_(False)
+        gpt.blocks[1].norm1.bias.requires_grad_(False)
+        gpt.blocks[1].mlp.up.weight.requires_grad_(False)
+        gpt.blocks[1].mlp.down.bias.requires_grad_(False)
+    return gpt
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """Return the batch of a step, the same on all ranks: (ROWS, T) int64, twice."""
+    generator = torch.Generator().manual_seed(step)
+    shape = ROWS, CONFIG.block_size + 1
+    drawn = torch.randint(CONFIG.vocab_size, shape, generator=generator)
+    return drawn[:, :-1], drawn[:, 1:]
+
+
+@dataclass
+class Trained:
+    """Losses, whole gradients, norms and whole states of each step."""
+
+    losses: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    states: list[dict[str, Tensor]] = field(default_factory=list)
+    common: bytes = b""  # the bits of what every rank has whole, at the end
+
+
+def gradients(gpt: nn.Module) -> dict[str, Tensor]:
+    """Return the whole gradient of every trained parameter."""
+    named = {n: p.grad for n, p in gpt.named_parameters() if p.grad is not None}
+    if isinstance(gpt, TensorParallelGPT):
+        cuts = {cut.name: cut for cut in gpt.layout}
+        return {name: _whole(gpt, cuts[name], g) for name, g in named.items()}
+    return {name: _full(g).clone() for name, g in named.items()}
+
+
+def _full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def whole_state(gpt: nn.Module) -> dict[str, Tensor]:
+    if isinstance(gpt, TensorParallelGPT):
+        return gpt.full_state_dict()
+    return {name: _full(t).clone() for name, t in gpt.state_dict().items()}
+
+
+def norm_of(gpt: nn.Module, clip: float) -> float:
+    """Clip the gradients' norm; return it."""
+    if isinstance(gpt, TensorParallelGPT):
+        return float(gpt.clip_grad_norm_(clip))
+    # PyTorch's clip_grad_norm_ refuses DTensors among plain tensors.
+    norm = nn.utils.get_total_norm(list(gradients(gpt).values()))
+    for parameter in gpt.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_((clip / (norm + 1e-6)).clamp(max=1.0))
+    return float(norm)
+
+
+def train(
+    wrap: Callable[[GPT], nn.Module] | None, name: str = "plain", steps: int = 5
+) -> Trained:
+    """Train for some steps of AdamW, clipped; without `wrap`, in one process."""
+    gpt = model(name)
+    gpt = gpt if wrap is None else wrap(gpt)
+    optimizer = torch.optim.AdamW(gpt.parameters(), lr=0.01, eps=1e-4)
+    told = Trained()
+    for step in range(steps):
+        optimizer.zero_grad()
+        _, loss = gpt(*batch(step))
+        loss.backward()
+        told.gradients.append(gradients(gpt))
+        told.norms.append(norm_of(gpt, 0.5))
+        optimizer.step()
+        told.losses.append(loss.item())
+        told.states.append({k: v.clone() for k, v in whole_state(gpt).items()})
+    if isinstance(gpt, TensorParallelGPT):
+        own = dict(gpt.named_parameters())
+        common = [own[cut.name] for cut in gpt.layout if cut.dim is None]
+        told.common = b"".join(p.detach().numpy().tobytes() for p in common)
+    return told
+
+
+def far_apart(a: Trained, b: Trained) -> list[str]:
+    """Return where two trainings differ by more than rounding.
+
+    Sums over ranks add in another order: some 1e-6 of a gradient. A plant is off by
+    more than 1e-3 of one.
+    """
+    found = []
+    for what, atol in (("gradients", 2e-5), ("states", 1e-4)):
+        for step, (x, y) in enumerate(
+            zip(getattr(a, what), getattr(b, what), strict=True)
+        ):
+            if x.keys() != y.keys():
+                found.append(f"{what} {step}: {x.keys() ^ y.keys()}")
+                continue
+            found += [
+                f"{what} {step} {k}: {(x[k] - y[k]).abs().max():.1e}"
+                for k in x
+                if not torch.allclose(x[k], y[k], rtol=1e-4, atol=atol)
+            ]
+    for what in ("losses", "norms"):
+        pairs = zip(getattr(a, what), getattr(b, what), strict=True)
+        found += [f"{what} {x} {y}" for x, y in pairs if abs(x - y) > 1e-4 * abs(y)]
+    return found
+
+
+def dtensor(gpt: GPT, sequence: bool = False) -> nn.Module:
+    """Cut a GPT with PyTorch's own."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return parallelize_module(gpt, mesh, styles(gpt, True, sequence))
+
+
+WRAPPERS: dict[str, Callable[[GPT], nn.Module]] = {
+    "gloo": tensor_parallel,
+    "shared": partial(tensor_parallel, in_shared_memory=True),
+    "sequence": partial(tensor_parallel, sequence_parallel=True),
+    "shared sequence": partial(
+        tensor_parallel, sequence_parallel=True, in_shared_memory=True
+    ),
+    "ring": partial(tensor_parallel, all_reduce=collectives.ring.all_reduce),
+}
+
+
+# ---- planted fakes: each is wrong in one way that is easy to overlook ----------------
+
+
+def spoiled(gpt: GPT, spoil: Callable[[TensorParallelGPT], None], **options):
+    """Return a parallel GPT with something replaced."""
+    parallel = tensor_parallel(gpt, **options)
+    spoil(parallel)
+    return parallel
+
+
+class ForgetfulColumn(ColumnProduct):
+    """Its backward misses the all-reduce."""
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        flat = gradient.flatten(0, -2)
+        bias = flat.sum(0) if ctx.needs_input_grad[2] else None
+        of_weight = flat.t() @ x.flatten(0, -2)
+        return (flat @ weight).view_as(x), of_weight, bias, None, None
+
+
+def forgetful_column(parallel: TensorParallelGPT) -> None:
+    layer = parallel.blocks[1].mlp.up
+    layer.forward = lambda x: ForgetfulColumn.apply(
+        x, layer.weight, layer.bias, layer.group, False
+    )
+
+
+def bias_by_everyone(parallel: TensorParallelGPT) -> None:
+    """Every rank adds the bias to its summand."""
+    layer = parallel.blocks[0].attn.proj
+    size = layer.group.size
+    layer.forward = lambda x: RowProduct.apply(
+        x, layer.weight, layer.bias * size, layer.group, False
+    )
+
+
+def own_loss(parallel: TensorParallelGPT) -> None:
+    """The head's softmax is that of the own part of the vocabulary."""
+    head = parallel.head.out
+    forward = type(head).forward
+    head.forward = lambda x: forward(head, x) + parallel.exchange.rank
+
+
+def norm_per_rank(parallel: TensorParallelGPT) -> None:
+    """Clips what a rank has by the norm of what it has."""
+
+    def clip(max_norm, norm_type=2.0):
+        return nn.utils.clip_grad_norm_(parallel.parameters(), max_norm, norm_type)
+
+    parallel.clip_grad_norm_ = clip
+
+
+def norm_counts_twice(parallel: TensorParallelGPT) -> None:
+    """Adds up all ranks' squares, though some gradients are on all ranks."""
+
+    def clip(max_norm, norm_type=2.0):
+        square = sum(p.grad.square().sum() for p in parallel.parameters())
+        dist.all_reduce(square)
+        factor = (max_norm / (square.sqrt() + 1e-6)).clamp(max=1.0)
+        for parameter in parallel.parameters():
+            parameter.grad.mul_(factor)
+        return square.sqrt()
+
+    parallel.clip_grad_norm_ = clip
+
+
+def own_norm_gradients(parallel: TensorParallelGPT) -> None:
+    """With sequence parallelism, a norm's gradients are not summed."""
+    norm = parallel.blocks[1].norm2
+    norm.forward = lambda x: nn.functional.layer_norm(
+        x, norm.shape, norm.weight, norm.bias, norm.eps
+    )
+
+
+def own_bias_gradient(parallel: TensorParallelGPT) -> None:
+    """With sequence parallelism, a row bias' gradient is not summed."""
+    layer = parallel.blocks[1].mlp.down
+    layer.forward = lambda x: (
+        RowProduct.apply(x, layer.weight, None, layer.group, True) + layer.bias
+    )
+
+
+def cut_as_columns(parallel: TensorParallelGPT) -> None:
+    """A row layer gets the same columns on all ranks."""
+    layer = parallel.blocks[0].mlp.down
+    with torch.no_grad():
+        dist.broadcast(layer.weight, 0)
+
+
+FAKES: dict[str, Callable[[GPT], nn.Module]] = {
+    "column without all-reduce": partial(spoiled, spoil=forgetful_column),
+    "bias by every rank": partial(spoiled, spoil=bias_by_everyone),
+    "logits of another scale": partial(spoiled, spoil=own_loss),
+    "norm per rank": partial(spoiled, spoil=norm_per_rank),
+    "norm counts twice": partial(spoiled, spoil=norm_counts_twice),
+    "norm's own gradients": partial(
+        spoiled, spoil=own_norm_gradients, sequence_parallel=True
+    ),
+    "bias' own gradient": partial(
+        spoiled, spoil=own_bias_gradient, sequence_parallel=True
+    ),
+    "same shard on all ranks": partial(spoiled, spoil=cut_as_columns),
+}

@@ -1,0 +1,189 @@
+"""A mesh has the numbers and groups of PyTorch's DeviceMesh; it is plain data."""
+
+from __future__ import annotations
+
+import pickle
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from ddp_course.launch import Topology, spawn
+from ddp_course.mesh import Axes, Mesh, make_groups
+
+SHAPES = [
+    {"dp": 2, "tp": 2},
+    {"dp": 2, "pp": 1, "tp": 2},
+    {"pp": 4},
+    {"dp": 1, "tp": 4},
+    {"dp": 4, "tp": 1},
+]
+
+# Plain data
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 3), (3, 2), (2, 3, 4), (2, 1, 3), (1,)])
+def test_a_mesh_is_a_table_of_ranks_read_row_by_row(shape):
+    names = ("dp", "pp", "tp")[: len(shape)]
+    mesh = Mesh(dict(zip(names, shape, strict=True)))
+    table = torch.arange(mesh.size).view(shape)
+    for place in product(*map(range, shape)):
+        coordinates = dict(zip(names, place, strict=True))
+        rank = int(table[place])
+        assert mesh.rank(**coordinates) == rank
+        assert mesh.coordinates(rank) == coordinates
+        assert list(mesh.coordinates(rank)) == list(names)
+        for dim, axis in enumerate(names):
+            along = tuple(slice(None) if d == dim else i for d, i in enumerate(place))
+            assert mesh.ranks_along(axis, rank) == table[along].tolist()
+    for dim, axis in enumerate(names):
+        groups = table.movedim(dim, -1).reshape(-1, shape[dim]).tolist()
+        assert mesh.groups(axis) == groups
+        assert mesh.size_of(axis) == mesh.sizes[axis] == shape[dim]
+
+
+def test_a_mesh_is_a_value():
+    mesh = Mesh({"dp": 2, "tp": 3})
+    assert mesh == Mesh({"dp": 2, "tp": 3}) == pickle.loads(pickle.dumps(mesh))
+    assert eval(repr(mesh)) == mesh and hash(eval(repr(mesh))) == hash(mesh)
+    assert mesh != Mesh({"tp": 3, "dp": 2})  # other neighbours
+    assert str(mesh) == "dp 2 x tp 3"
+    sizes = {"dp": 2}
+    mesh = Mesh(sizes)
+    sizes["dp"] = 3
+    assert mesh.size == 2
+    with pytest.raises(AttributeError):
+        mesh.shape = (3,)
+
+
+def test_it_is_printed_as_a_table_and_tells_which_axes_leave_a_node():
+    mesh = Mesh({"dp": 2, "pp": 2, "tp": 2})
+    assert mesh.describe().splitlines() == [
+        "            tp 0  tp 1",
+        "dp 0, pp 0     0     1",
+        "dp 0, pp 1     2     3",
+        "dp 1, pp 0     4     5",
+        "dp 1, pp 1     6     7",
+    ]
+    assert mesh.describe(Topology(2, 4)).splitlines()[5:] == [
+        "dp: between nodes", "pp: inside nodes", "tp: inside nodes"
+    ]  # fmt: skip
+    assert Mesh({"tp": 2}).describe() == "  tp 0  tp 1\n     0     1"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "inside"),
+    [
+        (Topology(1, 8), {"dp", "pp", "tp"}),
+        (Topology(2, 4), {"pp", "tp"}),
+        (Topology(4, 2), {"tp"}),
+        (Topology(8, 1), set()),
+    ],
+)
+def test_the_last_axis_is_the_last_to_leave_a_node(nodes, inside):
+    mesh = Mesh({"dp": 2, "pp": 2, "tp": 2})
+    assert {axis for axis in mesh.axes if mesh.inside_nodes(axis, nodes)} == inside
+    turned = Mesh({"tp": 2, "pp": 2, "dp": 2})  # the plant: tp outermost
+    assert turned.inside_nodes("tp", nodes) == (nodes.nnodes == 1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({}, "a mesh needs an axis"),
+        ({"dp": 0}, "the axis dp has size 0; it must be a whole number >= 1"),
+        ({"dp": 2.0}, "size 2.0"),
+        ({"dp": True}, "size True"),
+        ({"d p": 2}, "the axis 'd p' must be a name"),
+        ({1: 2}, "the axis 1 must be a name"),
+    ],
+)
+def test_what_is_no_mesh_is_refused(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        Mesh(sizes)
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda m: m.coordinates(4), "rank is 4; in a mesh dp 2 x tp 2 it can be 0 to"),
+        (lambda m: m.coordinates(-1), "rank is -1"),
+        (lambda m: m.rank(dp=0), "coordinates are for dp; a mesh dp 2 x tp 2 needs dp"),
+        (lambda m: m.rank(dp=0, tp=0, pp=0), "coordinates are for dp, tp, pp"),
+        (lambda m: m.rank(), "coordinates are for no axis"),
+        (lambda m: m.rank(dp=0, tp=2), "tp is 2; in a mesh dp 2 x tp 2 it can be 0 to"),
+        (lambda m: m.groups("pp"), "axis is 'pp'; it can be dp, tp"),
+        (lambda m: m.ranks_along("pp", 0), "axis is 'pp'"),
+        (lambda m: m.check(3), "3 ranks cannot be a mesh dp 2 x tp 2, which has 4"),
+        (lambda m: m.check(1), "1 rank cannot be"),
+        (lambda m: m.inside_nodes("tp", Topology(3, 1)), "3 ranks cannot be a mesh"),
+        (make_groups, "a mesh dp 2 x tp 2 needs ranks"),
+    ],
+)
+def test_what_a_mesh_does_not_have_is_refused(ask, message):
+    with pytest.raises(ValueError, match=message):
+        ask(Mesh({"dp": 2, "tp": 2}))
+
+
+# Ranks
+
+
+def seen_by(axes: Axes) -> dict[str, tuple]:
+    """What this rank is in each of its groups, and whom a message there reaches."""
+    seen = {}
+    for axis in axes.mesh.axes:
+        group = axes.group(axis)
+        total = torch.tensor(10 ** dist.get_rank())
+        dist.all_reduce(total, group=group)  # 1010: ranks 1 and 3
+        ranks = dist.get_process_group_ranks(group)
+        seen[axis] = (axes.size(axis), axes.index(axis), ranks, int(total))
+    return seen
+
+
+def as_pytorch(sizes: dict[str, int]) -> dict[str, tuple]:
+    """The same of PyTorch's mesh."""
+    mesh = init_device_mesh(
+        "cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes)
+    )  # fmt: skip
+    seen = {}
+    for dim, axis in enumerate(sizes):
+        ranks = dist.get_process_group_ranks(mesh.get_group(axis))
+        total = sum(10**rank for rank in ranks)
+        seen[axis] = (mesh.size(dim), mesh.get_local_rank(axis), ranks, total)
+    return seen
+
+
+def swapped(mesh: Mesh) -> Axes:
+    """The plant: a rank takes the group along the other axis."""
+    axes = make_groups(mesh)
+    groups = dict(zip(mesh.axes, reversed(axes.process_groups.values()), strict=True))
+    return Axes(mesh, axes.rank, groups)
+
+
+def on_every_rank():
+    ours = [seen_by(make_groups(Mesh(sizes))) for sizes in SHAPES]
+    wrong = seen_by(swapped(Mesh(SHAPES[0])))
+    messages = []
+    unequal = [{"dp": 2, "tp": 2}, {"tp": 2, "dp": 2}][dist.get_rank() % 2]
+    for mesh in (Mesh({"dp": 3}), Mesh(unequal)):
+        try:
+            make_groups(mesh)
+        except ValueError as error:
+            messages.append(str(error))
+    return ours, [as_pytorch(sizes) for sizes in SHAPES], wrong, messages
+
+
+def test_groups_are_those_of_pytorchs_device_mesh():
+    for rank, (ours, pytorchs, wrong, messages) in enumerate(
+        spawn(on_every_rank, world_size=4, timeout=120)
+    ):
+        assert ours == pytorchs
+        assert wrong != pytorchs[0]
+        assert ours[0]["tp"][2] == [[0, 1], [2, 3]][rank // 2]
+        assert ours[0]["dp"][3] == [101, 1010][rank % 2]
+        size, order = messages
+        assert "4 ranks cannot be a mesh dp 3, which has 3" in size
+        assert "the mesh is Mesh({'dp': 2, 'tp': 2}) on ranks 0, 2" in order
+        assert "Mesh({'tp': 2, 'dp': 2}) on ranks 1, 3" in order

@@ -1,0 +1,135 @@
+"""Pipelines in closed form: numbers from papers, identities, errors.
+
+That they are what a schedule does is tested in tests/pipeline/test_schedules.py.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddp_course.pipeline import SCHEDULES
+from ddp_course.theory import (
+    PIPELINES,
+    pipeline_activations,
+    pipeline_bubble,
+    pipeline_time,
+    pipeline_volume,
+)
+
+
+def test_the_names_are_those_of_the_schedules():
+    assert list(PIPELINES) == list(SCHEDULES)
+
+
+def test_known_numbers():
+    """p = 4, m = 8: what performance.md measured and the literature predicts."""
+    shares = {name: pipeline_bubble(name, 4, 8) for name in PIPELINES}
+    assert shares == {
+        "naive": Fraction(3, 4),
+        "gpipe": Fraction(3, 11),
+        "1f1b": Fraction(3, 11),
+        "interleaved": Fraction(3, 19),
+        "zero_bubble": Fraction(1, 9),
+    }
+    peaks = [[pipeline_activations(name, 4, 8, r) for r in range(4)] for name in shares]
+    assert peaks == [
+        [1, 1, 1, 1],
+        [8, 8, 8, 8],
+        [4, 3, 2, 1],
+        [Fraction(k, 2) for k in (11, 9, 7, 5)],
+        [4, 4, 4, 4],
+    ]
+    assert pipeline_time("1f1b", 4, 8, F=1, I=1, W=1) == 33
+    assert pipeline_time("zero_bubble", 4, 8) == 27
+
+
+def test_the_activations_of_the_papers():
+    """Korthikanti et al., section 4.2.3: p (1 + (p-1)/(pv)); Qi et al., section 2."""
+    for p, v in [(2, 2), (4, 3), (8, 4)]:
+        first = pipeline_activations("interleaved", p, 4 * p, 0, v)
+        assert first == p * (1 + Fraction(p - 1, p * v))
+    share = Fraction(1, 3)
+    for rank in range(4):
+        kept = pipeline_activations("zero_bubble", 4, 9, rank, weight_share=share)
+        assert kept == (4 - rank) + rank * share
+
+
+@given(p=st.integers(1, 40), m=st.integers(1, 200), v=st.integers(1, 8))
+def test_what_is_smaller_than_what(p, m, v):
+    naive, gpipe, one = (
+        pipeline_bubble(name, p, m) for name in ("naive", "gpipe", "1f1b")
+    )
+    assert naive >= gpipe == one
+    assert pipeline_bubble("interleaved", p, m, 1) == one
+    assert pipeline_bubble("interleaved", p, m, v) <= one
+    assert pipeline_bubble("zero_bubble", p, m) <= one
+    assert (pipeline_bubble("gpipe", p, m) == 0) == (p == 1)
+    assert pipeline_bubble("gpipe", p, m + 1) <= gpipe
+    for rank in {0, p // 2, p - 1}:
+        kept = [pipeline_activations(n, p, m, rank) for n in ("1f1b", "gpipe")]
+        assert kept[0] <= kept[1] <= m
+        ones = pipeline_activations("interleaved", p, m, rank, 1)
+        assert ones >= kept[0]
+        behind = pipeline_activations("zero_bubble", p, m, rank)
+        assert kept[0] <= behind == min(m, p)
+        freed = pipeline_activations("zero_bubble", p, m, rank, weight_share=0)
+        assert freed == kept[0]
+
+
+def test_time_with_recomputation_and_floats():
+    """GPipe computes forward twice: (m+p-1)(2F+B)."""
+    assert pipeline_time("gpipe", 4, 8, F=1, I=1 + 1, W=1) == 11 * 4
+    assert pipeline_time("interleaved", 4, 8, F=0.5, I=0.5, W=0.5) == 9.5 * 1.5
+    assert isinstance(pipeline_bubble("interleaved", 4, 8, F=0.5), float)
+
+
+def test_messages_and_bytes():
+    """One activation and one gradient of the whole batch at each boundary."""
+    volume = pipeline_volume(4, 8, batch=16, sequence=64, hidden=144)
+    assert volume.activations == volume.gradients == 3 * 16 * 64 * 144 * 4
+    assert volume.messages == 2 * 3 * 8
+    assert volume.total == 2 * volume.activations
+    more = pipeline_volume(4, 16, batch=16, sequence=64, hidden=144)
+    assert (more.total, more.messages) == (volume.total, 2 * volume.messages)
+    assert pipeline_volume(1, 8, 16, 64, 144).total == 0
+    half = pipeline_volume(4, 8, 16, 64, 144, itemsize=2)
+    assert half.total * 2 == volume.total
+
+
+@pytest.mark.parametrize("of", [pipeline_time, pipeline_bubble, pipeline_activations])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("GPipe", 2, 2), "schedule is 'GPipe'; it can be 'naive', 'gpipe', '1f1b'"),
+        (("gpipe", 0, 2), "num_ranks is 0"),
+        (("gpipe", 2, 0), "num_microbatches is 0"),
+    ],
+)
+def test_bad_values(of, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        of(*arguments)
+
+
+def test_bad_values_of_some():
+    with pytest.raises(ValueError, match="stages_per_rank is 2; with schedule 'gpipe'"):
+        pipeline_time("gpipe", 2, 2, 2)
+    with pytest.raises(ValueError, match="stages_per_rank is 0"):
+        pipeline_bubble("interleaved", 2, 2, 0)
+    with pytest.raises(ValueError, match="num_microbatches is 2; with 2 stages on"):
+        pipeline_time("zero_bubble", 3, 2, 2)
+    with pytest.raises(ValueError, match="W is -1"):
+        pipeline_time("gpipe", 2, 2, W=-1)
+    with pytest.raises(ValueError, match="F, I and W are all 0"):
+        pipeline_bubble("gpipe", 2, 2, F=0, I=0, W=0)
+    with pytest.raises(ValueError, match="rank is 2; it can be 0 to 1"):
+        pipeline_activations("gpipe", 2, 2, 2)
+    with pytest.raises(ValueError, match="weight_share is 2"):
+        pipeline_activations("zero_bubble", 2, 2, weight_share=2)
+    with pytest.raises(ValueError, match="num_microbatches is 9; batch is 8"):
+        pipeline_volume(2, 9, 8, 1, 1)
+    with pytest.raises(ValueError, match="hidden is 0"):
+        pipeline_volume(2, 1, 8, 1, 0)
