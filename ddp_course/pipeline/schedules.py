@@ -79,6 +79,9 @@ def interleaved(
     last one, twice the p-1-r that 1F1B has. That many and one are in flight. With
     groups of p, rank 0 keeps p(1 + (p-1)/(pv)) microbatches' activations, 1F1B p.
 
+    With one stage per rank it is not 1F1B: rank 0 keeps 2p - 1 microbatches, which pays
+    if messages are slow.
+
     Megatron-LM asks for a multiple of p microbatches; PyTorch for groups of one size.
     Here the first groups may have one microbatch more than the last, so every number is
     legal, and from p on the bubble is the formula's.

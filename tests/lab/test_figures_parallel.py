@@ -29,6 +29,7 @@ from ddp_course.lab import (  # noqa: E402
     explore,
     gallery,
     matrix_cut,
+    memory_against_bubble,
     pipeline_timeline,
     rank_color,
     schedule_view,
@@ -549,6 +550,17 @@ def test_the_curves_are_the_formula():
     assert points == [[[1, 51], [4, 21]], [[4, 44]]]
 
 
+def test_who_is_beaten_in_both_is_hollow():
+    rows = [("gpipe", 8, 0.27), ("1f1b", 4, 0.27), ("interleaved", 5.5, 0.16)]
+    (axes,) = memory_against_bubble(rows).axes
+    drawn = [line for line in axes.lines if len(line.get_xdata())]
+    assert [line.get_xydata().tolist() for line in drawn] == [
+        [[peak, pytest.approx(100 * share)]] for _, peak, share in rows
+    ]
+    hollow = [line.get_markerfacecolor() == "white" for line in drawn]
+    assert hollow == [True, False, False]  # 1F1B keeps less, and waits no longer
+
+
 def test_peaks_have_the_colours_of_their_ranks():
     (axes,) = activation_peaks(PEAKS, PEAKS).axes
     bars = [bar for bar in axes.patches if bar.get_height()]
@@ -700,6 +712,9 @@ def test_sliders_and_galleries():
         (lambda: bubbles([("a", 1.2, 0.5)]), "the bubble of 'a' is 1.2"),
         (lambda: bubbles([("a", 0.2, 0.5, 50)]), "the bubble of 'a' is 50"),
         (lambda: activation_peaks(PEAKS, {}), "theory is of"),
+        (lambda: memory_against_bubble([]), "no rows"),
+        (lambda: memory_against_bubble([("a", 0, 0.5)]), "'a' keeps 0 microbatches"),
+        (lambda: memory_against_bubble([("a", 1, 5)]), "the bubble of 'a' is 5"),
         (lambda: bubble_curve({}), "no number of ranks"),
         (lambda: bubble_curve({0: {}}), "p is 0"),
         (lambda: bubble_curve({2: {0: 0.5}}), "m is 0"),
