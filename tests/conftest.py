@@ -16,12 +16,12 @@ ORDER = ("kernel", "endurance")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Run all tests in a process per core, four at most; chosen ones in this one.
+    """Run all tests in a process per core and one more, chosen ones in this one.
 
     Most tests wait most of the time: for ranks to start, and for each other.
     """
     everything = config.args_source == config.ArgsSource.TESTPATHS
-    return min(4, os.cpu_count() or 1) if everything else 0
+    return min(4, 1 + (os.cpu_count() or 1)) if everything else 0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

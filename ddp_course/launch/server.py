@@ -6,9 +6,9 @@ must not be forked, though: it has running threads (OpenMP's, ZeroMQ's), and the
 locks would be copied in whatever state they are. So the standard library's
 `forkserver` keeps one clean process that imports, waits, and forks a rank on request.
 
-The server imports nothing of the reader's and of this course only the launcher: every
-rank imports the rest from disk, so edited code is never stale. When the launcher itself
-was edited, the server is replaced.
+The server imports nothing of the reader's: every rank imports that from disk, so edited
+code is never stale. Of this course it imports what ranks train with, which would take
+each of them a quarter of a second; when one of these files was edited, it is replaced.
 """
 
 from __future__ import annotations
@@ -51,16 +51,17 @@ PRELOAD = [
     "numpy",
     "sympy",
     "IPython.display",
-    "ddp_course.launch.rank",
+    "ddp_course.launch.preload",
 ]
+NOT_FOR_RANKS = ("lab", "commands", "bench")
 TESTING = ["pytest", "hypothesis"]  # if the launcher has them, its ranks will want them
 IN_SERVER = "DDP_COURSE_FORK_SERVER"  # set in the server's environment only
-LAUNCHER = Path(__file__).parent
+COURSE = Path(__file__).parents[1]
 METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 
 # Only one thread at a time may use multiprocessing's tables of children.
 STARTING = threading.RLock()
-_served: dict[str, int] = {}  # which version of the launcher the server has imported
+_served: dict[str, int] = {}  # which version of the course the server has imported
 
 
 def warm() -> None:
@@ -71,7 +72,7 @@ def warm() -> None:
     if METHOD != "forkserver" or _is_a_child():
         return
     with STARTING:
-        edited = max(file.stat().st_mtime_ns for file in LAUNCHER.glob("*.py"))
+        edited = max(file.stat().st_mtime_ns for file in _imported())
         if _served.setdefault("version", edited) != edited:
             forkserver._forkserver._stop()
             _served["version"] = edited
@@ -80,6 +81,14 @@ def warm() -> None:
         resource_tracker.ensure_running()  # first: it unblocks SIGINT on its way
         with _without_interrupts(), _environment_of_the_server():
             forkserver.ensure_running()
+
+
+def _imported() -> Iterator[Path]:
+    """Yield the files of the course that the server may have imported."""
+    yield from COURSE.glob("*.py")
+    for folder in COURSE.iterdir():
+        if folder.name not in NOT_FOR_RANKS:
+            yield from folder.glob("*.py")
 
 
 def context(start_method: str | None = None) -> BaseContext:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ddp_course.parts.replicas import broadcast_all, check_same
+from ddp_course.parts.whole import unlike
 
 if TYPE_CHECKING:
     from ddp_course.pipeline.staged_module import StagedModule
@@ -59,25 +60,10 @@ def gathered(pipeline: StagedModule, rank0_only: bool) -> dict[str, Tensor]:
 
 def load(pipeline: StagedModule, state_dict: Mapping[str, Tensor]) -> None:
     """Keep the own part of a state; see StagedModule.load_full_state_dict."""
-    problem = _unlike(state_dict, pipeline.shapes)
+    problem = unlike(state_dict, pipeline.shapes)
     check_same({}, problem, pipeline.group)
     own = pipeline.module.state_dict()
     pipeline.module.load_state_dict({key: state_dict[key] for key in own})
-
-
-def _unlike(state: Any, shapes: Mapping[str, torch.Size]) -> str | None:
-    """Return what is wrong with a state dict, or None; raises nothing."""
-    if not isinstance(state, Mapping):
-        return f"state_dict is a {type(state).__name__}; it must be a dict"
-    if missing := [key for key in shapes if key not in state]:
-        return f"the state_dict has no {', '.join(missing[:3])}"
-    if more := [key for key in state if key not in shapes]:
-        return f"the state_dict has {', '.join(map(str, more[:3]))}: no such name here"
-    for key, shape in shapes.items():
-        if getattr(state[key], "shape", None) != shape:
-            found = getattr(state[key], "shape", type(state[key]).__name__)
-            return f"the state_dict has {key} as {found}; it must be {shape}"
-    return None
 
 
 # ---- the optimizer -------------------------------------------------------------------

@@ -8,15 +8,15 @@ squares can be added. Chapter 10.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 
 from ddp_course.collectives.port import Port
+from ddp_course.parts.norm import total_norm
 
 
 class SharedGradients:
@@ -96,19 +96,6 @@ def clip(
     `owned` are the parameters that count on this rank: each counts on one. Returns the
     norm before, the same on all ranks; ValueError for a `norm_type` not above 0.
     """
-    p = float(norm_type)
-    if not p > 0:
-        raise ValueError(f"norm_type is {norm_type!r}; it must be above 0, or inf")
-    found = [parameter.grad for parameter in owned if parameter.grad is not None]
-    norm = get_total_norm(found, p).to(device, torch.float64)
-    if p == math.inf:
-        dist.all_reduce(norm, dist.ReduceOp.MAX, group)
-    else:
-        norm **= p
-        dist.all_reduce(norm, dist.ReduceOp.SUM, group)
-        norm **= 1 / p
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.mul_(factor.to(parameter.grad))
+    norm = total_norm(owned, device, norm_type, group)
+    clip_grads_with_norm_(parameters, max_norm, norm)
     return norm.float()

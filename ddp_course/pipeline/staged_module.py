@@ -6,7 +6,7 @@ norm. The step is in `pipeline_parallel`. Chapter 10.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ddp_course.collectives import communicator
 from ddp_course.collectives.port import Port
 from ddp_course.measure import active_meters
 from ddp_course.parts.replicas import broadcast_all
+from ddp_course.parts.whole import HasWholeState
 from ddp_course.pipeline import full_state, gradients
 from ddp_course.pipeline.agreed import agreed
 from ddp_course.pipeline.messages import Form, rehearse
@@ -24,13 +25,15 @@ from ddp_course.pipeline.schedule import Schedule
 from ddp_course.pipeline.stages import build_stages, merged
 
 
-class StagedModule(nn.Module):
+class StagedModule(HasWholeState, nn.Module):
     """Holds this rank's layers of `model`: `parameters()` are theirs.
 
     `module` has the layers under the names that they have in the model, `stages` has
     them stage by stage. Made by all ranks together; the first rank's numbers are sent
     to all.
     """
+
+    GATHERING = full_state
 
     def __init__(
         self,
@@ -110,43 +113,6 @@ class StagedModule(nn.Module):
         return gradients.clip(
             by_name.values(), owned, max_norm, norm_type, self.group, self.device
         )
-
-    # ---- the whole state, in the form of one process ---------------------------------
-
-    def full_state_dict(self, rank0_only: bool = False) -> dict[str, Tensor]:
-        """Return what the plain model's `state_dict` would be, on the CPU.
-
-        Called by all ranks, of which with `rank0_only` the others get an empty dict.
-        """
-        return full_state.gathered(self, rank0_only)
-
-    def load_full_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Take the numbers of a plain model's `state_dict`; called by all ranks.
-
-        Each is given the whole of it and keeps its own part. Raises ReplicaError, on
-        every rank, if names or shapes do not fit.
-        """
-        full_state.load(self, state_dict)
-
-    def full_optimizer_state_dict(
-        self, optimizer: torch.optim.Optimizer, rank0_only: bool = False
-    ) -> dict[str, Any]:
-        """Return the state that `optimizer` would have in one process, on the CPU.
-
-        `optimizer` steps this module's `parameters()`; in one process it would have the
-        plain model's, in the same order. Called by all ranks, as `full_state_dict`.
-        """
-        return full_state.gathered_optimizer(self, optimizer, rank0_only)
-
-    def load_full_optimizer_state_dict(
-        self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
-    ) -> None:
-        """Let `optimizer` go on from the state of one process; called by all ranks.
-
-        Each is given the whole of it and keeps its own part. Raises ReplicaError, on
-        every rank, if it does not fit.
-        """
-        full_state.load_optimizer(self, optimizer, state_dict)
 
     def extra_repr(self) -> str:
         """Tell who has what, and who does what when."""

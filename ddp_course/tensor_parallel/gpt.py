@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from ddp_course.collectives import communicator
 from ddp_course.model import GPT, build_gpt
 from ddp_course.parts.replicas import check_same, form_of, problem_with
+from ddp_course.parts.whole import HasWholeState
 from ddp_course.tensor_parallel import state
 from ddp_course.tensor_parallel.exchange import Messages
 from ddp_course.tensor_parallel.layers import (
@@ -48,7 +49,7 @@ from ddp_course.tensor_parallel.ops import gather_from_group
 from ddp_course.tensor_parallel.tokens import same_tokens
 
 
-class TensorParallelGPT(GPT):
+class TensorParallelGPT(HasWholeState, GPT):
     """This rank's part of a GPT: `parameters()` are its slices. See `tensor_parallel`.
 
     Attributes:
@@ -56,6 +57,8 @@ class TensorParallelGPT(GPT):
         exchange: how the ranks exchange tensors.
         sequence_parallel: whether norms and residuals are cut along the sequence.
     """
+
+    GATHERING = state
 
     def __init__(
         self, full: GPT, exchange: Messages, sequence_parallel: bool = False
@@ -105,44 +108,6 @@ class TensorParallelGPT(GPT):
         if targets is None:
             return gather_from_group(logits, -1, self.exchange), None
         return None, vocab_parallel_cross_entropy(logits, targets, self.exchange)
-
-    # ---- as one process has it -------------------------------------------------------
-
-    def full_state_dict(self, rank0_only: bool = False) -> dict[str, Tensor]:
-        """Return what the plain model's `state_dict` would be, on the CPU.
-
-        Called by all ranks, of which with `rank0_only` the others get an empty dict.
-        """
-        return state.gathered(self, rank0_only)
-
-    def load_full_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Take the numbers of a plain model's `state_dict`; called by all ranks.
-
-        Each is given the whole of it and keeps its own part. Raises ReplicaError, on
-        every rank, if names or shapes do not fit.
-        """
-        state.load(self, state_dict)
-
-    def full_optimizer_state_dict(
-        self, optimizer: torch.optim.Optimizer, rank0_only: bool = False
-    ) -> dict[str, Any]:
-        """Return the state that `optimizer` would have in one process, on the CPU.
-
-        `optimizer` steps this model's `parameters()`; in one process it would have the
-        plain model's, in the same order. Called by all ranks, as `full_state_dict`.
-        Raises ReplicaError, on every rank, for states that are not like parameters.
-        """
-        return state.gathered_optimizer(self, optimizer, rank0_only)
-
-    def load_full_optimizer_state_dict(
-        self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
-    ) -> None:
-        """Let `optimizer` go on from the state of one process; called by all ranks.
-
-        Each is given the whole of it and keeps its own part. Raises ReplicaError, on
-        every rank, if it does not fit.
-        """
-        state.load_optimizer(self, optimizer, state_dict)
 
     # ---- gradients -------------------------------------------------------------------
 

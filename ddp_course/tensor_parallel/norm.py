@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.utils import get_total_norm
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ddp_course.collectives import ReduceOp
 
@@ -52,8 +52,5 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale the gradients so that their norm is at most `max_norm`; return the norm."""
     norm = total_norm(model, norm_type)
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.mul_(factor.to(parameter.grad))
+    clip_grads_with_norm_(model.parameters(), max_norm, norm)
     return norm.float()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ddp_course.parts.replicas import check_same
+from ddp_course.parts.whole import unlike
 from ddp_course.tensor_parallel.exchange import Messages
 from ddp_course.tensor_parallel.layout import Cut
 
@@ -51,26 +52,11 @@ def gathered(model: TensorParallelGPT, rank0_only: bool) -> dict[str, Tensor]:
 def load(model: TensorParallelGPT, state: Mapping[str, Tensor]) -> None:
     """Keep the own part of a state; see TensorParallelGPT.load_full_state_dict."""
     cuts = cuts_of(model)
-    check_same({}, _unlike(state, cuts), model.exchange.group)
+    shapes = {key: cut.shape for key, cut in cuts.items()}
+    check_same({}, unlike(state, shapes), model.exchange.group)
     own = model.state_dict()
     for key, cut in cuts.items():
         own[key].copy_(cut.part(state[key], model.exchange.rank))
-
-
-def _unlike(state: Any, cuts: Mapping[str, Cut]) -> str | None:
-    """Return what is wrong with a state dict, or None; raises nothing."""
-    if not isinstance(state, Mapping):
-        return f"state_dict is a {type(state).__name__}; it must be a dict"
-    if missing := [key for key in cuts if key not in state]:
-        return f"the state_dict has no {', '.join(missing[:3])}"
-    if more := [key for key in state if key not in cuts]:
-        return f"the state_dict has {', '.join(map(str, more[:3]))}: no such name here"
-    for key, cut in cuts.items():
-        shape = getattr(state[key], "shape", type(state[key]).__name__)
-        if shape != cut.shape:
-            told = list(shape) if isinstance(shape, torch.Size) else shape
-            return f"the state_dict has {key} as {told}; it must be {list(cut.shape)}"
-    return None
 
 
 # ---- the optimizer -------------------------------------------------------------------

@@ -8,9 +8,9 @@ Read the modules in this order:
     stage1        `ZeroRedundancyOptimizer`: optimizer states are sharded
     flat, reducer its memory, and its engine: from autograd's hook to the reduce-scatter
     stage2        `ShardedGradientOptimizer`: and so are gradients
-    elementwise, agreed, alone, states, norm, slots, window
+    elementwise, agreed, alone, states, slots, window
                   their tools: may parts be stepped alone? do all ranks mean the same?
-                  state_dict; the norm of gradients that lie in shards; buckets
+                  state_dict; buckets and where gradients lie in them
     units         stage 3: which parameters are gathered together: plain data
     stage3_naive  `NaiveFullyShardedDataParallel`: gather, use, free; nothing ahead
     freed, gather, live, order

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_course.parts.replicas import check_same
+from ddp_course.parts.whole import unlike
 from ddp_course.zero.gather import Messages, part_of
 from ddp_course.zero.states import in_memory_order, problem_with
 
@@ -68,26 +69,11 @@ def load(sharded: ShardedModule, state_dict: Mapping[str, Tensor]) -> None:
         key: (kept[key] if name is None else parameters[name]).shape
         for key, name in sharded._places.items()
     }
-    check_same({}, _unlike(state_dict, shapes), sharded.process_group)
+    check_same({}, unlike(state_dict, shapes), sharded.process_group)
     for flat in sharded.flats.values():
         _keep_own(sharded, flat, state_dict, flat.shard.detach())
     for key, buffer in kept.items():
         buffer.copy_(state_dict[key])
-
-
-def _unlike(state: Any, shapes: Mapping[str, torch.Size]) -> str | None:
-    """Return what is wrong with a state dict, or None; raises nothing."""
-    if not isinstance(state, Mapping):
-        return f"state_dict is a {type(state).__name__}; it must be a dict"
-    if missing := [key for key in shapes if key not in state]:
-        return f"the state_dict has no {', '.join(missing[:3])}"
-    if more := [key for key in state if key not in shapes]:
-        return f"the state_dict has {', '.join(map(str, more[:3]))}: no such name here"
-    for key, shape in shapes.items():
-        if getattr(state[key], "shape", None) != shape:
-            told = getattr(state[key], "shape", type(state[key]).__name__)
-            return f"the state_dict has {key} as {told}; it must be {shape}"
-    return None
 
 
 # ---- the optimizer -------------------------------------------------------------------

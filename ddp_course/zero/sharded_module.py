@@ -7,30 +7,32 @@ Chapter 08.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_
 
 from ddp_course.collectives import communicator
+from ddp_course.parts.norm import total_norm
 from ddp_course.parts.replicas import (
     broadcast_all,
     check_same,
     form_of,
     problem_with,
 )
+from ddp_course.parts.whole import HasWholeState
 from ddp_course.zero import full_state
 from ddp_course.zero.freed import ShardedError, is_sharded, places_in
 from ddp_course.zero.gather import Messages, SharedMemory
 from ddp_course.zero.live import LiveFlat, LiveUnit
-from ddp_course.zero.norm import total_norm
 from ddp_course.zero.offload import Home, OnCPU
 from ddp_course.zero.units import Chosen, UnitPlan, unit_plan
 
 
-class ShardedModule(nn.Module):
+class ShardedModule(HasWholeState, nn.Module):
     """Holds `module` in shards: `parameters()` are this rank's 1/N of every unit.
 
     Any elementwise optimizer can step them (SGD, AdamW, ...): to it they are a few long
@@ -39,6 +41,8 @@ class ShardedModule(nn.Module):
     parameter without a gradient counts as one whose gradient is zero if others of its
     flat have one.
     """
+
+    GATHERING = full_state
 
     def __init__(
         self,
@@ -123,44 +127,6 @@ class ShardedModule(nn.Module):
             "...)"
         )
 
-    # ---- the whole state, in the form of one process ---------------------------------
-
-    def full_state_dict(self, rank0_only: bool = False) -> dict[str, Tensor]:
-        """Return what the plain module's `state_dict` would be, on the CPU.
-
-        Called by all ranks, of which with `rank0_only` the others get an empty dict.
-        It is gathered flat by flat, in the shards' own type.
-        """
-        return full_state.gathered(self, rank0_only)
-
-    def load_full_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Take the numbers of a plain module's `state_dict`; called by all ranks.
-
-        Each is given the whole of it and keeps its own part. Raises ReplicaError, on
-        every rank, if names or shapes do not fit.
-        """
-        full_state.load(self, state_dict)
-
-    def full_optimizer_state_dict(
-        self, optimizer: torch.optim.Optimizer, rank0_only: bool = False
-    ) -> dict[str, Any]:
-        """Return the state that `optimizer` would have in one process, on the CPU.
-
-        `optimizer` steps this module's `parameters()`; in one process it would have the
-        plain module's, in the same order. Called by all ranks, as `full_state_dict`.
-        """
-        return full_state.gathered_optimizer(self, optimizer, rank0_only)
-
-    def load_full_optimizer_state_dict(
-        self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
-    ) -> None:
-        """Let `optimizer` go on from the state of one process; called by all ranks.
-
-        Each is given the whole of it and keeps its own part. Raises ReplicaError, on
-        every rank, if it does not fit.
-        """
-        full_state.load_optimizer(self, optimizer, state_dict)
-
     # ---- gradients -------------------------------------------------------------------
 
     @torch.no_grad()
@@ -173,10 +139,7 @@ class ShardedModule(nn.Module):
         """
         device = self.root_device
         norm = total_norm(self.parameters(), device, norm_type, self.process_group)
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for shard in self.parameters():
-            if shard.grad is not None:
-                shard.grad.mul_(factor.to(shard.grad))
+        clip_grads_with_norm_(self.parameters(), max_norm, norm)
         return norm.float()
 
     @property

@@ -30,8 +30,8 @@ from torch.optim import Optimizer
 from ddp_course import collectives
 from ddp_course.collectives import shared_memory
 from ddp_course.parts.buckets import BUCKET_CAP_MB
+from ddp_course.parts.norm import total_norm
 from ddp_course.zero.flat import Empty, FlatParameters, empty_in_shared_memory
-from ddp_course.zero.norm import total_norm
 from ddp_course.zero.reducer import Reducer
 from ddp_course.zero.sharded import ShardedOptimizer, unknown_gradients
 from ddp_course.zero.shards import ShardedBucket, shard_plan

@@ -110,11 +110,15 @@ def stops_at_random_moments(times: int) -> tuple[int, list[int]]:
     return stopped, pids
 
 
-def test_500_launches_in_a_row_beside_200_that_are_stopped(no_leftovers, deaf):
-    """The stop button is the main thread's: launches of another thread go on."""
+def test_many_launches_in_a_row_beside_others_that_are_stopped(no_leftovers, deaf):
+    """The stop button is the main thread's: launches of another thread go on.
+
+    200 and 80 of them; 500 and 200 with DDP_COURSE_ENDURANCE=1.
+    """
+    many = 5 if os.environ.get("DDP_COURSE_ENDURANCE") else 2
     with ThreadPoolExecutor(1) as other:
-        row = other.submit(launches_in_a_row, 500)
-        stopped, pids = stops_at_random_moments(200)
-        assert row.result() == 500
-    assert stopped > 50
+        row = other.submit(launches_in_a_row, 100 * many)
+        stopped, pids = stops_at_random_moments(40 * many)
+        assert row.result() == 100 * many
+    assert stopped > 10 * many
     assert none_left(pids)

@@ -678,6 +678,49 @@ def test_ranks_find_imported_what_their_modules_import():
     """What many ranks would import, one after the other, the fork server has."""
 
     def imported():
-        return {"torch._dynamo", "IPython.display", "pytest"} & sys.modules.keys()
+        wanted = {"torch._dynamo", "IPython.display", "pytest", "ddp_course.train"}
+        threads = len(list(Path(f"/proc/{os.getppid()}/task").iterdir()))
+        return wanted & sys.modules.keys(), threads
 
-    assert len(spawn(imported, world_size=1)[0]) == 3
+    [(names, threads_of_the_server)] = spawn(imported, world_size=1)
+    assert len(names) == 4
+    assert threads_of_the_server == 1  # or their locks would be copied as they are
+
+
+@pytest.mark.skipif(server.METHOD != "forkserver", reason="no fork server here")
+def test_an_edited_file_of_the_course_replaces_the_server(tmp_path, monkeypatch):
+    def whose_child():
+        return os.getppid()
+
+    edited = tmp_path / "edited.py"
+    edited.write_text("")
+    monkeypatch.setattr(server, "_imported", lambda: [edited])
+    [before], [still] = (spawn(whose_child, world_size=1) for _ in range(2))
+    os.utime(edited, ns=(1, 1))
+    [after] = spawn(whose_child, world_size=1)
+    assert before == still != after
+
+
+def test_what_the_server_imports_is_watched():
+    """All that `preload` has imported, but the launcher's and the lab's."""
+    watched = {str(path) for path in server._imported()}
+    look = (
+        "import sys; import ddp_course.launch.preload\n"
+        "print(*{m.__file__ for n, m in sys.modules.items()"
+        " if n.startswith('ddp_course') and m.__file__}, sep='\\n')"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", look], capture_output=True, text=True, check=True
+    )
+    imported = set(told.stdout.split())
+    assert len(imported) > 100
+    assert imported <= watched
+
+
+def test_a_file_that_cannot_be_imported_is_left_to_the_rank(monkeypatch):
+    def broken(name):
+        raise SyntaxError(name)
+
+    monkeypatch.setattr("importlib.import_module", broken)
+    monkeypatch.delitem(sys.modules, "ddp_course.launch.preload", raising=False)
+    __import__("ddp_course.launch.preload")  # as the server does

@@ -225,11 +225,11 @@ def test_the_bubble_is_what_was_predicted():
     p, m = 3, 4
     expected = {n: float(simulate(SCHEDULES[n](p, m)).bubble) for n in SCHEDULES}
     least = dict.fromkeys(SCHEDULES, 1.0)
-    for _ in range(4):  # a busy machine can only add to it
+    for _ in range(3):  # a busy machine can only add to it
         told = spawn(waited, m, 0.03, world_size=p, output="none", timeout=60)
         for n in SCHEDULES:
             least[n] = min(least[n], bubble(e for rank in told for e in rank[n]))
-        if all(least[n] - expected[n] < 0.02 for n in SCHEDULES):
+        if all(least[n] - expected[n] < 0.05 for n in SCHEDULES):
             break
     order = ["naive", "gpipe", "interleaved", "zero_bubble"]
     assert order == sorted(order, key=least.__getitem__, reverse=True), least

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
+import torch.distributed as dist
 from tp_cases import FAKES, WRAPPERS, Trained, dtensor, far_apart, train
 
 from ddp_course.launch import spawn
@@ -18,11 +19,15 @@ def everything() -> dict[tuple[str, str], Trained]:
     for name in ("tied", "frozen"):
         for way in ("gloo", "shared", "sequence"):
             told[way, name] = train(WRAPPERS[way], name)
-    told["DTensor", "plain"] = train(dtensor, steps=2)
-    told["DTensor sequence", "plain"] = train(
-        functools.partial(dtensor, sequence=True), steps=2
-    )
-    return told | {(fake, "fake"): train(w, steps=2) for fake, w in FAKES.items()}
+    n = dist.get_world_size()
+    if n % 2 == 0:
+        told["DTensor", "plain"] = train(dtensor, steps=2)
+        told["DTensor sequence", "plain"] = train(
+            functools.partial(dtensor, sequence=True), steps=2
+        )
+    if n == 2:  # one rank has nothing to sum, and two are enough to see it
+        told |= {(fake, "fake"): train(w, steps=2) for fake, w in FAKES.items()}
+    return told
 
 
 def first(told: Trained, steps: int) -> Trained:
@@ -44,14 +49,13 @@ def test_the_same_training_as_one_process_and_as_pytorch(n):
         # What every rank has whole is the same to the bit, and not only nearly.
         assert len({rank.common for rank in mine}) == 1, (way, name)
         assert len({tuple(rank.norms) for rank in mine}) == 1, (way, name)
-    for way in ("gloo", "shared"):
-        dtensors = ranks[0]["DTensor", "plain"]
-        assert not far_apart(first(ranks[0][way, "plain"], 2), dtensors), way
-    sequence = ranks[0]["DTensor sequence", "plain"]
-    assert not far_apart(first(ranks[0]["sequence", "plain"], 2), sequence)
-    if n == 1:
-        return  # one rank has nothing to sum
-    for fake in FAKES:
+    if n % 2 == 0:
+        for way in ("gloo", "shared"):
+            dtensors = ranks[0]["DTensor", "plain"]
+            assert not far_apart(first(ranks[0][way, "plain"], 2), dtensors), way
+        sequence = ranks[0]["DTensor sequence", "plain"]
+        assert not far_apart(first(ranks[0]["sequence", "plain"], 2), sequence)
+    for fake in FAKES if n == 2 else ():
         seen = [
             far_apart(rank[fake, "fake"], first(alone("plain"), 2)) for rank in ranks
         ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
+import torch.distributed as dist
 from fsdp_cases import (
     FAKES,
     OPTIMIZERS,
@@ -32,7 +33,9 @@ def everything() -> dict[tuple, object]:
             told[name, "gpt", optimizer] = train(WRAPPERS[name], optimizer, "gpt")
         told["torch", "gpt", optimizer] = train(fully_shard, optimizer, "gpt")
     told["ours", "odd", "adamw"] = train(Ours, "adamw", "odd")
-    return told | {("fake", name): train(wrap, "sgd") for name, wrap in FAKES.items()}
+    if dist.get_world_size() == 3:  # where sizes do not divide, too
+        told |= {("fake", name): train(wrap, "sgd") for name, wrap in FAKES.items()}
+    return told
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
@@ -47,7 +50,5 @@ def test_the_same_training_as_one_process_and_as_pytorch(n):
         assert len({bits(rank) for rank in mine}) == 1, (name, rest)
         if model == "gpt":
             assert not far_apart(mine[0], told[0]["torch", "gpt", optimizer]), name
-    if n == 1:
-        return  # one rank cannot tell a mean from a sum
-    for name in FAKES:
+    for name in FAKES if n == 3 else ():
         assert far_apart(told[0]["fake", name], alone("sgd", "gpt")), f"{name} not seen"

@@ -1,6 +1,6 @@
-"""The norm of gradients that lie in shards: every element counts once, on its owner.
+"""The norm of gradients that lie on many ranks: each element counts once, on its owner.
 
-A norm of all is not the sum of the parts' norms, and clipping each shard by its own
+A norm of all is not the sum of the parts' norms, and clipping each part by its own
 would turn the gradient into another direction. The squares can be added. Chapter 07.
 """
 
