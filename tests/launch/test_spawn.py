@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import os
 import signal
 import subprocess
@@ -680,10 +681,11 @@ def test_ranks_find_imported_what_their_modules_import():
     def imported():
         wanted = {"torch._dynamo", "IPython.display", "pytest", "ddp_course.train"}
         threads = len(list(Path(f"/proc/{os.getppid()}/task").iterdir()))
-        return wanted & sys.modules.keys(), threads
+        return wanted & sys.modules.keys(), threads, gc.get_freeze_count()
 
-    [(names, threads_of_the_server)] = spawn(imported, world_size=1)
+    [(names, threads_of_the_server, frozen)] = spawn(imported, world_size=1)
     assert len(names) == 4
+    assert frozen > 100_000  # their pages are not copied for the garbage collector
     assert threads_of_the_server == 1  # or their locks would be copied as they are
 
 
