@@ -24,6 +24,7 @@ from ddp_course.train import History, train
 
 pytestmark = [pytest.mark.endurance, pytest.mark.timeout(300)]
 
+ENDURANCE = bool(os.environ.get("DDP_COURSE_ENDURANCE"))  # everything, however long
 STEPS, EVERY = 26, 2
 SETTINGS = ("--batch-size", "4", "--every", str(EVERY), "--strategy", "ddp")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--monitor-interval=0.1")
@@ -92,8 +93,8 @@ def same_curve(file: Path, whole: History) -> bool:
 
 
 def test_ranks_killed_in_a_row_and_the_curve_is_the_same_bit_for_bit(tmp_path):
-    """Four; ten with DDP_COURSE_ENDURANCE=1."""
-    kills = 10 if os.environ.get("DDP_COURSE_ENDURANCE") else 4
+    """Three; ten with DDP_COURSE_ENDURANCE=1."""
+    kills = 10 if ENDURANCE else 3
     folder, file = tmp_path / "checkpoints", tmp_path / "curve.json"
     with torchrun(
         "--nproc-per-node=2", "--max-restarts=10", "-m", "ddp_course.train", *SETTINGS,
@@ -111,7 +112,9 @@ def test_ranks_killed_in_a_row_and_the_curve_is_the_same_bit_for_bit(tmp_path):
     assert not same_curve(file, uninterrupted(2, STEPS - 1))
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3", "pp"])
+@pytest.mark.parametrize(
+    "strategy", ["zero1", "zero2", "zero3", "tp", "pp"] if ENDURANCE else ["zero3"]
+)
 def test_shards_survive_a_killed_rank(strategy, tmp_path):
     folder, file = tmp_path / "checkpoints", tmp_path / "curve.json"
     with torchrun(

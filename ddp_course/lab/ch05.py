@@ -346,7 +346,7 @@ def _judge_means(where: str, told: dict[str, Any], n: int, number: int) -> None:
 
 PARTS = (
     ((2, 2, 2), (2, 2, 2), (2, 2, 2)),
-    ((1, 2, 5), (5, 2, 1), (3, 3, 2)),  # rows of each micro-batch, on each rank
+    ((1, 2, 5), (5, 2, 1), (3, 3, 2)),  # rows of each microbatch, on each rank
     ((4,), (4,), (4,)),
     ((1, 1, 1, 3), (2, 1, 2, 1), (1, 3, 1, 1)),
 )
@@ -354,17 +354,17 @@ PARTS = (
 
 @exercise("accumulate", solution=solutions.accumulate)
 def check_accumulate(answer: Answer) -> str:
-    """`accumulate(ddp, micro_batches)`: the gradient of all of them; send it once."""
+    """`accumulate(ddp, microbatches)`: the gradient of all of them; send it once."""
     hint = (
         "A forward outside of `no_sync` makes its backward send. And how much does a "
-        "micro-batch of few rows count?"
+        "microbatch of few rows count?"
     )
     for parts in PARTS:
         n = len(parts)
         real = on_ranks(_accumulate, answer, parts, world_size=n, hint=hint)
         alone = _gradient_of_all(parts)
         for rank, told in enumerate(real):
-            where = f"On rank {rank} with micro-batches of {parts[rank]} rows,"
+            where = f"On rank {rank} with microbatches of {parts[rank]} rows,"
             _judge_sending(where, len(parts[rank]), told, hint)
             right = torch.allclose(told["gradient"], alone, rtol=1e-4, atol=1e-6)
             ratio = (told["gradient"] / alone).median().item()
@@ -374,8 +374,8 @@ def check_accumulate(answer: Answer) -> str:
                 f"median {ratio:.2f} times as large). {hint}",
             )
     return (
-        "3 real ranks, equal and unequal micro-batches: the gradient of all rows, and "
-        "nothing was sent before the last micro-batch"
+        "3 real ranks, equal and unequal microbatches: the gradient of all rows, and "
+        "nothing was sent before the last microbatch"
     )
 
 
@@ -392,7 +392,7 @@ class _Regression(nn.Module):
 
 
 def _rows(rank: int, sizes: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-    """Return the micro-batches of a rank."""
+    """Return the microbatches of a rank."""
     dice = torch.Generator().manual_seed(rank)
     return [
         (
@@ -425,10 +425,10 @@ def _accumulate(accumulate: Callable, parts: Sequence[Sequence[int]]) -> dict[st
     ddp = DistributedDataParallel(
         model, bucket_cap_mb=1e-5, first_bucket_mb=1e-5, all_reduce=noting
     )
-    micro_batches = _rows(rank, parts[rank])
+    microbatches = _rows(rank, parts[rank])
     barrier()
     with TorchCollectives() as torchs:
-        accumulate(ddp, list(micro_batches))
+        accumulate(ddp, list(microbatches))
     gradients = [
         torch.zeros_like(p) if p.grad is None else p.grad for p in ddp.parameters()
     ]
@@ -446,10 +446,10 @@ def _judge_sending(where: str, micro: int, told: dict[str, Any], hint: str) -> N
     expect(
         steps == ["forward", "backward"] * micro,
         f"{where} the order was {code(', '.join(steps))}; expected {micro} times a "
-        "forward and then its backward. Accumulation is there to have one micro-batch "
+        "forward and then its backward. Accumulation is there to have one microbatch "
         "in memory at a time.",
     )
-    passes: list[int] = []  # all-reduces of each micro-batch
+    passes: list[int] = []  # all-reduces of each microbatch
     for event in events:
         if event == "forward":
             passes.append(0)
@@ -457,12 +457,12 @@ def _judge_sending(where: str, micro: int, told: dict[str, Any], hint: str) -> N
             passes[-1] += 1
     expect(
         sum(passes[:-1]) == 0,
-        f"{where} micro-batches sent {passes} all-reduces; all but the last should "
+        f"{where} microbatches sent {passes} all-reduces; all but the last should "
         f"send nothing. {hint}",
     )
     expect(
         passes[-1] == buckets,
-        f"{where} the last micro-batch sent {passes[-1]} all-reduces; expected one for "
+        f"{where} the last microbatch sent {passes[-1]} all-reduces; expected one for "
         f"each of {buckets} buckets: otherwise the ranks are never averaged.",
     )
     expect(

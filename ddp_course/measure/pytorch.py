@@ -87,15 +87,26 @@ class TorchCollectives:
     later one: DDP rearranges its buckets after the first.
 
     Raises:
-        RuntimeError: the recorder is off, no backend is there that writes into it, or
-            more calls were made than it keeps.
+        RuntimeError: the recorder is off, no backend is there that writes into it, more
+            calls were made than it keeps, or they are asked for within the block.
     """
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
+        self._calls: list[Call] | None = []  # None: within the block
+
+    @property
+    def calls(self) -> list[Call]:
+        """The calls that were made in the block that has ended."""
+        if self._calls is None:
+            raise RuntimeError(
+                "the calls are listed when the `with` block ends; ask after it, and "
+                "measure parts of it with a TorchCollectives for each"
+            )
+        return self._calls
 
     def __enter__(self) -> TorchCollectives:
         _check_recorder()
+        self._calls = None
         self._last = max((e["record_id"] for e in _entries()), default=-1)
         self._sizes = _group_sizes()
         return self
@@ -112,7 +123,7 @@ class TorchCollectives:
                 f'spawn(..., env={{"{SIZE}": "20000"}}).'
             )
         sizes = self._sizes | _group_sizes()
-        self.calls = [call_of(entry, sizes) for entry in new]
+        self._calls = [call_of(entry, sizes) for entry in new]
 
     def count(self, op: str | None = None) -> int:
         """Return how many calls there were, or how many of `op`."""
@@ -139,6 +150,8 @@ class TorchCollectives:
         return sum(call.bytes_sent or 0 for call in calls)
 
     def __repr__(self) -> str:
+        if self._calls is None:
+            return "<TorchCollectives: listening>"
         ops = dict.fromkeys(call.op for call in self.calls)  # in order of appearance
         shown = ", ".join(f"{self.count(op)} {op}" for op in ops) or "none"
         return f"<TorchCollectives: {shown}; tensors of {self.nbytes:,} bytes>"

@@ -31,28 +31,42 @@ from pathlib import Path
 class SystemBytes:
     """Counts what this process, all its threads, writes and reads by system calls.
 
-    A context manager; may be nested. RuntimeError where there is no `/proc/self/io`.
-
-    Attributes:
-        written: bytes written within the block (0 until it ends).
-        read: bytes read within the block, some 100 for looking at the counts
-            themselves; what gloo receives is not among them.
+    A context manager; may be nested. RuntimeError where there is no `/proc/self/io`, or
+    if a number is asked for within the block: it is there when the block has ended.
     """
 
     def __init__(self) -> None:
-        self.written = 0
-        self.read = 0
+        self._counted: tuple[int, int] | None = (0, 0)  # None: within the block
+
+    @property
+    def written(self) -> int:
+        """Bytes written within the block."""
+        return self._after()[0]
+
+    @property
+    def read(self) -> int:
+        """Bytes read within the block; what gloo receives is not among them.
+
+        Some 100 of them are those of looking at the counts.
+        """
+        return self._after()[1]
+
+    def _after(self) -> tuple[int, int]:
+        if self._counted is None:
+            raise RuntimeError("SystemBytes has its numbers when the block has ended")
+        return self._counted
 
     def __enter__(self) -> SystemBytes:
-        self._before = _counts()
+        self._before, self._counted = _counts(), None
         return self
 
     def __exit__(self, *exc: object) -> None:
         written, read = _counts()
-        self.written = written - self._before[0]
-        self.read = read - self._before[1]
+        self._counted = written - self._before[0], read - self._before[1]
 
     def __repr__(self) -> str:
+        if self._counted is None:
+            return "<SystemBytes: counting>"
         return f"<SystemBytes: {self.written:,} written, {self.read:,} read>"
 
 

@@ -1,6 +1,6 @@
 """Two clocks for a pipeline, and how much of its time was idle.
 
-On the wall's clock, ranks that share cores slow each other down. The virtual one asks
+On the wall clock, ranks that share cores slow each other down. The virtual one asks
 what would be if each had cores of its own: computing takes the time that this rank's
 thread was on a core, waiting and messages take none, and every message says when it was
 sent, so that a receiver that is ahead moves on to that time (Lamport 1978, "Time,

@@ -40,7 +40,7 @@ def layer_activations(
     token (8 bytes) are left out, as in the paper.
 
     Args:
-        batch: b, rows in a micro-batch.
+        batch: b, rows in a microbatch.
         sequence: s, tokens in a row.
         hidden: h, channels.
         heads: a.

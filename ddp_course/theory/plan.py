@@ -76,7 +76,7 @@ def plan(
         memory: bytes of one GPU.
         optimizer: as for `theory.model_states`.
         precision: as for `theory.model_states`.
-        batch: rows of one micro-batch on one GPU.
+        batch: rows of one microbatch on one GPU.
         recompute: "none", "selective" (attention's scores) or "full" (whole layers).
         fused_attention: attention keeps no scores (FlashAttention).
         bandwidth: bytes per second that a GPU sends; no times without.

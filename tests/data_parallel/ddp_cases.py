@@ -78,7 +78,7 @@ def train(
     micro: int = 1,
     seed: int | None = None,
 ) -> Trained:
-    """Train `Small` on this rank's rows, which it takes in `micro` micro-batches.
+    """Train `Small` on this rank's rows, which it takes in `micro` microbatches.
 
     Without `wrap`: one process on the whole batch. Ranks start from different seeds.
     """

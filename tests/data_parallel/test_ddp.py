@@ -66,7 +66,7 @@ def test_the_same_training_as_one_process_and_as_pytorch(n):
 
 
 def accumulated() -> dict[str, object]:
-    """On every rank: four micro-batches in all, by ranks, by no_sync, or both."""
+    """On every rank: four microbatches in all, by ranks, by no_sync, or both."""
     n = dist.get_world_size()
     told = {"ranks": train(WRAPPERS["ours"])}
     for name in ("ours", "small buckets", "shared", "copied", "find", "torch"):

@@ -18,6 +18,7 @@ from conftest import none_left
 
 from ddp_course.launch import RankInterrupted, RankTimeout, spawn
 
+ENDURANCE = bool(os.environ.get("DDP_COURSE_ENDURANCE"))  # everything, however long
 pytestmark = [pytest.mark.endurance, pytest.mark.timeout(600)]
 
 
@@ -38,7 +39,9 @@ def test_50_launches_at_once_from_one_process():
     assert told == [[1.0, 1.0]] * 50
 
 
-def test_50_launches_at_once_from_five_processes(tmp_path):
+def test_launches_at_once_from_many_processes(tmp_path):
+    """Two with ten launches each; five with DDP_COURSE_ENDURANCE=1."""
+    processes = 5 if ENDURANCE else 2
     script = tmp_path / "ten.py"
     script.write_text(
         "from concurrent.futures import ThreadPoolExecutor\n"
@@ -57,11 +60,11 @@ def test_50_launches_at_once_from_five_processes(tmp_path):
             text=True,
             env={**os.environ, "PYTHONPATH": path},
         )
-        for _ in range(5)
+        for _ in range(processes)
     ]
     assert [run.communicate(timeout=300)[0] for run in runs] == [
         f"{[[1.0, 1.0]] * 10}\n"
-    ] * 5
+    ] * processes
 
 
 @pytest.fixture
@@ -115,7 +118,7 @@ def test_many_launches_in_a_row_beside_others_that_are_stopped(no_leftovers, dea
 
     100 and 40 of them; 500 and 200 with DDP_COURSE_ENDURANCE=1.
     """
-    many = 5 if os.environ.get("DDP_COURSE_ENDURANCE") else 1
+    many = 5 if ENDURANCE else 1
     with ThreadPoolExecutor(1) as other:
         row = other.submit(launches_in_a_row, 100 * many)
         stopped, pids = stops_at_random_moments(40 * many)

@@ -81,7 +81,7 @@ def test_bytes_sent_by_formula(op, sent):
 @pytest.mark.parametrize("op", ["broadcast", "reduce", "scatter", "gather"])
 def test_what_depends_on_the_rank_has_no_number(op):
     told = TorchCollectives()
-    told.calls = [Call("all_reduce", 8, torch.uint8, 8, 2), Call(op, 1, None, 1, 2)]
+    told._calls = [Call("all_reduce", 8, torch.uint8, 8, 2), Call(op, 1, None, 1, 2)]
     assert told.calls[1].bytes_sent is None
     with pytest.raises(ValueError, match=f"sends in {op} depends"):
         told.bytes_sent()
@@ -132,6 +132,27 @@ def every_collective() -> list[tuple[TorchCollectives, int]]:
 
 
 WHOLE = 4 * ELEMENTS
+
+
+def asked_too_early() -> tuple[list[str], int]:
+    x, errors = torch.ones(1), []
+    with TorchCollectives() as torchs:
+        dist.all_reduce(x)
+        for ask in (torchs.count, torchs.bytes_sent, lambda: torchs.nbytes):
+            try:
+                ask()
+            except RuntimeError as error:
+                errors.append(str(error))
+        errors.append(repr(torchs))
+    return errors, torchs.count()
+
+
+def test_within_the_block_nothing_is_listed_yet():
+    """A count of 0 would be wrong, and nobody would notice."""
+    for errors, count in spawn(asked_too_early, world_size=2, device="cpu"):
+        assert len(errors) == 4 and errors.pop() == "<TorchCollectives: listening>"
+        assert all("listed when the `with` block ends" in error for error in errors)
+        assert count == 1
 
 
 @linux

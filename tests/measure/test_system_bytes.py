@@ -36,6 +36,17 @@ def test_what_a_process_and_its_threads_write_is_counted(tmp_path):
 
 
 @linux
+def test_within_the_block_there_is_no_number_yet(tmp_path):
+    with SystemBytes() as count:
+        write(100_000, tmp_path / "a")
+        for name in ("written", "read"):
+            with pytest.raises(RuntimeError, match="when the block has ended"):
+                getattr(count, name)
+        assert repr(count) == "<SystemBytes: counting>"
+    assert count.written >= 100_000
+
+
+@linux
 def test_what_is_read_is_counted(tmp_path):
     (tmp_path / "a").write_bytes(bytes(300_000))
     with SystemBytes() as count:

@@ -132,10 +132,10 @@ def train(
     clip: float | None = None,
     sync_all: bool = False,
 ) -> Trained:
-    """Train on this rank's rows, which it takes in `micro` micro-batches.
+    """Train on this rank's rows, which it takes in `micro` microbatches.
 
     Without `wrap`: one process on the whole batch. Ranks start from different seeds.
-    With `sync_all`, every micro-batch is averaged, otherwise the last one is.
+    With `sync_all`, every microbatch is averaged, otherwise the last one is.
     """
     alone = wrap is None
     rank, n = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())

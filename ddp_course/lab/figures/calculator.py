@@ -44,7 +44,7 @@ def memory_calculator(
         gpus: how many there are.
         memory_gb: of one GPU, in 10^9 bytes.
         stage: 0 (DDP) to 3: which one is spelled out below, None for none.
-        batch: rows of a micro-batch on one GPU.
+        batch: rows of a microbatch on one GPU.
         recompute: "none", "selective" or "full".
 
     Raises ValueError for a value outside of what is said here.

@@ -72,8 +72,8 @@ def memory_of_a_step() -> Drawing:
         description=(
             "Above, a step of a model with four layers, one column after each "
             "operation. Parameters and optimizer states are there all the time. "
-            "Forward adds the activations of layers 0 to 3; the peak is at its end. "
-            "Backward frees them, layer 3 first, and adds that layer's gradients, "
+            "Forward adds the activations of layers 0 to 3; the peak is about at its "
+            "end. Backward frees them, layer 3 first, and adds that layer's gradients, "
             "which stay until zero_grad. Below, the 16 bytes of a parameter with "
             "Adam: in fp32 4 for the parameter, 4 for the gradient, 4 for exp_avg and "
             "4 for exp_avg_sq; in mixed precision 2, 2, and 12 for the optimizer: an "
@@ -124,9 +124,7 @@ def _draw_column(d: Drawing, x: float, bottom: float, moment: Moment) -> None:
 
 def _draw_peak(d: Drawing, x: float, y: float) -> None:
     d.line((x + COLUMN + 4, y), (x + 2 * COLUMN, y), stroke_width=1.5, dashed=True)
-    d.text(
-        x + 2 * COLUMN + 8, y + 5, "peak: forward is over", anchor="start", bold=True
-    )
+    d.text(x + 2 * COLUMN + 8, y + 5, "peak: about here", anchor="start", bold=True)
 
 
 def _draw_height(d: Drawing, top: float, bottom: float) -> None:

@@ -117,10 +117,10 @@ def _link(
 
 
 def _pairs(plan: Plan) -> dict[tuple[int, int], list[int]]:
-    """Return in which steps, counted from 1, each pair of ranks talks."""
+    """Return in which steps each pair of ranks talks."""
     pairs = {}
     for pair in combinations(range(plan.world_size), 2):
-        steps = {t.step + 1 for t in plan.transfers if {t.src, t.dst} == {*pair}}
+        steps = {t.step for t in plan.transfers if {t.src, t.dst} == {*pair}}
         if steps:
             pairs[pair] = sorted(steps)
     return pairs

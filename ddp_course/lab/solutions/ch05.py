@@ -65,13 +65,13 @@ def mini_ddp(
             )
 
 
-def accumulate(ddp: nn.Module, micro_batches: list[tuple[Tensor, Tensor]]) -> None:
-    """Add up the gradients of all micro-batches; only the last one is averaged."""
-    rows = sum(len(x) for x, _ in micro_batches)
-    for x, y in micro_batches[:-1]:
+def accumulate(ddp: nn.Module, microbatches: list[tuple[Tensor, Tensor]]) -> None:
+    """Add up the gradients of all microbatches; only the last one is averaged."""
+    rows = sum(len(x) for x, _ in microbatches)
+    for x, y in microbatches[:-1]:
         with ddp.no_sync():  # the forward, too
             (ddp(x, y) * len(x) / rows).backward()
-    x, y = micro_batches[-1]
+    x, y = microbatches[-1]
     (ddp(x, y) * len(x) / rows).backward()
 
 

@@ -245,75 +245,75 @@ def no_hooks(buckets, launch, at_the_end):
 # accumulate
 
 
-def _weighted(ddp, micro_batches, quiet):
+def _weighted(ddp, microbatches, quiet):
     """Return what `quiet(k, last)` makes of it: right, but for what it says."""
-    rows = sum(len(x) for x, _ in micro_batches)
-    for k, (x, y) in enumerate(micro_batches):
-        if quiet(k, k == len(micro_batches) - 1):
+    rows = sum(len(x) for x, _ in microbatches)
+    for k, (x, y) in enumerate(microbatches):
+        if quiet(k, k == len(microbatches) - 1):
             with ddp.no_sync():
                 (ddp(x, y) * len(x) / rows).backward()
         else:
             (ddp(x, y) * len(x) / rows).backward()
 
 
-def always_sends(ddp, micro_batches):
-    _weighted(ddp, micro_batches, lambda k, last: False)
+def always_sends(ddp, microbatches):
+    _weighted(ddp, microbatches, lambda k, last: False)
 
 
-def never_sends(ddp, micro_batches):
-    _weighted(ddp, micro_batches, lambda k, last: True)
+def never_sends(ddp, microbatches):
+    _weighted(ddp, microbatches, lambda k, last: True)
 
 
-def sends_the_first(ddp, micro_batches):
-    _weighted(ddp, micro_batches, lambda k, last: k > 0)
+def sends_the_first(ddp, microbatches):
+    _weighted(ddp, microbatches, lambda k, last: k > 0)
 
 
-def backward_alone_inside(ddp, micro_batches):
-    rows = sum(len(x) for x, _ in micro_batches)
-    for x, y in micro_batches[:-1]:
+def backward_alone_inside(ddp, microbatches):
+    rows = sum(len(x) for x, _ in microbatches)
+    for x, y in microbatches[:-1]:
         loss = ddp(x, y) * len(x) / rows
         with ddp.no_sync():
             loss.backward()
-    x, y = micro_batches[-1]
+    x, y = microbatches[-1]
     (ddp(x, y) * len(x) / rows).backward()
 
 
-def mean_of_means(ddp, micro_batches):
-    for k, (x, y) in enumerate(micro_batches):
-        loss = ddp.no_sync() if k < len(micro_batches) - 1 else torch.enable_grad()
+def mean_of_means(ddp, microbatches):
+    for k, (x, y) in enumerate(microbatches):
+        loss = ddp.no_sync() if k < len(microbatches) - 1 else torch.enable_grad()
         with loss:
-            (ddp(x, y) / len(micro_batches)).backward()
+            (ddp(x, y) / len(microbatches)).backward()
 
 
-def the_sum_of_all(ddp, micro_batches):
-    for k, (x, y) in enumerate(micro_batches):
-        where = ddp.no_sync() if k < len(micro_batches) - 1 else torch.enable_grad()
+def the_sum_of_all(ddp, microbatches):
+    for k, (x, y) in enumerate(microbatches):
+        where = ddp.no_sync() if k < len(microbatches) - 1 else torch.enable_grad()
         with where:
             ddp(x, y).backward()
 
 
-def forgets_the_others(ddp, micro_batches):
-    rows = sum(len(x) for x, _ in micro_batches)
-    for k, (x, y) in enumerate(micro_batches):
-        where = ddp.no_sync() if k < len(micro_batches) - 1 else torch.enable_grad()
+def forgets_the_others(ddp, microbatches):
+    rows = sum(len(x) for x, _ in microbatches)
+    for k, (x, y) in enumerate(microbatches):
+        where = ddp.no_sync() if k < len(microbatches) - 1 else torch.enable_grad()
         for p in ddp.parameters():
             p.grad = None
         with where:
             (ddp(x, y) * len(x) / rows).backward()
 
 
-def one_large_batch(ddp, micro_batches):
-    x, y = (torch.cat(column) for column in zip(*micro_batches, strict=True))
+def one_large_batch(ddp, microbatches):
+    x, y = (torch.cat(column) for column in zip(*microbatches, strict=True))
     ddp(x, y).backward()
 
 
-def one_backward(ddp, micro_batches):
-    rows = sum(len(x) for x, _ in micro_batches)
-    sum(ddp(x, y) * len(x) / rows for x, y in micro_batches).backward()
+def one_backward(ddp, microbatches):
+    rows = sum(len(x) for x, _ in microbatches)
+    sum(ddp(x, y) * len(x) / rows for x, y in microbatches).backward()
 
 
-def averages_by_hand(ddp, micro_batches):
-    _weighted(ddp, micro_batches, lambda k, last: not last)
+def averages_by_hand(ddp, microbatches):
+    _weighted(ddp, microbatches, lambda k, last: not last)
     for p in ddp.parameters():
         dist.all_reduce(p.grad)
         p.grad /= dist.get_world_size()
@@ -414,14 +414,14 @@ WRONG = {
     },
     "accumulate": {
         always_sends: "all but the last should send nothing",
-        never_sends: "the last micro-batch sent 0 all-reduces",
+        never_sends: "the last microbatch sent 0 all-reduces",
         sends_the_first: "all but the last should send nothing",
         backward_alone_inside: "A forward outside of `no_sync`",
         mean_of_means: "is not that of the mean over all rows",
         the_sum_of_all: "in the median 3.00 times as large",
         forgets_the_others: "is not that of the mean over all rows",
         one_large_batch: "expected 3 times a forward and then its backward",
-        one_backward: "one micro-batch in memory at a time",
+        one_backward: "one microbatch in memory at a time",
         averages_by_hand: "more collectives than DDP's own",
     },
     "mean_loss": {
