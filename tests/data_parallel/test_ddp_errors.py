@@ -19,12 +19,13 @@ from ddp_course.parts.replicas import ReplicaError, differences
 
 def error_of(call) -> str:
     """Return the error of a call, in words, and what was sent before it."""
+    told = ""
     with TorchCollectives() as calls, ByteMeter() as meter:
         try:
             call()
         except (ReplicaError, UnusedParametersError, CollectiveError) as error:
-            return f"{type(error).__name__}: {error}|{calls.count()}|{meter.total_sent}"
-    return "no error"
+            told = f"{type(error).__name__}: {error}"
+    return f"{told}|{calls.count()}|{meter.total_sent}" if told else "no error"
 
 
 def frozen(model: nn.Module, odd: bool) -> nn.Module:

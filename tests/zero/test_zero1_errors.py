@@ -25,12 +25,13 @@ from ddp_course.zero import deal
 
 def error_of(call) -> str:
     """Return the error of a call, in words, and what was sent before it."""
+    told = ""
     with TorchCollectives() as calls, ByteMeter() as meter:
         try:
             call()
         except (ReplicaError, RuntimeError, ValueError) as error:
-            return f"{type(error).__name__}: {error}|{calls.count()}|{meter.total_sent}"
-    return "no error"
+            told = f"{type(error).__name__}: {error}"
+    return f"{told}|{calls.count()}|{meter.total_sent}" if told else "no error"
 
 
 def linear(*shape) -> list[nn.Parameter]:
