@@ -10,8 +10,6 @@ import contextlib
 import gc
 from importlib import import_module
 
-from ddp_course.launch.huge_pages import use_huge_pages
-
 for name in ("ddp_course.train", "ddp_course.theory", "ddp_course.launch.rank"):
     with contextlib.suppress(Exception):
         import_module(name)
@@ -20,4 +18,3 @@ for name in ("ddp_course.train", "ddp_course.theory", "ddp_course.launch.rank"):
 # nothing, but a page that is looked at is written to, and so it is copied.
 gc.collect()
 gc.freeze()
-use_huge_pages()
