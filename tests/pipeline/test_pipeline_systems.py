@@ -225,15 +225,15 @@ def test_the_bubble_is_what_was_predicted():
     p, m = 3, 4
     expected = {n: float(simulate(SCHEDULES[n](p, m)).bubble) for n in SCHEDULES}
     least = dict.fromkeys(SCHEDULES, 1.0)
-    for _ in range(3):  # a busy machine can only add to it
-        told = spawn(waited, m, 0.03, world_size=p, output="none", timeout=60)
+    for seconds in (0.03, 0.06, 0.12):  # a busy machine adds some milliseconds
+        told = spawn(waited, m, seconds, world_size=p, output="none", timeout=120)
         for n in SCHEDULES:
             least[n] = min(least[n], bubble(e for rank in told for e in rank[n]))
-        if all(least[n] - expected[n] < 0.05 for n in SCHEDULES):
+        if all(least[n] - expected[n] < 0.02 for n in SCHEDULES):
             break
     order = ["naive", "gpipe", "interleaved", "zero_bubble"]
     assert order == sorted(order, key=least.__getitem__, reverse=True), least
-    assert all(-0.001 < least[n] - expected[n] < 0.1 for n in SCHEDULES), least
+    assert all(-0.001 < least[n] - expected[n] < 0.03 for n in SCHEDULES), least
 
 
 def on_a_virtual_clock() -> list:
