@@ -16,6 +16,7 @@ from xml.sax.saxutils import escape, quoteattr
 from ddp_course.lab.palette import INK, darker, text_color
 
 LINE = 1.35  # distance of two lines of text, in font sizes
+ROOM = 840  # pixels beside JupyterLab's file browser, in a window of 1280
 
 
 class Drawing:
@@ -193,13 +194,16 @@ class Drawing:
         with self.shifted(x, y):
             self._parts += other._parts
 
-    def svg(self) -> str:
-        """Return the drawing as an SVG document."""
+    def svg(self, at_most: float = math.inf) -> str:
+        """Return the drawing as an SVG document, shown at most so many pixels wide."""
         width, height = number(self.width), number(self.height)
+        scale = min(1.0, at_most / self.width)
         return "\n".join(
             [
-                f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" '
-                f'height="{height}" viewBox="0 0 {width} {height}" role="img" '
+                f'<svg xmlns="http://www.w3.org/2000/svg" '
+                f'width="{number(scale * self.width)}" '
+                f'height="{number(scale * self.height)}" '
+                f'viewBox="0 0 {width} {height}" role="img" '
                 f'font-family="sans-serif">',
                 f"<title>{escape(self.title)}</title>",
                 f"<desc>{escape(self.description or self.title)}</desc>",
@@ -213,7 +217,7 @@ class Drawing:
         Path(path).write_bytes(self.svg().encode())
 
     def _repr_svg_(self) -> str:
-        return self.svg()
+        return self.svg(at_most=ROOM)  # JupyterLab would cut off what is wider
 
     def __repr__(self) -> str:
         return f"<Drawing: {self.title}>"

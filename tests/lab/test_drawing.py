@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_course.lab.drawing import Drawing, number
+from ddp_course.lab.drawing import ROOM, Drawing, number
 from ddp_course.lab.palette import (
     RANK_COLORS,
     contrast,
@@ -84,6 +84,9 @@ def test_a_drawing_has_a_title():
 def test_a_notebook_shows_it():
     d = Drawing(10, 10, title="ten by ten")
     assert d._repr_svg_() == d.svg()
+    wide = Drawing(2 * ROOM, 100, title="wide")
+    shown = f'width="{ROOM}" height="50" viewBox="0 0 {2 * ROOM} 100"'
+    assert shown in wide._repr_svg_() and shown not in wide.svg()
     assert repr(d) == "<Drawing: ten by ten>"  # no address: nbval compares it
 
 
