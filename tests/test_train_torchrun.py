@@ -78,11 +78,12 @@ def wait_for(condition, run: subprocess.Popen, seconds: float = 120) -> None:
 
 
 def uninterrupted(
-    world_size: int, steps: int = STEPS, strategy: str = "ddp"
+    world_size: int, steps: int = STEPS, strategy: str = "ddp", **layout: int
 ) -> History:
     """The same training, in one go, by `spawn`."""
     return spawn(
-        lambda: train(steps, batch_size=4, strategy=strategy), world_size=world_size
+        lambda: train(steps, batch_size=4, strategy=strategy, **layout),
+        world_size=world_size,
     )[0]
 
 
@@ -113,7 +114,8 @@ def test_ranks_killed_in_a_row_and_the_curve_is_the_same_bit_for_bit(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "strategy", ["zero1", "zero2", "zero3", "tp", "pp"] if ENDURANCE else ["zero3"]
+    "strategy",
+    ["zero1", "zero2", "zero3", "tp", "pp"] if ENDURANCE else ["zero3", "pp"],
 )
 def test_shards_survive_a_killed_rank(strategy, tmp_path):
     folder, file = tmp_path / "checkpoints", tmp_path / "curve.json"
@@ -131,7 +133,12 @@ def test_shards_survive_a_killed_rank(strategy, tmp_path):
 
 
 def test_two_machines_train_together_and_survive(tmp_path):
-    """Each has its own disk, and only one of them has written checkpoints."""
+    """Two ranks of a machine share a model, and the machines share the batch.
+
+    Each has its own disk, and only one of them has written checkpoints.
+    """
+    mesh = {"dp": 2, "tp": 2}
+    words = [f"--{axis}={size}" for axis, size in mesh.items()]
     folders = [tmp_path / "disk a", tmp_path / "disk b"]
     file, port = tmp_path / "curve.json", free_port()
     with contextlib.ExitStack() as stack:
@@ -141,7 +148,7 @@ def test_two_machines_train_together_and_survive(tmp_path):
                 torchrun(
                     *rendezvous_on(machines, number, port), "--nproc-per-node=2",
                     "--max-restarts=3", "-m", "ddp_course.train", *SETTINGS,
-                    "--steps=12", f"--checkpoint={folder}", f"--json={file}",
+                    *words, "--steps=12", f"--checkpoint={folder}", f"--json={file}",
                     prefix=machine.prefix, GLOO_SOCKET_IFNAME=machine.interface,
                 )
             )
@@ -156,7 +163,7 @@ def test_two_machines_train_together_and_survive(tmp_path):
         assert agent.returncode == 0, err[-3000:]
     lines = [line for out, _ in told for line in out.splitlines()]
     assert sum("4 ranks, 12 steps (" in line for line in lines) == 1  # on rank 0 only
-    assert same_curve(file, uninterrupted(4, 12))
+    assert same_curve(file, uninterrupted(4, 12, **mesh))
     assert json.loads(file.read_text())["resumed_at"] >= 4
 
 
