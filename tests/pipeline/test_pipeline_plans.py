@@ -9,8 +9,8 @@ from torch import nn
 
 from ddp_course.measure import Event
 from ddp_course.pipeline import bubble, gpipe, one_f_one_b, program, spine, stage_plan
-from ddp_course.pipeline.clocks import VirtualClock
-from ddp_course.pipeline.messages import horizons
+from ddp_course.pipeline.clocks import VirtualClock, WallClock
+from ddp_course.pipeline.messages import Messages, horizons
 from ddp_course.pipeline.split_backward import Later, SplitLinear, split_backward
 from ddp_course.pipeline.stages import Stage, microbatches
 
@@ -57,6 +57,29 @@ def test_receives_are_posted_ahead_and_never_behind():
             actions = [n for n, g in enumerate(groups) if g[0].kind == "compute"]
             assert found[0] == actions[2]
             assert found[-1] == len(groups) - 1
+
+
+class Receives:
+    """A port that only counts."""
+
+    count = 0
+
+    def receive(self, tensor, peer):
+        self.count += 1
+
+
+def test_two_actions_before_it_is_needed_a_message_may_arrive():
+    """Not later: then it would travel while nobody computes."""
+    groups = program(gpipe(2, 4)).ranks[1]  # a receive and a forward take turns
+    port, forms = Receives(), {0: (torch.float32, (3,))}
+    messages = Messages(
+        groups, port, torch.device("cpu"), [1] * 4, forms, WallClock(), print
+    )
+    posted = []
+    for number in range(6):
+        messages.post(number)
+        posted.append(port.count)
+    assert posted == [3, 3, 4, 4, 4, 4]
 
 
 def test_backward_in_two_halves_gives_the_same_bits():
