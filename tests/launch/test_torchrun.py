@@ -60,8 +60,9 @@ def test_a_wrong_name_is_one_clear_line():
     assert "error: no module 'nowhere' (from 'nowhere:f')" in err
 
 
+@pytest.mark.skipif(not ENDURANCE, reason="only with DDP_COURSE_ENDURANCE=1")
 def test_restarts_work(tmp_path):
-    """Ten restarts in a row are in tests/test_train_torchrun.py."""
+    """Those of two machines, below, and of a training are tested every time."""
     run = torchrun(
         "--nproc-per-node=2", "--max-restarts=3", "--monitor-interval=0.1",
         "-m", "ddp_course.launch", "torchrun_functions:fail_in_the_first_attempts",
