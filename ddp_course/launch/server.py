@@ -72,7 +72,7 @@ def warm() -> None:
     if METHOD != "forkserver" or _is_a_child():
         return
     with STARTING:
-        edited = max(file.stat().st_mtime_ns for file in _imported())
+        edited = _last_edit()
         if _served.setdefault("version", edited) != edited:
             forkserver._forkserver._stop()
             _served["version"] = edited
@@ -81,6 +81,15 @@ def warm() -> None:
         resource_tracker.ensure_running()  # first: it unblocks SIGINT on its way
         with _without_interrupts(), _environment_of_the_server():
             forkserver.ensure_running()
+
+
+def _last_edit() -> int:
+    """Return when the course was edited, in ns since 1970."""
+    times = [0]
+    for file in _imported():
+        with contextlib.suppress(FileNotFoundError):  # an editor's lock, or renamed now
+            times.append(file.stat().st_mtime_ns)
+    return max(times)
 
 
 def _imported() -> Iterator[Path]:

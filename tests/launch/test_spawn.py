@@ -703,6 +703,15 @@ def test_an_edited_file_of_the_course_replaces_the_server(tmp_path, monkeypatch)
     assert before == still != after
 
 
+def test_an_editors_lock_is_no_file_of_the_course(tmp_path, monkeypatch):
+    lock, file = tmp_path / ".#open.py", tmp_path / "saved.py"
+    lock.symlink_to("somebody@somewhere.123")  # as Emacs does
+    file.write_text("")
+    os.utime(file, ns=(5, 5))
+    monkeypatch.setattr(server, "_imported", lambda: [lock, file])
+    assert server._last_edit() == 5
+
+
 def test_what_the_server_imports_is_watched():
     """All that `preload` has imported, but the launcher's and the lab's."""
     watched = {str(path) for path in server._imported()}
