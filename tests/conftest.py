@@ -7,12 +7,22 @@ import signal
 import time
 from pathlib import Path
 
+import nbval.kernel
 import pytest
+from jupyter_client.manager import KernelManager
 
+from ddp_course.commands.execute import OwnSockets
 from ddp_course.launch import warm
 
 # Cheapest first: plain functions, then ranks, then kernels, then hundreds of launches.
 ORDER = ("kernel", "endurance")
+
+
+class KernelOfATest(OwnSockets, KernelManager):
+    """Starts a kernel, also for nbval, beside other tests that open ports."""
+
+
+nbval.kernel.KernelManager = KernelOfATest
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,11 +14,13 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from conftest import descendants, none_left
+from conftest import descendants, names_in, none_left
+from jupyter_client import AsyncKernelManager, LocalProvisioner
+from jupyter_client.connect import port_names
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from ddp_course.cli import main
-from ddp_course.commands import CommandError, chapters, clean
+from ddp_course.commands import CommandError, chapters, clean, execute
 
 RAISES = {"tags": ["raises-exception"]}
 
@@ -323,6 +327,36 @@ def test_run_uses_this_python_whatever_kernels_are_installed(
     same = f"import sys; assert sys.executable == {sys.executable!r}"
     metadata = {"kernelspec": {"name": "julia", "display_name": "Julia"}}
     assert main(["run", str(make(tmp_path / "n.ipynb", same, **metadata))]) == 0
+
+
+class ThroughPorts(AsyncKernelManager):
+    """What Jupyter does by itself, and what must be seen to fail."""
+
+    kernel_spec = execute.ThisPython.kernel_spec
+
+
+@pytest.mark.kernel
+def test_run_starts_its_kernel_whatever_ports_other_programs_take(
+    tmp_path, monkeypatch
+):
+    launch, taken = LocalProvisioner.launch_kernel, contextlib.ExitStack()
+
+    def launch_late(self, command, **options):
+        """Launch the kernel when another program has all of its ports."""
+        for name in port_names if self.parent.transport == "tcp" else ():
+            other = taken.enter_context(socket.socket())
+            other.bind((self.parent.ip, getattr(self.parent, name)))
+        return launch(self, command, **options)
+
+    monkeypatch.setattr(LocalProvisioner, "launch_kernel", launch_late)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    notebook = nbformat.read(make(tmp_path / "n.ipynb", "1 + 1"), as_version=4)
+    with taken:
+        assert execute.execute(notebook, tmp_path) is None
+        assert names_in(tmp_path) == {"n.ipynb"}
+        monkeypatch.setattr(execute, "ThisPython", ThroughPorts)
+        failure = execute.execute(notebook, tmp_path)
+    assert failure.error.startswith("Kernel died")
 
 
 @pytest.mark.kernel

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import re
 import signal
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ipykernel.kernelspec import get_kernel_dict
-from jupyter_client import AsyncKernelManager
+from jupyter_client import AsyncKernelManager, KernelClient
 from jupyter_client.kernelspec import KernelSpec
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError
@@ -42,7 +44,24 @@ class Failure:
         return f"{story}: {self.error}"
 
 
-class ThisPython(AsyncKernelManager):
+class OwnSockets:
+    """For a kernel manager: it meets the kernel at files in a folder of its own.
+
+    Jupyter itself looks for free ports and lets the kernel open them a second later.
+    By then, a rank that somebody starts on this machine may have taken one.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="ddp-course-kernel-")
+        written = str(Path(self._folder.name, "kernel.json"))
+        super().__init__(transport="ipc", connection_file=written, **options)
+
+    def cleanup_connection_file(self) -> None:
+        """Remove the folder: the kernel has ended for good."""
+        self._folder.cleanup()
+
+
+class ThisPython(OwnSockets, AsyncKernelManager):
     """A kernel of the Python that runs this command, whatever kernels are installed."""
 
     @property
@@ -86,6 +105,14 @@ class Client(NotebookClient):
             for number in (signal.SIGINT, signal.SIGTERM):
                 asyncio.get_running_loop().add_signal_handler(number, stop)
         await super().async_start_new_kernel(**kwargs)
+
+    async def async_start_new_kernel_client(self) -> KernelClient:
+        """Connect to the kernel; nbclient would clean up a dead one again at exit."""
+        try:
+            return await super().async_start_new_kernel_client()
+        except RuntimeError:
+            atexit.unregister(self._cleanup_kernel)
+            raise
 
 
 def code_cells(notebook: NotebookNode) -> list[NotebookNode]:

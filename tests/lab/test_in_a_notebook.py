@@ -7,6 +7,8 @@ import nbclient
 import nbformat
 import pytest
 
+from ddp_course.commands.execute import ThisPython
+
 STUB = """
 from ddp_course.lab import *
 def place(rank, nproc_per_node):
@@ -48,7 +50,13 @@ CELLS = {
 def test_every_cell_shows_one_thing_and_nbval_agrees(tmp_path):
     notebook = nbformat.v4.new_notebook()
     notebook.cells = [nbformat.v4.new_code_cell(code.strip()) for code in CELLS]
-    nbclient.NotebookClient(notebook, timeout=120, store_widget_state=False).execute()
+    client = nbclient.NotebookClient(
+        notebook,
+        kernel_manager_class=ThisPython,
+        timeout=120,
+        store_widget_state=False,
+    )
+    client.execute()
     for cell, expected in zip(notebook.cells, CELLS.values(), strict=True):
         (output,) = cell.outputs  # one value, nothing printed, no traceback
         assert output.output_type == "execute_result", output

@@ -9,8 +9,7 @@ import signal
 import time
 
 import pytest
-from conftest import alive, descendants, names_in, none_left
-from jupyter_client.manager import KernelManager
+from conftest import KernelOfATest, alive, descendants, names_in, none_left
 
 pytestmark = [pytest.mark.kernel, pytest.mark.timeout(300)]
 
@@ -19,7 +18,7 @@ class Kernel:
     """A Jupyter kernel, and what its cells answer."""
 
     def __init__(self) -> None:
-        self.manager = KernelManager(kernel_name="python3")
+        self.manager = KernelOfATest(kernel_name="python3")
         self.start()
 
     def start(self) -> None:
