@@ -7,22 +7,12 @@ import signal
 import time
 from pathlib import Path
 
-import nbval.kernel
 import pytest
-from jupyter_client.manager import KernelManager
 
-from ddp_course.commands.execute import OwnSockets
 from ddp_course.launch import warm
 
 # Cheapest first: plain functions, then ranks, then kernels, then hundreds of launches.
 ORDER = ("kernel", "endurance")
-
-
-class KernelOfATest(OwnSockets, KernelManager):
-    """Starts a kernel, also for nbval, beside other tests that open ports."""
-
-
-nbval.kernel.KernelManager = KernelOfATest
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -32,6 +22,22 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """
     everything = config.args_source == config.ArgsSource.TESTPATHS
     return min(4, 1 + (os.cpu_count() or 1)) if everything else 0
+
+
+def pytest_configure() -> None:
+    """Let nbval start kernels whose ports no rank of another test can take."""
+    import nbval.kernel  # not above: ranks of tests import this file, too
+
+    nbval.kernel.KernelManager = kernel_manager()
+
+
+def kernel_manager() -> type:
+    """Return a class that starts a kernel and meets it at files of its own."""
+    from jupyter_client.manager import KernelManager
+
+    from ddp_course.commands.execute import OwnSockets
+
+    return type("KernelOfATest", (OwnSockets, KernelManager), {})
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

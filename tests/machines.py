@@ -53,10 +53,15 @@ def two_machines() -> Iterator[list[Machine]]:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a port that is free, and that nobody gets who asks for any port.
+
+    Linux gives those the ports from 32768 on; torchrun opens ours seconds later.
+    """
+    for port in range(20_000 + os.getpid() % 10_000, 32_768):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no port from 30000 to 32767 is free")
 
 
 def rendezvous_on(machines: list[Machine], number: int, port: int) -> list[str]:

@@ -329,6 +329,16 @@ def test_run_uses_this_python_whatever_kernels_are_installed(
     assert main(["run", str(make(tmp_path / "n.ipynb", same, **metadata))]) == 0
 
 
+@pytest.mark.kernel
+def test_run_also_works_in_a_temporary_folder_with_a_long_name(tmp_path, monkeypatch):
+    folder = tmp_path / ("long" * 20)
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    notebook = nbformat.read(make(tmp_path / "n.ipynb", "1 + 1"), as_version=4)
+    assert execute.execute(notebook, tmp_path) is None
+    assert names_in(folder) == set()
+
+
 class ThroughPorts(AsyncKernelManager):
     """What Jupyter does by itself, and what must be seen to fail."""
 

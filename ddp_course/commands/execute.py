@@ -21,6 +21,7 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError
 from nbclient.output_widget import OutputWidget
 from nbformat import NotebookNode
 
+LONGEST = 90  # characters; a socket's name is a little longer, and has 107 at most
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _PLACE = re.compile(r"Cell In ?\[(\d+)\], line (\d+)")
 
@@ -48,13 +49,16 @@ class OwnSockets:
     """For a kernel manager: it meets the kernel at files in a folder of its own.
 
     Jupyter itself looks for free ports and lets the kernel open them a second later.
-    By then, a rank that somebody starts on this machine may have taken one.
+    By then, a rank that somebody starts on this machine may have taken one. (Where the
+    name of the folder is too long for a socket, it is ports all the same.)
     """
 
     def __init__(self, **options: Any) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="ddp-course-kernel-")
-        written = str(Path(self._folder.name, "kernel.json"))
-        super().__init__(transport="ipc", connection_file=written, **options)
+        self._folder = tempfile.TemporaryDirectory(prefix="ddp-")
+        file = str(Path(self._folder.name, "k.json"))
+        short = len(file) <= LONGEST
+        transport = "ipc" if short else "tcp"
+        super().__init__(transport=transport, connection_file=file, **options)
 
     def cleanup_connection_file(self) -> None:
         """Remove the folder: the kernel has ended for good."""

@@ -15,7 +15,12 @@ from torch import nn
 
 from ddp_course.collectives import communicator
 from ddp_course.model import GPTConfig
-from ddp_course.parts.replicas import check_same, form_of, problem_with
+from ddp_course.parts.replicas import (
+    ReplicaError,
+    check_same,
+    form_of,
+    problem_with,
+)
 from ddp_course.pipeline.checker import check
 from ddp_course.pipeline.cut import cut, layer_costs
 from ddp_course.pipeline.program import Program
@@ -49,10 +54,16 @@ def agreed(
     if plans is not None:
         form = form_of(model, **options)
         form |= {"the schedule": str(plans[0].schedule), "the stages": str(plans[1])}
-    check_same(form, problem, group)
+    wrong = None
+    try:
+        check_same(form, problem, group)
+    except ReplicaError as error:
+        if dp_group is None:
+            raise
+        wrong = str(error)  # and the other pipelines are to know it, too
     if dp_group is not None:
         own = {"the rank in its pipeline": str(communicator(group).rank)}
-        check_same(form | own, None, dp_group)
+        check_same(form | own, wrong, dp_group)
     return plans
 
 

@@ -121,11 +121,13 @@ class PipelineParallel(StagedModule):
 
         If B is no multiple of the number of microbatches, the first have one row more,
         and count as much more. Raises CollectiveError, on every rank, if the batches
-        cannot be used or differ in shape; PipelineError on the rank on which a layer
-        fails. Then this pipeline cannot be used any more, as the ranks are no longer
-        in time with each other.
+        cannot be used or differ, or under `torch.no_grad`; PipelineError on the rank on
+        which a layer fails. Then this pipeline cannot be used any more, as the ranks
+        are no longer in time with each other.
         """
         wrong = "y is None; step needs targets" if y is None else None
+        if not torch.is_grad_enabled():
+            wrong = "gradients are switched off; step needs them, a plain call does not"
         self.agree_on("step", x, y, wrong or self._broken)
         self.shared.begin()
         run = self._run(self.program, x, y)

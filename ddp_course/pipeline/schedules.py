@@ -9,7 +9,7 @@ activations take memory. The limit is all that tells the first three schedules a
     naive        1                        (p-1)/p                      1
     gpipe        m                        (p-1)/(m+p-1)                m
     one_f_one_b  p-r                      (p-1)/(m+p-1)                min(m, p-r)
-    interleaved  (v-1)p + 2(p-1-r) + 1    (p-1)/v / (m + (p-1)/v)      limit / v
+    interleaved  (v-1)p + 2(p-1-r) + 1    (p-1)/v / (m + (p-1)/v)      min(m, limit/v)
     zero_bubble  p-r, W later             (p-1)/3 / (m + (p-1)/3)      p, or less
 
 with p ranks and m microbatches, m at least p; interleaved with v stages on each rank,
@@ -76,15 +76,16 @@ def interleaved(
     messages. Microbatches go in groups of at least p: a whole group passes one stage of
     a rank before its first microbatch comes round to the rank's next stage. So rank r's
     first backward can begin after the first group's forwards in v-1 stages and, in the
-    last one, twice the p-1-r that 1F1B has. That many and one are in flight. With
-    groups of p, rank 0 keeps p(1 + (p-1)/(pv)) microbatches' activations, 1F1B p.
+    last one, twice the p-1-r that 1F1B has. That many and one are in flight. With two
+    groups of p or more, rank 0 keeps p(1 + (p-1)/(pv)) microbatches' activations, 1F1B
+    p.
 
     With one stage per rank it is not 1F1B: rank 0 keeps 2p - 1 microbatches, which pays
     if messages are slow.
 
     Megatron-LM asks for a multiple of p microbatches; PyTorch for groups of one size.
-    Here the first groups may have one microbatch more than the last, so every number is
-    legal, and from p on the bubble is the formula's.
+    Here groups have p to 2p - 1, so every number is legal, and from p on the bubble is
+    the formula's; larger groups keep more.
 
     Raises ValueError for fewer than one rank, microbatch or stage. Source: Narayanan et
     al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using

@@ -16,11 +16,14 @@ from torch import Tensor, nn
 from ddp_course.collectives import communicator
 from ddp_course.collectives.port import Port
 from ddp_course.measure import active_meters
+from ddp_course.model import GPTConfig, check_tokens, cross_entropy
+from ddp_course.parts.batches import kind_of, told
 from ddp_course.parts.replicas import broadcast_all
 from ddp_course.parts.whole import HasWholeState
 from ddp_course.pipeline import full_state, gradients
 from ddp_course.pipeline.agreed import agreed
 from ddp_course.pipeline.messages import Form, rehearse
+from ddp_course.pipeline.runtime import PipelineError
 from ddp_course.pipeline.schedule import Schedule
 from ddp_course.pipeline.stages import build_stages, merged
 
@@ -50,6 +53,10 @@ class StagedModule(HasWholeState, nn.Module):
         for ranks in (group, dp_group) if dp_group is not None else (group,):
             states = [*model.parameters(), *model.buffers()]
             broadcast_all(states, communicator(ranks).ranks[0], ranks)
+        # What the model takes and its loss compares, if they are this course's own.
+        config, own_loss = getattr(model, "config", None), loss_fn is cross_entropy
+        self.config = config if isinstance(config, GPTConfig) else None
+        self.takes_targets = self.config is not None and own_loss
         self.stages = build_stages(model, self.plan, rank, loss_fn)
         self.module = merged(self.stages.values(), self.plan)
         self.shapes = {key: value.shape for key, value in model.state_dict().items()}
@@ -85,20 +92,48 @@ class StagedModule(HasWholeState, nn.Module):
 
         Raises CollectiveError, on all ranks, if it differs or one rank has a problem.
         """
-        problem = problem or _problem_with(x, y, self.schedule.num_microbatches)
-        words = f"{name}(x {_told(x)}, y {_told(y)})"
+        problem = problem or self._problem_with(x, y)
+        words = f"{name}(x {told(x)}, y {told(y)})"
         self.comm.perform(lambda: self.comm.agree(words, problem), async_op=False)
 
     def forms_of(self, x: Tensor) -> dict[int, Form]:
         """Return the forms of activations for batches such as x; called by all ranks.
 
-        For a kind of batch that is new, one row of it goes through all stages.
+        For a kind of batch that is new, one row of it goes through all stages. Raises
+        PipelineError on the rank on which that fails.
         """
         kind = x.dtype, x.shape[1:]
         if kind not in self._forms:
-            row = x[:1].to(self.device)
-            self._forms[kind] = rehearse(self.stages, self.plan.ranks, row, self.port)
+            row, homes = x[:1].to(self.device), self.plan.ranks
+            try:
+                self._forms[kind] = rehearse(self.stages, homes, row, self.port)
+            except Exception as error:
+                raise PipelineError(
+                    f"one row of x, {kind_of(row)}, was sent through the stages to see "
+                    f"what they return; it failed: {type(error).__name__}: {error}"
+                ) from error
         return self._forms[kind]
+
+    def _problem_with(self, x: Any, y: Any) -> str | None:
+        """Return why this batch cannot be used, or None."""
+        least = self.schedule.num_microbatches
+        if not isinstance(x, Tensor) or x.dim() == 0 or len(x) < least:
+            return (
+                f"x is {kind_of(x)}; it must be a tensor with a row or more for each "
+                f"of the {least} microbatches"
+            )
+        if y is not None and (not isinstance(y, Tensor) or y.shape[:1] != x.shape[:1]):
+            return f"y is {kind_of(y)}; it must be a tensor of {len(x)} rows, as x is"
+        try:
+            if self.config is not None:
+                check_tokens("x", x, self.config)
+            if self.takes_targets and y is not None:
+                check_tokens("y", y, self.config)
+        except (TypeError, ValueError) as error:
+            return str(error)
+        if self.takes_targets and y is not None and y.shape != x.shape:
+            return f"y is {kind_of(y)}; it must be {list(x.shape)}, as x is"
+        return None
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -117,22 +152,3 @@ class StagedModule(HasWholeState, nn.Module):
     def extra_repr(self) -> str:
         """Tell who has what, and who does what when."""
         return f"{self.plan}\n{self.schedule}"
-
-
-def _problem_with(x: Any, y: Any, least: int) -> str | None:
-    """Return why this batch cannot be used, or None. `least` rows are needed."""
-    if not isinstance(x, Tensor) or x.dim() == 0 or len(x) < least:
-        return (
-            f"x is {_told(x)}; it must be a tensor with a row or more for each of the "
-            f"{least} microbatches"
-        )
-    if y is not None and (not isinstance(y, Tensor) or y.shape[:1] != x.shape[:1]):
-        return f"y is {_told(y)}; it must be a tensor of {len(x)} rows, as x is"
-    return None
-
-
-def _told(value: Any) -> str:
-    """Say what a batch is, in words: "int64 [8, 64]"."""
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"

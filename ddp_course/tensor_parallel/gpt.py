@@ -141,7 +141,8 @@ def tensor_parallel(
         model: a plain GPT, on the CPU or on this rank's GPU.
         group: the ranks that share it; None are all.
         sequence_parallel: cut norms and residuals along the sequence, too.
-        all_reduce: called as `all_reduce(tensor, op, group=...)`; None is PyTorch's.
+        all_reduce: called as `all_reduce(tensor, op, group=..., async_op=...)`; if
+            `async_op`, what it returns has a `wait()`. None is PyTorch's.
         in_shared_memory: exchange nothing by messages, all through memory that the
             ranks of one machine share; on the CPU only.
 

@@ -166,7 +166,8 @@ class VocabParallelEmbedding(ParallelLayer):
         *,
         sequence_parallel: bool = False,
     ) -> None:
-        if full.padding_idx is not None or full.max_norm is not None or full.sparse:
+        sparse = full.sparse or full.scale_grad_by_freq
+        if full.padding_idx is not None or full.max_norm is not None or sparse:
             raise ValueError(f"{full} has options; only a plain embedding can be cut")
         super().__init__(full, group)
         self.sequence_parallel = sequence_parallel

@@ -40,7 +40,7 @@ def vocab_parallel_cross_entropy(
             f"targets has shape {tuple(targets.shape)}; the logits are for "
             f"{tuple(logits.shape[:-1])}"
         )
-    rows, targets = logits.flatten(0, -2), targets.flatten()  # (R, V/tp), (R,)
+    rows, targets = logits.reshape(-1, logits.shape[-1]), targets.flatten()
     counts = targets != ignore_index  # (R,)
     chosen = targets[counts]
     vocabulary = rows.shape[1] * exchange.size

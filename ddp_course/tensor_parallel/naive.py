@@ -71,7 +71,7 @@ class NaiveModelParallel(nn.Module):
         if not problem:
             form = form_of(model, config=model.config)
         check_same(form, problem, group)
-        self.config = model.config
+        self.config, self.dtype = model.config, next(model.parameters()).dtype
         self.is_first, self.is_last = rank == 0, rank == size - 1
         self.previous = None if self.is_first else self.comm.ranks[rank - 1]
         self.next = None if self.is_last else self.comm.ranks[rank + 1]
@@ -115,7 +115,7 @@ class NaiveModelParallel(nn.Module):
     ) -> tuple[Tensor | None, Tensor | None]:
         """Send the last rank's result to all, where it is joined to each own graph."""
         shape = () if targets is not None else (*idx.shape, self.config.vocab_size)
-        value = torch.empty(shape, device=x.device)
+        value = torch.empty(shape, dtype=self.dtype, device=x.device)
         if self.is_last:
             value.copy_(x.detach())
         dist.broadcast(value, self.comm.ranks[-1], self.group)
@@ -130,7 +130,8 @@ class NaiveModelParallel(nn.Module):
     def _receive_activations(self, shape: torch.Size) -> Tensor:
         """Wait for the activations of the previous rank; send their gradient back."""
         device = next(self.parameters()).device
-        x = torch.empty(*shape, self.config.d_model, device=device)  # (B, T, C)
+        shape = (*shape, self.config.d_model)
+        x = torch.empty(shape, dtype=self.dtype, device=device)  # (B, T, C)
         self.receive(x, self.previous, "activations")
         if torch.is_grad_enabled():
             x.requires_grad_().register_hook(self._send_gradient)

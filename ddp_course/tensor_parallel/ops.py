@@ -21,7 +21,7 @@ The two gathers do the same in forward. They differ in what is computed with the
 after `gather_from_group` the same on all ranks, so that all have the same gradient, and
 each takes its part; after `gather_sequence` each computes something of its own, so that
 the gradients are summands. `copy_to_group` does nothing at all in forward, and without
-it training goes wrong silently: the gradient of what follows would be one rank's.
+it training goes wrong silently: all before it would get one rank's gradient.
 
 These are f and g, and the sequence-parallel pair, of Megatron-LM
 (megatron/core/tensor_parallel/mappings.py); Shoeybi et al. 2019, "Megatron-LM",

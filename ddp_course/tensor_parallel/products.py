@@ -86,11 +86,11 @@ class ColumnProduct(Function):
         """Sum the gradient of X over the ranks; meanwhile compute those of W and b."""
         x, weight = ctx.saved_tensors
         needs_x, *needs = ctx.needs_input_grad[:3]
-        flat = gradient.flatten(0, -2)  # (R, O/tp)
+        flat = _rows(gradient)  # (R, O/tp)
         own: list[Tensor | None] = []
 
         def meanwhile() -> None:
-            own.append(flat.t() @ x.flatten(0, -2) if needs[0] else None)
+            own.append(flat.t() @ _rows(x) if needs[0] else None)
             own.append(flat.sum(0) if needs[1] else None)
 
         if not needs_x:
@@ -123,7 +123,7 @@ class RowProduct(Function):
         ctx.group, ctx.sequence_parallel = group, sequence_parallel
         summand = group.room((*x.shape[:-1], weight.shape[0]), x)
         flat = summand.view(-1, weight.shape[0])
-        torch.mm(x.flatten(0, -2), weight.t(), out=flat)
+        torch.mm(_rows(x), weight.t(), out=flat)
         if sequence_parallel:
             y = group.scatter_total(summand, 1)  # (B, T/tp, O)
         else:
@@ -136,16 +136,21 @@ class RowProduct(Function):
         """All ranks have the gradient of the sum: it is that of each summand."""
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        of_bias = gradient.flatten(0, -2).sum(0) if needs_bias else None
+        of_bias = _rows(gradient).sum(0) if needs_bias else None
         if ctx.sequence_parallel:
             if needs_bias:  # each rank has added it to its own positions only
                 room = ctx.group.room(of_bias.shape, of_bias)
                 of_bias = ctx.group.total(room.copy_(of_bias))
             gradient = ctx.group.gather(gradient, 1)  # (B, T, O)
-        flat = gradient.flatten(0, -2)  # (R, O)
+        flat = _rows(gradient)  # (R, O)
         of_x = (flat @ weight).view_as(x) if needs_x else None
-        of_weight = flat.t() @ x.flatten(0, -2) if needs_weight else None
+        of_weight = flat.t() @ _rows(x) if needs_weight else None
         return of_x, of_weight, of_bias, None, None
+
+
+def _rows(x: Tensor) -> Tensor:
+    """See `x` as a matrix: (..., I) -> (R, I)."""
+    return x.reshape(-1, x.shape[-1])
 
 
 def _cast(

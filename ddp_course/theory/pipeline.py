@@ -8,7 +8,7 @@ the weights, and B = I + W. All ranks are alike and messages take no time.
     naive        m p (F+B)                             1
     gpipe        (m+p-1) (F+B)                         m
     1f1b         (m+p-1) (F+B)                         min(m, p-r)
-    interleaved  (m + (p-1)/v) (F+B)                   ((v-1)p + 2(p-1-r) + 1) / v
+    interleaved  (m + (p-1)/v) (F+B)                   min(m, ((v-1)p+2(p-1-r)+1)/v)
     zero_bubble  m (F+B) + (p-1) (F+I-W)               p-r, and what W needs of r more
 
 Work takes m (F+B) of the time on each rank; the rest is the bubble. The last two rows
@@ -120,8 +120,8 @@ def pipeline_activations(
 
     One microbatch is all that the stages of the rank keep for it. In zero_bubble, what
     I has no more use for is freed: `weight_share` of a microbatch's activations stays
-    for W (M_W / M_B in the paper). Interleaved microbatches go in groups of p, or a few
-    more if p does not divide m: the largest group counts.
+    for W (M_W / M_B in the paper). Interleaved microbatches go in groups of p, or of up
+    to 2p - 1 if p does not divide m: the largest group counts.
 
     Raises ValueError as `pipeline_time`, and for another rank. Sources: Korthikanti et
     al. 2022, arXiv:2205.05198, section 4.2.3; Qi et al. 2024, section 2. Chapter 11.

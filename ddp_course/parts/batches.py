@@ -1,0 +1,33 @@
+"""Ranks that work on one batch together: how each says which one it was given.
+
+What they say is compared before anything is sent. In data parallelism every rank has a
+batch of its own, and a `DistributedSampler` sees to it; where ranks share a model, that
+would be a mistake that no shape shows. Chapters 09 and 10.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def kind_of(value: Any) -> str:
+    """Say what a batch is: "int64 [8, 64]"; of what is no tensor, its type."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+
+
+def told(value: Any) -> str:
+    """Say also what is in it: "int64 [8, 64] with digest 3f0c5be99a1d7c26".
+
+    The digest has 8 bytes: batches that differ have the same one by chance alone.
+    """
+    if not isinstance(value, Tensor) or value.is_meta:
+        return kind_of(value)
+    flat = value.detach().cpu().contiguous().flatten().view(torch.uint8)
+    digest = hashlib.blake2b(flat.numpy(), digest_size=8).hexdigest()
+    return f"{kind_of(value)} with digest {digest}"
