@@ -118,6 +118,12 @@ def refusals() -> dict[str, str]:
     told["targets"] = refused(pipeline.step, x, y[:3])
     told["none"] = refused(pipeline.step, x, None)
     told["shapes"] = refused(pipeline.step, x[: 8 - rank], y[: 8 - rank])
+    told["numbers"] = refused(pipeline.step, *batch(rank))
+    told["long"] = refused(pipeline.step, x.repeat(1, 9), y.repeat(1, 9))
+    told["token"] = refused(pipeline, x, y - 99)
+    told["columns"] = refused(pipeline.step, x, y[:, :2])
+    with torch.no_grad():
+        told["no gradients"] = refused(pipeline.step, x, y)
     told["state"] = refused(pipeline.load_full_state_dict, {"a": x})
     pipeline.step(x, y)  # and it can still be used
     return told
@@ -139,9 +145,27 @@ def test_what_cannot_be_is_refused_on_all_ranks_in_the_same_words():
         "targets": "y is int64 [3, 5]; it must be a tensor of 8 rows, as x is",
         "none": "y is None; step needs targets",
         "shapes": "the ranks do not call the same",
+        "numbers": "rank 0: step(x int64 [8, 5] with digest",
+        "long": "x has shape (8, 45); it must be (B, T) with B >= 1 and T from 1 to",
+        "token": "y holds the token -9",
+        "columns": "y is int64 [8, 2]; it must be [8, 5], as x is",
+        "no gradients": "gradients are switched off; step needs them",
         "state": "the state_dict has no embed.tokens.weight",
     }.items():
         assert words in told[0][case], told[0][case]
+
+
+def one_pipeline_of_two() -> str:
+    rank = dist.get_rank()
+    pp = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    dp = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    sizes = [5, 3] if rank < 2 else [5, 4]
+    return refused(PipelineParallel, tied(), group=pp, dp_group=dp, sizes=sizes)
+
+
+def test_what_one_pipeline_cannot_do_is_refused_by_the_others_beside_it():
+    told = spawn(one_pipeline_of_two, world_size=4, output="none", timeout=60)
+    assert all("sizes is [5, 4]; it must be a number" in words for words in told)
 
 
 class Breaks(nn.Module):
@@ -157,6 +181,20 @@ class Breaks(nn.Module):
         if self.calls == 3:
             raise ZeroDivisionError("what is it?")
         return x * self.scale
+
+
+def cannot_take_such_rows() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    pipeline = PipelineParallel(model, "1f1b", 2, loss_fn=lambda o, t: (o - t).mean())
+    pipeline.step(torch.ones(4, 3), torch.ones(4, 2))
+
+
+def test_rows_that_a_layer_cannot_take_are_named():
+    with pytest.raises(RankError) as failed:
+        spawn(cannot_take_such_rows, world_size=2, output="none", timeout=60)
+    told = str(failed.value)
+    assert "PipelineError: one row of x, float32 [1, 3], was sent through" in told
+    assert "it failed: RuntimeError: mat1 and mat2" in told
 
 
 def fails_on_one_rank() -> None:

@@ -145,6 +145,20 @@ def test_all_ranks_but_one_are_idle(n):
     assert min(shares) == pytest.approx((n - 1) / n, abs=0.02)
 
 
+def in_64_bits() -> list:
+    module = NaiveModelParallel(model().double())
+    _, loss = module(*batch(0))
+    loss.backward()
+    return [loss, module(batch(0)[0])[0]]
+
+
+def test_numbers_have_the_type_of_the_model():
+    plain = model().double()
+    for loss, logits in spawn(in_64_bits, world_size=2, output="none", device="cpu"):
+        assert torch.allclose(loss, plain(*batch(0))[1], rtol=1e-12)
+        assert torch.allclose(logits, plain(batch(0)[0])[0], rtol=1e-12)
+
+
 def refused() -> list[str]:
     rank, told = dist.get_rank(), []
     module = NaiveModelParallel(model())
@@ -156,6 +170,7 @@ def refused() -> list[str]:
         lambda: module(x if rank else x[:1], y if rank else y[:1]),
         lambda: module(x + 100 * rank, y),
         lambda: module(x, y[:1]),
+        lambda: module(x.reshape((6, 6) if rank else (9, 4))),  # the same numbers
     ]
     for attempt in attempts:
         try:
@@ -176,6 +191,7 @@ def test_what_cannot_be_is_refused_on_every_rank():
         "the ranks do not call the same",
         "rank 1: idx holds the token",
         "targets has shape (1, 12); the logits are for (3, 12)",
+        "rank 0: forward(idx int64 [9, 4] with digest",
     ]
     for told, part in zip(first, expected, strict=True):
         assert part in told

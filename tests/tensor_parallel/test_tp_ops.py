@@ -165,6 +165,7 @@ def layers() -> list[str]:
     idx = torch.randint(WIDE, (2, 5))
     made = {
         "gathered column": (full, ColumnParallelLinear(full, gather_output=True), x),
+        "MLP of one row": (mlp, ParallelMLP(mlp), x[0, 0]),
         "row of a whole": (full, RowParallelLinear(full, input_is_parallel=False), x),
         "without bias": (no_bias, ColumnParallelLinear(no_bias, gather_output=True), x),
         "row without bias": (
@@ -234,6 +235,10 @@ def losses() -> list[str]:
     nothing = torch.full((2, 7), -100)
     if not vocab_parallel_cross_entropy(own, nothing).isnan():
         wrong.append("a mean of nothing")
+    three, exact = torch.tensor(3), logits.detach()[0, 0].double()
+    alone = vocab_parallel_cross_entropy(own.detach()[0, 0].double(), three)
+    if not torch.allclose(alone, F.cross_entropy(exact, three)):
+        wrong.append("one row alone")
     return wrong
 
 
@@ -253,6 +258,9 @@ def refused() -> list[str]:
         lambda: ColumnParallelLinear(nn.Linear(4, 7), group),
         lambda: RowParallelLinear(nn.Linear(7, 4), group),
         lambda: VocabParallelEmbedding(nn.Embedding(8, 2, padding_idx=0), group),
+        lambda: VocabParallelEmbedding(
+            nn.Embedding(8, 2, scale_grad_by_freq=True), group
+        ),
         lambda: split_to_group(torch.zeros(2, 5), 1, group),
         lambda: scatter_sequence(torch.zeros(2, 5, 3), group),
         lambda: vocab_parallel_cross_entropy(
@@ -276,6 +284,7 @@ def test_what_cannot_be_is_said():
     expected = [
         "7 rows of a weight cannot be cut into 2 equal parts; it can be 1, 7",
         "7 columns of a weight cannot be cut into 2",
+        "only a plain embedding can be cut",
         "only a plain embedding can be cut",
         "has 5 entries, which 2 ranks cannot share equally; it must be a multiple of 2",
         "has 5 entries, which 2 ranks",
