@@ -175,7 +175,9 @@ class Call:
         if not self.usable(role, tensor):
             return []
         rows = tensor.shape[0] if tensor.dim() else 0
-        if sizes is None and rows % n:
+        if not tensor.dim():
+            self.refuse(f"{role} has no dimension along which to divide it")
+        elif sizes is None and rows % n:
             self.refuse(f"{role} has {rows} rows, which {n} ranks cannot share equally")
         elif sizes is not None and (len(sizes) != n or sum(sizes) != rows):
             self.refuse(
@@ -195,11 +197,19 @@ class Call:
             self.tensors(name, tensors)
             if self.problem:
                 return
-            shapes[name] = [[str(t.dtype), list(t.shape)] for t in tensors]
+            shapes[name] = [list(t.shape) for t in tensors]
             if len({t.dtype for t in (*inputs, *tensors)}) > 1:
                 self.refuse(f"the tensors in {role} and {outputs_role} differ in type")
                 return
-        self.words.append(json.dumps([shapes[role], shapes[outputs_role]]))
+        if any(_overlap(a, b) for a in inputs for b in outputs):
+            self.refuse(
+                f"{outputs_role} lies where {role} does: what arrives would be written "
+                "over what is still to be sent"
+            )
+            return
+        self.words.append(str(inputs[0].dtype))
+        both = shapes[role], shapes[outputs_role]
+        self.words.append(json.dumps(both, separators=(",", ":")))  # all must be shown
         head = ", ".join(self.words[:-1])
         ranks = self.comm.ranks
 
@@ -252,6 +262,12 @@ class Call:
                 )
 
         return comm.perform(job, async_op)
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Tell whether two contiguous tensors share memory."""
+    (a, a_size), (b, b_size) = ((t.data_ptr(), t.nbytes) for t in (a, b))
+    return max(a, b) < min(a + a_size, b + b_size)
 
 
 @lru_cache(maxsize=1000)

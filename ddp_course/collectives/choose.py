@@ -52,8 +52,9 @@ def all_reduce(
     """
     comm = communicator(group)
     if algorithm != "auto" and algorithm not in ALGORITHMS:
-        known = ", ".join(["auto", *ALGORITHMS])
-        raise ValueError(f"algorithm is {algorithm!r}; it can be {known}")
+        call = comm.call("all_reduce")
+        call.choice("algorithm", algorithm, ["auto", *ALGORITHMS])
+        return call.start(lambda run: None)  # raises on every rank
     if algorithm == "auto":
         # Something that is no tensor is for the call's own check, on all ranks alike.
         is_tensor = isinstance(tensor, Tensor)
@@ -69,8 +70,8 @@ def on_cpu(tensor: Tensor) -> bool:
 def rule(comm: Communicator, nbytes: int, cpu: bool = True) -> str:
     """Return the algorithm for `nbytes` bytes among the ranks of `comm`.
 
-    Shared memory inside one node; a hierarchy for equally large nodes; otherwise a tree
-    for small tensors and a ring for others.
+    Shared memory inside one node, for tensors on the CPU; a hierarchy for equally large
+    nodes; otherwise a tree for small tensors and a ring for others.
     """
     nodes = comm.nodes
     if len(nodes) == 1 and cpu and comm.shares_memory:

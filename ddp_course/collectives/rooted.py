@@ -175,7 +175,7 @@ def scatter(
     root = call.root("src", src)
     if comm.rank == root:
         call.tensors("scatter_list", scatter_list, like=tensor)
-    elif scatter_list:
+    elif scatter_list is not None and len(scatter_list):
         call.refuse(f"scatter_list is given, but only rank {src} scatters")
 
     def body(run: Run) -> None:
@@ -222,7 +222,7 @@ def gather(
     root = call.root("dst", dst)
     if comm.rank == root:
         call.tensors("gather_list", gather_list, like=tensor)
-    elif gather_list:
+    elif gather_list is not None and len(gather_list):
         call.refuse(f"gather_list is given, but only rank {dst} gathers")
 
     def body(run: Run) -> None:

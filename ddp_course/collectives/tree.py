@@ -1,7 +1,7 @@
 """All-reduce along a tree: reduce up, broadcast down, half as many ranks at each level.
 
-2 log2(N) steps instead of 2 (N - 1), but still whole tensors, of which rank 0 moves
-the most. Good for small tensors. Explained in chapter 03.
+2 log2(N) steps instead of 2 (N - 1), but still whole tensors, and some ranks send
+log2(N) of them, others one. Good for small tensors. Explained in chapter 03.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError
 from nbclient.output_widget import OutputWidget
 from nbformat import NotebookNode
 
-LONGEST = 90  # characters; a socket's name is a little longer, and has 107 at most
+LONGEST = 100  # characters; a socket's name is a little longer, and has 107 at most
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _PLACE = re.compile(r"Cell In ?\[(\d+)\], line (\d+)")
 

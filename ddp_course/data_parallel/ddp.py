@@ -68,7 +68,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         bucket_cap_mb: MiB at which a bucket is closed (`buckets`).
         find_unused_parameters: allow parameters without a gradient (`unused`).
         broadcast_buffers: send rank 0's buffers, such as BatchNorm's means, at
-            construction and before each forward, unless the last one was in `no_sync`.
+            construction and before each forward, unless the last one was in `no_sync`
+            or recorded no gradients.
             (torch 2.13 renames it forward_sync_buffers.)
         gradient_as_bucket_view: let gradients lie in the buckets; otherwise they are
             copied back, which takes as much memory again.

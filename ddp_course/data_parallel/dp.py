@@ -17,7 +17,8 @@ replicas, too, to be looked at. Where it loses to a process for each rank:
 
 - All threads share one Python interpreter and its lock (`gil` measures that).
 - Parameters, inputs, outputs and gradients all pass through replica 0 (`moves` counts
-  them), and it alone has the gathered outputs and the optimizer's state.
+  them), and it alone has the gathered outputs and the optimizer's state. (PyTorch's
+  class, where it finds NCCL, broadcasts the parameters and reduces the gradients.)
 - CPU replicas run forward in threads, but autograd runs their backward in one thread
   (for GPUs it has one each).
 

@@ -5,6 +5,7 @@
 
 import os
 import socket
+import sys
 from collections.abc import Callable
 
 import torch.distributed as dist
@@ -26,4 +27,5 @@ def _rank(rank: int, fn: Callable[[], None], world_size: int, port: int) -> None
     fn()
     dist.barrier()  # nobody leaves while another rank may still need it
     dist.destroy_process_group()
+    sys.stdout.flush()
     os._exit(0)  # now and then, PyTorch's threads abort a rank that exits in good order

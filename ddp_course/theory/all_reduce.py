@@ -49,7 +49,8 @@ def all_reduce_double_tree(world_size: int, nbytes: float) -> Cost:
     """Up and down two trees, in many small pieces: 2 ceil(log2 n) alpha + 2 S beta.
 
     Each tree carries half of the tensor, and a rank that is a leaf of one is inside the
-    other, so that every rank sends and receives all the time. The limit of pieces so
+    other, so that every rank sends and receives all the time. (Two ranks send S/2 up
+    one tree and S/2 down the other: 2 alpha + S beta.) The limit of pieces so
     small that filling the trees takes no time, and so many that it is a limit only:
     their latencies are not counted (Sanders, Speck & Traeff 2009; NCCL since 2.4).
     Chapter 03.
@@ -57,7 +58,8 @@ def all_reduce_double_tree(world_size: int, nbytes: float) -> Cost:
     check_world(world_size, nbytes)
     if world_size == 1:
         return Cost(0, 0 * nbytes, 0 * nbytes)
-    return Cost(2 * log2_up(world_size), 2 * nbytes, nbytes)
+    share = nbytes / 2 if world_size == 2 else nbytes
+    return Cost(2 * log2_up(world_size), 2 * share, share)
 
 
 def all_reduce_halving_doubling(world_size: int, nbytes: float) -> Cost:

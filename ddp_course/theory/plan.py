@@ -35,7 +35,8 @@ class Row:
         stage: 0 to 3.
         ledger: bytes on the GPU at the peak of a step, by kind. Communication buffers
             are what stage 3 holds gathered: what belongs to no layer, one layer that
-            computes, one that is fetched, and one layer's gradients.
+            computes, one that is fetched, and the gradients of one layer and of what
+            belongs to none.
         on_host: bytes that its part takes in the host's memory, 0 without offload.
         fits: whether the ledger's total is at most the GPU's memory; None if nothing
             of what remains there is known.

@@ -64,7 +64,7 @@ class FullyShardedDataParallel(ShardedModule):
             backward; None is all but the root unit (PyTorch's default, as the root is
             needed at once); False is none, which sends 2 (N - 1) / N.
         prefetch: how many units are gathered ahead. 0 with shards in shared memory,
-            where a gather is a copy, and nothing is won.
+            where nothing is gathered, or with another `compute_dtype` copied.
         compute_dtype: gather and compute in this type, floating inputs are cast to it;
             shards stay as they are. As MixedPrecisionPolicy's param_dtype.
         reduce_dtype: sum gradients in this type; None is that of computing.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,11 +18,14 @@ from ddp_course.collectives import (
     shared_memory,
 )
 from ddp_course.collectives.agreement import Agreement, judge
+from ddp_course.collectives.call import Call
+from ddp_course.collectives.meeting import Notice
 from ddp_course.collectives.stuck import StuckError, Watch
 from ddp_course.launch import spawn
 from ddp_course.measure import ByteMeter
 
 LIST = [torch.zeros(4) for _ in range(3)]
+SENT = [torch.zeros(4) for _ in range(3)]
 
 
 def bad_calls(me: int) -> dict[str, tuple[Callable[[], object], str]]:
@@ -108,8 +112,20 @@ def bad_calls(me: int) -> dict[str, tuple[Callable[[], object], str]]:
         "the tensors in input_list and output_list differ in type",
     )
     calls["all_to_all or not"] = (
-        lambda: ours.barrier() if odd else ours.all_to_all(LIST, LIST),
+        lambda: ours.barrier() if odd else ours.all_to_all(SENT, LIST),
         "the ranks do not call the same",
+    )
+    calls["all_to_all into what is sent"] = (
+        lambda: ours.all_to_all(SENT, LIST if odd else SENT[::-1]),
+        "ranks 0, 2: output_list lies where input_list does",
+    )
+    calls["no dimension"] = (
+        lambda: ours.all_to_all_single(torch.ones(()) if odd else SENT[0], LIST[0]),
+        "rank 1: output has no dimension along which to divide it",
+    )
+    calls["a tensor as list"] = (
+        lambda: ours.scatter(four, four, 0),
+        "rank 0: scatter_list is Tensor; it must be a list",
     )
     calls["splits"] = (
         lambda: ours.all_to_all_single(
@@ -160,6 +176,17 @@ def test_every_rank_raises_the_same_clear_error_and_sends_nothing():
         text, sent = told[0][name]
         assert in_order(words.split("*"), text), (name, text)
         assert text.endswith("Nothing was sent.") and sent == 0, name
+
+
+def test_what_64_ranks_have_for_each_other_can_all_be_shown():
+    """Else no rank could compare what the others give and expect."""
+    comm = SimpleNamespace(size=64, ranks=range(64))
+    call = Call(comm, "all_to_all", {})
+    given = [*torch.empty(64, 12345, 128, dtype=torch.uint8)]
+    taken = [*torch.empty(64, 54321, 128, dtype=torch.uint8)]
+    call.pairs("output_list", taken, "input_list", given)
+    assert call.problem is None
+    assert len(", ".join(call.words)) < Notice.LONGEST
 
 
 def async_errors() -> list[str]:

@@ -137,6 +137,8 @@ def test_hierarchical_seconds_use_each_link_for_its_part():
 def test_a_double_tree_sends_and_adds_all_of_it_once_each_way():
     assert theory.all_reduce_double_tree(8, 1000) == Cost(6, 2000, 1000)
     assert theory.all_reduce_double_tree(5, S) == Cost(6, 2 * S, S)
+    # Of two ranks, each is the root of one tree: half goes up, the other half down.
+    assert theory.all_reduce_double_tree(2, 1000) == Cost(2, 1000, 500)
 
 
 def test_sharding_sends_the_same_between_nodes_through_g_ranks():

@@ -220,3 +220,12 @@ def test_a_state_that_does_not_fit_is_named():
         {"state": {0: good}, "param_groups": [group]}
     )
     assert "but no parameter 7" in told({"state": {7: good}, "param_groups": [group]})
+
+
+def test_gradients_of_one_row_are_seen_in_place_however_autograd_lays_them():
+    """Else clipping would scale a copy, and the step would not be clipped."""
+    weight = nn.Parameter(torch.ones(1, 3))
+    gradient = torch.ones(3, 1).t()  # strides (1, 1), not (3, 1): the same memory
+    assert gradient.stride() != weight.stride()
+    in_memory_order(gradient, weight).mul_(2)
+    assert gradient.tolist() == [[2, 2, 2]]
