@@ -1,8 +1,8 @@
 """The command `ddp-course`: reads what was typed and hands it to `commands` or `bench`.
 
-Errors are one line on stderr that begins with `ddp-course:`. Exit codes: 0 it went
-well, 1 it did not, 2 it was typed wrongly, 130 it was stopped with Ctrl-C; `lab`
-passes on that of JupyterLab.
+Errors are told on stderr after `ddp-course:`, in one line if one will do. Exit codes: 0
+it went well, 1 it did not, 2 an option cannot be read, 130 it was stopped with Ctrl-C;
+`lab` passes on that of JupyterLab.
 """
 
 from __future__ import annotations
@@ -142,34 +142,33 @@ def _add_train(commands: Any) -> None:
         "--ranks",
         type=_ranks,
         metavar="N",
-        help="1 to 64 processes; or tell these three:",
+        help="1 to 64 processes; by default as many as these say, or 1:",
     )
     for name, about in (
         ("--dp", "ranks with other rows of the batch"),
-        ("--pp", "ranks with other layers"),
-        ("--tp", "ranks with other parts of every matrix"),
+        ("--pp", "ranks with other layers (without --tp)"),
+        ("--tp", "ranks with other parts of every matrix (without --pp)"),
     ):
         command.add_argument(name, type=_ranks, metavar="N", help=about)
     for name, kind, default, about in (
-        ("--replicas", _count, 4, "threads of the strategy dp"),
+        ("--replicas", _count, None, "threads of the strategy dp; 4"),
         ("--steps", _count, 20, "steps of AdamW"),
         ("--batch-size", _count, 8, "rows of a step, shared by all ranks"),
         ("--lr", _positive, 3e-4, "learning rate"),
         ("--seed", _seed, 0, "of the weights and the batches"),
-        ("--every", _count, 10, "steps between two checkpoints"),
-        ("--microbatches", _count, 4, "parts in which a pipeline takes its rows"),
+        ("--every", _count, None, "steps between two checkpoints; 10"),
+        ("--microbatches", _count, None, "parts in which a pipeline takes its rows; 4"),
     ):
-        about += "; %(default)s"
+        about += "" if default is None else "; %(default)s"
         command.add_argument(name, type=kind, default=default, metavar="N", help=about)
     command.add_argument(
         "--preset", default="1m", choices=tuple(PRESETS), help="model; %(default)s"
     )
     command.add_argument(
         "--schedule",
-        default="1f1b",
         type=lambda text: text.replace("-", "_"),  # zero-bubble, too
         choices=tuple(SCHEDULES),
-        help="the order of work in a pipeline; %(default)s",
+        help="the order of work in a pipeline; 1f1b",
     )
     command.add_argument(
         "--checkpoint",
@@ -343,7 +342,7 @@ def _count(text: str) -> int:
 
 
 def _seed(text: str) -> int:
-    return 0 if text == "0" else _whole(text, 2**31)
+    return _whole(text, 2**31, least=0)
 
 
 def _positive(text: str) -> float:
@@ -352,7 +351,7 @@ def _positive(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return value
 
 
@@ -365,13 +364,15 @@ def _many(text: str) -> int:
         )
     value = _positive(number) * size
     if not 1 <= value <= 10**15:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 to 1000t")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to 1000t")
     return round(value)
 
 
-def _whole(text: str, most: int) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= most:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 to {most}")
+def _whole(text: str, most: int, least: int = 1) -> int:
+    if not text.isdecimal() or not least <= int(text) <= most:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a whole number from {least} to {most}"
+        )
     return int(text)
 
 

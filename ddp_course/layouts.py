@@ -1,12 +1,12 @@
 """Layouts: what a training does with its ranks, and the model made parallel that way.
 
-    layout = choose_layout(8, "tp", dp=2)       # checked, before anything is started
+    layout = choose_layout(4, "tp", dp=2)       # checked, before anything is started
     model = parallelize(model, layout)          # called by all ranks
 
-A layout is plain data: a strategy, and a mesh of up to three axes (`mesh`). Along "dp"
+A layout is plain data: a strategy, and a mesh of one or two axes (`mesh`). Along "dp"
 ranks have other rows of the batch, along "pp" other layers, along "tp" other parts of
 every matrix. `parallelize`, `optimizer_for` and `whole` are the only places of the
-course where strategies meet. Chapters 04, 09 and 10.
+course where strategies meet. Chapters 04 and 07 to 10.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ from ddp_course.data_parallel import (
     NaiveDistributedDataParallel,
 )
 from ddp_course.mesh import Mesh, make_groups
+from ddp_course.model import GPTConfig
 from ddp_course.pipeline import SCHEDULES, PipelineParallel
 from ddp_course.tensor_parallel import tensor_parallel
+from ddp_course.tensor_parallel.layout import indivisible
 from ddp_course.zero import (
     FullyShardedDataParallel,
     ShardedGradientOptimizer,
@@ -77,8 +79,13 @@ class Layout:
         """Return which part of the rows `rank` has, and of how many: along dp."""
         return self.mesh.coordinates(rank).get("dp", 0), self.mesh.sizes.get("dp", 1)
 
-    def check(self, steps: int, batch_size: int) -> None:
-        """Raise ValueError, saying what is allowed, unless this can be trained."""
+    def check(
+        self, steps: int, batch_size: int, config: GPTConfig | None = None
+    ) -> None:
+        """Raise ValueError, saying what is allowed, unless this can be trained.
+
+        With the `config` of the model, also if the model cannot be cut like this.
+        """
         if steps < 0:
             raise ValueError(f"steps is {steps}; it must be 0 or more")
         parts, whose = self.share(0)[1], "rank"
@@ -96,6 +103,21 @@ class Layout:
                 f"{batch_size // parts} rows cannot be cut into {self.microbatches} "
                 f"microbatches; make the batch size {parts * self.microbatches} or more"
             )
+        if config is not None and (wrong := self._too_many_for(config)):
+            raise ValueError(wrong)
+
+    def _too_many_for(self, config: GPTConfig) -> str | None:
+        """Return why a model cannot be cut for so many ranks, or None."""
+        tp, pp = (self.mesh.sizes.get(axis, 1) for axis in ("tp", "pp"))
+        stages = pp * (2 if self.schedule == "interleaved" else 1)
+        layers = config.n_layer + 2
+        if pp > 1 and stages > layers:
+            return (
+                f"schedule {self.schedule!r} on {pp} ranks has {stages} stages, and "
+                f"the model has {layers} layers, embedding and head among them; take "
+                "fewer ranks, another schedule, or a model with more layers"
+            )
+        return indivisible(config, tp)
 
 
 def choose_layout(
@@ -155,6 +177,11 @@ def _check_strategy(strategy: str, mesh: Mesh) -> None:
         raise ValueError(
             f"the mesh is {mesh}; strategy {strategy!r} can have "
             f"{with_others or 'dp alone; ddp can have dp x tp or dp x pp'}"
+        )
+    if strategy in ("tp", "pp") and mesh.size > 1 and strategy not in mesh.axes:
+        raise ValueError(
+            f"the mesh is {mesh}; strategy {strategy!r} needs two ranks or more along "
+            f"{strategy}"
         )
 
 

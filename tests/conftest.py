@@ -16,7 +16,7 @@ ORDER = ("kernel", "endurance")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Run all tests in a process per core and one more, chosen ones in this one.
+    """Run all tests in a process per core and one more, 4 at most, chosen ones in one.
 
     Most tests wait most of the time: for ranks to start, and for each other.
     """

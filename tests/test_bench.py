@@ -97,13 +97,25 @@ def test_bench_lists_what_there_is(tiny_bench, capsys):
     assert tiny_bench == []
 
 
-@pytest.mark.parametrize("arguments", [["nix"], [], ["tiny", "--json", "no/such/f"]])
-def test_bench_refuses_before_it_measures(arguments, tiny_bench, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ("nix", "there are: launch, all-reduce, ddp, zero, tp, pp, tiny"),
+        ("", "which bench? there are: launch, all-reduce, ddp, zero, tp, pp, tiny"),
+        ("tiny --json no/such/f", "cannot write no/such/f: there is no folder"),
+        ("tiny --json /tmp", "cannot write /tmp: it is a folder"),
+        ("tiny --figure /tmp/x.svg", "there is no figure of tiny"),
+        ("tp --figure /tmp/x.doc", "its name must end in .svg, .png, .pdf"),
+    ],
+)
+def test_bench_refuses_before_it_measures(
+    typed, words, tiny_bench, capsys, monkeypatch
+):
     monkeypatch.setitem(bench.BENCHES, "launch", None)  # must not be called
-    assert main(["bench", *arguments]) == 1
+    assert main(["bench", *typed.split()]) == 1
     told = capsys.readouterr().err
     assert told.startswith("ddp-course: ") and told.count("\n") == 1
-    assert "launch, all-reduce, ddp, zero, tp, pp, tiny" in told or "no folder" in told
+    assert words in told
     assert tiny_bench == []
 
 

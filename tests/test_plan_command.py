@@ -65,6 +65,16 @@ def test_the_rows_can_be_written(tmp_path, capsys):
     assert line(text, "total") == totals
 
 
+def test_what_is_not_counted_is_told(capsys):
+    shape = "--layers 32 --hidden 4096 --heads 32 --sequence 2048"
+    assert "say --vocab, too" in shown(capsys, f"--parameters 6.6b {shape}")
+    text = shown(capsys, f"--parameters 6.6b {shape} --vocab 50257")
+    assert "not counted" not in text
+    text = shown(capsys, "--parameters 175b --gpus 8")
+    assert "Without offload nothing fits: by what is counted here, ZeRO-3" in text
+    assert "1 GPU of 2 GB" in shown(capsys, "--preset 1m --gpus 1 --memory 2")
+
+
 def test_the_table_fits_an_ordinary_terminal(capsys):
     text = shown(capsys, "--preset gpt3-175b --gpus 8 --bandwidth 1")
     table = [row for row in text.splitlines() if row[:1] in "┃│"]
@@ -77,12 +87,12 @@ def test_the_table_fits_an_ordinary_terminal(capsys):
         ("", 2, "--preset --parameters is required"),
         ("--preset gpt5", 2, "invalid choice: 'gpt5'"),
         ("--preset 1m --parameters 7b", 2, "not allowed with"),
-        ("--parameters 7q", 2, "'7q' is no number"),
-        ("--parameters 0", 2, "is no number above 0"),
-        ("--parameters 0.2", 2, "'0.2' is no number from 1 to 1000t"),
-        ("--parameters 1e30", 2, "'1e30' is no number from 1"),
-        ("--parameters 7b --gpus 0", 2, "'0' is no number from 1"),
-        ("--parameters 7b --memory nan", 2, "'nan' is no number above 0"),
+        ("--parameters 7q", 2, "'7q' is not a number"),
+        ("--parameters 0", 2, "is not a number above 0"),
+        ("--parameters 0.2", 2, "'0.2' is not a number from 1 to 1000t"),
+        ("--parameters 1e30", 2, "'1e30' is not a number from 1"),
+        ("--parameters 7b --gpus 0", 2, "'0' is not a whole number from 1"),
+        ("--parameters 7b --memory nan", 2, "'nan' is not a number above 0"),
         ("--parameters 7b --precision fp8", 2, "invalid choice: 'fp8'"),
         ("--parameters 7b --layers 3", 1, "layers is 3 and hidden 0"),
         ("--parameters 1m --layers 3 --hidden 4096", 1, "more than the model's"),

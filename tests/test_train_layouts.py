@@ -100,6 +100,8 @@ def test_ranks_that_are_not_told_about_go_to_the_strategys_axis(ranks, told, mes
             "mesh is pp 4; strategy 'tp' can have dp x tp",
         ),
         (4, {"strategy": "ddp", "tp": 2, "pp": 2}, "can have dp x tp or dp x pp"),
+        (4, {"strategy": "tp", "dp": 4}, "'tp' needs two ranks or more along tp"),
+        (2, {"strategy": "pp", "pp": 1}, "'pp' needs two ranks or more along pp"),
     ],
 )
 def test_what_is_no_layout_is_refused_with_what_is_allowed(ranks, told, message):

@@ -26,7 +26,7 @@ from rich.console import Console
 
 from ddp_course.bench import all_reduce, ddp, launch, pp, tp, zero
 from ddp_course.bench.rows import Row, table
-from ddp_course.commands import CommandError
+from ddp_course.commands import CommandError, check_file
 
 BENCHES: dict[str, Callable[[bool], Iterator[Row]]] = {
     "launch": launch.bench,
@@ -56,15 +56,13 @@ def command(
         return 0
     if name not in BENCHES:
         wrong = "which bench?" if name is None else f"there is no bench {name!r};"
-        raise CommandError(f"{wrong} there is: {', '.join(BENCHES)}")
-    if file is not None and not file.absolute().parent.is_dir():
-        raise CommandError(f"there is no folder {file.absolute().parent}")
+        raise CommandError(f"{wrong} there are: {', '.join(BENCHES)}")
+    check_file(file)
     if figure is not None and name not in drawings:
         raise CommandError(
             f"there is no figure of {name}; only of {', '.join(drawings)}"
         )
-    if figure is not None and not figure.absolute().parent.is_dir():
-        raise CommandError(f"there is no folder {figure.absolute().parent}")
+    check_file(figure, (".svg", ".png", ".pdf"))
     rows = []
     with Console(stderr=True).status("measuring") as status:
         for row in BENCHES[name](quick):

@@ -31,7 +31,7 @@ class Others:
 def machine_seconds(stat: Path = Path("/proc/stat")) -> float:
     """Return the seconds for which the machine's cores have been busy since its start.
 
-    User, nice, system and interrupt time; waiting for a disk is not work.
+    User, nice, system, interrupt and stolen time; waiting for a disk is not work.
     """
     try:
         words = stat.read_text().split("\n", 1)[0].split()

@@ -15,10 +15,10 @@ turns), all with the fused AdamW:
     ScheduleInterleavedZeroBubble, zero_bubble gloo
                   backward in two halves, one stage on each rank
 
-Then the idle share of each schedule, with layers that wait for 30 ms in each of F, I
-and W instead of computing, so that four ranks on two cores do not hinder each other
-(`pipeline.Waiting`): ours beside PyTorch's, and beside what the schedule asks for
-(`pipeline.simulate`). Chapters 10 and 11.
+Then the idle share of each schedule, with layers that on each rank together wait for 30
+ms in each of F, I and W instead of computing, so that four ranks on two cores do not
+hinder each other (`pipeline.Waiting`): ours beside PyTorch's, and beside what the
+schedule asks for (`pipeline.simulate`). Chapters 10 and 11.
 """
 
 from __future__ import annotations

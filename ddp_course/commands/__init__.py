@@ -13,11 +13,34 @@ server     the JupyterLab process: its port, its address, its end
 jupyter    `lab`
 """
 
+import os
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 
 class CommandError(Exception):
     """Something that the reader can put right: told in one line, no traceback."""
+
+
+def check_file(file: Path | None, kinds: Sequence[str] = ()) -> None:
+    """Raise CommandError for a file that cannot be written, before the work for it.
+
+    `kinds` are the endings that it may have; none are all.
+    """
+    if file is None:
+        return
+    folder, wrong = file.absolute().parent, None
+    if not folder.is_dir():
+        wrong = f"there is no folder {folder}"
+    elif file.is_dir():
+        wrong = "it is a folder"
+    elif not os.access(file if file.exists() else folder, os.W_OK):
+        wrong = "permission denied"
+    elif kinds and file.suffix.lower() not in kinds:
+        wrong = f"its name must end in {', '.join(kinds)}"
+    if wrong:
+        raise CommandError(f"cannot write {file}: {wrong}")
 
 
 def tell(problem: object) -> None:

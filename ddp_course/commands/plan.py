@@ -107,6 +107,8 @@ def notes(model: Model, rows: list[Row]) -> list[str]:
         )
     elif not rows[0].ledger["activations"]:
         told.append("Activations are not counted: say --heads and --sequence, too.")
+    elif not model.vocab:
+        told.append("The logits are not counted: say --vocab, too.")
     return told
 
 
@@ -124,7 +126,7 @@ def advice(
         return f"{first.name} is the first that fits."
     enough = fewest_gpus(model, memory, **options)
     if enough is not None:
-        told = f"ZeRO-3 would fit on {enough:,} GPUs"
+        told = f"ZeRO-3 would fit on {enough:,} GPU{'s' * (enough > 1)}"
     else:
         told = (
             "activations and gathered layers alone are too much on any number of GPUs"
@@ -134,6 +136,8 @@ def advice(
         told += f" (try {', '.join(ways)})" if ways else ""
     if first is not None:
         return f"Only {first.name} fits: {told}."
+    if rows[-1].fits is None:
+        return f"Without offload nothing fits: by what is counted here, {told}."
     return f"Nothing fits: {told}."
 
 
@@ -141,7 +145,8 @@ def _head(told: Namespace, model: Model) -> str:
     name = told.preset or "a model"
     return (
         f"{name}: {model.parameters:,} parameters, {told.optimizer}, {told.precision}, "
-        f"{told.gpus:,} GPUs of {told.memory:g} GB (1 GB = 10^9 bytes)"
+        f"{told.gpus:,} GPU{'s' * (told.gpus > 1)} of {told.memory:g} GB "
+        "(1 GB = 10^9 bytes)"
     )
 
 

@@ -4,14 +4,14 @@
     ddp-course train --dp 2 --tp 2
     torchrun --nproc-per-node 4 -m ddp_course.train --strategy ddp
 
-The first starts the ranks itself, on this machine; the second is started by torchrun,
-once for each rank, on one machine or many. What the ranks do is the same function.
+The first two start the ranks themselves, on this machine; the third is started by
+torchrun, once for each rank, on one machine or many. What the ranks do is the same
+function.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from argparse import Namespace
 from dataclasses import dataclass
 from functools import partial
@@ -24,21 +24,25 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ddp_course.checkpoint import CheckpointError
-from ddp_course.commands import CommandError
+from ddp_course.commands import CommandError, check_file
 from ddp_course.launch import spawn
 from ddp_course.launch.torchrun import cause_first, join, leave, under_torchrun
 from ddp_course.layouts import choose_layout
+from ddp_course.model import PRESETS
 from ddp_course.train import History, train
 
 OF_TRAIN = ("steps", "batch_size", "preset", "lr", "seed", "checkpoint", "every")
 OF_LAYOUT = ("strategy", "replicas", "dp", "tp", "pp", "schedule", "microbatches")
+DEFAULTS = {"replicas": 4, "schedule": "1f1b", "microbatches": 4, "every": 10}
 DEADLINE = 10**6  # seconds; a training ends when it is done
 
 
 def command(told: Namespace) -> int:
     """Train as `told`, print how it goes and, with told.json, write what came out."""
+    _check_options(told)
     settings = {name: getattr(told, name) for name in (*OF_TRAIN, *OF_LAYOUT)}
-    _check_file(told.json)
+    settings |= {n: v for n, v in DEFAULTS.items() if settings[n] is None}
+    check_file(told.json)
     if under_torchrun():
         if told.ranks is not None:
             raise CommandError("--ranks is for a run without torchrun, which says it")
@@ -47,9 +51,13 @@ def command(told: Namespace) -> int:
     ranks = told.ranks or prod(n or 1 for n in (told.dp, told.tp, told.pp))
     try:
         layout = choose_layout(ranks, **{name: settings[name] for name in OF_LAYOUT})
-        layout.check(told.steps, told.batch_size)
+        layout.check(told.steps, told.batch_size, PRESETS[told.preset])
     except ValueError as error:
         raise CommandError(str(error)) from None
+    if ranks == 1 and told.strategy in ("tp", "pp"):
+        raise CommandError(
+            f"strategy {told.strategy!r} needs two ranks or more; say --ranks"
+        )
     if ranks == 1:
         try:
             history = run(settings)
@@ -73,8 +81,8 @@ def run(settings: dict[str, Any]) -> History:
 
 def summary(history: History) -> str:
     """Say in a line what a training came to."""
-    ranks = f"{history.world_size} rank{'s' * (history.world_size > 1)}"
-    steps = f"{len(history.losses)} steps"
+    ranks = f"{history.world_size} rank{'s' * (history.world_size != 1)}"
+    steps = f"{len(history.losses)} step{'s' * (len(history.losses) != 1)}"
     if history.resumed_at:
         steps += f" ({history.resumed_at} of them by an earlier run)"
     course = ""
@@ -88,7 +96,7 @@ def summary(history: History) -> str:
 
 @dataclass
 class Progress:
-    """Prints the loss after about twenty of all steps."""
+    """Prints the loss after twenty to forty of all steps, if there are so many."""
 
     steps: int
 
@@ -146,9 +154,14 @@ def _agree(settings: dict[str, Any]) -> None:
             )
 
 
-def _check_file(file: Path | None) -> None:
-    if file is None:
-        return
-    folder = file.absolute().parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise CommandError(f"cannot write {file}: there is no folder {folder} to write")
+def _check_options(told: Namespace) -> None:
+    """Raise CommandError for an option that would have no effect."""
+    pipeline = told.strategy == "pp" or (told.pp or 1) > 1
+    for name, used, by in (
+        ("schedule", pipeline, "a pipeline: --strategy pp, or --pp 2"),
+        ("microbatches", pipeline, "a pipeline: --strategy pp, or --pp 2"),
+        ("replicas", told.strategy == "dp", "--strategy dp"),
+        ("every", told.checkpoint is not None, "--checkpoint"),
+    ):
+        if getattr(told, name) is not None and not used:
+            raise CommandError(f"--{name} is of no use without {by}")

@@ -1,4 +1,4 @@
-"""Beside the floors: what the notebooks need, and nothing else of the package does.
+"""Beside the floors: what the notebooks need (and the figures of `ddp-course bench`).
 
 show_source, show_diff     the package's own source, and what changed
 Prediction                 a number that is written down before it is measured

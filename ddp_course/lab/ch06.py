@@ -47,8 +47,8 @@ def check_my_ledger(answer: Answer) -> str:
         for kind in COUNTED:
             expect(
                 isinstance(got[kind], int) and got[kind] == right[kind],
-                f"{where} {kind} are {code(one_line(got[kind]))} in yours; it is "
-                f"{right[kind]:,} bytes. {look_at}",
+                f"{where} {kind} are {code(one_line(got[kind]))} in yours; they "
+                f"are {right[kind]:,} bytes. {look_at}",
             )
         after = _tensors(model, optimizer)
         same = len(before) == len(after) and all(
@@ -76,7 +76,7 @@ def _kept() -> Iterator[tuple[str, str, Watched]]:
     model = nn.Linear(5, 3)
     yield (
         "a layer after a step of AdamW",
-        "What has the optimizer in `optimizer.state[parameter]`? All tensors count.",
+        "What does the optimizer keep in `optimizer.state[parameter]`? Count it all.",
         _stepped(model, torch.optim.AdamW(model.parameters())),
     )
     model = nn.Linear(4, 4).double()

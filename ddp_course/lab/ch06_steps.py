@@ -156,7 +156,7 @@ def check_step_in_backward(answer: Answer) -> str:
 
 
 class _Tower(nn.Module):
-    """Six layers; the first and the last share a weight, the second is frozen."""
+    """Six layers; the last two share a weight, the second is frozen."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -10,8 +10,8 @@ from ddp_course.lab.palette import INK, MUTED, RANK_COLORS
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Each curve is thinner and darker than the one before, so that one which lies exactly
-# on another leaves both to be seen. Grey to black: colours are for ranks.
+# The curves differ in width, grey and dashes, so that one which lies exactly on another
+# leaves both to be seen. Grey to black: colours are for ranks.
 CURVES = (
     {"color": "#C3C9D1", "linewidth": 7.0, "linestyle": "-"},
     {"color": INK, "linewidth": 1.6, "linestyle": (0, (4, 3))},

@@ -72,13 +72,13 @@ def interleaved(
     """Return 1F1B with v smaller stages on each rank instead of a large one.
 
     Stage s is on rank s % p, so a microbatch passes each rank v times, and filling the
-    pipeline takes 1/v of the time: bubble (p-1)/v / (m + (p-1)/v), for v times as many
-    messages. Microbatches go in groups of at least p: a whole group passes one stage of
-    a rank before its first microbatch comes round to the rank's next stage. So rank r's
-    first backward can begin after the first group's forwards in v-1 stages and, in the
-    last one, twice the p-1-r that 1F1B has. That many and one are in flight. With two
-    groups of p or more, rank 0 keeps p(1 + (p-1)/(pv)) microbatches' activations, 1F1B
-    p.
+    pipeline takes 1/v of the time: bubble (p-1)/v / (m + (p-1)/v), for (pv-1)/(p-1)
+    times as many messages. Microbatches go in groups of at least p: a whole group
+    passes one stage of a rank before its first microbatch comes round to the rank's
+    next stage. So rank r's first backward can begin after the first group's forwards in
+    v-1 stages and, in the last one, twice the p-1-r that 1F1B has. That many and one
+    are in flight. With two groups of p or more, rank 0 keeps p(1 + (p-1)/(pv))
+    microbatches' activations, 1F1B p.
 
     With one stage per rank it is not 1F1B: rank 0 keeps 2p - 1 microbatches, which pays
     if messages are slow.
@@ -115,10 +115,10 @@ def zero_bubble(
     (p-1)(F+I+W); activations of p-r microbatches as with 1F1B, and of r more what their
     W needs, so those of at most p.
 
-    With v stages on each rank it is interleaved, too: the bubble is 1/v of that, for v
-    times as many messages, and for no more memory where p divides m. Raises ValueError
-    for fewer than one rank, microbatch or stage. Source: Qi et al. 2024, "Zero Bubble
-    Pipeline Parallelism", arXiv:2401.10241, section 2; PyTorch's
+    With v stages on each rank it is interleaved, too: the bubble is 1/v of that, for as
+    many messages as interleaved, and for no more memory where p divides m. Raises
+    ValueError for fewer than one rank, microbatch or stage. Source: Qi et al. 2024,
+    "Zero Bubble Pipeline Parallelism", arXiv:2401.10241, section 2; PyTorch's
     ScheduleInterleavedZeroBubble. Chapter 11.
     """
     p, m, v = num_ranks, num_microbatches, stages_per_rank

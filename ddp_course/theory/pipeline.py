@@ -179,9 +179,9 @@ def pipeline_volume(
     At each of the boundaries, num_stages - 1, an activation of `batch` rows in all, of
     `sequence` tokens and `hidden` channels of `itemsize` bytes, and its gradient, both
     in `num_microbatches` messages: more microbatches are more messages, but no more
-    bytes. Two stages on each rank instead of one, twice as many of both. Raises
-    ValueError for a count below 1 and more microbatches than rows. Source: Narayanan et
-    al. 2021, arXiv:2104.04473, section 2.2. Chapter 10.
+    bytes. Two stages on each of p ranks instead of one: (2p-1)/(p-1) times as many of
+    both. Raises ValueError for a count below 1 and more microbatches than rows. Source:
+    Narayanan et al. 2021, arXiv:2104.04473, section 2.2. Chapter 10.
     """
     for name, value in (
         *(("num_stages", num_stages), ("num_microbatches", num_microbatches)),

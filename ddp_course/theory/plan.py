@@ -151,17 +151,23 @@ def _gathered(model: Model, gpus: int, precision: Precision) -> int:
 def fewest_gpus(model: Model, memory: float, **options: object) -> int | None:
     """Return on how many GPUs the model fits with stage 3; None if on no number.
 
-    What stays even on very many are activations and gathered blocks. `options` are
-    those of `plan`. Chapter 08.
+    What stays even on very many are activations and gathered blocks. So is padding,
+    which grows with the number of GPUs: a small model may fit on 8 and not on 10,000.
+    `options` are those of `plan`. Chapter 08.
     """
 
-    def fits(gpus: int) -> bool:
-        return plan(model, gpus, memory, **options)[3].fits
+    def row(gpus: int) -> Row:
+        return plan(model, gpus, memory, **options)[3]
 
-    if not fits(MOST_GPUS):
+    alone = row(1)  # nothing is padded
+    stays = alone.ledger["activations"] + alone.ledger["communication buffers"]
+    left = memory - stays
+    if left <= 0:
         return None
-    low, high = 0, MOST_GPUS  # fits on `high`, not on `low`
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return high
+    gpus = max(1, int((alone.ledger.total - stays) / left))  # with fewer it cannot fit
+    most = min(MOST_GPUS, max(model.units))  # with more, there is but more padding
+    while not row(gpus).fits:
+        gpus += 1
+        if gpus > most:
+            return None
+    return gpus

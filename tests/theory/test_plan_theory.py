@@ -114,6 +114,19 @@ def test_as_few_gpus_as_do():
 
 
 @pytest.mark.parametrize(
+    ("name", "memory", "enough"),
+    [("8m", 0.02, 33), ("1m", 0.01, 3), ("1m", 0.005, 8), ("1m", 0.0029, None)],
+)
+def test_a_small_model_is_padded_on_many_gpus_and_yet_fits_on_a_few(
+    name, memory, enough
+):
+    model = MODELS[name]
+    fits = [n for n in range(1, 3000) if plan(model, n, memory * GB)[3].fits]
+    assert fewest_gpus(model, memory * GB) == (fits[0] if fits else None) == enough
+    assert not plan(model, 2**20, memory * GB)[3].fits  # by nothing but padding
+
+
+@pytest.mark.parametrize(
     ("make", "told"),
     [
         (lambda: Model(0), "parameters is 0"),
