@@ -76,7 +76,7 @@ def _kept() -> Iterator[tuple[str, str, Watched]]:
     model = nn.Linear(5, 3)
     yield (
         "a layer after a step of AdamW",
-        "What does the optimizer keep in `optimizer.state[parameter]`? Count it all.",
+        "What does it keep in `optimizer.state[parameter]`? All tensors count.",
         _stepped(model, torch.optim.AdamW(model.parameters())),
     )
     model = nn.Linear(4, 4).double()
