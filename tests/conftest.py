@@ -25,10 +25,18 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_configure() -> None:
-    """Let nbval start kernels whose ports no rank of another test can take."""
+    """Let nbval start kernels whose ports no rank of another test can take.
+
+    And let Hypothesis draw the same examples in every run: a change is judged by what
+    it changes. With DDP_COURSE_ENDURANCE=1 it draws others.
+    """
     import nbval.kernel  # not above: ranks of tests import this file, too
+    from hypothesis import settings
 
     nbval.kernel.KernelManager = kernel_manager()
+    if not os.environ.get("DDP_COURSE_ENDURANCE"):
+        settings.register_profile("same", derandomize=True)
+        settings.load_profile("same")
 
 
 def kernel_manager() -> type:

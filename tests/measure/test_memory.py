@@ -11,7 +11,7 @@ from collections.abc import Callable
 import cloudpickle
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -249,6 +249,7 @@ STEPS = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(STEPS)
+@example([(what, 0, 1) for what in ("make", "view", "free", "label", "free")])
 def test_any_makings_views_ties_and_ends(steps):
     """Follow random makings and ends with a model: storage number -> bytes and kind."""
     module = nn.Module()
@@ -268,6 +269,7 @@ def test_any_makings_views_ties_and_ends(steps):
             tensor = getattr(module, name).detach()
             cut = nn.Parameter(tensor[which % 3 :: 1 + size % 3].view(-1, 1))
             setattr(module, f"p{number}", cut)
+            del tensor, cut  # else this function would keep a storage alive
             owner[f"p{number}"] = owner[name]
         elif what == "tie":
             setattr(module, f"p{number}", getattr(module, name))
