@@ -1,5 +1,8 @@
 """Ranks that work on one batch together: how each says which one it was given.
 
+    told(x)     "int64 [8, 64] with digest 3f0c5be99a1d7c26"
+    digest(x)   the digits alone
+
 What they say is compared before anything is sent. In data parallelism every rank has a
 batch of its own, and a `DistributedSampler` sees to it; where ranks share a model, that
 would be a mistake that no shape shows. Chapters 09 and 10.
@@ -22,12 +25,13 @@ def kind_of(value: Any) -> str:
 
 
 def told(value: Any) -> str:
-    """Say also what is in it: "int64 [8, 64] with digest 3f0c5be99a1d7c26".
-
-    The digest has 8 bytes: batches that differ have the same one by chance alone.
-    """
+    """Say also what is in it: "int64 [8, 64] with digest 3f0c5be99a1d7c26"."""
     if not isinstance(value, Tensor) or value.is_meta:
         return kind_of(value)
-    flat = value.detach().cpu().contiguous().flatten().view(torch.uint8)
-    digest = hashlib.blake2b(flat.numpy(), digest_size=8).hexdigest()
-    return f"{kind_of(value)} with digest {digest}"
+    return f"{kind_of(value)} with digest {digest(value)}"
+
+
+def digest(tensor: Tensor) -> str:
+    """Return 16 hexadecimal digits that change if any number does, but by chance."""
+    flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return hashlib.blake2b(flat.numpy(), digest_size=8).hexdigest()

@@ -22,16 +22,15 @@ parallel region, and an all-gather where one enters the next. Chapter 09.
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_course.collectives import communicator
 from ddp_course.model import GPT, build_gpt
+from ddp_course.parts.batches import digest
 from ddp_course.parts.replicas import check_same, form_of, problem_with
 from ddp_course.parts.whole import HasWholeState
 from ddp_course.tensor_parallel import state
@@ -160,17 +159,11 @@ def tensor_parallel(
             all_reduce=getattr(all_reduce, "__module__", None),
             in_shared_memory=bool(in_shared_memory),
         )
-        form |= {f"numbers of {n}": _digest(p) for n, p in model.named_parameters()}
+        form |= {f"numbers of {n}": digest(p) for n, p in model.named_parameters()}
     check_same(form, problem, group)
     if in_shared_memory:
         return TensorParallelGPT(model, SharedMemory(group), sequence_parallel)
     return TensorParallelGPT(model, Messages(group, all_reduce), sequence_parallel)
-
-
-def _digest(tensor: Tensor) -> str:
-    """Return 16 hexadecimal digits that change if any number does."""
-    flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return hashlib.blake2b(flat.numpy(), digest_size=8).hexdigest()
 
 
 def _problem_with(

@@ -166,8 +166,8 @@ class VocabParallelEmbedding(ParallelLayer):
         *,
         sequence_parallel: bool = False,
     ) -> None:
-        sparse = full.sparse or full.scale_grad_by_freq
-        if full.padding_idx is not None or full.max_norm is not None or sparse:
+        numbers = full.padding_idx, full.max_norm
+        if numbers != (None, None) or full.sparse or full.scale_grad_by_freq:
             raise ValueError(f"{full} has options; only a plain embedding can be cut")
         super().__init__(full, group)
         self.sequence_parallel = sequence_parallel

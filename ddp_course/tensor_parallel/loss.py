@@ -40,7 +40,8 @@ def vocab_parallel_cross_entropy(
             f"targets has shape {tuple(targets.shape)}; the logits are for "
             f"{tuple(logits.shape[:-1])}"
         )
-    rows, targets = logits.reshape(-1, logits.shape[-1]), targets.flatten()
+    rows = logits.reshape(-1, logits.shape[-1])  # (R, V/tp)
+    targets = targets.flatten()  # (R,)
     counts = targets != ignore_index  # (R,)
     chosen = targets[counts]
     vocabulary = rows.shape[1] * exchange.size

@@ -151,9 +151,9 @@ def _gathered(model: Model, gpus: int, precision: Precision) -> int:
 def fewest_gpus(model: Model, memory: float, **options: object) -> int | None:
     """Return on how many GPUs the model fits with stage 3; None if on no number.
 
-    What stays even on very many are activations and gathered blocks. So is padding,
-    which grows with the number of GPUs: a small model may fit on 8 and not on 10,000.
-    `options` are those of `plan`. Chapter 08.
+    What stays even on very many are activations and gathered blocks; and padding grows
+    with the number of GPUs: a small model may fit on 8 and not on 10,000. `options` are
+    those of `plan`. Chapter 08.
     """
 
     def row(gpus: int) -> Row:

@@ -183,30 +183,32 @@ class Breaks(nn.Module):
         return x * self.scale
 
 
-def cannot_take_such_rows() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    pipeline = PipelineParallel(model, "1f1b", 2, loss_fn=lambda o, t: (o - t).mean())
-    pipeline.step(torch.ones(4, 3), torch.ones(4, 2))
-
-
-def test_rows_that_a_layer_cannot_take_are_named():
-    with pytest.raises(RankError) as failed:
-        spawn(cannot_take_such_rows, world_size=2, output="none", timeout=60)
-    told = str(failed.value)
-    assert "PipelineError: one row of x, float32 [1, 3], was sent through" in told
-    assert "it failed: RuntimeError: mat1 and mat2" in told
-
-
-def fails_on_one_rank() -> None:
+def one_step(columns: int) -> None:
     model = nn.Sequential(nn.Linear(2, 2), Breaks(), nn.Linear(2, 2))
     pipeline = PipelineParallel(model, "1f1b", 4, loss_fn=lambda o, t: (o - t).mean())
-    pipeline.step(torch.ones(4, 2), torch.ones(4, 2))
+    pipeline.step(torch.ones(4, columns), torch.ones(4, 2))
 
 
-def test_a_layer_that_fails_ends_all_ranks_and_is_named():
+@pytest.mark.parametrize(
+    ("columns", "rank", "told", "cause"),
+    [
+        (
+            2,
+            1,
+            "PipelineError: 1F2 failed (forward of stage 1, microbatch 2)",
+            "ZeroDivisionError: what is it?",
+        ),
+        (
+            3,
+            0,
+            "PipelineError: one row of x, float32 [1, 3], was sent through the stages",
+            "RuntimeError: mat1 and mat2",
+        ),
+    ],
+)
+def test_a_layer_that_fails_ends_all_ranks_and_is_named(columns, rank, told, cause):
     with pytest.raises(RankError) as failed:
-        spawn(fails_on_one_rank, world_size=3, output="none", timeout=60)
-    told = str(failed.value)
-    assert told.startswith("rank 1: ")
-    assert "PipelineError: 1F2 failed (forward of stage 1, microbatch 2)" in told
-    assert "ZeroDivisionError: what is it?" in told
+        spawn(one_step, columns, world_size=3, output="none", timeout=60)
+    text = str(failed.value)
+    assert text.startswith(f"rank {rank}: ")
+    assert told in text and cause in text
