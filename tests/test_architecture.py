@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "ddp_course"
 FLOORS = [
     {"launch", "model", "data", "theory", "measure"},
-    {"collectives", "mesh", "parts"},
+    {"collectives", "mesh", "mechanisms"},
     {"data_parallel", "zero", "tensor_parallel", "pipeline"},
     {"checkpoint", "layouts", "train"},
     {"bench", "commands", "cli"},

@@ -16,8 +16,8 @@ Read the modules in this order:
     recorded      PyTorch's DDP, made to tell what ours tells
     averages      loss, learning rate, gradient norm and seeds over all ranks
 
-`parts` has what it shares with other strategies: replicas, hooks, buckets, timeline.
-Chapters 04 (dp to naive) and 05.
+`mechanisms` has what it shares with other strategies: replicas, hooks, buckets,
+timeline. Chapters 04 (dp to naive) and 05.
 """
 
 from ddp_course.data_parallel.averages import (
@@ -40,8 +40,8 @@ from ddp_course.data_parallel.recorded import record_pytorch
 from ddp_course.data_parallel.sampler import DistributedSampler, Share, shares
 from ddp_course.data_parallel.scatter_gather import part_sizes
 from ddp_course.data_parallel.unused import UnusedParametersError
-from ddp_course.parts.buckets import Bucket, bucket_plan
-from ddp_course.parts.replicas import ReplicaError
+from ddp_course.mechanisms.buckets import Bucket, bucket_plan
+from ddp_course.mechanisms.replicas import ReplicaError
 
 __all__ = [
     "Average",

@@ -2,12 +2,12 @@
 
 The third step after `naive`'s two, with PyTorch's name and behaviour. Read with it:
 
-    buckets    which gradients travel together (`parts`)
+    buckets    which gradients travel together (`mechanisms`)
     slots      where they lie
     reducer    when they are sent
-    hooks      how autograd tells that they are there (`parts`)
+    hooks      how autograd tells that they are there (`mechanisms`)
     unused     what if some never are
-    replicas   what makes all ranks the same at the beginning (`parts`)
+    replicas   what makes all ranks the same at the beginning (`mechanisms`)
     join       uneven numbers of batches
 
 Explained in chapter 05.
@@ -34,14 +34,14 @@ from ddp_course.data_parallel.join import (
 )
 from ddp_course.data_parallel.reducer import Reducer
 from ddp_course.data_parallel.unused import Unused
-from ddp_course.parts.buckets import (
+from ddp_course.mechanisms.buckets import (
     BUCKET_CAP_MB,
     FIRST_BUCKET_MB,
     Bucket,
     bucket_plan,
 )
-from ddp_course.parts.hooks import on_backward, tensors_in
-from ddp_course.parts.replicas import (
+from ddp_course.mechanisms.hooks import on_backward, tensors_in
+from ddp_course.mechanisms.replicas import (
     broadcast_all,
     check_same,
     form_of,

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, JoinHook
 
 from ddp_course.collectives import communicator
-from ddp_course.parts.replicas import broadcast_all
+from ddp_course.mechanisms.replicas import broadcast_all
 
 if TYPE_CHECKING:
     from ddp_course.data_parallel.ddp import DistributedDataParallel

@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from ddp_course.collectives import communicator
-from ddp_course.parts.hooks import on_gradient
-from ddp_course.parts.replicas import (
+from ddp_course.mechanisms.hooks import on_gradient
+from ddp_course.mechanisms.replicas import (
     broadcast_all,
     check_same,
     form_of,
     problem_with,
 )
-from ddp_course.parts.timeline import Timeline
+from ddp_course.mechanisms.timeline import Timeline
 
 
 class NaiveDistributedDataParallel(nn.Module):

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel as PyTorchDDP
 
-from ddp_course.parts.hooks import tensors_in
-from ddp_course.parts.timeline import Timeline, span
+from ddp_course.mechanisms.hooks import tensors_in
+from ddp_course.mechanisms.timeline import Timeline, span
 
 
 def record_pytorch(ddp: PyTorchDDP) -> None:

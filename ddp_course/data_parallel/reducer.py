@@ -30,9 +30,9 @@ from torch.autograd import Variable
 
 from ddp_course.data_parallel.slots import LiveBucket, Slot, allocate
 from ddp_course.data_parallel.unused import Unused
-from ddp_course.parts.buckets import Bucket
-from ddp_course.parts.hooks import on_gradient
-from ddp_course.parts.timeline import Timeline, span
+from ddp_course.mechanisms.buckets import Bucket
+from ddp_course.mechanisms.hooks import on_gradient
+from ddp_course.mechanisms.timeline import Timeline, span
 
 
 class Reducer:

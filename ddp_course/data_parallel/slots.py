@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_course.parts.buckets import Bucket
+from ddp_course.mechanisms.buckets import Bucket
 
 
 @dataclass(eq=False)

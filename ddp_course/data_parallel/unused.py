@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ddp_course.collectives import communicator
 from ddp_course.data_parallel.slots import LiveBucket, Slot
-from ddp_course.parts.hooks import leaves_below, tensors_in
+from ddp_course.mechanisms.hooks import leaves_below, tensors_in
 
 ADVICE = (
     "All parameters must take part in the loss. If they need not, pass "

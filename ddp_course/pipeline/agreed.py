@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_course.collectives import communicator
-from ddp_course.model import GPTConfig
-from ddp_course.parts.replicas import (
+from ddp_course.mechanisms.replicas import (
     ReplicaError,
     check_same,
     form_of,
     problem_with,
 )
+from ddp_course.model import GPTConfig
 from ddp_course.pipeline.checker import check
 from ddp_course.pipeline.cut import cut, layer_costs
 from ddp_course.pipeline.program import Program

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ddp_course.parts.replicas import broadcast_all, check_same
-from ddp_course.parts.whole import unlike
+from ddp_course.mechanisms.replicas import broadcast_all, check_same
+from ddp_course.mechanisms.whole import unlike
 
 if TYPE_CHECKING:
     from ddp_course.pipeline.staged_module import StagedModule

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 
 from ddp_course.collectives.port import Port
-from ddp_course.parts.norm import total_norm
+from ddp_course.mechanisms.norm import total_norm
 
 
 class SharedGradients:

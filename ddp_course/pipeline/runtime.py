@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ddp_course.measure import EventLog
-from ddp_course.parts.recompute import recompute
+from ddp_course.mechanisms.recompute import recompute
 from ddp_course.pipeline.clocks import COMPUTE, VirtualClock, WallClock
 from ddp_course.pipeline.messages import Key, Messages
 from ddp_course.pipeline.program import Group

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from ddp_course.collectives import communicator
 from ddp_course.collectives.port import Port
 from ddp_course.measure import active_meters
+from ddp_course.mechanisms.batches import kind_of, told
+from ddp_course.mechanisms.replicas import broadcast_all
+from ddp_course.mechanisms.whole import HasWholeState
 from ddp_course.model import GPTConfig, check_tokens, cross_entropy
-from ddp_course.parts.batches import kind_of, told
-from ddp_course.parts.replicas import broadcast_all
-from ddp_course.parts.whole import HasWholeState
 from ddp_course.pipeline import full_state, gradients
 from ddp_course.pipeline.agreed import agreed
 from ddp_course.pipeline.messages import Form, rehearse

@@ -29,10 +29,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_course.collectives import communicator
+from ddp_course.mechanisms.batches import digest
+from ddp_course.mechanisms.replicas import check_same, form_of, problem_with
+from ddp_course.mechanisms.whole import HasWholeState
 from ddp_course.model import GPT, build_gpt
-from ddp_course.parts.batches import digest
-from ddp_course.parts.replicas import check_same, form_of, problem_with
-from ddp_course.parts.whole import HasWholeState
 from ddp_course.tensor_parallel import state
 from ddp_course.tensor_parallel.exchange import Messages
 from ddp_course.tensor_parallel.layers import (

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ddp_course.parts.replicas import check_same
-from ddp_course.parts.whole import unlike
+from ddp_course.mechanisms.replicas import check_same
+from ddp_course.mechanisms.whole import unlike
 from ddp_course.tensor_parallel.exchange import Messages
 from ddp_course.tensor_parallel.layout import Cut
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from ddp_course.collectives.communicator import Communicator
+from ddp_course.mechanisms.batches import told
 from ddp_course.model import GPTConfig, check_tokens
-from ddp_course.parts.batches import told
 
 
 def same_tokens(

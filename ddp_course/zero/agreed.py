@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_course.collectives import communicator
-from ddp_course.parts.replicas import Form, check_same
+from ddp_course.mechanisms.replicas import Form, check_same
 from ddp_course.zero.elementwise import element_states
 from ddp_course.zero.states import options_of
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from torch import Tensor
 from torch.autograd import Variable
 
-from ddp_course.parts import hooks
+from ddp_course.mechanisms import hooks
 from ddp_course.zero.slots import LiveBucket, Slot
 
 ADVICE = (

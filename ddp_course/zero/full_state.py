@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ddp_course.parts.replicas import check_same
-from ddp_course.parts.whole import unlike
+from ddp_course.mechanisms.replicas import check_same
+from ddp_course.mechanisms.whole import unlike
 from ddp_course.zero.gather import Messages, part_of
 from ddp_course.zero.states import in_memory_order, problem_with
 

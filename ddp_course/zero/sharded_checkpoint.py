@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from ddp_course.parts.replicas import check_same
+from ddp_course.mechanisms.replicas import check_same
 from ddp_course.zero import full_state
 from ddp_course.zero.live import LiveFlat
 from ddp_course.zero.sharded_module import ShardedModule

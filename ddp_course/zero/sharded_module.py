@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 
 from ddp_course.collectives import communicator
-from ddp_course.parts.norm import total_norm
-from ddp_course.parts.replicas import (
+from ddp_course.mechanisms.norm import total_norm
+from ddp_course.mechanisms.replicas import (
     broadcast_all,
     check_same,
     form_of,
     problem_with,
 )
-from ddp_course.parts.whole import HasWholeState
+from ddp_course.mechanisms.whole import HasWholeState
 from ddp_course.zero import full_state
 from ddp_course.zero.freed import ShardedError, is_sharded, places_in
 from ddp_course.zero.gather import Messages, SharedMemory

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ddp_course.parts.buckets import (
+from ddp_course.mechanisms.buckets import (
     BUCKET_CAP_MB,
     FIRST_BUCKET_MB,
     Bucket,
@@ -120,7 +120,7 @@ def shard_plan(
     bucket_cap_mb: float = BUCKET_CAP_MB,
     first_bucket_mb: float = FIRST_BUCKET_MB,
 ) -> tuple[ShardedBucket, ...]:
-    """Divide the parameters into buckets (`parts.buckets`), and each into shards.
+    """Divide the parameters into buckets (`mechanisms.buckets`), and each into shards.
 
     Pure: reads shapes, types and devices only. Frozen parameters and those without
     elements are in no bucket. Raises ValueError if a cap is not above 0. Chapter 07.

@@ -80,7 +80,7 @@ class LiveBucket:
 def before_gradient(parameter: Tensor, method: Callable[..., None], *args: Any) -> None:
     """Call the bound `method(*args)` whenever a gradient is about to be accumulated.
 
-    Held weakly, as in `parts.hooks.on_gradient`.
+    Held weakly, as in `mechanisms.hooks.on_gradient`.
     """
     weak = weakref.WeakMethod(method, lambda _: handle.remove())
 

@@ -29,8 +29,8 @@ from torch.optim import Optimizer
 
 from ddp_course import collectives
 from ddp_course.collectives import shared_memory
-from ddp_course.parts.buckets import BUCKET_CAP_MB
-from ddp_course.parts.norm import total_norm
+from ddp_course.mechanisms.buckets import BUCKET_CAP_MB
+from ddp_course.mechanisms.norm import total_norm
 from ddp_course.zero.flat import Empty, FlatParameters, empty_in_shared_memory
 from ddp_course.zero.reducer import Reducer
 from ddp_course.zero.sharded import ShardedOptimizer, unknown_gradients
@@ -62,7 +62,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer):
         overlap_with_ddp: must be False; backward and communication do overlap.
         gradients: "average" them; or they are "averaged" already, whole, by a
             DistributedDataParallel around the model, as PyTorch's class expects it.
-        bucket_cap_mb: MiB at which a bucket is closed (`parts.buckets`).
+        bucket_cap_mb: MiB at which a bucket is closed (`mechanisms.buckets`).
         first_bucket_mb: the same for the first bucket, which may be a small one, to
             leave early; None: as the others. (Every bucket is two messages more.)
         reduce_scatter, all_gather: functions like `collectives.reduce_scatter_single`

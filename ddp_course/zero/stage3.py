@@ -29,8 +29,8 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_map_only
 
 from ddp_course.collectives.patience import patient
-from ddp_course.parts.hooks import tensors_in
-from ddp_course.parts.timeline import Timeline, span
+from ddp_course.mechanisms.hooks import tensors_in
+from ddp_course.mechanisms.timeline import Timeline, span
 from ddp_course.zero.live import LiveUnit
 from ddp_course.zero.order import Order
 from ddp_course.zero.sharded_module import ShardedModule
@@ -249,9 +249,9 @@ class FullyShardedDataParallel(ShardedModule):
         """Sum the gradients of the units that backward has left, one after the other.
 
         One is on its way at a time. So beside what is computed now, there are one
-        unit's gradients at most. If a block is recomputed (`parts.recompute`), autograd
-        hands its gradients over a little later; then they are sent at the next
-        occasion.
+        unit's gradients at most. If a block is recomputed (`mechanisms.recompute`),
+        autograd hands its gradients over a little later; then they are sent at the
+        next occasion.
         """
         for unit in [unit for unit in self.left if self.sync and unit.has_gradients]:
             self.left.remove(unit)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 
-from ddp_course.parts.hooks import on_backward, tensors_in
+from ddp_course.mechanisms.hooks import on_backward, tensors_in
 from ddp_course.zero.sharded_module import ShardedModule
 from ddp_course.zero.units import Chosen
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ddp_course.parts.buckets import Bucket
+from ddp_course.mechanisms.buckets import Bucket
 from ddp_course.zero.shards import Piece, ShardedBucket
 
 ROOT = "root"

@@ -28,8 +28,8 @@ from torch import nn
 from ddp_course.collectives import ring
 from ddp_course.launch import spawn
 from ddp_course.measure import ByteMeter, TorchCollectives
+from ddp_course.mechanisms.buckets import bucket_plan
 from ddp_course.model import GPTConfig, build_gpt
-from ddp_course.parts.buckets import bucket_plan
 from ddp_course.theory import bytes_sent
 
 

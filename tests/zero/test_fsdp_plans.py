@@ -15,8 +15,8 @@ from torch import nn
 
 from ddp_course.launch import spawn
 from ddp_course.measure import ByteMeter
+from ddp_course.mechanisms.replicas import ReplicaError
 from ddp_course.model import build_gpt
-from ddp_course.parts.replicas import ReplicaError
 from ddp_course.zero.freed import Freed, ShardedError
 from ddp_course.zero.order import Order
 from ddp_course.zero.units import unit_plan

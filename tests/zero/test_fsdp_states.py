@@ -11,8 +11,8 @@ from fsdp_cases import CLASSES, GPT, MODELS, OPTIMIZERS, ROWS, Ours, batch
 from torch import nn
 
 from ddp_course.launch import spawn
+from ddp_course.mechanisms.replicas import ReplicaError
 from ddp_course.model import GPTConfig, build_gpt
-from ddp_course.parts.replicas import ReplicaError
 from ddp_course.zero import sharded_checkpoint
 from ddp_course.zero.stage3 import FullyShardedDataParallel
 

@@ -28,8 +28,8 @@ from ddp_course.collectives import CollectiveError
 from ddp_course.collectives.patience import AVAILABLE, socket_threads
 from ddp_course.launch import spawn
 from ddp_course.measure import ByteMeter, label, resident
+from ddp_course.mechanisms.recompute import recompute_blocks
 from ddp_course.model import build_gpt
-from ddp_course.parts.recompute import recompute_blocks
 from ddp_course.zero.freed import ShardedError
 from ddp_course.zero.offload import OnCPU
 

@@ -10,8 +10,8 @@ import torch
 
 from ddp_course.lab.drawing import Drawing
 from ddp_course.lab.palette import MUTED, WHOLE
+from ddp_course.mechanisms.buckets import MIB, Bucket, bucket_plan
 from ddp_course.model import GPT, PRESETS
-from ddp_course.parts.buckets import MIB, Bucket, bucket_plan
 
 MARGIN, LABEL_W, STRIP_W, LEAST = 16, 66, 540, 2.5  # LEAST: of a tiny parameter
 TOP, ROW, CELL_H = 62, 50, 24

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp_course.mechanisms.buckets import MIB, Bucket, bucket_plan
 from ddp_course.model import GPTConfig, build_gpt
-from ddp_course.parts.buckets import MIB, Bucket, bucket_plan
 
 KB = 1024 / MIB  # a cap of so many MiB is one KiB
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ddp_course.parts.again import Call
-from ddp_course.parts.hooks import leaves_below
+from ddp_course.mechanisms.again import Call
+from ddp_course.mechanisms.hooks import leaves_below
 
 
 class NaiveRecompute(torch.autograd.Function):

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp_course.launch import spawn
 from ddp_course.measure import MemoryLog
+from ddp_course.mechanisms import again
+from ddp_course.mechanisms.recompute import NaiveRecompute, recompute, recompute_blocks
 from ddp_course.model import GPTConfig, build_gpt
-from ddp_course.parts import again
-from ddp_course.parts.recompute import NaiveRecompute, recompute, recompute_blocks
 from ddp_course.theory import gpt_activations
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -496,7 +496,7 @@ def test_a_version_that_moves_the_generator_is_caught(monkeypatch):
 
 
 def test_a_version_that_calls_hooks_twice_is_caught(monkeypatch):
-    room = "ddp_course.parts.recompute._without_hooks"
+    room = "ddp_course.mechanisms.recompute._without_hooks"
     monkeypatch.setattr(room, lambda _: contextlib.nullcontext())
     with pytest.raises(AssertionError):
         test_hooks_are_called_once_and_tied_parameters_add_up()
