@@ -228,7 +228,7 @@ def waits(seconds: float, repeat: int) -> Seconds:
             step(x, x)
             found[schedule, whose] = []
             for _ in range(repeat):
-                communicator().agree("begin")
+                communicator().agree_now("begin")
                 start = time.perf_counter()
                 step(x, x)
                 found[schedule, whose].append((start, time.perf_counter()))

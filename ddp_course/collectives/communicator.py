@@ -89,6 +89,21 @@ class Communicator:
         """Begin a call; all ranks must give the same name and details."""
         return Call(self, name, details)
 
+    def agree_now(
+        self,
+        words: str,
+        problem: str | None = None,
+        fits: Callable[[list[str]], str | None] | None = None,
+    ) -> None:
+        """Compare what all ranks are about to do, before any of them sends anything.
+
+        `words` say what; a rank that cannot do it gives the `problem`. Words must be
+        equal, unless `fits` judges those of all ranks (see `Agreement`). On one machine
+        it takes microseconds, and is a barrier. What is under way in this group comes
+        first. Raises CollectiveError, with the same text on every rank. Chapter 02.
+        """
+        self.perform(lambda: self.agree(words, problem, fits), async_op=False)
+
     def perform(self, job: Callable[[], None], async_op: bool) -> Work | None:
         """Do `job` now, or in this group's thread, in the order of the calls."""
         busy = self._last is not None and not self._last.done()

@@ -186,7 +186,7 @@ def ways_of(model: nn.Module, batch: Tensor, replicas: int) -> dict[str, Way]:
 
 def timed(way: Way, takes_part: bool) -> tuple[float, float]:
     """Begin together, and return this rank's seconds and CPU seconds."""
-    communicator().agree("begin")
+    communicator().agree_now("begin")
     wall, cpu = time.perf_counter(), time.process_time()
     if takes_part:
         way()

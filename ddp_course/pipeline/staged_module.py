@@ -94,7 +94,7 @@ class StagedModule(HasWholeState, nn.Module):
         """
         problem = problem or self._problem_with(x, y)
         words = f"{name}(x {told(x)}, y {told(y)})"
-        self.comm.perform(lambda: self.comm.agree(words, problem), async_op=False)
+        self.comm.agree_now(words, problem)
 
     def forms_of(self, x: Tensor) -> dict[int, Form]:
         """Return the forms of activations for batches such as x; called by all ranks.

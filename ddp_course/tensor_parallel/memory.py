@@ -130,8 +130,7 @@ class SharedMemory(Messages):
         room = self._written
         if room is None or summand.data_ptr() != room.ranks[self.rank].data_ptr():
             raise RuntimeError("a summand is to be written into `room`, then be summed")
-        agree = self.comm.agree
-        self.comm.perform(lambda: agree(f"{what} {room.words}"), async_op=False)
+        self.comm.agree_now(f"{what} {room.words}")
         return room
 
     def _make(self, turn: int, shape: tuple[int, ...], dtype: torch.dtype) -> Room:

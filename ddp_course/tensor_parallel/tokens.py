@@ -36,7 +36,7 @@ def same_tokens(
     except (ValueError, TypeError, AttributeError) as error:
         problem = str(error)
     words = f"forward({', '.join(f'{n} {told(t)}' for n, t in given.items())})"
-    comm.perform(lambda: comm.agree(words, problem), async_op=False)
+    comm.agree_now(words, problem)
 
 
 def _check_shapes(shapes: list[tuple[int, ...]], size: int, cut: bool) -> None:

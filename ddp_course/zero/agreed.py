@@ -176,5 +176,5 @@ def on_any_rank(flags: Sequence[bool], group: dist.ProcessGroup | None) -> list[
         return None
 
     words = head + "".join("1" if flag else "0" for flag in flags)
-    comm.perform(lambda: comm.agree(words, fits=unite), async_op=False)
+    comm.agree_now(words, fits=unite)
     return united

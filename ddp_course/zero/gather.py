@@ -137,7 +137,7 @@ class SharedMemory:
 
     def meet(self, words: str) -> None:
         """Wait until all ranks are here, for the same."""
-        self.comm.perform(lambda: self.comm.agree(words), async_op=False)
+        self.comm.agree_now(words)
 
 
 def part_of(whole: Tensor, rank: int, size: int) -> Tensor:

@@ -311,8 +311,7 @@ class FullyShardedDataParallel(ShardedModule):
         another gathers block 2, each would get a mixture, and nobody would notice.
         """
         if self._agreed.get(what) != units:
-            words = f"{what} through the units {units}"
-            self.comm.perform(lambda: self.comm.agree(words), async_op=False)
+            self.comm.agree_now(f"{what} through the units {units}")
             self._agreed[what] = list(units)
 
     def _tidy_up(self) -> None:

@@ -203,6 +203,31 @@ def test_an_error_under_way_is_raised_by_wait():
     assert told[0] == told[1] and "float32 [5]" in told[0][0]
 
 
+def agreed_between() -> list[str]:
+    """On every rank: agree while a collective is under way; then do not agree."""
+    comm, x = ours.communicator(), torch.ones(100_000)
+    work = ring.all_reduce(x, async_op=True)
+    comm.agree_now("a step")
+    told = [str(work.is_completed())]
+    odd = comm.rank == 1
+    for words, problem in (("a step" + " back" * odd, None), ("x", "no" * odd or None)):
+        try:
+            comm.agree_now(words, problem)
+        except CollectiveError as error:
+            told.append(str(error))
+    return told
+
+
+def test_ranks_agree_in_turn_and_do_not_agree_in_the_same_words():
+    for told in spawn(agreed_between, world_size=2, output="none"):
+        assert told == [
+            "True",
+            "the ranks do not call the same. rank 0: a step; rank 1: a step back. "
+            "Nothing was sent.",
+            "rank 1: no. Nothing was sent.",
+        ]
+
+
 def wrong_groups() -> list[str]:
     mine = dist.new_group([0, 1])
     errors = []
