@@ -14,7 +14,7 @@ import time
 
 STARTED = time.perf_counter()
 
-if sys.argv[1] == "ours":
+if sys.argv[1:2] == ["ours"]:
     from ddp_course.launch import spawn
 
 import os
