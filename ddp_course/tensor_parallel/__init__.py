@@ -4,21 +4,18 @@ Read the modules in this order:
 
     naive       `NaiveModelParallel`: layers on different ranks, who work in turn;
                 `NaiveParallelMLP`: a product is cut, and gathered at once
-    exchange    how ranks sum and join tensors: messages
     ops         entering and leaving a parallel region: pairs of autograd operations
     layers      `ColumnParallelLinear`, `RowParallelLinear`, `VocabParallelEmbedding`
     loss        cross-entropy of logits that are never gathered
     layout      which parameter is cut along which dimension: plain data
     gpt         `tensor_parallel`: the spine's GPT, cut; and `plain`, put together again
     products    a product and its communication in one operation, which is faster
-    memory      the same through memory that all ranks see
     norm, state, random, tokens
                 clipping; whole states; dropout; do all ranks have the same batch?
 
-Chapter 09.
+How ranks sum and join tensors is `mechanisms.exchange`. Chapter 09.
 """
 
-from ddp_course.tensor_parallel.exchange import Messages
 from ddp_course.tensor_parallel.gpt import TensorParallelGPT, plain, tensor_parallel
 from ddp_course.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -28,7 +25,6 @@ from ddp_course.tensor_parallel.layers import (
 )
 from ddp_course.tensor_parallel.layout import Cut, layout
 from ddp_course.tensor_parallel.loss import vocab_parallel_cross_entropy
-from ddp_course.tensor_parallel.memory import SharedMemory
 from ddp_course.tensor_parallel.naive import (
     NaiveModelParallel,
     NaiveParallelMLP,
@@ -48,13 +44,11 @@ from ddp_course.tensor_parallel.random import parallel_rng
 __all__ = [
     "ColumnParallelLinear",
     "Cut",
-    "Messages",
     "NaiveModelParallel",
     "NaiveParallelMLP",
     "ParallelMLP",
     "RowParallelLinear",
     "SequenceParallelLayerNorm",
-    "SharedMemory",
     "TensorParallelGPT",
     "VocabParallelEmbedding",
     "copies_to_group",

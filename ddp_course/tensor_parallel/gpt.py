@@ -30,11 +30,15 @@ from torch import Tensor, nn
 
 from ddp_course.collectives import communicator
 from ddp_course.mechanisms.batches import digest
+from ddp_course.mechanisms.exchange import (
+    MemoryExchange,
+    MessageExchange,
+    memory_problem,
+)
 from ddp_course.mechanisms.replicas import check_same, form_of, problem_with
 from ddp_course.mechanisms.whole import HasWholeState
 from ddp_course.model import GPT, build_gpt
 from ddp_course.tensor_parallel import state
-from ddp_course.tensor_parallel.exchange import Messages
 from ddp_course.tensor_parallel.layers import (
     ParallelLayer,
     SequenceParallelLayerNorm,
@@ -42,7 +46,6 @@ from ddp_course.tensor_parallel.layers import (
 )
 from ddp_course.tensor_parallel.layout import Cut, indivisible, layer_for, layout
 from ddp_course.tensor_parallel.loss import vocab_parallel_cross_entropy
-from ddp_course.tensor_parallel.memory import SharedMemory
 from ddp_course.tensor_parallel.norm import clip_grad_norm_
 from ddp_course.tensor_parallel.ops import gather_from_group
 from ddp_course.tensor_parallel.tokens import same_tokens
@@ -60,7 +63,7 @@ class TensorParallelGPT(HasWholeState, GPT):
     GATHERING = state
 
     def __init__(
-        self, full: GPT, exchange: Messages, sequence_parallel: bool = False
+        self, full: GPT, exchange: MessageExchange, sequence_parallel: bool = False
     ) -> None:
         nn.Module.__init__(self)  # not GPT's, which would make all parameters
         self.config, self.exchange = full.config, exchange
@@ -162,8 +165,10 @@ def tensor_parallel(
         form |= {f"numbers of {n}": digest(p) for n, p in model.named_parameters()}
     check_same(form, problem, group)
     if in_shared_memory:
-        return TensorParallelGPT(model, SharedMemory(group), sequence_parallel)
-    return TensorParallelGPT(model, Messages(group, all_reduce), sequence_parallel)
+        return TensorParallelGPT(model, MemoryExchange(group), sequence_parallel)
+    return TensorParallelGPT(
+        model, MessageExchange(group, all_reduce), sequence_parallel
+    )
 
 
 def _problem_with(
@@ -178,15 +183,9 @@ def _problem_with(
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) > 1:
         return f"the model is on {', '.join(devices)}; it must be on one device"
-    if not in_shared_memory:
-        return None
-    if all_reduce is not None:
+    if in_shared_memory and all_reduce is not None:
         return "all_reduce and in_shared_memory are both given; it can be one of them"
-    if devices != ["cpu"]:
-        return f"in_shared_memory is True, but the model is on {devices[0]}, not cpu"
-    if comm.size > 1 and not (len(comm.nodes) == 1 and comm.shares_memory):
-        return "in_shared_memory is True, but these ranks share no memory"
-    return None
+    return memory_problem(group, set(devices)) if in_shared_memory else None
 
 
 def plain(model: TensorParallelGPT) -> GPT:

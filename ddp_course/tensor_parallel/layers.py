@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ddp_course.tensor_parallel.exchange import Group, exchange_of
+from ddp_course.mechanisms.exchange import Group, exchange_of
 from ddp_course.tensor_parallel.ops import (
     copies_to_group,
     copy_to_group,

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ddp_course.collectives import ReduceOp
-from ddp_course.tensor_parallel.exchange import Group, Messages, exchange_of
+from ddp_course.mechanisms.exchange import Group, MessageExchange, exchange_of
 
 
 def vocab_parallel_cross_entropy(
@@ -62,23 +62,27 @@ class VocabParallelCrossEntropy(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, counts: Tensor, group: Messages
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        counts: Tensor,
+        group: MessageExchange,
     ) -> Tensor:
         """Agree on the maximum; then on the sum and the target's logit, together."""
         like = logits if logits.dtype == torch.float64 else logits.float()
-        largest = group.room(targets.shape, like)
+        largest = group.buffer(targets.shape, like)
         torch.amax(like, 1, out=largest)
-        largest = group.total(largest, ReduceOp.MAX)  # (R,)
+        largest = group.all_reduce(largest, ReduceOp.MAX)  # (R,)
         shifted = like - largest.unsqueeze(1)  # (R, V/tp): no exponential is too large
         column = targets - group.rank * logits.shape[1]
         mine = counts & (column >= 0) & (column < logits.shape[1])
         column = column.masked_fill(~mine, 0).unsqueeze(1)  # (R, 1)
-        summands = group.room((2, len(targets)), like)
+        summands = group.buffer((2, len(targets)), like)
         target = shifted.gather(1, column).squeeze(1)
         summands[1].copy_(target.masked_fill(~mine, 0.0))
         exponentials = shifted.exp_()
         torch.sum(exponentials, 1, out=summands[0])
-        sums, target = group.total(summands)  # (R,) each
+        sums, target = group.all_reduce(summands)  # (R,) each
         softmax = exponentials.div_(sums.unsqueeze(1))
         ctx.save_for_backward(softmax, column, mine, counts)
         ctx.dtype = logits.dtype

@@ -21,10 +21,10 @@ from torch.autograd import Function, Variable
 
 from ddp_course.collectives import communicator
 from ddp_course.measure import active_meters
+from ddp_course.mechanisms.exchange import Group
 from ddp_course.mechanisms.replicas import check_same, form_of, problem_with
 from ddp_course.mechanisms.timeline import Timeline
 from ddp_course.model import GPT, MLP, cross_entropy
-from ddp_course.tensor_parallel.exchange import Group
 from ddp_course.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from ddp_course.tensor_parallel.tokens import same_tokens
 

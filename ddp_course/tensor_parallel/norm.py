@@ -39,11 +39,11 @@ def total_norm(model: TensorParallelGPT, norm_type: float = 2.0) -> Tensor:
     own, once = (
         get_total_norm(gs, p).to(device, torch.float64) for gs in (cut, common)
     )
-    room = model.exchange.room((1,), own)
+    buffer = model.exchange.buffer((1,), own)
     if p == math.inf:
-        others = model.exchange.total(room.copy_(own), ReduceOp.MAX)
+        others = model.exchange.all_reduce(buffer.copy_(own), ReduceOp.MAX)
         return torch.maximum(others[0], once)
-    return (model.exchange.total(room.copy_(own**p))[0] + once**p) ** (1 / p)
+    return (model.exchange.all_reduce(buffer.copy_(own**p))[0] + once**p) ** (1 / p)
 
 
 @torch.no_grad()

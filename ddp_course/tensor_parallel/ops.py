@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ddp_course.tensor_parallel.exchange import Group, Messages, exchange_of
+from ddp_course.mechanisms.exchange import Group, MessageExchange, exchange_of
 
 # ---- f and g -------------------------------------------------------------------------
 
@@ -59,7 +59,7 @@ class CopyToGroup(Function):
     """One tensor becomes one on each of N ranks: x -> (x, ..., x)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Messages) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: MessageExchange) -> Tensor:
         """Change nothing."""
         ctx.group = group
         return x.view_as(x)
@@ -74,10 +74,10 @@ class ReduceFromGroup(Function):
     """The summands of N ranks become one tensor: (x_0, ..., x_N-1) -> their sum."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Messages) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: MessageExchange) -> Tensor:
         """All-reduce."""
         ctx.group = group
-        return group.total(group.room(x.shape, x).copy_(x))
+        return group.all_reduce(group.buffer(x.shape, x).copy_(x))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -98,7 +98,9 @@ class CopiesToGroup(Function):
     """`CopyToGroup` of several tensors."""
 
     @staticmethod
-    def forward(ctx: Any, group: Messages, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, group: MessageExchange, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         """Change nothing."""
         ctx.group = group
         return tuple(x.view_as(x) for x in tensors)
@@ -137,7 +139,7 @@ class SplitToGroup(Function):
     """Every rank keeps its part of what all have. Nothing is sent."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Messages) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dim: int, group: MessageExchange) -> Tensor:
         """Take the own part."""
         ctx.dim, ctx.group = dim, group
         return group.parts(x, dim)[group.rank].contiguous()
@@ -152,10 +154,10 @@ class GatherFromGroup(Function):
     """All ranks get the whole of what each has a part of."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Messages) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dim: int, group: MessageExchange) -> Tensor:
         """All-gather."""
         ctx.dim, ctx.group = dim, group
-        return group.gather(x, dim)
+        return group.all_gather(x, dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -187,10 +189,10 @@ class GatherSequence(Function):
     """Parts are joined, and each rank goes on with the whole in its own way."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Messages) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dim: int, group: MessageExchange) -> Tensor:
         """All-gather."""
         ctx.dim, ctx.group = dim, group
-        return group.gather(x, dim)
+        return group.all_gather(x, dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -202,10 +204,10 @@ class ScatterSequence(Function):
     """Summands become a sum of which each rank has its part."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Messages) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dim: int, group: MessageExchange) -> Tensor:
         """Reduce-scatter."""
         ctx.dim, ctx.group = dim, group
-        return group.scatter_total(group.room(x.shape, x).copy_(x), dim)
+        return group.reduce_scatter(group.buffer(x.shape, x).copy_(x), dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:

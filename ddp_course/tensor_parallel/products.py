@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from ddp_course.tensor_parallel.exchange import Group, Messages, exchange_of
+from ddp_course.mechanisms.exchange import Group, MessageExchange, exchange_of
 
 
 def column_product(
@@ -71,11 +71,11 @@ class ColumnProduct(Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        group: Messages,
+        group: MessageExchange,
         sequence_parallel: bool,
     ) -> Tensor:
         """Join the sequence, if it is cut; multiply."""
-        x = group.gather(x, 1) if sequence_parallel else x  # (..., I)
+        x = group.all_gather(x, 1) if sequence_parallel else x  # (..., I)
         ctx.save_for_backward(x, weight)
         ctx.group, ctx.sequence_parallel = group, sequence_parallel
         return F.linear(x, weight, bias)  # (..., O/tp)
@@ -96,13 +96,13 @@ class ColumnProduct(Function):
         if not needs_x:
             meanwhile()
             return None, *own, None, None
-        summand = ctx.group.room(x.shape, gradient)
+        summand = ctx.group.buffer(x.shape, gradient)
         torch.mm(flat, weight, out=summand.view(-1, x.shape[-1]))
         if ctx.sequence_parallel:
             meanwhile()
-            total = ctx.group.scatter_total(summand, 1)  # (B, T/tp, I)
+            total = ctx.group.reduce_scatter(summand, 1)  # (B, T/tp, I)
         else:
-            total = ctx.group.total(summand, meanwhile=meanwhile)  # (..., I)
+            total = ctx.group.all_reduce(summand, meanwhile=meanwhile)  # (..., I)
         return total, *own, None, None
 
 
@@ -115,19 +115,19 @@ class RowProduct(Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        group: Messages,
+        group: MessageExchange,
         sequence_parallel: bool,
     ) -> Tensor:
         """Multiply, sum over the ranks, add the bias."""
         ctx.save_for_backward(x, weight)
         ctx.group, ctx.sequence_parallel = group, sequence_parallel
-        summand = group.room((*x.shape[:-1], weight.shape[0]), x)
+        summand = group.buffer((*x.shape[:-1], weight.shape[0]), x)
         flat = summand.view(-1, weight.shape[0])
         torch.mm(_rows(x), weight.t(), out=flat)
         if sequence_parallel:
-            y = group.scatter_total(summand, 1)  # (B, T/tp, O)
+            y = group.reduce_scatter(summand, 1)  # (B, T/tp, O)
         else:
-            y = group.total(summand)  # (..., O)
+            y = group.all_reduce(summand)  # (..., O)
         return y if bias is None else y.add_(bias)
 
     @staticmethod
@@ -139,9 +139,9 @@ class RowProduct(Function):
         of_bias = _rows(gradient).sum(0) if needs_bias else None
         if ctx.sequence_parallel:
             if needs_bias:  # each rank has added it to its own positions only
-                room = ctx.group.room(of_bias.shape, of_bias)
-                of_bias = ctx.group.total(room.copy_(of_bias))
-            gradient = ctx.group.gather(gradient, 1)  # (B, T, O)
+                buffer = ctx.group.buffer(of_bias.shape, of_bias)
+                of_bias = ctx.group.all_reduce(buffer.copy_(of_bias))
+            gradient = ctx.group.all_gather(gradient, 1)  # (B, T, O)
         flat = _rows(gradient)  # (R, O)
         of_x = (flat @ weight).view_as(x) if needs_x else None
         of_weight = flat.t() @ _rows(x) if needs_weight else None

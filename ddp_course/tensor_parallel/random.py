@@ -24,7 +24,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ddp_course.tensor_parallel.exchange import Group, exchange_of
+from ddp_course.mechanisms.exchange import Group, exchange_of
 
 
 @contextmanager

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ddp_course.mechanisms.exchange import MessageExchange
 from ddp_course.mechanisms.replicas import check_same
 from ddp_course.mechanisms.whole import unlike
-from ddp_course.tensor_parallel.exchange import Messages
 from ddp_course.tensor_parallel.layout import Cut
 
 if TYPE_CHECKING:
@@ -166,5 +166,7 @@ def _whole(model: TensorParallelGPT, cut: Cut, part: Tensor) -> Tensor:
     exchange = model.exchange
     if cut.dim is None or exchange.size == 1:
         return part.to("cpu", copy=True)
-    messages = Messages(exchange.group)  # pages of memory need not become so large
-    return messages.gather(part.detach(), cut.dim).to("cpu")
+    messages = MessageExchange(
+        exchange.group
+    )  # pages of memory need not become so large
+    return messages.all_gather(part.detach(), cut.dim).to("cpu")

@@ -9,14 +9,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from ddp_course.launch import spawn
+from ddp_course.mechanisms.exchange import MemoryExchange, MessageExchange
 from ddp_course.model import MLP, GPTConfig
 from ddp_course.tensor_parallel import (
     ColumnParallelLinear,
-    Messages,
     NaiveParallelMLP,
     ParallelMLP,
     RowParallelLinear,
-    SharedMemory,
     VocabParallelEmbedding,
     copies_to_group,
     copy_to_group,
@@ -30,7 +29,7 @@ from ddp_course.tensor_parallel import (
 from ddp_course.tensor_parallel.layers import part_of
 from ddp_course.tensor_parallel.products import column_product, row_product
 
-EXCHANGES = {"messages": Messages, "memory": SharedMemory}
+EXCHANGES = {"messages": MessageExchange, "memory": MemoryExchange}
 WIDE = 12  # can be cut for 1, 2, 3 and 4 ranks
 
 
@@ -176,7 +175,7 @@ def layers() -> list[str]:
         "embedding": (embedding, VocabParallelEmbedding(embedding), idx),
         "naive MLP": (mlp, NaiveParallelMLP(mlp), x),
         "MLP": (mlp, ParallelMLP(mlp), x),
-        "MLP in memory": (mlp, ParallelMLP(mlp, SharedMemory()), x),
+        "MLP in memory": (mlp, ParallelMLP(mlp, MemoryExchange()), x),
     }
     for name, (plain, parallel, given) in made.items():
         for each in (x, *plain.parameters()):
@@ -253,7 +252,7 @@ def test_products_layers_and_loss_are_those_of_one_process(n):
 
 def refused() -> list[str]:
     told = []
-    group = Messages()
+    group = MessageExchange()
     attempts = [
         lambda: ColumnParallelLinear(nn.Linear(4, 7), group),
         lambda: RowParallelLinear(nn.Linear(7, 4), group),
@@ -267,7 +266,7 @@ def refused() -> list[str]:
             torch.zeros(2, 3, 4), torch.zeros(2, 2).long()
         ),
         lambda: vocab_parallel_cross_entropy(torch.zeros(1, 4), torch.tensor([8])),
-        lambda: SharedMemory().total(torch.zeros(3)),
+        lambda: MemoryExchange().all_reduce(torch.zeros(3)),
     ]
     for attempt in attempts:
         try:
@@ -290,7 +289,7 @@ def test_what_cannot_be_is_said():
         "has 5 entries, which 2 ranks",
         "targets has shape (2, 2); the logits are for (2, 3)",
         "targets are from 8 to 8; tokens are 0 to 7, or -100 for none",
-        "written into `room`",
+        "written into `buffer`",
     ]
     for told, part in zip(first, expected, strict=True):
         assert part in told

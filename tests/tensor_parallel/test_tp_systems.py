@@ -17,11 +17,11 @@ from ddp_course.measure import (
     TorchCollectives,
     resident,
 )
+from ddp_course.mechanisms.exchange import MemoryExchange
 from ddp_course.model import MLP, build_gpt, cross_entropy
 from ddp_course.tensor_parallel import (
     NaiveParallelMLP,
     ParallelMLP,
-    SharedMemory,
     gather_from_group,
     layout,
     tensor_parallel,
@@ -76,7 +76,7 @@ def sent() -> dict[str, dict]:
         }
     mlps = {"naive": NaiveParallelMLP, "mlp": ParallelMLP}
     for name, kind in mlps.items():
-        mlp = kind(MLP(CONFIG), SharedMemory() if name == "mlp" else None)
+        mlp = kind(MLP(CONFIG), MemoryExchange() if name == "mlp" else None)
         x = torch.randn(2, 6, CONFIG.d_model, requires_grad=True)
         with ByteMeter() as meter, TorchCollectives() as torchs:
             mlp(x).sum().backward()
