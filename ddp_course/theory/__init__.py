@@ -16,6 +16,7 @@ need to all-reduce 1 MiB in a ring of such links. Read the modules in this order
     models      a few models, as a plan sees them
     plan        which stage fits on which GPU, and what it costs (chapter 08)
     pipeline    time, bubble, activations and bytes of a pipeline (chapters 10 and 11)
+    composition what a rank of dp x tp x pp keeps and sends along each axis
     checks: what the formulas ask of their arguments
 """
 
@@ -42,6 +43,12 @@ from ddp_course.theory.bounds import (
     least_bytes,
     least_messages,
     least_seconds,
+)
+from ddp_course.theory.composition import (
+    AxisBytes,
+    rank_states,
+    rank_units,
+    rank_volume,
 )
 from ddp_course.theory.costs import (
     Cost,
@@ -80,6 +87,7 @@ from ddp_course.theory.plan import Row, fewest_gpus, plan
 from ddp_course.theory.step_volume import StepVolume, step_volume
 from ddp_course.theory.tensor_parallel import (
     TensorParallelVolume,
+    layer_parameters,
     mlp_volume,
     replicated_parameters,
     tensor_parallel_parameters,
@@ -95,6 +103,11 @@ from ddp_course.theory.volume import (
 )
 
 __all__ = [
+    "AxisBytes",
+    "layer_parameters",
+    "rank_states",
+    "rank_units",
+    "rank_volume",
     "Cost",
     "Fit",
     "HierarchicalBytes",

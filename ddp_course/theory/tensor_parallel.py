@@ -18,6 +18,7 @@ Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2. Chapter 09
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -59,6 +60,7 @@ def tensor_parallel_volume(
     sequence_parallel: bool = False,
     itemsize: int = 4,
     all_reduce: str = "all_reduce_ring",
+    layers: Iterable[int] | None = None,
 ) -> list[TensorParallelVolume]:
     """Return for every rank, in rank order, what it sends in a step.
 
@@ -71,6 +73,7 @@ def tensor_parallel_volume(
         itemsize: bytes of a number.
         all_reduce: an algorithm of `bytes_sent`, or "one_shot": every rank sends all
             others its own, (n - 1) S, as small tensors go through shared memory.
+        layers: which of [embed, *blocks, head] these ranks have; all without.
 
     Raises ValueError for a count below 1, and for another algorithm. Chapter 09.
     """
@@ -78,31 +81,27 @@ def tensor_parallel_volume(
     sequence = config.block_size if sequence is None else sequence
     for name, count in (("batch", batch), ("sequence", sequence)):
         check_count(name, count)
-    tokens = batch * sequence
-    c, blocks = config.d_model, config.n_layer
-    hidden, loss = tokens * c * itemsize, 3 * tokens * itemsize
-    replicated = replicated_parameters(config) * itemsize
-    volumes = []
-    pair = 2 * Fraction(tp_size - 1, tp_size)
-    for factor in _factors(all_reduce, tp_size):
-        if sequence_parallel:
-            # Embedding, norms and biases: 1 + 4 for each block + 1.
-            volume = TensorParallelVolume(
-                (4 * blocks + 2) * pair * hidden,
-                factor * loss,
-                factor * replicated,
-                all_reduces=4 * blocks + 4,
-                pairs=4 * blocks + 2,
-            )
-        else:
-            volume = TensorParallelVolume(
-                (4 * blocks + 2) * factor * hidden,
-                factor * loss,
-                Fraction(0),
-                all_reduces=4 * blocks + 4,
-            )
-        volumes.append(volume)
-    return volumes
+    tokens, last = batch * sequence, config.n_layer + 1
+    mine = set(range(last + 1) if layers is None else layers)
+    ends = (0 in mine) + (last in mine)
+    of_hidden = 4 * (len(mine) - ends) + ends
+    of_loss = 2 * (last in mine)
+    hidden = of_hidden * tokens * config.d_model * itemsize
+    loss = 3 * tokens * itemsize * (last in mine)
+    replicated = sum(layer_replicated(config)[layer] for layer in mine) * itemsize
+    # Embedding, norms and biases: 1 + 4 for each block + 1.
+    pairs = of_hidden if sequence_parallel else 0
+    once = 2 * Fraction(tp_size - 1, tp_size)
+    return [
+        TensorParallelVolume(
+            (once if sequence_parallel else factor) * hidden,
+            factor * loss,
+            factor * replicated if sequence_parallel else Fraction(0),
+            all_reduces=of_hidden + of_loss,
+            pairs=pairs,
+        )
+        for factor in _factors(all_reduce, tp_size)
+    ]
 
 
 def _factors(all_reduce: str, tp_size: int) -> list[Fraction]:
@@ -133,13 +132,37 @@ def mlp_volume(
     return times * Fraction(tp_size - 1, tp_size) * numel * itemsize
 
 
-def replicated_parameters(config: GPTConfig) -> int:
-    """Return how many parameters of the course's GPT every rank has whole.
+def layer_replicated(config: GPTConfig) -> list[int]:
+    """Return how many parameters of each of [embed, *blocks, head] every rank has.
 
-    Positions, norms, and the biases that are added after a sum: T C + L (6 C) + 2 C.
+    Positions, norms, and the biases that are added after a sum: T C, 6 C each, 2 C.
     """
     c = config.d_model
-    return config.block_size * c + config.n_layer * 6 * c + 2 * c
+    return [config.block_size * c, *[6 * c] * config.n_layer, 2 * c]
+
+
+def layer_parameters(config: GPTConfig, tp_size: int = 1) -> list[int]:
+    """Return the parameters of each of [embed, *blocks, head] on each of n ranks.
+
+    Of what is cut 1/n: V C words, 12 C^2 + 4 C in a block, V C in the head (its own,
+    where it is not tied or is on another rank than the embedding). ValueError if they
+    cannot be cut equally.
+    """
+    check_world(tp_size)
+    if config.n_head % tp_size or config.vocab_size % tp_size:
+        raise ValueError(
+            f"tp_size is {tp_size}; it must divide the {config.n_head} heads and the "
+            f"{config.vocab_size} tokens of the vocabulary"
+        )
+    c, words = config.d_model, config.vocab_size * config.d_model
+    cut = [words, *[12 * c * c + 4 * c] * config.n_layer, words]
+    common = layer_replicated(config)
+    return [n + m // tp_size for n, m in zip(common, cut, strict=True)]
+
+
+def replicated_parameters(config: GPTConfig) -> int:
+    """Return how many parameters of the course's GPT every rank has whole."""
+    return sum(layer_replicated(config))
 
 
 def tensor_parallel_parameters(config: GPTConfig, tp_size: int) -> int:
@@ -147,11 +170,5 @@ def tensor_parallel_parameters(config: GPTConfig, tp_size: int) -> int:
 
     Raises ValueError if they cannot be cut equally. Chapter 09.
     """
-    check_world(tp_size)
-    common = replicated_parameters(config)
-    if config.n_head % tp_size or config.vocab_size % tp_size:
-        raise ValueError(
-            f"tp_size is {tp_size}; it must divide the {config.n_head} heads and the "
-            f"{config.vocab_size} tokens of the vocabulary"
-        )
-    return common + (config.num_parameters - common) // tp_size
+    tied = config.tied * config.vocab_size * config.d_model // tp_size
+    return sum(layer_parameters(config, tp_size)) - tied

@@ -1,0 +1,214 @@
+"""Compositions: the formulas beside a count of every element and of every message."""
+
+from __future__ import annotations
+
+from collections import Counter
+from fractions import Fraction
+from itertools import product
+
+import pytest
+
+from ddp_course import theory
+from ddp_course.model import GPTConfig, build_gpt
+
+SMALL = {"vocab_size": 16, "block_size": 8, "n_head": 4, "d_model": 8}
+LAYERS = 5  # embedding, three blocks, head
+
+
+def config(tied=False):
+    return GPTConfig(n_layer=LAYERS - 2, tied=tied, **SMALL)
+
+
+def stages_of(pp, per_rank=1):
+    """Deal the layers out: rank -> its stages."""
+    bounds = [k * LAYERS // (pp * per_rank) for k in range(pp * per_rank + 1)]
+    stages = [range(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [stages[rank::pp] for rank in range(pp)]
+
+
+CUT = (
+    "embed.tokens",
+    "qkv",
+    "attn.proj.weight",
+    "mlp.up",
+    "mlp.down.weight",
+    "head.out",
+)
+
+
+def elements(model, tp, stages, coordinate):
+    """Yield (parameter, element) of all that a rank of tp and pp has, one by one."""
+    seen = set()
+    for layer in (layer for stage in stages for layer in stage):
+        part = [model.embed, *model.blocks, model.head][layer]
+        name = ["embed", *(f"blocks.{k}" for k in range(LAYERS - 2)), "head"][layer]
+        for path, parameter in part.named_parameters():
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            is_cut = any(word in f"{name}.{path}" for word in CUT)
+            for k in range(parameter.numel()):
+                if not is_cut or k % tp == coordinate:
+                    yield f"{name}.{path}", k
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("tp", "pp"), list(product((1, 2, 4), (1, 2, 3))))
+def test_what_ranks_have_is_what_one_finds_by_going_through_all_elements(tp, pp, tied):
+    model, shape, found = build_gpt(config(tied)), config(tied), Counter()
+    for stages in stages_of(pp):
+        for coordinate in range(tp):
+            own = list(elements(model, tp, stages, coordinate))
+            assert (
+                len(own) == len(set(own)) == sum(theory.rank_units(shape, stages, tp))
+            )
+            found.update(own)
+    whole = {name for name, _ in found}
+    assert sum(theory.rank_units(shape)) == shape.num_parameters
+    assert min(found.values()) == 1 and max(found.values()) == tp
+    if not (tied and pp > 1):  # else both ends have the matrix
+        assert whole == {name for name, _ in model.named_parameters()}
+        assert len(found) == shape.num_parameters
+
+
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize(("shards", "tp", "pp"), [(1, 2, 2), (2, 2, 2), (3, 1, 2)])
+def test_ranks_keep_their_shard_of_what_tp_and_pp_have_left(zero, shards, tp, pp):
+    for stages in stages_of(pp):
+        units = theory.rank_units(config(), stages, tp)
+        for replicas in (1, 2):
+            ledger = theory.rank_states(
+                *(config(), stages),
+                dp=shards * replicas, tp=tp, replicas=replicas, zero=zero,
+            )  # fmt: skip
+            whole = sum(units)
+            cut = units if zero == 3 else [whole]
+            shard = sum(
+                len(range(0, n, shards)) for n in cut
+            )  # every N-th, and padding
+            assert ledger["parameters"] == 4 * (shard if zero == 3 else whole)
+            assert ledger["gradients"] == 4 * (shard if zero >= 2 else whole)
+            assert ledger["optimizer states"] == 8 * (shard if zero >= 1 else whole)
+
+
+def ring(n, nbytes):
+    """Count an all-reduce's bytes step by step: n - 1 down, n - 1 up, a piece each."""
+    return sum(Fraction(nbytes, n) for _ in range(2 * (n - 1)))
+
+
+def half(n, nbytes):
+    return ring(n, nbytes) / 2
+
+
+def messages(shape, rows, microbatches, stages, dp, tp, replicas, zero):
+    """Go through a step, message by message; return axis -> bytes of one rank."""
+    sent, last = Counter(), LAYERS - 1
+    hidden = Fraction(rows, microbatches) * shape.block_size * shape.d_model * 4
+    for _ in range(microbatches):
+        for stage in stages:
+            for layer in stage:  # forward, then backward
+                inside = {0: (1, 0), last: (0, 1)}.get(layer, (2, 2))
+                for _ in range(sum(inside)):
+                    sent["tp"] += ring(tp, hidden)
+                if layer == last:  # the loss: the largest logit, sums and the target's
+                    sent["tp"] += ring(tp, hidden / shape.d_model)
+                    sent["tp"] += ring(tp, 2 * hidden / shape.d_model)
+            sent["pp"] += hidden * (stage[-1] < last)  # forward, to the next
+            sent["pp"] += hidden * (stage[0] > 0)  # its gradient, to the one before
+    layers = [layer for stage in stages for layer in stage]
+    if shape.tied and (0 in layers) != (last in layers):
+        sent["pp"] += ring(2, shape.vocab_size * shape.d_model // tp * 4)
+    units, shards = theory.rank_units(shape, stages, tp), dp // replicas
+    for numel in units if zero == 3 else [sum(units)]:
+        padded = numel if zero == 0 else shards * -(-numel // shards)
+        passes = {0: 2, 1: 2, 2: 2, 3: 3}[zero]
+        for _ in range(passes):
+            sent["dp"] += half(shards, 4 * padded)
+        sent["replicas"] += ring(replicas, Fraction(4 * padded, shards))
+    return sent
+
+
+CASES = [  # dp, replicas, tp, pp, per_rank, zero, tied
+    (2, 1, 2, 2, 1, 0, False),
+    (2, 1, 2, 2, 2, 1, True),
+    (3, 1, 1, 3, 1, 2, True),
+    (2, 1, 2, 1, 1, 3, False),
+    (4, 2, 1, 1, 1, 3, False),
+    (8, 2, 1, 1, 1, 3, True),
+    (6, 3, 2, 1, 1, 3, True),
+    (1, 1, 4, 2, 2, 0, False),
+]
+
+
+def off(volume) -> list[tuple]:
+    """Return in which cases `volume(...)` differs from the messages, and where."""
+    wrong = []
+    for dp, replicas, tp, pp, per_rank, zero, tied in CASES:
+        for rank, stages in enumerate(stages_of(pp, per_rank)):
+            sizes = {"dp": dp, "tp": tp, "replicas": replicas, "zero": zero}
+            told = volume(config(tied), 6, stages, **sizes)
+            found = messages(config(tied), 6, 3, stages, **sizes)
+            wrong += [
+                (dp, tp, pp, zero, rank, axis)
+                for axis in ("tp", "pp", "dp", "replicas")
+                if getattr(told, axis) != found[axis]
+            ]
+    return wrong
+
+
+def test_what_goes_along_each_axis_is_what_its_messages_add_up_to():
+    assert off(theory.rank_volume) == []
+
+
+def whole_model_along_dp(shape, rows, stages, **sizes):
+    along = theory.rank_volume(shape, rows, stages, **sizes)
+    sizes["tp"] = 1
+    return theory.AxisBytes(
+        along.tp, along.pp, theory.rank_volume(shape, rows, **sizes).dp, along.replicas
+    )
+
+
+def all_of_dp_shards(shape, rows, stages, **sizes):
+    return theory.rank_volume(shape, rows, stages, **sizes | {"replicas": 1})
+
+
+def every_rank_has_every_layer(shape, rows, stages, **sizes):
+    return theory.rank_volume(shape, rows, None, **sizes)
+
+
+@pytest.mark.parametrize(
+    "wrong", [whole_model_along_dp, all_of_dp_shards, every_rank_has_every_layer]
+)
+def test_axes_that_forget_one_another_are_rejected(wrong):
+    assert off(wrong)
+
+
+def test_hybrid_sharding_by_its_formula():
+    """3 Psi (F-1)/F inside a group of F, 2 (Psi/F)(R-1)/R across R of them."""
+    psi = 4 * sum(theory.rank_units(config()))
+    for shards, replicas in ((2, 2), (2, 4), (4, 2)):
+        along = theory.rank_volume(
+            config(), 8, dp=shards * replicas, replicas=replicas, zero=3
+        )
+        assert along.dp == 3 * psi * Fraction(shards - 1, shards)
+        across = 2 * Fraction(psi, shards) * Fraction(replicas - 1, replicas)
+        assert along.replicas == across
+        assert along.tp == along.pp == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"dp": 4, "replicas": 3}, "replicas is 3; it must divide dp, 4"),
+        ({"tp": 3}, "tp_size is 3; it must divide the 4 heads"),
+        ({"stages": [range(6)]}, "each must have some of the layers 0 to 4"),
+        ({"stages": []}, "each must have some of the layers"),
+        ({"buffers": [5]}, "buffers have 5 elements; the rank has"),
+        ({"zero": 4}, "stage is 4"),
+    ],
+)
+def test_what_cannot_be_is_refused(options, told):
+    with pytest.raises(ValueError, match=told):
+        theory.rank_states(config(), **options)
+    with pytest.raises(ValueError, match=told):
+        theory.rank_volume(config(), 2, **options)
