@@ -1,0 +1,273 @@
+"""Placements: who holds which part of which parameter, and all that follows from it.
+
+A strategy that divides parameters over the ranks of a group says so, once for each:
+
+    place(weight, tp_group, Shard(0), name="head.out.weight", shape=(96, 144))
+    place(piece, dp_group, Flat(0, 3456), like=weight)
+
+and from then on the tensor bears a `Placed`, the way from the plain model's parameter
+to what this rank has, one step for each group:
+
+    head.out.weight (96, 144): Shard(dim=0), 1 of 2; Flat(first=0, last=3456), 0 of 2
+
+The steps add up: ZeRO-3 does not know that tensor parallelism was there before it.
+Taken backwards they put the plain model together again (`whole_state`), whatever was
+combined; and each number of the model is *owned* by one rank of those that have it, so
+that a norm counts it once. DTensor has the same for its meshes, `Replicate()` and
+`Shard(dim)` (torch/distributed/tensor/placement_types.py). Chapters 08 and 09.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from ddp_course.launch import device
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """Every rank of the group has all of it."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Every rank has one of equal parts along dimension `dim`, in the ranks' order."""
+
+    dim: int
+
+
+@dataclass(frozen=True)
+class Flat:
+    """This rank has the elements [first, last), counted in the order of the memory."""
+
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Those `ranks` of the group have all of it, the others nothing: a pipeline."""
+
+    ranks: tuple[int, ...]
+
+
+Placement = Replicate | Shard | Flat | Stage
+
+
+@dataclass(frozen=True)
+class Step:
+    """How the ranks of one group divide a tensor, seen by the rank number `rank`.
+
+    Attributes:
+        placement: what this rank has.
+        rank, size: this rank in the group, and how many ranks that has.
+        shape, stride: of what was divided, and how it lies in memory.
+        group: None in a copy that another process has received.
+    """
+
+    placement: Placement
+    rank: int
+    size: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
+
+    def __reduce__(self) -> tuple:
+        """A process group cannot be sent; the rest can."""
+        return Step, (self.placement, self.rank, self.size, self.shape, self.stride)
+
+    @property
+    def owns(self) -> bool:
+        """Whether this rank is the one of those with the same numbers that owns them.
+
+        Of equals, the first of the group.
+        """
+        if isinstance(self.placement, Stage):
+            return self.rank == self.placement.ranks[0]
+        return self.rank == 0 or not isinstance(self.placement, Replicate)
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """Return what this rank has of a tensor: a view if it lies as it did."""
+        if isinstance(self.placement, Shard):
+            return tensor.tensor_split(self.size, self.placement.dim)[self.rank]
+        if isinstance(self.placement, Flat):
+            flat = in_memory_order(tensor, self.stride)
+            return flat[self.placement.first : self.placement.last]
+        return tensor
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """The shape of what this rank has."""
+        if isinstance(self.placement, Flat):
+            return (self.placement.last - self.placement.first,)
+        return tuple(self.part(torch.empty(self.shape, device="meta")).shape)
+
+    def __str__(self) -> str:
+        return f"{self.placement}, {self.rank} of {self.size}"
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The way from a parameter of the plain model to what this rank has of it.
+
+    Attributes:
+        name: in the plain model.
+        shape: there.
+        steps: what was done with it, group by group, in this order.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    steps: tuple[Step, ...] = ()
+
+    @property
+    def owned(self) -> bool:
+        """Whether the numbers count on this rank: on one of those that have them."""
+        return all(step.owns for step in self.steps)
+
+    def part(self, whole: Tensor) -> Tensor:
+        """Return what this rank has of the whole parameter, or of one like it."""
+        for step in self.steps:
+            whole = step.part(whole)
+        return whole
+
+    def step_along(self, group: dist.ProcessGroup) -> Step | None:
+        """Return what was done along a group; None if it was not divided there."""
+        return next((step for step in self.steps if step.group == group), None)
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.shape}: {'; '.join(map(str, self.steps))}"
+
+
+def place(
+    tensor: Tensor,
+    group: dist.ProcessGroup | None,
+    placement: Placement,
+    *,
+    like: Tensor | None = None,
+    name: str | None = None,
+    shape: Sequence[int] | None = None,
+) -> Tensor:
+    """Note how `tensor` was cut along `group`, and return it.
+
+    What was noted before for the same group is forgotten.
+
+    Args:
+        tensor: this rank's part: a parameter, or a piece of one.
+        group: the ranks that divide it; None are all.
+        placement: what this rank has of it.
+        like: what it was cut from; that one's way goes on here.
+        name, shape: of the plain model's parameter, if `like` is not given or has not
+            been placed; a shape that is not given is that of `like`, or of `tensor`.
+    """
+    source = tensor if like is None else like
+    before = placed(source)
+    if before is None:
+        before = Placed(name or "", tuple(source.shape if shape is None else shape))
+    group = dist.group.WORLD if group is None else group
+    step = Step(
+        placement,
+        dist.get_rank(group),
+        dist.get_world_size(group),
+        tuple(source.shape),
+        tuple(source.stride()),
+        group,
+    )
+    steps = [one for one in before.steps if one.group != group]
+    tensor.placed = Placed(before.name, before.shape, (*steps, step))
+    return tensor
+
+
+def placed(tensor: Tensor) -> Placed | None:
+    """Return how a tensor was placed; None if nobody has divided it."""
+    return getattr(tensor, "placed", None)
+
+
+def in_memory_order(tensor: Tensor, stride: Sequence[int]) -> Tensor:
+    """Return the elements of `tensor` in the order in which `stride` lays them.
+
+    One-dimensional, and a view if `tensor` lies that way already. (The stride of a
+    dimension of one element means nothing, and may differ.)
+    """
+    pairs = zip(tensor.shape, tensor.stride(), stride, strict=True)
+    if any(length > 1 and own != other for length, own, other in pairs):
+        where = {"dtype": tensor.dtype, "device": tensor.device}
+        tensor = torch.empty_strided(tensor.shape, stride, **where).copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+# ---- gradients -----------------------------------------------------------------------
+
+
+def groups_of(tensors: Iterable[Tensor]) -> list[dist.ProcessGroup]:
+    """Return the groups along which any of the tensors was divided, in order."""
+    steps = [step for t in tensors if (p := placed(t)) for step in p.steps]
+    return list(dict.fromkeys(step.group for step in steps))
+
+
+def total_norm(
+    tensors: Iterable[Tensor],
+    norm_type: float = 2.0,
+    groups: Iterable[dist.ProcessGroup] | None = None,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Return the norm of the whole model's gradient, in float64; for all ranks.
+
+    A norm of all is not the sum of the parts' norms. But the p-th powers can be added,
+    first of what this rank owns, then over the ranks along each group.
+
+    Args:
+        tensors: what this rank has, each with a `grad` or None.
+        norm_type: p of the p-norm, above 0; inf is the largest magnitude.
+        groups: those that divide the model; None are those of the tensors. A rank that
+            may have none has to be told.
+        error_if_nonfinite: raise RuntimeError, on all ranks, if it is inf or nan.
+
+    Raises ValueError for another `norm_type`. As torch.nn.utils.get_total_norm.
+    """
+    p = float(norm_type)
+    if not p > 0:
+        raise ValueError(f"norm_type is {norm_type!r}; it must be above 0, or inf")
+    tensors = list(tensors)
+    groups = groups_of(tensors) if groups is None else groups
+    own = [t for t in tensors if (way := placed(t)) is None or way.owned]
+    norm = get_total_norm([t.grad for t in own if t.grad is not None], p)
+    norm = norm.to(device(), torch.float64)
+    power = norm if p == math.inf else norm**p
+    for group in groups:
+        op = dist.ReduceOp.MAX if p == math.inf else dist.ReduceOp.SUM
+        dist.all_reduce(power, op, group)
+    norm = power if p == math.inf else power ** (1 / p)
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise RuntimeError(
+            f"the norm of the gradients is {norm.item()}, so they cannot be clipped; "
+            "with error_if_nonfinite=False they would be scaled all the same"
+        )
+    return norm
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    tensors: Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    groups: Iterable[dist.ProcessGroup] | None = None,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale all gradients so that the whole model's norm is at most `max_norm`.
+
+    Returns the norm as it was before; called by all ranks along the groups, with the
+    arguments of `total_norm`. As torch.nn.utils.clip_grad_norm_, which takes each
+    rank's part for the whole. Chapter 07.
+    """
+    tensors = list(tensors)
+    norm = total_norm(tensors, norm_type, groups, error_if_nonfinite)
+    clip_grads_with_norm_(tensors, max_norm, norm)
+    return norm.float()

@@ -1,0 +1,403 @@
+"""The whole state of a model of which each rank has a part: in one process's form.
+
+With the names, shapes and numbers of the plain model and its optimizer, so that a run
+can go on in one process, with another strategy, or on another number of ranks. What
+each rank has is told by `placements`, and they are undone from the last one to the
+first: along each group, the parts come together on its first rank, which goes on with
+them along the group before. Parameter by parameter, so that beside the parts and the
+result only one is there twice.
+
+    dp: pieces -> tp: parts of matrices -> pp: layers -> the plain model, on one rank
+
+To load is easier: everybody is given the whole state, and keeps its own part.
+torch.distributed.checkpoint.state_dict does this for DTensors. Chapter 08.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ddp_course.collectives import communicator
+from ddp_course.mechanisms.placements import (
+    Flat,
+    Placed,
+    Shard,
+    Step,
+    clip_grad_norm_,
+    in_memory_order,
+    placed,
+)
+from ddp_course.mechanisms.replicas import ReplicaError
+
+State = dict[str, Any]  # of one parameter: name -> value
+Group = dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class PlainModel:
+    """What a module was before anybody divided it.
+
+    Attributes:
+        keys: of its `state_dict`, each with its parameter's name; None: a buffer. (A
+            tied parameter has several keys.)
+        shapes: of its parameters by name, in order, and of its buffers by key.
+    """
+
+    keys: Mapping[str, str | None]
+    shapes: Mapping[str, torch.Size]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> PlainModel:
+        """Describe a plain module; of one that is divided, say what it was before."""
+        if isinstance(before := getattr(module, "plain", None), cls):
+            return before
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        state = module.state_dict(keep_vars=True)
+        keys = {key: names.get(value) for key, value in state.items()}
+        shapes = {name: parameter.shape for parameter, name in names.items()}
+        shapes |= {k: state[k].shape for k, name in keys.items() if name is None}
+        return cls(keys, shapes)
+
+    def problem_with(self, state: Any) -> str | None:
+        """Return why this is no state dict of the plain model, or None."""
+        if not isinstance(state, Mapping):
+            return f"state_dict is a {type(state).__name__}; it must be a dict"
+        if missing := [key for key in self.keys if key not in state]:
+            return f"the state_dict has no {', '.join(missing[:3])}"
+        if more := [key for key in state if key not in self.keys]:
+            return (
+                f"the state_dict has {', '.join(map(str, more[:3]))}: no such name here"
+            )
+        for key, name in self.keys.items():
+            shape = self.shapes[key if name is None else name]
+            found = getattr(state[key], "shape", type(state[key]).__name__)
+            if found != shape:
+                it_is = list(found) if isinstance(found, torch.Size) else found
+                return f"the state_dict has {key} as {it_is}; it must be {list(shape)}"
+        return None
+
+
+class WholeState:
+    """A module whose parameters were placed, and what can be asked of all ranks of it.
+
+    Attributes:
+        plain: what it was, `PlainModel.of(module)` before it was divided.
+        groups: along which it was divided, `groups_before(module)` and the own one.
+
+    All methods are called by all ranks along these groups together.
+    """
+
+    plain: PlainModel
+    groups: tuple[Group, ...]
+
+    def full_state_dict(self, rank0_only: bool = False) -> dict[str, Tensor]:
+        """Return what the plain module's `state_dict` would be, on the CPU.
+
+        With `rank0_only`, all but the first rank along all groups get an empty dict.
+        """
+        own = {way_of(p).name: (way_of(p), {"": p.detach()}) for p in self.parameters()}
+        own |= {k: (Placed(k, b.shape), {"": b}) for k, b in _buffers(self).items()}
+        whole = gathered(own, self.groups, self.plain.shapes)
+        keys = self.plain.keys if whole else {}
+        state = {key: whole[name or key][""] for key, name in keys.items()}
+        return state if rank0_only else from_first(state, self.groups)
+
+    @torch.no_grad()
+    def load_full_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Take the numbers of a plain module's `state_dict`: each rank its own part.
+
+        Raises ReplicaError, on every rank, if names or shapes do not fit.
+        """
+        check_along(self.groups, self.plain.problem_with(state_dict))
+        keys = {name: key for key, name in self.plain.keys.items() if name}
+        for parameter in self.parameters():
+            way = way_of(parameter)
+            parameter.copy_(way.part(state_dict[keys[way.name]]))
+        for key, buffer in _buffers(self).items():
+            buffer.copy_(state_dict[key])
+
+    def full_optimizer_state_dict(
+        self, optimizer: Optimizer, rank0_only: bool = False
+    ) -> dict[str, Any]:
+        """As `full_optimizer_state`, of an optimizer of this module's parameters()."""
+        state = full_optimizer_state(optimizer, self.plain, self.groups)
+        return state if rank0_only else from_first(state, self.groups)
+
+    def load_full_optimizer_state_dict(
+        self, optimizer: Optimizer, state_dict: Mapping[str, Any]
+    ) -> None:
+        """As `load_full_optimizer_state`."""
+        load_full_optimizer_state(optimizer, state_dict, self.plain, self.groups)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm is at most `max_norm`; return it.
+
+        The norm is that of the whole model's gradient, as it was before. Raises
+        ValueError for a `norm_type` not above 0. As torch.nn.utils.clip_grad_norm_.
+        """
+        return clip_grad_norm_(self.parameters(), max_norm, norm_type, self.groups)
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return this rank's buffers that belong to the plain model's state, by key."""
+    inner = getattr(module, "module", module)
+    while hasattr(inner, "module"):
+        inner = inner.module
+    found = dict(inner.named_buffers(remove_duplicate=False))
+    keys = [key for key, name in module.plain.keys.items() if name is None]
+    return {key: found[key] for key in keys if key in found}
+
+
+def groups_before(module: nn.Module) -> tuple[Group, ...]:
+    """Return the groups along which a module was divided until now."""
+    return getattr(module, "groups", ()) if isinstance(module, WholeState) else ()
+
+
+def check_along(groups: Sequence[Group], problem: str | None) -> None:
+    """Raise ReplicaError on all ranks along the groups if there is a problem on one.
+
+    Who hears of it from one group tells the next, so all raise the same text.
+    """
+    text = f"rank {dist.get_rank()}: {problem}. Nothing was sent." if problem else ""
+    for group in groups:
+        texts = communicator(group).exchange(text)
+        text = min((text for text in texts if text), default="")
+    if text:
+        raise ReplicaError(text)
+
+
+# ---- parts come together -------------------------------------------------------------
+
+Item = tuple[Placed, State]  # the way to a part, and what was cut like it
+
+
+def way_of(tensor: Tensor) -> Placed:
+    """Return how a tensor was placed. Raises ValueError if it has not been."""
+    if (way := placed(tensor)) is None:
+        raise ValueError(
+            f"a tensor of shape {[*tensor.shape]} is no part of this model; take its "
+            "parameters()"
+        )
+    return way
+
+
+def gathered(
+    own: Mapping[str, Item], groups: Sequence[Group], order: Iterable[str]
+) -> dict[str, State]:
+    """Put what all ranks have together, by name, on the CPU; called by all ranks.
+
+    Args:
+        own: what this rank has.
+        groups: along which it was divided, the first one first.
+        order: all names there can be.
+
+    The first rank along all groups gets it, the others get nothing.
+    """
+    names, items = list(order), {}
+    for name, (way, state) in own.items():
+        items[name] = [way.step_along(group) for group in groups], _on_cpu(state)
+    for group in reversed(groups):
+        items = _along(group, items, names)
+        if communicator(group).rank > 0:
+            return {}  # handed over
+    return {name: state for name, (_, state) in items.items()}
+
+
+def from_first(value: Any, groups: Sequence[Group]) -> Any:
+    """Send what the first rank along all groups has to all the others."""
+    for group in groups:
+        box = [value]
+        dist.broadcast_object_list(box, communicator(group).ranks[0], group)
+        value = box[0]
+    return value
+
+
+Steps = list[Step | None]  # what is to be undone: one for each group, the last first
+
+
+def _along(
+    group: Group, own: Mapping[str, tuple[Steps, State]], names: list[str]
+) -> dict[str, tuple[Steps, State]]:
+    """Undo what was done along one group: the parts join on its first rank."""
+    comm, joined = communicator(group), {}
+    there = set().union(*comm.exchange(tuple(own)))
+    for name in (name for name in names if name in there):
+        parts = [None] * comm.size if comm.rank == 0 else None
+        dist.gather_object(own.get(name), parts, comm.ranks[0], group)
+        if parts:
+            found = [part for part in parts if part is not None]
+            (*before, _), _ = found[0]
+            joined[name] = before, _join([(steps[-1], s) for steps, s in found])
+    return joined
+
+
+def _join(parts: Sequence[tuple[Step | None, State]]) -> State:
+    """Return what was cut, from its parts in the order of the ranks."""
+    step, first = parts[0]
+    if step is None or not isinstance(step.placement, (Shard, Flat)):
+        return first
+    state: State = {}
+    for key in dict.fromkeys(key for _, values in parts for key in values):
+        found = [(one, values[key]) for one, values in parts if key in values]
+        value = found[0][1]
+        if not all(_has_dims(v) and v.shape == one.part_shape for one, v in found):
+            state[key] = value  # such as "step": the same for all parts
+        elif isinstance(step.placement, Shard):
+            state[key] = torch.cat([value for _, value in found], step.placement.dim)
+        else:
+            whole = torch.empty_strided(step.shape, step.stride, dtype=value.dtype)
+            flat = in_memory_order(whole.zero_(), step.stride)
+            for one, value in found:
+                flat[one.placement.first : one.placement.last] = value
+            state[key] = whole
+    return state
+
+
+# ---- optimizers ----------------------------------------------------------------------
+
+
+def full_optimizer_state(
+    optimizer: Optimizer, plain: PlainModel, groups: Sequence[Group]
+) -> dict[str, Any]:
+    """Return the state that `optimizer` would have in one process, on the CPU.
+
+    It steps parameters that were placed along `groups`, or placed pieces of them; in
+    one process it would have the plain model's, in their order. Called by all ranks;
+    the first along all groups gets it, the others an empty dict. Raises ReplicaError,
+    on every rank, for an optimizer of other tensors.
+    """
+    names = _names(optimizer, plain, groups)
+    own = {way_of(p).name: (way_of(p), state) for p, state in optimizer.state.items()}
+    whole = gathered(own, groups, plain.shapes)
+    if any(communicator(group).rank for group in groups):
+        return {}
+    numbers = {name: k for k, name in enumerate(n for those in names for n in those)}
+    told = []
+    for group, those in zip(optimizer.param_groups, names, strict=True):
+        told.append({**options_of(group), "params": [numbers[n] for n in those]})
+        if "param_names" in group:
+            told[-1]["param_names"] = those
+    states = {numbers[name]: state for name, state in whole.items() if state}
+    return {"state": dict(sorted(states.items())), "param_groups": told}
+
+
+def load_full_optimizer_state(
+    optimizer: Optimizer,
+    state_dict: Mapping[str, Any],
+    plain: PlainModel,
+    groups: Sequence[Group],
+) -> None:
+    """Let `optimizer` go on from the state of one process: each rank its own part.
+
+    Called by all ranks, with the whole of it. Raises ReplicaError, on every rank, if it
+    does not fit.
+    """
+    names = _names(optimizer, plain, groups)
+    check_along(groups, problem_with(state_dict, names, plain.shapes))
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    known = dict(zip((n for those in names for n in those), keys, strict=True))
+    own = optimizer.state_dict()
+    for group, saved in zip(
+        own["param_groups"], state_dict["param_groups"], strict=True
+    ):
+        group.update(options_of(saved))
+    own["state"] = {}
+    stepped = (p for group in optimizer.param_groups for p in group["params"])
+    for number, parameter in enumerate(stepped):
+        way = way_of(parameter)
+        state = state_dict["state"].get(known[way.name], {})
+        if state:
+            own["state"][number] = {k: _part(k, v, way) for k, v in state.items()}
+    optimizer.load_state_dict(own)
+
+
+def _names(
+    optimizer: Optimizer, plain: PlainModel, groups: Sequence[Group]
+) -> list[list[str]]:
+    """Return what the plain optimizer would have in each group, by name, in order."""
+    own, problem = [], None
+    try:
+        own = [
+            {way_of(p).name for p in group["params"]}
+            for group in optimizer.param_groups
+        ]
+    except ValueError as error:
+        problem = f"the optimizer steps what it should not: {error}"
+    check_along(groups, problem)
+    for group in groups:
+        parts = communicator(group).exchange(tuple(tuple(names) for names in own))
+        check_along(groups, _unequal(parts))
+        own = [set().union(*those) for those in zip(*parts, strict=True)]
+    return [[name for name in plain.shapes if name in names] for names in own]
+
+
+def _unequal(parts: Sequence[Sequence]) -> str | None:
+    counts = [len(part) for part in parts]
+    if len(set(counts)) == 1:
+        return None
+    return f"the ranks' optimizers have {counts} parameter groups"
+
+
+def problem_with(
+    state_dict: Any, names: list[list[str]], shapes: Mapping[str, torch.Size]
+) -> str | None:
+    """Return why a state is none of an optimizer of these parameters, or None.
+
+    Raises nothing, whatever it is: the other ranks must hear of it.
+    """
+    try:
+        lengths = [len(group["params"]) for group in state_dict["param_groups"]]
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        states = {key: dict(state) for key, state in state_dict["state"].items()}
+    except Exception as error:
+        return f"this is no state_dict of an optimizer: {error!r}"
+    if lengths != [len(those) for those in names]:
+        return (
+            f"the state_dict has groups of {lengths} parameters; this optimizer has "
+            f"groups of {[len(those) for those in names]}"
+        )
+    known = dict(zip(keys, (n for those in names for n in those), strict=True))
+    for key, state in states.items():
+        if key not in known:
+            return f"the state_dict has a state of {key}, but no parameter {key}"
+        for name, value in state.items():
+            shape = shapes[known[key]]
+            if _has_dims(value) and value.shape != shape:
+                return (
+                    f"the state {name} of {known[key]} has the shape "
+                    f"{[*value.shape]}; it must be {[*shape]}"
+                )
+    return None
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parameter group without its parameters."""
+    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
+
+
+def _part(key: str, value: Any, way: Placed) -> Any:
+    """Return what this rank keeps of a state."""
+    if not isinstance(value, Tensor):
+        return value
+    alike = key != "step" and value.shape == way.shape
+    return (way.part(value) if alike else value).clone()
+
+
+def _has_dims(value: Any) -> bool:
+    """Tell whether a state has a number for each element, as "step" has not."""
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _on_cpu(state: State) -> State:
+    """Return a state with its tensors on the CPU: copies."""
+    return {
+        key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+        for key, value in state.items()
+    }

@@ -1,0 +1,225 @@
+"""Placements: parts of parts come together again, whatever was combined."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp_course.launch import spawn
+from ddp_course.mechanisms.placements import (
+    Flat,
+    Placed,
+    Replicate,
+    Shard,
+    Stage,
+    Step,
+    place,
+    placed,
+    total_norm,
+)
+from ddp_course.mechanisms.replicas import ReplicaError
+from ddp_course.mechanisms.whole_state import PlainModel, WholeState
+from ddp_course.mesh import Mesh, make_groups
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def step(placement, rank, like, size=2):
+    return Step(placement, rank, size, tuple(like.shape), tuple(like.stride()))
+
+
+# ---- without a process ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_a_part_of_a_part_has_the_elements_that_its_way_says(layout):
+    whole = torch.arange(4 * 6 * 2 * 3.0).view(4, 6, 2, 3).to(memory_format=layout)
+    for rank in range(2):
+        rows = whole[:, 3 * rank : 3 * rank + 3].contiguous(memory_format=layout)
+        own = step(Flat(5, 19), 0, rows)
+        way = Placed("w", tuple(whole.shape), (step(Shard(1), rank, whole), own))
+        in_memory = rows.as_strided((rows.numel(),), (1,))
+        assert torch.equal(way.part(whole), in_memory[5:19])
+        assert own.part_shape == (14,)
+        assert way.owned  # nobody else has them
+
+
+def test_of_those_with_the_same_numbers_one_owns_them():
+    w = torch.zeros(4)
+    for first, second, owned in [
+        (step(Replicate(), 0, w), step(Shard(0), 1, w), True),
+        (step(Replicate(), 1, w), step(Shard(0), 0, w), False),
+        (step(Stage((1,)), 1, w), step(Replicate(), 0, w), True),
+        (step(Stage((0, 1)), 1, w), step(Flat(0, 2), 0, w), False),
+    ]:
+        assert Placed("w", (4,), (first, second)).owned is owned
+
+
+def test_a_way_can_be_read_and_sent():
+    way = Placed("w", (4, 2), (step(Shard(0), 1, torch.zeros(4, 2)),))
+    assert str(way) == "w (4, 2): Shard(dim=0), 1 of 2"
+    assert pickle.loads(pickle.dumps(way)) == way
+
+
+# ---- 8 ranks: stages x matrices x pieces ---------------------------------------------
+
+
+class Plain(nn.Module):
+    """Matrices, a tied and a frozen parameter, a buffer, one that lies transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.up = nn.Embedding(6, 5), nn.Linear(5, 8)
+        self.down, self.head = nn.Linear(8, 5), nn.Linear(5, 6, bias=False)
+        self.head.weight = self.embed.weight
+        self.up.bias.requires_grad_(False)
+        self.turned = nn.Parameter(torch.randn(3, 4, 2).transpose(0, 2))
+        self.register_buffer("seen", torch.arange(3))
+
+
+CUT = {"embed.weight": 0, "up.weight": 0, "up.bias": 0, "down.weight": 1, "turned": 1}
+STAGES = {"embed.weight": (0, 1), "up.weight": (0,), "up.bias": (0,), "turned": (1,)}
+
+
+def gradient_of(name: str, like: Tensor) -> Tensor:
+    return torch.sin(torch.arange(like.numel()) + len(name)).view(like.shape)
+
+
+class Divided(WholeState, nn.Module):
+    """What this rank has of `Plain`, by hand: a stage, cut in two, in pieces."""
+
+    def __init__(self, axes) -> None:
+        super().__init__()
+        plain = Plain()
+        self.plain = PlainModel.of(plain)
+        pp, tp, dp = self.groups = tuple(axes.group(a) for a in ("pp", "tp", "dp"))
+        self.gradients = {}
+        for name, parameter in plain.named_parameters():
+            ranks = STAGES.get(name, (1,))
+            if dist.get_rank(pp) not in ranks:
+                continue
+            place(parameter, pp, Stage(ranks), name=name)
+            how = Shard(CUT[name]) if name in CUT else Replicate()
+            local = step(how, dist.get_rank(tp), parameter).part(parameter)
+            local = local.detach().clone()  # keeps the order of dimensions in memory
+            place(local, tp, how, like=parameter)
+            edges = 0, local.numel() // 2 + 1, local.numel()
+            at = dist.get_rank(dp)
+            piece = nn.Parameter(
+                step(Flat(*edges[at : at + 2]), 0, local).part(local),
+                parameter.requires_grad,
+            )
+            place(piece, dp, Flat(*edges[at : at + 2]), like=local)
+            self.register_parameter(name.replace(".", "_"), piece)
+            if parameter.requires_grad:
+                piece.grad = placed(piece).part(gradient_of(name, parameter)).clone()
+        if axes.index("pp") == 1:
+            self.register_buffer("seen", plain.seen)
+
+
+def plain_run():
+    plain = Plain()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    for name, p in plain.named_parameters():
+        p.grad = gradient_of(name, p) if p.requires_grad else None
+    norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+    optimizer.step()
+    plain.seen += 1
+    return plain, optimizer, norm
+
+
+def divided():
+    axes = make_groups(Mesh({"pp": 2, "dp": 2, "tp": 2}))
+    expected, expected_optimizer, norm = plain_run()
+    model = Divided(axes)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    largest = total_norm(model.parameters(), torch.inf, model.groups)
+    clipped = model.clip_grad_norm_(0.5)
+    optimizer.step()
+    for buffer in model.buffers():
+        buffer += 1
+    torch.testing.assert_close(clipped, norm)
+    grads = [gradient_of(n, p) for n, p in expected.named_parameters()]
+    assert largest == max(g.abs().max() for g in [*grads[:1], *grads[1:2], *grads[3:]])
+    # The plain states, by every rank or by the first alone
+    whole, states = model.full_state_dict(), model.full_optimizer_state_dict(optimizer)
+    torch.testing.assert_close(dict(whole), dict(expected.state_dict()))
+    theirs = expected_optimizer.state_dict()
+    torch.testing.assert_close(states["state"], theirs["state"])
+    assert states["param_groups"] == theirs["param_groups"]
+    first = model.full_state_dict(rank0_only=True)
+    assert bool(first) is (dist.get_rank() == 0)
+    # and back, into another model that has forgotten everything
+    again = Divided(axes)
+    other = torch.optim.AdamW(again.parameters(), lr=7.0)
+    again.load_full_state_dict(whole)
+    again.load_full_optimizer_state_dict(other, states)
+    assert other.param_groups[0]["lr"] == 0.1
+    for a, b in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(a, b)
+        for key, value in optimizer.state[a].items():
+            assert torch.equal(value, other.state[b][key])
+    assert dict(again.named_buffers()).keys() == dict(model.named_buffers()).keys()
+    return refusals(model, optimizer, whole, states)
+
+
+def refusals(model, optimizer, whole, states):
+    """What does not fit on one rank alone is refused on all, with the same words."""
+    told, last = [], dist.get_rank() == 7
+    wrong = copy.deepcopy(states)
+    if last:
+        whole = {**whole, "down.bias": torch.zeros(4)}
+        wrong["state"][0]["exp_avg"] = torch.zeros(2)
+    stranger = torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=1.0)
+    for attempt in (
+        lambda: model.load_full_state_dict(whole),
+        lambda: model.load_full_optimizer_state_dict(optimizer, wrong),
+        lambda: model.full_optimizer_state_dict(stranger if last else optimizer),
+    ):
+        with pytest.raises(ReplicaError) as error:
+            attempt()
+        told.append(str(error.value))
+    return told
+
+
+def test_a_model_in_stages_in_parts_in_pieces_is_whole_again():
+    told = spawn(divided, world_size=8, output="none", timeout=120)
+    for texts in zip(*told, strict=True):
+        assert len(set(texts)) == 1
+        assert texts[0].startswith("rank 7: ")
+        assert texts[0].endswith("Nothing was sent.")
+    shape, state, stranger = told[7]
+    assert "down.bias as [4]; it must be [5]" in shape
+    assert "the state exp_avg of turned has the shape [2]" in state
+    assert "a tensor of shape [3] is no part of this model" in stranger
+
+
+def counted_twice(parameters, groups):
+    """The plant: everybody counts what everybody has."""
+    power = sum((p.grad.double() ** 2).sum() for p in parameters if p.grad is not None)
+    for group in groups:
+        dist.all_reduce(power, group=group)
+    return power.sqrt().float()
+
+
+def norms():
+    model = Divided(make_groups(Mesh({"pp": 2, "dp": 2, "tp": 2})))
+    right = total_norm(model.parameters(), 2.0, model.groups)
+    return right, counted_twice(list(model.parameters()), model.groups)
+
+
+def test_a_norm_that_counts_replicas_is_seen():
+    plain = Plain()
+    grads = [gradient_of(n, p) for n, p in plain.named_parameters() if p.requires_grad]
+    expected = nn.utils.get_total_norm(grads).double()
+    for right, planted in spawn(norms, world_size=8, output="none", timeout=120):
+        torch.testing.assert_close(right, expected, rtol=1e-6, atol=0)
+        assert planted > 1.05 * expected
