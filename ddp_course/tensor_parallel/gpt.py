@@ -30,11 +30,8 @@ from torch import Tensor, nn
 
 from ddp_course.collectives import communicator
 from ddp_course.mechanisms.batches import digest
-from ddp_course.mechanisms.exchange import (
-    MemoryExchange,
-    MessageExchange,
-    memory_problem,
-)
+from ddp_course.mechanisms.exchange import MessageExchange
+from ddp_course.mechanisms.memory_exchange import MemoryExchange, memory_problem
 from ddp_course.mechanisms.replicas import check_same, form_of, problem_with
 from ddp_course.mechanisms.whole import HasWholeState
 from ddp_course.model import GPT, build_gpt

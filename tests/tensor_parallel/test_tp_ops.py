@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ddp_course.launch import spawn
-from ddp_course.mechanisms.exchange import MemoryExchange, MessageExchange
+from ddp_course.mechanisms.exchange import MessageExchange
+from ddp_course.mechanisms.memory_exchange import MemoryExchange
 from ddp_course.model import MLP, GPTConfig
 from ddp_course.tensor_parallel import (
     ColumnParallelLinear,

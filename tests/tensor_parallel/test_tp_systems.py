@@ -17,7 +17,7 @@ from ddp_course.measure import (
     TorchCollectives,
     resident,
 )
-from ddp_course.mechanisms.exchange import MemoryExchange
+from ddp_course.mechanisms.memory_exchange import MemoryExchange
 from ddp_course.model import MLP, build_gpt, cross_entropy
 from ddp_course.tensor_parallel import (
     NaiveParallelMLP,
