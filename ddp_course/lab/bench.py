@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from ddp_course.lab.bench_pp import pp
 from ddp_course.lab.bench_tp import tp
 from ddp_course.lab.bench_zero import zero
-from ddp_course.lab.measured import plot_sizes
+from ddp_course.lab.draw.plots import style
+from ddp_course.lab.draw.sizes import plot_sizes
 from ddp_course.lab.palette import INK, MUTED
-from ddp_course.lab.plots import style
 from ddp_course.theory import bus_factor
 
 if TYPE_CHECKING:

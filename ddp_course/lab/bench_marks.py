@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ddp_course.lab.measured_dp import GRID
+from ddp_course.lab.draw.plots import GRID
 from ddp_course.lab.palette import INK, MUTED
 
 if TYPE_CHECKING:

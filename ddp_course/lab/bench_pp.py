@@ -12,10 +12,9 @@ from ddp_course.lab.bench_marks import (
     draw_marks,
     frame,
 )
-from ddp_course.lab.measured_dp import GRID
-from ddp_course.lab.measured_pipelines import Row, checked_rows, draw_bubbles
+from ddp_course.lab.draw.bubbles import Row, checked_rows, draw_bubbles
+from ddp_course.lab.draw.plots import GRID, style
 from ddp_course.lab.palette import INK
-from ddp_course.lab.plots import style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -13,8 +13,8 @@ from ddp_course.lab.bench_marks import (
     frame,
     legend_below,
 )
+from ddp_course.lab.draw.plots import style
 from ddp_course.lab.palette import INK
-from ddp_course.lab.plots import style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -14,15 +14,20 @@ reader's function does, the cell neither raises nor hangs.
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from IPython.display import Markdown
 
-from ddp_course.lab.answers import Answer, Hint, Untouched, code, error_line, one_line
+from ddp_course.lab.answers import (
+    Answer,
+    Hint,
+    Untouched,
+    code,
+    error_line,
+    one_line,
+)
 from ddp_course.lab.source import show_source
 
 UNTOUCHED, NOT_YET, PASSED = "not attempted yet", "not yet", "passed"
@@ -109,24 +114,3 @@ def expect_call(answer: Answer, *args: Any, returns: Any, because: str) -> None:
         f"{answer.call(*args)} returned {code(got)}; expected {code(wanted)}, "
         f"because {because}.",
     )
-
-
-def all_exercises() -> dict[str, Exercise]:
-    """Return every exercise of the course by its name."""
-    found = {}
-    for file in sorted(Path(__file__).parent.glob("ch[0-9][0-9].py")):
-        chapter = importlib.import_module(f"{__package__}.{file.stem}")
-        for thing in vars(chapter).values():
-            if isinstance(thing, Exercise):
-                found[thing.name] = thing
-    return found
-
-
-def show_solution(name: str) -> Markdown:
-    """Show a solution of the exercise `name`."""
-    known = all_exercises()
-    if name not in known:
-        raise ValueError(
-            f"no exercise is called {name!r}; there are {', '.join(known)}"
-        )
-    return known[name].solution()

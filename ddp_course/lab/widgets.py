@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ddp_course.lab.drawing import Drawing
+from ddp_course.lab.draw.drawing import Drawing
 
 if TYPE_CHECKING:
     from ipywidgets import interactive

@@ -37,7 +37,7 @@ from pathlib import Path
 import torch.multiprocessing as mp
 
 # torch._dynamo and sympy are what the first optimizer or DDP of a process imports, and
-# IPython.display what the exercises of `lab` import in every rank.
+# IPython.display what the exercises of `chapters` import in every rank.
 PRELOAD = [
     "torch",
     "torch.distributed",
@@ -53,7 +53,7 @@ PRELOAD = [
     "IPython.display",
     "ddp_course.launch.preload",
 ]
-NOT_FOR_RANKS = ("lab", "commands", "bench")
+NOT_FOR_RANKS = ("chapters", "lab", "commands", "bench")
 TESTING = ["pytest", "hypothesis"]  # if the launcher has them, its ranks will want them
 IN_SERVER = "DDP_COURSE_FORK_SERVER"  # set in the server's environment only
 COURSE = Path(__file__).parents[1]

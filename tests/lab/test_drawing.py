@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_course.lab.drawing import ROOM, Drawing, number
+from ddp_course.lab.draw.drawing import ROOM, Drawing, number
 from ddp_course.lab.palette import (
     RANK_COLORS,
     contrast,

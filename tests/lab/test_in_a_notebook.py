@@ -10,6 +10,10 @@ import pytest
 from ddp_course.commands.execute import ThisPython
 
 STUB = """
+from ddp_course.chapters import show_solution
+from ddp_course.chapters.ch00_start_here.exercises import *
+from ddp_course.chapters.ch01_ranks.exercises import *
+from ddp_course.chapters.ch01_ranks.figures import *
 from ddp_course.lab import *
 def place(rank, nproc_per_node):
     raise NotImplementedError
@@ -37,7 +41,7 @@ CELLS = {
     CRASHING: "`global_rank(0, 0, 4)` raised `NameError: name 'node_rnk'",
     RIGHT: "✓ **my_slice: passed.**",
     "show_source(place)": "`this notebook`\n\n```python\ndef place(",
-    "show_solution('place')": "`ddp_course/lab/solutions/ch01.py`",
+    "show_solution('place')": "`ddp_course/chapters/ch01_ranks/solutions.py`",
     "show_diff(cluster, groups)": "```diff",
     "Prediction('How many?', 3).compare(measured=4, theory=4)": "| theory | 4 | 1 |",
     "gallery(cluster, [dict(nnodes=1, nproc_per_node=2)] * 2)": "<svg xmlns=",

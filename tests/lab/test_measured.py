@@ -1,27 +1,25 @@
 """Plots of what the meters recorded: what is drawn, in which units, clear errors."""
 
 import io
-import itertools
 from dataclasses import dataclass
 from fractions import Fraction
 
 import matplotlib
 import pytest
+from drawings import no_texts_overlap
 
 matplotlib.use("agg")
 
-from matplotlib import pyplot  # noqa: E402
 from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: E402
 from matplotlib.colors import to_hex  # noqa: E402
 
-from ddp_course.lab import (  # noqa: E402
-    plot_bytes,
+from ddp_course.lab import rank_color  # noqa: E402
+from ddp_course.lab.draw.per_rank import plot_bytes, plot_timeline  # noqa: E402
+from ddp_course.lab.draw.sizes import (  # noqa: E402
     plot_fit,
     plot_sizes,
-    plot_timeline,
-    rank_color,
+    size_name,  # noqa: E402
 )
-from ddp_course.lab.measured import size_name  # noqa: E402
 from ddp_course.lab.palette import RANK_COLORS, lighter  # noqa: E402
 from ddp_course.measure.events import Event  # noqa: E402
 
@@ -57,38 +55,6 @@ FIGURES = {
     "bytes": lambda: plot_bytes(BYTES, BYTES),
     "timeline": lambda: plot_timeline(EVENTS),
 }
-
-
-def texts(figure):
-    """All texts of a figure with their boxes in pixels, after it was laid out."""
-    FigureCanvasAgg(figure).draw()
-    found = [
-        t
-        for t in figure.findobj(matplotlib.text.Text)
-        if t.get_visible() and t.get_text().strip()
-    ]
-    shown = []
-    for text in found:
-        box = matplotlib.text.Text.get_window_extent(text)  # without an arrow
-        if box.width and figure.bbox.x0 - 1 <= box.x0 and box.x1 <= figure.bbox.x1 + 1:
-            shown.append((text.get_text(), box))
-    return shown
-
-
-def no_texts_overlap(draw):
-    """Draw, look at every two texts, return the figure; nothing global has changed."""
-    before = dict(matplotlib.rcParams)
-    figure = draw()
-    assert pyplot.get_fignums() == []
-    assert dict(matplotlib.rcParams) == before
-    with matplotlib.rc_context({"font.family": "DejaVu Sans"}):
-        shown = texts(figure)
-    assert len(shown) > 4
-    for (a, box_a), (b, box_b) in itertools.combinations(shown, 2):
-        wide = min(box_a.x1, box_b.x1) - max(box_a.x0, box_b.x0)
-        high = min(box_a.y1, box_b.y1) - max(box_a.y0, box_b.y0)
-        assert min(wide, high) < 2, f"{a!r} overlaps {b!r}"
-    return figure
 
 
 @pytest.mark.parametrize("name", FIGURES)

@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from ddp_course.lab import Drawing, cluster, explore, gallery, rendezvous
+from ddp_course.chapters.ch01_ranks.figures import cluster, rendezvous
+from ddp_course.lab import Drawing, explore, gallery
 from ddp_course.lab.widgets import FITS
 
 

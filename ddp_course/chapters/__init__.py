@@ -1,0 +1,49 @@
+"""Beside the floors: a room per chapter, named as its notebook; nothing lists them.
+
+chNN_topic/exercises.py   its checks: each an `Exercise`
+chNN_topic/solutions.py   a solution of each, which `show_solution` shows
+chNN_topic/figures.py     its drawings; `IMAGES` says which are files of `images/`
+
+Whatever else a room holds is its own. What two rooms share is in `ddp_course.lab`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from types import ModuleType
+
+from IPython.display import Markdown
+
+from ddp_course.lab.exercises import Exercise
+
+
+def rooms() -> list[str]:
+    """Return the names of all rooms, in the order of the chapters."""
+    found = (module.name for module in pkgutil.iter_modules(__path__))
+    return sorted(name for name in found if name.startswith("ch"))
+
+
+def modules() -> Iterator[ModuleType]:
+    """Import and yield every module of every room."""
+    for room in rooms():
+        package = importlib.import_module(f"{__name__}.{room}")
+        for module in pkgutil.iter_modules(package.__path__):
+            yield importlib.import_module(f"{package.__name__}.{module.name}")
+
+
+def all_exercises() -> dict[str, Exercise]:
+    """Return every exercise of the course by its name."""
+    things = (thing for module in modules() for thing in vars(module).values())
+    return {thing.name: thing for thing in things if isinstance(thing, Exercise)}
+
+
+def show_solution(name: str) -> Markdown:
+    """Show a solution of the exercise `name`."""
+    known = all_exercises()
+    if name not in known:
+        raise ValueError(
+            f"no exercise is called {name!r}; there are {', '.join(known)}"
+        )
+    return known[name].solution()

@@ -1,0 +1,1 @@
+"""Chapter 00: What happens when four processes train one model?"""

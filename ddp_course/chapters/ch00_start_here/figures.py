@@ -1,0 +1,121 @@
+"""The figure of chapter 00: one process, or many that together do the same."""
+
+from __future__ import annotations
+
+from ddp_course.lab.draw.drawing import Drawing
+from ddp_course.lab.palette import (
+    MUTED,
+    PANEL,
+    PANEL_EDGE,
+    WHOLE,
+    lighter,
+    rank_color,
+)
+
+HEIGHT = 474
+CARD_W, CARD_H = 116, 312  # a process
+LEFT, RIGHT, STEP = 16, 192, 129  # left edges: the one process, rank 0, then each rank
+BATCH, ROW_W, ROW_H, SAMPLES = 66, 60, 15, 8
+FORWARD, BAR_H = 206, 22  # from here on: y of what a process does
+AVERAGE, UPDATE = 268, 312
+CHART, CHART_H = 372, 78
+WORDS = {1: "one", 2: "two", 4: "four", 8: "eight"}
+
+
+def one_or_many(world_size: int = 4) -> Drawing:
+    """Draw one process with a whole batch of 8 beside `world_size` that share it.
+
+    Raises ValueError unless world_size divides the 8 rows: 1, 2, 4 or 8.
+    """
+    if world_size not in WORDS:
+        raise ValueError(f"world_size is {world_size!r}; it can be 1, 2, 4 or 8")
+    many = WORDS[world_size]
+    processes = "process" if world_size == 1 else "processes"
+    each = SAMPLES // world_size
+    right_w = (world_size - 1) * STEP + CARD_W
+    d = Drawing(
+        RIGHT + right_w + LEFT,
+        HEIGHT,
+        title=f"One process or {many}: the same loss curve",
+        description=(
+            "Left: one process trains on a batch of eight samples. Right: "
+            f"{many} {processes} with the same model, each with its own {each} of the "
+            "eight samples, average their gradients, and all make the same step. "
+            "Below: both give the same loss curve."
+        ),
+    )
+    d.text(LEFT + CARD_W / 2, 24, "one process", size=15, bold=True)
+    _process(d, LEFT, "whole batch", range(SAMPLES), WHOLE, alone=True)
+    d.text(RIGHT + right_w / 2, 24, f"{many} {processes}", size=15, bold=True)
+    for rank in range(world_size):
+        rows = range(each * rank, each * (rank + 1))
+        _process(d, RIGHT + rank * STEP, f"rank {rank}", rows, rank_color(rank))
+    d.rect(RIGHT + 8, AVERAGE, right_w - 16, BAR_H + 2, fill="#FFFFFF")
+    d.hatch(RIGHT + 8, AVERAGE, right_w - 16, BAR_H + 2)
+    if world_size > 1:
+        label = f"average the {many} gradients"
+        middle, half = RIGHT + right_w / 2, 4 * len(label) + 2
+        d.rect(
+            middle - half,
+            AVERAGE + 3,
+            2 * half,
+            BAR_H - 4,
+            fill="#FFFFFF",
+            stroke="none",
+        )
+        d.text(middle, AVERAGE + 17, label, bold=True)
+    _curves(d, LEFT, CHART, d.width - 2 * LEFT, CHART_H, f"{many} {processes}")
+    return d
+
+
+def _process(
+    d: Drawing, x: float, name: str, rows: range, color: str, alone: bool = False
+) -> None:
+    """Draw a process: its rows of the batch, forward, backward, step."""
+    middle, left = x + CARD_W / 2, x + (CARD_W - ROW_W) / 2
+    d.rect(x, 36, CARD_W, CARD_H, fill=PANEL, stroke=PANEL_EDGE, radius=8)
+    d.text(middle, 55, name, bold=True)
+    d.rect(left, BATCH, ROW_W, SAMPLES * ROW_H, stroke=PANEL_EDGE, dashed=True)
+    for row in rows:
+        y = BATCH + row * ROW_H
+        d.block(left, y, ROW_W, ROW_H, f"{row}", fill=color, size=11, radius=0)
+    d.arrow((middle, BATCH + SAMPLES * ROW_H + 2), (middle, FORWARD - 2))
+    width = CARD_W - 16
+    d.block(x + 8, FORWARD, width, BAR_H, "forward", fill=color, size=12)
+    pale = lighter(color)
+    d.block(x + 8, FORWARD + BAR_H + 3, width, BAR_H, "backward", fill=pale, size=12)
+    end = FORWARD + 2 * BAR_H + 3
+    if not alone:
+        d.arrow((middle, end + 1), (middle, AVERAGE - 1), stroke_width=1.2)
+    start = end + 2 if alone else AVERAGE + BAR_H + 4
+    d.arrow((middle, start), (middle, UPDATE - 2))
+    d.block(x + 8, UPDATE, width, BAR_H, "step", fill="#FFFFFF", size=12)
+
+
+def _curves(
+    d: Drawing, x: float, y: float, width: float, height: float, many: str
+) -> None:
+    """Draw the two loss curves, the thin one on the wide one."""
+    left, bottom = x + 44, y + height
+    wiggle = (0, 3, -2, 2, -3, 1, 2, -2, 0, 2, -1, -2, 1)
+    points = [
+        (
+            left + 6 + i * (width - 60) / 60,
+            bottom - 8 - 62 / (1 + i / 7) + wiggle[i % 13] / 3,
+        )
+        for i in range(61)
+    ]
+    d.line((left, y), (left, bottom), (x + width, bottom))
+    d.text(left - 8, y + 12, "loss", size=12, anchor="end")
+    d.text(x + width, bottom + 16, "steps", size=12, anchor="end")
+    d.line(*points, stroke="#B9C0C9", stroke_width=8)
+    d.line(*points, stroke="#222222", stroke_width=1.5, dashed=True)
+    legend = x + width - 306
+    d.line((legend, y + 10), (legend + 34, y + 10), stroke="#B9C0C9", stroke_width=8)
+    d.text(legend + 42, y + 14, "one process", size=12, anchor="start", fill=MUTED)
+    legend += 150
+    d.line((legend, y + 10), (legend + 34, y + 10), stroke_width=1.5, dashed=True)
+    d.text(legend + 42, y + 14, many, size=12, anchor="start", fill=MUTED)
+
+
+IMAGES = {"00_one_or_four.svg": one_or_many}

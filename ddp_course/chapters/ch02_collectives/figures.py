@@ -1,0 +1,164 @@
+"""The pictures of the collectives, chapter 02: what every rank has before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ddp_course.collectives.catalog import PLANS
+from ddp_course.collectives.plan import Plan
+from ddp_course.lab.draw.cells import (
+    Look,
+    complete,
+    draw_cell,
+    look_of,
+)
+from ddp_course.lab.draw.drawing import Drawing
+from ddp_course.lab.draw.layout import labels, shares_columns
+from ddp_course.lab.draw.steps import plan_named
+from ddp_course.lab.palette import MUTED, PANEL_EDGE, rank_color
+
+MARGIN = 12
+NAME_W, ARROW_W, ROW_GAP, GAP, TOP = 26, 30, 7, 3, 18
+HEADER, PAD, CARD_GAP = 52, 9, 7  # the overview
+COLLECTIVES = {
+    "broadcast": "one rank's buffer to all",
+    "scatter": "one rank's chunks, one to each",
+    "gather": "a chunk of each, to one rank",
+    "all_gather": "a chunk of each, to all",
+    "reduce": "the sum, to one rank",
+    "reduce_scatter": "the sum, a chunk to each",
+    "all_reduce": "the sum, to all",
+    "all_to_all": "0→1: rank 0's chunk for rank 1",
+}
+
+
+def before_after(name: str, world_size: int = 4) -> Drawing:
+    """Draw a collective as what every rank has before it and after it.
+
+    `name` is that of a collective, such as "all_reduce", or of a plan of the catalog.
+    Raises ValueError for another name and for a world_size outside 1 to 8.
+    """
+    plan = _plan(name, world_size)
+    inner = _transition(plan, 160, 24)
+    d = Drawing(
+        max(320, inner.width + 2 * MARGIN),
+        inner.height + 70,
+        title=f"{_short(plan)} among {world_size} ranks, before and after",
+        description=_in_words(plan),
+    )
+    short = _short(plan)
+    d.text(MARGIN, 26, short, size=15, bold=True, anchor="start")
+    d.text(MARGIN, 45, COLLECTIVES.get(short, ""), size=12, anchor="start", fill=MUTED)
+    d.place(inner, MARGIN, 56)
+    return d
+
+
+def collectives(world_size: int = 4) -> Drawing:
+    """Draw the eight collectives of chapter 02, what is there before and after.
+
+    Raises ValueError for a world_size outside 1 to 8.
+    """
+    plans = [_plan(name, world_size) for name in COLLECTIVES]
+    inner = [_transition(plan, 80, 20, label_width=28) for plan in plans]
+    columns = len(plans) // 2
+    rows = [inner[:columns], inner[columns:]]
+    widths = [
+        max(pair, key=lambda d: d.width).width for pair in zip(*rows, strict=True)
+    ]
+    highs = [max(row, key=lambda d: d.height).height for row in rows]
+    d = Drawing(
+        sum(widths) + columns * (2 * PAD + CARD_GAP) - CARD_GAP + 2 * MARGIN,
+        sum(highs) + 2 * (HEADER + PAD + CARD_GAP) - CARD_GAP + 2 * MARGIN,
+        title=f"Eight collectives among {world_size} ranks, before and after",
+        description=" ".join(map(_in_words, plans)),
+    )
+    for i, (name, says) in enumerate(COLLECTIVES.items()):
+        row, column = divmod(i, columns)
+        x = MARGIN + sum(widths[:column]) + column * (2 * PAD + CARD_GAP)
+        y = MARGIN + sum(highs[:row]) + row * (HEADER + PAD + CARD_GAP)
+        size = widths[column] + 2 * PAD, highs[row] + HEADER + PAD
+        d.rect(x, y, *size, stroke=PANEL_EDGE, radius=8)
+        d.text(x + PAD, y + 22, name, size=14, bold=True, anchor="start")
+        d.text(x + PAD, y + 40, says, size=11, anchor="start", fill=MUTED)
+        d.place(inner[i], x + PAD, y + HEADER)
+    return d
+
+
+def _transition(
+    plan: Plan, buffer_width: float, least_height: float, label_width: float = 36
+) -> Drawing:
+    """Draw what every rank has before and after, side by side."""
+    ranks, everything = range(plan.world_size), range(plan.chunks)
+    shown = [
+        [everything if shares_columns(plan) else sorted(has[r]) for r in ranks]
+        for has in (plan.start, plan.end)
+    ]
+    most = max(len(row) for side in shown for row in side)
+    if any(labels(plan)):
+        buffer_width = max(buffer_width, most * label_width)
+    look = look_of(plan, buffer_width, least_height)
+    width, high = most * (look.width + GAP) - GAP, look.height + ROW_GAP
+    d = Drawing(
+        NAME_W + 2 * width + ARROW_W,
+        TOP + plan.world_size * high,
+        title=f"{plan.name}: before and after",
+    )
+    for after, word in enumerate(("before", "after")):
+        left = NAME_W + after * (width + ARROW_W)
+        d.text(left, 11, word, size=11, anchor="start", fill=MUTED)
+        for rank in ranks:
+            with d.shifted(left, TOP + rank * high):
+                _row(d, look, plan, rank, shown[after][rank], bool(after))
+    for rank in ranks:
+        y = TOP + rank * high + look.height / 2 - 10
+        d.block(0, y, 20, 20, f"{rank}", fill=rank_color(rank), size=12)
+    middle = TOP + (plan.world_size * high - ROW_GAP) / 2
+    x = NAME_W + width
+    d.arrow((x + 8, middle), (x + ARROW_W - 8, middle), stroke_width=2)
+    return d
+
+
+def _row(
+    d: Drawing, look: Look, plan: Plan, rank: int, chunks: Iterable[int], after: bool
+) -> None:
+    """Draw a rank's chunks from the origin on; those that are not its own are blank."""
+    names, own = labels(plan), (plan.end if after else plan.start)[rank]
+    for i, chunk in enumerate(chunks):
+        everyone = complete(plan, chunk)
+        has = () if chunk not in own else everyone if after else (rank,)
+        x, whole = i * (look.width + GAP), has == everyone
+        draw_cell(d, x, 0, look, has, whole=whole, label=names[chunk])
+
+
+def _plan(name: str, world_size: int) -> Plan:
+    """Return the first plan of the catalog that is the collective `name`."""
+    found = [plan for plan in PLANS if name in (plan, plan.partition(",")[0])]
+    if not found:
+        known = dict.fromkeys([plan.partition(",")[0] for plan in PLANS] + list(PLANS))
+        allowed = ", ".join(map(repr, known))
+        raise ValueError(f"name is {name!r}; it can be one of {allowed}")
+    return plan_named(found[0], world_size)
+
+
+def _short(plan: Plan) -> str:
+    return plan.name.partition(",")[0]
+
+
+def _in_words(plan: Plan) -> str:
+    """Say what every rank has before and after."""
+    names = labels(plan)
+
+    def chunks(which: frozenset[int]) -> str:
+        if len(which) == plan.chunks:
+            return "everything"
+        return ", ".join(names[c] or f"chunk {c}" for c in sorted(which)) or "nothing"
+
+    ranks = range(plan.world_size)
+    before = "; ".join(f"rank {r}: {chunks(plan.start[r])}" for r in ranks)
+    after = "; ".join(f"rank {r}: {chunks(plan.end[r])}" for r in ranks)
+    added = any(len(complete(plan, c)) > 1 for c in range(plan.chunks))
+    what = ", added over all ranks" if added else ""
+    return f"{_short(plan)}. Before: {before}. After{what}: {after}."
+
+
+IMAGES = {"02_collectives.svg": collectives}

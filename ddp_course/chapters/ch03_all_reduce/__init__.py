@@ -1,0 +1,1 @@
+"""Chapter 03: How few bytes can an all-reduce send?"""

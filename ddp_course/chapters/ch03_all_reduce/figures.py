@@ -1,0 +1,194 @@
+"""The figures of chapter 03: the ring, and an all-reduce on several nodes."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from functools import partial
+
+from ddp_course.collectives.catalog import PLANS
+from ddp_course.lab.draw.drawing import Drawing
+from ddp_course.lab.draw.steps import (
+    count,
+    draw_legend,
+    in_buffers,
+    in_words,
+    panel,
+)
+from ddp_course.lab.palette import (
+    MUTED,
+    PANEL,
+    PANEL_EDGE,
+    rank_color,
+)
+
+MARGIN, GAP, SIDE = 16, 14, 30  # SIDE: of a rank's block
+STEPS_TOP, RADIUS = 216, 66  # of the ring picture
+PITCH, NODE_H, NODE_GAP = 52, 64, 40  # in a hierarchy: of ranks, and of nodes
+PHASE_TOP, WIDEST, MOST_NODES, MOST_LOCAL = 60, 1000, 4, 8
+
+
+def ring() -> Drawing:
+    """Draw the ring all-reduce of four ranks: the ring, and every step of it."""
+    plan = PLANS["all_reduce, ring"](4)
+    panels = [panel(plan, step) for step in range(plan.steps + 1)]
+    wide, high = panels[0].width + 20, panels[0].height + 42
+    d = Drawing(
+        4 * wide - 20 + 2 * MARGIN,
+        STEPS_TOP + 2 * high - 8,
+        title="The ring all-reduce among four ranks, step by step",
+        description="Four ranks in a ring, each sending to the next. "
+        + in_words(plan, plan.transfers),
+    )
+    with d.shifted(MARGIN + 100, 104):
+        _circle(d, 4)
+    lines = (
+        "Every rank sends to the next, all at the same time.",
+        "The buffer is cut into four chunks; a message is one chunk: 1/4 S.",
+        "3 steps of reduce-scatter: the sum of each chunk grows from rank to rank,",
+        "until rank r has all of chunk r.",
+        "3 steps of all-gather: the complete chunks go around the ring once more.",
+        "So each rank sends 6 × 1/4 S = 3/2 S.",
+    )
+    for i, line in enumerate(lines):
+        bold = i in (0, len(lines) - 1)
+        d.text(MARGIN + 260, 53 + 22 * i, line, anchor="start", bold=bold)
+    phases = (
+        ("reduce-scatter: what arrives is added", panels[:4]),
+        ("all-gather: what arrives replaces what was there", panels[4:]),
+    )
+    for row, (name, drawings) in enumerate(phases):
+        y = STEPS_TOP + row * high
+        d.line((MARGIN, y - 14), (d.width - MARGIN, y - 14), stroke=PANEL_EDGE)
+        d.text(MARGIN, y + 8, name, size=14, bold=True, anchor="start")
+        for column, drawing in enumerate(drawings):
+            d.place(drawing, MARGIN + column * wide, y + 20)
+    draw_legend(d, plan, MARGIN + 3 * wide, STEPS_TOP + high + 66, short=True)
+    return d
+
+
+def _circle(d: Drawing, ranks: int) -> None:
+    """Draw ranks around the origin, and an arrow from each to the next."""
+
+    def at(turn: float) -> tuple[float, float]:  # 0 at the top, 1 once around
+        angle = 2 * math.pi * (turn - 0.25)
+        return RADIUS * math.cos(angle), RADIUS * math.sin(angle)
+
+    for rank in range(ranks):
+        points = [at((rank + 0.22 + 0.56 * k / 8) / ranks) for k in range(9)]
+        d.line(*points[:-1], stroke_width=2)
+        d.arrow(points[-3], points[-1], stroke_width=2)
+        draw_rank(d, *at(rank / ranks), rank)
+
+
+def draw_rank(d: Drawing, x: float, y: float, rank: int) -> None:
+    """Draw a rank as a square around (x, y)."""
+    half = SIDE / 2
+    d.block(x - half, y - half, SIDE, SIDE, f"{rank}", fill=rank_color(rank), size=14)
+
+
+def hierarchy(nnodes: int = 2, nproc_per_node: int = 4) -> Drawing:
+    """Draw the three phases of a hierarchical all-reduce: inside, between, inside.
+
+    Raises ValueError unless there are 1 to 4 nodes with 1 to 8 ranks each.
+    """
+    count("nnodes", nnodes, 1, MOST_NODES)
+    count("nproc_per_node", nproc_per_node, 1, MOST_LOCAL)
+    inside = in_buffers(Fraction(nproc_per_node - 1, nproc_per_node))
+    between = in_buffers(Fraction(2 * (nnodes - 1), nnodes * nproc_per_node))
+    phases = (
+        ("1  inside: reduce-scatter", f"fast links; each rank sends {inside}"),
+        ("2  between nodes: all-reduce", f"slow links; each rank sends {between}"),
+        ("3  inside: all-gather", f"fast links; each rank sends {inside}"),
+    )
+    wide = max(246, nproc_per_node * PITCH + 20)
+    columns = 3 if 3 * (wide + GAP) <= WIDEST else 1
+    high = PHASE_TOP + nnodes * (NODE_H + NODE_GAP) - NODE_GAP + MARGIN
+    d = Drawing(
+        columns * (wide + GAP) - GAP + 2 * MARGIN,
+        (3 // columns) * high,
+        title=f"A hierarchical all-reduce: {nnodes} × {nproc_per_node} ranks",
+        description=(
+            f"Three phases on {nnodes} nodes of {nproc_per_node} ranks. First a ring "
+            f"reduce-scatter inside each node: each rank sends {inside}. Then ranks "
+            "with the same local rank all-reduce their part in a ring between the "
+            f"nodes, over slow links: each sends {between}. Last a ring all-gather "
+            f"inside each node: each sends {inside}."
+        ),
+    )
+    for i, (name, links) in enumerate(phases):
+        row, column = divmod(i, columns)
+        with d.shifted(MARGIN + column * (wide + GAP), row * high):
+            d.text(0, 26, name, bold=True, anchor="start")
+            d.text(0, 45, links, size=12, anchor="start", fill=MUTED)
+            _nodes(d, nnodes, nproc_per_node, wide, between=i == 1)
+    return d
+
+
+def _nodes(d: Drawing, nnodes: int, size: int, wide: float, between: bool) -> None:
+    """Draw nodes below each other and the rings inside or between them."""
+    pitch = PITCH if size > 2 else 2 * PITCH  # an arrow with two heads is longer
+    xs = [wide / 2 + (i - (size - 1) / 2) * pitch for i in range(size)]
+    ys = [PHASE_TOP + 26 + node * (NODE_H + NODE_GAP) for node in range(nnodes)]
+    for y in ys:
+        d.rect(0, y - 26, wide, NODE_H, fill=PANEL, stroke=PANEL_EDGE, radius=8)
+    if between:
+        for x in xs:
+            _links(d, [(x, y) for y in ys], (11, 0), slow=True)
+    else:
+        for y in ys:
+            _links(d, [(x, y) for x in xs], (0, 13), slow=False)
+    for node, y in enumerate(ys):
+        for i, x in enumerate(xs):
+            draw_rank(d, x, y, node * size + i)
+
+
+def _links(
+    d: Drawing,
+    places: list[tuple[float, float]],
+    aside: tuple[float, float],
+    slow: bool,
+) -> None:
+    """Draw a ring of ranks in a line; the way back runs `aside` from their edges."""
+    for start, end in zip(places, places[1:], strict=False):
+        link(d, *edge_to_edge(start, end), slow=slow, both=len(places) == 2)
+    if len(places) > 2:
+        (ax, ay), half = aside, SIDE / 2
+        ex, ey = (half if ax else 0), (half if ay else 0)  # from centre to edge
+        (x0, y0), (x1, y1) = places[-1], places[0]
+        turn = [(x + ex + ax, y + ey + ay) for x, y in ((x0, y0), (x1, y1))]
+        look = {"stroke_width": 1.2 if slow else 2}
+        d.line((x0 + ex, y0 + ey), *turn, dashed="3 3" if slow else False, **look)
+        d.arrow(turn[1], (x1 + ex + ax / 11, y1 + ey + ay / 11), **look)
+
+
+def edge_to_edge(
+    start: tuple[float, float], end: tuple[float, float]
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return the line between two ranks' blocks, from edge to edge with some room."""
+    (x0, y0), (x1, y1) = start, end
+    dx, dy = x1 - x0, y1 - y0
+    cut = (SIDE / 2 + 4) / max(abs(dx), abs(dy))
+    return (x0 + cut * dx, y0 + cut * dy), (x1 - cut * dx, y1 - cut * dy)
+
+
+def link(
+    d: Drawing,
+    start: tuple[float, float],
+    end: tuple[float, float],
+    *,
+    slow: bool = False,
+    both: bool = False,
+) -> None:
+    """Draw an arrow along a link; a slow link is thin and dashed."""
+    if not slow:
+        d.arrow(start, end, stroke_width=2, both=both)
+        return
+    d.line(start, end, stroke_width=1.2, dashed="3 3")
+    share = 9 / math.dist(start, end)
+    for (x0, y0), (x1, y1) in [(start, end)] + [(end, start)] * both:
+        neck = x1 - share * (x1 - x0), y1 - share * (y1 - y0)
+        d.arrow(neck, (x1, y1), stroke_width=1.2)
+
+
+IMAGES = {"03_ring.svg": ring, "03_hierarchy.svg": partial(hierarchy, 2, 4)}

@@ -1,0 +1,1 @@
+"""Chapter 04: Why did PyTorch abandon threads for processes?"""

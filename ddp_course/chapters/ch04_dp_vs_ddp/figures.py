@@ -1,0 +1,191 @@
+"""DataParallel's iteration, move by move: what lies where, what is sent. Chapter 04."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ddp_course.lab.draw.cells import draw_halo
+from ddp_course.lab.draw.drawing import Drawing
+from ddp_course.lab.draw.steps import count
+from ddp_course.lab.palette import (
+    MUTED,
+    PANEL,
+    PANEL_EDGE,
+    darker,
+    rank_color,
+    text_color,
+)
+
+REPLICAS = 4
+WIDTH, HEIGHT, MARGIN, TOP = 488, 342, 16, 66
+BIG, SMALL, HIGH = 206, 200, 230  # the panels: replica 0's, the others', all
+ROW, CELL_W, CELL_H, LAYER = 32, 28, 22, 14
+SMALL_H = (HIGH - 2 * 10) / 3
+
+
+@dataclass(frozen=True)
+class DPStep:
+    """One move of DataParallel, and what lies where when it is over.
+
+    Attributes:
+        name, says: the move, and what happens in it.
+        at_0: what replica 0 has: name -> the replicas whose part is there.
+        at_others: what each other replica has.
+        sent: what is sent, as a name in `at_0`; it goes `out`, `back` or `both` ways.
+        through: S of parameters and gradients that have passed replica 0 by now.
+    """
+
+    name: str
+    says: str
+    at_0: dict[str, Sequence[int]]
+    at_others: tuple[str, ...]
+    sent: str = ""
+    way: str = ""
+    through: int = 0
+
+
+ALL, OWN = range(REPLICAS), (0,)
+BEGIN = {"rows": ALL, "model": OWN, "optimizer": OWN}
+APPLIED = {**BEGIN, "logits": OWN}
+GATHERED = {**BEGIN, "logits": ALL}
+LOST = {**GATHERED, "loss": OWN}
+DP_STEPS = (
+    DPStep("at the start", "all there is lies with replica 0", BEGIN, ()),
+    DPStep("scatter", "each replica gets its rows", BEGIN, ("rows",), "rows", "out"),
+    DPStep(
+        "replicate", "each gets a copy of the model",
+        BEGIN, ("rows", "model"), "model", "out", 3,
+    ),
+    DPStep(
+        "parallel_apply", "four threads run forward; nothing is sent",
+        APPLIED, ("rows", "model", "logits"), through=3,
+    ),
+    DPStep(
+        "gather", "the outputs come together",
+        GATHERED, ("rows", "model", "logits"), "logits", "back", 3,
+    ),
+    DPStep(
+        "loss", "replica 0 alone computes it, from all outputs",
+        LOST, ("rows", "model", "logits"), through=3,
+    ),
+    DPStep(
+        "backward", "gradients of outputs go out, of parameters come back",
+        {**LOST, "gradients": ALL}, ("rows", "model", "logits", "gradients"),
+        "gradients", "both", 6,
+    ),
+    DPStep(
+        "update", "replica 0's optimizer changes the one true model",
+        {"model": OWN, "optimizer": OWN, "gradients": ALL}, (), through=6,
+    ),
+)  # fmt: skip
+
+
+def dp_step(step: int = 0) -> Drawing:
+    """Draw an iteration of DataParallel with four replicas, after `step` moves.
+
+    0 is the start, then scatter, replicate, parallel_apply, gather, loss, backward and
+    7, the update. Raises ValueError for any other step. Chapter 04.
+    """
+    now = DP_STEPS[count("step", step, 0, len(DP_STEPS) - 1)]
+    d = Drawing(
+        WIDTH,
+        HEIGHT,
+        title=f"DataParallel: {now.name}",
+        description=_in_words(now),
+    )
+    head = f"{step}  {now.name}" if step else now.name
+    d.text(MARGIN, 26, head, size=15, bold=True, anchor="start")
+    d.text(MARGIN, 47, now.says, size=12, anchor="start", fill=MUTED)
+    _replica_0(d, now)
+    right = WIDTH - MARGIN - SMALL
+    for k in range(1, REPLICAS):
+        y = TOP + (k - 1) * (SMALL_H + 10)
+        _other(d, now, k, right, y)
+        ends = (MARGIN + BIG + 8, y + SMALL_H / 2), (right - 8, y + SMALL_H / 2)
+        if now.way:
+            d.arrow(*(ends[::-1] if now.way == "back" else ends), stroke_width=2,
+                    both=now.way == "both")  # fmt: skip
+    y = TOP + HIGH + 22
+    amount = f"{now.through} S" if now.through else "0"
+    words = f"parameters and gradients that have passed replica 0 so far: {amount}"
+    d.text(MARGIN, y, words, size=12, anchor="start", bold=bool(now.through))
+    words = "S: the bytes of all parameters. Hatched: what has just been sent."
+    d.text(MARGIN, y + 17, words, size=11, anchor="start", fill=MUTED)
+    return d
+
+
+def _replica_0(d: Drawing, now: DPStep) -> None:
+    """Draw what replica 0 has: a line for each thing, a cell for each part of it."""
+    _panel(d, MARGIN, TOP, BIG, HIGH, 0)
+    x = MARGIN + 74
+    for i, what in enumerate(("rows", "model", "logits", "loss", "gradients")):
+        y = TOP + 34 + i * ROW
+        d.text(MARGIN + 8, y + 15, what, size=11, anchor="start", fill=MUTED)
+        parts = now.at_0.get(what, ())
+        if what == "gradients":
+            _sum(d, x, y, parts, what == now.sent)
+            continue
+        if what == now.sent and what == "model":
+            draw_halo(d, x, y, CELL_W, CELL_H)
+        elif what == now.sent:  # the parts of the others
+            draw_halo(d, x + 32, y, 3 * 32 - 4, CELL_H)
+        for place in range(1 if what in ("model", "loss") else REPLICAS):
+            _cell(d, x + place * 32, y, CELL_H, place, place in parts)
+        if what == "model":
+            d.text(x + 38, y + 15, "+ optimizer", size=11, anchor="start")
+
+
+def _sum(d: Drawing, x: float, y: float, parts: Sequence[int], travels: bool) -> None:
+    """Draw gradients that are added up: above each other, as in chapters 02 and 03."""
+    if not parts:
+        d.rect(x, y, CELL_W, CELL_H, fill="#FFFFFF", stroke=PANEL_EDGE)
+        return
+    if travels:
+        draw_halo(d, x, y + LAYER, CELL_W, LAYER * (REPLICAS - 1))
+    for place in parts:
+        _cell(d, x, y + place * LAYER, LAYER, place, True)
+    d.text(x + 38, y + 2 * LAYER + 4, "added up", size=11, anchor="start")
+
+
+def _other(d: Drawing, now: DPStep, k: int, x: float, y: float) -> None:
+    """Draw what replica k has."""
+    _panel(d, x, y, SMALL, SMALL_H, k)
+    if not now.at_others:
+        d.text(x + 32, y + 46, "nothing", size=11, anchor="start", fill=MUTED)
+    for i, what in enumerate(now.at_others):
+        left = x + 8 + i * 47
+        if what == now.sent:
+            draw_halo(d, left, y + 34, 43, CELL_H)
+        d.rect(
+            left, y + 34, 43, CELL_H, fill=rank_color(k), stroke=darker(rank_color(k))
+        )
+        label, ink = what.replace("gradients", "grad."), text_color(rank_color(k))
+        d.text(left + 21.5, y + 49, label, size=11, fill=ink)
+
+
+def _panel(d: Drawing, x: float, y: float, width: float, height: float, k: int) -> None:
+    d.rect(x, y, width, height, fill=PANEL, stroke=PANEL_EDGE, radius=6)
+    d.block(x + 6, y + 6, 20, 18, f"{k}", fill=rank_color(k), size=12)
+    d.text(x + 32, y + 20, f"replica {k}", size=12, anchor="start", bold=True)
+
+
+def _cell(d: Drawing, x: float, y: float, height: float, part: int, here: bool) -> None:
+    """Draw the part of replica `part`, or an empty place for it."""
+    if here:
+        fill = rank_color(part)
+        d.block(x, y, CELL_W, height, f"{part}", fill=fill, size=12, radius=0)
+    else:
+        d.rect(x, y, CELL_W, height, fill="#FFFFFF", stroke=PANEL_EDGE)
+
+
+def _in_words(now: DPStep) -> str:
+    has = ", ".join(
+        what + (" of all replicas" if len(parts) > 1 else "")
+        for what, parts in now.at_0.items()
+    )
+    others = ", ".join(now.at_others) or "nothing"
+    return (
+        f"{now.name}: {now.says}. Replica 0 has {has}; each of the replicas 1 to 3 has "
+        f"{others}. {now.through} S of parameters and gradients have passed replica 0."
+    )

@@ -1,0 +1,1 @@
+"""Chapter 06: Where does the memory go?"""

@@ -1,0 +1,1 @@
+"""Chapter 08: Can even the weights be sharded?"""

@@ -1,0 +1,102 @@
+"""Stage 3: shards of every unit, and one unit gathered at a time. Chapter 08."""
+
+from __future__ import annotations
+
+from ddp_course.chapters.ch08_fsdp.fsdp_schedule import (
+    NAME_W,
+    draw_schedule,
+    fsdp_schedule,
+)
+from ddp_course.lab.draw.drawing import Drawing
+from ddp_course.lab.palette import (
+    INK,
+    MUTED,
+    PANEL_EDGE,
+    darker,
+    rank_color,
+)
+
+RANKS, UNITS, MARGIN, WIDE = 4, 4, 16, 780
+ROW, ROW_GAP, UNIT_GAP, TOP = 26, 8, 20, 92
+SAYS = ("freed again", "whole: computes", "on its way", "only shards")
+
+
+def fully_sharded() -> Drawing:
+    """Draw what four ranks hold in the middle of forward, and a whole step. Ch. 08."""
+    ops = fsdp_schedule(UNITS)
+    below = TOP + RANKS * (ROW + ROW_GAP) + 44
+    scale = WIDE / ops[-1].end
+    d = Drawing(
+        2 * MARGIN + NAME_W + WIDE,
+        below + 212,
+        title="Stage 3: a shard of everything, and a unit or two whole",
+        description=(
+            "Above, four ranks in the forward pass, a row each, and four units of the "
+            "model. Of every unit each rank stores its own quarter. Unit 0 was used "
+            "and freed again; unit 1 is whole on all ranks, which compute with it; the "
+            "other quarters of unit 2 are on their way; of unit 3 there are only "
+            "shards. Below, a step of rank 0: forward of units 0 to 3 and backward of "
+            "units 3 to 0. Each unit is gathered before its forward and once more "
+            "before its backward, beside the computing of the unit before it, and "
+            "freed after each; its gradients are reduce-scattered after its backward. "
+            "At most two units are whole at a time."
+        ),
+    )
+    d.text(MARGIN, 26, d.title, size=15, bold=True, anchor="start")
+    d.text(MARGIN, 52, "In the middle of forward", bold=True, anchor="start")
+    with d.shifted(MARGIN, 0):
+        _draw_ranks(d)
+    d.text(MARGIN, below, "The whole step, on rank 0", bold=True, anchor="start")
+    with d.shifted(MARGIN, below + 16):
+        now = NAME_W + scale * _now(ops)
+        high = draw_schedule(Drawing(1, 1, title="measured"), ops, scale)
+        d.line((now, -10), (now, high + 4), stroke_width=1.5, dashed=True)  # behind
+        draw_schedule(d, ops, scale)
+        d.text(now + 6, -6, "the moment above", size=11, anchor="start")
+    x, y = MARGIN + NAME_W, below + 16 + high + 18
+    d.text(MARGIN, y + 4, "time", size=12, anchor="start")
+    d.arrow((x, y), (x + WIDE, y), stroke=INK)
+    words = (
+        "Solid: forward, update; lighter: backward; hatched: sent. Numbers are units."
+    )
+    d.text(x, y + 20, words, size=11, anchor="start", fill=MUTED)
+    return d
+
+
+def _now(ops: list) -> float:
+    """Return a time at which unit 1 computes and unit 2 is on its way."""
+    one = next(op for op in ops if op.op == "forward" and op.unit == 1)
+    two = next(op for op in ops if op.op == "all-gather" and op.unit == 2)
+    return (max(one.start, two.start) + min(one.end, two.end)) / 2
+
+
+def _draw_ranks(d: Drawing) -> None:
+    """Draw the four units of all ranks; (0, 0) is the picture's left and top."""
+    wide = (WIDE - (UNITS - 1) * UNIT_GAP) / UNITS
+    for unit, says in enumerate(SAYS):
+        x = NAME_W + unit * (wide + UNIT_GAP)
+        d.text(x, TOP - 10, f"unit {unit}", size=12, bold=True, anchor="start")
+        d.text(x + wide, TOP - 10, says, size=12, anchor="end", fill=MUTED)
+        for rank in range(RANKS):
+            with d.shifted(x, TOP + rank * (ROW + ROW_GAP)):
+                _draw_unit(d, rank, unit, wide / RANKS)
+    for rank in range(RANKS):
+        y = TOP + rank * (ROW + ROW_GAP) + 1
+        d.block(0, y, 56, 24, f"rank {rank}", fill=rank_color(rank), size=12)
+
+
+def _draw_unit(d: Drawing, rank: int, unit: int, part: float) -> None:
+    """Draw what `rank` has of a unit: a cell for each rank's quarter."""
+    d.rect(0, 0, RANKS * part, ROW, fill="#FFFFFF", stroke=PANEL_EDGE, dashed=True)
+    for owner in range(RANKS):
+        x, color = owner * part, rank_color(owner)
+        if owner == rank or unit == 1:
+            d.block(x, 0, part, ROW, f"{owner}", fill=color, size=12, radius=0)
+        elif unit == 2:
+            d.rect(x, 0, part, ROW, fill="#FFFFFF", stroke=darker(color))
+            d.hatch(x, 0, part, ROW, stroke=color)
+            d.rect(x + part / 2 - 8, 4, 16, ROW - 8, fill="#FFFFFF", stroke="none")
+            d.text(x + part / 2, ROW / 2 + 4, f"{owner}", size=12)
+
+
+IMAGES = {"08_fsdp.svg": fully_sharded}

@@ -1,0 +1,1 @@
+"""Chapter 09: How do two GPUs share one matrix product?"""

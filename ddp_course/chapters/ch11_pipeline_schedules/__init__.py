@@ -1,0 +1,1 @@
+"""Chapter 11: How small can the bubble get?"""

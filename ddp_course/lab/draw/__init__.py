@@ -1,0 +1,1 @@
+"""What more than one chapter draws: schematics, and plots of measured data."""

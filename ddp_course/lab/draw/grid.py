@@ -1,0 +1,207 @@
+"""Every rank's buffer and what travels between them: the layout of a plan's pictures.
+
+One row for each rank, rank 0 on top; in a `Grid`, a column is a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ddp_course.collectives.plan import Plan, State, Transfer, simulate
+from ddp_course.lab.draw.cells import (
+    HALO,
+    Look,
+    draw_cell,
+    draw_halo,
+    is_complete,
+    look_of,
+)
+from ddp_course.lab.draw.drawing import Drawing
+from ddp_course.lab.palette import MUTED
+
+HEADER = 26  # above the cells: their numbers
+GAP, ROW_GAP = 10, 24
+LANE, HEAD = 8, 9  # distance of lines beside each other, length of an arrow's head
+WIDEST = 800  # more chunks than fit stand in several lines
+ARROW = 1.2
+
+
+class Buffers:
+    """The buffers of all ranks: the same places in every step, so that nothing jumps.
+
+    `states` are those of `simulate`, `width` and `height` the size in pixels.
+    """
+
+    def __init__(self, plan: Plan, look: Look, width: float, high: float) -> None:
+        self.plan, self.look, self.states = plan, look, simulate(plan)
+        self.row_height = high
+        self.width = width
+        rows = plan.world_size * (high + ROW_GAP) - ROW_GAP
+        self.height = HEADER + rows + HALO
+
+    def top(self, rank: int) -> float:
+        """Return the y at which the row of `rank` begins."""
+        return HEADER + rank * (self.row_height + ROW_GAP)
+
+    def draw(self, d: Drawing, state: State, step: int) -> None:
+        """Draw `state`, and the transfers that led to it if it is the `step`-th."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Chunks that travel together: columns `first` to `last` of a line of a row."""
+
+    src: int
+    dst: int
+    line: int
+    first: int
+    last: int
+
+    @property
+    def down(self) -> int:
+        """1 if it travels down, -1 if up."""
+        return 1 if self.src < self.dst else -1
+
+    @property
+    def gutter(self) -> tuple[int, int]:
+        """Beside which column it passes other rows: down on the right, up on the left.
+
+        Gutter g is on the left of column g; the second number is `down`.
+        """
+        return (self.last + 1 if self.down == 1 else self.first), self.down
+
+    def meets(self, other: Piece) -> bool:
+        """Return whether the two would pass the same rows in the same gutter."""
+        ranks = [sorted((p.src, p.dst)) for p in (self, other)]
+        (a, b), (c, d) = ranks
+        return self.gutter == other.gutter and max(a, c) <= min(b, d)
+
+
+class Grid(Buffers):
+    """A column for each chunk that ever holds something."""
+
+    def __init__(self, plan: Plan, buffer_width: float) -> None:
+        states, look = simulate(plan), look_of(plan, buffer_width)
+        self.chunks = [
+            chunk
+            for chunk in range(plan.chunks)
+            if any(rank[chunk] for state in states for rank in state)
+        ] or list(range(plan.chunks))
+        fit = max(1, int(WIDEST // (look.width + 2 * GAP)))
+        self.lines = -(-len(self.chunks) // fit)
+        self.columns = -(-len(self.chunks) // self.lines)
+        self.pieces = [
+            [p for t in plan.transfers if t.step == step for p in self._pieces(t)]
+            for step in range(plan.steps)
+        ]
+        self.lanes = [_lanes(filter(self._bends, pieces)) for pieces in self.pieces]
+        self.x, width = self._across(look.width)
+        high = self.lines * (look.height + GAP) - GAP
+        super().__init__(plan, look, width, high)
+
+    def draw(self, d: Drawing, state: State, step: int) -> None:
+        """Draw `state`, and the transfers that led to it if it is the `step`-th."""
+        if len(self.chunks) > 1:
+            for x, chunk in zip(self.x, self.chunks, strict=False):
+                middle = x + self.look.width / 2
+                d.text(middle, HEADER - 11, f"{chunk}", size=11, fill=MUTED)
+        for piece in self.pieces[step - 1] if step else ():
+            for rank in (piece.src, piece.dst):
+                self._halo(d, piece, rank)
+        for rank, holds in enumerate(state):
+            for i, chunk in enumerate(self.chunks):
+                line, column = divmod(i, self.columns)
+                y = self.top(rank) + line * (self.look.height + GAP)
+                whole = is_complete(self.plan, chunk, holds[chunk])
+                x, has = self.x[column], holds[chunk]
+                draw_cell(d, x, y, self.look, has, whole=whole)
+        for piece in self.pieces[step - 1] if step else ():
+            if self._bends(piece):
+                self._bent_arrow(d, piece, self.lanes[step - 1][piece])
+            else:
+                self._straight_arrow(d, piece, self.pieces[step - 1])
+
+    def _pieces(self, t: Transfer) -> Iterator[Piece]:
+        """Yield what travels in a transfer, line by line."""
+        cells = [
+            divmod(i, self.columns)
+            for i, chunk in enumerate(self.chunks)
+            if t.first <= chunk < t.last
+        ]
+        for line in sorted({line for line, _ in cells}):
+            columns = [column for at, column in cells if at == line]
+            yield Piece(t.src, t.dst, line, columns[0], columns[-1])
+
+    def _bends(self, piece: Piece) -> bool:
+        return abs(piece.src - piece.dst) > 1 or self.lines > 1
+
+    def _across(self, cell: float) -> tuple[list[float], float]:
+        """Return where the columns are, and the width of it all."""
+        places, x = [], 0.0
+        for column in range(self.columns):
+            x += self._room(column)
+            places.append(x)
+            x += cell
+        return places, x + self._room(self.columns)
+
+    def _room(self, column: int) -> float:
+        """Return how much room the lanes on the left of `column` need."""
+        last: dict[int, int] = {}  # the outermost lane of those that go down, and up
+        for piece, lane in (pair for step in self.lanes for pair in step.items()):
+            if piece.gutter == (column, piece.down):
+                last[piece.down] = max(lane, last.get(piece.down, 0))
+        if not last:
+            return GAP if 0 < column < self.columns else 0
+        return 2 * HALO + 4 + sum(HEAD + lane * LANE for lane in last.values())
+
+    def _span(self, piece: Piece, rank: int) -> tuple[float, float, float]:
+        """Return x, y and width of the piece's cells in the row of `rank`."""
+        left = self.x[piece.first]
+        y = self.top(rank) + piece.line * (self.look.height + GAP)
+        return left, y, self.x[piece.last] + self.look.width - left
+
+    def _halo(self, d: Drawing, piece: Piece, rank: int) -> None:
+        """Hatch a frame around the piece's cells in the row of `rank`."""
+        x, y, width = self._span(piece, rank)
+        high = self.look.height
+        draw_halo(d, x, y, width, high)
+        for column in range(piece.first, piece.last):
+            left = self.x[column] + self.look.width
+            gap = self.x[column + 1] - left
+            d.rect(left, y, gap, high, fill="#FFFFFF", stroke="none")
+
+    def _straight_arrow(self, d: Drawing, piece: Piece, others: list[Piece]) -> None:
+        """Draw the way to the next row; two opposite ones stand beside each other."""
+        x, y, width = self._span(piece, piece.src)
+        back = any(
+            (p.src, p.dst) == (piece.dst, piece.src)
+            and max(p.first, piece.first) <= min(p.last, piece.last)
+            for p in others
+        )
+        x += width / 2 + 7 * piece.down * back
+        y += self.look.height + HALO if piece.down == 1 else -HALO
+        end = y + piece.down * (ROW_GAP - 2 * HALO)
+        d.arrow((x, y), (x, end), stroke_width=ARROW)
+
+    def _bent_arrow(self, d: Drawing, piece: Piece, lane: int) -> None:
+        """Draw the way past other rows, beside the column."""
+        x, y, width = self._span(piece, piece.src)
+        edge = x + width + HALO if piece.down == 1 else x - HALO
+        beside = edge + piece.down * (HEAD + lane * LANE)
+        high, lower = self.look.height, 0.2 * piece.down
+        leave = y + (0.5 + lower) * high
+        arrive = self._span(piece, piece.dst)[1] + (0.5 - lower) * high
+        path = (edge, leave), (beside, leave), (beside, arrive)
+        d.line(*path, stroke_width=ARROW)
+        d.arrow((beside, arrive), (edge, arrive), stroke_width=ARROW)
+
+
+def _lanes(pieces: Iterator[Piece]) -> dict[Piece, int]:
+    """Lay pieces on lanes, the shortest nearest to the cells, so that none collide."""
+    lanes: dict[Piece, int] = {}
+    for p in sorted(pieces, key=lambda p: (abs(p.src - p.dst), p.src, p.line)):
+        taken = {lane for q, lane in lanes.items() if p.meets(q)}
+        lanes[p] = min(set(range(len(taken) + 1)) - taken)
+    return lanes

@@ -1,0 +1,145 @@
+"""How kinds of memory are drawn: in greys and patterns, since colours are for ranks.
+
+What is kept for long is solid, the darker the nearer to the model itself: parameters,
+gradients, optimizer states. Activations are dotted. Hatching is communication in all
+figures of the course, so communication buffers are hatched. And wherever there is room,
+the name is written into the block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ddp_course.lab.draw.drawing import Drawing
+from ddp_course.lab.palette import (
+    INK,
+    MUTED,
+    darker,
+    text_color,
+)
+
+DOTS = 6  # pixels between two dots, as between two lines of `Drawing.hatch`
+
+
+@dataclass(frozen=True)
+class KindLook:
+    """How a kind of memory is drawn: its fill, and "dots", "lines" or "" upon it."""
+
+    fill: str
+    pattern: str = ""
+
+    @property
+    def edge(self) -> str:
+        """The colour of the block's edge."""
+        return MUTED if self.pattern or self.fill == "#FFFFFF" else darker(self.fill)
+
+    @property
+    def bar(self) -> dict[str, Any]:
+        """The same for matplotlib's bars and areas."""
+        hatch = {"dots": "..", "lines": "////", "": None}[self.pattern]
+        return {"facecolor": self.fill, "edgecolor": self.edge, "hatch": hatch}
+
+
+KIND_LOOKS = {
+    "parameters": KindLook("#4A525C"),
+    "gradients": KindLook("#8F97A2"),
+    "optimizer states": KindLook("#CFD4DA"),
+    "activations": KindLook("#FFFFFF", "dots"),
+    "communication buffers": KindLook("#FFFFFF", "lines"),
+    "other": KindLook("#FFFFFF"),
+}
+
+
+def draw_kind(
+    d: Drawing, x: float, y: float, width: float, height: float, kind: str
+) -> None:
+    """Draw a rectangle of memory of a kind, without a name."""
+    look = KIND_LOOKS[kind]
+    d.rect(x, y, width, height, fill=look.fill, stroke=look.edge)
+    if look.pattern == "lines":
+        d.hatch(x, y, width, height, stroke=look.edge)
+    elif look.pattern == "dots":
+        dots(d, x, y, width, height, look.edge)
+
+
+def dots(
+    d: Drawing, x: float, y: float, width: float, height: float, color: str
+) -> None:
+    """Fill a rectangle with dots, each a short dash of a line."""
+    rows = max(1, int((height - 2) // DOTS))
+    top = y + (height - (rows - 1) * DOTS) / 2
+    for row in range(rows):
+        left = x + 2 + DOTS / 2 * (row % 2)
+        if x + width - 2 > left:
+            line = (left, top + row * DOTS), (x + width - 2, top + row * DOTS)
+            d.line(*line, stroke=color, stroke_width=1.4, dashed=f"1.4 {DOTS - 1.4:g}")
+
+
+def kind_block(
+    d: Drawing,
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    kind: str,
+    *names: str,
+    size: float = 11,
+    bold: bool = False,
+) -> bool:
+    """Draw memory of a kind with the first of `names` that fits; return if one does."""
+    draw_kind(d, x, y, width, height, kind)
+    look = KIND_LOOKS[kind]
+    for name in names:
+        wide, high = room(name, size, bold), 0.75 * size
+        if not name or wide + 6 > width or high + 4 > height:
+            continue
+        middle, base = x + width / 2, y + height / 2 + 0.36 * size
+        if look.pattern:
+            box = middle - wide / 2 - 2, base - high - 2, wide + 4, high + 4
+            d.rect(*box, fill=look.fill, stroke="none")
+        ink = INK if look.pattern else text_color(look.fill)
+        d.text(middle, base, name, size=size, bold=bold, fill=ink)
+        return True
+    return False
+
+
+def room(text: str, size: float = 11, bold: bool = False) -> float:
+    """Return the pixels that a text takes at most, in any usual sans-serif font."""
+    narrow = sum(character in " .,:;'il|()" for character in text)
+    return size * (0.67 * (len(text) - narrow) + 0.4 * narrow) * (1.1 if bold else 1)
+
+
+def draw_kinds_legend(
+    d: Drawing, x: float, y: float, kinds: Iterable[str], gap: float = 16
+) -> float:
+    """Draw small samples of `kinds` with their names in a line; return where it ends.
+
+    `y` is the middle of the line.
+    """
+    for kind in kinds:
+        draw_kind(d, x, y - 7, 22, 14, kind)
+        d.text(x + 28, y + 4, kind, size=11, anchor="start")
+        x += 28 + room(kind) + gap
+    return x
+
+
+def kinds_among(ledgers: Iterable[Any]) -> list[str]:
+    """Return the kinds of which some ledger has bytes, in the order of the course.
+
+    Raises ValueError for a kind that the course does not know, and for bytes below 0.
+    """
+    seen: set[str] = set()
+    for ledger in ledgers:
+        for kind in ledger:
+            if kind not in KIND_LOOKS:
+                known = ", ".join(map(repr, KIND_LOOKS))
+                raise ValueError(f"a kind of memory is {kind!r}; it can be {known}")
+            if not ledger[kind] >= 0:
+                raise ValueError(
+                    f"{kind} has {ledger[kind]} bytes; it must be 0 or more"
+                )
+            if ledger[kind]:
+                seen.add(kind)
+    return [kind for kind in KIND_LOOKS if kind in seen]

@@ -1,0 +1,247 @@
+"""Ledgers side by side, and what stages store against what they send."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ddp_course.lab.draw.kinds import KIND_LOOKS, kinds_among
+from ddp_course.lab.draw.memory import (
+    STACK,
+    samples_of,
+    total_of,
+    unit_of,
+)
+from ddp_course.lab.draw.plots import GRID, style
+from ddp_course.lab.palette import (
+    INK,
+    MUTED,
+    darker,
+    rank_color,
+    text_color,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def ledgers(
+    measured: Mapping[str, Any], theory: Mapping[str, Any] | None = None
+) -> Figure:
+    """Draw ledgers side by side, kinds upon each other, and theory as marks.
+
+    `measured` maps a name such as "ZeRO-1" to a `measure.Ledger`, or to one for each
+    rank. `theory` maps some of the names to bytes by kind, or to a number of bytes in
+    all; for each rank or once for all. Raises ValueError for an empty ledger, unknown
+    kinds and names, and numbers of ranks that differ. Chapters 06 and 07.
+    """
+    import matplotlib
+    from matplotlib import pyplot
+
+    bars = {name: _per_rank(has) for name, has in measured.items()}
+    marks = {
+        name: _per_rank(says, len(bars.get(name, ())))
+        for name, says in (theory or {}).items()
+    }
+    _check_ledgers(bars, marks)
+    kinds = kinds_among(ledger for group in bars.values() for ledger in group)
+    kinds = [kind for kind in STACK if kind in kinds]
+    every = [total_of(ledger) for group in bars.values() for ledger in group]
+    unit, size = unit_of(max(every))
+    wide = len(every) == len(bars)  # one for each name: room for numbers
+    width, each = (0.7, 1.35) if wide else (0.86, 0.44)
+    with matplotlib.rc_context():
+        style()
+        matplotlib.rcParams["hatch.linewidth"] = 0.8
+        shape = (max(6.0, 3.2 + each * (len(every) + len(bars) * (not wide))), 4)
+        figure, axes = pyplot.subplots(figsize=shape, layout="constrained")
+        axes.set_ylim(0, 1.12 * max(every) / size)
+        x, places = 0, {}
+        for name, group in bars.items():
+            places[name] = range(x, x + len(group))
+            for at, ledger in zip(places[name], group, strict=True):
+                _draw_ledger(axes, at, ledger, kinds, size, width, wide)
+            for at, says in zip(places[name], marks.get(name, ()), strict=False):
+                _draw_marks(axes, at, says, kinds, size, width)
+            x += len(group) + (not wide)
+        _name_ledgers(axes, places)
+        axes.set_ylabel(f"resident on a rank [{unit}]")
+        axes.grid(axis="y", **GRID)
+        axes.set_axisbelow(True)
+        samples, names = samples_of(kinds[::-1])
+        if marks:
+            samples += axes.plot([], [], color=INK, linewidth=2.4)
+            names.append("theory")
+        figure.legend(samples, names, loc="outside right upper")
+    pyplot.close(figure)
+    return figure
+
+
+def _per_rank(has: Any, ranks: int = 1) -> list[Any]:
+    """Return one for each rank: a list as it is, anything else as often as needed."""
+    if hasattr(has, "keys") or isinstance(has, int | float):
+        return [has] * max(1, ranks)
+    return list(has)
+
+
+def _check_ledgers(
+    bars: Mapping[str, Sequence[Any]], marks: Mapping[str, Sequence[Any]]
+) -> None:
+    if not bars:
+        raise ValueError("there are no ledgers; at least one must be drawn")
+    for name, group in bars.items():
+        if not group or not all(total_of(ledger) for ledger in group):
+            raise ValueError(f"a ledger of {name!r} is empty; there is nothing to draw")
+    for name, says in marks.items():
+        if name not in bars:
+            raise ValueError(f"theory is of {name!r}; measured are {sorted(bars)}")
+        if len(says) != len(bars[name]):
+            raise ValueError(
+                f"{name!r} has ledgers of {len(bars[name])} ranks, theory of "
+                f"{len(says)}; it must be one of each for every rank"
+            )
+
+
+def _draw_ledger(
+    axes: Axes, x: float, ledger: Mapping[str, float], kinds: Sequence[str],
+    size: float, width: float, wide: bool,
+) -> None:  # fmt: skip
+    """Draw a rank's ledger: kinds upon each other, with numbers if it is `wide`."""
+    low = 0.0
+    for kind in kinds:
+        has = ledger.get(kind, 0) / size
+        if has:
+            axes.bar([x], [has], width, low, linewidth=0.8, **KIND_LOOKS[kind].bar)
+        if has > 0.06 * axes.get_ylim()[1] and wide:
+            look = KIND_LOOKS[kind]
+            box = {"fc": look.fill, "ec": "none", "pad": 1.5}
+            axes.text(x, low + has / 2, f"{has:.3g}", ha="center", fontsize=10,
+                      va="center_baseline", color=text_color(look.fill),
+                      bbox=box)  # fmt: skip
+        low += has
+    axes.annotate(f"{low:.3g}", (x, low), xytext=(0, 4), textcoords="offset points",
+                  ha="center", fontsize=9, fontweight="bold")  # fmt: skip
+
+
+def _draw_marks(
+    axes: Axes, x: float, says: Any, kinds: Sequence[str], size: float, width: float
+) -> None:
+    """Draw what theory says: the sum, or the upper end of each kind."""
+    ends = [says / size] if not hasattr(says, "keys") else []
+    if not ends:
+        kinds_among([says])  # all known
+        low = 0.0
+        for kind in STACK:
+            low += says.get(kind, 0) / size
+            if says.get(kind, 0):
+                ends.append(low)
+    half = width / 2 + 0.06
+    for end in ends:
+        for color, line in (("white", 4.5), (INK, 2.2)):  # seen on dark, too
+            axes.plot([x - half, x + half], [end] * 2, color=color, linewidth=line)
+
+
+def _name_ledgers(axes: Axes, places: Mapping[str, range]) -> None:
+    """Write the names below, and each rank's number in its colour."""
+    ranks = any(len(xs) > 1 for xs in places.values())
+    ticks = [x for xs in places.values() for x in xs]
+    names = [f"{k}" if ranks else name for name, xs in places.items()
+             for k in range(len(xs))]  # fmt: skip
+    labels = axes.set_xticks(ticks, names)
+    axes.tick_params(axis="x", length=0)
+    if not ranks:
+        return
+    for tick, xs in zip(labels, names, strict=True):
+        color = rank_color(int(xs))
+        box = {"fc": color, "ec": darker(color), "boxstyle": "round,pad=0.25"}
+        tick.label1.set(bbox=box, color=text_color(color), fontsize=9)
+    for name, xs in places.items():
+        axes.annotate(name, ((xs[0] + xs[-1]) / 2, 0),
+                      xycoords=axes.get_xaxis_transform(), xytext=(0, -24),
+                      textcoords="offset points", ha="center", va="top")  # fmt: skip
+
+
+# ---- memory against communication ----------------------------------------------------
+
+
+def memory_against_communication(
+    rows: Iterable[Sequence[Any]], beside: str = "DDP"
+) -> Figure:
+    """Draw what strategies store against what they send, both relative to `beside`.
+
+    A row is (name, bytes resident on a rank, bytes that it sends in a step). Names that
+    begin with "PyTorch" are drawn hollow. Raises ValueError if `beside` is not among
+    the names, for a name twice, and for what is not above 0. Chapter 08.
+    """
+    import matplotlib
+    from matplotlib import pyplot
+
+    rows = [(f"{name}", float(has), float(sent)) for name, has, sent in rows]
+    unit = _check_stages(rows, beside)
+    points = {n: (sent / unit[1], has / unit[0]) for n, has, sent in rows}
+    with matplotlib.rc_context():
+        style()
+        figure, axes = pyplot.subplots(figsize=(7.5, 4.2), layout="constrained")
+        look = {"color": MUTED, "linewidth": 1, "linestyle": (0, (4, 3))}
+        axes.axhline(1, **look)
+        axes.axvline(1, **look)
+        for name, (x, y) in points.items():
+            theirs = name.startswith("PyTorch")
+            look = {"color": INK, "markersize": 9, "zorder": 4}
+            fill = "white" if theirs else INK
+            mark = "s" if theirs else "o"
+            axes.plot([x], [y], mark, markerfacecolor=fill, **look)
+        axes.set_xlim(0, 1.5 * max(x for x, _ in points.values()))
+        axes.set_ylim(0, 1.15 * max(y for _, y in points.values()))
+        _name_points(axes, points)
+        axes.set_xlabel(f"bytes sent in a step, {beside} = 1")
+        axes.set_ylabel(f"bytes resident, {beside} = 1")
+        axes.grid(**GRID)
+        axes.set_axisbelow(True)
+    pyplot.close(figure)
+    return figure
+
+
+def _check_stages(
+    rows: Sequence[tuple[str, float, float]], beside: str
+) -> tuple[float, float]:
+    """Return the bytes of `beside`: resident, and sent."""
+    names = [name for name, *_ in rows]
+    if beside not in names:
+        raise ValueError(f"beside is {beside!r}; the rows are of {names}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"the rows are of {names}; each name may be there once")
+    for name, *numbers in rows:
+        for value in numbers:
+            if not 0 < value < math.inf:
+                raise ValueError(f"{name!r} has {value} bytes; it must be above 0")
+    return next((has, sent) for name, has, sent in rows if name == beside)
+
+
+def _name_points(axes: Axes, points: Mapping[str, tuple[float, float]]) -> None:
+    """Write each point's name beside it, where no other point or name is."""
+    figure = axes.get_figure()
+    across, high = figure.get_size_inches() * 72 * 0.86  # points, about
+    right, top = axes.get_xlim()[1], axes.get_ylim()[1]
+    at = {n: (x / right * across, y / top * high) for n, (x, y) in points.items()}
+    taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in at.values()]
+    for name, (x, y) in at.items():
+        wide = 6.4 * len(name)
+        places = [(way, up) for up in (0, 13, -13, 26, -26) for way in (9, -9)]
+        for way, up in places:
+            left = x + way - (wide if way < 0 else 0)
+            box = (left, y + up - 6, left + wide, y + up + 6)
+            inside = left > 0 and box[2] < across and 6 < box[1] < high - 12
+            if inside and not any(_overlap(box, other) for other in taken):
+                break
+        taken.append(box)
+        axes.annotate(name, points[name], xytext=(way, up), fontsize=10,
+                      textcoords="offset points", va="center",
+                      ha="left" if way > 0 else "right", zorder=3,
+                      bbox={"fc": "white", "ec": "none", "pad": 0.5})  # fmt: skip
+
+
+def _overlap(a: Sequence[float], b: Sequence[float]) -> bool:
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]

@@ -1,0 +1,178 @@
+"""The memory that was recorded in a training step, drawn by kind. Chapter 06."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ddp_course.lab.draw.kinds import KIND_LOOKS, kinds_among
+from ddp_course.lab.draw.plots import style
+from ddp_course.lab.palette import INK, MUTED
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MS = 1e3
+# From the bottom: what stays, then what comes and goes.
+STACK = (
+    "parameters", "optimizer states", "gradients", "communication buffers", "other",
+    "activations",
+)  # fmt: skip
+PHASES = ("forward", "backward", "step")
+Moments = Sequence[tuple[float, Mapping[str, float], Any]]
+
+
+def plot_memory(
+    logs: Any, events: Any = (), *, title: str = "", clock: str = "time"
+) -> Figure:
+    """Draw the memory that was recorded in a step, by kind, and mark the peak.
+
+    `logs` is a `measure.MemoryLog`, its `moments`, or up to three of either by name,
+    which are drawn beside each other with the same axes of bytes and of time. `events`
+    are the `measure.Event`s of this step, or of each by name: from the first to the
+    last named forward, backward or step is marked above. `clock` is "time", in ms, or
+    "count", the number of the moment: so the same step gives the same picture. Raises
+    ValueError if nothing was recorded, and for names that do not match. Chapter 06.
+    """
+    import matplotlib
+    from matplotlib import pyplot
+
+    runs = _by_name(logs, title)
+    spans = events if isinstance(events, Mapping) else dict.fromkeys(runs, events)
+    spans = {name: list(getattr(of, "events", of)) for name, of in spans.items()}
+    _check_runs(runs, spans, clock)
+    kinds = kinds_among(ledger for run in runs.values() for _, ledger, _ in run)
+    kinds = [kind for kind in STACK if kind in kinds]
+    top = max(total_of(ledger) for run in runs.values() for _, ledger, _ in run)
+    unit, size = unit_of(top)
+    longest = max(run[-1][0] - run[0][0] for run in runs.values()) * MS or 1
+    with matplotlib.rc_context():
+        style()
+        matplotlib.rcParams["hatch.linewidth"] = 0.8
+        figure, panels = pyplot.subplots(
+            1, len(runs), figsize=(8.5 if len(runs) == 1 else 11, 3.8), sharey=True,
+            layout="constrained", squeeze=False,
+        )  # fmt: skip
+        for axes, (name, run) in zip(panels[0], runs.items(), strict=True):
+            _draw_moments(axes, run, kinds, size, clock)
+            axes.set_xlim(0, longest if clock == "time" else max(1, len(run) - 1))
+            _draw_peak(axes, run, unit, size, clock)
+            _mark_phases(axes, run, spans[name], clock)
+            if name:
+                axes.set_title(name, fontsize=11, pad=22, fontweight="bold")
+            axes.set_xlabel("time [ms]" if clock == "time" else "moment recorded")
+        panels[0][0].set_ylabel(f"memory [{unit}]")
+        panels[0][0].set_ylim(0, 1.16 * top / size)
+        figure.legend(*samples_of(kinds[::-1]), loc="outside right upper")
+    pyplot.close(figure)
+    return figure
+
+
+def _by_name(logs: Any, title: str) -> dict[str, Moments]:
+    """Return the moments of each log by its name."""
+    named = logs if isinstance(logs, Mapping) else {title: logs}
+    return {
+        name: list(getattr(log, "moments", log))  # a log, or its moments
+        for name, log in named.items()
+    }
+
+
+def _check_runs(
+    runs: Mapping[str, Moments], spans: Mapping[str, Sequence[Any]], clock: str
+) -> None:
+    if not 1 <= len(runs) <= 3:
+        raise ValueError(f"{len(runs)} logs; 1 to 3 can be drawn beside each other")
+    if clock not in ("time", "count"):
+        raise ValueError(f"clock is {clock!r}; it can be 'time' or 'count'")
+    if set(spans) != set(runs):
+        raise ValueError(f"logs are {sorted(runs)}, events are of {sorted(spans)}")
+    for name, run in runs.items():
+        if not any(total_of(ledger) for _, ledger, _ in run):
+            raise ValueError(
+                f"the log {name!r} has no moment in which there was memory"
+            )
+
+
+def total_of(ledger: Mapping[str, float]) -> float:
+    """Return the bytes of all kinds."""
+    return sum(ledger[kind] for kind in ledger)
+
+
+def unit_of(nbytes: float) -> tuple[str, float]:
+    """Return the binary unit that suits a number of bytes, and its size."""
+    power = min(3, max(0, int(math.log2(max(nbytes, 1)) // 10)))
+    return ("B", "KiB", "MiB", "GiB")[power], 1024.0**power
+
+
+def _places(run: Moments, clock: str) -> list[float]:
+    """Return where the moments are on the axis."""
+    if clock == "count":
+        return [float(k) for k in range(len(run))]
+    return [(time - run[0][0]) * MS for time, *_ in run]
+
+
+def _draw_moments(
+    axes: Axes, run: Moments, kinds: Sequence[str], size: float, clock: str
+) -> None:
+    """Draw an area for each kind; between two moments nothing changes."""
+    xs, low = _places(run, clock), [0.0] * len(run)
+    for kind in kinds:
+        has = [ledger.get(kind, 0) / size for _, ledger, _ in run]
+        high = [a + b for a, b in zip(low, has, strict=True)]
+        axes.fill_between(
+            xs, low, high, step="post", linewidth=0.6, **KIND_LOOKS[kind].bar
+        )
+        low = high
+    axes.step(xs, low, where="post", color=INK, linewidth=1.2)
+    axes.tick_params(labelleft=True)
+
+
+def _draw_peak(axes: Axes, run: Moments, unit: str, size: float, clock: str) -> None:
+    """Draw a line at the highest total, with its number."""
+    k = max(range(len(run)), key=lambda k: total_of(run[k][1]))
+    x, peak = _places(run, clock)[k], total_of(run[k][1]) / size
+    axes.axhline(peak, color=INK, linewidth=1, linestyle=(0, (4, 3)))
+    axes.plot([x], [peak], "v", color=INK, markersize=7, zorder=5)
+    left, right = axes.get_xlim()
+    far = x < (left + right) / 2  # write where the mark is not
+    look = {"textcoords": "offset points", "ha": "right" if far else "left"}
+    axes.annotate(f"peak {peak:.3g} {unit}", (right if far else left, peak),
+                  xytext=(-4 if far else 4, 4), fontsize=10, fontweight="bold",
+                  **look)  # fmt: skip
+
+
+def _mark_phases(axes: Axes, run: Moments, events: Iterable[Any], clock: str) -> None:
+    """Name the phases of the step above the picture, with thin lines between them."""
+    places, begin = _places(run, clock), run[0][0]
+    times = [time for time, *_ in run]
+    left, right = axes.get_xlim()
+    for phase in PHASES:
+        named = [event for event in events if event.op == phase]  # or its parts
+        if not named:
+            continue
+        start, end = min(e.start for e in named), max(e.end for e in named)
+        ends = [(t - begin) * MS for t in (start, end)]
+        if clock == "count":  # the moments within it
+            inside = [k for k, t in enumerate(times) if start <= t <= end]
+            ends = [places[inside[0]], places[inside[-1]]] if inside else [0.0, 0.0]
+        a, b = max(left, ends[0]), min(right, ends[1])
+        if b <= a:
+            continue
+        for x in (a, b):
+            axes.axvline(x, color=MUTED, linewidth=0.8, linestyle=(0, (1, 2)))
+        across = axes.get_xaxis_transform()
+        axes.plot([a, b], [1.02] * 2, color=INK, linewidth=2, transform=across,
+                  clip_on=False)  # fmt: skip
+        if (b - a) / (right - left) > 0.02 * len(phase):
+            axes.annotate(phase, ((a + b) / 2, 1.02), xycoords=across, ha="center",
+                          xytext=(0, 4), textcoords="offset points")  # fmt: skip
+
+
+def samples_of(kinds: Iterable[str]) -> tuple[list[Any], list[str]]:
+    """Return samples of kinds for a legend, and their names."""
+    from matplotlib.patches import Patch
+
+    kinds = list(kinds)
+    return [Patch(linewidth=0.8, **KIND_LOOKS[kind].bar) for kind in kinds], kinds

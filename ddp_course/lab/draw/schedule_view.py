@@ -1,0 +1,132 @@
+"""A pipeline's schedule, played through and drawn. Chapters 10 and 11."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+from ddp_course import theory
+from ddp_course.lab.draw.drawing import Drawing
+from ddp_course.lab.draw.lanes import Lanes, draw_axis, draw_legend
+from ddp_course.lab.draw.steps import count
+from ddp_course.lab.draw.work import idle_share, works_of
+from ddp_course.pipeline.schedule import Schedule
+from ddp_course.pipeline.schedules import SCHEDULES
+from ddp_course.pipeline.simulate import Costs, Simulated, simulate
+
+MARGIN, TOP, PLOT_W, NOTE_W = 16, 68, 720, 158
+MOST_RANKS, MOST_MICROBATCHES, MOST_STAGES = 8, 16, 4
+TITLES = {
+    "naive": "Naive",
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved": "Interleaved 1F1B",
+    "zero_bubble": "Zero bubble (ZB-H1)",
+}
+
+
+def schedule_view(
+    schedule: Schedule | str = "1f1b",
+    ranks: int = 4,
+    microbatches: int = 8,
+    stages_per_rank: int = 2,
+    costs: Costs | None = None,
+) -> Drawing:
+    """Draw what each rank of a pipeline computes when, its bubble and its peak.
+
+    `schedule` is a name of `pipeline.SCHEDULES`, for sliders, or any `Schedule`, which
+    knows its numbers itself; only "interleaved" has `stages_per_rank`. By default F, I
+    and W of a rank's whole part of the model take 1 each, so that schedules with other
+    numbers of stages are comparable. Raises ValueError for unknown names and numbers
+    that are too small or too large to draw, and what `simulate` raises for a schedule
+    that cannot be carried out. Chapters 10 and 11.
+    """
+    formula = ""
+    if not isinstance(schedule, Schedule):
+        numbers = ranks, microbatches, stages_per_rank
+        schedule = named(schedule, *numbers)
+        formula = "" if costs else f" (formula: {formula_of(schedule):.1%})"
+    simulated = simulate(schedule, costs or equal_costs(schedule))
+    works = works_of(simulated.events)
+    long = float(simulated.makespan)
+    notes = _notes(simulated)
+    scale = PLOT_W / long
+    lanes = Lanes(works, scale, 0.0, notes)
+    told = in_words(simulated, formula)
+    d = Drawing(
+        math.ceil(2 * MARGIN + lanes.width + NOTE_W),
+        TOP + lanes.height + 96,
+        title=title_of(schedule),
+        description=f"{told}. In order: {_rows(schedule)}.",
+    )
+    d.text(MARGIN, 26, d.title, size=15, bold=True, anchor="start")
+    d.text(MARGIN, 48, told, size=12, anchor="start")
+    with d.shifted(MARGIN, TOP):
+        lanes.draw(d)
+    y, unit = TOP + lanes.height + 10, "unit of the costs"
+    unit = unit if costs else "one microbatch forward on one rank = 1"
+    draw_axis(d, MARGIN + lanes.x(0), y, scale, long, f"time [{unit}]")
+    draw_legend(d, MARGIN, y + 64, works)
+    return d
+
+
+def named(
+    name: str, ranks: int, microbatches: int, stages_per_rank: int = 2
+) -> Schedule:
+    """Return the schedule of a name. Raises ValueError for what cannot be drawn."""
+    if name not in SCHEDULES:
+        raise ValueError(
+            f"schedule is {name!r}; it can be {', '.join(map(repr, SCHEDULES))}, or a "
+            "Schedule"
+        )
+    count("ranks", ranks, 1, MOST_RANKS)
+    count("microbatches", microbatches, 1, MOST_MICROBATCHES)
+    count("stages_per_rank", stages_per_rank, 1, MOST_STAGES)
+    more = {"stages_per_rank": stages_per_rank} if name == "interleaved" else {}
+    return SCHEDULES[name](ranks, microbatches, **more)
+
+
+def equal_costs(schedule: Schedule) -> Costs:
+    """Return costs with which F, I and W of all stages of a rank take 1 each."""
+    each = Fraction(schedule.num_ranks, schedule.num_stages)
+    return Costs(F=each, I=each, W=each)
+
+
+def title_of(schedule: Schedule) -> str:
+    """Return the schedule's name, and its numbers."""
+    name = TITLES.get(schedule.name, schedule.name)
+    p, s, m = schedule.num_ranks, schedule.num_stages, schedule.num_microbatches
+    says = f"{p} rank{'s' * (p > 1)}"
+    if s != p:
+        says += f", {s} stages"
+    return f"{name}: {says}, {m} microbatch{'es' * (m > 1)}"
+
+
+def formula_of(schedule: Schedule) -> float:
+    """Return the bubble of a schedule of `SCHEDULES`, with F = I = W, in theory."""
+    p, s, m = schedule.num_ranks, schedule.num_stages, schedule.num_microbatches
+    return float(theory.pipeline_bubble(schedule.name, p, m, s // p))
+
+
+def in_words(simulated: Simulated, formula: str = "") -> str:
+    """Say how long it takes, how much of it is bubble, and what is kept."""
+    most = float(max(simulated.peak_activations))
+    return (
+        f"takes {float(simulated.makespan):.4g}; bubble {float(simulated.bubble):.1%} "
+        f"of the ranks' time{formula}; a rank keeps activations of at most "
+        f"{most:.4g} microbatch{'es' * (most != 1)}"
+    )
+
+
+def _notes(simulated: Simulated) -> dict[int, str]:
+    """Return what is told at each rank's lane."""
+    works = works_of(simulated.events)
+    return {
+        rank: f"waits {idle_share(works, rank):.1%}, keeps {float(peak):.3g}"
+        for rank, peak in enumerate(simulated.peak_activations)
+    }
+
+
+def _rows(schedule: Schedule) -> str:
+    rows = (" ".join(map(str, row)) for row in schedule.ranks)
+    return "; ".join(f"rank {rank}: {row}" for rank, row in enumerate(rows))

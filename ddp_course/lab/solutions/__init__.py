@@ -1,1 +1,0 @@
-"""A solution of every exercise. CI runs each against its own check."""

@@ -1,0 +1,283 @@
+"""Every solution passes, every planted wrong answer gets its hint, no stub counts."""
+
+import contextlib
+import re
+import runpy
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from ddp_course.chapters import all_exercises, show_solution
+from ddp_course.lab import answers
+from ddp_course.lab.answers import on_ranks
+from ddp_course.lab.exercises import (
+    NOT_YET,
+    PASSED,
+    UNTOUCHED,
+    exercise,
+    expect,
+    expect_call,
+)
+from ddp_course.launch import RankInterrupted
+
+EXERCISES = all_exercises()
+
+
+def collected(file: str, name: str) -> dict:
+    """Return a dictionary that every chapter's folder has its part of."""
+    files = sorted(Path(__file__).parent.glob(f"ch*/{file}.py"))
+    parts = [runpy.run_path(str(file))[name] for file in files]
+    return {exercise: answers for part in parts for exercise, answers in part.items()}
+
+
+WRONG = collected("wrong_answers", "WRONG")
+RIGHT = collected("right_answers", "RIGHT")
+PLANTS = [(name, wrong) for name in WRONG for wrong in WRONG[name]]
+# Their ranks wait for messages that never come: for many of them at once, that takes no
+# longer than for one, and no more computing.
+HANGS = re.compile("still waits to|have not returned after|still wanted to communicate")
+HANGING = [(name, wrong) for name, wrong in PLANTS if HANGS.search(WRONG[name][wrong])]
+OTHERS = [plant for plant in PLANTS if plant not in HANGING]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hanging(request) -> Iterator[dict[tuple, Future]]:
+    """Check the answers that hang in the background, from the first test on."""
+    chosen = [
+        (item.callspec.params["name"], item.callspec.params["wrong"])
+        for item in request.session.items
+        if getattr(item, "originalname", "") == test_an_answer_that_hangs.__name__
+    ]
+    with ThreadPoolExecutor(len(chosen) or 1) as threads:
+        yield {
+            (name, wrong): threads.submit(EXERCISES[name], wrong)
+            for name, wrong in chosen
+        }
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_the_solution_passes(name):
+    verdict = EXERCISES[name](EXERCISES[name].reference)
+    assert verdict.status == PASSED, verdict
+    assert re.fullmatch(r"Verified: .{20,}\.", verdict.message)
+
+
+@pytest.mark.parametrize(
+    ("name", "right"),
+    [(name, right) for name in RIGHT for right in RIGHT[name]],
+    ids=lambda p: getattr(p, "__name__", p),
+)
+def test_a_right_answer_in_another_style_passes(name, right):
+    verdict = EXERCISES[name](right)
+    assert verdict.status == PASSED, verdict
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"), OTHERS, ids=lambda p: getattr(p, "__name__", p)
+)
+def test_a_wrong_answer_gets_its_hint(name, wrong):
+    verdict = EXERCISES[name](wrong)
+    assert verdict.status == NOT_YET, verdict
+    assert WRONG[name][wrong] in verdict.message
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"), HANGING, ids=lambda p: getattr(p, "__name__", p)
+)
+def test_an_answer_that_hangs(name, wrong, hanging):
+    verdict = hanging[name, wrong].result()
+    assert verdict.status == NOT_YET, verdict
+    assert WRONG[name][wrong] in verdict.message
+
+
+def test_every_exercise_has_wrong_answers():
+    assert set(WRONG) == set(EXERCISES)
+    assert all(len(wrong) >= 3 for wrong in WRONG.values())
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_an_untouched_stub_is_not_attempted_yet(name):
+    def stub(*args):
+        raise NotImplementedError
+
+    verdict = EXERCISES[name](stub)
+    assert verdict.status == UNTOUCHED
+    assert repr(verdict) == (
+        f"○ {name}: not attempted yet. Put your code in place of "
+        "`raise NotImplementedError`, and run again."
+    )
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_the_solution_is_shown(name):
+    shown = show_solution(name).data
+    assert f"def {name}(" in shown
+    assert shown == EXERCISES[name].solution().data
+
+
+def test_names_and_questions():
+    for name, each in EXERCISES.items():
+        assert each.__name__ == f"check_{name}"
+        assert each.question.startswith(f"`{name}(")
+        assert each._repr_markdown_() == f"**Exercise {name}.** {each.question}"
+
+
+def test_an_unknown_solution():
+    with pytest.raises(
+        ValueError, match="no exercise is called 'rank'; there are my_s"
+    ):
+        show_solution("rank")
+
+
+# The frame itself, with exercises made up here.
+
+
+def made_up(check):
+    return exercise("double", solution=lambda x: 2 * x)(check)
+
+
+@made_up
+def check_double(answer):
+    """`double(x)`: twice x."""
+    expect_call(answer, 3, returns=6, because="3 + 3 is 6")
+    expect(answer(0) == 0, hint="Twice nothing is nothing.")
+    return "two numbers"
+
+
+def test_the_three_verdicts():
+    def stub(x):
+        raise NotImplementedError("your turn")
+
+    assert check_double(stub).status == UNTOUCHED
+    assert repr(check_double(lambda x: 2 * x)) == (
+        "✓ double: passed. Verified: two numbers."
+    )
+    assert check_double(lambda x: x + 3)._repr_markdown_() == (
+        "✗ **double: not yet.** Twice nothing is nothing."
+    )
+    assert check_double(lambda x: x).message == (
+        "`double(3)` returned `3`; expected `6`, because 3 + 3 is 6."
+    )
+
+
+class Unwritable:
+    def __repr__(self):
+        raise RuntimeError
+
+
+class Undecided:
+    def __repr__(self):
+        return "6"
+
+    def __eq__(self, other):
+        raise RuntimeError("cannot\nbe compared")
+
+
+def loop(x):
+    while True:
+        with contextlib.suppress(Exception):
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("answer", "hint"),
+    [
+        (None, "Give the check your function itself"),
+        (6, "Give the check your function itself"),
+        (lambda: 6, "takes 0 positional arguments"),
+        (lambda x: sys.exit("bye"), "raised `SystemExit: bye`"),
+        (lambda x: 1 / 0, "raised `ZeroDivisionError: division by zero`, in test_ex"),
+        (lambda x: Unwritable(), "returned `<Unwritable>`"),
+        (lambda x: Undecided(), "cannot use what your function returned"),
+        (lambda x: object(), "returned `<object object>`"),
+        (lambda x: "`a`\n" * 100, "returned `''a'\\n'a'"),
+        (lambda x: torch_raises(), "raised `NotImplementedError: Could not run`"),
+        (loop, "`double(3)` had not returned after 0.2 s"),
+    ],
+)
+def test_nothing_raises_or_hangs(answer, hint, monkeypatch):
+    monkeypatch.setattr(answers, "TIMEOUT", 0.2)
+    verdict = check_double(answer)
+    assert verdict.status == NOT_YET
+    assert hint in verdict.message
+    assert "\n" not in verdict.message
+    assert len(verdict.message) < 300
+
+
+def torch_raises():
+    error = NotImplementedError
+    raise error("Could not run")  # as PyTorch does; not the stub's
+
+
+def test_the_stop_button_is_not_swallowed():
+    def pressed(x):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        check_double(pressed)
+
+
+def test_the_stop_button_during_a_launch_is_not_swallowed(monkeypatch):
+    def pressed(*args, **options):
+        raise RankInterrupted("stopped by hand", [])
+
+    monkeypatch.setattr(answers, "spawn", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        check_on_ranks(lambda rank: rank)
+
+
+def test_a_timer_that_was_set_before_goes_on():
+    import signal
+
+    before = signal.setitimer(signal.ITIMER_REAL, 100)
+    try:
+        check_double(lambda x: 2 * x)
+        assert 50 < signal.getitimer(signal.ITIMER_REAL)[0] <= 100
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *before)
+
+
+@made_up
+def check_on_ranks(answer):
+    """`double(x)`, on ranks."""
+    on_ranks(double_my_rank, answer, world_size=2, hint="Look at the ranks.")
+    return "two ranks"
+
+
+def double_my_rank(double):
+    return double(dist.get_rank())
+
+
+def test_a_stub_on_one_rank_only():
+    def stub(rank):
+        if rank == 1:
+            raise NotImplementedError
+        return 0
+
+    assert check_on_ranks(stub).status == UNTOUCHED
+
+
+def test_the_ranks_get_the_bare_function():
+    assert check_on_ranks(lambda rank: 2 * rank).status == PASSED
+
+
+def test_what_cannot_be_sent_to_the_ranks():
+    import threading
+
+    lock = threading.Lock()
+    verdict = check_on_ranks(lambda rank: lock)
+    assert verdict.status == NOT_YET
+    assert "cannot be sent to the ranks" in verdict.message
+
+
+def test_a_failing_rank_is_told_with_line_and_hint():
+    verdict = check_on_ranks(lambda rank: 1 / rank)
+    assert verdict.message.startswith(
+        "On real ranks: `rank 0: ZeroDivisionError: division by zero`, in test_ex"
+    )
+    assert verdict.message.endswith("Look at the ranks.")

@@ -1,0 +1,427 @@
+"""The figures of chapters 04 and 05: every bucket, every event, nothing invented."""
+
+import itertools
+import re
+from dataclasses import dataclass, field
+from xml.etree import ElementTree
+
+import matplotlib
+import pytest
+
+matplotlib.use("agg")
+
+from drawings import (  # noqa: E402
+    boxes,
+    elements,
+    no_texts_overlap,  # noqa: E402
+    problems,
+    words,
+)
+
+from ddp_course.chapters.ch04_dp_vs_ddp.dp_and_ddp import dp_and_ddp  # noqa: E402
+from ddp_course.chapters.ch04_dp_vs_ddp.figures import (
+    DP_STEPS,  # noqa: E402
+    dp_step,  # noqa: E402
+)
+from ddp_course.chapters.ch04_dp_vs_ddp.measured import plot_gil, plot_moves  # noqa: E402
+from ddp_course.chapters.ch05_ddp_internals.figures import (
+    buckets,  # noqa: E402
+    cells_of,  # noqa: E402
+)
+from ddp_course.chapters.ch05_ddp_internals.measured import (  # noqa: E402
+    plot_bucket_sweep,
+    plot_buckets,
+)
+from ddp_course.chapters.ch05_ddp_internals.overlapped import (
+    overlapped,  # noqa: E402
+    schedule,  # noqa: E402
+)
+from ddp_course.chapters.ch05_ddp_internals.timeline import (
+    bucket_numbers,  # noqa: E402
+    timeline,  # noqa: E402
+)
+from ddp_course.data_parallel import Move, Timing, bucket_plan  # noqa: E402
+from ddp_course.lab import (  # noqa: E402
+    bench,
+    explore,
+    gallery,
+    rank_color,
+)
+from ddp_course.lab.draw.bars import PLOT_W, visible  # noqa: E402
+from ddp_course.measure import Event  # noqa: E402
+from ddp_course.model import build_gpt  # noqa: E402
+
+GPT = dict(build_gpt("1m").named_parameters())
+PLAN = bucket_plan(GPT.items(), 1)
+
+
+def step_of(rank, plan=PLAN, tagged=False, at=0.0, on_its_way=0.009):
+    """What a rank records in a backward: a bucket is ready every 10 ms."""
+    events, late = [], 0.001 * rank + at
+    for k in range(len(plan)):
+        a, b = late + k * 0.01, late + k * 0.01 + 0.0099
+        tag = {"bucket": k} if tagged else {}
+        events += [
+            Event(rank, "backward", a, b, lane="compute", detail={"bucket": k}),
+            Event(rank, "launch", b, b + 1e-4, lane="launch", detail={"bucket": k}),
+            Event(rank, "ring", b, b + on_its_way, 9, "communication", tag),
+        ]
+    end = late + len(plan) * 0.01
+    return [*events, Event(rank, "wait", end, end + on_its_way, lane="wait")]
+
+
+EVENTS = [event for rank in range(4) for event in step_of(rank)]
+AT_ONCE = [e for rank in range(4) for e in step_of(rank, bucket_plan(GPT.items(), 0.1),
+                                                   on_its_way=0.2)]  # fmt: skip
+MANY = [
+    Event(rank, op, t * 1e-4, t * 1e-4 + 5e-5, nbytes)
+    for rank in range(2)
+    for t in range(5000)
+    for op, nbytes in (("backward", 0), ("send", 8))
+]
+CAPS = (0.02, 0.25, 0.5, 1, 2, 4, 25)
+DRAWINGS = {
+    **{f"step {k}": lambda k=k: dp_step(k) for k in range(len(DP_STEPS))},
+    **{
+        f"{preset}, {cap} MiB": lambda preset=preset, cap=cap: buckets(preset, cap)
+        for preset, cap in itertools.product(("1m", "8m"), CAPS)
+    },
+    **{
+        f"{name} from {start}, {width} wide": lambda e=events, s=start, w=width: (
+            timeline(e, s, w)
+        )
+        for name, events in (("few", EVENTS), ("at once", AT_ONCE), ("many", MANY))
+        for start, width in ((0, None), (3, 20), (11, 0.5), (900, 10), (9.99, 1e-3))
+    },
+    "another first bucket": lambda: buckets("8m", 0.25, 0.25),
+    "the star and the ring": dp_and_ddp,
+    "overlap": overlapped,
+}
+
+
+@pytest.mark.parametrize("name", DRAWINGS)
+def test_the_layout(name):
+    drawing = DRAWINGS[name]()
+    assert list(problems(drawing)) == []
+    assert drawing.svg() == DRAWINGS[name]().svg()
+    assert len(drawing.description) > 60
+    assert drawing.width <= 1100
+
+
+# DataParallel.
+
+
+def test_an_iteration_has_its_moves_and_their_bytes():
+    names = [step.name for step in DP_STEPS]
+    assert names[1:5] == ["scatter", "replicate", "parallel_apply", "gather"]
+    assert names[5:] == ["loss", "backward", "update"]
+    # (N - 1) S out with the copies, (N - 1) S back with their gradients.
+    assert [step.through for step in DP_STEPS] == [0, 0, 3, 3, 3, 3, 6, 6]
+    for step in DP_STEPS:
+        assert (
+            (step.sent in step.at_0) == (step.sent in step.at_others) == bool(step.way)
+        )
+        assert not {"optimizer", "loss"} & set(step.at_others)
+        assert {"model", "optimizer"} <= set(step.at_0)
+
+
+@pytest.mark.parametrize("step", range(8))
+def test_arrows_go_where_the_bytes_go(step):
+    heads = re.findall(r'<polygon points="([\d.]+),', dp_step(step).svg())
+    left = [float(x) for x in heads if float(x) < 250]
+    right = [float(x) for x in heads if float(x) > 250]
+    way = DP_STEPS[step].way
+    assert len(right) == 3 * (way in ("out", "both"))
+    assert len(left) == 3 * (way in ("back", "both"))
+
+
+def test_moves_are_added_up_by_replica():
+    moves = [Move("parameters", 0, k, 2**20) for k in (1, 2)]
+    moves += [Move("gradients of parameters", k, 0, 3 * 2**20) for k in (1, 2)]
+    (axes,) = plot_moves(moves).axes
+    heights = [bar.get_height() for bar in axes.patches if bar.get_height()]
+    assert heights == [2, 3, 3, 6, 1, 1]  # sent by 0, 1, 2; received
+    assert "MiB" in axes.get_ylabel()
+
+
+def timings(model):
+    ways = ("one after another", "threads", "DataParallel", "processes")
+    return [
+        Timing(model, way, 2, 2 / k, 2.0, k, (2 / k, 2.2 / k))
+        for way, k in zip(ways, (1, 0.8, 0.7, 1.9), strict=True)
+    ]
+
+
+def test_the_lock_is_shown_for_both_models():
+    panels = plot_gil(timings("tiny") + timings("large")).axes
+    assert [axes.get_title() for axes in panels] == ["tiny", "large"]
+    for axes in panels:
+        assert [bar.get_height() for bar in axes.patches] == [1, 0.8, 0.7, 1.9]
+        dots = [line for line in axes.lines if line.get_marker() == "o"]
+        assert [list(dot.get_ydata()) for dot in dots] == [
+            pytest.approx([k, k]) for k in (0.8, 0.7, 1.9)
+        ]
+        flat = [line.get_ydata()[0] for line in axes.lines if line not in dots]
+        assert flat == [1, 2]  # one thread does everything, and the ideal
+        assert axes.get_ylim()[1] > 2
+        assert [text.get_text() for text in axes.texts].count("ideal: 2") == 1
+
+
+# Buckets.
+
+
+@pytest.mark.parametrize("cap", CAPS)
+def test_every_parameter_is_drawn_once_with_its_bytes(cap):
+    plan = bucket_plan(GPT.items(), cap)
+    cells = cells_of(plan)
+    assert len(cells) == len(GPT) == 49
+    assert sum(cell.nbytes for cell in cells) == sum(p.nbytes for p in GPT.values())
+    for bucket in plan:
+        mine = [cell for cell in cells if cell.bucket == bucket.index]
+        assert [c.nbytes for c in mine] == [GPT[n].nbytes for n in bucket.parameters]
+        assert all(
+            name.startswith(cell.layer)
+            for name, cell in zip(bucket.parameters, mine, strict=True)
+        )
+    drawing = buckets("1m", cap)
+    assert f"bucket_cap_mb = {cap:g}: {len(plan)} bucket" in drawing.title
+    assert any(f"in {len(plan)} all-reduce" in text for text in words(drawing))
+    # A white sheet, the 49 parameters, the buckets that are sent; and numbers on them.
+    _, rects, _ = boxes(drawing)
+    high = [rect for rect in rects[1:] if rect[3] - rect[1] == 24]
+    assert len(high) == 49 + len(plan)
+    sent = [rect[2] - rect[0] for rect in high[49:]]
+    total = sum(bucket.nbytes for bucket in plan)
+    shares = [bucket.nbytes / total for bucket in plan]
+    assert [w / sum(sent) for w in sent] == pytest.approx(shares, abs=1e-3)
+
+
+def test_layers_stand_in_the_order_of_backward():
+    shown = [t for t in words(buckets()) if re.match(r"head|blocks|embed", t)]
+    assert shown == ["head", *(f"blocks.{k}" for k in (3, 2, 1, 0)), "embed"]
+
+
+def test_an_overlap_is_one():
+    flat, bucketed = schedule(False), schedule(True)
+    over = max(b.end for b in flat if b.kind == "backward")
+    sent = [[b for b in blocks if b.kind == "send"] for blocks in (flat, bucketed)]
+    assert [b.start for b in sent[0]] == [over]
+    assert [b.start < over for b in sent[1]] == [True, True, True, False]
+    for k, block in enumerate(sent[1]):
+        ready = [b for b in bucketed if b.kind == "backward"][k].end
+        assert block.start == max([ready] + [b.end for b in sent[1][:k]])
+    times = [sum(b.end - b.start for b in blocks) for blocks in sent]
+    assert times[0] == pytest.approx(times[1])  # the same bytes
+    saved = flat[-1].end - bucketed[-1].end
+    assert saved == pytest.approx(sum(b.end - b.start for b in sent[1][:3]))
+    assert "saved: buckets 0 to 2" in words(overlapped())
+
+
+# Events.
+
+
+def test_messages_are_told_apart_by_their_order():
+    numbers = bucket_numbers(EVENTS)
+    sent = [e for e in EVENTS if e.lane == "communication"]
+    assert [numbers[id(e)] for e in sent] == [0, 1, 2, 3] * 4
+    without = [e for e in EVENTS if e.lane != "launch"]
+    assert not {id(e) for e in sent} & set(bucket_numbers(without))
+
+
+def test_only_what_is_in_the_window_is_drawn():
+    line = [e for e in EVENTS if e.rank == 0 and e.lane == "compute"]
+    bars = visible(line, 0.012, PLOT_W / 0.01)  # 12 to 22 ms
+    assert [bar[2].detail["bucket"] for bar in bars] == [1, 2]
+    assert all(0 <= left < right <= PLOT_W for left, right, *_ in bars)
+    assert bars[0][1] == pytest.approx(PLOT_W * 0.79)  # at 19.9 ms
+    names = words(timeline(EVENTS, 12, 10))
+    assert "backward, bucket 1" in names
+    assert not any("bucket 3" in name for name in names)
+    assert "12" in names and "22" in names  # the axis
+
+
+def test_many_events_are_few_bars():
+    drawing = timeline(MANY)
+    assert len(drawing.svg()) < 600_000
+    says = " ".join(words(drawing))
+    shared = int(re.search(r"(\d+) events share their pixel", says)[1])
+    assert 10_000 < shared <= len(MANY)
+    line = [e for e in MANY if e.rank == 0 and e.op == "send"]
+    bars = visible(line, 0, PLOT_W / 0.5)
+    assert sum(n for *_, n in bars) == len(line)
+    assert len(bars) <= PLOT_W
+
+
+def test_messages_at_once_do_not_hide_each_other():
+    assert any(re.fullmatch(r"\d+ messages", text) for text in words(timeline(AT_ONCE)))
+    tops = {box[1] for text, _, box in boxes(timeline(AT_ONCE))[0] if "bucket" in text}
+    assert len(tops) > 4
+
+
+@pytest.mark.parametrize("bucket", [3, 12])
+def test_a_label_leaves_a_message_hatched(bucket):
+    sent = Event(0, "ring", 0, 0.01, 9, "communication", {"bucket": bucket})
+    labels = set()
+    for width in range(50, 800, 5):  # ms, of which the message takes 10
+        drawing = timeline([sent], 0, width)
+        root = ElementTree.fromstring(drawing.svg())
+        rects = [e for e, *_ in elements(root) if e.tag.endswith("rect")]
+        labels |= {text for text in words(drawing) if text.endswith(f"{bucket}")}
+        for bar, label in itertools.pairwise(rects[1:]):  # without the white sheet
+            if label.get("fill") == "#FFFFFF" and label.get("stroke") == "none":
+                assert float(bar.get("width")) - float(label.get("width")) > 7.9
+    assert labels >= {f"bucket {bucket}", f"{bucket}"}
+
+
+def test_an_empty_window_says_so():
+    gap = [*EVENTS, Event(0, "backward", 3, 3.5, lane="compute")]
+    for start, empty in ((0, False), (2000, True), (2990, False), (4000, True)):
+        says = " ".join(words(timeline(gap, start, 100)))
+        assert ("Nothing was recorded here" in says) == empty
+        assert ("the last event ends at 3500 ms" in says) == empty
+
+
+def test_rows_are_in_the_ranks_colours():
+    svg = timeline(EVENTS[::-1]).svg()
+    places = [svg.index(f'fill="{rank_color(rank)}"') for rank in range(4)]
+    assert places == sorted(places)
+
+
+def test_sliders_and_galleries():
+    def zoom(start=0, width=20):
+        return timeline(EVENTS, start, width)
+
+    for view in (
+        explore(zoom, start=(0, 40), width=(1, 60)),
+        explore(buckets, bucket_cap_mb=[0.25, 0.5, 1, 2, 4, 25]),
+        explore(dp_step, step=(0, 7)),
+    ):
+        assert view.children[-1].value.startswith("<svg")
+    assert view.children[0].value == 0
+    drawing = gallery(dp_step, [{"step": k} for k in range(8)])
+    assert list(problems(drawing)) == []
+    assert drawing.width <= 1000
+
+
+# One rank's buckets, and the sweep.
+
+
+@pytest.mark.parametrize("tagged", [True, False])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_ready_sent_done(tagged, rank):
+    events = [e for r in range(4) for e in step_of(r, tagged=tagged)]
+    (axes,) = plot_buckets(PLAN, events, rank=rank).axes
+    dots = [line for line in axes.lines if line.get_marker() == "o"]
+    assert [dot.get_xdata()[0] for dot in dots] == pytest.approx(
+        [9.9, 19.9, 29.9, 39.9]
+    )
+    bars = [bar for bar in axes.patches if bar.get_width()]
+    assert [bar.get_width() for bar in bars] == pytest.approx([9] * 4)
+    assert all(bar.get_hatch() for bar in bars)
+    over = [line for line in axes.lines if line.get_label() == "backward ends"]
+    assert over[0].get_xdata()[0] == pytest.approx(40)
+    assert axes.get_ylim() == (3.5, -0.5)  # bucket 0 on top
+    labels = [tick.get_text() for tick in axes.get_yticklabels()]
+    assert labels == [f"bucket {b.index}, {b.nbytes / 2**20:.2f} MiB" for b in PLAN]
+
+
+ROWS = [(0.02, 19, 0.31, 0.25), (1, 4, 0.16, 0.14), (4, 1, 0.21, 0.19)]
+
+
+def test_the_sweep_marks_its_minimum():
+    (axes,) = plot_bucket_sweep(ROWS[::-1], 0.115).axes
+    lines = {line.get_label(): line for line in axes.lines}
+    assert set(lines) == {
+        "measured", "theory", "fastest: 1 MiB, 160 ms", "without communication"
+    }  # fmt: skip
+    assert list(lines["measured"].get_xdata()) == [0.02, 1, 4]
+    assert list(lines["theory"].get_ydata()) == pytest.approx([250, 140, 190])
+    assert lines["without communication"].get_ydata()[0] == pytest.approx(115)
+    assert axes.get_xscale() == "log" and "[ms]" in axes.get_ylabel()
+    assert len(plot_bucket_sweep([row[:3] for row in ROWS]).axes[0].lines) == 2
+
+
+PAIRS = {
+    ("gloo", "default"): 0.97, ("gloo", "best"): 0.99, ("shared", "default"): 0.75,
+    ("shared", "best"): 0.8, ("again", "default"): 1.01, ("best", "default"): 0.98,
+    ("bound", "default"): 0.5,
+}  # fmt: skip
+BENCH = [
+    {"ranks": n, "preset": "1m", "tokens": 128, "variant": variant, "beside": beside,
+     "paired": ratio}
+    for n in (2, 4)
+    for (variant, beside), ratio in PAIRS.items()
+]  # fmt: skip
+
+
+def test_the_bench_shows_its_bars_and_its_control():
+    (axes,) = bench.DRAWINGS["ddp"](BENCH).axes
+    marks = {line.get_label(): line for line in axes.lines}
+    assert list(marks["gloo, beside best"].get_xdata()) == [0.99, 0.99]
+    assert list(marks["A/A: PyTorch's beside itself"].get_xdata()) == [1.01, 1.01]
+    upright = [line.get_xdata()[0] for line in axes.lines
+               if list(line.get_ydata()) == [0, 1] and len(set(line.get_xdata())) == 1
+               and line.get_marker() == "None"]  # fmt: skip
+    assert upright == [1, 1.05, 0.9]
+    assert axes.get_xlim()[0] < 0.5 and axes.get_xlim()[1] > 1.05
+
+
+def test_no_variant_hides_another_in_the_bench():
+    (axes,) = bench.ddp([{**row, "paired": 1.0} for row in BENCH]).axes
+    marks = {line.get_label(): line for line in axes.lines}
+    heights = {
+        tuple(marks[name].get_ydata())
+        for name in ("gloo, beside best", "shared memory, beside best",
+                     "A/A: PyTorch's beside itself")
+    }  # fmt: skip
+    assert len(heights) == 3
+    assert all(abs(y - round(y)) < 0.3 for ys in heights for y in ys)
+
+
+@dataclass(frozen=True)
+class Other:
+    """A move of something else than Moves' own class."""
+
+    src: int = 0
+    dst: int = 3
+    nbytes: int = 2**21
+    detail: dict = field(default_factory=dict, hash=False)
+
+
+FIGURES = {
+    "moves": lambda: plot_moves([Other(), Other(3, 0)]),
+    "the lock": lambda: plot_gil(timings("many tiny ones") + timings("few large ones")),
+    "buckets": lambda: plot_buckets(PLAN, EVENTS),
+    "sweep": lambda: plot_bucket_sweep(ROWS, 0.115),
+    "bench": lambda: bench.ddp(BENCH),
+}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_texts_do_not_overlap(name):
+    no_texts_overlap(FIGURES[name])
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        (lambda: dp_step(8), "step is 8; .* 0 to 7"),
+        (lambda: buckets("7m"), "the preset is '7m'; it can be '1m', '8m'"),
+        (lambda: buckets("1m", 0), "bucket_cap_mb is 0"),
+        (lambda: timeline([]), "no events"),
+        (lambda: timeline(EVENTS, -1), "start is -1"),
+        (lambda: timeline(EVENTS, 0, 0), "width is 0"),
+        (lambda: plot_moves([]), "no moves; .*record=True"),
+        (lambda: plot_gil([]), "no timings"),
+        (lambda: plot_buckets(PLAN, EVENTS, rank=7), "rank 7 tells of"),
+        (lambda: plot_buckets(PLAN[:2], EVENTS), "plan has 2 buckets"),
+        (lambda: plot_buckets(PLAN, EVENTS + step_of(0, at=1)), "bucket 0 twice"),
+        (lambda: plot_bucket_sweep([]), "no rows"),
+        (lambda: plot_bucket_sweep([(1, 2)]), "a row is"),
+        (lambda: plot_bucket_sweep([(1, 2, 0)]), "a number is 0.0"),
+        (lambda: bench.ddp([]), "no rows"),
+    ],
+)
+def test_what_cannot_be_drawn(bad, says):
+    with pytest.raises(ValueError, match=says):
+        bad()
