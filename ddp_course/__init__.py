@@ -11,4 +11,4 @@ from ddp_course.launch.torchrun import under_torchrun
 __version__ = "0.1.0"
 
 if not under_torchrun():
-    warm()
+    warm("ddp_course.preload")

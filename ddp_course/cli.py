@@ -128,7 +128,7 @@ def _add_train(commands: Any) -> None:
         "ddp-course train --dp 2 --tp 2",
         "ddp-course train --strategy pp --ranks 4 --schedule gpipe --microbatches 8",
         "ddp-course train --ranks 2 --steps 200 --checkpoint runs/a --every 20",
-        "torchrun --nproc-per-node 4 -m ddp_course.train --strategy ddp",
+        "torchrun --nproc-per-node 4 -m ddp_course train --strategy ddp",
         f"\nstrategies:\n{about}",
     )
     command.add_argument(

@@ -2,7 +2,7 @@
 
     train()                                                  one process
     spawn(train, world_size=4)                               four, from a notebook
-    torchrun --nproc-per-node 4 -m ddp_course.train          four, also on many machines
+    torchrun --nproc-per-node 4 -m ddp_course train          four, also on many machines
     ddp-course train --ranks 4                               four, on this machine
 
 Every rank has a part of every batch, and the ranks average their gradients before each
@@ -16,8 +16,6 @@ How they average, and what of the model each of them keeps, is the strategy
 from __future__ import annotations
 
 import hashlib
-import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -165,12 +163,3 @@ def largest_difference(state_a: dict[str, Tensor], state_b: dict[str, Tensor]) -
             raise ValueError(f"{name} is {tuple(a.shape)} here, {tuple(b.shape)} there")
         largest.append((a.cpu().double() - b.cpu().double()).abs().max())
     return float(torch.stack(largest).max())
-
-
-if __name__ == "__main__":
-    from ddp_course.cli import main  # `ddp-course train`, as torchrun can start it
-
-    code = main(["train", *sys.argv[1:]])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # as in `launch.__main__`: PyTorch's threads may abort a good end

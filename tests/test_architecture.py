@@ -1,9 +1,17 @@
-"""The house has floors: who may import whom, read from the source with `ast`."""
+"""The house has floors and no circles: who may import whom, read from the source.
+
+Every import counts: also within a function, and by `import_module`. Only what is under
+`if TYPE_CHECKING` is not there when the program runs.
+"""
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator, Mapping
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 
@@ -13,8 +21,8 @@ FLOORS = [
     {"launch", "model", "data", "theory", "measure"},
     {"collectives", "mesh", "mechanisms"},
     {"data_parallel", "zero", "tensor_parallel", "pipeline"},
-    {"checkpoint", "layouts", "train"},
-    {"bench", "commands", "cli"},
+    {"checkpoint", "layouts", "parallelize", "train"},
+    {"bench", "commands", "cli", "preload", "__main__"},
 ]
 STRATEGIES = FLOORS[2]
 BESIDE = {
@@ -23,35 +31,58 @@ BESIDE = {
 }  # who may import it
 
 
-def room(path: Path) -> str:
-    """Return the module or folder directly below ddp_course that `path` belongs to."""
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+def name_of(path: Path) -> str:
+    """Return "ddp_course.zero.naive" for a file; a folder's name for its __init__."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def is_entrance(node: ast.AST) -> bool:
-    """`if __name__ == "__main__":` is for who comes from outside, above all floors."""
-    return (
-        isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
-    )
+MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+ROOMS = {name.split(".")[1] for name in MODULES if "." in name}
 
 
 def imported(source: str) -> set[str]:
-    """Return the rooms of ddp_course that a source text imports from."""
+    """Return the modules of ddp_course that a source text imports, wherever in it."""
     names = set()
-    tree = ast.parse(source)
-    tree.body = [node for node in tree.body if not is_entrance(node)]
-    for node in ast.walk(tree):
+    for node in running(ast.parse(source)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return {
-        name.split(".")[1] for name in names if name.startswith("ddp_course.")
-    } & rooms()
+            full = [f"{node.module}.{alias.name}" for alias in node.names]
+            names |= {name if name in MODULES else node.module for name in full}
+        elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
+            texts = (arg.value for arg in node.args if isinstance(arg, ast.Constant))
+            names |= {text for text in texts if isinstance(text, str)}
+    return names & MODULES.keys()
 
 
-def rooms() -> set[str]:
-    return {room(path) for path in PACKAGE.rglob("*.py")} - {"__init__"}
+def running(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes below this one, but not what is for type checkers alone."""
+    for child in ast.iter_child_nodes(node):
+        if not (
+            isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+        ):
+            yield child
+            yield from running(child)
+
+
+@cache
+def graph() -> Mapping[str, set[str]]:
+    return {name: imported(path.read_text()) for name, path in MODULES.items()}
+
+
+def circle(imports: Mapping[str, set[str]]) -> list[str] | None:
+    """Return modules of which each imports the next and the last the first, if any."""
+    try:
+        TopologicalSorter({k: v - {k} for k, v in imports.items()}).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return None
+
+
+def room(module: str) -> str:
+    """Return the module or folder directly below ddp_course; "" for itself."""
+    return module.partition(".")[2].partition(".")[0]
 
 
 def floor(name: str) -> int | None:
@@ -76,13 +107,19 @@ def forbidden(name: str, imports: set[str]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize(
-    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE))
-)
-def test_a_floor_imports_only_from_lower_floors(path):
-    if path == PACKAGE / "__init__.py":
-        return
-    assert forbidden(room(path), imported(path.read_text())) == []
+@pytest.mark.parametrize("module", [name for name in MODULES if room(name)])
+def test_a_floor_imports_only_from_lower_floors(module):
+    rooms = {room(other) for other in graph()[module]} - {""}
+    assert forbidden(room(module), rooms) == []
+
+
+def test_nothing_imports_in_a_circle():
+    assert circle(graph()) is None
+
+
+def test_the_package_itself_starts_the_fork_server_and_no_more():
+    """Every import of a part of the package runs its __init__ first."""
+    assert {room(name) for name in graph()["ddp_course"]} == {"launch"}
 
 
 @pytest.mark.parametrize(
@@ -90,21 +127,40 @@ def test_a_floor_imports_only_from_lower_floors(path):
     [
         ("launch", "from ddp_course.train import train"),
         ("launch", "import ddp_course.lab"),
+        (
+            "launch",
+            "from importlib import import_module\nimport_module('ddp_course.cli')",
+        ),
         ("data", "from ddp_course import bench"),
         ("train", "def f():\n    from ddp_course.lab.palette import INK"),
-        ("commands", "from ddp_course.chapters import rooms"),
+        ("commands", "from ddp_course.chapters import images"),
         ("lab", "from ddp_course.chapters.ch01_ranks import figures"),
-        ("train", "if __name__ != '__main__':\n    import ddp_course.cli"),
-        ("train", "def f():\n  if __name__ == '__main__':\n    import ddp_course.cli"),
+        ("train", "if __name__ == '__main__':\n    import ddp_course.cli"),
+        ("zero", "from ddp_course.data_parallel.naive import time"),
     ],
 )
 def test_planted_imports_are_seen(name, source):
-    assert forbidden(name, imported(source))
+    assert forbidden(name, {room(module) for module in imported(source)})
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from ddp_course.mechanisms.hooks import on_gradient",
+        "def f():\n    import ddp_course.train",
+        "import importlib\nimportlib.import_module('ddp_course.zero')",
+    ],
+)
+def test_a_planted_circle_is_seen(source):
+    begin = next(iter(imported(source)))
+    way = {**graph(), "planted": {begin}, begin: {*graph()[begin], "planted"}}
+    assert "planted" in circle(way)
+    assert not imported("if TYPE_CHECKING:\n" + indent(source, "    "))
 
 
 def test_only_what_is_for_notebooks_imports_matplotlib():
-    for path in PACKAGE.rglob("*.py"):
-        if room(path) not in BESIDE:
+    for name, path in MODULES.items():
+        if room(name) not in BESIDE:
             assert "matplotlib" not in {
                 alias.name.split(".")[0]
                 for node in ast.walk(ast.parse(path.read_text()))
@@ -114,4 +170,4 @@ def test_only_what_is_for_notebooks_imports_matplotlib():
 
 
 def test_every_room_is_on_a_floor():
-    assert {name for name in rooms() if floor(name) is None} == set(BESIDE)
+    assert {name for name in ROOMS if floor(name) is None} == set(BESIDE)

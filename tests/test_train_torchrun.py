@@ -98,7 +98,8 @@ def test_ranks_killed_in_a_row_and_the_curve_is_the_same_bit_for_bit(tmp_path):
     kills = 10 if ENDURANCE else 2
     folder, file = tmp_path / "checkpoints", tmp_path / "curve.json"
     with torchrun(
-        "--nproc-per-node=2", "--max-restarts=10", "-m", "ddp_course.train", *SETTINGS,
+        "--nproc-per-node=2", "--max-restarts=10",
+        "-m", "ddp_course", "train", *SETTINGS,
         f"--steps={STEPS}", f"--checkpoint={folder}", f"--json={file}",
     ) as run:  # fmt: skip
         for killed in range(kills):
@@ -120,7 +121,7 @@ def test_ranks_killed_in_a_row_and_the_curve_is_the_same_bit_for_bit(tmp_path):
 def test_shards_survive_a_killed_rank(strategy, tmp_path):
     folder, file = tmp_path / "checkpoints", tmp_path / "curve.json"
     with torchrun(
-        "--nproc-per-node=2", "--max-restarts=1", "-m", "ddp_course.train",
+        "--nproc-per-node=2", "--max-restarts=1", "-m", "ddp_course", "train",
         *SETTINGS, "--strategy", strategy, "--steps=8", f"--checkpoint={folder}",
         f"--json={file}",
     ) as run:  # fmt: skip
@@ -147,7 +148,7 @@ def test_two_machines_train_together_and_survive(tmp_path):
             stack.enter_context(
                 torchrun(
                     *rendezvous_on(machines, number, port), "--nproc-per-node=2",
-                    "--max-restarts=3", "-m", "ddp_course.train", *SETTINGS,
+                    "--max-restarts=3", "-m", "ddp_course", "train", *SETTINGS,
                     *words, "--steps=12", f"--checkpoint={folder}", f"--json={file}",
                     prefix=machine.prefix, GLOO_SOCKET_IFNAME=machine.interface,
                 )
@@ -190,7 +191,7 @@ def test_machines_that_were_told_different_things_say_so(tmp_path):
             stack.enter_context(
                 torchrun(
                     *rendezvous_on(machines, number, port), "--nproc-per-node=1",
-                    "-m", "ddp_course.train", f"--lr={lr}",
+                    "-m", "ddp_course", "train", f"--lr={lr}",
                 )
             )
             for number, lr in enumerate((0.1, 0.2))

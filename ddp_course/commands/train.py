@@ -2,7 +2,7 @@
 
     ddp-course train --strategy ddp --ranks 4
     ddp-course train --dp 2 --tp 2
-    torchrun --nproc-per-node 4 -m ddp_course.train --strategy ddp
+    torchrun --nproc-per-node 4 -m ddp_course train --strategy ddp
 
 The first two start the ranks themselves, on this machine; the third is started by
 torchrun, once for each rank, on one machine or many. What the ranks do is the same

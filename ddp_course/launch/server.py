@@ -51,7 +51,6 @@ PRELOAD = [
     "numpy",
     "sympy",
     "IPython.display",
-    "ddp_course.launch.preload",
 ]
 NOT_FOR_RANKS = ("chapters", "lab", "commands", "bench")
 TESTING = ["pytest", "hypothesis"]  # if the launcher has them, its ranks will want them
@@ -61,14 +60,17 @@ METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 
 # Only one thread at a time may use multiprocessing's tables of children.
 STARTING = threading.RLock()
+_preloaded: dict[str, None] = {}  # what the package wants to be imported, in order
 _served: dict[str, int] = {}  # which version of the course the server has imported
 
 
-def warm() -> None:
+def warm(*modules: str) -> None:
     """Start the fork server in the background, if it does not run yet. Returns at once.
 
-    Called when the package is imported: the server imports PyTorch while you read.
+    Called when the package is imported: the server imports PyTorch while you read, and
+    these `modules` after it, from then on.
     """
+    _preloaded.update(dict.fromkeys(modules))
     if METHOD != "forkserver" or _is_a_child():
         return
     with STARTING:
@@ -76,7 +78,8 @@ def warm() -> None:
         if _served.setdefault("version", edited) != edited:
             forkserver._forkserver._stop()
             _served["version"] = edited
-        wanted = PRELOAD + [name for name in TESTING if name in sys.modules]
+        wanted = [*PRELOAD, *_preloaded]
+        wanted += [name for name in TESTING if name in sys.modules]
         mp.get_context(METHOD).set_forkserver_preload(wanted)
         resource_tracker.ensure_running()  # first: it unblocks SIGINT on its way
         with _without_interrupts(), _environment_of_the_server():

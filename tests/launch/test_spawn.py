@@ -716,7 +716,7 @@ def test_what_the_server_imports_is_watched():
     """All that `preload` has imported, but the launcher's and the lab's."""
     watched = {str(path) for path in server._imported()}
     look = (
-        "import sys; import ddp_course.launch.preload\n"
+        "import sys; import ddp_course.preload\n"
         "print(*{m.__file__ for n, m in sys.modules.items()"
         " if n.startswith('ddp_course') and m.__file__}, sep='\\n')"
     )
@@ -724,14 +724,11 @@ def test_what_the_server_imports_is_watched():
         [sys.executable, "-c", look], capture_output=True, text=True, check=True
     )
     imported = set(told.stdout.split())
-    assert len(imported) > 100
+    assert len(imported) > 60
     assert imported <= watched
 
 
 def test_a_file_that_cannot_be_imported_is_left_to_the_rank(monkeypatch):
-    def broken(name):
-        raise SyntaxError(name)
-
-    monkeypatch.setattr("importlib.import_module", broken)
-    monkeypatch.delitem(sys.modules, "ddp_course.launch.preload", raising=False)
-    __import__("ddp_course.launch.preload")  # as the server does
+    monkeypatch.setitem(sys.modules, "ddp_course.train", None)  # ImportError
+    monkeypatch.delitem(sys.modules, "ddp_course.preload", raising=False)
+    __import__("ddp_course.preload")  # as the server does
