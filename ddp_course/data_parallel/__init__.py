@@ -7,17 +7,15 @@ Read the modules in this order:
                   its tools: cut and join a batch; count what passes replica 0
     gil           why threads lost to processes, measured
     naive         `DistributedDataParallel`, step one and two: after backward
-    ddp           step three: buckets that leave while backward still runs
-    reducer, slots
-                  its engine: from autograd's hook to the all-reduce
+    bucketed      step three: buckets that leave while backward still runs
+    ddp           the same with all that PyTorch's can do; buffers, `Join`
     unused        parameters that get no gradient
-    join          ranks with unequal numbers of batches
     sampler       which rank gets which sample
     recorded      PyTorch's DDP, made to tell what ours tells
     averages      loss, learning rate, gradient norm and seeds over all ranks
 
-`mechanisms` has what it shares with other strategies: replicas, hooks, buckets,
-timeline. Chapters 04 (dp to naive) and 05.
+`mechanisms` has what it shares with other strategies: agreement, buckets, engine,
+hooks, timeline. Chapters 04 (dp to naive) and 05.
 """
 
 from ddp_course.data_parallel.averages import (
@@ -28,6 +26,7 @@ from ddp_course.data_parallel.averages import (
     scaled_lr,
     seed_for,
 )
+from ddp_course.data_parallel.bucketed import BucketedDistributedDataParallel
 from ddp_course.data_parallel.ddp import DistributedDataParallel
 from ddp_course.data_parallel.dp import DataParallel
 from ddp_course.data_parallel.gil import Timing, threads_against_processes
@@ -40,12 +39,13 @@ from ddp_course.data_parallel.recorded import record_pytorch
 from ddp_course.data_parallel.sampler import DistributedSampler, Share, shares
 from ddp_course.data_parallel.scatter_gather import part_sizes
 from ddp_course.data_parallel.unused import UnusedParametersError
+from ddp_course.mechanisms.agreement import ReplicaError
 from ddp_course.mechanisms.buckets import Bucket, bucket_plan
-from ddp_course.mechanisms.replicas import ReplicaError
 
 __all__ = [
     "Average",
     "Bucket",
+    "BucketedDistributedDataParallel",
     "DataParallel",
     "DistributedDataParallel",
     "DistributedSampler",

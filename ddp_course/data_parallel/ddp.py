@@ -1,14 +1,27 @@
-"""DistributedDataParallel: gradients in buckets, sent while backward still runs.
+"""DistributedDataParallel, all of it: PyTorch's name, options and behaviour.
 
-The third step after `naive`'s two, with PyTorch's name and behaviour. Read with it:
+`bucketed` has the idea; on top of it comes here what may not be so simple in real life:
 
-    buckets    which gradients travel together (`mechanisms`)
-    slots      where they lie
-    reducer    when they are sent
-    hooks      how autograd tells that they are there (`mechanisms`)
-    unused     what if some never are
-    replicas   what makes all ranks the same at the beginning (`mechanisms`)
-    join       uneven numbers of batches
+    parameters that get no gradient         `unused`, another ending of the engine
+    passes that begin at the outputs        of what a forward outside of `no_sync` gave
+    buffers, such as BatchNorm's means      rank 0's are sent before each forward
+    gradients outside of the buckets        for those who want to keep them
+    buckets in shared memory                all ranks of one machine reduce them there
+    uneven numbers of batches               `Join`, as follows
+
+    with Join([ddp]):                  # torch.distributed.algorithms.Join
+        for x, y in my_batches:        # more of them on some ranks than on others
+            ...
+
+A rank that has run out of batches stays in the `with` block and shadows the others: for
+each of their collectives it calls the same one, with zeros, or with nothing to say.
+When all have run out, everyone gets the parameters of the rank that trained longest.
+The order of the collectives of a step, which both sides must keep to:
+
+    1  how many ranks still train (`Join` itself)
+    2  whose buffers count, and the buffers        if there are any to be sent
+    3  is this step averaged, or in `no_sync`?
+    4  the buckets, and who has had what           if it is
 
 Explained in chapter 05.
 """
@@ -16,40 +29,23 @@ Explained in chapter 05.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Joinable
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from ddp_course.collectives import communicator, shared_memory
-from ddp_course.data_parallel.join import (
-    ShadowHook,
-    common_rank,
-    tell_averaged,
-    tell_join,
-)
-from ddp_course.data_parallel.reducer import Reducer
-from ddp_course.data_parallel.unused import Unused
-from ddp_course.mechanisms.buckets import (
-    BUCKET_CAP_MB,
-    FIRST_BUCKET_MB,
-    Bucket,
-    bucket_plan,
-)
+from ddp_course.data_parallel.bucketed import BucketedDistributedDataParallel
+from ddp_course.data_parallel.unused import AllReduceUsed
+from ddp_course.mechanisms.agreement import broadcast_all, start_as_replicas
+from ddp_course.mechanisms.buckets import BUCKET_CAP_MB, FIRST_BUCKET_MB, bucket_plan
 from ddp_course.mechanisms.hooks import on_backward, tensors_in
-from ddp_course.mechanisms.replicas import (
-    broadcast_all,
-    check_same,
-    form_of,
-    problem_with,
-)
 
 
-class DistributedDataParallel(nn.Module, Joinable):
+class DistributedDataParallel(BucketedDistributedDataParallel, Joinable):
     """Runs `module` on this rank's part of the batch, and averages its gradients.
 
     Takes and returns what `module` does. When `backward` returns, every parameter's
@@ -65,14 +61,15 @@ class DistributedDataParallel(nn.Module, Joinable):
     Args:
         module: on the CPU or on this rank's GPU; gradients must be dense.
         process_group: the ranks that share a batch; None are all.
-        bucket_cap_mb: MiB at which a bucket is closed (`buckets`).
+        bucket_cap_mb: MiB at which a bucket is closed (`buckets`). (PyTorch has a small
+            first bucket only if this is not told.)
         find_unused_parameters: allow parameters without a gradient (`unused`).
         broadcast_buffers: send rank 0's buffers, such as BatchNorm's means, at
             construction and before each forward, unless the last one was in `no_sync`
             or recorded no gradients.
             (torch 2.13 renames it forward_sync_buffers.)
-        gradient_as_bucket_view: let gradients lie in the buckets; otherwise they are
-            copied back, which takes as much memory again.
+        gradient_as_bucket_view: let gradients lie in the buckets; otherwise, which is
+            PyTorch's default, they are copied back, which takes as much memory again.
         all_reduce: any of this course (`ring.all_reduce`); None is PyTorch's.
         buckets_in_shared_memory: put the buckets where all ranks of one machine see
             them, and reduce them there, with nothing to copy; CPU only. That memory is
@@ -100,85 +97,77 @@ class DistributedDataParallel(nn.Module, Joinable):
         buckets_in_shared_memory: bool = False,
         first_bucket_mb: float = FIRST_BUCKET_MB,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         Joinable.__init__(self)
-        if all_reduce is None:
-            in_memory = buckets_in_shared_memory
-            all_reduce = shared_memory.all_reduce if in_memory else dist.all_reduce
-        plan = _agreed_plan(
-            module,
-            process_group,
-            all_reduce,
-            bucket_cap_mb=bucket_cap_mb,
-            first_bucket_mb=first_bucket_mb,
-            find_unused_parameters=find_unused_parameters,
-            broadcast_buffers=broadcast_buffers,
-            buckets_in_shared_memory=buckets_in_shared_memory,
-        )
-        self.module = module
-        self.process_group = process_group
-        self.broadcast_buffers = broadcast_buffers
-        self.find_unused_parameters = find_unused_parameters
-        self.has_buffers = any(True for _ in module.buffers())
-        self.require_backward_grad_sync = True
-        self.require_forward_param_sync = True
-        self.divide_by_initial_world_size = True
-        states = [
-            *module.parameters(),
-            *(module.buffers() if broadcast_buffers else ()),
-        ]
-        broadcast_all(states, communicator(process_group).ranks[0], process_group)
         empty = torch.empty
         if buckets_in_shared_memory:
             empty = functools.partial(_empty_in_shared_memory, group=process_group)
-        unused = Unused(find_unused_parameters, process_group)
-        parameters = dict(module.named_parameters())
-        self.reducer = Reducer(
-            parameters,
-            plan,
+        if all_reduce is None:
+            in_memory = buckets_in_shared_memory
+            all_reduce = shared_memory.all_reduce if in_memory else dist.all_reduce
+        caps = {"bucket_cap_mb": bucket_cap_mb, "first_bucket_mb": first_bucket_mb}
+        start_as_replicas(
+            module,
+            process_group,
+            _problem(all_reduce, **caps),
+            buffers=broadcast_buffers,
+            **caps,
+            find_unused_parameters=find_unused_parameters,
+            broadcast_buffers=broadcast_buffers,
+            buckets_in_shared_memory=buckets_in_shared_memory,
+            all_reduce=_name_of(all_reduce),
+        )
+        self.process_group = process_group
+        self.broadcast_buffers = broadcast_buffers
+        self.has_buffers = any(True for _ in module.buffers())
+        self.require_forward_param_sync = True
+        self.divide_by_initial_world_size = True
+        self.ending = AllReduceUsed(
             process_group,
             all_reduce,
             empty,
-            unused,
+            find_unused_parameters,
             gradient_as_bucket_view,
         )
-
-    @property
-    def buckets(self) -> tuple[Bucket, ...]:
-        """The bucket plan, in the order in which buckets are sent."""
-        return tuple(bucket.plan for bucket in self.reducer.buckets)
+        self.fill_buckets(module, self.ending, **caps)
+        self.engine.expecting = False
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module, and get ready for averaging in the backward that follows."""
         if torch._C._current_graph_task_id() != -1:  # backward recomputes this forward
             return self.module(*inputs, **kwargs)
         averaged = torch.is_grad_enabled() and self.require_backward_grad_sync
-        self.reducer.forward_begins(averaged)
-        tell_join(self)
-        if self.will_sync_buffers():
-            self.sync_buffers()
-        tell_averaged(self)
-        output = self.module(*inputs, **kwargs)
+        self._get_ready(averaged)
+        output = super().forward(*inputs, **kwargs)
         if torch.is_grad_enabled():
-            self.reducer.forward_ended(output, averaged)
+            self.ending.forward_ended(output)
         if averaged:
-            on_backward(tensors_in(output), self.reducer.begin)
-        self.require_forward_param_sync = averaged
+            on_backward(tensors_in(output), self._backward_has_begun)
         return output
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Only accumulate the gradients of what is run forward in this block.
+    def step(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the step of a module that goes backward by itself, such as a pipeline."""
+        self._get_ready(self.require_backward_grad_sync)
+        return super().step(*inputs, **kwargs)
 
-        They stay this rank's own until the next averaged backward pass, which averages
-        their sum. It is the forward that must be inside.
-        """
-        before = self.require_backward_grad_sync
-        self.require_backward_grad_sync = False
-        try:
-            yield
-        finally:
-            self.require_backward_grad_sync = before
+    def _get_ready(self, averaged: bool) -> None:
+        """Do what comes before a forward; all ranks do, also those without a batch."""
+        self.engine.wait()  # for what a pass has left that ended in an error
+        if averaged:
+            self.ending.forward_begins()
+        work = Join.notify_join_context(self)
+        if work is not None and not self.divide_by_initial_world_size:
+            self.ending.scale = 1 / work.get_future().wait()[0].item()
+        if self.will_sync_buffers():
+            self.sync_buffers()
+        if self._join_config.enable:
+            self._is_averaged(trains=True)
+        self.require_forward_param_sync = averaged
+
+    def _backward_has_begun(self) -> None:
+        """A pass through an output begins; one beside the outputs is not averaged."""
+        self.engine.expecting = False
+        self.engine.begin()
 
     # ---- buffers -------------------------------------------------------------------
 
@@ -194,14 +183,20 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Give every rank the buffers of rank 0, or of one that still has batches."""
         src = communicator(self.process_group).ranks[0]
         if self._join_config.enable:
-            src = common_rank(self, trains)
+            src = self._common_rank(trains)
         broadcast_all(self.module.buffers(), src, self.process_group)
 
     # ---- torch.distributed.algorithms.Join -----------------------------------------
 
     def join_hook(self, **kwargs: Any) -> ShadowHook:
-        """Return what this rank does when it has run out of batches (`join`)."""
-        return ShadowHook(self, kwargs.get("divide_by_initial_world_size", True))
+        """Return what this rank does when it has run out of batches.
+
+        `divide_by_initial_world_size`: a mean is over all ranks, so that every batch
+        counts the same; otherwise over those that still train.
+        """
+        name = "divide_by_initial_world_size"
+        self.divide_by_initial_world_size = kwargs.get(name, True)
+        return ShadowHook(self)
 
     @property
     def join_device(self) -> torch.device:
@@ -213,26 +208,64 @@ class DistributedDataParallel(nn.Module, Joinable):
         """The group of `Join`'s own collectives."""
         return communicator(self.process_group).group
 
+    def shadow(self) -> None:
+        """Without a batch: take part in one forward and one backward of the others."""
+        if self.will_sync_buffers():
+            self.sync_buffers(trains=False)
+        self.require_forward_param_sync = self._is_averaged(trains=False)
+        if self.require_forward_param_sync:
+            self.ending.shadow(self.engine)
 
-def _agreed_plan(
-    module: nn.Module,
-    group: dist.ProcessGroup | None,
-    all_reduce: Callable[..., Any],
-    **options: Any,
-) -> tuple[Bucket, ...]:
-    """Return the bucket plan, if all ranks make the same of it; else raise, on all."""
-    plan, form, problem = (), {}, problem_with(module)
-    if not problem and not callable(all_reduce):
-        problem = f"all_reduce is {all_reduce!r}; it must be a function"
-    if not problem:
-        caps = options["bucket_cap_mb"], options["first_bucket_mb"]
-        try:
-            plan = bucket_plan(module.named_parameters(), *caps)
-        except ValueError as error:
-            problem = str(error)
-        form = form_of(module, all_reduce=_name_of(all_reduce), **options)
-    check_same(form, problem, group)
-    return plan
+    def take_over(self, candidate: bool) -> None:
+        """Take the numbers of the highest rank that is a candidate."""
+        states = list(self.module.parameters())
+        if self.broadcast_buffers:
+            states += self.module.buffers()
+        broadcast_all(states, self._common_rank(candidate), self.process_group)
+
+    def _is_averaged(self, trains: bool) -> bool:
+        """Say whether this forward's backward is averaged, and hear it."""
+        said = float(trains and self.require_backward_grad_sync)
+        sum_of_all = torch.full((1,), said, device=self.join_device)
+        dist.all_reduce(sum_of_all, group=self.process_group)
+        return bool(sum_of_all)
+
+    def _common_rank(self, candidate: bool) -> int:
+        """Return the highest rank (of the job) that is a candidate."""
+        own = dist.get_rank() if candidate else -1
+        rank = torch.tensor([own], device=self.join_device)
+        dist.all_reduce(rank, dist.ReduceOp.MAX, self.join_process_group)
+        return int(rank)
+
+
+class ShadowHook(JoinHook):
+    """What a rank does that has no batch any more, and when nobody has.
+
+    PyTorch: torch/distributed/algorithms/join.py, and `_DDPJoinHook` in
+    torch/nn/parallel/distributed.py.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self.ddp = ddp
+
+    def main_hook(self) -> None:
+        """Shadow one forward and one backward of the others."""
+        self.ddp.shadow()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """All have run out: take over what the last one has."""
+        self.ddp.take_over(is_last_joiner)
+
+
+def _problem(all_reduce: Any, **caps: float) -> str | None:
+    """Return what is wrong with the arguments, or None."""
+    if not callable(all_reduce):
+        return f"all_reduce is {all_reduce!r}; it must be a function"
+    try:
+        bucket_plan((), **caps)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _empty_in_shared_memory(

@@ -2,7 +2,7 @@
 
 Every rank runs the same module on its own part of the batch. After backward the ranks
 average their gradients, so every optimizer takes the same step, and the replicas stay
-equal. That is all there is to data parallelism; the rest (`reducer`) is speed.
+equal. That is all there is to data parallelism; the rest (`bucketed`) is speed.
 
     NaiveDistributedDataParallel    one all-reduce for each parameter
     FlatDistributedDataParallel     one for all parameters together
@@ -21,18 +21,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from ddp_course.collectives import communicator
+from ddp_course.mechanisms.agreement import start_as_replicas
+from ddp_course.mechanisms.engine import Averager
 from ddp_course.mechanisms.hooks import on_gradient
-from ddp_course.mechanisms.replicas import (
-    broadcast_all,
-    check_same,
-    form_of,
-    problem_with,
-)
 from ddp_course.mechanisms.timeline import Timeline
 
 
-class NaiveDistributedDataParallel(nn.Module):
+class NaiveDistributedDataParallel(nn.Module, Averager):
     """Runs `module`, and averages its gradients over the ranks after each backward.
 
     Takes and returns what `module` does. A parameter without a gradient counts as one
@@ -53,18 +48,14 @@ class NaiveDistributedDataParallel(nn.Module):
         all_reduce: Callable[..., Any] = dist.all_reduce,
     ) -> None:
         super().__init__()
-        problem = problem_with(module)
-        form = {} if problem else form_of(module)
-        check_same(form, problem, process_group)
+        start_as_replicas(module, process_group)
         self.module = module
         self.process_group = process_group
         self.all_reduce = all_reduce
-        self.ranks = communicator(process_group).ranks
-        states = [*module.parameters(), *module.buffers()]
-        broadcast_all(states, self.ranks[0], process_group)
         trained = (p for p in module.parameters() if p.requires_grad and p.numel())
         self.trained = list(trained)
         self.waiting = False  # for the end of backward
+        self.timeline = Timeline(())
         for parameter in self.trained:
             on_gradient(parameter, self._gradient_is_there)
 
@@ -73,25 +64,33 @@ class NaiveDistributedDataParallel(nn.Module):
         self.waiting = False  # whatever became of the last backward
         return self.module(*inputs, **kwargs)
 
+    def step(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the step of a module that goes backward by itself, such as a pipeline."""
+        return self.module.step(*inputs, **kwargs)
+
     def _gradient_is_there(self) -> None:
         """Autograd calls this for every parameter; the first call asks for the end."""
-        if not self.waiting:
+        if not self.waiting and not self.held:
             self.waiting = True
             self.timeline = Timeline.begin()
             Variable._execution_engine.queue_callback(self._backward_has_ended)
 
-    @torch.no_grad()
     def _backward_has_ended(self) -> None:
         self.waiting = False
-        if self.timeline is not None:
-            self.timeline.computed()
+        self.timeline.computed()
+        self.average()
+        self.timeline.all_ended()
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Replace every gradient by its mean over the ranks."""
         for parameter in self.trained:
             if parameter.grad is None:  # the other ranks may have one, and wait for us
                 parameter.grad = torch.zeros_like(parameter)
-        self.average([parameter.grad for parameter in self.trained])
+        self.all_means([parameter.grad for parameter in self.trained])
 
-    def average(self, gradients: list[Tensor]) -> None:
-        """Replace every gradient by its mean over the ranks, one after the other."""
+    def all_means(self, gradients: list[Tensor]) -> None:
+        """Replace gradients by their means, one after the other."""
         for gradient in gradients:
             gradient.copy_(self.mean(gradient.contiguous()))
 
@@ -99,13 +98,9 @@ class NaiveDistributedDataParallel(nn.Module):
         """Replace `tensor`, in place, by its mean over the ranks, and return it."""
         start = time.perf_counter()
         work = self.all_reduce(tensor, group=self.process_group, async_op=True)
-        if self.timeline is not None:
-            self.timeline.sent(work, tensor.nbytes, start)
+        self.timeline.sent(work, tensor.nbytes, start)
         work.wait()
-        tensor.div_(len(self.ranks))
-        if self.timeline is not None:
-            self.timeline.all_ended()
-        return tensor
+        return tensor.div_(dist.get_world_size(self.process_group))
 
 
 class FlatDistributedDataParallel(NaiveDistributedDataParallel):
@@ -114,8 +109,8 @@ class FlatDistributedDataParallel(NaiveDistributedDataParallel):
     It pays the latency once; the price is a copy there and back. Chapter 04.
     """
 
-    def average(self, gradients: list[Tensor]) -> None:
-        """Replace every gradient by its mean over the ranks, all at once."""
+    def all_means(self, gradients: list[Tensor]) -> None:
+        """Replace gradients by their means, all at once."""
         for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
             members = [gradient for gradient in gradients if gradient.dtype == dtype]
             flat = torch.cat([gradient.flatten() for gradient in members])

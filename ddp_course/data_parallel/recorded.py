@@ -31,8 +31,8 @@ def record_pytorch(ddp: PyTorchDDP) -> None:
                 tensor.register_hook(begin)
 
     def begin(_: Tensor) -> None:
-        if not now and (timeline := Timeline.begin()):
-            now.append(timeline)
+        if not now:
+            now.append(Timeline.begin())
             Variable._execution_engine.queue_callback(end)
 
     def end() -> None:

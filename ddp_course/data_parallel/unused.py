@@ -1,15 +1,15 @@
 """Parameters without a gradient: an expert that got no token, a head of another task.
 
 The other ranks may have a gradient for such a parameter, so its place in the bucket is
-sent, filled with something. With what, depends on `find_unused_parameters`:
+sent, filled with zeros. When all buckets have arrived, every rank shows which gradients
+it has had: on one machine in shared memory, where ranks agree on everything else. Then
+it depends on `find_unused_parameters`:
 
-    True   with zeros. A flag beside each gradient tells whether any rank had one; if
-           none had, the parameter's `grad` stays as it is, None most often, so that no
-           weight decay or momentum moves it.
-    False  with NaN. A sum with a NaN in it is one, on all ranks; so whoever sees one at
-           the beginning of a gradient asks all others what they are missing. That
-           costs nothing as long as all is well, and when it is not, every rank raises
-           the same error instead of waiting for a message that never comes.
+    True   whatever some rank had a gradient for gets the mean; what none had one for
+           keeps the `grad` that it has, None most often, so that no weight decay or
+           momentum moves it
+    False  if some had a gradient that others had not, all raise the same error instead
+           of going on with a mean that is none
 
 If all ranks miss the same gradients in a pass, another pass may bring them (two losses,
 two calls of `backward`); if it does not, the next forward raises. Chapter 05.
@@ -17,15 +17,15 @@ two calls of `backward`); if it does not, the next forward raises. Chapter 05.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ddp_course.collectives import communicator
-from ddp_course.data_parallel.slots import LiveBucket, Slot
+from ddp_course.mechanisms.agreement import shown_by_all
+from ddp_course.mechanisms.engine import AllReduce, Engine, LiveBucket, Slot
 from ddp_course.mechanisms.hooks import leaves_below, tensors_in
 
 ADVICE = (
@@ -33,27 +33,38 @@ ADVICE = (
     "find_unused_parameters=True."
 )
 SHOWN = 10  # of more parameters only the number is told
-JOINED = ("*",)  # what a rank says that has run out of batches; no parameter's name
 
 
 class UnusedParametersError(RuntimeError):
     """Parameters got no gradient; every rank raises it, with the same text."""
 
 
-class Unused:
-    """What a reducer does about parameters without a gradient; see above."""
+class AllReduceUsed(AllReduce):
+    """`AllReduce` of what has a gradient; see above what becomes of the rest.
 
-    def __init__(self, find: bool, group: dist.ProcessGroup | None) -> None:
-        self.find = find
-        self.group = group
+    Args:
+        group, all_reduce, empty: as of `AllReduce`.
+        find: allow parameters without a gradient.
+        as_view: let gradients lie in the buckets; else they are copied back.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        all_reduce: Callable[..., Any],
+        empty: Callable[..., Tensor],
+        find: bool,
+        as_view: bool,
+    ) -> None:
+        super().__init__(group, all_reduce, empty)
+        self.find, self.as_view = find, as_view
         self.owed: list[str] | None = None  # without a gradient since the last forward
         self._reached: set[int] = set()  # ids of parameters below the outputs
         self._passed = True  # a pass has ended since the outputs were looked at
-        self._kept: dict[Slot, Tensor | None] = {}
 
     def forward_begins(self) -> None:
         """Raise UnusedParametersError if the last backward passes left something."""
-        owed, self.owed, self._kept = self.owed, None, {}
+        owed, self.owed = self.owed, None
         if owed:
             raise UnusedParametersError(
                 f"no rank had a gradient for {_list(owed)} since the last forward. "
@@ -67,72 +78,72 @@ class Unused:
                 self._reached, self._passed = set(), False
             self._reached |= leaves_below(tensors_in(output))
 
-    def out_of_reach(self, slot: Slot) -> bool:
-        """Tell whether a gradient of this parameter need not be waited for."""
-        return self.find and id(slot.parameter) not in self._reached
+    def comes(self, slot: Slot) -> bool:
+        """Tell whether this pass can bring a gradient, and it must be waited for."""
+        return not self.find or id(slot.parameter) in self._reached
 
-    def fill(self, slot: Slot, scale: float) -> None:
-        """Fill the place of a parameter that has got no gradient."""
+    def pack(self, bucket: LiveBucket, slot: Slot) -> None:
+        """Put this rank's share of a gradient into the bucket."""
         gradient = slot.parameter.grad
-        if not self.find:
-            self._kept[slot] = None if gradient is None else gradient.clone()
-            slot.view.fill_(torch.nan)
-        elif gradient is None:
-            slot.view.zero_()
-        else:  # not new: the same on all ranks since the last time
-            torch.mul(gradient, scale, out=slot.view)
+        super().pack(bucket, slot)
+        if not self.as_view:
+            slot.parameter.grad = gradient
 
-    def settle(self, buckets: Sequence[LiveBucket], as_view: bool) -> None:
-        """All buckets have arrived: give every parameter the gradient it should have.
+    def settle(self, engine: Engine) -> None:
+        """Give its mean to every parameter that some rank had a gradient for.
 
-        Raises UnusedParametersError if some ranks had gradients that others had not.
+        Raises UnusedParametersError if that must have been all ranks, or none.
         """
         self._passed = True
-        if self.find:
-            self._give_to_unused(buckets, as_view)
-            return
-        kept, self._kept = self._kept, {}
-        for slot, gradient in kept.items():
-            slot.parameter.grad = gradient
-        # On a GPU the host waits here for the end of backward.
-        if some_are_missing(buckets):
-            self._compare([slot.name for slot in kept])
+        slots = engine.slots
+        notes = shown_by_all([slot.fresh for slot in slots], self.group)
+        for slot, column in zip(slots, zip(*notes, strict=True), strict=True):
+            if "1" in column:
+                self._give_mean(slot)
+        if not self.find:
+            self._compare([slot.name for slot in slots], notes)
+
+    def _give_mean(self, slot: Slot) -> None:
+        if self.as_view:
+            slot.parameter.grad = slot.view
+        elif slot.parameter.grad is None:
+            slot.parameter.grad = slot.view.clone()
         else:
-            self.owed = []
+            slot.parameter.grad.copy_(slot.view)
 
-    def _give_to_unused(self, buckets: Iterable[LiveBucket], as_view: bool) -> None:
-        """A parameter that some other rank had a gradient for gets their mean."""
-        for bucket in buckets:
-            used = bucket.flags.tolist()
-            for slot, by_any in zip(bucket.slots, used, strict=True):
-                if by_any and not slot.fresh:
-                    slot.fresh = True
-                    if as_view:
-                        slot.parameter.grad = slot.view
-
-    def joined(self, buckets: Sequence[LiveBucket]) -> None:
-        """`settle` for a rank that has run out of batches: it misses nothing."""
-        if not self.find and some_are_missing(buckets):
-            self._compare(JOINED)
-            self.owed = None
-
-    def _compare(self, missing: Sequence[str]) -> None:
-        """Some rank has filled in a NaN, or gradients are NaN: see what all miss."""
-        comm = communicator(self.group)
-        told = dict(zip(comm.ranks, comm.exchange(tuple(missing)), strict=True))
-        told = {rank: names for rank, names in told.items() if names != JOINED}
-        if len(set(told.values())) == 1:
-            before = missing if self.owed is None else self.owed
-            self.owed = [name for name in missing if name in before]
+    def _compare(self, names: Sequence[str], notes: Sequence[str]) -> None:
+        """Look what the ranks have missed, of those that have a batch at all."""
+        missing = {
+            rank: [name for name, flag in zip(names, note, strict=True) if flag == "0"]
+            for rank, note in zip(communicator(self.group).ranks, notes, strict=True)
+            if "-" not in note
+        }
+        own, *others = missing.values()
+        if all(other == own for other in others):
+            before = own if self.owed is None else self.owed
+            self.owed = [name for name in own if name in before]
             return
         self.owed = None
-        named = "; ".join(
-            f"rank {rank}: {_list(names)}" for rank, names in told.items() if names
-        )
+        named = "; ".join(f"rank {r}: {_list(m)}" for r, m in missing.items() if m)
         raise UnusedParametersError(
             f"other ranks had gradients for parameters that these had none for: {named}"
             f". The gradients of this step are of no use. {ADVICE}"
         )
+
+    def shadow(self, engine: Engine) -> None:
+        """Take part in the others' averaging with nothing to say (`Join`)."""
+        for slot in engine.slots:
+            if slot.parameter.grad is slot.view:  # stays as it is
+                slot.parameter.grad = slot.view.clone()
+        for bucket in engine.buckets:
+            bucket.flat.zero_()
+            engine.launch(bucket)
+        engine.wait()
+        silent = [False for _ in engine.slots]
+        notes = shown_by_all(silent, self.group, silent=True)
+        if not self.find:
+            self._compare([slot.name for slot in engine.slots], notes)
+            self.owed = None
 
 
 def _list(names: Sequence[str]) -> str:
@@ -140,8 +151,3 @@ def _list(names: Sequence[str]) -> str:
     names = names[::-1]
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
-
-
-def some_are_missing(buckets: Iterable[LiveBucket]) -> bool:
-    """Tell whether some gradient begins with NaN; the same on all ranks."""
-    return any(torch.isnan(b.flat[b.starts]).any() for b in buckets)

@@ -1,8 +1,9 @@
-"""Where data parallelism takes hold of autograd: two hooks and a walk over its graph.
+"""Where data parallelism takes hold of autograd: three hooks, a walk over its graph.
 
 A parameter's gradient is complete when autograd has accumulated it; a backward pass
 reaches a module when the gradient of one of its outputs is there; and the parameters
-that it is going to reach are the leaves below those outputs. Chapter 05.
+that it is going to reach are the leaves below those outputs. All hooks hold what they
+call weakly, so that they go when its object goes. Chapter 05.
 """
 
 from __future__ import annotations
@@ -18,9 +19,27 @@ from torch import Tensor
 def on_gradient(parameter: Tensor, method: Callable[..., None], *args: Any) -> None:
     """Call the bound `method(*args)` whenever the gradient of `parameter` is there.
 
-    It is held weakly: when its object is gone the hook goes, too. Otherwise a module
-    that is wrapped a second time would be averaged twice.
+    It is held weakly: otherwise a module that is wrapped a second time would be
+    averaged twice.
     """
+    register = parameter.register_post_accumulate_grad_hook
+    _while_alive(register, method, *args)
+
+
+def before_gradient(parameter: Tensor, method: Callable[..., None], *args: Any) -> None:
+    """Call the bound `method(*args)` whenever a gradient is about to be accumulated."""
+    _while_alive(parameter.register_hook, method, *args)
+
+
+def on_backward(tensors: Iterable[Tensor], method: Callable[[], None]) -> None:
+    """Call the bound `method()` when a backward pass reaches one of the tensors."""
+    for tensor in tensors:
+        if tensor.grad_fn is not None:  # not an input, or a parameter as it is
+            _while_alive(tensor.register_hook, method)
+
+
+def _while_alive(register: Callable, method: Callable[..., None], *args: Any) -> None:
+    """Register a hook that calls `method(*args)`; it goes with the method's object."""
     weak = weakref.WeakMethod(method, lambda _: handle.remove())
 
     def hook(_: Tensor) -> None:
@@ -28,21 +47,15 @@ def on_gradient(parameter: Tensor, method: Callable[..., None], *args: Any) -> N
         if alive is not None:
             alive(*args)
 
-    handle = parameter.register_post_accumulate_grad_hook(hook)
+    hook.method = weak
+    handle = register(hook)
 
 
-def on_backward(tensors: Iterable[Tensor], method: Callable[[], None]) -> None:
-    """Call the bound `method()` when a backward pass reaches one of the tensors."""
-    weak = weakref.WeakMethod(method)
-
-    def hook(_: Tensor) -> None:
-        alive = weak()
-        if alive is not None:
-            alive()
-
-    for tensor in tensors:
-        if tensor.grad_fn is not None:  # not an input, or a parameter as it is
-            tensor.register_hook(hook)
+def listeners(parameter: Tensor) -> list[Any]:
+    """Return the objects that `on_gradient` calls for this parameter, in order."""
+    hooks = (parameter._post_accumulate_grad_hooks or {}).values()
+    methods = [hook.method() for hook in hooks if hasattr(hook, "method")]
+    return [method.__self__ for method in methods if method is not None]
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:

@@ -26,7 +26,10 @@ from ddp_course.measure import EventLog, active_logs
 
 
 class Timeline:
-    """The events of one backward pass, which begins when this is made."""
+    """The events of one backward pass, which begins when this is made.
+
+    If nobody keeps a log, nothing is recorded.
+    """
 
     def __init__(self, logs: tuple[EventLog, ...]) -> None:
         self.logs = logs
@@ -34,10 +37,9 @@ class Timeline:
         self._ends: list[torch.futures.Future] = []
 
     @classmethod
-    def begin(cls) -> Timeline | None:
-        """Return a time-line if anybody keeps a log; otherwise nothing is recorded."""
-        logs = active_logs()
-        return cls(logs) if logs else None
+    def begin(cls) -> Timeline:
+        """Return a time-line of what happens from now on, for those who keep a log."""
+        return cls(active_logs())
 
     def add(self, op: str, start: float, lane: str, **detail: Any) -> None:
         """Add an event that ends now."""
@@ -53,8 +55,8 @@ class Timeline:
     def sent(self, work: Any, nbytes: int, start: float, **detail: Any) -> None:
         """A collective was called at `start`; note when it ends."""
         detail = {"nbytes": nbytes, "lane": "communication", **detail}
-        if work is None or isinstance(work, Work):
-            return  # our own: they add their event themselves
+        if not self.logs or work is None or isinstance(work, Work):
+            return  # our own add their event themselves
         future = work.get_future()
         ends = future.then(lambda _: self.add("all_reduce", start, **detail))
         self._ends.append(ends)
@@ -73,5 +75,6 @@ def _span(timeline: Timeline, op: str, **detail: Any) -> Iterator[None]:
 
 
 def span(timeline: Timeline | None, op: str, **detail: Any):
-    """Return a context manager that adds an event, if there is a time-line."""
-    return nullcontext() if timeline is None else _span(timeline, op, **detail)
+    """Return a context manager that adds an event, if anybody keeps a log."""
+    keeps = timeline is not None and timeline.logs
+    return _span(timeline, op, **detail) if keeps else nullcontext()

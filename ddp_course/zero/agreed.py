@@ -7,7 +7,7 @@ raises the same `ReplicaError`; nothing has been sent by then. Chapter 07.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp_course.collectives import communicator
-from ddp_course.mechanisms.replicas import Form, check_same
+from ddp_course.mechanisms.agreement import Form, check_same
 from ddp_course.zero.elementwise import element_states
 from ddp_course.zero.states import options_of
 
@@ -157,24 +156,3 @@ def _problem_with(groups: list[dict[str, Any]]) -> str | None:
         if parameter.numel():
             end, before = parameter.data_ptr() + parameter.nbytes, name
     return None
-
-
-def on_any_rank(flags: Sequence[bool], group: dist.ProcessGroup | None) -> list[bool]:
-    """Return which flags are set on at least one rank; a collective call.
-
-    The flags are shown where ranks agree on what they are about to send, in memory that
-    they share on one machine: it costs microseconds, and less if all show the same.
-    """
-    head, comm = "flags ", communicator(group)
-    united = list(flags)
-
-    def unite(notes: list[str]) -> str | None:
-        if any(not note.startswith(head) for note in notes):
-            return ""  # some call something else
-        columns = zip(*(note.removeprefix(head) for note in notes), strict=True)
-        united[:] = ["1" in column for column in columns]
-        return None
-
-    words = head + "".join("1" if flag else "0" for flag in flags)
-    comm.agree_now(words, fits=unite)
-    return united

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp_course.collectives import communicator
-from ddp_course.zero.agreed import on_any_rank
+from ddp_course.mechanisms.agreement import on_any_rank
 from ddp_course.zero.sharded import ShardedOptimizer, unknown_gradients
 from ddp_course.zero.shards import deal
 from ddp_course.zero.states import Owned

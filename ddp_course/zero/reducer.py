@@ -36,9 +36,9 @@ from torch.autograd import Variable
 
 from ddp_course.collectives import communicator
 from ddp_course.measure import label
+from ddp_course.mechanisms.agreement import on_any_rank
 from ddp_course.mechanisms.hooks import on_gradient
 from ddp_course.mechanisms.timeline import Timeline, span
-from ddp_course.zero.agreed import on_any_rank
 from ddp_course.zero.alone import check_alone, check_alone_later
 from ddp_course.zero.shards import ShardedBucket
 from ddp_course.zero.slots import LiveBucket, Slot, before_gradient

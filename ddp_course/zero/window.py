@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_course.measure import label
+from ddp_course.mechanisms.agreement import on_any_rank
 from ddp_course.mechanisms.timeline import span
-from ddp_course.zero.agreed import on_any_rank
 from ddp_course.zero.reducer import Reducer
 from ddp_course.zero.shards import ShardedBucket
 from ddp_course.zero.slots import LiveBucket, Slot

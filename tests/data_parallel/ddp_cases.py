@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from ddp_course.collectives import ring
+from ddp_course.data_parallel.bucketed import (
+    BucketedDistributedDataParallel as Bucketed,
+)
 from ddp_course.data_parallel.ddp import DistributedDataParallel as Ours
 from ddp_course.data_parallel.naive import (
     FlatDistributedDataParallel as Flat,
@@ -19,6 +22,7 @@ from ddp_course.data_parallel.naive import (
 from ddp_course.data_parallel.naive import (
     NaiveDistributedDataParallel as Naive,
 )
+from ddp_course.mechanisms.engine import held
 
 ROWS, CHANNELS = 12, 7  # rows that 1, 2, 3 and 4 ranks can share
 
@@ -47,6 +51,12 @@ class Small(nn.Module):
         h = self.wide(self.frozen(h).double()).float()  # (B, 5)
         h = torch.tanh(self.last(h)) * self.scale + self.empty.sum()
         return self.out(h) + h @ self.tied.t()  # (B, 5): tied
+
+    def step(self, x: Tensor, y: Tensor, micro: int) -> None:
+        """Go forward and backward by itself, as a pipeline does."""
+        with held(self.parameters()):
+            for some_x, some_y in zip(x.chunk(micro), y.chunk(micro), strict=True):
+                (nn.functional.mse_loss(self(some_x), some_y) / micro).backward()
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -77,10 +87,12 @@ def train(
     steps: int = 5,
     micro: int = 1,
     seed: int | None = None,
+    in_step: bool = False,
 ) -> Trained:
     """Train `Small` on this rank's rows, which it takes in `micro` microbatches.
 
     Without `wrap`: one process on the whole batch. Ranks start from different seeds.
+    `in_step`: the module goes backward by itself.
     """
     alone = wrap is None
     rank, n = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
@@ -92,6 +104,9 @@ def train(
         x, y = (t[rank * ROWS // n : (rank + 1) * ROWS // n] for t in batch(step))
         opt.zero_grad()
         parts = list(zip(x.chunk(micro), y.chunk(micro), strict=True))
+        if in_step:
+            ddp.step(x, y, micro)
+            parts = []
         for k, (some_x, some_y) in enumerate(parts):
             last = k == len(parts) - 1
             with contextlib.nullcontext() if last or alone else ddp.no_sync():
@@ -143,6 +158,7 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "torch": lambda m: nn.parallel.DistributedDataParallel(m, bucket_cap_mb=1),
     "naive": Naive,
     "flat": Flat,
+    "bucketed": lambda m: Bucketed(m, **SMALL_BUCKETS),
     "ours": Ours,
     "small buckets": lambda m: Ours(m, **SMALL_BUCKETS),
     "ring": lambda m: Ours(m, all_reduce=ring.all_reduce, **SMALL_BUCKETS),
@@ -168,23 +184,23 @@ class NotTheSameAtFirst(Ours):
 def sum_not_mean(module: nn.Module) -> Ours:
     """The sum in place of the mean."""
     ddp = Ours(module, **SMALL_BUCKETS)
-    ddp.reducer.scale = 1.0
+    ddp.engine.ending.scale = 1.0
     return ddp
 
 
 def before_it_is_full(module: nn.Module) -> Ours:
     """A bucket is sent when its first gradient has come."""
     ddp = Ours(module, bucket_cap_mb=1)
-    pack = ddp.reducer._pack
+    pack = ddp.ending.pack
 
-    def hasty(slot):
-        pack(slot)
-        bucket = next(b for b in ddp.reducer.buckets if slot in b.slots)
+    def hasty(bucket, slot):
+        pack(bucket, slot)
         if bucket.work is None and bucket.missing > 1:
+            bucket.sent = True
             bucket.work = dist.all_reduce(bucket.flat, async_op=True)
 
-    ddp.reducer._pack = hasty
-    ddp.reducer._launch = lambda bucket: None
+    ddp.ending.pack = hasty
+    ddp.engine.launch = lambda bucket: None
     return ddp
 
 
@@ -217,16 +233,16 @@ class AfterBackward(Ours):
 
     def __init__(self, module: nn.Module, **options) -> None:
         super().__init__(module, **options)
-        launch = self.reducer._launch_full
-        self.reducer._launch_full = lambda: None
-        ended = self.reducer._backward_has_ended
+        engine = self.engine
+        launch, ended = engine._launch_full, engine._backward_has_ended
+        engine._launch_full = lambda: None
 
         def at_the_end():
-            self.reducer._launch_full = launch
+            engine._launch_full = launch
             ended()
-            self.reducer._launch_full = lambda: None
+            engine._launch_full = lambda: None
 
-        self.reducer._backward_has_ended = at_the_end
+        engine._backward_has_ended = at_the_end
 
 
 class UnusedIgnored(nn.Module):

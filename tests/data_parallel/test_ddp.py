@@ -13,6 +13,7 @@ from ddp_cases import (
     OPTIMIZERS,
     SMALL_BUCKETS,
     WRAPPERS,
+    Bucketed,
     Flat,
     Naive,
     OneTooEarly,
@@ -72,6 +73,8 @@ def accumulated() -> dict[str, object]:
     for name in ("ours", "small buckets", "shared", "copied", "find", "torch"):
         micro = {1: 4, 2: 2, 4: 3}[n]
         told[name] = train(WRAPPERS[name], micro=micro)
+    for name in ("naive", "flat", "bucketed", "small buckets", "copied", "find"):
+        told[f"{name}, held"] = train(WRAPPERS[name], micro=12 // n, in_step=True)
     if n == 2:
         told["fake"] = train(lambda m: OneTooEarly(m, **SMALL_BUCKETS), micro=2)
     return told
@@ -111,6 +114,7 @@ def counted() -> dict[str, tuple[int, int, int]]:
         got[name] = (calls.count("all_reduce"), calls.nbytes, meter.total_sent)
 
     count("ours", Ours(build_gpt(GPT), **CAPS))
+    count("bucketed", Bucketed(build_gpt(GPT), **CAPS))
     count("find", Ours(build_gpt(GPT), find_unused_parameters=True, **CAPS))
     count("naive", Naive(build_gpt(GPT)))
     count("flat", Flat(build_gpt(GPT)))
@@ -141,7 +145,7 @@ def test_as_many_collectives_as_buckets_and_the_bytes_of_the_formula(n):
     parameters = len(list(model.parameters()))
     for rank, got in enumerate(spawn(counted, world_size=n, output="none")):
         assert got["ours"] == (len(plan), nbytes, 0)
-        assert got["find"] == (len(plan), nbytes + 4 * parameters, 0)  # the flags
+        assert got["bucketed"] == got["find"] == (len(plan), nbytes, 0)
         assert got["naive"] == (parameters, nbytes, 0)
         assert got["flat"] == (1, nbytes, 0)
         assert got["torch"][1] == nbytes
@@ -247,7 +251,7 @@ def ways_to_go_backward() -> dict[str, dict]:
         (loss_a(out) + loss_b(out)).backward()
     told["again"] = gradients(model)
     told["calls"] = [calls.count()]
-    bucket = weakref.ref(ddp.reducer.buckets[0])
+    bucket = weakref.ref(ddp.engine.buckets[0])
     del ddp, out
     told["calls"].append(bucket() is None)  # no hook keeps the memory
     Naive(model)
@@ -340,7 +344,7 @@ def like_pytorch() -> dict[str, object]:
     except AttributeError as error:
         told["attribute"] = str(error)
     ours(batch(0)[0]).sum().backward()
-    flats = [bucket.flat for bucket in ours.reducer.buckets]
+    flats = [bucket.flat for bucket in ours.engine.buckets]
     told["views"] = all(
         any(p.grad.untyped_storage().data_ptr() == f.untyped_storage().data_ptr()
             for f in flats)

@@ -14,7 +14,7 @@ from ddp_course.collectives import CollectiveError, ring
 from ddp_course.data_parallel.unused import UnusedParametersError
 from ddp_course.launch import spawn
 from ddp_course.measure import ByteMeter, TorchCollectives
-from ddp_course.mechanisms.replicas import ReplicaError, differences
+from ddp_course.mechanisms.agreement import ReplicaError, differences
 
 
 def error_of(call) -> str:

@@ -1,0 +1,234 @@
+"""Do all ranks mean the same? Compared once, at the boundary, before anything is sent.
+
+    start_as_replicas   a module: its form is compared, and rank 0's numbers are taken
+    check_same          whatever else a strategy was given: words, compared
+    on_any_rank         flags: which are set on one rank at least
+    described, digest   a tensor in words, to be compared
+
+Data parallelism rests on one promise: before every step all ranks have the same
+parameters. It is made at construction. The form (names, shapes, types, what is
+trained) is compared, since gradients of different shapes would be added to each other,
+or hang; the numbers are sent by rank 0. Afterwards nobody is special: equal parameters
+and equal gradients stay equal. Chapter 04.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp_course.collectives import communicator
+
+TOGETHER = 25 << 20  # bytes
+SHOWN = 5  # of more differences only the number is told
+
+Form = dict[str, str]  # what -> how it is on one rank; in order
+
+
+class ReplicaError(ValueError):
+    """The ranks' modules or arguments differ, or cannot be used; nothing was sent.
+
+    Every rank of the group raises it, with the same text.
+    """
+
+
+def start_as_replicas(
+    module: nn.Module,
+    group: dist.ProcessGroup | None = None,
+    problem: str | None = None,
+    *,
+    buffers: bool = True,
+    **options: Any,
+) -> None:
+    """Give every rank of `group` the parameters (and `buffers`) of its first rank.
+
+    A collective call. Raises ReplicaError, on every rank and before a number is sent,
+    if the modules differ or cannot be used, if a rank has another `problem`, or if the
+    `options` are not the same.
+    """
+    problem = problem_with(module) or problem
+    check_same({} if problem else form_of(module, **options), problem, group)
+    states = [*module.parameters(), *(module.buffers() if buffers else ())]
+    broadcast_all(states, communicator(group).ranks[0], group)
+
+
+def form_of(module: nn.Module, **options: Any) -> Form:
+    """Return what must be the same on all ranks, in words: name -> description."""
+    form = {f"argument {name}": repr(value) for name, value in options.items()}
+    for name, p in module.named_parameters():
+        form[name] = (
+            f"{_told(p)}, requires_grad={p.requires_grad}"
+            + f", strides {list(p.stride())}" * (not p.is_contiguous())
+        )
+    return form | {f"buffer {name}": _told(b) for name, b in module.named_buffers()}
+
+
+def _told(tensor: Tensor) -> str:
+    return f"{kind_of(tensor)} on {tensor.device.type}"
+
+
+def problem_with(module: Any) -> str | None:
+    """Return why this module cannot be replicated, or None."""
+    if not isinstance(module, nn.Module):
+        return f"module is a {type(module).__name__}; it must be a torch.nn.Module"
+    named = [*module.named_parameters(), *module.named_buffers()]
+    for name, tensor in named:
+        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+            return f"{name} has no shape yet; run the module once before wrapping it"
+        if tensor.is_meta:
+            return f"{name} is on the meta device: it has no numbers to be replicated"
+    if not any(p.requires_grad for p in module.parameters()):
+        return "the module has no parameter that requires a gradient: nothing to do"
+    for name, layer in module.named_modules():
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse:
+            return f"{name} has sparse gradients; only dense ones can be bucketed"
+    return None
+
+
+def check_same(
+    form: Form, problem: str | None, group: dist.ProcessGroup | None
+) -> None:
+    """Compare the forms of all ranks; a collective call, which sends no tensor.
+
+    Raises ReplicaError, with the same text on every rank, if a rank has a `problem` or
+    if the forms differ.
+    """
+    comm = communicator(group)
+    digest = hashlib.sha256(repr(form).encode()).hexdigest()
+    shown = comm.exchange((problem or "", digest))
+    if len(set(shown)) == 1 and not problem:
+        return
+    if any(told for told, _ in shown):
+        by_text = [told for told, _ in shown]
+        wrong = _by_rank(by_text, comm.ranks)
+    else:
+        wrong = differences(
+            [dict(pairs) for pairs in comm.exchange(tuple(form.items()))], comm.ranks
+        )
+    raise ReplicaError(f"{wrong}. Nothing was sent.")
+
+
+def differences(forms: Sequence[Form], ranks: Sequence[int]) -> str:
+    """Say which entries differ between the ranks, and how. Pure."""
+    names = list(dict.fromkeys(name for form in forms for name in form))
+    found = []
+    for name in names:
+        told = [form.get(name, "missing") for form in forms]
+        if len(set(told)) > 1:
+            found.append(f"{name} is {_by_rank(told, ranks, reverse=True)}")
+    if not found:
+        order = [" ".join(form) for form in forms]
+        return f"the parameters are in another order: {_by_rank(order, ranks)}"
+    more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    return f"the ranks differ. {'; '.join(found[:SHOWN])}{more}"
+
+
+def _by_rank(texts: Sequence[str], ranks: Sequence[int], reverse: bool = False) -> str:
+    """Gather ranks with the same text; those without one are not mentioned."""
+    who: dict[str, list[int]] = {}
+    for rank, text in zip(ranks, texts, strict=True):
+        if text:
+            who.setdefault(text, []).append(rank)
+    told = []
+    for text, those in who.items():
+        named = f"rank{'s' * (len(those) > 1)} {', '.join(map(str, those))}"
+        told.append(f"{text} on {named}" if reverse else f"{named}: {text}")
+    return (", " if reverse else "; ").join(told)
+
+
+@torch.no_grad()
+def broadcast_all(
+    tensors: Iterable[Tensor], src: int = 0, group: dist.ProcessGroup | None = None
+) -> None:
+    """Give every rank what rank `src` (of the job) has in `tensors`, in place.
+
+    A model has hundreds of small tensors, and every message has its latency: those of
+    one type and device travel together, in messages of about 25 MiB. All ranks give the
+    same shapes in the same order.
+    """
+    for members in _together(tensors):
+        flat = torch.cat([tensor.detach().flatten() for tensor in members])
+        dist.broadcast(flat, src, group)
+        if dist.get_rank() == src:
+            continue
+        parts = flat.split([tensor.numel() for tensor in members])
+        for tensor, part in zip(members, parts, strict=True):
+            # Through `data`, autograd does not take it for a change in place: an
+            # earlier forward may have kept a buffer for its backward (as PyTorch does).
+            tensor.data.copy_(part.view(tensor.shape))
+
+
+def _together(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Gather tensors of one type and device, until they are `TOGETHER` bytes."""
+    open_lists: dict[tuple, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            kind = tensor.dtype, tensor.device
+            members = open_lists.setdefault(kind, [])
+            members.append(tensor)
+            if sum(member.nbytes for member in members) >= TOGETHER:
+                yield open_lists.pop(kind)
+    yield from open_lists.values()
+
+
+# ---- flags ---------------------------------------------------------------------------
+
+
+def shown_by_all(
+    flags: Sequence[bool], group: dist.ProcessGroup | None, silent: bool = False
+) -> list[str]:
+    """Return what each rank of the group shows: a "1" or "0" for each of its flags.
+
+    Called by all ranks, as often by each. A rank that is `silent` shows as many "-". It
+    is done where ranks agree on what they are about to send, in memory that they share
+    on one machine: it takes microseconds, and less if all show the same.
+    """
+    head, notes = "flags ", []
+
+    def read(words: list[str]) -> str | None:
+        if any(not word.startswith(head) for word in words):
+            return ""  # some call something else
+        notes[:] = [word.removeprefix(head) for word in words]
+        return None
+
+    own = "".join("-" if silent else "01"[bool(flag)] for flag in flags)
+    communicator(group).agree_now(head + own, fits=read)
+    return notes
+
+
+def on_any_rank(flags: Sequence[bool], group: dist.ProcessGroup | None) -> list[bool]:
+    """Return which flags are set on at least one rank; a collective call."""
+    return ["1" in column for column in zip(*shown_by_all(flags, group), strict=True)]
+
+
+# ---- tensors, in words ---------------------------------------------------------------
+
+
+def kind_of(value: Any) -> str:
+    """Say what a tensor is: "int64 [8, 64]"; of what is no tensor, its type."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+
+
+def described(value: Any) -> str:
+    """Say also what is in it: "int64 [8, 64] with digest 3f0c5be99a1d7c26".
+
+    Where ranks work on one batch together, each says so which one it was given. In data
+    parallelism every rank has a batch of its own; where ranks share a model, that would
+    be a mistake that no shape shows. Chapters 09 and 10.
+    """
+    if not isinstance(value, Tensor) or value.is_meta:
+        return kind_of(value)
+    return f"{kind_of(value)} with digest {digest(value)}"
+
+
+def digest(tensor: Tensor) -> str:
+    """Return 16 hexadecimal digits that change if any number does, but by chance."""
+    flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return hashlib.blake2b(flat.numpy(), digest_size=8).hexdigest()

@@ -1,0 +1,380 @@
+"""The engine: gradients go into buckets, which leave while backward still computes.
+
+Autograd tells it of every gradient that is there (`hooks`). It writes this rank's share
+of it into the bucket to which it belongs (`buckets`), and from then on
+
+    launch    a bucket whose last gradient has come is sent, if it is its turn
+    compute   backward goes on with earlier layers meanwhile
+    wait      backward has ended: wait for the buckets that are still under way
+
+Buckets are launched in one order on all ranks, whatever the order in which gradients
+come: collectives are told apart by nothing but their order. Every averaged backward
+pass sends every bucket once, even if some gradients did not come: a rank that sends
+less than the others would leave them waiting for ever.
+
+What a bucket's journey leads to is its *ending*: every rank gets the mean of everything
+(`AllReduce`: data parallelism), or of its own shard only (`zero`). The engine hangs on
+the parameters, so it does not matter what wraps the model, or runs it.
+
+PyTorch's counterpart is in C++, torch/csrc/distributed/c10d/reducer.cpp; Li et al.
+2020, "PyTorch Distributed", section 3.2. Chapter 05.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Variable
+
+from ddp_course.mechanisms.buckets import Bucket
+from ddp_course.mechanisms.hooks import listeners, on_gradient
+from ddp_course.mechanisms.timeline import Timeline, span
+
+
+@dataclass(eq=False)
+class Slot:
+    """A parameter's place in a bucket: its gradient is to be written into `view`.
+
+    `fresh` tells that a gradient has come since the ranks were last averaged, `here`
+    that the share for the present pass is in its place.
+    """
+
+    name: str
+    parameter: Tensor
+    offset: int
+    view: Tensor = field(init=False)
+    fresh: bool = False
+    here: bool = False
+
+
+@dataclass(eq=False)
+class LiveBucket:
+    """Bucket number `index` of an engine, whose memory is `flat`."""
+
+    index: int
+    plan: Bucket
+    slots: list[Slot]
+    flat: Tensor = field(init=False)
+    missing: int = 0  # gradients that have not come in this pass
+    sent: bool = False  # and not yet waited for
+    work: Any = None
+
+    def lie_in(self, flat: Tensor) -> None:
+        """Take `flat`, of `plan.numel` elements or more, for the bucket's memory."""
+        self.flat = flat
+        for slot in self.slots:
+            slot.view = view_of(flat, slot.offset, slot.parameter)
+
+
+def view_of(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
+    """Return a parameter's part of a bucket, laid out as autograd lays its gradient."""
+    part = flat[offset : offset + parameter.numel()]
+    strides = torch.empty_like(parameter, device="meta").stride()
+    return part.as_strided(parameter.shape, strides)
+
+
+# ---- what becomes of a bucket --------------------------------------------------------
+
+
+class AllReduce:
+    """The ending of data parallelism: every rank gets the mean of every gradient.
+
+    A gradient is multiplied by 1 / world_size straight into its bucket, in one pass
+    over the memory, and then *is* its place in the bucket: there is no second copy.
+
+    Args:
+        group: the ranks that average.
+        all_reduce: called as `all_reduce(flat, group=group, async_op=True)`; returns a
+            handle to wait for, or None if it is done.
+        empty: makes the memory of a bucket: `empty(numel, dtype=..., device=...)`.
+
+    Other endings override some of its methods, which are the moments of a bucket's
+    life. (A hook such as PyTorch's `register_comm_hook` takes would be one with another
+    `launch` and `arrived`.)
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        all_reduce: Callable[..., Any] = dist.all_reduce,
+        empty: Callable[..., Tensor] = torch.empty,
+    ) -> None:
+        self.group, self.all_reduce, self.empty = group, all_reduce, empty
+        self.scale = 1 / dist.get_world_size(group)
+
+    def added(self, engine: Engine, bucket: LiveBucket) -> None:
+        """The engine has one more bucket: give it memory (`lie_in`)."""
+        of = bucket.plan
+        flat = self.empty(of.numel, dtype=of.dtype, device=of.device)
+        bucket.lie_in(flat.zero_())
+
+    def pass_begins(self, engine: Engine) -> None:
+        """A backward pass that is to be averaged has begun."""
+
+    def comes(self, slot: Slot) -> bool:
+        """Tell whether this pass can bring a gradient, and it must be waited for."""
+        return True
+
+    def pack(self, bucket: LiveBucket, slot: Slot) -> None:
+        """A gradient has come: put this rank's share of it into the bucket."""
+        torch.mul(slot.parameter.grad.detach(), self.scale, out=slot.view)
+        slot.parameter.grad = slot.view
+
+    def without(self, bucket: LiveBucket, slot: Slot) -> None:
+        """None has come in this pass; there may be one of earlier passes."""
+        if slot.parameter.grad is None:
+            slot.view.zero_()
+        else:
+            self.pack(bucket, slot)
+
+    def keep(self, bucket: LiveBucket, slot: Slot) -> None:
+        """A gradient has come in a pass that is not averaged: it only adds up."""
+
+    def hold(self, engine: Engine) -> None:
+        """From now on gradients only add up (`held`), whatever they are added to."""
+
+    def launch(self, bucket: LiveBucket) -> Any:
+        """Send a bucket that is full; return a handle, which has `wait()`, or None."""
+        return self.all_reduce(bucket.flat, group=self.group, async_op=True)
+
+    def arrived(self, bucket: LiveBucket) -> None:
+        """A bucket has been waited for."""
+
+    def settle(self, engine: Engine) -> None:
+        """All buckets have arrived: give every parameter the gradient it should have.
+
+        One that no rank had a gradient for gets one of zeros.
+        """
+        for slot in engine.slots:
+            slot.parameter.grad = slot.view
+
+
+# ---- when it becomes of it -----------------------------------------------------------
+
+
+class Averager:
+    """Whatever averages gradients, and can be told by `held` to put that off."""
+
+    held = 0  # so many have told it
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Let the backward passes of this block only add up."""
+        self.held += 1
+        try:
+            yield
+        finally:
+            self.held -= 1
+
+    def average(self) -> None:
+        """Average the gradients that there are; a collective call."""
+        raise NotImplementedError
+
+
+class Engine(Averager):
+    """Fills buckets with gradients, and sends them, to what `ending` makes of them.
+
+    Buckets are added one by one. Every rank adds the same, and every backward pass that
+    reaches one of the parameters is averaged, unless the engine is `held`, or not
+    `expecting` any. Everything holds it weakly but its owner: it goes when that goes.
+
+    Attributes:
+        buckets: in the order in which they are launched; `slots` are all theirs.
+        expecting: whether the next gradient begins a pass that is averaged.
+        full: the buckets' numbers, as they became full in the last pass.
+    """
+
+    def __init__(self, ending: AllReduce) -> None:
+        self.ending = ending
+        self.buckets: list[LiveBucket] = []
+        self.expecting = True
+        self.full: list[int] = []
+        self.next = 0  # of `buckets`, the one to be launched next
+        self.timeline = Timeline(())
+        self._callback: weakref.ref | None = None  # of the pass that is under way
+
+    def add(self, plan: Bucket, parameters: Mapping[str, Tensor]) -> LiveBucket:
+        """Average one more bucket; `parameters` has all names of its plan."""
+        slots = [
+            Slot(name, parameters[name], offset)
+            for name, offset in zip(plan.parameters, plan.offsets, strict=True)
+        ]
+        bucket = LiveBucket(len(self.buckets), plan, slots)
+        self.buckets.append(bucket)
+        self.ending.added(self, bucket)
+        for slot in slots:
+            on_gradient(slot.parameter, self._gradient_is_there, bucket, slot)
+        return bucket
+
+    @property
+    def slots(self) -> list[Slot]:
+        """The places of all parameters."""
+        return [slot for bucket in self.buckets for slot in bucket.slots]
+
+    @property
+    def running(self) -> bool:
+        """Whether a backward pass that is averaged is under way.
+
+        Autograd keeps the callback for the end of a pass no longer than the pass, even
+        if that ends in an error.
+        """
+        return self._callback is not None and self._callback() is not None
+
+    # ---- gradients come --------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A backward pass has begun; the first gradient says so, if nobody else has."""
+        if self.running or self.held:
+            return
+        callback = functools.partial(self._backward_has_ended)
+        self._callback = weakref.ref(callback)
+        Variable._execution_engine.queue_callback(callback)
+        self._begin(Timeline.begin())
+
+    def _begin(self, timeline: Timeline) -> None:
+        self.wait()  # for what a pass has left that ended in an error
+        self.timeline, self.next, self.full = timeline, 0, []
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.slots)
+            for slot in bucket.slots:
+                slot.here = False
+        self.ending.pass_begins(self)
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                if not self.ending.comes(slot):
+                    self._without(bucket, slot)
+        self._launch_full()
+
+    def _gradient_is_there(self, bucket: LiveBucket, slot: Slot) -> None:
+        """Autograd has accumulated a gradient: its share goes into the bucket."""
+        slot.fresh = True
+        if self.held or not (self.running or self.expecting):
+            self.ending.keep(bucket, slot)
+            return
+        self.begin()
+        if slot.here:
+            raise RuntimeError(
+                f"parameter {slot.name} got its gradient twice in one backward pass, "
+                "or from beside the module's outputs. Checkpointing with "
+                "use_reentrant=True does so; take use_reentrant=False."
+            )
+        self._pack(bucket, slot)
+        if not bucket.missing:
+            self.full.append(bucket.index)
+            self.timeline.computed(bucket=bucket.index)
+            self._launch_full()
+
+    def _pack(self, bucket: LiveBucket, slot: Slot) -> None:
+        self.ending.pack(bucket, slot)
+        slot.here = True
+        bucket.missing -= 1
+
+    def _without(self, bucket: LiveBucket, slot: Slot) -> None:
+        self.ending.without(bucket, slot)
+        slot.here = True
+        bucket.missing -= 1
+
+    # ---- launch ----------------------------------------------------------------------
+
+    def _launch_full(self) -> None:
+        """Launch the buckets that are full, as far as it is their turn."""
+        while self.next < len(self.buckets) and not self.buckets[self.next].missing:
+            self.launch(self.buckets[self.next])
+            self.next += 1
+
+    def launch(self, bucket: LiveBucket) -> None:
+        """Send a bucket, and do not wait for it."""
+        timeline, start = self.timeline, time.perf_counter()
+        bucket.sent = True
+        with span(timeline, "launch", bucket=bucket.index):
+            bucket.work = self.ending.launch(bucket)
+        timeline.sent(bucket.work, bucket.flat.nbytes, start, bucket=bucket.index)
+        timeline.since = time.perf_counter()  # launching is no computing
+
+    # ---- wait ------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _backward_has_ended(self) -> None:
+        """Send what is left, and wait for what is under way: then gradients are means.
+
+        On GPUs "wait" means that the stream of the optimizer waits, not the host.
+        """
+        self.timeline.computed()
+        for bucket in self.buckets:
+            for slot in bucket.slots if bucket.missing else ():
+                if not slot.here:
+                    self._without(bucket, slot)
+        self._launch_full()
+        with span(self.timeline, "wait"):
+            self.wait()
+        self.timeline.all_ended()
+        self._callback = None
+        try:
+            self.ending.settle(self)
+        finally:
+            for slot in self.slots:
+                slot.fresh = False
+
+    def wait(self) -> None:
+        """Wait for all buckets that are under way."""
+        for bucket in self.buckets:
+            self.finish(bucket)
+
+    def finish(self, bucket: LiveBucket) -> None:
+        """Wait for one bucket, if it is under way."""
+        if bucket.sent:
+            work, bucket.work, bucket.sent = bucket.work, None, False
+            if work is not None:
+                work.wait()
+            self.ending.arrived(bucket)
+
+    # ---- or all of it later ----------------------------------------------------------
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Let the backward passes of this block only add up."""
+        if not self.held:
+            self.ending.hold(self)
+        with super().hold():
+            yield
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Average the gradients that there are, outside of backward."""
+        self._begin(Timeline(()))  # computing is over
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                slot.fresh = slot.parameter.grad is not None
+                if slot.fresh and not slot.here:
+                    self._pack(bucket, slot)
+            self._launch_full()
+        self._backward_has_ended()
+
+
+@contextmanager
+def held(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Let gradients add up in this block, and average them at its end, all at once.
+
+    For whatever runs several backward passes for one step: a pipeline, with its
+    microbatches. It need not know who averages, along which ranks, or whether anybody
+    does: everyone who listens for these gradients is told. The sum of what has come is
+    averaged as if it had come in one pass. Inside of another block like this it is left
+    to that one. After an error nothing is averaged. Chapter 10.
+    """
+    those = dict.fromkeys(one for p in parameters for one in listeners(p))
+    with ExitStack() as stack:
+        for one in those:
+            stack.enter_context(one.hold())
+        yield
+    for one in those:
+        if not one.held:
+            one.average()
