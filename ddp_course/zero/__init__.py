@@ -12,24 +12,26 @@ Read the modules in this order:
                   their tools: may parts be stepped alone? do all ranks mean the same?
                   state_dict; buckets and where gradients lie in them
     units         stage 3: which parameters are gathered together: plain data
+    unit_storage, sharded_module
+                  their memory, which comes and goes; what all stage 3 modules are
     stage3_naive  `NaiveFullyShardedDataParallel`: gather, use, free; nothing ahead
-    freed, gather, live, order
-                  its memory, which comes and goes; how shards come together; what next
+    stage3_simple `SimpleFullyShardedDataParallel`: one unit after the other
     stage3        `FullyShardedDataParallel`: the next unit is gathered meanwhile
-    offload, sharded_module, full_state, sharded_checkpoint
-                  shards on the CPU; the whole state; saved shards
+    order, offload, sharded_checkpoint
+                  what comes next; shards on the CPU; saved shards
 
 Chapters 07 and 08.
 """
 
 from ddp_course.zero.elementwise import NotElementwiseError
-from ddp_course.zero.freed import ShardedError
 from ddp_course.zero.naive import NaiveZeroRedundancyOptimizer
+from ddp_course.zero.sharded_module import ShardedError
 from ddp_course.zero.shards import Piece, ShardedBucket, deal, shard_plan
 from ddp_course.zero.stage1 import ZeroRedundancyOptimizer
 from ddp_course.zero.stage2 import ShardedGradientOptimizer
 from ddp_course.zero.stage3 import FullyShardedDataParallel
 from ddp_course.zero.stage3_naive import NaiveFullyShardedDataParallel
+from ddp_course.zero.stage3_simple import SimpleFullyShardedDataParallel
 
 __all__ = [
     "FullyShardedDataParallel",
@@ -40,6 +42,7 @@ __all__ = [
     "ShardedBucket",
     "ShardedError",
     "ShardedGradientOptimizer",
+    "SimpleFullyShardedDataParallel",
     "ZeroRedundancyOptimizer",
     "deal",
     "shard_plan",

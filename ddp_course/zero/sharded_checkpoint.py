@@ -4,14 +4,14 @@
     load(folder, fsdp, optimizer)      on 4, 3, 2 or 1
 
 No rank ever has a whole model, so none could write it. The files are those of
-torch.distributed.checkpoint: each rank's tensors, and beside them one file that says
-which elements of which tensor are where. A rank that loads reads those that it now
+torch.distributed.checkpoint, DCP: each rank's tensors, and beside them one file that
+says which elements of which tensor are where. A rank that loads reads those that it now
 owns, from whichever files they are in.
 
-What is saved are the flats (`units`), without padding: of one that has n elements,
-[r * c, (r + 1) * c) with c = ceil(n / N) belong to rank r. That is just how PyTorch
-divides a DTensor with `Shard(0)`, so a flat is one. Where parameters begin in a flat
-does not depend on N; but the units must be the same as when it was saved. Chapter 08.
+Saved are the parameters by their plain names, and the optimizer's states of each, as
+vectors in the order of the memory; a rank has the elements of its piece. So units and
+ranks may be others when they are loaded. What another parallelism has cut before is a
+model of its own, with a folder of its own. Chapter 08.
 """
 
 from __future__ import annotations
@@ -24,16 +24,20 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.checkpoint import metadata as md
+from torch.distributed.checkpoint.planner import (
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 
-from ddp_course.mechanisms.replicas import check_same
-from ddp_course.zero import full_state
-from ddp_course.zero.live import LiveFlat
+from ddp_course.mechanisms.agreement import check_same
+from ddp_course.mechanisms.placements import Step, placed
+from ddp_course.mechanisms.whole_state import options_of
 from ddp_course.zero.sharded_module import ShardedModule
 
 OPTIONS = "optimizer/options"  # what is no tensor, as text
+State = dict[str, Any]
 
 
 def save(
@@ -41,20 +45,23 @@ def save(
     sharded: ShardedModule,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
-    """Write shards, buffers and the optimizer's states; called by all ranks.
+    """Write pieces, buffers and the optimizer's states; called by all ranks.
 
     `folder` is one that all ranks see; it is made if need be. Gradients are not saved.
-    Raises ReplicaError, on every rank, for an optimizer of something else.
+    Of replicas, the first ones write. Raises ReplicaError, on every rank, for an
+    optimizer of something else.
     """
     state = _of_module(sharded)
+    for name, piece in _stepped(sharded, optimizer).items():
+        for key, value in optimizer.state.get(piece, {}).items():
+            if isinstance(value, Tensor):
+                state[f"optimizer/{name}/{key}"] = _part_of(piece, value)
     if optimizer is not None:
-        for flat in _stepped(sharded, optimizer):
-            for key, value in optimizer.state.get(flat.shard, {}).items():
-                if isinstance(value, Tensor):
-                    state[_key(flat, key)] = _saved(sharded, flat, value)
         state[OPTIONS] = json.dumps(_groups(sharded, optimizer))
-    group = sharded.comm.group
-    dcp.save(state, checkpoint_id=folder, process_group=group)
+    if all(comm.rank == 0 for comm in sharded.comms[1:]):
+        dcp.save(state, checkpoint_id=folder, process_group=sharded.comm.group)
+    for comm in sharded.comms[1:]:
+        comm.agree_now("a sharded checkpoint has been saved")
 
 
 def load(
@@ -65,57 +72,84 @@ def load(
     """Read what `save` has written, on any number of ranks; called by all of them.
 
     Raises ReplicaError, on every rank and before anything is changed, if the folder
-    holds no such checkpoint, or one of another model, other units or other groups.
+    holds no such checkpoint, or one of another model or other groups.
     """
     group, state = sharded.comm.group, _of_module(sharded)
-    flats = [] if optimizer is None else _stepped(sharded, optimizer)
-    saved: Mapping[str, Any] = {}
+    pieces, saved = _stepped(sharded, optimizer), {}
     try:
         saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
         problem = _unlike(saved, state, optimizer is not None)
     except Exception as error:  # whatever is in that folder
         problem = f"{folder} holds no checkpoint that can be read: {error!r}"
-    check_same({}, problem, sharded.process_group)
+    check_same({}, problem, group)
+    groups: list[dict[str, Any]] = []
     if optimizer is not None:
         options = {OPTIONS: ""}
         dcp.load(options, checkpoint_id=folder, process_group=group)
         groups = json.loads(options[OPTIONS])
-        here = [told["flats"] for told in _groups(sharded, optimizer)]
-        there = [told["flats"] for told in groups]
-        same = here == there
+        here = [told["names"] for told in _groups(sharded, optimizer)]
+        there = [told["names"] for told in groups]
         problem = f"the optimizer's groups are {here}; the checkpoint's are {there}"
-        check_same({}, None if same else problem, sharded.process_group)
-    states = {flat.plan.name: _empty_states(saved, flat) for flat in flats}
-    for flat in flats:
-        for key, value in states[flat.plan.name].items():
-            state[_key(flat, key)] = _saved(sharded, flat, value)
+        check_same({}, None if here == there else problem, group)
+    states = {name: _empty_states(saved, name, p) for name, p in pieces.items()}
+    for name, own in states.items():
+        for key, value in own.items():
+            state[f"optimizer/{name}/{key}"] = _part_of(pieces[name], value)
     dcp.load(state, checkpoint_id=folder, process_group=group)
     # Tensors were read into place; what else a state dict holds is in the dict.
     if optimizer is not None:
-        _go_on(optimizer, flats, states, groups)
+        _go_on(optimizer, list(states.values()), groups)
 
 
 # ---- tensors -------------------------------------------------------------------------
 
 
-def _of_module(sharded: ShardedModule) -> dict[str, Tensor]:
+class Part(Tensor):
+    """Some elements of a vector, as DCP takes any tensor that says where it belongs."""
+
+    step: Step
+
+    @property
+    def chunk(self) -> md.ChunkStorageMetadata:
+        """Which elements it has, of those of the whole."""
+        first = self.step.placement.first
+        return md.ChunkStorageMetadata(torch.Size([first]), torch.Size([self.numel()]))
+
+    def size(self) -> torch.Size:
+        """The shape of the whole vector."""
+        return torch.Size([torch.Size(self.step.shape).numel()])
+
+    def __create_write_items__(self, name: str, _: Tensor) -> list[WriteItem]:
+        where = md.MetadataIndex(name, self.chunk.offsets)
+        properties = md.TensorProperties.create_from_tensor(self.as_subclass(Tensor))
+        data = TensorWriteData(self.chunk, properties, self.size())
+        some = self.numel() > 0 or (not self.size().numel() and self.step.rank == 0)
+        return [WriteItem(where, WriteItemType.SHARD, tensor_data=data)] * some
+
+    def __create_chunk_list__(self) -> list[md.ChunkStorageMetadata]:
+        return [self.chunk] * (self.numel() > 0)
+
+    def __get_tensor_shard__(self, index: md.MetadataIndex) -> Tensor:
+        return self.as_subclass(Tensor)
+
+
+def _part_of(piece: Tensor, value: Tensor) -> Tensor:
+    """Return what lies as a piece does as a Part; others, such as "step", as it is."""
+    if value.dim() == 0:
+        return value
+    part = value.detach().as_subclass(Part)
+    part.step = placed(piece).steps[-1]
+    return part
+
+
+def _of_module(sharded: ShardedModule) -> State:
     """Return what is saved of the module, by name; loading reads into it."""
-    buffers = full_state.buffers(sharded)
-    state = {f"buffer/{key}": buffer for key, buffer in buffers.items()}
-    for flat in sharded.flats.values():
-        state[f"shard/{flat.plan.name}"] = _saved(sharded, flat, flat.shard.detach())
-    return state
-
-
-def _saved(sharded: ShardedModule, flat: LiveFlat, tensor: Tensor) -> Tensor:
-    """Return what lies in shards as a DTensor, without padding; others as they are."""
-    if tensor.shape != flat.shard.shape:
-        return tensor
-    comm, numel = sharded.comm, flat.plan.numel
-    mesh = DeviceMesh.from_group(comm.group, tensor.device.type)
-    own = tensor[: max(0, numel - comm.rank * tensor.numel())]
-    whole = {"shape": torch.Size([numel]), "stride": (1,)}
-    return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, **whole)
+    state = sharded.module.state_dict(keep_vars=True)
+    buffers = [key for key, name in sharded.plain.keys.items() if name is None]
+    told = {f"buffer/{key}": state[key] for key in buffers if key in state}
+    for name, piece in sharded.pieces.items():
+        told[f"parameter/{name}"] = _part_of(piece, piece)
+    return told
 
 
 def _unlike(
@@ -125,10 +159,10 @@ def _unlike(
     for key, tensor in wanted.items():
         if key not in saved:
             return f"the checkpoint has no {key}; it has {', '.join(list(saved)[:5])}"
-        if saved[key].size != tensor.shape:
+        if saved[key].size != tensor.size():
             return (
                 f"the checkpoint's {key} has {saved[key].size.numel()} elements; here "
-                f"it has {tensor.numel()}"
+                f"it has {tensor.size().numel()}"
             )
     more = [k for k in saved if not k.startswith("optimizer/") and k not in wanted]
     if more:
@@ -141,63 +175,61 @@ def _unlike(
 # ---- the optimizer -------------------------------------------------------------------
 
 
-def _key(flat: LiveFlat, state: str) -> str:
-    return f"optimizer/{flat.plan.name}/{state}"
-
-
 def _stepped(
-    sharded: ShardedModule, optimizer: torch.optim.Optimizer
-) -> list[LiveFlat]:
-    """Return the flats that the optimizer steps; raise ReplicaError, on all ranks."""
-    flats, problem = [], None
-    try:
-        flats = full_state.stepped(sharded, optimizer)
-    except ValueError as error:
-        problem = str(error)
-    check_same({}, problem, sharded.process_group)
-    return flats
+    sharded: ShardedModule, optimizer: torch.optim.Optimizer | None
+) -> dict[str, Tensor]:
+    """Return the pieces that it steps, in its order; raise ReplicaError, on all ranks.
+
+    Without an optimizer, none.
+    """
+    names = {piece: name for name, piece in sharded.pieces.items()}
+    groups = [] if optimizer is None else optimizer.param_groups
+    stepped = [piece for group in groups for piece in group["params"]]
+    strange = [[*piece.shape] for piece in stepped if piece not in names]
+    problem = f"the optimizer steps tensors of {strange}, no pieces of this module"
+    check_same({}, problem if strange else None, sharded.process_group)
+    return {names[piece]: piece for piece in stepped}
 
 
 def _groups(
     sharded: ShardedModule, optimizer: torch.optim.Optimizer
 ) -> list[dict[str, Any]]:
-    """Return of each group which flats it steps, and its options."""
-    names = {flat.shard: name for name, flat in sharded.flats.items()}
-    groups = []
-    for group in optimizer.param_groups:
-        options = {
-            key: value.item() if isinstance(value, Tensor) else value
-            for key, value in group.items()
-            if key not in ("params", "param_names")
+    """Return of each group the names of what it steps, and its options."""
+    names = {piece: name for name, piece in sharded.pieces.items()}
+    return [
+        {
+            "names": [names[piece] for piece in group["params"]],
+            "options": {
+                key: value.item() if isinstance(value, Tensor) else value
+                for key, value in options_of(group).items()
+            },
         }
-        flats = [names[shard] for shard in group["params"]]
-        groups.append({"flats": flats, "options": options})
-    return groups
+        for group in optimizer.param_groups
+    ]
 
 
-def _empty_states(saved: Mapping[str, Any], flat: LiveFlat) -> dict[str, Tensor]:
-    """Return memory for the states of a flat that a checkpoint has."""
-    start, states = _key(flat, ""), {}
+def _empty_states(
+    saved: Mapping[str, Any], name: str, piece: Tensor
+) -> dict[str, Tensor]:
+    """Return memory for those states of a piece that a checkpoint has."""
+    start, states = f"optimizer/{name}/", {}
     for key, entry in saved.items():
-        if key.startswith(start) and isinstance(entry, TensorStorageMetadata):
-            sharded = entry.size == torch.Size([flat.plan.numel])
-            like = flat.shard.shape if sharded else entry.size
+        if key.startswith(start) and isinstance(entry, md.TensorStorageMetadata):
+            like = piece.shape if len(entry.size) else entry.size
             states[key.removeprefix(start)] = torch.zeros(
-                like, dtype=entry.properties.dtype, device=flat.shard.device
+                like, dtype=entry.properties.dtype, device=piece.device
             )
     return states
 
 
 def _go_on(
     optimizer: torch.optim.Optimizer,
-    flats: list[LiveFlat],
-    states: Mapping[str, dict[str, Tensor]],
+    states: list[dict[str, Tensor]],
     groups: list[dict[str, Any]],
 ) -> None:
     """Give an optimizer its states and options; PyTorch puts them where it wants."""
     own = optimizer.state_dict()
-    kept = [states[flat.plan.name] for flat in flats]
-    own["state"] = {number: state for number, state in enumerate(kept) if state}
+    own["state"] = {number: state for number, state in enumerate(states) if state}
     for group, told in zip(own["param_groups"], groups, strict=True):
         for key, value in told["options"].items():
             now = group.get(key)

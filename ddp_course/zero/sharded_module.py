@@ -1,8 +1,7 @@
-"""What both stage 3 modules are: a model of which each rank has only its shards.
+"""What all stage 3 modules are: a model of which each rank has only its pieces.
 
-How it comes to that, what an optimizer sees of it, its whole state and its gradients'
-norm. When units are gathered and freed is what `stage3_naive` and `stage3` differ in.
-Chapter 08.
+How it comes to that, and what others see of it. When units are gathered and freed is
+what `stage3_naive`, `stage3_simple` and `stage3` differ in. Chapter 08.
 """
 
 from __future__ import annotations
@@ -10,102 +9,118 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_
 
 from ddp_course.collectives import communicator
-from ddp_course.mechanisms.norm import total_norm
-from ddp_course.mechanisms.replicas import (
+from ddp_course.mechanisms.agreement import (
+    ReplicaError,
     broadcast_all,
     check_same,
     form_of,
     problem_with,
 )
-from ddp_course.mechanisms.whole import HasWholeState
-from ddp_course.zero import full_state
-from ddp_course.zero.freed import ShardedError, is_sharded, places_in
-from ddp_course.zero.gather import Messages, SharedMemory
-from ddp_course.zero.live import LiveFlat, LiveUnit
-from ddp_course.zero.offload import Home, OnCPU
+from ddp_course.mechanisms.exchange import MessageExchange
+from ddp_course.mechanisms.placements import Flat, placed
+from ddp_course.mechanisms.whole_state import PlainModel, WholeState, groups_before
+from ddp_course.zero.unit_storage import FlatStorage, Place, Unit
 from ddp_course.zero.units import Chosen, UnitPlan, unit_plan
 
 
-class ShardedModule(HasWholeState, nn.Module):
-    """Holds `module` in shards: `parameters()` are this rank's 1/N of every unit.
+class ShardedError(RuntimeError):
+    """Something that cannot be done while each rank has only its pieces."""
 
-    Any elementwise optimizer can step them (SGD, AdamW, ...): to it they are a few long
-    vectors, one for each flat (`units`), with their mean gradients. Options of the
-    optimizer, such as weight decay, can differ between flats and not within one, and a
+
+class ShardedModule(WholeState, nn.Module):
+    """Holds `module` in shards: `parameters()` are this rank's pieces of its own.
+
+    They have the plain names, and any elementwise optimizer can step them (SGD, AdamW,
+    ...), in groups by name, too: to it they are vectors with their mean gradients. A
     parameter without a gradient counts as one whose gradient is zero if others of its
-    flat have one.
-    """
+    unit have one.
 
-    GATHERING = full_state
+    Args:
+        module: on the CPU or on this rank's GPU. What another parallelism has cut
+            before is a module like any other.
+        process_group: the ranks that divide it; None are all.
+        units: what is gathered together (`unit_plan`); None are the modules in
+            `nn.ModuleList`s, and the rest.
+        replicas: the ranks that have the same shard as this one, each in a group of
+            its own (hybrid sharding): gradients are averaged over them, too.
+        exchange, storage: how shards come together, and their memory.
+        problem, told: why this cannot be, and what else all ranks must have equal.
+    """
 
     def __init__(
         self,
         module: nn.Module,
-        process_group: dist.ProcessGroup | None,
-        units: Chosen,
-        all_gather: Callable[..., Any] | None,
-        reduce_scatter: Callable[..., Any] | None,
+        process_group: dist.ProcessGroup | None = None,
         *,
-        compute_dtype: torch.dtype | None = None,
-        reduce_dtype: torch.dtype | None = None,
-        cpu_offload: bool = False,
-        in_shared_memory: bool = False,
+        units: Chosen = None,
+        replicas: dist.ProcessGroup | None = None,
+        exchange: MessageExchange | None = None,
+        storage: Callable[..., FlatStorage] = FlatStorage,
         problem: str | None = None,
-        **told: Any,
+        told: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        plan = _agreed_plan(
-            module,
-            process_group,
-            units,
-            problem,
-            all_gather=_name_of(all_gather),
-            reduce_scatter=_name_of(reduce_scatter),
-            compute_dtype=compute_dtype,
-            reduce_dtype=reduce_dtype,
-            cpu_offload=cpu_offload,
-            in_shared_memory=in_shared_memory,
-            **told,
-        )
-        self.process_group, self.comm = process_group, communicator(process_group)
-        self.plan, self.compute_dtype = plan, compute_dtype
-        self._names = [name for name, _ in module.named_parameters()]
-        self._places = full_state.places(module)
-        self.way = Messages(process_group, all_gather, reduce_scatter)
-        if in_shared_memory:
-            self.way = SharedMemory(process_group)
-        self.home = OnCPU() if cpu_offload else Home()
-        broadcast_all(module.buffers(), self.comm.ranks[0], process_group)
+        groups = [process_group] if replicas is None else [process_group, replicas]
+        self.comms = [communicator(group) for group in groups]
+        self.plan = self._agreed_plan(module, units, problem, told or {})
+        self.process_group, self.comm = process_group, self.comms[0]
+        self.exchange = exchange or MessageExchange(process_group)
+        self.plain = PlainModel.of(module)
+        self.groups = (*groups_before(module), self.comm.group)
+        for comm in self.comms:
+            broadcast_all(module.buffers(), comm.ranks[0], comm.group)
         parameters, places = dict(module.named_parameters()), places_in(module)
-        self.units: list[LiveUnit] = []
-        for unit in plan:  # one after the other: only one is there twice at a time
-            types = compute_dtype, reduce_dtype
+        self.units: list[Unit] = []
+        for unit in self.plan:  # one after the other: only one is there twice at a time
             flats = [
-                LiveFlat(flat, parameters, self.way, self.home, *types)
+                storage(flat, parameters, self.exchange, replicas)
                 for flat in unit.flats
             ]
-            self.units.append(LiveUnit(unit, flats, places))
+            self.units.append(Unit(unit, flats, places))
         self.root, self.module = self.units[0], module
+        pieces = {
+            name: piece
+            for unit in self.units
+            for flat in unit.flats
+            for name, piece in flat.pieces.items()
+        }
+        self.pieces = {name: pieces[name] for name in parameters}  # in the plain order
 
-    @property
-    def flats(self) -> dict[str, LiveFlat]:
-        """All flats, by name, in the order of the plan."""
-        return {flat.plan.name: flat for unit in self.units for flat in unit.flats}
+    def _agreed_plan(
+        self, module: Any, units: Chosen, problem: str | None, told: dict[str, Any]
+    ) -> tuple[UnitPlan, ...]:
+        """Return the plan, if all ranks make the same of it; else raise, on all."""
+        plan, form = (), {}
+        problem = problem_with(module) or problem or _unfit(module, self.comms[0].group)
+        if not problem:
+            try:
+                plan = unit_plan(module, self.comms[0].size, units)
+            except ValueError as error:
+                problem = str(error)
+            form = form_of(module, **told)
+            form |= {f"unit {unit.name}": str(unit) for unit in plan}
+        failed: ReplicaError | None = None
+        for comm in self.comms:  # who hears of it from one group tells the next
+            try:
+                check_same(form, problem or (failed and str(failed)), comm.group)
+            except ReplicaError as error:
+                failed = failed or error
+        if failed:
+            raise failed
+        return plan
 
-    # ---- what torch.nn.Module would do with parameters that are not there ------------
+    # ---- what torch.nn.Module would do, were it whole --------------------------------
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this rank's shards, by the names of the flats."""
-        for name, flat in self.flats.items():
-            yield prefix + ("." if prefix else "") + name, flat.shard
+        """Yield this rank's pieces, by the names of the plain module's parameters."""
+        for name, piece in self.pieces.items():
+            yield prefix + ("." if prefix else "") + name, piece
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         raise ShardedError(
@@ -127,98 +142,29 @@ class ShardedModule(HasWholeState, nn.Module):
             "...)"
         )
 
-    # ---- gradients -------------------------------------------------------------------
-
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients so that their norm is at most `max_norm`; return it.
-
-        The norm is that of the whole model's mean gradient, as it was before; called by
-        all ranks. Raises ValueError for a `norm_type` that is not above 0. As
-        torch.nn.utils.clip_grad_norm_.
-        """
-        device = self.root_device
-        norm = total_norm(self.parameters(), device, norm_type, self.process_group)
-        clip_grads_with_norm_(self.parameters(), max_norm, norm)
-        return norm.float()
-
-    @property
-    def root_device(self) -> torch.device:
-        """Where the parameters are computed with."""
-        return (
-            self.plan[0].flats[0].sharded.bucket.device
-            if self.plan[0].flats
-            else (self.plan[1].flats[0].sharded.bucket.device)
-        )
-
     def extra_repr(self) -> str:
         """Tell what is gathered together."""
         return "\n".join(map(str, self.plan))
 
 
-def _agreed_plan(
-    module: nn.Module,
-    group: dist.ProcessGroup | None,
-    units: Chosen,
-    problem: str | None,
-    **told: Any,
-) -> tuple[UnitPlan, ...]:
-    """Return the plan, if all ranks make the same of it; else raise, on all."""
-    plan, form = (), {}
-    if isinstance(module, nn.Module) and is_sharded(module):
-        problem = "the module is sharded already"
-    problem = problem or problem_with(module) or _unfit(module, group, **told)
-    if not problem:
-        try:
-            plan = unit_plan(module, dist.get_world_size(group), units)
-        except ValueError as error:
-            problem = str(error)
-        form = form_of(module, **told)
-        form |= {f"unit {unit.name}": str(unit) for unit in plan}
-    check_same(form, problem, group)
-    return plan
-
-
-def _unfit(
-    module: nn.Module,
-    group: dist.ProcessGroup | None,
-    *,
-    compute_dtype: Any,
-    reduce_dtype: Any,
-    cpu_offload: bool,
-    in_shared_memory: bool,
-    **others: Any,
-) -> str | None:
-    """Return why the arguments cannot be used together, or None."""
-    for name, dtype in (
-        ("compute_dtype", compute_dtype),
-        ("reduce_dtype", reduce_dtype),
-    ):
-        floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
-        if dtype is not None and not floating:
-            return f"{name} is {dtype!r}; it must be a floating-point dtype or None"
+def _unfit(module: nn.Module, group: dist.ProcessGroup) -> str | None:
+    """Return why this module cannot be sharded along `group`, or None."""
     devices = {p.device for p in module.parameters()}
     if len(devices) > 1:
         return f"the module is on {', '.join(map(str, devices))}; it must be on one"
-    (device,) = devices
-    if cpu_offload and device.type == "cpu":
-        return (
-            "cpu_offload is True, but the module computes on the CPU: there is nothing "
-            "to offload. It must be on a GPU"
-        )
-    if in_shared_memory and device.type != "cpu":
-        return (
-            f"in_shared_memory is True, but the module is on {device}; it must be cpu"
-        )
-    comm = communicator(group)
-    together = comm.size == 1 or (len(comm.nodes) == 1 and comm.shares_memory)
-    if in_shared_memory and not together:
-        return "in_shared_memory is True, but these ranks share no memory"
+    ways = (way for p in module.parameters() if (way := placed(p)))
+    steps = (step for way in ways if (step := way.step_along(group)))
+    if any(isinstance(step.placement, Flat) for step in steps):
+        return "the module is sharded already"
     return None
 
 
-def _name_of(function: Any) -> str | None:
-    if function is None:
-        return None
-    module, name = (getattr(function, k, "") for k in ("__module__", "__qualname__"))
-    return f"{module}.{name}"
+def places_in(module: nn.Module) -> dict[str, list[Place]]:
+    """Return all places of each parameter, by name: a tied one has several."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    found: dict[str, list[Place]] = {name: [] for name in names.values()}
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                found[names[parameter]].append((owner, name))
+    return found

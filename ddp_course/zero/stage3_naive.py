@@ -2,7 +2,7 @@
 
 Between steps each rank has 1/N of parameters, gradients and states. During a step it
 has all parameters and all gradients, as in data parallelism, and so its peak is hardly
-lower. What to do about that is in `stage3`. Chapter 08.
+lower. What to do about that is in `stage3_simple`. Chapter 08.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.autograd import Variable
 
 from ddp_course.mechanisms.hooks import on_backward, tensors_in
 from ddp_course.zero.sharded_module import ShardedModule
-from ddp_course.zero.units import Chosen
 
 
 class NaiveFullyShardedDataParallel(ShardedModule):
@@ -30,22 +28,13 @@ class NaiveFullyShardedDataParallel(ShardedModule):
     Raises ReplicaError, on every rank, before anything is sent. Chapter 08.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        process_group: dist.ProcessGroup | None = None,
-        *,
-        units: Chosen = None,
-    ) -> None:
-        super().__init__(module, process_group, units, None, None)
-        self.running = False  # a backward pass is under way
+    running = False  # a backward pass is under way
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Gather all units, and run the module."""
+        self._free_all()  # an earlier forward had no backward, and a step may have come
         for unit in self.units:
-            unit.free()  # an earlier forward had no backward, and a step may have come
             unit.gather()
-        self.running = False
         output = self.module(*inputs, **kwargs)
         if any(tensor.requires_grad for tensor in tensors_in(output)):
             on_backward(tensors_in(output), self._backward_begins)
@@ -61,7 +50,6 @@ class NaiveFullyShardedDataParallel(ShardedModule):
     @torch.no_grad()
     def _backward_has_ended(self) -> None:
         """Average all gradients, keep the own shard of them, and free everything."""
-        self.running = False
         for unit in self.units:
             for flat in unit.trainable:
                 if flat.has_gradients:
@@ -71,5 +59,6 @@ class NaiveFullyShardedDataParallel(ShardedModule):
         self._free_all()
 
     def _free_all(self) -> None:
+        self.running = False
         for unit in self.units:
             unit.free()

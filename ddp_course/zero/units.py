@@ -12,6 +12,7 @@ a forward or backward to its end.
 A unit's parameters lie side by side in one flat tensor, and each rank owns 1/N of its
 elements, wherever the cuts may fall (`shards`). Parameters of several types, and frozen
 ones, which need no gradient, are flat tensors of their own: *flats* of the same unit.
+What they have in memory, and when, is in `unit_storage`.
 
 Zhao et al. 2023, "PyTorch FSDP", sections 3.2.1 and 4.2. Chapter 08.
 """
@@ -33,7 +34,7 @@ Chosen = Iterable["nn.Module | str"] | Callable[[str, nn.Module], bool] | None
 
 
 @dataclass(frozen=True)
-class Flat:
+class FlatPlan:
     """Parameters of a unit that have one type: element k of all is in one shard.
 
     Attributes:
@@ -46,14 +47,17 @@ class Flat:
     trainable: bool
     sharded: ShardedBucket
 
-    @property
-    def numel(self) -> int:
-        """Elements of the parameters, without padding."""
-        return self.sharded.bucket.numel
-
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """Return what `rank` owns of the parameters, in the order of its shard."""
-        return self.sharded.pieces(rank)
+        """Return what `rank` owns of each parameter, which may be nothing, in order."""
+        bucket, length = self.sharded.bucket, self.sharded.shard_numel
+        edges = [edge - rank * length for edge in (*bucket.offsets, bucket.numel)]
+        inside = [min(max(edge, 0), length) for edge in edges]  # of the rank's shard
+        return tuple(
+            Piece(name, inside[k] - edges[k], inside[k + 1] - edges[k], inside[k])
+            if inside[k] < inside[k + 1]
+            else Piece(name, 0, 0, inside[k])
+            for k, name in enumerate(bucket.parameters)
+        )
 
     def __str__(self) -> str:
         """One line for a reader."""
@@ -80,7 +84,11 @@ class UnitPlan:
 
     index: int
     name: str
-    flats: tuple[Flat, ...]
+    flats: tuple[FlatPlan, ...]
+
+    def encloses(self, other: UnitPlan) -> bool:
+        """Tell whether the module of `other` is this one's, or inside of it."""
+        return self.name == ROOT or f"{other.name}.".startswith(f"{self.name}.")
 
     @property
     def numel(self) -> int:
@@ -178,7 +186,7 @@ def _told(unit: object) -> str:
 
 def _flats(
     unit: str, members: list[tuple[str, Tensor]], world_size: int
-) -> Iterator[Flat]:
+) -> Iterator[FlatPlan]:
     """Lay the parameters of a unit side by side, those of one type together."""
     kinds: dict[tuple[torch.dtype, torch.device, bool], list[tuple[str, Tensor]]] = {}
     for name, parameter in members:
@@ -196,4 +204,4 @@ def _flats(
             )
         names = tuple(name for name, _ in pairs)
         bucket = Bucket(index, names, tuple(offsets), numel, dtype, device)
-        yield Flat(told, trainable, ShardedBucket(bucket, world_size))
+        yield FlatPlan(told, trainable, ShardedBucket(bucket, world_size))

@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp_course.mechanisms.exchange import MessageExchange, _FollowedByWaiter
+from ddp_course.mechanisms.timeline import span
 from ddp_course.model import GPTConfig, build_gpt
-from ddp_course.zero.gather import Messages, _AtTheEnd
-from ddp_course.zero.live import LiveFlat
-from ddp_course.zero.stage3 import FullyShardedDataParallel as Ours
-from ddp_course.zero.stage3_naive import NaiveFullyShardedDataParallel as Naive
+from ddp_course.zero import FullyShardedDataParallel as Ours
+from ddp_course.zero import NaiveFullyShardedDataParallel as Naive
+from ddp_course.zero import SimpleFullyShardedDataParallel as Simple
+from ddp_course.zero.unit_storage import FlatStorage
 
 ROWS, TOKENS, CLASSES = 12, 5, 11  # rows that 1, 2, 3 and 4 ranks can share
 GPT = GPTConfig(
@@ -195,6 +197,7 @@ def bits(trained: Trained) -> bytes:
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "naive": Naive,
+    "simple": Simple,
     "ours": Ours,
     "no prefetch": lambda m: Ours(m, prefetch=0),
     "far ahead": lambda m: Ours(m, prefetch=3, reshard_after_forward=None),
@@ -227,10 +230,10 @@ class Fake(Ours):
 
     def __init__(self, module: nn.Module, **options) -> None:
         super().__init__(module, **options)
-        for flat in self.flats.values():
+        for flat in (flat for unit in self.units for flat in unit.flats):
             self.spoil(flat)
 
-    def spoil(self, flat: LiveFlat) -> None:
+    def spoil(self, flat: FlatStorage) -> None:
         raise NotImplementedError
 
 
@@ -286,8 +289,8 @@ class TiedTwice(Fake):
         def twice():
             collect()
             for view, parameter in zip(flat.slots, flat.parameters, strict=True):
-                places = [p for p in self.root.places if p.parameter is parameter]
-                view.mul_(max(1, len(places)))
+                times = sum(other is parameter for _, other, _ in self.root.places)
+                view.mul_(max(1, times))
 
         flat.collect = twice
 
@@ -299,18 +302,18 @@ class Sum(Fake):
         flat.scale = 1.0
 
 
-class NoMessages(Messages):
+class NoMessages(MessageExchange):
     """Leaves this rank's own numbers where the sum should be."""
 
     def reduce(self, own, whole, then):
-        return _AtTheEnd(None, then)
+        return _FollowedByWaiter(None, then)
 
 
 class OwnShardOnly(Fake):
     """Every rank takes its own gradient for the mean."""
 
     def spoil(self, flat):
-        flat.scale, flat.way = 1.0, NoMessages(self.process_group)
+        flat.scale, flat.exchange = 1.0, NoMessages(self.process_group)
 
 
 class NotGatheredAgain(Ours):
@@ -319,20 +322,25 @@ class NotGatheredAgain(Ours):
     def __init__(self, module):
         super().__init__(module, prefetch=0)
 
-    def _backward_comes(self, unit, call, to_the_end, gradients):
-        self._begin_backward()
-        for flat in unit.flats:
-            flat.whole.untyped_storage().resize_(flat.whole.nbytes)
-            flat.whole.fill_(0.5)
-        unit.open.add(call)
-        unit.here = True
+    def _gather(self, unit):
+        if self.open:
+            for flat in unit.flats:
+                flat.whole.untyped_storage().resize_(flat.whole.nbytes)
+                flat.whole.fill_(0.5)
+            unit.here = True
+        else:
+            super()._gather(unit)
 
 
 class EverythingAtOnce(Ours):
     """Gathers all units when a forward or a backward begins."""
 
-    def _gather(self, unit, ahead):
-        super()._gather(unit, list(range(1, len(self.units))))
+    def _gather(self, unit):
+        for each in self.units:
+            if each.away:
+                with span(self.timeline, "launch", gather=each.plan.name):
+                    each.launch(async_op=True)
+        super()._gather(unit)
 
 
 class NormPerShard(Ours):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import pickle
 
 import pytest
 import torch
@@ -15,9 +14,8 @@ from torch import nn
 
 from ddp_course.launch import spawn
 from ddp_course.measure import ByteMeter
-from ddp_course.mechanisms.replicas import ReplicaError
+from ddp_course.mechanisms.agreement import ReplicaError
 from ddp_course.model import build_gpt
-from ddp_course.zero.freed import Freed, ShardedError
 from ddp_course.zero.order import Order
 from ddp_course.zero.units import unit_plan
 
@@ -120,7 +118,9 @@ def test_every_element_has_one_owner(numels, world_size):
     for flat in unit.flats:
         assert 0 <= flat.sharded.padding < world_size
         for rank in range(world_size):
-            for piece in flat.pieces(rank):
+            pieces = flat.pieces(rank)
+            assert [p.parameter for p in pieces] == [*flat.sharded.bucket.parameters]
+            for piece in pieces:
                 assert (
                     piece.offset + piece.last - piece.first <= flat.sharded.shard_numel
                 )
@@ -161,26 +161,6 @@ def test_the_order_is_learnt_and_a_unit_may_be_used_twice():
     assert back == [[1], [3], [], [3], []]
     assert order.units == [3, 1]
     assert order.backward(7) == []  # never seen in forward
-
-
-# ---- what is not there ---------------------------------------------------------------
-
-
-def test_a_freed_parameter_knows_its_shape_and_refuses_the_rest():
-    freed = Freed(
-        "a.weight", torch.Size([2, 3]), torch.float32, torch.device("cpu"), True
-    )
-    assert (freed.shape, freed.requires_grad) == ((2, 3), True)
-    assert pickle.loads(pickle.dumps(freed)) == freed
-    for use in (
-        lambda: freed.sum(),
-        lambda: torch.ones(2, 3) * freed,
-        lambda: nn.functional.linear(torch.ones(1, 3), freed),
-        lambda: freed.grad,
-        lambda: torch.stack([freed, freed]),
-    ):
-        with pytest.raises(ShardedError, match="a.weight has no numbers at present"):
-            use()
 
 
 # ---- constructions -------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import os
 
@@ -27,11 +26,14 @@ from torch.utils.checkpoint import checkpoint
 from ddp_course.collectives import CollectiveError
 from ddp_course.collectives.patience import AVAILABLE, socket_threads
 from ddp_course.launch import spawn
-from ddp_course.measure import ByteMeter, label, resident
+from ddp_course.measure import ByteMeter, resident
+from ddp_course.mechanisms.exchange import MessageExchange
+from ddp_course.mechanisms.placements import placed
 from ddp_course.mechanisms.recompute import recompute_blocks
 from ddp_course.model import build_gpt
-from ddp_course.zero.freed import ShardedError
-from ddp_course.zero.offload import OnCPU
+from ddp_course.zero.offload import OffloadedStorage, settle
+from ddp_course.zero.sharded_module import ShardedError
+from ddp_course.zero.units import unit_plan
 
 alone = functools.cache(functools.partial(train, None))
 SHARED = {"in_shared_memory": True}
@@ -45,19 +47,14 @@ def mine(step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 def gradients(sharded: nn.Module) -> dict[str, torch.Tensor]:
     """Return the whole gradients, as the state that they would be parameters of."""
-    held = copy.deepcopy(sharded.full_state_dict())
-    flats = sharded.flats.values()
-    kept = [flat.shard.detach().clone() for flat in flats]
+    pieces = list(sharded.parameters())
+    kept = [piece.detach().clone() for piece in pieces]
     with torch.no_grad():
-        for flat in flats:
-            flat.shard.copy_(
-                torch.zeros(()) if flat.shard.grad is None else flat.shard.grad
-            )
-    got = sharded.full_state_dict()
-    with torch.no_grad():
-        for flat, numbers in zip(flats, kept, strict=True):
-            flat.shard.copy_(numbers)
-    assert all(torch.equal(v, held[k]) for k, v in sharded.full_state_dict().items())
+        for piece in pieces:
+            piece.copy_(torch.zeros(()) if piece.grad is None else piece.grad)
+        got = sharded.full_state_dict()
+        for piece, numbers in zip(pieces, kept, strict=True):
+            piece.copy_(numbers)
     return got
 
 
@@ -171,16 +168,22 @@ def parts() -> dict[str, object]:
     me, x = dist.get_rank(), torch.ones(2, 3)
     sharded = Ours(Branches())
     sum(out.sum() for out in sharded(x, [0, 2])).backward()
-    told["unused"] = [shard.grad is None for shard in sharded.parameters()]
+    told["unused"] = without_gradient(sharded)
     sharded.zero_grad()
     outputs = sharded(x, [2, 1, 0])
     outputs[0].sum().backward()  # one of the outputs; the others lead nowhere
-    told["one output"] = [shard.grad is None for shard in sharded.parameters()]
+    told["one output"] = without_gradient(sharded)
     told["free again"] = resident(sharded)["communication buffers"]
     told["input"] = input_gradient(sharded)
     told["another order"] = error_of(lambda: sharded(x, [me, 1 - me]))
     told["and then"] = error_of(lambda: sharded(x, [0, 1]))
     return told
+
+
+def without_gradient(sharded: nn.Module) -> set[str]:
+    """Return the layers of which some parameter has no gradient."""
+    pairs = sharded.named_parameters()
+    return {name.rpartition(".")[0] for name, piece in pairs if piece.grad is None}
 
 
 def input_gradient(sharded: nn.Module) -> torch.Tensor:
@@ -202,8 +205,8 @@ def test_parts_of_a_model_and_another_order_on_each_rank():
     x = torch.ones(2, 3, requires_grad=True)
     plain(x, [0])[0].sum().backward()
     for rank in spawn(parts, world_size=2, output="none"):
-        assert rank["unused"] == [False, False, True, False]
-        assert rank["one output"] == [False, True, True, False]
+        assert rank["unused"] == {"branches.1"}
+        assert rank["one output"] == {"branches.0", "branches.1"}
         assert rank["free again"] == 0
         assert torch.allclose(rank["input"], x.grad)
         assert "CollectiveError: " in rank["another order"]
@@ -258,20 +261,16 @@ def failures() -> dict[str, object]:
         )
     told["patience"] = [*model[1].seen, policies()]
     weight = model[1].inner.weight
-    told["shape"] = weight.shape, weight.requires_grad
-    told["sum"] = error_of(lambda: weight.sum())
-    told["times"] = error_of(lambda: torch.matmul(x, model[1].inner.weight))
-    told["optimizer"] = str(
-        pytest.raises(TypeError, torch.optim.SGD, model.parameters())
-    )
+    told["piece"] = weight is dict(sharded.named_parameters())["1.inner.weight"]
+    told["placed"] = placed(weight)
     told["to"] = error_of(lambda: sharded.to(torch.float64))
     told["state_dict"] = error_of(sharded.state_dict)
-    told["inner state_dict"] = error_of(model.state_dict)
     told["names"] = [name for name, _ in sharded.named_parameters()]
     return told
 
 
-def test_after_an_error_all_is_well_and_freed_parameters_say_so():
+def test_after_an_error_all_is_well_and_between_steps_there_are_pieces():
+    plain = nn.Sequential(*(Failing() for _ in range(4)))
     for rank in spawn(failures, world_size=2, output="none"):
         assert rank["forward"] == "ZeroDivisionError: in forward"
         assert rank["backward"] == "ZeroDivisionError: division by zero"
@@ -279,13 +278,10 @@ def test_after_an_error_all_is_well_and_freed_parameters_say_so():
         if AVAILABLE:  # in forward, in backward, and when they have ended
             batch, other = {os.SCHED_BATCH}, {os.SCHED_OTHER}
             assert rank["patience"] == [batch, batch, other]
-        assert rank["shape"] == (torch.Size([3, 3]), True)
-        for what in ("sum", "times"):
-            assert rank[what].startswith("ShardedError: 1.inner.weight has no numbers")
-        assert "full_state_dict()" in rank["inner state_dict"]
+        assert rank["piece"] and rank["placed"].shape == (3, 3)
         assert "cannot be moved or cast any more" in rank["to"]
         assert "call full_state_dict(), or" in rank["state_dict"]
-        assert rank["names"] == ["0", "1", "2", "3"]
+        assert rank["names"] == [name for name, _ in plain.named_parameters()]
 
 
 # ---- recomputation -------------------------------------------------------------------
@@ -403,15 +399,21 @@ def test_mixed_precision_is_that_of_fully_shard():
 
 def test_offloaded_gradients_are_copied_home_and_added():
     # Without a GPU, the CPU stands for both sides; what is seen are the copies.
-    home, shard = OnCPU(pin=False), nn.Parameter(torch.zeros(4))
-    buffer = label(torch.arange(4.0), "communication buffers")
-    home.add_gradient(shard, buffer)
-    home.settle()
-    buffer.fill_(1.0)  # its memory is used for something else
-    assert shard.grad.tolist() == [0, 1, 2, 3]
-    home.add_gradient(shard, buffer)
-    home.settle()
-    assert shard.grad.tolist() == [1, 2, 3, 4]
-    way = type("Way", (), {"empty": lambda *_: pytest.fail("no shard on the GPU")})()
-    made = home.empty(way, 5, torch.float64, torch.device("meta"))
-    assert (made.device.type, made.dtype, made.numel()) == ("cpu", torch.float64, 5)
+    class Unpinned(OffloadedStorage):
+        PIN = False
+
+    def step() -> list:
+        (unit,) = unit_plan(nn.Linear(2, 2), 1)
+        parameters = dict(nn.Linear(2, 2).named_parameters())
+        exchange = MessageExchange()
+        exchange.empty_shard = lambda *_: pytest.fail("no shard on the GPU")
+        flat = Unpinned(unit.flats[0], parameters, exchange)
+        buffer, told = torch.arange(6.0), []
+        for _ in range(2):
+            flat.add_gradient(buffer)
+            settle()
+            buffer.fill_(1.0)  # its memory is used for something else
+            told.append([*flat.pieces["weight"].grad.flatten().tolist()])
+        return told
+
+    assert spawn(step, world_size=1) == [[[0, 1, 2, 3], [1, 2, 3, 4]]]
