@@ -1,4 +1,4 @@
-"""The spine's GPT, cut: `tensor_parallel` makes it, `plain` puts it together again.
+"""The spine's GPT, cut: `tensor_parallel` makes this rank's part of it.
 
     parallel = tensor_parallel(build_gpt())      # on all ranks: the same seed
     optimizer = AdamW(parallel.parameters())     # this rank's parts
@@ -14,6 +14,10 @@ In each block and step that takes four all-reduces:
     forward     attn.proj: sum of the heads     mlp.down: sum of the columns
     backward    attn.qkv: gradient of its input   mlp.up: gradient of its input
 
+The rows of `qkv` are ordered head by head, so a part of them are the queries, keys and
+values of some heads, and the columns of `proj` that those heads' values meet are the
+same part of them. Attention itself needs no change.
+
 With `sequence_parallel`, what is not cut so (norms, residuals, dropout) is computed of
 T/tp tokens on each rank; each all-reduce becomes a reduce-scatter where one leaves a
 parallel region, and an all-gather where one enters the next. Chapter 09.
@@ -23,6 +27,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
@@ -32,32 +38,54 @@ from ddp_course.collectives import communicator
 from ddp_course.mechanisms.batches import digest
 from ddp_course.mechanisms.exchange import MessageExchange
 from ddp_course.mechanisms.memory_exchange import MemoryExchange, memory_problem
+from ddp_course.mechanisms.placements import Replicate, Shard, place, placed
 from ddp_course.mechanisms.replicas import check_same, form_of, problem_with
-from ddp_course.mechanisms.whole import HasWholeState
-from ddp_course.model import GPT, build_gpt
-from ddp_course.tensor_parallel import state
-from ddp_course.tensor_parallel.layers import (
-    ParallelLayer,
+from ddp_course.mechanisms.whole_state import PlainModel, WholeState
+from ddp_course.model import GPT, GPTConfig
+from ddp_course.tensor_parallel.fused import (
+    FusedColumnParallelLinear,
+    FusedRowParallelLinear,
+)
+from ddp_course.tensor_parallel.layers import ParallelLayer
+from ddp_course.tensor_parallel.ops import gather_from_group
+from ddp_course.tensor_parallel.sequence import (
     SequenceParallelLayerNorm,
     SequenceParallelPositions,
 )
-from ddp_course.tensor_parallel.layout import Cut, indivisible, layer_for, layout
-from ddp_course.tensor_parallel.loss import vocab_parallel_cross_entropy
-from ddp_course.tensor_parallel.norm import clip_grad_norm_
-from ddp_course.tensor_parallel.ops import gather_from_group
 from ddp_course.tensor_parallel.tokens import same_tokens
+from ddp_course.tensor_parallel.vocabulary import (
+    VocabParallelEmbedding,
+    vocab_parallel_cross_entropy,
+)
+
+# The modules of the GPT that are cut, and how; as parallelize_module's plan in PyTorch.
+PLAN: MappingProxyType[str, type[ParallelLayer]] = MappingProxyType(
+    {
+        "embed.tokens": VocabParallelEmbedding,
+        "attn.qkv": FusedColumnParallelLinear,
+        "attn.proj": FusedRowParallelLinear,
+        "mlp.up": FusedColumnParallelLinear,
+        "mlp.down": FusedRowParallelLinear,
+        "head.out": FusedColumnParallelLinear,
+    }
+)
 
 
-class TensorParallelGPT(HasWholeState, GPT):
+def placement_of(name: str) -> Shard | Replicate:
+    """Return how the parameter of this name is cut; pure."""
+    module, _, last = name.rpartition(".")
+    layer = PLAN.get(".".join(module.split(".")[-2:]))
+    dim = None if layer is None else layer.CUTS[last]
+    return Replicate() if dim is None else Shard(dim)
+
+
+class TensorParallelGPT(WholeState, GPT):
     """This rank's part of a GPT: `parameters()` are its slices. See `tensor_parallel`.
 
     Attributes:
-        layout: which parameter is cut how (`layout.Cut`), in the plain model's order.
         exchange: how the ranks exchange tensors.
         sequence_parallel: whether norms and residuals are cut along the sequence.
     """
-
-    GATHERING = state
 
     def __init__(
         self, full: GPT, exchange: MessageExchange, sequence_parallel: bool = False
@@ -65,7 +93,7 @@ class TensorParallelGPT(HasWholeState, GPT):
         nn.Module.__init__(self)  # not GPT's, which would make all parameters
         self.config, self.exchange = full.config, exchange
         self.sequence_parallel = sequence_parallel
-        self.layout: tuple[Cut, ...] = layout(full, exchange.size)
+        self.plain, self.groups = PlainModel.of(full), (exchange.comm.group,)
         memo: dict[int, Any] = {}
         for name, module in full.named_modules():
             layer = self._layer_for(name, module)
@@ -76,16 +104,21 @@ class TensorParallelGPT(HasWholeState, GPT):
             setattr(self, name, copy.deepcopy(child, memo))
         if full.head.out.weight is full.embed.tokens.weight:
             self.head.out.weight = self.embed.tokens.weight
+        whole = dict(full.named_parameters())
+        for name, parameter in self.named_parameters():
+            how = {"like": whole[name], "name": name}
+            place(parameter, exchange.group, placement_of(name), **how)
         self.train(full.training)
 
     def _layer_for(self, name: str, module: nn.Module) -> ParallelLayer | None:
         """Return the layer that takes the place of a plain one; None: it stays."""
-        kind, sp = layer_for(name), self.sequence_parallel
+        kind = PLAN.get(".".join(name.split(".")[-2:]))
         if kind is not None:
-            return kind(module, self.exchange, sequence_parallel=sp)
-        if sp and isinstance(module, nn.LayerNorm):
+            how = {"sequence_parallel": self.sequence_parallel}
+            return kind(module, self.exchange, **how)
+        if self.sequence_parallel and isinstance(module, nn.LayerNorm):
             return SequenceParallelLayerNorm(module, self.exchange)
-        if sp and name == "embed.positions":
+        if self.sequence_parallel and name == "embed.positions":
             return SequenceParallelPositions(module, self.exchange)
         return None
 
@@ -98,29 +131,33 @@ class TensorParallelGPT(HasWholeState, GPT):
         them. Without, they are gathered. Called by all ranks with the same tokens.
         Raises CollectiveError, on every rank, if they are not the same, or do not fit.
         """
-        sp = self.sequence_parallel
-        same_tokens(self.exchange.comm, self.config, idx, targets, sp)
+        self.check_tokens(idx, targets)
         x = self.embed(idx)  # (B, T, C), or (B, T/tp, C) from here to the head
         for block in self.blocks:
             x = block(x)  # (B, T, C)
         logits = self.head(x)  # (B, T, V/tp)
         if targets is None:
-            return gather_from_group(logits, -1, self.exchange), None
-        return None, vocab_parallel_cross_entropy(logits, targets, self.exchange)
+            return self.gather_logits(logits), None
+        return None, self.loss_fn(logits, targets)
 
-    # ---- gradients -------------------------------------------------------------------
+    # ---- for who calls embed, blocks and head one by one, as a pipeline does ---------
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients so that their norm is at most `max_norm`; return it.
+    def check_tokens(self, idx: Tensor, targets: Tensor | None = None) -> None:
+        """Raise CollectiveError, on every rank, unless all have the same tokens."""
+        sp = self.sequence_parallel
+        same_tokens(self.exchange.comm, self.config, idx, targets, sp)
 
-        The norm is that of the whole model's gradient, as it was before; called by all
-        ranks. As torch.nn.utils.clip_grad_norm_.
-        """
-        return clip_grad_norm_(self, max_norm, norm_type)
+    def loss_fn(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss of what `head` returns, (B, T, V/tp)."""
+        return vocab_parallel_cross_entropy(logits, targets, self.exchange)
+
+    def gather_logits(self, logits: Tensor) -> Tensor:
+        """Return all of the logits, (B, T, V), of what `head` returns."""
+        return gather_from_group(logits, -1, self.exchange)
 
     def extra_repr(self) -> str:
         """Tell what is cut, and how."""
-        return "\n".join(map(str, self.layout))
+        return "\n".join(str(placed(parameter)) for parameter in self.parameters())
 
 
 def tensor_parallel(
@@ -161,39 +198,45 @@ def tensor_parallel(
         )
         form |= {f"numbers of {n}": digest(p) for n, p in model.named_parameters()}
     check_same(form, problem, group)
-    if in_shared_memory:
-        return TensorParallelGPT(model, MemoryExchange(group), sequence_parallel)
-    return TensorParallelGPT(
-        model, MessageExchange(group, all_reduce), sequence_parallel
-    )
+    messages = partial(MessageExchange, all_reduce=all_reduce)
+    exchange = MemoryExchange if in_shared_memory else messages
+    return TensorParallelGPT(model, exchange(group), sequence_parallel)
 
 
 def _problem_with(
     model: Any, group: dist.ProcessGroup | None, all_reduce: Any, in_shared_memory: bool
 ) -> str | None:
     """Return why this cannot be done, or None."""
-    comm = communicator(group)
     if not isinstance(model, GPT) or isinstance(model, TensorParallelGPT):
         return f"model is a {type(model).__name__}; it must be a plain GPT"
-    if wrong := problem_with(model) or indivisible(model.config, comm.size):
+    size = communicator(group).size
+    if wrong := problem_with(model) or indivisible(model.config, size):
         return wrong
-    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    devices = {str(parameter.device) for parameter in model.parameters()}
     if len(devices) > 1:
-        return f"the model is on {', '.join(devices)}; it must be on one device"
+        on = ", ".join(sorted(devices))
+        return f"the model is on {on}; it must be on one device"
     if in_shared_memory and all_reduce is not None:
         return "all_reduce and in_shared_memory are both given; it can be one of them"
-    return memory_problem(group, set(devices)) if in_shared_memory else None
+    return memory_problem(group, devices) if in_shared_memory else None
 
 
-def plain(model: TensorParallelGPT) -> GPT:
-    """Return the whole model, as one process has it, on every rank; called by all.
-
-    It lies where the parts do, with the same parameters trainable. Chapter 09.
-    """
-    whole = model.full_state_dict()
-    own = dict(model.named_parameters())
-    gpt = build_gpt(model.config)
-    for name, parameter in gpt.named_parameters():
-        parameter.data = whole[name].to(own[name].device)
-        parameter.requires_grad_(own[name].requires_grad)
-    return gpt.train(model.training)
+def indivisible(config: GPTConfig, tp_size: int) -> str | None:
+    """Return why so many ranks cannot share a GPT of these sizes, or None."""
+    sizes = {
+        "n_head": config.n_head,
+        "vocab_size": config.vocab_size,
+        "4 * d_model": 4 * config.d_model,
+    }
+    fits = [
+        n
+        for n in range(1, config.n_head + 1)
+        if not any(size % n for size in sizes.values())
+    ]
+    for name, size in sizes.items():
+        if size % tp_size:
+            return (
+                f"{name} is {size}, which {tp_size} ranks cannot share equally; this "
+                f"model can be cut for {', '.join(map(str, fits))} ranks"
+            )
+    return None

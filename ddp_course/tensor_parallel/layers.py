@@ -1,4 +1,4 @@
-"""Layers of which every rank has a part: Megatron-LM's column, row and vocabulary.
+"""Column and row parallel: how several ranks share one matrix product.
 
 A product Y = X W can be cut in two ways (in PyTorch, which computes X Wᵀ, the *rows* of
 `weight` are the columns of W):
@@ -6,41 +6,86 @@ A product Y = X W can be cut in two ways (in PyTorch, which computes X Wᵀ, the
     column   W = [W_0, W_1]    rank r computes its columns of Y from the whole of X
     row      W = [W_0; W_1]    rank r computes a summand of Y from its columns of X
 
-One after the other they need one all-reduce in forward: the columns that rank r has
-after the first are those that its part of the second wants. In backward, the gradient
-of X comes from all ranks, which is one more. `naive` shows what it costs without.
+One after the other they need one all-reduce in forward, after the second: the columns
+that rank r has after the first are those that its part of the second wants. In backward
+the gradient of X comes from all ranks, which is one all-reduce more. So two operations
+stand where tensors enter and leave, of which each is the backward of the other:
 
-A layer is made of the full one, which all ranks have, and keeps its slices of it:
-`CUTS` says along which dimension each parameter is cut, or None if all have it.
+                          forward          backward
+    f   copy_to_group     nothing          all-reduce
+    g   reduce_from_group all-reduce       nothing
 
-megatron/core/tensor_parallel/layers.py; Shoeybi et al. 2019, section 3. Chapter 09.
+Shoeybi et al. 2019, "Megatron-LM", section 3; megatron/core/tensor_parallel/
+{mappings,layers}.py. `fused` makes the same faster. Chapter 09.
 """
 
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
 
-from ddp_course.mechanisms.exchange import Group, exchange_of
-from ddp_course.tensor_parallel.ops import (
-    copies_to_group,
-    copy_to_group,
-    gather_from_group,
-    reduce_from_group,
-    scatter_sequence,
-    split_to_group,
-)
-from ddp_course.tensor_parallel.products import column_product, row_product
+from ddp_course.mechanisms.exchange import Group, MessageExchange, exchange_of
+from ddp_course.model import MLP
 
-Cuts = MappingProxyType[str, "int | None"]
+# ---- f and g -------------------------------------------------------------------------
+
+
+def copy_to_group(x: Tensor, group: Group = None) -> Tensor:
+    """Return `x`, which all ranks have; in backward, sum their gradients: f.
+
+    Any shape. `group` is a process group, None for all ranks, or an exchange. Without
+    it training goes wrong silently: all before it would get one rank's gradient.
+    """
+    return CopyToGroup.apply(x, exchange_of(group))
+
+
+def reduce_from_group(x: Tensor, group: Group = None) -> Tensor:
+    """Return the sum of all ranks' `x`; in backward, hand the gradient to each: g."""
+    return ReduceFromGroup.apply(x, exchange_of(group))
+
+
+class CopyToGroup(Function):
+    """One tensor becomes one on each of N ranks: x -> (x, ..., x)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: MessageExchange) -> Tensor:
+        """Change nothing."""
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """(g_0, ..., g_N-1) -> g_0 + ... + g_N-1: every rank's use of x counts."""
+        return reduce_from_group(gradient, ctx.group), None
+
+
+class ReduceFromGroup(Function):
+    """The summands of N ranks become one tensor: (x_0, ..., x_N-1) -> their sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: MessageExchange) -> Tensor:
+        """All-reduce."""
+        ctx.group = group
+        return group.sum(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """g -> (g, ..., g): each summand counts once, on its own rank."""
+        return copy_to_group(gradient, ctx.group), None
+
+
+# ---- layers --------------------------------------------------------------------------
 
 
 class ParallelLayer(nn.Module):
     """A layer with this rank's slices of a full layer's parameters.
+
+    `CUTS` says along which dimension each is cut, or None if every rank has all of it.
 
     Args:
         full: the same on all ranks; it stays as it is.
@@ -49,168 +94,67 @@ class ParallelLayer(nn.Module):
     Raises ValueError if a parameter cannot be cut into equal parts.
     """
 
-    CUTS: ClassVar[Cuts] = MappingProxyType({})
+    CUTS: ClassVar[MappingProxyType[str, int | None]] = MappingProxyType({})
 
-    def __init__(self, full: nn.Module, group: Group) -> None:
+    def __init__(self, full: nn.Module, group: Group = None) -> None:
         super().__init__()
         self.group = exchange_of(group)
-        for name, parameter in full.named_parameters(recurse=False):
-            own = part_of(parameter, self.CUTS[name], self.group.rank, self.group.size)
-            copy = own.detach().clone(memory_format=torch.contiguous_format)
-            setattr(self, name, nn.Parameter(copy, parameter.requires_grad))
+        for name in self.CUTS:
+            parameter = getattr(full, name)
+            if parameter is not None:  # a linear layer's bias may be missing
+                own = part_of(parameter, self.CUTS[name], self.group)
+                own = own.detach().clone(memory_format=torch.contiguous_format)
+                parameter = nn.Parameter(own, parameter.requires_grad)
+            self.register_parameter(name, parameter)
 
 
-def part_of(full: Tensor, dim: int | None, rank: int, size: int) -> Tensor:
-    """Return rank's part of a full tensor that is cut along `dim`: a view.
-
-    None is a tensor that every rank has whole. ValueError if it cannot be cut.
-    """
+def part_of(full: Tensor, dim: int | None, group: MessageExchange) -> Tensor:
+    """Return this rank's part of a parameter that is cut along `dim`: a view."""
     if dim is None:
         return full
     length = full.shape[dim]
-    if length % size:
+    if length % group.size:
         fits = [n for n in range(1, length + 1) if length % n == 0]
         raise ValueError(
             f"{length} {('rows', 'columns')[dim]} of a weight cannot be cut into "
-            f"{size} equal parts; it can be {', '.join(map(str, fits))}"
+            f"{group.size} equal parts; it can be {', '.join(map(str, fits))}"
         )
-    return full.narrow(dim, rank * (length // size), length // size)
+    return group.parts(full, dim)[group.rank]
 
 
 class ColumnParallelLinear(ParallelLayer):
-    """This rank's columns of Y = X W + b: (..., I) -> (..., O/tp).
-
-    Args:
-        full: the `nn.Linear` of I inputs and O outputs.
-        group: the ranks that share it.
-        gather_output: return the whole of Y, (..., O), on all ranks.
-        sequence_parallel: X comes cut along the sequence: (B, T/tp, I).
-    """
+    """This rank's columns of Y = X W + b: (..., I) -> (..., O/tp)."""
 
     CUTS = MappingProxyType({"weight": 0, "bias": 0})
 
-    def __init__(
-        self,
-        full: nn.Linear,
-        group: Group = None,
-        *,
-        gather_output: bool = False,
-        sequence_parallel: bool = False,
-    ) -> None:
-        super().__init__(full, group)
-        self.bias = None if full.bias is None else self.bias
-        self.gather_output = gather_output
-        self.sequence_parallel = sequence_parallel
-
     def forward(self, x: Tensor) -> Tensor:
         """Take the whole input; compute the own columns."""
-        how = {"sequence_parallel": self.sequence_parallel}
-        y = column_product(x, self.weight, self.bias, self.group, **how)  # (..., O/tp)
-        return gather_from_group(y, -1, self.group) if self.gather_output else y
+        return F.linear(copy_to_group(x, self.group), self.weight, self.bias)
 
 
 class RowParallelLinear(ParallelLayer):
-    """Y = X W + b of this rank's columns of X: (..., I/tp) -> (..., O).
-
-    Args:
-        full: the `nn.Linear` of I inputs and O outputs.
-        group: the ranks that share it.
-        input_is_parallel: X comes cut, as `ColumnParallelLinear` leaves it; False takes
-            the own part of a whole X, (..., I).
-        sequence_parallel: return Y cut along the sequence: (B, T/tp, O).
-    """
+    """Y = X W + b of this rank's columns of X: (..., I/tp) -> (..., O)."""
 
     CUTS = MappingProxyType({"weight": 1, "bias": None})
 
-    def __init__(
-        self,
-        full: nn.Linear,
-        group: Group = None,
-        *,
-        input_is_parallel: bool = True,
-        sequence_parallel: bool = False,
-    ) -> None:
-        super().__init__(full, group)
-        self.bias = None if full.bias is None else self.bias
-        self.input_is_parallel = input_is_parallel
-        self.sequence_parallel = sequence_parallel
-
     def forward(self, x: Tensor) -> Tensor:
         """Compute the own summand, add all ranks', then the bias: once."""
-        if not self.input_is_parallel:
-            x = split_to_group(x, -1, self.group)
-        how = {"sequence_parallel": self.sequence_parallel}
-        return row_product(x, self.weight, self.bias, self.group, **how)  # (..., O)
+        y = reduce_from_group(F.linear(x, self.weight), self.group)  # (..., O)
+        return y if self.bias is None else y + self.bias
 
 
-class VocabParallelEmbedding(ParallelLayer):
-    """Embeds the tokens whose rows this rank has, and asks the others: () -> (C,).
+class ParallelMLP(nn.Module):
+    """The MLP with columns of the first matrix and rows of the second on each rank.
 
-    Every rank looks its own tokens up and has zeros for the others'; the sum is the
-    whole. In backward each rank gets the gradients of its own rows, without a message.
-
-    Args:
-        full: the `nn.Embedding` of V tokens.
-        group: the ranks that share it.
-        sequence_parallel: (B, T) -> (B, T/tp, C), not (B, T, C).
-
-    Raises ValueError for an embedding with options (padding_idx, max_norm, ...).
+    GELU treats every number alone, so it needs no more than this rank's columns, and
+    these are what its rows of the second matrix want. Chapter 09.
     """
 
-    CUTS = MappingProxyType({"weight": 0})
-
-    def __init__(
-        self,
-        full: nn.Embedding,
-        group: Group = None,
-        *,
-        sequence_parallel: bool = False,
-    ) -> None:
-        numbers = full.padding_idx, full.max_norm
-        if numbers != (None, None) or full.sparse or full.scale_grad_by_freq:
-            raise ValueError(f"{full} has options; only a plain embedding can be cut")
-        super().__init__(full, group)
-        self.sequence_parallel = sequence_parallel
-        self.first = self.group.rank * self.weight.shape[0]  # the first own token
-
-    def forward(self, idx: Tensor) -> Tensor:
-        """Look the own tokens up, and add what the other ranks have found."""
-        row = idx - self.first
-        elsewhere = (row < 0) | (row >= self.weight.shape[0])
-        found = F.embedding(row.masked_fill(elsewhere, 0), self.weight)  # (B, T, C)
-        found = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        leave = scatter_sequence if self.sequence_parallel else reduce_from_group
-        return leave(found, self.group)
-
-
-class SequenceParallelLayerNorm(ParallelLayer):
-    """LayerNorm of this rank's part of the sequence: (B, T/tp, C) -> (B, T/tp, C).
-
-    Every rank has all of weight and bias, and uses them for its own positions: their
-    gradients are summed over the group.
-    """
-
-    CUTS = MappingProxyType({"weight": None, "bias": None})
-
-    def __init__(self, full: nn.LayerNorm, group: Group = None) -> None:
-        super().__init__(full, group)
-        self.shape, self.eps = full.normalized_shape, full.eps
+    def __init__(self, full: MLP, group: Group = None) -> None:
+        super().__init__()
+        self.up = ColumnParallelLinear(full.up, group)
+        self.down = RowParallelLinear(full.down, group)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise."""
-        weight, bias = copies_to_group([self.weight, self.bias], self.group)
-        return F.layer_norm(x, self.shape, weight, bias, self.eps)
-
-
-class SequenceParallelPositions(ParallelLayer):
-    """The position embedding of this rank's part of the sequence: (T,) -> (T/tp, C)."""
-
-    CUTS = MappingProxyType({"weight": None})
-
-    def __init__(self, full: nn.Embedding, group: Group = None) -> None:
-        super().__init__(full, group)
-
-    def forward(self, positions: Tensor) -> Tensor:
-        """Look the own positions up."""
-        own = split_to_group(positions, 0, self.group)  # (T/tp,)
-        return F.embedding(own, copy_to_group(self.weight, self.group))  # (T/tp, C)
+        """As the plain MLP: (B, T, C) -> (B, T, C)."""
+        return self.down(F.gelu(self.up(x)))

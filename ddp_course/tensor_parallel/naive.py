@@ -2,30 +2,31 @@
 
     NaiveModelParallel   each rank has some of the layers; they work one after the other
     NaiveParallelMLP     each rank has columns of both matrices; all gather both results
-    ParallelMLP          columns of the first, rows of the second; one sum
 
 The first needs little communication, and uses one rank at a time: chapters 10 and 11
-begin here. The other two compute on all ranks at once. Chapter 09.
+begin here. The second computes on all ranks at once; `layers` has a better way for it.
+Chapter 09.
 """
 
 from __future__ import annotations
 
-import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import Function, Variable
 
 from ddp_course.collectives import communicator
-from ddp_course.measure import active_meters
+from ddp_course.collectives.port import Port
+from ddp_course.measure import active_logs, active_meters
 from ddp_course.mechanisms.exchange import Group
 from ddp_course.mechanisms.replicas import check_same, form_of, problem_with
-from ddp_course.mechanisms.timeline import Timeline
 from ddp_course.model import GPT, MLP, cross_entropy
-from ddp_course.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from ddp_course.tensor_parallel.layers import ColumnParallelLinear
+from ddp_course.tensor_parallel.ops import gather_from_group
 from ddp_course.tensor_parallel.tokens import same_tokens
 
 # ---- by layer ------------------------------------------------------------------------
@@ -48,11 +49,9 @@ def split_layers(num_layers: int, size: int) -> list[range]:
 class NaiveModelParallel(nn.Module):
     """A GPT of which every rank has some layers: `[embed, *blocks, head]`, cut.
 
-    Takes and returns what the GPT does, on all ranks; the loss is the last rank's, and
-    `backward()` is to be called on every rank. Activations go from rank to rank, their
-    gradients back, and at any time one rank computes: of N ranks each is idle for
-    (N - 1)/N of a step, if their layers take equally long. What it computes and what it
-    waits for is written into the open event logs, in the lanes "compute" and "wait".
+    Activations go from rank to rank, their gradients back, and at any time one rank
+    computes: of N ranks each is idle for (N - 1)/N of a step, if their layers take
+    equally long. Open event logs get the lanes "compute" and "wait".
 
     Args:
         model: the same on all ranks; each keeps its own layers, by the plain names.
@@ -66,131 +65,85 @@ class NaiveModelParallel(nn.Module):
     def __init__(self, model: GPT, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         self.group, self.comm = group, communicator(group)
-        rank, size = self.comm.rank, self.comm.size
-        problem, form = _unfit(model, size), {}
-        if not problem:
-            form = form_of(model, config=model.config)
-        check_same(form, problem, group)
-        self.config, self.dtype = model.config, next(model.parameters()).dtype
-        self.is_first, self.is_last = rank == 0, rank == size - 1
-        self.previous = None if self.is_first else self.comm.ranks[rank - 1]
-        self.next = None if self.is_last else self.comm.ranks[rank + 1]
-        self.blocks = nn.ModuleDict()
-        layers = [("embed", model.embed)]
-        layers += [(str(i), block) for i, block in enumerate(model.blocks)]
-        layers += [("head", model.head)]
+        self.rank, self.last = self.comm.rank, self.comm.size - 1
+        problem = _unfit(model, self.comm.size)
+        check_same({} if problem else form_of(model), problem, group)
+        self.config, self.like = model.config, next(model.parameters()).detach()
         self.layers: list[nn.Module] = []
-        for at in split_layers(len(layers), size)[rank]:
-            name, layer = layers[at]
+        self.blocks = nn.ModuleDict()
+        named = [("embed", model.embed)]
+        named += [(str(i), block) for i, block in enumerate(model.blocks)]
+        named += [("head", model.head)]
+        for i in split_layers(len(named), self.comm.size)[self.rank]:
+            name, layer = named[i]
             (self.blocks if name.isdigit() else self).add_module(name, layer)
             self.layers.append(layer)
-        self.timeline: Timeline | None = None
-        self.since = 0.0  # this rank computes
 
-    def forward(
-        self, idx: Tensor, targets: Tensor | None = None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the logits (B, T, V) for `idx` (B, T), or the mean loss.
+    def step(self, idx: Tensor, targets: Tensor) -> Tensor:
+        """Go forward and backward with a batch, and return its mean loss.
 
-        Called by all ranks with the same tokens. Raises CollectiveError, on every rank,
-        if they are not the same, or do not fit.
+        Called by all ranks with the same `idx` and `targets`, (B, T) each. Raises
+        CollectiveError, on every rank, if they are not the same, or do not fit.
         """
         same_tokens(self.comm, self.config, idx, targets)
-        self.timeline = Timeline.begin()
-        x = idx if self.is_first else self._receive_activations(idx.shape)
-        self.since = time.perf_counter()
-        for layer in self.layers:
-            x = layer(x)  # (B, T, C); the head's: (B, T, V)
-        if self.is_last and targets is not None:
-            x = cross_entropy(x, targets)  # a scalar
-        self._computed("forward")
-        if not self.is_last:
-            if torch.is_grad_enabled() and not x.requires_grad:  # nothing is trained
-                x = x.detach().requires_grad_()  # here; yet its gradient will come
-            x = SendActivations.apply(x, self)  # a scalar, 0, to call backward of
-        return self._told_to_all(x, idx, targets)
+        x, y = self._forward(idx, targets)
+        gradient = None  # of the loss: 1
+        if self.rank < self.last:
+            gradient = self._receive(torch.empty_like(y), self.rank + 1, "gradient")
+        with _event("backward", "compute"):
+            if y.requires_grad:
+                y.backward(gradient)
+        if self.rank > 0:
+            self._send(x.grad, self.rank - 1)
+        return self._to_all(y, ())
 
-    def _told_to_all(
-        self, x: Tensor, idx: Tensor, targets: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Send the last rank's result to all, where it is joined to each own graph."""
-        shape = () if targets is not None else (*idx.shape, self.config.vocab_size)
-        value = torch.empty(shape, dtype=self.dtype, device=x.device)
-        if self.is_last:
-            value.copy_(x.detach())
+    @torch.no_grad()
+    def forward(self, idx: Tensor, targets: None = None) -> tuple[Tensor, None]:
+        """Return the logits (B, T, V) for `idx` (B, T), on all ranks."""
+        same_tokens(self.comm, self.config, idx, targets)
+        _, y = self._forward(idx, targets)
+        return self._to_all(y, (*idx.shape, self.config.vocab_size)), None
+
+    def _forward(self, idx: Tensor, targets: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Take what comes from the rank before, send on what the own layers make."""
+        x = idx
+        if self.rank > 0:
+            x = self.like.new_empty((*idx.shape, self.config.d_model))  # (B, T, C)
+            x = self._receive(x, self.rank - 1, "activations").requires_grad_()
+        y = x
+        with _event("forward", "compute"):
+            for layer in self.layers:
+                y = layer(y)  # (B, T, C); the head's: (B, T, V)
+            if self.rank == self.last and targets is not None:
+                y = cross_entropy(y, targets)  # a scalar
+        if self.rank < self.last:
+            self._send(y.detach(), self.rank + 1)
+        return x, y
+
+    def _send(self, tensor: Tensor, to: int) -> None:
+        port = Port(self.comm.group, self.comm.ranks, self.rank, active_meters())
+        port.send(tensor.contiguous(), to).wait()
+
+    def _receive(self, tensor: Tensor, source: int, what: str) -> Tensor:
+        port = Port(self.comm.group, self.comm.ranks, self.rank, active_meters())
+        with _event(f"wait for {what}", "wait"):
+            port.receive(tensor, source).wait()
+        return tensor
+
+    def _to_all(self, y: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Give all ranks what the last one has computed."""
+        value = y.detach() if self.rank == self.last else self.like.new_empty(shape)
         dist.broadcast(value, self.comm.ranks[-1], self.group)
-        if not self.is_last:
-            x = x + value
-        else:
-            self.since = time.perf_counter()  # backward begins here
-        return (x, None) if targets is None else (None, x)
-
-    # ---- from rank to rank -----------------------------------------------------------
-
-    def _receive_activations(self, shape: torch.Size) -> Tensor:
-        """Wait for the activations of the previous rank; send their gradient back."""
-        device = next(self.parameters()).device
-        shape = (*shape, self.config.d_model)
-        x = torch.empty(shape, dtype=self.dtype, device=device)  # (B, T, C)
-        self.receive(x, self.previous, "activations")
-        if torch.is_grad_enabled():
-            x.requires_grad_().register_hook(self._send_gradient)
-        return x
-
-    def _send_gradient(self, gradient: Tensor) -> None:
-        """This rank's backward is through: it is the previous one's turn."""
-        self._computed("backward")
-        self.send(gradient.contiguous(), self.previous)
-
-    def receive_gradient(self, gradient: Tensor) -> Tensor:
-        """Wait for the next rank's backward; then it is this one's turn."""
-        self.receive(gradient, self.next, "gradient")
-        self.since = time.perf_counter()
-        if self.is_first:  # it sends no gradient when it is through
-            Variable._execution_engine.queue_callback(
-                lambda: self._computed("backward")
-            )
-        return gradient
-
-    def send(self, tensor: Tensor, to: int) -> None:
-        """Send to rank `to` of the job."""
-        dist.send(tensor, to, self.group)
-        for meter in active_meters():
-            meter.count_sent(to, tensor.nbytes)
-
-    def receive(self, tensor: Tensor, source: int, what: str) -> None:
-        """Wait for rank `source`, and fill the tensor."""
-        start = time.perf_counter()
-        dist.recv(tensor, source, self.group)
-        for meter in active_meters():
-            meter.count_received(source, tensor.nbytes)
-        if self.timeline is not None:
-            self.timeline.add(f"wait for {what}", start, "wait")
-
-    # ---- small things ----------------------------------------------------------------
-
-    def _computed(self, op: str) -> None:
-        if self.timeline is not None:
-            self.timeline.add(op, self.since, "compute")
+        return value
 
 
-class SendActivations(Function):
-    """Hands activations to the next rank; backward waits for their gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, here: NaiveModelParallel) -> Tensor:
-        """Send; return a 0 that stands for what the next ranks make of it."""
-        ctx.here, ctx.like = here, torch.empty_like(x.detach(), device="meta")
-        ctx.device = x.device
-        here.send(x.contiguous(), here.next)
-        return x.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Receive."""
-        return ctx.here.receive_gradient(
-            torch.empty_like(ctx.like, device=ctx.device)
-        ), None
+@contextmanager
+def _event(op: str, lane: str) -> Iterator[None]:
+    """Tell the open logs how long this took."""
+    with ExitStack() as stack:
+        for log in active_logs():
+            stack.enter_context(log.span(op, lane=lane))
+        yield
 
 
 def _unfit(model: Any, size: int) -> str | None:
@@ -220,26 +173,10 @@ class NaiveParallelMLP(nn.Module):
 
     def __init__(self, full: MLP, group: Group = None) -> None:
         super().__init__()
-        self.up = ColumnParallelLinear(full.up, group, gather_output=True)
-        self.down = ColumnParallelLinear(full.down, group, gather_output=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """As the plain MLP: (B, T, C) -> (B, T, C)."""
-        return self.down(F.gelu(self.up(x)))
-
-
-class ParallelMLP(nn.Module):
-    """The MLP with columns of the first matrix and rows of the second on each rank.
-
-    GELU treats every number alone, so it needs no more than this rank's columns, and
-    these are what its rows of the second matrix want. Chapter 09.
-    """
-
-    def __init__(self, full: MLP, group: Group = None) -> None:
-        super().__init__()
         self.up = ColumnParallelLinear(full.up, group)
-        self.down = RowParallelLinear(full.down, group)
+        self.down = ColumnParallelLinear(full.down, group)
 
     def forward(self, x: Tensor) -> Tensor:
         """As the plain MLP: (B, T, C) -> (B, T, C)."""
-        return self.down(F.gelu(self.up(x)))
+        h = gather_from_group(F.gelu(self.up(x)), -1, self.up.group)
+        return gather_from_group(self.down(h), -1, self.down.group)

@@ -10,8 +10,8 @@ Each operation leads from one state to another, and backward leads the gradient 
 the transposed map. So they come in pairs, of which each is the backward of the other:
 
     forward                                          its backward is
-    copy_to_group      replicated -> replicated      reduce_from_group
-    reduce_from_group  summand -> replicated         copy_to_group
+    copy_to_group      replicated -> replicated      reduce_from_group     (`layers`)
+    reduce_from_group  summand -> replicated         copy_to_group         (`layers`)
     split_to_group     replicated -> cut             gather_from_group
     gather_from_group  cut -> replicated             split_to_group
     gather_sequence    cut -> replicated             scatter_sequence
@@ -20,152 +20,65 @@ the transposed map. So they come in pairs, of which each is the backward of the 
 The two gathers do the same in forward. They differ in what is computed with the result:
 after `gather_from_group` the same on all ranks, so that all have the same gradient, and
 each takes its part; after `gather_sequence` each computes something of its own, so that
-the gradients are summands. `copy_to_group` does nothing at all in forward, and without
-it training goes wrong silently: all before it would get one rank's gradient.
+the gradients are summands.
 
-These are f and g, and the sequence-parallel pair, of Megatron-LM
-(megatron/core/tensor_parallel/mappings.py); Shoeybi et al. 2019, "Megatron-LM",
-section 3; Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
-Transformer Models", section 4.2.2. Chapter 09.
+megatron/core/tensor_parallel/mappings.py; Korthikanti et al. 2022, "Reducing Activation
+Recomputation in Large Transformer Models", section 4.2.2. Chapter 09.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from ddp_course.mechanisms.exchange import Group, MessageExchange, exchange_of
 
-# ---- f and g -------------------------------------------------------------------------
+Map = Callable[[MessageExchange, Tensor, int], Tensor]
 
 
-def copy_to_group(x: Tensor, group: Group = None) -> Tensor:
-    """Return `x`, which all ranks have; in backward, sum their gradients: f.
-
-    Any shape. `group` is a process group, None for all ranks, or an exchange.
-    """
-    return CopyToGroup.apply(x, exchange_of(group))
-
-
-def reduce_from_group(x: Tensor, group: Group = None) -> Tensor:
-    """Return the sum of all ranks' `x`; in backward, hand the gradient to each: g."""
-    return ReduceFromGroup.apply(x, exchange_of(group))
-
-
-class CopyToGroup(Function):
-    """One tensor becomes one on each of N ranks: x -> (x, ..., x)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: MessageExchange) -> Tensor:
-        """Change nothing."""
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """(g_0, ..., g_N-1) -> g_0 + ... + g_N-1: every rank's use of x counts."""
-        return ReduceFromGroup.apply(gradient, ctx.group), None
-
-
-class ReduceFromGroup(Function):
-    """The summands of N ranks become one tensor: (x_0, ..., x_N-1) -> their sum."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: MessageExchange) -> Tensor:
-        """All-reduce."""
-        ctx.group = group
-        return group.all_reduce(group.buffer(x.shape, x).copy_(x))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """g -> (g, ..., g): each summand counts once, on its own rank."""
-        return CopyToGroup.apply(gradient, ctx.group), None
-
-
-def copies_to_group(tensors: list[Tensor], group: Group = None) -> list[Tensor]:
-    """Return each tensor as `copy_to_group` does, with one all-reduce for all of them.
-
-    For small parameters, such as weight and bias of a norm: a message costs as much for
-    both as for one. They have one type.
-    """
-    return list(CopiesToGroup.apply(exchange_of(group), *tensors))
-
-
-class CopiesToGroup(Function):
-    """`CopyToGroup` of several tensors."""
+class Exchanged(Function):
+    """What a map does along `dim`; its backward is what the transposed map does."""
 
     @staticmethod
     def forward(
-        ctx: Any, group: MessageExchange, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        """Change nothing."""
-        ctx.group = group
-        return tuple(x.view_as(x) for x in tensors)
+        ctx: Any, x: Tensor, group: MessageExchange, dim: int, there: Map, back: Map
+    ) -> Tensor:
+        """Go there."""
+        ctx.way_back = group, dim, back, there
+        return there(group, x, dim)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Sum those gradients that are needed: of frozen parameters nothing is sent."""
-        needed = ctx.needs_input_grad[1:]
-        wanted = [g for g, need in zip(gradients, needed, strict=True) if need]
-        flat = torch.cat([g.flatten() for g in wanted])
-        total = ReduceFromGroup.apply(flat, ctx.group)
-        sums = iter(total.split([g.numel() for g in wanted]))
-        return None, *(
-            next(sums).view_as(g) if need else None
-            for g, need in zip(gradients, needed, strict=True)
-        )
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Lead the gradient back."""
+        return Exchanged.apply(gradient, *ctx.way_back), None, None, None, None
 
 
-# ---- cut and join --------------------------------------------------------------------
+def _own_part(group: MessageExchange, x: Tensor, dim: int) -> Tensor:
+    return group.parts(x, dim)[group.rank].contiguous()
+
+
+def _all_gather(group: MessageExchange, x: Tensor, dim: int) -> Tensor:
+    return group.all_gather(x, dim)
+
+
+def _reduce_scatter(group: MessageExchange, x: Tensor, dim: int) -> Tensor:
+    return group.reduce_scatter(group.buffer(x.shape, x).copy_(x), dim)
 
 
 def split_to_group(x: Tensor, dim: int, group: Group = None) -> Tensor:
     """Return this rank's part of `x` along `dim`; in backward, join the gradients.
 
-    ValueError if the parts would not be equally long.
+    Nothing is sent in forward. ValueError if the parts would not be equally long.
     """
-    return SplitToGroup.apply(x, dim, exchange_of(group))
+    return Exchanged.apply(x, exchange_of(group), dim, _own_part, _all_gather)
 
 
 def gather_from_group(x: Tensor, dim: int, group: Group = None) -> Tensor:
     """Return all ranks' parts joined along `dim`; in backward, take the own part."""
-    return GatherFromGroup.apply(x, dim, exchange_of(group))
-
-
-class SplitToGroup(Function):
-    """Every rank keeps its part of what all have. Nothing is sent."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: MessageExchange) -> Tensor:
-        """Take the own part."""
-        ctx.dim, ctx.group = dim, group
-        return group.parts(x, dim)[group.rank].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """Join the gradients of all parts."""
-        return GatherFromGroup.apply(gradient, ctx.dim, ctx.group), None, None
-
-
-class GatherFromGroup(Function):
-    """All ranks get the whole of what each has a part of."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: MessageExchange) -> Tensor:
-        """All-gather."""
-        ctx.dim, ctx.group = dim, group
-        return group.all_gather(x, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """Take the own part of a gradient that all ranks have."""
-        return SplitToGroup.apply(gradient, ctx.dim, ctx.group), None, None
-
-
-# ---- the sequence-parallel pair ------------------------------------------------------
+    return Exchanged.apply(x, exchange_of(group), dim, _all_gather, _own_part)
 
 
 def gather_sequence(x: Tensor, group: Group = None, dim: int = 1) -> Tensor:
@@ -173,7 +86,7 @@ def gather_sequence(x: Tensor, group: Group = None, dim: int = 1) -> Tensor:
 
     (B, T/tp, C) -> (B, T, C). An all-gather; its backward is a reduce-scatter.
     """
-    return GatherSequence.apply(x, dim, exchange_of(group))
+    return Exchanged.apply(x, exchange_of(group), dim, _all_gather, _reduce_scatter)
 
 
 def scatter_sequence(x: Tensor, group: Group = None, dim: int = 1) -> Tensor:
@@ -182,34 +95,4 @@ def scatter_sequence(x: Tensor, group: Group = None, dim: int = 1) -> Tensor:
     (B, T, C) -> (B, T/tp, C). A reduce-scatter; its backward is an all-gather. The two
     together send what one all-reduce does. ValueError if `dim` cannot be cut equally.
     """
-    return ScatterSequence.apply(x, dim, exchange_of(group))
-
-
-class GatherSequence(Function):
-    """Parts are joined, and each rank goes on with the whole in its own way."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: MessageExchange) -> Tensor:
-        """All-gather."""
-        ctx.dim, ctx.group = dim, group
-        return group.all_gather(x, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """Sum all ranks' gradients, and take the own part."""
-        return ScatterSequence.apply(gradient, ctx.dim, ctx.group), None, None
-
-
-class ScatterSequence(Function):
-    """Summands become a sum of which each rank has its part."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: MessageExchange) -> Tensor:
-        """Reduce-scatter."""
-        ctx.dim, ctx.group = dim, group
-        return group.reduce_scatter(group.buffer(x.shape, x).copy_(x), dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """All-gather: every rank's summand has the whole gradient."""
-        return GatherSequence.apply(gradient, ctx.dim, ctx.group), None, None
+    return Exchanged.apply(x, exchange_of(group), dim, _reduce_scatter, _all_gather)

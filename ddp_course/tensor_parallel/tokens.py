@@ -32,21 +32,17 @@ def same_tokens(
     try:
         for name, tokens in given.items():
             check_tokens(name, tokens, config)
-        _check_shapes([tuple(t.shape) for t in given.values()], comm.size, cut_sequence)
+        shape, of_last = idx.shape, list(given.values())[-1].shape
+        if of_last != shape:
+            problem = (
+                f"targets has shape {tuple(of_last)}; the logits are for {tuple(shape)}"
+            )
+        elif cut_sequence and shape[1] % comm.size:
+            problem = (
+                f"T is {shape[1]}, which {comm.size} ranks cannot share equally; with "
+                f"sequence_parallel it must be a multiple of {comm.size}"
+            )
     except (ValueError, TypeError, AttributeError) as error:
         problem = str(error)
     words = f"forward({', '.join(f'{n} {told(t)}' for n, t in given.items())})"
     comm.agree_now(words, problem)
-
-
-def _check_shapes(shapes: list[tuple[int, ...]], size: int, cut: bool) -> None:
-    """Raise ValueError for tokens that do not fit each other, or the ranks."""
-    if shapes[-1] != shapes[0]:
-        raise ValueError(
-            f"targets has shape {shapes[-1]}; the logits are for {shapes[0]}"
-        )
-    if cut and shapes[0][1] % size:
-        raise ValueError(
-            f"T is {shapes[0][1]}, which {size} ranks cannot share equally; with "
-            f"sequence_parallel it must be a multiple of {size}"
-        )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from itertools import product
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +14,7 @@ from torch import nn
 from ddp_course.launch import spawn
 from ddp_course.mechanisms.exchange import MessageExchange
 from ddp_course.mechanisms.memory_exchange import MemoryExchange
+from ddp_course.mechanisms.weight_gradients import WeightGradStore
 from ddp_course.model import MLP, GPTConfig
 from ddp_course.tensor_parallel import (
     ColumnParallelLinear,
@@ -18,7 +22,6 @@ from ddp_course.tensor_parallel import (
     ParallelMLP,
     RowParallelLinear,
     VocabParallelEmbedding,
-    copies_to_group,
     copy_to_group,
     gather_from_group,
     gather_sequence,
@@ -27,8 +30,11 @@ from ddp_course.tensor_parallel import (
     split_to_group,
     vocab_parallel_cross_entropy,
 )
+from ddp_course.tensor_parallel.fused import (
+    FusedColumnParallelLinear,
+    FusedRowParallelLinear,
+)
 from ddp_course.tensor_parallel.layers import part_of
-from ddp_course.tensor_parallel.products import column_product, row_product
 
 EXCHANGES = {"messages": MessageExchange, "memory": MemoryExchange}
 WIDE = 12  # can be cut for 1, 2, 3 and 4 ranks
@@ -44,11 +50,6 @@ def integers(seed: int, *shape: int) -> torch.Tensor:
 # name -> (operation, the state of what it takes, of what it returns)
 OPS = {
     "copy_to_group": (copy_to_group, "replicated", "different"),
-    "copies_to_group": (
-        lambda x, g: copies_to_group([x], g)[0],
-        "replicated",
-        "different",
-    ),
     "reduce_from_group": (reduce_from_group, "different", "replicated"),
     "split_to_group": (lambda x, g: split_to_group(x, 1, g), "replicated", "cut"),
     "gather_from_group": (lambda x, g: gather_from_group(x, 1, g), "cut", "replicated"),
@@ -92,66 +93,90 @@ def pairs() -> dict[tuple[str, str], tuple[float, float]]:
     return told
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_backward_is_the_transpose_of_forward(n):
-    ranks = spawn(pairs, world_size=n, output="none", device="cpu", timeout=100)
-    for rank in ranks:
-        for key, (forward, backward) in rank.items():
-            assert forward == backward != 0, key  # whole numbers: no rounding
-
-
 # ---- products and layers -------------------------------------------------------------
 
 
-def gradients_of(y, gradient, *tensors):
-    return torch.autograd.grad(y, tensors, gradient)
+def gradients_of(layer, x, gradient, store=None):
+    """Return what a layer makes of x, and the gradients of x and its parameters."""
+    x = x.clone().requires_grad_()
+    layer.zero_grad()
+    if store is not None:
+        layer.weight_grads = store
+    with store.collect() if store else nullcontext([]) as tasks:
+        y = layer(x)
+        y.backward(gradient)
+    if store is not None:
+        assert layer.weight.grad is None  # until somebody wants it
+        for task in tasks:
+            task()
+        layer.weight_grads = None
+    own = [p.grad for p in layer.parameters()]
+    return [y.detach(), x.grad, *own]
 
 
-def same(a, b) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+def sequence_of(layer, group):
+    """Return the readable layer as it is to be where the sequence is cut."""
+    if isinstance(layer, ColumnParallelLinear):
+        layer.forward = lambda x: F.linear(
+            gather_sequence(x, group), layer.weight, layer.bias
+        )
+    else:
+        layer.forward = lambda x: (
+            scatter_sequence(F.linear(x, layer.weight), group)
+            + copy_to_group(layer.bias, group)
+        )
+    return layer
 
 
 def products() -> list[str]:
-    """On every rank: compare the products with what they say they compute."""
+    """On every rank: compare a product in one operation with that of two."""
     wrong = []
     rank, size = dist.get_rank(), dist.get_world_size()
+    full = nn.Linear(WIDE, WIDE)
+    full.weight.data, full.bias.data = integers(3, WIDE, WIDE), integers(4, WIDE)
+    kinds = [
+        (ColumnParallelLinear, FusedColumnParallelLinear),
+        (RowParallelLinear, FusedRowParallelLinear),
+    ]
     for way, make in EXCHANGES.items():
         group = make()
-        weight, bias = integers(3 + rank, 5, 4), integers(4 + rank, 5)
-        weight.requires_grad_(), bias.requires_grad_()
-        for sequence in (False, True):
-            length = WIDE // size if sequence else WIDE
-            x = integers(5 + rank * sequence, 2, length, 4).requires_grad_()
-            enter = gather_sequence if sequence else copy_to_group
-            slow = F.linear(enter(x, group), weight, bias)
-            fast = column_product(x, weight, bias, group, sequence_parallel=sequence)
-            gradient = integers(6 + rank, *slow.shape)
-            of = x, weight, bias
-            if not (
-                torch.equal(slow, fast)
-                and same(
-                    gradients_of(slow, gradient, *of), gradients_of(fast, gradient, *of)
-                )
-            ):
-                wrong.append(f"column {way} {sequence}")
-            x = integers(7 + rank, 2, WIDE, 4).requires_grad_()
-            common = integers(8, 5).requires_grad_()
+        for (readable, fused), sequence in product(kinds, (False, True)):
+            slow, fast = (
+                readable(full, group),
+                fused(full, group, sequence_parallel=sequence),
+            )
+            column = readable is ColumnParallelLinear
+            whole, cut = (2, WIDE, WIDE), (2, WIDE // size, WIDE)
+            own = (2, WIDE, WIDE // size)
+            entered = cut if sequence else whole
+            shapes = (entered, own) if column else (own, entered)
+            common = not (column or sequence)  # all have the same gradient
+            x = integers(5 + rank * (sequence or not column), *shapes[0])
+            gradient = integers(6 + (0 if common else rank), *shapes[1])
             if sequence:
-                slow = scatter_sequence(F.linear(x, weight), group)
-                slow = slow + copy_to_group(common, group)
-            else:
-                slow = reduce_from_group(F.linear(x, weight), group) + common
-            fast = row_product(x, weight, common, group, sequence_parallel=sequence)
-            gradient = integers(9 + rank * sequence, *slow.shape)
-            of = x, weight, common
-            if not (
-                torch.equal(slow, fast)
-                and same(
-                    gradients_of(slow, gradient, *of), gradients_of(fast, gradient, *of)
-                )
-            ):
-                wrong.append(f"row {way} {sequence}")
+                slow = sequence_of(slow, group)
+            expected = gradients_of(slow, x, gradient)
+            for store in (None, WeightGradStore()):
+                got = gradients_of(fast, x, gradient, store)
+                if not all(
+                    torch.equal(a, b) for a, b in zip(got, expected, strict=True)
+                ):
+                    wrong.append(f"{fused.__name__} {way} {sequence} {store}")
     return wrong + layers() + losses()
+
+
+class Gathered(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return gather_from_group(self.layer(x), -1)
+
+
+class Split(Gathered):
+    def forward(self, x):
+        return self.layer(split_to_group(x, -1))
 
 
 def layers() -> list[str]:
@@ -159,20 +184,14 @@ def layers() -> list[str]:
     wrong = []
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    full, mlp = nn.Linear(WIDE, 2 * WIDE), MLP(GPTConfig(d_model=WIDE))
+    mlp = MLP(GPTConfig(d_model=WIDE))
     no_bias, embedding = nn.Linear(WIDE, WIDE, bias=False), nn.Embedding(WIDE, 3)
     x = torch.randn(2, 5, WIDE, requires_grad=True)
     idx = torch.randint(WIDE, (2, 5))
     made = {
-        "gathered column": (full, ColumnParallelLinear(full, gather_output=True), x),
+        "column without bias": (no_bias, Gathered(ColumnParallelLinear(no_bias)), x),
+        "row without bias": (no_bias, Split(RowParallelLinear(no_bias)), x),
         "MLP of one row": (mlp, ParallelMLP(mlp), x[0, 0]),
-        "row of a whole": (full, RowParallelLinear(full, input_is_parallel=False), x),
-        "without bias": (no_bias, ColumnParallelLinear(no_bias, gather_output=True), x),
-        "row without bias": (
-            no_bias,
-            RowParallelLinear(no_bias, input_is_parallel=False),
-            x,
-        ),
         "embedding": (embedding, VocabParallelEmbedding(embedding), idx),
         "naive MLP": (mlp, NaiveParallelMLP(mlp), x),
         "MLP": (mlp, ParallelMLP(mlp), x),
@@ -195,8 +214,10 @@ def layers() -> list[str]:
             for key, dim in getattr(layer, "CUTS", {}).items():
                 own = getattr(layer, key)
                 if own is not None:
-                    whole = getattr(full_layers[name_of], key).grad
-                    part = part_of(whole, dim, rank, size)
+                    whole = getattr(
+                        full_layers[name_of.removeprefix("layer")], key
+                    ).grad
+                    part = part_of(whole, dim, layer.group)
                     if not torch.allclose(part, own.grad, atol=1e-5):
                         wrong.append(f"{name}: {name_of}.{key} on rank {rank}")
     return wrong
@@ -243,9 +264,19 @@ def losses() -> list[str]:
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_products_layers_and_loss_are_those_of_one_process(n):
-    told = spawn(products, world_size=n, output="none", device="cpu", timeout=100)
-    assert told == [[]] * n
+def test_operations_layers_and_loss_are_those_of_one_process(n):
+    ranks = spawn(everything, world_size=n, output="none", device="cpu", timeout=100)
+    for transposed, wrong, told in ranks:
+        for key, (forward, backward) in transposed.items():
+            # Backward is the transpose of forward; whole numbers: no rounding.
+            assert forward == backward != 0, key
+        assert wrong == []
+        if n == 2:
+            check_refused(told)
+
+
+def everything():
+    return pairs(), products(), refused() if dist.get_world_size() == 2 else []
 
 
 # ---- what cannot be ------------------------------------------------------------------
@@ -278,9 +309,7 @@ def refused() -> list[str]:
     return told
 
 
-def test_what_cannot_be_is_said():
-    first, second = spawn(refused, world_size=2, output="none", device="cpu")
-    assert first == second
+def check_refused(messages: list[str]) -> None:
     expected = [
         "7 rows of a weight cannot be cut into 2 equal parts; it can be 1, 7",
         "7 columns of a weight cannot be cut into 2",
@@ -292,5 +321,5 @@ def test_what_cannot_be_is_said():
         "targets are from 8 to 8; tokens are 0 to 7, or -100 for none",
         "written into `buffer`",
     ]
-    for told, part in zip(first, expected, strict=True):
+    for told, part in zip(messages, expected, strict=True):
         assert part in told

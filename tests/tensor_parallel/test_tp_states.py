@@ -20,7 +20,6 @@ from ddp_course.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     parallel_rng,
-    plain,
     tensor_parallel,
 )
 
@@ -53,7 +52,7 @@ def continued(before: dict[str, tuple[dict, dict]]) -> dict[str, tuple]:
     for name, (state, optimizer_state) in before.items():
         options = {"sequence_parallel": True, "in_shared_memory": name == "tied"}
         module = tensor_parallel(model(name, seed=5), **options)  # other numbers
-        fresh = plain(module).state_dict()
+        fresh = module.full_state_dict()
         assert same(fresh, model(name, seed=5).state_dict())
         optimizer = adamw(module)
         module.load_full_state_dict(state)
@@ -140,22 +139,6 @@ def dropped() -> dict[bool, tuple]:
     return told
 
 
-def test_dropout_differs_inside_and_is_the_same_outside_and_again():
-    a, b = spawn(dropped, world_size=2, output="none", device="cpu")
-    for right in (True, False):
-        masks, equal, number = a[right]
-        others, others_equal, others_number = b[right]
-        assert equal and others_equal  # recomputed, with the same masks
-        assert torch.equal(number, others_number)
-        insides = list(zip(masks[::2], others[::2], strict=True))
-        outsides = list(zip(masks[1::2], others[1::2], strict=True))
-        assert all(torch.equal(x, y) for x, y in outsides)
-        # With the same seed inside, the masks of different columns repeat.
-        assert all(torch.equal(x, y) != right for x, y in insides)
-        share = torch.stack([x == y for x, y in insides]).float().mean()
-        assert abs(share - 0.5) < 0.1 or not right  # as if they were independent
-
-
 def recomputed() -> list[float]:
     told = []
     for options in ({}, {"in_shared_memory": True}, {"sequence_parallel": True}):
@@ -190,16 +173,19 @@ def bf16_and_text() -> tuple:
     return abs(a - b).item(), error.item(), texts, norms
 
 
-def test_recomputation_autocast_generation():
-    assert (
-        spawn(recomputed, world_size=2, output="none", device="cpu") == [[0.0] * 3] * 2
-    )
-    for loss, gradient, texts, norms in spawn(
-        bf16_and_text, world_size=2, output="none", device="cpu"
-    ):
-        assert loss < 0.01 and gradient < 0.05
-        assert texts[0] == texts[1]
-        assert norms == pytest.approx([1.0] * 3, rel=0.02)
+def check_dropout(a: dict, b: dict) -> None:
+    for right in (True, False):
+        masks, equal, number = a[right]
+        others, others_equal, others_number = b[right]
+        assert equal and others_equal  # recomputed, with the same masks
+        assert torch.equal(number, others_number)
+        insides = list(zip(masks[::2], others[::2], strict=True))
+        outsides = list(zip(masks[1::2], others[1::2], strict=True))
+        assert all(torch.equal(x, y) for x, y in outsides)
+        # With the same seed inside, the masks of different columns repeat.
+        assert all(torch.equal(x, y) != right for x, y in insides)
+        share = torch.stack([x == y for x, y in insides]).float().mean()
+        assert abs(share - 0.5) < 0.1 or not right  # as if they were independent
 
 
 # ---- what is refused, on every rank --------------------------------------------------
@@ -248,8 +234,7 @@ def refusals() -> list[str]:
     return told
 
 
-def test_what_cannot_be_is_refused_on_every_rank():
-    first, second = spawn(refusals, world_size=2, output="none", device="cpu")
+def check_refused(first: list[str], second: list[str]) -> None:
     expected = [
         "numbers of embed.tokens.weight",
         "argument sequence_parallel is False on rank 0, True on rank 1",
@@ -264,7 +249,7 @@ def test_what_cannot_be_is_refused_on_every_rank():
         "T is 5, which 2 ranks cannot share equally; with sequence_parallel it",
         "the state_dict has no head.norm.weight, head.norm.bias, head.out.weight",
         "the state_dict has head.out.weight as [2]; it must be [24, 24]",
-        "the optimizer steps a tensor of shape [3] that is none of this model",
+        "a tensor of shape [3] is no part of this model; take its parameters()",
         "only states of the parameter's own shape",
         "this is no state_dict of an optimizer",
         "norm_type is 0; it must be above 0, or inf",
@@ -272,3 +257,23 @@ def test_what_cannot_be_is_refused_on_every_rank():
     for mine, other, part in zip(first, second, [*expected, ""], strict=True):
         assert mine == other
         assert part in mine
+
+
+# ---- all of it, on two ranks ---------------------------------------------------------
+
+
+def everything() -> tuple:
+    return dropped(), recomputed(), bf16_and_text(), refusals()
+
+
+def test_dropout_recomputation_autocast_generation_and_what_is_refused():
+    """Dropout differs inside, is the same outside and when recomputed; and the rest."""
+    ranks = spawn(everything, world_size=2, output="none", device="cpu", timeout=100)
+    (masks, _, _, told), (others, _, _, others_told) = ranks
+    check_dropout(masks, others)
+    for _, recomputed, (loss, gradient, texts, norms), _ in ranks:
+        assert recomputed == [0.0] * 3
+        assert loss < 0.01 and gradient < 0.05
+        assert texts[0] == texts[1]
+        assert norms == pytest.approx([1.0] * 3, rel=0.02)
+    check_refused(told, others_told)

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from ddp_course import collectives
 from ddp_course.bench.tp import styles
+from ddp_course.mechanisms.exchange import MessageExchange
+from ddp_course.mechanisms.placements import Shard, placed
 from ddp_course.model import GPT, GPTConfig, build_gpt
 from ddp_course.tensor_parallel import TensorParallelGPT, tensor_parallel
-from ddp_course.tensor_parallel.products import ColumnProduct, RowProduct
-from ddp_course.tensor_parallel.state import _whole
+from ddp_course.tensor_parallel.fused import ColumnProduct, RowProduct
 
 CONFIG = GPTConfig(vocab_size=24, block_size=12, n_layer=2, n_head=12, d_model=24)
 ROWS = 3
@@ -61,9 +62,17 @@ def gradients(gpt: nn.Module) -> dict[str, Tensor]:
     """Return the whole gradient of every trained parameter."""
     named = {n: p.grad for n, p in gpt.named_parameters() if p.grad is not None}
     if isinstance(gpt, TensorParallelGPT):
-        cuts = {cut.name: cut for cut in gpt.layout}
-        return {name: _whole(gpt, cuts[name], g) for name, g in named.items()}
+        messages = MessageExchange(gpt.exchange.group)
+        for name, parameter in gpt.named_parameters():
+            if name in named and (dim := dim_of(parameter)) is not None:
+                named[name] = messages.all_gather(named[name], dim)
     return {name: _full(g).clone() for name, g in named.items()}
+
+
+def dim_of(parameter: Tensor) -> int | None:
+    """Return along which dimension a parameter is cut; None: all ranks have it."""
+    (step,) = placed(parameter).steps
+    return step.placement.dim if isinstance(step.placement, Shard) else None
 
 
 def _full(tensor: Tensor) -> Tensor:
@@ -106,8 +115,7 @@ def train(
         told.losses.append(loss.item())
         told.states.append({k: v.clone() for k, v in whole_state(gpt).items()})
     if isinstance(gpt, TensorParallelGPT):
-        own = dict(gpt.named_parameters())
-        common = [own[cut.name] for cut in gpt.layout if cut.dim is None]
+        common = [p for p in gpt.parameters() if dim_of(p) is None]
         told.common = b"".join(p.detach().numpy().tobytes() for p in common)
     return told
 
@@ -176,14 +184,12 @@ class ForgetfulColumn(ColumnProduct):
         flat = gradient.flatten(0, -2)
         bias = flat.sum(0) if ctx.needs_input_grad[2] else None
         of_weight = flat.t() @ x.flatten(0, -2)
-        return (flat @ weight).view_as(x), of_weight, bias, None, None
+        return (flat @ weight).view_as(x), of_weight, bias, None
 
 
 def forgetful_column(parallel: TensorParallelGPT) -> None:
     layer = parallel.blocks[1].mlp.up
-    layer.forward = lambda x: ForgetfulColumn.apply(
-        x, layer.weight, layer.bias, layer.group, False
-    )
+    layer.forward = partial(layer.product, ForgetfulColumn)
 
 
 def bias_by_everyone(parallel: TensorParallelGPT) -> None:
@@ -191,7 +197,7 @@ def bias_by_everyone(parallel: TensorParallelGPT) -> None:
     layer = parallel.blocks[0].attn.proj
     size = layer.group.size
     layer.forward = lambda x: RowProduct.apply(
-        x, layer.weight, layer.bias * size, layer.group, False
+        x, layer.weight, layer.bias * size, layer
     )
 
 
@@ -237,7 +243,7 @@ def own_bias_gradient(parallel: TensorParallelGPT) -> None:
     """With sequence parallelism, a row bias' gradient is not summed."""
     layer = parallel.blocks[1].mlp.down
     layer.forward = lambda x: (
-        RowProduct.apply(x, layer.weight, None, layer.group, True) + layer.bias
+        RowProduct.apply(x, layer.weight, None, layer) + layer.bias
     )
 
 

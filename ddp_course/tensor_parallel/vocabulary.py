@@ -1,20 +1,67 @@
-"""Cross-entropy of logits that are cut along the vocabulary: they are never gathered.
+"""The vocabulary is cut: an embedding, and a loss of logits that are never gathered.
 
-With V = 50,257 and a few thousand tokens the logits are the largest tensor of a step.
-Of each row cross-entropy needs only three numbers of all ranks together: the largest
-logit, the sum of the exponentials, and the logit of the target. Chapter 09.
+The first and the last matrix of a language model have a row for each of V tokens. Each
+rank has V/tp of them. The head is a `ColumnParallelLinear`, which leaves the logits cut
+along the vocabulary, (B, T, V/tp): with V = 50,257 and a few thousand tokens they are
+the largest tensor of a step. Of each row cross-entropy needs only three numbers of all
+ranks together: the largest logit, the sum of the exponentials, and the logit of the
+target. Chapter 09.
 """
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.autograd import Function
 
 from ddp_course.collectives import ReduceOp
 from ddp_course.mechanisms.exchange import Group, MessageExchange, exchange_of
+from ddp_course.tensor_parallel.layers import ParallelLayer, reduce_from_group
+from ddp_course.tensor_parallel.ops import scatter_sequence
+
+
+class VocabParallelEmbedding(ParallelLayer):
+    """Embeds the tokens whose rows this rank has, and asks the others: () -> (C,).
+
+    Every rank looks its own tokens up and has zeros for the others'; the sum is the
+    whole. In backward each rank gets the gradients of its own rows, without a message.
+
+    Args:
+        full: the `nn.Embedding` of V tokens.
+        group: the ranks that share it.
+        sequence_parallel: (B, T) -> (B, T/tp, C), not (B, T, C).
+
+    Raises ValueError for an embedding with options (padding_idx, max_norm, ...).
+    """
+
+    CUTS = MappingProxyType({"weight": 0})
+
+    def __init__(
+        self,
+        full: nn.Embedding,
+        group: Group = None,
+        *,
+        sequence_parallel: bool = False,
+    ) -> None:
+        numbers = full.padding_idx, full.max_norm
+        if numbers != (None, None) or full.sparse or full.scale_grad_by_freq:
+            raise ValueError(f"{full} has options; only a plain embedding can be cut")
+        super().__init__(full, group)
+        self.sequence_parallel = sequence_parallel
+        self.first = self.group.rank * self.weight.shape[0]  # the first own token
+
+    def forward(self, idx: Tensor) -> Tensor:
+        """Look the own tokens up, and add what the other ranks have found."""
+        row = idx - self.first
+        elsewhere = (row < 0) | (row >= self.weight.shape[0])
+        found = F.embedding(row.masked_fill(elsewhere, 0), self.weight)  # (B, T, C)
+        found = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        leave = scatter_sequence if self.sequence_parallel else reduce_from_group
+        return leave(found, self.group)
 
 
 def vocab_parallel_cross_entropy(
@@ -31,8 +78,7 @@ def vocab_parallel_cross_entropy(
 
     Two all-reduces of 4 and 8 bytes for each target, and none in backward. Raises
     ValueError if the shapes do not match, or for a target that is no token. As
-    F.cross_entropy; Megatron-LM's `vocab_parallel_cross_entropy`
-    (megatron/core/tensor_parallel/cross_entropy.py). Chapter 09.
+    F.cross_entropy, and megatron/core/tensor_parallel/cross_entropy.py. Chapter 09.
     """
     exchange = exchange_of(group)
     if logits.shape[:-1] != targets.shape:

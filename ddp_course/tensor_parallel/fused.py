@@ -1,0 +1,166 @@
+"""Column and row parallel once more: a product and its communication in one operation.
+
+They compute what the layers of `layers` do, and with `sequence_parallel` this:
+
+    column    F.linear(gather_sequence(x), weight, bias)
+    row       scatter_sequence(F.linear(x, weight)) + copy_to_group(bias)
+
+In one operation, a summand is computed where it is sent from, and not copied there; and
+while the gradient of the input is summed over the ranks, a column product computes
+those of weight and bias, for which no other rank waits. (A pipeline may want these even
+later: `weight_gradients`.)
+
+LinearWithGradAccumulationAndAsyncCommunication in Megatron-LM's
+megatron/core/tensor_parallel/layers.py. Chapter 09.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from ddp_course.mechanisms.exchange import Group
+from ddp_course.mechanisms.weight_gradients import Gradients, WeightGradStore
+from ddp_course.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    ParallelLayer,
+    RowParallelLinear,
+)
+
+
+class FusedLinear(ParallelLayer):
+    """What both have.
+
+    Args:
+        full: the `nn.Linear`.
+        group: the ranks that share it.
+        sequence_parallel: outside of the region the sequence is cut.
+    """
+
+    def __init__(
+        self, full: nn.Linear, group: Group = None, *, sequence_parallel: bool = False
+    ) -> None:
+        super().__init__(full, group)
+        self.sequence_parallel = sequence_parallel
+        self.weight_grads: WeightGradStore | None = None
+
+    def product(self, function: type[Function], x: Tensor) -> Tensor:
+        """Compute; cast before it as autocast would, if it is on."""
+        given, kind = (x, self.weight, self.bias), x.device.type
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            given = tuple(t if t is None else t.to(dtype) for t in given)
+        return function.apply(*given, self)
+
+    def own_gradients(
+        self, ctx: Any, rows: Tensor, x: Tensor, of_bias: Tensor | None = None
+    ) -> Gradients:
+        """Return the gradients of weight and bias, now, or none if that is for later.
+
+        `rows` is the gradient of the product; `of_bias` is given if it is not that of
+        the rows.
+        """
+        _, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+
+        def gradients() -> Gradients:
+            given = rows.sum(0) if of_bias is None and needs_bias else of_bias
+            return [rows.t() @ _rows(x) if needs_weight else None, given]
+
+        store = self.weight_grads
+        return store.compute(ctx.own, gradients) if store else gradients()
+
+
+class FusedColumnParallelLinear(FusedLinear, ColumnParallelLinear):
+    """This rank's columns of Y: (..., I) -> (..., O/tp), or from (B, T/tp, I)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Take the whole input; compute the own columns."""
+        return self.product(ColumnProduct, x)
+
+
+class FusedRowParallelLinear(FusedLinear, RowParallelLinear):
+    """The sum of all ranks' products: (..., I/tp) -> (..., O), or to (B, T/tp, O)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the own summand, add all ranks', then the bias: once."""
+        return self.product(RowProduct, x)
+
+
+class ColumnProduct(Function):
+    """Y = X W + b, of which this rank has the columns."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: FusedLinear
+    ) -> Tensor:
+        """Join the sequence, if it is cut; multiply."""
+        x = layer.group.all_gather(x, 1) if layer.sequence_parallel else x  # (..., I)
+        ctx.save_for_backward(x, weight)
+        ctx.own, ctx.layer = (weight, bias), layer
+        return F.linear(x, weight, bias)  # (..., O/tp)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Sum the gradient of X over the ranks; meanwhile compute those of W and b."""
+        x, weight = ctx.saved_tensors
+        layer, group, rows = ctx.layer, ctx.layer.group, _rows(gradient)  # (R, O/tp)
+        own: list[Tensor | None] = []
+
+        def meanwhile() -> None:
+            own.extend(layer.own_gradients(ctx, rows, x))
+
+        if not ctx.needs_input_grad[0]:
+            meanwhile()
+            return None, *own, None
+        summand = group.buffer(x.shape, gradient)
+        torch.mm(rows, weight, out=_rows(summand))
+        if layer.sequence_parallel:
+            meanwhile()
+            total = group.reduce_scatter(summand, 1)  # (B, T/tp, I)
+        else:
+            total = group.all_reduce(summand, meanwhile=meanwhile)  # (..., I)
+        return total, *own, None
+
+
+class RowProduct(Function):
+    """Y = X W + b, of which this rank computes a summand from its columns of X."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: FusedLinear
+    ) -> Tensor:
+        """Multiply, sum over the ranks, add the bias."""
+        ctx.save_for_backward(x, weight)
+        ctx.own, ctx.layer = (weight, bias), layer
+        summand = layer.group.buffer((*x.shape[:-1], weight.shape[0]), x)
+        torch.mm(_rows(x), weight.t(), out=_rows(summand))
+        if layer.sequence_parallel:
+            y = layer.group.reduce_scatter(summand, 1)  # (B, T/tp, O)
+        else:
+            y = layer.group.all_reduce(summand)  # (..., O)
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """All ranks have the gradient of the sum: it is that of each summand."""
+        x, weight = ctx.saved_tensors
+        layer, of_bias = ctx.layer, None
+        if layer.sequence_parallel:
+            if ctx.needs_input_grad[2]:  # each rank has added it to its own positions
+                of_bias = layer.group.sum(_rows(gradient).sum(0))
+            gradient = layer.group.all_gather(gradient, 1)  # (B, T, O)
+        rows = _rows(gradient)  # (R, O)
+        of_x = (rows @ weight).view_as(x) if ctx.needs_input_grad[0] else None
+        return of_x, *layer.own_gradients(ctx, rows, x, of_bias), None
+
+
+def _rows(x: Tensor) -> Tensor:
+    """See `x` as a matrix: (..., I) -> (R, I)."""
+    return x.reshape(-1, x.shape[-1])
