@@ -271,9 +271,10 @@ def full_optimizer_state(
     It steps parameters that were placed along `groups`, or placed pieces of them; in
     one process it would have the plain model's, in their order. Called by all ranks;
     the first along all groups gets it, the others an empty dict. Raises ReplicaError,
-    on every rank, for an optimizer of other tensors.
+    on every rank, for an optimizer of other tensors, or with states of other shapes.
     """
     names = _names(optimizer, plain, groups)
+    check_along(groups, _partless(optimizer))
     own = {way_of(p).name: (way_of(p), state) for p, state in optimizer.state.items()}
     whole = gathered(own, groups, plain.shapes)
     if any(communicator(group).rank for group in groups):
@@ -336,6 +337,19 @@ def _names(
         check_along(groups, _unequal(parts))
         own = [set().union(*those) for those in zip(*parts, strict=True)]
     return [[name for name in plain.shapes if name in names] for names in own]
+
+
+def _partless(optimizer: Optimizer) -> str | None:
+    """Return which state is no part of a whole one, as of Adafactor; or None."""
+    for p, state in optimizer.state.items():
+        for key, value in state.items():
+            if _has_dims(value) and value.shape != p.shape:
+                return (
+                    f"the state {key} of {way_of(p).name} has the shape "
+                    f"{[*value.shape]}; only states of the parameter's own shape, "
+                    f"{[*p.shape]}, can be put together"
+                )
+    return None
 
 
 def _unequal(parts: Sequence[Sequence]) -> str | None:

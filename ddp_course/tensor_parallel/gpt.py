@@ -35,11 +35,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_course.collectives import communicator
-from ddp_course.mechanisms.batches import digest
+from ddp_course.mechanisms.agreement import check_same, digest, form_of, problem_with
 from ddp_course.mechanisms.exchange import MessageExchange
 from ddp_course.mechanisms.memory_exchange import MemoryExchange, memory_problem
 from ddp_course.mechanisms.placements import Replicate, Shard, place, placed
-from ddp_course.mechanisms.replicas import check_same, form_of, problem_with
 from ddp_course.mechanisms.whole_state import PlainModel, WholeState
 from ddp_course.model import GPT, GPTConfig
 from ddp_course.tensor_parallel.fused import (

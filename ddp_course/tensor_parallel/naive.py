@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from ddp_course.collectives import communicator
 from ddp_course.collectives.port import Port
 from ddp_course.measure import active_logs, active_meters
+from ddp_course.mechanisms.agreement import check_same, form_of, problem_with
 from ddp_course.mechanisms.exchange import Group
-from ddp_course.mechanisms.replicas import check_same, form_of, problem_with
 from ddp_course.model import GPT, MLP, cross_entropy
 from ddp_course.tensor_parallel.layers import ColumnParallelLinear
 from ddp_course.tensor_parallel.ops import gather_from_group

@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ddp_course.collectives.communicator import Communicator
-from ddp_course.mechanisms.batches import told
+from ddp_course.mechanisms.agreement import described
 from ddp_course.model import GPTConfig, check_tokens
 
 
@@ -44,5 +44,5 @@ def same_tokens(
             )
     except (ValueError, TypeError, AttributeError) as error:
         problem = str(error)
-    words = f"forward({', '.join(f'{n} {told(t)}' for n, t in given.items())})"
+    words = f"forward({', '.join(f'{n} {described(t)}' for n, t in given.items())})"
     comm.agree_now(words, problem)

@@ -16,7 +16,7 @@ from tp_cases import CONFIG, ROWS, batch, model
 from ddp_course.collectives import CollectiveError
 from ddp_course.launch import spawn
 from ddp_course.measure import ByteMeter, EventLog, busy
-from ddp_course.mechanisms.replicas import ReplicaError
+from ddp_course.mechanisms.agreement import ReplicaError
 from ddp_course.model import build_gpt, generate
 from ddp_course.tensor_parallel import NaiveModelParallel
 

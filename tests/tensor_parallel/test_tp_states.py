@@ -13,8 +13,8 @@ from tp_cases import batch, model
 
 from ddp_course.collectives import CollectiveError
 from ddp_course.launch import spawn
+from ddp_course.mechanisms.agreement import ReplicaError
 from ddp_course.mechanisms.recompute import recompute, recompute_blocks
-from ddp_course.mechanisms.replicas import ReplicaError
 from ddp_course.model import generate
 from ddp_course.tensor_parallel import (
     ColumnParallelLinear,
