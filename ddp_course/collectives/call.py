@@ -4,7 +4,7 @@ A collective goes wrong in the worst way if the ranks do not mean the same: gloo
 or adds numbers that do not belong together (chapter 02 shows it). So before a rank
 sends anything it says what it is about to do, and looks at what the others say:
 
-    call = comm.call("broadcast", src=0)     # the name, and what all must agree on
+    call = Call(comm, "broadcast", src=0)    # the name, and what all must agree on
     call.tensor("tensor", tensor)            # is it usable? and its type and shape
     call.start(body, async_op)               # all agree: body(run) sends and receives
 
@@ -14,28 +14,25 @@ If one rank's tensor is unusable, or if the calls differ, every rank raises the 
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ddp_course.collectives import runtime
+from ddp_course.collectives.agreement import CollectiveError
+from ddp_course.collectives.communicator import Communicator, Work
 from ddp_course.collectives.patience import patient
 from ddp_course.collectives.plan import Plan
 from ddp_course.collectives.port import Port
 from ddp_course.collectives.reduction import NAMES, ReduceOp, check_op
 from ddp_course.collectives.runtime import Buffer
-from ddp_course.measure import active_logs, active_meters
-
-if TYPE_CHECKING:
-    from ddp_course.collectives.communicator import Communicator, Work
-    from ddp_course.measure import ByteMeter
+from ddp_course.measure import ByteMeter, active_logs, active_meters
 
 
 @dataclass
@@ -51,8 +48,7 @@ class Run:
     @cached_property
     def port(self) -> Port:
         """How messages leave and arrive."""
-        comm = self.comm
-        return Port(comm.group, comm.ranks, comm.rank, self.meters)
+        return Port(self.comm.group, self.meters)
 
     def plan(
         self,
@@ -83,14 +79,15 @@ class Call:
     says so instead, so that the others do not wait for it.
     """
 
-    def __init__(self, comm: Communicator, name: str, details: dict[str, Any]) -> None:
+    def __init__(self, comm: Communicator, name: str, **details: Any) -> None:
         self.comm = comm
         self.name = name
         told = ", ".join(f"{key}={value}" for key, value in details.items())
         self.words = [f"{name}({told})" if told else name]
         self.problem: str | None = None
         self.op = ReduceOp.SUM
-        self.fits: Callable[[list[str]], str | None] | None = None
+        self.show: Any = None  # what the others see beside the words
+        self.check_shown: Callable[[list[Any]], str | None] = lambda shown: None
 
     def refuse(self, problem: str) -> None:
         """Note what is wrong; the first word counts."""
@@ -190,35 +187,28 @@ class Call:
             return tensor.split([rows // n] * n if sizes is None else list(sizes))
         return []
 
-    def pairs(self, outputs_role: str, outputs: Any, role: str, inputs: Any) -> None:
+    def pairs(self, outputs: Any, inputs: Any) -> None:
         """Check the lists of an all-to-all: what i has for j, j must expect from i."""
-        shapes = {}
-        for name, tensors in ((role, inputs), (outputs_role, outputs)):
+        given = {"input_list": inputs, "output_list": outputs}
+        for name, tensors in given.items():
             self.tensors(name, tensors)
-            if self.problem:
-                return
-            shapes[name] = [list(t.shape) for t in tensors]
-            if len({t.dtype for t in (*inputs, *tensors)}) > 1:
-                self.refuse(f"the tensors in {role} and {outputs_role} differ in type")
-                return
-        if any(_overlap(a, b) for a in inputs for b in outputs):
+        if self.problem:
+            return
+        if len({tensor.dtype for tensor in (*inputs, *outputs)}) > 1:
+            self.refuse("the tensors in input_list and output_list differ in type")
+        elif any(_overlap(a, b) for a in inputs for b in outputs):
             self.refuse(
-                f"{outputs_role} lies where {role} does: what arrives would be written "
+                "output_list lies where input_list does: what arrives would be written "
                 "over what is still to be sent"
             )
-            return
         self.words.append(str(inputs[0].dtype))
-        both = shapes[role], shapes[outputs_role]
-        self.words.append(json.dumps(both, separators=(",", ":")))  # all must be shown
-        head = ", ".join(self.words[:-1])
+        self.show = [[list(t.shape) for t in tensors] for tensors in given.values()]
         ranks = self.comm.ranks
 
-        def fits(notes: list[str]) -> str | None:
-            if any(not note.startswith(f"{head}, [") for note in notes):
-                return ""  # some call something else
-            lists = [json.loads(note.removeprefix(f"{head}, ")) for note in notes]
-            for i, (gives, _) in enumerate(lists):
-                for j, (_, expects) in enumerate(lists):
+        def unequal(shown: list[Any]) -> str | None:
+            """Return which rank expects another shape than it is to be given."""
+            for i, (gives, _) in enumerate(shown):
+                for j, (_, expects) in enumerate(shown):
                     if gives[j] != expects[i]:
                         return (
                             f"rank {ranks[i]} has {gives[j]} for rank {ranks[j]}, "
@@ -226,7 +216,7 @@ class Call:
                         )
             return None
 
-        self.fits = fits
+        self.check_shown = unequal
 
     def start(
         self,
@@ -242,26 +232,39 @@ class Call:
         """
         meters, logs = active_meters(), active_logs()
         comm, words = self.comm, ", ".join(self.words)
-        agree = partial(comm.agree, words, self.problem, self.fits)
+
+        def agree() -> None:
+            wrong = self.check_shown(comm.agree(words, self.problem, self.show))
+            if wrong:
+                raise CollectiveError(f"{wrong}. Nothing was sent.")
 
         def job() -> None:
             if self.problem or not agreed_by_body:
                 agree()
             # Under way beside other work, messages had better interrupt that.
             run = Run(comm, self.op, agree, meters, [] if async_op else comm.threads)
-            started = time.perf_counter()
+            start = time.perf_counter()
             with torch.no_grad():
                 body(run)
+            end = time.perf_counter()
             for log in logs:
-                log.add(
-                    self.name,
-                    started,
-                    time.perf_counter(),
-                    run.port.nbytes_sent,
-                    lane="communication",
-                )
+                sent = run.port.nbytes_sent
+                log.add(self.name, start, end, sent, lane="communication")
 
         return comm.perform(job, async_op)
+
+    def all_reduce(
+        self, plan: Callable[[int], Plan], tensor: Any, op: Any, async_op: bool
+    ) -> Work | None:
+        """Check a tensor and an op, and start: combine by `plan(world_size)`."""
+        self.tensor("tensor", tensor)
+        self.reduction(op, tensor)
+
+        def body(run: Run) -> None:
+            chosen = plan(run.comm.size)
+            run.plan(chosen, Buffer.flat(tensor, chosen.chunks))
+
+        return self.start(body, async_op)
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:

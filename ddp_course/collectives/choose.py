@@ -23,6 +23,7 @@ from ddp_course.collectives import (
     shared_memory,
     tree,
 )
+from ddp_course.collectives.call import Call
 from ddp_course.collectives.communicator import Communicator, Work, communicator
 from ddp_course.collectives.reduction import ReduceOp
 
@@ -52,7 +53,7 @@ def all_reduce(
     """
     comm = communicator(group)
     if algorithm != "auto" and algorithm not in ALGORITHMS:
-        call = comm.call("all_reduce")
+        call = Call(comm, "all_reduce")
         call.choice("algorithm", algorithm, ["auto", *ALGORITHMS])
         return call.start(lambda run: None)  # raises on every rank
     if algorithm == "auto":

@@ -1,12 +1,13 @@
 """What the ranks of a process group keep between calls.
 
-A group's ranks, a memory page on which they agree before each call (`agreement`), a
+Who is in the group, a barrier in shared memory at which they agree before each call, a
 thread in which collectives can be under way (`async_op=True`), and memory to receive
-into. It lives as long as the process group.
+into. It lives as long as the process group. Explained in chapter 02.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
@@ -16,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_course.collectives.agreement import AgreementInMemory, agreement
-from ddp_course.collectives.call import Call
+from ddp_course.collectives import agreement
+from ddp_course.collectives.allocator import same_machine
+from ddp_course.collectives.deadlock import Watch, exchange_by_store
+from ddp_course.collectives.memory_barrier import Barrier
 from ddp_course.collectives.patience import socket_threads
-from ddp_course.collectives.stuck import Watch, exchange_by_store
 from ddp_course.launch import here
 
 
@@ -43,6 +45,9 @@ class Communicator:
     """This rank's part of a process group: who is in it, and what is kept for it.
 
     `rank` and `size` count within the group; `ranks` are its members' ranks in the job.
+    `exchange(value)` shows a value (of numbers, strings, and tuples of such) to all
+    ranks, and returns everyone's: slow, for setting things up. `barrier` is where the
+    ranks of one machine meet; None where they can have no memory in common.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -51,14 +56,15 @@ class Communicator:
         self.rank, self.size = dist.get_rank(group), len(self.ranks)
         self._thread: ThreadPoolExecutor | None = None
         self._last: Future | None = None
-        me = dist.get_rank()
         store = dist.distributed_c10d._get_default_store()
-        self.watch = Watch(store, self.ranks, me, self._busy_elsewhere)
-        # Slow: for setting things up.
-        self.exchange = exchange_by_store(
-            store, group.group_name, self.ranks, me, self.watch
-        )
-        self.agree = agreement(self.exchange, self.rank, self.ranks, self.watch)
+        self.watch = Watch(store, self.ranks, dist.get_rank(), self._busy_elsewhere)
+        self.exchange = exchange_by_store(group.group_name, self.watch)
+        self.barrier: Barrier | None = None
+        if self.size > 1 and same_machine(self.exchange):
+            with contextlib.suppress(OSError):  # on all ranks, or on none
+                self.barrier = Barrier(
+                    self.rank, self.size, self.exchange, watch=self._follow
+                )
         self.kept: dict[str, Any] = {}  # what an algorithm wants to find again
         self.threads = socket_threads()
         self._memory: dict[torch.device, Tensor] = {}
@@ -66,7 +72,7 @@ class Communicator:
     @property
     def shares_memory(self) -> bool:
         """Whether all ranks of the group can have memory in common."""
-        return isinstance(self.agree, AgreementInMemory)
+        return self.barrier is not None
 
     @cached_property
     def nodes(self) -> list[list[int]]:
@@ -85,24 +91,39 @@ class Communicator:
             self._memory[like.device] = memory
         return memory[:nbytes].view(like.dtype)
 
-    def call(self, name: str, **details: Any) -> Call:
-        """Begin a call; all ranks must give the same name and details."""
-        return Call(self, name, details)
-
     def agree_now(
-        self,
-        words: str,
-        problem: str | None = None,
-        fits: Callable[[list[str]], str | None] | None = None,
-    ) -> None:
+        self, words: str, problem: str | None = None, show: Any = None
+    ) -> list[Any]:
         """Compare what all ranks are about to do, before any of them sends anything.
 
-        `words` say what; a rank that cannot do it gives the `problem`. Words must be
-        equal, unless `fits` judges those of all ranks (see `Agreement`). On one machine
-        it takes microseconds, and is a barrier. What is under way in this group comes
-        first. Raises CollectiveError, with the same text on every rank. Chapter 02.
+        `words` say what, and must be equal; a rank that cannot do it gives the
+        `problem`. Returns what every rank shows beside that (numbers, strings, and
+        lists of such), in order. On one machine it takes microseconds, and is a
+        barrier. What is under way in this group comes first. Raises CollectiveError,
+        with the same text on every rank. Chapter 02.
         """
-        self.perform(lambda: self.agree(words, problem, fits), async_op=False)
+        shown: list[Any] = []
+        self.perform(
+            lambda: shown.extend(self.agree(words, problem, show)), async_op=False
+        )
+        return shown
+
+    def agree(
+        self, words: str, problem: str | None = None, show: Any = None
+    ) -> list[Any]:
+        """Agree as `agree_now` does, but whatever is under way: for what is itself."""
+        self.watch.doing = words
+        own = agreement.note(words, problem, show)
+        notes: list[str] | None = [own]
+        if self.barrier is not None:
+            notes = self.barrier.meet(own)
+        elif self.size > 1:
+            notes = self.exchange(own)
+        if notes is None:  # all are equal
+            if not problem:
+                return [show] * self.size
+            notes = [own] * self.size
+        return agreement.read(notes, self.ranks)
 
     def perform(self, job: Callable[[], None], async_op: bool) -> Work | None:
         """Do `job` now, or in this group's thread, in the order of the calls."""
@@ -118,6 +139,13 @@ class Communicator:
             return work
         work.wait()
         return None
+
+    def _follow(self, late: list[int] | None) -> None:
+        """See, while the barrier waits, whether those who are late can come."""
+        if late is None:
+            self.watch.over()
+        else:
+            self.watch([self.ranks[index] for index in late])
 
     def _busy_elsewhere(self) -> bool:
         others = [c for c in _KEPT.values() if c is not self and c._last is not None]

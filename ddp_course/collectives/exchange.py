@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_course.collectives.call import Run
+from ddp_course.collectives.call import Call, Run
 from ddp_course.collectives.communicator import Work, communicator
 from ddp_course.collectives.plan import Plan, Transfer, make_plan
 from ddp_course.collectives.reduction import ReduceOp
@@ -50,8 +50,8 @@ def all_to_all(
     Raises CollectiveError. Chapter 02.
     """
     comm = communicator(group)
-    call = comm.call("all_to_all")
-    call.pairs("output_list", output_list, "input_list", input_list)
+    call = Call(comm, "all_to_all")
+    call.pairs(output_list, input_list)
 
     def body(run: Run) -> None:
         n, me = comm.size, comm.rank
@@ -78,7 +78,7 @@ def all_to_all_single(
     sizes. Raises CollectiveError. Chapter 02.
     """
     comm = communicator(group)
-    call = comm.call("all_to_all_single")
+    call = Call(comm, "all_to_all_single")
     outputs = call.split("output", output, output_split_sizes)
     inputs = call.split("input", input, input_split_sizes)
     if call.problem:
@@ -112,4 +112,4 @@ def barrier(
         token = torch.zeros(1, dtype=torch.uint8)
         run.plan(barrier_plan(comm.size), Buffer.flat(token, 1), op=ReduceOp.MAX)
 
-    return comm.call("barrier").start(body, async_op)
+    return Call(comm, "barrier").start(body, async_op)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_course.collectives import ring
-from ddp_course.collectives.common import start_all_reduce
+from ddp_course.collectives.call import Call
 from ddp_course.collectives.communicator import Work, communicator
 from ddp_course.collectives.plan import Plan, Transfer, among, chain, make_plan
 from ddp_course.collectives.reduction import ReduceOp
@@ -96,7 +96,7 @@ def all_reduce(
     arguments and errors. Chapter 03.
     """
     comm = communicator(group)
-    call = comm.call("hierarchical.all_reduce", variant=variant)
+    call = Call(comm, "hierarchical.all_reduce", variant=variant)
     nodes = comm.nodes
     call.choice("variant", variant, PLANS)
     if not regular(nodes):
@@ -105,4 +105,4 @@ def all_reduce(
     def plan(_: int) -> Plan:
         return PLANS[variant](len(nodes), len(nodes[0]))
 
-    return start_all_reduce(call, plan, tensor, op, async_op)
+    return call.all_reduce(plan, tensor, op, async_op)

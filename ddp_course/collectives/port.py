@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_course.launch import Link, here, links_here
-from ddp_course.measure import ByteMeter
+from ddp_course.measure import ByteMeter, active_meters
 
 TAG = 77  # of all our messages
 
@@ -34,23 +34,21 @@ class Handle(Protocol):
 
 
 class Port:
-    """One rank's way to the other ranks of a process group, for one collective.
+    """One rank's way to the other ranks of a process group (None: all ranks).
 
-    `ranks` are the group's ranks in the job; `rank` and all peers are numbered within
-    the group. `meters` count each message.
+    `rank`, `size` and all peers are numbers within the group. `meters` count each
+    message; None are those that are open now.
     """
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
-        ranks: Sequence[int],
-        rank: int,
-        meters: Sequence[ByteMeter] = (),
+        group: dist.ProcessGroup | None = None,
+        meters: Sequence[ByteMeter] | None = None,
     ) -> None:
-        self.group = group
-        self.ranks = ranks
-        self.rank = rank
-        self.meters = meters
+        self.group = dist.group.WORLD if group is None else group
+        self.ranks = dist.get_process_group_ranks(self.group)  # in the job
+        self.rank, self.size = dist.get_rank(self.group), len(self.ranks)
+        self.meters = active_meters() if meters is None else meters
         self.nbytes_sent = 0
 
     def send(self, tensor: Tensor, peer: int) -> Handle:
@@ -73,28 +71,30 @@ class Port:
         sends: Sequence[tuple[Tensor, int]],
         receives: Sequence[tuple[Tensor, int]],
     ) -> None:
-        """Send and receive several (tensor, peer) at once, and wait for all of them."""
+        """Send and receive several (tensor, peer) at once, and wait for all of them.
+
+        All of it is handed over as one batch: one by one, two ranks that send to each
+        other can wait for each other for ever (on NCCL, with any size).
+        """
         sends = [(tensor, peer) for tensor, peer in sends if tensor.numel()]
         receives = [(tensor, peer) for tensor, peer in receives if tensor.numel()]
-        if any(tensor.is_cuda for tensor, _ in (*sends, *receives)):
-            self._exchange_on_gpus(sends, receives)
-            return
-        handles = [self.receive(tensor, peer) for tensor, peer in receives]
-        handles += [self.send(tensor, peer) for tensor, peer in sends]
+        if any(line_to(self.ranks[peer]) for _, peer in sends):  # slow: one by one
+            handles = [self.receive(tensor, peer) for tensor, peer in receives]
+            handles += [self.send(tensor, peer) for tensor, peer in sends]
+        else:
+            batch = []
+            for tensor, peer in receives:
+                self._count_received(tensor, self.ranks[peer])
+                batch.append(self._part(dist.irecv, tensor, peer))
+            for tensor, peer in sends:
+                self._count_sent(tensor, self.ranks[peer])
+                batch.append(self._part(dist.isend, tensor, peer))
+            handles = dist.batch_isend_irecv(batch) if batch else []
         for handle in handles:
             handle.wait()
 
-    def _exchange_on_gpus(self, sends: Sequence, receives: Sequence) -> None:
-        """Hand all of it to NCCL in one batch: alone, two sends can deadlock there."""
-        batch = []
-        for tensor, peer in sends:
-            self._count_sent(tensor, self.ranks[peer])
-            batch.append(dist.P2POp(dist.isend, tensor, self.ranks[peer], self.group))
-        for tensor, peer in receives:
-            self._count_received(tensor, self.ranks[peer])
-            batch.append(dist.P2POp(dist.irecv, tensor, self.ranks[peer], self.group))
-        for handle in dist.batch_isend_irecv(batch) if batch else ():
-            handle.wait()
+    def _part(self, op: Callable, tensor: Tensor, peer: int) -> dist.P2POp:
+        return dist.P2POp(op, tensor, group=self.group, tag=TAG, group_peer=peer)
 
     def _count_sent(self, tensor: Tensor, to: int) -> int:
         nbytes = tensor.numel() * tensor.element_size()

@@ -13,7 +13,7 @@ from functools import cache
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_course.collectives.call import Run
+from ddp_course.collectives.call import Call, Run
 from ddp_course.collectives.communicator import Work, communicator
 from ddp_course.collectives.plan import Plan, Transfer, make_plan
 from ddp_course.collectives.reduction import ReduceOp
@@ -74,7 +74,7 @@ def broadcast(
     together. Chapter 02.
     """
     comm = communicator(group)
-    call = comm.call("broadcast", algorithm=algorithm, src=src)
+    call = Call(comm, "broadcast", algorithm=algorithm, src=src)
     call.tensor("tensor", tensor)
     call.choice("algorithm", algorithm, BROADCASTS)
     root = call.root("src", src)
@@ -129,7 +129,7 @@ def reduce(
     is as for `all_reduce`. Raises CollectiveError. Chapter 02.
     """
     comm = communicator(group)
-    call = comm.call("reduce", algorithm=algorithm, dst=dst)
+    call = Call(comm, "reduce", algorithm=algorithm, dst=dst)
     call.tensor("tensor", tensor)
     call.reduction(op, tensor)
     call.choice("algorithm", algorithm, REDUCES)
@@ -170,7 +170,7 @@ def scatter(
     each like `tensor`; the other ranks give none. Raises CollectiveError. Chapter 02.
     """
     comm = communicator(group)
-    call = comm.call("scatter", src=src)
+    call = Call(comm, "scatter", src=src)
     call.tensor("tensor", tensor)
     root = call.root("src", src)
     if comm.rank == root:
@@ -217,7 +217,7 @@ def gather(
     each like `tensor`; the other ranks give none. Raises CollectiveError. Chapter 02.
     """
     comm = communicator(group)
-    call = comm.call("gather", dst=dst)
+    call = Call(comm, "gather", dst=dst)
     call.tensor("tensor", tensor)
     root = call.root("dst", dst)
     if comm.rank == root:

@@ -69,7 +69,7 @@ def all_gather(
     CollectiveError. Chapter 02.
     """
     comm = communicator(group)
-    call = comm.call("all_gather", algorithm=algorithm)
+    call = Call(comm, "all_gather", algorithm=algorithm)
     call.tensor("tensor", tensor)
     call.tensors("tensor_list", tensor_list, like=tensor)
     call.choice("algorithm", algorithm, ALL_GATHERS)
@@ -95,7 +95,7 @@ def all_gather_single(
     this rank's part of `output`, nothing is copied. Raises CollectiveError.
     """
     comm = communicator(group)
-    call = comm.call("all_gather_single", algorithm=algorithm)
+    call = Call(comm, "all_gather_single", algorithm=algorithm)
     call.tensor("input", input)
     call.times("output", output, comm.size, "input", input)
     call.choice("algorithm", algorithm, ALL_GATHERS)
@@ -164,7 +164,7 @@ def reduce_scatter(
     "direct" or "ring". Raises CollectiveError. Chapter 02.
     """
     comm = communicator(group)
-    call = comm.call("reduce_scatter", algorithm=algorithm)
+    call = Call(comm, "reduce_scatter", algorithm=algorithm)
     call.tensor("output", output)
     call.tensors("input_list", input_list, like=output)
     return _reduce_scatter(
@@ -187,7 +187,7 @@ def reduce_scatter_single(
     Raises CollectiveError. Chapter 02.
     """
     comm = communicator(group)
-    call = comm.call("reduce_scatter_single", algorithm=algorithm)
+    call = Call(comm, "reduce_scatter_single", algorithm=algorithm)
     call.tensor("output", output)
     call.times("input", input, comm.size, "output", output)
 

@@ -6,39 +6,127 @@ its two halves. A tensor that lies anywhere goes through a *staging* buffer that
 ranks can see; one that was made by `empty` lies in shared memory already (NCCL calls
 that a *registered* buffer), and nothing has to be copied in or out.
 
-This is what NCCL does inside a node, with GPUs that read each other's memory over
-NVLink. How it is done here: `arena`, `slices`, `symmetric`, and below them `segment`.
-Explained in chapter 03.
+NCCL does something like it inside a node for small messages, or where GPUs have
+*symmetric* memory; otherwise rings or NVLink's own sums. How it is done here: `staging`
+and, below it, `memory_barrier` and `allocator`. Explained in chapter 03.
 """
 
 from __future__ import annotations
 
+import math
+
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_course.collectives.arena import (
-    Place,
-    arena,
-    empty,
-    free,
-    local,
-    peers,
-    place_of,
-)
 from ddp_course.collectives.call import Call, Run
-from ddp_course.collectives.communicator import Work, communicator
+from ddp_course.collectives.communicator import Communicator, Work, communicator
 from ddp_course.collectives.reduction import ReduceOp
-from ddp_course.collectives.slices import ONE_SHOT, SLOT, cuts
+from ddp_course.collectives.staging import (
+    ONE_SHOT,
+    SLOT,
+    Staging,
+    SymmetricMemory,
+    cuts,
+)
 
-__all__ = [
-    "all_gather_single",
-    "all_reduce",
-    "empty",
-    "free",
-    "peers",
-    "reduce_scatter_single",
-    "volumes",
-]
+# ---- tensors that lie in shared memory -----------------------------------------------
+
+
+def empty(
+    *shape: int,
+    dtype: torch.dtype = torch.float32,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Return an uninitialised tensor in shared memory; called by all ranks together.
+
+    It can be used like any other; an `all_reduce` of it, or of a contiguous part of it,
+    needs no staging. All ranks give the same shape and type. It takes memory until
+    `free` or the end of the group. Raises CollectiveError; OSError if there is too
+    little memory. Chapter 03.
+    """
+    comm = communicator(group)
+    call = Call(comm, "shared_memory.empty", shape=list(shape), dtype=dtype)
+    made: list[Tensor] = []
+    if any(not isinstance(length, int) or length < 0 for length in shape):
+        call.refuse(f"shape is {shape}; it must be whole numbers, 0 or more")
+    _check_shared(call)
+
+    def body(run: Run) -> None:
+        if comm.size == 1:
+            made.append(torch.empty(shape, dtype=dtype))
+            return
+        nbytes = math.prod(shape) * dtype.itemsize
+        memory = SymmetricMemory(comm.barrier, nbytes, comm.exchange)
+        _memories(comm).append(memory)
+        made.append(memory.own.view(dtype).view(shape))
+
+    call.start(body)
+    return made[0]
+
+
+def free(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Let go of the memory of `tensor`, made by `empty`; called by all ranks.
+
+    It is given back when the tensor itself is gone, too. Raises CollectiveError.
+    """
+    comm = communicator(group)
+    call = Call(comm, "shared_memory.free")
+    memory = _memory_of(call, tensor)
+    if memory is None and comm.size > 1:
+        call.refuse("the tensor does not lie in this group's shared memory")
+    call.start(lambda run: _memories(comm).remove(memory) if memory else None)
+
+
+def peers(tensor: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
+    """Return every rank's tensor at the place where `tensor` lies in shared memory.
+
+    Reading or writing them is all there is to communicating; it is up to you that
+    nobody writes what another is reading (`barrier`), and nothing is checked or
+    metered. The own one is among them. No collective: any rank may ask. Raises
+    ValueError if `tensor` does not lie in this group's shared memory.
+    """
+    comm = communicator(group)
+    if comm.size == 1:
+        return [tensor]
+    for memory in _memories(comm):
+        if memory.find(tensor) is not None and tensor.is_contiguous():
+            return memory.peers(tensor)
+    raise ValueError(
+        f"the tensor of shape {[*tensor.shape]} does not lie, contiguous, in "
+        f"memory that this group shares (shared_memory.empty)"
+    )
+
+
+def _memories(comm: Communicator) -> list[SymmetricMemory]:
+    return comm.kept.setdefault("symmetric memories", [])
+
+
+def _memory_of(call: Call, tensor: object) -> SymmetricMemory | None:
+    """Find the shared memory in which a tensor lies; on all ranks at the same place."""
+    if not call.problem and isinstance(tensor, Tensor) and tensor.numel():
+        for number, memory in enumerate(_memories(call.comm)):
+            offset = memory.find(tensor)
+            if offset is not None:
+                call.words.append(f"in shared memory {number} at byte {offset}")
+                return memory
+    return None
+
+
+def _check_shared(call: Call, *tensors: object) -> None:
+    """Check that the group's ranks, and the tensors, are where memory can be shared."""
+    comm = call.comm
+    if len(comm.nodes) > 1:
+        nodes = [[comm.ranks[index] for index in node] for node in comm.nodes]
+        call.refuse(f"memory is shared inside a node; the group has ranks on {nodes}")
+    elif comm.size > 1 and not comm.shares_memory:
+        call.refuse("this machine lets these ranks share no memory (memfd, /proc)")
+    for tensor in tensors:
+        if isinstance(tensor, Tensor) and tensor.device.type != "cpu":
+            call.refuse(f"tensor is on {tensor.device}; it must be on the CPU")
+
+
+# ---- the collectives -----------------------------------------------------------------
 
 
 def all_reduce(
@@ -54,23 +142,23 @@ def all_reduce(
     one node cannot do it. Chapter 03.
     """
     comm = communicator(group)
-    call = comm.call("shared_memory.all_reduce")
+    call = Call(comm, "shared_memory.all_reduce")
     call.tensor("tensor", tensor)
     call.reduction(op, tensor)
-    local(call, tensor)
-    place = place_of(call, tensor)
+    _check_shared(call, tensor)
+    memory = _memory_of(call, tensor)
 
     def body(run: Run) -> None:
         if comm.size == 1:
             run.agree()
-        elif place is None:
-            if "arena" not in comm.kept:
-                run.agree()
-            arena(comm).staging.all_reduce(tensor, run.op, run.agree)
         else:
-            place[2].all_reduce(tensor, run.op, run.agree)
+            _staged(run, memory).all_reduce(tensor, run.op, run.agree)
         if run.meters:
-            size, item, registered = comm.size, tensor.element_size(), place is not None
+            size, item, registered = (
+                comm.size,
+                tensor.element_size(),
+                memory is not None,
+            )
             _count(run, volumes(tensor.numel(), item, size, comm.rank, registered))
 
     return call.start(body, async_op, agreed_by_body=True)
@@ -91,12 +179,21 @@ def reduce_scatter_single(
     CollectiveError. Chapters 03 and 07.
     """
     comm = communicator(group)
-    call = comm.call("shared_memory.reduce_scatter_single")
+    call = Call(comm, "shared_memory.reduce_scatter_single")
     call.tensor("output", output)
     call.times("input", input, comm.size, "output", output)
     call.reduction(op, output)
-    place = place_of(call, input)
-    return _shards(call, place, output, input, async_op)
+    _check_shared(call, output, input)
+    memory = _memory_of(call, input)
+
+    def body(run: Run) -> None:
+        if comm.size == 1:
+            _alone(run, output, input)
+        else:
+            _staged(run, memory).reduce_scatter(output, input, run.op, run.agree)
+        _count(run, [output.nbytes] * comm.size)
+
+    return call.start(body, async_op, agreed_by_body=True)
 
 
 def all_gather_single(
@@ -112,41 +209,42 @@ def all_gather_single(
     `input` is this rank's own part of it. Raises CollectiveError. Chapters 03 and 08.
     """
     comm = communicator(group)
-    call = comm.call("shared_memory.all_gather_single")
+    call = Call(comm, "shared_memory.all_gather_single")
     call.tensor("input", input)
     call.times("output", output, comm.size, "input", input)
-    place = None
+    memory = None
     if not call.problem:
         own = output.view(comm.size, -1)[comm.rank] if output.numel() else input
-        whole = own.data_ptr() == input.data_ptr()
-        place = place_of(call, output if whole else input)
-    return _shards(call, place, output, input, async_op)
-
-
-def _shards(
-    call: Call, place: Place | None, output: Tensor, input: Tensor, async_op: bool
-) -> Work | None:
-    """Do a collective in which every rank reads one shard of each other's memory."""
-    comm, gathers = call.comm, "all_gather" in call.name
-    for tensor in (output, input):
-        local(call, tensor)
+        in_place = own.data_ptr() == input.data_ptr()
+        memory = _memory_of(call, output if in_place else input)
+    _check_shared(call, output, input)
 
     def body(run: Run) -> None:
         if comm.size == 1:
-            run.agree()
-            if output.data_ptr() != input.data_ptr():
-                output.view(-1).copy_(input.view(-1))
-            return
-        if place is None and "arena" not in comm.kept:
-            run.agree()
-        memory = arena(comm).staging if place is None else place[2]
-        if gathers:
-            memory.all_gather(output.view(-1), input.view(-1), run.agree)
+            _alone(run, output, input)
         else:
-            memory.reduce_scatter(output.view(-1), input.view(-1), run.op, run.agree)
-        _count(run, [(input if gathers else output).nbytes] * comm.size)
+            _staged(run, memory).all_gather(output, input, run.agree)
+        _count(run, [input.nbytes] * comm.size)
 
     return call.start(body, async_op, agreed_by_body=True)
+
+
+def _staged(run: Run, memory: SymmetricMemory | None) -> Staging | SymmetricMemory:
+    """Return `memory`; if there is none, the group's staging, made at the first call.
+
+    Its ranks have not yet agreed on this call; so they do, before they make it.
+    """
+    comm = run.comm
+    if memory is None and "staging" not in comm.kept:
+        run.agree()
+        comm.kept["staging"] = Staging(comm.barrier, comm.exchange)
+    return comm.kept["staging"] if memory is None else memory
+
+
+def _alone(run: Run, output: Tensor, input: Tensor) -> None:
+    run.agree()
+    if output.data_ptr() != input.data_ptr():
+        output.view(-1).copy_(input.view(-1))
 
 
 def _count(run: Run, per_peer: list[int]) -> None:

@@ -188,17 +188,8 @@ def shown_by_all(
     is done where ranks agree on what they are about to send, in memory that they share
     on one machine: it takes microseconds, and less if all show the same.
     """
-    head, notes = "flags ", []
-
-    def read(words: list[str]) -> str | None:
-        if any(not word.startswith(head) for word in words):
-            return ""  # some call something else
-        notes[:] = [word.removeprefix(head) for word in words]
-        return None
-
     own = "".join("-" if silent else "01"[bool(flag)] for flag in flags)
-    communicator(group).agree_now(head + own, fits=read)
-    return notes
+    return communicator(group).agree_now("flags", show=own)
 
 
 def on_any_rank(flags: Sequence[bool], group: dist.ProcessGroup | None) -> list[bool]:

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_course.collectives import ReduceOp, communicator, mapping, shared_memory
-from ddp_course.collectives.slices import combine
+from ddp_course.collectives import ReduceOp, allocator, communicator, shared_memory
+from ddp_course.collectives.staging import combine
 from ddp_course.measure import active_logs, active_meters, label
 from ddp_course.mechanisms.exchange import MessageExchange, allocate
 
@@ -65,7 +65,7 @@ class MemoryExchange(MessageExchange):
             for page in self._pages:
                 shared_memory.free(page, self.group)
             how = {"dtype": torch.uint8, "group": self.group}
-            length = mapping.round_up(max(nbytes, 1), mapping.PAGE)
+            length = allocator.round_up(max(nbytes, 1), allocator.PAGE)
             pages = [shared_memory.empty(length, **how) for _ in range(2)]
             self._pages = [label(page, "communication buffers") for page in pages]
             self._summands.clear()
@@ -147,7 +147,7 @@ class MemoryExchange(MessageExchange):
     ) -> Tensor:
         """Return memory for a shard, beside the others'; called by all ranks."""
         nbytes = self.size * numel * dtype.itemsize
-        memory = mapping.shared_memory(max(nbytes, 1), self.rank, self.comm.exchange)
+        memory = allocator.allocate(max(nbytes, 1), self.rank, self.comm.exchange)
         whole = memory[:nbytes].view(dtype)
         shard = whole[self.rank * numel :][:numel]
         self._wholes[shard.data_ptr()] = whole

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from ddp_course.collectives import communicator
 from ddp_course.collectives.port import Port
-from ddp_course.measure import active_meters
 from ddp_course.mechanisms.batches import kind_of, told
 from ddp_course.mechanisms.replicas import broadcast_all
 from ddp_course.mechanisms.whole import HasWholeState
@@ -77,8 +76,7 @@ class StagedModule(HasWholeState, nn.Module):
     @property
     def port(self) -> Port:
         """How messages leave and arrive, counted by the meters that are open now."""
-        comm = self.comm
-        return Port(comm.group, comm.ranks, comm.rank, active_meters())
+        return Port(self.comm.group)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -17,10 +17,10 @@ from ddp_course.collectives import (
     ring,
     shared_memory,
 )
-from ddp_course.collectives.agreement import Agreement, judge
+from ddp_course.collectives.agreement import note, read
 from ddp_course.collectives.call import Call
-from ddp_course.collectives.meeting import Notice
-from ddp_course.collectives.stuck import StuckError, Watch
+from ddp_course.collectives.deadlock import DeadlockError, Watch
+from ddp_course.collectives.memory_barrier import LONGEST
 from ddp_course.launch import spawn
 from ddp_course.measure import ByteMeter
 
@@ -181,12 +181,12 @@ def test_every_rank_raises_the_same_clear_error_and_sends_nothing():
 def test_what_64_ranks_have_for_each_other_can_all_be_shown():
     """Else no rank could compare what the others give and expect."""
     comm = SimpleNamespace(size=64, ranks=range(64))
-    call = Call(comm, "all_to_all", {})
+    call = Call(comm, "all_to_all")
     given = [*torch.empty(64, 12345, 128, dtype=torch.uint8)]
     taken = [*torch.empty(64, 54321, 128, dtype=torch.uint8)]
-    call.pairs("output_list", taken, "input_list", given)
+    call.pairs(taken, given)
     assert call.problem is None
-    assert len(", ".join(call.words)) < Notice.LONGEST
+    assert len(note(", ".join(call.words), None, call.show)) < LONGEST
 
 
 def async_errors() -> list[str]:
@@ -260,7 +260,7 @@ def test_ranks_in_different_groups_are_told_and_do_not_hang(first):
                 ring.all_reduce(torch.zeros(4), group=pair)
             elif dist.get_rank() == 1:
                 ring.all_reduce(torch.zeros(4))
-        except StuckError as error:
+        except DeadlockError as error:
             return str(error)
         return "went well"
 
@@ -279,7 +279,7 @@ def test_a_circle_of_three_is_found_and_a_late_rank_is_none():
         watches[rank].since = -1e9
         try:
             watches[rank](late[rank])
-        except StuckError as error:
+        except DeadlockError as error:
             return str(error)
         return ""
 
@@ -290,22 +290,35 @@ def test_a_circle_of_three_is_found_and_a_late_rank_is_none():
     assert [look(r) for r in (0, 2, 0, 2)] == [""] * 4
 
 
-def test_judging_notes():
-    same = ["ring.all_reduce"] * 3
-    assert judge(same[0], same, [0, 1, 2]) is None
-    told = judge("a", ["a", "b", "a"], [4, 5, 6])
-    assert told == "the ranks do not call the same. ranks 4, 6: a; rank 5: b"
-    assert judge("a", ["a", "!no", "b"], [0, 1, 2]) == "rank 1: no"
+def test_reading_notes():
+    same = [note("ring.all_reduce", None, None)] * 3
+    assert read(same, [0, 1, 2]) == [None] * 3
+    shown = [note("a", None, [1, "b"]), note("a", None, None)]
+    assert read(shown, [0, 1]) == [[1, "b"], None]
+    for notes, told in (
+        (("a", "b", "a"), "the ranks do not call the same. ranks 4, 6: a; rank 5: b"),
+        (("a", "!no", "b"), "rank 5: no"),
+        (("!no", "!no", "b"), "ranks 4, 5: no"),
+        (("a", note("b", None, 3), "a"), "ranks 4, 6: a; rank 5: b."),
+    ):
+        with pytest.raises(CollectiveError, match=told):
+            read(notes, [4, 5, 6])
+
+
+def without_memory() -> list[str]:
+    """On every rank: agree as ranks on several machines do."""
+    comm = ours.communicator()
+    comm.barrier = None
+    comm.agree_now("same")
+    told = [str(comm.agree_now("flags", show=f"{comm.rank}1"))]
+    try:
+        comm.agree_now("one" if comm.rank == 0 else "another")
+    except CollectiveError as error:
+        told.append(str(error))
+    return told
 
 
 def test_agreement_where_memory_is_not_shared():
-    """The way of ranks on several machines, with the notes of a planted other rank."""
-
-    class Calm:
-        doing = ""
-
-    agree = Agreement(lambda note: [note, note], [0, 1], Calm())
-    assert agree("same") is None
-    other = Agreement(lambda note: [note, "another"], [0, 1], Calm())
-    with pytest.raises(CollectiveError, match="rank 0: one; rank 1: another"):
-        other("one")
+    for told in spawn(without_memory, world_size=2, output="none"):
+        assert told[0] == "['01', '11']"
+        assert "rank 0: one; rank 1: another" in told[1]

@@ -71,7 +71,7 @@ def many_small() -> float:
     from ddp_course.collectives.port import Port
 
     me = dist.get_rank()
-    port = Port(dist.group.WORLD, [0, 1], me)
+    port = Port()
     parts = [torch.full((1000,), float(k)) for k in range(5)]
     dist.barrier()
     start = time.perf_counter()

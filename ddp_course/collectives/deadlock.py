@@ -18,7 +18,7 @@ PATIENCE = 2.0  # seconds to wait before asking why
 SLICE = 0.25  # seconds between two looks
 
 
-class StuckError(RuntimeError):
+class DeadlockError(RuntimeError):
     """Ranks wait for each other in different groups."""
 
 
@@ -26,7 +26,7 @@ class Watch:
     """Looks after one rank while it waits for others of the group `ranks`.
 
     `doing` says what it wants to do. Called again and again with the ranks (in the job)
-    that have not come; raises StuckError once it is certain that they cannot come.
+    that have not come; raises DeadlockError once it is certain that they cannot come.
     While this process is `busy` with other collectives, too, nothing is certain.
     """
 
@@ -49,22 +49,22 @@ class Watch:
         """Look once; `late` are the ranks that are waited for."""
         if self.since is None:
             self.since = time.monotonic()
-        if not self.patient_no_more() or self.busy():
+        if not self.is_long() or self.busy():
             return
         self._say({"group": self.ranks, "late": list(late), "doing": self.doing})
         circle = self._circle(list(late))
         # Twice the same: nobody has moved between two looks.
         if circle and circle == self.seen:
-            raise StuckError("these wait for each other: " + "; ".join(circle))
+            raise DeadlockError("these wait for each other: " + "; ".join(circle))
         self.seen = circle
 
     def over(self) -> None:
         """Note that the wait is over."""
-        if self.patient_no_more():
+        if self.is_long():
             self._say({})
         self.since, self.seen = None, []
 
-    def patient_no_more(self) -> bool:
+    def is_long(self) -> bool:
         """Tell whether this rank has been waiting for long."""
         return self.since is not None and time.monotonic() - self.since >= PATIENCE
 
@@ -100,14 +100,13 @@ def _told(rank: int, told: dict) -> str:
     return f"rank {rank} at {told['doing']} in the group of ranks {told['group']}"
 
 
-def exchange_by_store(
-    store: dist.Store, name: str, ranks: Sequence[int], rank: int, watch: Watch
-) -> Callable[[object], list]:
+def exchange_by_store(name: str, watch: Watch) -> Callable[[object], list]:
     """Return a function that shows an object to all ranks and returns everyone's.
 
     Slow, but it needs no collective, and `watch` looks on while it waits. The objects
     are numbers, strings, and tuples of such; `name` is that of the group.
     """
+    store, ranks, rank = watch.store, watch.ranks, watch.rank
     count = 0
 
     def exchange(value: object) -> list:
@@ -115,15 +114,14 @@ def exchange_by_store(
         count += 1
         keys = [f"ddp_course/{name}/{count}/{r}" for r in ranks]
         store.set(keys[ranks.index(rank)], repr(value))
-        while late := [r for r, key in zip(ranks, keys, strict=True) if not has(key)]:
+        while late := [
+            r for r, key in zip(ranks, keys, strict=True) if not store.check([key])
+        ]:
             watch(late)
-            time.sleep(SLICE if watch.patient_no_more() else 0.001)
+            time.sleep(SLICE if watch.is_long() else 0.001)
         watch.over()
         if count > 1:  # all have come to this exchange: they have read the last one
             store.delete_key(f"ddp_course/{name}/{count - 1}/{rank}")
         return [ast.literal_eval(store.get(key).decode()) for key in keys]
-
-    def has(key: str) -> bool:
-        return store.check([key])
 
     return exchange

@@ -15,16 +15,16 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_course.collectives import slices as module
+from ddp_course.collectives import staging as module
+from ddp_course.collectives.memory_barrier import Barrier
 from ddp_course.collectives.reduction import COMBINE, ReduceOp, check_op
-from ddp_course.collectives.segment import Segment, share
-from ddp_course.collectives.slices import (
+from ddp_course.collectives.staging import (
     ONE_SHOT,
     Staging,
+    SymmetricMemory,
     combine,
     cuts,
 )
-from ddp_course.collectives.symmetric import SymmetricMemory
 from ddp_course.launch import spawn
 
 SIZES = [1, 2, 3, 4, 5, 8]
@@ -48,11 +48,10 @@ def exchange(value):
     return values
 
 
-def memories(slot=SLOT, room=ROOM, timeout=60.0, kind=Staging):
-    """Return a segment, and both ways to reduce in it."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    segment = share(64 + kind.nbytes(size, slot), rank, size, exchange, timeout)
-    return kind(segment, 64, slot), SymmetricMemory(segment, room, exchange)
+def memories(slot=SLOT, room=ROOM, timeout=60.0, kind=Staging, barrier=Barrier):
+    """Return both ways to reduce in shared memory, at one barrier."""
+    here = barrier(dist.get_rank(), dist.get_world_size(), exchange, timeout)
+    return kind(here, exchange, slot), SymmetricMemory(here, room, exchange)
 
 
 def placed(memory: SymmetricMemory, tensor: torch.Tensor, skip=0) -> torch.Tensor:
@@ -138,7 +137,7 @@ def reference(x: torch.Tensor, op) -> torch.Tensor:
     return expected
 
 
-def compare(numels, dtypes, ops=(ReduceOp.SUM,), staged=True) -> list[str]:
+def compare(numels, dtypes, ops=(ReduceOp.SUM,)) -> list[str]:
     """Return where staged or symmetric all-reduce differs from PyTorch's."""
     staging, memory = memories()
     rank, wrong = dist.get_rank(), []
@@ -152,46 +151,47 @@ def compare(numels, dtypes, ops=(ReduceOp.SUM,), staged=True) -> list[str]:
         memory.all_reduce(other, op)
         if raw(other) != expected:
             wrong.append(f"symmetric {op} of {numel} {dtype}")
-        if staged:
-            staging.all_reduce(one, op)
-            if raw(one) != expected:
-                wrong.append(f"staged {op} of {numel} {dtype}")
+        staging.all_reduce(one, op)
+        if raw(one) != expected:
+            wrong.append(f"staged {op} of {numel} {dtype}")
     return wrong
 
 
-@pytest.mark.parametrize("world_size", SIZES)
-def test_all_reduce_gives_what_pytorch_gives(world_size):
-    n = world_size
+@pytest.mark.parametrize("n", SIZES)
+def test_what_all_ranks_get_is_right(n):
     slab = SLOT // 4
     numels = {0, 1, n - 1, n, n + 1, 1009, slab - 1, slab, slab + 1, 1 << 20}
     numels |= {ONE_SHOT // 4, ONE_SHOT // 4 + 1, 5 * slab + 7}
-    wrong = spawn(compare, sorted(numels), [torch.float32], world_size=n)
-    assert wrong == [[]] * n
 
+    def wrong():
+        told = compare(sorted(numels), [torch.float32])
+        if n in (2, 3):
+            told += compare([3, 40_009], DTYPES, list(COMBINE))
+        return told + shards([0, 1, 1009, slab // n + 1, slab + 1])
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_every_operation_on_every_type(world_size):
-    wrong = spawn(compare, [3, 40_009], DTYPES, list(COMBINE), world_size=world_size)
-    assert wrong == [[]] * world_size
+    assert spawn(wrong, world_size=n) == [[]] * n
 
 
 def test_planted_slices_give_wrong_sums():
-    def planted(staged):
+    def planted():
         module.cuts = forgets_the_rest
-        return compare([100_003], [torch.float32], staged=staged)
+        return compare([100_003], [torch.float32])
 
-    assert all(spawn(planted, False, world_size=3))
-    reports = spawn(planted, True, world_size=3, check=False, output="none")
-    assert all(report.status != "ok" for report in reports)  # it notices itself
+    assert [len(wrong) for wrong in spawn(planted, world_size=3)] == [2] * 3
 
 
 # ---- the same bits -----------------------------------------------------------------
 
 
-def bits(numel: int, plant=None) -> tuple[list[bytes], list[bytes]]:
-    """Return the results of both ways, and of each as it is meant."""
+def all_bits(plant=None) -> list[tuple[list[bytes], list[bytes]]]:
+    """On every rank: of a small and a large tensor, see `bits`."""
     if plant:
         plant()
+    return [bits(1009), bits(40_009)]
+
+
+def bits(numel: int) -> tuple[list[bytes], list[bytes]]:
+    """Return the results of both ways, and of each as it is meant."""
     staging, memory = memories()
     rank, results, meant = dist.get_rank(), [], []
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
@@ -222,15 +222,15 @@ def same_bits(results) -> bool:
     return all(got == results[0][0] == meant for got, meant in results)
 
 
-@pytest.mark.parametrize("numel", [1009, 40_009])
 @pytest.mark.parametrize("world_size", [2, 3, 5])
-def test_all_ranks_have_the_same_bits_in_both_ways(world_size, numel):
-    assert same_bits(spawn(bits, numel, world_size=world_size))
+def test_all_ranks_have_the_same_bits_in_both_ways(world_size):
+    for told in zip(*spawn(all_bits, world_size=world_size), strict=True):
+        assert same_bits(told)
 
 
-@pytest.mark.parametrize("numel", [1009, 40_009])
-def test_a_planted_order_is_seen(numel):
-    assert not same_bits(spawn(bits, numel, own_first, world_size=3))
+def test_a_planted_order_is_seen():
+    for told in zip(*spawn(all_bits, own_first, world_size=3), strict=True):
+        assert not same_bits(told)
 
 
 # ---- reduce-scatter and all-gather -------------------------------------------------
@@ -274,15 +274,6 @@ def shards(numels, plant=None) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world_size", SIZES)
-def test_shards_are_right(world_size):
-    slab = SLOT // 4
-    wrong = spawn(
-        shards, [0, 1, 1009, slab // world_size + 1, slab + 1], world_size=world_size
-    )
-    assert wrong == [[]] * world_size
-
-
 def plant_alias():
     """Plant a mistake: the own numbers are overwritten before they are added."""
 
@@ -304,36 +295,35 @@ def test_a_planted_overwriting_is_seen():
 class OnePage(Staging):
     """A planted mistake: what others still read is overwritten."""
 
-    def _page(self, turn, edges, dtype):
-        return super()._page(0, edges, dtype)
+    def page(self, turn, like):
+        return super().page(0, like)
 
 
-class EverySecond(Segment):
+class EverySecond(Barrier):
     """A planted mistake: only every second barrier waits."""
 
-    def barrier(self):
+    def wait(self):
         if self.count % 2:
             self.count += 1
         else:
-            super().barrier()
+            super().wait()
 
 
-class Impatient(Segment):
-    """A planted mistake: only the first barrier of a call waits."""
+class OneOfThree(Barrier):
+    """A planted mistake: two of three barriers do not wait."""
 
-    def meet(self, meeting=None):
-        Segment.barrier(self)
+    def wait(self):
+        if self.count % 3:
+            self.count += 1
+        else:
+            super().wait()
 
-    def barrier(self):
-        self.count += 1
 
-
-def races(rounds: int, segment_kind=Segment, kind=Staging) -> int:
+def races(rounds: int, barrier=Barrier, kind=Staging) -> int:
     """Count wrong results of many calls of any size, back to back, at any moment."""
-    staging, memory = memories(kind=kind)
-    segment = staging.segment
-    segment.__class__ = segment_kind
-    n, slow, common = segment.size, random.Random(segment.rank), random.Random(0)
+    staging, memory = memories(kind=kind, barrier=barrier)
+    n, rank = staging.size, staging.rank
+    slow, common = random.Random(rank), random.Random(0)
     original, wrong = module.combine, 0
 
     def napping(inputs, op, out):
@@ -345,8 +335,8 @@ def races(rounds: int, segment_kind=Segment, kind=Staging) -> int:
     for number in range(rounds):
         numel = common.choice([1, 100, 5000, 16384, 16385, 40_000, 100_003])
         kind = common.choice(["staged", "symmetric", "scatter", "gather"])
-        x = torch.arange(numel, dtype=torch.float32) % 1000 + number + segment.rank
-        total = n * (x - segment.rank) + n * (n - 1) / 2
+        x = torch.arange(numel, dtype=torch.float32) % 1000 + number + rank
+        total = n * (x - rank) + n * (n - 1) / 2
         if kind == "staged":
             staging.all_reduce(x, ReduceOp.SUM)
             good = torch.equal(x, total)
@@ -361,7 +351,7 @@ def races(rounds: int, segment_kind=Segment, kind=Staging) -> int:
         else:
             out = torch.empty(n, numel)
             staging.all_gather(out, x)
-            others = (torch.arange(n) - segment.rank).view(n, 1)
+            others = (torch.arange(n) - rank).view(n, 1)
             good = torch.equal(out, x + others)
         wrong += not good
     dist.barrier()
@@ -373,11 +363,13 @@ def test_calls_back_to_back_do_not_disturb_each_other(world_size):
     assert sum(spawn(races, 200, world_size=world_size)) == 0
 
 
-@pytest.mark.parametrize(
-    "planted", [(Segment, OnePage), (EverySecond,), (Impatient,)], ids=str
-)
-def test_planted_races_are_seen(planted):
-    assert sum(spawn(races, 200, *planted, world_size=3)) > 0
+def test_planted_races_are_seen():
+    def planted():
+        kinds = (Barrier, OnePage), (EverySecond, Staging), (OneOfThree, Staging)
+        return [races(200, *kind) for kind in kinds]
+
+    wrong = spawn(planted, world_size=3)
+    assert all(map(sum, zip(*wrong, strict=True))), wrong
 
 
 # ---- errors, and what is left ------------------------------------------------------
@@ -386,15 +378,15 @@ def test_planted_races_are_seen(planted):
 def test_if_the_meeting_disagrees_nothing_has_been_changed():
     def disagree():
         staging, memory = memories()
-        segment, changed = staging.segment, []
+        changed = []
 
         def meet():
-            segment.barrier()
+            staging.barrier.wait()
             raise ValueError("rank 1 means something else")
 
         for numel in (5, 50_000):
             x = torch.arange(float(numel))
-            y, z = placed(memory, x), torch.zeros(numel * segment.size)
+            y, z = placed(memory, x), torch.zeros(numel * staging.size)
             for call in (
                 lambda x=x: staging.all_reduce(x, ReduceOp.SUM, meet),
                 lambda y=y: memory.all_reduce(y, ReduceOp.SUM, meet),
@@ -412,7 +404,7 @@ def test_if_the_meeting_disagrees_nothing_has_been_changed():
             if not same or z.any():
                 changed.append(numel)
             staging.all_reduce(x, ReduceOp.SUM)  # and it can be used after that
-            if not torch.equal(x, segment.size * torch.arange(float(numel))):
+            if not torch.equal(x, staging.size * torch.arange(float(numel))):
                 changed.append("later")
         return changed
 
@@ -435,10 +427,9 @@ def test_a_rank_that_fails_while_reducing_tells_the_others():
     assert all("left this shared memory" in told[rank] for rank in (0, 2))
 
 
-@pytest.mark.parametrize("numel", [10, 100_000])
-def test_a_rank_that_never_comes_is_named(numel):
-    def wait():
-        staging, memory = memories(timeout=0.7)
+def test_a_rank_that_never_comes_is_named():
+    def wait(numel):
+        staging, _ = memories(timeout=0.7)
         told = "absent"
         if dist.get_rank() != 1:
             try:
@@ -448,9 +439,10 @@ def test_a_rank_that_never_comes_is_named(numel):
         dist.barrier()
         return told
 
-    told = spawn(wait, world_size=3)
-    assert told[1] == "absent"
-    assert all("rank 1 of 3 did not arrive" in told[rank] for rank in (0, 2))
+    told = spawn(lambda: [wait(10), wait(100_000)], world_size=3)
+    assert told[1] == ["absent"] * 2
+    for rank in (0, 2):
+        assert all("rank 1 of 3 did not arrive" in text for text in told[rank])
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -460,7 +452,7 @@ def test_kill_9_in_an_all_reduce_leaves_nothing(victim, no_leftovers):
         original = module.combine
 
         def deadly(inputs, op, out):
-            if dist.get_rank() == victim and staging.segment.count > 40:
+            if dist.get_rank() == victim and staging.barrier.count > 40:
                 os.kill(os.getpid(), signal.SIGKILL)
             original(inputs, op, out)
 
@@ -474,33 +466,25 @@ def test_kill_9_in_an_all_reduce_leaves_nothing(victim, no_leftovers):
     assert reports[victim].status != "ok"
 
 
-def test_memory_lives_as_long_as_the_last_tensor_in_it():
+def test_memory_lives_as_long_as_the_last_tensor_in_it_which_is_found():
     def live():
         staging, memory = memories(room=10_000)
         x = memory.own[4096:8192].view(torch.float32)
+        found = [memory.find(t) for t in (x, x[2:], memory.own, torch.ones(3))]
+        with pytest.raises(ValueError, match="shape \\[3\\] is not in here"):
+            memory.all_reduce(torch.ones(3), ReduceOp.SUM)
         x.fill_(1)
         memory.all_reduce(x, ReduceOp.SUM)
-        both = _mappings()
+        both = _mappings()  # the barrier's, the slots, the tensors
         del memory, staging
         one = _mappings()
         right = x.sum().item() == 1024 * dist.get_world_size()
         del x
         gc.collect()
-        return both, one, right, _mappings()
+        return found, both, one, right, _mappings()
 
-    assert spawn(live, world_size=2) == [(2, 1, True, 0)] * 2
-
-
-def test_a_tensor_is_found_where_it_lies():
-    def find():
-        staging, memory = memories(room=10_000)
-        x = memory.own[4096:8192].view(torch.float32)
-        tensors = [x, x[2:], memory.own, torch.ones(3)]
-        with pytest.raises(ValueError, match="shape \\[3\\] is not in here"):
-            memory.all_reduce(torch.ones(3), ReduceOp.SUM)
-        return [memory.find(tensor) for tensor in tensors]
-
-    assert spawn(find, world_size=2) == [[4096, 4104, 0, None]] * 2
+    right = ([4096, 4104, 0, None], 3, 1, True, 0)
+    assert spawn(live, world_size=2) == [right] * 2
 
 
 def _mappings() -> int:

@@ -32,11 +32,10 @@ def same_machine(exchange: Exchange) -> bool:
         here = (boot, str(Path("/proc/self/ns/pid").readlink()))
     except OSError:
         here = None  # not Linux
-    told = exchange(here)
-    return here is not None and all(other == here for other in told)
+    return here is not None and all(other == here for other in exchange(here))
 
 
-def shared_memory(nbytes: int, rank: int, exchange: Exchange) -> Tensor:
+def allocate(nbytes: int, rank: int, exchange: Exchange) -> Tensor:
     """Return the same `nbytes` bytes of zeros in every rank; called by all ranks.
 
     Rank 0 makes a file without a name and tells its process number and file
@@ -57,9 +56,8 @@ def shared_memory(nbytes: int, rank: int, exchange: Exchange) -> Tensor:
 
     Chapter 03.
     """
-    fd, memory = -1, None
+    fd, memory, offer, problem = -1, None, None, None
     try:
-        offer, problem = None, None
         if rank == 0:
             try:
                 fd, offer = _create(nbytes)
@@ -68,9 +66,11 @@ def shared_memory(nbytes: int, rank: int, exchange: Exchange) -> Tensor:
         offer = exchange(offer)[0]
         if offer is not None:
             try:
-                if rank != 0:
-                    fd = _open(*offer)
-                memory = _map(fd, nbytes)
+                fd = fd if rank == 0 else _open(*offer)
+                # Unlike Python's mmap, from_file keeps no file descriptor of its own.
+                memory = torch.from_file(
+                    f"/proc/self/fd/{fd}", shared=True, size=nbytes, dtype=torch.uint8
+                )
             except Exception as error:
                 problem = f"cannot map it: {error}"
         problems = {r: p for r, p in enumerate(exchange(problem)) if p is not None}
@@ -102,12 +102,6 @@ def _open(pid: int, fd: int, name: str) -> int:
     if name not in str(path.readlink()):  # in another container: another process
         raise OSError(f"{path} is another file here: not one machine, or container")
     return os.open(path, os.O_RDWR | os.O_CLOEXEC)
-
-
-def _map(fd: int, nbytes: int) -> Tensor:
-    # Unlike Python's mmap, from_file keeps no file descriptor of its own.
-    path = f"/proc/self/fd/{fd}"
-    return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
 
 
 def round_up(nbytes: int, unit: int) -> int:

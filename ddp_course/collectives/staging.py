@@ -1,0 +1,321 @@
+"""All-reduce in shared memory: each rank reduces one slice of all ranks' tensors.
+
+Rank r is in charge of slice r. It combines slice r of rank 0, of rank 1, ..., in that
+order, and then all ranks have the result from it. So every element is reduced in the
+same order, however it gets there: the same bits on all ranks and in both of
+
+    Staging          any tensor goes through slots in shared memory, in slabs
+    SymmetricMemory  tensors that lie in shared memory already
+
+Each call begins with one barrier, which may be the caller's own `meet` (that of ranks
+that agree, say). If it raises, no tensor has been changed. Chapter 03.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_course.collectives.allocator import LINE, PAGE, Exchange, allocate, round_up
+from ddp_course.collectives.memory_barrier import Barrier
+from ddp_course.collectives.reduction import COMBINE, finish
+
+Op = dist.ReduceOp.RedOpType
+Meet = Callable[[], object]
+
+SLOT = 1 << 20  # bytes of a slab: longer tensors go through in slabs of this size
+ONE_SHOT = 64 << 10  # bytes up to which every rank reduces everything itself
+BLOCK = 256 << 10  # bytes reduced at once: those of all ranks should fit in a cache
+KEPT = 256  # views are kept for as many different sizes and places
+
+
+@lru_cache(maxsize=KEPT)
+def cuts(numel: int, size: int, itemsize: int) -> tuple[int, ...]:
+    """Return where the slices of `numel` elements begin and end.
+
+    Slice r is [cuts[r], cuts[r + 1]). They are equally long, but begin at multiples of
+    a cache line; so the last ones may be shorter, or empty.
+    """
+    longest = round_up(-(-numel // size), max(1, LINE // itemsize))
+    return tuple(min(r * longest, numel) for r in range(size + 1))
+
+
+def combine(inputs: Sequence[Tensor], op: Op, out: Tensor) -> None:
+    """Reduce `inputs`, one of each rank, into `out`, in the order of the ranks.
+
+    `out` may be the first or the second of them, but none of the others: what is in
+    those is still needed when the first two have been combined.
+    """
+    if len(inputs) == 1:
+        out.copy_(inputs[0])
+    else:
+        function = COMBINE[op]
+        function(inputs[0], inputs[1], out=out)
+        for tensor in inputs[2:]:
+            function(out, tensor, out=out)
+    finish(out, op, len(inputs))
+
+
+def with_own(inputs: list[Tensor], rank: int, own: Tensor, out: Tensor) -> list:
+    """Put the calling rank's own numbers among the inputs, out of the way of `out`."""
+    in_the_way = rank >= 2 and out.data_ptr() == own.data_ptr()
+    return [*inputs[:rank], own.clone() if in_the_way else own, *inputs[rank + 1 :]]
+
+
+class Staging:
+    """Collectives of any contiguous tensors, through slots in shared memory.
+
+    Each of two pages has a slot for every rank, and one for results. A rank writes on
+    the page whose turn it is; it reads the other one, which all ranks have finished.
+    `slot` is the size of each in bytes, a multiple of 4096. Made by all ranks together;
+    OSError on all of them if one cannot have the memory. Chapter 03.
+    """
+
+    def __init__(self, barrier: Barrier, exchange: Exchange, slot: int = SLOT) -> None:
+        self.barrier, self.slot = barrier, slot
+        self.rank, self.size = barrier.rank, barrier.size
+        slots = self.size + 1
+        memory = allocate(2 * slots * slot, self.rank, exchange)
+        self._memory = memory.view(2, slots, slot)
+        self._views: dict[tuple, list[Tensor]] = {}
+
+    def page(self, turn: int, like: Tensor) -> list[Tensor]:
+        """Return every rank's slot of a page, and that of results, as long as `like`.
+
+        They are of its type, and one-dimensional.
+        """
+        key = turn, like.numel(), like.dtype
+        if key not in self._views:
+            if len(self._views) >= KEPT:
+                self._views.clear()
+            rows = self._memory[turn, :, : like.nbytes]
+            self._views[key] = [row.view(like.dtype) for row in rows]
+        return self._views[key]
+
+    def write(self, like: Tensor) -> list[Tensor]:
+        """Return the page that may be written until the next barrier."""
+        return self.page(self.barrier.turn, like)
+
+    def read(self, like: Tensor) -> list[Tensor]:
+        """Return the page that was written before the last one."""
+        return self.page(1 - self.barrier.turn, like)
+
+    def all_reduce(self, tensor: Tensor, op: Op, meet: Meet | None = None) -> None:
+        """Reduce `tensor` (contiguous, any shape and dtype) over all ranks, in place.
+
+        A small one is read whole by everyone. Of a larger one every rank reduces its
+        slice of each slab, and reads the others' results. Errors: as `Barrier.wait`,
+        and what `meet` raises.
+        """
+        rank, size, flat = self.rank, self.size, tensor.view(-1)
+
+        def show(part: Tensor) -> None:
+            self.write(part)[rank].copy_(part)
+
+        def reduce_all(part: Tensor) -> None:
+            combine(self.read(part)[:size], op, part)
+
+        def own(part: Tensor) -> tuple[int, int]:
+            return cuts(part.numel(), size, part.element_size())[rank : rank + 2]
+
+        def show_others_theirs(part: Tensor) -> None:
+            (first, last), slot = own(part), self.write(part)[rank]
+            slot[:first].copy_(part[:first])
+            slot[last:].copy_(part[last:])
+
+        def reduce_own(part: Tensor) -> None:
+            first, last = own(part)
+            inputs = [slot[first:last] for slot in self.read(part)[:size]]
+            inputs[rank] = part[first:last]
+            result = self.write(part)[size][first:last]
+            combine(inputs, op, result)
+            inputs[rank].copy_(result)
+
+        def fetch_others_results(part: Tensor) -> None:
+            (first, last), results = own(part), self.read(part)[size]
+            part[:first].copy_(results[:first])
+            part[last:].copy_(results[last:])
+
+        if tensor.nbytes <= min(ONE_SHOT, self.slot):
+            self._in_turns([flat], [show, reduce_all], meet)
+        else:
+            slabs = flat.split(self.slot // flat.element_size())
+            stages = [show_others_theirs, reduce_own, fetch_others_results]
+            self._in_turns(slabs, stages, meet)
+
+    def reduce_scatter(
+        self, output: Tensor, input: Tensor, op: Op, meet: Meet | None = None
+    ) -> None:
+        """Reduce chunk r of every rank's `input` into rank r's `output`.
+
+        `input` is contiguous and has `size` chunks as long as `output`, which may be
+        this rank's own chunk of it. Errors: as `all_reduce`.
+        """
+        rank, size = self.rank, self.size
+        width = self.slot // size // LINE * LINE // output.element_size()
+        chunks = input.view(size, output.numel()).split(width, dim=1)
+
+        def show(part: tuple[Tensor, Tensor]) -> None:
+            slot = self.write(part[0])[rank].view(part[0].shape)
+            slot[:rank].copy_(part[0][:rank])
+            slot[rank + 1 :].copy_(part[0][rank + 1 :])
+
+        def reduce_own(part: tuple[Tensor, Tensor]) -> None:
+            chunks, out = part
+            slots = self.read(chunks)[:size]
+            inputs = [slot.view(chunks.shape)[rank] for slot in slots]
+            combine(with_own(inputs, rank, chunks[rank], out), op, out)
+
+        parts = [*zip(chunks, output.view(-1).split(width), strict=True)]
+        self._in_turns(parts, [show, reduce_own], meet)
+
+    def all_gather(
+        self, output: Tensor, input: Tensor, meet: Meet | None = None
+    ) -> None:
+        """Copy the `input` of every rank r into chunk r of all ranks' `output`.
+
+        `output` is contiguous and has `size` chunks as long as `input`, which may be
+        this rank's own chunk of it. Errors: as `all_reduce`.
+        """
+        rank, size = self.rank, self.size
+        width = self.slot // input.element_size()
+        chunks = output.view(size, input.numel()).split(width, dim=1)
+
+        def show(part: tuple[Tensor, Tensor]) -> None:
+            self.write(part[1])[rank].copy_(part[1])
+
+        def fetch(part: tuple[Tensor, Tensor]) -> None:
+            slots = self.read(part[1])[:size]
+            slots[rank] = part[1]
+            for chunk, slot in zip(part[0], slots, strict=True):
+                chunk.copy_(slot)
+
+        parts = [*zip(chunks, input.view(-1).split(width), strict=True)]
+        self._in_turns(parts, [show, fetch], meet)
+
+    def _in_turns(
+        self, parts: Sequence[Any], stages: Sequence[Callable], meet: Meet | None
+    ) -> None:
+        """Do the first stage of part i, the second of part i - 1, ...; then a barrier.
+
+        So there is one barrier for each part, and one more for each stage after the
+        second.
+        """
+        turns = len(parts) + len(stages) - 1
+        for i in range(turns):
+            with self.barrier as barrier:
+                for k, stage in enumerate(stages):
+                    if 0 <= i - k < len(parts):
+                        stage(parts[i - k])
+                if 0 < i < turns - 1:
+                    barrier.wait()
+            if i == 0:
+                (meet or barrier.wait)()
+
+
+class SymmetricMemory:
+    """Memory of every rank that all ranks can read and write: `own`, on this rank.
+
+    A tensor made of `own` (`own[:4096].view(torch.float32)`) is reduced where it is:
+    rank r reduces slice r of all ranks' tensors, and writes it into all of them. The
+    tensor must begin at the same place on all ranks. The memory is freed when the last
+    tensor in it is gone, on the last rank. Made by all ranks together, of `nbytes`
+    bytes on each; OSError on all of them if one cannot have it.
+
+    The name is that of PyTorch's counterpart for GPUs
+    (`torch.distributed._symmetric_memory`). Chapter 03.
+    """
+
+    def __init__(self, barrier: Barrier, nbytes: int, exchange: Exchange) -> None:
+        self.barrier = barrier
+        rows, columns = barrier.size, round_up(max(nbytes, 1), PAGE)
+        memory = allocate(rows * columns, barrier.rank, exchange)
+        self._all = list(memory.view(rows, columns)[:, :nbytes])
+        self.own = self._all[barrier.rank]
+        self._kept: dict[tuple, list[list[Tensor]]] = {}
+
+    def find(self, tensor: Tensor) -> int | None:
+        """Return at which byte of `own` a contiguous tensor begins; None: elsewhere."""
+        offset = tensor.data_ptr() - self.own.data_ptr()
+        return offset if 0 <= offset <= self.own.numel() - tensor.nbytes else None
+
+    def peers(self, tensor: Tensor) -> list[Tensor]:
+        """Return every rank's tensor at the place of a contiguous `tensor` in here."""
+        start = self.find(tensor) if tensor.numel() else 0
+        if start is None:
+            raise ValueError(f"the tensor of shape {[*tensor.shape]} is not in here")
+        return [
+            memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for memory in self._all
+        ]
+
+    def all_reduce(self, tensor: Tensor, op: Op, meet: Meet | None = None) -> None:
+        """Reduce `tensor` over all ranks, in place.
+
+        Between two barriers slice r is touched by rank r only, on all ranks. Errors:
+        ValueError if it lies elsewhere; as `Barrier.wait`; what `meet` raises.
+        """
+        rank, size = self.barrier.rank, self.barrier.size
+        edges = cuts(tensor.numel(), size, tensor.element_size())
+        blocks = self._blocks(tensor, *edges[rank : rank + 2])
+        (meet or self.barrier.wait)()
+        with self.barrier as barrier:
+            for block in blocks:
+                result = block[0]  # rank 0's own numbers are the first to be used up
+                combine(block, op, result)
+                for other in block[1:]:
+                    other.copy_(result)
+            barrier.wait()
+
+    def reduce_scatter(
+        self, output: Tensor, input: Tensor, op: Op, meet: Meet | None = None
+    ) -> None:
+        """Reduce chunk r of every rank's `input` into rank r's `output`.
+
+        `input` lies in this memory; `output` anywhere, or is the own chunk of `input`.
+        Errors: as `all_reduce`.
+        """
+        rank, n = self.barrier.rank, output.numel()
+        blocks = self._blocks(input, rank * n, (rank + 1) * n)
+        outputs = output.view(-1).split(BLOCK // output.element_size()) if n else ()
+        (meet or self.barrier.wait)()
+        with self.barrier as barrier:
+            for block, out in zip(blocks, outputs, strict=True):
+                combine(with_own(block, rank, block[rank], out), op, out)
+            barrier.wait()
+
+    def all_gather(
+        self, output: Tensor, input: Tensor, meet: Meet | None = None
+    ) -> None:
+        """Copy the `input` of every rank r into chunk r of all ranks' `output`.
+
+        `input` lies in this memory, at the same place on all ranks, and `output`
+        anywhere; or `output` does, and `input` is this rank's own chunk of it. Errors:
+        as `all_reduce`.
+        """
+        rank, size, n = self.barrier.rank, self.barrier.size, input.numel()
+        chunks = output.view(size, n)
+        if n and chunks[rank].data_ptr() == input.data_ptr():
+            sources = [p.view(size, n)[q] for q, p in enumerate(self.peers(output))]
+        else:
+            sources = [peer.view(-1) for peer in self.peers(input)]
+        (meet or self.barrier.wait)()
+        with self.barrier as barrier:
+            for q in range(rank, rank + size):  # not all at the same one
+                chunks[q % size].copy_(sources[q % size])
+            barrier.wait()
+
+    def _blocks(self, tensor: Tensor, first: int, last: int) -> list[list[Tensor]]:
+        """Return elements [first, last) in blocks, each as it is on every rank."""
+        key = tensor.data_ptr(), tensor.numel(), tensor.dtype, first, last
+        if key not in self._kept:
+            if len(self._kept) >= KEPT:
+                self._kept.clear()
+            parts = [peer.view(-1)[first:last] for peer in self.peers(tensor)]
+            parts = [part.split(BLOCK // tensor.element_size()) for part in parts]
+            self._kept[key] = [[*b] for b in zip(*parts, strict=True) if b[0].numel()]
+        return self._kept[key]
