@@ -9,9 +9,9 @@
                       six ways to all-reduce, each with an `all_reduce` of its own
     choose            the fastest of them for a size: `all_reduce`
     call, agreement   what every call does first: do all ranks mean the same?
-    arena, slices, symmetric, segment, meeting, mapping
+    staging, memory_barrier, allocator
                       how ranks share memory: from the algorithm downwards
-    communicator, port, patience, stuck, reduction, common, catalog
+    communicator, port, patience, deadlock, reduction, common, catalog
                       the tools of the above
 
 The functions have the names and arguments of `torch.distributed`. Chapters 02 and 03.
