@@ -27,7 +27,7 @@ from math import prod
 import torch.distributed as dist
 
 from ddp_course.launch import Topology
-from ddp_course.mechanisms.replicas import check_same
+from ddp_course.mechanisms.agreement import check_same
 
 
 @dataclass(frozen=True, init=False, repr=False)

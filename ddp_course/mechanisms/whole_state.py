@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_course.collectives import communicator
+from ddp_course.mechanisms.agreement import ReplicaError
 from ddp_course.mechanisms.placements import (
     Flat,
     Placed,
@@ -34,7 +35,6 @@ from ddp_course.mechanisms.placements import (
     in_memory_order,
     placed,
 )
-from ddp_course.mechanisms.replicas import ReplicaError
 
 State = dict[str, Any]  # of one parameter: name -> value
 Group = dist.ProcessGroup

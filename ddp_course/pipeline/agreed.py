@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_course.collectives import communicator
-from ddp_course.mechanisms.replicas import (
+from ddp_course.mechanisms.agreement import (
     ReplicaError,
     check_same,
     form_of,

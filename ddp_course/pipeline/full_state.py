@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ddp_course.mechanisms.replicas import broadcast_all, check_same
+from ddp_course.mechanisms.agreement import broadcast_all, check_same
 from ddp_course.mechanisms.whole import unlike
 
 if TYPE_CHECKING:

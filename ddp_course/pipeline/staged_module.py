@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from ddp_course.collectives import communicator
 from ddp_course.collectives.port import Port
-from ddp_course.mechanisms.batches import kind_of, told
-from ddp_course.mechanisms.replicas import broadcast_all
+from ddp_course.mechanisms.agreement import broadcast_all, described, kind_of
 from ddp_course.mechanisms.whole import HasWholeState
 from ddp_course.model import GPTConfig, check_tokens, cross_entropy
 from ddp_course.pipeline import full_state, gradients
@@ -91,7 +90,7 @@ class StagedModule(HasWholeState, nn.Module):
         Raises CollectiveError, on all ranks, if it differs or one rank has a problem.
         """
         problem = problem or self._problem_with(x, y)
-        words = f"{name}(x {told(x)}, y {told(y)})"
+        words = f"{name}(x {described(x)}, y {described(y)})"
         self.comm.agree_now(words, problem)
 
     def forms_of(self, x: Tensor) -> dict[int, Form]:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp_course.collectives import communicator
-from ddp_course.mechanisms.replicas import broadcast_all, check_same
+from ddp_course.mechanisms.agreement import broadcast_all, check_same
 from ddp_course.zero.agreed import agree, names_of
 from ddp_course.zero.states import (
     Owned,

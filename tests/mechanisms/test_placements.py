@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_course.launch import spawn
+from ddp_course.mechanisms.agreement import ReplicaError
 from ddp_course.mechanisms.placements import (
     Flat,
     Placed,
@@ -24,7 +25,6 @@ from ddp_course.mechanisms.placements import (
     placed,
     total_norm,
 )
-from ddp_course.mechanisms.replicas import ReplicaError
 from ddp_course.mechanisms.whole_state import PlainModel, WholeState
 from ddp_course.mesh import Mesh, make_groups
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from ddp_course.collectives import CollectiveError
 from ddp_course.launch import RankError, spawn
-from ddp_course.mechanisms.replicas import ReplicaError
+from ddp_course.mechanisms.agreement import ReplicaError
 from ddp_course.pipeline import parse
 
 

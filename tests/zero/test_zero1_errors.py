@@ -19,7 +19,7 @@ from ddp_course.collectives import ring, shared_memory
 from ddp_course.data_parallel import DistributedDataParallel as OurDDP
 from ddp_course.launch import spawn
 from ddp_course.measure import ByteMeter, TorchCollectives
-from ddp_course.mechanisms.replicas import ReplicaError
+from ddp_course.mechanisms.agreement import ReplicaError
 from ddp_course.zero import deal
 
 
