@@ -83,9 +83,7 @@ def test_ranks_keep_their_shard_of_what_tp_and_pp_have_left(zero, shards, tp, pp
             )  # fmt: skip
             whole = sum(units)
             cut = units if zero == 3 else [whole]
-            shard = sum(
-                len(range(0, n, shards)) for n in cut
-            )  # every N-th, and padding
+            shard = sum(len(range(0, n, shards)) for n in cut)
             assert ledger["parameters"] == 4 * (shard if zero == 3 else whole)
             assert ledger["gradients"] == 4 * (shard if zero >= 2 else whole)
             assert ledger["optimizer states"] == 8 * (shard if zero >= 1 else whole)
@@ -201,8 +199,8 @@ def test_hybrid_sharding_by_its_formula():
     [
         ({"dp": 4, "replicas": 3}, "replicas is 3; it must divide dp, 4"),
         ({"tp": 3}, "tp_size is 3; it must divide the 4 heads"),
-        ({"stages": [range(6)]}, "each must have some of the layers 0 to 4"),
-        ({"stages": []}, "each must have some of the layers"),
+        ({"stages": [range(6)]}, "each must have some of layers 0 to 4"),
+        ({"stages": []}, "each must have some of layers"),
         ({"buffers": [5]}, "buffers have 5 elements; the rank has"),
         ({"zero": 4}, "stage is 4"),
     ],
