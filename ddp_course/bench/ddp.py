@@ -1,7 +1,6 @@
 """A training step under our DistributedDataParallel and under PyTorch's, in one run.
 
-The variants, each with a model and an optimizer of its own (`steps` measures them in
-turns):
+The variants, each with a model and an optimizer of its own:
 
     default   PyTorch's DDP as it is
     again     the same once more: how much of a difference is noise
@@ -22,14 +21,15 @@ from torch.nn.parallel import DistributedDataParallel as PyTorchDDP
 from torch.optim import AdamW
 
 from ddp_course.bench import steps
-from ddp_course.bench.rows import Row
+from ddp_course.bench.turns import Pair, Row
 from ddp_course.data_parallel.ddp import DistributedDataParallel
-from ddp_course.model import GPTConfig
+
+ABOUT = "A training step under our DDP over one under PyTorch's."
 
 
 def _with_adamw(wrap: Callable[[nn.Module], nn.Module]) -> steps.Variant:
-    def make(model: nn.Module) -> tuple[nn.Module, AdamW]:
-        return wrap(model), AdamW(model.parameters(), lr=1e-4, fused=True)
+    def make(model: nn.Module) -> steps.Made:
+        return wrap(model), AdamW(model.parameters(), lr=steps.LR, fused=True)
 
     return make
 
@@ -46,22 +46,17 @@ VARIANTS: dict[str, steps.Variant] = {
     ),
     "bound": _with_adamw(lambda model: model),
 }
-COMPARED = {
-    "gloo": ("default", "best"),
-    "shared": ("default", "best"),
-    "again": ("default",),
-    "best": ("default",),
-    "bound": ("default",),
-}
+PAIRS = (
+    Pair("gloo", "default", at_most=1.05),
+    Pair("gloo", "best", at_most=1.05),
+    Pair("shared", "default", at_most={128: 0.9}),
+    Pair("shared", "best", at_most={128: 0.9}),
+    Pair("again", "default", control=True),
+    Pair("best", "default"),
+    Pair("bound", "default"),
+)
 
 
 def bench(quick: bool) -> Iterator[Row]:
-    """Yield a row for each number of ranks, preset, number of tokens and variant."""
-    for ranks, name, preset, tokens, turns in steps.cases(quick):
-        told = steps.on_ranks(ranks, measure, preset, tokens, turns)
-        yield from steps.rows_of("ddp", COMPARED, ranks, name, tokens, told)
-
-
-def measure(preset: str | GPTConfig, tokens: int, turns: int) -> steps.Told:
-    """On every rank: return seconds per step, by variant and turn, and `Others`."""
-    return steps.measure(VARIANTS, preset, tokens, turns)
+    """Yield a row for each number of ranks, preset, number of tokens and pair."""
+    yield from steps.contest("ddp", quick, lambda case: VARIANTS, PAIRS)

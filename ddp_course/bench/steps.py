@@ -1,142 +1,129 @@
 """Training steps side by side: any number of variants, measured in one run.
 
 A variant is a function that takes a model and returns it made parallel, with its
-optimizer. A step is forward, backward and optimizer. All variants are measured in turns
-inside the same ranks, in another order in every turn, as in `all_reduce`; a time is
-that of the slowest rank.
+optimizer. A step is forward, backward and optimizer. All variants of a case are
+measured in turns inside the same ranks (`turns`).
 """
 
 from __future__ import annotations
 
-import random
-import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ddp_course.bench.all_reduce import quiet
-from ddp_course.bench.others import Others, share
-from ddp_course.bench.rows import Row, row
+from ddp_course.bench.turns import Contender, Pair, Row, Told, in_turns, rows_of
 from ddp_course.collectives import communicator
 from ddp_course.launch import here, spawn
 from ddp_course.model import GPTConfig, build_gpt
 
-Variant = Callable[[nn.Module], tuple[nn.Module, Optimizer]]
-Times = dict[str, list[float]]
-Told = tuple[Times, list[tuple]]  # seconds per step, by variant and turn; `Others`
-PRESETS = ("1m", "8m")
-TOKENS = (128, 1024)  # per rank and step
-TURNS = {128: 20, 1024: 10}
-SECONDS = (
-    0.25  # a turn is repeated until about so much time has passed, 8 times at most
-)
-TINY = GPTConfig(block_size=16, n_layer=1, d_model=24)
+Made = tuple[nn.Module, Optimizer]
+Variant = Callable[[nn.Module], Made]
+LR = 1e-4
+TURN = 0.25  # seconds; a step is repeated for about so long in a turn, 8 times at most
+BUDGET = {True: 50.0, False: 400.0}  # seconds for all turns of a bench, if it is quick
 
 
-def cases(quick: bool) -> list[tuple[int, str, str | GPTConfig, int, int]]:
-    """Return (ranks, name, preset, tokens, turns) of every case."""
+class Case(NamedTuple):
+    """So many ranks train a preset with so many tokens (per rank) in so many turns."""
+
+    ranks: int
+    preset: str | GPTConfig
+    tokens: int
+    turns: int
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What a row says of its case."""
+        return {"ranks": self.ranks, "preset": self.preset, "tokens": self.tokens}
+
+    def __str__(self) -> str:
+        return f"{self.ranks} ranks, {self.preset}, {self.tokens} tokens"
+
+
+def cases(quick: bool) -> list[Case]:
+    """Return the cases of a bench, those of a quick one in few turns."""
+    sizes = [("1m", 128, 20), ("1m", 1024, 10), ("8m", 128, 20)]
     if quick:
-        return [(2, "tiny", TINY, 32, 3)]
-    return [
-        (ranks, preset, preset, tokens, TURNS[tokens])
-        for ranks in (2, 4)
-        for tokens in TOKENS
-        for preset in PRESETS
-    ]
+        sizes = [("1m", 128, 5)]
+    return [Case(ranks, *size) for ranks in (2, 4) for size in sizes]
+
+
+def contest(
+    bench: str,
+    quick: bool,
+    variants: Callable[[Case], Mapping[str, Variant]],
+    pairs: Iterable[Pair],
+    of: int = 1,
+) -> Iterator[Row]:
+    """Yield the rows of every case; `of` so many contests share the bench's time."""
+    each = BUDGET[quick] / of / len(cases(quick))
+    for case in cases(quick):
+        yield from rows_of(bench, str(case), pairs, on_ranks(
+            case.ranks, measure, variants(case), case, each
+        ), **case.fields)  # fmt: skip
 
 
 def on_ranks(ranks: int, function: Callable, *args: object) -> list:
-    """Call a bench's `measure` on so many ranks, on the CPU, and return all answers."""
+    """Call `function` on so many ranks, on the CPU, and return all answers."""
     return spawn(
         function, *args, world_size=ranks, timeout=1200, device="cpu", output="none"
     )
 
 
-def rows_of(
-    bench: str,
-    compared: Mapping[str, Sequence[str]],
-    ranks: int,
-    preset: str,
-    tokens: int,
-    told: list[Told],
-) -> Iterator[Row]:
-    """Yield the rows of one case. `paired` is the median of the ratios of each turn.
-
-    `compared` says beside which others each variant is laid.
-    """
-    shares = [share(list(turn)) for turn in zip(*(o for _, o in told), strict=True)]
-    turns = quiet(shares)
-    slowest = {
-        name: [max(times[name][turn] for times, _ in told) for turn in turns]
-        for name in told[0][0]
-    }
-    for name, others in compared.items():
-        for other in others:
-            pairs = zip(slowest[name], slowest[other], strict=True)
-            yield row(
-                bench,
-                f"{ranks} ranks, {preset}, {tokens} tokens, {name} beside {other}",
-                "seconds",
-                statistics.median(slowest[name]),
-                statistics.median(slowest[other]),
-                ranks=ranks,
-                preset=preset,
-                tokens=tokens,
-                variant=name,
-                beside=other,
-                paired=statistics.median(a / b for a, b in pairs),
-                turns=len(turns),
-                others=statistics.median(shares[turn] for turn in turns),
-            )
-
-
 # ---- on the ranks ------------------------------------------------------------------
 
 
-def measure(
-    variants: Mapping[str, Variant], preset: str | GPTConfig, tokens: int, turns: int
-) -> Told:
-    """On every rank: return seconds per step, by variant and turn, and `Others`.
-
-    The first variant says how often a step is repeated in a turn.
-    """
-    steps = {name: step_of(make, preset, tokens) for name, make in variants.items()}
-    for name in steps:
+def measure(variants: Mapping[str, Variant], case: Case, seconds: float) -> Told:
+    """On every rank: return seconds per step, by variant and turn, and `Others`."""
+    steps = {name: step_of(make, case) for name, make in variants.items()}
+    for step in steps.values():
         for _ in range(3):  # PyTorch's DDP arranges its buckets anew after the first
-            steps[name]()
-    times: Times = {name: [] for name in steps}
-    repeat = torch.tensor(SECONDS / _seconds(next(iter(steps.values())), 2))
-    dist.broadcast(repeat, 0)  # the same number on all ranks
-    repeat = max(1, min(8, round(repeat.item())))
-    others, told = Others(), []
-    for turn in range(turns):
-        others.told()
-        for name in random.Random(turn).sample(list(steps), len(steps)):
-            steps[name]()  # what the one before has left behind is its affair
-            times[name].append(_seconds(steps[name], repeat))
-        told.append(others.told())
-    return times, told
+            step()
+    return together(steps, case.turns, seconds)
 
 
-def _seconds(step: Callable[[], None], repeat: int) -> float:
-    """Return the seconds per step of so many; all ranks begin together."""
-    communicator().agree_now("begin")
-    start = time.perf_counter()
-    for _ in range(repeat):
-        step()
-    return (time.perf_counter() - start) / repeat
+def together(
+    contenders: Mapping[str, Contender],
+    turns: int,
+    seconds: float,
+    repeat: int | None = None,
+) -> Told:
+    """On every rank: measure in turns that begin at the same time on all of them.
+
+    Ends early if about so many `seconds` have passed; rank 0's clock counts, for that
+    and for how often the first contender fits into a turn (unless `repeat` says).
+    """
+    end = time.perf_counter() + seconds
+    if repeat is None:
+        one = in_turns(dict([*contenders.items()][:1]), 1)[0].popitem()[1][0]
+        repeat = max(1, min(8, round(_of_rank_0(TURN / one))))
+
+    def go_on() -> bool:
+        return _of_rank_0(float(time.perf_counter() < end)) == 1
+
+    def meet() -> None:
+        communicator().agree("begin")  # a barrier of microseconds
+
+    return in_turns(contenders, turns, repeat, meet=meet, go_on=go_on)
 
 
-def step_of(make: Variant, preset: str | GPTConfig, tokens: int) -> Callable[[], None]:
+def _of_rank_0(number: float) -> float:
+    told = torch.tensor(number)
+    dist.broadcast(told, 0)
+    return told.item()
+
+
+def step_of(make: Variant, case: Case) -> Callable[[], None]:
     """Return a function that trains a model of its own for one step."""
-    model = build_gpt(preset)
+    model = build_gpt(case.preset)
     block, vocabulary = model.config.block_size, model.config.vocab_size
     random_tokens = torch.Generator().manual_seed(here().rank)
-    shape = (tokens // block, block + 1)
+    shape = (case.tokens // block, block + 1)
     drawn = torch.randint(vocabulary, shape, generator=random_tokens)
     x, y = drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()  # (B, T)
     replica, optimizer = make(model)

@@ -1,0 +1,158 @@
+"""Any number of contenders, measured in turns within one run; and rows of what is seen.
+
+Machines are noisy: another program can take half of the cores for a minute, and what
+one contender leaves in caches and queues is not always to the same one's cost. So all
+are measured in turns, each pair of turns in a new order and its mirror image, after a
+call that does not count. A time is that of the slowest rank, and a ratio the median of
+the ratios within each turn. Turns during which other programs took much of the machine
+are left out, if enough others remain; `others` in the rows is the part that they took
+in those that count.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypedDict
+
+from ddp_course.bench.others import Others, share
+
+LOUD, ENOUGH = 0.15, 6  # the part of the machine; how many turns
+Contender = Callable[[], object]  # does it once; may return seconds that it has measured
+Times = dict[str, list[float]]
+Told = tuple[Times, list[tuple]]  # seconds by contender and turn, and `Others` by turn
+
+
+class Row(TypedDict):
+    """One comparison of a bench. `ratio` is ours / theirs: below 1 is better for times.
+
+    A bench adds what else a table or a figure wants to know, such as a size.
+    """
+
+    bench: str
+    case: str
+    metric: str  # the unit of `ours` and `theirs`: "seconds", "bytes"
+    ours: float
+    theirs: float
+    ratio: float
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A comparison: a row of each case, a column of the table, a mark of the figure.
+
+    Attributes:
+        variant: whose time (or bytes) is divided.
+        beside: by whose.
+        at_most: which ratio is asked for: a number, or by tokens.
+        title: its name in the table; the variant, unless given.
+        over: what a reader calls `beside`; pairs with the same stand together.
+        control: both are the same thing: how much of a difference is noise.
+    """
+
+    variant: str
+    beside: str
+    at_most: float | Mapping[int, float] | None = None
+    title: str = ""
+    over: str = ""
+    control: bool = False
+
+    def bar(self, row: Mapping[str, object]) -> float | None:
+        """Return what is asked for in the case of `row`, or None."""
+        if isinstance(self.at_most, Mapping):
+            return self.at_most.get(row.get("tokens"))
+        return self.at_most
+
+
+def row(
+    bench: str, case: str, metric: str, ours: float, theirs: float, **more: float | str
+) -> Row:
+    """Return a row; its ratio follows from the rest."""
+    made = {"bench": bench, "case": case, "metric": metric, "ours": ours}
+    return Row(**made, theirs=theirs, ratio=ours / theirs, **more)
+
+
+def in_turns(
+    contenders: Mapping[str, Contender],
+    turns: int,
+    repeat: int = 1,
+    *,
+    meet: Callable[[], object] = lambda: None,
+    go_on: Callable[[], bool] = lambda: True,
+) -> Told:
+    """Call every contender in each of at most `turns` turns; return seconds per call.
+
+    Args:
+        contenders: by name; what a call returns counts, if it is a number of seconds.
+        turns: how many.
+        repeat: calls of each in a turn, after one that does not count unless this is 0;
+            then it is called once.
+        meet: called before the clock starts: all ranks come together.
+        go_on: asked before every turn but the first three; the same on all ranks.
+    """
+    times: Times = {name: [] for name in contenders}
+    others, told = Others(), []
+    for turn in range(turns):
+        if turn >= 3 and not go_on():
+            break
+        others.told()
+        order = random.Random(turn // 2).sample(list(contenders), len(contenders))
+        for name in reversed(order) if turn % 2 else order:
+            call = contenders[name]
+            if repeat:
+                call()  # what the one before has left behind is its affair
+            meet()
+            start = time.perf_counter()
+            for _ in range(max(1, repeat)):
+                measured = call()
+            seconds = (time.perf_counter() - start) / max(1, repeat)
+            times[name].append(measured if isinstance(measured, float) else seconds)
+        told.append(others.told())
+    return times, told
+
+
+def slowest(told: list[Told]) -> tuple[Times, float]:
+    """Return the times of the slowest rank in the turns that count; others' share."""
+    shares = [share(list(turn)) for turn in zip(*(o for _, o in told), strict=True)]
+    calm = [turn for turn, others in enumerate(shares) if others <= LOUD]
+    turns = calm if len(calm) >= ENOUGH else range(len(shares))
+    times = {
+        name: [max(of_rank[name][turn] for of_rank, _ in told) for turn in turns]
+        for name in told[0][0]
+    }
+    return times, statistics.median(shares[turn] for turn in turns)
+
+
+def rows_of(
+    bench: str,
+    case: str,
+    pairs: Iterable[Pair],
+    told: list[Told],
+    **more: float | str,
+) -> Iterator[Row]:
+    """Yield the rows of one case: those of `pairs` of which both were measured.
+
+    `paired` is the median of the ratios of each turn.
+    """
+    times, others = slowest(told)
+    for pair in pairs:
+        if pair.variant in times and pair.beside in times:
+            ours, theirs = times[pair.variant], times[pair.beside]
+            yield row(
+                bench,
+                f"{case}, {pair.variant} beside {pair.beside}",
+                "seconds",
+                statistics.median(ours),
+                statistics.median(theirs),
+                **more,
+                variant=pair.variant,
+                beside=pair.beside,
+                paired=statistics.median(
+                    a / b for a, b in zip(ours, theirs, strict=True)
+                ),
+                turns=len(ours),
+                others=others,
+            )
