@@ -223,10 +223,10 @@ def _add_doctor(commands: Any) -> None:
 def _add_bench(commands: Any) -> None:
     def run(told: argparse.Namespace) -> int:
         from ddp_course import bench
-        from ddp_course.lab.bench import DRAWINGS
+        from ddp_course.lab.bench import plot_bench
 
         return bench.command(
-            told.name, told.list, told.json, told.quick, told.figure, DRAWINGS
+            told.name, told.list, told.json, told.quick, told.figure, plot_bench
         )
 
     command = _command(

@@ -2,47 +2,58 @@
 
 from __future__ import annotations
 
-import io
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
+from drawings import no_texts_overlap
 
 from ddp_course import bench
-from ddp_course.bench import all_reduce, others
+from ddp_course.bench import all_reduce, others, steps, table
 from ddp_course.bench.launch import CASES, SCRIPT, LaunchProcess
-from ddp_course.bench.rows import interleaved, row, table
+from ddp_course.bench.turns import ENOUGH, Pair, in_turns, row, rows_of, slowest
 from ddp_course.cli import main
 from ddp_course.commands import CommandError
+from ddp_course.lab.bench import plot_bench
 
 KEYS = ["bench", "case", "metric", "ours", "theirs", "ratio"]
+NAMES = ["all-reduce", "ddp", "launch", "pp", "tp", "zero"]
 
 
-def test_both_sides_are_measured_in_turns_and_neither_always_first():
-    turns = []
+# ---- the loop ------------------------------------------------------------------------
+
+
+def test_all_are_measured_in_turns_and_none_always_first():
+    called = []
 
     def side(name, results):
-        def measure():
-            turns.append(name)
-            return results.pop(0)
+        return lambda: called.append(name) or results.pop(0)
 
-        return measure
-
-    ours, theirs = (
-        side("A", [1.0, 100.0, 2.0, 3.0]),
-        side("B", [40.0, 10.0, 30.0, 20.0]),
-    )
+    sides = {
+        "A": side("A", [1.0, 100.0, 2.0, 3.0]),
+        "B": side("B", [40.0, 10.0, 30.0, 20.0]),
+    }
+    told = in_turns(sides, 4, repeat=0)
+    assert told[0] == {"A": [1, 100, 2, 3], "B": [40, 10, 30, 20]}
+    order = "".join(called)
+    assert order[:2] == order[3:1:-1] and order[4:6] == order[7:5:-1]
+    calm = [(told[0], [(1.0, 1.0, 1.0)] * 4)]
+    [made] = rows_of("b", "c", [Pair("A", "B"), Pair("A", "nobody")], calm)
     # One busy moment, 100, moves a mean to 26.5; it must not move a median.
-    assert interleaved(ours, theirs, 4) == (2.5, 25.0)
-    assert "".join(turns) == "ABBAABBA"
+    assert (made["ours"], made["theirs"]) == (2.5, 25)
+    assert made["paired"] == pytest.approx((1 / 40 + 3 / 20) / 2, abs=0.1)
 
 
-def test_the_same_function_can_stand_on_both_sides():
-    results = iter([1.0, 2.0, 3.0, 4.0])
-    measure = results.__next__
-    assert interleaved(measure, measure, 2) == (2.5, 2.5)  # 1 and 4; 2 and 3
+def test_calls_are_timed_after_one_that_does_not_count():
+    called, met = [], []
+    times, others = in_turns(
+        {"A": lambda: called.append(len(met))}, 5, 3, meet=lambda: met.append(0),
+        go_on=lambda: False,
+    )  # fmt: skip
+    assert called == [0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3]  # three turns at least
+    assert len(times["A"]) == len(others) == 3
 
 
 def test_a_row_has_the_six_keys_and_its_ratio_follows():
@@ -51,12 +62,67 @@ def test_a_row_has_the_six_keys_and_its_ratio_follows():
     assert made["ratio"] == 0.25
 
 
-def test_the_table_is_made_from_the_rows():
-    console = Console(width=80, record=True, file=io.StringIO())
-    console.print(table([row("launch", "4 ranks", "seconds", 0.08, 3.2)]))
-    words = console.export_text().split()
-    for shown in ("4", "ranks", "seconds", "0.08", "3.2", "0.025", "40.0", "x"):
-        assert shown in words
+# ---- the table -----------------------------------------------------------------------
+
+PAIRS = (
+    Pair("gloo", "best", at_most={128: 0.9}),
+    Pair("again", "best", control=True),
+    Pair("gloo", "default"),
+)
+
+
+def rows_like(ratios, tokens=(128, 1024), pairs=PAIRS):
+    return [
+        row(
+            "b", f"2 ranks, {t}, {p.variant} beside {p.beside}", "seconds", 2 * ratio,
+            2, variant=p.variant, beside=p.beside, paired=ratio, tokens=t,
+        )
+        for t in tokens
+        for p, ratio in zip(pairs, ratios, strict=False)
+    ]  # fmt: skip
+
+
+def test_a_line_for_each_case_and_a_column_for_each_pair():
+    text = table.lines("Ours over theirs.", PAIRS, rows_like((0.8, 1.02, 0.5)))
+    assert text[0].startswith("Ours over theirs.")
+    at = text.index("over best")
+    assert text[at + 1].split() == ["ms", "gloo", "again"]
+    assert text[at + 2].split() == ["2", "ranks,", "128", "2e+03", "0.80", "1.02"]
+    assert [line.split()[-1] for line in text if line.startswith("2 ranks, 1024")] == [
+        "1.02",
+        "0.50",
+    ]
+    held = text[text.index("Asked for, and held?") + 1 :]
+    assert held == [
+        "  yes    gloo over best at most 0.9: 0.80",
+        "  noise  again over best, the same twice: 1.02 to 1.02",
+    ]
+
+
+def test_what_did_not_hold_is_said_with_its_case():
+    text = table.lines("", PAIRS, rows_like((0.95,)))
+    assert text[-1] == "  no     gloo over best at most 0.9: 0.95; not in 2 ranks, 128"
+    loud = [{**r, "others": 0.5} for r in rows_like((0.8,))]
+    assert "took up to 50% of the machine" in " ".join(table.lines("", PAIRS, loud))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_line_of_any_bench_is_too_long(name):
+    pairs = bench.benches()[name].PAIRS
+    rows = [
+        row(name, f"4 ranks, 1m, {t} tokens, {p.variant} beside {p.beside}", "seconds",
+            1.5, 1.0, variant=p.variant, beside=p.beside, tokens=t, others=0.9)
+        for p in pairs for t in (128, 1024)
+    ]  # fmt: skip
+    text = table.lines(bench.benches()[name].ABOUT, pairs, rows)
+    assert max(map(len, text)) <= 100
+    heads = [p.over or p.beside for p in pairs]
+    assert [line for line in text if line.startswith("over ")] == [
+        f"over {over}" for over in dict.fromkeys(heads)
+    ]
+
+
+# ---- the command ---------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -68,7 +134,9 @@ def tiny_bench(monkeypatch):
         yield row("tiny", "one", "bytes", 1.0, 2.0)
         yield row("tiny", "two", "bytes", 3.0, 2.0)
 
-    monkeypatch.setitem(bench.BENCHES, "tiny", measure)
+    tiny = SimpleNamespace(ABOUT="A bench.", PAIRS=(Pair("", ""),), bench=measure)
+    found = bench.benches()
+    monkeypatch.setattr(bench, "benches", lambda: found | {"tiny": tiny})
     return calls
 
 
@@ -79,44 +147,59 @@ def test_bench_prints_the_rows_that_it_writes(tiny_bench, tmp_path, capsys):
     rows = json.loads(file.read_text())
     assert [list(r) for r in rows] == [KEYS, KEYS]
     assert [r["ratio"] for r in rows] == [0.5, 1.5]
-    shown = capsys.readouterr().out
-    assert "one" in shown and "2.00 x" in shown and "0.67 x" in shown
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].startswith("A bench.")
+    assert [line.split()[-1] for line in shown[-2:]] == ["0.50", "1.50"]
 
 
-def test_bench_lists_what_there_is(tiny_bench, capsys):
+def test_bench_lists_what_there_is_with_a_sentence_each(tiny_bench, capsys):
     assert main(["bench", "--list"]) == 0
-    assert capsys.readouterr().out.split() == [
-        "launch",
-        "all-reduce",
-        "ddp",
-        "zero",
-        "tp",
-        "pp",
-        "tiny",
-    ]
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in shown] == [*NAMES, "tiny"]
+    assert all(line.endswith(".") and len(line) <= 100 for line in shown)
     assert tiny_bench == []
+
+
+def test_a_bench_is_found_by_looking(tmp_path, monkeypatch):
+    (tmp_path / "two_words.py").write_text(
+        "ABOUT, PAIRS = 'New.', ()\ndef bench(quick):\n    yield from ()\n"
+    )
+    (tmp_path / "helper.py").write_text("ABOUT = 'not a bench'\n")
+    monkeypatch.setattr(bench, "__path__", [*bench.__path__, str(tmp_path)])
+    assert sorted(bench.benches()) == sorted([*NAMES, "two-words"])
+    for name in ("two_words", "helper"):
+        sys.modules.pop(f"ddp_course.bench.{name}")
+
+
+def test_a_quick_bench_measures_real_cases_and_a_full_one_more():
+    quick, full = (
+        {(c.ranks, c.preset, c.tokens) for c in steps.cases(how)}
+        for how in (True, False)
+    )
+    assert quick == {(2, "1m", 128), (4, "1m", 128)} < full
+    assert set(all_reduce.QUICK) < set(all_reduce.SIZES)
+    assert max(all_reduce.QUICK) == 1 << 24
 
 
 @pytest.mark.parametrize(
     ("typed", "words"),
     [
-        ("nix", "there are: launch, all-reduce, ddp, zero, tp, pp, tiny"),
-        ("", "which bench? there are: launch, all-reduce, ddp, zero, tp, pp, tiny"),
+        ("nix", f"there are: {', '.join(NAMES)}, tiny"),
+        ("", f"which bench? there are: {', '.join(NAMES)}, tiny"),
         ("tiny --json no/such/f", "cannot write no/such/f: there is no folder"),
         ("tiny --json /tmp", "cannot write /tmp: it is a folder"),
-        ("tiny --figure /tmp/x.svg", "there is no figure of tiny"),
-        ("tp --figure /tmp/x.doc", "its name must end in .svg, .png, .pdf"),
+        ("tiny --figure /tmp/x.doc", "its name must end in .svg, .png, .pdf"),
     ],
 )
-def test_bench_refuses_before_it_measures(
-    typed, words, tiny_bench, capsys, monkeypatch
-):
-    monkeypatch.setitem(bench.BENCHES, "launch", None)  # must not be called
+def test_bench_refuses_before_it_measures(typed, words, tiny_bench, capsys):
     assert main(["bench", *typed.split()]) == 1
     told = capsys.readouterr().err
     assert told.startswith("ddp-course: ") and told.count("\n") == 1
     assert words in told
     assert tiny_bench == []
+
+
+# ---- launches ------------------------------------------------------------------------
 
 
 def test_nothing_of_the_course_is_imported_on_their_side():
@@ -161,9 +244,10 @@ def test_a_launch_that_fails_is_no_measurement(capfd):
 
 
 def test_turns_that_others_disturbed_are_left_out_if_enough_remain():
-    calm, loud = [0.0] * all_reduce.ENOUGH, [0.9, 0.5]
-    assert all_reduce.quiet([*loud, *calm]) == list(range(2, 2 + len(calm)))
-    assert all_reduce.quiet([*loud, *calm[1:]]) == list(range(1 + len(calm)))
+    calm, loud = [(1.0, 1.0, 1.0)] * ENOUGH, [(0.0, 99.0, 1.0)] * 2
+    numbers = {"a": [float(k) for k in range(ENOUGH + 2)]}
+    assert slowest([(numbers, loud + calm)])[0]["a"] == numbers["a"][2:]
+    assert len(slowest([(numbers, loud + calm[1:])])[0]["a"]) == ENOUGH + 1
 
 
 def test_what_others_took_is_neither_idle_nor_ours(tmp_path):
@@ -179,24 +263,25 @@ def test_what_others_took_is_neither_idle_nor_ours(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def quick_rows():
-    return list(all_reduce.bench(True))
+def measured_rows():
+    sizes, patch = {4096: 3, 1 << 20: 1}, pytest.MonkeyPatch()
+    patch.setattr(all_reduce, "QUICK", sizes)
+    patch.setattr(steps, "RANKS", (2,))
+    rows = list(all_reduce.bench(True))
+    patch.undo()
+    return rows
 
 
-def test_every_all_reduce_is_measured_beside_gloos(quick_rows):
-    names = {r["algorithm"] for r in quick_rows if r["metric"] == "seconds"}
-    assert names == {
-        *("naive", "tree", "halving_doubling", "ring", "shared_memory", "registered"),
-        *("chosen", "reduce_scatter", "all_gather", "again", "gloo, patient"),
-    }
-    assert {r["algorithm"] for r in quick_rows} - names == {
-        "ring beside loopback",
-        "registered beside memory",
-    }
-    for r in quick_rows:
-        assert r["ours"] > 0 and r["theirs"] > 0 and r["ranks"] == 2
+def test_every_all_reduce_is_measured_beside_gloos(measured_rows):
+    names = {r["algorithm"] for r in measured_rows if r["metric"] == "seconds"}
+    limits = {r["algorithm"] for r in measured_rows} - names
+    assert names | limits == {pair.variant for pair in all_reduce.PAIRS}
+    assert limits == {"ring beside loopback", "registered beside memory"}
+    for r in measured_rows:
+        assert r["ours"] > 0 and r["theirs"] > 0
         assert r["ratio"] == pytest.approx(r["ours"] / r["theirs"])
-    assert {r["nbytes"] for r in quick_rows} == set(all_reduce.QUICK)
+    where = {(r["ranks"], r["nbytes"]) for r in measured_rows}
+    assert where == {(2, 4096), (2, 1 << 20)}
 
 
 def test_each_collective_stands_beside_its_own_kind():
@@ -213,18 +298,33 @@ def test_each_collective_stands_beside_its_own_kind():
     assert beside["ours"] == 1.5 * (1 << 20) and beside["theirs"] == 50.0
 
 
-def test_the_figure_of_the_bench(quick_rows, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(bench.BENCHES, "all-reduce", lambda quick: iter(quick_rows))
+# ---- the figure ----------------------------------------------------------------------
+
+
+def test_the_figure_has_every_pair_and_what_is_asked_for(measured_rows, tmp_path):
+    figure = plot_bench(PAIRS, rows_like((0.8, 1.02, 0.5)))
+    first, second = figure.axes
+    marks = {line.get_label(): list(line.get_xdata()) for line in first.lines}
+    assert marks["gloo"] == [0.8, 0.8] and marks["again (noise)"] == [1.02, 1.02]
+    asked = [line for line in first.lines if line.get_label() == "_asked for"]
+    assert [list(line.get_xdata()) for line in asked] == [[0.9, 0.9]]
+    assert [line.get_label() for line in second.lines] == ["gloo", "_equal"]
+    heights = [set(line.get_ydata()) for line in first.lines[:2]]
+    assert not heights[0] & heights[1]  # none hides another
+    with pytest.raises(ValueError, match="no rows"):
+        plot_bench(PAIRS, [])
     file = tmp_path / "figure.svg"
-    assert main(["bench", "all-reduce", "--figure", str(file)]) == 0
-    text = file.read_text()
-    for shown in ("gloo", "ring", "shared_memory", "loopback", "memory"):
-        assert shown in text
-    assert main(["bench", "launch", "--figure", str(file)]) == 1
-    assert "there is no figure of launch; only of all-reduce" in capsys.readouterr().err
+    plot_bench(all_reduce.PAIRS, measured_rows).savefig(file)
+    for shown in ("gloo&#x27;s own", "ring", "shared memory", "the bandwidth"):
+        assert (
+            shown in file.read_text()
+            or shown.replace("&#x27;", "'") in file.read_text()
+        )
 
 
-def test_bandwidth_is_better_when_it_is_more():
-    console = Console(width=80, record=True, file=io.StringIO())
-    console.print(table([row("b", "c", "bytes/s", 8.0, 2.0)]))
-    assert "4.00 x" in console.export_text()
+@pytest.mark.parametrize("name", NAMES)
+def test_texts_of_the_figure_do_not_overlap(name):
+    pairs = bench.benches()[name].PAIRS
+    no_texts_overlap(
+        lambda: plot_bench(pairs, rows_like([0.7] * len(pairs), pairs=pairs))
+    )

@@ -1,9 +1,10 @@
-"""Floor 3: the course's code side by side with PyTorch's own (`ddp-course bench`).
+"""Floor 4: the course's code side by side with PyTorch's own (`ddp-course bench`).
 
     others          how much of the machine other programs took meanwhile
-    rows            what a bench returns, and how two things are measured fairly
+    turns           any number of contenders, measured in turns; pairs, and their rows
+    steps           training steps as contenders, and the cases in which they meet
+    table           what is printed
     all_reduce      every all-reduce of the course beside gloo's
-    steps           training steps side by side
     ddp             a training step under our DDP beside PyTorch's
     zero            a training step under our ZeRO and FSDP beside PyTorch's
     tp              a training step under our tensor parallelism beside PyTorch's
@@ -11,31 +12,37 @@
     launch          `spawn` beside `torch.multiprocessing.spawn`
     launch_process  one of the two, in a process of its own
 
-A bench is a function that takes `quick` and yields rows, one for each case.
+A bench is a module here with ABOUT, a sentence; PAIRS, what is laid over what; and
+`bench(quick)`, which yields rows. It is found by looking: to add one is to add a file.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+import pkgutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import MappingProxyType
+from types import ModuleType
 from typing import Any
 
 from rich.console import Console
 
-from ddp_course.bench import all_reduce, ddp, launch, pp, tp, zero
-from ddp_course.bench.rows import Row, table
+from ddp_course.bench.table import lines
 from ddp_course.commands import CommandError, check_file
 
-BENCHES: dict[str, Callable[[bool], Iterator[Row]]] = {
-    "launch": launch.bench,
-    "all-reduce": all_reduce.bench,
-    "ddp": ddp.bench,
-    "zero": zero.bench,
-    "tp": tp.bench,
-    "pp": pp.bench,
-}
+
+def benches() -> dict[str, ModuleType]:
+    """Return the benches that there are, by name."""
+    modules = [
+        importlib.import_module(f"{__name__}.{found.name}")
+        for found in pkgutil.iter_modules(__path__)
+    ]
+    return {
+        module.__name__.rpartition(".")[2].replace("_", "-"): module
+        for module in modules
+        if all(hasattr(module, name) for name in ("ABOUT", "PAIRS", "bench"))
+    }
 
 
 def command(
@@ -44,39 +51,31 @@ def command(
     file: Path | None,
     quick: bool,
     figure: Path | None = None,
-    drawings: Mapping[str, Callable[[list[Row]], Any]] = MappingProxyType({}),
+    draw: Callable[[Iterable, list], Any] | None = None,
 ) -> int:
-    """Run one bench, print its rows as a table, and write them to `file` as JSON.
+    """Run one bench, print a table of its rows, and write them to `file` as JSON.
 
-    `figure` is a file to draw the rows into, by `drawings[name]`, which returns a
+    `figure` is a file to draw the rows into, by `draw(pairs, rows)`, which returns a
     figure of matplotlib.
     """
+    known = benches()
     if names_only:
-        print("\n".join(BENCHES))
+        for each, module in known.items():
+            print(f"{each:<12}{module.ABOUT}")
         return 0
-    if name not in BENCHES:
+    if name not in known:
         wrong = "which bench?" if name is None else f"there is no bench {name!r};"
-        raise CommandError(f"{wrong} there are: {', '.join(BENCHES)}")
+        raise CommandError(f"{wrong} there are: {', '.join(known)}")
     check_file(file)
-    if figure is not None and name not in drawings:
-        raise CommandError(
-            f"there is no figure of {name}; only of {', '.join(drawings)}"
-        )
     check_file(figure, (".svg", ".png", ".pdf"))
-    rows = []
+    module, rows = known[name], []
     with Console(stderr=True).status("measuring") as status:
-        for row in BENCHES[name](quick):
+        for row in module.bench(quick):
             rows.append(row)
             status.update(f"measuring; done: {row['case']}")
-    Console().print(table(rows))
+    print("\n".join(lines(module.ABOUT, module.PAIRS, rows)))
     if file is not None:
         file.write_text(json.dumps(rows, indent=1) + "\n")
     if figure is not None:
-        drawings[name](rows).savefig(figure)
-    loud = max((row.get("others", 0.0) for row in rows), default=0.0)
-    if loud > all_reduce.LOUD:
-        Console(stderr=True).print(
-            f"Other programs took up to {loud:.0%} of the machine meanwhile: such times"
-            " say little. Measure again when it is quiet."
-        )
+        draw(module.PAIRS, rows).savefig(figure)
     return 0

@@ -1,20 +1,15 @@
 """Every all-reduce of the course beside gloo's own, in one run, for many sizes.
 
-All are measured in turns inside the same ranks, in another order in every turn: what
-one leaves behind, in caches and on the cores, is not always to the same one's cost. In
-its turn each is called several times without a pause, as nccl-tests do, the first time
-uncounted. A time is the mean of a turn's calls on the slowest rank. Beside them stand
-gloo a second time, so that one sees how much of a difference is noise; gloo with its
-threads held back as in our own collectives (`collectives.patience`); and two limits:
-how fast a rank copies memory when all do, and how fast two ranks send over loopback.
-
-Turns during which other programs took much of the machine are left out, if enough
-others remain; `others` in the rows is the part that they took in those that count.
+In its turn each is called several times without a pause, as nccl-tests do; a time is
+the mean of these calls. Beside them stand gloo a second time, so that one sees how much
+of a difference is noise; gloo with its threads held back as in our own collectives
+(`collectives.patience`); and two limits: how fast a rank copies memory when all do, and
+how fast two ranks send over loopback. Chapter 03.
 """
 
 from __future__ import annotations
 
-import random
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -23,12 +18,12 @@ import torch
 import torch.distributed as dist
 
 from ddp_course import collectives
-from ddp_course.bench.others import Others, share
-from ddp_course.bench.rows import Row, row
+from ddp_course.bench import steps
+from ddp_course.bench.turns import Pair, Row, Times, Told, row, slowest
 from ddp_course.collectives import patience, shared_memory
-from ddp_course.launch import spawn
 from ddp_course.theory import bus_factor
 
+ABOUT = "Every all-reduce, all-gather and reduce-scatter of the course over gloo's."
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = {
     4 * KIB: 20,
@@ -38,40 +33,38 @@ SIZES = {
     16 * MIB: 15,
     64 * MIB: 10,
 }
-QUICK = {4 * KIB: 3, MIB: 3}
+QUICK = {4 * KIB: 5, MIB: 5, 16 * MIB: 3}
 CALLED = 8 * MIB  # small tensors are reduced until so many bytes are done
-LOUD, ENOUGH = 0.15, 6  # the part of the machine; how many turns
 P2P = ("naive", "tree", "halving_doubling", "ring")
-Times = dict[str, list[float]]
+OWN = "gloo's own"
+LIMITED = {"ring": "loopback", "registered": "memory"}  # what each cannot outrun
+PAIRS = (
+    Pair("again", "", control=True, over=OWN),
+    Pair("gloo, patient", "", over=OWN, title="gloo patient"),
+    *(
+        Pair(name, "", over=OWN, title=name.replace("_", " "))
+        for name in (*P2P, "shared_memory", "registered", "chosen")
+    ),
+    Pair("reduce_scatter", "", over=OWN, title="reduce scatter"),
+    Pair("all_gather", "", over=OWN, title="all gather"),
+    *(
+        Pair(f"{name} beside {limit}", "", over="the bandwidth that there is",
+             title=f"{name} over {limit}")
+        for name, limit in LIMITED.items()
+    ),
+)  # fmt: skip
 
 
 def bench(quick: bool) -> Iterator[Row]:
     """Yield a row for each number of ranks, size and algorithm."""
     sizes = QUICK if quick else SIZES
-    for ranks in (2,) if quick else (2, 4):
-        told = spawn(
-            measure, sizes, world_size=ranks, timeout=1200, device="cpu", output="none"
-        )
+    for ranks in steps.RANKS:
+        seconds = steps.BUDGET[quick] / 2 / len(sizes)
+        told = steps.on_ranks(ranks, measure, sizes, seconds)
         limits = {name: min(r["limits"][name] for r in told) for name in LIMITS}
         for nbytes in sizes:
-            per_rank = [r["times"][nbytes][0] for r in told]
-            shares = [
-                share(list(turn))
-                for turn in zip(*(r["times"][nbytes][1] for r in told), strict=True)
-            ]
-            turns = quiet(shares)
-            slowest = {
-                name: [max(r[name][turn] for r in per_rank) for turn in turns]
-                for name in per_rank[0]
-            }
-            others = statistics.median(shares[turn] for turn in turns)
-            yield from rows_of(ranks, nbytes, slowest, limits, others)
-
-
-def quiet(shares: list[float]) -> list[int]:
-    """Return the turns to count: those that others left us in peace, if enough are."""
-    calm = [turn for turn, others in enumerate(shares) if others <= LOUD]
-    return calm if len(calm) >= ENOUGH else list(range(len(shares)))
+            times, others = slowest([r["times"][nbytes] for r in told])
+            yield from rows_of(ranks, nbytes, times, limits, others)
 
 
 def rows_of(
@@ -79,7 +72,7 @@ def rows_of(
 ) -> Iterator[Row]:
     """Yield the rows of one size: seconds, and the bandwidth beside its limits."""
     where = {"ranks": ranks, "nbytes": nbytes, "others": others}
-    size = told(nbytes)
+    case = f"{ranks} ranks, {size_name(nbytes)}"
     medians = {name: statistics.median(seconds) for name, seconds in times.items()}
     for name, ours in medians.items():
         if name.startswith("gloo "):
@@ -88,27 +81,26 @@ def rows_of(
         theirs = medians[f"gloo {collective}"]
         yield row(
             "all-reduce",
-            f"{ranks} ranks, {size}, {name}",
+            f"{case}, {name}",
             "seconds",
             ours,
             theirs,
             algorithm=name,
             **where,
         )
-    factor = bus_factor("all_reduce", ranks)
-    for name, limit in (("ring", "loopback"), ("registered", "memory")):
+    for name, limit in LIMITED.items():
         yield row(
             "all-reduce",
-            f"{ranks} ranks, {size}, {name} beside {limit}",
+            f"{case}, {name} beside {limit}",
             "bytes/s",
-            factor * nbytes / medians[name],
+            bus_factor("all_reduce", ranks) * nbytes / medians[name],
             limits[limit],
             algorithm=f"{name} beside {limit}",
             **where,
         )
 
 
-def told(nbytes: int) -> str:
+def size_name(nbytes: int) -> str:
     """Write a size: "64 KiB"."""
     return f"{nbytes // MIB} MiB" if nbytes >= MIB else f"{nbytes // KIB} KiB"
 
@@ -116,42 +108,21 @@ def told(nbytes: int) -> str:
 # ---- on the ranks ------------------------------------------------------------------
 
 
-def measure(sizes: dict[int, int]) -> dict:
+def measure(sizes: dict[int, int], seconds: float) -> dict:
     """On every rank: return the limits, and the times of every turn, by size."""
     limits = {name: limit() for name, limit in LIMITS.items()}
-    return {
-        "limits": limits,
-        "times": {nbytes: in_turns(nbytes, sizes[nbytes]) for nbytes in sizes},
-    }
+    times = {nbytes: of_size(nbytes, sizes[nbytes], seconds) for nbytes in sizes}
+    return {"limits": limits, "times": times}
 
 
-def in_turns(nbytes: int, repetitions: int) -> tuple[Times, list[tuple]]:
-    """Measure everything `repetitions` times in turns, on tensors of `nbytes`.
-
-    Returns the times, and for each turn what `Others` told.
-    """
+def of_size(nbytes: int, turns: int, seconds: float = math.inf) -> Told:
+    """Measure everything on tensors of `nbytes`."""
     contenders, registered = all_contenders(nbytes)
     calls = max(1, min(20, CALLED // nbytes))
-    names = list(contenders)
-    times: Times = {name: [] for name in names}
-    others, told = Others(), []
-    for turn in range(-2, repetitions):  # the first two are to warm up
-        others.told()
-        order = random.Random(turn).sample(names, len(names))  # on all ranks alike
-        for name in order:
-            call = contenders[name]
-            call()  # what the one before has left in caches and queues is its affair
-            collectives.communicator().agree_now("the turn")  # takes microseconds
-            start = time.perf_counter()
-            for _ in range(calls):
-                call()
-            seconds = (time.perf_counter() - start) / calls
-            if turn >= 0:
-                times[name].append(seconds)
-        if turn >= 0:
-            told.append(others.told())
+    steps.together(contenders, 2, math.inf, 1)  # to warm up
+    told = steps.together(contenders, turns, seconds, calls)
     shared_memory.free(registered)
-    return times, told
+    return told
 
 
 def all_contenders(

@@ -29,7 +29,7 @@ ABOUT = "A training step under our DDP over one under PyTorch's."
 
 def _with_adamw(wrap: Callable[[nn.Module], nn.Module]) -> steps.Variant:
     def make(model: nn.Module) -> steps.Made:
-        return wrap(model), AdamW(model.parameters(), lr=steps.LR, fused=True)
+        return wrap(model), AdamW(model.parameters(), **steps.ADAMW)
 
     return make
 

@@ -8,44 +8,46 @@ one has imported does not help the other.
 from __future__ import annotations
 
 import os
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
-from ddp_course.bench.rows import Row, interleaved, row
+from ddp_course.bench.turns import Contender, Pair, Row, in_turns, row
 from ddp_course.commands import CommandError
 from ddp_course.launch.rendezvous import loopback_interface
 
+ABOUT = "A launch of ranks by our `spawn` over one by `torch.multiprocessing.spawn`."
 SCRIPT = Path(__file__).with_name("launch_process.py")
 CASES = {
     "all_reduce": "process group, one all_reduce",
     "step": "DDP and AdamW, one step",
 }
-REPETITIONS = {2: 7, 4: 9, 8: 3}  # one of theirs takes up to ten seconds
-FIRST = 5
+TURNS = {2: 7, 4: 9, 8: 3}  # one of theirs takes up to ten seconds
+PAIRS = (Pair("", "", title="spawn", over="torch.multiprocessing.spawn"),)
 
 
 def bench(quick: bool) -> Iterator[Row]:
     """Yield a row for each case and number of ranks, and one for the first launch."""
-    repetitions = {2: 1, 4: 1} if quick else REPETITIONS
+    sides = ("ours", "theirs")
     with LaunchProcess("ours") as ours, LaunchProcess("theirs") as theirs:
         ours.launch("step", 4)  # warm, as it is for a reader's second cell
-        for ranks, times in repetitions.items():
+        for ranks, turns in ({2: 1, 4: 1} if quick else TURNS).items():
             for case, words in CASES.items():
-                medians = interleaved(
-                    partial(ours.seconds, case, ranks),
-                    partial(theirs.seconds, case, ranks),
-                    times,
-                )
-                yield row("launch", f"{ranks} ranks, {words}", "seconds", *medians)
-    medians = interleaved(
-        partial(first_launch, "ours"),
-        partial(first_launch, "theirs"),
-        1 if quick else FIRST,
-    )
-    yield row("launch", "first launch", "seconds", *medians)
+                contenders = {
+                    process.side: lambda p=process, c=case, n=ranks: p.launch(c, n)[0]
+                    for process in (ours, theirs)
+                }
+                yield _row(f"{ranks} ranks, {words}", contenders, turns)
+    first = {side: lambda side=side: first_launch(side) for side in sides}
+    yield _row("first launch", first, 1 if quick else 5)
+
+
+def _row(case: str, contenders: dict[str, Contender], turns: int) -> Row:
+    times, _ = in_turns(contenders, turns, repeat=0)
+    ours, theirs = (statistics.median(times[side]) for side in ("ours", "theirs"))
+    return row("launch", case, "seconds", ours, theirs)
 
 
 def first_launch(side: str) -> float:
@@ -71,10 +73,6 @@ class LaunchProcess:
                 "GLOO_SOCKET_IFNAME": loopback_interface(),
             },
         )
-
-    def seconds(self, case: str, ranks: int) -> float:
-        """Return the seconds of one launch."""
-        return self.launch(case, ranks)[0]
 
     def launch(self, case: str, ranks: int) -> tuple[float, float]:
         """Return the seconds of one launch, and those since the process's first import.

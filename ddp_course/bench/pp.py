@@ -1,8 +1,7 @@
 """A training step under our pipeline and PyTorch's, in one run; and their bubbles.
 
 All ranks work on one batch of 8 microbatches; `tokens` are those of a microbatch. The
-variants, each with a model and an optimizer of its own (`steps` measures them in
-turns), all with the fused AdamW:
+variants, each with a model and an optimizer of its own, all with the fused AdamW:
 
     Schedule1F1B  PyTorch's, with its stages cut where ours are
     Schedule1F1B again
@@ -23,9 +22,10 @@ schedule asks for (`pipeline.simulate`). Chapters 10 and 11.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -33,19 +33,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW
 
 from ddp_course.bench import steps
-from ddp_course.bench.rows import Row, row
-from ddp_course.collectives import communicator
-from ddp_course.model import PRESETS, GPTConfig, cross_entropy
+from ddp_course.bench.turns import Pair, Row, Told, row, slowest
+from ddp_course.model import PRESETS, cross_entropy
 from ddp_course.pipeline import SCHEDULES, PipelineParallel, Waiting, simulate
 
-Made = tuple[nn.Module, Optimizer]
-LR = 1e-4
+ABOUT = (
+    "A training step under our pipeline over one under PyTorch's; and their bubbles."
+)
 MICROBATCHES = 8
-SECONDS = 0.03  # of F, of I and of W on each rank
-TINY = GPTConfig(block_size=8, n_layer=2, d_model=24)
+WAIT = 0.03  # seconds of F, of I and of W on each rank
 
 THEIRS: dict[str, Callable[..., Any]] = {
     "gpipe": pipelining.ScheduleGPipe,
@@ -80,17 +79,17 @@ class Loss(nn.Module):
 # ---- the variants ----------------------------------------------------------------
 
 
-def ours(model: nn.Module, schedule: str) -> Made:
+def ours(model: nn.Module, schedule: str) -> steps.Made:
     """Return our pipeline, and an optimizer of this rank's part."""
     pipeline = PipelineParallel(model, schedule, MICROBATCHES)
-    return Loss(pipeline.step), AdamW(pipeline.parameters(), lr=LR, fused=True)
+    return Loss(pipeline.step), AdamW(pipeline.parameters(), **steps.ADAMW)
 
 
-def theirs(model: nn.Module, schedule: str) -> Made:
+def theirs(model: nn.Module, schedule: str) -> steps.Made:
     """Return PyTorch's pipeline of the same stages, and the same optimizer."""
     pipeline = PipelineParallel(model, schedule, MICROBATCHES)
     step = theirs_step(pipeline, schedule, cross_entropy)
-    return Loss(step), AdamW(pipeline.parameters(), lr=LR, fused=True)
+    return Loss(step), AdamW(pipeline.parameters(), **steps.ADAMW)
 
 
 def theirs_step(
@@ -114,65 +113,49 @@ def theirs_step(
     return step
 
 
-def name_of(schedule: str) -> str:
-    """Return how PyTorch's variant is called."""
-    return THEIRS[schedule].__name__
-
-
 VARIANTS: dict[str, steps.Variant] = {
     "Schedule1F1B": partial(theirs, schedule="1f1b"),
     "Schedule1F1B again": partial(theirs, schedule="1f1b"),
     "1f1b gloo": partial(ours, schedule="1f1b"),
 }
 for _schedule in ("gpipe", "interleaved", "zero_bubble"):
-    VARIANTS[name_of(_schedule)] = partial(theirs, schedule=_schedule)
+    VARIANTS[THEIRS[_schedule].__name__] = partial(theirs, schedule=_schedule)
     VARIANTS[f"{_schedule} gloo"] = partial(ours, schedule=_schedule)
+ASKED = "what it asks for"
+PAIRS = (
+    Pair("Schedule1F1B again", "Schedule1F1B", control=True, over="PyTorch's own"),
+    *(
+        Pair(
+            f"{schedule} gloo",
+            made.__name__,
+            at_most=1.05 if schedule == "1f1b" else None,
+            over="PyTorch's own",
+        )
+        for schedule, made in THEIRS.items()
+    ),
+    *(
+        Pair(f"bubble of {schedule}", beside, over=f"the bubble of {over}",
+             title=f"bubble {schedule}")
+        for over in ("PyTorch's", "the formula")
+        for schedule, made in THEIRS.items()
+        for beside in [made.__name__ if over == "PyTorch's" else ASKED]
+    ),
+)  # fmt: skip
 
 
-def variants(preset: str | GPTConfig, ranks: int) -> dict[str, steps.Variant]:
+def variants(case: steps.Case) -> dict[str, steps.Variant]:
     """Return the variants for which the model has a layer for each stage."""
-    config = preset if isinstance(preset, GPTConfig) else PRESETS[preset]
-    few = config.n_layer + 2 < 2 * ranks
-    without = {name_of("interleaved"), "interleaved gloo"} if few else {}
+    few = PRESETS[case.preset].n_layer + 2 < 2 * case.ranks
+    without = {THEIRS["interleaved"].__name__, "interleaved gloo"} if few else {}
     return {name: make for name, make in VARIANTS.items() if name not in without}
 
 
-def compared(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Return beside which of PyTorch's each variant is laid."""
-    pairs = {"Schedule1F1B again": ("Schedule1F1B",)}
-    pairs |= {f"{schedule} gloo": (name_of(schedule),) for schedule in THEIRS}
-    return {name: others for name, others in pairs.items() if name in names}
-
-
-def cases(quick: bool) -> list[tuple[int, str, str | GPTConfig, int, int]]:
-    """Return (ranks, name, preset, tokens, turns) of every case."""
-    if quick:
-        return [(2, "tiny", TINY, 16, 3)]
-    sizes = [("1m", 128, 20), ("1m", 1024, 10), ("8m", 128, 10)]
-    return [
-        (ranks, preset, preset, tokens, turns)
-        for ranks in (2, 4)
-        for preset, tokens, turns in sizes
-    ]
-
-
 def bench(quick: bool) -> Iterator[Row]:
-    """Yield a row for each number of ranks, model and variant; then the bubbles."""
-    for ranks, name, preset, tokens, turns in cases(quick):
-        told = steps.on_ranks(ranks, measure, preset, tokens, turns)
-        pairs = compared(told[0][0])
-        yield from steps.rows_of("pp", pairs, ranks, name, tokens, told)
-    for ranks in (2,) if quick else (2, 4):
-        seconds, repeat = (0.002, 1) if quick else (SECONDS, 3)
-        yield from bubble_rows(
-            ranks, steps.on_ranks(ranks, waits, seconds, repeat), seconds
-        )
-
-
-def measure(preset: str | GPTConfig, tokens: int, turns: int) -> steps.Told:
-    """On every rank: return seconds per step, by variant and turn, and `Others`."""
-    chosen = variants(preset, dist.get_world_size())
-    return steps.measure(chosen, preset, tokens, turns)
+    """Yield a row for each number of ranks, model and pair; then the bubbles."""
+    yield from steps.contest("pp", quick, variants, PAIRS)
+    for ranks in steps.RANKS:
+        told = steps.on_ranks(ranks, waits, WAIT, 1 if quick else 3)
+        yield from bubble_rows(ranks, told, WAIT)
 
 
 # ---- bubbles -------------------------------------------------------------------------
@@ -213,32 +196,20 @@ def mean_square(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-Seconds = dict[tuple[str, str], list[tuple[float, float]]]  # begin and end of steps
-
-
-def waits(seconds: float, repeat: int) -> Seconds:
-    """On every rank: return when its steps began and ended, of ours and of theirs.
-
-    By schedule, and whose it is. All clocks of a machine are the same one.
-    """
-    found: Seconds = {}
-    for schedule in THEIRS:
-        for whose, layer in (("ours", Waiting), ("theirs", WaitingForBoth)):
-            step, x = waiting_step(whose, schedule, layer, seconds)
-            step(x, x)
-            found[schedule, whose] = []
-            for _ in range(repeat):
-                communicator().agree_now("begin")
-                start = time.perf_counter()
-                step(x, x)
-                found[schedule, whose].append((start, time.perf_counter()))
-    return found
+def waits(seconds: float, turns: int) -> Told:
+    """On every rank: return the seconds of steps that wait, of ours and of theirs."""
+    made = {
+        f"{schedule} {whose}": waiting_step(whose, schedule, layer, seconds)
+        for schedule in THEIRS
+        for whose, layer in (("ours", Waiting), ("theirs", WaitingForBoth))
+    }
+    return steps.together(made, turns, math.inf, repeat=1)
 
 
 def waiting_step(
     whose: str, schedule: str, layer: type, seconds: float
-) -> tuple[Callable[[Tensor, Tensor], object], Tensor]:
-    """Return a step of ours or of theirs with layers that wait, and its batch."""
+) -> Callable[[], object]:
+    """Return a step of ours or of theirs with layers that wait."""
     p = dist.get_world_size()
     stages = 2 * p if schedule == "interleaved" else p
     each = seconds * p / stages
@@ -247,37 +218,32 @@ def waiting_step(
     pipeline = PipelineParallel(model, schedule, MICROBATCHES, loss_fn=mean_square)
     # PyTorch goes back to a stage's input only if that requires a gradient.
     x = torch.ones(MICROBATCHES, 1, requires_grad=whose == "theirs")
-    if whose == "theirs":
-        return theirs_step(pipeline, schedule, mean_square), x
-    return pipeline.step, x
+    own = whose == "ours"
+    step = pipeline.step if own else theirs_step(pipeline, schedule, mean_square)
+    return lambda: step(x, x)
 
 
-def bubble_rows(ranks: int, told: list[Seconds], seconds: float) -> Iterator[Row]:
+def bubble_rows(ranks: int, told: list[Told], seconds: float) -> Iterator[Row]:
     """Yield for each schedule our idle share beside theirs, and beside the formula.
 
-    A step's idle share is what is not F, I and W of the time from the first rank's
-    begin to the last one's end.
+    A step's idle share is what is not F, I and W of the time that it takes.
     """
-    busy = 3 * MICROBATCHES * seconds
-    for schedule in THEIRS:
-        share = {}
-        for whose in ("ours", "theirs"):
-            of_steps = zip(*(rank[schedule, whose] for rank in told), strict=True)
-            spans = [max(e for _, e in s) - min(b for b, _ in s) for s in of_steps]
-            share[whose] = 1 - busy / statistics.median(spans)
+    busy, (times, _) = 3 * MICROBATCHES * seconds, slowest(told)
+    for schedule, made in THEIRS.items():
+        ours, theirs = (
+            1 - busy / statistics.median(times[f"{schedule} {whose}"])
+            for whose in ("ours", "theirs")
+        )
         simulated = simulate(SCHEDULES[schedule](ranks, MICROBATCHES)).bubble
-        for name, other in (
-            (name_of(schedule), share["theirs"]),
-            ("what it asks for", float(simulated)),
-        ):
+        for beside, other in ((made.__name__, theirs), (ASKED, float(simulated))):
             yield row(
                 "pp",
-                f"{ranks} ranks, idle share of {schedule} beside {name}",
+                f"{ranks} ranks, idle share of {schedule} beside {beside}",
                 "share",
-                share["ours"],
+                ours,
                 other,
                 ranks=ranks,
                 schedule=schedule,
                 variant=f"bubble of {schedule}",
-                beside=name,
+                beside=beside,
             )

@@ -23,8 +23,9 @@ from ddp_course.model import GPTConfig, build_gpt
 
 Made = tuple[nn.Module, Optimizer]
 Variant = Callable[[nn.Module], Made]
-LR = 1e-4
+ADAMW = {"lr": 1e-4, "fused": True}  # the faster of PyTorch's
 TURN = 0.25  # seconds; a step is repeated for about so long in a turn, 8 times at most
+RANKS = (2, 4)
 BUDGET = {True: 50.0, False: 400.0}  # seconds for all turns of a bench, if it is quick
 
 
@@ -50,7 +51,7 @@ def cases(quick: bool) -> list[Case]:
     sizes = [("1m", 128, 20), ("1m", 1024, 10), ("8m", 128, 20)]
     if quick:
         sizes = [("1m", 128, 5)]
-    return [Case(ranks, *size) for ranks in (2, 4) for size in sizes]
+    return [Case(ranks, *size) for ranks in RANKS for size in sizes]
 
 
 def contest(

@@ -20,8 +20,8 @@ Found = dict[str, Mapping[str, Any]]  # case -> its row
 def lines(about: str, pairs: Iterable[Pair], rows: Rows) -> list[str]:
     """Return what is printed of a bench, at most `WIDTH` characters a line."""
     text = textwrap.wrap(
-        f"{about} Numbers are ratios: below 1, the variant in the column's head takes "
-        "less than what it is laid over. The narrow column is that of the latter.",
+        f"{about} Numbers are ratios, medians: below 1, what the column's head names "
+        "takes less than what it is laid over, whose own number comes first.",
         WIDTH,
     )
     panels = grouped(pairs, rows)
@@ -40,9 +40,7 @@ def lines(about: str, pairs: Iterable[Pair], rows: Rows) -> list[str]:
     return text
 
 
-def grouped(
-    pairs: Iterable[Pair], rows: Rows
-) -> dict[str, list[tuple[Pair, Found]]]:
+def grouped(pairs: Iterable[Pair], rows: Rows) -> dict[str, list[tuple[Pair, Found]]]:
     """Return what is laid over -> the pairs that are, and their rows by case."""
     panels: dict[str, list[tuple[Pair, Found]]] = {}
     for pair in pairs:
@@ -63,9 +61,9 @@ def variant_of(row: Mapping[str, Any]) -> str:
 
 def case_of(row: Mapping[str, Any]) -> str:
     """Return which case a row is of: what its rows have in common."""
-    if "variant" in row:
-        return row["case"].rpartition(", ")[0]
-    return row["case"].removesuffix(f", {variant_of(row)}")
+    variant, case = variant_of(row), row["case"]
+    before, found, _ = case.partition(f", {variant}" if variant else "\n")
+    return before if found or "variant" not in row else case.rpartition(", ")[0]
 
 
 def ratio_of(row: Mapping[str, Any]) -> float:
@@ -122,22 +120,24 @@ def _held(columns: list[tuple[Pair, Found]]) -> list[str]:
     """Return a line for each ratio that is asked for, and one for each control."""
     told = []
     for pair, found in columns:
-        over = f"{pair.variant} over {pair.over or pair.beside}"
-        if pair.control:
-            ratios = [ratio_of(row) for row in found.values()]
-            span = f"{min(ratios):.2f} to {max(ratios):.2f}"
-            told.append(f"  noise  {over}: {span}, and is the same thing")
-        bars = {case: pair.bar(row) for case, row in found.items()}
-        for bar in dict.fromkeys(bar for bar in bars.values() if bar is not None):
-            ratios = {c: ratio_of(found[c]) for c, asked in bars.items() if asked == bar}
-            span = f"{min(ratios.values()):.2f} to {max(ratios.values()):.2f}"
-            missed = [case for case, ratio in ratios.items() if ratio > bar]
-            answer = "no   " if missed else "yes  "
-            where = f"; not in {'; '.join(missed)}" if missed else ""
+        asked: dict[float | None, list[str]] = {}
+        for case, row in found.items():
+            asked.setdefault(1.0 if pair.control else pair.bar(row), []).append(case)
+        for bar, cases in asked.items():
+            if bar is None:
+                continue
+            ratios = [ratio_of(found[case]) for case in cases]
+            words = f"{pair.variant} over {pair.beside}"
+            if pair.control:
+                answer, words = "noise", f"{words}, the same twice"
+            else:
+                answer = "no" if max(ratios) > bar else "yes"
+                words += f" at most {bar:g}"
+            words += f": {min(ratios):.2f}"
+            words += f" to {max(ratios):.2f}" if len(ratios) > 1 else ""
+            missed = [c for c, r in zip(cases, ratios, strict=True) if r > bar]
+            words += f"; not in {'; '.join(missed)}" if answer == "no" else ""
             told += textwrap.wrap(
-                f"  {answer}  {over} at most {bar:g}: {span} in {len(ratios)} "
-                f"case{'s' * (len(ratios) > 1)}{where}",
-                WIDTH,
-                subsequent_indent=" " * 9,
+                f"  {answer:6} {words}", WIDTH, subsequent_indent=" " * 9
             )
     return told

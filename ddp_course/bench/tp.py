@@ -1,7 +1,7 @@
 """A training step under our tensor parallelism and under PyTorch's, in one run.
 
 All ranks work on the same batch; `tokens` are those of all together. The variants, each
-with a model and an optimizer of its own (`steps` measures them in turns):
+with a model and an optimizer of its own:
 
     DTensor default
                   PyTorch's parallelize_module: columns, rows and vocabulary, with the
@@ -46,14 +46,13 @@ from torch.distributed.tensor.parallel import (
 from torch.optim import AdamW, Optimizer
 
 from ddp_course.bench import steps
-from ddp_course.bench.rows import Row
+from ddp_course.bench.turns import Pair, Row
 from ddp_course.collectives import communicator
 from ddp_course.collectives.patience import patient
-from ddp_course.model import GPT, GPTConfig
+from ddp_course.model import GPT
 from ddp_course.tensor_parallel import tensor_parallel
 
-Made = tuple[nn.Module, Optimizer]
-LR = 1e-4
+ABOUT = "A training step under our tensor parallelism over one under PyTorch's DTensor."
 
 
 class OneBatch(nn.Module):
@@ -109,16 +108,15 @@ def dtensor(
     best: bool = True,
     sequence: bool = False,
     patiently: bool = False,
-) -> Made:
+) -> steps.Made:
     """Return the model cut by PyTorch, with its optimizer."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     parallel = parallelize_module(model, mesh, styles(model, not best, sequence))
     groups: dict[type, list[nn.Parameter]] = {}  # the fused AdamW wants them apart
     for parameter in parallel.parameters():
         groups.setdefault(type(parameter.data), []).append(parameter)
-    fused = {"fused": True} if best else {}
     options = [{"params": group} for group in groups.values()]
-    optimizer = AdamW(options, lr=LR, **fused)
+    optimizer = AdamW(options, **steps.ADAMW | {"fused": best})
     if best:  # from forward to the end of backward
         _during_step(parallel, optimizer, loss_parallel)
     if patiently:
@@ -140,10 +138,10 @@ def _during_step(
 # ---- ours ----------------------------------------------------------------------------
 
 
-def ours(model: GPT, **options: bool) -> Made:
+def ours(model: GPT, **options: bool) -> steps.Made:
     """Return the model cut by this course, with its optimizer."""
     parallel = tensor_parallel(model, **options)
-    optimizer = AdamW(parallel.parameters(), lr=LR, fused=True)
+    optimizer = AdamW(parallel.parameters(), **steps.ADAMW)
     return OneBatch(parallel), optimizer
 
 
@@ -159,12 +157,12 @@ class Nothing(nn.Module):
         return None, self.parameter * 1
 
 
-def alone(model: GPT) -> Made:
+def alone(model: GPT) -> steps.Made:
     """Return the whole model on rank 0, and nothing on the others."""
     if dist.get_rank() > 0:
         nothing = Nothing()
-        return nothing, AdamW(nothing.parameters(), lr=LR, fused=True)
-    return model, AdamW(model.parameters(), lr=LR, fused=True)
+        return nothing, AdamW(nothing.parameters(), **steps.ADAMW)
+    return model, AdamW(model.parameters(), **steps.ADAMW)
 
 
 VARIANTS: dict[str, steps.Variant] = {
@@ -179,26 +177,30 @@ VARIANTS: dict[str, steps.Variant] = {
     "tp shared sequence": partial(ours, sequence_parallel=True, in_shared_memory=True),
     "one rank alone": alone,
 }
-COMPARED = {
-    "DTensor again": ("DTensor default",),
-    "DTensor best": ("DTensor default",),
-    "DTensor patient": ("DTensor best",),
-    "DTensor sequence": ("DTensor best",),
-    "tp gloo": ("DTensor default", "DTensor best", "one rank alone"),
-    "tp shared": ("DTensor default", "DTensor best", "one rank alone"),
-    "tp gloo sequence": ("DTensor sequence", "tp gloo"),
-    "tp shared sequence": ("DTensor sequence", "tp shared"),
-    "one rank alone": ("DTensor best",),
-}
+DEFAULT, BEST, SEQUENCE = "DTensor default", "DTensor best", "DTensor sequence"
+PAIRS = (
+    Pair("DTensor again", DEFAULT, control=True),
+    Pair(BEST, DEFAULT),
+    Pair("DTensor patient", BEST),
+    Pair(SEQUENCE, BEST),
+    Pair("tp gloo", DEFAULT),
+    Pair("tp gloo", BEST, at_most={128: 0.6, 1024: 0.8}),
+    Pair("tp gloo", "one rank alone"),
+    Pair("tp shared", DEFAULT),
+    Pair("tp shared", BEST, at_most={128: 0.3}),
+    Pair("tp shared", "one rank alone"),
+    Pair("tp gloo sequence", SEQUENCE),
+    Pair("tp shared sequence", SEQUENCE),
+    *(
+        Pair(
+            f"{ours} sequence", ours, over="the same with sequences not cut", title=ours
+        )
+        for ours in ("tp gloo", "tp shared")
+    ),
+    Pair("one rank alone", BEST),
+)
 
 
 def bench(quick: bool) -> Iterator[Row]:
-    """Yield a row for each number of ranks, preset, number of tokens and variant."""
-    for ranks, name, preset, tokens, turns in steps.cases(quick):
-        told = steps.on_ranks(ranks, measure, preset, tokens, turns)
-        yield from steps.rows_of("tp", COMPARED, ranks, name, tokens, told)
-
-
-def measure(preset: str | GPTConfig, tokens: int, turns: int) -> steps.Told:
-    """On every rank: return seconds per step, by variant and turn, and `Others`."""
-    return steps.measure(VARIANTS, preset, tokens, turns)
+    """Yield a row for each number of ranks, preset, number of tokens and pair."""
+    yield from steps.contest("tp", quick, lambda case: VARIANTS, PAIRS)

@@ -21,9 +21,11 @@ from typing import TypedDict
 from ddp_course.bench.others import Others, share
 
 LOUD, ENOUGH = 0.15, 6  # the part of the machine; how many turns
-Contender = Callable[[], object]  # does it once; may return seconds that it has measured
+Contender = Callable[
+    [], object
+]  # does it once; may return seconds that it has measured
 Times = dict[str, list[float]]
-Told = tuple[Times, list[tuple]]  # seconds by contender and turn, and `Others` by turn
+Told = tuple[Times, list[tuple]]  # seconds by contender and turn; `Others` by turn
 
 
 class Row(TypedDict):

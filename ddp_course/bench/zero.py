@@ -1,7 +1,7 @@
 """A training step under our ZeRO and under PyTorch's, in one run.
 
-The variants, each with a model and an optimizer of its own (`steps` measures them in
-turns). Beside PyTorch's ZeroRedundancyOptimizer, with DDP:
+The variants, each with a model and an optimizer of its own. Beside PyTorch's
+ZeroRedundancyOptimizer, with DDP:
 
     ZRO default   as it is
     ZRO again     the same once more: how much of a difference is noise
@@ -52,42 +52,42 @@ from torch.nn.parallel import DistributedDataParallel as PyTorchDDP
 from torch.optim import AdamW, Optimizer
 
 from ddp_course.bench import steps
-from ddp_course.bench.rows import Row, row
+from ddp_course.bench.turns import Pair, Row, row
 from ddp_course.collectives import communicator
 from ddp_course.collectives.patience import patient
 from ddp_course.measure import MemoryLog
-from ddp_course.model import GPTConfig
 from ddp_course.zero import (
     FullyShardedDataParallel,
     ShardedGradientOptimizer,
     ZeroRedundancyOptimizer,
 )
 
-Made = tuple[nn.Module, Optimizer]
-LR = 1e-4
+ABOUT = (
+    "A step under our ZeRO over one under ZeroRedundancyOptimizer (ZRO), fully_shard."
+)
 
 
 # ---- PyTorch's -----------------------------------------------------------------------
 
 
-def zero_default(model: nn.Module) -> Made:
+def zero_default(model: nn.Module) -> steps.Made:
     """Return DDP and ZeroRedundancyOptimizer as the documentation has them."""
     replica = PyTorchDDP(model)
-    return replica, PyTorchZeRO(replica.parameters(), AdamW, lr=LR)
+    return replica, PyTorchZeRO(replica.parameters(), AdamW, lr=steps.ADAMW["lr"])
 
 
-def zero_best(model: nn.Module) -> Made:
+def zero_best(model: nn.Module) -> steps.Made:
     """Return both with everything that makes them faster."""
     replica = PyTorchDDP(model, static_graph=True, gradient_as_bucket_view=True)
     optimizer = PyTorchZeRO(
-        replica.parameters(), AdamW, parameters_as_bucket_view=True, lr=LR, fused=True
+        replica.parameters(), AdamW, parameters_as_bucket_view=True, **steps.ADAMW
     )
     return replica, optimizer
 
 
 def fully_sharded(
     model: nn.Module, best: bool = True, reshard_after_forward: bool | None = None
-) -> Made:
+) -> steps.Made:
     """Return PyTorch's fully_shard of every block, and of the rest."""
     for block in model.blocks:
         fully_shard(block, reshard_after_forward=reshard_after_forward)
@@ -97,10 +97,10 @@ def fully_sharded(
         for block, after in zip(blocks, blocks[1:], strict=False):
             block.set_modules_to_forward_prefetch([after])
             after.set_modules_to_backward_prefetch([block])
-    return model, AdamW(model.parameters(), lr=LR, **({"fused": True} if best else {}))
+    return model, AdamW(model.parameters(), **steps.ADAMW | {"fused": best})
 
 
-def fully_sharded_patiently(model: nn.Module) -> Made:
+def fully_sharded_patiently(model: nn.Module) -> steps.Made:
     """Return `fully_shard` at its best; in a step gloo's threads interrupt nobody."""
     sharded, optimizer = fully_sharded(model)
     threads, patience = communicator().threads, ExitStack()
@@ -114,42 +114,34 @@ def fully_sharded_patiently(model: nn.Module) -> Made:
 # ---- ours ----------------------------------------------------------------------------
 
 
-def stage1(model: nn.Module, shared: bool = False) -> Made:
-    """Return the model as it is, and the optimizer that shards its states."""
-    optimizer = ZeroRedundancyOptimizer(
-        model.parameters(), AdamW, buckets_in_shared_memory=shared, lr=LR, fused=True
-    )
-    return model, optimizer
-
-
-def stage2(model: nn.Module, shared: bool = False) -> Made:
-    """Return the model as it is, and the optimizer that shards gradients, too."""
-    optimizer = ShardedGradientOptimizer(
-        model.parameters(), AdamW, buckets_in_shared_memory=shared, lr=LR, fused=True
-    )
-    return model, optimizer
+def stages_1_and_2(
+    model: nn.Module, kind: type[Optimizer], shared: bool = False
+) -> steps.Made:
+    """Return the model as it is, and the optimizer that shards states (gradients)."""
+    parameters, options = model.parameters(), steps.ADAMW
+    return model, kind(parameters, AdamW, buckets_in_shared_memory=shared, **options)
 
 
 def stage3(
     model: nn.Module,
     shared: bool = False,
     reshard_after_forward: bool | None = None,
-) -> Made:
+) -> steps.Made:
     """Return the sharded model, and a plain optimizer of its shards."""
     sharded = FullyShardedDataParallel(
         model, reshard_after_forward=reshard_after_forward, in_shared_memory=shared
     )
-    return sharded, AdamW(sharded.parameters(), lr=LR, fused=True)
+    return sharded, AdamW(sharded.parameters(), **steps.ADAMW)
 
 
-def bound(model: nn.Module) -> Made:
+def bound(model: nn.Module) -> steps.Made:
     """Return the model as it is, and an optimizer of about 1/N of its parameters."""
     parameters = list(model.parameters())
     enough = sum(p.numel() for p in parameters) / dist.get_world_size()
     taken: list[nn.Parameter] = []
     while sum(p.numel() for p in taken) < enough:
         taken.append(parameters[len(taken)])
-    return model, AdamW(taken, lr=LR, fused=True)
+    return model, AdamW(taken, **steps.ADAMW)
 
 
 # ---- which are compared --------------------------------------------------------------
@@ -158,10 +150,10 @@ STAGES_1_AND_2: dict[str, steps.Variant] = {
     "ZRO default": zero_default,
     "ZRO again": zero_default,
     "ZRO best": zero_best,
-    "zero1 gloo": stage1,
-    "zero1 shared": partial(stage1, shared=True),
-    "zero2 gloo": stage2,
-    "zero2 shared": partial(stage2, shared=True),
+    "zero1 gloo": partial(stages_1_and_2, kind=ZeroRedundancyOptimizer),
+    "zero1 shared": partial(stages_1_and_2, kind=ZeroRedundancyOptimizer, shared=True),
+    "zero2 gloo": partial(stages_1_and_2, kind=ShardedGradientOptimizer),
+    "zero2 shared": partial(stages_1_and_2, kind=ShardedGradientOptimizer, shared=True),
     "bound": bound,
 }
 STAGE_3: dict[str, steps.Variant] = {
@@ -176,67 +168,69 @@ STAGE_3: dict[str, steps.Variant] = {
     "zero3 shared kept": partial(stage3, shared=True, reshard_after_forward=False),
     "bound": bound,
 }
-CONTESTS = {"ZRO": STAGES_1_AND_2, "fully_shard": STAGE_3}
-
-
-def compared(theirs: str) -> dict[str, tuple[str, ...]]:
-    """Return beside which of `theirs` each variant is laid."""
-    default, best = f"{theirs} default", f"{theirs} best"
-    pairs = {f"{theirs} again": (default,), best: (default,), "bound": (best,)}
-    for name in CONTESTS[theirs]:
-        if name.endswith(" kept") and not name.startswith(theirs):
-            pairs[name] = (f"{theirs} kept",)
-        elif name.startswith("zero"):
-            pairs[name] = (default, best)
-        elif name.endswith(" patient"):
-            pairs[name] = (best,)
-    return pairs
+TIMES = (
+    Pair("ZRO again", "ZRO default", control=True),
+    Pair("ZRO best", "ZRO default"),
+    Pair("bound", "ZRO best"),
+    Pair("zero1 gloo", "ZRO default"),
+    Pair("zero1 gloo", "ZRO best", at_most=1.0),
+    Pair("zero1 shared", "ZRO default"),
+    Pair("zero1 shared", "ZRO best", at_most=0.8),
+    Pair("zero2 gloo", "ZRO default"),
+    Pair("zero2 gloo", "ZRO best"),
+    Pair("zero2 shared", "ZRO default"),
+    Pair("zero2 shared", "ZRO best"),
+    Pair("fully_shard again", "fully_shard default", control=True),
+    Pair("fully_shard best", "fully_shard default"),
+    Pair("bound", "fully_shard best"),
+    Pair("fully_shard patient", "fully_shard best"),
+    Pair("zero3 gloo", "fully_shard default"),
+    Pair("zero3 gloo", "fully_shard best", at_most={128: 0.6, 1024: 0.87}),
+    Pair("zero3 shared", "fully_shard default"),
+    Pair("zero3 shared", "fully_shard best", at_most={128: 0.45}),
+    Pair("zero3 gloo kept", "fully_shard kept"),
+    Pair("zero3 shared kept", "fully_shard kept"),
+)
+PEAKS = tuple(
+    Pair(f"peak of {ours}", theirs, at_most=1.05, title=title, over="peak of PyTorch's")
+    for ours, theirs, title in (
+        ("zero3 gloo", "fully_shard best", "zero3"),
+        ("zero3 gloo kept", "fully_shard kept", "zero3 kept"),
+    )
+)
+PAIRS = (*TIMES, *PEAKS)
 
 
 def bench(quick: bool) -> Iterator[Row]:
-    """Yield a row for each number of ranks, preset, number of tokens and variant."""
-    for ranks, name, preset, tokens, turns in steps.cases(quick):
-        for theirs in CONTESTS:
-            told = steps.on_ranks(ranks, measure, theirs, preset, tokens, turns)
-            pairs = compared(theirs)
-            yield from steps.rows_of("zero", pairs, ranks, name, tokens, told)
-        told = steps.on_ranks(ranks, peaks, preset, tokens)
-        yield from peak_rows(ranks, name, tokens, told)
-
-
-def measure(
-    theirs: str, preset: str | GPTConfig, tokens: int, turns: int
-) -> steps.Told:
-    """On every rank: return seconds per step, by variant and turn, and `Others`."""
-    return steps.measure(CONTESTS[theirs], preset, tokens, turns)
+    """Yield a row for each case and pair; then those of memory."""
+    yield from steps.contest("zero", quick, lambda _: STAGES_1_AND_2, TIMES, of=2)
+    yield from steps.contest("zero", quick, lambda _: STAGE_3, TIMES, of=2)
+    for case in steps.cases(quick):
+        yield from peak_rows(case, steps.on_ranks(case.ranks, peaks, case))
 
 
 # ---- memory --------------------------------------------------------------------------
 
 
-PEAKS = {
-    "zero3 gloo": "fully_shard best",
-    "zero3 gloo kept": "fully_shard kept",
-}
-
-
-def peaks(preset: str | GPTConfig, tokens: int) -> dict[str, int]:
+def peaks(case: steps.Case) -> dict[str, int]:
     """On every rank: return the most bytes that a step has alive, by variant.
 
     Counted from storages (`measure.memory_log`), in the third step.
     """
-    names = [*PEAKS, *PEAKS.values()]
-    return {name: _peak(STAGE_3[name], preset, tokens) for name in names}
+    names = [
+        name for p in PEAKS for name in (p.variant.removeprefix("peak of "), p.beside)
+    ]
+    return {name: _peak(STAGE_3[name], case) for name in names}
 
 
-def _peak(make: steps.Variant, preset: str | GPTConfig, tokens: int) -> int:
+def _peak(make: steps.Variant, case: steps.Case) -> int:
     made: list[Any] = []
 
-    def noted(model: nn.Module) -> Made:
+    def noted(model: nn.Module) -> steps.Made:
         made.extend(make(model))
         return made[0], made[1]
 
-    step = steps.step_of(noted, preset, tokens)
+    step = steps.step_of(noted, case)
     with MemoryLog(*made) as log:  # open when `fully_shard` makes its buffers
         for _ in range(2):
             step()
@@ -245,21 +239,17 @@ def _peak(make: steps.Variant, preset: str | GPTConfig, tokens: int) -> int:
     return max(m.ledger.total for m in log.moments if m.time >= begin)
 
 
-def peak_rows(
-    ranks: int, preset: str, tokens: int, told: list[dict[str, int]]
-) -> Iterator[Row]:
+def peak_rows(case: steps.Case, told: list[dict[str, int]]) -> Iterator[Row]:
     """Yield the rows of one case: the rank that needs most counts."""
-    for ours, theirs in PEAKS.items():
-        most = {name: max(rank[name] for rank in told) for name in (ours, theirs)}
+    for pair in PEAKS:
+        ours = pair.variant.removeprefix("peak of ")
         yield row(
             "zero",
-            f"{ranks} ranks, {preset}, {tokens} tokens, peak of {ours} beside {theirs}",
+            f"{case}, {pair.variant} beside {pair.beside}",
             "bytes",
-            most[ours],
-            most[theirs],
-            ranks=ranks,
-            preset=preset,
-            tokens=tokens,
-            variant=f"peak of {ours}",
-            beside=theirs,
+            max(rank[ours] for rank in told),
+            max(rank[pair.beside] for rank in told),
+            **case.fields,
+            variant=pair.variant,
+            beside=pair.beside,
         )

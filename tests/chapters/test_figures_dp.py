@@ -42,7 +42,6 @@ from ddp_course.chapters.ch05_ddp_internals.timeline import (
 )
 from ddp_course.data_parallel import Move, Timing, bucket_plan  # noqa: E402
 from ddp_course.lab import (  # noqa: E402
-    bench,
     explore,
     gallery,
     rank_color,
@@ -341,43 +340,6 @@ def test_the_sweep_marks_its_minimum():
     assert len(plot_bucket_sweep([row[:3] for row in ROWS]).axes[0].lines) == 2
 
 
-PAIRS = {
-    ("gloo", "default"): 0.97, ("gloo", "best"): 0.99, ("shared", "default"): 0.75,
-    ("shared", "best"): 0.8, ("again", "default"): 1.01, ("best", "default"): 0.98,
-    ("bound", "default"): 0.5,
-}  # fmt: skip
-BENCH = [
-    {"ranks": n, "preset": "1m", "tokens": 128, "variant": variant, "beside": beside,
-     "paired": ratio}
-    for n in (2, 4)
-    for (variant, beside), ratio in PAIRS.items()
-]  # fmt: skip
-
-
-def test_the_bench_shows_its_bars_and_its_control():
-    (axes,) = bench.DRAWINGS["ddp"](BENCH).axes
-    marks = {line.get_label(): line for line in axes.lines}
-    assert list(marks["gloo, beside best"].get_xdata()) == [0.99, 0.99]
-    assert list(marks["A/A: PyTorch's beside itself"].get_xdata()) == [1.01, 1.01]
-    upright = [line.get_xdata()[0] for line in axes.lines
-               if list(line.get_ydata()) == [0, 1] and len(set(line.get_xdata())) == 1
-               and line.get_marker() == "None"]  # fmt: skip
-    assert upright == [1, 1.05, 0.9]
-    assert axes.get_xlim()[0] < 0.5 and axes.get_xlim()[1] > 1.05
-
-
-def test_no_variant_hides_another_in_the_bench():
-    (axes,) = bench.ddp([{**row, "paired": 1.0} for row in BENCH]).axes
-    marks = {line.get_label(): line for line in axes.lines}
-    heights = {
-        tuple(marks[name].get_ydata())
-        for name in ("gloo, beside best", "shared memory, beside best",
-                     "A/A: PyTorch's beside itself")
-    }  # fmt: skip
-    assert len(heights) == 3
-    assert all(abs(y - round(y)) < 0.3 for ys in heights for y in ys)
-
-
 @dataclass(frozen=True)
 class Other:
     """A move of something else than Moves' own class."""
@@ -393,7 +355,6 @@ FIGURES = {
     "the lock": lambda: plot_gil(timings("many tiny ones") + timings("few large ones")),
     "buckets": lambda: plot_buckets(PLAN, EVENTS),
     "sweep": lambda: plot_bucket_sweep(ROWS, 0.115),
-    "bench": lambda: bench.ddp(BENCH),
 }
 
 
@@ -419,7 +380,6 @@ def test_texts_do_not_overlap(name):
         (lambda: plot_bucket_sweep([]), "no rows"),
         (lambda: plot_bucket_sweep([(1, 2)]), "a row is"),
         (lambda: plot_bucket_sweep([(1, 2, 0)]), "a number is 0.0"),
-        (lambda: bench.ddp([]), "no rows"),
     ],
 )
 def test_what_cannot_be_drawn(bad, says):

@@ -20,7 +20,6 @@ from drawings import (  # noqa: E402
 )
 from matplotlib.colors import to_hex  # noqa: E402
 
-from ddp_course.bench import zero  # noqa: E402
 from ddp_course.chapters.ch06_memory.calculator import (  # noqa: E402
     BAR,
     ORDER,
@@ -52,12 +51,10 @@ from ddp_course.chapters.ch08_fsdp.fsdp_timeline import (  # noqa: E402
     units_of,
 )
 from ddp_course.lab import (  # noqa: E402
-    bench,
     explore,
     gallery,
     rank_color,
 )
-from ddp_course.lab.bench_zero import MARKS, PANELS  # noqa: E402
 from ddp_course.lab.draw.kinds import KIND_LOOKS, kinds_among  # noqa: E402
 from ddp_course.lab.draw.ledgers import ledgers, memory_against_communication  # noqa: E402
 from ddp_course.lab.draw.memory import (
@@ -601,47 +598,6 @@ def test_stages_stand_where_their_bytes_are():
     assert axes.lines[2].get_xdata()[0] == pytest.approx(2 / 3)
 
 
-# The bench.
-
-BENCH = [
-    {"ranks": n, "preset": "1m", "tokens": tokens, "variant": variant, "beside": beside,
-     "paired": 0.4 + len(variant) / 100 + len(beside) / 100 + n / 1000}
-    for n, tokens in itertools.product((2, 4), (128, 1024))
-    for theirs in zero.CONTESTS
-    for variant, others in zero.compared(theirs).items()
-    for beside in others
-] + [
-    {"ranks": n, "preset": "1m", "tokens": tokens, "variant": f"peak of {ours}",
-     "beside": theirs, "ours": 90 + n, "theirs": 100}
-    for n, tokens in itertools.product((2, 4), (128, 1024))
-    for ours, theirs in zero.PEAKS.items()
-]  # fmt: skip
-
-
-def test_the_bench_of_zero_shows_all_stages_and_what_is_asked_for():
-    *stages, peaks = bench.DRAWINGS["zero"](BENCH).axes
-    drawn = set()
-    for axes, (stage, (_, theirs, _)) in zip(stages, PANELS.items(), strict=True):
-        marks = {line.get_label(): list(line.get_xdata()) for line in axes.lines}
-        for (how, beside), (name, *_) in MARKS.items():
-            others = {k: f"{theirs} {k}" for k in ("again", "patient")}
-            variant = (others | {"bound": "bound"}).get(how, f"{stage} {how}")
-            kind = variant, f"{theirs} {beside}"
-            mine = [row for row in BENCH if (row["variant"], row["beside"]) == kind]
-            assert marks.get(name, []) == [row["paired"] for row in mine]
-            drawn |= {kind} if mine else set()
-    known = {(row["variant"], row["beside"]) for row in BENCH if "paired" in row}
-    assert {variant for variant, _ in known - drawn} == {"ZRO best", "fully_shard best"}
-    asked = [
-        [line.get_xdata()[0] for line in axes.lines if "asked" in line.get_label()]
-        for axes in (*stages, peaks)
-    ]
-    assert asked[0] == [1, 1, 1, 1, 0.8, 0.8, 0.8, 0.8]
-    assert asked[1:] == [[], [0.6, 0.87, 0.6, 0.87, 0.45, 0.45], [1.05] * 4]
-    dots = {line.get_marker(): list(line.get_xdata()) for line in peaks.lines}
-    assert dots["o"] == dots["^"] == [0.92, 0.92, 0.94, 0.94]
-
-
 PLOTS = {
     "memory": lambda: plot_memory(KEPT, SPANS, title="a step"),
     "memory, without events": lambda: plot_memory(Log(KEPT)),
@@ -650,7 +606,6 @@ PLOTS = {
     "one each": lambda: ledgers({name: group[0] for name, group in LEDGERS.items()}),
     "two ranks": lambda: ledgers({"a": [ledger(1)] * 2, "b": [ledger(1, 2)] * 2}),
     "stages": lambda: memory_against_communication(STAGE_ROWS),
-    "bench": lambda: bench.zero(BENCH),
 }
 
 
@@ -711,7 +666,6 @@ def test_sliders_and_galleries():
         (lambda: memory_against_communication([]), "beside is 'DDP'"),
         (lambda: memory_against_communication(STAGE_ROWS * 2), "may be there once"),
         (lambda: memory_against_communication([("DDP", 0, 1)]), "'DDP' has 0.0 bytes"),
-        (lambda: bench.zero([]), "no rows"),
     ],
 )
 def test_what_cannot_be_drawn(bad, says):

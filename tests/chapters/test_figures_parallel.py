@@ -16,8 +16,6 @@ matplotlib.use("agg")
 from drawings import elements, fills, no_texts_overlap, problems, texts, words  # noqa: E402  # noqa: E402
 from matplotlib.colors import to_hex  # noqa: E402
 
-from ddp_course import theory  # noqa: E402
-from ddp_course.bench import pp, tp  # noqa: E402
 from ddp_course.chapters.ch09_tensor_parallel.cut_product import (  # noqa: E402
     HOW,
     Matrix,
@@ -33,9 +31,6 @@ from ddp_course.chapters.ch10_pipeline_parallel.figures import staircase  # noqa
 from ddp_course.chapters.ch11_pipeline_schedules.figures import four_schedules  # noqa: E402
 from ddp_course.chapters.ch11_pipeline_schedules.plane import memory_against_bubble  # noqa: E402
 from ddp_course.lab import (  # noqa: E402
-    bench,
-    bench_pp,
-    bench_tp,
     explore,
     gallery,
     rank_color,
@@ -570,95 +565,11 @@ def test_peaks_have_the_colours_of_their_ranks():
     assert axes.get_ylabel() == "kept activations [microbatches]"
 
 
-BENCH_TP = [
-    {"ranks": n, "preset": "1m", "tokens": tokens, "variant": variant, "beside": beside,
-     "paired": 0.4 + len(variant) / 100 + len(beside) / 100 + n / 1000}
-    for n, tokens in itertools.product((2, 4), (128, 1024))
-    for variant, others in tp.COMPARED.items()
-    for beside in others
-]  # fmt: skip
-
-
-def test_the_bench_of_tp_shows_what_is_compared_and_what_is_asked_for():
-    panels = bench.DRAWINGS["tp"](BENCH_TP).axes
-    drawn = set()
-    for axes, marks in zip(panels, bench_tp.PANELS.values(), strict=True):
-        found = {line.get_label(): list(line.get_xdata()) for line in axes.lines}
-        for mark in marks:
-            pair = mark.variant, mark.beside
-            mine = [row for row in BENCH_TP if (row["variant"], row["beside"]) == pair]
-            assert found[mark.name] == [row["paired"] for row in mine] != []
-            drawn.add(pair)
-    known = {(row["variant"], row["beside"]) for row in BENCH_TP}
-    assert known - drawn == {
-        ("DTensor best", "DTensor default"), ("DTensor sequence", "DTensor best"),
-        ("tp gloo sequence", "tp gloo"), ("tp shared sequence", "tp shared"),
-        ("one rank alone", "DTensor best"),
-    }  # fmt: skip
-    asked = [line.get_xdata()[0] for line in panels[0].lines
-             if "asked" in line.get_label()]  # fmt: skip
-    assert sorted(asked) == [0.3, 0.3, 0.6, 0.6, 0.8, 0.8]
-
-
-SHARE = {  # schedule -> measured, and PyTorch's
-    "gpipe": (0.28, 0.285), "1f1b": (0.277, 0.284),
-    "interleaved": (0.17, 0.193), "zero_bubble": (0.12, 0.13),
-}  # fmt: skip
-BENCH_PP = [
-    {"metric": "seconds", "ranks": n, "preset": name, "tokens": tokens,
-     "variant": variant, "beside": beside,
-     "paired": 0.8 + len(variant) / 90 + n / 90}
-    for n, name, preset, tokens, _ in pp.cases(False)
-    for variant, others in pp.compared(pp.variants(preset, n)).items()
-    for beside in others
-] + [
-    row
-    for ranks in (2, 4)
-    for row in pp.bubble_rows(
-        ranks,
-        [{(s, whose): [(0.0, 8 * 0.09 / (1 - share))]
-          for s, both in SHARE.items()
-          for whose, share in zip(("ours", "theirs"), both, strict=True)}],
-        0.03,
-    )
-]  # fmt: skip
-
-
-def test_the_bench_of_pp_shows_times_and_bubbles():
-    times, *shares = bench.DRAWINGS["pp"](BENCH_PP).axes
-    found = {line.get_label(): list(line.get_xdata()) for line in times.lines}
-    drawn = set()
-    for mark in bench_pp.MARKS:
-        pair = mark.variant, mark.beside
-        mine = [row for row in BENCH_PP if (row["variant"], row["beside"]) == pair]
-        assert found[mark.name] == [row["paired"] for row in mine] != []
-        drawn.add(pair)
-    assert drawn == {(r["variant"], r["beside"]) for r in BENCH_PP if "paired" in r}
-    asked = [line.get_xdata()[0] for line in times.lines if "asked" in line.get_label()]
-    assert asked == [1.05] * 6
-    assert len(shares) == 2
-    for axes, p in zip(shares, (2, 4), strict=True):
-        bars = [bar.get_height() for bar in axes.patches if bar.get_height()]
-        wanted = [100 * share for both in SHARE.values() for share in both]
-        assert bars == pytest.approx(wanted)
-        marks = [line.get_ydata()[0] for line in axes.lines if len(line.get_ydata())]
-        formulas = [100 * float(theory.pipeline_bubble(s, p, 8)) for s in SHARE]
-        assert marks[::2] == pytest.approx(formulas)
-
-
-def test_the_quick_bench_of_pp_can_be_drawn():
-    quick = [row for row in BENCH_PP if row["ranks"] == 2 and "paired" in row][:2]
-    (axes,) = bench.DRAWINGS["pp"](quick).axes  # no bubbles
-    assert axes.get_title() == "time of a step over that of PyTorch's"
-
-
 PLOTS = {
     "bubbles": lambda: bubbles(ROWS),
     "bubbles alone": lambda: bubbles([row[:3] for row in ROWS[:2]]),
     "peaks": lambda: activation_peaks(PEAKS, PEAKS),
     "curve": lambda: bubble_curve({2: {1: 0.5}, 4: {4: 0.43}, 8: {}}),
-    "tp": lambda: bench.DRAWINGS["tp"](BENCH_TP),
-    "pp": lambda: bench.DRAWINGS["pp"](BENCH_PP),
 }
 
 
@@ -712,8 +623,6 @@ def test_sliders_and_galleries():
         (lambda: bubble_curve({2: {0: 0.5}}), "m is 0"),
         (lambda: bubble_curve({2: {1: 50}}), "p = 2, m = 1 is 50"),
         (lambda: bubble_curve({2: {}}, most=1), "most is 1"),
-        (lambda: bench.DRAWINGS["tp"]([]), "no rows"),
-        (lambda: bench.DRAWINGS["pp"]([]), "no rows"),
     ],
 )
 def test_what_cannot_be_drawn(bad, says):

@@ -1,0 +1,171 @@
+"""What the benches of training steps compare does the same work, and shards."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp_course.bench import ddp, pp, steps, tp, zero
+from ddp_course.bench.turns import rows_of
+from ddp_course.launch import spawn
+from ddp_course.measure import resident
+from ddp_course.model import GPTConfig
+from ddp_course.tensor_parallel import TensorParallelGPT
+
+TINY = GPTConfig(block_size=16, n_layer=1, d_model=24)
+CASE = steps.Case(2, TINY, 32, 2)
+CONTESTS = {
+    "ddp": ddp.VARIANTS,
+    "ZRO": zero.STAGES_1_AND_2,
+    "fully_shard": zero.STAGE_3,
+    "tp": tp.VARIANTS,
+}
+
+
+def after_three_steps() -> dict[str, list[tuple]]:
+    """On every rank: contest -> name, a weight, parameters and states of each variant.
+
+    And the times of two turns of DDP's.
+    """
+    told = {}
+    for contest, variants in CONTESTS.items():
+        told[contest] = []
+        for name, make in variants.items():
+            made = []
+
+            def noted(model, make=make, made=made):
+                made.append(model)
+                made.extend(make(model))
+                return made[1], made[2]
+
+            step = steps.step_of(noted, CASE)
+            for _ in range(3):
+                step()
+            _, parallel, optimizer = made
+            module = getattr(parallel, "module", parallel) if contest == "tp" else None
+            states = resident(getattr(optimizer, "optim", optimizer))
+            kept = states["optimizer states"], own_numel(module)
+            told[contest].append((name, head_of(*made[:2], module), *kept))
+    mine = torch.full((2, 3), dist.get_rank())
+    one = tp.OneBatch(lambda x, y: x)
+    told["batches"] = torch.stack([one(mine, mine), one(mine + 5, mine)])
+    told["times"] = steps.measure(ddp.VARIANTS, CASE, 60.0)[0]
+    return told
+
+
+def head_of(model, parallel, tensor_parallel) -> torch.Tensor | None:
+    whole = tensor_parallel if tensor_parallel is not None else parallel
+    if isinstance(whole, TensorParallelGPT) or (
+        tensor_parallel is None and hasattr(parallel, "full_state_dict")
+    ):
+        return whole.full_state_dict()["head.out.weight"]
+    source = model if tensor_parallel is None else tensor_parallel
+    weight = source.state_dict().get("head.out.weight")
+    if weight is None:
+        return None
+    return getattr(weight, "full_tensor", lambda: weight)().clone()
+
+
+def own_numel(module) -> int:
+    if module is None:
+        return 0
+    local = (getattr(p, "to_local", lambda p=p: p)() for p in module.parameters())
+    return sum(p.numel() for p in local)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return spawn(
+        after_three_steps, world_size=2, output="none", device="cpu", timeout=200
+    )
+
+
+@pytest.mark.parametrize("contest", CONTESTS)
+def test_all_variants_do_the_same_work(contest, ranks):
+    for told in ranks:
+        reference = told[contest][0][1]
+        for name, weight, *_ in told[contest]:
+            if weight is not None:
+                error = (weight - reference).abs().max().item()
+                same = error < (1e-5 if contest == "tp" else 1e-6)  # of 3e-4
+                assert same == (name != "bound"), (name, error)
+
+
+def test_they_shard_what_they_say(ranks):
+    whole = TINY.num_parameters
+    for rank, told in enumerate(ranks):
+        for name, _, states, _ in (*told["ZRO"], *told["fully_shard"]):
+            assert states < 0.7 * 2 * 4 * whole, name
+        for name, _, _, numel in told["tp"]:
+            alone = 1 if rank else whole
+            right = numel == alone if name == "one rank alone" else numel < 0.6 * whole
+            assert right, name
+        assert not told["batches"].any()  # all work on rank 0's
+
+
+def test_every_variant_is_timed_on_every_rank(ranks):
+    for told in ranks:
+        assert set(told["times"]) == set(ddp.VARIANTS)
+        assert all(
+            len(turns) == 2 and min(turns) > 0 for turns in told["times"].values()
+        )
+
+
+@pytest.mark.parametrize("bench", [ddp, zero, tp, pp])
+def test_ours_are_compared_with_theirs_at_their_best(bench):
+    known = set(getattr(bench, "VARIANTS", {}))
+    if bench is zero:
+        known = {*zero.STAGES_1_AND_2, *zero.STAGE_3}
+    compared = [p for p in bench.PAIRS if not p.variant.startswith(("peak", "bubble"))]
+    assert {name for p in compared for name in (p.variant, p.beside)} == known
+    assert any(p.control for p in bench.PAIRS)
+    ours = {p.variant for p in compared if p.at_most is not None}
+    best = {ddp: "best", zero: " best", tp: "DTensor best", pp: "Schedule1F1B"}[bench]
+    for name in ours:
+        assert any(p.variant == name and p.beside.endswith(best) for p in compared)
+
+
+def test_a_pipeline_is_measured_where_there_is_a_layer_for_each_stage():
+    for ranks in (2, 4):
+        names = pp.variants(steps.Case(ranks, "1m", 128, 1))
+        assert ("interleaved gloo" in names) == (ranks == 2)  # of 6 layers
+
+
+def test_rows_compare_the_slowest_ranks_and_pair_the_turns():
+    base = {name: [4.0, 2.0, 2.0] for name in ddp.VARIANTS}
+    slow = base | {"gloo": [8.0, 3.0, 1.0]}
+    calm = [(1.0, 2.0, 1.0)] * 3  # own, busy, wall: the machine is ours
+    case = steps.Case(2, "1m", 128, 3)
+    found = partial(rows_of, "ddp", str(case), ddp.PAIRS)
+    rows = list(found([(base, calm), (slow, calm)], **case.fields))
+    assert len(rows) == len(ddp.PAIRS)
+    ours = next(r for r in rows if (r["variant"], r["beside"]) == ("gloo", "default"))
+    # The slowest rank of each turn: 8, 3 and 2 s beside 4, 2 and 2.
+    assert (ours["ours"], ours["theirs"], ours["paired"]) == (3.0, 2.0, 1.5)
+    assert (ours["ranks"], ours["tokens"], ours["turns"]) == (2, 128, 3)
+    assert ours["case"] == "2 ranks, 1m, 128 tokens, gloo beside default"
+
+
+def test_peaks_are_those_of_the_rank_that_needs_most():
+    names = ["zero3 gloo", "zero3 gloo kept", "fully_shard best", "fully_shard kept"]
+    told = [dict.fromkeys(names, 100) for _ in range(2)]
+    told[1]["zero3 gloo"] = 120
+    first, second = zero.peak_rows(steps.Case(2, "1m", 128, 1), told)
+    assert (first["ours"], first["theirs"], first["ratio"]) == (120, 100, 1.2)
+    assert second["ratio"] == 1
+
+
+def test_bubbles_are_the_share_that_is_not_work():
+    busy = 3 * pp.MICROBATCHES * 0.03
+    times = {
+        f"{s} {whose}": [busy / 0.75] for s in pp.THEIRS for whose in ("ours", "theirs")
+    }
+    times["1f1b ours"] = [busy / 0.8]
+    told = [(times, [(1.0, 1.0, 1.0)])] * 4
+    rows = {(r["schedule"], r["beside"]): r for r in pp.bubble_rows(4, told, 0.03)}
+    assert rows["gpipe", "ScheduleGPipe"]["ratio"] == pytest.approx(1)
+    assert rows["1f1b", "Schedule1F1B"]["ours"] == pytest.approx(0.2)
+    assert rows["1f1b", pp.ASKED]["theirs"] == pytest.approx(3 / 11)
