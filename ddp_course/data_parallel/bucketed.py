@@ -2,13 +2,9 @@
 
 The last layers' gradients are there first, and nobody needs to wait for the first
 layers' to send them. So `naive`'s all-reduce is cut into buckets, each of which is sent
-as soon as it is full. Who does that is the engine: this class gives it the buckets, and
-tells it which backward passes are to be averaged. Read with it, and nothing else:
-
-    engine     gradient -> bucket -> launch -> wait      (`mechanisms`)
-    buckets    which gradients travel together           (`mechanisms`)
-
-What PyTorch's class can do beyond this is in `ddp`, on top of it. Chapter 05.
+as soon as it is full. Who does that is the engine (`mechanisms.engine`, `buckets`);
+this class gives it the buckets, and tells it which backward passes are to be averaged.
+What else PyTorch's class can do is in `ddp`, on top of this. Chapter 05.
 """
 
 from __future__ import annotations

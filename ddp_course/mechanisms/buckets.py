@@ -51,14 +51,11 @@ class Bucket:
 
     def __str__(self) -> str:
         """One line for a reader."""
-        count = len(self.parameters)
-        names = self.parameters[0] + (
-            f" ... {self.parameters[-1]}" if count > 1 else ""
-        )
+        dtype, count = str(self.dtype).removeprefix("torch."), len(self.parameters)
+        names = " ... ".join(dict.fromkeys((self.parameters[0], self.parameters[-1])))
         return (
-            f"bucket {self.index}: {self.nbytes / MIB:.2f} MiB of "
-            f"{str(self.dtype).removeprefix('torch.')}, {count} "
-            f"parameter{'s' * (count > 1)}: {names}"
+            f"bucket {self.index}: {self.nbytes / MIB:.2f} MiB of {dtype}, "
+            f"{count} parameter{'s' * (count > 1)}: {names}"
         )
 
 
@@ -73,30 +70,25 @@ def bucket_plan(
     A bucket holds gradients of one type on one device; each type has a small first
     bucket of its own, and the bucket that is complete first comes first.
 
-    Args:
-        named_parameters: `module.named_parameters()`, or other pairs.
-        bucket_cap_mb: MiB at which a bucket is closed.
-        first_bucket_mb: the same for the first bucket; at most `bucket_cap_mb` counts.
-
-    Raises ValueError if a cap is not above 0. Chapter 05.
+    The caps are MiB: a bucket is closed at `bucket_cap_mb`, the first one at
+    `first_bucket_mb` if that is less. Raises ValueError if one is not above 0.
+    Chapter 05.
     """
-    for name, cap in (
-        ("bucket_cap_mb", bucket_cap_mb),
-        ("first_bucket_mb", first_bucket_mb),
-    ):
+    caps = {"bucket_cap_mb": bucket_cap_mb, "first_bucket_mb": first_bucket_mb}
+    for name, cap in caps.items():
         if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not cap > 0:
             raise ValueError(f"{name} is {cap!r}; it must be a number of MiB above 0")
     to_place = _trainable(named_parameters)
     filling: dict[tuple, list[int]] = {}  # (dtype, device) -> places of an open bucket
-    caps: dict[tuple, float] = {}
+    cap_of: dict[tuple, float] = {}
     closed: list[list[int]] = []
     for place, (_, parameter) in enumerate(to_place):
         kind = parameter.dtype, parameter.device
         bucket = filling.setdefault(kind, [])
         bucket.append(place)
         nbytes = sum(to_place[at][1].nbytes for at in bucket)
-        if nbytes >= caps.get(kind, min(first_bucket_mb, bucket_cap_mb)) * MIB:
-            caps[kind] = bucket_cap_mb
+        if nbytes >= cap_of.get(kind, min(first_bucket_mb, bucket_cap_mb)) * MIB:
+            cap_of[kind] = bucket_cap_mb
             closed.append(filling.pop(kind))
     closed += filling.values()
     closed.sort(key=lambda bucket: bucket[-1])  # by when the last gradient is there
@@ -124,3 +116,10 @@ def _bucket(index: int, members: list[tuple[str, Tensor]]) -> Bucket:
     first = members[0][1]
     names = tuple(name for name, _ in members)
     return Bucket(index, names, tuple(offsets), numel, first.dtype, first.device)
+
+
+def view_of(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
+    """Return a parameter's part of a bucket, laid out as autograd lays its gradient."""
+    part = flat[offset : offset + parameter.numel()]
+    strides = torch.empty_like(parameter, device="meta").stride()
+    return part.as_strided(parameter.shape, strides)

@@ -1,7 +1,7 @@
 """The engine: gradients go into buckets, which leave while backward still computes.
 
-Autograd tells it of every gradient that is there (`hooks`). It writes this rank's share
-of it into the bucket to which it belongs (`buckets`), and from then on
+Autograd tells it of every gradient that is there. It writes this rank's share of it
+into the bucket to which it belongs, and from then on
 
     launch    a bucket whose last gradient has come is sent, if it is its turn
     compute   backward goes on with earlier layers meanwhile
@@ -25,8 +25,8 @@ from __future__ import annotations
 import functools
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,25 +35,27 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 
-from ddp_course.mechanisms.buckets import Bucket
-from ddp_course.mechanisms.hooks import listeners, on_gradient
+from ddp_course.mechanisms.buckets import Bucket, view_of
+from ddp_course.mechanisms.hooks import Averager, held, on_gradient
 from ddp_course.mechanisms.timeline import Timeline, span
+
+__all__ = ["AllReduce", "Engine", "LiveBucket", "Slot", "held"]
+TWICE = (
+    "got its gradient twice in one backward pass, or from beside the module's outputs. "
+    "Checkpointing with use_reentrant=True does so; take use_reentrant=False."
+)
 
 
 @dataclass(eq=False)
 class Slot:
-    """A parameter's place in a bucket: its gradient is to be written into `view`.
-
-    `fresh` tells that a gradient has come since the ranks were last averaged, `here`
-    that the share for the present pass is in its place.
-    """
+    """A parameter's place in a bucket: its gradient is to be written into `view`."""
 
     name: str
     parameter: Tensor
     offset: int
     view: Tensor = field(init=False)
-    fresh: bool = False
-    here: bool = False
+    fresh: bool = False  # a gradient has come since the ranks were last averaged
+    here: bool = False  # what the present pass sends is in its place
 
 
 @dataclass(eq=False)
@@ -75,31 +77,16 @@ class LiveBucket:
             slot.view = view_of(flat, slot.offset, slot.parameter)
 
 
-def view_of(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
-    """Return a parameter's part of a bucket, laid out as autograd lays its gradient."""
-    part = flat[offset : offset + parameter.numel()]
-    strides = torch.empty_like(parameter, device="meta").stride()
-    return part.as_strided(parameter.shape, strides)
-
-
-# ---- what becomes of a bucket --------------------------------------------------------
-
-
 class AllReduce:
     """The ending of data parallelism: every rank gets the mean of every gradient.
 
     A gradient is multiplied by 1 / world_size straight into its bucket, in one pass
     over the memory, and then *is* its place in the bucket: there is no second copy.
 
-    Args:
-        group: the ranks that average.
-        all_reduce: called as `all_reduce(flat, group=group, async_op=True)`; returns a
-            handle to wait for, or None if it is done.
-        empty: makes the memory of a bucket: `empty(numel, dtype=..., device=...)`.
-
-    Other endings override some of its methods, which are the moments of a bucket's
-    life. (A hook such as PyTorch's `register_comm_hook` takes would be one with another
-    `launch` and `arrived`.)
+    `all_reduce(flat, group=group, async_op=True)` returns a handle to wait for, or None
+    if it is done; `empty(numel, dtype=..., device=...)` makes the memory of a bucket.
+    Other endings override some methods, the moments of a bucket's life. (A hook such as
+    PyTorch's `register_comm_hook` takes is one with other `launch` and `arrived`.)
     """
 
     def __init__(
@@ -112,7 +99,7 @@ class AllReduce:
         self.scale = 1 / dist.get_world_size(group)
 
     def added(self, engine: Engine, bucket: LiveBucket) -> None:
-        """The engine has one more bucket: give it memory (`lie_in`)."""
+        """The engine has one more bucket: give it memory."""
         of = bucket.plan
         flat = self.empty(of.numel, dtype=of.dtype, device=of.device)
         bucket.lie_in(flat.zero_())
@@ -136,12 +123,6 @@ class AllReduce:
         else:
             self.pack(bucket, slot)
 
-    def keep(self, bucket: LiveBucket, slot: Slot) -> None:
-        """A gradient has come in a pass that is not averaged: it only adds up."""
-
-    def hold(self, engine: Engine) -> None:
-        """From now on gradients only add up (`held`), whatever they are added to."""
-
     def launch(self, bucket: LiveBucket) -> Any:
         """Send a bucket that is full; return a handle, which has `wait()`, or None."""
         return self.all_reduce(bucket.flat, group=self.group, async_op=True)
@@ -150,64 +131,38 @@ class AllReduce:
         """A bucket has been waited for."""
 
     def settle(self, engine: Engine) -> None:
-        """All buckets have arrived: give every parameter the gradient it should have.
-
-        One that no rank had a gradient for gets one of zeros.
-        """
+        """All have arrived: every parameter gets a mean; zeros, if no rank had any."""
         for slot in engine.slots:
             slot.parameter.grad = slot.view
 
+    def hold(self, engine: Engine) -> None:
+        """From now on gradients only add up, to whatever there is."""
 
-# ---- when it becomes of it -----------------------------------------------------------
-
-
-class Averager:
-    """Whatever averages gradients, and can be told by `held` to put that off."""
-
-    held = 0  # so many have told it
-
-    @contextmanager
-    def hold(self) -> Iterator[None]:
-        """Let the backward passes of this block only add up."""
-        self.held += 1
-        try:
-            yield
-        finally:
-            self.held -= 1
-
-    def average(self) -> None:
-        """Average the gradients that there are; a collective call."""
-        raise NotImplementedError
+    def keep(self, bucket: LiveBucket, slot: Slot) -> None:
+        """A gradient has come meanwhile."""
 
 
 class Engine(Averager):
     """Fills buckets with gradients, and sends them, to what `ending` makes of them.
 
-    Buckets are added one by one. Every rank adds the same, and every backward pass that
-    reaches one of the parameters is averaged, unless the engine is `held`, or not
-    `expecting` any. Everything holds it weakly but its owner: it goes when that goes.
-
-    Attributes:
-        buckets: in the order in which they are launched; `slots` are all theirs.
-        expecting: whether the next gradient begins a pass that is averaged.
-        full: the buckets' numbers, as they became full in the last pass.
+    Every rank adds the same buckets, and every backward pass that reaches one of their
+    parameters is averaged, unless the engine is `held`, or not `expecting` any. Nobody
+    holds it but its owner: it goes when that goes.
     """
 
     def __init__(self, ending: AllReduce) -> None:
         self.ending = ending
-        self.buckets: list[LiveBucket] = []
-        self.expecting = True
-        self.full: list[int] = []
-        self.next = 0  # of `buckets`, the one to be launched next
+        self.buckets: list[LiveBucket] = []  # in the order in which they are launched
+        self.next = 0  # of these, the one to be launched next
+        self.full: list[int] = []  # their numbers, as they became full in this pass
+        self.expecting = True  # the next gradient begins a pass that is averaged
         self.timeline = Timeline(())
         self._callback: weakref.ref | None = None  # of the pass that is under way
 
     def add(self, plan: Bucket, parameters: Mapping[str, Tensor]) -> LiveBucket:
         """Average one more bucket; `parameters` has all names of its plan."""
-        slots = [
-            Slot(name, parameters[name], offset)
-            for name, offset in zip(plan.parameters, plan.offsets, strict=True)
-        ]
+        where = zip(plan.parameters, plan.offsets, strict=True)
+        slots = [Slot(name, parameters[name], offset) for name, offset in where]
         bucket = LiveBucket(len(self.buckets), plan, slots)
         self.buckets.append(bucket)
         self.ending.added(self, bucket)
@@ -222,23 +177,17 @@ class Engine(Averager):
 
     @property
     def running(self) -> bool:
-        """Whether a backward pass that is averaged is under way.
-
-        Autograd keeps the callback for the end of a pass no longer than the pass, even
-        if that ends in an error.
-        """
+        """Whether a backward pass that is averaged is under way."""
+        # Autograd keeps the callback no longer than the pass, even after an error.
         return self._callback is not None and self._callback() is not None
-
-    # ---- gradients come --------------------------------------------------------------
 
     def begin(self) -> None:
         """A backward pass has begun; the first gradient says so, if nobody else has."""
-        if self.running or self.held:
-            return
-        callback = functools.partial(self._backward_has_ended)
-        self._callback = weakref.ref(callback)
-        Variable._execution_engine.queue_callback(callback)
-        self._begin(Timeline.begin())
+        if not self.running and not self.held:
+            callback = functools.partial(self._backward_has_ended)
+            self._callback = weakref.ref(callback)
+            Variable._execution_engine.queue_callback(callback)
+            self._begin(Timeline.begin())
 
     def _begin(self, timeline: Timeline) -> None:
         self.wait()  # for what a pass has left that ended in an error
@@ -248,11 +197,7 @@ class Engine(Averager):
             for slot in bucket.slots:
                 slot.here = False
         self.ending.pass_begins(self)
-        for bucket in self.buckets:
-            for slot in bucket.slots:
-                if not self.ending.comes(slot):
-                    self._without(bucket, slot)
-        self._launch_full()
+        self._fill(self.ending.without, lambda slot: not self.ending.comes(slot))
 
     def _gradient_is_there(self, bucket: LiveBucket, slot: Slot) -> None:
         """Autograd has accumulated a gradient: its share goes into the bucket."""
@@ -262,28 +207,25 @@ class Engine(Averager):
             return
         self.begin()
         if slot.here:
-            raise RuntimeError(
-                f"parameter {slot.name} got its gradient twice in one backward pass, "
-                "or from beside the module's outputs. Checkpointing with "
-                "use_reentrant=True does so; take use_reentrant=False."
-            )
-        self._pack(bucket, slot)
+            raise RuntimeError(f"parameter {slot.name} {TWICE}")
+        self._put(self.ending.pack, bucket, slot)
         if not bucket.missing:
             self.full.append(bucket.index)
             self.timeline.computed(bucket=bucket.index)
             self._launch_full()
 
-    def _pack(self, bucket: LiveBucket, slot: Slot) -> None:
-        self.ending.pack(bucket, slot)
+    def _fill(self, put: Callable, wanted: Callable[[Slot], bool]) -> None:
+        """Do the same with all wanted slots that are not here, bucket by bucket."""
+        for bucket in self.buckets:
+            for slot in bucket.slots if bucket.missing else ():
+                if not slot.here and wanted(slot):
+                    self._put(put, bucket, slot)
+            self._launch_full()
+
+    def _put(self, put: Callable, bucket: LiveBucket, slot: Slot) -> None:
+        put(bucket, slot)
         slot.here = True
         bucket.missing -= 1
-
-    def _without(self, bucket: LiveBucket, slot: Slot) -> None:
-        self.ending.without(bucket, slot)
-        slot.here = True
-        bucket.missing -= 1
-
-    # ---- launch ----------------------------------------------------------------------
 
     def _launch_full(self) -> None:
         """Launch the buckets that are full, as far as it is their turn."""
@@ -300,8 +242,6 @@ class Engine(Averager):
         timeline.sent(bucket.work, bucket.flat.nbytes, start, bucket=bucket.index)
         timeline.since = time.perf_counter()  # launching is no computing
 
-    # ---- wait ------------------------------------------------------------------------
-
     @torch.no_grad()
     def _backward_has_ended(self) -> None:
         """Send what is left, and wait for what is under way: then gradients are means.
@@ -309,11 +249,7 @@ class Engine(Averager):
         On GPUs "wait" means that the stream of the optimizer waits, not the host.
         """
         self.timeline.computed()
-        for bucket in self.buckets:
-            for slot in bucket.slots if bucket.missing else ():
-                if not slot.here:
-                    self._without(bucket, slot)
-        self._launch_full()
+        self._fill(self.ending.without, lambda slot: True)
         with span(self.timeline, "wait"):
             self.wait()
         self.timeline.all_ended()
@@ -337,8 +273,6 @@ class Engine(Averager):
                 work.wait()
             self.ending.arrived(bucket)
 
-    # ---- or all of it later ----------------------------------------------------------
-
     @contextmanager
     def hold(self) -> Iterator[None]:
         """Let the backward passes of this block only add up."""
@@ -350,31 +284,8 @@ class Engine(Averager):
     @torch.no_grad()
     def average(self) -> None:
         """Average the gradients that there are, outside of backward."""
+        for slot in self.slots:
+            slot.fresh = slot.parameter.grad is not None
         self._begin(Timeline(()))  # computing is over
-        for bucket in self.buckets:
-            for slot in bucket.slots:
-                slot.fresh = slot.parameter.grad is not None
-                if slot.fresh and not slot.here:
-                    self._pack(bucket, slot)
-            self._launch_full()
+        self._fill(self.ending.pack, lambda slot: slot.fresh)
         self._backward_has_ended()
-
-
-@contextmanager
-def held(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Let gradients add up in this block, and average them at its end, all at once.
-
-    For whatever runs several backward passes for one step: a pipeline, with its
-    microbatches. It need not know who averages, along which ranks, or whether anybody
-    does: everyone who listens for these gradients is told. The sum of what has come is
-    averaged as if it had come in one pass. Inside of another block like this it is left
-    to that one. After an error nothing is averaged. Chapter 10.
-    """
-    those = dict.fromkeys(one for p in parameters for one in listeners(p))
-    with ExitStack() as stack:
-        for one in those:
-            stack.enter_context(one.hold())
-        yield
-    for one in those:
-        if not one.held:
-            one.average()

@@ -4,12 +4,16 @@ A parameter's gradient is complete when autograd has accumulated it; a backward 
 reaches a module when the gradient of one of its outputs is there; and the parameters
 that it is going to reach are the leaves below those outputs. All hooks hold what they
 call weakly, so that they go when its object goes. Chapter 05.
+
+And those who average gradients can be found by the parameters (`held`): whatever goes
+backward several times for one step need not know who they are.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -56,6 +60,51 @@ def listeners(parameter: Tensor) -> list[Any]:
     hooks = (parameter._post_accumulate_grad_hooks or {}).values()
     methods = [hook.method() for hook in hooks if hasattr(hook, "method")]
     return [method.__self__ for method in methods if method is not None]
+
+
+# ---- who averages what is there ------------------------------------------------------
+
+
+class Averager:
+    """Whatever averages gradients, and can be told by `held` to put that off."""
+
+    held = 0  # so many have told it
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Let the backward passes of this block only add up."""
+        self.held += 1
+        try:
+            yield
+        finally:
+            self.held -= 1
+
+    def average(self) -> None:
+        """Average the gradients that there are; a collective call."""
+        raise NotImplementedError
+
+
+@contextmanager
+def held(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Let gradients add up in this block, and average them at its end, all at once.
+
+    For whatever runs several backward passes for one step: a pipeline, with its
+    microbatches. It need not know who averages, along which ranks, or whether anybody
+    does: everyone who listens for these gradients is told. The sum of what has come is
+    averaged as if it had come in one pass. Inside of another block like this it is left
+    to that one. After an error nothing is averaged. Chapter 10.
+    """
+    those = dict.fromkeys(one for p in parameters for one in listeners(p))
+    with ExitStack() as stack:
+        for one in those:
+            stack.enter_context(one.hold())
+        yield
+    for one in those:
+        if not one.held:
+            one.average()
+
+
+# ---- what a backward pass is going to reach ------------------------------------------
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
