@@ -1,17 +1,73 @@
-"""All-reduce around a ring: everyone sends to the right, nobody is special.
+"""All-reduce around a ring: send to the right neighbour, add what comes from the left.
 
 A reduce-scatter, then an all-gather (Patarasu and Yuan 2009; made popular for deep
 learning by Gibiansky 2017). Each rank sends 2 (N - 1) / N S bytes, and no all-reduce
 can do with less. The price is the number of steps, 2 (N - 1). Explained in chapter 03.
+
+`around_the_ring` is all of it, over send and receive (`port`). `all_reduce` below sends
+the same messages: it has them as a plan, compares with the other ranks what they are
+about to do, cuts long messages into pieces, and can go on while others compute.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
 from ddp_course.collectives.common import planned
-from ddp_course.collectives.plan import Plan, chain
+from ddp_course.collectives.plan import Plan, bounds, chain
+from ddp_course.collectives.port import Port
 from ddp_course.collectives.shards import all_gather_ring_plan, reduce_scatter_ring_plan
+
+
+def around_the_ring(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Add up all ranks' `tensor` (any shape and type), in place; called by all ranks.
+
+    The tensor is cut into as many chunks as there are ranks, as equal as can be.
+    """
+    port = Port(group)
+    flat = tensor.contiguous().view(-1)  # a copy, if there are gaps in the memory
+    chunks = flat.tensor_split(bounds(flat.numel(), port.size)[1:-1])
+    reduce_scatter(chunks, port)
+    all_gather(chunks, port)
+    if flat.data_ptr() != tensor.data_ptr():
+        tensor.copy_(flat.view(tensor.shape))
+
+
+def reduce_scatter(chunks: Sequence[Tensor], port: Port) -> None:
+    """Add up: afterwards chunk r of rank r is the sum of all ranks' chunks r.
+
+    In step k rank r sends chunk r - 1 - k, and adds chunk r - 2 - k: it passes on what
+    it has added to in the step before. N - 1 steps; the other chunks are half sums.
+    """
+    rank, n = port.rank, port.size
+    for step in range(n - 1):
+        outgoing = chunks[(rank - 1 - step) % n]
+        own = chunks[(rank - 2 - step) % n]
+        arrived = torch.empty_like(own)
+        right_and_left(outgoing, arrived, port)
+        own += arrived
+
+
+def all_gather(chunks: Sequence[Tensor], port: Port) -> None:
+    """Hand round: afterwards all ranks have chunk r of rank r, for every r.
+
+    In step k rank r sends chunk r - k, and keeps chunk r - 1 - k: it passes on what it
+    has received in the step before. N - 1 steps.
+    """
+    rank, n = port.rank, port.size
+    for step in range(n - 1):
+        right_and_left(chunks[(rank - step) % n], chunks[(rank - 1 - step) % n], port)
+
+
+def right_and_left(outgoing: Tensor, incoming: Tensor, port: Port) -> None:
+    """Send to the right neighbour, and receive from the left one, at the same time."""
+    right, left = (port.rank + 1) % port.size, (port.rank - 1) % port.size
+    port.exchange([(outgoing, right)], [(incoming, left)])
 
 
 @cache

@@ -1,16 +1,41 @@
 """All-reduce along a tree: reduce up, broadcast down, half as many ranks at each level.
 
 2 log2(N) steps instead of 2 (N - 1), but still whole tensors, and some ranks send
-log2(N) of them, others one. Good for small tensors. Explained in chapter 03.
+log2(N) of them, others one. Good for small tensors. `along_a_tree` is all of it;
+`all_reduce` does the same by a plan (as in `ring`). Explained in chapter 03.
 """
 
 from __future__ import annotations
 
 from functools import cache
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
 from ddp_course.collectives.common import planned
 from ddp_course.collectives.plan import Plan, chain
+from ddp_course.collectives.port import Port
 from ddp_course.collectives.rooted import broadcast_tree_plan, reduce_tree_plan
+
+
+def along_a_tree(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Add up all ranks' `tensor` (contiguous), in place; called by all ranks."""
+    port = Port(group)
+    rank, n = port.rank, port.size
+    distances = [2**level for level in range((n - 1).bit_length())]
+    arrived = torch.empty_like(tensor)
+    for distance in distances:  # up: 1, 2, 4, ...
+        if rank % (2 * distance) == distance:
+            port.send(tensor, rank - distance).wait()
+        elif rank % (2 * distance) == 0 and rank + distance < n:
+            port.receive(arrived, rank + distance).wait()
+            tensor += arrived
+    for distance in reversed(distances):  # and down again
+        if rank % (2 * distance) == distance:
+            port.receive(tensor, rank - distance).wait()
+        elif rank % (2 * distance) == 0 and rank + distance < n:
+            port.send(tensor, rank + distance).wait()
 
 
 @cache

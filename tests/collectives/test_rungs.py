@@ -1,0 +1,113 @@
+"""The all-reduces that are read first: right by themselves, and as those by plans."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp_course.collectives import naive, ring, tree
+from ddp_course.collectives.port import Port
+from ddp_course.launch import spawn
+from ddp_course.measure import ByteMeter
+
+RUNGS = {
+    "naive": (naive.through_rank_0, naive.all_reduce),
+    "tree": (tree.along_a_tree, tree.all_reduce),
+    "ring": (ring.around_the_ring, ring.all_reduce),
+}
+
+
+def given(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Return numbers whose sum depends on the order in which they are added."""
+    dice = torch.Generator().manual_seed(seed)
+    if dtype.is_floating_point:
+        return torch.randn(numel, generator=dice).to(dtype) * 1000
+    return torch.randint(0, 2, (numel,), generator=dice).to(dtype)
+
+
+def cases(n: int) -> list[tuple[int, torch.dtype]]:
+    dtypes = torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool
+    numels = 0, 1, n - 1, n + 1, 100_003
+    return [(1009, d) for d in dtypes] + [(k, torch.float32) for k in numels]
+
+
+def differences(group=None, some=None) -> list[str]:
+    """On every rank: where a rung differs from the full one, in bits or in messages."""
+    wrong, n = [], dist.get_world_size(group)
+    for numel, dtype in some or cases(n):
+        x = given(numel, dtype, dist.get_rank())
+        for name, (rung, full) in RUNGS.items():
+            results = []
+            for all_reduce in (rung, full):
+                result = x.clone()
+                with ByteMeter() as meter:
+                    all_reduce(result, group=group)
+                results.append((result, meter.sent, meter.received, meter.messages))
+            (a, *metered), (b, *expected) = results
+            same = torch.equal(a, b)
+            if name == "naive":  # the plan adds in another order
+                same = torch.allclose(a, b, rtol=1e-2, atol=100)
+            if not same or (numel and metered != expected):
+                wrong.append(f"{name}: {numel} {dtype}")
+    return wrong
+
+
+def with_gaps() -> list[bool]:
+    """On every rank: a matrix by columns, every second number, and no dimension."""
+    me, n = dist.get_rank(), dist.get_world_size()
+    total, right = sum(range(n)), []
+    matrix = torch.full((7, 5), float(me))
+    for part in (matrix.t()[1:4], matrix[::2, 4], torch.tensor(float(me))):
+        ring.around_the_ring(part)
+        right.append(bool((part == total).all()))
+    return [*right, bool((matrix[:, 0] == me).all())]
+
+
+def all_of_it() -> tuple[list[str], list[str], list[bool]]:
+    """On every rank: in all ranks, in two groups at once, and with gaps."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    halves = [[r for r in range(n) if r % 2 == k] for k in (0, 1)]
+    mine = [dist.new_group(half) for half in halves][rank % 2] if n > 1 else None
+    return differences(), differences(mine), with_gaps()
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
+def test_each_rung_gives_the_bits_and_sends_the_messages_of_the_full_one(n):
+    assert spawn(all_of_it, world_size=n, output="none") == [([], [], [True] * 4)] * n
+
+
+def planted(mistake) -> list[str]:
+    """On every rank: see where a mistake shows."""
+    mistake()
+    return differences(some=[(999, torch.float32)])  # chunks of one size: no crash
+
+
+def adds_one_chunk_further() -> None:
+    """Plant: what comes from the left is added to another chunk."""
+    right = ring.reduce_scatter
+    ring.reduce_scatter = lambda chunks, port: right([*chunks[1:], chunks[0]], port)
+
+
+def keeps_instead_of_adding() -> None:
+    """Plant: a reduce-scatter that does not reduce."""
+    ring.reduce_scatter = ring.all_gather
+
+
+def sends_to_the_left() -> None:
+    """Plant: right by its numbers, but around the other way."""
+    exchange = Port.exchange
+
+    def turned(self, sends, receives):
+        left = [(t, (self.rank - 1) % self.size) for t, _ in sends]
+        exchange(self, left, [(t, (self.rank + 1) % self.size) for t, _ in receives])
+
+    Port.exchange = turned
+
+
+@pytest.mark.parametrize(
+    "mistake", [adds_one_chunk_further, keeps_instead_of_adding, sends_to_the_left]
+)
+def test_planted_mistakes_in_the_ring_are_seen(mistake):
+    for wrong in spawn(planted, mistake, world_size=3, output="none"):
+        assert any(told.startswith("ring") for told in wrong)
