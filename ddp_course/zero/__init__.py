@@ -3,14 +3,16 @@
 Read the modules in this order:
 
     shards        who owns what: plain data
+    sharded_optimizer
+                  what all stages have in common: an optimizer that steps its own part
     naive         `NaiveZeroRedundancyOptimizer`: whole parameters have owners
-    sharded       what all stages have in common: an optimizer that steps its own part
-    stage1        `ZeroRedundancyOptimizer`: optimizer states are sharded
-    flat, reducer its memory, and its engine: from autograd's hook to the reduce-scatter
-    stage2        `ShardedGradientOptimizer`: and so are gradients
-    elementwise, agreed, alone, states, slots, window
-                  their tools: may parts be stepped alone? do all ranks mean the same?
-                  state_dict; buckets and where gradients lie in them
+    stage1        `Zero1`: optimizer states are sharded
+    stage2        `Zero2`: and so are gradients
+    zero_redundancy_optimizer
+                  `ZeroRedundancyOptimizer`, `ShardedGradientOptimizer`: the same with
+                  all that one wants to train with
+    elementwise, arguments
+                  may parts be stepped alone? do all ranks mean the same?
     units         stage 3: which parameters are gathered together: plain data
     unit_storage, sharded_module
                   their memory, which comes and goes; what all stage 3 modules are
@@ -27,11 +29,15 @@ from ddp_course.zero.elementwise import NotElementwiseError
 from ddp_course.zero.naive import NaiveZeroRedundancyOptimizer
 from ddp_course.zero.sharded_module import ShardedError
 from ddp_course.zero.shards import Piece, ShardedBucket, deal, shard_plan
-from ddp_course.zero.stage1 import ZeroRedundancyOptimizer
-from ddp_course.zero.stage2 import ShardedGradientOptimizer
+from ddp_course.zero.stage1 import Zero1
+from ddp_course.zero.stage2 import Zero2
 from ddp_course.zero.stage3 import FullyShardedDataParallel
 from ddp_course.zero.stage3_naive import NaiveFullyShardedDataParallel
 from ddp_course.zero.stage3_simple import SimpleFullyShardedDataParallel
+from ddp_course.zero.zero_redundancy_optimizer import (
+    ShardedGradientOptimizer,
+    ZeroRedundancyOptimizer,
+)
 
 __all__ = [
     "FullyShardedDataParallel",
@@ -43,6 +49,8 @@ __all__ = [
     "ShardedError",
     "ShardedGradientOptimizer",
     "SimpleFullyShardedDataParallel",
+    "Zero1",
+    "Zero2",
     "ZeroRedundancyOptimizer",
     "deal",
     "shard_plan",

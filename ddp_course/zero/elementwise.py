@@ -12,14 +12,12 @@ matrix is stepped as a whole, and in two parts: is that the same? Chapter 07.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-
-from ddp_course.zero.states import options_of
 
 SHAPE, CUT, STEPS = (4, 6), 7, 3  # a cut in the second row
 LR = 0.1  # the real one may be 0 at first, with which everything is the same
@@ -29,24 +27,25 @@ class NotElementwiseError(ValueError):
     """The optimizer looks at whole tensors, so it cannot step parts of them."""
 
 
-def element_states(
+def check_elementwise(
     optimizer_class: Callable[..., Optimizer],
-    group: dict[str, Any],
+    options: dict[str, Any],
     defaults: dict[str, Any],
     device: torch.device,
-) -> frozenset[str]:
-    """Return the names of the states that have a number for every element.
+) -> None:
+    """Raise NotElementwiseError if parts are stepped otherwise than the whole.
 
-    Of AdamW these are exp_avg and exp_avg_sq, and not step. `group` has the options of
-    a parameter group, and `defaults` the arguments of the optimizer.
-
-    Raises:
-        NotElementwiseError: parts of a tensor are stepped otherwise than the whole.
+    `options` are those of a parameter group, `defaults` the arguments of the optimizer.
     """
-    options = options_of(group)
-    start = torch.linspace(-1, 1, 24, device=device)
 
-    def stepped(*parts: Tensor) -> tuple[list[Tensor], dict[Tensor, dict[str, Any]]]:
+    def refused(why: str) -> NotElementwiseError:
+        name = getattr(optimizer_class, "__name__", repr(optimizer_class))
+        return NotElementwiseError(
+            f"optimizer_class is {name}, which cannot step parts of a tensor: {why}. "
+            "NaiveZeroRedundancyOptimizer leaves tensors whole"
+        )
+
+    def stepped(*parts: Tensor) -> tuple[Tensor, Optimizer]:
         params = [nn.Parameter(part) for part in parts]
         optimizer = optimizer_class([{**options, "params": params}], **defaults)
         if "lr" in (only := optimizer.param_groups[0]):
@@ -56,18 +55,22 @@ def element_states(
             for p, g in zip(params, flat, strict=True):
                 p.grad = g.view(p.shape).clone()
             optimizer.step()
-        return params, optimizer.state
+        return torch.cat([p.detach().flatten() for p in params]), optimizer
 
+    start = torch.linspace(-1, 1, 24, device=device)
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         try:
-            (whole,), states = stepped(start.clone().view(SHAPE))
+            whole, optimizer = stepped(start.clone().view(SHAPE))
             parts, _ = stepped(*start.clone().tensor_split([CUT]))
         except Exception as error:  # whatever somebody's optimizer raises
-            raise _refused(optimizer_class, f"it says {error!r}") from None
-    together = torch.cat([part.detach() for part in parts]).view(SHAPE)
-    if not torch.allclose(whole, together, rtol=1e-4, atol=1e-6):
-        raise _refused(optimizer_class, "tried on two parts it made another step")
-    return frozenset(_with_elements(optimizer_class, states.values()))
+            raise refused(f"it says {error!r}") from None
+    if not torch.allclose(whole, parts, rtol=1e-4, atol=1e-6):
+        raise refused("tried on two parts it made another step")
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.shape not in ((), SHAPE):
+                of = f"the shape {[*value.shape]} for a parameter of {[*SHAPE]}"
+                raise refused(f"its state {name} has {of}")
 
 
 def _gradients(like: Tensor) -> Iterator[Tensor]:
@@ -75,27 +78,3 @@ def _gradients(like: Tensor) -> Iterator[Tensor]:
     for step in range(STEPS):
         wave = torch.cos(torch.arange(like.numel(), device=like.device) + 2.0 * step)
         yield wave * 10.0 ** (step - 1)
-
-
-def _with_elements(
-    optimizer_class: Callable[..., Optimizer], states: Iterable[dict[str, Any]]
-) -> Iterator[str]:
-    for state in states:
-        for name, value in state.items():
-            if not isinstance(value, Tensor) or not value.dim():
-                continue  # the same for all elements
-            if value.shape != SHAPE:
-                raise _refused(
-                    optimizer_class,
-                    f"its state {name} has the shape {[*value.shape]} for a parameter "
-                    f"of {[*SHAPE]}",
-                )
-            yield name
-
-
-def _refused(optimizer_class: Any, why: str) -> NotElementwiseError:
-    name = getattr(optimizer_class, "__name__", repr(optimizer_class))
-    return NotElementwiseError(
-        f"optimizer_class is {name}, which cannot step parts of a tensor: {why}. "
-        "NaiveZeroRedundancyOptimizer leaves tensors whole"
-    )

@@ -8,6 +8,7 @@ result to the others. This is what PyTorch's ZeroRedundancyOptimizer does. Chapt
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,9 +18,8 @@ from torch.optim import Optimizer
 
 from ddp_course.collectives import communicator
 from ddp_course.mechanisms.agreement import on_any_rank
-from ddp_course.zero.sharded import ShardedOptimizer, unknown_gradients
+from ddp_course.zero.sharded_optimizer import ShardedOptimizer
 from ddp_course.zero.shards import deal
-from ddp_course.zero.states import Owned
 
 
 class NaiveZeroRedundancyOptimizer(ShardedOptimizer):
@@ -43,7 +43,7 @@ class NaiveZeroRedundancyOptimizer(ShardedOptimizer):
     "ZeRO", section 5.1. Chapter 07.
     """
 
-    in_parts = False
+    in_pieces = False
 
     def __init__(
         self,
@@ -54,41 +54,31 @@ class NaiveZeroRedundancyOptimizer(ShardedOptimizer):
         gradients: str = "average",
         **defaults: Any,
     ) -> None:
-        self.gradients = gradients
-        self.loads: list[int] = []  # elements that each rank owns
-        self.owners: dict[Tensor, int] = {}
         super().__init__(
-            params,
-            optimizer_class,
-            process_group,
-            defaults,
-            unknown_gradients(gradients),
-            gradients=gradients,
+            params, optimizer_class, process_group, defaults, gradients=gradients
         )
+        self.gradients = gradients
+        self.owners: dict[Tensor, int] = {}
+        self.loads = [0] * self.world_size  # elements that each rank owns
+        self.divide()
 
     def take(self, named_parameters: dict[str, Tensor]) -> None:
         """Deal the parameters out."""
         parameters = [p for p in named_parameters.values() if p.requires_grad]
-        self.loads = self.loads or [0] * self.world_size
         owners = deal([p.numel() for p in parameters], self.loads)
         for parameter, owner in zip(parameters, owners, strict=True):
             self.owners[parameter] = owner
             self.loads[owner] += parameter.numel()
             if owner == self.rank:
-                self.owned[parameter] = Owned(
-                    parameter, 0, parameter.numel(), parameter
-                )
+                self.owned[parameter] = parameter
 
     def give_gradients(self) -> None:
         """Replace every gradient by its mean over the ranks."""
         if self.gradients == "averaged":
             return
         there = [parameter.grad is not None for parameter in self.owners]
-        for parameter, used in zip(
-            self.owners, on_any_rank(there, self.process_group), strict=True
-        ):
-            if not used:
-                continue
+        used = on_any_rank(there, self.process_group)
+        for parameter in itertools.compress(self.owners, used):
             if parameter.grad is None:  # other ranks have one, and wait for us
                 parameter.grad = parameter.new_zeros(parameter.shape)
             mean = parameter.grad.contiguous()

@@ -72,6 +72,16 @@ class ShardedBucket:
     world_size: int
 
     @property
+    def parameters(self) -> tuple[str, ...]:
+        """Their names, in the order in which they lie."""
+        return self.bucket.parameters
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each of them begins, in elements."""
+        return self.bucket.offsets
+
+    @property
     def shard_numel(self) -> int:
         """Elements that each rank owns, padding included."""
         return -(-self.bucket.numel // self.world_size)

@@ -3,14 +3,22 @@
 Of the mean gradients a rank needs its own part only, so why keep the rest? In stage 1
 every bucket has its memory all the time. Here it is there from the bucket's first
 gradient to the end of its reduce-scatter; what stays is this rank's shard of the mean.
-No `grad` outlives its own arrival: the parameters' `grad` are None. How that is done:
-`window`.
+No `grad` outlives its own arrival: the parameters' `grad` are None.
 
                    parameters   gradients         optimizer states    bytes sent
     stage 1        P            P                 O / N               2 (N - 1) / N P
     stage 2        P            P / N + buckets   O / N               2 (N - 1) / N P
 
 where P are the bytes of the parameters, and O those of one process' optimizer states.
+How many buckets may have memory at once is bounded: a window that moves over them in
+the order in which they are launched. With room for two, one bucket is on its way while
+the next one fills:
+
+    bucket     0 1 2 3 4      a gradient of bucket 2 comes: bucket 0 is waited for, and
+    memory     # #            gives its memory back; what stays is this rank's shard of
+                 # #          the mean. One of bucket 4 would stay where autograd has
+                   # #        put it, until the window is there.
+
 What one gives up is adding up gradients before they are averaged: that needs all of
 them on every rank. Every backward pass costs its reduce-scatter. Rajbhandari et al.
 2020, "ZeRO", sections 5.2 and 7.2.1. Chapter 07.
@@ -18,47 +26,29 @@ them on every rank. Every backward pass costs its reduce-scatter. Rajbhandari et
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import time
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.optim import Optimizer
 
-from ddp_course.zero.stage1 import ZeroRedundancyOptimizer
-from ddp_course.zero.window import WindowReducer
+from ddp_course.measure import label
+from ddp_course.mechanisms.engine import Engine, LiveBucket, Slot
+from ddp_course.mechanisms.timeline import span
+from ddp_course.zero.stage1 import ReduceScatter, Zero1
 
-BUCKET_CAP_MB = 4
+BUCKET_CAP_MB = 4  # what is on its way is not sharded, so buckets are smaller here
 
 
-class ShardedGradientOptimizer(ZeroRedundancyOptimizer):
+class Zero2(Zero1):
     """Runs `optimizer_class` on 1/N of all elements, with 1/N of states and gradients.
 
-    As `ZeroRedundancyOptimizer`, but after `backward` there is only this rank's shard
-    of the mean gradients, and every parameter's `grad` is None. So gradients are zeroed
-    by this object's `zero_grad`, which must be called between `step` and the next
-    backward: `module.zero_grad()` finds nothing to zero. There is no `no_sync`: every
-    backward pass is averaged, and the means add up.
-
-    Args:
-        params, optimizer_class, process_group, parameters_as_bucket_view,
-            overlap_with_ddp, first_bucket_mb, reduce_scatter, all_gather, defaults:
-            as of `ZeroRedundancyOptimizer`.
-        bucket_cap_mb: MiB at which a bucket is closed: what is on its way is not
-            sharded, so buckets are smaller here.
-        buckets_in_flight: how many buckets may have memory at once, 1 or more; with 1
-            backward waits for every bucket.
-        buckets_in_shared_memory: share parameters, and so many buckets, in memory that
-            all ranks of one machine see; CPU only. It is taken until the process group
-            ends.
-
-    Raises:
-        ReplicaError: as `ZeroRedundancyOptimizer`.
-        RuntimeError: from `backward`, if the gradients of the last step are still
-            there; as `ZeroRedundancyOptimizer`.
-
-    PyTorch has no stage 2 of its own; FSDP's SHARD_GRAD_OP comes close. Rajbhandari et
-    al. 2020, "ZeRO", section 5.2. Chapter 07.
+    As `Zero1`, but after `backward` there is only this rank's shard of the mean
+    gradients, and every parameter's `grad` is None. Passes add up, as means.
     """
 
     def __init__(
@@ -66,73 +56,139 @@ class ShardedGradientOptimizer(ZeroRedundancyOptimizer):
         params: Iterable[Any],
         optimizer_class: Callable[..., Optimizer],
         process_group: dist.ProcessGroup | None = None,
-        parameters_as_bucket_view: bool = True,
-        overlap_with_ddp: bool = False,
         *,
         bucket_cap_mb: float = BUCKET_CAP_MB,
-        first_bucket_mb: float | None = None,
-        buckets_in_flight: int = 2,
-        reduce_scatter: Callable[..., Any] | None = None,
-        all_gather: Callable[..., Any] | None = None,
-        buckets_in_shared_memory: bool = False,
+        ending: ReduceScatterAndFree | None = None,
         **defaults: Any,
     ) -> None:
-        self.buckets_in_flight = buckets_in_flight
         super().__init__(
             params,
             optimizer_class,
             process_group,
-            parameters_as_bucket_view,
-            overlap_with_ddp,
             bucket_cap_mb=bucket_cap_mb,
-            first_bucket_mb=first_bucket_mb,
-            reduce_scatter=reduce_scatter,
-            all_gather=all_gather,
-            buckets_in_shared_memory=buckets_in_shared_memory,
+            ending=ending or ReduceScatterAndFree(process_group),
             **defaults,
         )
 
-    def problem(self) -> str | None:
-        """Return what is wrong with the arguments, or None."""
-        limit = self.buckets_in_flight
-        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
-            return f"buckets_in_flight is {limit!r}; it must be a whole number >= 1"
-        return super().problem()
-
-    def must_agree(self) -> dict[str, Any]:
-        """Return the arguments that must be the same on all ranks."""
-        return {**super().must_agree(), "buckets_in_flight": self.buckets_in_flight}
-
-    def make_reducer(self) -> WindowReducer:
-        """Return what averages the gradients."""
-        return WindowReducer(
-            self.process_group,
-            self.reduce_scatter,
-            self.buckets_in_flight,
-            self.empty if self.in_shared_memory else None,
-        )
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, or make them zeros, in the shard and elsewhere."""
-        super().zero_grad(set_to_none)
-        self.reducer.zero(set_to_none)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Refuse: gradients that are not averaged are whole, on every rank."""
-        raise RuntimeError(
-            "stage 2 keeps no whole gradients, so every backward pass is averaged, and "
-            "their means add up; ZeroRedundancyOptimizer (stage 1) has no_sync"
-        )
-        yield
-
     def give_gradients(self) -> None:
         """Let what this rank owns see its part of the shards."""
-        self.check_places()
-        for parameter, owned in self.owned.items():
-            owned.tensor.grad = self.reducer.means.get(parameter)
+        parameters = {slot.name: slot.parameter for slot in self.engine.slots}
+        for bucket, shard in self.ending.shards.items():
+            for piece in bucket.plan.pieces(self.rank):
+                part = shard[piece.offset : piece.offset + piece.last - piece.first]
+                self.owned[parameters[piece.parameter]].grad = part
 
-    def share_parameters(self) -> None:
-        """Bring the shards of the parameters together again."""
-        super().share_parameters()
-        self.reducer.stepped = True
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, or make them zeros, in the shards and elsewhere."""
+        super().zero_grad(set_to_none)
+        self.ending.zero(set_to_none)
+
+
+class ReduceScatterAndFree(ReduceScatter):
+    """The ending of stage 2: every rank gets its shard of the mean, and nothing stays.
+
+    Args:
+        group, reduce_scatter, empty: as of `ReduceScatter`.
+        buckets_in_flight: how many buckets may have memory at once.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *args: Any,
+        buckets_in_flight: int = 2,
+    ) -> None:
+        super().__init__(group, *args)
+        self.limit = buckets_in_flight
+        self.finished = 0  # buckets of this pass that have given their memory back
+        self.opened: set[LiveBucket] = set()  # those that have memory
+        self.shards: dict[LiveBucket, Tensor] = {}  # this rank's part of the mean
+
+    # ---- memory comes ----------------------------------------------------------------
+
+    def added(self, engine: Engine, bucket: LiveBucket) -> None:
+        """Lay a bucket out, in memory that is given back until its turn has come."""
+        self.engine, of = weakref.proxy(engine), bucket.plan.bucket
+        flat = torch.empty(bucket.plan.numel, dtype=of.dtype, device=of.device)
+        bucket.lie_in(label(flat, "communication buffers"))
+        self.free(bucket)
+
+    def pass_begins(self, engine: Engine) -> None:
+        """A backward pass begins; one before it may have ended in an error."""
+        for bucket in self.opened.copy():
+            self.free(bucket)
+        self.finished = 0
+
+    def pack(self, bucket: LiveBucket, slot: Slot) -> None:
+        """Put this rank's share of a gradient into the bucket, if it has memory."""
+        if self.open(bucket):
+            self.move(slot)
+
+    def without(self, bucket: LiveBucket, slot: Slot) -> None:
+        """None has come in this pass: a share of nothing."""
+        self.pack(bucket, slot)
+
+    def move(self, slot: Slot) -> None:
+        """Write a parameter's share, which may be nothing, and let go of its grad."""
+        gradient, slot.parameter.grad = slot.parameter.grad, None
+        if gradient is None:
+            slot.view.zero_()
+        else:
+            torch.mul(gradient.detach(), self.scale, out=slot.view)
+
+    def open(self, bucket: LiveBucket) -> bool:
+        """Give a bucket its memory if the window is there; tell whether it has it."""
+        turn = self.engine.buckets.index(bucket)
+        while turn >= self.finished + self.limit and self.finished < self.engine.next:
+            self.wait_for(self.engine.buckets[self.finished])
+            self.finished += 1
+        if bucket not in self.opened and turn < self.finished + self.limit:
+            self.opened.add(bucket)
+            self.allocate(bucket)
+            for slot in bucket.slots:
+                if slot.here:  # it came before the window
+                    self.move(slot)
+        return bucket in self.opened
+
+    def allocate(self, bucket: LiveBucket) -> None:
+        """Give a bucket its memory."""
+        bucket.flat.untyped_storage().resize_(bucket.plan.nbytes)
+
+    # ---- and goes --------------------------------------------------------------------
+
+    def wait_for(self, bucket: LiveBucket) -> None:
+        """Backward has to wait here, since there is no memory for its gradients."""
+        timeline = self.engine.timeline
+        timeline.computed()
+        with span(timeline, "wait", bucket=bucket.index):
+            self.engine.finish(bucket)
+        timeline.since = time.perf_counter()
+
+    def launch(self, bucket: LiveBucket) -> Any:
+        """Begin the reduce-scatter of a bucket, in place."""
+        self.open(bucket)  # if all its gradients came before the window
+        return super().launch(bucket)
+
+    def arrived(self, bucket: LiveBucket) -> None:
+        """Keep this rank's shard of the mean, or add it to that of earlier passes."""
+        if bucket in self.shards:
+            self.shards[bucket].add_(self.own(bucket))
+        else:
+            self.shards[bucket] = label(self.own(bucket).clone(), "gradients")
+        self.free(bucket)
+
+    def free(self, bucket: LiveBucket) -> None:
+        """Give the memory back now, whoever may still hold a view of it."""
+        self.opened.discard(bucket)
+        bucket.flat.untyped_storage().resize_(0)
+
+    def settle(self, engine: Engine) -> None:
+        """All buckets have arrived; no parameter keeps a gradient."""
+
+    def zero(self, set_to_none: bool) -> None:
+        """Let go of the shards, or make them zeros."""
+        self.engine.wait()  # for what a pass has left that ended in an error
+        if set_to_none:
+            self.shards.clear()
+        for shard in self.shards.values():
+            shard.zero_()

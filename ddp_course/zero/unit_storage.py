@@ -27,9 +27,9 @@ from torch import Tensor, nn
 
 from ddp_course.collectives import communicator, ring
 from ddp_course.measure import label
+from ddp_course.mechanisms.engine import view_of
 from ddp_course.mechanisms.exchange import MessageExchange, allocate
 from ddp_course.mechanisms.placements import Flat, place
-from ddp_course.zero.flat import view_of
 from ddp_course.zero.units import FlatPlan, UnitPlan
 
 Place = tuple[nn.Module, str]  # where a parameter is: module._parameters[name]

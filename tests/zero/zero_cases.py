@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,9 +19,10 @@ from ddp_course.zero import (
     NaiveZeroRedundancyOptimizer,
     ShardedGradientOptimizer,
     ZeroRedundancyOptimizer,
+    zero_redundancy_optimizer,
 )
-from ddp_course.zero.reducer import Reducer
-from ddp_course.zero.states import joined
+from ddp_course.zero.stage1 import ReduceScatter
+from ddp_course.zero.zero_redundancy_optimizer import AddingUp, InTurns
 
 Naive, Stage1 = NaiveZeroRedundancyOptimizer, ZeroRedundancyOptimizer
 Stage2 = ShardedGradientOptimizer
@@ -190,13 +192,19 @@ def far_apart(a: Trained, b: Trained) -> list[str]:
     return found
 
 
+def same(a: list, b: list) -> bool:
+    """Return whether the parameters after all steps are the same but for rounding."""
+    pairs = zip(sum(a, []), sum(b, []), strict=True)
+    return all(torch.allclose(x, y, rtol=1e-4, atol=1e-6) for x, y in pairs)
+
+
 def bits(a: Trained) -> bytes:
     """Return all numbers of a training: equal bytes are equal bits."""
     told = [t for step in a.parameters for t in step.values()]
     return b"".join(t.contiguous().numpy().tobytes() for t in told)
 
 
-SMALL = {"bucket_cap_mb": 0.0006, "first_bucket_mb": 0.0003}  # several buckets
+SMALL = {"bucket_cap_mb": 0.0005}  # several buckets
 TINY = {"bucket_cap_mb": 0.0001}  # a bucket for almost every parameter
 
 
@@ -230,19 +238,10 @@ class NotTheSameAtFirst(Stage1):
                 p.copy_(before)
 
 
-class Sum(Stage1):
-    """The sum in place of the mean."""
-
-    def make_reducer(self):
-        reducer = super().make_reducer()
-        reducer.scale = 1.0
-        return reducer
-
-
 class NoGather(Stage1):
     """Every rank keeps its own result."""
 
-    def share_parameters(self):
+    def all_gather(self, row, own):
         pass
 
 
@@ -260,14 +259,12 @@ class GatherBeforeStep(Stage1):
 class OneShardLate(Stage1):
     """A rank sees its own shard, and the others' of the step before."""
 
-    def share_parameters(self):
-        now = [flat.own.clone() for flat in self.flats]
-        for flat, before in zip(self.flats, getattr(self, "sent", now), strict=True):
-            flat.own.copy_(before)
-        super().share_parameters()
-        self.sent = now
-        for flat, own in zip(self.flats, now, strict=True):
-            flat.own.copy_(own)
+    def all_gather(self, row, own):
+        now, sent = own.clone(), self.__dict__.setdefault("sent", {})
+        own.copy_(sent.get(row.data_ptr(), now))
+        super().all_gather(row, own)
+        sent[row.data_ptr()] = now
+        own.copy_(now)
 
 
 class ClippedPerShard(Stage1):
@@ -275,7 +272,7 @@ class ClippedPerShard(Stage1):
 
     def clip_grad_norm_(self, max_norm):
         self.give_gradients()
-        return clip_grad_norm_([o.tensor for o in self.owned.values()], max_norm)
+        return clip_grad_norm_(self.owned.values(), max_norm)
 
 
 class TiedTwice(Stage1):
@@ -283,12 +280,12 @@ class TiedTwice(Stage1):
 
     def clip_grad_norm_(self, max_norm):
         self.give_gradients()
-        twice = [o for p, o in self.owned.items() if p.shape == (5, 13)]
-        grads = [o.tensor.grad for o in [*self.owned.values(), *twice]]
+        twice = [mine for p, mine in self.owned.items() if p.shape == (5, 13)]
+        grads = [mine.grad for mine in [*self.owned.values(), *twice]]
         square = sum(g.double().square().sum() for g in grads) + torch.zeros(())
         dist.all_reduce(square)
-        for owned in self.owned.values():
-            owned.tensor.grad.mul_(min(1.0, max_norm / float(square.sqrt())))
+        for mine in self.owned.values():
+            mine.grad.mul_(min(1.0, max_norm / float(square.sqrt())))
         return square.sqrt()
 
 
@@ -311,33 +308,33 @@ class DecaysWhatIsUnused(Stage1):
 
     def give_gradients(self):
         super().give_gradients()
-        for owned in self.owned.values():
-            if owned.tensor.grad is None:
-                owned.tensor.grad = torch.zeros_like(owned.tensor)
+        for mine in self.owned.values():
+            if mine.grad is None:
+                mine.grad = torch.zeros_like(mine)
 
 
 class OwnStateOnly(Stage1):
     """`state_dict` holds what this rank has."""
 
     def consolidate_state_dict(self, to=0):
-        mine = {
-            k: (o.first, o.last, self.state[o.tensor])
-            for k, p in enumerate(self.parameters())
-            if (o := self.owned.get(p))
-        }
-        self._whole = joined([mine], self.parameters(), self.element_states)
+        numbers = {p: k for k, p in enumerate(self.parameters())}
+        mine = self.owned.items()
+        self._whole = {numbers[p]: dict(self.state[own]) for p, own in mine}
 
 
-class AddsToAnything(Reducer):
-    def gradient_is_coming(self, slot):
-        pass
+class Sums(AddingUp):
+    """The sum in place of the mean."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.scale = 1.0
 
 
-class Forgets(Stage1):
+class AddsToAnything(AddingUp):
     """Gradients are added to what a pass has left, in all shards."""
 
-    def make_reducer(self):
-        return AddsToAnything(self.process_group, self.reduce_scatter, self.empty)
+    def put_aside(self):
+        pass
 
 
 class Replicated(Optimizer):
@@ -363,13 +360,66 @@ class Replicated(Optimizer):
         self.optim.step()
 
 
+class SumsShards(InTurns):
+    """The sum in place of the mean, of stage 2."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.scale = 1.0
+
+
+class NotOwn(InTurns):
+    """Everyone takes its part of what it has sent, not of what has been reduced."""
+
+    def launch(self, bucket):
+        self.open(bucket)
+        self.mine = {**getattr(self, "mine", {}), bucket: self.own(bucket).clone()}
+        return super().launch(bucket)
+
+    def arrived(self, bucket):
+        self.own(bucket).copy_(self.mine[bucket])
+        super().arrived(bucket)
+
+
+class TooEarly(InTurns):
+    """A bucket gives its memory back when it is launched, not when it has arrived."""
+
+    def launch(self, bucket):
+        work = super().launch(bucket)
+        bucket.flat.zero_()
+        return work
+
+
+class LastPass(InTurns):
+    """The mean of a pass takes the place of that of the pass before."""
+
+    def arrived(self, bucket):
+        self.shards.pop(bucket, None)
+        super().arrived(bucket)
+
+
+def of_ending(ending: type[ReduceScatter], **more: Any) -> Make:
+    """Return how to make a stage whose gradients have another ending."""
+    if issubclass(ending, AddingUp):
+        return options(Stage1, ending=ending, **more)
+
+    def make(params, cls, **defaults):
+        with mock.patch.object(zero_redundancy_optimizer, "InTurns", ending):
+            return Stage2(params, cls, **more, **defaults)
+
+    return make
+
+
 FAKES: dict[str, dict[str, Any]] = {
     "no broadcast": {"make": NotTheSameAtFirst},
-    "sum": {"make": Sum, "optimizer": "momentum"},
+    "sum": {"make": of_ending(Sums), "optimizer": "momentum"},
     "no gather": {"make": NoGather},
     "gather before step": {"make": GatherBeforeStep},
     "one shard late": {"make": OneShardLate},
     "clipped per shard": {"make": ClippedPerShard, "clip": 0.05},
     "tied twice": {"make": TiedTwice, "clip": 0.05},
     "options of the first day": {"make": OptionsOfTheFirstDay, "groups": True},
+    "stage 2, sum": {"make": of_ending(SumsShards, **SMALL), "optimizer": "momentum"},
+    "stage 2, not own": {"make": of_ending(NotOwn, **SMALL)},
+    "stage 2, too early": {"make": of_ending(TooEarly, bucket_cap_mb=4)},
 }

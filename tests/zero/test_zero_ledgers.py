@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from zero_cases import Naive, Replicated, Stage1, Stage2, options, pytorchs
+from zero_cases import Naive, Replicated, Stage1, Stage2, of_ending, options, pytorchs
 
 from ddp_course.launch import spawn
 from ddp_course.measure import (
@@ -26,10 +26,10 @@ from ddp_course.measure import (
 )
 from ddp_course.model import GPTConfig, build_gpt
 from ddp_course.zero import deal, shard_plan
-from ddp_course.zero.window import WindowReducer
+from ddp_course.zero.zero_redundancy_optimizer import InTurns
 
 GPT = GPTConfig(block_size=8, n_layer=3, n_head=2, d_model=26)  # odd: 26,260 parameters
-CAPS = {"bucket_cap_mb": 0.02, "first_bucket_mb": 0.01}
+CAPS = {"bucket_cap_mb": 0.02}
 ADAMW = {"lr": 1e-3}
 
 
@@ -47,38 +47,26 @@ def step(model: nn.Module, opt: torch.optim.Optimizer) -> None:
 # ---- what is kept --------------------------------------------------------------------
 
 
-class KeepsGrad(Stage2):
+class KeepsGrad(InTurns):
     """Stage 2 whose parameters keep a view of what was sent."""
 
-    def make_reducer(self):
-        reducer = super().make_reducer()
-        move = reducer._move
-
-        def moves(slot):
-            move(slot)
-            slot.parameter.grad = slot.view.clone()
-
-        reducer._move = moves
-        return reducer
+    def move(self, slot):
+        super().move(slot)
+        slot.parameter.grad = slot.view.clone()
 
 
-class NeverFree(WindowReducer):
-    def _close(self, bucket):
-        self.opened.discard(bucket)
-
-
-class KeepsBuckets(Stage2):
+class KeepsBuckets(InTurns):
     """Stage 2 whose buckets stay alive: somebody has a view of them."""
 
-    def make_reducer(self):
-        return NeverFree(self.process_group, self.reduce_scatter, 2)
+    def free(self, bucket):
+        self.opened.discard(bucket)
 
 
 MAKES = {
     "stage 1": Stage1,
     "stage 2": Stage2,
-    "keeps grad": KeepsGrad,
-    "keeps buckets": KeepsBuckets,
+    "keeps grad": of_ending(KeepsGrad),
+    "keeps buckets": of_ending(KeepsBuckets),
     "shared 1": options(Stage1, buckets_in_shared_memory=True),
     "shared 2": options(Stage2, buckets_in_shared_memory=True),
 }
@@ -126,7 +114,7 @@ def test_what_is_kept_is_what_the_plan_says(n):
     model = build_gpt(GPT)
     psi = sum(p.nbytes for p in model.parameters())
     largest = max(p.nbytes for p in model.parameters())
-    plan = shard_plan(model.named_parameters(), n, **CAPS)
+    plan = shard_plan(model.named_parameters(), n, 0.02, 0.02)
     whole = sum(bucket.nbytes for bucket in plan)
     assert len(plan) > 4 and psi <= whole <= psi + 4 * (n - 1) * len(plan)
     sizes = [bucket.nbytes for bucket in plan]
@@ -201,7 +189,6 @@ def sent() -> dict[str, dict]:
     count("stage 1", Stage1, bucket_cap_mb=1)
     count("stage 2", Stage2, bucket_cap_mb=1)
     count("shared", Stage1, bucket_cap_mb=1, buckets_in_shared_memory=True)
-    count("averaged", Stage1, DDP, bucket_cap_mb=1, gradients="averaged")
     count("pytorch", pytorchs, DDP)
     count("naive", Naive)
     return told
@@ -218,7 +205,6 @@ def test_what_is_sent_is_twice_the_model_and_pytorch_sends_half_as_much_again(n)
     for got in told:
         for name in ("stage 1", "stage 2", "shared"):
             assert got[name]["meter"] == 2 * once, name
-        assert got["averaged"]["meter"] == once
         for name in ("stage 1", "stage 2"):
             assert got[name]["system"] == pytest.approx(float(2 * once), rel=0.005)
         ours = ["reduce_scatter_single"] * len(plan) + ["all_gather_single"] * len(plan)
@@ -226,7 +212,7 @@ def test_what_is_sent_is_twice_the_model_and_pytorch_sends_half_as_much_again(n)
             assert got[name]["ours"] == ours
             assert set(got[name]["calls"]) <= {"barrier"}
         assert set(got["pytorch"]["calls"]) >= {"all_reduce", "broadcast"}
-    for name in ("pytorch", "averaged", "naive"):
+    for name in ("pytorch", "naive"):
         mean = sum(got[name]["system"] for got in told) / n
         assert mean == pytest.approx(3 * psi * (n - 1) / n, rel=0.01), name
 
@@ -261,21 +247,20 @@ class Sleeping(nn.Module):
         return x
 
 
-class AfterBackward(Stage1):
+def after_backward(*args, **options):
     """Everything is sent when backward has ended, in the same buckets."""
+    optimizer = Stage1(*args, **options)
+    engine = optimizer.engine
+    launch, ended = engine._launch_full, engine._backward_has_ended
+    engine._launch_full = lambda: None
 
-    def make_reducer(self):
-        reducer = super().make_reducer()
-        launch, ended = reducer._launch_full, reducer._backward_has_ended
-        reducer._launch_full = lambda: None
+    def at_the_end():
+        engine._launch_full = launch
+        ended()
+        engine._launch_full = lambda: None
 
-        def at_the_end():
-            reducer._launch_full = launch
-            ended()
-            reducer._launch_full = lambda: None
-
-        reducer._backward_has_ended = at_the_end
-        return reducer
+    engine._backward_has_ended = at_the_end
+    return optimizer
 
 
 def recorded() -> dict[str, list]:
@@ -286,7 +271,7 @@ def recorded() -> dict[str, list]:
         ("stage 2", Stage2, EACH),
         ("shared", Stage1, {**EACH, "buckets_in_shared_memory": True}),
         ("one bucket", Stage1, {}),
-        ("fake", AfterBackward, EACH),
+        ("fake", after_backward, EACH),
         ("backwards", Stage1, EACH),
     ):
         model = Sleeping()

@@ -8,7 +8,6 @@ raises the same `ReplicaError`; nothing has been sent by then. Chapter 07.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,100 +16,73 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_course.mechanisms.agreement import Form, check_same
-from ddp_course.zero.elementwise import element_states
-from ddp_course.zero.states import options_of
+from ddp_course.zero.elementwise import check_elementwise
+
+Groups = list[dict[str, Any]]  # parameter groups, as PyTorch keeps them
 
 
-@dataclass(frozen=True)
-class Agreed:
-    """The arguments of an optimizer, as all ranks understand them.
-
-    Attributes:
-        groups: parameter groups with all options filled in, as PyTorch keeps them.
-        defaults: the options of the optimizer.
-        element_states: names of the states with a number per element (`elementwise`);
-            none if the optimizer is only given whole tensors.
-    """
-
-    groups: list[dict[str, Any]]
-    defaults: dict[str, Any]
-    element_states: frozenset[str]
-
-
-def agree(
+def agreed_arguments(
     params: Iterable[Any],
     optimizer_class: Callable[..., Optimizer],
     defaults: dict[str, Any],
     group: dist.ProcessGroup | None,
-    *,
-    in_parts: bool,
+    in_pieces: bool,
     problem: str | None = None,
     **options: Any,
-) -> Agreed:
-    """Return what all ranks agree on; a collective call, which sends no tensor.
+) -> tuple[Groups, dict[str, Any]]:
+    """Return parameter groups with all options filled in, and the optimizer's defaults.
+
+    A collective call, which sends no tensor.
 
     Args:
         params, optimizer_class, defaults: as ZeroRedundancyOptimizer takes them.
         group: the ranks.
-        in_parts: the optimizer must be able to step parts of tensors.
+        in_pieces: the optimizer must be able to step pieces of tensors.
         problem: what this rank has found to be wrong already.
         options: more that must be the same on all ranks.
 
     Raises ReplicaError, with the same text on every rank. Chapter 07.
     """
     form: Form = {f"argument {name}": repr(value) for name, value in options.items()}
-    agreed = Agreed([], {}, frozenset())
+    groups: Groups = []
     try:
         if not problem:
             groups = Optimizer(params, {}).param_groups  # PyTorch's own checks
             problem = _problem_with(groups)
         if not problem:
-            agreed = _understood(groups, optimizer_class, defaults, in_parts)
-            form |= _form_of(agreed.groups)
+            groups, defaults = _filled_in(groups, optimizer_class, defaults, in_pieces)
+            form |= _form_of(groups)
     except Exception as error:  # whatever it is, the other ranks must not wait
         problem = f"{error}" if isinstance(error, ValueError) else repr(error)
     check_same(form, problem, group)
-    return agreed
+    return groups, defaults
 
 
-def _understood(
-    groups: list[dict[str, Any]],
+def _filled_in(
+    groups: Groups,
     optimizer_class: Callable[..., Optimizer],
     defaults: dict[str, Any],
-    in_parts: bool,
-) -> Agreed:
-    """Fill in the options of every group, as the optimizer itself does it."""
-    stand_ins = [
-        {**group, "params": [_without_elements(p) for p in group["params"]]}
-        for group in groups
-    ]
-    if in_parts:  # the states of each group may differ
-        names = [
-            element_states(optimizer_class, group, defaults, group["params"][0].device)
-            for group in groups
-            if group["params"]
-        ]
-        stand_ins = [{**group, "params": []} for group in stand_ins]
+    in_pieces: bool,
+) -> tuple[Groups, dict[str, Any]]:
+    """Let the optimizer fill in the options of every group; stand-ins take no room."""
+    stand_ins = []
+    for group in groups:
+        if in_pieces and group["params"]:
+            device = group["params"][0].device
+            check_elementwise(optimizer_class, options_of(group), defaults, device)
+        empty = [nn.Parameter(p.new_empty([0] * p.dim())) for p in group["params"]]
+        stand_ins.append({**group, "params": [] if in_pieces else empty})
     tried = optimizer_class(stand_ins, **defaults)
     filled = [
         {**options, "params": group["params"]}
         for options, group in zip(tried.param_groups, groups, strict=True)
     ]
-    states = frozenset().union(*names) if in_parts else frozenset()
-    return Agreed(filled, dict(tried.defaults), states)
+    return filled, dict(tried.defaults)
 
 
-def _without_elements(parameter: Tensor) -> Tensor:
-    """Return a parameter of as many dimensions, which takes no memory."""
-    nothing = parameter.detach().new_empty([0] * parameter.dim())
-    return nn.Parameter(nothing, parameter.requires_grad)
-
-
-def _form_of(groups: list[dict[str, Any]]) -> Form:
+def _form_of(groups: Groups) -> Form:
     """Return what must be the same on all ranks: parameters and their options."""
-    form: Form = {}
-    for g, options in enumerate(groups):
-        form[f"group {g}"] = repr(options_of(options))
+    form = {f"group {g}": repr(options_of(group)) for g, group in enumerate(groups)}
     for parameter, name in names_of(groups).items():
         dtype = str(parameter.dtype).removeprefix("torch.")
         form[name] = (
@@ -120,7 +92,12 @@ def _form_of(groups: list[dict[str, Any]]) -> Form:
     return form
 
 
-def names_of(groups: Iterable[dict[str, Any]]) -> dict[Tensor, str]:
+def options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a parameter group without its parameters."""
+    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
+
+
+def names_of(groups: Groups) -> dict[Tensor, str]:
     """Return a name for each parameter: its own if the optimizer was told, or a number.
 
     `Optimizer(model.named_parameters(), ...)` tells them; otherwise the names are "0",
@@ -129,15 +106,15 @@ def names_of(groups: Iterable[dict[str, Any]]) -> dict[Tensor, str]:
     names: dict[Tensor, str] = {}
     taken = set()
     for group in groups:
-        told = group.get("param_names") or [""] * len(group["params"])
-        for parameter, name in zip(group["params"], told, strict=True):
+        given = group.get("param_names") or [""] * len(group["params"])
+        for parameter, name in zip(group["params"], given, strict=True):
             if not name or name in taken:
                 name = f"{name}{len(names)}"
             taken.add(names.setdefault(parameter, name))
     return names
 
 
-def _problem_with(groups: list[dict[str, Any]]) -> str | None:
+def _problem_with(groups: Groups) -> str | None:
     """Return why these parameters cannot be stepped by several ranks, or None."""
     names = names_of(groups)
     if not any(p.requires_grad and p.numel() for p in names):

@@ -25,29 +25,23 @@ from torch.optim import Optimizer
 
 from ddp_course.collectives import communicator
 from ddp_course.mechanisms.agreement import broadcast_all, check_same
-from ddp_course.zero.agreed import agree, names_of
-from ddp_course.zero.states import (
-    Owned,
-    joined,
-    on_cpu,
-    options_of,
-    own_state_dict,
-    problem_with,
-)
-
-GRADIENTS = ("average", "averaged")
+from ddp_course.mechanisms.placements import Placed, placed
+from ddp_course.mechanisms.whole_state import gathered, problem_with
+from ddp_course.zero.arguments import agreed_arguments, names_of, options_of
 
 
 class ShardedOptimizer(Optimizer):
     """Runs `optimizer_class` on what this rank owns, and shares the result.
 
-    Subclasses say what is owned. Made by all ranks together: they must give the same
-    shapes, types and options, and rank 0's numbers are sent to all.
+    Subclasses say what is owned, and call `divide` when they are ready to say it. Made
+    by all ranks together: they must give the same shapes, types and options, and rank
+    0's numbers are sent to all.
 
     Raises ReplicaError, with the same text on every rank, before anything is sent.
     """
 
-    in_parts = True  # the optimizer is given parts of tensors
+    in_pieces = True  # the optimizer is given pieces of tensors
+    optim: Optimizer | None = None  # steps what this rank owns
 
     def __init__(
         self,
@@ -58,28 +52,25 @@ class ShardedOptimizer(Optimizer):
         problem: str | None = None,
         **options: Any,
     ) -> None:
-        agreed = agree(
+        given = options.get("gradients", "average")
+        if given not in ("average", "averaged"):
+            problem = f"gradients is {given!r}; it can be 'average' or 'averaged'"
+        groups, filled = agreed_arguments(
             params,
             optimizer_class,
             defaults,
             process_group,
-            in_parts=self.in_parts,
-            problem=problem,
+            self.in_pieces,
+            problem,
             **options,
         )
-        super().__init__(agreed.groups, agreed.defaults)
+        super().__init__(groups, filled)
         comm = communicator(process_group)
-        self.process_group = process_group
+        self.process_group = process_group or dist.group.WORLD
         self.rank, self.world_size = comm.rank, comm.size
-        self.element_states = agreed.element_states
-        self.owned: dict[Tensor, Owned] = {}
+        self.owned: dict[Tensor, Tensor] = {}  # parameter -> what this rank steps of it
         self._arguments = optimizer_class, defaults
         self._whole: dict[int, dict[str, Any]] | None = None
-        self._take(self.param_groups)
-        self.optim = optimizer_class(
-            [self._own(group) for group in self.param_groups], **defaults
-        )
-        self.state = self.optim.state  # of what this rank owns
 
     # ---- what the subclasses say -----------------------------------------------------
 
@@ -126,31 +117,29 @@ class ShardedOptimizer(Optimizer):
         """Return all parameters, in the order of their numbers in `state_dict`."""
         return [p for group in self.param_groups for p in group["params"]]
 
-    def name_of(self, parameter: Tensor) -> str:
-        """Return a parameter's name, or its number in `state_dict`."""
-        return names_of(self.param_groups)[parameter]
-
     # ---- parameter groups ------------------------------------------------------------
+
+    def divide(self) -> None:
+        """Share out the parameters of the first groups; called by all ranks."""
+        self._take(self.param_groups)
+        optimizer_class, defaults = self._arguments
+        own = [self._own(group) for group in self.param_groups]
+        self.optim = optimizer_class(own, **defaults)
+        self.state = self.optim.state  # of what this rank owns
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to be trained; called by all ranks, as in PyTorch.
 
         Raises ReplicaError, on every rank.
         """
-        if not hasattr(self, "optim"):  # PyTorch's constructor adds the first ones
+        if self.optim is None:  # PyTorch's constructor adds the first ones
             super().add_param_group(param_group)
             return
-        optimizer_class, defaults = self._arguments
-        before = [{**group} for group in self.param_groups]
-        agreed = agree(
-            [*before, param_group],
-            optimizer_class,
-            defaults,
-            self.process_group,
-            in_parts=self.in_parts,
+        groups = [*({**group} for group in self.param_groups), param_group]
+        groups, _ = agreed_arguments(
+            groups, *self._arguments, self.process_group, self.in_pieces
         )
-        super().add_param_group(agreed.groups[-1])
-        self.element_states |= agreed.element_states
+        super().add_param_group(groups[-1])
         self._take(self.param_groups[-1:])
         self.optim.add_param_group(self._own(self.param_groups[-1]))
 
@@ -163,7 +152,7 @@ class ShardedOptimizer(Optimizer):
 
     def _own(self, group: dict[str, Any]) -> dict[str, Any]:
         """Return a parameter group with only what this rank owns of it."""
-        own = [self.owned[p].tensor for p in group["params"] if p in self.owned]
+        own = [self.owned[p] for p in group["params"] if p in self.owned]
         return {**options_of(group), "params": own}
 
     # ---- states ----------------------------------------------------------------------
@@ -175,17 +164,21 @@ class ShardedOptimizer(Optimizer):
         """
         if to not in range(self.world_size):
             raise ValueError(f"to is {to}; it can be 0 to {self.world_size - 1}")
-        mine = {
-            index: (owned.first, owned.last, on_cpu(self.state[owned.tensor]))
-            for index, parameter in enumerate(self.parameters())
-            if (owned := self.owned.get(parameter)) and owned.tensor in self.state
+        names = names_of(self.param_groups)
+        own = {
+            names[p]: (placed(piece) or Placed("", piece.shape), self.state[piece])
+            for p, piece in self.owned.items()
+            if piece in self.state
         }
-        all_parts = [None] * self.world_size if self.rank == to else None
+        whole = [gathered(own, [self.process_group], names.values())]
         ranks = communicator(self.process_group).ranks
-        dist.gather_object(mine, all_parts, ranks[to], self.process_group)
-        if all_parts is not None:
-            parameters = self.parameters()
-            self._whole = joined(all_parts, parameters, self.element_states)
+        if self.rank == 0 and to > 0:
+            dist.send_object_list(whole, ranks[to], self.process_group)
+        if self.rank == to and to > 0:
+            dist.recv_object_list(whole, ranks[0], self.process_group)
+        if self.rank == to:
+            numbers = {names[p]: k for k, p in enumerate(self.parameters())}
+            self._whole = {numbers[name]: state for name, state in whole[0].items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all ranks, in the form of one process' optimizer.
@@ -212,24 +205,36 @@ class ShardedOptimizer(Optimizer):
         Called by all ranks, each with the whole state; it keeps its own part. Raises
         ReplicaError, on every rank, if the state does not fit.
         """
-        parameters = self.parameters()
-        lengths = [len(group["params"]) for group in self.param_groups]
-        problem = problem_with(state_dict, parameters, lengths, self.element_states)
+        names = names_of(self.param_groups)
+        shapes = {name: parameter.shape for parameter, name in names.items()}
+        by_group = [[names[p] for p in group["params"]] for group in self.param_groups]
+        problem = problem_with(state_dict, by_group, shapes)
         check_same({}, problem, self.process_group)
-        own = own_state_dict(
-            state_dict, self.param_groups, self.owned, self.element_states
-        )
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        own = {**self.optim.state_dict(), "state": {}}
+        _copy_options(state_dict["param_groups"], own["param_groups"])
+        number = 0
+        for key, parameter in zip(keys, self.parameters(), strict=True):
+            if (piece := self.owned.get(parameter)) is not None:
+                whole = state_dict["state"].get(key, {})
+                own["state"][number] = _part_of(whole, parameter, piece)
+                number += 1
         self.optim.load_state_dict(own)
         self.state = self.optim.state
         _copy_options(self.optim.param_groups, self.param_groups)
         self._whole = None
 
 
-def unknown_gradients(gradients: Any) -> str | None:
-    """Return what is wrong with the argument `gradients`, or None."""
-    if gradients in GRADIENTS:
-        return None
-    return f"gradients is {gradients!r}; it can be 'average' or 'averaged'"
+def _part_of(state: dict[str, Any], whole: Tensor, own: Tensor) -> dict[str, Any]:
+    """Return what this rank keeps of a parameter's state: copies."""
+    part = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            alike = name != "step" and value.shape == whole.shape
+            piece = alike and own is not whole
+            value = (placed(own).steps[-1].part(value) if piece else value).clone()
+        part[name] = value
+    return part
 
 
 def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:

@@ -10,12 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.optim import Optimizer
-from zero_cases import OPTIMIZERS, Odd
 
 from ddp_course.model import build_gpt
 from ddp_course.zero import NotElementwiseError, deal, shard_plan
-from ddp_course.zero.elementwise import element_states
-from ddp_course.zero.states import Owned, in_memory_order, joined, part_of, problem_with
+from ddp_course.zero.elementwise import check_elementwise
 
 CPU = torch.device("cpu")
 sizes = st.lists(st.integers(1, 40), min_size=1, max_size=12)
@@ -144,7 +142,7 @@ def test_pytorchs_optimizers_are_told_apart_by_trying():
     for name, cls in inspect.getmembers(torch.optim, inspect.isclass):
         if issubclass(cls, Optimizer) and cls is not Optimizer:
             try:
-                element_states(cls, {"lr": 0.0}, {"lr": 0.0}, CPU)
+                check_elementwise(cls, {"lr": 0.0}, {"lr": 0.0}, CPU)
                 found.add(name)
             except NotElementwiseError as error:
                 assert name in str(error) and "NaiveZeroRedundancy" in str(error)
@@ -155,77 +153,5 @@ def test_pytorchs_optimizers_are_told_apart_by_trying():
 def test_what_looks_at_whole_tensors_is_seen(cls):
     before = torch.get_rng_state()
     with pytest.raises(NotElementwiseError, match=f"optimizer_class is {cls.__name__}"):
-        element_states(cls, {}, {"lr": 1e-9}, CPU)
+        check_elementwise(cls, {}, {"lr": 1e-9}, CPU)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_the_states_that_have_a_number_for_each_element():
-    def names(name):
-        cls, defaults = OPTIMIZERS[name]
-        return element_states(cls, defaults, defaults, CPU)
-
-    assert names("adamw") == {"exp_avg", "exp_avg_sq"}
-    assert names("amsgrad") == {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
-    assert names("sgd") == set()
-    assert names("momentum") == {"momentum_buffer"}
-    assert names("lion") == {"m"}
-
-
-# ---- states in parts -----------------------------------------------------------------
-
-
-@settings(deadline=None, max_examples=30)
-@given(st.lists(st.integers(0, 168), min_size=0, max_size=4))
-def test_states_can_be_cut_anywhere_and_put_together(cuts):
-    weight = Odd().first.weight  # (7, 6, 2, 2), channels_last
-    assert not weight.is_contiguous() and weight.numel() == 168
-    value = torch.arange(168.0).view(7, 6, 2, 2)  # laid out otherwise than the weight
-    state = {"step": torch.tensor(3.0), "exp_avg": value, "kind": "any"}
-    edges = [0, *sorted(cuts), 168]
-    ranks = []
-    for first, last in zip(edges, edges[1:], strict=False):
-        owned = Owned(weight, first, last, nn.Parameter(torch.zeros(last - first)))
-        part = part_of(state, owned, {"exp_avg"})
-        assert part["exp_avg"].shape == (last - first,)
-        for name in ("step", "exp_avg"):  # stepping it must not change what was given
-            assert part[name].untyped_storage()._cdata != (
-                state[name].untyped_storage()._cdata
-            )
-        flat = in_memory_order(weight.detach(), weight)[first:last]
-        assert flat.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
-        if first < last:
-            ranks.append({4: (first, last, part)})
-    ranks.reverse()  # whoever comes first
-    whole = joined(ranks, [weight] * 5, {"exp_avg"})
-    assert whole.keys() == {4} and whole[4]["step"] == 3 and whole[4]["kind"] == "any"
-    assert torch.equal(whole[4]["exp_avg"], value)
-    assert whole[4]["exp_avg"].stride() == weight.stride()
-
-
-def test_a_state_that_does_not_fit_is_named():
-    ps = [torch.zeros(2, 3), torch.zeros(4)]
-    group = {"params": [0, 1]}
-
-    def told(state_dict):
-        return problem_with(state_dict, ps, [2], {"m"})
-
-    good = {"m": torch.zeros(4), "step": 1}
-    assert told({"state": {1: good}, "param_groups": [group]}) is None
-    assert "no state_dict" in told(None)
-    assert "no state_dict" in told({"state": {}})
-    assert "[1, 1] parameters; this optimizer has groups of [2]" in told(
-        {"state": {}, "param_groups": [{"params": [0]}, {"params": [1]}]}
-    )
-    assert "m of parameter 0 has the shape [4]; it must be [2, 3]" in told(
-        {"state": {0: good}, "param_groups": [group]}
-    )
-    assert "but no parameter 7" in told({"state": {7: good}, "param_groups": [group]})
-
-
-def test_gradients_of_one_row_are_seen_in_place_however_autograd_lays_them():
-    """Else clipping would scale a copy, and the step would not be clipped."""
-    weight = nn.Parameter(torch.ones(1, 3))
-    gradient = torch.ones(3, 1).t()  # strides (1, 1), not (3, 1): the same memory
-    assert gradient.stride() != weight.stride()
-    in_memory_order(gradient, weight).mul_(2)
-    assert gradient.tolist() == [[2, 2, 2]]

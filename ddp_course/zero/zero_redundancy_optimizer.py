@@ -1,0 +1,512 @@
+"""Stages 1 and 2 as one trains with them: what `Zero1` and `Zero2` leave out.
+
+What is added to the readable classes:
+
+    passes that add up, `no_sync`, parameters without a gradient, clipping
+    buckets leave in the order in which they become full, whatever the plan was
+    collectives of another kind; buckets in memory that all ranks see
+    whatever else would go wrong in silence is refused: a second one who averages, a
+    parameter that has moved, sparse gradients, gradients that nobody has zeroed
+
+Chapter 07.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Variable
+from torch.optim import Optimizer
+
+from ddp_course import collectives
+from ddp_course.collectives import communicator, shared_memory
+from ddp_course.measure import label
+from ddp_course.mechanisms.agreement import check_same, on_any_rank
+from ddp_course.mechanisms.buckets import BUCKET_CAP_MB
+from ddp_course.mechanisms.engine import Engine, LiveBucket, Slot
+from ddp_course.mechanisms.hooks import before_gradient, listeners
+from ddp_course.mechanisms.placements import clip_grad_norm_, groups_of
+from ddp_course.zero.arguments import names_of
+from ddp_course.zero.shards import shard_plan
+from ddp_course.zero.stage1 import ReduceScatter, Zero1
+from ddp_course.zero.stage2 import BUCKET_CAP_MB as SMALL_CAP_MB
+from ddp_course.zero.stage2 import ReduceScatterAndFree, Zero2
+
+# ---- what becomes of gradients -------------------------------------------------------
+
+
+class Watchful(ReduceScatter):
+    """What both endings look after, beside the numbers."""
+
+    in_order = False  # buckets are launched in rank 0's order
+    unused: frozenset[Tensor] = frozenset()  # no rank has a gradient of these
+
+    def added(self, engine: Engine, bucket: LiveBucket) -> None:
+        """The engine has one more bucket."""
+        self.engine, self.in_order = weakref.proxy(engine), False
+        super().added(engine, bucket)
+
+    def pass_begins(self, engine: Engine) -> None:
+        """A backward pass begins."""
+        if not self.in_order:
+            check_alone(engine.slots)
+        super().pass_begins(engine)
+
+    def pack(self, bucket: LiveBucket, slot: Slot) -> None:
+        """A gradient has come."""
+        gradient = slot.parameter.grad
+        if gradient is not None and gradient.layout is not torch.strided:
+            raise RuntimeError(
+                f"the gradient of parameter {slot.name} is {gradient.layout}; only "
+                "dense gradients can be cut into shards (Embedding: sparse=False)"
+            )
+        super().pack(bucket, slot)
+
+    def has_gradient(self, slot: Slot) -> bool:
+        """Tell whether this rank has had a gradient for a parameter."""
+        return slot.parameter.grad is not None
+
+    def settle(self, engine: Engine) -> None:
+        """All buckets have arrived: see which parameters have got a gradient at all.
+
+        One that has none on any rank keeps none: neither weight decay nor momentum may
+        move it, as in one process. From the second pass on, buckets are launched in the
+        order in which rank 0 has seen them become full: a model whose parameters come
+        in groups, all matrices first and all biases last, fills its buckets in an order
+        that no plan can know. PyTorch's DDP arranges its buckets anew for that.
+        """
+        parameters = [slot.parameter for slot in engine.slots]
+        there = [self.has_gradient(slot) for slot in engine.slots]
+        used = on_any_rank(there, self.group)
+        super().settle(engine)
+        without = [p for p, by_any in zip(parameters, used, strict=True) if not by_any]
+        for parameter in without:
+            parameter.grad = None
+        self.unused = frozenset(without)
+        if not self.in_order:
+            seen = communicator(self.group).exchange(tuple(engine.full))[0]
+            turns = {index: turn for turn, index in enumerate(seen)}
+            engine.buckets.sort(key=lambda bucket: turns.get(bucket.index, len(turns)))
+            self.in_order = True
+            check_alone_later(engine)
+
+
+class AddingUp(Watchful):
+    """The ending of stage 1, in which backward passes add up.
+
+    After an averaged pass the buckets hold means, to which the next one would add; and
+    what it adds is to be averaged, but not the means once more. So they are put aside,
+    this rank's shards of them, and added again when the new means have arrived.
+    """
+
+    means = False  # is what lies in the buckets
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.aside: dict[LiveBucket, Tensor] = {}
+
+    def added(self, engine: Engine, bucket: LiveBucket) -> None:
+        """Give a bucket memory, and hear of gradients that are about to come."""
+        super().added(engine, bucket)
+        for slot in bucket.slots:
+            before_gradient(slot.parameter, self.put_aside)
+
+    def pass_begins(self, engine: Engine) -> None:
+        """A pass begins, or `held` ends, in which this rank had no gradient at all."""
+        self.put_aside()
+        super().pass_begins(engine)
+
+    def put_aside(self) -> None:
+        """A gradient is about to be added to what lies in the buckets."""
+        if not self.means:
+            return
+        self.means = False
+        for bucket in self.engine.buckets:
+            zeroed = [s for s in bucket.slots if s.parameter.grad is not s.view]
+            if len(zeroed) < len(bucket.slots):
+                for slot in zeroed:
+                    slot.view.zero_()
+                self.aside[bucket] = label(self.own(bucket).clone(), "gradients")
+                bucket.flat.zero_()
+
+    def keep(self, bucket: LiveBucket, slot: Slot) -> None:
+        """A gradient has come that is not averaged yet; it lies in the bucket, too."""
+        if slot.parameter.grad is not slot.view:
+            slot.parameter.grad = slot.view.copy_(slot.parameter.grad.detach())
+
+    def arrived(self, bucket: LiveBucket) -> None:
+        """Add the new mean to the old one."""
+        if (before := self.aside.pop(bucket, None)) is not None:
+            self.own(bucket).add_(before)
+
+    def settle(self, engine: Engine) -> None:
+        """All buckets have arrived."""
+        super().settle(engine)
+        self.means = True
+
+    def zero(self, set_to_none: bool) -> None:
+        """Forget what was put aside."""
+        self.aside.clear()
+
+
+class InTurns(Watchful, ReduceScatterAndFree):
+    """The ending of stage 2; buckets may also take turns in shared memory that stays.
+
+    Args:
+        in_shared_memory: bucket k lies in place k % buckets_in_flight; each is as large
+            as the largest bucket.
+    """
+
+    def __init__(self, *args: Any, in_shared_memory: bool, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.in_shared_memory = in_shared_memory
+        self.turns: list[LiveBucket] = []
+        self.places: list[Tensor] = []  # uint8
+        self.came: set[Slot] = set()  # gradients, since they were zeroed
+        self.stepped = False  # and the gradients are still there
+
+    def pass_begins(self, engine: Engine) -> None:
+        """A backward pass begins."""
+        if self.stepped and self.shards:
+            raise RuntimeError(
+                "the gradients of the last step are still there: call this optimizer's "
+                "zero_grad() before backward; module.zero_grad() cannot reach a shard"
+            )
+        super().pass_begins(engine)
+        if self.in_shared_memory and self.turns != engine.buckets:
+            self.lay_in_turns(list(engine.buckets))
+
+    def lay_in_turns(self, buckets: list[LiveBucket]) -> None:
+        """Let buckets lie in the memory of others before them."""
+        self.turns, nbytes = buckets, max(bucket.plan.nbytes for bucket in buckets)
+        count = min(len(buckets), self.limit)
+        if len(self.places) < count or self.places[0].nbytes < nbytes:
+            of = {"dtype": torch.uint8, "device": buckets[0].flat.device}
+            self.places = [self.empty(nbytes, **of) for _ in range(count)]
+        for turn, bucket in enumerate(buckets):
+            place = label(self.places[turn % count], "communication buffers")
+            bucket.lie_in(place[: bucket.plan.nbytes].view(bucket.flat.dtype))
+
+    def allocate(self, bucket: LiveBucket) -> None:
+        """Give a bucket its memory, unless it lies in memory that stays."""
+        if not self.in_shared_memory:
+            super().allocate(bucket)
+
+    def free(self, bucket: LiveBucket) -> None:
+        """Give it back."""
+        if self.in_shared_memory:
+            self.opened.discard(bucket)
+        else:
+            super().free(bucket)
+
+    def pack(self, bucket: LiveBucket, slot: Slot) -> None:
+        """A gradient has come, or none."""
+        if slot.parameter.grad is not None:
+            self.came.add(slot)
+        super().pack(bucket, slot)
+
+    def has_gradient(self, slot: Slot) -> bool:
+        """Tell whether this rank has had a gradient for a parameter."""
+        return slot in self.came
+
+    def zero(self, set_to_none: bool) -> None:
+        """Let go of the shards, or make them zeros."""
+        super().zero(set_to_none)
+        self.stepped = False
+        if set_to_none:
+            self.came.clear()
+
+
+# ---- the optimizers ------------------------------------------------------------------
+
+
+class ZeroRedundancyOptimizer(Zero1):
+    """Runs `optimizer_class` on 1/N of all elements, with 1/N of its states.
+
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=3e-4)
+        model(x, y)[1].backward()  # on this rank's part of the batch
+        optimizer.step()
+
+    No DistributedDataParallel is needed: the gradients are averaged here, in buckets,
+    while backward runs. After `backward`, every `grad` holds the mean in this rank's
+    shard, and numbers of no use elsewhere; so norms are clipped by `clip_grad_norm_`.
+    Backward passes add up until `zero_grad`, as in PyTorch, and each must reach at
+    least one of the parameters. One that gets no gradient on any rank is not touched.
+    A module's buffers, such as BatchNorm's means, are not the optimizer's affair. Keep
+    this object as long as you train: the averaging goes with it.
+
+    Args:
+        params: as of any optimizer: parameters, names and parameters, or groups.
+        optimizer_class: any that treats each element alone (`elementwise`).
+        process_group: the ranks that share the states; None are all.
+        bucket_cap_mb: MiB at which a bucket is closed (`mechanisms.buckets`). Every
+            bucket is two messages more.
+        reduce_scatter, all_gather: functions like `collectives.reduce_scatter_single`
+            and `all_gather_single`, which are taken if they are None.
+        buckets_in_shared_memory: put parameters and gradients where all ranks of one
+            machine see them, and share them there, with nothing to copy; CPU only. That
+            memory is taken until the process group ends.
+        ending: what makes the ending, of a group and two of the functions above.
+        **defaults: arguments of `optimizer_class`.
+
+    PyTorch's class of this name wants a DistributedDataParallel around the model; that
+    is `NaiveZeroRedundancyOptimizer` with gradients="averaged".
+
+    Raises:
+        ReplicaError: at construction, on every rank, if the ranks' arguments differ or
+            cannot be used.
+        RuntimeError: from `backward`, if something else averages the gradients, too;
+            from `step`, if a parameter has been moved elsewhere.
+
+    torch/distributed/optim/zero_redundancy_optimizer.py; Rajbhandari et al. 2020,
+    "ZeRO", sections 5.1 and 7.2.1. Chapter 07.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: Callable[..., Optimizer],
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        bucket_cap_mb: float = BUCKET_CAP_MB,
+        reduce_scatter: Callable[..., Any] | None = None,
+        all_gather: Callable[..., Any] | None = None,
+        buckets_in_shared_memory: bool = False,
+        ending: Callable[..., ReduceScatter] = AddingUp,
+        **defaults: Any,
+    ) -> None:
+        of = shared_memory if buckets_in_shared_memory else collectives
+        functions = {
+            "reduce_scatter": reduce_scatter or of.reduce_scatter_single,
+            "all_gather": all_gather or of.all_gather_single,
+        }
+        form = {f"argument {name}": _name_of(f) for name, f in functions.items()}
+        form["argument buckets_in_shared_memory"] = repr(buckets_in_shared_memory)
+        check_same(form, _problem(bucket_cap_mb, functions), process_group)
+        empty = torch.empty
+        if buckets_in_shared_memory:
+            empty = functools.partial(_empty_in_shared_memory, process_group)
+        self._all_gather = functions["all_gather"]
+        super().__init__(
+            params,
+            optimizer_class,
+            process_group,
+            bucket_cap_mb=bucket_cap_mb,
+            ending=ending(process_group, functions["reduce_scatter"], empty),
+            **defaults,
+        )
+
+    def all_gather(self, row: Tensor, own: Tensor) -> None:
+        """Fill a row with every rank's shard; `own` is this rank's part of it."""
+        self._all_gather(row, own, group=self.process_group)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Only accumulate the gradients of backward passes made in this block.
+
+        They stay this rank's own until the next averaged backward pass, which averages
+        their sum. It is `backward` that must be inside.
+        """
+        return self.engine.hold()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, or make them zeros."""
+        super().zero_grad(set_to_none)
+        self.ending.zero(set_to_none)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scale the gradients to a norm of at most `max_norm`; return what it was.
+
+        The norm is that of the mean gradients of all parameters together, as of
+        `torch.nn.utils.clip_grad_norm_` in one process; also if other parallelisms have
+        divided them. Called by all ranks, between `backward` and `step`. RuntimeError
+        if asked for and the norm is not finite.
+        """
+        self.give_gradients()
+        groups = dict.fromkeys([*groups_of(self.parameters()), self.process_group])
+        own = self.owned.values()
+        return clip_grad_norm_(own, max_norm, norm_type, groups, error_if_nonfinite)
+
+    def give_gradients(self) -> None:
+        """Let what this rank owns see its part of the gradients."""
+        self.check_places()
+        super().give_gradients()
+        for parameter in self.ending.unused & self.owned.keys():
+            self.owned[parameter].grad = None
+
+    def check_places(self) -> None:
+        """RuntimeError if what is trained is not what lies in the buckets."""
+        places = {
+            slot.parameter: row.data_ptr() + slot.offset * row.element_size()
+            for bucket in self.engine.buckets
+            for row, slot in ((self.rows[bucket.index], s) for s in bucket.slots)
+        }
+        for parameter, name in names_of(self.param_groups).items():
+            place = places.get(parameter)
+            if place is None and parameter.grad is not None and parameter.numel():
+                raise RuntimeError(
+                    f"parameter {name} was frozen when this optimizer was made, and "
+                    "has a gradient now; make it anew"
+                )
+            if place is not None and place != parameter.data_ptr():
+                raise RuntimeError(
+                    f"parameter {name} has been moved, to another device or type; make "
+                    "the optimizer anew"
+                )
+
+
+class ShardedGradientOptimizer(ZeroRedundancyOptimizer, Zero2):
+    """Runs `optimizer_class` on 1/N of all elements, with 1/N of states and gradients.
+
+    As `ZeroRedundancyOptimizer`, but after `backward` there is only this rank's shard
+    of the mean gradients, and every parameter's `grad` is None. So gradients are zeroed
+    by this object's `zero_grad`, which must be called between `step` and the next
+    backward: `module.zero_grad()` finds nothing to zero. There is no `no_sync`: every
+    backward pass is averaged, and the means add up.
+
+    Args:
+        params, optimizer_class, process_group, reduce_scatter, all_gather, defaults:
+            as of `ZeroRedundancyOptimizer`.
+        bucket_cap_mb: MiB at which a bucket is closed: what is on its way is not
+            sharded, so buckets are smaller here.
+        buckets_in_flight: how many buckets may have memory at once, 1 or more; with 1
+            backward waits for every bucket.
+        buckets_in_shared_memory: share parameters, and so many buckets, in memory that
+            all ranks of one machine see; CPU only. It is taken until the process group
+            ends.
+
+    Raises:
+        ReplicaError: as `ZeroRedundancyOptimizer`.
+        RuntimeError: from `backward`, if the gradients of the last step are still
+            there; as `ZeroRedundancyOptimizer`.
+
+    PyTorch has no stage 2 of its own; FSDP's SHARD_GRAD_OP comes close. Rajbhandari et
+    al. 2020, "ZeRO", section 5.2. Chapter 07.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: Callable[..., Optimizer],
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        bucket_cap_mb: float = SMALL_CAP_MB,
+        buckets_in_flight: int = 2,
+        buckets_in_shared_memory: bool = False,
+        **options: Any,
+    ) -> None:
+        limit, problem = buckets_in_flight, None
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+            problem = f"buckets_in_flight is {limit!r}; it must be a whole number >= 1"
+        check_same({"argument buckets_in_flight": repr(limit)}, problem, process_group)
+        super().__init__(
+            params,
+            optimizer_class,
+            process_group,
+            bucket_cap_mb=bucket_cap_mb,
+            buckets_in_shared_memory=buckets_in_shared_memory,
+            ending=functools.partial(
+                InTurns,
+                buckets_in_flight=limit,
+                in_shared_memory=buckets_in_shared_memory,
+            ),
+            **options,
+        )
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Refuse: gradients that are not averaged are whole, on every rank."""
+        raise RuntimeError(
+            "stage 2 keeps no whole gradients, so every backward pass is averaged, and "
+            "their means add up; ZeroRedundancyOptimizer (stage 1) has no_sync"
+        )
+
+    def share_parameters(self) -> None:
+        """Bring the shards of the parameters together again."""
+        super().share_parameters()
+        self.ending.stepped = True
+
+
+def _problem(bucket_cap_mb: float, functions: dict[str, Any]) -> str | None:
+    """Return what is wrong with the arguments, or None."""
+    for name, function in functions.items():
+        if not callable(function):
+            return f"{name} is {function!r}; it must be a function"
+    try:
+        shard_plan((), 1, bucket_cap_mb)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _name_of(function: Any) -> str:
+    module = getattr(function, "__module__", "")
+    return f"{module}.{getattr(function, '__qualname__', '')}"
+
+
+def _empty_in_shared_memory(
+    group: dist.ProcessGroup | None,
+    numel: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """Return memory that all ranks of one machine see, on the CPU whatever `device`."""
+    return shared_memory.empty(numel, dtype=dtype, group=group)
+
+
+# ---- does anything else average these gradients, too? --------------------------------
+
+ADVICE = (
+    "If DistributedDataParallel averages them, take NaiveZeroRedundancyOptimizer with "
+    "gradients='averaged'; an earlier optimizer of the same parameters must be gone "
+    "(del) before training."
+)
+
+
+def check_alone(slots: Iterable[Slot]) -> None:
+    """Raise RuntimeError if somebody else of this course listens for gradients.
+
+    Whoever is used to PyTorch's ZeroRedundancyOptimizer wraps the model into its
+    DistributedDataParallel as well. Then two would write into the same gradients at the
+    same time, and no number would be right, but training would go on.
+    """
+    slots = list(slots)
+    if any(len(listeners(slot.parameter)) > 1 for slot in slots):
+        gc.collect()  # it may be one that is only waiting to be collected
+    for slot in slots:
+        if len(listeners(slot.parameter)) > 1:
+            raise RuntimeError(
+                f"the gradient of parameter {slot.name} is averaged by something "
+                f"else, too. {ADVICE}"
+            )
+
+
+def check_alone_later(engine: Engine) -> None:
+    """Raise RuntimeError, when backward ends, if somebody has written gradients.
+
+    PyTorch's DDP leaves no trace on a parameter, but it writes its means when all its
+    buckets are there, which is after this was called and before what is queued here.
+    """
+    if torch._C._current_graph_task_id() < 0:
+        return  # no backward is under way (`held`)
+    flats = [(bucket, bucket.flat._version) for bucket in engine.buckets]
+    grads = [(slot, slot.parameter.grad) for slot in engine.slots]
+
+    def check() -> None:
+        written = [b.slots[0] for b, version in flats if b.flat._version != version]
+        written += [slot for slot, before in grads if slot.parameter.grad is not before]
+        for slot in written[:1]:
+            raise RuntimeError(
+                f"something else has written the gradient of parameter {slot.name} at "
+                f"the end of backward. {ADVICE}"
+            )
+
+    Variable._execution_engine.queue_callback(check)

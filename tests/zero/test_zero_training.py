@@ -1,0 +1,288 @@
+"""Stages 1 and 2 train as one process does, and as PyTorch's class does."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import SGD
+from zero_cases import (
+    FAKES,
+    OPTIMIZERS,
+    SMALL,
+    TINY,
+    AddsToAnything,
+    DecaysWhatIsUnused,
+    LastPass,
+    Make,
+    Naive,
+    Stage1,
+    Stage2,
+    Trained,
+    bits,
+    far_apart,
+    of_ending,
+    options,
+    pytorchs,
+    same,
+    train,
+    with_ddp,
+)
+
+from ddp_course.launch import spawn
+from ddp_course.mechanisms.engine import held
+from ddp_course.zero import Zero1, Zero2
+
+WAYS: dict[str, dict] = {
+    "naive": {"make": Naive},
+    "naive, averaged": with_ddp(options(Naive, gradients="averaged")),
+    "readable 1": {"make": options(Zero1, **SMALL)},
+    "readable 2": {"make": options(Zero2, **SMALL)},
+    "one bucket": {"make": Stage1},
+    "small": {"make": options(Stage1, **SMALL)},
+    "shared": {"make": options(Stage1, **SMALL, buckets_in_shared_memory=True)},
+    "2, one bucket": {"make": Stage2},
+    "2, small": {"make": options(Stage2, **SMALL)},
+    "2, one in flight": {"make": options(Stage2, **TINY, buckets_in_flight=1)},
+    "2, many": {"make": options(Stage2, **TINY, buckets_in_flight=99)},
+    "2, shared": {"make": options(Stage2, **TINY, buckets_in_shared_memory=True)},
+    "2, one shared": {"make": options(Stage2, **SMALL, buckets_in_flight=1,
+                                      buckets_in_shared_memory=True)},
+}  # fmt: skip
+IN_GROUPS = ("small", "shared", "2, small", "2, one in flight", "2, shared")
+ONE_TYPE = ("small", "2, small")
+PYTORCHS = {**with_ddp(pytorchs), "one_type": True}
+WITH_GROUPS = {"optimizer": "momentum", "groups": True, "clip": 0.05}
+
+
+def everything() -> dict:
+    """On every rank: train in all ways."""
+    told = {way: train(**how) for way, how in WAYS.items()}
+    told |= {(way, "groups"): train(**WAYS[way], **WITH_GROUPS) for way in IN_GROUPS}
+    told |= {(way, "pytorch"): train(**WAYS[way], one_type=True) for way in ONE_TYPE}
+    told["naive", "momentum"] = train(Naive, "momentum")
+    told["pytorch"] = train(**PYTORCHS)
+    told["pytorch", "groups"] = train(**PYTORCHS, **WITH_GROUPS)
+    if dist.get_world_size() == 3:
+        told |= {("fake", name): train(**fake) for name, fake in FAKES.items()}
+        make = WAYS["small"]["make"]
+        told |= {("of", name): train(make, name, 3) for name in OPTIMIZERS}
+    return told
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_the_same_training_as_one_process_and_as_pytorch(n):
+    told = spawn(everything, world_size=n, output="none")
+    alone, in_groups = train(None), train(None, **WITH_GROUPS)
+    assert min(in_groups.norms) > 2 * WITH_GROUPS["clip"]  # it does clip
+
+    def wrong(name, oracle: Trained):
+        mine = [rank[name] for rank in told]
+        return far_apart(mine[0], oracle) or len({bits(rank) for rank in mine}) > 1
+
+    for way in WAYS:
+        assert not wrong(way, alone), way
+    assert not wrong(("naive", "momentum"), train(None, "momentum"))
+    for way in IN_GROUPS:
+        assert not wrong((way, "groups"), in_groups), way
+    for way in ONE_TYPE:
+        assert not wrong((way, "pytorch"), told[0]["pytorch"]), way
+    assert not wrong(("pytorch", "groups"), train(None, **WITH_GROUPS, one_type=True))
+    for name, fake in FAKES.items() if n == 3 else ():
+        arguments = {k: v for k, v in fake.items() if k != "make"}
+        assert wrong(("fake", name), train(None, **arguments)), f"{name} not seen"
+    for name in OPTIMIZERS if n == 3 else ():  # any that treats each element alone
+        assert not wrong(("of", name), train(None, name, 3)), name
+
+
+# ---- how gradients add up ------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """Layers of which a rank may use any."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+
+    def forward(self, x, used):
+        return sum(self.layers[k](x * (k + 1)) for k in used).square().sum()
+
+
+def rows(rank: int, pass_: int) -> torch.Tensor:
+    return torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * rank + pass_))
+
+
+# What happens in a step: (the layers that each rank uses, averaged?), pass by pass.
+STEPS = {
+    "all": [([0, 1, 2, 3], True)],
+    "one is used by nobody": [([0, 1, 3], True)],
+    "two passes": [([0, 1, 2], True), ([0, 1], True)],
+    "no_sync before": [([0, 1, 3], False), ([0, 2], False), ([1, 2], True)],
+    "no_sync between": [([0, 1], True), ([1, 2], False), ([0, 2], True)],
+    "by rank": [("by rank", True), ([1, 2], True)],
+    "by rank, no_sync": [("by rank", False), ("by rank", True)],
+    "held": [([0, 1], "held"), ([1, 3], "held"), ("by rank", "held")],
+    "held after a pass": [([0, 1], True), ([1, 2], "held"), ("by rank", "held")],
+}
+
+
+def layers_of(used, rank: int) -> list[int]:
+    return [0, 1 + rank % 2] if used == "by rank" else used
+
+
+def steps_of(make: Make | None, name: str, set_to_none: bool = True) -> list:
+    """Return the parameters after each of three steps; momentum and decay tell."""
+    model, n = Branches(), dist.get_world_size()
+    kwargs = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1}
+    make = make or (lambda params, cls, **defaults: cls(params, **defaults))
+    opt = make(model.parameters(), SGD, **kwargs)
+    alone, told = isinstance(opt, SGD), []
+    for step in range(3):
+        opt.zero_grad(set_to_none=set_to_none)
+        with ExitStack() as stack:
+            for k, (used, sync) in enumerate(STEPS["all" if step == 0 else name]):
+                if sync == "held":
+                    stack.enter_context(held(model.parameters()))
+                for rank in range(n) if alone else [dist.get_rank()]:
+                    loss = model(rows(rank, k), layers_of(used, rank))
+                    with opt.no_sync() if not sync and not alone else nullcontext():
+                        (loss / n if alone else loss).backward()
+        opt.step()
+        told.append([p.detach().clone() for p in model.parameters()])
+    return told
+
+
+def adding_up() -> dict:
+    told = {}
+    for name, passes in STEPS.items():
+        for to_none in (True, False):
+            ways = {
+                "one process": None,
+                "one bucket": Stage1,
+                "small": options(Stage1, **SMALL),
+                "decays": DecaysWhatIsUnused,
+                "forgets": of_ending(AddsToAnything),
+            }
+            if all(sync for _, sync in passes):
+                for limit in (1, 2):
+                    two = options(Stage2, **SMALL, buckets_in_flight=limit)
+                    ways[f"stage 2, {limit}"] = two
+            told[name, to_none] = {
+                way: steps_of(make, name, to_none) for way, make in ways.items()
+            }
+    return told
+
+
+def test_passes_add_up_and_what_is_unused_is_not_touched():
+    told = spawn(adding_up, world_size=3, output="none")
+    for case in told[0]:
+        oracle = told[0][case]["one process"]
+        for way, mine in told[0][case].items():
+            if way not in ("decays", "forgets"):
+                assert same(mine, oracle), (case, way)
+                for rank in told:
+                    equal = map(torch.equal, sum(mine, []), sum(rank[case][way], []))
+                    assert all(equal), (case, way)
+    for name, case in (
+        ("decays", ("one is used by nobody", True)),
+        ("forgets", ("two passes", True)),
+        ("forgets", ("no_sync between", True)),
+        ("forgets", ("held after a pass", True)),
+    ):
+        assert not same(told[0][case][name], told[0][case]["one process"]), name
+
+
+# ---- gradients in any order, in several passes ---------------------------------------
+
+
+class InAnyOrder(nn.Module):
+    """Equal branches; the order of forward decides that of the gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.branches = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(5))
+
+    def forward(self, x, order):
+        outputs = {k: (k + 1) * self.branches[k](x) for k in order}
+        return sum(outputs[k] for k in range(5))
+
+
+ORDERS = [[0, 1, 2, 3, 4], [4, 2, 0, 3, 1], [1, 0, 4, 3, 2]]
+
+
+def in_another_order(make) -> list:
+    """The gradients of every rank come in an order of their own; two passes, twice."""
+    model = InAnyOrder()
+    opt = make(model.parameters(), SGD, lr=1.0)
+    start = [p.detach().clone() for p in model.parameters()]
+    for _ in range(2):
+        opt.zero_grad()
+        for _ in range(2):
+            model(torch.ones(1, 2), ORDERS[dist.get_rank()]).sum().backward()
+            assert all(p.grad is None for p in model.parameters())
+        opt.step()
+    end = [p.detach() for p in model.parameters()]
+    return [s - e for s, e in zip(start, end, strict=True)]
+
+
+EACH = {"bucket_cap_mb": 1e-5}  # a bucket for each parameter
+
+
+def in_another_order_every_way() -> dict[str, list]:
+    ways = {str(k): options(Stage2, **EACH, buckets_in_flight=k) for k in (1, 2, 4, 9)}
+    ways["shared"] = options(Stage2, **EACH, buckets_in_shared_memory=True)
+    ways["last pass"] = of_ending(LastPass, **EACH)
+    return {way: in_another_order(make) for way, make in ways.items()}
+
+
+def test_gradients_may_come_in_any_order_and_passes_add_up():
+    told = spawn(in_another_order_every_way, world_size=3, output="none")
+    for rank in told:
+        fake = rank.pop("last pass")
+        assert torch.allclose(fake[0], torch.full((2, 2), 2.0))  # of 4
+        for way, moved in rank.items():
+            for k, difference in enumerate(moved):
+                right = torch.full((2, 2), 4.0 * (k + 1))
+                assert torch.allclose(difference, right), (way, k)
+
+
+def windows() -> dict[str, list]:
+    """On every rank: how many buckets have memory at each gradient, at most."""
+    told = {}
+    for limit in (1, 2, 3):
+        model = InAnyOrder()
+        opt = Stage2(model.parameters(), SGD, lr=1.0, **EACH, buckets_in_flight=limit)
+        ending, seen = opt.ending, []
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(
+                lambda p, seen=seen, ending=ending: seen.append(
+                    (len(ending.opened), p.grad is None)
+                )
+            )
+        for _ in range(2):
+            opt.zero_grad()
+            model(torch.ones(1, 2), ORDERS[dist.get_rank()]).sum().backward()
+            opt.step()
+        memory = [b.flat.untyped_storage().nbytes() for b in opt.engine.buckets]
+        told[limit] = seen, memory
+    return told
+
+
+def test_no_more_buckets_than_allowed_have_memory_and_none_afterwards():
+    for rank, told in enumerate(spawn(windows, world_size=3, output="none")):
+        for limit, (seen, memory) in told.items():
+            assert len(seen) == 10
+            assert max(opened for opened, _ in seen) <= limit
+            assert memory == [0] * 5
+            parked = sum(not moved for _, moved in seen)
+            # Once rank 0's order is known, its own gradients never come too early.
+            if rank == 0:
+                assert all(moved for _, moved in seen[5:]), (limit, seen)
+            elif limit == 1:
+                assert parked > 0
