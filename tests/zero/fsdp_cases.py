@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -71,16 +71,20 @@ class Odd(nn.Module):
         )
 
 
-def frozen_gpt(seed: int) -> nn.Module:
+def frozen_gpt(seed: int, vocab_size: int = CLASSES) -> nn.Module:
     """Return a tied GPT whose second block and all first norms are frozen."""
-    model = build_gpt(GPT, seed)
+    model = build_gpt(replace(GPT, vocab_size=vocab_size), seed)
     model.blocks[1].requires_grad_(False)
     for block in model.blocks:
         block.norm1.requires_grad_(False)
     return model
 
 
-MODELS: dict[str, Callable[[int], nn.Module]] = {"gpt": frozen_gpt, "odd": Odd}
+MODELS: dict[str, Callable[[int], nn.Module]] = {
+    "gpt": frozen_gpt,
+    "even": lambda seed: frozen_gpt(seed, 12),  # as tensor parallelism wants it
+    "odd": Odd,
+}
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -119,10 +123,12 @@ def whole_state(model: nn.Module) -> dict[str, Tensor]:
 
 @dataclass
 class Trained:
-    """The whole state and the gradients' norm after each step, and who did it."""
+    """The whole state, the loss and the gradients' norm of each step."""
 
     states: list[dict[str, Tensor]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)  # mean over this rank's rows
     norms: list[float] = field(default_factory=list)
+    optimizer: dict = field(default_factory=dict)  # its whole state, in the end
 
 
 def train(
@@ -133,17 +139,20 @@ def train(
     micro: int = 1,
     clip: float | None = None,
     sync_all: bool = False,
+    share: tuple[int, int] | None = None,
 ) -> Trained:
     """Train on this rank's rows, which it takes in `micro` microbatches.
 
     Without `wrap`: one process on the whole batch. Ranks start from different seeds.
-    With `sync_all`, every microbatch is averaged, otherwise the last one is.
+    With `sync_all`, every microbatch is averaged, otherwise the last one is. `share`
+    is which part of the rows, and of how many, if not one for each rank.
     """
     alone = wrap is None
     rank, n = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
-    plain = MODELS[model](0 if alone else rank)
-    if not alone and wrap in PYTORCH:  # it does not make the ranks equal
-        plain.load_state_dict(MODELS[model](0).state_dict())
+    # Neither PyTorch's nor tensor parallelism makes the ranks equal.
+    equal = alone or wrap in PYTORCH or share is not None
+    plain = MODELS[model](0 if equal else rank)
+    rank, n = share or (rank, n)
     sharded = plain if alone else wrap(plain)
     opt = OPTIMIZERS[optimizer](sharded.parameters())
     told = Trained()
@@ -151,15 +160,22 @@ def train(
         x, y = (t[rank * ROWS // n : (rank + 1) * ROWS // n] for t in batch(step))
         opt.zero_grad()
         parts = list(zip(x.chunk(micro), y.chunk(micro), strict=True))
+        told.losses.append(0.0)
         for k, (some_x, some_y) in enumerate(parts):
             waits = not (alone or sync_all or k == len(parts) - 1)
             with sharded.no_sync() if waits else contextlib.nullcontext():
-                (sharded(some_x, some_y)[1] / micro).backward()
+                loss = sharded(some_x, some_y)[1] / micro
+                loss.backward()
+            told.losses[-1] += loss.item()
         if clip is not None:
             told.norms.append(clipped(sharded, clip))
         opt.step()
         told.states.append(whole_state(sharded))
         told.states[-1] = {k: v.clone() for k, v in told.states[-1].items()}
+    if hasattr(sharded, "full_optimizer_state_dict"):
+        told.optimizer = sharded.full_optimizer_state_dict(opt)
+    elif alone:
+        told.optimizer = opt.state_dict()
     return told
 
 
@@ -167,11 +183,18 @@ def clipped(model: nn.Module, clip: float) -> float:
     """Clip the gradients' norm in the way of this kind of module; return it."""
     if hasattr(model, "clip_grad_norm_"):
         return float(model.clip_grad_norm_(clip))
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    if len({getattr(grad, "device_mesh", None) for grad in grads}) == 1:
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+    wholes = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads]
+    norm = float(torch.nn.utils.get_total_norm(wholes))
+    for grad in grads:
+        grad.mul_(min(1.0, clip / (norm + 1e-6)))
+    return norm
 
 
-def far_apart(a: Trained, b: Trained) -> list[str]:
+def far_apart(a: Trained, b: Trained, atol: float = 1e-5) -> list[str]:
     """Return where two trainings differ by more than rounding.
 
     A mean over ranks adds the same numbers in another order, and AdamW divides by the
@@ -183,7 +206,7 @@ def far_apart(a: Trained, b: Trained) -> list[str]:
         for step, (x, y) in enumerate(zip(a.states, b.states, strict=True))
         for name in x
         if name.rpartition(".")[2] != "calls"  # buffers are each rank's own affair
-        and not torch.allclose(x[name], y[name], rtol=1e-4, atol=1e-5)
+        and not torch.allclose(x[name], y[name], rtol=1e-4, atol=atol)
     ]
     pairs = zip(a.norms, b.norms, strict=True)
     return found + [f"norm {x} {y}" for x, y in pairs if abs(x - y) > 1e-4 * y]
@@ -228,8 +251,8 @@ def _reduce_scatter(*args, **kwargs):
 class Fake(Ours):
     """As ours, with one method of every flat replaced."""
 
-    def __init__(self, module: nn.Module, **options) -> None:
-        super().__init__(module, **options)
+    def __init__(self, *args, **options) -> None:
+        super().__init__(*args, **options)
         for flat in (flat for unit in self.units for flat in unit.flats):
             self.spoil(flat)
 
@@ -300,6 +323,20 @@ class Sum(Fake):
 
     def spoil(self, flat):
         flat.scale = 1.0
+
+
+class ReplicasForgotten(Fake):
+    """Each group of shards trains for itself, from the same numbers."""
+
+    def spoil(self, flat):
+        flat.replicas, flat.scale = None, 2 * flat.scale
+
+
+class SumOfReplicas(Fake):
+    """The mean inside of a group of shards, and the sum of these."""
+
+    def spoil(self, flat):
+        flat.scale *= 2
 
 
 class NoMessages(MessageExchange):
