@@ -5,14 +5,13 @@ Read the modules in this order:
     dp            `DataParallel`: one process, a thread for each replica
     scatter_gather, moves
                   its tools: cut and join a batch; count what passes replica 0
-    gil           why threads lost to processes, measured
     naive         `DistributedDataParallel`, step one and two: after backward
     bucketed      step three: buckets that leave while backward still runs
     ddp           the same with all that PyTorch's can do; buffers, `Join`
     unused        parameters that get no gradient
     sampler       which rank gets which sample
     recorded      PyTorch's DDP, made to tell what ours tells
-    averages      loss, learning rate, gradient norm and seeds over all ranks
+    averages      loss, learning rate and seeds over all ranks
 
 `mechanisms` has what it shares with other strategies: agreement, buckets, engine,
 hooks, timeline. Chapters 04 (dp to naive) and 05.
@@ -21,7 +20,6 @@ hooks, timeline. Chapters 04 (dp to naive) and 05.
 from ddp_course.data_parallel.averages import (
     Average,
     MeanOverRanks,
-    gradient_norm,
     loss_weight,
     scaled_lr,
     seed_for,
@@ -29,7 +27,6 @@ from ddp_course.data_parallel.averages import (
 from ddp_course.data_parallel.bucketed import BucketedDistributedDataParallel
 from ddp_course.data_parallel.ddp import DistributedDataParallel
 from ddp_course.data_parallel.dp import DataParallel
-from ddp_course.data_parallel.gil import Timing, threads_against_processes
 from ddp_course.data_parallel.moves import Move, Moves
 from ddp_course.data_parallel.naive import (
     FlatDistributedDataParallel,
@@ -56,15 +53,12 @@ __all__ = [
     "NaiveDistributedDataParallel",
     "ReplicaError",
     "Share",
-    "Timing",
     "UnusedParametersError",
     "bucket_plan",
-    "gradient_norm",
     "loss_weight",
     "part_sizes",
     "record_pytorch",
     "scaled_lr",
     "seed_for",
     "shares",
-    "threads_against_processes",
 ]

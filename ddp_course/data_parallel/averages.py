@@ -3,7 +3,6 @@
     MeanOverRanks    loss and metrics over batches of unequal size: sum and count
     loss_weight      the same for gradients, since DDP takes the mean of means
     scaled_lr        the learning rate for a batch that is world_size times larger
-    gradient_norm    of gradients that every rank has, or that each has a part of
     seed_for         which random numbers must be equal on all ranks, and which not
 
 Explained in chapter 05.
@@ -12,7 +11,6 @@ Explained in chapter 05.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 from numbers import Integral, Real
@@ -106,7 +104,7 @@ class MeanOverRanks:
         total, count, means, batches = self.sums
         of_rank = means / batches.clamp(min=1)  # a rank without batches has no mean
         told = torch.stack([total, count, of_rank, batches.clamp(max=1)])
-        total, count, of_ranks, ranks = over_ranks(told, self.group).tolist()
+        total, count, of_ranks, ranks = _sum_over_ranks(told, self.group).tolist()
         if count == 0:
             raise ValueError("no rank has a sample: there is nothing to average")
         return Average(total / count, int(count), of_ranks / ranks)
@@ -125,29 +123,21 @@ def loss_weight(n: int, group: dist.ProcessGroup | None = None) -> float:
     """
     usable = isinstance(n, Integral) and n >= 0
     told = torch.tensor([n if usable else inf], dtype=torch.float64)
-    total = over_ranks(told.to(device_of_rank()), group).item()
+    total = _sum_over_ranks(told.to(device_of_rank()), group).item()
     if not 0 < total < inf:
         raise ValueError(
             f"n is {n!r} on this rank, and {total:g} on all together; it must be the "
             f"number of samples, an integer of 0 or more, and not 0 on all ranks"
         )
-    return n * size_of(group) / total
+    ranks = communicator(group).size if dist.is_initialized() else 1
+    return n * ranks / total
 
 
-def over_ranks(
-    tensor: Tensor,
-    group: dist.ProcessGroup | None = None,
-    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-) -> Tensor:
+def _sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """All-reduce `tensor` in place and return it; without a process group, as it is."""
     if dist.is_initialized():
-        dist.all_reduce(tensor, op, communicator(group).group)
+        dist.all_reduce(tensor, group=communicator(group).group)
     return tensor
-
-
-def size_of(group: dist.ProcessGroup | None = None) -> int:
-    """Return the number of ranks; 1 without a process group."""
-    return communicator(group).size if dist.is_initialized() else 1
 
 
 # ---- learning rate -------------------------------------------------------------------
@@ -195,47 +185,6 @@ def scaled_lr(
     _check_integer("step", step, 0)
     warmed = min(1.0, step / warmup_steps) if warmup_steps else 1.0
     return base_lr * (1 + (factor - 1) * warmed)
-
-
-# ---- gradient norm -------------------------------------------------------------------
-
-
-@torch.no_grad()
-def gradient_norm(
-    parameters: Tensor | Iterable[Tensor],
-    group: dist.ProcessGroup | None = None,
-    sharded: bool = False,
-    norm_type: float = 2.0,
-) -> Tensor:
-    """Return the norm of all gradients, seen as one vector: a float64 scalar.
-
-    - `sharded=False`: every rank has all of the gradients, as after DDP's backward.
-      Each computes the norm by itself, and nothing is sent.
-    - `sharded=True`: the gradients of the ranks are parts of one vector (ZeRO, tensor
-      parallelism). The p-th powers of the parts' norms add up: one all-reduce of 8
-      bytes, which every rank of `group` must call, also one that has no part. Parts
-      must not be held twice. (Gradients that are still to be summed over the ranks have
-      no norm yet: reduce them first.)
-
-    Use it with `torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)`. To
-    clip by the norm of a rank's own part would scale the parts differently, and so
-    change the direction of the gradient. Parameters without a gradient count as 0.
-    `norm_type` is p, above 0; `inf` is the largest absolute value.
-
-    Raises ValueError for another norm_type. Chapter 05.
-    """
-    if not isinstance(norm_type, Real) or not norm_type > 0:
-        raise ValueError(f"norm_type is {norm_type!r}; it must be above 0, or inf")
-    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients, norm_type).double()
-    if not sharded:
-        return norm
-    if not gradients:
-        norm = norm.to(device_of_rank())
-    if norm_type == inf:
-        return over_ranks(norm, group, dist.ReduceOp.MAX)
-    return over_ranks(norm**norm_type, group) ** (1 / norm_type)
 
 
 # ---- random numbers ------------------------------------------------------------------

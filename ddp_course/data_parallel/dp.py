@@ -15,7 +15,7 @@ and each replica's gradient is its part of that number's gradient.
 PyTorch's class does this on GPUs only; on the CPU it becomes a plain call. Ours has CPU
 replicas, too, to be looked at. Where it loses to a process for each rank:
 
-- All threads share one Python interpreter and its lock (`gil` measures that).
+- All threads share one Python interpreter and its lock (chapter 04 measures that).
 - Parameters, inputs, outputs and gradients all pass through replica 0 (`moves` counts
   them), and it alone has the gathered outputs and the optimizer's state. (PyTorch's
   class, where it finds NCCL, broadcasts the parameters and reduces the gradients.)
@@ -49,8 +49,8 @@ class DataParallel(nn.Module):
     """Runs `module` on the whole batch, a part of it on each device, in threads.
 
     Takes and returns what `module` does. Tensors in the inputs, also inside of lists,
-    tuples and dicts, are cut along `dim`; anything else is the same for all replicas.
-    Tensors in the outputs are joined along `dim`; single numbers become a vector, one
+    tuples and dicts, are cut by rows; anything else is the same for all replicas.
+    Tensors in the outputs are joined on devices[0]; single numbers become a vector, one
     for each replica (its mean is a mean of means if the parts are unequal). A batch may
     have fewer rows than there are devices. Gradients end, summed, in `module`.
 
@@ -62,8 +62,6 @@ class DataParallel(nn.Module):
     Args:
         module: has its parameters and buffers on devices[0].
         devices: one for each replica; a number is a GPU; None are all GPUs, or one CPU.
-        output_device: where the outputs are joined; None is devices[0].
-        dim: along which tensors are cut and joined.
         record: keep in `moves` what leaves and what reaches replica 0 (`Moves`).
 
     Raises TypeError or ValueError for what cannot be, before anything is copied, and
@@ -74,8 +72,6 @@ class DataParallel(nn.Module):
         self,
         module: nn.Module,
         devices: Sequence[int | str | Device] | None = None,
-        output_device: int | str | Device | None = None,
-        dim: int = 0,
         record: bool = False,
     ) -> None:
         super().__init__()
@@ -85,16 +81,12 @@ class DataParallel(nn.Module):
             )
         self.module = module
         self.devices = usable_devices(devices)
-        self.output_device = self.devices[0]
-        if output_device is not None:
-            self.output_device = usable_device(output_device)
-        self.dim = dim
         self.moves = Moves() if record else None
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Scatter, replicate, run, gather."""
         check_replicable(self.module, self.devices[0])
-        calls = scatter((inputs, kwargs), self.devices, self.dim)
+        calls = scatter((inputs, kwargs), self.devices)
         if len(self.devices) == 1:
             args, kwargs = calls[0]
             return self.module(*args, **kwargs)
@@ -103,18 +95,8 @@ class DataParallel(nn.Module):
         replicas = [replicate(self.module, states) for states in copies]
         outputs = parallel_apply(replicas, calls, devices)
         if self.moves is not None:
-            kinds = self._by_kind(copies)
-            outputs = self.moves.note_forward(kinds, calls, outputs)
-        return gather(outputs, self.output_device, self.dim)
-
-    def _by_kind(self, copies: list[Copies]) -> list[dict[str, list[Tensor]]]:
-        return [
-            {
-                "parameters": [states[p] for p in self.module.parameters()],
-                "buffers": [states[b] for b in self.module.buffers()],
-            }
-            for states in copies
-        ]
+            outputs = self.moves.note_forward(self.module, copies, calls, outputs)
+        return gather(outputs, self.devices[0])
 
 
 # ---- replicate -----------------------------------------------------------------------

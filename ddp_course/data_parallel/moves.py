@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 
@@ -41,19 +41,20 @@ class Moves(list[Move]):
 
     def note_forward(
         self,
-        states: Sequence[dict[str, Iterable[Tensor]]],
+        module: nn.Module,
+        copies: Sequence[Mapping[Tensor, Tensor]],
         calls: Sequence[Any],
         outputs: Sequence[Any],
     ) -> list[Any]:
-        """Note a forward; `states[k]` are the copies of replica k, by what they are.
+        """Note a forward; `copies[k]` are what replica k has in place of the module's.
 
         Returns the outputs, to be gathered in place of the given ones: their gradients
         are those that travel, without what a replica itself has made of its outputs.
         """
         outputs = tree_map(_alias, list(outputs))
         for k in range(1, len(calls)):
-            for what, copies in states[k].items():
-                self._note(what, 0, k, copies)
+            self._note("parameters", 0, k, [copies[k][p] for p in module.parameters()])
+            self._note("buffers", 0, k, [copies[k][b] for b in module.buffers()])
             self._note("inputs", 0, k, tree_leaves(calls[k]))
             self._note("outputs", k, 0, tree_leaves(outputs[k]))
         return outputs

@@ -26,54 +26,42 @@ def part_sizes(rows: int, replicas: int) -> list[int]:
     return [min(most, rows - start) for start in range(0, rows, most)] or [0]
 
 
-def scatter(inputs: Any, devices: Sequence[torch.device], dim: int = 0) -> list[Any]:
+def scatter(inputs: Any, devices: Sequence[torch.device]) -> list[Any]:
     """Return, for each replica that gets any rows, its part of `inputs` on its device.
 
-    Tensors are cut along `dim`, where all must be equally long; anything else is the
+    Tensors are cut by rows, of which all must have equally many; anything else is the
     same object for all replicas. Without a tensor there is no batch: one part. Raises
     ValueError, with the shapes, for tensors that cannot be cut together.
     """
     leaves, structure = tree_flatten(inputs)
-    sizes = part_sizes(_rows(leaves, dim), len(devices))
-    cuts = [_cut(leaf, sizes, devices, dim) for leaf in leaves]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    rows = {len(tensor) if tensor.ndim else None for tensor in tensors} or {0}
+    if len(rows) > 1 or None in rows:
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
+        raise ValueError(
+            f"the inputs have the shapes {shapes}; to be cut at the same rows, all "
+            "must have equally many. What is the same for all rows can be a number or "
+            "a buffer of the module"
+        )
+    sizes = part_sizes(rows.pop(), len(devices))
+    cuts = [_cut(leaf, sizes, devices) for leaf in leaves]
     return [
         tree_unflatten([cut[k] for cut in cuts], structure) for k in range(len(sizes))
     ]
 
 
-def _rows(leaves: list[Any], dim: int) -> int:
-    """Return how long all tensors among `leaves` are along `dim`."""
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
-    if not all(-tensor.ndim <= dim < tensor.ndim for tensor in tensors):
-        raise ValueError(
-            f"the inputs have the shapes {shapes}: not all can be cut along dim {dim}. "
-            f"What is the same for all rows can be a number or a buffer of the module"
-        )
-    sizes = {tensor.size(dim) for tensor in tensors}
-    if len(sizes) > 1:
-        raise ValueError(
-            f"the inputs have the shapes {shapes}: along dim {dim} they must be "
-            f"equally long, to be cut at the same rows"
-        )
-    return sizes.pop() if sizes else 0
-
-
-def _cut(
-    leaf: Any, sizes: list[int], devices: Sequence[torch.device], dim: int
-) -> list[Any]:
+def _cut(leaf: Any, sizes: list[int], devices: Sequence[torch.device]) -> list[Any]:
     if not isinstance(leaf, Tensor):
         return [leaf] * len(sizes)
-    parts = leaf.split(sizes, dim)
-    return [part.to(device) for part, device in zip(parts, devices, strict=False)]
+    return [part.to(to) for part, to in zip(leaf.split(sizes), devices, strict=False)]
 
 
-def gather(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> Any:
+def gather(outputs: Sequence[Any], device: torch.device) -> Any:
     """Return the replicas' outputs as one, on `device`.
 
-    Tensors are joined along `dim`; those of no dimension, such as losses, become a
-    vector with one number for each replica. Anything else must be equal in all outputs.
-    Raises ValueError if the outputs are not built alike or cannot be joined.
+    Tensors are joined by rows; those of no dimension, such as losses, become a vector
+    with one number for each replica. Anything else must be equal in all outputs. Raises
+    ValueError if the outputs are not built alike or cannot be joined.
     """
     trees = [tree_flatten(output) for output in outputs]
     for k, (_, structure) in enumerate(trees):
@@ -83,23 +71,22 @@ def gather(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> Any:
                 f"{structure} and {trees[0][1]}"
             )
     together = zip(*(leaves for leaves, _ in trees), strict=True)
-    joined = [_join(leaves, device, dim) for leaves in together]
-    return tree_unflatten(joined, trees[0][1])
+    return tree_unflatten([_join(leaves, device) for leaves in together], trees[0][1])
 
 
-def _join(leaves: tuple[Any, ...], device: torch.device, dim: int) -> Any:
+def _join(leaves: tuple[Any, ...], device: torch.device) -> Any:
     """Join what the replicas return in one place of their outputs."""
     if all(isinstance(leaf, Tensor) for leaf in leaves):
         parts = [leaf.to(device) for leaf in leaves]
         if all(part.ndim == 0 for part in parts):
             return torch.stack(parts)
         try:
-            return torch.cat(parts, dim)
+            return torch.cat(parts)
         except (RuntimeError, IndexError) as error:
             shapes = ", ".join(str(list(part.shape)) for part in parts)
             raise ValueError(
                 f"the replicas return tensors of the shapes {shapes}, which cannot be "
-                f"joined along dim {dim}"
+                f"joined"
             ) from error
     if any(isinstance(leaf, Tensor) or leaf != leaves[0] for leaf in leaves):
         raise ValueError(

@@ -23,6 +23,7 @@ from ddp_course.chapters.ch04_dp_vs_ddp.figures import (
     DP_STEPS,  # noqa: E402
     dp_step,  # noqa: E402
 )
+from ddp_course.chapters.ch04_dp_vs_ddp.gil import Timing  # noqa: E402
 from ddp_course.chapters.ch04_dp_vs_ddp.measured import plot_gil, plot_moves  # noqa: E402
 from ddp_course.chapters.ch05_ddp_internals.figures import (
     buckets,  # noqa: E402
@@ -40,7 +41,7 @@ from ddp_course.chapters.ch05_ddp_internals.timeline import (
     bucket_numbers,  # noqa: E402
     timeline,  # noqa: E402
 )
-from ddp_course.data_parallel import Move, Timing, bucket_plan  # noqa: E402
+from ddp_course.data_parallel import Move, bucket_plan  # noqa: E402
 from ddp_course.lab import (  # noqa: E402
     explore,
     gallery,

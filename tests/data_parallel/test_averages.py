@@ -16,12 +16,11 @@ from torch import nn
 from ddp_course.collectives import communicator
 from ddp_course.data_parallel import (
     MeanOverRanks,
-    gradient_norm,
     loss_weight,
     scaled_lr,
     seed_for,
 )
-from ddp_course.data_parallel.averages import PURPOSES, over_ranks
+from ddp_course.data_parallel.averages import PURPOSES
 from ddp_course.launch import here, spawn
 from ddp_course.measure import TorchCollectives
 
@@ -168,7 +167,8 @@ def gradient_of_weighted_loss() -> tuple:
     for weight in (loss_weight(len(data[rank])), 1.0):
         weights = torch.ones(5, requires_grad=True)
         (weight * (data[rank] @ weights).pow(2).mean()).backward()
-        gradients.append(over_ranks(weights.grad) / world_size)
+        dist.all_reduce(weights.grad)
+        gradients.append(weights.grad / world_size)
     weights = torch.ones(5, requires_grad=True)
     (torch.cat(data) @ weights).pow(2).mean().backward()
     return *gradients, weights.grad
@@ -185,7 +185,6 @@ def test_weighted_gradients_are_those_of_the_full_batch(world_size):
 
 def test_without_a_process_group():
     assert loss_weight(3) == 1.0
-    assert gradient_norm([], sharded=True) == 0.0
 
 
 # ---- learning rate -------------------------------------------------------------------
@@ -252,95 +251,6 @@ def test_as_a_schedule():
 def test_bad_learning_rates(change, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         scaled_lr(**{"base_lr": 0.1, "world_size": 2} | change)
-
-
-# ---- gradient norm -------------------------------------------------------------------
-
-NORMS = [1.0, 2.0, 3.0, math.inf]
-
-
-def norms() -> dict[float, dict]:
-    """On every rank: the norm of replicated gradients, and of parts of them."""
-    rank, world_size = here().rank, here().topology.world_size
-    communicator()
-    torch.manual_seed(0)
-    full = [torch.randn(7, 3), torch.randn(10) * 30, torch.randn(2)]
-    whole = [with_gradient(gradient) for gradient in full]
-    # Dealt unequally: with 4 ranks the last has nothing.
-    flat = torch.cat([gradient.flatten() for gradient in full])
-    cuts = [0, 20, 29, 33, 33][: world_size + 1]
-    cuts[-1] = 33
-    part = with_gradient(flat[cuts[rank] : cuts[rank + 1]])
-    parts = [part, torch.ones(3, requires_grad=True)] if part.numel() else []
-    found = {}
-    for p in NORMS:
-        with TorchCollectives() as torchs:
-            replicated = gradient_norm((w for w in whole), norm_type=p)
-        calls_replicated = len(torchs.calls)
-        with TorchCollectives() as torchs:
-            sharded = gradient_norm(parts, sharded=True, norm_type=p)
-        found[p] = {
-            "replicated": replicated,
-            "sharded": sharded,
-            "pytorch": nn.utils.clip_grad_norm_(whole, math.inf, norm_type=p),
-            "closed form": torch.linalg.vector_norm(flat.double(), p),
-            "per shard": gradient_norm(parts, norm_type=p),
-            "sum of norms": over_ranks(gradient_norm(parts, norm_type=p)),
-            "sent": (calls_replicated, [c.nbytes for c in torchs.calls]),
-        }
-    return found
-
-
-def with_gradient(gradient: torch.Tensor) -> torch.Tensor:
-    parameter = torch.zeros_like(gradient, requires_grad=True)
-    parameter.grad = gradient.clone()
-    return parameter
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_gradient_norm(world_size):
-    told = spawn(norms, world_size=world_size, output="none")
-    for p in NORMS:
-        first = told[0][p]
-        for rank in told:
-            found = rank[p]
-            for name in ("replicated", "sharded"):
-                assert found[name].dtype == torch.float64
-                assert found[name].item() == pytest.approx(
-                    found["closed form"].item(), rel=1e-6
-                ), (name, p)
-                assert torch.equal(found[name], first[name])
-            assert found["replicated"].item() == found["pytorch"].item()
-            assert found["sent"] == (0, [8])
-        if world_size > 1:  # planted: a norm for each shard, and their plain sum
-            away = [abs(r[p]["per shard"] / r[p]["closed form"] - 1) for r in told]
-            assert max(away) > 1e-3
-            if p > 1:
-                assert abs(first["sum of norms"] / first["closed form"] - 1) > 1e-3
-
-
-def clipped(sharded: bool) -> torch.Tensor:
-    """Clip a gradient that is dealt to two ranks, and put it together again."""
-    part = with_gradient(torch.tensor([3.0, 0.0] if here().rank == 0 else [4.0, 12.0]))
-    norm = gradient_norm(part, sharded=sharded)
-    nn.utils.clip_grads_with_norm_([part], 1.3, norm)
-    both = [torch.empty(2) for _ in range(2)]
-    dist.all_gather(both, part.grad)
-    return torch.cat(both)
-
-
-def test_clipping_keeps_the_direction():
-    full = torch.tensor([3.0, 0.0, 4.0, 12.0])
-    for right in spawn(clipped, True, world_size=2, output="none"):
-        torch.testing.assert_close(right, full / 10)
-    for wrong in spawn(clipped, False, world_size=2, output="none"):
-        assert (wrong - full / 10).abs().max() > 0.1  # planted: by the part's own norm
-
-
-@pytest.mark.parametrize("norm_type", [0, -1, NAN, "2"])
-def test_bad_norms(norm_type):
-    with pytest.raises(ValueError, match=re.escape(f"norm_type is {norm_type!r}; it")):
-        gradient_norm([], norm_type=norm_type)
 
 
 # ---- seeds ---------------------------------------------------------------------------

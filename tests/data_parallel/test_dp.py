@@ -339,15 +339,6 @@ def test_without_a_tensor_there_is_one_replica():
     assert scatter(((3, "a"), {"b": None}), [CPU] * 3) == [((3, "a"), {"b": None})]
 
 
-def test_another_dim():
-    x = torch.randn(2, 5, 3, requires_grad=True)
-    model = nn.Tanh()
-    output = DataParallel(model, [CPU] * 2, dim=1)(x)
-    assert torch.equal(output, model(x))
-    output = DataParallel(model, [CPU] * 2, dim=-1)(x)
-    assert torch.equal(output, model(x))
-
-
 def test_losses_become_a_vector_whose_mean_may_be_wrong():
     model = build_gpt(SMALL)
     idx, targets = torch.randint(96, (2, 5, 8))
@@ -462,17 +453,11 @@ def test_bad_modules():
         away(torch.ones(2, 2))
 
 
-@pytest.mark.parametrize(
-    ("shapes", "dim", "message"),
-    [
-        ([[8, 2], [2, 2]], 0, "the inputs have the shapes [8, 2], [2, 2]: along dim 0"),
-        ([[8, 2], []], 0, "the shapes [8, 2], []: not all can be cut along dim 0"),
-        ([[8, 2]], 2, "the inputs have the shapes [8, 2]: not all can be cut along"),
-    ],
-)
-def test_inputs_that_cannot_be_cut(shapes, dim, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        scatter([torch.ones(shape) for shape in shapes], [CPU] * 4, dim)
+@pytest.mark.parametrize("shapes", [[[8, 2], [2, 2]], [[8, 2], []], [[]]])
+def test_inputs_that_cannot_be_cut(shapes):
+    told = f"the inputs have the shapes {', '.join(map(str, shapes))}; to be cut"
+    with pytest.raises(ValueError, match=re.escape(told)):
+        scatter([torch.ones(shape) for shape in shapes], [CPU] * 4)
 
 
 @pytest.mark.parametrize(

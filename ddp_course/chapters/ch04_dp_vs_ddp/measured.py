@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WAYS = {  # of `data_parallel.gil`: how each is written and filled
+WAYS = {  # of `gil`: how each is written and filled
     "one after another": ("one after\nanother", "#FFFFFF"),
     "threads": ("threads", "#C3C9D1"),
     "DataParallel": ("Data-\nParallel", "#9AA2AD"),
@@ -71,7 +71,7 @@ def plot_moves(moves: Iterable[Any]) -> Figure:
 def plot_gil(timings: Iterable[Any]) -> Figure:
     """Draw how much faster than one thread n replicas are, in each way and model.
 
-    `timings` come from `data_parallel.threads_against_processes`. A bar is the median,
+    `timings` come from `gil.threads_against_processes`. A bar is the median,
     a dot the ratio in one turn. Dashed: one thread that does everything; dotted: the
     ideal, n times as fast. Raises ValueError if there are none. Chapter 04.
     """

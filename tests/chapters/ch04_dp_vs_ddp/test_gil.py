@@ -12,8 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_course.data_parallel import gil, threads_against_processes
-from ddp_course.data_parallel.gil import WAYS, timings, ways_of
+from ddp_course.chapters.ch04_dp_vs_ddp import gil
+from ddp_course.chapters.ch04_dp_vs_ddp.gil import (
+    WAYS,
+    threads_against_processes,
+    timings,
+    ways_of,
+)
 from ddp_course.launch import here, spawn
 
 
