@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ddp_course.collectives import communicator
 from ddp_course.collectives.port import Port
-from ddp_course.measure import active_logs, active_meters
+from ddp_course.measure import active_logs
 from ddp_course.mechanisms.agreement import check_same, form_of, problem_with
 from ddp_course.mechanisms.exchange import Group
 from ddp_course.model import GPT, MLP, cross_entropy
@@ -121,13 +121,11 @@ class NaiveModelParallel(nn.Module):
         return x, y
 
     def _send(self, tensor: Tensor, to: int) -> None:
-        port = Port(self.comm.group, self.comm.ranks, self.rank, active_meters())
-        port.send(tensor.contiguous(), to).wait()
+        Port(self.comm.group).send(tensor.contiguous(), to).wait()
 
     def _receive(self, tensor: Tensor, source: int, what: str) -> Tensor:
-        port = Port(self.comm.group, self.comm.ranks, self.rank, active_meters())
         with _event(f"wait for {what}", "wait"):
-            port.receive(tensor, source).wait()
+            Port(self.comm.group).receive(tensor, source).wait()
         return tensor
 
     def _to_all(self, y: Tensor, shape: tuple[int, ...]) -> Tensor:
