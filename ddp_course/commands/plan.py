@@ -119,10 +119,15 @@ def advice(
 
     `options` are those of `theory.plan`.
     """
-    first = next((row for row in rows if row.fits), None)
-    if first is not None and first.stage == 0:
-        return "DDP fits: nothing need be sharded."
+    first = next((row for row in rows if row.fits is not False), None)
     if first is not None and not first.on_host:
+        if first.fits is None:
+            return (
+                f"{first.name} is the first whose states fit; whether activations do, "
+                "too, is not known."
+            )
+        if first.stage == 0:
+            return "DDP fits: nothing need be sharded."
         return f"{first.name} is the first that fits."
     enough = fewest_gpus(model, memory, **options)
     if enough is not None:
@@ -134,9 +139,9 @@ def advice(
         ways = ["a smaller --batch"] if options["batch"] > 1 else []
         ways += ["--recompute full"] if options["recompute"] != "full" else []
         told += f" (try {', '.join(ways)})" if ways else ""
-    if first is not None:
+    if first is not None and first.fits:
         return f"Only {first.name} fits: {told}."
-    if rows[-1].fits is None:
+    if first is not None:
         return f"Without offload nothing fits: by what is counted here, {told}."
     return f"Nothing fits: {told}."
 

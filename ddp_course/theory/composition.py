@@ -37,8 +37,8 @@ from ddp_course.theory.memory import (
     model_states,
     precision_named,
     shard_numel,
+    step_volume,
 )
-from ddp_course.theory.step_volume import step_volume
 from ddp_course.theory.tensor_parallel import layer_parameters, tensor_parallel_volume
 
 Stages = Sequence[range]  # of a rank: which of [embed, *blocks, head] each of them has

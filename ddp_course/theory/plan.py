@@ -10,20 +10,143 @@ counted: buckets on their way and work space. Explained in chapters 07 and 08.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ddp_course.measure import Ledger
+from ddp_course.model import PRESETS, GPTConfig
+from ddp_course.theory.activations import check_recompute, gpt_peak, model_activations
 from ddp_course.theory.checks import check_count, check_positive
 from ddp_course.theory.memory import (
     Precision,
     gathered_bytes,
     model_states,
     precision_named,
+    step_volume,
 )
-from ddp_course.theory.models import Model
-from ddp_course.theory.step_volume import step_volume
 
 MOST_GPUS = 2**20  # beyond, one does not look
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a plan has to know of a model.
+
+    Attributes:
+        parameters: how many.
+        layers, hidden, heads, sequence, vocab: its shape; 0 if unknown. Without layers
+            and hidden nothing is known of blocks, and without all but the last nothing
+            of activations.
+        config: the course's own GPT, if it is one: then activations are exact.
+    """
+
+    parameters: int
+    layers: int = 0
+    hidden: int = 0
+    heads: int = 0
+    sequence: int = 0
+    vocab: int = 0
+    config: GPTConfig | None = None
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        check_count("parameters", self.parameters)
+        for name in ("layers", "hidden", "heads", "sequence", "vocab"):
+            if getattr(self, name) != 0:
+                check_count(name, getattr(self, name))
+        if (self.layers > 0) != (self.hidden > 0):
+            raise ValueError(
+                f"layers is {self.layers} and hidden {self.hidden}; say both, or none"
+            )
+        if self.layers * self.block > self.parameters:
+            raise ValueError(
+                f"{self.layers} layers of {self.hidden} channels have "
+                f"{self.layers * self.block:,} parameters, more than the model's "
+                f"{self.parameters:,}"
+            )
+
+    @property
+    def block(self) -> int:
+        """Parameters of one layer, 12 h² + 13 h as in GPT-2 (the course's: + 10 h)."""
+        if not self.layers:
+            return 0
+        return 12 * self.hidden**2 + (10 if self.config else 13) * self.hidden
+
+    @property
+    def root(self) -> int:
+        """Parameters that belong to no layer: embedding, last norm, output matrix."""
+        return self.parameters - self.layers * self.block
+
+    @property
+    def units(self) -> list[int]:
+        """What stage 3 gathers on its own: what belongs to no layer, and each layer."""
+        if not self.layers:
+            return [self.parameters]
+        return [self.root] * (self.root > 0) + [self.block] * self.layers
+
+    def activations(
+        self,
+        precision: str | Precision,
+        batch: int = 1,
+        recompute: str = "none",
+        fused_attention: bool = True,
+    ) -> int:
+        """Return the bytes of activations on one GPU; 0 for a model of unknown shape.
+
+        Exact for the course's GPT in float32; else `model_activations`, with dropout as
+        in GPT-2 and GPT-3. Under autocast it is more: some numbers stay in float32.
+        Raises ValueError for other values than these say. Chapter 06.
+        """
+        check_recompute(recompute)
+        check_count("batch", batch)
+        itemsize = precision_named(precision).activation
+        if self.config is not None and itemsize == 4 and fused_attention:
+            # Fused attention keeps no scores that could be left out.
+            how = "full" if recompute == "full" else "none"
+            return gpt_peak(self.config, batch, recompute=how)
+        if not (self.layers and self.hidden and self.heads and self.sequence):
+            return 0
+        return model_activations(
+            self.layers,
+            batch,
+            self.sequence,
+            self.hidden,
+            self.heads,
+            self.vocab,
+            recompute=recompute,
+            itemsize=itemsize,
+            dropout=self.config is None,
+            fused_attention=fused_attention,
+        )
+
+    @classmethod
+    def gpt(
+        cls, layers: int, hidden: int, heads: int, sequence: int, vocab: int
+    ) -> Model:
+        """Return a GPT-2 of this shape: L (12 h² + 13 h) + (V + s + 2) h parameters."""
+        numel = layers * (12 * hidden + 13) * hidden + (vocab + sequence + 2) * hidden
+        return cls(numel, layers, hidden, heads, sequence, vocab)
+
+    @classmethod
+    def of(cls, config: GPTConfig) -> Model:
+        """Return one of the course's GPTs."""
+        return cls(
+            config.num_parameters,
+            config.n_layer,
+            config.d_model,
+            config.n_head,
+            config.block_size,
+            config.vocab_size,
+            config,
+        )
+
+
+MODELS = {
+    **{name: Model.of(config) for name, config in PRESETS.items()},
+    "gpt2": Model.gpt(12, 768, 12, 1024, 50_257),
+    "gpt2-xl": Model.gpt(48, 1600, 25, 1024, 50_257),
+    "gpt3-175b": Model.gpt(96, 12_288, 96, 2048, 50_257),
+}
 
 
 @dataclass(frozen=True)
@@ -38,8 +161,8 @@ class Row:
             computes, one that is fetched, and the gradients of one layer and of what
             belongs to none.
         on_host: bytes that its part takes in the host's memory, 0 without offload.
-        fits: whether the ledger's total is at most the GPU's memory; None if nothing
-            of what remains there is known.
+        fits: whether the ledger's total is at most the GPU's memory; None if it is, but
+            activations are not known: then nobody can tell.
         bytes_sent: to other GPUs, in a step, per GPU.
         host_bytes: over PCIe, in a step, per GPU; 0 without offload.
         times_ddp: `bytes_sent` over that of DDP; None on one GPU, which sends nothing.
@@ -94,20 +217,25 @@ def plan(
         check_positive("bandwidth", bandwidth)
     precision = precision_named(precision)
     kept = model.activations(precision, batch, recompute, fused_attention)
+
+    def fits(ledger: Ledger) -> bool | None:
+        return False if ledger.total > memory else True if kept else None
+
     rows = []
     for stage, name in enumerate(("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")):
         numel = model.units if stage == 3 else model.parameters
         states = model_states(numel, gpus, stage, optimizer, precision)
         gathered = _gathered(model, gpus, precision) if stage == 3 else 0
         sent = float(step_volume(numel, gpus, stage, precision).total)
-        ledger = {**states, "activations": kept, "communication buffers": gathered}
+        parts = {"activations": kept, "communication buffers": gathered}
+        ledger = Ledger({**states, **parts})
         rows.append(
             Row(
                 name=name,
                 stage=stage,
-                ledger=Ledger(ledger),
+                ledger=ledger,
                 on_host=0,
-                fits=sum(ledger.values()) <= memory,
+                fits=fits(ledger),
                 bytes_sent=sent,
                 host_bytes=0,
                 times_ddp=sent / (rows[0].bytes_sent if rows else sent)
@@ -116,10 +244,10 @@ def plan(
                 seconds=None if bandwidth is None else sent / bandwidth,
             )
         )
-    return [*rows, _offloaded(rows[3], memory if model.layers else None)]
+    return [*rows, _offloaded(rows[3], fits)]
 
 
-def _offloaded(row: Row, memory: float | None) -> Row:
+def _offloaded(row: Row, fits: Callable[[Ledger], bool | None]) -> Row:
     """Return stage 3 with its shards, and the optimizer's step, moved to the host.
 
     A shard goes to the GPU before each of its two all-gathers, and its gradient comes
@@ -132,7 +260,7 @@ def _offloaded(row: Row, memory: float | None) -> Row:
         name="ZeRO-3 + CPU offload",
         ledger=ledger,
         on_host=row.ledger.total - ledger.total,
-        fits=None if memory is None else ledger.total <= memory,
+        fits=fits(ledger),
         host_bytes=2 * row.ledger["parameters"] + row.ledger["gradients"],
     )
 
@@ -166,7 +294,7 @@ def fewest_gpus(model: Model, memory: float, **options: object) -> int | None:
         return None
     gpus = max(1, int((alone.ledger.total - stays) / left))  # with fewer it cannot fit
     most = min(MOST_GPUS, max(model.units))  # with more, there is but more padding
-    while not row(gpus).fits:
+    while row(gpus).ledger.total > memory:
         gpus += 1
         if gpus > most:
             return None

@@ -24,7 +24,7 @@ from fractions import Fraction
 
 from ddp_course.model import GPTConfig
 from ddp_course.theory.checks import check_count, check_world
-from ddp_course.theory.volume import bytes_sent
+from ddp_course.theory.collectives import bytes_sent
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from theory_simulator import FREE, play
 
 from ddp_course import theory
-from ddp_course.theory import HierarchicalBytes
-from ddp_course.theory.volume import WITH_ROOT, WITHOUT_ROOT
+from ddp_course.theory import ALGORITHMS, HierarchicalBytes
 
+SENT = {name: row for name, row in ALGORITHMS.items() if row.sent}
+WITH_ROOT = [name for name, row in SENT.items() if row.root]
+WITHOUT_ROOT = [name for name, row in SENT.items() if not row.root]
 ALL_REDUCES = [a for a in (*WITH_ROOT, *WITHOUT_ROOT) if a.startswith("all_reduce")]
 SIZES = [*range(1, 10), 16, 17]
 SHAPES = [(1, 1), (1, 5), (4, 1), (2, 2), (2, 4), (3, 3), (3, 4), (4, 3)]

@@ -12,7 +12,7 @@ from ddp_course.collectives.plan import Plan
 from ddp_course.lab.draw.drawing import Drawing
 from ddp_course.lab.draw.steps import in_buffers, sent_so_far
 from ddp_course.lab.palette import MUTED, PANEL, PANEL_EDGE
-from ddp_course.theory.volume import shared_memory_bytes
+from ddp_course.theory import shared_memory_bytes
 
 Point = tuple[float, float]
 MARGIN, GAP, CARD_W, CARD_H, FIELD_W, FIELD_TOP = 16, 14, 300, 250, 240, 54

@@ -27,6 +27,9 @@ ORDER = (
 )  # fmt: skip
 WIDEST = 3  # memories of a GPU: a bar that is longer is torn off
 
+# None: nobody can tell, since activations are not known.
+FITS = {True: "fits", False: "does not fit", None: "fits, or not"}
+
 
 def memory_calculator(
     model: str | float | Model = 7.5e9,
@@ -126,8 +129,8 @@ def _draw(
             _draw_bar(d, row.ledger, scale, amount)
         total = amount(row.ledger.total)
         d.text(right, y + 12, total, size=12, bold=True, anchor="end")
-        words, ink = ("fits", INK) if row.fits else ("does not fit", MUTED)
-        d.text(right, y + 27, words, size=11, anchor="end", fill=ink)
+        ink = MUTED if row.fits is False else INK
+        d.text(right, y + 27, FITS[row.fits], size=11, anchor="end", fill=ink)
     kinds = kinds_among(row.ledger for row in rows)
     half = (len(kinds) + 1) // 2 if len(kinds) > 3 else len(kinds)
     draw_kinds_legend(d, MARGIN, below + 16, kinds[:half])
@@ -198,8 +201,8 @@ def _in_words(rows: Sequence[Any], memory: float, amount: Unit) -> str:
     for row in rows:
         has = [f"{kind} {amount(row.ledger[kind])}" for kind in row.ledger
                if row.ledger[kind]]  # fmt: skip
-        fits = "fits" if row.fits else "does not fit"
         told.append(
-            f"{row.name}: {amount(row.ledger.total)} ({', '.join(has)}), which {fits}"
+            f"{row.name}: {amount(row.ledger.total)} ({', '.join(has)}), which "
+            f"{FITS[row.fits]}"
         )
     return f"A GPU has {Unit.of(memory)(memory)}. {'; '.join(told)}."
