@@ -203,7 +203,8 @@ def parallelize(model: nn.Module, layout: Layout) -> nn.Module:
         model = tensor_parallel(model, axes.group("tp"))
     if "pp" in axes:
         how = layout.schedule, layout.microbatches, axes.group("pp")
-        return PipelineParallel(model, *how, dp_group=group)
+        model = PipelineParallel(model, *how)
+        return model if group is None else DistributedDataParallel(model, group)
     if group is None:
         return model
     if strategy == "naive":

@@ -31,7 +31,6 @@ from ddp_course.data import load_corpus, shard
 from ddp_course.launch import device
 from ddp_course.layouts import choose_layout, optimizer_for, parallelize, whole
 from ddp_course.model import GPTConfig, build_gpt
-from ddp_course.pipeline import PipelineParallel
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ def train(
         batch = corpus.batch(step, batch_size, config.block_size, seed)
         x, y = (shard(t, share, shares).to(my_device) for t in batch)  # (B/shares, T)
         optimizer.zero_grad()
-        if isinstance(model, PipelineParallel):
+        if "pp" in layout.mesh.axes:
             loss = model.step(x, y)  # its schedule says when what goes backward
         else:
             _, loss = model(x, y)

@@ -60,6 +60,7 @@ class WeightGradStore:
         return [None] * len(parameters)
 
 
+@torch.no_grad()
 def _accumulate(parameters: Gradients, gradients: Callable[[], Gradients]) -> None:
     """Add gradients to what the parameters have, as autograd does: hooks are called."""
     pairs = zip(parameters, gradients(), strict=True)

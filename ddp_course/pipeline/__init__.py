@@ -1,34 +1,35 @@
 """Floor 2: a model cut between its layers, and microbatches that pass through it.
 
-Read the modules in this order:
+Three rungs, each of which is read in this order:
 
-    stages        the model's layers, cut into stages: plain data, and a rank's slices
-    schedule      who computes what in which order: plain data
-    schedules     naive, GPipe, 1F1B, interleaved, zero bubble
-    program       who sends what to whom, and when: plain data
-    play, rendezvous, checker, simulate
-                  is it legal, and what does it cost? without any process
-    cut           where to cut, so that no stage is slower than it must be
+    naive         one microbatch after the other, by hand
+    schedule, schedules, stages, runtime
+                  who computes in which order, who has which layers: plain data; and a
+                  rank that carries it out, whatever the order is
     pipeline_parallel
-                  `PipelineParallel`: the same on real ranks
-    runtime       how a rank carries out its row of a program, whatever it is
-    messages, split_backward, gradients, full_state
-                  its tools: sent without waiting; backward in two halves; what is left
-                  to do with gradients; the state of one process, and back
-    clocks, waiting
-                  what the bubble was, and how to measure one on few cores
+                  `PipelineParallel`, the same with all that one needs, and its tools:
+                  overlapped (messages ahead of time, events), split_backward (backward
+                  in two halves), shared_gradients (tied weights), partition (where to
+                  cut, so that no stage is slower than it must be)
+
+And without any process:
+
+    program, messages, checker, simulate
+                  who sends what to whom, and when; is it legal, and what does it cost?
+    clocks        what the bubble was, and how to measure one on few cores
 
 Chapters 10 and 11.
 """
 
 from ddp_course.pipeline.checker import Proof, check
-from ddp_course.pipeline.clocks import bubble
-from ddp_course.pipeline.cut import cut, layer_costs, layer_seconds
+from ddp_course.pipeline.clocks import Waiting, bubble
+from ddp_course.pipeline.messages import add_messages
+from ddp_course.pipeline.naive import NaivePipeline
+from ddp_course.pipeline.overlapped import PipelineError
+from ddp_course.pipeline.partition import layer_costs, layer_seconds, partition
 from ddp_course.pipeline.pipeline_parallel import PipelineParallel
-from ddp_course.pipeline.play import Costs, Event, play
-from ddp_course.pipeline.program import Program, Step, program
-from ddp_course.pipeline.rendezvous import rendezvous
-from ddp_course.pipeline.runtime import PipelineError
+from ddp_course.pipeline.program import Costs, Instruction, Program, Timed, play
+from ddp_course.pipeline.runtime import Pipeline, Runtime
 from ddp_course.pipeline.schedule import Action, Schedule, ScheduleError, parse
 from ddp_course.pipeline.schedules import (
     SCHEDULES,
@@ -40,26 +41,28 @@ from ddp_course.pipeline.schedules import (
 )
 from ddp_course.pipeline.simulate import Simulated, simulate
 from ddp_course.pipeline.stages import StagePlan, spine, stage_plan
-from ddp_course.pipeline.waiting import Waiting
 
 __all__ = [
     "SCHEDULES",
     "Action",
     "Costs",
-    "Event",
+    "Instruction",
+    "NaivePipeline",
+    "Pipeline",
     "PipelineError",
     "PipelineParallel",
     "Program",
     "Proof",
+    "Runtime",
     "Schedule",
     "ScheduleError",
     "Simulated",
     "StagePlan",
-    "Step",
+    "Timed",
     "Waiting",
+    "add_messages",
     "bubble",
     "check",
-    "cut",
     "gpipe",
     "interleaved",
     "layer_costs",
@@ -67,9 +70,8 @@ __all__ = [
     "naive",
     "one_f_one_b",
     "parse",
+    "partition",
     "play",
-    "program",
-    "rendezvous",
     "simulate",
     "spine",
     "stage_plan",

@@ -9,8 +9,8 @@ A schedule is legal if
    lasts until the message is received;
 4. no rank keeps more activations than it has memory for, if a limit is given.
 
-1 and 4 are counted. 2 is played through once (`play`), and so is 3 (`rendezvous`): once
-is a proof. Chapter 11.
+1 and 4 are counted, 2 and 3 are played through once (`program.play`): once is a proof.
+Chapter 11.
 """
 
 from __future__ import annotations
@@ -20,13 +20,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Real
 
-from ddp_course.pipeline.play import play
-from ddp_course.pipeline.program import Program, program
-from ddp_course.pipeline.rendezvous import rendezvous
+from ddp_course.pipeline.messages import add_messages
+from ddp_course.pipeline.program import Program, play
 from ddp_course.pipeline.schedule import OPS, Action, Schedule, ScheduleError
-from ddp_course.theory.pipeline import check_weight_share
-
-SENDS = ("blocking", "buffered")
+from ddp_course.theory.checks import check_share
 
 
 @dataclass(frozen=True)
@@ -35,14 +32,14 @@ class Proof:
 
     Attributes:
         program: what each rank computes, sends and receives.
-        sends: "blocking" or "buffered": what has been proved.
+        blocking: whether it is proved with sends that block.
         order: all actions as (rank, action), each after all that it needs: carried out
             one by one in this order, nobody ever waits.
         peak_activations: per rank, in microbatches.
     """
 
     program: Program
-    sends: str
+    blocking: bool
     order: tuple[tuple[int, Action], ...]
     peak_activations: tuple[Fraction, ...]
 
@@ -50,8 +47,9 @@ class Proof:
         """A sentence and the order."""
         schedule = self.program.schedule
         peaks = ", ".join(map(str, self.peak_activations))
+        sends = "blocking" if self.blocking else "buffered"
         return (
-            f"{schedule.name} is legal with {self.sends} sends; activations of {peaks} "
+            f"{schedule.name} is legal with {sends} sends; activations of {peaks} "
             f"microbatches at most on ranks 0 to {schedule.num_ranks - 1}; one by one: "
             + " ".join(str(action) for _, action in self.order)
         )
@@ -60,7 +58,7 @@ class Proof:
 def check(
     schedule: Schedule,
     *,
-    sends: str = "blocking",
+    blocking: bool = True,
     fused: bool = True,
     max_activations: Real | Sequence[Real] | None = None,
     weight_share: Real = 1,
@@ -69,10 +67,10 @@ def check(
 
     Args:
         schedule: any.
-        sends: "blocking": a send lasts until it is received, as the strictest backend
-            may have it; or "buffered": nobody waits for a send, and messages are told
-            apart by what they are, so that point 3 is always given.
-        fused: whether messages between two actions are posted together (`program`).
+        blocking: a send lasts until it is received, as the strictest backend may have
+            it. False: nobody waits for a send, and messages are told apart by what they
+            are, so that point 3 is always given.
+        fused: whether messages between two actions are posted together (`messages`).
         max_activations: the most microbatches whose activations a rank may keep; one
             limit for all, or one for each rank.
         weight_share: the part of the activations that W needs and that stays after I.
@@ -80,25 +78,24 @@ def check(
     Raises:
         ScheduleError: names the first thing that is wrong, in the order of this
             module's text.
-        ValueError: for another `sends`, and limits that are not one for each rank.
+        ValueError: for limits that are not one for each rank.
 
     Chapter 11.
     """
-    check_sends(sends)
     for wrong in _incomplete(schedule):
         raise ScheduleError(f"{schedule.name}: {wrong}")
     try:
-        events = play(schedule)
-        steps = program(schedule, fused=fused)
-        if sends == "blocking":
-            events = rendezvous(steps)
+        steps = add_messages(schedule, fused=fused)
+        events = play(steps)
+        if blocking:
+            events = play(steps, blocking=True)
     except ScheduleError as error:
         raise ScheduleError(f"{schedule.name}: {error}") from None
     peaks = peak_activations(schedule, weight_share)
     for wrong in _too_much(schedule, max_activations, weight_share):
         raise ScheduleError(f"{schedule.name}: {wrong}")
     order = tuple((event.rank, event.action) for event in events)
-    return Proof(steps, sends, order, peaks)
+    return Proof(steps, blocking, order, peaks)
 
 
 def activations(
@@ -110,7 +107,7 @@ def activations(
     takes away all but the `weight_share` of it, a number from 0 to 1, and W that.
     Raises ValueError for another `weight_share`.
     """
-    check_weight_share(weight_share)
+    check_share("weight_share", weight_share)
     share = Fraction(weight_share)
     change = {"F": Fraction(1), "B": Fraction(-1), "I": share - 1, "W": -share}
     kept, now = [], Fraction(0)
@@ -129,13 +126,6 @@ def peak_activations(
         max(activations(schedule, rank, weight_share), default=Fraction(0))
         for rank in ranks
     )
-
-
-def check_sends(sends: str) -> None:
-    """Raise ValueError unless `sends` is one of SENDS."""
-    if sends not in SENDS:
-        known = " or ".join(map(repr, SENDS))
-        raise ValueError(f"sends is {sends!r}; it can be {known}")
 
 
 # ---- what is wrong ------------------------------------------------------------------

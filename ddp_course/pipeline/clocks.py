@@ -1,18 +1,25 @@
-"""Two clocks for a pipeline, and how much of its time was idle.
+"""How much of a pipeline's time was idle, and how to measure that on few cores.
 
 On the wall clock, ranks that share cores slow each other down. The virtual one asks
 what would be if each had cores of its own: computing takes the time that this rank's
 thread was on a core, waiting and messages take none, and every message says when it was
-sent, so that a receiver that is ahead moves on to that time (Lamport 1978, "Time,
-Clocks, and the Ordering of Events"). Chapter 10.
+sent, so that a receiver that is behind moves on to that time (Lamport 1978, "Time,
+Clocks, and the Ordering of Events"). Or let them not compute at all: layers that sleep
+(`Waiting`) take no core, and four ranks on two behave as four machines would. Chapter
+10.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from ddp_course.measure import Event
+from ddp_course.mechanisms.weight_gradients import WeightGradStore
 
 COMPUTE = "compute"  # the lane of F, B, I and W
 
@@ -83,3 +90,55 @@ def bubble(events: Iterable[Event]) -> float:
         for step in steps.values()
     ]
     return 1 - busy / (len(ranks) * sum(spans))
+
+
+class Waiting(nn.Module):
+    """A layer that returns its input times a weight (of 1), after some time.
+
+    Args:
+        F, I, W: seconds of forward and of the two halves of backward.
+
+    Raises ValueError for a time below 0.
+    """
+
+    def __init__(self, F: float = 0.03, I: float = 0.03, W: float = 0.03) -> None:  # noqa: E741
+        super().__init__()
+        for name, seconds in (("F", F), ("I", I), ("W", W)):
+            if not seconds >= 0:
+                raise ValueError(f"{name} is {seconds!r}; it must be 0 or more seconds")
+        self.seconds = F, I, W
+        self.weight = nn.Parameter(torch.ones(()))
+        self.weight_grads = WeightGradStore()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Wait, and return x times the weight."""
+        return _Wait.apply(x, self.weight, self.seconds, self.weight_grads)
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        seconds: tuple[float, float, float],
+        store: WeightGradStore,
+    ) -> Tensor:
+        forward, *ctx.backward_seconds = seconds
+        ctx.save_for_backward(x, weight)
+        ctx.parameter, ctx.store = weight, store
+        time.sleep(forward)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        for_input, for_weight = ctx.backward_seconds
+
+        def of_weight() -> list[Tensor]:
+            time.sleep(for_weight)
+            return [(gradient * x).sum()]
+
+        time.sleep(for_input)
+        of_parameters = ctx.store.compute((ctx.parameter,), of_weight)
+        return gradient * weight, *of_parameters, None, None

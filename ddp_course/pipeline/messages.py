@@ -1,226 +1,87 @@
-"""A rank's messages in one step: received ahead of time, sent without waiting.
+"""Which messages a schedule takes, and when they are posted.
 
-A program says which messages are posted together, and that order is kept. Over gloo the
-rest is a matter of time:
+A schedule says in which order a rank computes. What it makes must reach the rank that
+needs it, and for a message to pass, both must be ready for it: one in a send, the other
+in a receive. When? The plain answer, a receive before the action that needs it and a
+send after the action that made it, one at a time (`fused=False`), is 1F1B's undoing:
 
-    post   a receive before it is its turn, AHEAD actions before the one that needs it:
-           then the message comes while this rank computes
-    send   and go on; the memory is kept until the message has left
-    take   wait for what has not arrived when it is needed
+    rank 0 | 0F0  >0F0  0F1  >0F1  <1B0  0B0 ...
+    rank 1 | <0F0  1F0  1B0  >1B0  <0F1  1F1 ...
 
-NCCL queues its messages on the GPU in the order in which they are given, and waits for
-none: there, what is posted together goes as one batch, at its place.
+Rank 0 wants to send 0F1 while rank 1 wants to send 1B0. If a send lasts until the other
+rank receives it, both wait for ever. So a message is received as soon as it has been
+made, even if other actions come before the one that needs it; and what a rank sends and
+receives between two actions is *posted* together:
 
-A receiver must know type and shape beforehand. So before the first batch of a kind, one
-row of it goes through all stages (`rehearse`). Chapter 10.
+    rank 0 | 0F0  >0F0  0F1  >0F1+<1B0  0B0  0F2  >0F2+<1B1 ...
+    rank 1 | <0F0  1F0  <0F1  1B0  >1B0  1F1  1B1  <0F2+>1B1 ...
+
+Megatron-LM's send_forward_recv_backward, PyTorch's batch_isend_irecv. Chapter 11.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from numbers import Real
 
-import torch
-from torch import Tensor, nn
-
-from ddp_course.collectives.port import Handle, Port
-from ddp_course.pipeline.clocks import VirtualClock, WallClock
-from ddp_course.pipeline.program import Group, Step
-
-AHEAD = 2  # actions
-UNDER_WAY = 2  # messages to one rank whose memory is not free yet
-
-Key = tuple[str, int, int]  # "activation" or "gradient", stage that made it, microbatch
-Form = tuple[torch.dtype, tuple[int, ...]]  # of an activation, without its rows
+from ddp_course.pipeline.program import Group, Instruction, Program, play
+from ddp_course.pipeline.schedule import Schedule
 
 
-def key_of(step: Step) -> Key:
-    """Return what a message is known by."""
-    return step.what, step.stage, step.microbatch
+def add_messages(schedule: Schedule, *, fused: bool = True) -> Program:
+    """Return what each rank computes, sends and receives to carry out `schedule`.
 
+    With `fused`, the schedule is played (F, I and W take 1, B takes 2). A message is
+    posted when it has been made: by the sender after the action that made it, by the
+    receiver after the action that it is at then. Two messages are thus in the same
+    order on all ranks: even if every send lasts until it is received, and however slow
+    some ranks are, none waits for ever. Without `fused`, each message is on its own,
+    received just before it is needed; `check` says if that can work.
 
-def boundary_of(step: Step) -> int:
-    """Return the stage before the cut that a message passes."""
-    return step.stage if step.what == "activation" else step.stage - 1
-
-
-def horizons(groups: Sequence[Group], ahead: int) -> list[int]:
-    """Return for each group up to which one receives are posted when it begins. Pure.
-
-    That is the group of the action that is `ahead` actions after the next one.
+    A result that is needed on the rank that made it is no message. Raises ScheduleError
+    with `fused` if the schedule comes to no end. Source: PyTorch's `_add_send_recv`.
+    Chapter 11.
     """
-    actions = [n for n, group in enumerate(groups) if group[0].kind == "compute"]
-    found = []
-    for number in range(len(groups)):
-        last = bisect_left(actions, number) + ahead
-        found.append(actions[last] if last < len(actions) else len(groups) - 1)
-    return found
+    every = range(schedule.num_ranks)
+    alone = Program(schedule, tuple(_one_by_one(schedule, rank) for rank in every))
+    if not fused:
+        return alone
+    rows: list[list[tuple[Real, int, int, Instruction]]] = [[] for _ in schedule.ranks]
+    events = sorted(play(alone), key=lambda event: (event.end, event.rank))
+    for number, event in enumerate(events):
+        rank, action = event.rank, event.action
+        rows[rank].append((event.start, 1, number, Instruction("compute", action)))
+        peer = schedule.receiver(action)
+        if peer is not None:  # at the same time, messages come before actions
+            made = event.end, 0, number
+            rows[rank].append((*made, Instruction("send", action, peer)))
+            rows[peer].append((*made, Instruction("recv", action, rank)))
+    return Program(schedule, tuple(_grouped(sorted(row, key=_when)) for row in rows))
 
 
-class Messages:
-    """What one rank sends and receives in one step.
-
-    Args:
-        groups: the rank's row of the program.
-        port: how messages leave and arrive.
-        device: where what arrives shall lie.
-        rows: of each microbatch.
-        forms: of the activations that pass each boundary of this rank's stages.
-        clock: a virtual one travels along with each message.
-        record: is told of each message sent, and of each that is waited for.
-    """
-
-    def __init__(
-        self,
-        groups: Sequence[Group],
-        port: Port,
-        device: torch.device,
-        rows: Sequence[int],
-        forms: Mapping[int, Form],
-        clock: WallClock | VirtualClock,
-        record: Callable[..., None],
-    ) -> None:
-        self.groups, self.port, self.device = groups, port, device
-        self.rows, self.forms, self.clock, self.record = rows, forms, clock, record
-        self.horizons = horizons(groups, AHEAD)
-        self.posted = -1  # up to this group
-        self.arriving: dict[Key, tuple[list[Tensor], list[Handle]]] = {}
-        self.leaving: dict[int, deque[tuple[list[Tensor], list[Handle]]]] = {}
-
-    def post(self, number: int) -> None:
-        """Group `number` begins: post what may be received from now on."""
-        while self.device.type != "cuda" and self.posted < self.horizons[number]:
-            self.posted += 1
-            for step in self.groups[self.posted]:
-                if step.kind == "recv":
-                    room = self._room(step)
-                    handles = [self.port.receive(part, step.peer) for part in room]
-                    self.arriving[key_of(step)] = room, handles
-
-    def exchange(self, group: Group, made: dict[Key, Tensor]) -> None:
-        """Send what this group sends, of what was `made`; on GPUs, receive the rest."""
-        sends = {
-            step: made.pop(key_of(step)).contiguous()
-            for step in group
-            if step.kind == "send"
-        }
-        if self.device.type == "cuda":
-            rooms = {step: self._room(step) for step in group if step.kind == "recv"}
-            self.port.exchange(
-                [(tensor, step.peer) for step, tensor in sends.items()],
-                [(room[0], step.peer) for step, room in rooms.items()],
-            )
-            self.arriving |= {key_of(s): (room, []) for s, room in rooms.items()}
-            return
-        for step, tensor in sends.items():
-            self._send(step, tensor)
-
-    def take(self, key: Key) -> Tensor:
-        """Return what has arrived, and wait for it if it has not."""
-        (tensor, *sent_at), handles = self.arriving.pop(key)
-        start = self.clock.now()
-        _wait(handles)
-        if sent_at:
-            self.clock.heard(sent_at[0].item())
-        self.record("wait", start, "wait", **_named(key))
-        return tensor
-
-    def settle(self) -> None:
-        """Return when all that was sent has left."""
-        for under_way in self.leaving.values():
-            while under_way:
-                _wait(under_way.popleft()[1])
-
-    def _room(self, step: Step) -> list[Tensor]:
-        """Return memory to receive a message into, and the time that comes with it."""
-        dtype, shape = self.forms[boundary_of(step)]
-        shape = (self.rows[step.microbatch], *shape)
-        room = [torch.empty(shape, dtype=dtype, device=self.device)]
-        if self.clock.virtual:
-            room.append(torch.empty(1, dtype=torch.float64))
-        return room
-
-    def _send(self, step: Step, tensor: Tensor) -> None:
-        start, tensors = self.clock.now(), [tensor]
-        if self.clock.virtual:
-            tensors.append(torch.tensor([start], dtype=torch.float64))
-        under_way = self.leaving.setdefault(step.peer, deque())
-        if len(under_way) == UNDER_WAY:
-            _wait(under_way.popleft()[1])
-        handles = [self.port.send(part, step.peer) for part in tensors]
-        under_way.append((tensors, handles))
-        self.record("send", start, "send", tensor.nbytes, **_named(key_of(step)))
+def _one_by_one(schedule: Schedule, rank: int) -> tuple[Group, ...]:
+    """Receive just before an action, send right after it, one message at a time."""
+    groups: list[Group] = []
+    for action in schedule.ranks[rank]:
+        source, peer = schedule.source(action), schedule.receiver(action)
+        home = None if source is None else schedule.homes.get(source.stage, (rank,))[0]
+        if home not in (None, rank):
+            groups.append((Instruction("recv", source, home),))
+        groups.append((Instruction("compute", action),))
+        if peer is not None:
+            groups.append((Instruction("send", action, peer),))
+    return tuple(groups)
 
 
-def _named(key: Key) -> dict[str, str | int]:
-    return dict(zip(("what", "stage", "microbatch"), key, strict=True))
+def _when(item: tuple[Real, int, int, Instruction]) -> tuple[Real, int, int]:
+    return item[:3]
 
 
-def _wait(handles: Sequence[Handle]) -> None:
-    for handle in handles:
-        handle.wait()
-
-
-# ---- forms -----------------------------------------------------------------------
-
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-MOST_DIMS = 8
-
-
-@torch.no_grad()
-def rehearse(
-    stages: Mapping[int, nn.Module], homes: Sequence[int], row: Tensor, port: Port
-) -> dict[int, Form]:
-    """Send one row through all stages; return the forms at this rank's boundaries.
-
-    The layers are in evaluation mode meanwhile, so that they draw no random numbers and
-    change no running means.
-
-    Args:
-        stages: those of this rank, by number.
-        homes: the rank of each stage.
-        row: of the model's input; a batch of one.
-        port: how messages leave and arrive.
-
-    Raises TypeError on the rank whose stage returns something that cannot be sent.
-    """
-    forms: dict[int, Form] = {}
-    x = row
-    for stage, home in enumerate(homes[:-1]):
-        after = homes[stage + 1]
-        if home == port.rank:
-            x = _evaluated(stages[stage], x)
-            forms[stage] = x.dtype, tuple(x.shape[1:])
-            if after != home:
-                port.exchange([(_written(x), after)], [])
-                port.exchange([(x.contiguous(), after)], [])
-        elif after == port.rank:
-            told = torch.empty(MOST_DIMS + 2, dtype=torch.int64, device=row.device)
-            port.exchange([], [(told, home)])
-            kind, dims, *shape = told.tolist()
-            forms[stage] = DTYPES[kind], tuple(shape[:dims])
-            x = torch.empty((1, *shape[:dims]), dtype=DTYPES[kind], device=row.device)
-            port.exchange([], [(x, home)])
-    return forms
-
-
-def _evaluated(stage: nn.Module, x: Tensor) -> Tensor:
-    training = {module: module.training for module in stage.modules()}
-    try:
-        return stage.eval()(x)
-    finally:
-        for module, was in training.items():
-            module.training = was
-
-
-def _written(x: Tensor) -> Tensor:
-    """Write the form of an activation as numbers."""
-    _, *shape = x.shape
-    if x.dtype not in DTYPES or len(shape) > MOST_DIMS:
-        raise TypeError(
-            f"a stage returned {x.dtype} {list(x.shape)}; it must be of "
-            f"{', '.join(map(str, DTYPES))}, with 1 to {MOST_DIMS + 1} dimensions"
-        )
-    numbers = [DTYPES.index(x.dtype), len(shape), *shape]
-    return torch.tensor(numbers + [0] * (MOST_DIMS - len(shape)), device=x.device)
+def _grouped(items: list[tuple[Real, int, int, Instruction]]) -> tuple[Group, ...]:
+    """Put all messages between two actions into one group."""
+    together = groupby(items, key=lambda item: item[3].kind == "compute")
+    groups: list[Group] = []
+    for computes, members in together:
+        steps = tuple(item[3] for item in members)
+        groups += [(step,) for step in steps] if computes else [steps]
+    return tuple(groups)

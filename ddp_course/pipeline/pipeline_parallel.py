@@ -8,41 +8,52 @@
         pipeline.clip_grad_norm_(1.0)
         optimizer.step()
 
-Read with it:
-
-    stages          how the model is cut: plain data, and a rank's slices
-    schedule, program
-                    who computes and sends what, and when: plain data
-    runtime         how a rank carries it out
-    messages, split_backward, gradients, full_state, clocks
-                    its tools
-
+It is `runtime.Pipeline`, and what one needs on top: any legal schedule, zero bubble
+among them; a partition by cost; tied weights; ranks that agree before anything is sent;
+messages ahead of time and events (`overlapped`); recomputation; the whole state
+(`mechanisms.whole_state`). Whoever listens to its parameters' gradients, such as data
+parallelism between several pipelines, is held until the last microbatch is through.
 Chapters 10 and 11.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_course.measure import active_logs
-from ddp_course.model import cross_entropy
-from ddp_course.pipeline import gradients
-from ddp_course.pipeline.clocks import VirtualClock, WallClock
-from ddp_course.pipeline.messages import Messages
-from ddp_course.pipeline.program import Program, program
-from ddp_course.pipeline.runtime import Record, Run
+from ddp_course.collectives import communicator
+from ddp_course.mechanisms.agreement import (
+    broadcast_all,
+    check_same,
+    described,
+    form_of,
+    kind_of,
+    problem_with,
+)
+from ddp_course.mechanisms.engine import held
+from ddp_course.mechanisms.placements import Stage, place
+from ddp_course.mechanisms.weight_gradients import WeightGradStore
+from ddp_course.mechanisms.whole_state import PlainModel, WholeState, groups_before
+from ddp_course.model import GPTConfig, check_tokens, cross_entropy
+from ddp_course.pipeline.checker import check
+from ddp_course.pipeline.messages import add_messages
+from ddp_course.pipeline.overlapped import OverlappedRuntime, PipelineError
+from ddp_course.pipeline.partition import layer_costs, partition
+from ddp_course.pipeline.program import Program
+from ddp_course.pipeline.runtime import Form, Pipeline
 from ddp_course.pipeline.schedule import Schedule
-from ddp_course.pipeline.split_backward import Later, split_backward
-from ddp_course.pipeline.staged_module import StagedModule
-from ddp_course.pipeline.stages import microbatches
+from ddp_course.pipeline.schedules import named
+from ddp_course.pipeline.shared_gradients import SharedGradients
+from ddp_course.pipeline.split_backward import split_backward
+from ddp_course.pipeline.stages import StagePlan, spine, stage_plan
 
 
-class PipelineParallel(StagedModule):
+class PipelineParallel(WholeState, Pipeline):
     """Trains `model`, of which every rank of the group has some layers.
 
     `parameters()` are those of this rank's layers, for any optimizer; after `step` each
@@ -56,17 +67,17 @@ class PipelineParallel(StagedModule):
 
     Args:
         model: the course's GPT, another with embed, blocks and head, or an
-            `nn.Sequential`; on the CPU or on this rank's GPU.
+            `nn.Sequential`; on the CPU or on this rank's GPU. It may be one of which
+            each rank has a part already, as tensor parallelism leaves it.
         schedule: a name in SCHEDULES, or any legal `Schedule` for as many ranks.
         num_microbatches: into how many parts a batch is cut; None are as many as ranks,
             or those of the schedule.
         group: the ranks of the pipeline, in order; None are all.
-        stages_per_rank: for the schedule "interleaved".
-        sizes: for each stage its number of layers; None cuts by cost (`cut`).
-        loss_fn: from the last layer's output and the targets to a mean over rows.
+        stages_per_rank: for the schedules "interleaved" and "zero_bubble".
+        sizes: for each stage its number of layers; None divides by cost (`partition`).
+        loss_fn: from the last layer's output and the targets to a mean over rows; None
+            is the model's own `loss_fn`, or else cross-entropy.
         recompute: keep only what enters a stage, and compute again in backward.
-        dp_group: the ranks with the same stages in other pipelines, over which the
-            gradients are averaged.
         virtual_time: record events on a virtual clock (`clocks`); CPU only, and each
             message is followed by one of 8 bytes.
 
@@ -84,29 +95,37 @@ class PipelineParallel(StagedModule):
         num_microbatches: int | None = None,
         group: dist.ProcessGroup | None = None,
         *,
-        stages_per_rank: int = 2,
+        stages_per_rank: int | None = None,
         sizes: Sequence[int] | None = None,
-        loss_fn: Callable[[Tensor, Tensor], Tensor] = cross_entropy,
+        loss_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
         recompute: bool = False,
-        dp_group: dist.ProcessGroup | None = None,
         virtual_time: bool = False,
     ) -> None:
+        wanted = schedule, num_microbatches, stages_per_rank
+        options = {"recompute": recompute, "virtual_time": virtual_time}
+        program, plan = agreed(model, group, wanted, sizes, **options)
+        comm = communicator(group)
+        broadcast_all([*model.parameters(), *model.buffers()], comm.ranks[0], group)
+        # What the model takes and its loss compares, if they are this course's own.
+        config = getattr(model, "config", None)
+        own_loss = loss_fn in (None, cross_entropy)
+        loss_fn = loss_fn or getattr(model, "loss_fn", cross_entropy)
         super().__init__(
-            model,
-            group,
-            dp_group,
-            loss_fn,
-            schedule=schedule,
-            num_microbatches=num_microbatches,
-            stages_per_rank=stages_per_rank,
-            sizes=sizes,
-            recompute=recompute,
-            virtual_time=virtual_time,
+            model, program.schedule, list(map(len, plan.layers)), group, loss_fn
         )
+        self.program = program
+        self.config = config if isinstance(config, GPTConfig) else None
+        self.takes_targets = self.config is not None and own_loss
+        self.plain = PlainModel.of(model)
+        self.groups = (*groups_before(model), comm.group)
+        for name, parameter in self.parameters_by_name.items():
+            place(parameter, comm.group, Stage(plan.holders[name]), name=name)
+        self.shared = SharedGradients(self.parameters_by_name, plan.shared, comm.rank)
         self.recompute, self.virtual_time = recompute, virtual_time
-        self.later = Later()
-        if any(action.op == "I" for row in self.schedule.ranks for action in row):
-            split_backward(self.module, self.later)
+        self.weight_grads = WeightGradStore()
+        if any(action.op == "I" for row in program.schedule.ranks for action in row):
+            split_backward(self.module, self.weight_grads)
+        self.steps = 0
         self._loss_under_way: tuple[Any, Tensor] | None = None
         self._broken: str | None = None
 
@@ -128,13 +147,12 @@ class PipelineParallel(StagedModule):
         wrong = "y is None; step needs targets" if y is None else None
         if not torch.is_grad_enabled():
             wrong = "gradients are switched off; step needs them, a plain call does not"
-        self.agree_on("step", x, y, wrong or self._broken)
-        self.shared.begin()
-        run = self._run(self.program, x, y)
-        self.shared.sum(self.port)
-        if self.dp_group is not None:
-            gradients.average(self.parameters(), self.dp_group)
-        return self._loss_of(run)
+        self._agree("step", x, y, wrong)
+        with held(self.parameters()):
+            self.shared.begin()
+            runtime = self._run(self.program, x, y)
+            self.shared.sum(self.port)
+        return self._loss_of(runtime)
 
     @torch.no_grad()
     def forward(
@@ -145,55 +163,34 @@ class PipelineParallel(StagedModule):
         Returns the last layer's output, (B, T, V), on the last stage's rank, None on
         the others; or, given targets, None and the mean loss on all ranks.
         """
-        self.agree_on("forward", x, y, self._broken)
-        run = self._run(program(_forward_only(self.schedule)), x, y)
+        self._agree("forward", x, y, None)
+        runtime = self._run(self.forward_program, x, y)
         if y is not None:
-            return None, self._loss_of(run)
-        parts = [run.outputs[k] for k in sorted(run.outputs)]
+            return None, self._loss_of(runtime)
+        parts = [runtime.outputs[k] for k in sorted(runtime.outputs)]
         return (torch.cat(parts) if parts else None), None
 
-    def _run(self, plan: Program, x: Tensor, y: Tensor | None) -> Run:
+    @cached_property
+    def forward_program(self) -> Program:
+        """The forwards of the schedule, in the same order."""
+        s = self.schedule
+        rows = [[action for action in row if action.op == "F"] for row in s.ranks]
+        return add_messages(Schedule(s.name, s.num_stages, s.num_microbatches, rows))
+
+    def _run(self, program: Program, x: Tensor, y: Tensor | None) -> OverlappedRuntime:
         """Carry out this rank's row of a program."""
-        groups = plan.ranks[self.comm.rank]
-        m = self.schedule.num_microbatches
-        parts = [part.to(self.device) for part in microbatches(x, m)]
-        targets = [None] * m if y is None else microbatches(y.to(self.device), m)
-        clock = VirtualClock() if self.virtual_time else WallClock()
-        record = Record(active_logs(), clock, self.steps)
         self._broken = "an earlier step failed: this pipeline cannot be used any more"
-        messages = Messages(
-            groups,
-            self.port,
-            self.device,
-            [len(part) for part in parts],
-            self.forms_of(x),
-            clock,
-            record,
-        )
-        run = Run(
-            self.stages,
-            self.schedule.num_stages,
-            parts,
-            targets,
-            messages,
-            self.later,
-            self.recompute,
-            clock,
-            record,
-        )
-        run(groups)
+        runtime = OverlappedRuntime(self, program, x, y)
+        runtime.run()
         self.steps += 1
         self._broken = None
-        return run
+        return runtime
 
-    def _loss_of(self, run: Run) -> Tensor:
+    def _loss_of(self, runtime: OverlappedRuntime) -> Tensor:
         """Tell all ranks the loss; the last stage's, which has it, does not wait."""
         if self._loss_under_way is not None:
             self._loss_under_way[0].wait()
-        last = self.plan.ranks[-1]
-        loss = torch.zeros((), device=self.device)
-        for k in sorted(run.losses):
-            loss += run.losses[k]
+        last, loss = self.plan.ranks[-1], self.own_loss(runtime)
         work = dist.broadcast(
             loss, self.comm.ranks[last], self.comm.group, async_op=True
         )
@@ -203,9 +200,121 @@ class PipelineParallel(StagedModule):
         work.wait()
         return loss
 
+    def forms_of(self, x: Tensor) -> dict[int, Form]:
+        """As `Pipeline.forms_of`. Raises PipelineError on the rank where it fails."""
+        try:
+            return super().forms_of(x)
+        except Exception as error:
+            raise PipelineError(
+                f"one row of x, {kind_of(x[:1])}, was sent through the stages to see "
+                f"what they return; it failed: {type(error).__name__}: {error}"
+            ) from error
 
-def _forward_only(schedule: Schedule) -> Schedule:
-    """Return the forwards of a schedule, in the same order."""
-    rows = tuple(tuple(a for a in row if a.op == "F") for row in schedule.ranks)
-    name = f"{schedule.name}, forward"
-    return Schedule(name, schedule.num_stages, schedule.num_microbatches, rows)
+    # ---- before a step ---------------------------------------------------------------
+
+    def _agree(self, name: str, x: Any, y: Any, problem: str | None) -> None:
+        """Compare what is to be done, with which batch, before anything is sent."""
+        problem = problem or self._broken or self._problem_with(x, y)
+        self.comm.agree_now(f"{name}(x {described(x)}, y {described(y)})", problem)
+
+    def _problem_with(self, x: Any, y: Any) -> str | None:
+        """Return why this batch cannot be used, or None."""
+        least = self.schedule.num_microbatches
+        if not isinstance(x, Tensor) or x.dim() == 0 or len(x) < least:
+            return (
+                f"x is {kind_of(x)}; it must be a tensor with a row or more for each "
+                f"of the {least} microbatches"
+            )
+        if y is not None and (not isinstance(y, Tensor) or y.shape[:1] != x.shape[:1]):
+            return f"y is {kind_of(y)}; it must be a tensor of {len(x)} rows, as x is"
+        try:
+            if self.config is not None:
+                check_tokens("x", x, self.config)
+            if self.takes_targets and y is not None:
+                check_tokens("y", y, self.config)
+        except (TypeError, ValueError) as error:
+            return str(error)
+        if self.takes_targets and y is not None and y.shape != x.shape:
+            return f"y is {kind_of(y)}; it must be {list(x.shape)}, as x is"
+        return None
+
+    def extra_repr(self) -> str:
+        """Tell who has what, and who does what when."""
+        return f"{self.plan}\n{self.schedule}"
+
+
+# ---- what is decided before anything is sent -----------------------------------------
+
+
+def agreed(
+    model: nn.Module,
+    group: dist.ProcessGroup | None,
+    wanted: tuple[str | Schedule, int | None, int | None],
+    sizes: Sequence[int] | None,
+    **options: Any,
+) -> tuple[Program, StagePlan]:
+    """Return who does what when, and who has what, if all ranks make the same of it.
+
+    Every rank decides by itself, from its own arguments; then all compare. Raises
+    ReplicaError, on all ranks. `wanted` are the arguments about the schedule, `options`
+    need no more than to be equal.
+    """
+    form, decided, problem = {}, None, problem_with(model)
+    if not problem:
+        try:
+            if options["virtual_time"] and next(model.parameters()).is_cuda:
+                raise ValueError("virtual_time is True, but the model is on a GPU")
+            size = communicator(group).size
+            decided = _decide(model, size, _schedule(size, *wanted), sizes)
+        except (TypeError, ValueError) as error:
+            problem = str(error)
+    if decided is not None:
+        form = form_of(model, **options)
+        program, plan = decided
+        form |= {"the schedule": str(program.schedule), "the stages": str(plan)}
+    check_same(form, problem, group)
+    return decided
+
+
+def _schedule(
+    num_ranks: int,
+    schedule: str | Schedule,
+    num_microbatches: int | None,
+    stages_per_rank: int | None,
+) -> Schedule:
+    """Return the schedule that is meant. Raises ValueError if there is none such."""
+    if not isinstance(schedule, Schedule):
+        m = num_ranks if num_microbatches is None else num_microbatches
+        return named(schedule, num_ranks, m, stages_per_rank)
+    if num_microbatches not in (None, schedule.num_microbatches):
+        raise ValueError(
+            f"num_microbatches is {num_microbatches!r}; the schedule {schedule.name} "
+            f"has {schedule.num_microbatches}"
+        )
+    if schedule.num_ranks != num_ranks:
+        raise ValueError(
+            f"the schedule {schedule.name} is for {schedule.num_ranks} ranks; the "
+            f"group has {num_ranks}"
+        )
+    return schedule
+
+
+def _decide(
+    model: nn.Module, num_ranks: int, schedule: Schedule, sizes: Sequence[int] | None
+) -> tuple[Program, StagePlan]:
+    """Return who does what when, and who has what. Raises ValueError or TypeError."""
+    proof = check(schedule)
+    if sizes is None:  # of the course's GPT multiply-adds, else one for each layer
+        config, layers = getattr(model, "config", None), spine(model)
+        known = isinstance(config, GPTConfig)
+        costs = layer_costs(config) if known else [1] * len(layers)
+        sizes = partition(costs, schedule.num_stages)
+    ranks = [schedule.rank_of(stage) for stage in range(schedule.num_stages)]
+    plan = stage_plan(model, sizes, ranks)
+    for rank in range(num_ranks):
+        if not any(rank in holders for holders in plan.holders.values()):
+            raise ValueError(
+                f"rank {rank} has no parameter in its stages: there is nothing for its "
+                "optimizer to step; take other sizes"
+            )
+    return proof.program, plan

@@ -1,180 +1,249 @@
-"""The runtime: one rank carries out its row of a schedule's program, whatever it is.
+"""The runtime: a rank carries out its row of a schedule, whatever the schedule is.
+
+    for action in row:
+        given = self.receive(action)
+        made = self.compute(action, given)
+        self.send(action, made)
 
     F  take the input, compute, keep input and output, hand the output over
     B  take the output's gradient, go backward, hand the input's gradient over
-    I  the same, but the weights' gradients are put off (`split_backward`)
-    W  those that I has put off
 
 A stage hands over to the stage after it or before it, as a message or, on the same
-rank, just so. What F keeps is dropped by B, or by I, and what I keeps by W: nothing is
-kept that the schedule does not ask for. The runtime knows no schedule by name.
-Chapter 10.
+rank, just so. What F keeps is dropped by B: nothing is kept that the schedule does not
+ask for. `Runtime` makes one step, `Pipeline` is a model that is trained so; what else
+one may want of it is in `PipelineParallel`. Chapter 10.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from ddp_course.measure import EventLog
-from ddp_course.mechanisms.recompute import recompute
-from ddp_course.pipeline.clocks import COMPUTE, VirtualClock, WallClock
-from ddp_course.pipeline.messages import Key, Messages
-from ddp_course.pipeline.program import Group
-from ddp_course.pipeline.schedule import Action
-from ddp_course.pipeline.split_backward import Later, Task
-from ddp_course.pipeline.stages import Stage
+from ddp_course.collectives import communicator
+from ddp_course.collectives.communicator import Communicator
+from ddp_course.collectives.port import Handle, Port
+from ddp_course.measure import active_meters
+from ddp_course.model import cross_entropy
+from ddp_course.pipeline.schedule import Action, Schedule
+from ddp_course.pipeline.stages import Stage, part_of_model, spine, stage_plan
 
-
-class PipelineError(RuntimeError):
-    """An action failed on this rank: says which one. What it raised is the cause."""
+Form = tuple[torch.dtype, tuple[int, ...]]  # of an activation, without its rows
 
 
-class Record:
-    """Writes what a rank does in a step into event logs, if there are any."""
-
-    def __init__(
-        self, logs: Sequence[EventLog], clock: WallClock | VirtualClock, step: int
-    ) -> None:
-        self.logs, self.clock, self.step = logs, clock, step
-
-    def __call__(
-        self, op: str, start: float, lane: str, nbytes: int = 0, **detail: Any
-    ) -> None:
-        """Add an event that ends now."""
-        for log in self.logs:
-            end = self.clock.now()
-            log.add(op, start, end, nbytes, lane=lane, step=self.step, **detail)
-
-
-class Run:
-    """One batch on its way through the pipeline, as far as one rank sees it.
+class Runtime:
+    """One batch on its way through a pipeline, as far as one rank sees it.
 
     Args:
-        stages: those of this rank, by number.
-        num_stages: of all ranks.
-        x, y: of each microbatch the model's input, and the targets or None.
-        weights: of each microbatch its part of the loss; their sum is 1.
-        messages: to and from other ranks.
-        later: where the layers leave what I puts off.
-        recomputed: keep the stages' inputs alone, and compute again in backward.
-        clock, record: what time it is, and who wants to know.
+        pipeline: has this rank's stages and knows the other ranks.
+        schedule: for as many ranks.
+        x: (B, ...), the model's input; y: (B, ...), the targets, or None.
     """
 
     def __init__(
-        self,
-        stages: Mapping[int, Stage],
-        num_stages: int,
-        x: Sequence[Tensor],
-        y: Sequence[Tensor | None],
-        messages: Messages,
-        later: Later,
-        recomputed: bool,
-        clock: WallClock | VirtualClock,
-        record: Callable[..., None],
+        self, pipeline: Pipeline, schedule: Schedule, x: Tensor, y: Tensor | None
     ) -> None:
-        self.stages, self.last = stages, num_stages - 1
-        self.x, self.y, self.messages = x, y, messages
-        self.later, self.recomputed = later, recomputed
-        self.clock, self.record = clock, record
-        self.do = {
-            "F": self._forward,
-            "B": self._backward,
-            "I": self._inputs,
-            "W": self._weights,
+        self.pipeline, self.stages, self.schedule = pipeline, pipeline.stages, schedule
+        self.port, self.forms = pipeline.port, pipeline.forms_of(x)
+        self.last, m = schedule.num_stages - 1, schedule.num_microbatches
+        self.x = x.to(pipeline.device).tensor_split(m)
+        self.y = [None] * m if y is None else y.to(pipeline.device).tensor_split(m)
+        self.weights = [len(part) / len(x) for part in self.x]  # of the loss; sum 1
+        self.kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # from F to B
+        self.made: dict[Action, Tensor] = {}  # here, or come from another rank
+        self.coming = {
+            peer: iter(schedule.messages(peer, self.port.rank))
+            for peer in range(schedule.num_ranks)
         }
-        rows = sum(map(len, x))
-        self.weights = [len(part) / rows for part in x]
-        self.made: dict[Key, Tensor] = {}  # and not yet handed over
-        self.kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # F -> B or I
-        self.put_off: dict[tuple[int, int], list[Task]] = {}  # I -> W
+        self.leaving: list[tuple[Tensor, Handle]] = []
         self.losses: dict[int, Tensor] = {}  # of the last stage, weighted
         self.outputs: dict[int, Tensor] = {}  # of the last stage, without targets
 
-    def __call__(self, groups: Sequence[Group]) -> None:
-        """Carry out this rank's row. Raises PipelineError from what goes wrong."""
-        for number, group in enumerate(groups):
-            self.messages.post(number)
-            if group[0].kind == "compute":
-                self._compute(group[0].action)
-            else:
-                self.messages.exchange(group, self.made)
-        self.messages.settle()
+    def run(self) -> None:
+        """Carry out this rank's row."""
+        for action in self.schedule.ranks[self.port.rank]:
+            given = self.receive(action)
+            made = self.compute(action, given)
+            self.send(action, made)
+        for _, handle in self.leaving:
+            handle.wait()
 
-    def _compute(self, action: Action) -> None:
-        stage, microbatch = action.stage, action.microbatch
-        taken = self._take(action)
-        start = self.clock.begin()
-        try:
-            self.do[action.op](stage, microbatch, taken)
-        except Exception as error:
-            raise PipelineError(
-                f"{action} failed ({NAMES[action.op]} of stage {stage}, microbatch "
-                f"{microbatch}): {type(error).__name__}: {error}"
-            ) from error
-        self.clock.end()
-        self.record(action.op, start, COMPUTE, stage=stage, microbatch=microbatch)
+    def receive(self, action: Action) -> Tensor | None:
+        """Return what another stage has made for `action`, or the batch; else None."""
+        source = self.schedule.source(action)
+        if source is None:
+            return self.x[action.microbatch] if action.op == "F" else None
+        peer = self.schedule.rank_of(source.stage)
+        while source not in self.made:  # messages have no names: they come in order
+            coming = next(self.coming[peer])
+            self.made[coming] = self.room_for(coming)
+            self.port.receive(self.made[coming], peer).wait()
+        return self.made.pop(source)
 
-    def _take(self, action: Action) -> Tensor | None:
-        """Return what the action needs from the stage before it, or after it."""
-        if action.op == "W" or (action.op != "F" and action.stage == self.last):
-            return None
-        if action.op == "F" and action.stage == 0:
-            return self.x[action.microbatch]
-        what, neighbour = ("activation", -1) if action.op == "F" else ("gradient", 1)
-        key = what, action.stage + neighbour, action.microbatch
-        if key in self.made:  # on this rank
-            return self.made.pop(key)
-        return self.messages.take(key)
+    def compute(self, action: Action, given: Tensor | None) -> Tensor | None:
+        """Go forward or backward; return what is made for another stage, or None."""
+        do = self.forward if action.op == "F" else self.backward
+        return do(action.stage, action.microbatch, given)
 
-    # ---- the four actions ------------------------------------------------------------
+    def send(self, action: Action, made: Tensor | None) -> None:
+        """Hand over what was made; nobody waits, its memory is kept until the end."""
+        peer = self.schedule.receiver(action)
+        if peer is not None:
+            made = made.contiguous()
+            self.leaving.append((made, self.port.send(made, peer)))
+        elif made is not None:
+            self.made[action] = made  # for another stage of this rank
 
-    def _forward(self, stage: int, microbatch: int, x: Tensor) -> None:
-        y = self.y[microbatch] if stage == self.last else None
-        arguments = (x,) if y is None else (x, y)
-        module, training = self.stages[stage], torch.is_grad_enabled()
+    def forward(self, stage: int, microbatch: int, x: Tensor) -> Tensor | None:
+        """F: the graph of this stage begins with a new leaf, and ends with its output.
+
+        Of the last stage, it ends with the microbatch's part of the batch's mean loss.
+        """
+        training = torch.is_grad_enabled()
         if stage > 0 and training:
             x.requires_grad_()
-        if self.recomputed and training:
-            output = recompute(module, *arguments)
-        else:
-            output = module(*arguments)
-        if y is not None:  # a mean over the microbatch's rows
+        y = self.y[microbatch] if stage == self.last else None
+        output = self.call(stage, x) if y is None else self.call(stage, x, y)
+        if y is not None:
             output = output * self.weights[microbatch]
             self.losses[microbatch] = output.detach()
         elif stage == self.last:
             self.outputs[microbatch] = output
-        else:
-            self.made["activation", stage, microbatch] = output.detach()
         if training:
             self.kept[stage, microbatch] = x, output
+        return output.detach() if stage < self.last else None
 
-    def _backward(self, stage: int, microbatch: int, gradient: Tensor | None) -> None:
+    def call(self, stage: int, *arguments: Tensor) -> Tensor:
+        """Compute a stage."""
+        return self.stages[stage](*arguments)
+
+    def backward(
+        self, stage: int, microbatch: int, gradient: Tensor | None
+    ) -> Tensor | None:
+        """B: enter the graph at its output; return the gradient of its input."""
         x, output = self.kept.pop((stage, microbatch))
         if output.requires_grad:
             torch.autograd.backward(output, gradient)
-        if stage > 0:
-            of_x = torch.zeros_like(x) if x.grad is None else x.grad
-            self.made["gradient", stage, microbatch] = of_x
+        if stage == 0:
+            return None
+        return torch.zeros_like(x) if x.grad is None else x.grad
 
-    def _inputs(self, stage: int, microbatch: int, gradient: Tensor | None) -> None:
-        with self.later.put_off() as tasks:
-            self._backward(stage, microbatch, gradient)
-        self.put_off[stage, microbatch] = tasks
-
-    @torch.no_grad()
-    def _weights(self, stage: int, microbatch: int, taken: None) -> None:
-        tasks = self.put_off.pop((stage, microbatch))
-        while tasks:  # one after the other lets go of what it needed
-            tasks.pop()()
+    def room_for(self, action: Action) -> Tensor:
+        """Return memory for what `action` makes: an activation, or its gradient."""
+        before_boundary = action.stage - (action.op != "F")
+        dtype, shape = self.forms[before_boundary]
+        rows = len(self.x[action.microbatch])
+        return torch.empty((rows, *shape), dtype=dtype, device=self.pipeline.device)
 
 
-NAMES = {
-    "F": "forward",
-    "B": "backward",
-    "I": "backward to the inputs",
-    "W": "gradients of the weights",
-}
+class Pipeline(nn.Module):
+    """This rank's layers of `model`, trained with the other ranks by any schedule.
+
+    Args:
+        model: the same on all ranks, with a `spine`, and no parameter on two ranks.
+        schedule: of F and B, for as many ranks as the group has.
+        sizes: for each stage the number of its layers.
+        group: the ranks of the pipeline, in order; None are all.
+        loss_fn: from the last layer's output and the targets to a mean over rows.
+
+    Attributes:
+        stages: this rank's, by number; `module` has their layers by their plain names.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        schedule: Schedule,
+        sizes: Sequence[int],
+        group: dist.ProcessGroup | None = None,
+        loss_fn: Callable[[Tensor, Tensor], Tensor] = cross_entropy,
+    ) -> None:
+        super().__init__()
+        self.schedule, self.comm = schedule, communicator(group)
+        homes = [schedule.rank_of(stage) for stage in range(schedule.num_stages)]
+        self.plan = stage_plan(model, sizes, homes)
+        rank, layers, names = self.comm.rank, spine(model), self.plan.layers
+        own = [stage for stage, home in enumerate(homes) if home == rank]
+        self.stages = {s: Stage([layers[n] for n in names[s]], loss_fn) for s in own}
+        self.module = part_of_model({n: layers[n] for s in own for n in names[s]})
+        holders = self.plan.holders
+        named = model.named_parameters()
+        self.parameters_by_name = {n: p for n, p in named if rank in holders[n]}
+        self.device = next(model.parameters()).device
+        self._forms: dict[tuple, dict[int, Form]] = {}
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        """Go forward and backward with a batch, and return its mean loss.
+
+        x: (B, T), y: (B, T), the same on all ranks; the first stage uses x, the last
+        one y. If B is no multiple of the number of microbatches, the first have one row
+        more, and count as much more.
+        """
+        runtime = Runtime(self, self.schedule, x, y)
+        runtime.run()
+        loss = self.own_loss(runtime)
+        dist.broadcast(loss, self.comm.ranks[self.plan.ranks[-1]], self.comm.group)
+        return loss
+
+    def own_loss(self, runtime: Runtime) -> Tensor:
+        """Return the sum of the microbatches' losses; 0 without the last stage."""
+        loss = torch.zeros((), device=self.device)
+        for microbatch in sorted(runtime.losses):
+            loss += runtime.losses[microbatch]
+        return loss
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield this rank's parameters, by their names in the plain model."""
+        for name, parameter in self.parameters_by_name.items():
+            yield prefix + ("." if prefix else "") + name, parameter
+
+    @property
+    def port(self) -> Port:
+        """How messages leave and arrive, counted by the meters that are open now."""
+        comm = self.comm
+        return Port(comm.group, comm.ranks, comm.rank, active_meters())
+
+    def forms_of(self, x: Tensor) -> dict[int, Form]:
+        """Return the forms of what passes each boundary; called by all ranks.
+
+        For a kind of batch that is new, one row of it goes through all stages.
+        """
+        kind = x.dtype, x.shape[1:]
+        if kind not in self._forms:
+            row = x[:1].to(self.device)
+            self._forms[kind] = rehearse(self.stages, self.plan.ranks, row, self.comm)
+        return self._forms[kind]
+
+
+@torch.no_grad()
+def rehearse(
+    stages: Mapping[int, nn.Module],
+    homes: Sequence[int],
+    row: Tensor,
+    comm: Communicator,
+) -> dict[int, Form]:
+    """Tell all ranks what each stage, of which `homes` are the ranks, hands over.
+
+    A stage is given one row of the right form, of zeros but for the first one. Its
+    layers are in evaluation mode meanwhile, so that they draw no random numbers and
+    change no running means.
+    """
+    forms: dict[int, Form] = {}
+    for stage, home in enumerate(homes[:-1]):
+        told = [None]
+        if home == comm.rank:
+            training = {m: m.training for m in stages[stage].modules()}
+            try:
+                made = stages[stage].eval()(row)
+            finally:
+                for module, was in training.items():
+                    module.training = was
+            told = [(made.dtype, tuple(made.shape[1:]))]
+        dist.broadcast_object_list(told, comm.ranks[home], comm.group)
+        dtype, shape = forms[stage] = told[0]
+        row = torch.zeros((1, *shape), dtype=dtype, device=row.device)
+    return forms

@@ -18,7 +18,7 @@ microbatches, first all forwards and then all backwards:
     rank 1 | 1F0 1F1 1B0 1B1
 
 Schedules can be printed, drawn, checked (`checker`) and played through in virtual time
-(`simulate`) without any process; `runtime` executes them on real ranks. The notation is
+(`simulate`) without any process; `runtime` carries them out on ranks. The notation is
 that of PyTorch's torch/distributed/pipelining/schedules.py. Chapters 10 and 11.
 """
 
@@ -77,14 +77,6 @@ class Action:
         stage, op, microbatch = found.groups()
         return cls(op, int(stage), int(microbatch))
 
-    @property
-    def made_for(self) -> int | None:
-        """The stage that gets the result: F's is the next, B's and I's the one before.
-
-        The last stage + 1 and -1 are none of the model's; W's result is for nobody.
-        """
-        return {"F": self.stage + 1, "W": None}.get(self.op, self.stage - 1)
-
     def __str__(self) -> str:
         return f"{self.stage}{self.op}{self.microbatch}"
 
@@ -137,22 +129,40 @@ class Schedule:
             raise ValueError(f"stage {stage} is on no rank")
         return self.homes[stage][0]
 
+    def source(self, action: Action) -> Action | None:
+        """Return the action of another stage whose result `action` takes, or None.
+
+        F takes the activation that the stage before has made, B and I the gradient that
+        the stage after has made. None: the batch, the loss, or what its own I has left.
+        """
+        stage, microbatch = action.stage, action.microbatch
+        if action.op == "F":
+            return Action("F", stage - 1, microbatch) if stage else None
+        if action.op == "W" or stage == self.num_stages - 1:
+            return None
+        return self.backward(stage + 1, microbatch)
+
     def needs(self, action: Action) -> tuple[Action, ...]:
         """Return the actions that must be done before `action` can begin.
 
-        F needs the activation that the stage before made; B and I need the activations
-        of their own F and the gradient that the stage after made; W needs its own I.
+        Its `source`; and B and I need the activations of their own F, W its own I.
         """
-        stage, microbatch = action.stage, action.microbatch
-        if action.op == "W":
-            return (Action("I", stage, microbatch),)
-        if action.op == "F":
-            before = stage - 1, microbatch
-            return (Action("F", *before),) if stage else ()
-        own = Action("F", stage, microbatch)
-        if stage == self.num_stages - 1:
-            return (own,)  # its gradient comes from the loss
-        return own, self.backward(stage + 1, microbatch)
+        own = {"B": "F", "I": "F", "W": "I"}.get(action.op)
+        mine = (Action(own, action.stage, action.microbatch),) if own else ()
+        source = self.source(action)
+        return mine if source is None else (*mine, source)
+
+    def receiver(self, action: Action) -> int | None:
+        """Return the rank to which the result of `action` is sent, or None."""
+        stage = {"F": action.stage + 1, "W": -1}.get(action.op, action.stage - 1)
+        if stage not in self.homes or stage == self.num_stages:
+            return None
+        peer, own = self.rank_of(stage), self.rank_of(action.stage)
+        return peer if peer != own else None
+
+    def messages(self, src: int, dst: int) -> tuple[Action, ...]:
+        """Return the actions of `src` whose results `dst` needs, in their order."""
+        return tuple(a for a in self.ranks[src] if self.receiver(a) == dst)
 
     def backward(self, stage: int, microbatch: int) -> Action:
         """Return what makes the gradient of the stage's input: its I, or else its B."""

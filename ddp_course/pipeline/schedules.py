@@ -100,7 +100,7 @@ def interleaved(
         own = range(rank, p * v, p)
         limit = (v - 1) * sizes[0] + 2 * (p - 1 - rank) + 1
         forwards = _in_groups("F", own, sizes)
-        rows.append(_at_most(limit, forwards, _in_groups("B", own[::-1], sizes)))
+        rows.append(at_most(limit, forwards, _in_groups("B", own[::-1], sizes)))
     return Schedule("interleaved", p * v, m, rows)
 
 
@@ -129,8 +129,8 @@ def zero_bubble(
         own = range(rank, p * v, p)
         limit = (v - 1) * sizes[0] + p - rank
         forwards = _in_groups("F", own, sizes)
-        row = _at_most(limit, forwards, _in_groups("I", own[::-1], sizes))
-        rows.append(_weights_behind(row, rank))
+        row = at_most(limit, forwards, _in_groups("I", own[::-1], sizes))
+        rows.append(weights_behind(row, rank))
     return Schedule("zero_bubble", p * v, m, rows)
 
 
@@ -141,12 +141,35 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "interleaved": interleaved,
     "zero_bubble": zero_bubble,
 }
+SEVERAL = ("interleaved", "zero_bubble")  # can have several stages on each rank
+
+
+def named(
+    name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None
+) -> Schedule:
+    """Return the schedule of that name.
+
+    `stages_per_rank` is for those in SEVERAL, by default 2 (interleaved) and 1. Raises
+    ValueError for another name or number.
+    """
+    if name not in SCHEDULES:
+        raise ValueError(
+            f"schedule is {name!r}; it can be {', '.join(SCHEDULES)}, or a Schedule"
+        )
+    if stages_per_rank is None:
+        return SCHEDULES[name](num_ranks, num_microbatches)
+    if name not in SEVERAL:
+        raise ValueError(
+            f"stages_per_rank is {stages_per_rank!r}; with schedule {name!r} each rank "
+            f"has one stage, with {' and '.join(SEVERAL)} it can have more"
+        )
+    return SCHEDULES[name](num_ranks, num_microbatches, stages_per_rank)
 
 
 # ---- the rule -----------------------------------------------------------------------
 
 
-def _at_most(
+def at_most(
     limit: int, forwards: Sequence[Action], backwards: Sequence[Action]
 ) -> list[Action]:
     """Go forward while fewer than `limit` are in flight, else backward."""
@@ -179,7 +202,7 @@ def _one_stage_per_rank(
     rows = []
     for rank in range(p):
         forwards, backwards = (_in_groups(op, [rank], [m]) for op in "FB")
-        rows.append(_at_most(limit(rank), forwards, backwards))
+        rows.append(at_most(limit(rank), forwards, backwards))
     return Schedule(name, p, m, rows)
 
 
@@ -194,7 +217,7 @@ def _in_groups(op: str, stages: Sequence[int], sizes: Sequence[int]) -> list[Act
     ]
 
 
-def _weights_behind(row: Sequence[Action], behind: int) -> Iterator[Action]:
+def weights_behind(row: Sequence[Action], behind: int) -> Iterator[Action]:
     """After each I but the first `behind` the oldest W that is due; the rest last."""
     due: list[Action] = []
     for action in row:

@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Rational, Real
 
-from ddp_course.pipeline.checker import check_sends, peak_activations
-from ddp_course.pipeline.play import Costs, Event, play
-from ddp_course.pipeline.program import program
-from ddp_course.pipeline.rendezvous import rendezvous
+from ddp_course.pipeline.checker import peak_activations
+from ddp_course.pipeline.messages import add_messages
+from ddp_course.pipeline.program import Costs, Timed, play
 from ddp_course.pipeline.schedule import Schedule
 
 COLUMNS = 200  # the most that a line of text is divided into
@@ -37,7 +36,7 @@ class Simulated:
     """
 
     schedule: Schedule
-    events: tuple[Event, ...]
+    events: tuple[Timed, ...]
     peak_activations: tuple[Fraction, ...]
 
     @property
@@ -76,22 +75,18 @@ def simulate(
     schedule: Schedule,
     costs: Costs | None = None,
     *,
-    sends: str = "buffered",
+    blocking: bool = False,
     weight_share: Real = 1,
 ) -> Simulated:
     """Return what happens when, on ranks that each compute as fast as `costs` say.
 
     Without `costs`, F, I and W take 1 each, B takes 2 and messages no time: then the
-    bubbles in `schedules` hold exactly. With `sends="blocking"` ranks also wait for
-    their messages to arrive at others, as in `rendezvous`. For `weight_share` see
+    bubbles in `schedules` hold exactly. With `blocking` ranks also wait for their
+    messages to arrive at others (`program`). For `weight_share` see
     `activations`. Raises ScheduleError for a schedule that comes to no end, ValueError
     for costs that do not fit. Chapters 10 and 11.
     """
-    check_sends(sends)
-    if sends == "blocking":
-        events = rendezvous(program(schedule), costs)
-    else:
-        events = play(schedule, costs)
+    events = play(add_messages(schedule), costs, blocking=blocking)
     return Simulated(
         schedule,
         tuple(sorted(events, key=lambda event: (event.start, event.end, event.rank))),
@@ -111,7 +106,7 @@ def _text(number: Real) -> str:
     return str(number) if isinstance(number, Rational) else f"{number:.3f}"
 
 
-def _chart(num_ranks: int, events: Sequence[Event]) -> list[str]:
+def _chart(num_ranks: int, events: Sequence[Timed]) -> list[str]:
     """Return a line for each rank: columns of time if all times are whole columns."""
     times = [time for event in events for time in (event.start, event.end)]
     column = _common(times)

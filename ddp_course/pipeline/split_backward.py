@@ -11,16 +11,14 @@ the others for later if it is told to; until then x and G are kept. In a transfo
 linear layers are nearly all of the weights' half; LayerNorm and embeddings stay where
 they are, in the first half. The sums are the same, so the gradients are, too.
 
-Qi et al. 2024, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241, section 2, and the
-WeightGradStore of its code. PyTorch walks through autograd's graph instead, and cuts it
-where the paths to inputs and to weights part (torch/distributed/pipelining,
-_backward.py). Chapter 11.
+Qi et al. 2024, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241, section 2. PyTorch
+walks through autograd's graph instead, and cuts it where the paths to inputs and to
+weights part (torch/distributed/pipelining, _backward.py). Chapter 11.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -29,29 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-Task = Callable[[], None]
-
-
-class Later:
-    """Where layers leave what can be done later: now, or put off until it is called.
-
-    with later.put_off() as tasks:
-        loss.backward()        # the gradients of the inputs
-    for task in tasks:
-        task()                 # those of the weights
-    """
-
-    def __init__(self) -> None:
-        self.tasks: list[Task] | None = None
-
-    @contextmanager
-    def put_off(self) -> Iterator[list[Task]]:
-        """Within this block, collect tasks in the list that it is given."""
-        self.tasks = tasks = []
-        try:
-            yield tasks
-        finally:
-            self.tasks = None
+from ddp_course.mechanisms.weight_gradients import WeightGradStore
 
 
 class SplitLinear(torch.autograd.Function):
@@ -59,11 +35,11 @@ class SplitLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, later: Later
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, store: WeightGradStore
     ) -> Tensor:
         """Return x Wᵀ + b: (..., in) -> (..., out)."""
         ctx.save_for_backward(x, weight)
-        ctx.parameters, ctx.later = (weight, bias), later
+        ctx.parameters, ctx.store = (weight, bias), store
         return F.linear(x, weight, bias)
 
     @staticmethod
@@ -71,19 +47,16 @@ class SplitLinear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of x, and those of W and b or, put off, None."""
         x, weight = ctx.saved_tensors
-        _, *needed = ctx.needs_input_grad[:3]
-        of_x = gradient @ weight if ctx.needs_input_grad[0] else None  # (..., in)
+        needs_x, *needed = ctx.needs_input_grad[:3]
+        of_x = gradient @ weight if needs_x else None  # (..., in)
         of_parameters = partial(_of_parameters, x, gradient, needed)
-        tasks = ctx.later.tasks
-        if tasks is None:
-            return of_x, *of_parameters(), None
-        if any(needed):
-            tasks.append(partial(_accumulate, ctx.parameters, of_parameters))
-        return of_x, None, None, None
+        if not any(needed):
+            return of_x, None, None, None
+        return of_x, *ctx.store.compute(ctx.parameters, of_parameters), None
 
 
 def _of_parameters(
-    x: Tensor, gradient: Tensor, needed: list[bool]
+    x: Tensor, gradient: Tensor, needed: Sequence[bool]
 ) -> list[Tensor | None]:
     """Return the gradients of W (out, in) and b (out,), those that are needed."""
     rows = gradient.reshape(-1, gradient.shape[-1])  # (N, out)
@@ -93,37 +66,24 @@ def _of_parameters(
     ]
 
 
-def _accumulate(
-    parameters: tuple[Tensor, Tensor | None],
-    gradients: Callable[[], list[Tensor | None]],
-) -> None:
-    """Add gradients to what the parameters have; nobody's hooks are called."""
-    for parameter, gradient in zip(parameters, gradients(), strict=True):
-        if gradient is None:
-            continue
-        if parameter.grad is None:
-            parameter.grad = gradient
-        else:
-            parameter.grad += gradient
-
-
-def split_backward(module: nn.Module, later: Later) -> None:
+def split_backward(module: nn.Module, store: WeightGradStore) -> None:
     """Let the linear layers of a module put their weights' gradients off.
 
     Changes what their `forward` does, for the instances. A layer of another kind that
-    can do so, too, has an attribute `later`, which is set (`waiting.Waiting` does).
+    can do so, too, has an attribute `weight_grads`, which is set; one that has not
+    computes its weights' gradients together with its input's.
     """
     for layer in module.modules():
         if type(layer) is nn.Linear:
-            layer.forward = partial(_forward, layer, later)
-        elif hasattr(layer, "later"):
-            layer.later = later
+            layer.forward = partial(_forward, layer, store)
+        elif hasattr(layer, "weight_grads"):
+            layer.weight_grads = store
 
 
-def _forward(layer: nn.Linear, later: Later, x: Tensor) -> Tensor:
+def _forward(layer: nn.Linear, store: WeightGradStore, x: Tensor) -> Tensor:
     if torch.is_autocast_enabled(x.device.type):
         raise RuntimeError(
             "backward in two halves (I and W) cannot be used with autocast; take a "
             "schedule with B, or a model whose layers are in the lower precision"
         )
-    return SplitLinear.apply(x, layer.weight, layer.bias, later)
+    return SplitLinear.apply(x, layer.weight, layer.bias, store)

@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-import torch
 from torch import Tensor, nn
+
+from ddp_course.model import cross_entropy
 
 
 def spine(model: nn.Module) -> dict[str, nn.Module]:
@@ -119,22 +120,7 @@ def _parameters(layers: Iterable[nn.Module]) -> list[nn.Parameter]:
     return list(found.values())
 
 
-class Part(nn.Module):
-    """Some of a model's layers, with the names that they have there."""
-
-    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
-        super().__init__()
-        for name, layer in layers.items():
-            holder: nn.Module = self
-            *path, last = name.split(".")
-            for step in path:
-                if step not in holder._modules:
-                    holder.add_module(step, nn.Module())
-                holder = holder.get_submodule(step)
-            holder.add_module(last, layer)
-
-
-class Stage(Part):
+class Stage(nn.Sequential):
     """A slice of the spine: from the activations before it to those after it.
 
     The last stage goes on to the loss, if it is given targets.
@@ -142,13 +128,11 @@ class Stage(Part):
 
     def __init__(
         self,
-        index: int,
-        layers: Mapping[str, nn.Module],
-        loss_fn: Callable[[Tensor, Tensor], Tensor],
+        layers: Iterable[nn.Module],
+        loss_fn: Callable[[Tensor, Tensor], Tensor] = cross_entropy,
     ) -> None:
-        super().__init__(layers)
-        self.index, self.loss_fn = index, loss_fn
-        self.line = tuple(layers.values())  # the same modules, in order
+        super().__init__(*layers)
+        self.loss_fn = loss_fn
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         """Call layer after layer: (B, T) or (B, T, C) -> (B, T, C), or a scalar loss.
@@ -156,46 +140,25 @@ class Stage(Part):
         Raises TypeError if a layer returns anything but a tensor: that is all that can
         be sent.
         """
-        for layer in self.line:
+        for layer in self:
             x = layer(x)
             if not isinstance(x, Tensor):
                 raise TypeError(
-                    f"a {type(layer).__name__} of stage {self.index} returned a "
-                    f"{type(x).__name__}; between layers there must be one tensor"
+                    f"a {type(layer).__name__} returned a {type(x).__name__}; between "
+                    "the layers of a pipeline there must be one tensor"
                 )
         return x if targets is None else self.loss_fn(x, targets)
 
 
-def build_stages(
-    model: nn.Module,
-    plan: StagePlan,
-    rank: int,
-    loss_fn: Callable[[Tensor, Tensor], Tensor],
-) -> dict[int, Stage]:
-    """Return the stages of `rank`, by number.
-
-    They are made of the model's own layers. Those of other ranks are not kept: they go
-    when the last reference to `model` does.
-    """
-    layers = spine(model)
-    return {
-        stage: Stage(stage, {name: layers[name] for name in names}, loss_fn)
-        for stage, names in enumerate(plan.layers)
-        if plan.ranks[stage] == rank
-    }
-
-
-def merged(stages: Iterable[Stage], plan: StagePlan) -> Part:
-    """Return the layers of several stages as one part of the model."""
-    layers = {}
-    for stage in stages:
-        layers |= zip(plan.layers[stage.index], stage.line, strict=True)
-    return Part(layers)
-
-
-def microbatches(x: Tensor, num_microbatches: int) -> tuple[Tensor, ...]:
-    """Cut a batch into microbatches along its rows; the first may have one row more.
-
-    Views, no copies.
-    """
-    return torch.tensor_split(x, num_microbatches)
+def part_of_model(layers: Mapping[str, nn.Module]) -> nn.Module:
+    """Return a module that has these layers under the names they have in the model."""
+    part = nn.Module()
+    for name, layer in layers.items():
+        *path, last = name.split(".")
+        holder = part
+        for step in path:
+            if step not in holder._modules:
+                holder.add_module(step, nn.Module())
+            holder = holder.get_submodule(step)
+        holder.add_module(last, layer)
+    return part

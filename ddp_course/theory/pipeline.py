@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Rational, Real
 
-from ddp_course.theory.checks import check_count, check_not_negative
+from ddp_course.theory.checks import check_count, check_not_negative, check_share
 
 PIPELINES = ("naive", "gpipe", "1f1b", "interleaved", "zero_bubble")
 STAGES_PER_RANK = {"interleaved": 2, "zero_bubble": 1}  # the others have always one
@@ -130,7 +130,7 @@ def pipeline_activations(
     v = _checked(schedule, p, m, stages_per_rank)
     if rank not in range(p):
         raise ValueError(f"rank is {rank!r}; it can be 0 to {p - 1}")
-    check_weight_share(weight_share)
+    check_share("weight_share", weight_share)
     if schedule == "naive":
         return Fraction(1)
     if schedule == "gpipe":
@@ -197,12 +197,6 @@ def pipeline_volume(
     boundaries = num_stages - 1
     nbytes = boundaries * batch * sequence * hidden * itemsize
     return PipelineVolume(2 * boundaries * num_microbatches, nbytes, nbytes)
-
-
-def check_weight_share(weight_share: Real) -> None:
-    """Raise ValueError unless `weight_share` is a part of a whole: from 0 to 1."""
-    if not isinstance(weight_share, Real) or not 0 <= weight_share <= 1:
-        raise ValueError(f"weight_share is {weight_share!r}; it must be from 0 to 1")
 
 
 def _checked(schedule: str, p: int, m: int, v: int | None) -> int:

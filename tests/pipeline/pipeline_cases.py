@@ -13,15 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_course.model import GPT, GPTConfig, build_gpt
-from ddp_course.pipeline import (
-    PipelineParallel,
-    gradients,
-    messages,
-)
+from ddp_course.pipeline import PipelineParallel, overlapped
 from ddp_course.pipeline import pipeline_parallel as module_of_ours
-from ddp_course.pipeline.gradients import SharedGradients
-from ddp_course.pipeline.messages import Messages
-from ddp_course.pipeline.runtime import Run
+from ddp_course.pipeline.overlapped import OverlappedRuntime
+from ddp_course.pipeline.shared_gradients import SharedGradients
 
 ROWS, TOKENS, CHARACTERS = 8, 5, 11  # rows that 3, 5, 6 and 7 cannot share equally
 GPT_TIED = GPTConfig(CHARACTERS, TOKENS, n_layer=6, n_head=2, d_model=14, tied=True)
@@ -187,7 +182,7 @@ def pytorchs(schedule: str, m: int, steps: int = 5) -> Trained:
 # ---- planted fakes: each is wrong in one way that is easy to overlook ----------------
 
 
-class NotDivided(Run):
+class NotDivided(OverlappedRuntime):
     """Adds the microbatches' gradients as if each were a batch."""
 
     def __init__(self, *args):
@@ -195,7 +190,7 @@ class NotDivided(Run):
         self.weights = [1.0] * len(self.weights)
 
 
-class EqualWeights(Run):
+class EqualWeights(OverlappedRuntime):
     """A mean of means: microbatches of different size count alike."""
 
     def __init__(self, *args):
@@ -203,23 +198,25 @@ class EqualWeights(Run):
         self.weights = [1 / len(self.weights)] * len(self.weights)
 
 
-class Stale(Run):
+class Stale(OverlappedRuntime):
     """The gradient of one microbatch goes through the graph of another."""
 
-    def _backward(self, stage, microbatch, gradient):
+    def backward(self, stage, microbatch, gradient):
         others = [k for s, k in self.kept if s == stage and k != microbatch]
         same = [k for k in others if len(self.x[k]) == len(self.x[microbatch])]
         if same and stage != self.last:
             one, other = (stage, microbatch), (stage, same[0])
             self.kept[one], self.kept[other] = self.kept[other], self.kept[one]
-        super()._backward(stage, microbatch, gradient)
+        return super().backward(stage, microbatch, gradient)
 
 
-class WeightsForgotten(Run):
+class WeightsForgotten(OverlappedRuntime):
     """What I has put off is never done."""
 
-    def _weights(self, stage, microbatch, taken):
-        self.put_off.pop((stage, microbatch))
+    def halves(self, action, given):
+        if action.op == "W":
+            return None
+        return super().halves(action, given)
 
 
 class TiedTwice(SharedGradients):
@@ -227,7 +224,7 @@ class TiedTwice(SharedGradients):
 
     def sum(self, port):
         super().sum(port)
-        for parameter in self.held:
+        for parameter in self.shared:
             parameter.grad *= 2
 
 
@@ -240,7 +237,7 @@ class TiedNotAtAll(SharedGradients):
                 parameter.grad = before
 
 
-class Overwritten(Messages):
+class Overwritten(OverlappedRuntime):
     """Sends everything from one buffer, and does not wait until it has left.
 
     It goes well as long as all messages leave at once; so the last rank is late.
@@ -251,11 +248,12 @@ class Overwritten(Messages):
             time.sleep(0.03)
         super().post(number)
 
-    def _send(self, step, tensor):
+    def send_to(self, peer, action):
+        tensor = self.made[action]
         buffer = self.__dict__.setdefault("buffer", torch.empty(10_000))
-        room = buffer[: tensor.numel()].view(tensor.shape)
-        room.copy_(tensor)
-        super()._send(step, room)
+        self.made[action] = buffer[: tensor.numel()].view(tensor.shape)
+        self.made[action].copy_(tensor)
+        super().send_to(peer, action)
 
 
 class NextBatch(PipelineParallel):
@@ -278,16 +276,16 @@ def fake(name: str, schedule: str, m: int) -> Trained:
 
 
 FAKES: dict[str, list[tuple]] = {
-    "not divided": [(module_of_ours, "Run", NotDivided)],
-    "equal weights": [(module_of_ours, "Run", EqualWeights)],
-    "stale": [(module_of_ours, "Run", Stale)],
-    "weights forgotten": [(module_of_ours, "Run", WeightsForgotten)],
-    "tied twice": [(gradients, "SharedGradients", TiedTwice)],
-    "tied not at all": [(gradients, "SharedGradients", TiedNotAtAll)],
+    "not divided": [(module_of_ours, "OverlappedRuntime", NotDivided)],
+    "equal weights": [(module_of_ours, "OverlappedRuntime", EqualWeights)],
+    "stale": [(module_of_ours, "OverlappedRuntime", Stale)],
+    "weights forgotten": [(module_of_ours, "OverlappedRuntime", WeightsForgotten)],
+    "tied twice": [(module_of_ours, "SharedGradients", TiedTwice)],
+    "tied not at all": [(module_of_ours, "SharedGradients", TiedNotAtAll)],
     "overwritten": [
-        (module_of_ours, "Messages", Overwritten),
-        (messages, "AHEAD", 0),
-        (messages, "UNDER_WAY", 100),
+        (module_of_ours, "OverlappedRuntime", Overwritten),
+        (overlapped, "AHEAD", 0),
+        (overlapped, "UNDER_WAY", 100),
     ],
     "next batch": [],
 }

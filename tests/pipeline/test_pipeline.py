@@ -23,6 +23,7 @@ from pipeline_cases import (
     whole,
 )
 
+from ddp_course.data_parallel import DistributedDataParallel
 from ddp_course.launch import spawn
 from ddp_course.pipeline import SCHEDULES
 
@@ -100,11 +101,12 @@ def two_pipelines(schedule: str) -> dict:
     rank = dist.get_rank()
     pp = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     dp = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-    pipeline = PipelineParallel(tied(rank), schedule, 2, pp, dp_group=dp)
+    pipeline = PipelineParallel(tied(rank), schedule, 2, pp)
+    replica = DistributedDataParallel(pipeline, dp)
     optimizer = adamw(pipeline.parameters())
     for step in range(5):
         optimizer.zero_grad()
-        pipeline.step(*(t.chunk(2)[rank // 2] for t in batch(step)))
+        replica.step(*(t.chunk(2)[rank // 2] for t in batch(step)))
         pipeline.clip_grad_norm_(1.0)
         optimizer.step()
     return pipeline.full_state_dict()

@@ -8,11 +8,19 @@ from pipeline_cases import batch, tied, untied
 from torch import nn
 
 from ddp_course.measure import Event
-from ddp_course.pipeline import bubble, gpipe, one_f_one_b, program, spine, stage_plan
-from ddp_course.pipeline.clocks import VirtualClock, WallClock
-from ddp_course.pipeline.messages import Messages, horizons
-from ddp_course.pipeline.split_backward import Later, SplitLinear, split_backward
-from ddp_course.pipeline.stages import Stage, microbatches
+from ddp_course.mechanisms.weight_gradients import WeightGradStore
+from ddp_course.pipeline import (
+    add_messages,
+    bubble,
+    gpipe,
+    one_f_one_b,
+    spine,
+    stage_plan,
+)
+from ddp_course.pipeline.clocks import VirtualClock
+from ddp_course.pipeline.overlapped import horizons
+from ddp_course.pipeline.split_backward import SplitLinear, split_backward
+from ddp_course.pipeline.stages import Stage
 
 
 def test_the_spine_called_layer_by_layer_is_the_model():
@@ -42,44 +50,17 @@ def test_a_cut_that_does_not_fit_is_refused(sizes):
         stage_plan(tied(), sizes, [0, 1])
 
 
-def test_microbatches_are_parts_of_the_batch():
-    x = torch.arange(8)
-    assert [len(part) for part in microbatches(x, 3)] == [3, 3, 2]
-    assert torch.equal(torch.cat(microbatches(x, 5)), x)
-
-
 def test_receives_are_posted_ahead_and_never_behind():
     for schedule in (one_f_one_b(3, 4), gpipe(3, 4)):
-        for groups in program(schedule).ranks:
+        for groups in add_messages(schedule).ranks:
             found = horizons(groups, 2)
             assert all(horizon >= n for n, horizon in enumerate(found))
             assert found == sorted(found)
             actions = [n for n, g in enumerate(groups) if g[0].kind == "compute"]
             assert found[0] == actions[2]
+            # A message may arrive two actions before it is needed, not later: then it
+            # would travel while nobody computes.
             assert found[-1] == len(groups) - 1
-
-
-class Receives:
-    """A port that only counts."""
-
-    count = 0
-
-    def receive(self, tensor, peer):
-        self.count += 1
-
-
-def test_two_actions_before_it_is_needed_a_message_may_arrive():
-    """Not later: then it would travel while nobody computes."""
-    groups = program(gpipe(2, 4)).ranks[1]  # a receive and a forward take turns
-    port, forms = Receives(), {0: (torch.float32, (3,))}
-    messages = Messages(
-        groups, port, torch.device("cpu"), [1] * 4, forms, WallClock(), print
-    )
-    posted = []
-    for number in range(6):
-        messages.post(number)
-        posted.append(port.count)
-    assert posted == [3, 3, 4, 4, 4, 4]
 
 
 def test_backward_in_two_halves_gives_the_same_bits():
@@ -88,20 +69,19 @@ def test_backward_in_two_halves_gives_the_same_bits():
     for split in (False, True):
         model = untied()
         model.blocks[2].requires_grad_(False)
-        stage = Stage(0, spine(model), lambda o, t: o.square().mean())
-        later = Later()
+        stage = Stage(spine(model).values(), lambda o, t: o.square().mean())
+        store = WeightGradStore()
         if split:
-            split_backward(stage, later)
-            with later.put_off() as tasks:
+            split_backward(stage, store)
+            with store.collect() as tasks:
                 stage(x, y).backward()
             put_off = [n for n, p in stage.named_parameters() if p.grad is None]
-            assert "blocks.0.mlp.up.weight" in put_off
-            assert "blocks.0.norm2.weight" not in put_off
+            assert "1.mlp.up.weight" in put_off
+            assert "1.norm2.weight" not in put_off
             assert len(tasks) == 5 * 4 + 1  # a block is frozen, and head.out is linear
             stage(x, y).backward()  # not put off
             for task in tasks:
-                with torch.no_grad():
-                    task()
+                task()
         else:
             for _ in range(2):
                 stage(x, y).backward()
@@ -119,10 +99,10 @@ def test_a_split_linear_layer_has_the_right_gradients():
         torch.randn(*shape, dtype=torch.float64, requires_grad=True)
         for shape in ((2, 3, 5), (4, 5), (4,))
     ]
-    assert torch.autograd.gradcheck(SplitLinear.apply, (*arguments, Later()))
+    assert torch.autograd.gradcheck(SplitLinear.apply, (*arguments, WeightGradStore()))
     with torch.autocast("cpu"), pytest.raises(RuntimeError, match="autocast"):
         layer = nn.Linear(2, 2)
-        split_backward(layer, Later())
+        split_backward(layer, WeightGradStore())
         layer(torch.ones(1, 2))
 
 

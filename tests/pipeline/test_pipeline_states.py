@@ -9,6 +9,7 @@ from pipeline_cases import PipelineParallel, adamw, batch, tied
 from torch import nn
 
 from ddp_course.collectives import CollectiveError
+from ddp_course.data_parallel import DistributedDataParallel
 from ddp_course.launch import RankError, spawn
 from ddp_course.mechanisms.agreement import ReplicaError
 from ddp_course.pipeline import parse
@@ -155,17 +156,17 @@ def test_what_cannot_be_is_refused_on_all_ranks_in_the_same_words():
         assert words in told[0][case], told[0][case]
 
 
-def one_pipeline_of_two() -> str:
+def two_pipelines_of_other_stages() -> str:
     rank = dist.get_rank()
     pp = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     dp = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-    sizes = [5, 3] if rank < 2 else [5, 4]
-    return refused(PipelineParallel, tied(), group=pp, dp_group=dp, sizes=sizes)
+    pipeline = PipelineParallel(tied(), group=pp, sizes=[5 - rank // 2, 3 + rank // 2])
+    return refused(DistributedDataParallel, pipeline, dp)
 
 
-def test_what_one_pipeline_cannot_do_is_refused_by_the_others_beside_it():
-    told = spawn(one_pipeline_of_two, world_size=4, output="none", timeout=60)
-    assert all("sizes is [5, 4]; it must be a number" in words for words in told)
+def test_pipelines_of_other_stages_are_no_replicas():
+    told = spawn(two_pipelines_of_other_stages, world_size=4, output="none", timeout=60)
+    assert all("the ranks differ" in words and "missing" in words for words in told)
 
 
 class Breaks(nn.Module):

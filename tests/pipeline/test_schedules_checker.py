@@ -16,18 +16,17 @@ from ddp_course.pipeline import (
     Action,
     Schedule,
     ScheduleError,
+    add_messages,
     check,
     gpipe,
     interleaved,
     naive,
     one_f_one_b,
     parse,
-    program,
     simulate,
     zero_bubble,
 )
-from ddp_course.pipeline.program import Program, Step
-from ddp_course.pipeline.rendezvous import rendezvous
+from ddp_course.pipeline.program import Instruction, Program, play
 
 MAKERS = list(SCHEDULES.values())
 
@@ -80,14 +79,14 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("sends", ["blocking", "buffered"])
+@pytest.mark.parametrize("blocking", [True, False])
 @pytest.mark.parametrize("name", PLANTED)
-def test_the_first_thing_that_is_wrong_is_named(name, sends):
+def test_the_first_thing_that_is_wrong_is_named(name, blocking):
     rows, message = PLANTED[name]
     planted = parse("planted", rows)
     assert not can_be_run(planted)
     with pytest.raises(ScheduleError) as caught:
-        check(planted, sends=sends)
+        check(planted, blocking=blocking)
     assert str(caught.value).startswith("planted: ")
     assert message in str(caught.value)
 
@@ -130,13 +129,6 @@ def test_what_w_needs_is_kept_until_w():
     assert check(hoarding).peak_activations == (3,)
 
 
-def test_sends_has_two_values():
-    with pytest.raises(ValueError, match="sends is 'both'; it can be 'blocking' or"):
-        check(gpipe(1, 1), sends="both")
-    with pytest.raises(ValueError, match="sends is 'both'"):
-        simulate(gpipe(1, 1), sends="both")
-
-
 # ---- mutations ----------------------------------------------------------------------
 
 
@@ -173,9 +165,9 @@ def mutated(draw) -> Schedule:
 @given(schedule=mutated(), seed=st.integers(0, 1000))
 def test_mutated_schedules_are_judged_as_if_they_were_run(schedule, seed):
     legal = can_be_run(schedule, seed)
-    for sends in ("blocking", "buffered"):
+    for blocking in (True, False):
         try:
-            proof = check(schedule, sends=sends)
+            proof = check(schedule, blocking=blocking)
         except ScheduleError as error:
             assert not legal, f"{error}\n{schedule}"
         else:
@@ -199,11 +191,11 @@ def check_witness(proof) -> None:
 
 def test_a_program_as_it_is_printed():
     """The module's own example, to its end."""
-    assert str(program(one_f_one_b(2, 3))).splitlines() == [
+    assert str(add_messages(one_f_one_b(2, 3))).splitlines() == [
         "rank 0 | 0F0  >0F0  0F1  >0F1+<1B0  0B0  0F2  >0F2+<1B1  0B1  <1B2  0B2",
         "rank 1 | <0F0  1F0  <0F1  1B0  >1B0  1F1  1B1  <0F2+>1B1  1F2  1B2  >1B2",
     ]
-    assert str(program(one_f_one_b(2, 3), fused=False)).splitlines() == [
+    assert str(add_messages(one_f_one_b(2, 3), fused=False)).splitlines() == [
         "rank 0 | 0F0  >0F0  0F1  >0F1  <1B0  0B0  0F2  >0F2  <1B1  0B1  <1B2  0B2",
         "rank 1 | <0F0  1F0  1B0  >1B0  <0F1  1F1  1B1  >1B1  <0F2  1F2  1B2  >1B2",
     ]
@@ -214,7 +206,7 @@ def test_a_program_as_it_is_printed():
 def test_every_message_is_sent_once_and_received_once(make, fused):
     for p, m in [(1, 2), (2, 1), (2, 5), (3, 4), (4, 4)]:
         made = make(p, m)
-        steps = program(made, fused=fused)
+        steps = add_messages(made, fused=fused)
         sent, received = set(), set()
         for rank, groups in enumerate(steps.ranks):
             flat = [step for group in groups for step in group]
@@ -224,8 +216,6 @@ def test_every_message_is_sent_once_and_received_once(make, fused):
                 assert len(group) == 1 or "compute" not in {s.kind for s in group}
                 assert fused or len(group) == 1
             for step in flat:
-                key = step.action, step.stage, step.microbatch
-                assert key[1:] == (step.action.stage, step.action.microbatch)
                 if step.kind == "send":
                     assert (rank, step.peer, step.action) not in sent
                     sent.add((rank, step.peer, step.action))
@@ -233,18 +223,16 @@ def test_every_message_is_sent_once_and_received_once(make, fused):
                     assert (step.peer, rank, step.action) not in received
                     received.add((step.peer, rank, step.action))
                     forward = step.action.op == "F"
-                    assert step.what == ("activation" if forward else "gradient")
-                    needed = step.action.made_for
-                    assert needed == step.stage + (1 if forward else -1)
+                    needed = step.action.stage + (1 if forward else -1)
                     assert made.rank_of(needed) == rank
                 else:
-                    assert step.what is None and step.peer is None
+                    assert step.peer is None
         assert sent == received
         volume = theory.pipeline_volume(made.num_stages, m, m, 1, 1)
         assert len(sent) == (volume.messages if p > 1 else 0)
         for src in range(p):
             for dst in range(p):
-                order = steps.messages(src, dst)
+                order = made.messages(src, dst)
                 assert {(src, dst, a) for a in order} == {
                     key for key in sent if key[:2] == (src, dst)
                 }
@@ -258,8 +246,8 @@ def test_one_message_at_a_time_is_not_enough_for_1f1b(name):
     """With blocking sends; naive and GPipe have never two messages that cross."""
     for p, m in [(2, 2), (2, 5), (3, 4), (4, 8)]:
         made = SCHEDULES[name](p, m)
-        assert meets(program(made, fused=False)) == ALONE.get(name, False)
-        check(made, sends="buffered", fused=False)
+        assert meets(add_messages(made, fused=False)) == ALONE.get(name, False)
+        check(made, blocking=False, fused=False)
         if name in ALONE:
             check(made, fused=False)
             continue
@@ -280,7 +268,7 @@ def test_blocking_costs_no_time_but_between_two_interleaved_ranks():
     for name in SCHEDULES:
         for p, m in [(1, 3), (2, 1), (2, 8), (3, 7), (4, 4), (4, 8), (6, 8)]:
             made = SCHEDULES[name](p, m)
-            blocking = simulate(made, sends="blocking").makespan
+            blocking = simulate(made, blocking=True).makespan
             if name == "interleaved" and p == 2 and m > 2:
                 assert blocking > simulate(made).makespan
             else:
@@ -293,7 +281,7 @@ def mutated_program(draw) -> Program:
     made = draw(st.sampled_from(MAKERS))(
         draw(st.integers(2, 3)), draw(st.integers(1, 3))
     )
-    steps = program(made, fused=draw(st.booleans()))
+    steps = add_messages(made, fused=draw(st.booleans()))
     rows = [list(row) for row in steps.ranks]
     for _ in range(draw(st.integers(0, 2))):
         row = draw(st.sampled_from(rows))
@@ -312,7 +300,7 @@ def mutated_program(draw) -> Program:
 @given(steps=mutated_program(), seed=st.integers(0, 1000))
 def test_mutated_programs_are_judged_as_if_they_were_run(steps, seed):
     try:
-        rendezvous(steps)
+        play(steps, blocking=True)
     except ScheduleError as error:
         assert not meets(steps, seed), f"{error}\n{steps}"
     else:
@@ -325,9 +313,9 @@ def hand_made(*rows: str) -> Program:
     ranks = tuple(
         tuple(
             tuple(
-                Step(kinds[word[0]], Action.parse(word[1:]), 1 - rank)
+                Instruction(kinds[word[0]], Action.parse(word[1:]), 1 - rank)
                 if word[0] in kinds
-                else Step("compute", Action.parse(word))
+                else Instruction("compute", Action.parse(word))
                 for word in group.split("+")
             )
             for group in row.split()
@@ -353,7 +341,7 @@ def hand_made(*rows: str) -> Program:
 def test_programs_made_by_hand(rows, message):
     assert not meets(hand_made(*rows))
     with pytest.raises(ScheduleError, match=message):
-        rendezvous(hand_made(*rows))
+        play(hand_made(*rows), blocking=True)
 
 
 def test_a_proof_as_it_is_printed():
@@ -361,4 +349,4 @@ def test_a_proof_as_it_is_printed():
         "naive is legal with blocking sends; activations of 1, 1 microbatches at most "
         "on ranks 0 to 1; one by one: 0F0 1F0 1B0 0B0"
     )
-    assert check(interleaved(2, 2), sends="buffered").sends == "buffered"
+    assert check(interleaved(2, 2), blocking=False).blocking is False

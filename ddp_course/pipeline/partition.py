@@ -1,6 +1,6 @@
 """Where to cut a model into stages: the slowest stage sets the pace of all.
 
-`cut` gets what each layer costs, in any unit: multiply-adds, which one can count
+`partition` gets what each layer costs, in any unit: multiply-adds, which one can count
 (`layer_costs`), or seconds, which one can measure (`layer_seconds`). Chapter 10.
 """
 
@@ -20,13 +20,13 @@ from ddp_course.model import GPTConfig
 from ddp_course.theory.checks import check_count, check_not_negative
 
 
-def cut(costs: Sequence[Real], num_stages: int) -> tuple[slice, ...]:
-    """Return the layers of each stage: slices of the list of layers, none empty.
+def partition(costs: Sequence[Real], num_stages: int) -> tuple[int, ...]:
+    """Return how many layers each stage has, one at least.
 
-    The most expensive stage costs as little as it can. Among all such cuts the one with
-    the smallest sum of squares is taken, which keeps the other stages alike, too, and
-    of several the one with the most layers in its last stages. The same costs always
-    give the same cut. `cut([0, 4, 4, 4, 4, 1], 2)` is `(slice(0, 3), slice(3, 6))`.
+    The most expensive stage costs as little as it can. Among all such partitions the
+    one with the smallest sum of squares is taken, which keeps the other stages alike,
+    too, and of several the one with the most layers in its last stages. The same costs
+    always give the same sizes. `partition([0, 4, 4, 4, 4, 1], 2)` is `(3, 3)`.
 
     Raises ValueError for a negative or infinite cost, for fewer than one stage, and for
     more stages than layers. Source: dynamic programming, Bellman 1957. Chapter 10.
@@ -49,7 +49,7 @@ def cut(costs: Sequence[Real], num_stages: int) -> tuple[slice, ...]:
 
     least, _ = _best(len(costs), num_stages, stage, max)
     _, ends = _best(len(costs), num_stages, squared, lambda one, other: one + other)
-    return tuple(slice(first, last) for first, last in pairwise(ends))
+    return tuple(last - first for first, last in pairwise(ends))
 
 
 def _best(

@@ -1,10 +1,10 @@
-"""Stages cut by cost: against all cuts there are, and what a layer costs."""
+"""Stages by cost: against all partitions there are, and what a layer costs."""
 
 from __future__ import annotations
 
 import time
 from fractions import Fraction
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 
 import pytest
 import torch
@@ -15,15 +15,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from ddp_course.model import PRESETS, build_gpt
-from ddp_course.pipeline.cut import cut, layer_costs, layer_seconds
+from ddp_course.pipeline import layer_costs, layer_seconds, partition
 
 
-def every_cut(costs, num_stages):
-    """All that the number of stages leaves, as (costs of the stages, slices)."""
+def stage_costs(costs, sizes):
+    """Return what each stage costs, of so many layers each."""
+    ends = accumulate(sizes, initial=0)
+    return [sum(costs[first:last]) for first, last in pairwise(ends)]
+
+
+def every_partition(costs, num_stages):
+    """Yield all sizes that the number of stages leaves."""
     for inner in combinations(range(1, len(costs)), num_stages - 1):
-        ends = pairwise([0, *inner, len(costs)])
-        slices = tuple(slice(first, last) for first, last in ends)
-        yield [sum(costs[part]) for part in slices], slices
+        yield [last - first for first, last in pairwise([0, *inner, len(costs)])]
 
 
 @settings(max_examples=100, deadline=None)
@@ -31,42 +35,38 @@ def every_cut(costs, num_stages):
     costs=st.lists(st.integers(0, 9) | st.fractions(0, 3), min_size=1, max_size=8),
     data=st.data(),
 )
-def test_no_cut_is_better(costs, data):
+def test_no_partition_is_better(costs, data):
     num_stages = data.draw(st.integers(1, len(costs)))
-    found = cut(costs, num_stages)
-    assert [i for part in found for i in range(len(costs))[part]] == [
-        *range(len(costs))
-    ]
+    found = partition(costs, num_stages)
+    assert min(found) >= 1 and sum(found) == len(costs)
 
-    def price(stages):
+    def price(sizes):
+        stages = stage_costs(costs, sizes)
         return max(stages), sum(cost**2 for cost in stages)
 
-    best = min(price(stages) for stages, _ in every_cut(costs, num_stages))
-    assert price([sum(costs[part]) for part in found]) == best
-    assert cut(costs, num_stages) == found
+    assert price(found) == min(map(price, every_partition(costs, num_stages)))
+    assert partition(costs, num_stages) == found
 
 
 def test_what_is_cheap_goes_with_what_is_dear():
-    assert cut([0, 4, 4, 4, 4, 1], 2) == (slice(0, 3), slice(3, 6))
-    assert cut([0, 4, 4, 4, 4, 6], 2) == (slice(0, 4), slice(4, 6))
-    assert cut([1, 1, 1, 9], 2) == (slice(0, 3), slice(3, 4))
-    assert cut([5], 1) == (slice(0, 1),)
-    assert cut([0.5, 0.5, 0.5], 3) == (slice(0, 1), slice(1, 2), slice(2, 3))
+    assert partition([0, 4, 4, 4, 4, 1], 2) == (3, 3)
+    assert partition([0, 4, 4, 4, 4, 6], 2) == (4, 2)
+    assert partition([1, 1, 1, 9], 2) == (3, 1)
+    assert partition([5], 1) == (1,)
+    assert partition([0.5, 0.5, 0.5], 3) == (1, 1, 1)
     # Stages of 4, 3, 1 would be no slower than 4, 2, 2, but less alike.
-    assert cut([4, 1, 1, 1, 1], 3) == (slice(0, 1), slice(1, 3), slice(3, 5))
+    assert partition([4, 1, 1, 1, 1], 3) == (1, 2, 2)
 
 
 def test_the_gpt_on_two_three_and_four_ranks():
     """The embedding costs nothing and the head little: each goes with a block."""
     costs = layer_costs(PRESETS["1m"])
-    assert cut(costs, 2) == (slice(0, 3), slice(3, 6))
-    ends = [part.stop for part in cut(costs, 4)]
-    assert ends == [2, 3, 4, 6]
-    assert max(sum(costs[part]) for part in cut(costs, 4)) == costs[1] + costs[5]
-    even = [sum(costs[part]) for part in (slice(0, 2), slice(2, 4), slice(4, 6))]
-    assert max(sum(costs[part]) for part in cut(costs, 3)) == max(even)
-    eight = layer_costs(PRESETS["8m"])
-    assert [part.stop for part in cut(eight, 4)] == [3, 5, 7, 10]
+    assert partition(costs, 2) == (3, 3)
+    assert partition(costs, 4) == (2, 1, 1, 2)
+    assert max(stage_costs(costs, (2, 1, 1, 2))) == costs[1] + costs[5]
+    three = max(stage_costs(costs, partition(costs, 3)))
+    assert three == max(stage_costs(costs, (2, 2, 2)))
+    assert partition(layer_costs(PRESETS["8m"]), 4) == (3, 2, 2, 3)
 
 
 @pytest.mark.parametrize(
@@ -80,9 +80,9 @@ def test_the_gpt_on_two_three_and_four_ranks():
         ([float("nan"), 2], 1, r"costs\[0\] is nan"),
     ],
 )
-def test_bad_cuts(costs, stages, message):
+def test_bad_partitions(costs, stages, message):
     with pytest.raises(ValueError, match=message):
-        cut(costs, stages)
+        partition(costs, stages)
 
 
 @pytest.mark.parametrize(("preset", "tokens"), [("1m", None), ("1m", 16), ("8m", 128)])
@@ -120,7 +120,7 @@ def test_measured_seconds_cut_where_they_should():
     seconds = layer_seconds(layers, torch.ones(2), repeats=3)
     assert len(seconds) == 4
     assert seconds[3] >= 0.03 and seconds[1] >= 0.01
-    assert cut([Fraction(s) for s in seconds], 2)[-1].stop == 4
+    assert partition([Fraction(s) for s in seconds], 2) == (3, 1)
     assert all(layer.weight.grad is None for layer in layers)
     with pytest.raises(ValueError, match="repeats is 0"):
         layer_seconds(layers, torch.ones(2), repeats=0)
