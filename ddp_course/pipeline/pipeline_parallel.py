@@ -18,6 +18,7 @@ Chapters 10 and 11.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
@@ -106,14 +107,15 @@ class PipelineParallel(WholeState, Pipeline):
         program, plan = agreed(model, group, wanted, sizes, **options)
         comm = communicator(group)
         broadcast_all([*model.parameters(), *model.buffers()], comm.ranks[0], group)
+        bare = copy.copy(model)  # its methods, without keeping its layers
+        bare._modules = {}
+        own_loss = loss_fn in (None, cross_entropy)
+        loss_fn = loss_fn or getattr(bare, "loss_fn", cross_entropy)
+        sizes = [len(layers) for layers in plan.layers]
+        super().__init__(model, program.schedule, sizes, group, loss_fn)
+        self.program, self.bare = program, [bare]  # in a list: it is no layer
         # What the model takes and its loss compares, if they are this course's own.
         config = getattr(model, "config", None)
-        own_loss = loss_fn in (None, cross_entropy)
-        loss_fn = loss_fn or getattr(model, "loss_fn", cross_entropy)
-        super().__init__(
-            model, program.schedule, list(map(len, plan.layers)), group, loss_fn
-        )
-        self.program = program
         self.config = config if isinstance(config, GPTConfig) else None
         self.takes_targets = self.config is not None and own_loss
         self.plain = PlainModel.of(model)
@@ -168,7 +170,10 @@ class PipelineParallel(WholeState, Pipeline):
         if y is not None:
             return None, self._loss_of(runtime)
         parts = [runtime.outputs[k] for k in sorted(runtime.outputs)]
-        return (torch.cat(parts) if parts else None), None
+        if not parts:
+            return None, None
+        gather = getattr(self.bare[0], "gather_logits", lambda logits: logits)
+        return gather(torch.cat(parts)), None
 
     @cached_property
     def forward_program(self) -> Program:
@@ -216,6 +221,8 @@ class PipelineParallel(WholeState, Pipeline):
         """Compare what is to be done, with which batch, before anything is sent."""
         problem = problem or self._broken or self._problem_with(x, y)
         self.comm.agree_now(f"{name}(x {described(x)}, y {described(y)})", problem)
+        if hasattr(self.bare[0], "check_tokens"):
+            self.bare[0].check_tokens(x, y)
 
     def _problem_with(self, x: Any, y: Any) -> str | None:
         """Return why this batch cannot be used, or None."""

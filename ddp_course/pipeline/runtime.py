@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from ddp_course.collectives import communicator
 from ddp_course.collectives.communicator import Communicator
 from ddp_course.collectives.port import Handle, Port
-from ddp_course.measure import active_meters
 from ddp_course.model import cross_entropy
 from ddp_course.pipeline.schedule import Action, Schedule
 from ddp_course.pipeline.stages import Stage, part_of_model, spine, stage_plan
@@ -204,8 +203,7 @@ class Pipeline(nn.Module):
     @property
     def port(self) -> Port:
         """How messages leave and arrive, counted by the meters that are open now."""
-        comm = self.comm
-        return Port(comm.group, comm.ranks, comm.rank, active_meters())
+        return Port(self.comm.group)
 
     def forms_of(self, x: Tensor) -> dict[int, Form]:
         """Return the forms of what passes each boundary; called by all ranks.
