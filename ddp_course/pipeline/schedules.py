@@ -75,13 +75,11 @@ def interleaved(
     pipeline takes 1/v of the time: bubble (p-1)/v / (m + (p-1)/v), for (pv-1)/(p-1)
     times as many messages. Microbatches go in groups of at least p: a whole group
     passes one stage of a rank before its first microbatch comes round to the rank's
-    next stage. So rank r's first backward can begin after the first group's forwards in
-    v-1 stages and, in the last one, twice the p-1-r that 1F1B has. That many and one
-    are in flight. With two groups of p or more, rank 0 keeps p(1 + (p-1)/(pv))
-    microbatches' activations, 1F1B p.
-
-    With one stage per rank it is not 1F1B: rank 0 keeps 2p - 1 microbatches, which pays
-    if messages are slow.
+    next stage. Rank r begins with the first group's forwards in v-1 stages and, in the
+    last one, twice the p-1-r that 1F1B has, as in Megatron-LM: half of them would do
+    for the same bubble, in less memory, if messages took no time. That many and one are
+    in flight. With two groups of p or more, rank 0 keeps p(1 + (p-1)/(pv))
+    microbatches' activations, 1F1B p. (With one stage per rank rank 0 keeps 2p - 1.)
 
     Megatron-LM asks for a multiple of p microbatches; PyTorch for groups of one size.
     Here groups have p to 2p - 1, so every number is legal, and from p on the bubble is
