@@ -26,7 +26,6 @@ from math import prod
 
 import torch.distributed as dist
 
-from ddp_course.launch import Topology
 from ddp_course.mechanisms.agreement import check_same
 
 
@@ -34,7 +33,7 @@ from ddp_course.mechanisms.agreement import check_same
 class Mesh:
     """Which rank has which coordinates: the sizes of named axes, the last one fastest.
 
-        Mesh({"dp": 2, "tp": 3}).rank(dp=1, tp=0)           # 3
+        Mesh({"dp": 2, "tp": 3}).coordinates(3)           # {"dp": 1, "tp": 0}
 
     Attributes:
         axes: the names, slowest first.
@@ -70,11 +69,6 @@ class Mesh:
         """The number of ranks along each axis, by name."""
         return dict(zip(self.axes, self.shape, strict=True))
 
-    def size_of(self, axis: str) -> int:
-        """Return the number of ranks along `axis`."""
-        self.check_axis(axis)
-        return self.sizes[axis]
-
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return where `rank` (0 to size - 1) is on each axis."""
         if not 0 <= rank < self.size:
@@ -86,41 +80,17 @@ class Mesh:
             rank, found[axis] = divmod(rank, size)
         return {axis: found[axis] for axis in self.axes}
 
-    def rank(self, **coordinates: int) -> int:
-        """Return who is there; a coordinate for each axis is needed."""
-        if coordinates.keys() != set(self.axes):
-            raise ValueError(
-                f"coordinates are for {', '.join(coordinates) or 'no axis'}; a mesh "
-                f"{self} needs {', '.join(self.axes)}"
-            )
-        rank = 0
-        for axis, size in self.sizes.items():
-            if not 0 <= coordinates[axis] < size:
-                raise ValueError(
-                    f"{axis} is {coordinates[axis]}; in a mesh {self} it can be 0 to "
-                    f"{size - 1}"
-                )
-            rank = rank * size + coordinates[axis]
-        return rank
-
-    def ranks_along(self, axis: str, rank: int) -> list[int]:
-        """Return the ranks that differ from `rank` on `axis` at most: its group."""
-        here = self.coordinates(rank)
-        return [self.rank(**{**here, axis: i}) for i in range(self.size_of(axis))]
-
     def groups(self, axis: str) -> list[list[int]]:
-        """Return all groups along `axis`, ordered by their first ranks."""
-        self.check_axis(axis)
-        first = (r for r in range(self.size) if self.coordinates(r)[axis] == 0)
-        return [self.ranks_along(axis, rank) for rank in first]
+        """Return all groups along `axis`: ranks that differ there alone.
 
-    def inside_nodes(self, axis: str, topology: Topology) -> bool:
-        """Tell whether no group along `axis` has ranks on two nodes of `topology`."""
-        self.check(topology.world_size)
-        return all(
-            len({topology.place(rank).node_rank for rank in group}) == 1
-            for group in self.groups(axis)
-        )
+        Ordered by their first ranks.
+        """
+        self.check_axis(axis)
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.size):
+            others = {**self.coordinates(rank), axis: 0}
+            found.setdefault(tuple(others.values()), []).append(rank)
+        return list(found.values())
 
     def check(self, world_size: int) -> None:
         """Raise ValueError unless `world_size` ranks make this mesh."""
@@ -135,22 +105,18 @@ class Mesh:
         if axis not in self.axes:
             raise ValueError(f"axis is {axis!r}; it can be {', '.join(self.axes)}")
 
-    def describe(self, topology: Topology | None = None) -> str:
-        """Return the table of all ranks; with a topology, which axes leave a node."""
+    def describe(self) -> str:
+        """Return the table of all ranks."""
         *slow, fast = self.axes
         firsts = [self.coordinates(group[0]) for group in self.groups(fast)]
         heads = [", ".join(f"{a} {here[a]}" for a in slow) for here in firsts]
         names = [f"{fast} {i}" for i in range(self.shape[-1])]
         width, cell_width = max(map(len, heads)), max(map(len, names)) + 2
         rows = zip(["", *heads], [names, *self.groups(fast)], strict=True)
-        lines = [
+        return "\n".join(
             f"{head:<{width}}" + "".join(f"{cell:>{cell_width}}" for cell in cells)
             for head, cells in rows
-        ]
-        for axis in self.axes if topology else ():
-            inside = self.inside_nodes(axis, topology)
-            lines.append(f"{axis}: {'inside' if inside else 'between'} nodes")
-        return "\n".join(lines)
+        )
 
     def __repr__(self) -> str:
         return f"Mesh({self.sizes})"
@@ -177,7 +143,8 @@ class Axes:
 
     def size(self, axis: str) -> int:
         """Return the number of ranks along `axis`."""
-        return self.mesh.size_of(axis)
+        self.mesh.check_axis(axis)
+        return self.mesh.sizes[axis]
 
     def index(self, axis: str) -> int:
         """Return where this rank is on `axis`: its rank within `group(axis)`."""

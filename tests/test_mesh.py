@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from ddp_course.launch import Topology, spawn
+from ddp_course.launch import spawn
 from ddp_course.mesh import Axes, Mesh, make_groups
 
 SHAPES = [
@@ -32,16 +32,12 @@ def test_a_mesh_is_a_table_of_ranks_read_row_by_row(shape):
     for place in product(*map(range, shape)):
         coordinates = dict(zip(names, place, strict=True))
         rank = int(table[place])
-        assert mesh.rank(**coordinates) == rank
         assert mesh.coordinates(rank) == coordinates
         assert list(mesh.coordinates(rank)) == list(names)
-        for dim, axis in enumerate(names):
-            along = tuple(slice(None) if d == dim else i for d, i in enumerate(place))
-            assert mesh.ranks_along(axis, rank) == table[along].tolist()
     for dim, axis in enumerate(names):
         groups = table.movedim(dim, -1).reshape(-1, shape[dim]).tolist()
         assert mesh.groups(axis) == groups
-        assert mesh.size_of(axis) == mesh.sizes[axis] == shape[dim]
+        assert mesh.sizes[axis] == shape[dim]
 
 
 def test_a_mesh_is_a_value():
@@ -58,7 +54,7 @@ def test_a_mesh_is_a_value():
         mesh.shape = (3,)
 
 
-def test_it_is_printed_as_a_table_and_tells_which_axes_leave_a_node():
+def test_it_is_printed_as_a_table():
     mesh = Mesh({"dp": 2, "pp": 2, "tp": 2})
     assert mesh.describe().splitlines() == [
         "            tp 0  tp 1",
@@ -67,26 +63,7 @@ def test_it_is_printed_as_a_table_and_tells_which_axes_leave_a_node():
         "dp 1, pp 0     4     5",
         "dp 1, pp 1     6     7",
     ]
-    assert mesh.describe(Topology(2, 4)).splitlines()[5:] == [
-        "dp: between nodes", "pp: inside nodes", "tp: inside nodes"
-    ]  # fmt: skip
     assert Mesh({"tp": 2}).describe() == "  tp 0  tp 1\n     0     1"
-
-
-@pytest.mark.parametrize(
-    ("nodes", "inside"),
-    [
-        (Topology(1, 8), {"dp", "pp", "tp"}),
-        (Topology(2, 4), {"pp", "tp"}),
-        (Topology(4, 2), {"tp"}),
-        (Topology(8, 1), set()),
-    ],
-)
-def test_the_last_axis_is_the_last_to_leave_a_node(nodes, inside):
-    mesh = Mesh({"dp": 2, "pp": 2, "tp": 2})
-    assert {axis for axis in mesh.axes if mesh.inside_nodes(axis, nodes)} == inside
-    turned = Mesh({"tp": 2, "pp": 2, "dp": 2})  # the plant: tp outermost
-    assert turned.inside_nodes("tp", nodes) == (nodes.nnodes == 1)
 
 
 @pytest.mark.parametrize(
@@ -110,15 +87,9 @@ def test_what_is_no_mesh_is_refused(sizes, message):
     [
         (lambda m: m.coordinates(4), "rank is 4; in a mesh dp 2 x tp 2 it can be 0 to"),
         (lambda m: m.coordinates(-1), "rank is -1"),
-        (lambda m: m.rank(dp=0), "coordinates are for dp; a mesh dp 2 x tp 2 needs dp"),
-        (lambda m: m.rank(dp=0, tp=0, pp=0), "coordinates are for dp, tp, pp"),
-        (lambda m: m.rank(), "coordinates are for no axis"),
-        (lambda m: m.rank(dp=0, tp=2), "tp is 2; in a mesh dp 2 x tp 2 it can be 0 to"),
         (lambda m: m.groups("pp"), "axis is 'pp'; it can be dp, tp"),
-        (lambda m: m.ranks_along("pp", 0), "axis is 'pp'"),
         (lambda m: m.check(3), "3 ranks cannot be a mesh dp 2 x tp 2, which has 4"),
         (lambda m: m.check(1), "1 rank cannot be"),
-        (lambda m: m.inside_nodes("tp", Topology(3, 1)), "3 ranks cannot be a mesh"),
         (make_groups, "a mesh dp 2 x tp 2 needs ranks"),
     ],
 )
