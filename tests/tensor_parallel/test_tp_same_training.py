@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch.distributed as dist
-from tp_cases import FAKES, WRAPPERS, Trained, dtensor, far_apart, train
+from tp_cases import FAKES, WRAPPERS, Trained, dtensor, far_apart, piece_by_piece, train
 
 from ddp_course.launch import spawn
 
@@ -25,6 +25,9 @@ def everything() -> dict[tuple[str, str], Trained]:
         told["DTensor sequence", "plain"] = train(
             functools.partial(dtensor, sequence=True), steps=2
         )
+    if n == 4:
+        for name in ("plain", "tied", "frozen"):
+            told["pieces", name] = train(piece_by_piece, name)
     if n == 2:  # one rank has nothing to sum, and two are enough to see it
         told |= {(fake, "fake"): train(w, steps=2) for fake, w in FAKES.items()}
     return told

@@ -14,6 +14,8 @@ from ddp_course import collectives
 from ddp_course.bench.tp import styles
 from ddp_course.mechanisms.exchange import MessageExchange
 from ddp_course.mechanisms.placements import Shard, placed
+from ddp_course.mechanisms.weight_gradients import WeightGradStore
+from ddp_course.mesh import Mesh, make_groups
 from ddp_course.model import GPT, GPTConfig, build_gpt
 from ddp_course.tensor_parallel import TensorParallelGPT, tensor_parallel
 from ddp_course.tensor_parallel.fused import ColumnProduct, RowProduct
@@ -163,6 +165,38 @@ WRAPPERS: dict[str, Callable[[GPT], nn.Module]] = {
     ),
     "ring": partial(tensor_parallel, all_reduce=collectives.ring.all_reduce),
 }
+
+
+class PutOff:
+    """A loss whose backward computes the weights' gradients at the end."""
+
+    def __init__(self, loss: Tensor, store: WeightGradStore) -> None:
+        self.loss, self.store, self.item = loss, store, loss.item
+
+    def backward(self) -> None:
+        with self.store.collect() as tasks:
+            self.loss.backward()
+        assert len(tasks) == 4 * CONFIG.n_layer + 1  # all linear layers
+        for task in tasks:
+            task()
+
+
+def piece_by_piece(gpt: GPT) -> TensorParallelGPT:
+    """Cut it for ranks 0 and 2, and for 1 and 3; call it as a pipeline does."""
+    group = make_groups(Mesh({"tp": 2, "dp": 2})).group("tp")
+    parallel = tensor_parallel(gpt, group, sequence_parallel=True)
+    store = WeightGradStore()
+    for layer in parallel.modules():
+        if hasattr(layer, "weight_grads"):
+            layer.weight_grads = store
+
+    def forward(x: Tensor, y: Tensor) -> tuple[None, PutOff]:
+        for layer in [parallel.embed, *parallel.blocks, parallel.head]:
+            x = layer(x)
+        return None, PutOff(parallel.loss_fn(x, y), store)
+
+    parallel.forward = forward
+    return parallel
 
 
 # ---- planted fakes: each is wrong in one way that is easy to overlook ----------------
