@@ -31,7 +31,6 @@ from ddp_course.chapters.ch05_ddp_internals.figures import (
 )
 from ddp_course.chapters.ch05_ddp_internals.measured import (  # noqa: E402
     plot_bucket_sweep,
-    plot_buckets,
 )
 from ddp_course.chapters.ch05_ddp_internals.overlapped import (
     overlapped,  # noqa: E402
@@ -303,27 +302,7 @@ def test_sliders_and_galleries():
     assert drawing.width <= 1000
 
 
-# One rank's buckets, and the sweep.
-
-
-@pytest.mark.parametrize("tagged", [True, False])
-@pytest.mark.parametrize("rank", [0, 3])
-def test_ready_sent_done(tagged, rank):
-    events = [e for r in range(4) for e in step_of(r, tagged=tagged)]
-    (axes,) = plot_buckets(PLAN, events, rank=rank).axes
-    dots = [line for line in axes.lines if line.get_marker() == "o"]
-    assert [dot.get_xdata()[0] for dot in dots] == pytest.approx(
-        [9.9, 19.9, 29.9, 39.9]
-    )
-    bars = [bar for bar in axes.patches if bar.get_width()]
-    assert [bar.get_width() for bar in bars] == pytest.approx([9] * 4)
-    assert all(bar.get_hatch() for bar in bars)
-    over = [line for line in axes.lines if line.get_label() == "backward ends"]
-    assert over[0].get_xdata()[0] == pytest.approx(40)
-    assert axes.get_ylim() == (3.5, -0.5)  # bucket 0 on top
-    labels = [tick.get_text() for tick in axes.get_yticklabels()]
-    assert labels == [f"bucket {b.index}, {b.nbytes / 2**20:.2f} MiB" for b in PLAN]
-
+# The sweep.
 
 ROWS = [(0.02, 19, 0.31, 0.25), (1, 4, 0.16, 0.14), (4, 1, 0.21, 0.19)]
 
@@ -354,7 +333,6 @@ class Other:
 FIGURES = {
     "moves": lambda: plot_moves([Other(), Other(3, 0)]),
     "the lock": lambda: plot_gil(timings("many tiny ones") + timings("few large ones")),
-    "buckets": lambda: plot_buckets(PLAN, EVENTS),
     "sweep": lambda: plot_bucket_sweep(ROWS, 0.115),
 }
 
@@ -375,9 +353,6 @@ def test_texts_do_not_overlap(name):
         (lambda: timeline(EVENTS, 0, 0), "width is 0"),
         (lambda: plot_moves([]), "no moves; .*record=True"),
         (lambda: plot_gil([]), "no timings"),
-        (lambda: plot_buckets(PLAN, EVENTS, rank=7), "rank 7 tells of"),
-        (lambda: plot_buckets(PLAN[:2], EVENTS), "plan has 2 buckets"),
-        (lambda: plot_buckets(PLAN, EVENTS + step_of(0, at=1)), "bucket 0 twice"),
         (lambda: plot_bucket_sweep([]), "no rows"),
         (lambda: plot_bucket_sweep([(1, 2)]), "a row is"),
         (lambda: plot_bucket_sweep([(1, 2, 0)]), "a number is 0.0"),

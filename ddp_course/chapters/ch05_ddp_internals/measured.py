@@ -1,19 +1,15 @@
-"""Figures of buckets as they were measured: when each was sent, how large is best."""
+"""A figure of buckets as they were measured: how large is best."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ddp_course.chapters.ch05_ddp_internals.timeline import bucket_numbers
-from ddp_course.lab.draw.per_rank import communicates
-from ddp_course.lab.draw.plots import GRID, MIB, style
+from ddp_course.lab.draw.plots import GRID, style
 from ddp_course.lab.palette import (
     INK,
     MUTED,
-    darker,
-    rank_color,
 )
 
 if TYPE_CHECKING:
@@ -21,82 +17,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MS = 1e3
-DASHES = {"color": INK, "linewidth": 1.2, "linestyle": (0, (4, 3))}
-
-
-def plot_buckets(plan: Sequence[Any], events: Iterable[Any], rank: int = 0) -> Figure:
-    """Draw when each bucket of one rank was ready, on its way, and there; time in ms.
-
-    `plan` is that of `bucket_plan`, `events` are those of one backward pass. A dot: its
-    last gradient is ready; hatched: its all-reduce. Raises ValueError unless the events
-    tell of each bucket exactly once. Chapter 05.
-    """
-    import matplotlib
-    from matplotlib import pyplot
-
-    mine = sorted((e for e in events if e.rank == rank), key=lambda e: e.start)
-    ready, sent = bucket_times(plan, mine, rank)
-    first = min(e.start for e in mine)
-    over = next((e.start for e in mine if e.lane == "wait"), max(ready.values()))
-    with matplotlib.rc_context():
-        style()
-        matplotlib.rcParams["hatch.linewidth"] = 1.0
-        size = (8.5, 1.4 + 0.34 * max(3, len(plan)))
-        figure, axes = pyplot.subplots(figsize=size, layout="constrained")
-        for k in range(len(plan)):
-            times = [(t - first) * MS for t in (ready[k], *sent[k])]
-            _draw_bucket(axes, k, *times, rank_color(rank))
-        axes.axvline((over - first) * MS, label="backward ends", **DASHES)
-        names = [f"bucket {b.index}, {b.nbytes / MIB:.2f} MiB" for b in plan]
-        axes.set_yticks(range(len(plan)), names)
-        axes.set_ylim(len(plan) - 0.5, -0.5)
-        axes.set_xlim(0, 1.02 * max((end - first) * MS for _, end in sent.values()))
-        axes.set_xlabel("time since the beginning of backward [ms]")
-        axes.tick_params(axis="y", length=0)
-        axes.set_title(f"rank {rank}", loc="right", fontsize=11)
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4)
-    pyplot.close(figure)
-    return figure
-
-
-def _draw_bucket(
-    axes: Axes, k: int, ready: float, start: float, end: float, color: str
-) -> None:
-    """Draw a bucket's line: a dot, dots while it waits, a hatched bar."""
-    names = ("ready", "waits", "all-reduce") if k == 0 else ("_", "_", "_")
-    axes.plot([ready], [k], "o", color=color, mec=INK, zorder=4, label=names[0])
-    look = {"color": MUTED, "linewidth": 1.4, "linestyle": ":", "label": names[1]}
-    axes.plot([ready, max(ready, start)], [k, k], **look)
-    look = {"color": "white", "ec": darker(color, 0.3), "hatch": "////"}
-    axes.barh([k], [end - start], left=start, height=0.62, label=names[2], **look)
-
-
-def bucket_times(
-    plan: Sequence[Any], mine: Sequence[Any], rank: int
-) -> tuple[dict[int, float], dict[int, tuple[float, float]]]:
-    """Return when each bucket was ready, and when it was sent and done, in seconds."""
-    numbers = bucket_numbers(mine)
-    ready: dict[int, float] = {}
-    sent: dict[int, tuple[float, float]] = {}
-    for event in mine:
-        k = numbers.get(id(event))
-        if k is None or event.lane == "launch":
-            continue
-        if k in (sent if communicates(event) else ready):
-            raise ValueError(
-                f"rank {rank} tells of bucket {k} twice; give the events of one step"
-            )
-        if communicates(event):
-            sent[k] = event.start, event.end
-        else:
-            ready[k] = event.end
-    want = set(range(len(plan)))
-    if not want or set(ready) != want or set(sent) != want:
-        raise ValueError(
-            f"the plan has {len(plan)} buckets; rank {rank} tells of {sorted(ready)} "
-            f"being ready and of {sorted(sent)} being sent"
-        )
-    return ready, sent
 
 
 def plot_bucket_sweep(
