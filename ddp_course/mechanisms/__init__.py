@@ -5,7 +5,7 @@
     buckets     which gradients travel together: plain data
     hooks       how autograd tells that a gradient is there
     timeline    what a step writes into the open event logs
-    recompute   backward that runs forward again, so that less is kept; with `again`
+    recompute   backward that runs forward again, so that less is kept
     norm        of gradients that lie on many ranks
     whole       the state of one process, of a module that lies on many ranks
 

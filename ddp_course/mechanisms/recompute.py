@@ -3,8 +3,8 @@
 A block of a transformer keeps some sixteen times its input for backward. `recompute`
 keeps the input alone, and has backward run the block's forward once more when its turn
 comes: of N blocks only one has all its activations at a time, for one more forward in a
-step of three (backward costs two). Read first `NaiveRecompute`, then `Recompute`; what
-makes the second forward the same as the first is in `again`.
+step of three (backward costs two). Read first `NaiveRecompute`, then `Recompute`; then
+`recompute`, for arguments and results of any form.
 
 Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174;
 torch/utils/checkpoint.py, where it is called checkpointing. Explained in chapter 06.
@@ -12,8 +12,8 @@ torch/utils/checkpoint.py, where it is called checkpointing. Explained in chapte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ddp_course.mechanisms.again import Call
 from ddp_course.mechanisms.hooks import leaves_below
 
 
@@ -96,12 +95,15 @@ def recompute(
     if not (needed and torch.is_grad_enabled()):
         return function(*args, **kwargs)
     call = Call(function, leaves, tree, preserve_rng_state)
-    outputs = Recompute.apply(call, *inputs, *parameters)
-    return call.result_of(outputs)
+    return call.result_of(Recompute.apply(call, *inputs, *parameters))
 
 
 class Recompute(torch.autograd.Function):
-    """A call whose inputs are its tensors and all parameters that it may use."""
+    """The idea, with what the naive version forgets: `apply(call, *tensors)`.
+
+    All parameters are arguments, so the graph outside knows of them: their gradients
+    are returned, and come once. What else a result depends on is as it was. Chapter 06.
+    """
 
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -109,41 +111,54 @@ class Recompute(torch.autograd.Function):
         ctx.call = call
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        return call.run(tensors)
+        return call(tensors[: call.num_inputs])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Run it again, recorded; the gradients go where the tensors came from."""
-        if torch.is_grad_enabled():  # create_graph=True
-            raise RuntimeError(
-                "recompute has no gradient of its gradient (create_graph=True); take "
-                "torch.utils.checkpoint with use_reentrant=False"
-            )
-        call, tensors = ctx.call, ctx.saved_tensors
-        inputs = [
-            tensor.detach().requires_grad_(tensor.requires_grad)
-            for tensor in tensors[: call.num_inputs]
-        ]
-        parameters = tensors[call.num_inputs :]
+        call, needed = ctx.call, ctx.needs_input_grad[1:]
+        inputs = ctx.saved_tensors[: call.num_inputs]
+        parameters = ctx.saved_tensors[call.num_inputs :]
+        inputs = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
         with call.surroundings.restored(), torch.enable_grad():
-            outputs = call.run(inputs)
-        pairs = [
-            (output, gradient)
-            for output, gradient in zip(outputs, gradients, strict=True)
-            if output.requires_grad and gradient is not None
-        ]
-        needs = ctx.needs_input_grad[1:]
-        wanted = [
-            t for t, need in zip((*inputs, *parameters), needs, strict=True) if need
-        ]
-        _check_leaves(call.function, [output for output, _ in pairs], wanted)
-        found = [None] * len(wanted)
-        if pairs:
-            ends, starts = zip(*pairs, strict=True)
-            with _without_hooks(parameters):
-                found = torch.autograd.grad(ends, wanted, starts, allow_unused=True)
-        each = iter(found)
-        return None, *(next(each) if need else None for need in needs)
+            outputs = call(inputs)
+        each = zip((*inputs, *parameters), needed, strict=True)
+        wanted = [tensor for tensor, need in each if need]
+        found = iter(_gradients(call.function, outputs, gradients, wanted))
+        return None, *(next(found) if need else None for need in needed)
+
+
+def _gradients(
+    function: Any,
+    outputs: Iterable[Tensor],
+    gradients: Iterable[Tensor | None],
+    wanted: Sequence[Tensor],
+) -> Sequence[Tensor | None]:
+    """Return the gradients of `wanted`. RuntimeError if any others would be lost."""
+    if torch.is_grad_enabled():  # create_graph=True
+        raise RuntimeError(
+            "recompute has no gradient of its gradient (create_graph=True); take "
+            "torch.utils.checkpoint with use_reentrant=False"
+        )
+    pairs = [
+        (output, gradient)
+        for output, gradient in zip(outputs, gradients, strict=True)
+        if output.requires_grad and gradient is not None
+    ]
+    known = {id(tensor) for tensor in wanted}
+    lost = leaves_below(output for output, _ in pairs) - known
+    if lost:
+        raise RuntimeError(
+            f"{function!r} used {len(lost)} parameter(s) that are neither its own nor "
+            "in its arguments, so they would get no gradient. Give recompute the "
+            "module itself, or a method of it; if its parameters come and go, from "
+            "inside of its forward (recompute_blocks)."
+        )
+    if not pairs:
+        return [None] * len(wanted)
+    ends, starts = zip(*pairs, strict=True)
+    with _without_hooks(wanted):
+        return torch.autograd.grad(ends, wanted, starts, allow_unused=True)
 
 
 @contextmanager
@@ -163,18 +178,85 @@ def _without_hooks(parameters: Iterable[Tensor]) -> Iterator[None]:
             of_one.update(before)
 
 
-def _check_leaves(
-    function: Any, outputs: Iterable[Tensor], known: Iterable[Tensor]
-) -> None:
-    """Raise RuntimeError if gradients would be lost: of parameters nobody told of."""
-    lost = leaves_below(outputs) - {id(tensor) for tensor in known}
-    if lost:
-        raise RuntimeError(
-            f"{function!r} used {len(lost)} parameter(s) that are neither its own nor "
-            "in its arguments, so they would get no gradient. Give recompute the "
-            "module itself, or a method of it; if its parameters come and go, from "
-            "inside of its forward (recompute_blocks)."
-        )
+# ---- a call that can be made again ---------------------------------------------------
+
+_GAP = object()  # where there was a tensor
+
+
+class Call:
+    """A function with its arguments, but for the tensors among them, and its results.
+
+    Called with these tensors, it returns those in the result. `surroundings` is what
+    else its results depend on.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        leaves: list[Any],
+        tree: pytree.TreeSpec,
+        preserve_rng_state: bool,
+    ) -> None:
+        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self.function, self.tree, self.num_inputs = function, tree, len(inputs)
+        self.leaves = [_GAP if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.surroundings = Surroundings(inputs, preserve_rng_state)
+        self.results: tuple[list[Any], pytree.TreeSpec] | None = None
+
+    def __call__(self, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+        """Call the function, and return the tensors in its result."""
+        args, kwargs = _with_tensors(self.leaves, self.tree, tensors)
+        leaves, tree = pytree.tree_flatten(self.function(*args, **kwargs))
+        gaps = [_GAP if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.results = gaps, tree
+        return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+
+    def result_of(self, tensors: Iterable[Tensor]) -> Any:
+        """Return the function's result, with these tensors in it."""
+        return _with_tensors(*self.results, tensors)
+
+
+def _with_tensors(
+    leaves: list[Any], tree: pytree.TreeSpec, tensors: Iterable[Tensor]
+) -> Any:
+    each = iter(tensors)
+    filled = [next(each) if leaf is _GAP else leaf for leaf in leaves]
+    return pytree.tree_unflatten(filled, tree)
+
+
+class Surroundings:
+    """What a result depends on beside the arguments: random numbers and autocast."""
+
+    def __init__(self, tensors: Iterable[Tensor], preserve_rng_state: bool) -> None:
+        devices = {tensor.device for tensor in tensors}
+        self.preserve = preserve_rng_state
+        if preserve_rng_state:
+            self.cpu = torch.get_rng_state()
+            gpus = sorted(d.index for d in devices if d.type == "cuda")
+            self.gpus = {index: torch.cuda.get_rng_state(index) for index in gpus}
+        self.autocasts = [
+            {
+                "device_type": kind,
+                "dtype": torch.get_autocast_dtype(kind),
+                "enabled": torch.is_autocast_enabled(kind),
+                "cache_enabled": torch.is_autocast_cache_enabled(),
+            }
+            for kind in sorted({"cpu", *(d.type for d in devices)})
+            if torch.amp.is_autocast_available(kind)
+        ]
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Within this block everything is as it was; after it as before it."""
+        with ExitStack() as stack:
+            for autocast in self.autocasts:
+                stack.enter_context(torch.autocast(**autocast))
+            if self.preserve:
+                stack.enter_context(torch.random.fork_rng(devices=list(self.gpus)))
+                torch.set_rng_state(self.cpu)
+                for index, state in self.gpus.items():
+                    torch.cuda.set_rng_state(state, index)
+            yield
 
 
 # ---- a whole model -----------------------------------------------------------------

@@ -16,8 +16,12 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp_course.launch import spawn
 from ddp_course.measure import MemoryLog
-from ddp_course.mechanisms import again
-from ddp_course.mechanisms.recompute import NaiveRecompute, recompute, recompute_blocks
+from ddp_course.mechanisms.recompute import (
+    NaiveRecompute,
+    Surroundings,
+    recompute,
+    recompute_blocks,
+)
 from ddp_course.model import GPTConfig, build_gpt
 from ddp_course.theory import gpt_activations
 
@@ -478,13 +482,13 @@ class _Once(nn.Module):
 
 
 def test_a_version_that_forgets_random_numbers_is_caught(monkeypatch):
-    restored = again.Surroundings.restored
+    restored = Surroundings.restored
 
     def forgets(self):
         self.preserve = False
         return restored(self)
 
-    monkeypatch.setattr(again.Surroundings, "restored", forgets)
+    monkeypatch.setattr(Surroundings, "restored", forgets)
     with pytest.raises(AssertionError):
         test_gradients_are_the_same_to_the_bit(plainly)
 
