@@ -39,7 +39,7 @@ def plot_sizes(
     `curves` maps a name to {bytes: seconds}. A name with "gloo" in it is drawn dashed,
     and of the others the one which is fastest at the largest size is drawn bold.
     `limits` are bandwidths in bytes per second, drawn as horizontal lines.
-    `busbw_factor` is that of `theory.bounds.bus_factor`. Raises ValueError for too few
+    `busbw_factor` is that of `theory.bus_factor`. Raises ValueError for too few
     or too many curves, and for what is not above 0.
     """
     import matplotlib
