@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp_course.mechanisms.agreement import Form, check_same
+from ddp_course.mechanisms.agreement import Form, check_same, kind_of
 from ddp_course.zero.elementwise import check_elementwise
 
 Groups = list[dict[str, Any]]  # parameter groups, as PyTorch keeps them
@@ -84,11 +84,8 @@ def _form_of(groups: Groups) -> Form:
     """Return what must be the same on all ranks: parameters and their options."""
     form = {f"group {g}": repr(options_of(group)) for g, group in enumerate(groups)}
     for parameter, name in names_of(groups).items():
-        dtype = str(parameter.dtype).removeprefix("torch.")
-        form[name] = (
-            f"{dtype} {[*parameter.shape]} on {parameter.device.type}, "
-            f"requires_grad={parameter.requires_grad}"
-        )
+        trained = f"requires_grad={parameter.requires_grad}"
+        form[name] = f"{kind_of(parameter)} on {parameter.device.type}, {trained}"
     return form
 
 

@@ -24,12 +24,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ddp_course.mechanisms.buckets import (
-    BUCKET_CAP_MB,
-    FIRST_BUCKET_MB,
-    Bucket,
-    bucket_plan,
-)
+from ddp_course.mechanisms.buckets import BUCKET_CAP_MB, Bucket, bucket_plan
 
 
 def deal(numels: Sequence[int], loads: Sequence[int]) -> tuple[int, ...]:
@@ -128,12 +123,11 @@ def shard_plan(
     named_parameters: Iterable[tuple[str, Tensor]],
     world_size: int,
     bucket_cap_mb: float = BUCKET_CAP_MB,
-    first_bucket_mb: float = FIRST_BUCKET_MB,
 ) -> tuple[ShardedBucket, ...]:
     """Divide the parameters into buckets (`mechanisms.buckets`), and each into shards.
 
     Pure: reads shapes, types and devices only. Frozen parameters and those without
-    elements are in no bucket. Raises ValueError if a cap is not above 0. Chapter 07.
+    elements are in no bucket. Raises ValueError if the cap is not above 0. Chapter 07.
     """
-    plan = bucket_plan(named_parameters, bucket_cap_mb, first_bucket_mb)
+    plan = bucket_plan(named_parameters, bucket_cap_mb, bucket_cap_mb)
     return tuple(ShardedBucket(bucket, world_size) for bucket in plan)

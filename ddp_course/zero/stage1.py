@@ -77,8 +77,8 @@ class Zero1(ShardedOptimizer):
     @torch.no_grad()
     def take(self, named_parameters: dict[str, Tensor]) -> None:
         """Lay the parameters of each bucket in a row; own 1/N of it."""
-        caps = self.bucket_cap_mb, self.bucket_cap_mb
-        for bucket in shard_plan(named_parameters.items(), self.world_size, *caps):
+        plan = shard_plan(named_parameters.items(), self.world_size, self.bucket_cap_mb)
+        for bucket in plan:
             row = label(self.ending.memory(bucket), "parameters")
             for name, offset in zip(bucket.parameters, bucket.offsets, strict=True):
                 parameter = named_parameters[name]
@@ -86,9 +86,9 @@ class Zero1(ShardedOptimizer):
             own = shard_of(row, self.rank, bucket)
             for piece in bucket.pieces(self.rank):
                 parameter, name = named_parameters[piece.parameter], piece.parameter
-                part = own[piece.offset : piece.offset + piece.last - piece.first]
-                where = self.process_group, Flat(piece.first, piece.last)
-                mine = place(nn.Parameter(part), *where, like=parameter, name=name)
+                mine = nn.Parameter(own[piece.offset :][: piece.last - piece.first])
+                where = Flat(piece.first, piece.last)
+                place(mine, self.process_group, where, like=parameter, name=name)
                 self.owned[parameter] = mine
             self.plan.append(bucket)
             self.rows.append(row)

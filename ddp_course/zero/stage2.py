@@ -41,7 +41,7 @@ from ddp_course.mechanisms.engine import Engine, LiveBucket, Slot
 from ddp_course.mechanisms.timeline import span
 from ddp_course.zero.stage1 import ReduceScatter, Zero1
 
-BUCKET_CAP_MB = 4  # what is on its way is not sharded, so buckets are smaller here
+SMALLER_CAP_MB = 4  # what is on its way is not sharded, so buckets are smaller here
 
 
 class Zero2(Zero1):
@@ -56,26 +56,18 @@ class Zero2(Zero1):
         params: Iterable[Any],
         optimizer_class: Callable[..., Optimizer],
         process_group: dist.ProcessGroup | None = None,
-        *,
-        bucket_cap_mb: float = BUCKET_CAP_MB,
-        ending: ReduceScatterAndFree | None = None,
-        **defaults: Any,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            params,
-            optimizer_class,
-            process_group,
-            bucket_cap_mb=bucket_cap_mb,
-            ending=ending or ReduceScatterAndFree(process_group),
-            **defaults,
-        )
+        options = {"bucket_cap_mb": SMALLER_CAP_MB, **options}
+        options.setdefault("ending", ReduceScatterAndFree(process_group))
+        super().__init__(params, optimizer_class, process_group, **options)
 
     def give_gradients(self) -> None:
         """Let what this rank owns see its part of the shards."""
         parameters = {slot.name: slot.parameter for slot in self.engine.slots}
         for bucket, shard in self.ending.shards.items():
             for piece in bucket.plan.pieces(self.rank):
-                part = shard[piece.offset : piece.offset + piece.last - piece.first]
+                part = shard[piece.offset :][: piece.last - piece.first]
                 self.owned[parameters[piece.parameter]].grad = part
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -85,21 +77,12 @@ class Zero2(Zero1):
 
 
 class ReduceScatterAndFree(ReduceScatter):
-    """The ending of stage 2: every rank gets its shard of the mean, and nothing stays.
+    """The ending of stage 2: a shard of the mean is all that stays."""
 
-    Args:
-        group, reduce_scatter, empty: as of `ReduceScatter`.
-        buckets_in_flight: how many buckets may have memory at once.
-    """
+    limit = 2  # buckets that may have memory at once
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None = None,
-        *args: Any,
-        buckets_in_flight: int = 2,
-    ) -> None:
-        super().__init__(group, *args)
-        self.limit = buckets_in_flight
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.finished = 0  # buckets of this pass that have given their memory back
         self.opened: set[LiveBucket] = set()  # those that have memory
         self.shards: dict[LiveBucket, Tensor] = {}  # this rank's part of the mean

@@ -37,8 +37,7 @@ from ddp_course.mechanisms.placements import clip_grad_norm_, groups_of
 from ddp_course.zero.arguments import names_of
 from ddp_course.zero.shards import shard_plan
 from ddp_course.zero.stage1 import ReduceScatter, Zero1
-from ddp_course.zero.stage2 import BUCKET_CAP_MB as SMALL_CAP_MB
-from ddp_course.zero.stage2 import ReduceScatterAndFree, Zero2
+from ddp_course.zero.stage2 import SMALLER_CAP_MB, ReduceScatterAndFree, Zero2
 
 # ---- what becomes of gradients -------------------------------------------------------
 
@@ -160,14 +159,12 @@ class AddingUp(Watchful):
 class InTurns(Watchful, ReduceScatterAndFree):
     """The ending of stage 2; buckets may also take turns in shared memory that stays.
 
-    Args:
-        in_shared_memory: bucket k lies in place k % buckets_in_flight; each is as large
-            as the largest bucket.
+    There bucket k lies in place k % limit, as large as the largest bucket.
     """
 
-    def __init__(self, *args: Any, in_shared_memory: bool, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.in_shared_memory = in_shared_memory
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.in_shared_memory = self.empty is not torch.empty
         self.turns: list[LiveBucket] = []
         self.places: list[Tensor] = []  # uint8
         self.came: set[Slot] = set()  # gradients, since they were zeroed
@@ -283,24 +280,22 @@ class ZeroRedundancyOptimizer(Zero1):
         ending: Callable[..., ReduceScatter] = AddingUp,
         **defaults: Any,
     ) -> None:
-        of = shared_memory if buckets_in_shared_memory else collectives
-        functions = {
-            "reduce_scatter": reduce_scatter or of.reduce_scatter_single,
-            "all_gather": all_gather or of.all_gather_single,
-        }
+        of, empty = collectives, torch.empty
+        if buckets_in_shared_memory:
+            of = shared_memory
+            empty = functools.partial(_empty_in_shared_memory, process_group)
+        reduce_scatter = reduce_scatter or of.reduce_scatter_single
+        self._all_gather = all_gather or of.all_gather_single
+        functions = {"reduce_scatter": reduce_scatter, "all_gather": self._all_gather}
         form = {f"argument {name}": _name_of(f) for name, f in functions.items()}
         form["argument buckets_in_shared_memory"] = repr(buckets_in_shared_memory)
         check_same(form, _problem(bucket_cap_mb, functions), process_group)
-        empty = torch.empty
-        if buckets_in_shared_memory:
-            empty = functools.partial(_empty_in_shared_memory, process_group)
-        self._all_gather = functions["all_gather"]
         super().__init__(
             params,
             optimizer_class,
             process_group,
             bucket_cap_mb=bucket_cap_mb,
-            ending=ending(process_group, functions["reduce_scatter"], empty),
+            ending=ending(process_group, reduce_scatter, empty),
             **defaults,
         )
 
@@ -345,11 +340,12 @@ class ZeroRedundancyOptimizer(Zero1):
 
     def check_places(self) -> None:
         """RuntimeError if what is trained is not what lies in the buckets."""
-        places = {
-            slot.parameter: row.data_ptr() + slot.offset * row.element_size()
-            for bucket in self.engine.buckets
-            for row, slot in ((self.rows[bucket.index], s) for s in bucket.slots)
-        }
+        places = {}
+        for bucket in self.engine.buckets:
+            row = self.rows[bucket.index]
+            for slot in bucket.slots:
+                address = row.data_ptr() + slot.offset * row.element_size()
+                places[slot.parameter] = address
         for parameter, name in names_of(self.param_groups).items():
             place = places.get(parameter)
             if place is None and parameter.grad is not None and parameter.numel():
@@ -374,23 +370,15 @@ class ShardedGradientOptimizer(ZeroRedundancyOptimizer, Zero2):
     backward pass is averaged, and the means add up.
 
     Args:
-        params, optimizer_class, process_group, reduce_scatter, all_gather, defaults:
-            as of `ZeroRedundancyOptimizer`.
-        bucket_cap_mb: MiB at which a bucket is closed: what is on its way is not
-            sharded, so buckets are smaller here.
-        buckets_in_flight: how many buckets may have memory at once, 1 or more; with 1
-            backward waits for every bucket.
-        buckets_in_shared_memory: share parameters, and so many buckets, in memory that
-            all ranks of one machine see; CPU only. It is taken until the process group
-            ends.
+        params, optimizer_class, process_group, options: as of
+            `ZeroRedundancyOptimizer`.
+        buckets_in_flight: how many buckets may have memory at once, 1 or more, shared
+            or not; with 1 backward waits for every bucket. (Their `bucket_cap_mb` is 4:
+            what is on its way is not sharded, so buckets are smaller here.)
 
-    Raises:
-        ReplicaError: as `ZeroRedundancyOptimizer`.
-        RuntimeError: from `backward`, if the gradients of the last step are still
-            there; as `ZeroRedundancyOptimizer`.
-
-    PyTorch has no stage 2 of its own; FSDP's SHARD_GRAD_OP comes close. Rajbhandari et
-    al. 2020, "ZeRO", section 5.2. Chapter 07.
+    Raises RuntimeError from `backward` if the gradients of the last step are still
+    there, and what `ZeroRedundancyOptimizer` raises. PyTorch has no stage 2 of its own;
+    FSDP's SHARD_GRAD_OP comes close. Rajbhandari et al. 2020, section 5.2. Chapter 07.
     """
 
     def __init__(
@@ -399,28 +387,16 @@ class ShardedGradientOptimizer(ZeroRedundancyOptimizer, Zero2):
         optimizer_class: Callable[..., Optimizer],
         process_group: dist.ProcessGroup | None = None,
         *,
-        bucket_cap_mb: float = SMALL_CAP_MB,
         buckets_in_flight: int = 2,
-        buckets_in_shared_memory: bool = False,
         **options: Any,
     ) -> None:
         limit, problem = buckets_in_flight, None
         if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
             problem = f"buckets_in_flight is {limit!r}; it must be a whole number >= 1"
         check_same({"argument buckets_in_flight": repr(limit)}, problem, process_group)
-        super().__init__(
-            params,
-            optimizer_class,
-            process_group,
-            bucket_cap_mb=bucket_cap_mb,
-            buckets_in_shared_memory=buckets_in_shared_memory,
-            ending=functools.partial(
-                InTurns,
-                buckets_in_flight=limit,
-                in_shared_memory=buckets_in_shared_memory,
-            ),
-            **options,
-        )
+        options = {"bucket_cap_mb": SMALLER_CAP_MB, "ending": InTurns, **options}
+        super().__init__(params, optimizer_class, process_group, **options)
+        self.ending.limit = limit
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Refuse: gradients that are not averaged are whole, on every rank."""

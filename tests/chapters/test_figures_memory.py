@@ -3,7 +3,6 @@
 import itertools
 import re
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from xml.etree import ElementTree
 
 import matplotlib
@@ -247,12 +246,10 @@ def test_bars_are_as_long_as_their_bytes():
 # Chapter 07.
 
 
-def test_stages_store_and_send_what_the_paper_says():
+def test_stages_store_what_the_paper_says():
     assert [stage.nbytes for stage in ZERO_STAGES] == [16, 10, 7]
-    for stage in ZERO_STAGES:
-        sent = sum(amount for *_, amount in stage.steps)
-        assert sent == 2 * Fraction(3, 4)  # the same for all
     said = words(zero_stages())
+    assert "3/4" not in said  # what is to be predicted
     assert "4 + 4 + 8 = 16 bytes per parameter" in said
     assert "4 + 4 + 8/4 = 10 bytes per parameter" in said
     assert "4 + 4/4 + 8/4 = 7 bytes per parameter" in said

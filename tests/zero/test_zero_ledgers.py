@@ -114,7 +114,7 @@ def test_what_is_kept_is_what_the_plan_says(n):
     model = build_gpt(GPT)
     psi = sum(p.nbytes for p in model.parameters())
     largest = max(p.nbytes for p in model.parameters())
-    plan = shard_plan(model.named_parameters(), n, 0.02, 0.02)
+    plan = shard_plan(model.named_parameters(), n, 0.02)
     whole = sum(bucket.nbytes for bucket in plan)
     assert len(plan) > 4 and psi <= whole <= psi + 4 * (n - 1) * len(plan)
     sizes = [bucket.nbytes for bucket in plan]
@@ -198,7 +198,7 @@ def sent() -> dict[str, dict]:
 def test_what_is_sent_is_twice_the_model_and_pytorch_sends_half_as_much_again(n):
     model = build_gpt("1m")
     psi = sum(p.nbytes for p in model.parameters())
-    plan = shard_plan(model.named_parameters(), n, 1, 1)
+    plan = shard_plan(model.named_parameters(), n, 1)
     whole = sum(bucket.nbytes for bucket in plan)
     told = spawn(sent, world_size=n, output="none")
     once = Fraction(n - 1, n) * whole

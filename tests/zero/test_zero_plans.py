@@ -26,7 +26,7 @@ def parameters(numels: list[int]) -> list[tuple[str, nn.Parameter]]:
 @settings(deadline=None)
 @given(sizes, st.integers(1, 9), st.floats(1e-6, 1e-3))
 def test_every_element_has_one_owner_and_shards_are_equal(numels, n, cap):
-    plan = shard_plan(parameters(numels), n, cap, cap)
+    plan = shard_plan(parameters(numels), n, cap)
     owners = {f"p{k}": [0] * numel for k, numel in enumerate(numels)}
     for bucket in plan:
         assert bucket.numel == n * bucket.shard_numel

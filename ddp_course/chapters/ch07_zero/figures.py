@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from ddp_course.lab.draw.drawing import Drawing
-from ddp_course.lab.draw.kinds import room
 from ddp_course.lab.palette import (
     MUTED,
     PANEL_EDGE,
@@ -27,7 +26,6 @@ class Stage:
     name: str
     says: str
     sharded: tuple[str, ...]
-    steps: tuple[tuple[str, str, Fraction], ...]  # operation, of what, S sent
 
     @property
     def nbytes(self) -> Fraction:
@@ -38,26 +36,11 @@ class Stage:
         )
 
 
-HALF = Fraction(RANKS - 1, RANKS)  # of an all-reduce: S sent by a reduce-scatter
-UPDATE_A_PART = (
-    ("reduce-scatter", "grad.", HALF),
-    ("update", f"1/{RANKS}", Fraction(0)),
-    ("all-gather", "param.", HALF),
-)
 ZERO_STAGES = (
-    Stage(
-        "DDP", "everything, on every rank", (),
-        (("all-reduce", "grad.", 2 * HALF), ("update", "all", Fraction(0))),
-    ),
-    Stage(
-        "ZeRO-1", "optimizer states are sharded", ("optimizer states",),
-        UPDATE_A_PART,
-    ),
-    Stage(
-        "ZeRO-2", "gradients, too", ("gradients", "optimizer states"),
-        UPDATE_A_PART,
-    ),
-)  # fmt: skip
+    Stage("DDP", "everything, on every rank", ()),
+    Stage("ZeRO-1", "optimizer states are sharded", ("optimizer states",)),
+    Stage("ZeRO-2", "gradients, too", ("gradients", "optimizer states")),
+)
 
 
 def zero_stages() -> Drawing:
@@ -66,27 +49,25 @@ def zero_stages() -> Drawing:
     high = RANKS * (ROW + ROW_GAP)
     d = Drawing(
         2 * MARGIN + 3 * wide + 2 * PANEL_GAP,
-        TOP + high + 136,
+        TOP + high + 84,
         title="What every rank stores: DDP, ZeRO-1, ZeRO-2",
         description=(
             "Four ranks, a row each. DDP: each rank stores all parameters, gradients "
             "and optimizer states, 16 bytes for every parameter of the model. ZeRO-1: "
             "each rank stores only its own quarter of the optimizer states, 10 bytes. "
-            "ZeRO-2: and only its own quarter of the gradients, 7 bytes. All three "
-            "send the same bytes in a step, since an all-reduce is a reduce-scatter "
-            "and an all-gather."
+            "ZeRO-2: and only its own quarter of the gradients, 7 bytes."
         ),
     )
     d.text(MARGIN, 26, d.title, size=15, bold=True, anchor="start")
     for i, stage in enumerate(ZERO_STAGES):
         with d.shifted(MARGIN + i * (wide + PANEL_GAP), 0):
             _draw_stage(d, stage, wide, high)
-    _draw_legend(d, TOP + high + 104)
+    _draw_legend(d, TOP + high + 52)
     return d
 
 
 def _draw_stage(d: Drawing, stage: Stage, wide: float, high: float) -> None:
-    """Draw the ranks' rows of a stage, what they take and what is sent."""
+    """Draw the ranks' rows of a stage, what they take."""
     d.text(NAME_W, 56, stage.name, size=14, bold=True, anchor="start")
     d.text(wide, 56, stage.says, size=12, anchor="end", fill=MUTED)
     x = float(NAME_W)
@@ -105,7 +86,6 @@ def _draw_stage(d: Drawing, stage: Stage, wide: float, high: float) -> None:
         d.block(0, y, 20, 20, f"{rank}", fill=rank_color(rank), size=12)
     words = f"{_sum(stage)} bytes per parameter"
     d.text(NAME_W, TOP + high + 16, words, size=12, bold=True, anchor="start")
-    _draw_steps(d, stage, TOP + high + 28, wide)
 
 
 def _draw_group(d: Drawing, rank: int, wide: float, sharded: bool) -> None:
@@ -117,24 +97,6 @@ def _draw_group(d: Drawing, rank: int, wide: float, sharded: bool) -> None:
     part = wide / RANKS
     color = rank_color(rank)
     d.block(rank * part, 0, part, ROW, f"{rank}", fill=color, size=12, radius=0)
-
-
-def _draw_steps(d: Drawing, stage: Stage, y: float, wide: float) -> None:
-    """Draw what a rank sends and updates: hatched is sent, as wide as its bytes."""
-    update, x = 52.0, float(NAME_W)
-    part = (wide - NAME_W - update) / sum(amount for *_, amount in stage.steps)
-    for name, what, amount in stage.steps:
-        size = amount * part or update
-        d.rect(x, y, size, 40, fill="#FFFFFF" if amount else WHOLE)
-        middle, says = x + size / 2, what
-        if amount:
-            d.hatch(x, y, size, 40, stroke=MUTED)
-            says = f"{what}, {amount} S"
-            half = max(room(name), room(says)) / 2
-            d.rect(middle - half, y + 3, 2 * half, 34, fill="#FFFFFF", stroke="none")
-        d.text(middle, y + 16, name, size=11)
-        d.text(middle, y + 32, says, size=11)
-        x += size
 
 
 def _sum(stage: Stage) -> str:
@@ -151,10 +113,7 @@ def _draw_legend(d: Drawing, y: float) -> None:
     d.text(x + 264, y, "rank 2's part, stored nowhere else", size=11, anchor="start")
     d.rect(x + 484, y - 12, 30, 16, fill="#FFFFFF", stroke=PANEL_EDGE, dashed=True)
     d.text(x + 522, y, "not stored", size=11, anchor="start")
-    words = (
-        "Widths in proportion to bytes: fp32 with Adam, 4 + 4 + 8. Hatched: what each "
-        "rank sends in a step. S: the bytes of all parameters."
-    )
+    words = "Widths in proportion to bytes: fp32 with Adam, 4 + 4 + 8."
     d.text(x, y + 22, words, size=11, anchor="start", fill=MUTED)
 
 
