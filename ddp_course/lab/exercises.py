@@ -14,11 +14,17 @@ reader's function does, the cell neither raises nor hangs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import gc
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from IPython.display import Markdown
+from torch import Tensor
 
 from ddp_course.lab.answers import (
     Answer,
@@ -26,10 +32,13 @@ from ddp_course.lab.answers import (
     Untouched,
     code,
     error_line,
+    on_ranks,
     one_line,
 )
 from ddp_course.lab.source import show_source
+from ddp_course.measure import SystemBytes
 
+PATIENCE = 4.0  # seconds: nobody comes any more
 UNTOUCHED, NOT_YET, PASSED = "not attempted yet", "not yet", "passed"
 SIGNS = {UNTOUCHED: "○", NOT_YET: "✗", PASSED: "✓"}
 
@@ -103,6 +112,123 @@ def expect(condition: Any, hint: str) -> None:
     """Go on if `condition` holds; otherwise end the check with `hint`."""
     if not condition:
         raise Hint(hint)
+
+
+def judge(where: str, told: Mapping[str, Any], table: Mapping[str, str]) -> None:
+    """Expect every property of `table` in `told`; end with the first hint that fails.
+
+    `table` is {property: hint}: a property is a name in `told`, and holds if what is
+    told is true. A hint is begun with `where`, and may write what else is told:
+    "rank {rank} sent {sent} bytes".
+    """
+    for what, hint in table.items():
+        if not told[what]:
+            raise Hint(f"{where} {hint.format_map(told)}")
+
+
+def judge_ranks(
+    table: Mapping[str, str],
+    use: Callable,
+    answer: Answer,
+    *args: Any,
+    worlds: Sequence[int] = (2, 3, 1),
+    hint: str = "",
+) -> None:
+    """Let `use(answer, *args)` run on real ranks, and judge what each rank tells.
+
+    That is a dictionary, or a list of them, one for each case: `case` is its name.
+    """
+    for n in worlds:
+        for rank, told in enumerate(
+            on_ranks(use, answer, *args, world_size=n, hint=hint)
+        ):
+            for one in told if isinstance(told, list) else [told]:
+                case = f" {one['case']}," if "case" in one else ""
+                where = f"With {n} ranks,{case} rank {rank}"
+                judge(where, {"rank": rank, "n": n, "hint": hint} | one, table)
+
+
+def until_wrong(
+    cases: Iterable[dict[str, Any]], table: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """On every rank: tell case after case, up to the first that is wrong on any rank.
+
+    What comes after a mistake would only hide it: the reader is told of the first one.
+    Ranks tell each other by the store, so that no collective meets one of the reader's.
+    """
+    told, store = [], dist.distributed_c10d._get_default_store()
+    ranks = range(dist.get_world_size())
+    for number, case in enumerate(cases):
+        told.append(case)
+        right = all(case.get(what) for what in table)
+        store.set(f"case {number} of {dist.get_rank()}", str(right))
+        keys = [f"case {number} of {rank}" for rank in ranks]
+        try:
+            store.wait(keys, timedelta(seconds=PATIENCE))
+        except RuntimeError:  # some rank waits for this one, or has failed
+            break
+        if not all(store.get(key) == b"True" for key in keys):
+            break
+    return told
+
+
+def equal(got: Any, wanted: Tensor) -> bool:
+    """Tell whether `got` is a tensor of this type and shape with these very numbers."""
+    alike = isinstance(got, Tensor) and got.shape == wanted.shape
+    return alike and got.dtype == wanted.dtype and torch.equal(got, wanted)
+
+
+def shown(value: Any, longest: int = 80) -> str:
+    """Write a value as code, in one line; of a tensor its numbers, and a rare type."""
+    if not isinstance(value, Tensor):
+        return code(one_line(value, longest))
+    common = value.dtype in (torch.float32, torch.int64)
+    more = "" if common else f" of {str(value.dtype).removeprefix('torch.')}"
+    if value.numel() > 12 or not value.numel():
+        return f"{code(f'<tensor of shape {tuple(value.shape)}>')}{more}"
+    return code(one_line(value.tolist(), longest)) + more
+
+
+def written_by(function: Callable, *args: Any) -> tuple[Any, int | None]:
+    """Call a function; return what it returns, and the bytes that this rank wrote."""
+    try:
+        with SystemBytes() as system:
+            got = function(*args)
+        return got, system.written
+    except RuntimeError as error:
+        if "SystemBytes" not in str(error):
+            raise
+        return function(*args), None  # a system that does not count
+
+
+def living_bytes() -> int:
+    """Return the bytes of all storages that a tensor of this process keeps, each once.
+
+    Whoever keeps it: a global, an attribute, a closure. (What autograd alone keeps is
+    not seen: `torch.autograd.graph.saved_tensors_hooks` is for that.)
+    """
+    gc.collect()
+    tensors = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
+
+
+def hard_tensors(rank: int, n: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors of a rank by what is hard about them, for exact sums and means.
+
+    Not whole, of three types, one empty, one with more numbers than anybody writes
+    down, which are all zero on rank 1: whoever takes much for granted is found out.
+    """
+
+    def numbers(*shape: int) -> Tensor:
+        flat = torch.arange(math.prod(shape)) * (rank + 2) + rank
+        return ((flat % 7 - 3) * n / 4).view(shape)
+
+    yield "a tensor of 2 x 3 numbers", numbers(2, 3) + rank
+    yield "a tensor of float64", numbers(5).double() + 2**-40
+    yield "a tensor of bfloat16", numbers(3, 1, 2).bfloat16()
+    yield "a tensor of 11 x 13 numbers", numbers(11, 13) * (rank != 1)
+    yield "a tensor without numbers", numbers(0, 3)
 
 
 def expect_call(answer: Answer, *args: Any, returns: Any, because: str) -> None:

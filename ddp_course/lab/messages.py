@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -23,12 +23,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_course.collectives import barrier
-from ddp_course.lab.answers import Hint, code, one_line
+from ddp_course.lab.answers import one_line
 from ddp_course.measure import EventLog
 
 PATIENCE = 4.0  # seconds: nobody comes any more
 LATE = 0.05  # seconds by which each rank comes later than the one before it
 COLLECTIVES = {  # the process group's method -> what it is called in torch.distributed
+    "barrier": "barrier",
     "allreduce": "all_reduce",
     "allreduce_coalesced": "all_reduce",
     "allgather": "all_gather",
@@ -58,8 +59,10 @@ class _UnderWay:
     def __init__(self, work: dist.Work, to_what: str) -> None:
         self.work = work
         self.to_what = to_what
+        self.asked = False  # has anybody waited for it, or looked?
 
     def wait(self, timeout: timedelta = timedelta(seconds=PATIENCE)) -> bool:
+        self.asked = True
         try:
             return self.work.wait(timeout)
         except RuntimeError as error:
@@ -68,30 +71,42 @@ class _UnderWay:
         told = f"after {timeout.total_seconds():g} s it still waits to {self.to_what}"
         raise TimeoutError(told)
 
+    def is_completed(self) -> bool:
+        self.asked = True
+        return self.work.is_completed()
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.work, name)
 
 
 @contextmanager
 def watched() -> Iterator[dict[str, list]]:
-    """Note, on this rank, every message and every collective, in order."""
+    """Note, on this rank, every message and every collective, in order.
+
+    "ignored" are messages that were started and that nobody has waited for.
+    """
     told: dict[str, list] = {"sent": [], "received": [], "collectives": []}
+    started: list[_UnderWay] = []
     group = dist.ProcessGroup
     send, recv, recv_anysource = group.send, group.recv, group.recv_anysource
+
+    def start(work: dist.Work, to_what: str) -> _UnderWay:
+        started.append(_UnderWay(work, to_what))
+        return started[-1]
 
     def sending(self: Any, tensors: list[Tensor], dst: int, tag: int) -> _UnderWay:
         if not 0 <= dst < self.size():
             raise ValueError(f"there is no rank {dst}: the last is {self.size() - 1}")
         told["sent"].append((dst, tensors[0].numel()))
-        return _UnderWay(send(self, tensors, dst, tag), f"send to rank {dst}")
+        return start(send(self, tensors, dst, tag), f"send to rank {dst}")
 
     def receiving(self: Any, tensors: list[Tensor], src: int, tag: int) -> _UnderWay:
         told["received"].append((src, tensors[0].numel()))
-        return _UnderWay(recv(self, tensors, src, tag), f"receive from rank {src}")
+        return start(recv(self, tensors, src, tag), f"receive from rank {src}")
 
     def receiving_any(self: Any, tensors: list[Tensor], tag: int) -> _UnderWay:
         told["received"].append((None, tensors[0].numel()))
-        return _UnderWay(recv_anysource(self, tensors, tag), "receive from any rank")
+        return start(recv_anysource(self, tensors, tag), "receive from any rank")
 
     def noting(name: str) -> Callable:
         real = getattr(group, name)
@@ -110,6 +125,11 @@ def watched() -> Iterator[dict[str, list]]:
             stack.enter_context(mock.patch.object(group, name, function))
         yield told
     told["collectives"] += [event.op for event in log.events]  # of this package
+    ignored = [one for one in started if not one.asked]
+    told["ignored"] = [one.to_what for one in ignored]
+    for one in ignored:  # what comes next must not find its remains
+        with suppress(Exception):
+            one.wait()
 
 
 def call_late(function: Callable, tensor: Tensor, *args: Any) -> dict[str, Any]:
@@ -121,11 +141,20 @@ def call_late(function: Callable, tensor: Tensor, *args: Any) -> dict[str, Any]:
     before = tensor.clone()
     barrier()
     time.sleep(LATE * dist.get_rank())
-    with watched() as told:
-        got = function(tensor, *args)
-        told["got"] = copied(got)
+    with messages_of() as told:
+        told["got"] = copied(function(tensor, *args))
     told["given"], told["untouched"] = tensor.clone(), torch.equal(tensor, before)
     return told
+
+
+@contextmanager
+def messages_of() -> Iterator[dict[str, Any]]:
+    """Watch, and tell in the end what `MESSAGES` and `WAITED` ask for."""
+    with watched() as told:
+        yield told
+    told["messages_only"] = not told["collectives"]
+    told["collective"] = "".join(told["collectives"][:1])
+    told["waited"], told["begun"] = not told["ignored"], "".join(told["ignored"][:1])
 
 
 class _Words(str):
@@ -143,10 +172,11 @@ def copied(got: Any) -> Any:
     return _Words(one_line(got))
 
 
-def only_messages(where: str, told: dict[str, Any]) -> None:
-    """Refuse a function that called a collective."""
-    for name in told["collectives"]:
-        raise Hint(
-            f"{where} your function called the collective {code(name)}; build it from "
-            "`dist.send` and `dist.recv`, or `dist.isend` and `dist.irecv`."
-        )
+MESSAGES = {  # a table of properties for `judge`
+    "messages_only": "called the collective `{collective}`; build it from `dist.send` "
+    "and `dist.recv`, or `dist.isend` and `dist.irecv`.",
+}
+WAITED = {
+    "waited": "never waits for what it began: `{begun}`. Until `wait()` has returned, "
+    "the numbers may still change, and the next message may never come.",
+}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -10,10 +10,28 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_course.chapters.ch00_start_here import solutions
-from ddp_course.lab.answers import Answer, on_ranks, one_line
-from ddp_course.lab.exercises import exercise, expect
+from ddp_course.lab.answers import Answer, on_ranks
+from ddp_course.lab.exercises import (
+    equal,
+    exercise,
+    hard_tensors,
+    judge,
+    judge_ranks,
+    shown,
+    until_wrong,
+)
 
 ROWS = 12
+SLICE = {  # property of a slice -> hint
+    "tensor": "{got}; expected a tensor, a slice of `batch`.",
+    "whole": "a tensor of shape {shape}; expected {expected}: whole rows of `batch`, "
+    "so all of dim 1 and a part of dim 0.",
+    "as_many": "{count} rows; expected {each}: all ranks have as many.",
+    "once": "rows {rows}, but a lower rank has row {twice} already: a row that two "
+    "ranks use counts twice in the average.",
+    "right": "rows {rows}; expected {wanted}, of {dtype} as the batch: the slices of "
+    "rank 0, 1, 2 and so on, one after another, are the batch.",
+}
 
 
 @exercise("my_slice", solution=solutions.my_slice)
@@ -21,12 +39,14 @@ def check_my_slice(answer: Answer) -> str:
     """`my_slice(batch, rank, world_size)`: the rows of `batch` that are this rank's."""
     batch = torch.arange(ROWS).repeat_interleave(2).reshape(ROWS, 2)  # row i: (i, i)
     for world_size in (4, 3, 2, 1, 6):
-        slices = [answer(batch, rank, world_size) for rank in range(world_size)]
-        _judge(slices)
-    _judge(on_ranks(_slice, answer, batch, world_size=4))
+        _judge(batch, [answer(batch, rank, world_size) for rank in range(world_size)])
+    _judge(batch, on_ranks(_slice, answer, batch, world_size=4))
+    rows = torch.arange(ROWS).double()
+    for other in (rows + 2**-40, rows.bfloat16()[:, None, None].expand(ROWS, 2, 2)):
+        _judge(other, [answer(other, rank, 3) for rank in range(3)])
     return (
         f"1, 2, 3, 4 and 6 ranks share {ROWS} rows, each row once and in order; "
-        "so do 4 real ranks"
+        "so do 4 real ranks, and three share rows of other types and shapes"
     )
 
 
@@ -35,69 +55,53 @@ def _slice(my_slice: Callable, batch: Tensor) -> Tensor:
     return my_slice(batch, dist.get_rank(), dist.get_world_size())
 
 
-def _judge(slices: list[Any]) -> None:
+def _judge(batch: Tensor, slices: list[Any]) -> None:
     """Look at what each rank got: a tensor, of whole rows, as many, the right ones."""
-    each = ROWS // len(slices)
-    taken: set[int] = set()
+    each, taken = ROWS // len(slices), set()
     for rank, got in enumerate(slices):
+        told = {"tensor": isinstance(got, Tensor), "got": shown(got), "each": each}
+        if told["tensor"]:
+            wanted, shape = batch[rank * each :][:each], tuple(got.shape)
+            whole = got.dim() == batch.dim() and shape[1:] == batch.shape[1:]
+            rows = [int(row.flatten()[0]) for row in got] if whole else []
+            told |= {"shape": shape, "whole": whole, "dtype": batch.dtype}
+            told |= {"expected": tuple(wanted.shape), "rows": rows, "count": len(rows)}
+            told |= {"twice": sorted(taken & {*rows})[:1], "right": equal(got, wanted)}
+            told |= {"as_many": len(rows) == each, "once": not taken & {*rows}}
+            told["wanted"] = [*range(rank * each, (rank + 1) * each)]
+            taken |= {*rows}
         who = f"A batch of {ROWS} rows, world_size {len(slices)}: rank {rank} got"
-        expect(
-            isinstance(got, Tensor),
-            f"{who} `{one_line(got)}`; expected a tensor, a slice of `batch`.",
-        )
-        expect(
-            got.dim() == 2 and got.shape[1] == 2,
-            f"{who} a tensor of shape {tuple(got.shape)}; expected ({each}, 2): whole "
-            "rows of `batch`, so all of dim 1 and a part of dim 0.",
-        )
-        rows = got[:, 0].tolist()
-        expect(
-            len(rows) == each,
-            f"{who} {len(rows)} rows; expected {each}: all ranks have as many.",
-        )
-        twice = sorted(taken.intersection(rows))
-        expect(
-            not twice,
-            f"{who} rows {rows}, but a lower rank has row {twice[:1]} already: a row "
-            "that two ranks use counts twice in the average.",
-        )
-        wanted = list(range(rank * each, (rank + 1) * each))
-        expect(
-            rows == wanted and got[:, 1].tolist() == wanted,
-            f"{who} rows {rows}; expected {wanted}: the slices of rank 0, 1, 2 and so "
-            "on, one after another, are the batch.",
-        )
-        taken.update(rows)
+        judge(who, told, SLICE)
+
+
+AVERAGE = {
+    "no_sum": "has {got} afterwards. That is the sum; the mean is {wanted}. If you "
+    "divided, do it in place, as `tensor /= ...` does: a new tensor is lost.",
+    "right": "has {got} afterwards; expected {wanted}. It must be in the tensor that "
+    "your function was given, on every rank.",
+}
 
 
 @exercise("my_average", solution=solutions.my_average)
 def check_my_average(answer: Answer) -> str:
     """`my_average(tensor)`, on every rank: the mean over all ranks, in place."""
     hint = "Every rank must take part in the same collectives, in the same order."
-    for world_size in (4, 3, 2, 1):
-        told = on_ranks(_averaged, answer, world_size=world_size, hint=hint)
-        start = [[1.0 + rank, 60.0 * rank] for rank in range(world_size)]
-        mean = [sum(column) / world_size for column in zip(*start, strict=True)]
-        where = f"With {world_size} ranks that hold {start},"
-        for rank, got in enumerate(told):
-            expect(
-                got != [sum(column) for column in zip(*start, strict=True)]
-                or world_size == 1,
-                f"{where} rank {rank} has {got} afterwards. That is the sum; the mean "
-                f"is {mean}. If you divided, do it in place, as `tensor /= ...` does: "
-                "a new tensor is lost.",
-            )
-            expect(
-                got == mean,
-                f"{where} rank {rank} has {got} afterwards; expected {mean}. It must "
-                "be in the tensor that your function was given, on every rank.",
-            )
-    return "1, 2, 3 and 4 real ranks have the mean, each in its own tensor"
+    judge_ranks(AVERAGE, _averaged, answer, worlds=(4, 3, 2, 1), hint=hint)
+    return "1, 2, 3 and 4 real ranks have the mean of tensors of three types"
 
 
-def _averaged(my_average: Callable) -> list[float]:
+def _averaged(my_average: Callable) -> list[dict[str, Any]]:
     """On every rank: average something that is different everywhere."""
-    rank = dist.get_rank()
-    tensor = torch.tensor([1.0 + rank, 60.0 * rank])
-    my_average(tensor)
-    return [round(number, 3) for number in tensor.tolist()]
+    return until_wrong(_averages(my_average), AVERAGE)
+
+
+def _averages(my_average: Callable) -> Iterator[dict[str, Any]]:
+    rank, n = dist.get_rank(), dist.get_world_size()
+    for everyones in zip(*(hard_tensors(r, n) for r in range(n)), strict=True):
+        name, tensor = everyones[rank]
+        total = sum(own for _, own in everyones)
+        my_average(tensor)
+        told = {"case": name, "got": shown(tensor), "wanted": shown(total / n)}
+        told["right"] = equal(tensor, total / n)
+        told["no_sum"] = told["right"] or not equal(tensor, total)
+        yield told

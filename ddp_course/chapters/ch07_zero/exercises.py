@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,7 +19,15 @@ from ddp_course.lab.answers import (
     on_ranks,
     one_line,
 )
-from ddp_course.lab.exercises import exercise, expect
+from ddp_course.lab.exercises import (
+    exercise,
+    expect,
+    judge,
+    judge_ranks,
+    living_bytes,
+    shown,
+    until_wrong,
+)
 from ddp_course.measure import ByteMeter, TorchCollectives, resident
 from ddp_course.zero import ShardedGradientOptimizer, ZeroRedundancyOptimizer
 
@@ -166,6 +174,22 @@ def _judge_bytes(answer: Answer, case: tuple, got: Any, wanted: tuple) -> None:
 # ---- sharded_step ------------------------------------------------------------------
 
 LR, BETA, STEPS = 0.5, 0.5, 3  # powers of two: all sums and products are exact
+STEP = {
+    "ours": "your function called `{by_torch}` of `torch.distributed`; use the two of "
+    "`ddp_course.collectives`, whose bytes the meter counts.",
+    "untouched": "`gradient` was changed; leave it as it is.",
+    "mine": "your part of `weights` is wrong. They are {weights}; one process has "
+    "{right}. Is the gradient a mean? Is it your part, and is its momentum kept in "
+    "place?",
+    "all": "your part of `weights` is right, the other ranks' parts are not: "
+    "{weights}; one process has {right}. Gather the parts after they were stepped, "
+    "into `weights` itself.",
+    "kept": "`momentum` is not the new momentum of your part; change it in place.",
+    "least": "{sent} bytes were sent; 2 (N - 1) / N of the {S} bytes of `weights` are "
+    "{most}, as much as DDP sends. {hint}",
+    "no_more": "{more} bytes are kept from step to step, beside `weights` and your "
+    "shard of the momentum: sharded in name only.",
+}
 
 
 @exercise("sharded_step", solution=solutions.sharded_step)
@@ -175,91 +199,61 @@ def check_sharded_step(answer: Answer) -> str:
         "Reduce-scatter the gradients into a tensor as long as `momentum`, step your "
         "part of `weights`, and gather the parts."
     )
-    for n in (2, 4, 1):
-        for rank, steps in enumerate(
-            on_ranks(_use_step, answer, world_size=n, hint=hint)
-        ):
-            for number, told in enumerate(steps, start=1):
-                where = f"On {n} ranks, on rank {rank}, in step {number}:"
-                _judge_step(where, told, n, rank, hint)
+    judge_ranks(STEP, _steps, answer, worlds=(2, 3, 1), hint=hint)
     return (
-        "on 1, 2 and 4 real ranks: the weights of one process, bit for bit, 1/N of the "
+        "on 1, 2 and 3 real ranks: the weights of one process, bit for bit, 1/N of the "
         "momentum on each rank, and not a byte more than DDP sends"
     )
 
 
-def _use_step(sharded_step: Callable) -> list[dict[str, Any]]:
+def _steps(sharded_step: Callable) -> list[dict[str, Any]]:
     """On every rank: some steps, each with what it should have come to."""
+    return until_wrong(_each_step(sharded_step), STEP)
+
+
+def _each_step(sharded_step: Callable) -> Iterator[dict[str, Any]]:
     rank, n = dist.get_rank(), dist.get_world_size()
-    numel = 6 * n
-    weights = torch.arange(float(numel))
-    momentum = torch.zeros(numel // n)
+    numel = 600 * n
+    weights, momentum = torch.arange(float(numel)), torch.zeros(numel // n)
     right, velocity = weights.clone(), torch.zeros(numel)
-    told = []
+    part = slice(rank * numel // n, (rank + 1) * numel // n)
+    most = 2 * (n - 1) * weights.nbytes // n
+    # What the collectives keep for themselves is there before anything is counted.
+    solutions.sharded_step(weights.clone(), weights, momentum.clone(), LR, BETA)
     for number in range(STEPS):
         gradients = [_gradient(r, number, numel, n) for r in range(n)]
         mine = gradients[rank].clone()
         velocity = BETA * velocity + sum(gradients) / n
         right = right - LR * velocity
         barrier()
+        before = living_bytes()
         with ByteMeter() as meter, TorchCollectives() as torchs:
             sharded_step(weights, mine, momentum, LR, BETA)
-        part = slice(rank * numel // n, (rank + 1) * numel // n)
-        told.append(
-            {
-                "mine": weights[part].tolist() == right[part].tolist(),
-                "all": torch.equal(weights, right),
-                "weights": weights.tolist(),
-                "right": right.tolist(),
-                "momentum": momentum.tolist() == velocity[part].tolist(),
-                "untouched": torch.equal(mine, gradients[rank]),
-                "sent": meter.total_sent,
-                "by torch": [call.op for call in torchs.calls],
-                "S": weights.nbytes,
-            }
-        )
-    return told
+        more = living_bytes() - before
+        yield {
+            "case": f"in step {number + 1}",
+            "ours": not torchs.calls,
+            "by_torch": ", ".join(call.op for call in torchs.calls),
+            "untouched": torch.equal(mine, gradients[rank]),
+            "mine": torch.equal(weights[part], right[part]),
+            "all": torch.equal(weights, right),
+            "weights": shown(weights.tolist(), 60),
+            "right": shown(right.tolist(), 60),
+            "kept": torch.equal(momentum, velocity[part]),
+            "least": meter.total_sent <= most,
+            "sent": meter.total_sent,
+            "S": weights.nbytes,
+            "most": most,
+            "more": more,
+            "no_more": more < weights.nbytes // max(n, 2),
+        }
 
 
 def _gradient(rank: int, number: int, numel: int, n: int) -> Tensor:
-    """Return small whole numbers, different on each rank, whose mean is exact."""
-    return n * ((torch.arange(float(numel)) * (rank + 2) + number) % 7 - 3)
-
-
-def _judge_step(where: str, told: dict, n: int, rank: int, hint: str) -> None:
-    expect(
-        not told["by torch"],
-        f"{where} your function called {code(', '.join(told['by torch']))} of "
-        "`torch.distributed`; use the two of `ddp_course.collectives`, whose bytes the "
-        "meter counts.",
-    )
-    expect(told["untouched"], f"{where} `gradient` was changed; leave it as it is.")
-    expect(
-        told["mine"],
-        f"{where} your part of `weights` is wrong. They are {_shown(told['weights'])}; "
-        f"one process has {_shown(told['right'])}. Is the gradient a mean? Is it your "
-        "part, and is its momentum kept in place?",
-    )
-    expect(
-        told["all"],
-        f"{where} your part of `weights` is right, the other ranks' parts are not: "
-        f"{_shown(told['weights'])}; one process has {_shown(told['right'])}. Gather "
-        "the parts after they were stepped, into `weights` itself.",
-    )
-    expect(
-        told["momentum"],
-        f"{where} `momentum` is not the new momentum of your part; change it in place.",
-    )
-    most = 2 * (n - 1) * told["S"] // n
-    expect(
-        told["sent"] <= most,
-        f"{where} {told['sent']} bytes were sent; 2 (N - 1) / N of the "
-        f"{told['S']} bytes of `weights` are {most}, as much as DDP sends. {hint}",
-    )
-
-
-def _shown(numbers: list[float]) -> str:
-    return code(one_line([round(number, 3) for number in numbers], longest=60))
+    """Return whole numbers, too large for 16 bits, whose mean is exact; once zeros."""
+    if (rank, number) == (1, 1):
+        return torch.zeros(numel)
+    return n * ((torch.arange(float(numel)) * (rank + 2) + number) % 1999 - 700)
 
 
 # ---- clip_shards -------------------------------------------------------------------
@@ -268,76 +262,64 @@ CASES = (  # the shards of each rank, and the norm that is allowed
     ((((3.0,),), ((4.0,),)), 1.0),  # a norm of 5
     ((((1.0, 2.0), (2.0,)), (), ((4.0, 4.0, 8.0), (4.0,))), 2.0),  # 11; one has none
     ((((0.3,), (0.4,)), ((0.0, 0.0),)), 1.0),  # 0.5: small enough
+    ((((0.6, 0.0),), ((0.8,),)), 0.9),  # 1, and nobody's own is too large
+    ((((0.0,),), ()), 1.0),  # nothing at all
+    ((((300.0, 400.0),), ((0.0,),)), 5.0),  # 500, whose square no 16 bits can hold
     ((((6.0, 8.0),),), 5.0),  # one rank
 )
+CLIP = {
+    "one": "your function called {calls}, with {nbytes} bytes; one all_reduce of a "
+    "single number is enough.",
+    "norm": "it returned {norm_got}; the norm of all gradients before clipping is "
+    "{norm_wanted}: the root of the sum of all squares.",
+    "close": "the shards are {after} afterwards; expected {wanted}, in the same "
+    "tensors. All are scaled by the same factor, and none if the norm is small enough.",
+}
 
 
 @exercise("clip_shards", solution=solutions.clip_shards)
 def check_clip_shards(answer: Answer) -> str:
     """`clip_shards(shards, max_norm)`: scale all ranks' shards; return their norm."""
     hint = "Every rank must call one `dist.all_reduce`, one without shards, too."
-    for shards, max_norm in CASES:
-        norm = math.sqrt(sum(x * x for rank in shards for one in rank for x in one))
-        scale = min(1.0, max_norm / norm)
-        told = on_ranks(
-            _use_clip, answer, shards, max_norm, world_size=len(shards), hint=hint
-        )
+    for shards, most in CASES:
+        n = len(shards)
+        told = on_ranks(_clip, answer, shards, most, world_size=n, hint=hint)
+        lists = shown([[list(one) for one in rank] for rank in shards])
         for rank, its in enumerate(told):
-            where = (
-                f"On {len(shards)} ranks with {_shown_shards(shards)}, with max_norm = "
-                f"{max_norm:g}, on rank {rank}:"
-            )
-            _judge_clip(
-                where, its, norm, [[scale * x for x in s] for s in shards[rank]]
-            )
+            where = f"On {n} ranks with {lists}, with max_norm = {most:g}, on rank"
+            judge(f"{where} {rank}:", its, CLIP)
     return (
         f"{len(CASES)} times on 1 to 3 real ranks, one of them without shards: the "
         "norm of all together, the same factor for all, and one small all-reduce"
     )
 
 
-def _use_clip(clip_shards: Callable, shards: tuple, max_norm: float) -> dict[str, Any]:
+def _clip(clip_shards: Callable, shards: tuple, max_norm: float) -> dict[str, Any]:
     """On every rank: clip this rank's part of the case."""
-    mine = [torch.tensor(numbers) for numbers in shards[dist.get_rank()]]
+    flat = [x for rank in shards for one in rank for x in one]
+    norm = math.sqrt(sum(x * x for x in flat))
+    scale, dtype = min(1.0, max_norm / (norm or 1)), torch.float32
+    if max(flat) > 100:
+        dtype = torch.float16
+    own = shards[dist.get_rank()]  # in every second place of a tensor
+    mine = [torch.tensor([one, one], dtype=dtype).T.contiguous()[:, 0] for one in own]
     given = list(mine)
     barrier()
     with ByteMeter() as meter, TorchCollectives() as torchs:
-        norm = clip_shards(given, max_norm)
+        got = clip_shards(given, max_norm)
+    calls, nbytes = [c.op for c in torchs.calls], torchs.nbytes + meter.total_sent
+    wanted = [[scale * x for x in one] for one in own]
+    after = [shard.tolist() for shard in mine]
+    tolerance = 1e-4 if dtype == torch.float32 else 1e-2
+    pairs = zip(sum(after, []), sum(wanted, []), strict=True)
     return {
-        "norm": norm,
-        "after": [shard.tolist() for shard in mine],
-        "calls": [call.op for call in torchs.calls],
-        "nbytes": torchs.nbytes + meter.total_sent,
+        "one": calls == ["all_reduce"] and nbytes <= 16,
+        "calls": code(", ".join(calls) or "no collective"),
+        "nbytes": nbytes,
+        "norm": isinstance(got, float) and math.isclose(got, norm, rel_tol=1e-4),
+        "norm_got": shown(got),
+        "norm_wanted": code(f"{norm:.4g}"),
+        "close": all(math.isclose(x, y, rel_tol=tolerance) for x, y in pairs),
+        "after": shown(after),
+        "wanted": shown([[round(x, 4) for x in one] for one in wanted]),
     }
-
-
-def _judge_clip(where: str, its: dict, norm: float, wanted: list[list[float]]) -> None:
-    calls = its["calls"]
-    expect(
-        calls == ["all_reduce"] and its["nbytes"] <= 16,
-        f"{where} your function called {code(', '.join(calls) or 'no collective')}, "
-        f"with {its['nbytes']} bytes; one all_reduce of a single number is enough.",
-    )
-    expect(
-        isinstance(its["norm"], float)
-        and math.isclose(its["norm"], norm, rel_tol=1e-4),
-        f"{where} it returned {code(one_line(its['norm']))}; the norm of all "
-        f"gradients before clipping is {code(f'{norm:.4g}')}: the root of the sum of "
-        "all squares.",
-    )
-    close = all(
-        len(a) == len(b)
-        and all(math.isclose(x, y, rel_tol=1e-4) for x, y in zip(a, b, strict=True))
-        for a, b in zip(its["after"], wanted, strict=True)
-    )
-    rounded = [[round(x, 4) for x in shard] for shard in wanted]
-    expect(
-        close,
-        f"{where} the shards are {code(one_line(its['after']))} afterwards; expected "
-        f"{code(one_line(rounded))}, in the same tensors. All are scaled by the same "
-        "factor, and none if the norm is small enough.",
-    )
-
-
-def _shown_shards(shards: tuple) -> str:
-    return code(one_line([[list(one) for one in rank] for rank in shards]))

@@ -42,7 +42,7 @@ def clip_shards(shards: list[Tensor], max_norm: float) -> float:
     """Add up squares over shards and ranks; then all ranks scale by the same factor."""
     squares = torch.zeros(1)
     for shard in shards:
-        squares += shard.pow(2).sum()
+        squares += shard.float().pow(2).sum()  # 16 bits are too few for squares
     dist.all_reduce(squares)
     norm = squares.sqrt().item()
     if norm > max_norm:

@@ -3,6 +3,8 @@
 import torch
 import torch.distributed as dist
 
+from ddp_course.chapters.ch00_start_here import solutions
+
 
 def everything(batch, rank, world_size):
     return batch
@@ -92,8 +94,45 @@ def largest(tensor):
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
 
 
+# What more than one kind of tensor finds out
+
+
+def in_32_bits(batch, rank, world_size):
+    return solutions.my_slice(batch.float(), rank, world_size).to(batch.dtype)
+
+
+def of_two_dimensions(batch, rank, world_size):
+    rows = len(batch) // world_size
+    return batch[rank * rows : (rank + 1) * rows, :]
+
+
+def averaged_in_32_bits(tensor):
+    mean = tensor.float()
+    solutions.my_average(mean)
+    tensor.copy_(mean)
+
+
+def averaged_in_16_bits(tensor):
+    mean = tensor.bfloat16()
+    solutions.my_average(mean)
+    tensor.copy_(mean)
+
+
+def the_first_row(tensor):
+    solutions.my_average(tensor[0])
+
+
+def silent_without_a_number(tensor):
+    if tensor.any():
+        solutions.my_average(tensor)
+
+
 WRONG = {
     "my_average": {
+        averaged_in_32_bits: "float64, rank 0 has",
+        averaged_in_16_bits: "float64, rank 0 has",
+        the_first_row: "2 x 3 numbers, rank 0 has",
+        silent_without_a_number: "On real ranks",
         sum_only: "That is the sum",
         mean_in_a_new_tensor: "in the tensor that your function was given",
         for_four_only: "With 3 ranks",
@@ -102,6 +141,8 @@ WRONG = {
         largest: "expected",
     },
     "my_slice": {
+        in_32_bits: "of torch.float64 as the batch",
+        of_two_dimensions: "IndexError: too many indices",
         everything: "12 rows; expected 3",
         strided: "rows [0, 4, 8]",
         overlapping: "a lower rank has row",

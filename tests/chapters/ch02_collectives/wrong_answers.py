@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch.distributed import isend
 
 from ddp_course import collectives
+from ddp_course.chapters.ch02_collectives import solutions
 
 
 def _me():
@@ -367,35 +368,95 @@ def in_floats(rows):
     return torch.cat(got, dim=1).long()
 
 
+# What more than one kind of tensor finds out
+
+
+def large_ones_at_once(tensor, peer):
+    if tensor.numel() > 100:
+        return both_send_first(tensor, peer)
+    return solutions.swap(tensor, peer)
+
+
+def after_a_barrier(tensor, peer):
+    dist.barrier()
+    return solutions.swap(tensor, peer)
+
+
+def in_32_bits(tensor, peer):
+    return solutions.swap(tensor.float(), peer)
+
+
+def six_numbers(tensor, peer):
+    got = torch.empty(2, 3, dtype=tensor.dtype)
+    sending = isend(tensor, peer)
+    dist.recv(got, peer)
+    sending.wait()
+    return got
+
+
+def sends_and_forgets(tensor, peer):
+    got = torch.empty_like(tensor)
+    isend(tensor, peer)
+    dist.recv(got, peer)
+    return got
+
+
+def of_six_numbers(tensor):
+    return [one.view(2, 3) for one in solutions.my_all_gather(tensor)]
+
+
+def to_five_ranks(tensor):
+    everyones = solutions.my_all_gather(tensor.float())
+    return [one.to(tensor.dtype) for one in everyones]
+
+
+def spread_in_32_bits(tensor):
+    copy = tensor.float()
+    solutions.my_broadcast(copy)
+    tensor.copy_(copy)
+
+
+def turned_in_64_bits(rows):
+    return solutions.my_transpose(rows).double()
+
+
 WRONG = {
     "swap": {
+        large_ones_at_once: "still waits to send to rank",
+        after_a_barrier: "the collective `barrier`",
+        in_32_bits: "expected `[[10, 11, 12], [13, 14, 15]]`",
+        six_numbers: "of float64: what rank 1 gave",
+        sends_and_forgets: "never waits for what it began: `send to rank 1`",
         both_send_first: "after 4 s it still waits to send to rank",
         both_receive_first: "after 4 s it still waits to receive from rank",
         even_ranks_send_first: "still waits to",
         rank_0_sends_first: "still waits to receive from rank",
         waits_too_early: "still waits to send to rank",
-        receives_into_what_it_sends: "the tensor that rank 0 gave was changed",
-        does_not_wait: "rank 0 has `[[-1, -1, -1], [-1, -1, -1]]`; expected `[[10,",
+        receives_into_what_it_sends: "rank 0 changed the tensor that it was given",
+        does_not_wait: "never waits for what it began: `receive from rank 1`",
         all_gathers: "the collective `all_gather`",
         row_by_row: "messages of [3, 3] numbers; one of 6 is enough",
         returns_its_own: "expected `[[10, 11, 12], [13, 14, 15]]`: what rank 1 gave",
-        returns_nothing: "rank 0 has `None`; expected a tensor",
+        returns_nothing: "rank 0 has `None`; expected `[[10,",
     },
     "my_all_gather": {
+        of_six_numbers: "is invalid for input of size 5",
+        to_five_ranks: "in entry 0 of the list; expected",
         through_rank_0: "With 2 ranks, rank 0 sent 12 numbers",
         calls_the_collective: "the collective `all_gather`",
         calls_a_newer_collective: "the collective `all_gather_single`",
         calls_ours: "the collective `all_gather`",
         everybody_sends_first: "still waits to send to rank",
-        no_handle_is_waited_for: "in entry 1, rank 0 has",
-        forgets_itself: "in entry 0, rank 0 has `[[0, 0, 0], [0, 0, 0]]`",
-        in_the_order_of_the_ring: "in entry 0, rank 1 has",
-        one_buffer_for_all: "With 3 ranks, in entry 2, rank 0 has",
+        no_handle_is_waited_for: "rank 0 has `[[0, 1, 2], [3, 4, 5]]` in entry 1",
+        forgets_itself: "rank 0 has `[[0, 0, 0], [0, 0, 0]]` in entry 0",
+        in_the_order_of_the_ring: "in entry 0 of the list; expected `[[0, 1,",
+        one_buffer_for_all: "[[10, 11, 12], [13, 14, 15]]` in entry 2 of the list",
         all_it_has_around_the_ring: "rank 0 sent 12 numbers",
-        only_neighbours: "With 4 ranks, in entry 2, rank 0 has",
+        only_neighbours: "With 4 ranks, rank 0 has `[[0, 1, 2], [3, 4, 5]]` in entry 2",
         one_tensor: "expected a list of 2 tensors",
     },
     "my_broadcast": {
+        spread_in_32_bits: "of float64; expected",
         from_rank_0_to_all: "With 4 ranks, rank 3 gets its message in step 3",
         along_a_chain: "With 4 ranks, rank 3 gets its message in step 3",
         near_first: "With 4 ranks, rank 3 gets its message in step 3",
@@ -408,14 +469,15 @@ WRONG = {
         never_sends: "rank 1 has `[[-1, -1, -1], [-1, -1, -1]]`",
     },
     "my_transpose": {
+        turned_in_64_bits: "of int64",
         only_its_own_block: "expected a tensor of shape (60, 120)",
         gathers_everything: "bytes by the operating system's count",
-        not_turned: "numbers are not right: in its row 0, place 1, is 1, expected 120",
+        not_turned: "not right: in its row 0, place 1, is 1, expected 120",
         not_contiguous: "input_list[0] is not contiguous",
-        from_the_last_rank_to_the_first: "numbers are not right: in its row 0",
+        from_the_last_rank_to_the_first: "numbers that are not right: in its row 0",
         below_each_other: "expected a tensor of shape (60, 120)",
         through_shared_memory: "bytes by the operating system's count",
-        in_place: "the rows that rank 0 gave were changed",
+        in_place: "rank 0 changed the rows that it was given",
         in_floats: "bytes by the operating system's count",
     },
 }

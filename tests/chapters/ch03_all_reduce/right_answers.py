@@ -4,6 +4,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import P2POp, batch_isend_irecv, irecv, isend
 
+from ddp_course import collectives
+
 
 def ring_in_batches(chunks):
     rank, n = dist.get_rank(), dist.get_world_size()
@@ -35,4 +37,16 @@ def ring_with_receives_posted_ahead(chunks):
     return total
 
 
-RIGHT = {"ring_reduce_scatter": [ring_in_batches, ring_with_receives_posted_ahead]}
+def all_inside_and_a_shard_between(tensor, node, peers):
+    """Inside the node, all-reduce everything; among the peers, a shard each."""
+    collectives.all_reduce(tensor, group=node)
+    shard = tensor.flatten().chunk(dist.get_world_size(node))[dist.get_rank(node)]
+    shard = shard.clone()
+    collectives.all_reduce(shard, group=peers)
+    collectives.all_gather_single(tensor, shard, group=node)
+
+
+RIGHT = {
+    "ring_reduce_scatter": [ring_in_batches, ring_with_receives_posted_ahead],
+    "hierarchical_sum": [all_inside_and_a_shard_between],
+}

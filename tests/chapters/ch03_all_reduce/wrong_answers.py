@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_course import collectives
+from ddp_course.chapters.ch03_all_reduce import solutions
 from ddp_course.collectives import ReduceOp, hierarchical, ring
 from ddp_course.collectives.plan import Transfer
 
@@ -297,7 +298,7 @@ def not_gathered(tensor, node, peers):
     shard = _empty(tensor, node)
     collectives.reduce_scatter_single(shard, tensor, group=node)
     collectives.all_reduce(shard, group=peers)
-    tensor[: shard.numel()] = shard
+    tensor.view(-1)[: shard.numel()] = shard
 
 
 def returned_not_in_place(tensor, node, peers):
@@ -329,8 +330,40 @@ def on_node_0_only(tensor, node, peers):
     raise RuntimeError("nothing to do here")
 
 
+# What more than one kind of tensor finds out
+
+
+def up_to_eight_ranks(world_size):
+    return solutions.ring_transfers(min(world_size, 8))
+
+
+def in_32_bits(chunks):
+    total = solutions.ring_reduce_scatter([chunk.float() for chunk in chunks])
+    return total.to(chunks[0].dtype)
+
+
+def flat(chunks):
+    return solutions.ring_reduce_scatter([chunk.flatten() for chunk in chunks])
+
+
+def crashes_alone(world_size, nbytes, alpha, beta):
+    rounds = [2 * k for k in range(world_size) if k][-1]
+    ring = rounds * (alpha + nbytes / world_size * beta)
+    tree = 2 * (world_size - 1).bit_length() * (alpha + nbytes * beta)
+    return "tree" if tree < ring else "ring"
+
+
+def of_one_dimension(tensor, node, peers):
+    part = len(tensor) // dist.get_world_size(node)
+    shard = torch.empty(part, dtype=tensor.dtype)
+    collectives.reduce_scatter_single(shard, tensor, group=node)
+    collectives.all_reduce(shard, group=peers)
+    collectives.all_gather_single(tensor, shard, group=node)
+
+
 WRONG = {
     "ring_transfers": {
+        up_to_eight_ranks: "With 11 ranks",
         ring_for_two: "With 3 ranks, rank 0 ends with",
         adds_in_every_step: "With 2 ranks, rank 0 ends with (0, 0, 1)",
         reduce_scatter_only: "With 2 ranks, rank 0 ends with (0,) in chunk 1",
@@ -344,6 +377,8 @@ WRONG = {
         tuples: "expected a list of `Transfer`s",
     },
     "ring_reduce_scatter": {
+        in_32_bits: "expected 11111",
+        flat: "expected a tensor of shape (2, 3), of torch.float64",
         passes_on_its_own_only: "With 3 ranks",
         adds_in_place: "were changed",
         forgets_its_own: "With 2 ranks",
@@ -359,6 +394,7 @@ WRONG = {
         never_ends: "still waits to receive from rank",
     },
     "tree_or_ring": {
+        crashes_alone: "IndexError: list index out of range",
         always_the_ring: "`tree_or_ring(4, 0, 2e-05, 1e-09)` returned `'ring'`",
         by_size: "expected",
         rounds_down: "`tree_or_ring(6, ",
@@ -369,15 +405,16 @@ WRONG = {
         in_capitals: "returned `'TREE'`; expected `'tree'`",
     },
     "hierarchical_sum": {
+        of_one_dimension: "On real ranks: `rank",
         a_flat_ring: "to other nodes; expected 0.5 S",
         whole_tensors_between: "rank 0 sent 1 S to other nodes; expected 0.5 S",
         leaders_only: "rank 0 sent 1 S to other nodes",
         groups_swapped: "to other nodes; expected 0.5 S",
-        nothing_between: "only 0 % of rank 0's numbers are the sum",
-        not_gathered: "only 50 % of rank 0's numbers are the sum",
+        nothing_between: "rank 0 has only 0 % of the sums",
+        not_gathered: "rank 0 has only 50 % of the sums",
         returned_not_in_place: "Is `tensor` itself changed?",
         the_largest: "is 1010 in place 0; expected 1111",
-        one_line_of_pytorch: "the byte meter of rank 0 counted nothing",
+        one_line_of_pytorch: "rank 0 has a byte meter that counted nothing",
         one_line_of_the_package: "the package's own hierarchy",
         on_node_0_only: "RuntimeError: nothing to do here",
     },

@@ -5,6 +5,7 @@ import math
 import torch
 import torch.distributed as dist
 
+from ddp_course.chapters.ch07_zero import solutions
 from ddp_course.collectives import (
     all_gather_single,
     all_reduce,
@@ -187,7 +188,7 @@ def returns_new_weights(weights, gradient, momentum, lr, beta):
 
 
 def _squares(shards):
-    return sum((s.pow(2).sum() for s in shards), torch.zeros(())).reshape(1)
+    return sum((s.float().square().sum() for s in shards), torch.zeros(())).reshape(1)
 
 
 def _scaled(shards, norm, max_norm):
@@ -345,6 +346,64 @@ def with_fractions(numel, world_size, stage, states, passes):
     return stored + 0 * shard, sent + 0 * shard
 
 
+# What harder inputs find out
+
+
+EVERYTHING = {}
+
+
+def sharded_in_name(weights, gradient, momentum, lr, beta):
+    whole = EVERYTHING.setdefault("momentum", torch.zeros_like(weights))
+    mine = _mean(gradient, momentum)
+    _part(whole, momentum).mul_(beta).add_(mine)
+    momentum.copy_(_part(whole, momentum))
+    _part(weights, momentum).sub_(lr * momentum)
+    all_gather_single(weights, _part(weights, momentum).clone())
+
+
+def sixteen_bits_travel(weights, gradient, momentum, lr, beta):
+    momentum.mul_(beta).add_(_mean(gradient.bfloat16().float(), momentum))
+    _part(weights, momentum).sub_(lr * momentum)
+    all_gather_single(weights, _part(weights, momentum).clone())
+
+
+def silent_without_gradient(weights, gradient, momentum, lr, beta):
+    if gradient.any():
+        solutions.sharded_step(weights, gradient, momentum, lr, beta)
+
+
+def the_own_norm_decides(shards, max_norm):
+    squares = _squares(shards)
+    mine = squares.sqrt().item()
+    dist.all_reduce(squares)
+    if mine > max_norm:
+        _scaled(shards, squares.sqrt().item(), max_norm)
+    return squares.sqrt().item()
+
+
+def divided_by_nothing(shards, max_norm):
+    squares = _squares(shards)
+    dist.all_reduce(squares)
+    norm = squares.sqrt().item()
+    factor = min(1.0, max_norm / squares.sqrt()[0].item())
+    for shard in shards:
+        shard.mul_(factor)
+    return norm
+
+
+def squares_of_16_bits(shards, max_norm):
+    squares = sum((s.pow(2).sum() for s in shards), torch.zeros(1))
+    dist.all_reduce(squares)
+    norm = squares.sqrt().item()
+    if norm > max_norm:
+        _scaled(shards, norm, max_norm)
+    return norm
+
+
+def seen_as_one_row(shards, max_norm):
+    return solutions.clip_shards([shard.view(-1) for shard in shards], max_norm)
+
+
 WRONG = {
     "my_pieces": {
         rounded_down: "is padded to",
@@ -359,6 +418,9 @@ WRONG = {
         from_behind: "with the parameters in their order",
     },
     "sharded_step": {
+        sharded_in_name: "sharded in name only",
+        sixteen_bits_travel: "your part of `weights` is wrong",
+        silent_without_gradient: "On real ranks",
         all_reduced: "as much as DDP sends",
         by_gloo: "of `torch.distributed`",
         the_momentum_travels: "as much as DDP sends",
@@ -372,6 +434,10 @@ WRONG = {
         returns_new_weights: "your part of `weights` is wrong",
     },
     "clip_shards": {
+        the_own_norm_decides: "by the same factor",
+        divided_by_nothing: "ZeroDivisionError",
+        squares_of_16_bits: "the norm of all gradients before clipping is `500`",
+        seen_as_one_row: "view size is not compatible",
         per_shard: "no collective",
         norms_added: "the root of the sum of all squares",
         the_mean_of_squares: "the root of the sum of all squares",
