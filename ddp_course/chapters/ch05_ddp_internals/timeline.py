@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ddp_course.lab.draw.bars import PLOT_W, draw_bar, visible
+from ddp_course.lab.draw.bars import (
+    PLOT_W,
+    draw_axis,
+    draw_bar,
+    time_window,
+    visible,
+)
 from ddp_course.lab.draw.drawing import Drawing
 from ddp_course.lab.draw.per_rank import communicates
 from ddp_course.lab.palette import MUTED, rank_color
@@ -51,7 +56,9 @@ def timeline(
     Raises ValueError for no events, a start below 0 and a width that is not above 0.
     """
     events = sorted(events, key=lambda e: (e.rank, e.start, e.end))
-    first, start, width = _window(events, start, width)
+    if not events:
+        raise ValueError("there are no events; at least one must be drawn")
+    first, width = min(e.start for e in events), time_window([events], start, width)
     ranks = sorted({event.rank for event in events})
     lines = {rank: _lines([e for e in events if e.rank == rank]) for rank in ranks}
     high = {rank: _height(lines[rank]) for rank in ranks}
@@ -70,14 +77,16 @@ def timeline(
     d.text(MARGIN, 46, words + "blank: waiting", size=12, anchor="start", fill=MUTED)
     y, many = float(TOP), 0
     with d.shifted(MARGIN + NAME_W, 0):
-        _axis(d, start, width, bottom)
+        label = "time since the first event [ms]"
+        draw_axis(d, 0, bottom, PLOT_W, width, label, start=start, grid=TOP - 6)
         for rank in ranks:
             _name(d, rank, y)
             for top, tall, line in lines[rank]:
                 bars = visible(line, first + start / 1e3, per_ms * 1e3)
                 many += sum(n for *_, n in bars if n > 1)
-                for bar in bars:
-                    draw_bar(d, bar, y + top, tall, numbers)
+                for left, right, event, _ in bars:
+                    labels = _labels(event, numbers.get(id(event)))
+                    draw_bar(d, left, y + top, right - left, tall, event, labels)
             y += high[rank] + RANK_GAP
     words = (
         f"A pixel is {width / PLOT_W:.2g} ms; what is shorter is drawn one pixel wide."
@@ -89,22 +98,6 @@ def timeline(
         words = f"Nothing was recorded here; the last event ends at {last:.4g} ms."
     d.text(MARGIN, bottom + 62, words, size=11, anchor="start", fill=MUTED)
     return d
-
-
-def _window(
-    events: Sequence[Any], start: float, width: float | None
-) -> tuple[float, float, float]:
-    """Return the first event's time in s, and start and width in ms."""
-    if not events:
-        raise ValueError("there are no events; at least one must be drawn")
-    first, last = min(e.start for e in events), max(e.end for e in events)
-    if not 0 <= start < math.inf:
-        raise ValueError(f"start is {start!r}; it must be a time in ms, 0 or more")
-    if width is None:
-        width = max((last - first) * 1e3 - start, 1e-3)
-    if not 0 < width < math.inf:
-        raise ValueError(f"width is {width!r}; it must be a time in ms, above 0")
-    return first, start, width
 
 
 def lies_in(event: Any, first: float, start: float, width: float) -> bool:
@@ -150,17 +143,12 @@ def _name(d: Drawing, rank: int, y: float) -> None:
     d.block(-NAME_W, y, 56, LANE, f"rank {rank}", fill=color, size=12)
 
 
-def _axis(d: Drawing, start: float, width: float, bottom: float) -> None:
-    """Draw the axis of time: about eight round numbers of ms, and thin lines."""
-    power = 10 ** math.floor(math.log10(width / 8))
-    step = next(m * power for m in (1, 2, 5, 10) if m * power >= width / 8)
-    last = math.floor((start + width) / step + 1e-9)
-    for k in range(math.ceil(start / step - 1e-9), last + 1):
-        x = (k * step - start) * PLOT_W / width
-        d.line((x, TOP - 6), (x, bottom), stroke="#E3E6EA")
-        d.text(x, bottom + 18, f"{k * step:.6g}", size=11)
-    d.line((0, bottom), (PLOT_W, bottom))
-    d.text(PLOT_W / 2, bottom + 38, "time since the first event [ms]", size=12)
+def _labels(event: Any, number: int | None) -> list[str]:
+    """Return what may be written on an event, from long to short."""
+    if number is None:
+        return [event.op]
+    names = [f"{event.op}, bucket {number}", f"bucket {number}", f"{number}"]
+    return names[communicates(event) :]  # hatching tells the rest
 
 
 def _in_words(events: Sequence[Any], first: float, start: float, width: float) -> str:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ddp_course.lab.draw.bars import PLOT_W, visible
+from ddp_course.lab.draw.bars import (
+    PLOT_W,
+    draw_axis,
+    draw_bar,
+    time_window,
+    visible,
+)
 from ddp_course.lab.draw.drawing import Drawing
 from ddp_course.lab.draw.kinds import room
 from ddp_course.lab.draw.per_rank import communicates
 from ddp_course.lab.palette import (
-    INK,
     MUTED,
-    PANEL_EDGE,
-    darker,
-    lighter,
-    rank_color,
-    text_color,
 )
 from ddp_course.measure import busy, overlap
 
@@ -45,7 +44,12 @@ def fsdp_timeline(
         name: sorted((e for e in events if e.rank == rank), key=lambda e: e.start)
         for name, events in runs.items()
     }
-    width = _width(mine, rank, start, width)
+    if not mine:
+        raise ValueError("there are no runs; at least one must be drawn")
+    for name, events in mine.items():
+        if not events:
+            raise ValueError(f"the run {name!r} has no events of rank {rank}")
+    width = time_window(mine.values(), start, width)
     high = TOP + len(mine) * (3 * (LANE + GAP) + RUN_GAP + 14)
     d = Drawing(
         2 * MARGIN + NAME_W + PLOT_W,
@@ -63,29 +67,11 @@ def fsdp_timeline(
                fill=MUTED)  # fmt: skip
         y += 18
         with d.shifted(MARGIN, y):
-            _draw_run(d, events, start, width, rank)
+            _draw_run(d, events, start, width)
         y += 3 * (LANE + GAP) + RUN_GAP - 4
-    _axis(d, y - 14, start, width)
+    label = "time since the step began [ms]"
+    draw_axis(d, MARGIN + NAME_W, y - 14, PLOT_W, width, label, start=start)
     return d
-
-
-def _width(
-    mine: Mapping[str, Sequence[Any]], rank: int, start: float, width: float | None
-) -> float:
-    """Return the width of the window in ms, after a look at everything."""
-    if not mine:
-        raise ValueError("there are no runs; at least one must be drawn")
-    for name, events in mine.items():
-        if not events:
-            raise ValueError(f"the run {name!r} has no events of rank {rank}")
-    if not 0 <= start < math.inf:
-        raise ValueError(f"start is {start!r}; it must be a time in ms, 0 or more")
-    if width is None:
-        longest = max(max(e.end for e in es) - es[0].start for es in mine.values())
-        width = max(longest * 1e3 - start, 1e-3)
-    if not 0 < width < math.inf:
-        raise ValueError(f"width is {width!r}; it must be a time in ms, above 0")
-    return width
 
 
 def in_words(events: Sequence[Any]) -> str:
@@ -169,9 +155,7 @@ def _gathered(events: Sequence[Any], freed: str) -> list[Any]:
     return asked
 
 
-def _draw_run(
-    d: Drawing, events: Sequence[Any], start: float, width: float, rank: int
-) -> None:
+def _draw_run(d: Drawing, events: Sequence[Any], start: float, width: float) -> None:
     """Draw the three lanes of a run; (0, 0) is left of their names."""
     units, per_s = units_of(events), PLOT_W / width * 1e3
     begin = events[0].start + start / 1e3
@@ -184,41 +168,9 @@ def _draw_run(
             line.sort(key=lambda e: e.start)
         with d.shifted(NAME_W, y):
             for left, right, event, _ in visible(line, begin, per_s):
-                _draw_bar(
-                    d,
-                    left,
-                    right - left,
-                    event,
-                    units.get(id(event), event.detail.get("unit")),
-                    rank,
-                )
-
-
-def _draw_bar(
-    d: Drawing, x: float, wide: float, event: Any, unit: Any, rank: int
-) -> None:
-    """Draw an event, and the unit if there is room."""
-    color, ink, lane = rank_color(rank), INK, lane_of(event)
-    fill = lighter(color) if "backward" in event.op else color
-    if lane != "compute":
-        d.rect(x, 0, wide, LANE, fill="#FFFFFF", stroke=darker(color, 0.3))
-        if wide >= 3:
-            d.hatch(x, 0, wide, LANE, stroke=darker(color, 0.3))
-    elif event.op in ("wait", "idle") or event.lane == "wait":
-        d.rect(x, 0, wide, LANE, stroke=PANEL_EDGE, dashed=True)
-        ink = MUTED
-    else:
-        d.rect(x, 0, wide, LANE, fill=fill, stroke=darker(fill))
-        ink = text_color(fill)
-    spare = 10 if lane != "compute" else 2
-    for label in _labels(event, unit, lane):
-        if label and room(label) + spare < wide:
-            half = room(label) / 2 + 1
-            if lane != "compute":
-                box = x + wide / 2 - half, 2, 2 * half, LANE - 4
-                d.rect(*box, fill="#FFFFFF", stroke="none")
-            d.text(x + wide / 2, LANE / 2 + 4, label, size=11, fill=ink)
-            return
+                unit = units.get(id(event), event.detail.get("unit"))
+                labels = _labels(event, unit, lane)
+                draw_bar(d, left, 0, right - left, LANE, event, labels)
 
 
 def _labels(event: Any, unit: Any, lane: str) -> list[str]:
@@ -232,17 +184,3 @@ def _labels(event: Any, unit: Any, lane: str) -> list[str]:
         return [f"{unit}", last]
     short = SHORT.get(event.op, event.op)
     return [f"{event.op} {unit}", f"{event.op} {last}", f"{short} {last}", last]
-
-
-def _axis(d: Drawing, y: float, start: float, width: float) -> None:
-    """Draw the axis of time below all runs."""
-    left = MARGIN + NAME_W
-    power = 10 ** math.floor(math.log10(width / 8))
-    step = next(m * power for m in (1, 2, 5, 10) if m * power >= width / 8)
-    last = math.floor((start + width) / step + 1e-9)
-    d.line((left, y), (left + PLOT_W, y))
-    for k in range(math.ceil(start / step - 1e-9), last + 1):
-        x = left + (k * step - start) * PLOT_W / width
-        d.line((x, y), (x, y + 5))
-        d.text(x, y + 18, f"{k * step:.6g}", size=11)
-    d.text(left + PLOT_W / 2, y + 36, "time since the step began [ms]", size=12)

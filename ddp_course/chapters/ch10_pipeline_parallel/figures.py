@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ddp_course.lab.draw.bars import draw_axis
 from ddp_course.lab.draw.drawing import Drawing
-from ddp_course.lab.draw.lanes import Lanes, draw_axis
+from ddp_course.lab.draw.lanes import Lanes
 from ddp_course.lab.draw.schedule_view import named
 from ddp_course.lab.draw.work import Work, idle_share, works_of
 from ddp_course.lab.palette import MUTED, rank_color
@@ -60,7 +61,7 @@ def staircase() -> Drawing:
                anchor="start")  # fmt: skip
         y += lane.height + 58
     unit = "time [one microbatch forward through one stage = 1]"
-    draw_axis(d, left, y - 36, scale, long, unit)
+    draw_axis(d, left, y - 36, scale * long, long, unit)
     words = (
         "Solid: forward. Lighter: backward, twice as long. Dashed: a rank waits. "
         "Numbers are microbatches."

@@ -6,8 +6,9 @@ asked to predict of the orders between them.
 
 from __future__ import annotations
 
+from ddp_course.lab.draw.bars import draw_axis
 from ddp_course.lab.draw.drawing import Drawing
-from ddp_course.lab.draw.lanes import Lanes, draw_axis, draw_legend
+from ddp_course.lab.draw.lanes import Lanes, draw_legend
 from ddp_course.lab.draw.schedule_view import TITLES, equal_costs, named
 from ddp_course.lab.draw.work import works_of
 from ddp_course.pipeline.simulate import simulate
@@ -48,7 +49,7 @@ def two_orders() -> Drawing:
             lane.draw(d)
         y += HEAD + lane.height + GAP
     unit = "time [one microbatch forward on one rank = 1]"
-    draw_axis(d, left, y - 6, scale, long, unit)
+    draw_axis(d, left, y - 6, scale * long, long, unit)
     works = [work for lane in lanes.values() for work in lane.works]
     draw_legend(d, MARGIN, y + 58, works)
     words = "Numbers are microbatches. Dashed: the rank waits."

@@ -1,12 +1,13 @@
-"""Recorded events as bars: computing, launching, sending, waiting. Chapter 05."""
+"""Blocks on an axis of time: computing, launching, sending, waiting."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ddp_course.lab.draw.drawing import Drawing
+from ddp_course.lab.draw.kinds import room
 from ddp_course.lab.draw.per_rank import communicates
 from ddp_course.lab.palette import (
     INK,
@@ -46,49 +47,73 @@ def visible(line: Sequence[Any], start: float, scale: float) -> list[Bar]:
 
 
 def draw_bar(
-    d: Drawing, bar: Bar, y: float, tall: float, numbers: dict[int, int]
+    d: Drawing, x: float, y: float, wide: float, tall: float, event: Any, labels: Any
 ) -> None:
-    """Draw a bar of height `tall` at `y`, and what it is if there is room.
-
-    `numbers` tells which bucket an event is about: id(event) -> bucket.
-    """
-    left, right, event, _ = bar
-    wide, color = right - left, rank_color(event.rank)
-    number = numbers.get(id(event))
-    fill = lighter(color) if "backward" in event.op else color
-    if communicates(event):
-        d.rect(left, y, wide, tall, fill="#FFFFFF", stroke=darker(color, 0.3))
+    """Draw an event, and the first of `labels` for which there is room."""
+    color, ink, sent = rank_color(event.rank), INK, communicates(event)
+    if sent:
+        d.rect(x, y, wide, tall, fill="#FFFFFF", stroke=darker(color, 0.3))
         if wide >= 3:
-            d.hatch(left, y, wide, tall, stroke=darker(color, 0.3))
-        ink = INK
-    elif event.lane == "wait" or event.op == "idle":
-        d.rect(left, y, wide, tall, stroke=PANEL_EDGE, dashed=True)
+            d.hatch(x, y, wide, tall, stroke=darker(color, 0.3))
+    elif event.lane == "wait" or event.op in ("wait", "idle"):
+        d.rect(x, y, wide, tall, stroke=PANEL_EDGE, dashed=True)
         ink = MUTED
-    elif event.lane == "launch":
-        d.rect(left, y, wide, tall, fill=darker(color), stroke="none")
-        ink = text_color(darker(color))
     else:
-        d.rect(left, y, wide, tall, fill=fill, stroke=darker(fill))
+        fill = lighter(color) if "backward" in event.op else color
+        fill = darker(color) if event.lane == "launch" else fill
+        d.rect(x, y, wide, tall, fill=fill, stroke=darker(fill))
         ink = text_color(fill)
-    label = _label(event, number, wide)
-    if label and communicates(event):
-        room = _room(label)
-        d.rect(left + (wide - room) / 2, y + 1, room, tall - 2, fill="#FFFFFF",
-               stroke="none")  # fmt: skip
-    if label:
-        d.text(left + wide / 2, y + tall / 2 + 4, label, size=11, fill=ink)
+    for label in labels:
+        half = room(label) / 2 + 1
+        if 2 * half + (HATCHED if sent else 0) < wide:
+            if sent:
+                d.rect(x + wide / 2 - half, y + 1, 2 * half, tall - 2, fill="#FFFFFF",
+                       stroke="none")  # fmt: skip
+            d.text(x + wide / 2, y + tall / 2 + 4, label, size=11, fill=ink)
+            return
 
 
-def _label(event: Any, number: int | None, wide: float) -> str:
-    """Return the longest name of an event that fits."""
-    says = [event.op]
-    if number is not None:
-        says = [f"{event.op}, bucket {number}", f"bucket {number}", f"{number}"]
-        says = says[1:] if communicates(event) else says  # hatching tells the rest
-    spare = HATCHED if communicates(event) else 2
-    return next((text for text in says if wide > _room(text) + spare), "")
+def time_window(
+    runs: Iterable[Sequence[Any]], start: float, width: float | None
+) -> float:
+    """Return the width of a window of time in ms: as given, or to the last event.
+
+    Raises ValueError for a start below 0 and a width that is not above 0.
+    """
+    if not 0 <= start < math.inf:
+        raise ValueError(f"start is {start!r}; it must be a time in ms, 0 or more")
+    if width is None:
+        longest = max(max(e.end for e in r) - min(e.start for e in r) for r in runs)
+        width = max(longest * 1e3 - start, 1e-3)
+    if not 0 < width < math.inf:
+        raise ValueError(f"width is {width!r}; it must be a time in ms, above 0")
+    return width
 
 
-def _room(label: str) -> float:
-    """Return the pixels that a label takes, with a little air at both ends."""
-    return 7.0 * len(label) + (3 if label.isdigit() else 6)
+def draw_axis(
+    d: Drawing,
+    x: float,
+    y: float,
+    wide: float,
+    long: float,
+    label: str,
+    *,
+    start: float = 0.0,
+    grid: float | None = None,
+) -> None:
+    """Draw an axis of time from `start` to `start + long` on `wide` pixels.
+
+    It has about ten round numbers, and thin lines up to `grid` if that is given.
+    """
+    power = 10 ** math.floor(math.log10(long / 10))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= long / 10)
+    d.line((x, y), (x + wide, y))
+    last = math.floor((start + long) / step + 1e-9)
+    for k in range(math.ceil(start / step - 1e-9), last + 1):
+        at = x + (k * step - start) * wide / long
+        if grid is None:
+            d.line((at, y), (at, y + 5))
+        else:
+            d.line((at, grid), (at, y), stroke="#E3E6EA")
+        d.text(at, y + 18, f"{k * step:.6g}", size=11)
+    d.text(x + wide / 2, y + 36, label, size=12)

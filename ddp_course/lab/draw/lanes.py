@@ -7,7 +7,6 @@ Waiting is a dashed outline. A rank's second stage hangs a little lower than its
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 from ddp_course.lab.draw.drawing import Drawing
@@ -123,20 +122,6 @@ def _write(d: Drawing, x: float, base: float, name: str, op: str, fill: str) -> 
 def _room(name: str) -> float:
     """Return the pixels of a block's name, in which a W is wider than most."""
     return room(name, 11, True) + 4 * name.count("W")
-
-
-def draw_axis(
-    d: Drawing, x: float, y: float, scale: float, long: float, label: str
-) -> None:
-    """Draw an axis of time from 0 to `long`, about ten round numbers on it."""
-    power = 10 ** math.floor(math.log10(long / 10))
-    step = next(m * power for m in (1, 2, 5, 10) if m * power >= long / 10)
-    d.line((x, y), (x + long * scale, y))
-    for k in range(math.floor(long / step + 1e-9) + 1):
-        at = x + k * step * scale
-        d.line((at, y), (at, y + 5))
-        d.text(at, y + 18, f"{k * step:.6g}", size=11)
-    d.text(x + long * scale / 2, y + 36, label, size=12)
 
 
 def draw_legend(d: Drawing, x: float, y: float, works: Sequence[Work]) -> float:

@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ddp_course.lab.draw.bars import draw_axis
 from ddp_course.lab.draw.drawing import Drawing
-from ddp_course.lab.draw.lanes import Lanes, draw_axis, draw_legend
+from ddp_course.lab.draw.lanes import Lanes, draw_legend
 from ddp_course.lab.draw.work import (
     Work,
     idle_share,
@@ -88,7 +89,7 @@ def _drawing(
         with d.shifted(MARGIN, y):
             lane.draw(d, right=left + PLOT_W + 10)
         y += lane.height + RUN_GAP
-    draw_axis(d, MARGIN + left, y - 6, PLOT_W / width, width, "time [ms]")
+    draw_axis(d, MARGIN + left, y - 6, PLOT_W, width, "time [ms]")
     draw_legend(d, MARGIN, y + 56, [work for works in runs.values() for work in works])
     return d
 

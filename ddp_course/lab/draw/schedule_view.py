@@ -6,8 +6,9 @@ import math
 from fractions import Fraction
 
 from ddp_course import theory
+from ddp_course.lab.draw.bars import draw_axis
 from ddp_course.lab.draw.drawing import Drawing
-from ddp_course.lab.draw.lanes import Lanes, draw_axis, draw_legend
+from ddp_course.lab.draw.lanes import Lanes, draw_legend
 from ddp_course.lab.draw.steps import count
 from ddp_course.lab.draw.work import idle_share, works_of
 from ddp_course.pipeline.schedule import Schedule
@@ -65,7 +66,7 @@ def schedule_view(
         lanes.draw(d)
     y, unit = TOP + lanes.height + 10, "unit of the costs"
     unit = unit if costs else "one microbatch forward on one rank = 1"
-    draw_axis(d, MARGIN + lanes.x(0), y, scale, long, f"time [{unit}]")
+    draw_axis(d, MARGIN + lanes.x(0), y, scale * long, long, f"time [{unit}]")
     draw_legend(d, MARGIN, y + 64, works)
     return d
 

@@ -400,10 +400,6 @@ def squares_of_16_bits(shards, max_norm):
     return norm
 
 
-def seen_as_one_row(shards, max_norm):
-    return solutions.clip_shards([shard.view(-1) for shard in shards], max_norm)
-
-
 WRONG = {
     "my_pieces": {
         rounded_down: "is padded to",
@@ -437,7 +433,6 @@ WRONG = {
         the_own_norm_decides: "by the same factor",
         divided_by_nothing: "ZeroDivisionError",
         squares_of_16_bits: "the norm of all gradients before clipping is `500`",
-        seen_as_one_row: "view size is not compatible",
         per_shard: "no collective",
         norms_added: "the root of the sum of all squares",
         the_mean_of_squares: "the root of the sum of all squares",
