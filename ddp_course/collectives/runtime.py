@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_course.collectives.plan import Plan, bounds, completing
+from ddp_course.collectives.plan import Plan, Transfer, bounds, completing
 from ddp_course.collectives.port import Port
 from ddp_course.collectives.reduction import COMBINE, ReduceOp, finish
 
@@ -58,6 +58,14 @@ class Buffer:
         buffer.bounds = tuple(buffer.starts)
         return buffer
 
+    def of(self, t: Transfer) -> Tensor:
+        """Return the chunks that a transfer is about."""
+        return self[self.bounds[t.first], self.bounds[t.last]]
+
+    def chunk(self, c: int) -> Tensor:
+        """Return chunk c."""
+        return self[self.bounds[c], self.bounds[c + 1]]
+
     def __getitem__(self, place: tuple[int, int]) -> Tensor:
         """Return the elements [first, last)."""
         first, last = place
@@ -71,33 +79,23 @@ class Buffer:
 def step_by_step(
     plan: Plan, buffer: Buffer, port: Port, op: dist.ReduceOp.RedOpType = ReduceOp.SUM
 ) -> None:
-    """Carry out `plan`: in each step post all receives and sends, wait, combine.
+    """Carry out `plan`: in each step exchange messages, then combine or keep them.
 
     Sends and receives of a step are handed over together, as NCCL asks for.
     """
-    combine, finished = COMBINE[op], completing(plan)
     for step in range(plan.steps):
         sends = [t for t in plan.sent_by(port.rank) if t.step == step]
         receives = [t for t in plan.received_by(port.rank) if t.step == step]
-        places = [_place(buffer, t) for t in receives]
-        arrived = [
-            torch.empty_like(buffer[place]) if t.reduce else buffer[place]
-            for t, place in zip(receives, places, strict=True)
-        ]
+        arrived = [torch.empty_like(buffer.of(t)) for t in receives]
         port.exchange(
-            [(buffer[_place(buffer, t)], t.dst) for t in sends],
-            [(a, t.src) for a, t in zip(arrived, receives, strict=True)],
+            [(buffer.of(t), t.dst) for t in sends],
+            [(message, t.src) for message, t in zip(arrived, receives, strict=True)],
         )
-        for t, place, message in zip(receives, places, arrived, strict=True):
-            if t.reduce:
-                own = buffer[place]
-                combine(own, message, out=own)
-                if t in finished:
-                    finish(own, op, plan.world_size)
-
-
-def _place(buffer: Buffer, transfer) -> tuple[int, int]:
-    return buffer.bounds[transfer.first], buffer.bounds[transfer.last]
+        for message, t in zip(arrived, receives, strict=True):
+            own = buffer.of(t)
+            own.copy_(COMBINE[op](own, message) if t.reduce else message)
+    for chunk in plan.end[port.rank]:
+        finish(buffer.chunk(chunk), op, plan.world_size)
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ def all_gather_single(
 
     def body(run: Run) -> None:
         buffer = Buffer.flat(output, comm.size)
-        mine = buffer[buffer.bounds[comm.rank], buffer.bounds[comm.rank + 1]]
+        mine = buffer.chunk(comm.rank)
         if mine.data_ptr() != input.data_ptr():
             mine.copy_(input.view(-1))
         run.plan(ALL_GATHERS[algorithm](comm.size), buffer)
