@@ -10,9 +10,10 @@ cores: with 32 KiB each way, up to half of all exchanges took 4 ms instead of 0.
 
 A thread under the policy SCHED_BATCH does not interrupt others when it wakes up; it
 waits until a core is free or the other's time is up. So while this rank does nothing
-but wait for messages, we put gloo's threads under it: the 4 ms are gone. Linux only,
-and nobody needs special rights for it. (PyTorch's own collectives over gloo would gain
-as much: `ddp-course bench all-reduce` measures that, too, as "gloo, patient".)
+but wait for messages, we put gloo's threads under it: on a machine that has nothing
+else to do, the 4 ms are gone. Linux only, and nobody needs special rights for it.
+(PyTorch's own collectives over gloo would gain as much: `ddp-course bench all-reduce`
+measures that, too, as "gloo, patient".)
 """
 
 from __future__ import annotations

@@ -38,10 +38,9 @@ def broadcast_tree_plan(world_size: int, root: int = 0) -> Plan:
     A binomial tree, ceil(log2(world_size)) steps: counted from the root, rank r sends
     to rank r + d, for d = ..., 4, 2, 1 (Thakur et al. 2005).
     """
-    transfers = []
-    distance = 1 << max(world_size - 1, 0).bit_length()
-    for step in range(max(world_size - 1, 0).bit_length()):
-        distance //= 2
+    steps, transfers = (world_size - 1).bit_length(), []
+    for step in range(steps):
+        distance = 2 ** (steps - 1 - step)
         for r in range(0, world_size - distance, 2 * distance):
             src, dst = (r + root) % world_size, (r + distance + root) % world_size
             transfers.append(Transfer(step, src, dst, 0, 1, False))

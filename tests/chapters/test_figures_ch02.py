@@ -293,11 +293,10 @@ def test_plan_steps_has_a_panel_for_each_state():
 
 def test_six_ways_tells_the_plans_numbers():
     said = words(six_ways())
-    assert "6 steps; the busiest rank sends 3 S" in said  # naive
-    assert "4 steps; the busiest rank sends 2 S" in said  # tree
-    assert said.count("4 steps; the busiest rank sends 3/2 S") == 2
-    assert "6 steps; the busiest rank sends 3/2 S" in said  # ring
-    assert "nothing sent; each rank reads 3/2 S" in said
+    assert said.count("6 steps") == 2  # naive and ring
+    assert said.count("4 steps") == 3
+    assert "no message is sent" in said
+    assert not any("3/2" in word for word in said)  # it is to be predicted
     for rank in range(4):
         found = fills(six_ways(), f"{rank}")
         assert found == [rank_color(rank)] * 6

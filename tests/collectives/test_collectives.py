@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import zlib
 from functools import partial
 
@@ -111,23 +112,10 @@ def close(mine, right, op) -> bool:
     return op == AVG and torch.allclose(mine.double(), right.double(), rtol=1e-2)
 
 
-@pytest.mark.parametrize("n", WORLD_SIZES)
-def test_all_reduces_equal_pytorchs(n):
-    assert spawn(wrong_all_reduces, world_size=n, output="none") == [[]] * n
-
-
 def my_group() -> dist.ProcessGroup:
     """On every rank of five: two groups, at work at the same time."""
     evens, odds = dist.new_group([0, 2, 4]), dist.new_group([1, 3])
     return odds if dist.get_rank() % 2 else evens
-
-
-def in_groups() -> list[str]:
-    return wrong_all_reduces(my_group())
-
-
-def test_all_reduces_in_groups():
-    assert spawn(in_groups, world_size=5, output="none") == [[]] * 5
 
 
 def wrong_others(numels: list[int], group=None) -> list[str]:
@@ -229,41 +217,34 @@ def wrong_others(numels: list[int], group=None) -> list[str]:
     return wrong
 
 
+def wrong_anywhere(n: int) -> list[str]:
+    """On every rank: all collectives; of five ranks, also in two groups at once."""
+    wrong = wrong_all_reduces() + wrong_others(sizes(n))
+    if n == 5:
+        group = my_group()
+        wrong += wrong_all_reduces(group) + wrong_others([0, 7, 1009], group)
+    return wrong
+
+
 @pytest.mark.parametrize("n", WORLD_SIZES)
-def test_the_other_collectives_equal_pytorchs(n):
-    wrong = spawn(wrong_others, sizes(n), world_size=n, output="none")
-    assert wrong == [[]] * n
+def test_all_collectives_equal_pytorchs(n):
+    assert spawn(wrong_anywhere, n, world_size=n, output="none") == [[]] * n
 
 
-def others_in_groups(plant=None) -> list[str]:
-    if plant:
-        plant()
-    return wrong_others([0, 7, 1009], my_group())
-
-
-def test_the_other_collectives_in_groups():
-    assert spawn(others_in_groups, world_size=5, output="none") == [[]] * 5
-
-
-def roots_are_ranks_of_the_group() -> None:
+def roots_are_ranks_of_the_group() -> list[str]:
     """Plant a mistake: a root is taken for a number within the group."""
-
-    def root(self, name, rank):
-        return rank % self.comm.size
-
-    Call.root = root
+    Call.root = lambda self, name, rank: rank % self.comm.size
+    return wrong_others([7, 1009], my_group())
 
 
 def test_a_root_taken_for_a_rank_of_the_group_is_seen():
-    told = spawn(
-        others_in_groups, roots_are_ranks_of_the_group, world_size=5, output="none"
-    )
+    told = spawn(roots_are_ranks_of_the_group, world_size=5, output="none")
     names = {mistake.split()[0] for wrong in told for mistake in wrong}
     assert names == {"broadcast", "reduce", "scatter", "gather"}
 
 
 def uneven_all_to_all() -> bool:
-    """On every rank: rank i has i + 2 j numbers for rank j."""
+    """Rank i has i + 2 j numbers for rank j."""
     me, n = dist.get_rank(), dist.get_world_size()
     gives = [me + 2 * j for j in range(n)]
     gets = [i + 2 * me for i in range(n)]
@@ -274,12 +255,8 @@ def uneven_all_to_all() -> bool:
     return torch.equal(mine, theirs)
 
 
-def test_all_to_all_with_uneven_parts():
-    assert all(spawn(uneven_all_to_all, world_size=3, output="none"))
-
-
 def many_at_once() -> list[float]:
-    """On every rank: collectives under way, others called meanwhile, in order."""
+    """Collectives under way, others called meanwhile, in order."""
     me, n = dist.get_rank(), dist.get_world_size()
     tensors = [torch.full((50_000,), float(me + k)) for k in range(8)]
     works = [ring.all_reduce(t, async_op=True) for t in tensors]
@@ -291,14 +268,8 @@ def many_at_once() -> list[float]:
     return [t[-1].item() - n * k for k, t in enumerate(tensors)] + [here.item()]
 
 
-def test_collectives_under_way():
-    assert spawn(many_at_once, world_size=4, output="none") == [[6.0] * 9] * 4
-
-
-def nobody_passes_a_barrier_early() -> float:
-    """On every rank: come at different times; return by how much one left too early."""
-    import time
-
+def early() -> float:
+    """Come to a barrier at different times; return by how much one left too early."""
     time.sleep(0.1 * dist.get_rank())
     came = time.monotonic()
     ours.barrier()
@@ -308,5 +279,8 @@ def nobody_passes_a_barrier_early() -> float:
     return (times[0] + times[1]).item()  # the last to come, minus the first to leave
 
 
-def test_a_barrier_waits_for_all():
-    assert max(spawn(nobody_passes_a_barrier_early, world_size=3)) <= 0
+def test_uneven_parts_collectives_under_way_and_a_barrier_that_waits_for_all():
+    def facts():
+        return uneven_all_to_all(), many_at_once(), early() <= 0
+
+    assert spawn(facts, world_size=4, output="none") == [(True, [6.0] * 9, True)] * 4

@@ -1,4 +1,4 @@
-"""Six ways to all-reduce, side by side: who sends to whom, and what it costs."""
+"""Six ways to all-reduce, side by side: who sends to whom, and when."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from ddp_course.collectives.catalog import PLANS
 from ddp_course.collectives.hierarchical import sharded_plan
 from ddp_course.collectives.plan import Plan
 from ddp_course.lab.draw.drawing import Drawing
-from ddp_course.lab.draw.steps import in_buffers, sent_so_far
 from ddp_course.lab.palette import MUTED, PANEL, PANEL_EDGE
-from ddp_course.theory import shared_memory_bytes
 
 Point = tuple[float, float]
 MARGIN, GAP, CARD_W, CARD_H, FIELD_W, FIELD_TOP = 16, 14, 300, 250, 240, 54
@@ -37,7 +35,7 @@ REMARKS = {
 
 
 def six_ways() -> Drawing:
-    """Draw who sends to whom in six all-reduces of four ranks, and what it costs."""
+    """Draw who sends to whom in six all-reduces of four ranks, and when."""
     plans = {name: _plan(name) for name in PLACES}
     d = Drawing(
         3 * CARD_W + 2 * GAP + 2 * MARGIN,
@@ -57,7 +55,7 @@ def six_ways() -> Drawing:
             _field(d, name, plan)
     words = (
         "Beside an arrow: the steps in which it is used. Dashed: a slow link between "
-        "nodes. S: the bytes of the tensor."
+        "nodes."
     )
     d.text(MARGIN, d.height - 14, words, size=12, anchor="start", fill=MUTED)
     return d
@@ -133,11 +131,7 @@ def _listed(steps: list[int]) -> str:
 
 
 def _cost(plan: Plan | None) -> str:
-    if plan is None:
-        read = in_buffers(shared_memory_bytes(4)[0].read)
-        return f"nothing sent; each rank reads {read}"
-    busiest = max(sent_so_far(plan, plan.steps))
-    return f"{plan.steps} steps; the busiest rank sends {in_buffers(busiest)}"
+    return f"{plan.steps} steps" if plan else "no message is sent"
 
 
 def _in_words(name: str, plan: Plan | None) -> str:
