@@ -9,7 +9,7 @@ Read the modules in this order:
     system      what the operating system saw this process write
     storages    the memory that tensors look at, and labels on it
     memory      which bytes are kept now, by kind
-    memory_log  which bytes are kept when, by kind: in `account`, told by `allocations`
+    memory_log  which bytes are kept when, by kind; hears of it from `allocations`
 """
 
 from ddp_course.measure.events import (
@@ -33,27 +33,3 @@ from ddp_course.measure.meter import (
 from ddp_course.measure.pytorch import Call, TorchCollectives
 from ddp_course.measure.storages import KINDS, label
 from ddp_course.measure.system import SystemBytes
-
-__all__ = [
-    "KINDS",
-    "ByteMeter",
-    "Bytes",
-    "Call",
-    "Event",
-    "EventLog",
-    "Ledger",
-    "MemoryLog",
-    "Moment",
-    "SystemBytes",
-    "TorchCollectives",
-    "active_logs",
-    "active_meters",
-    "busy",
-    "chrome_trace",
-    "label",
-    "overlap",
-    "resident",
-    "save_trace",
-    "table",
-    "unmatched",
-]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,22 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp_course.measure.memory import tensors_of
 from ddp_course.measure.storages import open_logs, plain
-
-
-class Listener(Protocol):
-    """What is told: a memory log."""
-
-    def operated(self, name: str, inputs: Tensors, outputs: Tensors) -> None:
-        """An operation has returned."""
-
-    def accumulated(self, parameter: Tensor) -> None:
-        """A parameter has got its gradient."""
-
-    def forward(self, begins: bool) -> None:
-        """The forward of a watched module begins or ends."""
-
-    def look(self) -> None:
-        """A step of an optimizer begins or ends: there are gradients, and states."""
 
 
 class Tensors:
@@ -55,11 +39,11 @@ class Tensors:
 
 
 class Operations(TorchDispatchMode):
-    """Within its block, tells a listener of every operation of the calling thread."""
+    """Within its block, tells a memory log of every operation of the calling thread."""
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, log: Any) -> None:
         super().__init__()
-        self.listener = listener
+        self.log = log
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -72,7 +56,7 @@ class Operations(TorchDispatchMode):
         # What torch.tensor and such have just made goes into this one operation.
         made = func is torch.ops.aten.lift_fresh.default
         given = () if made else (args, kwargs)
-        self.listener.operated(str(func), Tensors(given), Tensors(result))
+        self.log.operated(str(func), Tensors(given), Tensors(result))
         return result
 
 
@@ -113,11 +97,11 @@ def _resize_and_tell(storage: torch.UntypedStorage, nbytes: int) -> Any:
 
 
 @contextmanager
-def hooks(listener: Listener, watched: Iterable[Any]) -> Iterator[None]:
-    """Within this block, tell a listener of forwards, gradients and optimizer steps."""
+def hooks(log: Any, watched: Iterable[Any]) -> Iterator[None]:
+    """Within this block, tell a log of forwards, gradients and optimizer steps."""
 
     def looks(*_: Any) -> None:
-        listener.look()
+        log.look()
 
     handles = [
         register_optimizer_step_pre_hook(looks),
@@ -126,16 +110,14 @@ def hooks(listener: Listener, watched: Iterable[Any]) -> Iterator[None]:
     watched = list(watched)
     for module in (one for one in watched if isinstance(one, nn.Module)):
         handles += [
-            module.register_forward_pre_hook(lambda *_: listener.forward(True)),
+            module.register_forward_pre_hook(lambda *_: log.forward(True)),
             module.register_forward_hook(
-                lambda *_: listener.forward(False), always_call=True
+                lambda *_: log.forward(False), always_call=True
             ),
         ]
     for tensor in {id(t): t for t, _ in tensors_of(watched)}.values():
         if tensor.requires_grad and tensor.is_leaf:
-            handles.append(
-                tensor.register_post_accumulate_grad_hook(listener.accumulated)
-            )
+            handles.append(tensor.register_post_accumulate_grad_hook(log.accumulated))
     try:
         yield
     finally:

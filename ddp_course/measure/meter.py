@@ -42,6 +42,14 @@ class Totals:
         """Messages sent to all peers together."""
         return sum(self.messages.values())
 
+    def sent_to(self, peers: Iterable[int]) -> int:
+        """Return the bytes sent to these ranks of the job, such as those of a group.
+
+        Along an axis of a mesh: `meter.sent_to(dist.get_process_group_ranks(group))`.
+        Two ranks that differ along one axis only have no other group in common.
+        """
+        return sum(self.sent.get(peer, 0) for peer in set(peers))
+
 
 class ByteMeter(Totals, WithoutLock):
     """Counts the bytes that this rank sends and receives, to and from each peer.

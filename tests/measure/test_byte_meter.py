@@ -70,6 +70,7 @@ def counts_exactly(kind: type[ByteMeter]) -> bool:
         and (meter.total_sent, meter.total_received, meter.total_messages)
         == (118, 5, 4)
         and meter.by_link() == {"inside": 111, "between": 7}
+        and (meter.sent_to([0, 1]), meter.report().sent_to([2, 3, 2])) == (111, 7)
     )
 
 
@@ -77,9 +78,15 @@ def test_counts_are_exact():
     assert counts_exactly(ByteMeter)
 
 
-@pytest.mark.parametrize(
-    "plant", [OffByAHeader, ForgetsEmptyMessages, OnePeer, OnlyTheLast, LinksSwapped]
-)
+class AlongEveryAxis(ByteMeter):
+    def sent_to(self, peers):
+        return self.total_sent
+
+
+PLANTS = [OffByAHeader, ForgetsEmptyMessages, OnePeer, OnlyTheLast, LinksSwapped]
+
+
+@pytest.mark.parametrize("plant", [*PLANTS, AlongEveryAxis])
 def test_meters_that_count_wrongly_are_seen(plant):
     assert not counts_exactly(plant)
 

@@ -214,10 +214,10 @@ def test_memory_with_the_log_is_memory_without():
 def keeps_what_it_sees(log: MemoryLog) -> None:
     """Plant: a log that holds on to the storages."""
     held = log.__dict__.setdefault("held", [])
-    add = type(log._account).add
-    log._account.add = lambda storage, piece: (
+    add = type(log._storages).add
+    log._storages.add = lambda storage, piece: (
         held.append(storage),
-        add(log._account, storage, piece),
+        add(log._storages, storage, piece),
     )[1]
 
 
@@ -234,17 +234,17 @@ def test_a_log_that_keeps_things_alive_would_be_caught():
     assert profiled_peak(lambda: logged(keeps_what_it_sees)) > 1.2 * without
 
 
-class SeesNoFrees(memory_log.Account):
+class SeesNoFrees(memory_log.Storages):
     def note_ends(self) -> None:
         self._ends.clear()
 
 
-class NeverMindsSizes(memory_log.Account):
+class NeverMindsSizes(memory_log.Storages):
     def measure(self, storage):
         return []
 
 
-class GuessesOnly(memory_log.Account):
+class GuessesOnly(memory_log.Storages):
     def claim(self, storage, part):
         known = storage._cdata in self._living
         return [] if known else super().claim(storage, part)
@@ -257,7 +257,7 @@ def test_wrong_accounts_are_caught(wrong, monkeypatch):
         test_kinds_of_a_step,
         test_the_end_of_a_log_is_what_is_there,
     )
-    monkeypatch.setattr(memory_log, "Account", wrong)
+    monkeypatch.setattr(memory_log, "Storages", wrong)
     caught = 0
     for test in tests:
         try:
