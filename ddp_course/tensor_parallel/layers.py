@@ -102,24 +102,13 @@ class ParallelLayer(nn.Module):
         for name in self.CUTS:
             parameter = getattr(full, name)
             if parameter is not None:  # a linear layer's bias may be missing
-                own = part_of(parameter, self.CUTS[name], self.group)
-                own = own.detach().clone(memory_format=torch.contiguous_format)
+                own, dim = parameter.detach(), self.CUTS[name]
+                own = (
+                    own if dim is None else self.group.parts(own, dim)[self.group.rank]
+                )
+                own = own.clone(memory_format=torch.contiguous_format)
                 parameter = nn.Parameter(own, parameter.requires_grad)
             self.register_parameter(name, parameter)
-
-
-def part_of(full: Tensor, dim: int | None, group: MessageExchange) -> Tensor:
-    """Return this rank's part of a parameter that is cut along `dim`: a view."""
-    if dim is None:
-        return full
-    length = full.shape[dim]
-    if length % group.size:
-        fits = [n for n in range(1, length + 1) if length % n == 0]
-        raise ValueError(
-            f"{length} {('rows', 'columns')[dim]} of a weight cannot be cut into "
-            f"{group.size} equal parts; it can be {', '.join(map(str, fits))}"
-        )
-    return group.parts(full, dim)[group.rank]
 
 
 class ColumnParallelLinear(ParallelLayer):

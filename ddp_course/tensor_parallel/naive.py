@@ -68,7 +68,8 @@ class NaiveModelParallel(nn.Module):
         self.rank, self.last = self.comm.rank, self.comm.size - 1
         problem = _unfit(model, self.comm.size)
         check_same({} if problem else form_of(model), problem, group)
-        self.config, self.like = model.config, next(model.parameters()).detach()
+        self.config = model.config
+        self.like = next(model.parameters()).detach().new_empty(0)  # type and device
         self.layers: list[nn.Module] = []
         self.blocks = nn.ModuleDict()
         named = [("embed", model.embed)]

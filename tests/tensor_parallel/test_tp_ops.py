@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from itertools import product
 
 import pytest
@@ -34,7 +35,6 @@ from ddp_course.tensor_parallel.fused import (
     FusedColumnParallelLinear,
     FusedRowParallelLinear,
 )
-from ddp_course.tensor_parallel.layers import part_of
 
 EXCHANGES = {"messages": MessageExchange, "memory": MemoryExchange}
 WIDE = 12  # can be cut for 1, 2, 3 and 4 ranks
@@ -96,73 +96,53 @@ def pairs() -> dict[tuple[str, str], tuple[float, float]]:
 # ---- products and layers -------------------------------------------------------------
 
 
-def gradients_of(layer, x, gradient, store=None):
-    """Return what a layer makes of x, and the gradients of x and its parameters."""
+def gradients_of(layer, way, x, gradient, store=None):
+    """Return what a way through a layer makes of x, and all gradients."""
     x = x.clone().requires_grad_()
     layer.zero_grad()
-    if store is not None:
-        layer.weight_grads = store
+    layer.weight_grads = store
     with store.collect() if store else nullcontext([]) as tasks:
-        y = layer(x)
+        y = way(x)
         y.backward(gradient)
-    if store is not None:
+    for task in tasks:
         assert layer.weight.grad is None  # until somebody wants it
-        for task in tasks:
-            task()
-        layer.weight_grads = None
-    own = [p.grad for p in layer.parameters()]
-    return [y.detach(), x.grad, *own]
+        task()
+    return [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
 
 
-def sequence_of(layer, group):
-    """Return the readable layer as it is to be where the sequence is cut."""
-    if isinstance(layer, ColumnParallelLinear):
-        layer.forward = lambda x: F.linear(
-            gather_sequence(x, group), layer.weight, layer.bias
-        )
-    else:
-        layer.forward = lambda x: (
-            scatter_sequence(F.linear(x, layer.weight), group)
-            + copy_to_group(layer.bias, group)
-        )
-    return layer
+def slowly(layer, x):
+    """Do what a fused layer says it does, in several operations."""
+    column = isinstance(layer, ColumnParallelLinear)
+    if not layer.sequence_parallel:
+        return (ColumnParallelLinear if column else RowParallelLinear).forward(layer, x)
+    if column:
+        return F.linear(gather_sequence(x, layer.group), layer.weight, layer.bias)
+    y = scatter_sequence(F.linear(x, layer.weight), layer.group)
+    return y + copy_to_group(layer.bias, layer.group)
 
 
 def products() -> list[str]:
-    """On every rank: compare a product in one operation with that of two."""
+    """On every rank: compare a product in one operation with that of several."""
     wrong = []
     rank, size = dist.get_rank(), dist.get_world_size()
     full = nn.Linear(WIDE, WIDE)
     full.weight.data, full.bias.data = integers(3, WIDE, WIDE), integers(4, WIDE)
-    kinds = [
-        (ColumnParallelLinear, FusedColumnParallelLinear),
-        (RowParallelLinear, FusedRowParallelLinear),
-    ]
-    for way, make in EXCHANGES.items():
-        group = make()
-        for (readable, fused), sequence in product(kinds, (False, True)):
-            slow, fast = (
-                readable(full, group),
-                fused(full, group, sequence_parallel=sequence),
-            )
-            column = readable is ColumnParallelLinear
-            whole, cut = (2, WIDE, WIDE), (2, WIDE // size, WIDE)
-            own = (2, WIDE, WIDE // size)
-            entered = cut if sequence else whole
-            shapes = (entered, own) if column else (own, entered)
-            common = not (column or sequence)  # all have the same gradient
-            x = integers(5 + rank * (sequence or not column), *shapes[0])
-            gradient = integers(6 + (0 if common else rank), *shapes[1])
-            if sequence:
-                slow = sequence_of(slow, group)
-            expected = gradients_of(slow, x, gradient)
-            for store in (None, WeightGradStore()):
-                got = gradients_of(fast, x, gradient, store)
-                if not all(
-                    torch.equal(a, b) for a, b in zip(got, expected, strict=True)
-                ):
-                    wrong.append(f"{fused.__name__} {way} {sequence} {store}")
-    return wrong + layers() + losses()
+    kinds = FusedColumnParallelLinear, FusedRowParallelLinear
+    for (way, make), kind, sequence in product(EXCHANGES.items(), kinds, (False, True)):
+        layer = kind(full, make(), sequence_parallel=sequence)
+        outside = (2, WIDE // size if sequence else WIDE, WIDE), sequence
+        inside = (2, WIDE, WIDE // size), True  # other numbers on each rank
+        ends = (outside, inside) if kind is kinds[0] else (inside, outside)
+        x, gradient = (
+            integers(5 + i + 10 * rank * differs, *shape)
+            for i, (shape, differs) in enumerate(ends)
+        )
+        expected = gradients_of(layer, partial(slowly, layer), x, gradient)
+        for store in (None, WeightGradStore()):
+            got = gradients_of(layer, layer, x, gradient, store)
+            if not all(map(torch.equal, got, expected)):
+                wrong.append(f"{kind.__name__} {way} {sequence} {store}")
+    return wrong
 
 
 class Gathered(nn.Module):
@@ -186,8 +166,7 @@ def layers() -> list[str]:
     torch.manual_seed(0)
     mlp = MLP(GPTConfig(d_model=WIDE))
     no_bias, embedding = nn.Linear(WIDE, WIDE, bias=False), nn.Embedding(WIDE, 3)
-    x = torch.randn(2, 5, WIDE, requires_grad=True)
-    idx = torch.randint(WIDE, (2, 5))
+    x, idx = torch.randn(2, 5, WIDE), torch.randint(WIDE, (2, 5))
     made = {
         "column without bias": (no_bias, Gathered(ColumnParallelLinear(no_bias)), x),
         "row without bias": (no_bias, Split(RowParallelLinear(no_bias)), x),
@@ -198,28 +177,22 @@ def layers() -> list[str]:
         "MLP in memory": (mlp, ParallelMLP(mlp, MemoryExchange()), x),
     }
     for name, (plain, parallel, given) in made.items():
-        for each in (x, *plain.parameters()):
-            each.grad = None
-        outs = []
+        plain.zero_grad()
+        ends = []
         for layer in (plain, parallel):
-            x.grad = None
-            out = layer(given)
+            x = given.clone().requires_grad_(given is not idx)
+            out = layer(x)
             out.square().sum().backward()
-            outs.append((out.detach(), None if given is idx else x.grad.clone()))
-        for a, b in zip(*outs, strict=True):
-            if a is not None and not torch.allclose(a, b, atol=1e-5):
-                wrong.append(f"{name} on rank {rank} of {size}")
-        full_layers = dict(plain.named_modules())
-        for name_of, layer in parallel.named_modules():
-            for key, dim in getattr(layer, "CUTS", {}).items():
-                own = getattr(layer, key)
-                if own is not None:
-                    whole = getattr(
-                        full_layers[name_of.removeprefix("layer")], key
-                    ).grad
-                    part = part_of(whole, dim, layer.group)
-                    if not torch.allclose(part, own.grad, atol=1e-5):
-                        wrong.append(f"{name}: {name_of}.{key} on rank {rank}")
+            ends.append([out.detach()] if given is idx else [out.detach(), x.grad])
+        pairs = list(zip(*ends, strict=True))
+        for key, own in parallel.named_parameters():
+            module, _, last = key.rpartition(".")
+            dim = parallel.get_submodule(module).CUTS[last]
+            whole = plain.get_parameter(key.removeprefix("layer.")).grad
+            part = whole if dim is None else whole.chunk(size, dim)[rank]
+            pairs.append((part, own.grad))
+        if not all(torch.allclose(a, b, atol=1e-5) for a, b in pairs):
+            wrong.append(f"{name} on rank {rank} of {size}")
     return wrong
 
 
@@ -276,7 +249,8 @@ def test_operations_layers_and_loss_are_those_of_one_process(n):
 
 
 def everything():
-    return pairs(), products(), refused() if dist.get_world_size() == 2 else []
+    wrong = products() + layers() + losses()
+    return pairs(), wrong, refused() if dist.get_world_size() == 2 else []
 
 
 # ---- what cannot be ------------------------------------------------------------------
@@ -311,8 +285,8 @@ def refused() -> list[str]:
 
 def check_refused(messages: list[str]) -> None:
     expected = [
-        "7 rows of a weight cannot be cut into 2 equal parts; it can be 1, 7",
-        "7 columns of a weight cannot be cut into 2",
+        "has 7 entries, which 2 ranks cannot share equally",
+        "dimension 1 of a tensor of shape (4, 7) has 7 entries",
         "only a plain embedding can be cut",
         "only a plain embedding can be cut",
         "has 5 entries, which 2 ranks cannot share equally; it must be a multiple of 2",
