@@ -49,6 +49,19 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return drawn[:, :-1], drawn[:, 1:]
 
 
+def refused(attempts: list[Callable], expected: list[str]) -> list[str]:
+    """Return what each attempt raises, in which the expected text has to be."""
+    told = []
+    for text, attempt in zip(expected, attempts, strict=True):
+        try:
+            attempt()
+            told.append("nothing was raised")
+        except (ValueError, RuntimeError) as error:
+            told.append(str(error))
+        assert text in told[-1], (text, told[-1])
+    return told
+
+
 @dataclass
 class Trained:
     """Losses, whole gradients, norms and whole states of each step."""
