@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ddp_course import collectives
@@ -215,13 +216,6 @@ def piece_by_piece(gpt: GPT) -> TensorParallelGPT:
 # ---- planted fakes: each is wrong in one way that is easy to overlook ----------------
 
 
-def spoiled(gpt: GPT, spoil: Callable[[TensorParallelGPT], None], **options):
-    """Return a parallel GPT with something replaced."""
-    parallel = tensor_parallel(gpt, **options)
-    spoil(parallel)
-    return parallel
-
-
 class ForgetfulColumn(ColumnProduct):
     """Its backward misses the all-reduce."""
 
@@ -234,84 +228,66 @@ class ForgetfulColumn(ColumnProduct):
         return (flat @ weight).view_as(x), of_weight, bias, None
 
 
-def forgetful_column(parallel: TensorParallelGPT) -> None:
-    layer = parallel.blocks[1].mlp.up
-    layer.forward = partial(layer.product, ForgetfulColumn)
-
-
-def bias_by_everyone(parallel: TensorParallelGPT) -> None:
-    """Every rank adds the bias to its summand."""
-    layer = parallel.blocks[0].attn.proj
-    size = layer.group.size
-    layer.forward = lambda x: RowProduct.apply(
-        x, layer.weight, layer.bias * size, layer
-    )
-
-
-def own_loss(parallel: TensorParallelGPT) -> None:
-    """The head's softmax is that of the own part of the vocabulary."""
-    head = parallel.head.out
-    forward = type(head).forward
-    head.forward = lambda x: forward(head, x) + parallel.exchange.rank
-
-
-def norm_per_rank(parallel: TensorParallelGPT) -> None:
+def norm_per_rank(parallel: TensorParallelGPT, max_norm: float) -> Tensor:
     """Clips what a rank has by the norm of what it has."""
-
-    def clip(max_norm, norm_type=2.0):
-        return nn.utils.clip_grad_norm_(parallel.parameters(), max_norm, norm_type)
-
-    parallel.clip_grad_norm_ = clip
+    return nn.utils.clip_grad_norm_(parallel.parameters(), max_norm)
 
 
-def norm_counts_twice(parallel: TensorParallelGPT) -> None:
+def norm_counts_twice(parallel: TensorParallelGPT, max_norm: float) -> Tensor:
     """Adds up all ranks' squares, though some gradients are on all ranks."""
-
-    def clip(max_norm, norm_type=2.0):
-        square = sum(p.grad.square().sum() for p in parallel.parameters())
-        dist.all_reduce(square)
-        factor = (max_norm / (square.sqrt() + 1e-6)).clamp(max=1.0)
-        for parameter in parallel.parameters():
-            parameter.grad.mul_(factor)
-        return square.sqrt()
-
-    parallel.clip_grad_norm_ = clip
+    square = sum(p.grad.square().sum() for p in parallel.parameters())
+    dist.all_reduce(square)
+    nn.utils.clip_grads_with_norm_(parallel.parameters(), max_norm, square.sqrt())
+    return square.sqrt()
 
 
-def own_norm_gradients(parallel: TensorParallelGPT) -> None:
-    """With sequence parallelism, a norm's gradients are not summed."""
-    norm = parallel.blocks[1].norm2
-    norm.forward = lambda x: nn.functional.layer_norm(
-        x, norm.shape, norm.weight, norm.bias, norm.eps
-    )
+def spoiled(at: str, wrong: Callable, **options: bool) -> Callable[[GPT], nn.Module]:
+    """Return a way to make a parallel GPT with one layer's forward, or clipping, wrong.
+
+    `wrong` is called with the layer, or with the model if `at` is none.
+    """
+
+    def wrap(gpt: GPT) -> TensorParallelGPT:
+        parallel = tensor_parallel(gpt, **options)
+        spoilt, name = (
+            parallel.get_submodule(at),
+            "forward" if at else "clip_grad_norm_",
+        )
+        setattr(spoilt, name, partial(wrong, spoilt))
+        return parallel
+
+    return wrap
 
 
-def own_bias_gradient(parallel: TensorParallelGPT) -> None:
-    """With sequence parallelism, a row bias' gradient is not summed."""
-    layer = parallel.blocks[1].mlp.down
-    layer.forward = lambda x: (
-        RowProduct.apply(x, layer.weight, None, layer) + layer.bias
-    )
-
-
-def cut_as_columns(parallel: TensorParallelGPT) -> None:
+def same_shard(gpt: GPT) -> TensorParallelGPT:
     """A row layer gets the same columns on all ranks."""
-    layer = parallel.blocks[0].mlp.down
-    with torch.no_grad():
-        dist.broadcast(layer.weight, 0)
+    parallel = tensor_parallel(gpt)
+    dist.broadcast(parallel.blocks[0].mlp.down.weight.detach(), 0)
+    return parallel
 
 
 FAKES: dict[str, Callable[[GPT], nn.Module]] = {
-    "column without all-reduce": partial(spoiled, spoil=forgetful_column),
-    "bias by every rank": partial(spoiled, spoil=bias_by_everyone),
-    "logits of another scale": partial(spoiled, spoil=own_loss),
-    "norm per rank": partial(spoiled, spoil=norm_per_rank),
-    "norm counts twice": partial(spoiled, spoil=norm_counts_twice),
-    "norm's own gradients": partial(
-        spoiled, spoil=own_norm_gradients, sequence_parallel=True
+    "column without all-reduce": spoiled(
+        "blocks.1.mlp.up", lambda layer, x: layer.product(ForgetfulColumn, x)
     ),
-    "bias' own gradient": partial(
-        spoiled, spoil=own_bias_gradient, sequence_parallel=True
+    "bias by every rank": spoiled(
+        "blocks.0.attn.proj",
+        lambda own, x: RowProduct.apply(x, own.weight, own.bias * own.group.size, own),
     ),
-    "same shard on all ranks": partial(spoiled, spoil=cut_as_columns),
+    "logits of another scale": spoiled(
+        "head.out", lambda own, x: type(own).forward(own, x) + own.group.rank
+    ),
+    "norm's own gradients": spoiled(
+        "blocks.1.norm2",
+        lambda own, x: F.layer_norm(x, own.shape, own.weight, own.bias, own.eps),
+        sequence_parallel=True,
+    ),
+    "bias' own gradient": spoiled(
+        "blocks.1.mlp.down",
+        lambda own, x: RowProduct.apply(x, own.weight, None, own) + own.bias,
+        sequence_parallel=True,
+    ),
+    "norm per rank": spoiled("", norm_per_rank),
+    "norm counts twice": spoiled("", norm_counts_twice),
+    "same shard on all ranks": same_shard,
 }
