@@ -23,7 +23,6 @@ PLANS: dict[str, Callable[[int], Plan]] = {
     "reduce, naive": rooted.reduce_naive_plan,
     "reduce, tree": rooted.reduce_tree_plan,
     "all_gather, ring": shards.all_gather_ring_plan,
-    "all_gather, direct": shards.all_gather_direct_plan,
     "reduce_scatter, ring": shards.reduce_scatter_ring_plan,
     "reduce_scatter, direct": shards.reduce_scatter_direct_plan,
     "all_to_all": exchange.all_to_all_plan,

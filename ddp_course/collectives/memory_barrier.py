@@ -46,16 +46,14 @@ def _libc() -> ctypes.CDLL:
 
 
 def _sleep_at(semaphore: ctypes.c_void_p, seconds: float) -> bool:
-    """Sleep until the semaphore is posted, and take it; False if that was too long."""
-    libc = _libc()
-    # A clock that somebody may set is only for C libraries that know no other.
-    steady = hasattr(libc, "sem_clockwait")
-    clock = time.CLOCK_MONOTONIC if steady else time.CLOCK_REALTIME
-    until = time.clock_gettime_ns(clock) + int(seconds * 1e9)
+    """Sleep until the semaphore is posted, and take it; False if that was too long.
+
+    By the clock that somebody may set, as not all C libraries know another one here:
+    a post wakes the sleeper all the same.
+    """
+    until = time.time_ns() + int(seconds * 1e9)
     until = ctypes.byref(_Time(*divmod(until, 10**9)))
-    if steady:
-        return libc.sem_clockwait(semaphore, clock, until) == 0
-    return libc.sem_timedwait(semaphore, until) == 0
+    return _libc().sem_timedwait(semaphore, until) == 0
 
 
 @lru_cache(maxsize=1000)

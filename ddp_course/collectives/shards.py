@@ -6,10 +6,10 @@ with sharded weights and gradients (chapters 07 and 08). Explained in chapter 02
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -35,48 +35,25 @@ def all_gather_ring_plan(world_size: int) -> Plan:
     return make_plan("all_gather, ring", n, n, transfers, start=[{r} for r in range(n)])
 
 
-@cache
-def all_gather_direct_plan(world_size: int) -> Plan:
-    """Every rank sends its chunk to every other rank itself: as many bytes, no wait.
-
-    All messages are independent, so all are under way at once. To whom each rank sends
-    first differs, or all would begin with the same rank.
-    """
-    n = world_size
-    transfers = [
-        Transfer(k - 1, r, (r + k) % n, r, r + 1, False)
-        for k in range(1, n)
-        for r in range(n)
-    ]
-    start = [{r} for r in range(n)]
-    return make_plan("all_gather, direct", n, n, transfers, start)
-
-
-ALL_GATHERS = {"ring": all_gather_ring_plan, "direct": all_gather_direct_plan}
-
-
 def all_gather(
     tensor_list: Sequence[Tensor],
     tensor: Tensor,
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
-    *,
-    algorithm: str = "ring",
 ) -> Work | None:
     """Put `tensor` of the group's r-th rank into `tensor_list[r]` of every rank.
 
-    All tensors have one shape and type. `algorithm` is "ring" or "direct". Raises
-    CollectiveError. Chapter 02.
+    All tensors have one shape and type. It goes around a ring. Raises CollectiveError.
+    Chapter 02.
     """
     comm = communicator(group)
-    call = Call(comm, "all_gather", algorithm=algorithm)
+    call = Call(comm, "all_gather")
     call.tensor("tensor", tensor)
     call.tensors("tensor_list", tensor_list, like=tensor)
-    call.choice("algorithm", algorithm, ALL_GATHERS)
 
     def body(run: Run) -> None:
         tensor_list[comm.rank].copy_(tensor)
-        run.plan(ALL_GATHERS[algorithm](comm.size), Buffer.pieces(tensor_list))
+        run.plan(all_gather_ring_plan(comm.size), Buffer.pieces(tensor_list))
 
     return call.start(body, async_op)
 
@@ -86,8 +63,6 @@ def all_gather_single(
     input: Tensor,
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
-    *,
-    algorithm: str = "ring",
 ) -> Work | None:
     """Put the inputs of all ranks one after the other into `output` of every rank.
 
@@ -95,17 +70,16 @@ def all_gather_single(
     this rank's part of `output`, nothing is copied. Raises CollectiveError.
     """
     comm = communicator(group)
-    call = Call(comm, "all_gather_single", algorithm=algorithm)
+    call = Call(comm, "all_gather_single")
     call.tensor("input", input)
     call.times("output", output, comm.size, "input", input)
-    call.choice("algorithm", algorithm, ALL_GATHERS)
 
     def body(run: Run) -> None:
         buffer = Buffer.flat(output, comm.size)
         mine = buffer.chunk(comm.rank)
         if mine.data_ptr() != input.data_ptr():
             mine.copy_(input.view(-1))
-        run.plan(ALL_GATHERS[algorithm](comm.size), buffer)
+        run.plan(all_gather_ring_plan(comm.size), buffer)
 
     return call.start(body, async_op)
 
@@ -143,33 +117,22 @@ def reduce_scatter_direct_plan(world_size: int) -> Plan:
     return make_plan("reduce_scatter, direct", n, n, transfers, end=end)
 
 
-REDUCE_SCATTERS = {
-    "ring": reduce_scatter_ring_plan,
-    "direct": reduce_scatter_direct_plan,
-}
-
-
 def reduce_scatter(
     output: Tensor,
     input_list: Sequence[Tensor],
     op: dist.ReduceOp.RedOpType = ReduceOp.SUM,
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
-    *,
-    algorithm: str = "direct",
 ) -> Work | None:
     """Combine all ranks' `input_list[r]` in `output` of the group's r-th rank.
 
-    All tensors have one shape and type; the inputs stay as they are. `algorithm` is
-    "direct" or "ring". Raises CollectiveError. Chapter 02.
+    All tensors have one shape and type; the inputs stay as they are, since every rank
+    sends them itself. Raises CollectiveError. Chapter 02.
     """
-    comm = communicator(group)
-    call = Call(comm, "reduce_scatter", algorithm=algorithm)
+    call = Call(communicator(group), "reduce_scatter")
     call.tensor("output", output)
     call.tensors("input_list", input_list, like=output)
-    return _reduce_scatter(
-        call, output, lambda: list(input_list), op, async_op, algorithm
-    )
+    return _reduce_scatter(call, output, lambda: input_list, op, async_op)
 
 
 def reduce_scatter_single(
@@ -178,8 +141,6 @@ def reduce_scatter_single(
     op: dist.ReduceOp.RedOpType = ReduceOp.SUM,
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
-    *,
-    algorithm: str = "direct",
 ) -> Work | None:
     """Combine all ranks' `input`; the r-th rank gets the r-th part, in `output`.
 
@@ -187,29 +148,26 @@ def reduce_scatter_single(
     Raises CollectiveError. Chapter 02.
     """
     comm = communicator(group)
-    call = Call(comm, "reduce_scatter_single", algorithm=algorithm)
+    call = Call(comm, "reduce_scatter_single")
     call.tensor("output", output)
     call.times("input", input, comm.size, "output", output)
 
-    def parts() -> list[Tensor]:
-        return list(input.view(-1).chunk(comm.size)) or [input] * comm.size
+    def inputs() -> Sequence[Tensor]:
+        return input.view(comm.size, output.numel()).unbind()
 
-    return _reduce_scatter(call, output, parts, op, async_op, algorithm)
+    return _reduce_scatter(call, output, inputs, op, async_op)
 
 
 def _reduce_scatter(
-    call: Call, output: Tensor, parts, op, async_op: bool, algorithm: str
+    call: Call, output: Tensor, inputs: Callable, op: Any, async_op: bool
 ) -> Work | None:
-    comm = call.comm
+    """Check the op and start; `inputs()` are this rank's chunks, if all is well."""
     call.reduction(op, output)
-    call.choice("algorithm", algorithm, REDUCE_SCATTERS)
 
     def body(run: Run) -> None:
-        chunks = parts()
-        if algorithm == "ring":  # sums grow in every chunk: on a copy
-            chunks = [torch.clone(chunk) for chunk in chunks]
-        output.view(-1).copy_(chunks[comm.rank].view(-1))
-        chunks[comm.rank] = output
-        run.plan(REDUCE_SCATTERS[algorithm](comm.size), Buffer.pieces(chunks))
+        rank, chunks = run.comm.rank, list(inputs())
+        output.view(-1).copy_(chunks[rank].view(-1))
+        chunks[rank] = output
+        run.plan(reduce_scatter_direct_plan(run.comm.size), Buffer.pieces(chunks))
 
     return call.start(body, async_op)
