@@ -14,13 +14,13 @@ import hashlib
 from dataclasses import dataclass
 from math import inf
 from numbers import Integral, Real
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ddp_course.collectives import communicator
+from ddp_course.data_parallel.sampler import check_integer
 from ddp_course.launch import device as device_of_rank
 
 # ---- loss and metrics ----------------------------------------------------------------
@@ -177,12 +177,12 @@ def scaled_lr(
         raise ValueError(f"base_lr is {base_lr!r}; it must be a number of 0 or more")
     if rule not in RULES:
         raise ValueError(f"rule is {rule!r}; it can be {' or '.join(RULES)}")
-    _check_integer("world_size", world_size, 1)
-    _check_integer("warmup_steps", warmup_steps, 0)
+    check_integer("world_size", world_size, 1)
+    check_integer("warmup_steps", warmup_steps, 0)
     factor = world_size ** RULES[rule]
     if step is None:
         return base_lr * factor
-    _check_integer("step", step, 0)
+    check_integer("step", step, 0)
     warmed = min(1.0, step / warmup_steps) if warmup_steps else 1.0
     return base_lr * (1 + (factor - 1) * warmed)
 
@@ -216,15 +216,8 @@ def seed_for(rank: int, seed: int, purpose: str) -> int:
     """
     if purpose not in PURPOSES:
         raise ValueError(f"purpose is {purpose!r}; it can be {', '.join(PURPOSES)}")
-    _check_integer("rank", rank, 0)
-    _check_integer("seed", seed, -inf)
+    check_integer("rank", rank, 0)
+    check_integer("seed", seed)
     digest = hashlib.sha256(f"{int(seed)} {purpose}".encode()).digest()
     own = rank if PURPOSES[purpose] == "own" else 0
     return (int.from_bytes(digest[:4], "big") + own) % 2**32
-
-
-def _check_integer(name: str, value: Any, least: float) -> None:
-    """Raise ValueError unless `value` is an integer of `least` or more."""
-    if not isinstance(value, Integral) or value < least:
-        more = f" of {least} or more" if least > -inf else ""
-        raise ValueError(f"{name} is {value!r}; it must be an integer{more}")

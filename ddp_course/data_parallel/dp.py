@@ -214,25 +214,23 @@ def usable_devices(devices: Sequence[int | str | Device] | None) -> list[Device]
         devices = list(range(torch.cuda.device_count())) or ["cpu"]
     if isinstance(devices, (int, str, Device)) or len(devices) == 0:
         raise ValueError(f"devices is {devices!r}; it must be a list of one or more")
-    found = [usable_device(device) for device in devices]
+    cpu, gpus = torch.device("cpu"), torch.cuda.device_count()
+    found = []
+    for device in devices:
+        try:
+            one = torch.device(f"cuda:{device}" if isinstance(device, int) else device)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"{device!r} is no device: {error}") from None
+        if one == torch.device("cuda"):
+            one = torch.device("cuda", torch.cuda.current_device())
+        if one != cpu and (one.type != "cuda" or one.index >= gpus):
+            raise ValueError(
+                f"device {device!r}: this machine has a CPU and {gpus} GPUs"
+            )
+        found.append(one)
     if len({device.type for device in found}) > 1:
         raise ValueError(f"devices is {devices}; they must be all CPUs or all GPUs")
     return found
-
-
-def usable_device(device: int | str | Device) -> Device:
-    """Return a CPU or GPU of this machine as torch.device; raise ValueError else."""
-    try:
-        one = torch.device("cuda", device) if isinstance(device, int) else device
-        kind, index = torch.device(one).type, torch.device(one).index
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"{device!r} is no device: {error}") from None
-    if kind == "cpu":
-        return torch.device("cpu")
-    if kind != "cuda" or (index or 0) >= torch.cuda.device_count():
-        have = torch.cuda.device_count()
-        raise ValueError(f"device {device!r}: this machine has a CPU and {have} GPUs")
-    return torch.device("cuda", torch.cuda.current_device() if index is None else index)
 
 
 def check_replicable(module: nn.Module, device: Device) -> None:

@@ -64,10 +64,10 @@ def shares(
     samples, ceil(length / n), or floor(length / n) with `drop_last`. Raises ValueError
     for a number that cannot be. Chapter 05.
     """
-    _check("length", length, least=0)
-    _check("num_replicas", num_replicas, least=1)
-    _check("seed", seed)
-    _check("epoch", epoch)
+    check_integer("length", length, least=0)
+    check_integer("num_replicas", num_replicas, least=1)
+    check_integer("seed", seed)
+    check_integer("epoch", epoch)
     order = epoch_order(length, shuffle, seed, epoch)
     dealt = cut(order, num_replicas) if drop_last else filled(order, num_replicas)
     return [_share(dealt, length, rank, num_replicas) for rank in range(num_replicas)]
@@ -153,9 +153,9 @@ class DistributedSampler(Sampler[int]):
         self.drop_last = drop_last
         self.epoch = 0
         self.length = len(dataset)
-        _check("num_replicas", num_replicas, least=1)
-        _check("rank", self.rank, least=0, most=num_replicas - 1)
-        _check("seed", seed)
+        check_integer("num_replicas", num_replicas, least=1)
+        check_integer("rank", self.rank, least=0, most=num_replicas - 1)
+        check_integer("seed", seed)
         rounded = self.length if drop_last else self.length + num_replicas - 1
         self.num_samples = rounded // num_replicas
         self.total_size = self.num_samples * num_replicas
@@ -182,11 +182,13 @@ class DistributedSampler(Sampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order comes next; before each epoch, on every rank."""
-        _check("epoch", epoch)
+        check_integer("epoch", epoch)
         self.epoch = epoch
 
 
-def _check(name: str, value: Any, least: float = -inf, most: float = inf) -> None:
+def check_integer(
+    name: str, value: Any, least: float = -inf, most: float = inf
+) -> None:
     """Raise ValueError unless `value` is an integer from `least` to `most`."""
     if not isinstance(value, Integral) or not least <= value <= most:
         upwards = f", {least} or more" if least > -inf else ""

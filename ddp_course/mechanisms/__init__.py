@@ -5,9 +5,12 @@
     buckets     which gradients travel together: plain data
     hooks       how autograd tells that a gradient is there
     timeline    what a step writes into the open event logs
+    placements  which part of which parameter of the plain model a rank has
+    whole_state states and norms of the whole model, which follow from that
+    exchange    parts are gathered and reduced, by messages or by shared memory
     recompute   backward that runs forward again, so that less is kept
-    norm        of gradients that lie on many ranks
-    whole       the state of one process, of a module that lies on many ranks
+    weight_gradients
+                the half of a layer's backward for which nobody waits
 
-Chapters 04 to 08 explain them.
+Chapters 04 to 11 explain them.
 """

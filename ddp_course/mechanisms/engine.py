@@ -25,8 +25,7 @@ from __future__ import annotations
 import functools
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,11 +134,8 @@ class AllReduce:
         for slot in engine.slots:
             slot.parameter.grad = slot.view
 
-    def hold(self, engine: Engine) -> None:
-        """From now on gradients only add up, to whatever there is."""
-
     def keep(self, bucket: LiveBucket, slot: Slot) -> None:
-        """A gradient has come meanwhile."""
+        """A gradient has come in a pass that is not averaged: it only adds up."""
 
 
 class Engine(Averager):
@@ -272,14 +268,6 @@ class Engine(Averager):
             if work is not None:
                 work.wait()
             self.ending.arrived(bucket)
-
-    @contextmanager
-    def hold(self) -> Iterator[None]:
-        """Let the backward passes of this block only add up."""
-        if not self.held:
-            self.ending.hold(self)
-        with super().hold():
-            yield
 
     @torch.no_grad()
     def average(self) -> None:

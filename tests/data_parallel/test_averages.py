@@ -66,6 +66,9 @@ def averages() -> dict:
         x for batches_of_rank in batches for batch in batches_of_rank for x in batch
     ]
     return {
+        "weighted": gradient_of_weighted_loss(),
+        "nobody": nobody_has_samples(),
+        "seeded": weights_and_masks(),
         "ours": found,
         "again": again,
         "after reset": meter.compute().mean,
@@ -91,7 +94,7 @@ def fake(batches: list[list[int]]) -> float:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_the_mean_over_all_samples(world_size):
+def test_what_is_computed_over_all_ranks(world_size):
     told = spawn(averages, world_size=world_size, output="none")
     count = sum(sum(sizes) for sizes in BATCHES[world_size])
     for rank in told:
@@ -105,6 +108,20 @@ def test_the_mean_over_all_samples(world_size):
         # Planted: the mean of means is another number on these uneven batches.
         assert abs(rank["fake"] - ours.mean) > 0.1
         assert abs(ours.mean_of_means - ours.mean) > 0.1
+    for rank in told:
+        weighted, plain, full = rank["weighted"]
+        torch.testing.assert_close(weighted, full)
+        if world_size > 1:  # planted: the mean of means
+            assert (plain - full).abs().max() > 0.01
+    for number, rank in enumerate(told):
+        first, second, third = rank["nobody"]
+        assert first == "no rank has a sample: there is nothing to average"
+        assert second.startswith("n is 0 on this rank, and 0 on all together")
+        mine = -3 if number == world_size - 1 else 2
+        assert third.startswith(f"n is {mine} on this rank, and inf on all")
+    weights, masks = zip(*(rank["seeded"] for rank in told), strict=True)
+    assert all(torch.equal(w, weights[0]) for w in weights)
+    assert len({tuple(mask.tolist()) for mask in masks}) == world_size
 
 
 def test_equal_batches_hide_the_mistake():
@@ -141,17 +158,10 @@ def nobody_has_samples() -> list[str]:
         except ValueError as error:
             messages.append(str(error))
     try:
-        loss_weight(-3 if here().rank == 1 else 2)
+        loss_weight(-3 if here().rank == here().topology.world_size - 1 else 2)
     except ValueError as error:
         messages.append(str(error))
     return messages
-
-
-def test_all_ranks_hear_of_it():
-    for rank, told in enumerate(spawn(nobody_has_samples, world_size=2, output="none")):
-        assert told[0] == "no rank has a sample: there is nothing to average"
-        assert told[1].startswith("n is 0 on this rank, and 0 on all together")
-        assert told[2].startswith(f"n is {(2, -3)[rank]} on this rank, and inf on all")
 
 
 # ---- gradients of unequal batches ----------------------------------------------------
@@ -172,15 +182,6 @@ def gradient_of_weighted_loss() -> tuple:
     weights = torch.ones(5, requires_grad=True)
     (torch.cat(data) @ weights).pow(2).mean().backward()
     return *gradients, weights.grad
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_weighted_gradients_are_those_of_the_full_batch(world_size):
-    for weighted, plain, full in spawn(
-        gradient_of_weighted_loss, world_size=world_size, output="none"
-    ):
-        torch.testing.assert_close(weighted, full)
-        assert (plain - full).abs().max() > 0.01  # planted: the mean of means
 
 
 def test_without_a_process_group():
@@ -242,10 +243,10 @@ def test_as_a_schedule():
     [
         ({"base_lr": -1}, "base_lr is -1; it must be a number of 0 or more"),
         ({"base_lr": NAN}, "base_lr is nan; it must be a number of 0 or more"),
-        ({"world_size": 0}, "world_size is 0; it must be an integer of 1 or more"),
+        ({"world_size": 0}, "world_size is 0; it must be an integer, 1 or more"),
         ({"rule": "cubic"}, "rule is 'cubic'; it can be linear or sqrt"),
-        ({"step": -1}, "step is -1; it must be an integer of 0 or more"),
-        ({"warmup_steps": 0.5}, "warmup_steps is 0.5; it must be an integer of 0 or"),
+        ({"step": -1}, "step is -1; it must be an integer, 0 or more"),
+        ({"warmup_steps": 0.5}, "warmup_steps is 0.5; it must be an integer, 0 or"),
     ],
 )
 def test_bad_learning_rates(change, message):
@@ -280,18 +281,11 @@ def weights_and_masks() -> tuple[torch.Tensor, torch.Tensor]:
     return weights, nn.functional.dropout(torch.ones(64))
 
 
-def test_replicas_begin_alike_and_drop_differently():
-    told = spawn(weights_and_masks, world_size=3, output="none")
-    weights, masks = zip(*told, strict=True)
-    assert all(torch.equal(w, weights[0]) for w in weights)
-    assert len({tuple(mask.tolist()) for mask in masks}) == 3
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ((0, 0, "coffee"), "purpose is 'coffee'; it can be weights, shuffle, dropout,"),
-        ((-1, 0, "weights"), "rank is -1; it must be an integer of 0 or more"),
+        ((-1, 0, "weights"), "rank is -1; it must be an integer, 0 or more"),
         ((0, 0.5, "weights"), "seed is 0.5; it must be an integer"),
     ],
 )

@@ -262,9 +262,20 @@ def ways_to_go_backward() -> dict[str, dict]:
     return told
 
 
-def test_several_forwards_and_backwards():
+def on_every_rank() -> dict[str, object]:
+    """One launch, for several of the tests below."""
+    told = {"ways": ways_to_go_backward(), "order": in_another_order()}
+    return told | {"names": like_pytorch()}
+
+
+@pytest.fixture(scope="module")
+def launched() -> list[dict]:
+    return spawn(on_every_rank, world_size=3, output="none")
+
+
+def test_several_forwards_and_backwards(launched):
     n = 3
-    told = spawn(ways_to_go_backward, world_size=n, output="none")
+    told = [rank["ways"] for rank in launched]
 
     def alone(rank, a=1.0, b=1.0):
         model = TwoHeads()
@@ -325,8 +336,8 @@ def in_another_order() -> list[torch.Tensor]:
     return [came, *(p.grad for p in ddp.parameters())]
 
 
-def test_buckets_are_sent_in_one_order_whatever_the_order_of_the_gradients():
-    told = spawn(in_another_order, world_size=3, output="none")
+def test_buckets_are_sent_in_one_order_whatever_the_order_of_the_gradients(launched):
+    told = [rank["order"] for rank in launched]
     assert len({tuple(came) for came, *_ in told}) == 3
     for _, *gradients in told:
         for k, gradient in enumerate(gradients):
@@ -358,7 +369,7 @@ def like_pytorch() -> dict[str, object]:
     return told
 
 
-def test_names_attributes_and_memory_are_as_in_pytorch():
-    for got in spawn(like_pytorch, world_size=2, output="none"):
+def test_names_attributes_and_memory_are_as_in_pytorch(launched):
+    for got in (rank["names"] for rank in launched):
         assert "has no attribute 'first'" in got.pop("attribute")
         assert all(got.values()), got

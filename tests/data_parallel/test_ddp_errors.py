@@ -106,8 +106,19 @@ def refused() -> dict[str, str]:
     return told
 
 
-def test_wrong_constructions_are_refused_on_every_rank_and_nothing_is_sent():
-    told = spawn(refused, world_size=3, output="none")
+def on_every_rank() -> dict[str, object]:
+    """One launch, for several of the tests below."""
+    told = {"refused": refused(), "unused": unused(), "found": found()}
+    return told | {"failed": after_an_error(), "buffers": buffers_and_small_things()}
+
+
+@pytest.fixture(scope="module")
+def launched() -> list[dict]:
+    return spawn(on_every_rank, world_size=3, output="none")
+
+
+def test_wrong_constructions_are_refused_on_every_rank_and_nothing_is_sent(launched):
+    told = [rank["refused"] for rank in launched]
     assert [rank.pop("right") for rank in told] == ["no error"] * 3
     for name, (_, words) in constructions(False).items():
         texts = {rank[name] for rank in told}
@@ -183,8 +194,8 @@ def none_of(ddp: nn.Module) -> list[str]:
     return [name for name, p in ddp.module.named_parameters() if p.grad is None]
 
 
-def test_unused_parameters_are_named_on_every_rank():
-    told = spawn(unused, world_size=3, output="none")
+def test_unused_parameters_are_named_on_every_rank(launched):
+    told = [rank["unused"] for rank in launched]
     for name in told[0]:
         assert len({str(rank[name]) for rank in told}) == 1, name
     got = told[0]
@@ -237,9 +248,8 @@ def found() -> list[dict]:
     return told
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_found_unused_parameters_are_handled_as_in_pytorch(n):
-    told = spawn(found, world_size=n, output="none")
+def test_found_unused_parameters_are_handled_as_in_pytorch(launched):
+    told = [rank["found"] for rank in launched]
     theirs, *mine = told[0]
     nones = [[k for k, g in step.items() if g is None] for step in theirs["history"]]
     assert any(nones) and not all(nones)  # the case is there at all
@@ -289,8 +299,8 @@ def after_an_error() -> bool:
     )
 
 
-def test_a_backward_that_fails_does_not_spoil_the_next_one():
-    assert spawn(after_an_error, world_size=2, output="none") == [True, True]
+def test_a_backward_that_fails_does_not_spoil_the_next_one(launched):
+    assert all(rank["failed"] for rank in launched)
 
 
 def buffers_and_small_things() -> dict[str, bool]:
@@ -312,8 +322,8 @@ def buffers_and_small_things() -> dict[str, bool]:
     return told
 
 
-def test_buffers_are_sent_when_pytorch_sends_them():
-    told = spawn(buffers_and_small_things, world_size=2, output="none")
+def test_buffers_are_sent_when_pytorch_sends_them(launched):
+    told = [rank["buffers"] for rank in launched]
     assert told[0][True] == told[0][False] == [0.0, 10.0, 20.0, 30.0]
     # After a forward in no_sync nothing is sent: rank 1 keeps its own in the third.
     assert told[1][True] == told[1][False] == [0.0, 10.0, 21.0, 30.0]
