@@ -109,8 +109,8 @@ def _add_run(commands: Any) -> None:
 
 
 def _add_train(commands: Any) -> None:
-    from ddp_course.layouts import SCHEDULES, STRATEGIES
     from ddp_course.model import PRESETS
+    from ddp_course.parallelize import SCHEDULES, STRATEGIES
 
     def run(told: argparse.Namespace) -> int:
         from ddp_course.commands import train
@@ -125,7 +125,7 @@ def _add_train(commands: Any) -> None:
         "train the course's GPT with a strategy, on one process or many",
         "ddp-course train --strategy ddp --ranks 4",
         "ddp-course train --strategy dp --replicas 2 --steps 50",
-        "ddp-course train --dp 2 --tp 2",
+        "ddp-course train --dp 2 --tp 2 --pp 2 --zero 1",
         "ddp-course train --strategy pp --ranks 4 --schedule gpipe --microbatches 8",
         "ddp-course train --ranks 2 --steps 200 --checkpoint runs/a --every 20",
         "torchrun --nproc-per-node 4 -m ddp_course train --strategy ddp",
@@ -133,10 +133,15 @@ def _add_train(commands: Any) -> None:
     )
     command.add_argument(
         "--strategy",
-        default="ddp",
         choices=tuple(STRATEGIES),
         metavar="NAME",
-        help="how the work is divided, see below; %(default)s",
+        help="how the work is divided, see below; ddp",
+    )
+    command.add_argument(
+        "--zero",
+        type=int,
+        choices=(0, 1, 2, 3),
+        help="the stage of ZeRO along dp: --strategy zero1, zero2, zero3; 0 is ddp",
     )
     command.add_argument(
         "--ranks",
@@ -146,8 +151,9 @@ def _add_train(commands: Any) -> None:
     )
     for name, about in (
         ("--dp", "ranks with other rows of the batch"),
-        ("--pp", "ranks with other layers (without --tp)"),
-        ("--tp", "ranks with other parts of every matrix (without --pp)"),
+        ("--pp", "ranks with other layers"),
+        ("--tp", "ranks with other parts of every matrix"),
+        ("--shard", "with --zero 3: ranks along dp that have one copy together; all"),
     ):
         command.add_argument(name, type=_ranks, metavar="N", help=about)
     for name, kind, default, about in (
@@ -155,6 +161,7 @@ def _add_train(commands: Any) -> None:
         ("--steps", _count, 20, "steps of AdamW"),
         ("--batch-size", _count, 8, "rows of a step, shared by all ranks"),
         ("--lr", _positive, 3e-4, "learning rate"),
+        ("--clip", _positive, None, "the largest norm of a step's gradient"),
         ("--seed", _seed, 0, "of the weights and the batches"),
         ("--every", _count, None, "steps between two checkpoints; 10"),
         ("--microbatches", _count, None, "parts in which a pipeline takes its rows; 4"),

@@ -6,11 +6,12 @@
     ddp-course train --ranks 4                               four, on this machine
 
 Every rank has a part of every batch, and the ranks average their gradients before each
-step (chapter 00). Rows are shared equally and the loss is a mean, so the mean of the
-ranks' gradients is the gradient of the whole batch.
-
-How they average, and what of the model each of them keeps, is the strategy
-(`layouts.STRATEGIES`). Ranks that have parts of one model have the same rows.
+step. Rows are shared equally and the loss is a mean, so the mean of the ranks'
+gradients is the gradient of the whole batch: `train_simply` is that, and no more
+(chapter 00). `train` is the same loop with everything that a run needs: how the ranks
+average, and what of the model each of them keeps, is the strategy
+(`parallelize.STRATEGIES`); checkpoints; clipping. Ranks that have parts of one model
+have the same rows.
 """
 
 from __future__ import annotations
@@ -29,8 +30,40 @@ from torch import Tensor, nn
 from ddp_course.checkpoint import Checkpoints
 from ddp_course.data import load_corpus, shard
 from ddp_course.launch import device
-from ddp_course.layouts import choose_layout, optimizer_for, parallelize, whole
+from ddp_course.mesh import make_groups
 from ddp_course.model import GPTConfig, build_gpt
+from ddp_course.parallelize import (
+    choose_layout,
+    clip_gradients,
+    optimizer_for,
+    parallelize,
+    whole,
+)
+
+
+def train_simply(
+    steps: int, batch_size: int = 8, lr: float = 3e-4
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Train the GPT on `batch_size` rows shared by all ranks; data parallelism, whole.
+
+    Returns the loss of the global batch before each step, in nats per character, and
+    the parameters, on the CPU. Chapter 00.
+    """
+    together = dist.is_initialized()
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
+    model = build_gpt("1m", seed=0).to(device())  # the same weights on every rank
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    corpus, losses = load_corpus(), []
+    for step in range(steps):
+        batch = corpus.batch(step, batch_size, model.config.block_size)
+        x, y = (shard(t, rank, world_size).to(device()) for t in batch)  # my rows
+        _, loss = model(x, y)
+        optimizer.zero_grad()
+        loss.backward()
+        average_gradients(model)  # without it, the ranks drift apart
+        optimizer.step()
+        losses.append(float(average(loss.detach())))
+    return losses, {name: value.cpu() for name, value in model.state_dict().items()}
 
 
 @dataclass(frozen=True)
@@ -59,6 +92,7 @@ def train(
     seed: int = 0,
     keep_state: bool = False,
     strategy: str = "average",
+    clip: float | None = None,
     checkpoint: str | Path | None = None,
     every: int = 10,
     on_step: Callable[[int, float], None] | None = None,
@@ -67,10 +101,11 @@ def train(
     """Train a GPT for `steps` steps of AdamW on `batch_size` rows, shared by all ranks.
 
     Without a process group this is one process with the whole batch. `strategy` is a
-    name of `STRATEGIES`; the other `layout_options` (replicas; dp, tp, pp; schedule,
-    microbatches) are those of `choose_layout`. With a folder `checkpoint`, the run is
-    saved after `every` so many steps and at its end, and goes on from the newest
-    checkpoint in it. Rank 0 calls `on_step(steps done, loss)`.
+    name of `STRATEGIES`; the other `layout_options` (replicas; dp, tp, pp, shard;
+    schedule, microbatches) are those of `choose_layout`. With `clip`, the norm of the
+    whole model's gradient is at most that. With a folder `checkpoint`, the run is saved
+    after `every` so many steps and at its end, and goes on from the newest checkpoint
+    in it. Rank 0 calls `on_step(steps done, loss)`.
 
     Raises ValueError, before any message, for what cannot be: rows that cannot be
     shared equally, a strategy that there is not. Chapters 00, 04, 05, 09 and 10.
@@ -80,13 +115,17 @@ def train(
     my_device = device()
     layout = choose_layout(world_size, strategy, **layout_options)
     layout.check(steps, batch_size)
+    if clip is not None and not clip > 0:
+        raise ValueError(f"clip is {clip!r}; it must be a norm above 0, or None")
     corpus = load_corpus()
     model = build_gpt(preset, seed).to(my_device)  # the same weights on every rank
     config = model.config
-    model = parallelize(model, layout)
-    optimizer = optimizer_for(model, layout, lr)
+    axes = make_groups(layout.mesh) if together else None
+    model = parallelize(model, layout, axes)
+    optimizer = optimizer_for(model, layout, axes, lr)
     whole_model, whole_optimizer = whole(model, optimizer)
-    settings = {"batch_size": batch_size, "lr": lr, "seed": seed} | asdict(config)
+    settings = {"batch_size": batch_size, "lr": lr, "seed": seed, "clip": clip}
+    settings |= asdict(config)
     checkpoints = Checkpoints(checkpoint, every, whole_model, whole_optimizer, settings)
     losses = checkpoints.load(steps)  # of the steps that are done
     resumed_at = len(losses)
@@ -103,7 +142,9 @@ def train(
             loss = loss.mean()  # "dp" returns a loss for each of its replicas
             loss.backward()
         if strategy == "average":
-            average_gradients(model)  # without it, the ranks drift apart
+            average_gradients(model)
+        if clip is not None:
+            clip_gradients(model, optimizer, clip)
         optimizer.step()
         losses.append(float(average(loss.detach())))
         checkpoints.save(losses, last=step + 1 == steps)

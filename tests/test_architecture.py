@@ -21,7 +21,7 @@ FLOORS = [
     {"launch", "model", "data", "theory", "measure"},
     {"collectives", "mesh", "mechanisms"},
     {"data_parallel", "zero", "tensor_parallel", "pipeline"},
-    {"checkpoint", "layouts", "parallelize", "train"},
+    {"checkpoint", "parallelize", "train"},
     {"bench", "commands", "cli", "preload", "__main__"},
 ]
 STRATEGIES = FLOORS[2]

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from ddp_course import checkpoint as module
-from ddp_course import layouts
+from ddp_course import parallelize
 from ddp_course.checkpoint import CheckpointError, Checkpoints, write_whole
 from ddp_course.launch import RankError, spawn
-from ddp_course.layouts import STRATEGIES
 from ddp_course.model import GPTConfig
+from ddp_course.parallelize import STRATEGIES
 from ddp_course.train import History, largest_difference, train
 
 SMALL = GPTConfig(block_size=16, n_layer=1, n_head=2, d_model=8)
@@ -318,7 +318,7 @@ def only_half(optimizer):
 
 def test_a_checkpoint_of_one_ranks_states_is_caught(tmp_path):
     def planted():
-        layouts._consolidated = only_half
+        parallelize._consolidated = only_half
         train(3, **CURVE, strategy="zero1", checkpoint=tmp_path)
 
     whole = train(6, **CURVE, keep_state=True)

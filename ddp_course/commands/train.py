@@ -1,7 +1,7 @@
 """`train`: train the course's GPT with a strategy; under torchrun, be one of its ranks.
 
     ddp-course train --strategy ddp --ranks 4
-    ddp-course train --dp 2 --tp 2
+    ddp-course train --dp 2 --tp 2 --pp 2 --zero 1
     torchrun --nproc-per-node 4 -m ddp_course train --strategy ddp
 
 The first two start the ranks themselves, on this machine; the third is started by
@@ -27,18 +27,21 @@ from ddp_course.checkpoint import CheckpointError
 from ddp_course.commands import CommandError, check_file
 from ddp_course.launch import spawn
 from ddp_course.launch.torchrun import cause_first, join, leave, under_torchrun
-from ddp_course.layouts import choose_layout
 from ddp_course.model import PRESETS
+from ddp_course.parallelize import choose_layout
 from ddp_course.train import History, train
 
-OF_TRAIN = ("steps", "batch_size", "preset", "lr", "seed", "checkpoint", "every")
-OF_LAYOUT = ("strategy", "replicas", "dp", "tp", "pp", "schedule", "microbatches")
+OF_TRAIN = ("steps", "batch_size", "preset", "lr", "seed", "clip")
+OF_TRAIN += ("checkpoint", "every")
+OF_LAYOUT = ("strategy", "replicas", "dp", "tp", "pp", "shard")
+OF_LAYOUT += ("schedule", "microbatches")
 DEFAULTS = {"replicas": 4, "schedule": "1f1b", "microbatches": 4, "every": 10}
 DEADLINE = 10**6  # seconds; a training ends when it is done
 
 
 def command(told: Namespace) -> int:
     """Train as `told`, print how it goes and, with told.json, write what came out."""
+    told.strategy = _strategy(told.strategy, told.zero)
     _check_options(told)
     settings = {name: getattr(told, name) for name in (*OF_TRAIN, *OF_LAYOUT)}
     settings |= {n: v for n, v in DEFAULTS.items() if settings[n] is None}
@@ -154,6 +157,17 @@ def _agree(settings: dict[str, Any]) -> None:
             )
 
 
+def _strategy(strategy: str | None, zero: int | None) -> str:
+    """Return which strategy is meant; `--zero` names one, too."""
+    by_stage = "ddp" if not zero else f"zero{zero}"
+    if zero is not None and strategy not in (None, "ddp", "tp", "pp", by_stage):
+        raise CommandError(
+            f"--zero {zero} is the strategy {by_stage!r}, and --strategy says "
+            f"{strategy!r}; say one of them"
+        )
+    return strategy or by_stage if zero is None else by_stage
+
+
 def _check_options(told: Namespace) -> None:
     """Raise CommandError for an option that would have no effect."""
     pipeline = told.strategy == "pp" or (told.pp or 1) > 1
@@ -161,6 +175,7 @@ def _check_options(told: Namespace) -> None:
         ("schedule", pipeline, "a pipeline: --strategy pp, or --pp 2"),
         ("microbatches", pipeline, "a pipeline: --strategy pp, or --pp 2"),
         ("replicas", told.strategy == "dp", "--strategy dp"),
+        ("shard", told.strategy == "zero3", "--zero 3"),
         ("every", told.checkpoint is not None, "--checkpoint"),
     ):
         if getattr(told, name) is not None and not used:

@@ -13,24 +13,24 @@ returned. Read the modules in this order:
     rank        the rank's side: prepare, call, answer
     server      the fork server, which makes starting fast
     rendezvous  how ranks find each other
-    reports     what each rank did, and which one is to blame
-    stacks, transcript, packing, scratch, errors: the tools of the above
+    reports     what each rank did, which one is to blame; errors
+    stacks, transcript, packing, scratch: the tools of the above
     torchrun    a rank's side of torchrun
     __main__    the same function under torchrun, on one machine or many
 """
 
 from ddp_course.launch.api import spawn
 from ddp_course.launch.devices import device
-from ddp_course.launch.errors import (
+from ddp_course.launch.links import Link, Links, links_here, send_over_link
+from ddp_course.launch.reports import (
     CannotSendError,
     LaunchArgumentError,
     LaunchError,
     RankError,
     RankInterrupted,
+    RankReport,
     RankTimeout,
 )
-from ddp_course.launch.links import Link, Links, links_here, send_over_link
-from ddp_course.launch.reports import RankReport
 from ddp_course.launch.server import warm
 from ddp_course.launch.topology import Place, Topology, here
 

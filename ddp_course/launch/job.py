@@ -9,8 +9,8 @@ from typing import Any
 
 from ddp_course.launch import devices
 from ddp_course.launch.devices import Placement
-from ddp_course.launch.errors import LaunchArgumentError
 from ddp_course.launch.links import Links
+from ddp_course.launch.reports import LaunchArgumentError
 from ddp_course.launch.topology import Topology
 
 MAX_WORLD_SIZE = 64  # a rank is a process: 64 of them want about 2 GB

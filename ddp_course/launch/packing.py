@@ -20,7 +20,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-from ddp_course.launch.errors import CannotSendError
+from ddp_course.launch.reports import CannotSendError
 
 DEEPEST = 100  # no culprit is looked for below that
 

@@ -197,6 +197,8 @@ class Engine(Averager):
 
     def _gradient_is_there(self, bucket: LiveBucket, slot: Slot) -> None:
         """Autograd has accumulated a gradient: its share goes into the bucket."""
+        if slot.parameter.grad is None:
+            return  # reached, and left for later: backward in two halves
         slot.fresh = True
         if self.held or not (self.running or self.expecting):
             self.ending.keep(bucket, slot)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import gc
 import weakref
+from math import prod
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from ddp_course import layouts
 from ddp_course import train as train_module
 from ddp_course.launch import RankError, spawn
-from ddp_course.layouts import STRATEGIES, choose_layout, parallelize
 from ddp_course.mesh import Axes, Mesh
 from ddp_course.model import GPTConfig, build_gpt
+from ddp_course.parallelize import STRATEGIES, choose_layout, parallelize
 from ddp_course.train import History, largest_difference, train
 
 # Six layers and both ends: eight stages, for two on each of four ranks.
@@ -39,10 +39,16 @@ LAYOUTS = {
         {"strategy": "tp"},
         {"strategy": "pp"},
         {"strategy": "pp", "schedule": "interleaved"},
-        {"strategy": "tp", "dp": 2},
         {"strategy": "ddp", "tp": 2},
-        {"strategy": "pp", "dp": 2},
         {"strategy": "pp", "dp": 2, "schedule": "zero_bubble", "microbatches": 2},
+        {"strategy": "zero3", "tp": 2},
+        {"strategy": "zero3", "dp": 4, "shard": 2},
+        {"strategy": "zero2", "tp": 2},
+    ],
+    8: [
+        {"strategy": "ddp", "tp": 2, "pp": 2, "schedule": "interleaved"},
+        {"strategy": "zero1", "tp": 2, "pp": 2},
+        {"strategy": "zero3", "dp": 4, "shard": 2, "tp": 2},
     ],
 }
 
@@ -64,13 +70,22 @@ LAYOUTS = {
         (4, {"strategy": "ddp", "dp": 2, "pp": 2}, {"dp": 2, "pp": 2}),
         (6, {"strategy": "pp", "dp": 2}, {"dp": 2, "pp": 3}),
         (4, {"strategy": "ddp", "tp": 4, "pp": 1}, {"tp": 4}),
+        (4, {"strategy": "tp", "pp": 2}, {"pp": 2, "tp": 2}),
+        (8, {"strategy": "zero1", "tp": 2, "pp": 2}, {"dp": 2, "pp": 2, "tp": 2}),
+        (4, {"strategy": "zero3", "shard": 4}, {"dp": 4}),
+        (4, {"strategy": "zero3", "shard": 2}, {"replicate": 2, "shard": 2}),
+        (
+            8,
+            {"strategy": "zero3", "tp": 2, "shard": 2},
+            {"replicate": 2, "shard": 2, "tp": 2},
+        ),
     ],
 )
 def test_ranks_that_are_not_told_about_go_to_the_strategys_axis(ranks, told, mesh):
     layout = choose_layout(ranks, **told)
     assert layout.mesh == Mesh(mesh)
     shares = [layout.share(rank) for rank in range(ranks)]
-    dp = mesh.get("dp", 1)
+    dp = mesh.get("dp", mesh.get("replicate", 1) * mesh.get("shard", 1))
     assert shares == [(rank * dp // ranks, dp) for rank in range(ranks)]
 
 
@@ -88,18 +103,13 @@ def test_ranks_that_are_not_told_about_go_to_the_strategys_axis(ranks, told, mes
         (4, {"strategy": "tpp"}, "strategy is 'tpp'; it can be one of average, dp,"),
         (4, {"strategy": "dp"}, "'dp' is one process with threads, and here are 4"),
         (4, {"tp": 2}, "mesh is dp 2 x tp 2; strategy 'average' can have dp alone"),
-        (4, {"strategy": "zero3", "pp": 4}, "the mesh is pp 4; strategy 'zero3' can"),
-        (
-            4,
-            {"strategy": "tp", "pp": 2},
-            "mesh is pp 2 x tp 2; strategy 'tp' can have d",
-        ),
-        (
-            4,
-            {"strategy": "tp", "pp": 4},
-            "mesh is pp 4; strategy 'tp' can have dp x tp",
-        ),
-        (4, {"strategy": "ddp", "tp": 2, "pp": 2}, "can have dp x tp or dp x pp"),
+        (4, {"strategy": "zero3", "pp": 4}, "can have dp and tp, not pp: every unit"),
+        (8, {"strategy": "naive", "tp": 2, "pp": 2}, "not pp: it would average once"),
+        (4, {"strategy": "pytorch", "tp": 2}, "not tp: it is there to be compared"),
+        (4, {"strategy": "tp", "pp": 4}, "mesh is pp 4; strategy 'tp' needs two ra"),
+        (4, {"strategy": "zero3", "shard": 3}, "shard is 3, strategy 'zero3' and dp 4"),
+        (4, {"strategy": "zero1", "shard": 2}, "shard must be a divisor of dp, and is"),
+        (4, {"strategy": "zero3", "shard": 0}, "shard is 0; it must be 1 or more"),
         (4, {"strategy": "tp", "dp": 4}, "'tp' needs two ranks or more along tp"),
         (2, {"strategy": "pp", "pp": 1}, "'pp' needs two ranks or more along pp"),
     ],
@@ -173,7 +183,7 @@ def average_over_the_parts(mesh: Mesh) -> Axes:
     return Axes(mesh, axes.rank, groups)
 
 
-make_groups, shard = layouts.make_groups, train_module.shard
+make_groups, shard = train_module.make_groups, train_module.shard
 
 
 def planted() -> dict[str, list]:
@@ -188,7 +198,7 @@ def planted() -> dict[str, list]:
         small = {**told, "microbatches": 2}
         found["same rows"].append(plant(train_module, "shard", same_rows, told))
         found["other rows"].append(plant(train_module, "shard", other_rows, small))
-        wrong = plant(layouts, "make_groups", average_over_the_parts, told)
+        wrong = plant(train_module, "make_groups", average_over_the_parts, told)
         found["wrong axis"].append(wrong)
     return found
 
@@ -199,11 +209,18 @@ def kept(told: dict, held: list | None = None) -> tuple[int, int]:
     if held is not None:  # the plant: somebody holds the whole model
         held.append(model)
     whole = [weakref.ref(parameter) for parameter in model.parameters()]
-    model = parallelize(model, choose_layout(dist.get_world_size(), **told))
+    layout = choose_layout(dist.get_world_size(), **told)
+    model = parallelize(model, layout, make_groups(layout.mesh))
     gc.collect()
     own = {*model.parameters()}
     left = {p for ref in whole if (p := ref()) is not None}
-    return sum(p.numel() for p in own), sum(p.numel() for p in own | left)
+    return numbers_in(own), numbers_in(own | left)
+
+
+def numbers_in(tensors: set) -> int:
+    """How many numbers there is memory for; what is freed has none."""
+    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
+    return sum(storage.nbytes() for storage in storages.values()) // 4
 
 
 def in_two_parts(told: dict, folder: Path) -> History:
@@ -267,22 +284,24 @@ def test_a_rank_keeps_nothing_of_the_model_but_its_own_part(ranks):
     for k, told in enumerate(LAYOUTS[len(ranks)]):
         own, left = zip(*(numbers[k] for *_, numbers in ranks), strict=True)
         assert own == left
-        replicas = told.get("dp", 2 if told["strategy"] == "ddp" else 1)
-        if told["strategy"] == "pp":
-            assert sum(own) == replicas * whole  # every parameter is on one stage
+        if told["strategy"] == "pp":  # every parameter is on one stage
+            assert sum(own) == told.get("dp", 1) * whole
         else:
-            assert (
-                max(own) < (0.5 if len(ranks) == 4 and replicas == 1 else 0.7) * whole
-            )
+            copies = ("dp",) if told["strategy"] != "zero3" else ("replicate",)
+            sizes = choose_layout(len(ranks), **told).mesh.sizes
+            parts = prod(size for axis, size in sizes.items() if axis not in copies)
+            assert max(own) < 1.5 * whole / parts
 
 
 def test_what_one_layout_has_saved_any_other_goes_on_with(tmp_path, one):
     run = (
         (1, 2, {"strategy": "tp"}),
-        (2, 4, {"strategy": "pp", "dp": 2, "schedule": "gpipe"}),
-        (3, 2, {"strategy": "zero3"}),
-        (4, 4, {"strategy": "tp", "dp": 2}),
-        (5, 2, {"strategy": "pp", "schedule": "zero_bubble"}),
+        (2, 8, {"strategy": "ddp", "pp": 2, "tp": 2, "schedule": "gpipe"}),
+        (3, 4, {"strategy": "zero3", "tp": 2}),
+        (4, 8, {"strategy": "zero1", "tp": 2, "pp": 2, "schedule": "zero_bubble"}),
+        (5, 4, {"strategy": "zero3", "shard": 2}),
+        (6, 4, {"strategy": "zero2", "tp": 2}),
+        (7, 2, {"strategy": "pp", "schedule": "interleaved"}),
     )
     for steps, world_size, told in run:
 
@@ -291,9 +310,9 @@ def test_what_one_layout_has_saved_any_other_goes_on_with(tmp_path, one):
 
         history = spawn(part, world_size=world_size, output="none", timeout=120)[0]
         assert history.resumed_at == steps - 1
-    whole = train(6, **CURVE)
-    last = train(6, **CURVE, checkpoint=tmp_path)
-    assert last.resumed_at == 5
+    whole = train(8, **CURVE)
+    last = train(8, **CURVE, checkpoint=tmp_path)
+    assert last.resumed_at == 7
     assert last.losses == pytest.approx(whole.losses, abs=LOSS_TOLERANCE)
     assert largest_difference(last.state, whole.state) < PARAMETER_TOLERANCE
 

@@ -1,12 +1,16 @@
-"""Layouts: what a training does with its ranks, and the model made parallel that way.
+"""The only place where strategies meet: a layout, and a model made parallel by it.
 
-    layout = choose_layout(4, "tp", dp=2)       # checked, before anything is started
-    model = parallelize(model, layout)          # called by all ranks
+    layout = choose_layout(8, "zero1", tp=2, pp=2)      # checked, before ranks start
+    axes = make_groups(layout.mesh)                     # called by all ranks
+    model = parallelize(model, layout, axes)
+    optimizer = optimizer_for(model, layout, axes, lr=3e-4)
 
-A layout is plain data: a strategy, and a mesh of one or two axes (`mesh`). Along "dp"
-ranks have other rows of the batch, along "pp" other layers, along "tp" other parts of
-every matrix. `parallelize`, `optimizer_for` and `whole` are the only places of the
-course where strategies meet. Chapters 04 and 07 to 10.
+A layout is plain data: a strategy, and a mesh. Along "tp" ranks have other parts of
+every matrix, along "pp" other layers, along "dp" other rows of the batch; if shards are
+replicated (HSDP), "shard" and "replicate" are in the place of "dp". `parallelize` takes
+one axis after the other, and each line goes on with what the line above returned. That
+is all that combining takes: what was applied before has made the parameters local.
+Chapters 04 and 07 to 11.
 """
 
 from __future__ import annotations
@@ -16,10 +20,11 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ddp_course.data_parallel import (
     DataParallel,
@@ -27,7 +32,13 @@ from ddp_course.data_parallel import (
     FlatDistributedDataParallel,
     NaiveDistributedDataParallel,
 )
-from ddp_course.mesh import Mesh, make_groups
+from ddp_course.mechanisms.placements import clip_grad_norm_
+from ddp_course.mechanisms.whole_state import (
+    WholeState,
+    full_optimizer_state,
+    load_full_optimizer_state,
+)
+from ddp_course.mesh import Axes, Mesh
 from ddp_course.model import GPTConfig
 from ddp_course.pipeline import SCHEDULES, PipelineParallel
 from ddp_course.tensor_parallel import tensor_parallel
@@ -54,7 +65,33 @@ STRATEGIES = MappingProxyType(
         "pp": "pipeline parallelism: every rank has some of the layers",
     }
 )
-BESIDE_DP = {"tp": ("tp",), "pp": ("pp",), "ddp": ("tp", "pp")}  # others have dp alone
+BOTH = ("tp", "pp")
+BESIDE = MappingProxyType(  # the axes that a strategy can have beside its own
+    dict.fromkeys(("ddp", "ddp-shared", "zero1", "zero2", *BOTH), BOTH)
+    | dict.fromkeys(("naive", "flat", "zero3"), ("tp",))
+)
+WHY_NOT = MappingProxyType(
+    {
+        "average": "the training loop averages over all ranks",
+        "dp": "its replicas are threads of one process",
+        "naive": "it would average once for each microbatch",
+        "flat": "it would average once for each microbatch",
+        "pytorch": "it is there to be compared with",
+        "zero3": "every unit would be gathered once for each microbatch; take zero1",
+    }
+)
+WRAPPERS: MappingProxyType[str, Callable[..., nn.Module]] = MappingProxyType(
+    {
+        "naive": NaiveDistributedDataParallel,
+        "flat": FlatDistributedDataParallel,
+        "ddp-shared": partial(DistributedDataParallel, buckets_in_shared_memory=True),
+        "pytorch": lambda model, group: nn.parallel.DistributedDataParallel(model),
+        "zero3": FullyShardedDataParallel,
+    }
+)
+OPTIMIZERS = MappingProxyType(
+    {"zero1": ZeroRedundancyOptimizer, "zero2": ShardedGradientOptimizer}
+)
 
 
 @dataclass(frozen=True)
@@ -63,7 +100,8 @@ class Layout:
 
     Attributes:
         strategy: a name in STRATEGIES.
-        mesh: the axes along which there is more than one rank, of dp, pp and tp.
+        mesh: the axes along which there is more than one rank: of dp, or replicate and
+            shard, and of pp and tp.
         replicas: threads of the strategy "dp".
         schedule: the order in which the stages of a pipeline work.
         microbatches: the parts in which a pipeline takes its rows.
@@ -76,8 +114,12 @@ class Layout:
     microbatches: int = 4
 
     def share(self, rank: int) -> tuple[int, int]:
-        """Return which part of the rows `rank` has, and of how many: along dp."""
-        return self.mesh.coordinates(rank).get("dp", 0), self.mesh.sizes.get("dp", 1)
+        """Return which part of the rows `rank` has, and of how many parts."""
+        here, share, shares = self.mesh.coordinates(rank), 0, 1
+        for axis in ("dp", "replicate", "shard"):
+            size = self.mesh.sizes.get(axis, 1)
+            share, shares = share * size + here.get(axis, 0), shares * size
+        return share, shares
 
     def check(
         self, steps: int, batch_size: int, config: GPTConfig | None = None
@@ -91,7 +133,7 @@ class Layout:
         parts, whose = self.share(0)[1], "rank"
         if self.strategy == "dp":
             parts, whose = self.replicas, "replica"
-        elif self.mesh.axes != ("dp",):
+        elif parts != self.mesh.size:
             whose = "replica"
         if batch_size < 1 or batch_size % parts:
             raise ValueError(
@@ -127,6 +169,7 @@ def choose_layout(
     dp: int | None = None,
     tp: int | None = None,
     pp: int | None = None,
+    shard: int | None = None,
     replicas: int = 4,
     schedule: str = "1f1b",
     microbatches: int = 4,
@@ -138,6 +181,8 @@ def choose_layout(
         strategy: a name in STRATEGIES.
         dp, tp, pp: the number of ranks along each axis. Those that are not told about
             go to the axis of the strategy; if that one is told, to dp.
+        shard: of the ranks along dp, how many share one copy; the others have
+            replicas of their shards (HSDP). For the strategy "zero3"; None are all.
         replicas, schedule, microbatches: as in Layout.
 
     Raises ValueError, naming the value and what is allowed. Chapter 09.
@@ -153,6 +198,7 @@ def choose_layout(
     sizes = {"dp": dp, "pp": pp, "tp": tp}  # tp is innermost: it talks most
     told = {axis: size for axis, size in sizes.items() if size is not None}
     counts = {**told, "replicas": replicas, "microbatches": microbatches}
+    counts |= {} if shard is None else {"shard": shard}
     for name, count in counts.items():
         if type(count) is not int or count < 1:
             raise ValueError(f"{name} is {count!r}; it must be 1 or more")
@@ -161,6 +207,8 @@ def choose_layout(
     mesh = Mesh({a: told[a] for a in sizes if told.get(a, 1) > 1} or {"dp": 1})
     mesh.check(world_size)
     _check_strategy(strategy, mesh)
+    if shard is not None:
+        mesh = _hybrid(strategy, mesh, shard)
     return Layout(strategy, mesh, replicas, schedule, microbatches)
 
 
@@ -171,78 +219,106 @@ def _check_strategy(strategy: str, mesh: Mesh) -> None:
             f"strategy 'dp' is one process with threads, and here are {mesh.size} "
             f"ranks; start one, or take another strategy"
         )
-    beside, allowed = set(mesh.axes) - {"dp"}, BESIDE_DP.get(strategy, ())
-    if len(beside) > 1 or not beside <= set(allowed):
-        with_others = " or ".join(f"dp x {axis}" for axis in allowed)
+    allowed = BESIDE.get(strategy, ())
+    if wrong := set(mesh.axes) - {"dp", *allowed}:
+        with_others = " and ".join(("dp", *allowed)) if allowed else "dp alone"
         raise ValueError(
-            f"the mesh is {mesh}; strategy {strategy!r} can have "
-            f"{with_others or 'dp alone; ddp can have dp x tp or dp x pp'}"
+            f"the mesh is {mesh}; strategy {strategy!r} can have {with_others}, not "
+            f"{' and '.join(sorted(wrong))}: {WHY_NOT[strategy]}"
         )
-    if strategy in ("tp", "pp") and mesh.size > 1 and strategy not in mesh.axes:
+    if strategy in BOTH and mesh.size > 1 and strategy not in mesh.axes:
         raise ValueError(
             f"the mesh is {mesh}; strategy {strategy!r} needs two ranks or more along "
             f"{strategy}"
         )
 
 
-def parallelize(model: nn.Module, layout: Layout) -> nn.Module:
+def _hybrid(strategy: str, mesh: Mesh, shard: int) -> Mesh:
+    """Return the mesh with dp divided: `shard` ranks have one copy together."""
+    dp = mesh.sizes.get("dp", 1)
+    if strategy != "zero3" or dp % shard:
+        raise ValueError(
+            f"shard is {shard}, strategy {strategy!r} and dp {dp}; shard must be a "
+            "divisor of dp, and is for the strategy 'zero3'"
+        )
+    if shard == dp:
+        return mesh
+    others = {axis: size for axis, size in mesh.sizes.items() if axis != "dp"}
+    return Mesh({"replicate": dp // shard, "shard": shard, **others})
+
+
+# ---- one axis after the other --------------------------------------------------------
+
+
+def parallelize(model: nn.Module, layout: Layout, axes: Axes | None) -> nn.Module:
     """Return `model` made parallel as `layout` says, called like it, and trained.
 
     The order in which parallelisms are applied is the order of this function's lines.
-    Without a process group, all strategies but "dp" return the model as it is.
+    `axes` are `make_groups(layout.mesh)`; None without a process group, where all
+    strategies but "dp" return the model as it is. Stages 1 and 2 of ZeRO are the
+    optimizer's affair (`optimizer_for`), "average" the training loop's.
     """
-    strategy = layout.strategy
-    if strategy == "dp":
+    if layout.strategy == "dp":
         n, on_gpus = layout.replicas, next(model.parameters()).is_cuda
         return DataParallel(model, range(n) if on_gpus else ["cpu"] * n)
-    if strategy in ("average", "zero1", "zero2") or not dist.is_initialized():
+    if axes is None:
         return model
-    axes = make_groups(layout.mesh)
-    group = axes.group("dp") if "dp" in axes else None
     if "tp" in axes:
         model = tensor_parallel(model, axes.group("tp"))
     if "pp" in axes:
-        how = layout.schedule, layout.microbatches, axes.group("pp")
-        model = PipelineParallel(model, *how)
-        return model if group is None else DistributedDataParallel(model, group)
-    if group is None:
-        return model
-    if strategy == "naive":
-        return NaiveDistributedDataParallel(model, group)
-    if strategy == "flat":
-        return FlatDistributedDataParallel(model, group)
-    if strategy == "pytorch":
-        return nn.parallel.DistributedDataParallel(model)
-    if strategy == "zero3":
-        return FullyShardedDataParallel(model, group)
-    return DistributedDataParallel(
-        model, group, buckets_in_shared_memory=strategy == "ddp-shared"
-    )
+        how = layout.schedule, layout.microbatches
+        model = PipelineParallel(model, *how, group=axes.group("pp"))
+    if "shard" in axes:
+        replicas = axes.group("replicate")
+        return FullyShardedDataParallel(model, axes.group("shard"), replicas=replicas)
+    if "dp" in axes and layout.strategy not in ("average", *OPTIMIZERS):
+        wrap = WRAPPERS.get(layout.strategy, DistributedDataParallel)
+        model = wrap(model, axes.group("dp"))
+    return model
 
 
-def optimizer_for(model: nn.Module, layout: Layout, lr: float) -> torch.optim.Optimizer:
+def optimizer_for(
+    model: nn.Module, layout: Layout, axes: Axes | None, lr: float
+) -> torch.optim.Optimizer:
     """Return the AdamW that trains what `parallelize` returned.
 
     In stages 1 and 2 of ZeRO it is the optimizer that shards, and averages. Otherwise
     it is a plain one, which is given nothing but what this rank has of the model.
     """
-    params, alone = model.parameters(), not dist.is_initialized()
-    if layout.strategy == "zero1" and not alone:
-        return ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=lr)
-    if layout.strategy == "zero2" and not alone:
-        return ShardedGradientOptimizer(params, torch.optim.AdamW, lr=lr)
-    return torch.optim.AdamW(params, lr=lr)
+    if axes is not None and "dp" in axes and layout.strategy in OPTIMIZERS:
+        shards = OPTIMIZERS[layout.strategy]
+        group = axes.group("dp")
+        return shards(model.parameters(), torch.optim.AdamW, group, lr=lr)
+    return torch.optim.AdamW(model.parameters(), lr=lr)
+
+
+# ---- what is of the whole model ------------------------------------------------------
+
+
+def clip_gradients(
+    model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float
+) -> Tensor:
+    """Scale all gradients so that the whole model's norm is at most `max_norm`.
+
+    Returns the norm as it was, on all ranks, which call this together after backward.
+    """
+    inner = _without_wrappers(model)
+    for knows in (optimizer, inner):
+        if hasattr(knows, "clip_grad_norm_"):
+            return knows.clip_grad_norm_(max_norm)
+    return clip_grad_norm_(inner.parameters(), max_norm)
 
 
 @dataclass(frozen=True)
 class Whole:
-    """The states of something sharded, as one process would have them.
+    """The states of something divided, as one process would have them.
 
-    Both functions are called by all ranks; what the first returns is whole on rank 0.
+    Both functions are called by all ranks; what the first returns is whole on rank 0
+    at least.
     """
 
-    state_dict: Callable[[], dict]
-    load_state_dict: Callable[[dict], None]
+    state_dict: Callable[[], dict[str, Any]]
+    load_state_dict: Callable[[dict[str, Any]], object]
 
 
 def whole(
@@ -253,23 +329,35 @@ def whole(
     They have the names and shapes of the plain ones, so that a run can go on with
     another strategy, or another number of ranks.
     """
-    while not hasattr(model, "full_state_dict") and hasattr(model, "module"):
-        model = model.module  # what is averaged: the plain model, or a part of it
-    if hasattr(model, "full_state_dict"):
-        return (
-            Whole(model.full_state_dict, model.load_full_state_dict),
-            Whole(
-                partial(model.full_optimizer_state_dict, optimizer, rank0_only=True),
-                partial(model.load_full_optimizer_state_dict, optimizer),
-            ),
-        )
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
-        consolidated = partial(_consolidated, optimizer)
-        return model, Whole(consolidated, optimizer.load_state_dict)
-    return model, optimizer
+    inner, zero = _without_wrappers(model), type(optimizer) in OPTIMIZERS.values()
+    if not isinstance(inner, WholeState):
+        if zero:
+            optimizer = Whole(
+                partial(_consolidated, optimizer), optimizer.load_state_dict
+            )
+        return inner, optimizer
+    groups, stepped = inner.groups, optimizer
+    if zero:  # the pieces that it steps were cut along one group more
+        groups = *groups, optimizer.process_group
+        stepped = optimizer.optim
+    where = {"plain": inner.plain, "groups": groups}
+    return (
+        Whole(inner.full_state_dict, inner.load_full_state_dict),
+        Whole(
+            partial(full_optimizer_state, stepped, **where),
+            partial(load_full_optimizer_state, stepped, **where),
+        ),
+    )
 
 
-def _consolidated(optimizer: ZeroRedundancyOptimizer) -> dict:
+def _without_wrappers(model: nn.Module) -> nn.Module:
+    """Return what is averaged: the plain model, or a part of it."""
+    while not isinstance(model, WholeState) and hasattr(model, "module"):
+        model = model.module
+    return model
+
+
+def _consolidated(optimizer: Any) -> dict[str, Any]:
     """Return all ranks' states on rank 0."""
     optimizer.consolidate_state_dict(to=0)
     return optimizer.state_dict() if dist.get_rank() == 0 else {}

@@ -1,0 +1,304 @@
+"""dp x tp x pp, with ZeRO and hybrid sharding: the training of one process, 8 ranks.
+
+After each of five steps the loss, the norm of the whole gradient (which is clipped) and
+all parameters are those of one process. An average over the wrong ranks, a sum in the
+place of a mean, a part counted twice in the norm: each shows in one of the three.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import partial
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp_course import collectives
+from ddp_course import parallelize as parallelize_module
+from ddp_course.data import load_corpus, shard
+from ddp_course.data_parallel import DistributedDataParallel as Counted
+from ddp_course.launch import spawn
+from ddp_course.measure import ByteMeter, resident
+from ddp_course.mechanisms.placements import placed
+from ddp_course.mesh import make_groups
+from ddp_course.model import GPTConfig, build_gpt
+from ddp_course.parallelize import (
+    choose_layout,
+    clip_gradients,
+    optimizer_for,
+    parallelize,
+    whole,
+)
+from ddp_course.theory.composition import rank_states, rank_volume
+from ddp_course.train import average
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+# Two layers and both ends: four stages, for two on each of two ranks.
+SMALL = GPTConfig(block_size=8, n_layer=2, n_head=4, d_model=16)
+TIED = replace(SMALL, tied=True)
+FROZEN = ("embed.positions.weight", "blocks.0.attn.qkv.weight", "blocks.1.norm1.bias")
+STEPS, ROWS, LR, MAX_NORM = 5, 8, 1e-3, 0.5
+
+PIPELINES = {
+    f"dp 2 x tp 2 x pp 2, {schedule}": {
+        "strategy": "ddp",
+        "dp": 2,
+        "tp": 2,
+        "pp": 2,
+        "schedule": schedule,
+    }
+    for schedule in ("gpipe", "1f1b", "interleaved", "zero_bubble")
+}
+COMPOSITIONS = {
+    **PIPELINES,
+    "zero1 x tp 2 x pp 2": {"strategy": "zero1", "dp": 2, "tp": 2, "pp": 2},
+    "zero1, zero bubble": {
+        "strategy": "zero1",
+        "tp": 2,
+        "pp": 2,
+        "schedule": "zero_bubble",
+    },
+    "zero2 x tp 2 x pp 2": {"strategy": "zero2", "dp": 2, "tp": 2, "pp": 2},
+    "zero2 x tp 2": {"strategy": "zero2", "dp": 4, "tp": 2},
+    "zero3 x tp 2": {"strategy": "zero3", "dp": 4, "tp": 2},
+    "hsdp 2 x 4": {"strategy": "zero3", "dp": 8, "shard": 4},
+    "hsdp 2 x 2 x tp 2": {"strategy": "zero3", "dp": 4, "shard": 2, "tp": 2},
+}
+
+Steps = list[tuple[float, float, dict[str, Tensor]]]  # loss, norm, parameters
+
+
+def frozen_in_part(config: GPTConfig) -> nn.Module:
+    """Return the model; of the tied one some parameters are frozen."""
+    model = build_gpt(config, seed=1)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not (config.tied and name in FROZEN))
+    return model
+
+
+def batch_of(step: int, config: GPTConfig) -> tuple[Tensor, Tensor]:
+    return load_corpus().batch(step, ROWS, config.block_size)
+
+
+def alone(config: GPTConfig) -> Steps:
+    model, steps = frozen_in_part(config), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        _, loss = model(*batch_of(step, config))
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        steps.append((loss.item(), norm.item(), state))
+    return steps
+
+
+def together(told: dict, config: GPTConfig, wrong: str | None = None) -> Steps:
+    """The same on all ranks, divided as told; perhaps with a mistake."""
+    layout = choose_layout(dist.get_world_size(), **told)
+    axes = make_groups(layout.mesh)
+    model = parallelize(frozen_in_part(config), layout, axes)
+    optimizer = optimizer_for(model, layout, axes, LR)
+    states, steps = whole(model, optimizer)[0], []
+    for step in range(STEPS if wrong is None else 1):
+        rows = [
+            shard(t, *layout.share(dist.get_rank())) for t in batch_of(step, config)
+        ]
+        optimizer.zero_grad()
+        if "pp" in axes:
+            loss = model.step(*rows)
+        else:
+            _, loss = model(*rows)
+            loss.backward()
+        if wrong == "norms of the parts":
+            norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        else:
+            norm = clip_gradients(model, optimizer, MAX_NORM)
+        optimizer.step()
+        loss = average(loss.detach()).item()
+        steps.append((loss, norm.item(), {**states.state_dict()}))
+    return steps
+
+
+def all_compositions() -> dict[str, dict[str, Steps]]:
+    """One launch for all: starting ranks takes longer than these steps."""
+    return {
+        "plain": {name: together(told, SMALL) for name, told in COMPOSITIONS.items()},
+        "tied": {name: together(told, TIED) for name, told in COMPOSITIONS.items()},
+        "wrong": {
+            name: together(COMPOSITIONS[name], SMALL, "norms of the parts")
+            for name in ("dp 2 x tp 2 x pp 2, 1f1b", "zero3 x tp 2")
+        },
+    }
+
+
+def problem(steps: Steps, right: Steps) -> str | None:
+    """Say what is not that of one process, and after which step; None: nothing."""
+    for k, ((loss, norm, state), (loss_1, norm_1, state_1)) in enumerate(
+        zip(steps, right, strict=False)
+    ):
+        if loss != pytest.approx(loss_1, rel=2e-6):
+            return f"loss of step {k}: {loss}, {loss_1}"
+        if norm != pytest.approx(norm_1, rel=2e-5):
+            return f"norm of step {k}: {norm}, {norm_1}"
+        for name, value in state_1.items():
+            if not torch.allclose(state[name], value, rtol=0, atol=0.02 * LR):
+                return f"{name} after step {k}"
+    return None
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, dict[str, Steps]]]:
+    return spawn(all_compositions, world_size=8, output="none", timeout=280)
+
+
+@pytest.mark.parametrize("name", COMPOSITIONS)
+@pytest.mark.parametrize("kind", ["plain", "tied"])
+def test_a_composition_trains_as_one_process(found, name, kind):
+    right = alone(TIED if kind == "tied" else SMALL)
+    assert problem(found[0][kind][name], right) is None
+    for told in found:  # all ranks say the same of loss and norm
+        assert [s[:2] for s in told[kind][name]] == [
+            s[:2] for s in found[0][kind][name]
+        ]
+
+
+def test_norms_of_the_parts_are_seen(found):
+    right = alone(SMALL)
+    for name, steps in found[0]["wrong"].items():
+        assert "norm of step 0" in problem(steps, right), name
+
+
+def test_what_is_compared_is_sharp_enough():
+    right = alone(SMALL)
+    for factor in (0.5, 2.0):  # a mean over too many, over too few
+        planted = [(loss, factor * norm, state) for loss, norm, state in right]
+        assert "norm" in problem(planted, right)
+    for by, words in ((1e-4, None), (0.1, "after step 0")):
+        planted = [
+            (loss, norm, {name: value + by * LR for name, value in state.items()})
+            for loss, norm, state in right
+        ]
+        told = problem(planted, right)
+        assert told is None if words is None else words in told
+
+
+# ---- what a rank keeps, and what it sends along each axis ----------------------------
+
+METERED = {
+    "dp 2 x tp 2 x pp 2": {"strategy": "ddp", "tp": 2, "pp": 2},
+    "zero bubble": {"strategy": "ddp", "tp": 2, "pp": 2, "schedule": "zero_bubble"},
+    "zero1 x tp 2 x pp 2": COMPOSITIONS["zero1 x tp 2 x pp 2"],
+    "zero2 x tp 2": COMPOSITIONS["zero2 x tp 2"],
+    "zero3 x tp 2": COMPOSITIONS["zero3 x tp 2"],
+    "hsdp 2 x 4": COMPOSITIONS["hsdp 2 x 4"],
+    "hsdp 2 x 2 x tp 2": COMPOSITIONS["hsdp 2 x 2 x tp 2"],
+}
+KEPT = ("parameters", "gradients", "optimizer states")
+ring = partial(collectives.all_reduce, algorithm="ring")
+
+
+@dataclass(frozen=True)
+class Metered:
+    """What one rank has found: bytes sent along each axis, bytes kept by kind."""
+
+    sent: dict[str, int]
+    kept: dict[str, int]
+    layers: tuple[int, ...]
+    buffers: tuple[int, ...] | None
+    step_counts: int
+
+
+def metered(told: dict) -> Metered:
+    """Train three steps, and look at the third."""
+    gc.collect()  # the model before this one
+    layout = choose_layout(dist.get_world_size(), **told)
+    axes, rank = make_groups(layout.mesh), dist.get_rank()
+    dist.all_reduce = ring  # PyTorch's own are not counted
+    parallelize_module.DistributedDataParallel = partial(Counted, all_reduce=ring)
+    model = parallelize(build_gpt(SMALL), layout, axes)
+    optimizer = optimizer_for(model, layout, axes, LR)
+    for step in range(3):
+        rows = [shard(t, *layout.share(rank)) for t in batch_of(step, SMALL)]
+        optimizer.zero_grad()
+        with ByteMeter() as meter:
+            if "pp" in axes:
+                model.step(*rows)
+            else:
+                model(*rows)[1].backward()
+            optimizer.step()
+    sent = {}
+    for axis in layout.mesh.axes:
+        peers = set(dist.get_process_group_ranks(axes.group(axis))) - {rank}
+        sent[axis] = sum(meter.sent.get(peer, 0) for peer in peers)
+    assert sum(sent.values()) == meter.total_sent  # nobody else was sent anything
+    layers = {layer_of(placed(parameter).name) for parameter in model.parameters()}
+    ledger = resident(model, optimizer)
+    plan = getattr(optimizer, "plan", None)
+    return Metered(
+        sent,
+        {kind: ledger[kind] for kind in KEPT},
+        tuple(sorted(layers)),
+        plan and tuple(bucket.bucket.numel for bucket in plan),
+        sum("step" in state for state in optimizer.state.values()),
+    )
+
+
+def layer_of(name: str) -> int:
+    """Return which of [embed, *blocks, head] a parameter is in."""
+    first, second, *_ = name.split(".")
+    if first == "blocks":
+        return int(second) + 1
+    return {"embed": 0, "head": SMALL.n_layer + 1}[first]
+
+
+def expected(found: Metered, told: dict) -> tuple[dict[str, Fraction], dict[str, int]]:
+    """The same by the formulas."""
+    mesh = choose_layout(8, **told).mesh.sizes
+    replicas, zero = mesh.get("replicate", 1), told["strategy"].removeprefix("zero")
+    how = {
+        "stages": [range(found.layers[0], found.layers[-1] + 1)],
+        "dp": mesh.get("dp", replicas * mesh.get("shard", 1)),
+        "tp": mesh.get("tp", 1),
+        "replicas": replicas,
+        "zero": int(zero) if zero.isdigit() else 0,
+        "buffers": found.buffers,
+        "precision": "fp32",
+    }
+    volume = rank_volume(SMALL, ROWS // (how["dp"]), **how)
+    sent = {"tp": volume.tp, "pp": volume.pp, "dp": volume.dp, "shard": volume.dp}
+    sent["replicate"] = volume.replicas
+    kept = rank_states(SMALL, **how, step_counts=found.step_counts)
+    return {axis: sent[axis] for axis in mesh}, {kind: kept[kind] for kind in KEPT}
+
+
+@pytest.fixture(scope="module")
+def meters() -> list[dict[str, Metered]]:
+    def all_of_them() -> dict[str, Metered]:
+        return {name: metered(told) for name, told in METERED.items()}
+
+    return spawn(all_of_them, world_size=8, output="none", timeout=280)
+
+
+@pytest.mark.parametrize("name", METERED)
+def test_bytes_along_every_axis_are_those_of_the_formulas(meters, name):
+    found = [rank[name] for rank in meters]
+    right = [expected(rank, METERED[name]) for rank in found]
+    for axis in found[0].sent:
+        total = sum(rank.sent[axis] for rank in found)
+        assert total == sum(sent[axis] for sent, _ in right) > 0, axis
+
+
+@pytest.mark.parametrize("name", METERED)
+def test_what_a_rank_keeps_is_what_the_formulas_leave_it(meters, name):
+    for rank in (rank[name] for rank in meters):
+        kept = expected(rank, METERED[name])[1]
+        assert rank.kept == kept
