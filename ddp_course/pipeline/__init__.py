@@ -2,15 +2,15 @@
 
 Three rungs, each of which is read in this order:
 
-    naive         one microbatch after the other, by hand
-    schedule, schedules, stages, runtime
+    by_hand       one microbatch after the other, and every message written out
+    schedule, stages, runtime
                   who computes in which order, who has which layers: plain data; and a
                   rank that carries it out, whatever the order is
     pipeline_parallel
                   `PipelineParallel`, the same with all that one needs, and its tools:
-                  overlapped (messages ahead of time, events), split_backward (backward
-                  in two halves), shared_gradients (tied weights), partition (where to
-                  cut, so that no stage is slower than it must be)
+                  schedules (interleaved, zero bubble), overlapped (messages ahead of
+                  time, events), split_backward (backward in two halves),
+                  shared_gradients (tied weights), partition (where to cut)
 
 And without any process:
 
@@ -21,24 +21,25 @@ And without any process:
 Chapters 10 and 11.
 """
 
+from ddp_course.pipeline.by_hand import NaivePipeline
 from ddp_course.pipeline.checker import Proof, check
 from ddp_course.pipeline.clocks import Waiting, bubble
 from ddp_course.pipeline.messages import add_messages
-from ddp_course.pipeline.naive import NaivePipeline
 from ddp_course.pipeline.overlapped import PipelineError
-from ddp_course.pipeline.partition import layer_costs, layer_seconds, partition
+from ddp_course.pipeline.partition import layer_costs, partition
 from ddp_course.pipeline.pipeline_parallel import PipelineParallel
 from ddp_course.pipeline.program import Costs, Instruction, Program, Timed, play
 from ddp_course.pipeline.runtime import Pipeline, Runtime
-from ddp_course.pipeline.schedule import Action, Schedule, ScheduleError, parse
-from ddp_course.pipeline.schedules import (
-    SCHEDULES,
+from ddp_course.pipeline.schedule import (
+    Action,
+    Schedule,
+    ScheduleError,
     gpipe,
-    interleaved,
     naive,
     one_f_one_b,
-    zero_bubble,
+    parse,
 )
+from ddp_course.pipeline.schedules import SCHEDULES, interleaved, zero_bubble
 from ddp_course.pipeline.simulate import Simulated, simulate
 from ddp_course.pipeline.stages import StagePlan, spine, stage_plan
 
@@ -66,7 +67,6 @@ __all__ = [
     "gpipe",
     "interleaved",
     "layer_costs",
-    "layer_seconds",
     "naive",
     "one_f_one_b",
     "parse",

@@ -134,28 +134,24 @@ def peak_activations(
 def _incomplete(schedule: Schedule) -> Iterator[str]:
     """Say what is there too often, not at all, or where it must not be."""
     first: dict[Action, int] = {}
+    stages, microbatches = schedule.num_stages, schedule.num_microbatches
     for rank, row in enumerate(schedule.ranks):
         for action in row:
-            yield from _outside(schedule, rank, action)
+            if action.stage >= stages:
+                yield f"rank {rank} runs {action}; the last stage is {stages - 1}"
+            if action.microbatch >= microbatches:
+                last = microbatches - 1
+                yield f"rank {rank} runs {action}; the last microbatch is {last}"
             if action in first:
                 yield f"{action} is run twice, by ranks {first[action]} and {rank}"
             first[action] = rank
-    for stage in range(schedule.num_stages):
+    for stage in range(stages):
         ranks = schedule.homes.get(stage, ())
         if len(ranks) != 1:
             where = " and ".join(f"rank {rank}" for rank in ranks) or "no rank"
             yield f"stage {stage} is on {where}; it must be on one"
-        for microbatch in range(schedule.num_microbatches):
+        for microbatch in range(microbatches):
             yield from _not_once(first, stage, microbatch)
-
-
-def _outside(schedule: Schedule, rank: int, action: Action) -> Iterator[str]:
-    """Say if there is no such stage or microbatch."""
-    if action.stage >= schedule.num_stages:
-        yield f"rank {rank} runs {action}; the last stage is {schedule.num_stages - 1}"
-    last = schedule.num_microbatches - 1
-    if action.microbatch > last:
-        yield f"rank {rank} runs {action}; the last microbatch is {last}"
 
 
 def _not_once(run: Container[Action], stage: int, microbatch: int) -> Iterator[str]:

@@ -1,20 +1,15 @@
 """Where to cut a model into stages: the slowest stage sets the pace of all.
 
 `partition` gets what each layer costs, in any unit: multiply-adds, which one can count
-(`layer_costs`), or seconds, which one can measure (`layer_seconds`). Chapter 10.
+(`layer_costs`), or seconds, which one can measure. Chapter 10.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from numbers import Real
-
-import torch
-from torch import Tensor, nn
 
 from ddp_course.model import GPTConfig
 from ddp_course.theory.checks import check_count, check_not_negative
@@ -92,40 +87,3 @@ def layer_costs(config: GPTConfig, tokens: int | None = None) -> list[int]:
     c = config.d_model
     block = 12 * t * c * c + 2 * t * t * c
     return [0, *[block] * config.n_layer, t * c * config.vocab_size]
-
-
-def layer_seconds(
-    layers: Sequence[nn.Module], x: Tensor, repeats: int = 5
-) -> list[float]:
-    """Return the seconds that forward and backward of each layer take: medians.
-
-    `x` goes through all layers one after the other, `repeats` times after a first time
-    that does not count. Gradients are computed and dropped: no `.grad` changes. Raises
-    ValueError for fewer than one repeat. Chapter 10.
-    """
-    check_count("repeats", repeats)
-    times: list[list[float]] = [[] for _ in layers]
-    for _ in range(repeats + 1):
-        value = x
-        for layer, seconds in zip(layers, times, strict=True):
-            value = value.detach().requires_grad_(value.is_floating_point())
-            start = _now(x.device)
-            value = _forward_backward(layer, value)
-            seconds.append(_now(x.device) - start)
-    return [statistics.median(seconds[1:]) for seconds in times]
-
-
-def _forward_backward(layer: nn.Module, x: Tensor) -> Tensor:
-    """Return what `layer` makes of `x`, after computing all gradients once."""
-    y = layer(x)
-    wanted = [p for p in (x, *layer.parameters()) if p.requires_grad]
-    if wanted and y.requires_grad:
-        torch.autograd.grad(y, wanted, torch.ones_like(y), allow_unused=True)
-    return y
-
-
-def _now(device: torch.device) -> float:
-    """Return the time in seconds when all that was asked of `device` is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

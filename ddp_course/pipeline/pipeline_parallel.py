@@ -112,7 +112,8 @@ class PipelineParallel(WholeState, Pipeline):
         own_loss = loss_fn in (None, cross_entropy)
         loss_fn = loss_fn or getattr(bare, "loss_fn", cross_entropy)
         sizes = [len(layers) for layers in plan.layers]
-        super().__init__(model, program.schedule, sizes, group, loss_fn)
+        super().__init__(model, program.schedule, sizes, comm.group, loss_fn)
+        self.comm = comm
         self.program, self.bare = program, [bare]  # in a list: it is no layer
         # What the model takes and its loss compares, if they are this course's own.
         config = getattr(model, "config", None)
@@ -271,14 +272,13 @@ def agreed(
         try:
             if options["virtual_time"] and next(model.parameters()).is_cuda:
                 raise ValueError("virtual_time is True, but the model is on a GPU")
-            size = communicator(group).size
-            decided = _decide(model, size, _schedule(size, *wanted), sizes)
+            program = check(_schedule(communicator(group).size, *wanted)).program
+            plan = _stages(model, program.schedule, sizes)
         except (TypeError, ValueError) as error:
             problem = str(error)
-    if decided is not None:
-        form = form_of(model, **options)
-        program, plan = decided
-        form |= {"the schedule": str(program.schedule), "the stages": str(plan)}
+        else:
+            decided, form = (program, plan), form_of(model, **options)
+            form |= {"the schedule": str(program.schedule), "the stages": str(plan)}
     check_same(form, problem, group)
     return decided
 
@@ -293,35 +293,31 @@ def _schedule(
     if not isinstance(schedule, Schedule):
         m = num_ranks if num_microbatches is None else num_microbatches
         return named(schedule, num_ranks, m, stages_per_rank)
-    if num_microbatches not in (None, schedule.num_microbatches):
-        raise ValueError(
-            f"num_microbatches is {num_microbatches!r}; the schedule {schedule.name} "
-            f"has {schedule.num_microbatches}"
-        )
-    if schedule.num_ranks != num_ranks:
-        raise ValueError(
-            f"the schedule {schedule.name} is for {schedule.num_ranks} ranks; the "
-            f"group has {num_ranks}"
-        )
+    for name, given, its in (
+        ("num_microbatches", num_microbatches, schedule.num_microbatches),
+        ("the number of ranks of the group", num_ranks, schedule.num_ranks),
+    ):
+        if given not in (None, its):
+            raise ValueError(
+                f"{name} is {given!r}; the schedule {schedule.name} is for {its}"
+            )
     return schedule
 
 
-def _decide(
-    model: nn.Module, num_ranks: int, schedule: Schedule, sizes: Sequence[int] | None
-) -> tuple[Program, StagePlan]:
-    """Return who does what when, and who has what. Raises ValueError or TypeError."""
-    proof = check(schedule)
+def _stages(
+    model: nn.Module, schedule: Schedule, sizes: Sequence[int] | None
+) -> StagePlan:
+    """Return who has what. Raises ValueError or TypeError if it cannot be cut so."""
     if sizes is None:  # of the course's GPT multiply-adds, else one for each layer
         config, layers = getattr(model, "config", None), spine(model)
         known = isinstance(config, GPTConfig)
         costs = layer_costs(config) if known else [1] * len(layers)
         sizes = partition(costs, schedule.num_stages)
-    ranks = [schedule.rank_of(stage) for stage in range(schedule.num_stages)]
-    plan = stage_plan(model, sizes, ranks)
-    for rank in range(num_ranks):
-        if not any(rank in holders for holders in plan.holders.values()):
+    plan = stage_plan(model, sizes, schedule.ranks_of_stages)
+    for rank in range(schedule.num_ranks):
+        if not any(rank in ranks for ranks in plan.holders.values()):
             raise ValueError(
-                f"rank {rank} has no parameter in its stages: there is nothing for its "
+                f"the stages of rank {rank} have no parameter: nothing for its "
                 "optimizer to step; take other sizes"
             )
-    return proof.program, plan
+    return plan

@@ -16,14 +16,13 @@ one may want of it is in `PipelineParallel`. Chapter 10.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_course.collectives import communicator
-from ddp_course.collectives.communicator import Communicator
 from ddp_course.collectives.port import Handle, Port
 from ddp_course.model import cross_entropy
 from ddp_course.pipeline.schedule import Action, Schedule
@@ -160,16 +159,14 @@ class Pipeline(nn.Module):
         loss_fn: Callable[[Tensor, Tensor], Tensor] = cross_entropy,
     ) -> None:
         super().__init__()
-        self.schedule, self.comm = schedule, communicator(group)
-        homes = [schedule.rank_of(stage) for stage in range(schedule.num_stages)]
-        self.plan = stage_plan(model, sizes, homes)
-        rank, layers, names = self.comm.rank, spine(model), self.plan.layers
-        own = [stage for stage, home in enumerate(homes) if home == rank]
+        self.schedule, self.group = schedule, group
+        self.plan = stage_plan(model, sizes, schedule.ranks_of_stages)
+        rank, layers, names = self.port.rank, spine(model), self.plan.layers
+        own = schedule.stages_of(rank)
         self.stages = {s: Stage([layers[n] for n in names[s]], loss_fn) for s in own}
         self.module = part_of_model({n: layers[n] for s in own for n in names[s]})
-        holders = self.plan.holders
-        named = model.named_parameters()
-        self.parameters_by_name = {n: p for n, p in named if rank in holders[n]}
+        named, users = model.named_parameters(), self.plan.holders
+        self.parameters_by_name = {n: p for n, p in named if rank in users[n]}
         self.device = next(model.parameters()).device
         self._forms: dict[tuple, dict[int, Form]] = {}
 
@@ -183,7 +180,7 @@ class Pipeline(nn.Module):
         runtime = Runtime(self, self.schedule, x, y)
         runtime.run()
         loss = self.own_loss(runtime)
-        dist.broadcast(loss, self.comm.ranks[self.plan.ranks[-1]], self.comm.group)
+        dist.broadcast(loss, self.port.ranks[self.plan.ranks[-1]], self.group)
         return loss
 
     def own_loss(self, runtime: Runtime) -> Tensor:
@@ -203,45 +200,38 @@ class Pipeline(nn.Module):
     @property
     def port(self) -> Port:
         """How messages leave and arrive, counted by the meters that are open now."""
-        return Port(self.comm.group)
+        return Port(self.group)
 
+    @torch.no_grad()
     def forms_of(self, x: Tensor) -> dict[int, Form]:
         """Return the forms of what passes each boundary; called by all ranks.
 
-        For a kind of batch that is new, one row of it goes through all stages.
+        For a kind of batch that is new, every stage is given one row of the right form,
+        of zeros but for the first one, and tells what it returns. Its layers are in
+        evaluation mode meanwhile: they draw no random numbers, change no running means.
         """
         kind = x.dtype, x.shape[1:]
         if kind not in self._forms:
-            row = x[:1].to(self.device)
-            self._forms[kind] = rehearse(self.stages, self.plan.ranks, row, self.comm)
+            row, ranks, forms = x[:1].to(self.device), self.port.ranks, {}
+            for stage, home in enumerate(self.plan.ranks[:-1]):
+                form = [None]
+                if stage in self.stages:
+                    with evaluating(self.stages[stage]) as module:
+                        made = module(row)
+                    form = [(made.dtype, tuple(made.shape[1:]))]
+                dist.broadcast_object_list(form, ranks[home], self.group)
+                dtype, shape = forms[stage] = form[0]
+                row = torch.zeros((1, *shape), dtype=dtype, device=self.device)
+            self._forms[kind] = forms
         return self._forms[kind]
 
 
-@torch.no_grad()
-def rehearse(
-    stages: Mapping[int, nn.Module],
-    homes: Sequence[int],
-    row: Tensor,
-    comm: Communicator,
-) -> dict[int, Form]:
-    """Tell all ranks what each stage, of which `homes` are the ranks, hands over.
-
-    A stage is given one row of the right form, of zeros but for the first one. Its
-    layers are in evaluation mode meanwhile, so that they draw no random numbers and
-    change no running means.
-    """
-    forms: dict[int, Form] = {}
-    for stage, home in enumerate(homes[:-1]):
-        told = [None]
-        if home == comm.rank:
-            training = {m: m.training for m in stages[stage].modules()}
-            try:
-                made = stages[stage].eval()(row)
-            finally:
-                for module, was in training.items():
-                    module.training = was
-            told = [(made.dtype, tuple(made.shape[1:]))]
-        dist.broadcast_object_list(told, comm.ranks[home], comm.group)
-        dtype, shape = forms[stage] = told[0]
-        row = torch.zeros((1, *shape), dtype=dtype, device=row.device)
-    return forms
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[nn.Module]:
+    """Within this block, have `module` in evaluation mode."""
+    training = {one: one.training for one in module.modules()}
+    try:
+        yield module.eval()
+    finally:
+        for one, was in training.items():
+            one.training = was

@@ -18,14 +18,25 @@ microbatches, first all forwards and then all backwards:
     rank 1 | 1F0 1F1 1B0 1B1
 
 Schedules can be printed, drawn, checked (`checker`) and played through in virtual time
-(`simulate`) without any process; `runtime` carries them out on ranks. The notation is
-that of PyTorch's torch/distributed/pipelining/schedules.py. Chapters 10 and 11.
+(`simulate`) without any process; `runtime` carries them out on ranks. Those of this
+file have stage r on rank r, and are made by one rule, `at_most`: go forward while fewer
+than a limit of microbatches are in flight, else backward. A microbatch is *in flight*
+on a stage from its forward to its backward: so long its activations take memory. With p
+ranks and m microbatches, m at least p,
+
+    schedule     limit on rank r    bubble / whole time    activations kept
+    naive        1                  (p-1)/p                1
+    gpipe        m                  (p-1)/(m+p-1)          m
+    one_f_one_b  p-r                (p-1)/(m+p-1)          min(m, p-r)
+
+The notation is that of PyTorch's torch/distributed/pipelining/schedules.py; `schedules`
+has more of them. Chapters 10 and 11.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -129,6 +140,11 @@ class Schedule:
             raise ValueError(f"stage {stage} is on no rank")
         return self.homes[stage][0]
 
+    @property
+    def ranks_of_stages(self) -> tuple[int, ...]:
+        """The rank of each stage."""
+        return tuple(map(self.rank_of, range(self.num_stages)))
+
     def source(self, action: Action) -> Action | None:
         """Return the action of another stage whose result `action` takes, or None.
 
@@ -140,7 +156,8 @@ class Schedule:
             return Action("F", stage - 1, microbatch) if stage else None
         if action.op == "W" or stage == self.num_stages - 1:
             return None
-        return self.backward(stage + 1, microbatch)
+        half = Action("I", stage + 1, microbatch)
+        return half if half in self._splits else Action("B", stage + 1, microbatch)
 
     def needs(self, action: Action) -> tuple[Action, ...]:
         """Return the actions that must be done before `action` can begin.
@@ -163,11 +180,6 @@ class Schedule:
     def messages(self, src: int, dst: int) -> tuple[Action, ...]:
         """Return the actions of `src` whose results `dst` needs, in their order."""
         return tuple(a for a in self.ranks[src] if self.receiver(a) == dst)
-
-    def backward(self, stage: int, microbatch: int) -> Action:
-        """Return what makes the gradient of the stage's input: its I, or else its B."""
-        split = Action("I", stage, microbatch)
-        return split if split in self._splits else Action("B", stage, microbatch)
 
     @cached_property
     def _splits(self) -> frozenset[Action]:
@@ -199,3 +211,75 @@ def parse(name: str, rows: Iterable[str]) -> Schedule:
         max((action.microbatch for action in actions), default=-1) + 1,
         ranks,
     )
+
+
+# ---- one stage on each rank ----------------------------------------------------------
+
+
+def at_most(
+    limit: int, forwards: Sequence[Action], backwards: Sequence[Action]
+) -> list[Action]:
+    """Go forward while fewer than `limit` are in flight, else backward."""
+    row: list[Action] = []
+    done = 0  # backwards; all else in the row are forwards
+    while done < len(backwards):
+        begun = len(row) - done
+        if begun < len(forwards) and begun - done < limit:
+            row.append(forwards[begun])
+        else:
+            row.append(backwards[done])
+            done += 1
+    return row
+
+
+def naive(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Return the schedule in which one stage computes and all others wait.
+
+    A microbatch goes forward through all stages and back again before the next one
+    begins. Bubble (p-1)/p, however many microbatches there are; activations of one.
+    This is a model with `.to(device)` between its layers: "naive model parallelism".
+    Raises ValueError for fewer than one rank or microbatch. Chapter 10.
+    """
+    return _one_stage_per_rank("naive", num_ranks, num_microbatches, lambda rank: 1)
+
+
+def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Return the schedule with all forwards first, then all backwards.
+
+    Bubble (p-1)/(m+p-1); activations of all m microbatches. Raises ValueError for fewer
+    than one rank or microbatch. Source: Huang et al. 2019, "GPipe", arXiv:1811.06965,
+    section 2.3, which computes the activations a second time; PyTorch's ScheduleGPipe.
+    Chapter 10.
+    """
+    return _one_stage_per_rank(
+        "gpipe", num_ranks, num_microbatches, lambda rank: num_microbatches
+    )
+
+
+def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Return the schedule that goes backward as soon as it can: 1F1B.
+
+    While rank r's first microbatch goes to the last rank and back, p-1-r others can
+    follow it: p-r in flight keep the rank busy, and more would only take memory. After
+    this warm-up each backward makes room for one forward. The bubble is GPipe's,
+    (p-1)/(m+p-1); the activations are those of min(m, p-r) microbatches. Raises
+    ValueError for fewer than one rank or microbatch. Source: Narayanan et al. 2021,
+    "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-Flush),
+    arXiv:2006.09503, section 3.2; PyTorch's Schedule1F1B. Chapter 11.
+    """
+    return _one_stage_per_rank(
+        "1f1b", num_ranks, num_microbatches, lambda rank: num_ranks - rank
+    )
+
+
+def _one_stage_per_rank(
+    name: str, p: int, m: int, limit: Callable[[int], int]
+) -> Schedule:
+    """Apply the rule to rank r's stage r."""
+    check_count("num_ranks", p)
+    check_count("num_microbatches", m)
+    rows = []
+    for rank in range(p):
+        forwards, backwards = ([Action(op, rank, k) for k in range(m)] for op in "FB")
+        rows.append(at_most(limit(rank), forwards, backwards))
+    return Schedule(name, p, m, rows)

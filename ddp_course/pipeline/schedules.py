@@ -1,20 +1,14 @@
-"""Five schedules, from the naive one to zero bubble, all of one rule.
+"""More schedules: several stages on each rank, and backward in two halves.
 
-    run forward while fewer than `limit` microbatches are in flight, else backward
-
-A microbatch is *in flight* on a stage from its forward to its backward: so long its
-activations take memory. The limit is all that tells the first three schedules apart:
+They are of the same rule as those of `schedule`, with v stages on each rank: rank r has
+stages r, r + p, r + 2p, ... For m a multiple of p, and zero_bubble with F, I and W of
+equal time and v = 1,
 
     schedule     limit on rank r          bubble / whole time          activations kept
-    naive        1                        (p-1)/p                      1
-    gpipe        m                        (p-1)/(m+p-1)                m
-    one_f_one_b  p-r                      (p-1)/(m+p-1)                min(m, p-r)
     interleaved  (v-1)p + 2(p-1-r) + 1    (p-1)/v / (m + (p-1)/v)      min(m, limit/v)
     zero_bubble  p-r, W later             (p-1)/3 / (m + (p-1)/3)      p, or less
 
-with p ranks and m microbatches, m at least p; interleaved with v stages on each rank,
-m a multiple of p; zero_bubble with F, I and W of equal time. Rank r has stage r, or in
-the interleaved schedule stages r, r + p, r + 2p, ... Chapters 10 and 11.
+Chapter 11.
 """
 
 from __future__ import annotations
@@ -22,48 +16,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 
-from ddp_course.pipeline.schedule import Action, Schedule
+from ddp_course.pipeline.schedule import (
+    Action,
+    Schedule,
+    at_most,
+    gpipe,
+    naive,
+    one_f_one_b,
+)
 from ddp_course.theory.checks import check_count
-
-
-def naive(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Return the schedule in which one stage computes and all others wait.
-
-    A microbatch goes forward through all stages and back again before the next one
-    begins. Bubble (p-1)/p, however many microbatches there are; activations of one.
-    This is a model with `.to(device)` between its layers: "naive model parallelism".
-    Raises ValueError for fewer than one rank or microbatch. Chapter 10.
-    """
-    return _one_stage_per_rank("naive", num_ranks, num_microbatches, lambda rank: 1)
-
-
-def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Return the schedule with all forwards first, then all backwards.
-
-    Bubble (p-1)/(m+p-1); activations of all m microbatches. Raises ValueError for fewer
-    than one rank or microbatch. Source: Huang et al. 2019, "GPipe", arXiv:1811.06965,
-    section 2.3, which computes the activations a second time; PyTorch's ScheduleGPipe.
-    Chapter 10.
-    """
-    return _one_stage_per_rank(
-        "gpipe", num_ranks, num_microbatches, lambda rank: num_microbatches
-    )
-
-
-def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Return the schedule that goes backward as soon as it can: 1F1B.
-
-    While rank r's first microbatch goes to the last rank and back, p-1-r others can
-    follow it: p-r in flight keep the rank busy, and more would only take memory. After
-    this warm-up each backward makes room for one forward. The bubble is GPipe's,
-    (p-1)/(m+p-1); the activations are those of min(m, p-r) microbatches. Raises
-    ValueError for fewer than one rank or microbatch. Source: Narayanan et al. 2021,
-    "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-Flush),
-    arXiv:2006.09503, section 3.2; PyTorch's Schedule1F1B. Chapter 11.
-    """
-    return _one_stage_per_rank(
-        "1f1b", num_ranks, num_microbatches, lambda rank: num_ranks - rank
-    )
 
 
 def interleaved(
@@ -164,44 +125,12 @@ def named(
     return SCHEDULES[name](num_ranks, num_microbatches, stages_per_rank)
 
 
-# ---- the rule -----------------------------------------------------------------------
-
-
-def at_most(
-    limit: int, forwards: Sequence[Action], backwards: Sequence[Action]
-) -> list[Action]:
-    """Go forward while fewer than `limit` are in flight, else backward."""
-    row: list[Action] = []
-    done = 0  # backwards; all else in the row are forwards
-    while done < len(backwards):
-        begun = len(row) - done
-        if begun < len(forwards) and begun - done < limit:
-            row.append(forwards[begun])
-        else:
-            row.append(backwards[done])
-            done += 1
-    return row
-
-
 def _groups(p: int, m: int) -> list[int]:
     """Divide m microbatches into groups of at least p, as equal as they can be."""
     check_count("num_ranks", p)
     check_count("num_microbatches", m)
     count = max(1, m // p)
     return [m // count + (group < m % count) for group in range(count)]
-
-
-def _one_stage_per_rank(
-    name: str, p: int, m: int, limit: Callable[[int], int]
-) -> Schedule:
-    """Apply the rule to rank r's stage r."""
-    check_count("num_ranks", p)
-    check_count("num_microbatches", m)
-    rows = []
-    for rank in range(p):
-        forwards, backwards = (_in_groups(op, [rank], [m]) for op in "FB")
-        rows.append(at_most(limit(rank), forwards, backwards))
-    return Schedule(name, p, m, rows)
 
 
 def _in_groups(op: str, stages: Sequence[int], sizes: Sequence[int]) -> list[Action]:

@@ -9,7 +9,7 @@ slice of it. Which slice, and on which rank, is decided first, as plain data:
 All names are those of the whole model, so the state of the whole is what the ranks have
 together. A parameter may be used in two stages: the tied GPT's output matrix is its
 token embedding. Then both have it, and it stays the same on both if the two gradients
-are summed before each step (`gradients`). Chapter 10.
+are summed before each step (`shared_gradients`). Chapter 10.
 """
 
 from __future__ import annotations
@@ -100,24 +100,14 @@ def stage_plan(
         )
     names, holders = list(layers), {}
     cuts = [tuple(names[a:b]) for a, b in pairwise(accumulate(sizes, initial=0))]
-    of_stage = [_parameters(layers[name] for name in cut) for cut in cuts]
+    own = [{p for name in cut for p in layers[name].parameters()} for cut in cuts]
     for name, parameter in model.named_parameters():
-        users = {
-            rank
-            for rank, own in zip(ranks, of_stage, strict=True)
-            if any(parameter is one for one in own)
-        }
+        users = {r for r, its in zip(ranks, own, strict=True) if parameter in its}
         if not users:
             raise ValueError(f"{name} belongs to no layer of the model's spine")
         holders[name] = tuple(sorted(users))
-    numel = tuple(sum(p.numel() for p in own) for own in of_stage)
+    numel = tuple(sum(p.numel() for p in its) for its in own)
     return StagePlan(tuple(cuts), tuple(ranks), numel, holders)
-
-
-def _parameters(layers: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """Return the parameters of several layers, each once."""
-    found = {id(p): p for layer in layers for p in layer.parameters()}
-    return list(found.values())
 
 
 class Stage(nn.Sequential):

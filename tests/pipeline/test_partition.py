@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import time
-from fractions import Fraction
 from itertools import accumulate, combinations, pairwise
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from ddp_course.model import PRESETS, build_gpt
-from ddp_course.pipeline import layer_costs, layer_seconds, partition
+from ddp_course.pipeline import layer_costs, partition
 
 
 def stage_costs(costs, sizes):
@@ -100,43 +97,3 @@ def test_multiply_adds_are_those_that_pytorch_counts(preset, tokens):
     assert layer_costs(config, tokens) == counted
     with pytest.raises(ValueError, match="tokens is 0"):
         layer_costs(config, 0)
-
-
-class Sleep(nn.Module):
-    """A layer that takes its time."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.seconds = seconds
-        self.weight = nn.Parameter(torch.ones(()))
-
-    def forward(self, x):
-        time.sleep(self.seconds)
-        return x * self.weight
-
-
-def test_measured_seconds_cut_where_they_should():
-    layers = [Sleep(seconds) for seconds in (0.0, 0.01, 0.01, 0.03)]
-    seconds = layer_seconds(layers, torch.ones(2), repeats=3)
-    assert len(seconds) == 4
-    assert seconds[3] >= 0.03 and seconds[1] >= 0.01
-    assert partition([Fraction(s) for s in seconds], 2) == (3, 1)
-    assert all(layer.weight.grad is None for layer in layers)
-    with pytest.raises(ValueError, match="repeats is 0"):
-        layer_seconds(layers, torch.ones(2), repeats=0)
-
-
-def test_every_layer_of_the_model_is_measured_forward_and_backward():
-    """Also the embedding, whose input has no gradient, and frozen layers."""
-    model = build_gpt("1m")
-    backwards = []
-    model.blocks[1].requires_grad_(False)
-    for layer in (model.embed, *model.blocks, model.head):
-        first = next(layer.parameters())
-        if first.requires_grad:
-            first.register_hook(lambda grad, layer=layer: backwards.append(layer))
-    x = torch.zeros(2, 8, dtype=torch.int64)
-    seconds = layer_seconds([model.embed, *model.blocks, model.head], x, repeats=1)
-    assert len(seconds) == 6 and min(seconds) > 0
-    assert all(p.grad is None for p in model.parameters())
-    assert len(backwards) == 2 * 5
