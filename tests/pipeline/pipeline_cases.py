@@ -70,7 +70,7 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
-def alone(model: str = "tied", steps: int = 5) -> Trained:
+def alone(model: str = "tied", steps: int = 5, clip: bool = True) -> Trained:
     """Train in one process with the whole batch."""
     plain, told = MODELS[model](), Trained()
     optimizer = adamw(plain.parameters())
@@ -78,22 +78,24 @@ def alone(model: str = "tied", steps: int = 5) -> Trained:
         optimizer.zero_grad()
         _, loss = plain(*batch(step))
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(plain.parameters(), CLIP)
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), CLIP) if clip else 1
         optimizer.step()
         told.note(plain.named_parameters(), norm, loss)
     return told
 
 
 def train(
-    make: Callable[..., nn.Module], *args, model="tied", steps=5, **options
+    make: Callable[..., nn.Module], *args, model="tied", steps=5, seed=None, **options
 ) -> Trained:
-    """Train on this rank; the ranks start from different seeds."""
-    pipeline = make(MODELS[model](dist.get_rank()), *args, **options)
+    """Train on this rank; the ranks start from different seeds, if none is given."""
+    seed = dist.get_rank() if seed is None else seed
+    pipeline = make(MODELS[model](seed), *args, **options)
     told, optimizer = Trained(), adamw(pipeline.parameters())
     for step in range(steps):
         optimizer.zero_grad()
         loss = pipeline.step(*batch(step))
-        norm = pipeline.clip_grad_norm_(CLIP)
+        clips = isinstance(pipeline, PipelineParallel)  # the readable ones do not
+        norm = pipeline.clip_grad_norm_(CLIP) if clips else 1
         optimizer.step()
         told.note(pipeline.named_parameters(), norm, loss)
     return told

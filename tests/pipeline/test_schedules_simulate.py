@@ -85,11 +85,6 @@ def test_floats_stay_floats_and_fractions_fractions():
     assert isinstance(found.bubble, Fraction) and found.bubble == Fraction(1, 4)
 
 
-def test_activations_are_counted():
-    found = simulate(zero_bubble(3, 8), weight_share=Fraction(1, 2))
-    assert found.peak_activations == (3, Fraction(5, 2), 2)
-
-
 # ---- errors -------------------------------------------------------------------------
 
 
