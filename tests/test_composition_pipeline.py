@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -101,12 +103,17 @@ def test_tensor_parallel_stages_train_as_one_process():
         assert loss == ranks[3][case][-1][1] and states > 0
 
 
-def weights_are_split() -> tuple[int, int]:
-    """Return how many gradients of this rank's weights came with W, and of how many."""
+def weights_are_split() -> tuple[int, int, int]:
+    """Return how many gradients of this rank's weights came with W, and of how many.
+
+    And how many blocks there are when the model has been let go of.
+    """
     mesh = make_groups(Mesh({"pp": 2, "tp": 2}))
     gpt = tensor_parallel(model(False), mesh.group("tp"))
     pipeline, came = PipelineParallel(gpt, "zero_bubble", 2, mesh.group("pp")), set()
-    inside = pipeline.weight_grads
+    blocks, inside = [weakref.ref(block) for block in gpt.blocks], pipeline.weight_grads
+    del gpt
+    gc.collect()
     for name, parameter in pipeline.named_parameters():
 
         def note(_, name=name):
@@ -118,9 +125,10 @@ def weights_are_split() -> tuple[int, int]:
     dist.barrier()
     layers = ("qkv.weight", "proj.weight", "up.weight", "down.weight", "out.weight")
     linear = {n for n, _ in pipeline.named_parameters() if n.endswith(layers)}
-    return len(linear & came), len(linear)
+    return len(linear & came), len(linear), sum(ref() is not None for ref in blocks)
 
 
 def test_linear_layers_that_are_cut_are_split_by_zero_bubble():
-    for split, linear in spawn(weights_are_split, world_size=4, output="none"):
-        assert split == linear > 8
+    told = spawn(weights_are_split, world_size=4, output="none")
+    assert all(split == linear > 8 for split, linear, _ in told)
+    assert [blocks for *_, blocks in told] == [3, 3, 3, 3]
