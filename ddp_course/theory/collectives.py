@@ -25,7 +25,6 @@ from ddp_course.launch import Link, Links
 from ddp_course.theory.checks import (
     check_count,
     check_not_negative,
-    check_positive,
     check_root,
     check_world,
     log2_up,
@@ -37,36 +36,26 @@ from ddp_course.theory.checks import (
 class Cost:
     """What stands on the critical path of an algorithm, whatever the network.
 
-    `messages` is how many latencies pass one after the other, `nbytes` how many bytes,
-    and `added` how many of the bytes that arrive are combined with the receiver's own.
-    Source: Thakur et al. 2005. Chapter 02.
+    `messages` is how many latencies pass one after the other, `nbytes` how many bytes.
+    (That some are added to others, too, is not counted.) Chapter 02.
     """
 
     messages: float
     nbytes: float
-    added: float = 0
 
-    def __add__(self, other: Cost) -> Cost:
-        """One after the other."""
-        return Cost(
-            self.messages + other.messages,
-            self.nbytes + other.nbytes,
-            self.added + other.added,
-        )
+    def seconds(self, alpha: float, beta: float) -> float:
+        """Return the time: messages x alpha + nbytes x beta.
 
-    def seconds(self, alpha: float, beta: float, gamma: float = 0.0) -> float:
-        """Return the time: messages x alpha + nbytes x beta + added x gamma.
-
-        `alpha` is in s per message, `beta` in s per byte sent, `gamma` in s per byte
-        added; ValueError if one is negative or infinite.
+        `alpha` is in s per message, `beta` in s per byte; ValueError if one is negative
+        or infinite.
         """
-        for name, value in (("alpha", alpha), ("beta", beta), ("gamma", gamma)):
+        for name, value in (("alpha", alpha), ("beta", beta)):
             check_not_negative(name, value)
-        return float(self.messages * alpha + self.nbytes * beta + self.added * gamma)
+        return float(self.messages * alpha + self.nbytes * beta)
 
-    def over(self, link: Link, gamma: float = 0.0) -> float:
+    def over(self, link: Link) -> float:
         """Return the time in seconds over links that are all like `link`."""
-        return self.seconds(link.latency, 1 / link.bandwidth, gamma)
+        return self.seconds(link.latency, 1 / link.bandwidth)
 
 
 # ---- the table -----------------------------------------------------------------------
@@ -77,9 +66,9 @@ class Algorithm:
     """A row of the table: called with (world_size, nbytes), it returns the `Cost`.
 
     Attributes:
-        about: what it does, the source, the chapter.
+        about: what it does, its time, its source.
         messages: of n, how many stand one after the other.
-        nbytes, added: of n, likewise, in multiples of S.
+        nbytes: of n, likewise, in multiples of S.
         sent: of n and r, how many S rank r sends; r is counted from the root, if there
             is one. None where that depends on the size of its pieces.
         root: whether there is a root.
@@ -88,20 +77,15 @@ class Algorithm:
     about: str
     messages: Callable[[int], int]
     nbytes: Callable[[int], Fraction | int]
-    added: Callable[[int], Fraction | int]
     sent: Callable[[int, int], Fraction | int] | None
     root: bool = False
 
     def __call__(self, world_size: int, nbytes: float) -> Cost:
         """Return what it costs for a tensor of `nbytes`."""
-        n = world_size
-        check_world(n, nbytes)
-        times = (
-            Fraction(of_s(n)) if n > 1 else Fraction(0)
-            for of_s in (self.nbytes, self.added)
-        )
+        check_world(world_size, nbytes)
+        times = Fraction(self.nbytes(world_size) if world_size > 1 else 0)
         return Cost(
-            self.messages(n), *(f.numerator * nbytes / f.denominator for f in times)
+            self.messages(world_size), times.numerator * nbytes / times.denominator
         )
 
     def then(self, other: Algorithm, about: str) -> Algorithm:
@@ -110,7 +94,6 @@ class Algorithm:
             about,
             lambda n: self.messages(n) + other.messages(n),
             lambda n: self.nbytes(n) + other.nbytes(n),
-            lambda n: self.added(n) + other.added(n),
             lambda n, r: self.sent(n, r) + other.sent(n, r),
             self.root or other.root,
         )
@@ -135,11 +118,7 @@ def children(rank: int, world_size: int) -> list[int]:
 
 
 def _but_one(n: int, r: int = 0) -> int:
-    return n - 1
-
-
-def _nothing(n: int) -> int:
-    return 0
+    return n - 1 if r == 0 else 0
 
 
 def _part(n: int, r: int = 0) -> Fraction:
@@ -151,9 +130,13 @@ def _others(n: int, r: int) -> int:
     return 0 if r == 0 else 1
 
 
+def _to_children(n: int, r: int) -> int:
+    return len(children(r, n))
+
+
 def _fold(n: int) -> int:
-    """1 if some ranks are too many for a power of two."""
-    return int(power_below(n) != n)
+    """2 if some ranks are too many for a power of two: to another one, and back."""
+    return 2 * (power_below(n) != n)
 
 
 def _halved(n: int, r: int) -> Fraction | int:
@@ -161,152 +144,74 @@ def _halved(n: int, r: int) -> Fraction | int:
     return 1 if r >= p else 2 * _part(p) + (r + p < n)  # result from there
 
 
+broadcast_naive = Algorithm(
+    "The root sends S to one rank after the other: (n-1)(alpha + S beta).",
+    *(_but_one, _but_one, _but_one, True),
+)
+broadcast_tree = Algorithm(
+    "Whoever has S passes it on, in a binomial tree: ceil(log2 n)(alpha + S beta).",
+    *(log2_up, log2_up, _to_children, True),
+)
+scatter = Algorithm(
+    "The root sends another S/n to each, in turn: (n-1) alpha + (n-1)/n S beta.",
+    *(_but_one, _part, lambda n, r: Fraction(_but_one(n, r), n), True),
+)
+gather = Algorithm(
+    "Each sends its S/n to the root, where they arrive in turn: as `scatter`.",
+    *(_but_one, _part, lambda n, r: Fraction(_others(n, r), n), True),
+)
+reduce_naive = Algorithm(
+    "Each sends S to the root, which adds: (n-1)(alpha + S beta).",
+    *(_but_one, _but_one, _others, True),
+)
+reduce_tree = Algorithm(
+    "`broadcast_tree` backwards: pairs add, then pairs of pairs, to the root.",
+    *(log2_up, log2_up, _others, True),
+)
+all_gather = Algorithm(
+    "A ring: n-1 steps of S/n, in which each rank passes on what it received last:"
+    " (n-1) alpha + (n-1)/n S beta.",
+    *(_but_one, _part, _part),
+)
+reduce_scatter = Algorithm(
+    "`all_gather` backwards, and what passes by is added (Patarasu & Yuan 2009).",
+    *(_but_one, _part, _part),
+)
+all_to_all = Algorithm(
+    "In step k rank r sends its S/n to rank r+k: (n-1) alpha + (n-1)/n S beta.",
+    *(_but_one, _part, _part),
+)
+all_reduce_naive = reduce_naive.then(
+    broadcast_naive,
+    "All to rank 0, which adds, and back to all: 2(n-1)(alpha + S beta).",
+)
+all_reduce_tree = reduce_tree.then(
+    broadcast_tree, "Up a tree and down again: 2 ceil(log2 n)(alpha + S beta)."
+)
+all_reduce_ring = reduce_scatter.then(
+    all_gather,
+    "Around the ring twice, S/n a step: 2(n-1) alpha + 2(n-1)/n S beta. No algorithm"
+    " sends fewer bytes (Patarasu & Yuan 2009).",
+)
+all_reduce_halving_doubling = Algorithm(
+    "Swap halves, then quarters, ..., and back: 2 log2(n) alpha + 2(n-1)/n S beta, for"
+    " n = 2^k (Rabenseifner; Thakur et al. 2005). For another n, with p the largest"
+    " power of two below, each rank from p on first gives its tensor to rank r-p, and"
+    " gets the result from there: 2 messages and 2 S more than for p.",
+    lambda n: 2 * log2_up(power_below(n)) + _fold(n),
+    lambda n: 2 * _part(power_below(n)) + _fold(n),
+    _halved,
+)
+all_reduce_double_tree = Algorithm(
+    "Up and down two trees at once, half of S in each, a leaf of one being inside the"
+    " other: 2 ceil(log2 n) alpha + 2 S beta (of two ranks: S beta). The limit of many"
+    " small pieces whose latencies are not counted (Sanders, Speck & Traeff 2009; NCCL"
+    " since 2.4).",
+    *(lambda n: 2 * log2_up(n), lambda n: 1 if n == 2 else 2, None),
+)
 ALGORITHMS = {
-    "broadcast_naive": Algorithm(
-        """The root sends its S bytes to one after the other: (n-1)(alpha + S beta).
-
-        The root's link is serial, all others are idle. Chapter 02.""",
-        *(_but_one, _but_one, _nothing),
-        sent=lambda n, r: n - 1 if r == 0 else 0,
-        root=True,
-    ),
-    "broadcast_tree": Algorithm(
-        """Whoever has the root's S bytes passes them on: ceil(log2 n)(alpha + S beta).
-
-        A binomial tree, in which the number of ranks that have them doubles with every
-        step (Thakur et al. 2005). Chapter 02.""",
-        *(log2_up, log2_up, _nothing),
-        sent=lambda n, r: len(children(r, n)),
-        root=True,
-    ),
-    "scatter": Algorithm(
-        """The root sends another S/n bytes to each: (n-1) alpha + (n-1)/n S beta.
-
-        One after the other; it keeps its own part. Chapter 02.""",
-        *(_but_one, _part, _nothing),
-        sent=lambda n, r: _part(n) if r == 0 else 0,
-        root=True,
-    ),
-    "gather": Algorithm(
-        """Every rank sends its S/n bytes to the root: (n-1) alpha + (n-1)/n S beta.
-
-        The messages leave from different ranks, but arrive one after the other.
-        Chapter 02.""",
-        *(_but_one, _part, _nothing),
-        sent=lambda n, r: Fraction(_others(n, r), n),
-        root=True,
-    ),
-    "reduce_naive": Algorithm(
-        """Each rank sends its S bytes to the root, which adds: (n-1)(alpha + S beta).
-
-        The root adds (n-1) S bytes. Chapter 02.""",
-        *(_but_one, _but_one, _but_one),
-        sent=_others,
-        root=True,
-    ),
-    "reduce_tree": Algorithm(
-        """Pairs add, then pairs of pairs, to the root: ceil(log2 n)(alpha + S beta).
-
-        `broadcast_tree` backwards; S is added in every step (Thakur et al. 2005).
-        Chapter 02.""",
-        *(log2_up, log2_up, log2_up),
-        sent=_others,
-        root=True,
-    ),
-    "all_gather": Algorithm(
-        """Every rank gets everyone's S/n bytes: (n-1) alpha + (n-1)/n S beta.
-
-        Around a ring: n-1 steps of S/n, in which each rank passes on what it received
-        last (Thakur et al. 2005). Chapter 02.""",
-        *(_but_one, _part, _nothing),
-        sent=_part,
-    ),
-    "reduce_scatter": Algorithm(
-        """Each rank gets 1/n of the sum: (n-1) alpha + (n-1)/n S beta, as much added.
-
-        Around a ring: `all_gather` backwards, and what passes by is added (Patarasu &
-        Yuan 2009). Chapter 02.""",
-        *(_but_one, _part, _part),
-        sent=_part,
-    ),
-    "all_to_all": Algorithm(
-        """Each rank sends each other rank its own S/n: (n-1) alpha + (n-1)/n S beta.
-
-        Pairwise: in step k rank r sends to rank r+k and receives from rank r-k (Thakur
-        et al. 2005). Chapter 02.""",
-        *(_but_one, _part, _nothing),
-        sent=_part,
-    ),
-    "all_reduce_double_tree": Algorithm(
-        """Up and down two trees, in many small pieces: 2 ceil(log2 n) alpha + 2 S beta.
-
-        Each tree carries half of the tensor, and a rank that is a leaf of one is inside
-        the other, so that every rank sends and receives all the time. (Two ranks send
-        S/2 up one tree and S/2 down the other: 2 alpha + S beta.) The limit of pieces
-        so small that filling the trees takes no time, and so many that it is a limit
-        only: their latencies are not counted (Sanders, Speck & Traeff 2009; NCCL since
-        2.4). Chapter 03.""",
-        lambda n: 2 * log2_up(n),
-        lambda n: 1 if n == 2 else 2,
-        lambda n: Fraction(1, 2) if n == 2 else 1,
-        sent=None,
-    ),
-    "all_reduce_halving_doubling": Algorithm(
-        """Swap halves, then quarters, ..., and back: 2 log2(n) alpha + 2(n-1)/n S beta.
-
-        For n = 2^k (Rabenseifner's algorithm, Thakur et al. 2005). For another n, with
-        p the largest power of two below: each of the ranks p to n-1 first adds its
-        tensor into that of rank r-p and at the end gets the result from there. That is
-        two messages, 2 S bytes and S added more than for p. Chapter 03.""",
-        lambda n: 2 * log2_up(power_below(n)) + 2 * _fold(n),
-        lambda n: 2 * _part(power_below(n)) + 2 * _fold(n),
-        lambda n: _part(power_below(n)) + _fold(n),
-        sent=_halved,
-    ),
+    name: row for name, row in globals().items() if isinstance(row, Algorithm)
 }
-_of = ALGORITHMS
-ALGORITHMS |= {
-    "all_reduce_naive": _of["reduce_naive"].then(
-        _of["broadcast_naive"],
-        "To rank 0, which adds, and back to all: 2(n-1)(alpha + S beta). Chapter 03.",
-    ),
-    "all_reduce_tree": _of["reduce_tree"].then(
-        _of["broadcast_tree"],
-        "Up a binomial tree and down: 2 ceil(log2 n)(alpha + S beta). Chapter 03.",
-    ),
-    "all_reduce_ring": _of["reduce_scatter"].then(
-        _of["all_gather"],
-        """Around the ring twice, S/n a step: 2(n-1) alpha + 2(n-1)/n S beta.
-
-        No algorithm sends fewer bytes (Patarasu & Yuan 2009). Chapter 03.""",
-    ),
-}
-
-broadcast_naive, broadcast_tree = _of["broadcast_naive"], _of["broadcast_tree"]
-scatter, gather = _of["scatter"], _of["gather"]
-reduce_naive, reduce_tree = _of["reduce_naive"], _of["reduce_tree"]
-all_gather, reduce_scatter = _of["all_gather"], _of["reduce_scatter"]
-all_to_all = _of["all_to_all"]
-all_reduce_naive, all_reduce_tree = _of["all_reduce_naive"], _of["all_reduce_tree"]
-all_reduce_ring = _of["all_reduce_ring"]
-all_reduce_double_tree = _of["all_reduce_double_tree"]
-all_reduce_halving_doubling = _of["all_reduce_halving_doubling"]
-
-
-def send(nbytes: float) -> Cost:
-    """One message of S bytes to another rank: alpha + S beta (chapter 02)."""
-    check_not_negative("nbytes", nbytes)
-    return Cost(1, nbytes)
-
-
-def barrier(world_size: int) -> Cost:
-    """Nobody goes on before all have come: ceil(log2 n) messages of one byte.
-
-    Dissemination: in step k rank r tells rank r + 2^k, and hears of twice as many ranks
-    as before (Hensgen, Finkel & Manber 1988). Chapter 02.
-    """
-    check_world(world_size)
-    return Cost(log2_up(world_size), log2_up(world_size))
 
 
 def bytes_sent(algorithm: str, world_size: int, root: int = 0) -> list[Fraction]:
@@ -353,13 +258,9 @@ class HierarchicalCost:
     inside: Cost
     between: Cost
 
-    def seconds(self, links: Links, gamma: float = 0.0) -> float:
-        """Return the time in s: `inside` over `links.inside` plus `between`, likewise.
-
-        `gamma` is in s per byte added.
-        """
-        inside = self.inside.over(links.inside, gamma)
-        return inside + self.between.over(links.between, gamma)
+    def seconds(self, links: Links) -> float:
+        """Return the time in s: `inside` over `links.inside`, then `between`."""
+        return self.inside.over(links.inside) + self.between.over(links.between)
 
 
 def all_reduce_hierarchical(
@@ -492,21 +393,6 @@ def bus_factor(collective: str, world_size: int) -> Fraction:
     return Fraction(1) if times is None else times * _part(world_size)
 
 
-def bus_bandwidth(
-    collective: str, world_size: int, nbytes: float, seconds: float
-) -> float:
-    """Return what a measured time is worth: S / seconds x `bus_factor`, in bytes/s.
-
-    Over equal links it is at most their bandwidth (`least_bytes`), and reaches it if
-    nothing but bytes took time and none was sent in vain. Raises ValueError for another
-    collective and unless `seconds` is above 0.
-    Source: nccl-tests, doc/PERFORMANCE.md. Chapter 02.
-    """
-    check_world(world_size, nbytes)
-    check_positive("seconds", seconds)
-    return float(nbytes / seconds * bus_factor(collective, world_size))
-
-
 def least_bytes(collective: str, world_size: int, nbytes: float) -> float:
     """Return a number of bytes that at least one rank must send or must receive.
 
@@ -522,28 +408,6 @@ def least_bytes(collective: str, world_size: int, nbytes: float) -> float:
     check_world(world_size, nbytes)
     factor = bus_factor(collective, world_size)
     return factor.numerator * nbytes / factor.denominator if world_size > 1 else 0
-
-
-def least_messages(world_size: int) -> int:
-    """Return how many messages must follow one another: ceil(log2 n).
-
-    Wherever one rank's data concern all ranks, or one rank's result comes from all of
-    them, that is in every collective of `bus_factor`: with each message in a row, the
-    ranks concerned can at most double. Source: Chan et al. 2007. Chapters 02 and 03.
-    """
-    check_world(world_size)
-    return log2_up(world_size)
-
-
-def least_seconds(collective: str, world_size: int, nbytes: float, link: Link) -> float:
-    """Return a time in seconds which no algorithm can beat over links like `link`.
-
-    The larger of `least_messages` latencies and `least_bytes` at the link's bandwidth.
-    Their sum would be too much to claim: hardly an algorithm attains both at once.
-    Source: Patarasu & Yuan 2009, Chan et al. 2007. Chapter 03.
-    """
-    bytes_alone = Cost(0, least_bytes(collective, world_size, nbytes)).over(link)
-    return max(bytes_alone, Cost(least_messages(world_size), 0).over(link))
 
 
 def crossover(
@@ -567,7 +431,7 @@ def crossover(
     - double tree: m = 2L and b = 2, so that S = n (n-1-L) x alpha/beta.
     - halving-doubling, n = 2^k > 2: the same b, but fewer m: S = infinity.
 
-    Additions are not counted. Raises ValueError for a negative alpha or beta. Source:
+    Raises ValueError for a negative alpha or beta. Source:
     derived as above. Chapter 03.
     """
     check_not_negative("alpha", alpha)

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_course import theory
 from ddp_course.launch import Link
 from ddp_course.theory import Fit, fit
 
@@ -161,7 +160,6 @@ def test_a_fit_is_a_link():
     found = Fit(alpha=0.5, beta=0.25, residual=0)
     assert found.link == Link(latency=0.5, bandwidth=4)
     assert found.seconds(10) == found.link.seconds(10) == 3
-    assert theory.send(10).over(found.link) == 3
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-MESSAGES, BYTES, ADDED = (1, 0, 0), (0, 1, 0), (0, 0, 1)  # prices: alpha, beta, gamma
-FREE = (0, 0, 0)
+MESSAGES, BYTES = (1, 0), (0, 1)  # prices: alpha, beta
+FREE = (0, 0)
 
 
 @dataclass
@@ -36,10 +36,10 @@ def play(program, inside, between=FREE):
         for src, dst, chunks, add in messages:
             assert src != dst
             near = src // per_node == dst // per_node
-            alpha, beta, gamma = inside if near else between
+            alpha, beta = inside if near else between
             size = program.chunk * len(chunks)
             sent[near][src] += size
-            end = max(then[src], then[dst]) + alpha + (beta + gamma * add) * size
+            end = max(then[src], then[dst]) + alpha + beta * size
             clock[src], clock[dst] = max(clock[src], end), max(clock[dst], end)
             for c in chunks:
                 new = before[src][c]
