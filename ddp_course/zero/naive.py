@@ -54,9 +54,11 @@ class NaiveZeroRedundancyOptimizer(ShardedOptimizer):
         gradients: str = "average",
         **defaults: Any,
     ) -> None:
-        super().__init__(
-            params, optimizer_class, process_group, defaults, gradients=gradients
-        )
+        problem, form = None, {"gradients": gradients}
+        if gradients not in ("average", "averaged"):
+            problem = f"gradients is {gradients!r}; it can be 'average' or 'averaged'"
+        given = params, optimizer_class, process_group, defaults
+        super().__init__(*given, problem, **form)
         self.gradients = gradients
         self.owners: dict[Tensor, int] = {}
         self.loads = [0] * self.world_size  # elements that each rank owns

@@ -52,9 +52,6 @@ class ShardedOptimizer(Optimizer):
         problem: str | None = None,
         **options: Any,
     ) -> None:
-        given = options.get("gradients", "average")
-        if given not in ("average", "averaged"):
-            problem = f"gradients is {given!r}; it can be 'average' or 'averaged'"
         groups, filled = agreed_arguments(
             params,
             optimizer_class,

@@ -108,7 +108,8 @@ class ReduceScatterAndFree(ReduceScatter):
             self.move(slot)
 
     def without(self, bucket: LiveBucket, slot: Slot) -> None:
-        """None has come in this pass: a share of nothing."""
+        """None has come in this pass; somebody may have put one there."""
+        slot.fresh |= slot.parameter.grad is not None
         self.pack(bucket, slot)
 
     def move(self, slot: Slot) -> None:

@@ -46,7 +46,7 @@ class Watchful(ReduceScatter):
     """What both endings look after, beside the numbers."""
 
     in_order = False  # buckets are launched in rank 0's order
-    unused: frozenset[Tensor] = frozenset()  # no rank has a gradient of these
+    unused: frozenset[Tensor] = frozenset()  # no rank has had a gradient of these
 
     def added(self, engine: Engine, bucket: LiveBucket) -> None:
         """The engine has one more bucket."""
@@ -69,10 +69,6 @@ class Watchful(ReduceScatter):
             )
         super().pack(bucket, slot)
 
-    def has_gradient(self, slot: Slot) -> bool:
-        """Tell whether this rank has had a gradient for a parameter."""
-        return slot.parameter.grad is not None
-
     def settle(self, engine: Engine) -> None:
         """All buckets have arrived: see which parameters have got a gradient at all.
 
@@ -82,14 +78,12 @@ class Watchful(ReduceScatter):
         in groups, all matrices first and all biases last, fills its buckets in an order
         that no plan can know. PyTorch's DDP arranges its buckets anew for that.
         """
-        parameters = [slot.parameter for slot in engine.slots]
-        there = [self.has_gradient(slot) for slot in engine.slots]
-        used = on_any_rank(there, self.group)
+        there = [s.fresh or s.parameter.grad is not None for s in engine.slots]
+        used = zip(engine.slots, on_any_rank(there, self.group), strict=True)
+        self.unused = frozenset(s.parameter for s, by_any in used if not by_any)
         super().settle(engine)
-        without = [p for p, by_any in zip(parameters, used, strict=True) if not by_any]
-        for parameter in without:
+        for parameter in self.unused:
             parameter.grad = None
-        self.unused = frozenset(without)
         if not self.in_order:
             seen = communicator(self.group).exchange(tuple(engine.full))[0]
             turns = {index: turn for turn, index in enumerate(seen)}
@@ -167,8 +161,8 @@ class InTurns(Watchful, ReduceScatterAndFree):
         self.in_shared_memory = self.empty is not torch.empty
         self.turns: list[LiveBucket] = []
         self.places: list[Tensor] = []  # uint8
-        self.came: set[Slot] = set()  # gradients, since they were zeroed
-        self.stepped = False  # and the gradients are still there
+        self.adding = False  # the shards have gradients of earlier passes
+        self.stepped = False  # and they are those of the last step
 
     def pass_begins(self, engine: Engine) -> None:
         """A backward pass begins."""
@@ -204,22 +198,17 @@ class InTurns(Watchful, ReduceScatterAndFree):
         else:
             super().free(bucket)
 
-    def pack(self, bucket: LiveBucket, slot: Slot) -> None:
-        """A gradient has come, or none."""
-        if slot.parameter.grad is not None:
-            self.came.add(slot)
-        super().pack(bucket, slot)
-
-    def has_gradient(self, slot: Slot) -> bool:
-        """Tell whether this rank has had a gradient for a parameter."""
-        return slot in self.came
+    def settle(self, engine: Engine) -> None:
+        """All buckets have arrived, and there may be gradients of earlier passes."""
+        before = self.unused
+        super().settle(engine)
+        self.unused = self.unused & before if self.adding else self.unused
+        self.adding = True
 
     def zero(self, set_to_none: bool) -> None:
         """Let go of the shards, or make them zeros."""
         super().zero(set_to_none)
-        self.stepped = False
-        if set_to_none:
-            self.came.clear()
+        self.stepped, self.adding = False, self.adding and not set_to_none
 
 
 # ---- the optimizers ------------------------------------------------------------------
@@ -285,8 +274,8 @@ class ZeroRedundancyOptimizer(Zero1):
             of = shared_memory
             empty = functools.partial(_empty_in_shared_memory, process_group)
         reduce_scatter = reduce_scatter or of.reduce_scatter_single
-        self._all_gather = all_gather or of.all_gather_single
-        functions = {"reduce_scatter": reduce_scatter, "all_gather": self._all_gather}
+        all_gather = all_gather or of.all_gather_single
+        functions = {"reduce_scatter": reduce_scatter, "all_gather": all_gather}
         form = {f"argument {name}": _name_of(f) for name, f in functions.items()}
         form["argument buckets_in_shared_memory"] = repr(buckets_in_shared_memory)
         check_same(form, _problem(bucket_cap_mb, functions), process_group)
@@ -298,6 +287,7 @@ class ZeroRedundancyOptimizer(Zero1):
             ending=ending(process_group, reduce_scatter, empty),
             **defaults,
         )
+        self._all_gather = all_gather
 
     def all_gather(self, row: Tensor, own: Tensor) -> None:
         """Fill a row with every rank's shard; `own` is this rank's part of it."""
