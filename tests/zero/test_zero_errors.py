@@ -39,125 +39,94 @@ def linear(*shape) -> list[nn.Parameter]:
 
 
 def constructions(odd: bool) -> dict:
-    """Return what cannot be constructed, with words of the error. Rank 1 is odd."""
-    frozen = linear(3, 4)
+    """Return what cannot be constructed, by words of the error. Rank 1 is odd."""
+    frozen, shared = linear(3, 4), torch.zeros(5)
     frozen[1].requires_grad_(not odd)
-    shared = torch.zeros(5)
+    twice = [{"params": frozen}, {"params": frozen[:1]}]
     views = [nn.Parameter(shared[:3]), nn.Parameter(shared[2:])]
+    meta = [nn.Parameter(torch.zeros(3, device="meta"))]
+    named = [
+        (name, nn.Parameter(torch.zeros(2))) for name in ("a", "c" if odd else "b")
+    ]
+    memory = shared_memory.all_gather_single if odd else None
 
-    def named(*names):
-        return [(name, nn.Parameter(torch.zeros(2))) for name in names]
-
-    def one(cls=Stage1, params=None, of=SGD, **more):
+    def one(params=None, cls=Stage1, of=SGD, **more):
         of_sgd = {"lr": 0.1} if of is SGD else {}
         given = linear(3, 3) if params is None else params
         return lambda: cls(given, of, **{**of_sgd, **more})
 
     return {
-        "shape": (
-            one(params=linear(3, 5 if odd else 4)),
-            "*ranks differ*0 is float32 `[4, 3`] on cpu, requires_grad=True on ranks "
-            "0, 2, float32 `[5, 3`]*on rank 1; 1 is*",
+        "*ranks differ*0 is float32 `[4, 3`] on cpu, requires_grad=True on ranks "
+        "0, 2, float32 `[5, 3`]*on rank 1; 1 is*": one(linear(3, 5 if odd else 4)),
+        "*1 is*=True on ranks 0, 2*=False on rank 1*": one(frozen),
+        "*group 0 is *'lr': 0.1*'lr': 0.2*rank 1*": one(lr=0.2 if odd else 0.1),
+        "*b is float32 `[2`]*on ranks 0, 2, missing on rank 1; c is*": one(named),
+        "*bucket_cap_mb is 25 on ranks 0, 2, 5 on*": one(
+            bucket_cap_mb=5 if odd else 25
         ),
-        "frozen": (one(params=frozen), "*1 is*=True on ranks 0, 2*=False on rank 1*"),
-        "lr": (one(lr=0.2 if odd else 0.1), "*group 0 is *'lr': 0.1*'lr': 0.2*rank 1*"),
-        "names": (
-            one(params=named("a", "c" if odd else "b")),
-            "*b is float32 `[2`]*on ranks 0, 2, missing on rank 1; c is missing on*",
+        "*argument gradients is 'average' on ranks 0, 2, 'averaged' on rank 1*": one(
+            cls=Naive, gradients="averaged" if odd else "average"
         ),
-        "caps": (
-            one(bucket_cap_mb=5 if odd else 25),
-            "*argument bucket_cap_mb is 25 on ranks 0, 2, 5 on rank 1*",
+        "*all_gather is *.all_gather*0, 2*shared_memory*rank 1*": one(
+            all_gather=memory
         ),
-        "gradients": (
-            one(Naive, gradients="averaged" if odd else "average"),
-            "*argument gradients is 'average' on ranks 0, 2, 'averaged' on rank 1*",
+        "*argument buckets_in_flight is 2 on ranks 0, 2, 3 on rank 1*": one(
+            cls=Stage2, buckets_in_flight=3 if odd else 2
         ),
-        "gather": (
-            one(all_gather=shared_memory.all_gather_single if odd else None),
-            "*all_gather is *shards.all_gather*ranks 0, 2*shared_memory*rank 1*",
-        ),
-        "flight": (
-            one(Stage2, buckets_in_flight=3 if odd else 2),
-            "*argument buckets_in_flight is 2 on ranks 0, 2, 3 on rank 1*",
-        ),
-        "nothing": (
-            lambda: Stage1([], SGD, lr=0.1),
-            "*ranks 0, 1, 2: optimizer got an empty parameter list*",
-        ),
-        "nothing to train": (
-            one(params=[torch.zeros(3)]),
-            "*no parameter requires a gradient: there is nothing to do*",
-        ),
-        "a tensor": (one(params=torch.ones(3)), "*params argument*iterable*"),
-        "numbers": (one(params=[1, 2]), "*can only optimize Tensors*int*"),
-        "twice": (
-            one(params=[{"params": frozen}, {"params": frozen[:1]}]),
-            "*some parameters appear in more than one parameter group*",
-        ),
-        "views": (one(params=views), "*parameters 0 and 1 are two, but share memory*"),
-        "meta": (
-            one(params=[nn.Parameter(torch.zeros(3, device="meta"))]),
-            "*parameter 0 is on the meta device*",
-        ),
-        "lazy": (one(params=[*nn.LazyLinear(3).parameters()]), "*uninitialized*"),
-        "whole": (
-            one(of=Adafactor),
-            "*optimizer_class is Adafactor, which cannot step parts of a tensor: tried "
-            "on two parts it made another step*NaiveZeroRedundancyOptimizer*",
-        ),
-        "closure": (one(of=torch.optim.LBFGS), "*LBFGS*missing*closure*"),
-        "no class": (one(of="AdamW"), "*optimizer_class is 'AdamW'*not callable*"),
-        "bad rate": (one(lr=-1.0), "*Invalid learning rate: -1.0*"),
-        "bad rate, naive": (one(Naive, lr=-1.0), "*Invalid learning rate: -1.0*"),
-        "bad word": (one(nonsense=3), "*unexpected keyword argument 'nonsense'*"),
-        "cap 0": (one(bucket_cap_mb=0), "*bucket_cap_mb is 0; it must be*above 0*"),
-        "no function": (
-            one(reduce_scatter="ring"),
-            "*reduce_scatter is 'ring'; it must be a function*",
-        ),
-        "word, naive": (one(Naive, gradients=None), "*gradients is None; it can be*"),
-        "flight 0": (
-            one(Stage2, buckets_in_flight=0),
-            "*buckets_in_flight is 0; it must be a whole number >= 1*",
-        ),
-        "flight True": (one(Stage2, buckets_in_flight=True), "*flight is True; it*"),
+        "*ranks 0, 1, 2: optimizer got an empty parameter list*": one([]),
+        "*no parameter requires a gradient: there is nothing*": one([torch.zeros(3)]),
+        "*params argument*iterable*": one(torch.ones(3)),
+        "*can only optimize Tensors*int*": one([1, 2]),
+        "*some parameters appear in more than one parameter group*": one(twice),
+        "*parameters 0 and 1 are two, but share memory*": one(views),
+        "*parameter 0 is on the meta device*": one(meta),
+        "*uninitialized*": one([*nn.LazyLinear(3).parameters()]),
+        "*optimizer_class is Adafactor, which cannot step parts of a tensor: tried "
+        "on two parts it made another step*NaiveZeroRedundancy*": one(of=Adafactor),
+        "*LBFGS*missing*closure*": one(of=torch.optim.LBFGS),
+        "*optimizer_class is 'AdamW'*not callable*": one(of="AdamW"),
+        "*Invalid learning rate: -1.0*": one(lr=-1.0),
+        "*Invalid learning rate: -1.0**": one(cls=Naive, lr=-1.0),
+        "*unexpected keyword argument 'nonsense'*": one(nonsense=3),
+        "*bucket_cap_mb is 0; it must be*above 0*": one(bucket_cap_mb=0),
+        "*reduce_scatter is 'ring'; it must be a function*": one(reduce_scatter="ring"),
+        "*gradients is None; it can be*": one(cls=Naive, gradients=None),
+        "*buckets_in_flight is 0; it must be*": one(cls=Stage2, buckets_in_flight=0),
+        "*flight is True; it*": one(cls=Stage2, buckets_in_flight=True),
     }
 
 
 def refused() -> dict[str, str]:
     """On every rank: the errors of all wrong constructions, then one that is right."""
     cases = constructions(dist.get_rank() == 1)
-    told = {name: error_of(call) for name, (call, _) in cases.items()}
+    told = {f"ReplicaError: {words}": error_of(call) for words, call in cases.items()}
     right = Stage1(linear(3, 3), SGD, lr=0.1)
     wrong = {"params": linear(3, 5 if dist.get_rank() == 1 else 4)}
-    told["added"] = error_of(lambda: right.add_param_group(wrong))
-    told["loaded"] = error_of(lambda: right.load_state_dict({"state": {}}))
-    told["to"] = error_of(lambda: right.consolidate_state_dict(to=3))
-    told["norm"] = error_of(lambda: right.clip_grad_norm_(1.0, norm_type=0))
-    told["right"] = error_of(lambda: Stage1(linear(3, 3), SGD, lr=0.1))
-    return told
-
-
-AFTERWARDS = {
-    "added": "ReplicaError: *the ranks differ*2 is float32*on ranks 0, 2*on rank 1*",
-    "loaded": "ReplicaError: ranks 0, 1, 2: this is no state_dict of an optimizer*",
-    "to": "ValueError: to is 3; it can be 0 to 2",
-    "norm": "ValueError: norm_type is 0; it must be above 0, or inf",
-}
+    return told | {
+        "ReplicaError: *the ranks differ*2 is float32*0, 2*on rank 1*": error_of(
+            lambda: right.add_param_group(wrong)
+        ),
+        "ReplicaError: ranks 0, 1, 2: this is no state_dict of an optimizer*": error_of(
+            lambda: right.load_state_dict({"state": {}})
+        ),
+        "ValueError: to is 3; it can be 0 to 2": error_of(
+            lambda: right.consolidate_state_dict(to=3)
+        ),
+        "ValueError: norm_type is 0; it must be above 0, or inf": error_of(
+            lambda: right.clip_grad_norm_(1.0, norm_type=0)
+        ),
+        "right": error_of(lambda: Stage1(linear(3, 3), SGD, lr=0.1)),
+    }
 
 
 def test_wrong_constructions_are_refused_on_every_rank_and_nothing_is_sent():
     told = spawn(refused, world_size=3, output="none")
-    for rank in told:
-        assert rank.pop("right").startswith("no error")
-    patterns = {k: f"ReplicaError: {v}" for k, (_, v) in constructions(False).items()}
-    for name, words in (patterns | AFTERWARDS).items():
-        texts = {rank[name] for rank in told}
-        assert len(texts) == 1, (name, texts)
-        (text,) = texts
+    assert all(rank.pop("right").startswith("no error") for rank in told)
+    for words in told[0]:
+        texts = {rank[words] for rank in told}
         pattern = words.replace("`[", "[[]").replace("`]", "]")
-        assert fnmatch.fnmatchcase(text, f"{pattern}|0|0"), (name, text)
+        assert len(texts) == 1, (words, texts)
+        assert fnmatch.fnmatchcase(*texts, f"{pattern}|0|0"), (words, texts)
 
 
 # ---- in the middle of training -------------------------------------------------------
@@ -222,12 +191,6 @@ def not_zeroed() -> None:
     model(x()).sum().backward()
 
 
-def no_sync(make, **more) -> None:
-    _, opt = small(make, **more)
-    with opt.no_sync():
-        pass
-
-
 def not_finite() -> None:
     model, opt = small()
     (model(x()) * float("inf")).sum().backward()
@@ -235,20 +198,20 @@ def not_finite() -> None:
 
 
 IN_TRAINING = {
-    "moved": (moved, "parameter 0 has been moved, to another device or type*"),
-    "thawed": (thawed, "parameter 0.weight was frozen when this optimizer was made*"),
-    "sparse": (sparse, "the gradient of parameter 0 is torch.sparse_coo; only dense*"),
-    "two": (two_optimizers, "the gradient of parameter * is averaged by something el*"),
-    "not zeroed": (not_zeroed, "the gradients of the last step are still there: call*"),
-    "no_sync": (lambda: no_sync(Stage2), "stage 2 keeps no whole gradients*"),
-    "not finite": (not_finite, "the norm of the gradients is nan, so they cannot*"),
+    "parameter 0 has been moved, to another device or type*": moved,
+    "parameter 0.weight was frozen when this optimizer was made*": thawed,
+    "the gradient of parameter 0 is torch.sparse_coo; only dense*": sparse,
+    "the gradient of parameter * is averaged by something el*": two_optimizers,
+    "the gradients of the last step are still there: call*": not_zeroed,
+    "stage 2 keeps no whole gradients*": lambda: small(Stage2)[1].no_sync(),
+    "the norm of the gradients is nan, so they cannot*": not_finite,
 }
 OTHERS = {"ours": OurDDP, "torch": DDP, "views": lambda m: DDP(
     m, gradient_as_bucket_view=True)}  # fmt: skip
 
 
 def in_training() -> dict[str, str]:
-    told = {name: error_of(call) for name, (call, _) in IN_TRAINING.items()}
+    told = {words: error_of(call) for words, call in IN_TRAINING.items()}
     for other, wrap in OTHERS.items():
         for name, make in {"1": Stage1, "2": Stage2}.items():
             for before in (True, False):
@@ -261,9 +224,9 @@ def in_training() -> dict[str, str]:
 def test_wrong_steps_are_refused_on_every_rank():
     told = spawn(in_training, world_size=2, output="none", timeout=60)
     for rank in told:
-        for name, (_, words) in IN_TRAINING.items():
-            text = rank.pop(name).rsplit("|", 2)[0]
-            assert fnmatch.fnmatchcase(text, f"RuntimeError: {words}"), (name, text)
+        for words in IN_TRAINING:
+            text = rank.pop(words).rsplit("|", 2)[0]
+            assert fnmatch.fnmatchcase(text, f"RuntimeError: {words}"), (words, text)
         assert len(rank) == 12
         for name, text in rank.items():
             by_ddp = "views 1" in name and "not the expected DDP bucket view" in text
