@@ -79,6 +79,7 @@ def sent() -> dict[str, dict]:
         with ByteMeter() as meter, TorchCollectives() as torchs:
             mlp(x).sum().backward()
         told[name] = meter.total_sent + torchs.bytes_sent("all_reduce")
+    told["of a block"] = kept_by_a_block()
     told["many tokens"] = many_tokens() if dist.get_world_size() == 3 else [0.0]
     return told
 
@@ -113,6 +114,8 @@ def test_bytes_sent_and_kept_are_those_of_the_formulas(n):
         assert sequence["all-reduces"] == cut.all_reduces
         assert told["shared sequence"]["metered"] == shot_cut.total
         assert told["shared sequence"]["events"] == cut.all_reduces + 2 * cut.pairs
+        # The inputs of qkv and up are kept whole, as they were gathered.
+        assert told["of a block"] == pytest.approx([0, 2 * (1 - 1 / n)])
         # Large summands are added in slices, which begin at cache lines.
         assert max(map(abs, told["many tokens"][:-1]), default=0.0) < 1e-5
         assert abs(told["many tokens"][-1]) < 1000
@@ -134,6 +137,37 @@ def test_bytes_sent_and_kept_are_those_of_the_formulas(n):
         # Two pages for the largest summand, of (B, T, C), in whole pages of memory.
         pages = 2 * -(-(ROWS * CONFIG.block_size * CONFIG.d_model * 4) // 4096) * 4096
         assert told["shared"]["kept"]["communication buffers"] >= pages
+
+
+def kept_for_backward(module: torch.nn.Module, x: torch.Tensor) -> int:
+    """Return the bytes that autograd puts aside, parameters not among them."""
+    own, kept = {p.untyped_storage().data_ptr() for p in module.parameters()}, {}
+
+    def put_aside(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = tensor, storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(put_aside, lambda tensor: tensor):
+        module(x)
+    return sum(nbytes for _, nbytes in kept.values())
+
+
+def kept_by_a_block() -> list[float]:
+    """On every rank: activations beyond the formula, without and with `sequence`."""
+    told, n, t, c = [], dist.get_world_size(), CONFIG.block_size, CONFIG.d_model
+    fused = {"fused_attention": True, "itemsize": 4, "dropout": False}
+    for way in ("gloo", "sequence"):
+        sp = way == "sequence"
+        x = torch.randn(ROWS, t // n if sp else t, c, requires_grad=True)
+        kept = kept_for_backward(WRAPPERS[way](model()).blocks[0], x)
+        how = {"tp": n, "sequence_parallel": sp, **fused}
+        kept -= sum(theory.layer_activations(ROWS, t, c, 12, **how).values())
+        kept -= 16 * ROWS * (t // n if sp else t)  # two numbers for each norm and token
+        kept -= 16 * c * sp  # a norm's parameters, side by side
+        told.append(kept / (4 * ROWS * t * c))
+    return told
 
 
 def many_tokens() -> list[float]:
