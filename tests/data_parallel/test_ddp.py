@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ddp_cases import (
     FAKES,
     OPTIMIZERS,
+    ROWS,
     SMALL_BUCKETS,
     WRAPPERS,
     Bucketed,
@@ -78,6 +79,29 @@ def accumulated() -> dict[str, object]:
     if n == 2:
         told["fake"] = train(lambda m: OneTooEarly(m, **SMALL_BUCKETS), micro=2)
     return told
+
+
+def half_in_no_sync() -> dict[str, torch.Tensor | None]:
+    """On every rank: the gradients of two `step`s, the first of them in no_sync."""
+    rank, n, model = dist.get_rank(), dist.get_world_size(), Small()
+    ddp = Bucketed(model, **SMALL_BUCKETS)
+    (x, y), rows = batch(0), ROWS // n
+    x, y = (t[rank * rows : (rank + 1) * rows] for t in (x, y))
+    with ddp.no_sync(), TorchCollectives() as calls:
+        ddp.step(x[::2], y[::2], 1)
+    assert calls.count() == 0
+    ddp.step(x[1::2], y[1::2], 1)
+    return gradients(model)
+
+
+def test_a_step_in_no_sync_only_adds_up():
+    (whole,) = train(None, steps=1).gradients
+    for got in spawn(half_in_no_sync, world_size=2, output="none"):
+        for name, gradient in whole.items():
+            if gradient is not None:
+                torch.testing.assert_close(
+                    got[name], 2 * gradient, rtol=1e-4, atol=1e-5
+                )
 
 
 def test_more_ranks_a_larger_batch_and_accumulation_are_the_same():

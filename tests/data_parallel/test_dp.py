@@ -6,6 +6,7 @@ import re
 import threading
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -110,21 +111,6 @@ class Averages(DataParallel):
         return output
 
 
-class Detaches(DataParallel):
-    """Copies so that only replica 0 gets gradients."""
-
-    def forward(self, *inputs, **kwargs):
-        with_graph = dp.copy_states
-
-        def copy_states(module, devices):
-            first, *others = with_graph(module, devices)
-            return [first] + [{t: c.detach() for t, c in o.items()} for o in others]
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dp, "copy_states", copy_states)
-            return super().forward(*inputs, **kwargs)
-
-
 class ForgetsRows(DataParallel):
     """Gives every replica the same number of rows and drops the rest."""
 
@@ -133,16 +119,45 @@ class ForgetsRows(DataParallel):
         return super().forward(x[: rows or None])
 
 
-class WrongOrder(DataParallel):
-    """Gathers in the order in which threads end."""
+def planted(name: str, wrong: Callable) -> type:
+    """Return a DataParallel with `wrong(right, *args)` in place of a function of dp."""
 
-    def forward(self, *inputs, **kwargs):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dp, "gather", lambda o, *a: gather(o[::-1], *a))
-            return super().forward(*inputs, **kwargs)
+    class Fake(DataParallel):
+        def forward(self, *inputs, **kwargs):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(dp, name, partial(wrong, getattr(dp, name)))
+                return super().forward(*inputs, **kwargs)
+
+    return Fake
 
 
-@pytest.mark.parametrize("fake", [Averages, Detaches, ForgetsRows, WrongOrder])
+def detached(right, module, devices):
+    """Copies so that only replica 0 gets gradients."""
+    first, *others = right(module, devices)
+    return [first] + [{t: c.detach() for t, c in o.items()} for o in others]
+
+
+def shared_buffers(right, module, devices):
+    """All replicas write into the same buffers."""
+    buffers = {b: b for b in module.buffers()}
+    return [copies | buffers for copies in right(module, devices)]
+
+
+def lost_buffers(right, module, devices):
+    """Replica 0, too, has copies, and what it learns is lost."""
+    first, *others = right(module, devices)
+    return [first | {b: b.clone() for b in module.buffers()}, *others]
+
+
+def turned(right, outputs, *args):
+    """Gathers in the order in which threads may end."""
+    return right(outputs[::-1], *args)
+
+
+DETACHES, WRONG_ORDER = planted("copy_states", detached), planted("gather", turned)
+
+
+@pytest.mark.parametrize("fake", [Averages, DETACHES, ForgetsRows, WRONG_ORDER])
 def test_planted_data_parallels_fail(fake):
     with pytest.raises(AssertionError):
         assert_same_training(fake, Net, 7, 3)
@@ -184,44 +199,11 @@ def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
     torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-class SharesBuffers(DataParallel):
-    """All replicas write into the same buffers."""
-
-    def forward(self, *inputs):
-        right = dp.copy_states
-
-        def copy_states(module, devices):
-            buffers = {b: b for b in module.buffers()}
-            return [copies | buffers for copies in right(module, devices)]
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dp, "copy_states", copy_states)
-            return super().forward(*inputs)
-
-
-class LosesBuffers(DataParallel):
-    """Replica 0, too, has copies, and what it learns is lost."""
-
-    def forward(self, *inputs):
-        right = dp.copy_states
-
-        def copy_states(module, devices):
-            first, *others = right(module, devices)
-            return [first | {b: b.clone() for b in module.buffers()}, *others]
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dp, "copy_states", copy_states)
-            return super().forward(*inputs)
-
-
 def test_buffers():
     keeps_the_buffers_of_replica_0(DataParallel)
-
-
-@pytest.mark.parametrize("fake", [SharesBuffers, LosesBuffers])
-def test_planted_buffers_fail(fake):
-    with pytest.raises(AssertionError):
-        keeps_the_buffers_of_replica_0(fake)
+    for wrong in (shared_buffers, lost_buffers):
+        with pytest.raises(AssertionError):
+            keeps_the_buffers_of_replica_0(planted("copy_states", wrong))
 
 
 class Grows(nn.Module):
@@ -514,14 +496,11 @@ def test_bytes(rows, n):
     with torch.no_grad():
         replicas(x)
     assert replicas.moves.moved() == (forward if others else {})
+    assert DataParallel(model, [CPU] * n).moves is None  # unless asked
     if others:
         assert replicas.moves[0] == Move("parameters", 0, 1, 16)
         sent = [move for move in replicas.moves if move.what == "parameters"]
         assert len(sent) == others * 7  # the tied weight once
-
-
-def test_not_recorded_unless_asked():
-    assert DataParallel(Net(), [CPU] * 2).moves is None
 
 
 class WithLoss(nn.Linear):
