@@ -189,43 +189,43 @@ def test_what_64_ranks_have_for_each_other_can_all_be_shown():
     assert len(note(", ".join(call.words), None, call.show)) < LONGEST
 
 
-def async_errors() -> list[str]:
-    work = ring.all_reduce(torch.zeros(4 + dist.get_rank()), async_op=True)
+def caught(call: Callable[[], object]) -> str:
     try:
-        work.wait()
+        call()
     except CollectiveError as error:
-        return [str(error)]
-    return []
+        return str(error)
+    return "nothing was raised"
 
 
-def test_an_error_under_way_is_raised_by_wait():
-    told = spawn(async_errors, world_size=2, output="none")
-    assert told[0] == told[1] and "float32 [5]" in told[0][0]
-
-
-def agreed_between() -> list[str]:
+def disagreements() -> list[object]:
     """On every rank: agree while a collective is under way; then do not agree."""
     comm, x = ours.communicator(), torch.ones(100_000)
+    odd = comm.rank == 1
     work = ring.all_reduce(x, async_op=True)
     comm.agree_now("a step")
-    told = [str(work.is_completed())]
-    odd = comm.rank == 1
-    for words, problem in (("a step" + " back" * odd, None), ("x", "no" * odd or None)):
-        try:
-            comm.agree_now(words, problem)
-        except CollectiveError as error:
-            told.append(str(error))
+    told = [work.is_completed()]
+    told.append(caught(lambda: comm.agree_now("a step" + " back" * odd)))
+    told.append(caught(lambda: comm.agree_now("a step", "no" * odd or None)))
+    told.append(caught(ring.all_reduce(torch.zeros(4 + odd), async_op=True).wait))
+    comm.barrier = None  # as ranks on several machines
+    told.append(comm.agree_now("flags", show=f"{comm.rank}1"))
+    told.append(caught(lambda: comm.agree_now("a step" + " back" * odd)))
     return told
 
 
 def test_ranks_agree_in_turn_and_do_not_agree_in_the_same_words():
-    for told in spawn(agreed_between, world_size=2, output="none"):
-        assert told == [
-            "True",
-            "the ranks do not call the same. rank 0: a step; rank 1: a step back. "
-            "Nothing was sent.",
-            "rank 1: no. Nothing was sent.",
-        ]
+    one, other = spawn(disagreements, world_size=2, output="none")
+    assert one == other
+    differ = "the ranks do not call the same. rank 0: a step; rank 1: a step back"
+    under_way = one.pop(3)
+    assert "float32 [5]" in under_way and under_way.endswith("Nothing was sent.")
+    assert one == [
+        True,
+        f"{differ}. Nothing was sent.",
+        "rank 1: no. Nothing was sent.",
+        ["01", "11"],
+        f"{differ}. Nothing was sent.",
+    ]
 
 
 def wrong_groups() -> list[str]:
@@ -303,22 +303,3 @@ def test_reading_notes():
     ):
         with pytest.raises(CollectiveError, match=told):
             read(notes, [4, 5, 6])
-
-
-def without_memory() -> list[str]:
-    """On every rank: agree as ranks on several machines do."""
-    comm = ours.communicator()
-    comm.barrier = None
-    comm.agree_now("same")
-    told = [str(comm.agree_now("flags", show=f"{comm.rank}1"))]
-    try:
-        comm.agree_now("one" if comm.rank == 0 else "another")
-    except CollectiveError as error:
-        told.append(str(error))
-    return told
-
-
-def test_agreement_where_memory_is_not_shared():
-    for told in spawn(without_memory, world_size=2, output="none"):
-        assert told[0] == "['01', '11']"
-        assert "rank 0: one; rank 1: another" in told[1]

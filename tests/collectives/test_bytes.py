@@ -18,6 +18,7 @@ from ddp_course.collectives import (
     shared_memory,
     tree,
 )
+from ddp_course.collectives.port import Port
 from ddp_course.launch import spawn
 from ddp_course.measure import ByteMeter, Bytes, SystemBytes, unmatched
 
@@ -78,13 +79,6 @@ def as_the_formula_says(name: str, told: list[tuple[Bytes, int, int]]) -> bool:
     return not unmatched(report for report, _, _ in told)
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 5, 8])
-def test_every_rank_sends_what_the_formula_says(n):
-    told = spawn(counted, world_size=n, output="none")
-    for name in told[0]:
-        assert as_the_formula_says(name, [rank[name] for rank in told]), name
-
-
 def uneven() -> list[tuple[int, int]]:
     """On every rank: bytes of a ring on sizes that do not divide, and S."""
     got = []
@@ -93,14 +87,6 @@ def uneven() -> list[tuple[int, int]]:
             ring.all_reduce(torch.ones(numel))
         got.append((meter.total_sent, 4 * numel))
     return got
-
-
-@pytest.mark.parametrize("n", [3, 4])
-def test_an_uneven_ring_sends_the_formula_within_one_chunk(n):
-    for rank in spawn(uneven, world_size=n, output="none"):
-        for sent, nbytes in rank:
-            chunk = 4 * -(-nbytes // 4 // n)
-            assert abs(sent - 2 * (n - 1) / n * nbytes) <= chunk
 
 
 def on_two_nodes() -> dict[str, Bytes]:
@@ -149,15 +135,21 @@ def in_memory() -> dict[str, tuple[Bytes, int]]:
     return got
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
-def test_shared_memory_moves_what_a_ring_does_and_sends_nothing(n):
-    told = spawn(in_memory, world_size=n, output="none")
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 8])
+def test_every_rank_sends_what_the_formula_says(n):
+    told = spawn(lambda: (counted(), uneven(), in_memory()), world_size=n)
+    for name in told[0][0]:
+        assert as_the_formula_says(name, [rank[name] for rank, _, _ in told]), name
+    for _, of_a_ring, _ in told:
+        for sent, nbytes in of_a_ring:  # within one chunk
+            chunk = 4 * -(-nbytes // 4 // n)
+            assert abs(sent - 2 * (n - 1) / n * nbytes) <= chunk
     nbytes = n * PER_RANK * 4
     for name in ("staged", "registered"):
+        memory = [rank[name] for _, _, rank in told]
+        assert not unmatched(report for report, _ in memory)
         wanted = theory.shared_memory_bytes(n, name)
-        assert not unmatched(rank[name][0] for rank in told)
-        for rank, right in zip(told, wanted, strict=True):
-            report, written = rank[name]
+        for (report, written), right in zip(memory, wanted, strict=True):
             moved = float(right.read + right.written) * nbytes
             # Slices begin at cache lines, so some are a few numbers longer.
             assert report.total_received == pytest.approx(moved, rel=0.01)
@@ -167,69 +159,46 @@ def test_shared_memory_moves_what_a_ring_does_and_sends_nothing(n):
 # ---- what a wrong all-reduce would look like ---------------------------------------
 
 
-def exchange(message: torch.Tensor, meter: ByteMeter) -> torch.Tensor:
+def exchange(message: torch.Tensor) -> torch.Tensor:
     """Send to the right, receive from the left."""
-    me, n = dist.get_rank(), dist.get_world_size()
     got = torch.empty_like(message)
-    sending = dist.isend(message, (me + 1) % n)
-    meter.count_sent((me + 1) % n, message.nbytes)
-    dist.recv(got, (me - 1) % n)
-    meter.count_received((me - 1) % n, message.nbytes)
-    sending.wait()
+    ring.right_and_left(message, got, Port())
     return got
 
 
-def whole_tensor_ring(x: torch.Tensor, meter: ByteMeter) -> None:
+def whole_tensor_ring(x: torch.Tensor) -> None:
     """N / 2 times the bytes: everyone's whole tensor goes round, everyone adds."""
     passing = x.clone()
     for _ in range(dist.get_world_size() - 1):
-        passing = exchange(passing, meter)
+        passing = exchange(passing)
         x += passing
 
 
-def ring_of_whole_tensors(x: torch.Tensor, meter: ByteMeter) -> None:
+def ring_of_whole_tensors(x: torch.Tensor) -> None:
     """N times the bytes: the right chunks, but the whole tensor in each message."""
     me, n = dist.get_rank(), dist.get_world_size()
     chunks = list(x.chunk(n))
     for k in range(2 * (n - 1)):
-        got = exchange(x, meter).chunk(n)[(me - k - 1) % n]
+        got = exchange(x).chunk(n)[(me - k - 1) % n]
         mine = chunks[(me - k - 1) % n]
         mine.copy_(got + mine if k < n - 1 else got)
 
 
-def forgets_the_rest(x: torch.Tensor, meter: ByteMeter) -> None:
+def forgets_the_rest(x: torch.Tensor) -> None:
     """Right for sizes that divide; otherwise the last elements are never added."""
     n = dist.get_world_size()
-    even = x[: x.numel() // n * n]
-    with ByteMeter() as inner:
-        ring.all_reduce(even)
-    for peer, nbytes in inner.sent.items():
-        meter.count_sent(peer, nbytes)
-    for peer, nbytes in inner.received.items():
-        meter.count_received(peer, nbytes)
+    ring.all_reduce(x[: x.numel() // n * n])
 
 
-def own_first(x: torch.Tensor, meter: ByteMeter) -> None:
+def own_first(x: torch.Tensor) -> None:
     """The right bytes, but every rank adds up in an order of its own."""
     me, n = dist.get_rank(), dist.get_world_size()
     everyone = [torch.empty_like(x) for _ in range(n)]
-    with ByteMeter() as inner:
-        ring.all_reduce(x.clone())  # the bytes of a ring
+    ring.all_reduce(x.clone())  # the bytes of a ring
     dist.all_gather(everyone, x)
     x.zero_()
     for k in range(n):
         x += everyone[(me + k) % n]
-    for peer, nbytes in inner.sent.items():
-        meter.count_sent(peer, nbytes)
-    for peer, nbytes in inner.received.items():
-        meter.count_received(peer, nbytes)
-
-
-def right_ring(x: torch.Tensor, meter: ByteMeter) -> None:
-    with ByteMeter() as inner:
-        ring.all_reduce(x)
-    meter.sent |= inner.sent
-    meter.received |= inner.received
 
 
 def judged(all_reduce) -> dict[str, object]:
@@ -238,13 +207,13 @@ def judged(all_reduce) -> dict[str, object]:
     whole = torch.arange(12 * n + 1, dtype=torch.float64) + me
     right = whole.clone()
     dist.all_reduce(right)
-    all_reduce(whole, ByteMeter())
+    all_reduce(whole)
     torch.manual_seed(me)
     real = torch.randn(12 * 1000 * n)
     total = real.clone()
     dist.all_reduce(total)
-    meter = ByteMeter()
-    all_reduce(real, meter)
+    with ByteMeter() as meter:
+        all_reduce(real)
     return {
         "numbers": torch.equal(whole, right),
         "allclose": torch.allclose(real, total, atol=1e-5),
@@ -265,20 +234,21 @@ def faults(n: int, told: list[dict]) -> set[str]:
     return found
 
 
+RINGS = {
+    ring.all_reduce: set(),
+    ring.around_the_ring: set(),
+    whole_tensor_ring: {"bytes", "bits"},
+    ring_of_whole_tensors: {"bytes"},
+    forgets_the_rest: {"numbers"},
+    own_first: {"bits"},
+}
+
+
 @pytest.mark.parametrize("n", [3, 4])
-@pytest.mark.parametrize(
-    ("all_reduce", "expected"),
-    [
-        (right_ring, set()),
-        (whole_tensor_ring, {"bytes", "bits"}),
-        (ring_of_whole_tensors, {"bytes"}),
-        (forgets_the_rest, {"numbers"}),
-        (own_first, {"bits"}),
-    ],
-)
-def test_wrong_rings_are_rejected(n, all_reduce, expected):
-    told = spawn(judged, all_reduce, world_size=n, output="none")
-    assert expected <= faults(n, told), faults(n, told)
-    assert bool(expected) == bool(faults(n, told))
-    if expected != {"numbers"}:
-        assert all(rank["allclose"] for rank in told)  # which sees none of it
+def test_wrong_rings_are_rejected(n):
+    told = spawn(lambda: [judged(one) for one in RINGS], world_size=n, output="none")
+    for expected, facts in zip(RINGS.values(), zip(*told, strict=True), strict=True):
+        assert expected <= faults(n, facts), faults(n, facts)
+        assert bool(expected) == bool(faults(n, facts))
+        if expected != {"numbers"}:
+            assert all(rank["allclose"] for rank in facts)  # which sees none of it

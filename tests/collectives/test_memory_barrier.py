@@ -322,7 +322,7 @@ def test_long_texts_differ_even_where_they_are_cut():
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("moment", [1, 2, 3, 5, "barrier"])
+@pytest.mark.parametrize("moment", [1, 2, 4, "barrier"])
 def test_kill_9_at_any_moment_leaves_nothing(victim, moment, no_leftovers):
     def die():
         calls = 0

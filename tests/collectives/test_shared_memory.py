@@ -41,14 +41,6 @@ def registered() -> list[bool]:
     return [*right, bool((y == n).all())]
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
-def test_registered_tensors_and_their_parts(n):
-    if n == 1:  # nothing to share: `free` has nothing to give back
-        assert spawn(registered, world_size=1, output="none") == [[True] * 6]
-    else:
-        assert spawn(registered, world_size=n, output="none") == [[True] * 6] * n
-
-
 def shards(numel: int) -> list[bool]:
     """On every rank: both halves of an all-reduce, in all the places they can lie."""
     me, n = dist.get_rank(), dist.get_world_size()
@@ -91,9 +83,9 @@ def shards(numel: int) -> list[bool]:
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_reduce_scatter_and_all_gather(n):
-    told = spawn(shards, 70_001, world_size=n, output="none")
-    assert told == [[True] * (7 + n)] * n
+def test_registered_tensors_their_parts_and_shards(n):
+    told = spawn(lambda: registered() + shards(70_001), world_size=n, output="none")
+    assert told == [[True] * (13 + n)] * n
 
 
 def refused_shards() -> list[str]:
@@ -109,6 +101,7 @@ def refused_shards() -> list[str]:
         ),
         lambda: shared_memory.peers(torch.ones(8)),
         lambda: shared_memory.all_gather_single(torch.ones(2), None),
+        lambda: shared_memory.all_reduce(torch.ones(8) if odd else x),
     ):
         try:
             wrong()
@@ -131,26 +124,11 @@ def test_what_cannot_be_done_is_told():
             "rank 0: shared_memory.reduce_scatter_single",
             "does not lie, contiguous, in memory that this group shares",
             "input is a NoneType, not a tensor",
+            "tensor float32 [8], op SUM, in shared memory 0 at byte 0; rank 1: ",
         ),
         strict=True,
     ):
         assert wanted in text
-
-
-def one_is_elsewhere() -> str:
-    x = shared_memory.empty(10)
-    try:
-        shared_memory.all_reduce(torch.ones(10) if dist.get_rank() else x)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_registered_on_one_rank_only_is_told():
-    told = spawn(one_is_elsewhere, world_size=2, output="none")
-    assert told[0] == told[1]
-    assert "rank 0: shared_memory.all_reduce" in told[0]
-    assert "in shared memory 0 at byte 0" in told[0]
 
 
 def two_nodes() -> str:
