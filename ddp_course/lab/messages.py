@@ -174,9 +174,9 @@ def copied(got: Any) -> Any:
 
 MESSAGES = {  # a table of properties for `judge`
     "messages_only": "called the collective `{collective}`; build it from `dist.send` "
-    "and `dist.recv`, or `dist.isend` and `dist.irecv`.",
+    "and `dist.recv`, or `dist.isend` and `dist.irecv`."
 }
 WAITED = {
     "waited": "never waits for what it began: `{begun}`. Until `wait()` has returned, "
-    "the numbers may still change, and the next message may never come.",
+    "the numbers may still change, and the next message may never come."
 }

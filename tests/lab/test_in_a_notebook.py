@@ -55,10 +55,7 @@ def test_every_cell_shows_one_thing_and_nbval_agrees(tmp_path):
     notebook = nbformat.v4.new_notebook()
     notebook.cells = [nbformat.v4.new_code_cell(code.strip()) for code in CELLS]
     client = nbclient.NotebookClient(
-        notebook,
-        kernel_manager_class=ThisPython,
-        timeout=120,
-        store_widget_state=False,
+        notebook, kernel_manager_class=ThisPython, timeout=120, store_widget_state=False
     )
     client.execute()
     for cell, expected in zip(notebook.cells, CELLS.values(), strict=True):

@@ -11,12 +11,7 @@ from IPython.display import Markdown
 
 import ddp_course
 from ddp_course.chapters.ch01_ranks.exercises import check_place
-from ddp_course.lab import (
-    Drawing,
-    Prediction,
-    show_diff,
-    show_source,
-)
+from ddp_course.lab import Drawing, Prediction, show_diff, show_source
 from ddp_course.lab import palette as palette_module
 from ddp_course.lab.palette import darker, lighter
 from ddp_course.launch import Topology, topology

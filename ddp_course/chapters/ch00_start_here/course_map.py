@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from ddp_course.lab.draw.drawing import Drawing
-from ddp_course.lab.palette import (
-    MUTED,
-    PANEL,
-    PANEL_EDGE,
-    WHOLE,
-    rank_color,
-)
+from ddp_course.lab.palette import MUTED, PANEL, PANEL_EDGE, WHOLE, rank_color
 
 MARGIN, GAP, CARD_W, CARD_H = 16, 10, 150, 194
 WIDTH = 5 * CARD_W + 4 * GAP + 2 * MARGIN

@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 from ddp_course.lab.draw.drawing import Drawing
-from ddp_course.lab.palette import (
-    MUTED,
-    PANEL,
-    PANEL_EDGE,
-    WHOLE,
-    lighter,
-    rank_color,
-)
+from ddp_course.lab.palette import MUTED, PANEL, PANEL_EDGE, WHOLE, lighter, rank_color
 
 HEIGHT = 474
 CARD_W, CARD_H = 116, 312  # a process

@@ -7,12 +7,7 @@ from functools import partial
 from itertools import combinations
 
 from ddp_course.lab.draw.drawing import Drawing
-from ddp_course.lab.palette import (
-    MUTED,
-    PANEL,
-    PANEL_EDGE,
-    rank_color,
-)
+from ddp_course.lab.palette import MUTED, PANEL, PANEL_EDGE, rank_color
 
 MARGIN, GAP, PAD = 16, 8, 13
 BLOCK_W, BLOCK_H = 80, 42  # a rank

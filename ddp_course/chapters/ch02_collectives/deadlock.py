@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddp_course.lab.draw.drawing import Drawing
-from ddp_course.lab.palette import (
-    INK,
-    MUTED,
-    PANEL,
-    PANEL_EDGE,
-    rank_color,
-)
+from ddp_course.lab.palette import INK, MUTED, PANEL, PANEL_EDGE, rank_color
 
 MARGIN, GAP, CARD_W, CARD_H = 12, 20, 300, 182
 CALL_W, CALL_H, LEFT, RIGHT = 96, 26, 14, 190  # a call, and the two ranks' left edges

@@ -6,12 +6,7 @@ from collections.abc import Iterable
 
 from ddp_course.collectives.catalog import PLANS
 from ddp_course.collectives.plan import Plan
-from ddp_course.lab.draw.cells import (
-    Look,
-    complete,
-    draw_cell,
-    look_of,
-)
+from ddp_course.lab.draw.cells import Look, complete, draw_cell, look_of
 from ddp_course.lab.draw.drawing import Drawing
 from ddp_course.lab.draw.layout import labels, shares_columns
 from ddp_course.lab.draw.steps import plan_named

@@ -8,19 +8,8 @@ from functools import partial
 
 from ddp_course.collectives.catalog import PLANS
 from ddp_course.lab.draw.drawing import Drawing
-from ddp_course.lab.draw.steps import (
-    count,
-    draw_legend,
-    in_buffers,
-    in_words,
-    panel,
-)
-from ddp_course.lab.palette import (
-    MUTED,
-    PANEL,
-    PANEL_EDGE,
-    rank_color,
-)
+from ddp_course.lab.draw.steps import count, draw_legend, in_buffers, in_words, panel
+from ddp_course.lab.palette import MUTED, PANEL, PANEL_EDGE, rank_color
 
 MARGIN, GAP, SIDE = 16, 14, 30  # SIDE: of a rank's block
 STEPS_TOP, RADIUS = 216, 66  # of the ring picture

@@ -3,11 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from ddp_course.collectives import (
-    all_gather_single,
-    all_reduce,
-    reduce_scatter_single,
-)
+from ddp_course.collectives import all_gather_single, all_reduce, reduce_scatter_single
 from ddp_course.collectives.plan import Transfer
 
 

@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddp_course.lab.draw.drawing import Drawing
-from ddp_course.lab.palette import (
-    MUTED,
-    PANEL,
-    PANEL_EDGE,
-    rank_color,
-)
+from ddp_course.lab.palette import MUTED, PANEL, PANEL_EDGE, rank_color
 
 MARGIN, REPLICAS = 16, 4
 CARD_W, CARD_H, SIDE_W, SIDE_H = 114, 72, 420, 352

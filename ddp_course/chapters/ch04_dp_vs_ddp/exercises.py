@@ -13,12 +13,7 @@ from torch import Tensor, nn
 from ddp_course.chapters.ch04_dp_vs_ddp import solutions
 from ddp_course.collectives import barrier
 from ddp_course.data_parallel import DataParallel
-from ddp_course.lab.answers import (
-    Answer,
-    code,
-    on_ranks,
-    one_line,
-)
+from ddp_course.lab.answers import Answer, code, on_ranks, one_line
 from ddp_course.lab.exercises import exercise, expect, expect_call
 from ddp_course.measure import ByteMeter, EventLog, SystemBytes, TorchCollectives
 

@@ -89,10 +89,7 @@ def dp_step(step: int = 0) -> Drawing:
     """
     now = DP_STEPS[count("step", step, 0, len(DP_STEPS) - 1)]
     d = Drawing(
-        WIDTH,
-        HEIGHT,
-        title=f"DataParallel: {now.name}",
-        description=_in_words(now),
+        WIDTH, HEIGHT, title=f"DataParallel: {now.name}", description=_in_words(now)
     )
     head = f"{step}  {now.name}" if step else now.name
     d.text(MARGIN, 26, head, size=15, bold=True, anchor="start")

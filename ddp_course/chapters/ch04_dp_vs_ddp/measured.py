@@ -7,13 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ddp_course.lab.draw.plots import GRID, MIB, style
-from ddp_course.lab.palette import (
-    INK,
-    MUTED,
-    darker,
-    lighter,
-    rank_color,
-)
+from ddp_course.lab.palette import INK, MUTED, darker, lighter, rank_color
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,12 +13,7 @@ from torch.autograd import Variable
 from ddp_course.chapters.ch05_ddp_internals import solutions
 from ddp_course.collectives import barrier, ring
 from ddp_course.data_parallel import DistributedDataParallel, bucket_plan
-from ddp_course.lab.answers import (
-    Answer,
-    code,
-    on_ranks,
-    one_line,
-)
+from ddp_course.lab.answers import Answer, code, on_ranks, one_line
 from ddp_course.lab.exercises import exercise, expect
 from ddp_course.measure import EventLog, TorchCollectives
 from ddp_course.model import GPTConfig, build_gpt

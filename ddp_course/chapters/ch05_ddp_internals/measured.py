@@ -7,10 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ddp_course.lab.draw.plots import GRID, style
-from ddp_course.lab.palette import (
-    INK,
-    MUTED,
-)
+from ddp_course.lab.palette import INK, MUTED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

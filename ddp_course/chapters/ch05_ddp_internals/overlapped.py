@@ -6,12 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ddp_course.lab.draw.drawing import Drawing
-from ddp_course.lab.palette import (
-    MUTED,
-    darker,
-    lighter,
-    rank_color,
-)
+from ddp_course.lab.palette import MUTED, darker, lighter, rank_color
 
 MARGIN = 16
 FORWARD, LAYER, SEND, UPDATE = 2.0, 1.0, 0.8, 0.7  # of the picture, in its own time

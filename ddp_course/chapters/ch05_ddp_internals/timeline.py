@@ -7,13 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ddp_course.lab.draw.bars import (
-    PLOT_W,
-    draw_axis,
-    draw_bar,
-    time_window,
-    visible,
-)
+from ddp_course.lab.draw.bars import PLOT_W, draw_axis, draw_bar, time_window, visible
 from ddp_course.lab.draw.drawing import Drawing
 from ddp_course.lab.draw.per_rank import communicates
 from ddp_course.lab.palette import MUTED, rank_color

@@ -8,12 +8,7 @@ from typing import Any
 
 from ddp_course.lab.draw.drawing import Drawing
 from ddp_course.lab.draw.kinds import draw_kinds_legend, kind_block, kinds_among
-from ddp_course.lab.palette import (
-    INK,
-    MUTED,
-    PANEL,
-    PANEL_EDGE,
-)
+from ddp_course.lab.palette import INK, MUTED, PANEL, PANEL_EDGE
 from ddp_course.measure import Ledger
 from ddp_course.theory import MODELS, Model, plan
 from ddp_course.theory.memory import check_stage, precision_named, states_of

@@ -65,8 +65,7 @@ def my_recompute(function: nn.Module, x: Tensor) -> Tensor:
 
 
 def step_in_backward(
-    model: nn.Module,
-    make_optimizer: Callable[[list[Tensor]], torch.optim.Optimizer],
+    model: nn.Module, make_optimizer: Callable[[list[Tensor]], torch.optim.Optimizer]
 ) -> None:
     """Step each parameter as soon as its gradient is there, and free the gradient."""
     optimizers = {p: make_optimizer([p]) for p in model.parameters() if p.requires_grad}

@@ -13,12 +13,7 @@ from torch import Tensor, nn
 
 from ddp_course.chapters.ch07_zero import solutions
 from ddp_course.collectives import barrier
-from ddp_course.lab.answers import (
-    Answer,
-    code,
-    on_ranks,
-    one_line,
-)
+from ddp_course.lab.answers import Answer, code, on_ranks, one_line
 from ddp_course.lab.exercises import (
     exercise,
     expect,

@@ -6,13 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from ddp_course.lab.draw.drawing import Drawing
-from ddp_course.lab.palette import (
-    MUTED,
-    PANEL_EDGE,
-    WHOLE,
-    darker,
-    rank_color,
-)
+from ddp_course.lab.palette import MUTED, PANEL_EDGE, WHOLE, darker, rank_color
 
 RANKS, MARGIN, NAME_W = 4, 16, 26
 CELL, ROW, ROW_GAP, GROUP_GAP, PANEL_GAP, TOP = 15, 26, 8, 10, 22, 92

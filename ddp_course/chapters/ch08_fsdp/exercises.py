@@ -11,17 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_course.chapters.ch08_fsdp import solutions
-from ddp_course.collectives import (
-    all_gather_single,
-    barrier,
-    reduce_scatter_single,
-)
-from ddp_course.lab.answers import (
-    Answer,
-    code,
-    on_ranks,
-    one_line,
-)
+from ddp_course.collectives import all_gather_single, barrier, reduce_scatter_single
+from ddp_course.lab.answers import Answer, code, on_ranks, one_line
 from ddp_course.lab.exercises import exercise, expect
 from ddp_course.measure import TorchCollectives, label, resident
 

@@ -8,13 +8,7 @@ from ddp_course.chapters.ch08_fsdp.fsdp_schedule import (
     fsdp_schedule,
 )
 from ddp_course.lab.draw.drawing import Drawing
-from ddp_course.lab.palette import (
-    INK,
-    MUTED,
-    PANEL_EDGE,
-    darker,
-    rank_color,
-)
+from ddp_course.lab.palette import INK, MUTED, PANEL_EDGE, darker, rank_color
 
 RANKS, UNITS, MARGIN, WIDE = 4, 4, 16, 780
 ROW, ROW_GAP, UNIT_GAP, TOP = 26, 8, 20, 92

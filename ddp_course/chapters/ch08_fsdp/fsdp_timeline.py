@@ -6,19 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ddp_course.lab.draw.bars import (
-    PLOT_W,
-    draw_axis,
-    draw_bar,
-    time_window,
-    visible,
-)
+from ddp_course.lab.draw.bars import PLOT_W, draw_axis, draw_bar, time_window, visible
 from ddp_course.lab.draw.drawing import Drawing
 from ddp_course.lab.draw.kinds import room
 from ddp_course.lab.draw.per_rank import communicates
-from ddp_course.lab.palette import (
-    MUTED,
-)
+from ddp_course.lab.palette import MUTED
 from ddp_course.measure import busy, overlap
 
 MARGIN, NAME_W, TOP, LANE, GAP, RUN_GAP = 16, 112, 50, 22, 6, 26

@@ -13,13 +13,7 @@ from torch import Tensor
 
 from ddp_course.chapters.ch09_tensor_parallel import solutions
 from ddp_course.collectives import barrier
-from ddp_course.lab.answers import (
-    Answer,
-    code,
-    judge_on_ranks,
-    on_ranks,
-    one_line,
-)
+from ddp_course.lab.answers import Answer, code, judge_on_ranks, on_ranks, one_line
 from ddp_course.lab.exercises import exercise, expect
 from ddp_course.measure import ByteMeter, TorchCollectives
 

@@ -15,13 +15,7 @@ from torch import Tensor, nn
 
 from ddp_course.chapters.ch10_pipeline_parallel import solutions
 from ddp_course.collectives import barrier
-from ddp_course.lab.answers import (
-    Answer,
-    code,
-    error_line,
-    on_ranks,
-    one_line,
-)
+from ddp_course.lab.answers import Answer, code, error_line, on_ranks, one_line
 from ddp_course.lab.exercises import exercise, expect
 from ddp_course.lab.messages import watched
 from ddp_course.measure import ByteMeter

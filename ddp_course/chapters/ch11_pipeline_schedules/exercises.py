@@ -216,11 +216,7 @@ def _train(schedule: Schedule) -> dict[str, Any]:
     done = [event for event in log.events if event.lane == "compute"]
     actions = [f"{e.detail['stage']}{e.op}{e.detail['microbatch']}" for e in done]
     (weight,) = pipeline.parameters()
-    return {
-        "order": actions,
-        "gradient": weight.grad,
-        "sent": meter.total_sent,
-    }
+    return {"order": actions, "gradient": weight.grad, "sent": meter.total_sent}
 
 
 def _alone(p: int, m: int) -> list[Tensor]:

@@ -13,12 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddp_course.lab.draw.drawing import Drawing
-from ddp_course.lab.palette import (
-    INK,
-    MUTED,
-    darker,
-    text_color,
-)
+from ddp_course.lab.palette import INK, MUTED, darker, text_color
 
 DOTS = 6  # pixels between two dots, as between two lines of `Drawing.hatch`
 

@@ -11,14 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from ddp_course.lab.draw.drawing import Drawing
 from ddp_course.lab.draw.kinds import dots, room
-from ddp_course.lab.draw.work import (
-    OPS,
-    Work,
-    chunks_of,
-    gaps,
-    ranks_of,
-    window,
-)
+from ddp_course.lab.draw.work import OPS, Work, chunks_of, gaps, ranks_of, window
 from ddp_course.lab.palette import (
     MUTED,
     PANEL,

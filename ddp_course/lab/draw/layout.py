@@ -5,12 +5,7 @@ from __future__ import annotations
 from ddp_course.collectives.plan import Plan, State, simulate
 from ddp_course.lab.draw.cells import draw_cell, draw_halo, look_of
 from ddp_course.lab.draw.drawing import Drawing
-from ddp_course.lab.draw.grid import (
-    ARROW,
-    GAP,
-    Buffers,
-    Grid,
-)
+from ddp_course.lab.draw.grid import ARROW, GAP, Buffers, Grid
 from ddp_course.lab.palette import MUTED
 
 LABEL_W = 36  # a chunk with a label such as "0→1"

@@ -7,20 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ddp_course.lab.draw.kinds import KIND_LOOKS, kinds_among
-from ddp_course.lab.draw.memory import (
-    STACK,
-    samples_of,
-    total_of,
-    unit_of,
-)
+from ddp_course.lab.draw.memory import STACK, samples_of, total_of, unit_of
 from ddp_course.lab.draw.plots import GRID, style
-from ddp_course.lab.palette import (
-    INK,
-    MUTED,
-    darker,
-    rank_color,
-    text_color,
-)
+from ddp_course.lab.palette import INK, MUTED, darker, rank_color, text_color
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,14 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ddp_course.lab.draw.plots import style
-from ddp_course.lab.palette import (
-    INK,
-    WHOLE,
-    darker,
-    lighter,
-    rank_color,
-    text_color,
-)
+from ddp_course.lab.palette import INK, WHOLE, darker, lighter, rank_color, text_color
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,13 +9,7 @@ from typing import Any
 from ddp_course.lab.draw.bars import draw_axis
 from ddp_course.lab.draw.drawing import Drawing
 from ddp_course.lab.draw.lanes import Lanes, draw_legend
-from ddp_course.lab.draw.work import (
-    Work,
-    idle_share,
-    ranks_of,
-    window,
-    works_of,
-)
+from ddp_course.lab.draw.work import Work, idle_share, ranks_of, window, works_of
 
 MARGIN, TOP, PLOT_W, NOTE_W, RUN_GAP = 16, 44, 720, 92, 18
 

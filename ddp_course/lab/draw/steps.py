@@ -10,12 +10,7 @@ from fractions import Fraction
 
 from ddp_course.collectives.catalog import PLANS
 from ddp_course.collectives.plan import Plan, Transfer
-from ddp_course.lab.draw.cells import (
-    HALO,
-    MOST_RANKS,
-    draw_halo,
-    whole_buffer,
-)
+from ddp_course.lab.draw.cells import HALO, MOST_RANKS, draw_halo, whole_buffer
 from ddp_course.lab.draw.drawing import Drawing
 from ddp_course.lab.draw.grid import Buffers, Grid
 from ddp_course.lab.draw.layout import layout

@@ -6,11 +6,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_course.chapters.ch07_zero import solutions
-from ddp_course.collectives import (
-    all_gather_single,
-    all_reduce,
-    reduce_scatter_single,
-)
+from ddp_course.collectives import all_gather_single, all_reduce, reduce_scatter_single
 
 # my_pieces
 

@@ -40,8 +40,7 @@ backward_first = _named(
     "backward_first", _in_flight(lambda r, p, m: p - r, lambda row: row[::-1])
 )
 one_twice = _named(
-    "one_twice",
-    _in_flight(lambda r, p, m: p - r, lambda row: [*row, row[-1]]),
+    "one_twice", _in_flight(lambda r, p, m: p - r, lambda row: [*row, row[-1]])
 )
 as_one_string = _named(
     "as_one_string", _in_flight(lambda r, p, m: p - r, lambda row: " ".join(row))
