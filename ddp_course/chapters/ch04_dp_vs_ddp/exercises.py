@@ -59,6 +59,9 @@ class Odd(nn.Module):
         self.tied = nn.Linear(5, 5)
         self.tied.weight = self.second.weight
         self.scale = nn.Parameter(torch.tensor(1.0 + seed))
+        rows = self.first.weight.data.t().contiguous().t()
+        self.first.weight = nn.Parameter(rows)  # not one number after the other
+        self.register_buffer("hidden", torch.full((3,), 1.0 + seed), persistent=False)
         self.norm.running_mean.fill_(seed)
         self.norm.num_batches_tracked.fill_(seed)
 
@@ -329,6 +332,9 @@ CASES = {
     "half": (False, "one half of the ranks has another weight than the other half"),
     "swapped": (False, "on the last rank two weights have changed places"),
     "buffer": (False, "a buffer of the last rank differs"),
+    "counter": (False, "a whole number in a buffer of the last rank differs"),
+    "middle": (False, "a rank in the middle has another weight"),
+    "sign": (False, "a zero of the last rank has another sign"),
     "nan": (True, "all have the same model, with a nan in the same place"),
 }
 
@@ -373,6 +379,12 @@ def _model_for(case: str) -> nn.Module:
         weight[0, 0] = 1.0
     elif case == "swapped" and rank == n - 1:
         weight[0, :2] = weight[0, :2].flip(0)
+    elif case == "middle" and rank == n // 2:
+        weight[1, 1] = 1.0
+    elif case == "sign":
+        weight[2, 2] = -0.0 if rank == n - 1 else 0.0
+    elif case == "counter" and rank == n - 1:
+        model[1].num_batches_tracked += 1
     elif case == "buffer" and rank == n - 1:
         model[1].running_mean[0] = 1.0
     elif case == "nan":

@@ -72,6 +72,10 @@ def _models() -> dict[str, Pairs]:
         ),
         "a GPT with a frozen block": list(frozen.named_parameters()),
         "a GPT with parameters of two types": list(two_types.named_parameters()),
+        "parameters that fill buckets to the byte": [
+            (f"p{k}", nn.Parameter(torch.zeros(25 * size)))
+            for k, size in enumerate((4, 1, 3, 36, 4, 10, 26, 14, 10))
+        ],
     }
 
 
@@ -213,8 +217,8 @@ def _use_mini_ddp(mini_ddp: Callable) -> list[dict[str, Any]]:
     mini_ddp(buckets, launch, at_the_end)
     told = []
     for number in range(1, STEPS + 1):
-        for weight in weights:
-            weight.grad = None
+        for weight in weights:  # as `optimizer.zero_grad` does it, in both ways
+            weight.grad = None if number < STEPS else weight.grad.zero_()
         events.clear()
         parts = [_share(k, rank, number) * weights[k].sum() for k in ORDERS[rank % 3]]
         barrier()
@@ -251,6 +255,8 @@ def _which_bucket(flat: Any, numels: list[int]) -> int:
             f"launch got {shown}; the gradients of the buckets are "
             f"{', '.join(map(str, numels))} numbers"
         )
+    if flat.dtype != torch.float32:
+        raise ValueError(f"launch got numbers of {flat.dtype}; gradients are float32")
     return numels.index(flat.numel())
 
 
@@ -366,6 +372,7 @@ def check_accumulate(answer: Answer) -> str:
         for rank, told in enumerate(real):
             where = f"On rank {rank} with microbatches of {parts[rank]} rows,"
             _judge_sending(where, len(parts[rank]), told, hint)
+            expect(told["untouched"], f"{where} your function changed the list.")
             right = torch.allclose(told["gradient"], alone, rtol=1e-4, atol=1e-6)
             ratio = (told["gradient"] / alone).median().item()
             expect(
@@ -427,8 +434,9 @@ def _accumulate(accumulate: Callable, parts: Sequence[Sequence[int]]) -> dict[st
     )
     microbatches = _rows(rank, parts[rank])
     barrier()
+    given = list(microbatches)
     with TorchCollectives() as torchs:
-        accumulate(ddp, list(microbatches))
+        accumulate(ddp, given)
     gradients = [
         torch.zeros_like(p) if p.grad is None else p.grad for p in ddp.parameters()
     ]
@@ -436,6 +444,7 @@ def _accumulate(accumulate: Callable, parts: Sequence[Sequence[int]]) -> dict[st
         "events": events,
         "gradient": torch.cat([g.flatten() for g in gradients]),
         "collectives": torchs.count(),
+        "untouched": len(given) == len(microbatches),
         "buckets": len(ddp.buckets),
     }
 
@@ -476,9 +485,9 @@ def _judge_sending(where: str, micro: int, told: dict[str, Any], hint: str) -> N
 
 LOSSES = (
     [([1.0], [4]), ([3.0], [4])],
-    [([1.0, 2.0], [8, 8]), ([4.0, 5.0], [8, 2]), ([7.0], [3])],
+    [([1.0, 2.0], [8, 8]), ([4.5, 5.0], [8, 2]), ([7.25], [3])],
     [([2.0], [1]), ([], []), ([8.0, 6.0, 4.0], [3, 3, 1]), ([5.0, 1.0], [2, 10])],
-    [([3.0, 9.0], [1, 2])],
+    [([3.0, 9.125], [1, 2])],
 )
 
 

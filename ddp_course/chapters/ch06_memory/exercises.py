@@ -85,6 +85,14 @@ def _kept() -> Iterator[tuple[str, str, Watched]]:
         "Two tensors can look at one storage: it counts once.",
         _stepped(model, torch.optim.SGD(model.parameters(), lr=0.1)),
     )
+    model = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
+    model[0].requires_grad_(False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    yield (
+        "a model with a frozen layer and with buffers",
+        "A frozen parameter is a parameter; a buffer is none.",
+        _stepped(model, torch.optim.SGD(trained, lr=0.1, momentum=0.9)),
+    )
     table = torch.zeros(10, 4)
     model = nn.Linear(4, 2)
     model.weight = nn.Parameter(table[3:5])
@@ -109,7 +117,7 @@ def _kept() -> Iterator[tuple[str, str, Watched]]:
 
 
 def _stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> Watched:
-    for parameter in model.parameters():
+    for parameter in filter(lambda p: p.requires_grad, model.parameters()):
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     return model, optimizer
@@ -235,6 +243,9 @@ def _judge_gradients(
 ) -> None:
     for name, right in plain.items():
         got = mine[name]
+        if right is None:  # frozen
+            expect(got is None, f"{where} {code(name)} is frozen, and has a gradient.")
+            continue
         expect(
             got is not None,
             f"{where} {code(name)} has no gradient after backward. Parameters are not "
@@ -269,6 +280,7 @@ def _run_seeded(recompute: Callable, dropout: float) -> dict[str, Any]:
         )
         for _ in range(2)
     ]
+    functions[1][0].bias.requires_grad_(False)
     calls = []
     for function in functions:
         function.register_forward_pre_hook(lambda *_: calls.append(1))

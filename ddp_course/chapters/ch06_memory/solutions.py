@@ -55,8 +55,10 @@ class _Again(torch.autograd.Function):
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.set_rng_state(ctx.dice)
             y = ctx.function(x)
-        inputs = (x, *ctx.function.parameters())
-        return None, *torch.autograd.grad(y, inputs, gradient)
+        inputs = [x, *ctx.function.parameters()]
+        trained = [tensor for tensor in inputs if tensor.requires_grad]
+        found = iter(torch.autograd.grad(y, trained, gradient))
+        return None, *[next(found) if t.requires_grad else None for t in inputs]
 
 
 def my_recompute(function: nn.Module, x: Tensor) -> Tensor:

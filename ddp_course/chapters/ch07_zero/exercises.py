@@ -35,6 +35,8 @@ ROWS = (
     ([1000, 3, 1], 4),
     ([7], 3),
     ([2, 1], 5),  # more ranks than elements
+    ([3, 0, 4], 2),
+    ([], 2),
     ([3, 4, 5], 1),
 )
 
@@ -106,7 +108,12 @@ def _judge_pieces(
 
 STEPPERS = {0: 0.0, 1: 0.9}  # states of SGD by momentum
 REAL = ((23, 4, 2), (24, 3, 1), (17, 2, 4))  # numel, ranks, passes
-PAPER = ((10**6 + 1, 64, 1, 2, 8), (10**6 + 1, 64, 2, 2, 8), (5, 1, 2, 1, 3))
+PAPER = (
+    (10**6 + 1, 64, 1, 2, 8),
+    (10**6 + 1, 64, 2, 2, 8),
+    (5, 1, 2, 1, 3),
+    (3, 8, 2, 2, 2),
+)
 
 
 @exercise("stored_and_sent", solution=solutions.stored_and_sent)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ddp_course.chapters.ch08_fsdp import solutions
 from ddp_course.collectives import all_gather_single, barrier, reduce_scatter_single
 from ddp_course.lab.answers import Answer, code, on_ranks, one_line
-from ddp_course.lab.exercises import exercise, expect
+from ddp_course.lab.exercises import exercise, expect, living_bytes
 from ddp_course.measure import TorchCollectives, label, resident
 
 # ---- my_schedule -------------------------------------------------------------------
@@ -24,7 +24,7 @@ OPS = ("gather", "forward", "free", "backward", "reduce")
 @exercise("my_schedule", solution=solutions.my_schedule)
 def check_my_schedule(answer: Answer) -> str:
     """`my_schedule(units, prefetch, keep)`: what a rank does in a step, in order."""
-    cases = list(itertools.product((3, 1, 2, 5), (0, 1, 2), (False, True)))
+    cases = list(itertools.product((3, 1, 2, 5), (0, 1, 3), (False, True)))
     for units, prefetch, keep in cases:
         where = f"For {units} units, prefetch = {prefetch} and keep = {keep},"
         got = answer(units, prefetch, keep)
@@ -220,7 +220,7 @@ def _two_layers(sharded_linear: Callable) -> dict[str, Any] | str:
         return tensor
 
     barrier()
-    hidden = x
+    hidden, outputs, before_all = x, 0, living_bytes()
     with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
         for shard in shards:
             hidden = sharded_linear(
@@ -228,7 +228,9 @@ def _two_layers(sharded_linear: Callable) -> dict[str, Any] | str:
             )
             if not isinstance(hidden, Tensor):
                 return f"your function returned {code(one_line(hidden))}, no tensor."
+            outputs += hidden.untyped_storage().nbytes()
     kept = resident()["communication buffers"]
+    more = living_bytes() - before_all
     gathers = tools.gathers
     if not hidden.requires_grad:
         return (
@@ -243,6 +245,7 @@ def _two_layers(sharded_linear: Callable) -> dict[str, Any] | str:
         "grads": [shard.grad for shard in shards],
         "x": x.grad,
         "kept": kept,
+        "more": more - outputs,
         "saved": saved,
         "gathers": (gathers, tools.gathers - gathers),
         "reduces": tools.reduces,
@@ -278,6 +281,12 @@ def _judge_layers(where: str, told: dict[str, Any], n: int) -> None:
         "rank would have all layers' weights at the end of it. Do not save the weight: "
         "gather it again in backward.",
     )
+    least = min(w.nbytes for w in _weights())
+    expect(
+        n == 1 or told["more"] < least,
+        f"{where} {told['more']} bytes more than the outputs are alive after forward; "
+        f"the smaller of the whole weights has {least}. Who keeps a copy of it?",
+    )
     wholes = {tuple(w.shape) for w in _weights()}
     wholes |= {shape[::-1] for shape in wholes}
     for shape in told["saved"]:
@@ -311,7 +320,7 @@ def _judge_layers(where: str, told: dict[str, Any], n: int) -> None:
             else "it is the mean of all ranks' gradients, of this rank's rows"
         )
         expect(
-            got is not None and got.shape == own.shape and torch.equal(got, own),
+            got is not None and got.shape == own.shape and torch.allclose(got, own),
             f"{where} the gradient of the shard of layer {k} is not right: {why}.",
         )
     expect(
@@ -334,7 +343,7 @@ def check_who_reads_what(answer: Answer) -> str:
     """`who_reads_what(numel, saved, rank, ranks)`: (file, first, last), in order."""
     cases = 0
     for numel, saved, ranks in itertools.product(
-        (12, 10, 1, 5, 97), (4, 1, 3), (1, 2, 3, 4)
+        (12, 10, 1, 5, 97, 0), (4, 1, 3), (1, 2, 3, 4)
     ):
         length = -(-numel // saved)
         files = [
@@ -418,6 +427,7 @@ CASES = (
     ([1001], 9000, 0),
     ([1001], 8023, 0),
     ([10, 10], 120 + 16 * 2, 0),
+    ([10, 10], 10**6, 0),
     ([400, 100, 100, 400], 6000, 1000),
 )
 

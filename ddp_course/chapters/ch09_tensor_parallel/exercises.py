@@ -51,10 +51,17 @@ class _Sums:
         dist.all_reduce(tensor.detach())
 
 
+def _columns(n: int) -> Tensor:
+    """Return W; rank 1's columns are zeros, and so are its gradients."""
+    columns = integers(0, INNER, n * OWN)
+    columns[:, OWN : 2 * OWN] = 0
+    return columns
+
+
 def _use_copy(copy: Callable) -> dict[str, Any] | str:
     """On every rank: multiply a copy by own columns, and add another one to y."""
     rank, n, sums = dist.get_rank(), dist.get_world_size(), _Sums()
-    own = integers(0, INNER, n * OWN).chunk(n, 1)[rank]  # of W
+    own = _columns(n).chunk(n, 1)[rank]  # of W
     x = integers(1, ROWS, INNER).requires_grad_()
     other, beside = (integers(s, ROWS, INNER).requires_grad_() for s in (2, 3))
     before = x.detach().clone()
@@ -95,7 +102,7 @@ def _judge_copy(where: str, told: dict[str, Any], n: int) -> None:
         not told["forward"],
         f"{where} something was sent in forward; all ranks have x already.",
     )
-    x, w = integers(1, ROWS, INNER).requires_grad_(), integers(0, INNER, n * OWN)
+    x, w = integers(1, ROWS, INNER).requires_grad_(), _columns(n)
     (x @ w).square().sum().backward()
     got, backward = told["gradient"], told["backward"]
     expect(
@@ -162,14 +169,15 @@ class _Reduce(torch.autograd.Function):
 def _row_parts(n: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the whole x, weight and bias."""
     wide = n * OWN
-    return integers(5, ROWS, wide), integers(6, OUT, wide), 1 + integers(7, OUT).abs()
+    x = integers(5, 2, ROWS, wide)  # texts of tokens, as in a GPT
+    return x, integers(6, OUT, wide), 1 + integers(7, OUT).abs()
 
 
 def _use_row(row_linear: Callable) -> dict[str, Any] | str:
     """On every rank: the layer, forward and backward."""
     rank, n = dist.get_rank(), dist.get_world_size()
     x, weight, bias = _row_parts(n)
-    parts = [x.chunk(n, 1)[rank].clone(), weight.chunk(n, 1)[rank].clone(), bias]
+    parts = [x.chunk(n, -1)[rank].clone(), weight.chunk(n, 1)[rank].clone(), bias]
     before = [part.clone() for part in parts]
     for part in parts:
         part.requires_grad_()
@@ -217,14 +225,14 @@ def _judge_row(where: str, told: dict[str, Any], n: int) -> None:
         "give one summand of it.",
     )
     expect(
-        not told["others"] and numels == [ROWS * OUT],
+        not told["others"] and numels == [2 * ROWS * OUT],
         f"{where} `reduce_sum` was called for {numels or 'no'} numbers (and other "
-        f"collectives: {told['others']}); one of {ROWS * OUT} is enough.",
+        f"collectives: {told['others']}); one of {2 * ROWS * OUT} is enough.",
     )
     names = ("x", "weight", "bias")
     for name, part, all_of_it in zip(names, told["grads"], whole, strict=True):
         wanted = all_of_it.grad
-        wanted = wanted.chunk(n, 1)[rank] if name != "bias" else wanted
+        wanted = wanted.chunk(n, -1)[rank] if name != "bias" else wanted
         expect(
             part is not None,
             f"{where} {name} got no gradient. Each rank steps its own copy of it; "
@@ -262,7 +270,11 @@ def _logits(n: int) -> tuple[Tensor, Tensor]:
     logits = torch.randn(TOKENS, n * WORDS, generator=dice)
     logits[1] += 1000  # its exponential is infinite
     logits[2, :WORDS] -= 300
-    return logits, torch.arange(TOKENS) * n * WORDS // TOKENS + 1
+    targets = torch.arange(TOKENS) * n * WORDS // TOKENS  # the first word is one
+    targets[-1] = n * WORDS - 1
+    if n == 3:  # and rank 1 has none
+        targets[targets // WORDS == 1] = 3
+    return logits, targets
 
 
 def _use_loss(vocab_loss: Callable) -> dict[str, Any] | str:

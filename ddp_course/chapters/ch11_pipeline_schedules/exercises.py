@@ -24,7 +24,8 @@ Rows = list[list[str]]
 
 # ---- my_one_f_one_b ----------------------------------------------------------------
 
-SHAPES = ((2, 3), (4, 8), (3, 7), (4, 2), (1, 4), (5, 1))  # ranks, microbatches
+# Ranks and microbatches.
+SHAPES = ((2, 3), (4, 8), (3, 7), (4, 2), (1, 4), (5, 1), (2, 12))
 
 
 @exercise("my_one_f_one_b", solution=solutions.my_one_f_one_b)
@@ -103,6 +104,7 @@ SPLIT = (
     (4, 5),
     (1, 2),
     (5, 9),
+    (2, 12),
 )  # as many microbatches, or more
 
 
@@ -285,6 +287,7 @@ def _schedules() -> Iterator[tuple[str, Rows]]:
         naive(3, 2),
         gpipe(2, 3),
         one_f_one_b(4, 6),
+        one_f_one_b(2, 12),
         interleaved(2, 4, 2),
         gpipe(1, 2),
     ]
@@ -292,7 +295,7 @@ def _schedules() -> Iterator[tuple[str, Rows]]:
         yield f"{schedule.name} as it should be", _rows(schedule)
     dice = random.Random(0)
     for number in range(CHANGED):
-        schedule = made[number % 4]
+        schedule = made[number % 5]
         rows = _rows(schedule)
         row = dice.choice(rows)
         a, b = sorted(dice.sample(range(len(row)), 2))

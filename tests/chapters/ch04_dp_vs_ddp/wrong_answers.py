@@ -320,6 +320,43 @@ def a_number(model):
     return len(set(_gathered(checksum(model.state_dict()))))
 
 
+# What harder inputs find out
+
+
+@torch.no_grad()
+def the_state_dict(model):
+    for state in model.state_dict().values():
+        dist.broadcast(state, 0)
+
+
+@torch.no_grad()
+def seen_as_a_row(model):
+    for state in [*model.parameters(), *model.buffers()]:
+        row = state.view(-1)
+        dist.broadcast(row, 0)
+
+
+def first_and_last(model):
+    everyones = [""] * dist.get_world_size()
+    dist.all_gather_object(everyones, checksum(model.state_dict()))
+    return everyones[0] == everyones[-1]
+
+
+def numbers_with_fractions(model):
+    states = model.state_dict()
+    states = {k: v for k, v in states.items() if v.is_floating_point()}
+    everyones = [""] * dist.get_world_size()
+    dist.all_gather_object(everyones, checksum(states))
+    return len(set(everyones)) == 1
+
+
+def without_signs_of_zeros(model):
+    states = {k: v + 0 for k, v in model.state_dict().items()}
+    everyones = [""] * dist.get_world_size()
+    dist.all_gather_object(everyones, checksum(states))
+    return len(set(everyones)) == 1
+
+
 WRONG = {
     "through_replica_0": {
         one_way: "gradients of parameters",
@@ -332,6 +369,8 @@ WRONG = {
         nothing: "returned `None`",
     },
     "make_replicas": {
+        the_state_dict: "1 of 13 tensors are wrong: hidden",
+        seen_as_a_row: "view size is not compatible",
         one_by_one: "x broadcast; expected 2 x broadcast",
         without_buffers: "norm.running_mean",
         only_what_is_trained: "frozen.weight",
@@ -359,6 +398,9 @@ WRONG = {
         takes_the_step_as_well: "parameters have changed",
     },
     "replicas_agree": {
+        first_and_last: "a rank in the middle",
+        numbers_with_fractions: "a whole number in a buffer",
+        without_signs_of_zeros: "has another sign",
         always: "differs in its last bit",
         compares_sums: "two weights have changed places",
         forgets_buffers: "a buffer of the last rank differs",

@@ -3,6 +3,8 @@
 import torch
 import torch.distributed as dist
 
+from ddp_course.chapters.ch05_ddp_internals import solutions
+
 # my_bucket_plan
 
 
@@ -383,8 +385,58 @@ def eats_its_input(losses, sizes):
     return total / count
 
 
+# What harder inputs find out
+
+
+def closed_only_above_its_cap(parameters, cap, first):
+    return solutions.my_bucket_plan(parameters, cap + 1, first + 1)
+
+
+def full_when_all_have_a_gradient(buckets, launch, at_the_end):
+    n, under_way = dist.get_world_size(), []
+
+    def gradient_is_there(k):
+        if k == 0 and not under_way:
+            at_the_end(finish)
+        while len(under_way) < len(buckets):
+            members = buckets[len(under_way)]
+            if any(p.grad is None for p in members):
+                return
+            flat = torch.cat([p.grad.flatten() for p in members])
+            under_way.append((flat, launch(flat)))
+
+    def finish():
+        for members, (flat, handle) in zip(buckets, under_way, strict=True):
+            handle.wait()
+            means = (flat / n).split([p.numel() for p in members])
+            for parameter, mean in zip(members, means, strict=True):
+                parameter.grad.copy_(mean)
+        under_way.clear()
+
+    for k, members in enumerate(buckets):
+        for p in members:
+            p.register_post_accumulate_grad_hook(lambda _, k=k: gradient_is_there(k))
+
+
+def twice_the_bytes(buckets, launch, at_the_end):
+    solutions.mini_ddp(buckets, lambda flat: launch(flat.double()), at_the_end)
+
+
+def takes_them_out(ddp, microbatches):
+    solutions.accumulate(ddp, list(microbatches))
+    microbatches.pop()
+
+
+def sums_of_whole_numbers(losses, sizes):
+    total = round(sum(loss * size for loss, size in zip(losses, sizes, strict=True)))
+    both = torch.tensor([total, sum(sizes)])
+    dist.all_reduce(both)
+    return (both[0] / both[1]).item()
+
+
 WRONG = {
     "my_bucket_plan": {
+        closed_only_above_its_cap: "to the byte",
         in_order_of_registration: "the opposite order of registration",
         buckets_in_order_but_not_within: "the opposite order of registration",
         never_above_the_cap: "it is closed as soon as it holds",
@@ -399,6 +451,8 @@ WRONG = {
         parameters_not_names: "expected a list of lists of names",
     },
     "mini_ddp": {
+        full_when_all_have_a_gradient: "On real ranks",
+        twice_the_bytes: "launch got numbers of torch.float64",
         all_at_the_end: "no overlap",
         when_the_first_has_come: "was launched",
         as_they_fill: "on all ranks the order must be that of buckets",
@@ -413,6 +467,7 @@ WRONG = {
         no_hooks: "0 of 3 buckets were launched",
     },
     "accumulate": {
+        takes_them_out: "your function changed the list",
         always_sends: "all but the last should send nothing",
         never_sends: "the last microbatch sent 0 all-reduces",
         sends_the_first: "all but the last should send nothing",
@@ -425,6 +480,7 @@ WRONG = {
         averages_by_hand: "more collectives than DDP's own",
     },
     "mean_loss": {
+        sums_of_whole_numbers: "each sample counted once",
         mean_of_ranks: "each sample counted once",
         mean_of_batches: "each sample counted once",
         my_own_mean: "each sample counted once",

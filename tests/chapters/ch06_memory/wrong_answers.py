@@ -2,6 +2,8 @@
 
 import torch
 
+from ddp_course.chapters.ch06_memory import solutions
+
 # my_ledger
 
 
@@ -310,8 +312,42 @@ def frees_without_a_step(model, make_optimizer):
             parameter.register_post_accumulate_grad_hook(hook)
 
 
+# What harder inputs find out
+
+
+def of_trained_parameters(model, optimizer):
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    told = solutions.my_ledger(model, optimizer)
+    return told | {"parameters": told["parameters"] - sum(p.nbytes for p in frozen)}
+
+
+def with_buffers(model, optimizer):
+    told = solutions.my_ledger(model, optimizer)
+    return told | {
+        "parameters": told["parameters"] + sum(b.nbytes for b in model.buffers())
+    }
+
+
+class _ForAll(solutions._Again):
+    @staticmethod
+    def backward(ctx, gradient):
+        [x] = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            torch.set_rng_state(ctx.dice)
+            y = ctx.function(x)
+        inputs = (x, *ctx.function.parameters())
+        return None, *torch.autograd.grad(y, inputs, gradient)
+
+
+def gradients_for_all(function, x):
+    return _ForAll.apply(function, x, *function.parameters())
+
+
 WRONG = {
     "my_ledger": {
+        of_trained_parameters: "A frozen parameter is a parameter",
+        with_buffers: "a buffer is none",
         views_are_sizes: "Two tensors can look at one storage",
         storages_more_than_once: "Two tensors can look at one storage",
         by_the_first_address: "wherever in it a view begins",
@@ -339,6 +375,7 @@ WRONG = {
         a_fraction: "expected a whole number",
     },
     "my_recompute": {
+        gradients_for_all: "does not require grad",
         keeps_everything: "Does autograd record a graph",
         without_a_gradient: "0 times in backward",
         another_mask: "same dropout mask",

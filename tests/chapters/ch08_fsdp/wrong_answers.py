@@ -2,6 +2,8 @@
 
 import torch
 
+from ddp_course.chapters.ch08_fsdp import solutions
+
 # my_schedule
 
 
@@ -304,8 +306,43 @@ def below_and_not_at(units, memory, activations):
     return _search(units, memory - 1, activations, needs)
 
 
+# What harder inputs find out
+
+
+class _Keeps:
+    """Where a wrong answer hides a weight."""
+
+
+def a_copy_of_the_weight(x, shard, gather, reduce_scatter, world_size):
+    _Keeps.weights = [*getattr(_Keeps, "weights", ()), gather(shard).clone()]
+    again = iter([_Keeps.weights[-1], None])
+    return solutions.sharded_linear(
+        x,
+        shard,
+        lambda shard: found if (found := next(again)) is not None else gather(shard),
+        reduce_scatter,
+        world_size,
+    )
+
+
+def two_ahead_at_most(units, prefetch, keep):
+    return solutions.my_schedule(units, min(prefetch, 2), keep)
+
+
+def at_least_one_element(numel, saved, rank, ranks):
+    length = max(numel, saved) // saved
+    assert numel % length >= 0
+    return solutions.who_reads_what(numel or 1, saved, rank, ranks)
+
+
+def never_alone(units, memory, activations):
+    found = solutions.ranks_needed(units, memory, activations)
+    return max(found, 2) if found else None
+
+
 WRONG = {
     "my_schedule": {
+        two_ahead_at_most: "prefetch = 3",
         everything_first: "need not be",
         no_second_gather: "not there",
         always_one_ahead: "need not be",
@@ -320,6 +357,7 @@ WRONG = {
         only_forward: "backward the other way",
     },
     "sharded_linear": {
+        a_copy_of_the_weight: "Who keeps a copy of it?",
         plain_autograd: "alive after forward",
         through_a_clone: "autograd keeps",
         saves_the_weight: "alive after forward",
@@ -331,6 +369,7 @@ WRONG = {
         kept_after_backward: "alive after backward",
     },
     "who_reads_what": {
+        at_least_one_element: "(0, 4, 0, 1)",
         everything: "needs the memory for everything",
         empty_ones_too: "reads nothing",
         places_in_the_whole: "from the file's beginning",
@@ -340,6 +379,7 @@ WRONG = {
         padding_too: "no padding",
     },
     "ranks_needed": {
+        never_alone: "but 1 are enough",
         all_divided_by_n: "bytes and has",
         shards_alone: "bytes and has",
         one_unit_whole: "bytes and has",

@@ -5,6 +5,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from ddp_course import collectives
+from ddp_course.chapters.ch09_tensor_parallel import solutions
 
 # copy_to_ranks
 
@@ -255,8 +256,32 @@ def in_words(layers):
     return ["columns"] * layers.count("linear")
 
 
+# What harder inputs find out
+
+
+def silent_without_gradient(x, all_reduce):
+    return solutions.copy_to_ranks(x, lambda t: all_reduce(t) if t.any() else None)
+
+
+def of_two_dimensions(x, weight, bias, reduce_sum):
+    return reduce_sum(x.mm(weight.T)) + bias
+
+
+def not_the_first_word(logits, targets, all_reduce):
+    words = logits.shape[1]
+    first = targets == words * dist.get_rank()
+    return solutions.vocab_loss(logits, targets - len(targets) * first, all_reduce)
+
+
+def silent_without_targets(logits, targets, all_reduce):
+    if not (targets // logits.shape[1] == dist.get_rank()).any():
+        return 0.0, torch.zeros_like(logits)
+    return solutions.vocab_loss(logits, targets, all_reduce)
+
+
 WRONG = {
     "copy_to_ranks": {
+        silent_without_gradient: "On real ranks",
         nothing_at_all: "0 times",
         detached: "no way back",
         autograd_through_the_all_reduce: "something was sent in forward",
@@ -268,6 +293,7 @@ WRONG = {
         both_ways: "something was sent in forward",
     },
     "row_linear": {
+        of_two_dimensions: "self must be a matrix",
         bias_on_every_rank: "2 times; it is added once",
         a_share_of_the_bias: "0.5 times as large",
         bias_on_rank_0: "bias got no gradient",
@@ -280,6 +306,8 @@ WRONG = {
         transposed: "the shape (5, 3)",
     },
     "vocab_loss": {
+        not_the_first_word: "the loss is",
+        silent_without_targets: "On real ranks",
         logits_gathered: "however many words",
         logits_gathered_by_torch: "other collectives: 1",
         gathered_by_the_course: "other collectives: 1",

@@ -5,6 +5,8 @@ import itertools
 import torch
 import torch.nn.functional as F
 
+from ddp_course.chapters.ch10_pipeline_parallel import solutions
+
 # my_gpipe
 
 
@@ -273,8 +275,21 @@ def by_its_own_count(logits, targets, counted):
     return _entropy(logits, targets, reduction="sum") / own
 
 
+# What harder inputs find out
+
+
+def of_one_digit(num_stages, num_microbatches, rank):
+    row = solutions.my_gpipe(num_stages, num_microbatches, rank)
+    return [action[:2] + action[-1] for action in row]
+
+
+def whole_costs(costs, num_stages):
+    return solutions.my_cut([int(cost) for cost in costs], num_stages)
+
+
 WRONG = {
     "my_gpipe": {
+        of_one_digit: "With 2 stages and 12 microbatches",
         one_microbatch_at_a_time: "the forwards of all microbatches come first",
         as_early_as_it_can: "the forwards of all microbatches come first",
         odd_ranks_the_other_way: "the same on all ranks",
@@ -286,6 +301,7 @@ WRONG = {
         forward_is_called_f: "is no action",
     },
     "my_cut": {
+        whole_costs: "the dearest stage costs",
         as_many_layers_each: "all others wait for it",
         until_the_mean_is_reached: "all others wait for it",
         nearest_to_the_mean: "all others wait for it",

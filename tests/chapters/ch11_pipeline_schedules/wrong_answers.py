@@ -1,5 +1,7 @@
 """Wrong answers to the exercises of chapter 11, each with a word of its hint."""
 
+from ddp_course.chapters.ch11_pipeline_schedules import solutions
+
 # my_one_f_one_b
 
 
@@ -213,8 +215,26 @@ def uses_up_its_input(rows):
     return waits
 
 
+# What harder inputs find out
+
+
+def of_one_digit(rank, num_ranks, num_microbatches):
+    row = solutions.my_one_f_one_b(rank, num_ranks, num_microbatches)
+    return [action[:2] + action[-1] for action in row]
+
+
+def ws_of_one_digit(row, rank):
+    placed = solutions.place_weights(row, rank)
+    return [a[:2] + a[-1] if "W" in a else a for a in placed]
+
+
+def waits_of_one_digit(rows):
+    return solutions.who_waits([[a[:2] + a[-1] for a in row] for row in rows])
+
+
 WRONG = {
     "my_one_f_one_b": {
+        of_one_digit: "For 2 ranks and 12 microbatches",
         gpipes_order: "are enough to keep it busy",
         one_at_a_time: "GPipe's bubble is",
         p_on_every_rank: "are enough to keep it busy",
@@ -228,6 +248,7 @@ WRONG = {
         stage_0_everywhere: "does not belong there",
     },
     "place_weights": {
+        ws_of_one_digit: "For 2 ranks and 12 microbatches",
         at_once: "zero-bubble's bubble is",
         all_at_the_end: "Do not put off more",
         one_further_behind: "Do not put off more",
@@ -240,6 +261,7 @@ WRONG = {
         a_whole_backward: "does not belong there",
     },
     "who_waits": {
+        waits_of_one_digit: "For 1f1b",
         looks_once: "Look at a rank again",
         own_forward_forgotten: "for ever, which needs",
         gradient_forgotten: "for ever, which needs",
