@@ -61,7 +61,8 @@ class Odd(nn.Module):
         self.scale = nn.Parameter(torch.tensor(1.0 + seed))
         rows = self.first.weight.data.t().contiguous().t()
         self.first.weight = nn.Parameter(rows)  # not one number after the other
-        self.register_buffer("hidden", torch.full((3,), 1.0 + seed), persistent=False)
+        hidden = torch.full((3,), 1.0 + seed)
+        self.tied.register_buffer("hidden", hidden, persistent=False)
         self.norm.running_mean.fill_(seed)
         self.norm.num_batches_tracked.fill_(seed)
 

@@ -201,12 +201,19 @@ def _kept_by_forward(config: GPTConfig, rows: int) -> Ledger:
 # ---- my_recompute ------------------------------------------------------------------
 
 
+CASES = (
+    ("a function", 0.0, False),
+    ("a function with dropout", 0.5, False),
+    ("a function with a frozen bias", 0.0, True),
+)
+
+
 @exercise("my_recompute", solution=solutions.my_recompute)
 def check_my_recompute(answer: Answer) -> str:
     """`my_recompute(function, x)`: keep x alone, and run the function again."""
-    for told, dropout in (("a function", 0.0), ("a function with dropout", 0.5)):
-        plain = _run(lambda f, x: f(x), dropout)
-        mine = _run(answer, dropout)
+    for told, dropout, frozen in CASES:
+        plain = _run(lambda f, x: f(x), dropout, frozen)
+        mine = _run(answer, dropout, frozen)
         where = f"With {told},"
         expect(
             isinstance(mine["out"], Tensor) and torch.equal(mine["out"], plain["out"]),
@@ -263,24 +270,24 @@ def _judge_gradients(
         )
 
 
-def _run(recompute: Callable, dropout: float) -> dict[str, Any]:
+def _run(recompute: Callable, dropout: float, frozen: bool) -> dict[str, Any]:
     """Run two functions after each other, and tell what can be judged."""
     torch_state = torch.get_rng_state()
     try:
         torch.manual_seed(3)
-        return _run_seeded(recompute, dropout)
+        return _run_seeded(recompute, dropout, frozen)
     finally:
         torch.set_rng_state(torch_state)
 
 
-def _run_seeded(recompute: Callable, dropout: float) -> dict[str, Any]:
+def _run_seeded(recompute: Callable, dropout: float, frozen: bool) -> dict[str, Any]:
     functions = [
         nn.Sequential(
             nn.Linear(8, 32), nn.Tanh(), nn.Dropout(dropout), nn.Linear(32, 8)
         )
         for _ in range(2)
     ]
-    functions[1][0].bias.requires_grad_(False)
+    functions[1][0].bias.requires_grad_(not frozen)
     calls = []
     for function in functions:
         function.register_forward_pre_hook(lambda *_: calls.append(1))

@@ -281,12 +281,6 @@ def _judge_layers(where: str, told: dict[str, Any], n: int) -> None:
         "rank would have all layers' weights at the end of it. Do not save the weight: "
         "gather it again in backward.",
     )
-    least = min(w.nbytes for w in _weights())
-    expect(
-        n == 1 or told["more"] < least,
-        f"{where} {told['more']} bytes more than the outputs are alive after forward; "
-        f"the smaller of the whole weights has {least}. Who keeps a copy of it?",
-    )
     wholes = {tuple(w.shape) for w in _weights()}
     wholes |= {shape[::-1] for shape in wholes}
     for shape in told["saved"]:
@@ -295,6 +289,12 @@ def _judge_layers(where: str, told: dict[str, Any], n: int) -> None:
             f"{where} autograd keeps a tensor of shape {shape}, as large as the whole "
             "weight. Save x and the shard only.",
         )
+    least = min(w.nbytes for w in _weights())
+    expect(
+        n == 1 or told["more"] < least,
+        f"{where} {told['more']} bytes more than the outputs are alive after forward; "
+        f"the smaller of the whole weights has {least}. Who keeps a copy of it?",
+    )
     forward, backward = told["gathers"]
     expect(
         (forward, backward) == (2, 2),

@@ -228,7 +228,7 @@ def _alone(p: int, m: int) -> list[Tensor]:
     return [layer.weight.grad for layer in model]
 
 
-CHANGED = 60  # schedules in which two actions are exchanged, or one is missing
+CHANGED = 66  # schedules in which two actions are exchanged, or one is missing
 
 
 @exercise("who_waits", solution=solutions.who_waits)
@@ -287,15 +287,15 @@ def _schedules() -> Iterator[tuple[str, Rows]]:
         naive(3, 2),
         gpipe(2, 3),
         one_f_one_b(4, 6),
-        one_f_one_b(2, 12),
         interleaved(2, 4, 2),
         gpipe(1, 2),
+        one_f_one_b(2, 12),
     ]
     for schedule in made:
         yield f"{schedule.name} as it should be", _rows(schedule)
     dice = random.Random(0)
     for number in range(CHANGED):
-        schedule = made[number % 5]
+        schedule = made[5 if number >= 60 else number % 4]
         rows = _rows(schedule)
         row = dice.choice(rows)
         a, b = sorted(dice.sample(range(len(row)), 2))

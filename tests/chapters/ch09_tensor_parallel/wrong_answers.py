@@ -127,7 +127,7 @@ def input_gathered(x, weight, bias, reduce_sum):
     def whole(part):
         parts = [torch.zeros_like(part) for _ in range(n)]
         parts[rank] = part
-        return reduce_sum(torch.cat(parts, dim=1))
+        return reduce_sum(torch.cat(parts, dim=-1))
 
     return F.linear(whole(x), whole(weight), bias)
 
@@ -191,7 +191,7 @@ def logits_gathered(logits, targets, all_reduce):
 def logits_gathered_by_torch(logits, targets, all_reduce):
     parts = [torch.empty_like(logits) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, logits)
-    whole = torch.cat(parts, dim=1).requires_grad_()
+    whole = torch.cat(parts, dim=-1).requires_grad_()
     loss = F.cross_entropy(whole, targets)
     loss.backward()
     return loss.item(), whole.grad.chunk(len(parts), 1)[dist.get_rank()]
@@ -200,7 +200,7 @@ def logits_gathered_by_torch(logits, targets, all_reduce):
 def gathered_by_the_course(logits, targets, all_reduce):
     parts = [torch.empty_like(logits) for _ in range(dist.get_world_size())]
     collectives.all_gather(parts, logits)
-    whole = torch.cat(parts, dim=1).requires_grad_()
+    whole = torch.cat(parts, dim=-1).requires_grad_()
     loss = F.cross_entropy(whole, targets)
     loss.backward()
     return loss.item(), whole.grad.chunk(len(parts), 1)[dist.get_rank()]
@@ -299,11 +299,11 @@ WRONG = {
         bias_on_rank_0: "bias got no gradient",
         no_bias: "0 times; it is added once",
         no_sum: "one summand",
-        bias_summed_too: "one of 15 is enough",
+        bias_summed_too: "one of 30 is enough",
         summed_by_the_course: "other collectives: 1",
         summed_by_torch: "other collectives: 1",
-        input_gathered: "one of 15 is enough",
-        transposed: "the shape (5, 3)",
+        input_gathered: "one of 30 is enough",
+        transposed: "the shape (5, 3, 2)",
     },
     "vocab_loss": {
         not_the_first_word: "the loss is",
@@ -314,7 +314,7 @@ WRONG = {
         own_words_only: "the loss is",
         no_max: "Subtract the largest",
         own_max: "the loss is",
-        no_offset: "which rank has",
+        no_offset: "softmax - 1 at the target",
         everybody: "the loss is",
         own_sum: "the loss is",
         no_target: "1 at the target",

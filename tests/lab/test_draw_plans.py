@@ -1,4 +1,4 @@
-"""The figures of chapters 02 and 03 show what the plans say."""
+"""What several chapters draw: plans."""
 
 import re
 from fractions import Fraction
@@ -6,14 +6,6 @@ from fractions import Fraction
 import pytest
 from drawings import boxes, fills, problems, words
 
-from ddp_course.chapters.ch02_collectives.deadlock import deadlock
-from ddp_course.chapters.ch02_collectives.figures import (
-    COLLECTIVES,
-    before_after,
-    collectives,
-)
-from ddp_course.chapters.ch03_all_reduce.figures import hierarchy, ring
-from ddp_course.chapters.ch03_all_reduce.six_ways import six_ways
 from ddp_course.collectives.catalog import PLANS
 from ddp_course.collectives.plan import Transfer, make_plan, simulate
 from ddp_course.lab import explore
@@ -29,7 +21,11 @@ from ddp_course.lab.draw.steps import (
 from ddp_course.lab.palette import rank_color
 
 RING = PLANS["all_reduce, ring"](4)
+
+
 SIZES = (1, 2, 3, 4, 5, 8)
+
+
 PIPELINE = make_plan(  # a broadcast of 64 chunks that follow each other down a line
     "pipeline",
     8,
@@ -37,11 +33,19 @@ PIPELINE = make_plan(  # a broadcast of 64 chunks that follow each other down a 
     [Transfer(c + r, r, r + 1, c, c + 1, False) for c in range(64) for r in range(7)],
     start=[range(64), *[()] * 7],
 )
+
+
 SUM = make_plan("sum", 8, 64, [Transfer(0, r, 0, 0, 64, True) for r in range(1, 8)])
+
+
 TWICE = make_plan("twice", 2, 2, [Transfer(s, 0, 1, 0, 2, True) for s in range(2)])
+
+
 SPARSE = make_plan(
     "sparse", 2, 9, [Transfer(0, 0, 1, 3, 4, False)], [{3}, ()], [{3}] * 2
 )
+
+
 FIGURES = {
     **{
         f"{name} {n} {step}": lambda name=name, n=n, step=step: collective(
@@ -51,19 +55,7 @@ FIGURES = {
         for n in SIZES
         for step in (0, 1, 2, 99)
     },
-    **{f"{n} before and after": lambda n=n: before_after(n) for n in COLLECTIVES},
-    **{f"eight of {n}": lambda n=n: before_after("all_reduce, ring", n) for n in SIZES},
-    **{f"all to all {n}": lambda n=n: before_after("all_to_all", n) for n in SIZES},
     **{f"all steps of {n}": lambda n=n: plan_steps(PLANS[n](4)) for n in PLANS},
-    **{
-        f"hierarchy {g} x {n}": lambda g=g, n=n: hierarchy(g, n)
-        for g in (1, 2, 3, 4)
-        for n in SIZES
-    },
-    "collectives": collectives,
-    "deadlock": deadlock,
-    "ring": ring,
-    "six ways": six_ways,
     "64 chunks": lambda: plan_step(PIPELINE, 40),
     "64 sums": lambda: plan_step(SUM, 1),
     "added twice": lambda: plan_step(TWICE, 2),
@@ -78,9 +70,6 @@ def test_the_layout(name):
     assert drawing.svg() == FIGURES[name]().svg()
     assert len(drawing.description) > 60
     assert drawing.width <= 1100
-
-
-# What is in a buffer.
 
 
 def cells(drawing, plan):
@@ -150,9 +139,6 @@ def test_only_complete_sums_are_framed():
     assert bold_frames(plan_step(PLANS["all_gather, ring"](4), 3)) == 0
     assert bold_frames(plan_step(TWICE, 1)) - legend == 2
     assert bold_frames(plan_step(TWICE, 2)) - legend == 0  # too much
-
-
-# What is sent.
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -231,9 +217,6 @@ def test_chunks_that_nobody_has_are_hidden():
     assert layout(PIPELINE).lines > 1
 
 
-# For sliders.
-
-
 def test_a_step_beyond_the_last_shows_the_last_and_says_so():
     said = words(collective("all_reduce, tree", 4, 9))
     assert "there is no step 9: step 4 is the last" in said
@@ -264,24 +247,6 @@ def test_explore_moves_through_all_settings():
             assert picture.value.startswith("<svg"), picture.value
 
 
-# Before and after, and the others.
-
-
-@pytest.mark.parametrize("name", COLLECTIVES)
-def test_before_and_after(name):
-    plan = next(make(4) for key, make in PLANS.items() if key.split(",")[0] == name)
-    d = before_after(name)
-    everyone = [sum(chunk in has for has in plan.start) for chunk in range(plan.chunks)]
-    blocks = sum(map(len, plan.start)) + sum(
-        everyone[chunk] for has in plan.end for chunk in has
-    )
-    own = re.compile(r"\d(→\d)?")
-    assert sum(bool(own.fullmatch(w)) for w in words(d)) == blocks + 4  # ranks' names
-    assert name in words(d)
-    assert name in words(collectives())
-    assert f"{name}. Before: rank 0: " in d.description
-
-
 def test_plan_steps_has_a_panel_for_each_state():
     said = words(plan_steps(RING))
     after = [w for w in said if w.startswith(("at the", "after"))]
@@ -289,32 +254,6 @@ def test_plan_steps_has_a_panel_for_each_state():
         f"after {k} steps" for k in range(2, 7)
     ]
     assert plan_steps(RING, columns=1).width < plan_steps(RING, columns=2).width
-
-
-def test_six_ways_tells_the_plans_numbers():
-    said = words(six_ways())
-    assert said.count("6 steps") == 2  # naive and ring
-    assert said.count("4 steps") == 3
-    assert "no message is sent" in said
-    assert not any("3/2" in word for word in said)  # it is to be predicted
-    for rank in range(4):
-        found = fills(six_ways(), f"{rank}")
-        assert found == [rank_color(rank)] * 6
-
-
-def test_hierarchy_tells_what_each_phase_sends():
-    said = words(hierarchy(2, 4))
-    assert said.count("fast links; each rank sends 3/4 S") == 2
-    assert "slow links; each rank sends 1/4 S" in said
-    for rank in range(8):
-        assert fills(hierarchy(2, 4), f"{rank}") == [rank_color(rank)] * 3
-
-
-def test_deadlock_calls():
-    said = words(deadlock())
-    assert said.count("never called") == 2
-    assert said.count("send to 1") == said.count("recv from 1") - 1 == 2
-    assert deadlock().svg().count("<polygon") == 4  # nothing arrives on the left
 
 
 @pytest.mark.parametrize(
@@ -330,10 +269,6 @@ def test_deadlock_calls():
         (lambda: collective(step=-1), "step is -1; .* number, 0 or more"),
         (lambda: collective(step="1"), "step is '1'; .* number, 0 or more"),
         (lambda: plan_steps(RING, columns=0), "columns is 0; .* 1 or more"),
-        (lambda: before_after("all"), "name is 'all'; .* 'all_reduce'"),
-        (lambda: before_after("scatter", 9), "world_size is 9; .* 1 to 8"),
-        (lambda: hierarchy(0), "nnodes is 0; .* 1 to 4"),
-        (lambda: hierarchy(2, 9), "nproc_per_node is 9; .* 1 to 8"),
         (lambda: plan_steps(make_plan("big", 9, 1, [])), "big has 9 ranks .* up to 8"),
         (lambda: plan_step(make_plan("fine", 2, 65, []), 0), "65 chunks; .* 64 chunks"),
     ],

@@ -1,56 +1,25 @@
-"""The figures of chapters 04 and 05: every bucket, every event, nothing invented."""
+"""The figures of chapter 05 show what they are about, and nothing else."""
 
 import itertools
 import re
-from dataclasses import dataclass, field
 from xml.etree import ElementTree
 
-import matplotlib
 import pytest
+from drawings import boxes, elements, no_texts_overlap, problems, words
 
-matplotlib.use("agg")
-
-from drawings import (  # noqa: E402
-    boxes,
-    elements,
-    no_texts_overlap,  # noqa: E402
-    problems,
-    words,
-)
-
-from ddp_course.chapters.ch04_dp_vs_ddp.dp_and_ddp import dp_and_ddp  # noqa: E402
-from ddp_course.chapters.ch04_dp_vs_ddp.figures import (
-    DP_STEPS,  # noqa: E402
-    dp_step,  # noqa: E402
-)
-from ddp_course.chapters.ch04_dp_vs_ddp.gil import Timing  # noqa: E402
-from ddp_course.chapters.ch04_dp_vs_ddp.measured import plot_gil, plot_moves  # noqa: E402
-from ddp_course.chapters.ch05_ddp_internals.figures import (
-    buckets,  # noqa: E402
-    cells_of,  # noqa: E402
-)
-from ddp_course.chapters.ch05_ddp_internals.measured import (  # noqa: E402
-    plot_bucket_sweep,
-)
-from ddp_course.chapters.ch05_ddp_internals.overlapped import (
-    overlapped,  # noqa: E402
-    schedule,  # noqa: E402
-)
-from ddp_course.chapters.ch05_ddp_internals.timeline import (
-    bucket_numbers,  # noqa: E402
-    timeline,  # noqa: E402
-)
-from ddp_course.data_parallel import Move, bucket_plan  # noqa: E402
-from ddp_course.lab import (  # noqa: E402
-    explore,
-    gallery,
-    rank_color,
-)
-from ddp_course.lab.draw.bars import PLOT_W, visible  # noqa: E402
-from ddp_course.measure import Event  # noqa: E402
-from ddp_course.model import build_gpt  # noqa: E402
+from ddp_course.chapters.ch05_ddp_internals.figures import buckets, cells_of
+from ddp_course.chapters.ch05_ddp_internals.measured import plot_bucket_sweep
+from ddp_course.chapters.ch05_ddp_internals.overlapped import overlapped, schedule
+from ddp_course.chapters.ch05_ddp_internals.timeline import bucket_numbers, timeline
+from ddp_course.data_parallel import bucket_plan
+from ddp_course.lab import rank_color
+from ddp_course.lab.draw.bars import PLOT_W, visible
+from ddp_course.measure import Event
+from ddp_course.model import build_gpt
 
 GPT = dict(build_gpt("1m").named_parameters())
+
+
 PLAN = bucket_plan(GPT.items(), 1)
 
 
@@ -70,17 +39,24 @@ def step_of(rank, plan=PLAN, tagged=False, at=0.0, on_its_way=0.009):
 
 
 EVENTS = [event for rank in range(4) for event in step_of(rank)]
+
+
 AT_ONCE = [e for rank in range(4) for e in step_of(rank, bucket_plan(GPT.items(), 0.1),
                                                    on_its_way=0.2)]  # fmt: skip
+
+
 MANY = [
     Event(rank, op, t * 1e-4, t * 1e-4 + 5e-5, nbytes)
     for rank in range(2)
     for t in range(5000)
     for op, nbytes in (("backward", 0), ("send", 8))
 ]
+
+
 CAPS = (0.02, 0.25, 0.5, 1, 2, 4, 25)
+
+
 DRAWINGS = {
-    **{f"step {k}": lambda k=k: dp_step(k) for k in range(len(DP_STEPS))},
     **{
         f"{preset}, {cap} MiB": lambda preset=preset, cap=cap: buckets(preset, cap)
         for preset, cap in itertools.product(("1m", "8m"), CAPS)
@@ -93,7 +69,6 @@ DRAWINGS = {
         for start, width in ((0, None), (3, 20), (11, 0.5), (900, 10), (9.99, 1e-3))
     },
     "another first bucket": lambda: buckets("8m", 0.25, 0.25),
-    "the star and the ring": dp_and_ddp,
     "overlap": overlapped,
 }
 
@@ -105,68 +80,6 @@ def test_the_layout(name):
     assert drawing.svg() == DRAWINGS[name]().svg()
     assert len(drawing.description) > 60
     assert drawing.width <= 1100
-
-
-# DataParallel.
-
-
-def test_an_iteration_has_its_moves_and_their_bytes():
-    names = [step.name for step in DP_STEPS]
-    assert names[1:5] == ["scatter", "replicate", "parallel_apply", "gather"]
-    assert names[5:] == ["loss", "backward", "update"]
-    # (N - 1) S out with the copies, (N - 1) S back with their gradients.
-    assert [step.through for step in DP_STEPS] == [0, 0, 3, 3, 3, 3, 6, 6]
-    for step in DP_STEPS:
-        assert (
-            (step.sent in step.at_0) == (step.sent in step.at_others) == bool(step.way)
-        )
-        assert not {"optimizer", "loss"} & set(step.at_others)
-        assert {"model", "optimizer"} <= set(step.at_0)
-
-
-@pytest.mark.parametrize("step", range(8))
-def test_arrows_go_where_the_bytes_go(step):
-    heads = re.findall(r'<polygon points="([\d.]+),', dp_step(step).svg())
-    left = [float(x) for x in heads if float(x) < 250]
-    right = [float(x) for x in heads if float(x) > 250]
-    way = DP_STEPS[step].way
-    assert len(right) == 3 * (way in ("out", "both"))
-    assert len(left) == 3 * (way in ("back", "both"))
-
-
-def test_moves_are_added_up_by_replica():
-    moves = [Move("parameters", 0, k, 2**20) for k in (1, 2)]
-    moves += [Move("gradients of parameters", k, 0, 3 * 2**20) for k in (1, 2)]
-    (axes,) = plot_moves(moves).axes
-    heights = [bar.get_height() for bar in axes.patches if bar.get_height()]
-    assert heights == [2, 3, 3, 6, 1, 1]  # sent by 0, 1, 2; received
-    assert "MiB" in axes.get_ylabel()
-
-
-def timings(model):
-    ways = ("one after another", "threads", "DataParallel", "processes")
-    return [
-        Timing(model, way, 2, 2 / k, 2.0, k, (2 / k, 2.2 / k))
-        for way, k in zip(ways, (1, 0.8, 0.7, 1.9), strict=True)
-    ]
-
-
-def test_the_lock_is_shown_for_both_models():
-    panels = plot_gil(timings("tiny") + timings("large")).axes
-    assert [axes.get_title() for axes in panels] == ["tiny", "large"]
-    for axes in panels:
-        assert [bar.get_height() for bar in axes.patches] == [1, 0.8, 0.7, 1.9]
-        dots = [line for line in axes.lines if line.get_marker() == "o"]
-        assert [list(dot.get_ydata()) for dot in dots] == [
-            pytest.approx([k, k]) for k in (0.8, 0.7, 1.9)
-        ]
-        flat = [line.get_ydata()[0] for line in axes.lines if line not in dots]
-        assert flat == [1, 2]  # one thread does everything, and the ideal
-        assert axes.get_ylim()[1] > 2
-        assert [text.get_text() for text in axes.texts].count("ideal: 2") == 1
-
-
-# Buckets.
 
 
 @pytest.mark.parametrize("cap", CAPS)
@@ -214,9 +127,6 @@ def test_an_overlap_is_one():
     saved = flat[-1].end - bucketed[-1].end
     assert saved == pytest.approx(sum(b.end - b.start for b in sent[1][:3]))
     assert "saved: buckets 0 to 2" in words(overlapped())
-
-
-# Events.
 
 
 def test_messages_are_told_apart_by_their_order():
@@ -286,24 +196,6 @@ def test_rows_are_in_the_ranks_colours():
     assert places == sorted(places)
 
 
-def test_sliders_and_galleries():
-    def zoom(start=0, width=20):
-        return timeline(EVENTS, start, width)
-
-    for view in (
-        explore(zoom, start=(0, 40), width=(1, 60)),
-        explore(buckets, bucket_cap_mb=[0.25, 0.5, 1, 2, 4, 25]),
-        explore(dp_step, step=(0, 7)),
-    ):
-        assert view.children[-1].value.startswith("<svg")
-    assert view.children[0].value == 0
-    drawing = gallery(dp_step, [{"step": k} for k in range(8)])
-    assert list(problems(drawing)) == []
-    assert drawing.width <= 1000
-
-
-# The sweep.
-
 ROWS = [(0.02, 19, 0.31, 0.25), (1, 4, 0.16, 0.14), (4, 1, 0.21, 0.19)]
 
 
@@ -320,19 +212,7 @@ def test_the_sweep_marks_its_minimum():
     assert len(plot_bucket_sweep([row[:3] for row in ROWS]).axes[0].lines) == 2
 
 
-@dataclass(frozen=True)
-class Other:
-    """A move of something else than Moves' own class."""
-
-    src: int = 0
-    dst: int = 3
-    nbytes: int = 2**21
-    detail: dict = field(default_factory=dict, hash=False)
-
-
 FIGURES = {
-    "moves": lambda: plot_moves([Other(), Other(3, 0)]),
-    "the lock": lambda: plot_gil(timings("many tiny ones") + timings("few large ones")),
     "sweep": lambda: plot_bucket_sweep(ROWS, 0.115),
 }
 
@@ -345,14 +225,11 @@ def test_texts_do_not_overlap(name):
 @pytest.mark.parametrize(
     ("bad", "says"),
     [
-        (lambda: dp_step(8), "step is 8; .* 0 to 7"),
         (lambda: buckets("7m"), "the preset is '7m'; it can be '1m', '8m'"),
         (lambda: buckets("1m", 0), "bucket_cap_mb is 0"),
         (lambda: timeline([]), "no events"),
         (lambda: timeline(EVENTS, -1), "start is -1"),
         (lambda: timeline(EVENTS, 0, 0), "width is 0"),
-        (lambda: plot_moves([]), "no moves; .*record=True"),
-        (lambda: plot_gil([]), "no timings"),
         (lambda: plot_bucket_sweep([]), "no rows"),
         (lambda: plot_bucket_sweep([(1, 2)]), "a row is"),
         (lambda: plot_bucket_sweep([(1, 2, 0)]), "a number is 0.0"),

@@ -1,0 +1,68 @@
+"""The figures of chapter 02 show what they are about, and nothing else."""
+
+import re
+
+import pytest
+from drawings import problems, words
+
+from ddp_course.chapters.ch02_collectives.deadlock import deadlock
+from ddp_course.chapters.ch02_collectives.figures import (
+    COLLECTIVES,
+    before_after,
+    collectives,
+)
+from ddp_course.collectives.catalog import PLANS
+
+SIZES = (1, 2, 3, 4, 5, 8)
+
+
+FIGURES = {
+    **{f"{n} before and after": lambda n=n: before_after(n) for n in COLLECTIVES},
+    **{f"eight of {n}": lambda n=n: before_after("all_reduce, ring", n) for n in SIZES},
+    **{f"all to all {n}": lambda n=n: before_after("all_to_all", n) for n in SIZES},
+    "collectives": collectives,
+    "deadlock": deadlock,
+}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_the_layout(name):
+    drawing = FIGURES[name]()
+    assert list(problems(drawing)) == []
+    assert drawing.svg() == FIGURES[name]().svg()
+    assert len(drawing.description) > 60
+    assert drawing.width <= 1100
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_before_and_after(name):
+    plan = next(make(4) for key, make in PLANS.items() if key.split(",")[0] == name)
+    d = before_after(name)
+    everyone = [sum(chunk in has for has in plan.start) for chunk in range(plan.chunks)]
+    blocks = sum(map(len, plan.start)) + sum(
+        everyone[chunk] for has in plan.end for chunk in has
+    )
+    own = re.compile(r"\d(→\d)?")
+    assert sum(bool(own.fullmatch(w)) for w in words(d)) == blocks + 4  # ranks' names
+    assert name in words(d)
+    assert name in words(collectives())
+    assert f"{name}. Before: rank 0: " in d.description
+
+
+def test_deadlock_calls():
+    said = words(deadlock())
+    assert said.count("never called") == 2
+    assert said.count("send to 1") == said.count("recv from 1") - 1 == 2
+    assert deadlock().svg().count("<polygon") == 4  # nothing arrives on the left
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        (lambda: before_after("all"), "name is 'all'; .* 'all_reduce'"),
+        (lambda: before_after("scatter", 9), "world_size is 9; .* 1 to 8"),
+    ],
+)
+def test_what_cannot_be_drawn(bad, says):
+    with pytest.raises(ValueError, match=says):
+        bad()

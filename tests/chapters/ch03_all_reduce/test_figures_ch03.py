@@ -1,0 +1,61 @@
+"""The figures of chapter 03 show what they are about, and nothing else."""
+
+import pytest
+from drawings import fills, problems, words
+
+from ddp_course.chapters.ch03_all_reduce.figures import hierarchy, ring
+from ddp_course.chapters.ch03_all_reduce.six_ways import six_ways
+from ddp_course.lab.palette import rank_color
+
+SIZES = (1, 2, 3, 4, 5, 8)
+
+
+FIGURES = {
+    **{
+        f"hierarchy {g} x {n}": lambda g=g, n=n: hierarchy(g, n)
+        for g in (1, 2, 3, 4)
+        for n in SIZES
+    },
+    "ring": ring,
+    "six ways": six_ways,
+}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_the_layout(name):
+    drawing = FIGURES[name]()
+    assert list(problems(drawing)) == []
+    assert drawing.svg() == FIGURES[name]().svg()
+    assert len(drawing.description) > 60
+    assert drawing.width <= 1100
+
+
+def test_six_ways_tells_the_plans_numbers():
+    said = words(six_ways())
+    assert said.count("6 steps") == 2  # naive and ring
+    assert said.count("4 steps") == 3
+    assert "no message is sent" in said
+    assert not any("3/2" in word for word in said)  # it is to be predicted
+    for rank in range(4):
+        found = fills(six_ways(), f"{rank}")
+        assert found == [rank_color(rank)] * 6
+
+
+def test_hierarchy_tells_what_each_phase_sends():
+    said = words(hierarchy(2, 4))
+    assert said.count("fast links; each rank sends 3/4 S") == 2
+    assert "slow links; each rank sends 1/4 S" in said
+    for rank in range(8):
+        assert fills(hierarchy(2, 4), f"{rank}") == [rank_color(rank)] * 3
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        (lambda: hierarchy(0), "nnodes is 0; .* 1 to 4"),
+        (lambda: hierarchy(2, 9), "nproc_per_node is 9; .* 1 to 8"),
+    ],
+)
+def test_what_cannot_be_drawn(bad, says):
+    with pytest.raises(ValueError, match=says):
+        bad()

@@ -1,0 +1,38 @@
+"""The figures of chapter 07 show what they are about, and nothing else."""
+
+import pytest
+from drawings import fills, problems, words
+
+from ddp_course.chapters.ch07_zero.figures import ZERO_STAGES, zero_stages
+from ddp_course.lab import rank_color
+
+DRAWINGS = {
+    "07": zero_stages,
+}
+
+
+@pytest.mark.parametrize("name", DRAWINGS)
+def test_the_layout(name):
+    drawing = DRAWINGS[name]()
+    assert list(problems(drawing)) == []
+    assert drawing.svg() == DRAWINGS[name]().svg()
+    assert len(drawing.description) > 60
+    assert drawing.width <= 1100
+
+
+def test_stages_store_what_the_paper_says():
+    assert [stage.nbytes for stage in ZERO_STAGES] == [16, 10, 7]
+    said = words(zero_stages())
+    assert "3/4" not in said  # what is to be predicted
+    assert "4 + 4 + 8 = 16 bytes per parameter" in said
+    assert "4 + 4 + 8/4 = 10 bytes per parameter" in said
+    assert "4 + 4/4 + 8/4 = 7 bytes per parameter" in said
+
+
+def test_what_is_sharded_is_there_once():
+    drawing = zero_stages()
+    for rank in range(4):
+        colors = fills(drawing, f"{rank}")
+        sample = rank == 2  # of the legend
+        # A name in each of three panels; states in two of them, gradients in one.
+        assert colors == [rank_color(rank)] * (3 + 2 + 1 + sample)

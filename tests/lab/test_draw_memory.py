@@ -1,0 +1,150 @@
+"""What several chapters draw: memory."""
+
+import itertools
+
+import pytest
+from drawings import no_texts_overlap, problems
+from matplotlib.colors import to_hex
+
+from ddp_course.lab import rank_color
+from ddp_course.lab.draw.kinds import KIND_LOOKS, kinds_among
+from ddp_course.lab.draw.ledgers import ledgers, memory_against_communication
+from ddp_course.lab.draw.memory import plot_memory
+from ddp_course.lab.draw.shard_map import FlatRow, shard_map
+from ddp_course.lab.palette import RANK_COLORS, contrast
+
+MIB = 2**20
+
+
+ROWS = {
+    "one": [FlatRow("bucket 0", (("weight", 12), ("bias", 3)), 4, 4)],
+    "cells": [
+        FlatRow("bucket 0", (("1.bias", 4), ("1.weight", 20)), 8, 3),
+        FlatRow("bucket 1", (("0.bias", 5), ("0.weight", 14)), 7, 3),
+    ],
+    "large": [FlatRow("root", (("a.weight", 99_999), ("b.bias", 7)), 12_501, 8)],
+    "mostly padding": [FlatRow("u", (("w", 1),), 1, 4)],
+}
+
+
+DRAWINGS = {
+    **{f"shards, {k}": lambda rows=rows: shard_map(rows) for k, rows in ROWS.items()},
+}
+
+
+@pytest.mark.parametrize("name", DRAWINGS)
+def test_the_layout(name):
+    drawing = DRAWINGS[name]()
+    assert list(problems(drawing)) == []
+    assert drawing.svg() == DRAWINGS[name]().svg()
+    assert len(drawing.description) > 60
+    assert drawing.width <= 1100
+
+
+def test_kinds_are_no_ranks_and_can_be_told_apart_without_colours():
+    greys = [look.fill for look in KIND_LOOKS.values() if not look.pattern]
+    assert not set(greys) & set(RANK_COLORS)
+    for a, b in itertools.combinations(greys, 2):
+        assert contrast(a, b) > 1.4
+    patterns = [look.pattern for look in KIND_LOOKS.values() if look.pattern]
+    assert len(set(patterns)) == len(patterns)
+    hatched = [k for k, look in KIND_LOOKS.items() if look.pattern == "lines"]
+    assert hatched == ["communication buffers"]  # as everywhere
+
+
+def test_a_row_knows_which_ranks_own_a_parameter():
+    said = shard_map(ROWS["cells"]).description
+    assert "1.bias (4 elements) belongs to rank 0" in said
+    assert "1.weight (20 elements) belongs to ranks 0 to 2" in said
+    assert "2 of 21 elements are padding" in said
+
+
+def ledger(parameters=0, gradients=0, states=0, activations=0, buffers=0, other=0):
+    """A ledger, given in MiB."""
+    sizes = parameters, gradients, states, activations, buffers, other
+    return {kind: n * MIB for kind, n in zip(KIND_LOOKS, sizes, strict=True)}
+
+
+LEDGERS = {
+    "DDP": [ledger(4, 4, 8)] * 4,
+    "ZeRO-1": [ledger(4, 4, 2)] * 4,
+    "ZeRO-2": [ledger(4, 1, 2)] * 4,
+    "ZeRO-3": [ledger(1, 1, 2)] * 3 + [ledger(1, 1, 1.5)],
+}
+
+
+THEORY = {
+    "DDP": 16 * MIB, "ZeRO-1": ledger(4, 4, 2), "ZeRO-3": [ledger(1, 1, 2)] * 4,
+}  # fmt: skip
+
+
+def test_ledgers_are_bars_and_theory_is_a_mark():
+    (axes,) = ledgers(LEDGERS, THEORY).axes
+    bars = [bar for bar in axes.patches if bar.get_height()]
+    tops = {}
+    for bar in bars:
+        middle = round(bar.get_x() + bar.get_width() / 2)
+        tops[middle] = max(tops.get(middle, 0), bar.get_y() + bar.get_height())
+    assert list(tops.values()) == [16] * 4 + [10] * 4 + [7] * 4 + [4, 4, 4, 3.5]
+    fills = [to_hex(bar.get_facecolor()).upper() for bar in bars[:3]]
+    order = ("parameters", "optimizer states", "gradients")
+    assert fills == [KIND_LOOKS[kind].fill for kind in order]
+    marks = [line for line in axes.lines if len(line.get_ydata())]
+    says = [line.get_ydata()[0] for line in marks if line.get_color() != "white"]
+    assert says == [16] * 4 + [4, 6, 10] * 4 + [1, 3, 4] * 4
+    shown = [tick.get_text() for tick in axes.get_xticklabels()]
+    assert shown == ["0", "1", "2", "3"] * 4
+    boxes = [tick.get_bbox_patch().get_facecolor() for tick in axes.get_xticklabels()]
+    assert [to_hex(c).upper() for c in boxes[:4]] == [rank_color(k) for k in range(4)]
+
+
+def test_one_ledger_for_each_name_has_numbers():
+    (axes,) = ledgers({name: group[-1] for name, group in LEDGERS.items()}).axes
+    said = [text.get_text() for text in axes.texts]
+    assert {"16", "10", "7", "3.5", "8", "4"} <= set(said)
+    ticks = [tick.get_text() for tick in axes.get_xticklabels()]
+    assert ticks == list(LEDGERS)
+
+
+STAGE_ROWS = [
+    ("DDP", 16, 2), ("ZeRO-1", 10, 2), ("ZeRO-2", 7, 2), ("ZeRO-3", 4.4, 3),
+    ("ZeRO-3, kept after forward", 4.4, 2), ("PyTorch's ZRO and DDP", 10, 3),
+    ("PyTorch's fully_shard", 4.4, 4),
+]  # fmt: skip
+
+
+PLOTS = {
+    "ledgers": lambda: ledgers(LEDGERS, THEORY),
+    "one each": lambda: ledgers({name: group[0] for name, group in LEDGERS.items()}),
+    "two ranks": lambda: ledgers({"a": [ledger(1)] * 2, "b": [ledger(1, 2)] * 2}),
+    "stages": lambda: memory_against_communication(STAGE_ROWS),
+}
+
+
+@pytest.mark.parametrize("name", PLOTS)
+def test_texts_do_not_overlap(name):
+    no_texts_overlap(PLOTS[name])
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        (lambda: kinds_among([{"weights": 1}]), "is 'weights'; it can be 'parameters'"),
+        (lambda: kinds_among([{"other": -1}]), "other has -1 bytes"),
+        (lambda: shard_map([]), "no parts"),
+        (lambda: plot_memory([]), "no moment"),
+        (lambda: plot_memory([(0, ledger(), "")]), "no moment in which"),
+        (lambda: plot_memory({}), "0 logs"),
+        (lambda: ledgers({}), "no ledgers"),
+        (lambda: ledgers({"a": ledger()}), "a ledger of 'a' is empty"),
+        (lambda: ledgers({"a": []}), "a ledger of 'a' is empty"),
+        (lambda: ledgers({"a": ledger(1)}, {"b": 1}), "theory is of 'b'"),
+        (lambda: ledgers({"a": [ledger(1)]}, {"a": [1, 2]}), "of 1 ranks, .* of 2"),
+        (lambda: memory_against_communication([]), "beside is 'DDP'"),
+        (lambda: memory_against_communication(STAGE_ROWS * 2), "may be there once"),
+        (lambda: memory_against_communication([("DDP", 0, 1)]), "'DDP' has 0.0 bytes"),
+    ],
+)
+def test_what_cannot_be_drawn(bad, says):
+    with pytest.raises(ValueError, match=says):
+        bad()
