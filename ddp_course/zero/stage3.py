@@ -10,7 +10,7 @@ accumulation, recomputation; and after an error all is well. Explained in chapte
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -59,7 +59,6 @@ class FullyShardedDataParallel(SimpleFullyShardedDataParallel):
         cpu_offload: keep shards, gradients and optimizer states on the CPU, if `module`
             is on a GPU (`offload`).
         in_shared_memory: keep shards where all ranks of one machine see them; CPU only.
-        all_gather, reduce_scatter: other collectives (`mechanisms.exchange`).
 
     Raises:
         ReplicaError: the ranks' modules or arguments differ, or cannot be used.
@@ -82,8 +81,6 @@ class FullyShardedDataParallel(SimpleFullyShardedDataParallel):
         reduce_dtype: torch.dtype | None = None,
         cpu_offload: bool = False,
         in_shared_memory: bool = False,
-        all_gather: Callable[..., Any] | None = None,
-        reduce_scatter: Callable[..., Any] | None = None,
     ) -> None:
         dtypes = {"compute_dtype": compute_dtype, "reduce_dtype": reduce_dtype}
         told = {
@@ -91,33 +88,19 @@ class FullyShardedDataParallel(SimpleFullyShardedDataParallel):
             "prefetch": prefetch,
             "cpu_offload": cpu_offload,
             "in_shared_memory": in_shared_memory,
-            "all_gather": _name_of(all_gather),
-            "reduce_scatter": _name_of(reduce_scatter),
+            **dtypes,
         }
-        problem = _unusable(reshard_after_forward, prefetch, dtypes)
-        if not problem and isinstance(module, nn.Module):
-            devices = {p.device.type for p in module.parameters()}
-            if cpu_offload and "cpu" in devices:
-                problem = (
-                    "cpu_offload is True, but the module computes on the CPU: there is "
-                    "nothing to offload. It must be on a GPU"
-                )
-            if in_shared_memory:
-                problem = problem or memory_problem(process_group, devices)
-        if in_shared_memory:
-            exchange = MemoryExchange(process_group)
-        else:
-            given = {"all_gather": all_gather, "reduce_scatter": reduce_scatter}
-            exchange = MessageExchange(process_group, **given)
+        problem = _unusable(module, process_group, **told)
+        exchange = MemoryExchange if in_shared_memory else MessageExchange
         super().__init__(
             module,
             process_group,
             units=units,
             replicas=replicas,
-            exchange=exchange,
+            exchange=exchange(process_group),
             storage=partial(OffloadedStorage if cpu_offload else FlatStorage, **dtypes),
             problem=problem,
-            told=told | dtypes,
+            told=told,
         )
         self.compute_dtype, self.cpu_offload = compute_dtype, cpu_offload
         self.sync = True  # backward passes are averaged
@@ -230,17 +213,13 @@ class FullyShardedDataParallel(SimpleFullyShardedDataParallel):
 
     # ---- accumulation ----------------------------------------------------------------
 
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Let backward passes only collect gradients, until this is True again.
-
-        They stay whole, which takes the memory of all gradients; the next pass that is
-        averaged sends their sum. As of PyTorch's FSDPModule.
-        """
-        self.sync = requires_gradient_sync
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Only collect the gradients of the backward passes in this block."""
+        """Only collect the gradients of the backward passes in this block.
+
+        They stay whole, which takes the memory of all gradients; the next pass that is
+        averaged sends their sum. As set_requires_gradient_sync of PyTorch's FSDPModule.
+        """
         before, self.sync = self.sync, False
         try:
             yield
@@ -303,21 +282,31 @@ class FullyShardedDataParallel(SimpleFullyShardedDataParallel):
             self.timeline.add(op, since, "compute", unit=unit.plan.name)
 
 
-def _unusable(reshard: Any, prefetch: Any, dtypes: dict[str, Any]) -> str | None:
+def _unusable(
+    module: Any,
+    group: dist.ProcessGroup | None,
+    reshard_after_forward: Any,
+    prefetch: Any,
+    cpu_offload: bool,
+    in_shared_memory: bool,
+    **dtypes: Any,
+) -> str | None:
     """Return which argument cannot be used, and why; or None."""
-    if reshard not in (True, False, None):
-        return f"reshard_after_forward is {reshard!r}; it can be True, False or None"
+    if reshard_after_forward not in (True, False, None):
+        return (
+            f"reshard_after_forward is {reshard_after_forward!r}; it can be True, "
+            "False or None"
+        )
     if type(prefetch) is not int or prefetch < 0:
         return f"prefetch is {prefetch!r}; it must be a whole number, 0 or more"
     for name, dtype in dtypes.items():
         floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
         if dtype is not None and not floating:
             return f"{name} is {dtype!r}; it must be a floating-point dtype or None"
-    return None
-
-
-def _name_of(function: Any) -> str | None:
-    if function is None:
-        return None
-    module, name = (getattr(function, k, "") for k in ("__module__", "__qualname__"))
-    return f"{module}.{name}"
+    devices = {p.device.type for p in getattr(module, "parameters", list)()}
+    if cpu_offload and "cpu" in devices:
+        return (
+            "cpu_offload is True, but the module computes on the CPU: there is nothing "
+            "to offload. It must be on a GPU"
+        )
+    return memory_problem(group, devices) if in_shared_memory else None

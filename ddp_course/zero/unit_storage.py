@@ -18,7 +18,7 @@ names. Chapter 08.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 from ddp_course.collectives import communicator, ring
 from ddp_course.measure import label
-from ddp_course.mechanisms.engine import view_of
 from ddp_course.mechanisms.exchange import MessageExchange, allocate
 from ddp_course.mechanisms.placements import Flat, place
 from ddp_course.zero.units import FlatPlan, UnitPlan
@@ -61,8 +60,8 @@ class FlatStorage:
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self.plan, self.exchange, self.replicas = plan, exchange, replicas
-        self.parameters = [parameters[name] for name in plan.sharded.bucket.parameters]
-        numel, rank, size = plan.sharded.numel, exchange.rank, exchange.size
+        self.parameters = [parameters[name] for name, _ in plan.sizes]
+        numel, rank, size = plan.numel, exchange.rank, exchange.size
         first = self._packed()
         for group in (exchange.group, replicas)[: 1 + (replicas is not None)]:
             dist.broadcast(first, communicator(group).ranks[0], group)
@@ -86,39 +85,40 @@ class FlatStorage:
         self.scale = 1 / size / (1 if replicas is None else replicas.size())
         for flat in (self.sum,) if self.lasts else (self.whole, self.sum):
             label(flat, "communication buffers").untyped_storage().resize_(0)
-        self.pieces = dict(
-            zip(plan.sharded.bucket.parameters, self._pieces(), strict=True)
-        )
+        self.pieces = dict(self._pieces())
 
     def _packed(self) -> Tensor:
         """Return the parameters side by side, followed by zeros."""
-        bucket, numel = self.plan.sharded.bucket, self.plan.sharded.numel
-        flat = torch.zeros(numel, dtype=bucket.dtype, device=bucket.device)
+        plan = self.plan
+        flat = torch.zeros(plan.numel, dtype=plan.dtype, device=plan.device)
         for view, parameter in zip(self._views(flat), self.parameters, strict=True):
             view.copy_(parameter)
         return flat
 
     def _views(self, flat: Tensor) -> list[Tensor]:
-        """Return the part of each parameter in a flat tensor, in its shape."""
-        offsets = self.plan.sharded.bucket.offsets
-        pairs = zip(offsets, self.parameters, strict=True)
-        return [view_of(flat, offset, parameter) for offset, parameter in pairs]
+        """Return the part of each parameter in a flat tensor, in its shape.
+
+        It lies there as autograd lays its gradient.
+        """
+        parts = flat.split([*(n for _, n in self.plan.sizes), self.plan.padding])
+        return [
+            part.as_strided(p.shape, torch.empty_like(p, device="meta").stride())
+            for part, p in zip(parts, self.parameters, strict=False)
+        ]
 
     def _cut(self, shard: Tensor) -> list[Tensor]:
         """Return the part of each parameter in what lies as the shard does."""
         pieces = self.plan.pieces(self.exchange.rank)
         return [shard[p.offset :][: p.last - p.first] for p in pieces]
 
-    def _pieces(self) -> Iterable[nn.Parameter]:
-        for piece, view, parameter in zip(
-            self.plan.pieces(self.exchange.rank),
-            self._cut(self.shard),
-            self.parameters,
-            strict=True,
-        ):
-            kept = nn.Parameter(view, requires_grad=parameter.requires_grad)
-            where = self.exchange.group, Flat(piece.first, piece.last)
-            yield place(kept, *where, like=parameter, name=piece.parameter)
+    def _pieces(self) -> Iterator[tuple[str, nn.Parameter]]:
+        plan = self.plan.pieces(self.exchange.rank)
+        views = self._cut(self.shard)
+        for piece, view, whole in zip(plan, views, self.parameters, strict=True):
+            kept = nn.Parameter(view, requires_grad=whole.requires_grad)
+            way = self.exchange.group, Flat(piece.first, piece.last)
+            name = piece.parameter
+            yield name, place(kept, *way, like=whole, name=name)
 
     def empty(self, numel: int, like: Tensor) -> Tensor:
         """Return memory for a shard: where it is computed with."""
@@ -160,7 +160,7 @@ class FlatStorage:
                 torch.mul(gradient.detach(), self.scale, out=view)
             else:  # scaled in the other, most often more precise, type
                 view.copy_(gradient.detach()).mul_(self.scale)
-        self.sum[self.plan.sharded.bucket.numel :].zero_()
+        self.sum[self.plan.numel - self.plan.padding :].zero_()
 
     def reduce(self) -> Any:
         """Begin to sum over the ranks; return something to wait for, or None."""

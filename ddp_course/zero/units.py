@@ -19,14 +19,13 @@ Zhao et al. 2023, "PyTorch FSDP", sections 3.2.1 and 4.2. Chapter 08.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from ddp_course.mechanisms.buckets import Bucket
-from ddp_course.zero.shards import Piece, ShardedBucket
+from ddp_course.zero.shards import Piece
 
 ROOT = "root"
 
@@ -35,39 +34,55 @@ Chosen = Iterable["nn.Module | str"] | Callable[[str, nn.Module], bool] | None
 
 @dataclass(frozen=True)
 class FlatPlan:
-    """Parameters of a unit that have one type: element k of all is in one shard.
+    """Parameters of a unit that have one type, side by side: rank r owns shard r.
 
     Attributes:
         name: of the unit, and what tells this one from the unit's others.
+        sizes: (parameter, elements) in order.
+        world_size: how many shards.
+        dtype, device: of all of them.
         trainable: whether they have gradients.
-        sharded: where each parameter begins, and who owns what.
     """
 
     name: str
+    sizes: tuple[tuple[str, int], ...]
+    world_size: int
+    dtype: torch.dtype
+    device: torch.device
     trainable: bool
-    sharded: ShardedBucket
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of each shard: those of the parameters, and perhaps padding."""
+        return -(-sum(numel for _, numel in self.sizes) // self.world_size)
+
+    @property
+    def numel(self) -> int:
+        """Elements of all shards together, padding included."""
+        return self.world_size * self.shard_numel
+
+    @property
+    def padding(self) -> int:
+        """Elements that belong to no parameter."""
+        return self.numel - sum(numel for _, numel in self.sizes)
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         """Return what `rank` owns of each parameter, which may be nothing, in order."""
-        bucket, length = self.sharded.bucket, self.sharded.shard_numel
-        edges = [edge - rank * length for edge in (*bucket.offsets, bucket.numel)]
-        inside = [min(max(edge, 0), length) for edge in edges]  # of the rank's shard
-        return tuple(
-            Piece(name, inside[k] - edges[k], inside[k + 1] - edges[k], inside[k])
-            if inside[k] < inside[k + 1]
-            else Piece(name, 0, 0, inside[k])
-            for k, name in enumerate(bucket.parameters)
-        )
+        found, start, length = [], -rank * self.shard_numel, self.shard_numel
+        for name, numel in self.sizes:  # `start` is counted from where the shard begins
+            first, end = max(start, 0), min(start + numel, length)
+            inside = (first - start, end - start) if first < end else (0, 0)
+            found.append(Piece(name, *inside, min(first, length)))
+            start += numel
+        return tuple(found)
 
     def __str__(self) -> str:
         """One line for a reader."""
-        bucket, plan = self.sharded.bucket, self.sharded
-        dtype = str(bucket.dtype).removeprefix("torch.")
-        count = len(bucket.parameters)
+        dtype, count = str(self.dtype).removeprefix("torch."), len(self.sizes)
         return (
-            f"{self.name}: {bucket.numel:,} {dtype} elements of {count} "
+            f"{self.name}: {self.numel - self.padding:,} {dtype} elements of {count} "
             f"{'' if self.trainable else 'frozen '}parameter{'s' * (count > 1)}, "
-            f"{plan.world_size} x {plan.shard_numel:,} with {plan.padding} of padding"
+            f"{self.world_size} x {self.shard_numel:,} with {self.padding} of padding"
         )
 
 
@@ -93,12 +108,12 @@ class UnitPlan:
     @property
     def numel(self) -> int:
         """Elements of all shards of all ranks, padding included."""
-        return sum(flat.sharded.numel for flat in self.flats)
+        return sum(flat.numel for flat in self.flats)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all parameters, gathered in their own types, padding included."""
-        return sum(flat.sharded.nbytes for flat in self.flats)
+        return sum(flat.numel * flat.dtype.itemsize for flat in self.flats)
 
     def __str__(self) -> str:
         """A line for each flat."""
@@ -123,52 +138,56 @@ def unit_plan(
 
     Raises ValueError for a unit that is no module of `module`. Chapter 08.
     """
+    chosen = {id(unit): name for name, unit in _chosen(module, units).items()}
     homes: dict[Tensor, set[str]] = {}  # parameter -> the units it is in
-    chosen = {id(unit): name for name, unit in _chosen(module, units)}
-    for parameter, home in _walk(module, ROOT, chosen):
-        homes.setdefault(parameter, set()).add(home)
-    members: dict[str, list[tuple[str, Tensor]]] = {ROOT: []}
-    members |= {name: [] for name in chosen.values()}
-    for name, parameter in module.named_parameters():
-        (home, *others) = homes[parameter]
-        members[ROOT if others else home].append((name, parameter))
-    filled = {k: m for k, m in members.items() if m or k == ROOT}
+    at = {"": ROOT}
+    for path, child in module.named_modules(remove_duplicate=False):
+        at[path] = chosen.get(id(child), at[path.rpartition(".")[0]])
+        for parameter in child.parameters(recurse=False):
+            homes.setdefault(parameter, set()).add(at[path])
+    # Parameters of one type lie side by side.
+    members: dict[str, dict[tuple, list[tuple[str, int]]]] = {ROOT: {}}
+    members |= {name: {} for name in chosen.values()}
+    for name, p in module.named_parameters():
+        (home, *others) = homes[p]
+        kinds = members[ROOT if others else home]
+        kind = world_size, p.dtype, p.device, p.requires_grad
+        kinds.setdefault(kind, []).append((name, p.numel()))
+    filled = ((name, kinds) for name, kinds in members.items() if kinds or name == ROOT)
     return tuple(
-        UnitPlan(index, name, tuple(_flats(name, pairs, world_size)))
-        for index, (name, pairs) in enumerate(filled.items())
+        UnitPlan(
+            index,
+            unit,
+            tuple(
+                FlatPlan(_named(unit, kind, kinds), tuple(sizes), *kind)
+                for kind, sizes in kinds.items()
+            ),
+        )
+        for index, (unit, kinds) in enumerate(filled)
     )
 
 
-def _walk(
-    module: nn.Module, home: str, chosen: dict[int, str]
-) -> Iterator[tuple[Tensor, str]]:
-    """Yield every parameter and the innermost unit, at each place where it is."""
-    home = chosen.get(id(module), home)
-    for parameter in module.parameters(recurse=False):
-        yield parameter, home
-    for child in module.children():
-        yield from _walk(child, home, chosen)
+def _named(unit: str, kind: tuple, kinds: dict[tuple, list]) -> str:
+    """Return the unit's name, with the type if it has several."""
+    _, dtype, _, trainable = kind
+    more = f".{str(dtype).removeprefix('torch.')}" + ".frozen" * (not trainable)
+    return unit + more * (len(kinds) > 1)
 
 
-def _chosen(module: nn.Module, units: Chosen) -> list[tuple[str, nn.Module]]:
-    """Return the names and modules of the units, in the order of the model."""
+def _chosen(module: nn.Module, units: Chosen) -> dict[str, nn.Module]:
+    """Return the modules of the units by name, in the order of the model."""
     named = {name: child for name, child in module.named_modules() if name}
-    if units is None:
+    if units is None:  # a list in a list is no unit: it is never called
         lists = [m for m in module.modules() if isinstance(m, nn.ModuleList)]
-        inside = {id(child) for each in lists for child in each}
-        # A list in a list is no unit: it is never called.
-        callable_ones = [
-            c for c in named.items() if not isinstance(c[1], nn.ModuleList)
-        ]
-        return [(name, child) for name, child in callable_ones if id(child) in inside]
-    if callable(units) and not isinstance(units, nn.Module):
-        return [(name, child) for name, child in named.items() if units(name, child)]
-    if isinstance(units, (str, nn.Module)) or not isinstance(units, Iterable):
+        units = [c for m in lists for c in m if not isinstance(c, nn.ModuleList)]
+    elif callable(units) and not isinstance(units, nn.Module):
+        units = [name for name, child in named.items() if units(name, child)]
+    elif isinstance(units, (str, nn.Module)) or not isinstance(units, Iterable):
         raise ValueError(
             f"units is {_told(units)}; it can be a list of modules or names, a "
             "function (name, module) -> bool, or None"
         )
-    wanted: set[int] = set()
+    wanted = {}
     for unit in units:
         found = named.get(unit) if isinstance(unit, str) else unit
         if not any(found is child for child in named.values()):
@@ -176,32 +195,9 @@ def _chosen(module: nn.Module, units: Chosen) -> list[tuple[str, nn.Module]]:
                 f"units has {_told(unit)}, which is no module of this model; its "
                 f"modules are {', '.join(list(named)[:8])}{', ...' * (len(named) > 8)}"
             )
-        wanted.add(id(found))
-    return [(name, child) for name, child in named.items() if id(child) in wanted]
+        wanted[id(found)] = found
+    return {name: child for name, child in named.items() if id(child) in wanted}
 
 
 def _told(unit: object) -> str:
     return f"a {type(unit).__name__}" if isinstance(unit, nn.Module) else repr(unit)
-
-
-def _flats(
-    unit: str, members: list[tuple[str, Tensor]], world_size: int
-) -> Iterator[FlatPlan]:
-    """Lay the parameters of a unit side by side, those of one type together."""
-    kinds: dict[tuple[torch.dtype, torch.device, bool], list[tuple[str, Tensor]]] = {}
-    for name, parameter in members:
-        kind = parameter.dtype, parameter.device, parameter.requires_grad
-        kinds.setdefault(kind, []).append((name, parameter))
-    for index, ((dtype, device, trainable), pairs) in enumerate(kinds.items()):
-        offsets, numel = [], 0
-        for _, parameter in pairs:
-            offsets.append(numel)
-            numel += parameter.numel()
-        told = unit
-        if len(kinds) > 1:
-            told += f".{str(dtype).removeprefix('torch.')}" + ".frozen" * (
-                not trainable
-            )
-        names = tuple(name for name, _ in pairs)
-        bucket = Bucket(index, names, tuple(offsets), numel, dtype, device)
-        yield FlatPlan(told, trainable, ShardedBucket(bucket, world_size))

@@ -228,21 +228,8 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "shared": lambda m: Ours(m, in_shared_memory=True),
     "one unit": lambda m: Ours(m, units=[]),
     "by name": lambda m: Ours(m, units=lambda name, child: "." in name),
-    "torch's": lambda m: Ours(
-        m, all_gather=_all_gather, reduce_scatter=_reduce_scatter
-    ),
 }
 PYTORCH = {fully_shard}
-
-
-def _all_gather(*args, **kwargs):
-    new = getattr(dist, "all_gather_single", None)
-    return (new or dist.all_gather_into_tensor)(*args, **kwargs)
-
-
-def _reduce_scatter(*args, **kwargs):
-    new = getattr(dist, "reduce_scatter_single", None)
-    return (new or dist.reduce_scatter_tensor)(*args, **kwargs)
 
 
 # ---- planted fakes: each is wrong in one way that is easy to overlook --------------

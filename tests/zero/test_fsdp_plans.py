@@ -24,7 +24,7 @@ from ddp_course.zero.units import unit_plan
 
 def names(plan) -> dict[str, set[str]]:
     return {
-        flat.name: set(flat.sharded.bucket.parameters)
+        flat.name: {name for name, _ in flat.sizes}
         for unit in plan
         for flat in unit.flats
     }
@@ -42,8 +42,8 @@ def test_blocks_are_units_and_the_root_has_the_rest():
     }
     everything = [name for each in names(plan).values() for name in each]
     assert sorted(everything) == sorted(name for name, _ in model.named_parameters())
-    block = plan[1].flats[0].sharded
-    assert (block.bucket.numel, block.shard_numel, block.padding) == (2492, 623, 0)
+    block = plan[1].flats[0]
+    assert (block.numel, block.shard_numel, block.padding) == (2492, 623, 0)
     assert plan[1].nbytes == 4 * 2492
     told = (
         "blocks.0: 2,492 float32 elements of 11 parameters, 4 x 623 with 0 of padding"
@@ -116,14 +116,12 @@ def test_every_element_has_one_owner(numels, world_size):
     (unit,) = unit_plan(module, world_size)
     owned = {f"p{k}": [0] * numel for k, numel in enumerate(numels)}
     for flat in unit.flats:
-        assert 0 <= flat.sharded.padding < world_size
+        assert 0 <= flat.padding < world_size
         for rank in range(world_size):
             pieces = flat.pieces(rank)
-            assert [p.parameter for p in pieces] == [*flat.sharded.bucket.parameters]
+            assert [p.parameter for p in pieces] == [*(name for name, _ in flat.sizes)]
             for piece in pieces:
-                assert (
-                    piece.offset + piece.last - piece.first <= flat.sharded.shard_numel
-                )
+                assert piece.offset + piece.last - piece.first <= flat.shard_numel
                 for element in range(piece.first, piece.last):
                     owned[piece.parameter][element] += 1
     assert all(count == 1 for counts in owned.values() for count in counts)

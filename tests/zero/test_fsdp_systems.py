@@ -138,7 +138,7 @@ def test_between_steps_each_rank_keeps_its_part_and_the_peak_is_computed(n):
     root, *blocks = unit_plan(build_gpt(GPT), n)
     shards = sum(unit.nbytes for unit in (root, *blocks)) // n
     steps = 4 * len([*build_gpt(GPT).parameters()])  # AdamW's counters, float32
-    padding = 4 * sum(u.flats[0].sharded.padding for u in (root, *blocks))
+    padding = 4 * sum(u.flats[0].padding for u in (root, *blocks))
     block = max(unit.nbytes for unit in blocks)
     for rank in spawn(kept, world_size=n, output="none"):
         for name in ("ours", "all stay", "naive", "shared", "no prefetch"):
