@@ -144,7 +144,7 @@ class FullyShardedDataParallel(SimpleFullyShardedDataParallel):
         self, unit: Unit, module: nn.Module, inputs: Any, kwargs: Any
     ) -> tuple[Any, Any]:
         """The module of `unit` is about to be called, perhaps by our backward."""
-        self._gather(unit)
+        super()._forward_comes(unit, module, inputs, kwargs)
         return self._cast(inputs), self._cast(kwargs)
 
     def _used(self, unit: Unit, needed_again: bool) -> None:

@@ -45,21 +45,22 @@ class SimpleFullyShardedDataParallel(ShardedModule):
 
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         super().__init__(module, *args, **kwargs)
+        self.given: dict[Unit, set] = {}  # what autograd noted before their forward
         self.open: list[Unit] = []  # those that backward is in, from the outer inwards
         modules = dict(module.named_modules())
         for unit in self.units:
             if unit is not self.root:
-                called, how = modules[unit.plan.name], {"with_kwargs": True}
-                comes = partial(self._forward_comes, unit)
-                called.register_forward_pre_hook(comes, prepend=True, **how)
-                leaves = partial(self._forward_leaves, unit)
-                called.register_forward_hook(leaves, **how)
+                called = modules[unit.plan.name]
+                called.register_forward_pre_hook(
+                    partial(self._forward_comes, unit), prepend=True, with_kwargs=True
+                )
+                called.register_forward_hook(partial(self._forward_leaves, unit))
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; its units are gathered and freed on the way."""
         self._forward_comes(self.root, self.module, inputs, kwargs)
         output = self.module(*inputs, **kwargs)
-        self._forward_leaves(self.root, self.module, inputs, kwargs, output)
+        self._forward_leaves(self.root, self.module, inputs, output)
         return output
 
     # ---- what hooks report -----------------------------------------------------------
@@ -68,14 +69,14 @@ class SimpleFullyShardedDataParallel(ShardedModule):
         self, unit: Unit, module: nn.Module, inputs: Any, kwargs: Any
     ) -> None:
         """The module of `unit` is about to be called."""
+        self.given[unit] = {t.grad_fn for t in tensors_in([inputs, kwargs])} | {None}
         self._gather(unit)
 
     def _forward_leaves(
-        self, unit: Unit, module: nn.Module, inputs: Any, kwargs: Any, output: Any
+        self, unit: Unit, module: nn.Module, inputs: Any, output: Any
     ) -> None:
         """The module of `unit` has returned: backward will come back the same way."""
-        before = {tensor.grad_fn for tensor in tensors_in([inputs, kwargs])}
-        made = {tensor.grad_fn for tensor in tensors_in(output)} - before - {None}
+        made = {t.grad_fn for t in tensors_in(output)} - self.given.pop(unit)
         for node in made:
             node.register_prehook(partial(self._backward_comes, unit))
         self._used(unit, bool(made))

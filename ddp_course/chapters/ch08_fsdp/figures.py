@@ -33,7 +33,7 @@ def fully_sharded() -> Drawing:
             "units 3 to 0. Each unit is gathered before its forward and once more "
             "before its backward, beside the computing of the unit before it, and "
             "freed after each; its gradients are reduce-scattered after its backward. "
-            "At most two units are whole at a time."
+            "At most two of these units are whole at a time."
         ),
     )
     d.text(MARGIN, 26, d.title, size=15, bold=True, anchor="start")
