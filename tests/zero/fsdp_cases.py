@@ -228,6 +228,7 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "shared": lambda m: Ours(m, in_shared_memory=True),
     "one unit": lambda m: Ours(m, units=[]),
     "by name": lambda m: Ours(m, units=lambda name, child: "." in name),
+    "torch": fully_shard,
 }
 PYTORCH = {fully_shard}
 

@@ -10,10 +10,8 @@ from fsdp_cases import (
     FAKES,
     OPTIMIZERS,
     WRAPPERS,
-    Ours,
     bits,
     far_apart,
-    fully_shard,
     train,
 )
 
@@ -24,18 +22,18 @@ alone = functools.cache(functools.partial(train, None))  # one process, whole ba
 
 def everything() -> dict[tuple, object]:
     """On every rank: train under every wrapper, and under every fake."""
-    told = {
-        (name, "odd", "sgd"): train(wrap, "sgd", "odd")
-        for name, wrap in WRAPPERS.items()
-    }
-    for optimizer in OPTIMIZERS:
-        told["ours", "gpt", optimizer] = train(Ours, optimizer, "gpt")
-        told["torch", "gpt", optimizer] = train(fully_shard, optimizer, "gpt")
-    for name in ("naive", "shared"):
-        told[name, "gpt", "sgd"] = train(WRAPPERS[name], "sgd", "gpt")
-    told["ours", "odd", "adamw"] = train(Ours, "adamw", "odd")
+    cases = [(name, "odd", "sgd") for name in ("naive", "simple", "ours", "shared")]
+    cases += [(name, "gpt", "sgd") for name in ("naive", "simple", "shared")]
+    cases += [(name, "gpt", opt) for name in ("ours", "torch") for opt in OPTIMIZERS]
+    cases += [("ours", "odd", "adamw")]
     if dist.get_world_size() == 3:  # where sizes do not divide, too
-        told |= {("fake", name): train(wrap, "sgd") for name, wrap in FAKES.items()}
+        cases += [(name, "odd", "sgd") for name in WRAPPERS if name != "torch"]
+        cases += [("fake", name) for name in FAKES]
+    told = {}
+    for case in dict.fromkeys(cases):
+        name, model, *_ = case
+        wrap = FAKES[model] if name == "fake" else WRAPPERS[name]
+        told[case] = train(wrap, *((case[2], model) if len(case) == 3 else ("sgd",)))
     return told
 
 

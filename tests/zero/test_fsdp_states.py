@@ -91,10 +91,31 @@ def without(state: dict) -> dict:
     return {key: value for key, value in state.items() if "calls" not in key}
 
 
-@pytest.mark.parametrize("n", [1, 3, 4])
-def test_one_process_and_many_ranks_go_on_from_each_other(n):
+def everything(before: dict, folder: str) -> dict:
+    """On every rank: what the tests below look at, in one launch."""
+    told = {"continued": continued(before), "loaded": loaded(folder)}
+    if dist.get_world_size() == 2:
+        told |= {"groups": groups(), "fake": rank_0_only(folder)}
+    return told
+
+
+@pytest.fixture(scope="module")
+def saved_on_4(tmp_path_factory) -> tuple[str, dict]:
+    """A folder with checkpoints, and the states of those who wrote them."""
+    folder = str(tmp_path_factory.mktemp("checkpoints"))
+    return folder, spawn(saved, folder, world_size=4, output="none")[0]
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3, 4])
+def ranks(request, saved_on_4) -> list[dict]:
     before = {case: of_one_process(*case, 2) for case in CASES}
-    told = spawn(continued, before, world_size=n, output="none")
+    args = before, saved_on_4[0]
+    return spawn(everything, *args, world_size=request.param, output="none")
+
+
+def test_one_process_and_many_ranks_go_on_from_each_other(ranks):
+    before = {case: of_one_process(*case, 2) for case in CASES}
+    told = [rank["continued"] for rank in ranks]
     for case in CASES:
         for number, rank in enumerate(told):
             same, (state, opt), lengths = rank[case]
@@ -153,8 +174,8 @@ def groups() -> dict:
     }
 
 
-def test_parameter_groups_and_states_that_do_not_fit():
-    for rank in spawn(groups, world_size=2, output="none"):
+def test_parameter_groups_and_states_that_do_not_fit(ranks):
+    for rank in (rank["groups"] for rank in ranks if "groups" in rank):
         groups_of = rank["state"]["param_groups"]
         assert [g["weight_decay"] for g in groups_of] == [0.0, 0.01]
         names = [name for name, _ in build_gpt(GPT).named_parameters()]
@@ -234,7 +255,7 @@ def refusal(folder: str, module, optimizer) -> str:
     return "no error"
 
 
-def rank_0_shard_only(folder: str) -> bool:
+def rank_0_only(folder: str) -> bool:
     """A planted fake: only rank 0 saves its numbers. Tell if nobody sees it."""
     module, _ = sharded(*CASES[0])
     honest = sharded_checkpoint._part_of
@@ -251,23 +272,19 @@ def rank_0_shard_only(folder: str) -> bool:
     return not differ(before, module.full_state_dict())
 
 
-def test_saved_on_4_ranks_and_loaded_on_4_3_2_and_1(tmp_path):
-    told = spawn(saved, str(tmp_path), world_size=4, output="none")[0]
-    for n in (1, 2, 3, 4):
-        for rank in spawn(loaded, str(tmp_path), world_size=n, output="none"):
-            errors = rank.pop("errors")
-            for case in CASES:
-                middle, after = told[case]
-                assert not differ(middle[0], rank[case][0][0]), (n, case)
-                assert not differ(middle[1], rank[case][0][1]), (n, case)
-                same = n == 4 and case != CASES[1]  # that one has other units
-                exact = {} if same else {"rtol": 1e-4, "atol": 1e-5}
-                assert not differ(without(after), without(rank[case][1]), **exact)
-            assert "holds no checkpoint that can be read" in errors["no folder"]
-            assert "the checkpoint has no optimizer" in errors["no optimizer"]
-            assert "the checkpoint" in errors["model"]
-            assert "the optimizer's groups are [['embed.tok" in errors["groups"]
-    assert (
-        spawn(rank_0_shard_only, str(tmp_path), world_size=2, output="none")
-        == [False] * 2
-    )
+def test_saved_on_4_ranks_and_loaded_on_4_3_2_and_1(ranks, saved_on_4):
+    n, (_, told) = len(ranks), saved_on_4
+    for rank in (rank["loaded"] for rank in ranks):
+        errors = rank["errors"]
+        for case in CASES:
+            middle, after = told[case]
+            assert not differ(middle[0], rank[case][0][0]), (n, case)
+            assert not differ(middle[1], rank[case][0][1]), (n, case)
+            same = n == 4 and case != CASES[1]  # that one has other units
+            exact = {} if same else {"rtol": 1e-4, "atol": 1e-5}
+            assert not differ(without(after), without(rank[case][1]), **exact)
+        assert "holds no checkpoint that can be read" in errors["no folder"]
+        assert "the checkpoint has no optimizer" in errors["no optimizer"]
+        assert "the checkpoint" in errors["model"]
+        assert "the optimizer's groups are [['embed.tok" in errors["groups"]
+    assert not any(rank.get("fake") for rank in ranks)  # it is seen

@@ -78,34 +78,6 @@ def sent() -> dict[str, tuple[int, int, int]]:
     return told
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_bytes_sent_are_those_of_the_formula(n):
-    plan = unit_plan(build_gpt(GPT), n)
-    one = (n - 1) * sum(unit.nbytes for unit in plan) // n  # of each gather or reduce
-    root = (n - 1) * plan[0].nbytes // n
-    for rank in spawn(sent, world_size=n, output="none"):
-        metered = {name: told[0] for name, told in rank.items()}
-        assert metered["ours"] == 3 * one
-        assert metered["root stays"] == 3 * one - root
-        assert metered["all stay"] == 2 * one
-        assert metered["bf16"] == 3 * one / 2
-        assert metered["bf16, summed in fp32"] == 2 * one
-        assert metered["shared"] == one  # gradients; for weights nothing is moved
-        for name in ("ours", "root stays", "all stay", "bf16"):
-            written = rank[name][1]
-            # gloo's headers: 144 bytes for each message, 0.3 to 0.5 % of these.
-            assert 0 <= written - metered[name] <= 150 * rank[name][2], name
-        assert rank["shared"][1] < 1000  # no message
-        # gloo's reduce-scatter is an all-reduce: once more as much. fully_shard pads
-        # each parameter for itself.
-        for name, times in (
-            ("naive", 3),
-            ("fully_shard", 4),
-            ("fully_shard, all stay", 3),
-        ):
-            assert times <= rank[name][1] / one < 1.07 * times, name
-
-
 # ---- bytes kept ----------------------------------------------------------------------
 
 
@@ -133,14 +105,54 @@ def kept() -> dict[str, object]:
     return told
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_between_steps_each_rank_keeps_its_part_and_the_peak_is_computed(n):
+def both() -> tuple[dict, dict]:
+    told = sent()
+    gc.collect()  # a sharded module and its hooks know each other
+    return told, kept()
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def measured(request) -> tuple[int, list]:
+    """The number of ranks, and what each of them tells."""
+    return request.param, spawn(both, world_size=request.param, output="none")
+
+
+def test_bytes_sent_are_those_of_the_formula(measured):
+    n, ranks = measured
+    plan = unit_plan(build_gpt(GPT), n)
+    one = (n - 1) * sum(unit.nbytes for unit in plan) // n  # of each gather or reduce
+    root = (n - 1) * plan[0].nbytes // n
+    for rank, _ in ranks:
+        metered = {name: told[0] for name, told in rank.items()}
+        assert metered["ours"] == 3 * one
+        assert metered["root stays"] == 3 * one - root
+        assert metered["all stay"] == 2 * one
+        assert metered["bf16"] == 3 * one / 2
+        assert metered["bf16, summed in fp32"] == 2 * one
+        assert metered["shared"] == one  # gradients; for weights nothing is moved
+        for name in ("ours", "root stays", "all stay", "bf16"):
+            written = rank[name][1]
+            # gloo's headers: 144 bytes for each message, 0.3 to 0.5 % of these.
+            assert 0 <= written - metered[name] <= 150 * rank[name][2], name
+        assert rank["shared"][1] < 1000  # no message
+        # gloo's reduce-scatter is an all-reduce: once more as much. fully_shard pads
+        # each parameter for itself.
+        for name, times in (
+            ("naive", 3),
+            ("fully_shard", 4),
+            ("fully_shard, all stay", 3),
+        ):
+            assert times <= rank[name][1] / one < 1.07 * times, name
+
+
+def test_between_steps_each_rank_keeps_its_part_and_the_peak_is_computed(measured):
+    n, ranks = measured
     root, *blocks = unit_plan(build_gpt(GPT), n)
     shards = sum(unit.nbytes for unit in (root, *blocks)) // n
     steps = 4 * len([*build_gpt(GPT).parameters()])  # AdamW's counters, float32
     padding = 4 * sum(u.flats[0].padding for u in (root, *blocks))
     block = max(unit.nbytes for unit in blocks)
-    for rank in spawn(kept, world_size=n, output="none"):
+    for _, rank in ranks:
         for name in ("ours", "all stay", "naive", "shared", "no prefetch"):
             ledger = rank[name][0]
             assert ledger["parameters"] == ledger["gradients"] == shards, name

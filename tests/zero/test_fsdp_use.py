@@ -13,6 +13,7 @@ from fsdp_cases import (
     Naive,
     NormPerShard,
     Ours,
+    Simple,
     batch,
     bits,
     far_apart,
@@ -58,6 +59,19 @@ def gradients(sharded: nn.Module) -> dict[str, torch.Tensor]:
     return got
 
 
+def everything() -> dict[str, object]:
+    """On both ranks: what the tests below look at, in one launch."""
+    parts_of_it = (forwards_and_backwards, passed, parts, failures, recomputed, mixed)
+    return {part.__name__: part() for part in parts_of_it}
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> dict[str, list]:
+    """By part, what each of two ranks tells."""
+    ranks = spawn(everything, world_size=2, output="none")
+    return {part: [rank[part] for rank in ranks] for part in ranks[0]}
+
+
 # ---- accumulation and clipping -------------------------------------------------------
 
 
@@ -73,9 +87,8 @@ def accumulated_and_clipped() -> dict[str, object]:
     return told
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_accumulation_and_clipping_are_those_of_one_process(n):
-    told = spawn(accumulated_and_clipped, world_size=n, output="none")
+def test_accumulation_and_clipping_are_those_of_one_process():
+    told = spawn(accumulated_and_clipped, world_size=3, output="none")
     for name, how in told[0]:
         one = alone("sgd", clip=0.05) if how == "clip" else alone()
         if how == "clip":
@@ -126,7 +139,7 @@ def forwards_and_backwards() -> dict[str, object]:
     return told
 
 
-def test_passes_of_all_kinds_add_up():
+def test_passes_of_all_kinds_add_up(two_ranks):
     plain = build_gpt(GPT, 0)
     (plain(*batch(0))[1] + plain(*batch(1))[1]).backward()
     want = {name: p.grad.clone() for name, p in plain.named_parameters()}
@@ -135,7 +148,7 @@ def test_passes_of_all_kinds_add_up():
     torch.optim.SGD(plain.parameters(), lr=0.5).step()
     with torch.no_grad():
         after = float(plain(*batch(0))[1])
-    told = spawn(forwards_and_backwards, world_size=2, output="none")
+    told = two_ranks["forwards_and_backwards"]
     for how, reshard in told[0]:
         got = [rank[how, reshard] for rank in told]
         if how == "no_grad":
@@ -147,6 +160,59 @@ def test_passes_of_all_kinds_add_up():
             for name, gradient in want.items():
                 close = torch.allclose(got[0][name], gradient, rtol=1e-4, atol=1e-6)
                 assert close, (how, reshard, name)
+
+
+class Passing(nn.Module):
+    """A block that gives its input back, changes it in place, or returns views."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.up, self.down = kind, nn.Linear(5, 7), nn.Linear(7, 5)
+
+    def forward(self, x, also=None):
+        y = self.down(torch.tanh(self.up(x.clone())))
+        if self.kind == "in place":
+            return x.add_(y)
+        if self.kind == "input":
+            return {"x": x, "y": y}
+        return (x + y + (0 if also is None else also)).unbind(0)
+
+
+class Chain(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(5, 5)
+        self.blocks = nn.ModuleList(Passing(kind) for _ in range(3))
+
+    def forward(self, x):
+        h = first = self.first(x)
+        for block in self.blocks:
+            out = block(h, also=first)
+            h = sum(out.values()) if isinstance(out, dict) else out
+            h = torch.stack(h) if isinstance(h, tuple) else h
+        return h
+
+
+def passed() -> dict:
+    x, told = torch.arange(20.0).view(4, 5) / 10, {}
+    for kind in ("in place", "input", "views"):
+        for cls in (Ours, Simple):
+            sharded = cls(Chain(kind))
+            for _ in range(2):
+                sharded.zero_grad()
+                sharded(x).square().sum().backward()
+            told[kind, cls.__name__] = gradients(sharded)
+    return told
+
+
+def test_a_unit_may_return_its_input_or_change_it(two_ranks):
+    for rank in two_ranks["passed"]:
+        for (kind, name), got in rank.items():
+            plain = Chain(kind)
+            plain(torch.arange(20.0).view(4, 5) / 10).square().sum().backward()
+            for key, p in plain.named_parameters():
+                assert torch.allclose(got[key], p.grad, 1e-4, 1e-5), (kind, name, key)
 
 
 class Branches(nn.Module):
@@ -200,11 +266,11 @@ def error_of(call) -> str:
     return "no error"
 
 
-def test_parts_of_a_model_and_another_order_on_each_rank():
+def test_parts_of_a_model_and_another_order_on_each_rank(two_ranks):
     plain = Branches()
     x = torch.ones(2, 3, requires_grad=True)
     plain(x, [0])[0].sum().backward()
-    for rank in spawn(parts, world_size=2, output="none"):
+    for rank in two_ranks["parts"]:
         assert rank["unused"] == {"branches.1"}
         assert rank["one output"] == {"branches.0", "branches.1"}
         assert rank["free again"] == 0
@@ -269,9 +335,9 @@ def failures() -> dict[str, object]:
     return told
 
 
-def test_after_an_error_all_is_well_and_between_steps_there_are_pieces():
+def test_after_an_error_all_is_well_and_between_steps_there_are_pieces(two_ranks):
     plain = nn.Sequential(*(Failing() for _ in range(4)))
-    for rank in spawn(failures, world_size=2, output="none"):
+    for rank in two_ranks["failures"]:
         assert rank["forward"] == "ZeroDivisionError: in forward"
         assert rank["backward"] == "ZeroDivisionError: division by zero"
         assert rank["forward", "then"] and rank["backward", "then"]
@@ -327,8 +393,8 @@ def recomputed() -> dict[str, object]:
     return told
 
 
-def test_recomputation_takes_the_same_gradients_and_gathers():
-    for rank in spawn(recomputed, world_size=2, output="none"):
+def test_recomputation_takes_the_same_gradients_and_gathers(two_ranks):
+    for rank in two_ranks["recomputed"]:
         want, sent, _ = rank["plain"]
         for name, (got, nbytes, buffers) in rank.items():
             assert all(torch.equal(got[key], want[key]) for key in want), name
@@ -378,8 +444,8 @@ def mixed() -> dict:
     return told
 
 
-def test_mixed_precision_is_that_of_fully_shard():
-    for rank in spawn(mixed, world_size=2, output="none"):
+def test_mixed_precision_is_that_of_fully_shard(two_ranks):
+    for rank in two_ranks["mixed"]:
         for reduce_dtype in (None, torch.float32):
             (losses, state, dtypes), (theirs, expected, _) = (
                 rank[reduce_dtype, ours] for ours in (True, False)
