@@ -93,12 +93,10 @@ def sent(axes: Axes) -> dict[str, int]:
     sharded(x, x)[1].backward()
     with ByteMeter() as meter:
         sharded(x, x)[1].backward()
+    groups = {axis: axes.group(axis) for axis in ("shard", "replicate")}
     return {
-        axis: sum(
-            meter.sent.get(peer, 0)
-            for peer in dist.get_process_group_ranks(axes.group(axis))
-        )
-        for axis in ("shard", "replicate")
+        axis: meter.sent_to(dist.get_process_group_ranks(group))
+        for axis, group in groups.items()
     }
 
 

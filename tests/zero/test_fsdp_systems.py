@@ -14,6 +14,7 @@ from fsdp_cases import (
     Naive,
     Ours,
     Replicated,
+    Simple,
     fully_shard,
 )
 from torch import nn
@@ -53,6 +54,7 @@ def stepping(sharded: nn.Module):
 
 SENDERS = {
     "ours": Ours,
+    "simple": Simple,
     "root stays": lambda m: Ours(m, reshard_after_forward=None),
     "all stay": lambda m: Ours(m, reshard_after_forward=False),
     "bf16": lambda m: Ours(m, compute_dtype=torch.bfloat16),
@@ -83,7 +85,10 @@ def sent() -> dict[str, tuple[int, int, int]]:
 
 def kept() -> dict[str, object]:
     """On every rank: ledgers between steps, and at the peak."""
-    wraps = {name: SENDERS[name] for name in ("ours", "all stay", "naive", "shared")}
+    wraps = {
+        name: SENDERS[name]
+        for name in ("ours", "simple", "all stay", "naive", "shared")
+    }
     wraps |= {"fully_shard": fully_shard, "replicated": Replicated}
     wraps |= {"no prefetch": lambda m: Ours(m, prefetch=0)}
     wraps |= {"kept by a view": KeptByAView, "all at once": EverythingAtOnce}
@@ -124,7 +129,7 @@ def test_bytes_sent_are_those_of_the_formula(measured):
     root = (n - 1) * plan[0].nbytes // n
     for rank, _ in ranks:
         metered = {name: told[0] for name, told in rank.items()}
-        assert metered["ours"] == 3 * one
+        assert metered["ours"] == metered["simple"] == 3 * one
         assert metered["root stays"] == 3 * one - root
         assert metered["all stay"] == 2 * one
         assert metered["bf16"] == 3 * one / 2
@@ -153,7 +158,7 @@ def test_between_steps_each_rank_keeps_its_part_and_the_peak_is_computed(measure
     padding = 4 * sum(u.flats[0].padding for u in (root, *blocks))
     block = max(unit.nbytes for unit in blocks)
     for _, rank in ranks:
-        for name in ("ours", "all stay", "naive", "shared", "no prefetch"):
+        for name in ("ours", "simple", "all stay", "naive", "shared", "no prefetch"):
             ledger = rank[name][0]
             assert ledger["parameters"] == ledger["gradients"] == shards, name
             states = 2 * shards + steps - ledger["optimizer states"]
@@ -163,6 +168,7 @@ def test_between_steps_each_rank_keeps_its_part_and_the_peak_is_computed(measure
         # gradients on theirs.
         assert rank["ours"][2] == root.nbytes + 2 * block
         assert rank["no prefetch"][2] == root.nbytes + 2 * block
+        assert rank["simple"][2] == root.nbytes + block  # nothing is under way
         assert rank["all stay"][2] == root.nbytes + 4 * block
         # Without gathered blocks: gradients of one block, or of the root.
         assert rank["shared"][2] == max(root.nbytes, block)
