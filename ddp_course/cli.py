@@ -257,7 +257,7 @@ def _add_bench(commands: Any) -> None:
         metavar="FILE",
         help="draw the rows there (svg, png, pdf)",
     )
-    command.add_argument("--quick", action="store_true", help="fewer repetitions")
+    command.add_argument("--quick", action="store_true", help="few turns of few cases")
 
 
 def _add_plan(commands: Any) -> None:
