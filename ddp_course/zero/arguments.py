@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_course.mechanisms.agreement import Form, check_same, kind_of
+from ddp_course.mechanisms.whole_state import options_of
 from ddp_course.zero.elementwise import check_elementwise
 
 Groups = list[dict[str, Any]]  # parameter groups, as PyTorch keeps them
@@ -87,11 +88,6 @@ def _form_of(groups: Groups) -> Form:
         trained = f"requires_grad={parameter.requires_grad}"
         form[name] = f"{kind_of(parameter)} on {parameter.device.type}, {trained}"
     return form
-
-
-def options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a parameter group without its parameters."""
-    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
 
 
 def names_of(groups: Groups) -> dict[Tensor, str]:

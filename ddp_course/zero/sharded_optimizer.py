@@ -26,8 +26,8 @@ from torch.optim import Optimizer
 from ddp_course.collectives import communicator
 from ddp_course.mechanisms.agreement import broadcast_all, check_same
 from ddp_course.mechanisms.placements import Placed, placed
-from ddp_course.mechanisms.whole_state import gathered, problem_with
-from ddp_course.zero.arguments import agreed_arguments, names_of, options_of
+from ddp_course.mechanisms.whole_state import gathered, options_of, problem_with
+from ddp_course.zero.arguments import agreed_arguments, names_of
 
 
 class ShardedOptimizer(Optimizer):

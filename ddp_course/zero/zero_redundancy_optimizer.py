@@ -444,10 +444,10 @@ def check_alone(slots: Iterable[Slot]) -> None:
     DistributedDataParallel as well. Then two would write into the same gradients at the
     same time, and no number would be right, but training would go on.
     """
-    slots = list(slots)
-    if any(len(listeners(slot.parameter)) > 1 for slot in slots):
+    shared = [slot for slot in slots if len(listeners(slot.parameter)) > 1]
+    if shared:
         gc.collect()  # it may be one that is only waiting to be collected
-    for slot in slots:
+    for slot in shared:
         if len(listeners(slot.parameter)) > 1:
             raise RuntimeError(
                 f"the gradient of parameter {slot.name} is averaged by something "
