@@ -13,7 +13,6 @@ from pipeline_cases import (
     ROWS,
     TOKENS,
     PipelineParallel,
-    adamw,
     alone,
     batch,
     fake,
@@ -24,7 +23,6 @@ from pipeline_cases import (
     whole,
 )
 
-from ddp_course.data_parallel import DistributedDataParallel
 from ddp_course.launch import spawn
 from ddp_course.pipeline import SCHEDULES, NaivePipeline, Pipeline, spine
 
@@ -116,31 +114,6 @@ def test_planted_fakes_are_seen():
             assert name == "tied not at all"
             continue
         assert wrong, f"{name} not seen"
-
-
-def two_pipelines(schedule: str) -> dict:
-    """On four ranks: two pipelines of two stages, each with half of the rows."""
-    rank = dist.get_rank()
-    pp = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-    dp = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-    pipeline = PipelineParallel(tied(rank), schedule, 2, pp)
-    replica = DistributedDataParallel(pipeline, dp)
-    optimizer = adamw(pipeline.parameters())
-    for step in range(5):
-        optimizer.zero_grad()
-        replica.step(*(t.chunk(2)[rank // 2] for t in batch(step)))
-        pipeline.clip_grad_norm_(1.0)
-        optimizer.step()
-    return pipeline.full_state_dict()
-
-
-def test_two_pipelines_share_a_batch():
-    told = spawn(two_pipelines, "1f1b", world_size=4, output="none", timeout=100)
-    trained = one_process().states[-1]
-    for name, value in trained.items():
-        for rank in told:
-            assert torch.equal(rank[name], told[0][name]), name
-        assert torch.allclose(told[0][name], value, rtol=1e-4, atol=1e-5), name
 
 
 def accumulated() -> tuple[dict, list, list]:
