@@ -46,14 +46,16 @@ def test_one_process_or_many_the_same_curve_goes_to_the_file(tmp_path, capfd):
 
 def test_sizes_make_a_mesh_and_say_how_many_ranks(tmp_path, capfd):
     one, file = train(2), tmp_path / "curve.json"
-    for words in ("--tp 2", "--pp 2 --schedule zero-bubble --microbatches 2"):
-        code, lines, err = typed(f"--dp 2 {words} --steps 2 --json {file}", capfd)
+    for words, ranks in (
+        ("--dp 4 --shard 2 --zero 3 --clip 100", 4),
+        ("--dp 2 --tp 2 --pp 2 --zero 1 --schedule zero-bubble --microbatches 2", 8),
+    ):
+        code, lines, err = typed(f"{words} --steps 2 --json {file}", capfd)
         assert (code, err) == (0, "")
-        assert "4 ranks, 2 steps, loss" in lines[-1]
+        assert f"{ranks} ranks, 2 steps, loss" in lines[-1]
         told = json.loads(file.read_text())
-        assert (told["dp"], told["schedule"]) == (
-            2,
-            "zero_bubble" if "pp" in words else "1f1b",
+        assert (told["strategy"], told["schedule"]) == (
+            ("zero1", "zero_bubble") if "pp" in words else ("zero3", "1f1b")
         )
         assert told["losses"] == pytest.approx(one.losses, abs=1e-5)
 
@@ -77,8 +79,11 @@ def test_it_goes_on_from_where_it_was(tmp_path, capfd):
         ("--strategy dp --ranks 2", "'dp' is one process with threads"),
         ("--strategy dp --replicas 3", "8 rows cannot be shared equally by 3 replicas"),
         ("--dp 3 --tp 2 --ranks 4", "4 ranks cannot be a mesh dp 3 x tp 2, which has"),
-        ("--tp 2 --pp 2", "the mesh is pp 2 x tp 2; strategy 'ddp' can have dp x tp"),
-        ("--strategy zero3 --dp 2 --tp 2", "strategy 'zero3' can have dp alone"),
+        ("--strategy naive --tp 2 --pp 2", "'naive' can have dp and tp, not pp: it w"),
+        ("--zero 3 --dp 2 --pp 2", "strategy 'zero3' can have dp and tp, not pp: eve"),
+        ("--zero 1 --strategy flat", "--zero 1 is the strategy 'zero1', and --strat"),
+        ("--zero 3 --dp 4 --shard 3", "shard must be a divisor of dp, and is for"),
+        ("--dp 2 --shard 2", "--shard is of no use without --zero 3"),
         ("--pp 2 --microbatches 9", "8 rows cannot be cut into 9 microbatches; make"),
         ("--json no/such/folder/file", "there is no folder"),
         ("--json /tmp", "cannot write /tmp: it is a folder"),
