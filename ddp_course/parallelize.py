@@ -37,6 +37,7 @@ from ddp_course.mechanisms.whole_state import (
     WholeState,
     full_optimizer_state,
     load_full_optimizer_state,
+    options_of,
 )
 from ddp_course.mesh import Axes, Mesh
 from ddp_course.model import GPTConfig
@@ -336,18 +337,26 @@ def whole(
                 partial(_consolidated, optimizer), optimizer.load_state_dict
             )
         return inner, optimizer
-    groups, stepped = inner.groups, optimizer
+    where = {"plain": inner.plain, "groups": inner.groups}
+    stepped, load = optimizer, load_full_optimizer_state
     if zero:  # the pieces that it steps were cut along one group more
-        groups = *groups, optimizer.process_group
-        stepped = optimizer.optim
-    where = {"plain": inner.plain, "groups": groups}
+        where["groups"] = *inner.groups, optimizer.process_group
+        stepped, load = optimizer.optim, partial(_load_pieces, optimizer)
     return (
         Whole(inner.full_state_dict, inner.load_full_state_dict),
         Whole(
             partial(full_optimizer_state, stepped, **where),
-            partial(load_full_optimizer_state, stepped, **where),
+            partial(load, stepped, **where),
         ),
     )
+
+
+def _load_pieces(optimizer: Any, pieces: torch.optim.Optimizer, *args, **where) -> None:
+    """Load what steps the pieces, and tell the optimizer around it."""
+    load_full_optimizer_state(pieces, *args, **where)
+    optimizer.state = pieces.state
+    for ours, theirs in zip(optimizer.param_groups, pieces.param_groups, strict=True):
+        ours.update(options_of(theirs))
 
 
 def _without_wrappers(model: nn.Module) -> nn.Module:
