@@ -6,7 +6,9 @@
     shards            all-gather, reduce-scatter
     exchange          all-to-all, barrier
     naive, tree, halving_doubling, ring, hierarchical, shared_memory
-                      six ways to all-reduce, each with an `all_reduce` of its own
+                      six ways to all-reduce, each with an `all_reduce` of its own;
+                      the first, the second and `ring` also as it is read first:
+                      `through_rank_0`, `along_a_tree`, `around_the_ring` (over `port`)
     choose            the fastest of them for a size: `all_reduce`
     call, agreement   what every call does first: do all ranks mean the same?
     staging, memory_barrier, allocator
