@@ -177,20 +177,21 @@ def _judge_bytes(answer: Answer, case: tuple, got: Any, wanted: tuple) -> None:
 
 LR, BETA, STEPS = 0.5, 0.5, 3  # powers of two: all sums and products are exact
 STEP = {
-    "ours": "your function called `{by_torch}` of `torch.distributed`; use the two of "
+    "ours": "called `{by_torch}` of `torch.distributed`; use the two of "
     "`ddp_course.collectives`, whose bytes the meter counts.",
-    "untouched": "`gradient` was changed; leave it as it is.",
-    "mine": "your part of `weights` is wrong. They are {weights}; one process has "
-    "{right}. Is the gradient a mean? Is it your part, and is its momentum kept in "
-    "place?",
-    "all": "your part of `weights` is right, the other ranks' parts are not: "
-    "{weights}; one process has {right}. Gather the parts after they were stepped, "
-    "into `weights` itself.",
-    "kept": "`momentum` is not the new momentum of your part; change it in place.",
-    "least": "{sent} bytes were sent; 2 (N - 1) / N of the {S} bytes of `weights` are "
+    "untouched": "changed `gradient`; leave it as it is.",
+    "mine": "has wrong numbers: your part of `weights` is wrong. They are {weights}; "
+    "one process has {right}. Is the gradient a mean? Is it your part, and is its "
+    "momentum kept in place?",
+    "all": "has wrong numbers: your part of `weights` is right, the other ranks' parts "
+    "are not: {weights}; one process has {right}. Gather the parts after they were "
+    "stepped, into `weights` itself.",
+    "kept": "has an old momentum: `momentum` is not the new momentum of your part; "
+    "change it in place.",
+    "least": "sent {sent} bytes; 2 (N - 1) / N of the {S} bytes of `weights` are "
     "{most}, as much as DDP sends. {hint}",
-    "no_more": "{more} bytes are kept from step to step, beside `weights` and your "
-    "shard of the momentum: sharded in name only.",
+    "no_more": "keeps {more} bytes from step to step, beside `weights` and your shard "
+    "of the momentum: sharded in name only.",
 }
 
 
