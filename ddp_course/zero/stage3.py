@@ -263,7 +263,8 @@ class FullyShardedDataParallel(SimpleFullyShardedDataParallel):
         What they carry is seldom needed at once, and where there are no more cores than
         ranks, they take the time from those that compute (`collectives.patience`).
         """
-        self._patience.enter_context(patient(self.comm.threads))
+        threads = [thread for comm in self.comms for thread in comm.threads]
+        self._patience.enter_context(patient(threads))
 
     # ---- small things ----------------------------------------------------------------
 
