@@ -338,22 +338,22 @@ def whole(
             )
         return inner, optimizer
     where = {"plain": inner.plain, "groups": inner.groups}
-    stepped, load = optimizer, load_full_optimizer_state
+    load = partial(load_full_optimizer_state, optimizer)
     if zero:  # the pieces that it steps were cut along one group more
         where["groups"] = *inner.groups, optimizer.process_group
-        stepped, load = optimizer.optim, partial(_load_pieces, optimizer)
+        load = partial(_load_pieces, optimizer)
     return (
         Whole(inner.full_state_dict, inner.load_full_state_dict),
         Whole(
-            partial(full_optimizer_state, stepped, **where),
-            partial(load, stepped, **where),
+            partial(full_optimizer_state, optimizer, **where), partial(load, **where)
         ),
     )
 
 
-def _load_pieces(optimizer: Any, pieces: torch.optim.Optimizer, *args, **where) -> None:
+def _load_pieces(optimizer: Any, state_dict: dict[str, Any], **where: Any) -> None:
     """Load what steps the pieces, and tell the optimizer around it."""
-    load_full_optimizer_state(pieces, *args, **where)
+    pieces = optimizer.optim
+    load_full_optimizer_state(pieces, state_dict, **where, around=optimizer)
     optimizer.state = pieces.state
     for ours, theirs in zip(optimizer.param_groups, pieces.param_groups, strict=True):
         ours.update(options_of(theirs))

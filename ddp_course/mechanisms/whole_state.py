@@ -294,13 +294,15 @@ def load_full_optimizer_state(
     state_dict: Mapping[str, Any],
     plain: PlainModel,
     groups: Sequence[Group],
+    around: Optimizer | None = None,
 ) -> None:
     """Let `optimizer` go on from the state of one process: each rank its own part.
 
-    Called by all ranks, with the whole of it. Raises ReplicaError, on every rank, if it
-    does not fit.
+    Called by all ranks, with the whole of it. If it steps pieces for another one
+    `around` it, that one says which parameters there are. Raises ReplicaError, on every
+    rank, if it does not fit.
     """
-    names = _names(optimizer, plain, groups)
+    names = _names(around or optimizer, plain, groups)
     check_along(groups, problem_with(state_dict, names, plain.shapes))
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
     known = dict(zip((n for those in names for n in those), keys, strict=True))
