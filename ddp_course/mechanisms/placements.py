@@ -238,7 +238,8 @@ def total_norm(
     tensors = list(tensors)
     groups = groups_of(tensors) if groups is None else groups
     own = [t for t in tensors if (way := placed(t)) is None or way.owned]
-    norm = get_total_norm([t.grad for t in own if t.grad is not None], p)
+    grads = (t.grad for t in own if t.grad is not None)
+    norm = get_total_norm([grad for grad in grads if grad.numel()], p)
     norm = norm.to(device(), torch.float64)
     power = norm if p == math.inf else norm**p
     for group in groups:

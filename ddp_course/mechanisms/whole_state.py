@@ -15,7 +15,7 @@ torch.distributed.checkpoint.state_dict does this for DTensors. Chapter 08.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_course.collectives import communicator
-from ddp_course.mechanisms.agreement import ReplicaError
+from ddp_course.mechanisms.agreement import TOGETHER, ReplicaError
 from ddp_course.mechanisms.placements import (
     Flat,
     Placed,
@@ -226,16 +226,36 @@ def _along(
     group: Group, own: Mapping[str, tuple[Steps, State]], names: list[str]
 ) -> dict[str, tuple[Steps, State]]:
     """Undo what was done along one group: the parts join on its first rank."""
-    comm, joined = communicator(group), {}
-    there = set().union(*comm.exchange(tuple(own)))
-    for name in (name for name in names if name in there):
-        parts = [None] * comm.size if comm.rank == 0 else None
-        dist.gather_object(own.get(name), parts, comm.ranks[0], group)
-        if parts:
-            found = [part for part in parts if part is not None]
+    comm, joined, sizes = communicator(group), {}, {}
+    mine = tuple((name, _nbytes(state)) for name, (_, state) in own.items())
+    for theirs in comm.exchange(mine):
+        for name, nbytes in theirs:
+            sizes[name] = max(nbytes, sizes.get(name, 0))
+    for some in _batches([name for name in names if name in sizes], sizes):
+        parts = [{}] * comm.size if comm.rank == 0 else None
+        part = {name: own[name] for name in some if name in own}
+        dist.gather_object(part, parts, comm.ranks[0], group)
+        for name in some if parts else ():
+            found = [part[name] for part in parts if name in part]
             (*before, _), _ = found[0]
             joined[name] = before, _join([(steps[-1], s) for steps, s in found])
     return joined
+
+
+def _batches(names: list[str], sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """Yield names, so many that a rank's parts are about 25 MiB together."""
+    batch: list[str] = []
+    for name in names:
+        batch.append(name)
+        if sum(sizes[one] for one in batch) >= TOGETHER:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _nbytes(state: State) -> int:
+    return sum(v.nbytes for v in state.values() if isinstance(v, Tensor))
 
 
 def _join(parts: Sequence[tuple[Step | None, State]]) -> State:
