@@ -189,7 +189,7 @@ def test_a_toy_chapter_is_found_everywhere(copy):
         "test_images_are_up_to_date",
         "test_notebooks_keep_the_house_rules[99_toy.ipynb]",
         "test_readme_lists_every_chapter_and_no_other",
-        "chapters/ch99_toy/figures.py]",
+        "[ddp_course.chapters.ch99_toy.figures]",
         "99_toy::ipynb::Cell 1",
     ):
         assert re.search(re.escape(seen) + " PASSED", told), (seen, told[-9000:])
