@@ -12,11 +12,10 @@ whichever thread it happens. So the log keeps nothing alive, and changes nothing
 time that an operation takes.
 
 It does not see what never leaves an operation (the work space of a kernel), what other
-threads allocate (unless they `label` it, or run `with log.in_this_thread()`; autograd's
-own threads are seen), memory that no operation made (`torch.from_numpy`), what existed
-before and belongs to none of the watched objects, nor what the allocator and gloo hold
-for themselves. How it hears of everything: `allocations`; how it counts: `Storages`,
-below. Explained in chapter 06.
+threads allocate (unless they `label` it; autograd's own are seen), memory that no
+operation made (`torch.from_numpy`), what existed before and belongs to none of the
+watched objects, nor what the allocator and gloo hold for themselves. How it hears of
+everything: `allocations`; how it counts: `Storages`, below. Explained in chapter 06.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -103,7 +102,7 @@ class MemoryLog:
                 self._storages.changes.append(begin)
             stack.enter_context(watched_resizes())
             stack.enter_context(hooks(self, self._watched))
-            stack.enter_context(self.in_this_thread())
+            stack.enter_context(Operations(self))
             self._open = stack.pop_all()
         return self
 
@@ -113,10 +112,6 @@ class MemoryLog:
         with self._lock:
             self.look()
             self._storages.close()
-
-    def in_this_thread(self) -> AbstractContextManager[Any]:
-        """Return a block in which what the calling thread allocates is seen, too."""
-        return Operations(self)
 
     # ---- what was recorded ---------------------------------------------------------
 

@@ -28,7 +28,6 @@ from ddp_course.theory.collectives import (
     Cost,
     HierarchicalBytes,
     HierarchicalCost,
-    SharedMemoryBytes,
     all_gather,
     all_reduce_double_tree,
     all_reduce_halving_doubling,

@@ -9,7 +9,7 @@ Models", arXiv:2205.05198, sections 4 and 5. Explained in chapter 06.
 from __future__ import annotations
 
 from ddp_course.model import GPTConfig
-from ddp_course.theory.checks import check_count
+from ddp_course.theory.checks import check_choice, check_count
 
 RECOMPUTE = ("none", "selective", "full")
 
@@ -64,7 +64,7 @@ def layer_activations(
         *(("heads", heads), ("tp", tp), ("itemsize", itemsize)),
     ):
         check_count(name, value)
-    check_recompute(recompute)
+    check_choice("recompute", recompute, RECOMPUTE)
     if hidden % heads or heads % tp:
         raise ValueError(
             f"hidden is {hidden}, heads {heads} and tp {tp}; heads must divide hidden, "
@@ -124,7 +124,7 @@ def model_activations(
         )
         return sum(parts.values())
 
-    check_recompute(recompute)
+    check_choice("recompute", recompute, RECOMPUTE)
     again = kept("none") - kept(recompute)
     sb = sequence * batch
     beside = sb * ((2 * itemsize + int(dropout)) * hidden + 4 * vocab) if vocab else 0
@@ -172,8 +172,7 @@ def gpt_activations(
     check_count("tokens", tokens)
     if tokens > config.block_size:
         raise ValueError(f"tokens is {tokens}; block_size is {config.block_size}")
-    if recompute not in ("none", "full"):
-        raise ValueError(f"recompute is {recompute!r}; it can be 'none' or 'full'")
+    check_choice("recompute", recompute, ("none", "full"))
     bt, c = batch * tokens, config.d_model
     per_token = c if recompute == "full" else 16 * c + config.n_head + 4
     return {
@@ -200,10 +199,3 @@ def gpt_peak(
         again = (whole - parts["blocks"]) // config.n_layer
     lasting = parts["embed"] + parts["blocks"]
     return lasting + max(parts["head"] + parts["loss"], again)
-
-
-def check_recompute(recompute: str) -> None:
-    """Raise ValueError unless `recompute` is one of RECOMPUTE."""
-    if recompute not in RECOMPUTE:
-        known = ", ".join(repr(name) for name in RECOMPUTE)
-        raise ValueError(f"recompute is {recompute!r}; it can be {known}")

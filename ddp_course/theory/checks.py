@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from numbers import Integral, Real
 
 
@@ -16,6 +17,13 @@ def check_world(world_size: int, nbytes: float = 0) -> None:
     """Raise ValueError unless there is a rank and `nbytes` is a number of bytes."""
     check_count("world_size", world_size)
     check_not_negative("nbytes", nbytes)
+
+
+def check_choice(name: str, value: object, known: Collection[object]) -> None:
+    """Raise ValueError unless `value` is one of those that are `known`."""
+    if value not in known:
+        told = ", ".join(map(repr, known))
+        raise ValueError(f"{name} is {value!r}; it can be {told}")
 
 
 def check_root(root: int, world_size: int) -> None:

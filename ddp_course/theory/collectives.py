@@ -23,6 +23,7 @@ from fractions import Fraction
 
 from ddp_course.launch import Link, Links
 from ddp_course.theory.checks import (
+    check_choice,
     check_count,
     check_not_negative,
     check_root,
@@ -228,10 +229,7 @@ def bytes_sent(algorithm: str, world_size: int, root: int = 0) -> list[Fraction]
     check_world(world_size)
     check_root(root, world_size)
     known = {name: row for name, row in ALGORITHMS.items() if row.sent is not None}
-    if algorithm not in known:
-        raise ValueError(
-            f"algorithm is {algorithm!r}; it can be one of {', '.join(known)}"
-        )
+    check_choice("algorithm", algorithm, known)
     if root and not known[algorithm].root:
         raise ValueError(f"root is {root}, but {algorithm} has no root: leave it 0")
     sent = known[algorithm].sent
@@ -241,11 +239,6 @@ def bytes_sent(algorithm: str, world_size: int, root: int = 0) -> list[Fraction]
 
 
 # ---- two levels, and shared memory ---------------------------------------------------
-
-
-def _check_variant(variant: str, first: str, second: str) -> None:
-    if variant not in (first, second):
-        raise ValueError(f"variant is {variant!r}; it can be {first!r} or {second!r}")
 
 
 @dataclass(frozen=True)
@@ -285,7 +278,7 @@ def all_reduce_hierarchical(
     check_count("nnodes", nnodes)
     check_count("nproc_per_node", nproc_per_node)
     check_not_negative("nbytes", nbytes)
-    _check_variant(variant, "leader", "sharded")
+    check_choice("variant", variant, ("leader", "sharded"))
     inside, parts = all_reduce_tree, 1
     if variant == "sharded":
         inside, parts = all_reduce_ring, nproc_per_node
@@ -319,7 +312,7 @@ def hierarchical_bytes_sent(
     """
     check_count("nnodes", nnodes)
     check_count("nproc_per_node", nproc_per_node)
-    _check_variant(variant, "leader", "sharded")
+    check_choice("variant", variant, ("leader", "sharded"))
     ring = 2 * _part(nnodes)
     if variant == "leader":
         inside = bytes_sent("all_reduce_tree", nproc_per_node)
@@ -330,26 +323,14 @@ def hierarchical_bytes_sent(
     return [*map(HierarchicalBytes, inside, between)] * nnodes
 
 
-@dataclass(frozen=True)
-class SharedMemoryBytes:
-    """What one rank does in an all-reduce through shared memory, in multiples of S.
-
-    `sent` goes over a wire, `read` is read from other ranks' memory, `written` is
-    written into it. Copies within the rank's own memory are not counted. Chapter 03.
-    """
-
-    sent: Fraction
-    read: Fraction
-    written: Fraction
-
-
 def shared_memory_bytes(
     world_size: int, variant: str = "staged"
-) -> list[SharedMemoryBytes]:
-    """Return, for every rank, what it moves in an all-reduce through shared memory.
+) -> tuple[Fraction, Fraction]:
+    """Return what each rank reads and writes in an all-reduce through shared memory.
 
-    Nothing is sent: the ranks are on one node and look into each other's memory. Each
-    adds 1/n of the tensor, for which it reads (n-1)/n S from its peers.
+    In multiples of S, from and into other ranks' memory; copies within its own are not
+    counted, and nothing is sent: the ranks are on one node. Each adds 1/n of the
+    tensor, for which it reads (n-1)/n S from its peers.
 
     - "staged": each has left its tensor in a segment that all can read, leaves its part
       of the sum there, too, and reads the n-1 other parts: 2(n-1)/n S read.
@@ -360,10 +341,9 @@ def shared_memory_bytes(
     the bytes of a reduce-scatter and of an all-gather. Chapter 03.
     """
     check_world(world_size)
-    _check_variant(variant, "staged", "registered")
-    part, zero = _part(world_size), Fraction(0)
-    moved = (2 * part, zero) if variant == "staged" else (part, part)
-    return [SharedMemoryBytes(zero, *moved)] * world_size
+    check_choice("variant", variant, ("staged", "registered"))
+    part = _part(world_size)
+    return (2 * part, Fraction(0)) if variant == "staged" else (part, part)
 
 
 # ---- how good it can be, how good a measured one is, which is better when ------------
@@ -385,10 +365,7 @@ def bus_factor(collective: str, world_size: int) -> Fraction:
     another name. Source: nccl-tests, doc/PERFORMANCE.md and src/scatter.cu. Chapter 02.
     """
     check_world(world_size)
-    if collective not in BUS_FACTORS:
-        raise ValueError(
-            f"collective is {collective!r}; it can be one of {', '.join(BUS_FACTORS)}"
-        )
+    check_choice("collective", collective, BUS_FACTORS)
     times = BUS_FACTORS[collective]
     return Fraction(1) if times is None else times * _part(world_size)
 

@@ -84,7 +84,6 @@ def rank_states(
     replicas: int = 1,
     zero: int = 0,
     buffers: Sequence[int] | None = None,
-    optimizer: str | int = "adamw",
     precision: str | Precision = "fp32",
     step_counts: int = 0,
 ) -> Ledger:
@@ -98,14 +97,14 @@ def rank_states(
         zero: what is sharded along dp: stage 0 (nothing) to 3.
         buffers: elements of each flat buffer that is cut on its own; by default all of
             the rank's parameters are one, and with stage 3 each unit is.
-        optimizer, precision, step_counts: as for `model_states`.
+        precision, step_counts: as for `model_states`; the optimizer is AdamW.
 
     Raises ValueError for a value outside of this.
     """
     numel = _buffers(rank_units(config, stages, tp), zero, buffers)
     shards = _shards(dp, replicas)
     return model_states(
-        numel, shards, zero, optimizer, precision, step_counts=step_counts
+        numel, shards, zero, "adamw", precision, step_counts=step_counts
     )
 
 
@@ -119,17 +118,15 @@ def rank_volume(
     replicas: int = 1,
     zero: int = 0,
     buffers: Sequence[int] | None = None,
-    sequence: int | None = None,
     precision: str | Precision = "fp32",
-    reshard_after_forward: bool = True,
 ) -> AxisBytes:
     """Return the bytes that a rank sends in one step, along each axis.
 
     On average over the ranks of an axis, where a ring's pieces are of unequal sizes.
 
     Args:
-        batch: B, rows of each data rank, in all its microbatches together.
-        sequence: T, tokens of a row; None is the block size.
+        batch: B, rows of each data rank, in all its microbatches together; as long as
+            the model's block size, T.
         others: as for `rank_states` and `step_volume`.
 
     Raises ValueError for a value outside of this.
@@ -139,17 +136,15 @@ def rank_volume(
     width = precision_named(precision)
     layers = [layer for stage in mine for layer in stage]
     in_tp = tensor_parallel_volume(
-        config, batch, tp, sequence=sequence, itemsize=width.activation, layers=layers
+        config, batch, tp, itemsize=width.activation, layers=layers
     )[0]
-    tokens = batch * (config.block_size if sequence is None else sequence)
+    tokens = batch * config.block_size
     last = config.n_layer + 1
     boundaries = sum((stage[0] > 0) + (stage[-1] < last) for stage in mine)
     in_pp = boundaries * tokens * config.d_model * width.activation
     if config.tied and (0 in layers) != (last in layers):  # the other end has it, too
         in_pp += config.vocab_size * config.d_model // tp * width.gradient
-    in_dp = step_volume(
-        numel, shards, zero, precision, reshard_after_forward=reshard_after_forward
-    )
+    in_dp = step_volume(numel, shards, zero, precision)
     across = 2 * Fraction(replicas - 1, replicas) * shard_numel(numel, shards)
     sent = width.reduced if zero == 3 else width.gradient
     return AxisBytes(in_tp.total, Fraction(in_pp), in_dp.total, across * sent)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from ddp_course.measure import Ledger
-from ddp_course.theory.checks import check_count, check_world
+from ddp_course.theory.checks import check_choice, check_count, check_world
 
 STAGES = (0, 1, 2, 3)  # 0 shards nothing: DDP
 
@@ -58,13 +58,7 @@ PRECISIONS = {
     ),
     "mixed": Precision(
         "half, and the optimizer has a float32 copy (the ZeRO paper)",
-        2,
-        2,
-        4,
-        4,
-        2,
-        2,
-        2,
+        *(2, 2, 4, 4, 2, 2, 2),
     ),
     "mixed-fp32-gradients": Precision(
         "as mixed, with gradients added up in float32", 2, 4, 4, 4, 2, 4, 2
@@ -90,9 +84,7 @@ def precision_named(precision: str | Precision) -> Precision:
     """Return the precision of that name. ValueError for another name."""
     if isinstance(precision, Precision):
         return precision
-    if precision not in PRECISIONS:
-        known = ", ".join(repr(name) for name in PRECISIONS)
-        raise ValueError(f"precision is {precision!r}; it can be {known}")
+    check_choice("precision", precision, PRECISIONS)
     return PRECISIONS[precision]
 
 

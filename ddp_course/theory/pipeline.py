@@ -22,7 +22,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Rational, Real
 
-from ddp_course.theory.checks import check_count, check_not_negative, check_share
+from ddp_course.theory.checks import (
+    check_choice,
+    check_count,
+    check_not_negative,
+    check_share,
+)
 
 PIPELINES = ("naive", "gpipe", "1f1b", "interleaved", "zero_bubble")
 STAGES_PER_RANK = {"interleaved": 2, "zero_bubble": 1}  # the others have always one
@@ -201,9 +206,7 @@ def pipeline_volume(
 
 def _checked(schedule: str, p: int, m: int, v: int | None) -> int:
     """Check what all formulas ask for; return v."""
-    if schedule not in PIPELINES:
-        known = ", ".join(map(repr, PIPELINES))
-        raise ValueError(f"schedule is {schedule!r}; it can be {known}")
+    check_choice("schedule", schedule, PIPELINES)
     check_count("num_ranks", p)
     check_count("num_microbatches", m)
     if v is None:

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 from ddp_course.measure import Ledger
 from ddp_course.model import PRESETS, GPTConfig
-from ddp_course.theory.activations import check_recompute, gpt_peak, model_activations
-from ddp_course.theory.checks import check_count, check_positive
+from ddp_course.theory.activations import RECOMPUTE, gpt_peak, model_activations
+from ddp_course.theory.checks import check_choice, check_count, check_positive
 from ddp_course.theory.memory import (
     Precision,
     gathered_bytes,
@@ -97,7 +97,7 @@ class Model:
         in GPT-2 and GPT-3. Under autocast it is more: some numbers stay in float32.
         Raises ValueError for other values than these say. Chapter 06.
         """
-        check_recompute(recompute)
+        check_choice("recompute", recompute, RECOMPUTE)
         check_count("batch", batch)
         itemsize = precision_named(precision).activation
         if self.config is not None and itemsize == 4 and fused_attention:

@@ -19,6 +19,7 @@ from ddp_course.launch import spawn
 from ddp_course.measure import KINDS, Ledger, label, resident
 from ddp_course.measure.memory import tensors_of
 from ddp_course.model import GPTConfig, build_gpt
+from ddp_course.theory import model_states
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -72,6 +73,8 @@ def test_every_byte_counts_once():
         "other": OTHER,
     }
     assert resident(model, model, stepper, stepper) == resident(model, stepper)
+    assert resident(model, device="cpu") == resident(model)
+    assert resident(model, device=torch.device("cuda", 0)).total == 0
     assert resident(model)["optimizer states"] == 0
     assert resident(model, stepper).total == PARAMETERS + gradients + states + OTHER
     stepper.zero_grad()
@@ -81,24 +84,23 @@ def test_every_byte_counts_once():
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "states"),
+    ("name", "optimizer"),
     [
-        (torch.optim.SGD, 0),
-        (lambda ps: torch.optim.SGD(ps, momentum=0.9), 1),
-        (torch.optim.AdamW, 2),
+        ("sgd", torch.optim.SGD),
+        ("sgd-momentum", lambda ps: torch.optim.SGD(ps, momentum=0.9)),
+        ("adamw", torch.optim.AdamW),
     ],
 )
-def test_states_of_optimizers(optimizer, states):
-    model, stepper = build_gpt(GPTConfig(n_layer=1)), None
+def test_one_process_keeps_what_the_formula_says(name, optimizer):
+    model = build_gpt(GPTConfig(n_layer=1))
     stepper = optimizer(model.parameters())
     tokens = torch.zeros(1, 4, dtype=torch.int64)
     model(tokens, tokens)[1].backward()
     stepper.step()
-    numel = model.config.num_parameters
-    counts = 4 * len(list(model.parameters())) if states == 2 else 0
-    ledger = resident(model, stepper)
-    assert ledger["parameters"] == ledger["gradients"] == 4 * numel
-    assert ledger["optimizer states"] == states * 4 * numel + counts
+    counts = len(list(model.parameters())) if name == "adamw" else 0
+    assert resident(model, stepper) == model_states(
+        model.config.num_parameters, 1, 0, name, "fp32", step_counts=counts
+    )
 
 
 def test_a_master_copy_belongs_to_the_optimizer():
@@ -140,13 +142,8 @@ def test_a_label_wins_and_goes_with_the_storage():
     assert resident()["gradients"] == 800  # its label has stayed
     del view, model
     assert resident() == before
-
-
-def test_a_label_keeps_nothing_alive():
-    before = resident().total
-    for _ in range(3):
-        label(torch.zeros(1000), "activations")
-        assert resident().total == before
+    label(torch.zeros(1000), "activations")  # nor does a label keep anything alive
+    assert resident() == before
 
 
 def test_tensors_made_of_others_count_as_what_they_are_made_of():
@@ -158,12 +155,6 @@ def test_tensors_made_of_others_count_as_what_they_are_made_of():
     assert label(torch.zeros(5, device="meta"), "other").is_meta
     del sparse, table
     assert resident()["communication buffers"] == 0
-
-
-def test_what_lies_on_another_device_can_be_left_out():
-    model = nn.Linear(3, 4)
-    assert resident(model, device="cpu") == resident(model)
-    assert resident(model, device=torch.device("cuda", 0)).total == 0
 
 
 def test_bad_input_is_named():
@@ -297,6 +288,7 @@ def test_any_makings_views_ties_and_ends(steps):
 
 
 def shares_memory() -> list[tuple[int, int]]:
+    """Return what was measured, and what is expected."""
     import torch.distributed as dist
 
     from ddp_course.collectives import shared_memory
@@ -322,20 +314,10 @@ def shares_memory() -> list[tuple[int, int]]:
     return told
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_spawn_of_shared_memory_only_the_own_part_counts(world_size):
-    for told in spawn(shares_memory, world_size=world_size):
-        alone = world_size == 1
-        for number, (measured, expected) in enumerate(told):
-            if alone and number in (1, 2, 3, 4, 5):  # ordinary memory, then
-                continue
-            assert measured == expected, number
-
-
 def census_of_fully_shard() -> tuple[dict, dict]:
     from torch.distributed.fsdp import fully_shard
 
-    model = build_gpt(GPTConfig(n_layer=2, n_head=3, d_model=30))  # 30 / 4: padding
+    model = build_gpt(GPTConfig(n_layer=2, n_head=3, d_model=30))
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
@@ -354,37 +336,35 @@ def census_of_fully_shard() -> tuple[dict, dict]:
     }
 
 
-def test_spawn_dtensors_count_as_their_shards():
-    for ledger, by_hand in spawn(census_of_fully_shard, world_size=2):
+def test_spawn_shared_memory_and_dtensors_count_as_their_parts():
+    for (ledger, by_hand), shared in spawn(
+        lambda: (census_of_fully_shard(), shares_memory()), world_size=3
+    ):
+        assert [a for a, _ in shared] == [b for _, b in shared]
         whole = 4 * GPTConfig(n_layer=2, n_head=3, d_model=30).num_parameters
         assert {kind: ledger[kind] for kind in by_hand} == by_hand
-        assert whole / 2 <= ledger["parameters"] < 0.6 * whole
-
-
-def tracked_by_pytorch(model, stepper, tokens) -> tuple[dict, dict]:
-    """Return what PyTorch's MemTracker counts after a step, and at its peak."""
-    from torch.distributed._tools.mem_tracker import MemTracker
-
-    tracker, cpu = MemTracker(), torch.device("cpu")
-    tracker.track_external(model, stepper)
-    with tracker:
-        model(tokens, tokens)[1].backward()
-        stepper.step()
-        counted = tracker.get_tracker_snapshot()[cpu]
-    peak = tracker.get_tracker_snapshot("peak")[cpu]
-    return tuple(
-        {str(kind.value): n for kind, n in list(c.items())[:-1]}
-        for c in (counted, peak)
-    )
+        assert 0.3 * whole < ledger["parameters"] < 0.4 * whole
 
 
 def test_as_memtracker_counts():
     """The same bytes of parameters, gradients, states and buffers."""
+    from torch.distributed._tools.mem_tracker import MemTracker
+
     model = build_gpt(GPTConfig(n_layer=2, n_head=3, d_model=30))
     model.register_buffer("extra", torch.zeros(77))
     stepper = torch.optim.AdamW(model.parameters())
     tokens = torch.zeros(2, 8, dtype=torch.int64)
-    counted, peak = tracked_by_pytorch(model, stepper, tokens)
+    tracker = MemTracker()
+    tracker.track_external(model, stepper)
+    with tracker:
+        model(tokens, tokens)[1].backward()
+        stepper.step()
+        found = [tracker.get_tracker_snapshot()]
+    found.append(tracker.get_tracker_snapshot("peak"))
+    counted, peak = (
+        {str(kind.value): n for kind, n in list(of[torch.device("cpu")].items())[:-1]}
+        for of in found
+    )
     ledger = resident(model, stepper)
     assert counted["Parameter"] == ledger["parameters"]
     assert counted["Gradient"] == ledger["gradients"]

@@ -98,7 +98,6 @@ def test_the_end_of_a_log_is_what_is_there():
 def test_kinds_of_a_step():
     model, stepper, idx = trainable()
     numel = TINY.num_parameters
-    step(model, stepper, idx)
     with MemoryLog(model, stepper) as log:
         loss = model(idx, idx)[1]
         forward = log.moments[-1].ledger
@@ -114,19 +113,12 @@ def test_kinds_of_a_step():
     states = 8 * numel + 4 * len(list(model.parameters()))
     assert log.peak_of("optimizer states") == states  # temporaries are "other"
     assert log.peak_of("communication buffers") == 0
+    births = [m for m in log.moments if m.what == "aten.zeros_like.default"]
+    sizes = [moment.ledger["optimizer states"] for moment in births]
+    assert sizes == sorted(sizes) and sizes[-1] > 0  # from their birth on
     grown = [moment.ledger["gradients"] for moment in log.moments]
     assert grown == sorted(grown)  # each from its birth on, none before
     assert len(set(grown)) > len(list(model.parameters())) / 2
-
-
-def test_states_count_as_such_from_their_birth():
-    model, stepper, idx = trainable()
-    model(idx, idx)[1].backward()
-    with MemoryLog(model, stepper) as log:
-        stepper.step()
-    births = [m for m in log.moments if m.what == "aten.zeros_like.default"]
-    sizes = [moment.ledger["optimizer states"] for moment in births]
-    assert sizes == sorted(sizes) and sizes[0] > 0
 
 
 def test_what_is_gone_before_the_end_is_known_from_the_steps_of_optimizers():
@@ -315,52 +307,34 @@ def test_only_modules_and_optimizers_can_be_watched():
 # ---- threads -----------------------------------------------------------------------
 
 
-def test_threads():
-    """Frees and labels of any thread are seen; allocations of those that ask for it."""
-    box, arrived = [torch.zeros(100)], threading.Event()
+def test_frees_and_labels_of_any_thread_are_seen():
+    box: list[Tensor] = []
 
-    def work(log: MemoryLog, asks: bool) -> None:
-        if asks:
-            with log.in_this_thread():
-                box.append(torch.zeros(1000))
-        else:
-            box.append(torch.zeros(1000))
-        arrived.set()
-
-    for asks in (True, False):
-        with MemoryLog() as log:
-            box[:] = [torch.zeros(100)]
-            thread = threading.Thread(target=work, args=(log, asks))
-            thread.start()
-            thread.join()
-            now = log.moments[-1].ledger.total - log.moments[0].ledger.total
-            assert now == 400 + 4000 * asks
-            thread = threading.Thread(target=box.clear)
-            thread.start()
-            thread.join()
-            assert log.moments[-1].ledger == log.moments[0].ledger
-    with MemoryLog() as log:
-
-        def sends() -> None:
-            box.append(label(torch.zeros(50), "communication buffers"))
-
-        thread = threading.Thread(target=sends)
+    def of_another_thread(work: Callable[[], object]) -> None:
+        thread = threading.Thread(target=work)
         thread.start()
         thread.join()
+
+    with MemoryLog() as log:
+        box.append(torch.zeros(100))
+        of_another_thread(lambda: box.append(torch.zeros(1000)))
+        assert log.moments[-1].ledger.total - log.moments[0].ledger.total == 400
+        of_another_thread(
+            lambda: box.append(label(torch.zeros(50), "communication buffers"))
+        )
         assert log.peak_of("communication buffers") >= 200
-        box.clear()
-    assert log.moments[-1].ledger == log.moments[0].ledger
+        of_another_thread(box.clear)
+        assert log.moments[-1].ledger == log.moments[0].ledger
 
 
 def test_many_threads_at_once_lose_nothing():
-    def work(log: MemoryLog) -> None:
-        with log.in_this_thread():
-            for k in range(200):
-                kept = torch.zeros(1 + k)
-                label(kept, "gradients" if k % 2 else "other")
+    def work() -> None:
+        for k in range(200):
+            kept = torch.zeros(1 + k)
+            label(kept, "gradients" if k % 2 else "other")
 
     with MemoryLog() as log:
-        threads = [threading.Thread(target=work, args=(log,)) for _ in range(4)]
+        threads = [threading.Thread(target=work) for _ in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from fractions import Fraction
-from itertools import product
 
 import pytest
 
@@ -53,7 +52,7 @@ def elements(model, tp, stages, coordinate):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(("tp", "pp"), list(product((1, 2, 4), (1, 2, 3))))
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (4, 1), (1, 2), (2, 3)])
 def test_what_ranks_have_is_what_one_finds_by_going_through_all_elements(tp, pp, tied):
     model, shape, found = build_gpt(config(tied)), config(tied), Counter()
     for stages in stages_of(pp):
@@ -69,24 +68,6 @@ def test_what_ranks_have_is_what_one_finds_by_going_through_all_elements(tp, pp,
     if not (tied and pp > 1):  # else both ends have the matrix
         assert whole == {name for name, _ in model.named_parameters()}
         assert len(found) == shape.num_parameters
-
-
-@pytest.mark.parametrize("zero", range(4))
-@pytest.mark.parametrize(("shards", "tp", "pp"), [(1, 2, 2), (2, 2, 2), (3, 1, 2)])
-def test_ranks_keep_their_shard_of_what_tp_and_pp_have_left(zero, shards, tp, pp):
-    for stages in stages_of(pp):
-        units = theory.rank_units(config(), stages, tp)
-        for replicas in (1, 2):
-            ledger = theory.rank_states(
-                *(config(), stages),
-                dp=shards * replicas, tp=tp, replicas=replicas, zero=zero,
-            )  # fmt: skip
-            whole = sum(units)
-            cut = units if zero == 3 else [whole]
-            shard = sum(len(range(0, n, shards)) for n in cut)
-            assert ledger["parameters"] == 4 * (shard if zero == 3 else whole)
-            assert ledger["gradients"] == 4 * (shard if zero >= 2 else whole)
-            assert ledger["optimizer states"] == 8 * (shard if zero >= 1 else whole)
 
 
 def ring(n, nbytes):

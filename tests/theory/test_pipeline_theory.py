@@ -100,36 +100,26 @@ def test_messages_and_bytes():
     assert half.total * 2 == volume.total
 
 
-@pytest.mark.parametrize("of", [pipeline_time, pipeline_bubble, pipeline_activations])
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("of", "arguments", "options", "message"),
     [
-        (("GPipe", 2, 2), "schedule is 'GPipe'; it can be 'naive', 'gpipe', '1f1b'"),
-        (("gpipe", 0, 2), "num_ranks is 0"),
-        (("gpipe", 2, 0), "num_microbatches is 0"),
+        (pipeline_time, ("GPipe", 2, 2), {}, "schedule is 'GPipe'; it can be 'naive'"),
+        (pipeline_bubble, ("gpipe", 0, 2), {}, "num_ranks is 0"),
+        (pipeline_activations, ("gpipe", 2, 0), {}, "num_microbatches is 0"),
+        (pipeline_time, ("gpipe", 2, 2, 2), {}, "stages_per_rank is 2; with schedule"),
+        (pipeline_bubble, ("interleaved", 2, 2, 0), {}, "stages_per_rank is 0"),
+        (pipeline_time, ("zero_bubble", 3, 2, 2), {}, "is 2; with 2 stages on"),
+        (pipeline_time, ("gpipe", 2, 2), {"W": -1}, "W is -1"),
+        (pipeline_bubble, ("gpipe", 2, 2), {"F": 0, "I": 0, "W": 0}, "are all 0"),
+        (pipeline_activations, ("gpipe", 2, 2, 2), {}, "rank is 2; it can be 0 to 1"),
+        (
+            *(pipeline_activations, ("zero_bubble", 2, 2)),
+            *({"weight_share": 2}, "weight_share is 2"),
+        ),
+        (pipeline_volume, (2, 9, 8, 1, 1), {}, "num_microbatches is 9; batch is 8"),
+        (pipeline_volume, (2, 1, 8, 1, 0), {}, "hidden is 0"),
     ],
 )
-def test_bad_values(of, arguments, message):
+def test_bad_values_are_named(of, arguments, options, message):
     with pytest.raises(ValueError, match=message):
-        of(*arguments)
-
-
-def test_bad_values_of_some():
-    with pytest.raises(ValueError, match="stages_per_rank is 2; with schedule 'gpipe'"):
-        pipeline_time("gpipe", 2, 2, 2)
-    with pytest.raises(ValueError, match="stages_per_rank is 0"):
-        pipeline_bubble("interleaved", 2, 2, 0)
-    with pytest.raises(ValueError, match="num_microbatches is 2; with 2 stages on"):
-        pipeline_time("zero_bubble", 3, 2, 2)
-    with pytest.raises(ValueError, match="W is -1"):
-        pipeline_time("gpipe", 2, 2, W=-1)
-    with pytest.raises(ValueError, match="F, I and W are all 0"):
-        pipeline_bubble("gpipe", 2, 2, F=0, I=0, W=0)
-    with pytest.raises(ValueError, match="rank is 2; it can be 0 to 1"):
-        pipeline_activations("gpipe", 2, 2, 2)
-    with pytest.raises(ValueError, match="weight_share is 2"):
-        pipeline_activations("zero_bubble", 2, 2, weight_share=2)
-    with pytest.raises(ValueError, match="num_microbatches is 9; batch is 8"):
-        pipeline_volume(2, 9, 8, 1, 1)
-    with pytest.raises(ValueError, match="hidden is 0"):
-        pipeline_volume(2, 1, 8, 1, 0)
+        of(*arguments, **options)

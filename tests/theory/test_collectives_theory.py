@@ -1,0 +1,339 @@
+"""Costs, bytes and bounds of collectives, against a cluster played by messages."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+import theory_simulator as simulator
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from theory_simulator import BYTES, FREE, MESSAGES, play
+
+from ddp_course import theory
+from ddp_course.launch import Link, Links
+from ddp_course.theory import ALGORITHMS, Cost, HierarchicalBytes, HierarchicalCost
+
+S = Fraction(1)
+PLAYED = [name for name, row in ALGORITHMS.items() if row.sent]  # not the double tree
+SIZES = [*range(1, 10), 16, 17]
+SHAPES = [(1, 1), (1, 5), (4, 1), (2, 2), (2, 4), (3, 3), (3, 4), (4, 3)]
+VARIANTS = ["leader", "sharded"]
+RIVALS = ["naive", "tree", "double_tree", "halving_doubling"]
+
+
+# ---- what the clocks and the meters show ---------------------------------------------
+
+
+def check_cost(cost, program):
+    """`cost` is what the clocks of `program` show, price by price and all together."""
+    mixed = (Fraction(3), Fraction(5))
+    assert cost.messages == play(program, MESSAGES)[0]
+    assert cost.nbytes == play(program, BYTES)[0]
+    by_hand = cost.messages * mixed[0] + cost.nbytes * mixed[1]
+    assert by_hand == play(program, mixed)[0]
+
+
+def check_volume(sent, program):
+    """`sent` is what each rank of `program` sends."""
+    assert sent == play(program, FREE)[1]
+
+
+@pytest.mark.parametrize("name", PLAYED)
+def test_costs_and_bytes_are_what_one_sees(name):
+    for n in SIZES:
+        check_cost(getattr(theory, name)(n, S), getattr(simulator, name)(n))
+        for root in range(n) if ALGORITHMS[name].root else [0]:
+            rooted = (n, root) if ALGORITHMS[name].root else (n,)
+            program = getattr(simulator, name)(*rooted)
+            check_volume(theory.bytes_sent(name, *rooted), program)
+
+
+def planted_fold(n):
+    p = 2 ** math.floor(math.log2(n))  # the other ranks are forgotten
+    return theory.all_reduce_halving_doubling(p, S)
+
+
+@pytest.mark.parametrize(
+    ("name", "planted"),
+    [
+        ("all_reduce_ring", Cost(12, 2 * S)),  # n steps where n-1 do
+        ("all_reduce_tree", Cost(4, 4 * S)),  # log2 rounded down
+        ("all_reduce_naive", Cost(12, 12 * S)),  # the root sends to itself
+        ("all_reduce_halving_doubling", planted_fold(6)),
+        ("all_gather", Cost(5, S)),  # the root's own part is sent, too
+    ],
+)
+def test_wrong_costs_are_caught(name, planted):
+    with pytest.raises(AssertionError):
+        check_cost(planted, getattr(simulator, name)(6))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "planted"),
+    [
+        ("all_reduce_ring", [Fraction(2)] * 6),  # n steps, not n-1
+        ("all_reduce_ring", [Fraction(5, 6)] * 6),  # half of it only
+        ("all_reduce_ring", [Fraction(10)] * 6),  # the whole tensor in each step
+        ("all_reduce_halving_doubling", [Fraction(5, 3)] * 6),  # as in a ring
+        ("all_reduce_naive", [Fraction(10)] + [Fraction(0)] * 5),  # root does it all
+    ],
+)
+def test_wrong_volumes_are_caught(algorithm, planted):
+    with pytest.raises(AssertionError):
+        check_volume(planted, getattr(simulator, algorithm)(6))
+
+
+def rotated_back(n, root):
+    """The tree of `root`, rotated the wrong way."""
+    sent = theory.bytes_sent("broadcast_tree", n)
+    return [sent[(rank + root) % n] for rank in range(n)]
+
+
+def numbered_as_gloo(n, root):
+    """A rank sends to rank + 2^k for the 2^k above its own highest bit."""
+    below = [sum(r < 2**k and r + 2**k < n for k in range(9)) for r in range(n)]
+    return [Fraction(below[(rank - root) % n]) for rank in range(n)]
+
+
+def unrotated(n, root):
+    return theory.bytes_sent("broadcast_tree", n)
+
+
+@pytest.mark.parametrize("planted", [rotated_back, numbered_as_gloo, unrotated])
+def test_wrong_trees_are_caught(planted):
+    with pytest.raises(AssertionError):
+        check_volume(planted(6, 1), simulator.broadcast_tree(6, 1))
+
+
+@given(n=st.integers(1, 200))
+def test_the_tree_has_every_rank_once_and_doubles(n):
+    parents = {c: r for r in range(n) for c in theory.children(r, n)}
+    assert sorted(parents) == list(range(1, n))
+    reached, steps = {0}, 0
+    waiting = {r: theory.children(r, n) for r in range(n)}
+    while len(reached) < n:
+        reached |= {waiting[r].pop(0) for r in list(reached) if waiting[r]}
+        steps += 1
+    assert steps == theory.broadcast_tree(n, 1).messages
+
+
+def test_a_double_tree_sends_all_of_it_once_each_way():
+    assert theory.all_reduce_double_tree(8, 1000) == Cost(6, 2000)
+    assert theory.all_reduce_double_tree(5, S) == Cost(6, 2 * S)
+    # Of two ranks, each is the root of one tree: half goes up, the other half down.
+    assert theory.all_reduce_double_tree(2, 1000) == Cost(2, 1000)
+    assert theory.all_reduce_double_tree(1, 1000) == Cost(0, 0)
+
+
+# ---- two levels, shared memory, links ------------------------------------------------
+
+
+def check_hierarchical(cost, sent, program):
+    """The cost inside and between, and what each rank sends inside and between."""
+    for one, prices in ((cost.inside, (1, 0)), (cost.between, (0, 1))):
+        for price, value in ((MESSAGES, one.messages), (BYTES, one.nbytes)):
+            inside, between = (price if on else FREE for on in prices)
+            assert value == play(program, inside, between)[0]
+    seen = zip(*play(program, FREE)[1:], strict=True)
+    assert sent == [HierarchicalBytes(*both) for both in seen]
+
+
+def hierarchical(shape, variant):
+    return (
+        theory.all_reduce_hierarchical(*shape, S, variant),
+        theory.hierarchical_bytes_sent(*shape, variant),
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_hierarchies_cost_and_send_what_one_sees(variant, shape):
+    program = getattr(simulator, f"hierarchical_{variant}")(*shape)
+    check_hierarchical(*hierarchical(shape, variant), program)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_wrong_hierarchies_are_caught(variant):
+    other = {"leader": "sharded", "sharded": "leader"}[variant]
+    program = getattr(simulator, f"hierarchical_{variant}")(3, 4)
+    cost, sent = hierarchical((3, 4), variant)
+    costs, bytes_ = zip(
+        hierarchical((3, 4), other),
+        hierarchical((4, 3), variant),  # nodes and ranks swapped
+        (
+            HierarchicalCost(cost.inside, theory.all_reduce_ring(12, S)),
+            [HierarchicalBytes(r.inside, 4 * r.between) for r in sent],  # S, not S/g
+        ),
+        strict=True,
+    )
+    for wrong in [*((c, sent) for c in costs), *((cost, b) for b in bytes_)]:
+        with pytest.raises(AssertionError):
+            check_hierarchical(*wrong, program)
+
+
+def test_each_link_counts_for_its_part():
+    links = Links(inside=Link(0, 8), between=Link(5, 2))
+    cost = HierarchicalCost(Cost(100, 16), Cost(2, 10))
+    assert cost.seconds(links) == 16 / 8 + 2 * 5 + 10 / 2
+    link = Link(latency=0.25, bandwidth=8)
+    assert Cost(1, 16).over(link) == link.seconds(16) == 2.25
+    assert Cost(1, 16).over(Link()) == 0
+    assert Cost(1, 2).seconds(100, 10) == 120
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("variant", ["staged", "registered"])
+def test_shared_memory_moves_what_it_is_seen_to_move(variant, n):
+    # Rank r adds part r of everyone's tensor, then every rank gets every part.
+    read, written = [Fraction(0)] * n, [Fraction(0)] * n
+    for r in range(n):
+        for peer in set(range(n)) - {r}:
+            read[r] += Fraction(1, n)  # the peer's numbers of part r
+            if variant == "staged":
+                read[peer] += Fraction(1, n)  # the sum of part r
+            else:
+                written[r] += Fraction(1, n)  # the sum of part r, to the peer
+    moved = theory.shared_memory_bytes(n, variant)
+    assert list(zip(read, written, strict=True)) == [moved] * n
+
+
+# ---- bounds, and the size from which on a ring is better -----------------------------
+
+
+def check_bound(name, cost, n):
+    """A cost obeys both bounds; rings meet that on bytes, trees that on messages."""
+    collective = next(known for known in FACTORS if name.startswith(known))
+    messages, nbytes = (n - 1).bit_length(), theory.least_bytes(collective, n, S)
+    assert cost.messages >= messages  # who know at most double
+    assert cost.nbytes >= nbytes
+    if name in ("all_gather", "reduce_scatter", "all_reduce_ring"):
+        assert cost.nbytes == nbytes
+    if name in ("broadcast_tree", "reduce_tree"):
+        assert cost.messages == messages
+
+
+PARTS = ("all_gather", "reduce_scatter", "all_to_all", "scatter", "gather")
+FACTORS = {  # of nccl-tests, for four ranks
+    "all_reduce": Fraction(3, 2),
+    **dict.fromkeys(PARTS, Fraction(3, 4)),
+    **dict.fromkeys(("broadcast", "reduce"), 1),
+}
+
+
+@given(n=st.integers(1, 500))
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_no_algorithm_beats_the_bounds(name, n):
+    check_bound(name, getattr(theory, name)(n, S), n)
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        Cost(6, Fraction(1, 2)),  # as if a "ring" sent half of the tensor
+        Cost(2, Fraction(2)),  # as if three ranks could know in two steps what 6 know
+    ],
+)
+def test_too_good_costs_are_caught(planted):
+    with pytest.raises(AssertionError):
+        check_bound("all_reduce_naive", planted, 6)
+
+
+def test_bus_factors_and_least_bytes_in_numbers():
+    assert {name: theory.bus_factor(name, 4) for name in FACTORS} == FACTORS
+    for name, factor in FACTORS.items():
+        assert theory.least_bytes(name, 4, 1000) == factor * 1000
+        assert theory.least_bytes(name, 1, 1000) == 0
+
+
+def check_crossover(crossover, n, alpha, beta, other):
+    """Just below it the other is faster, just above it the ring is (or as fast)."""
+
+    def ahead(size):  # how much faster the ring is, relatively
+        ring = theory.all_reduce_ring(n, size).seconds(alpha, beta)
+        return 1 - ring / other(n, size).seconds(alpha, beta)
+
+    tiny = 1e-12
+    if crossover == math.inf:
+        assert ahead(1e15) < 0
+    else:
+        assert ahead(crossover * 1.01 + 1) >= -tiny
+        assert crossover == 0 or ahead(crossover * 0.99) < 0
+        assert crossover == 0 or abs(ahead(crossover)) < tiny
+
+
+@given(n=st.integers(2, 200), alpha=st.floats(1e-6, 1e-2), beta=st.floats(1e-11, 1e-7))
+@pytest.mark.parametrize("rival", RIVALS)
+def test_from_the_crossover_on_the_ring_is_not_slower(rival, n, alpha, beta):
+    other = getattr(theory, f"all_reduce_{rival}")
+    check_crossover(theory.crossover(n, alpha, beta, other), n, alpha, beta, other)
+
+
+@given(k=st.integers(0, 12), alpha=st.floats(1e-6, 1e-2), beta=st.floats(1e-11, 1e-7))
+def test_the_formulas_of_the_docstring(k, alpha, beta):
+    n = 2**k
+    close = pytest.approx
+    assert theory.crossover(n, alpha, beta) == close(n * alpha / beta * (n - 1 - k))
+    tree = theory.crossover(n, alpha, beta, theory.all_reduce_tree)
+    assume(n > 1)
+    assert tree == close((n - 1 - k) / (k - (n - 1) / n) * alpha / beta)
+    assert theory.crossover(n, alpha, beta, theory.all_reduce_naive) == 0
+    halving = theory.all_reduce_halving_doubling
+    assert theory.crossover(n, alpha, beta, halving) == (math.inf if k > 1 else 0)
+    assert theory.crossover(8, 0, beta) == 0
+    assert theory.crossover(8, alpha, 0) == math.inf
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        lambda n, alpha, beta: alpha / beta * (n - 1 - math.log2(n)),  # no n
+        lambda n, alpha, beta: n * alpha / beta * (n - math.log2(n)),  # n steps
+        lambda n, alpha, beta: n * beta / alpha * (n - 1 - math.log2(n)),  # inverse
+        lambda n, alpha, beta: math.inf,
+        lambda n, alpha, beta: 0,
+    ],
+)
+def test_wrong_crossovers_are_caught(planted):
+    other = theory.all_reduce_double_tree
+    with pytest.raises(AssertionError):
+        check_crossover(planted(8, 1e-4, 1e-9), 8, 1e-4, 1e-9, other)
+
+
+# ---- bad input -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "said"),
+    [
+        (theory.all_gather, (0, 8), "world_size is 0; it must be"),
+        (theory.all_reduce_tree, (2.5, 8), "world_size is 2.5; it must be"),
+        (theory.scatter, (4, -1), "nbytes is -1; it must be"),
+        (theory.all_to_all, (4, math.nan), "nbytes is nan; it must be"),
+        (theory.gather, (4, "8"), "nbytes is '8'; it must be"),
+        (Cost(1, 1).seconds, (-1, 0), "alpha is -1; it must be"),
+        (Cost(1, 1).seconds, (0, math.inf), "beta is inf; it must be"),
+        (theory.all_reduce_hierarchical, (0, 2, 8), "nnodes is 0"),
+        (theory.all_reduce_hierarchical, (2, 0, 8), "nproc_per_node is 0"),
+        (theory.all_reduce_hierarchical, (2, 2, -8), "nbytes is -8"),
+        (theory.all_reduce_hierarchical, (2, 2, 8, "star"), "'star'; it can be 'lea"),
+        (theory.bytes_sent, ("ring", 4), "algorithm is 'ring'; it can be 'broad"),
+        (theory.bytes_sent, ("scatter", 0), "world_size is 0; it must be"),
+        (theory.bytes_sent, ("scatter", 4, 4), "root is 4; .* from 0 to 3"),
+        (theory.bytes_sent, ("scatter", 4, 1.5), "root is 1.5; .* an integer"),
+        (theory.bytes_sent, ("all_gather", 4, 1), "root is 1, but all_gather"),
+        (theory.children, (4, 4), "rank is 4; it can be 0 to 3"),
+        (theory.hierarchical_bytes_sent, (0, 4), "nnodes is 0; it must be"),
+        (theory.hierarchical_bytes_sent, (2, 2, "x"), "variant is 'x'; it can"),
+        (theory.shared_memory_bytes, (2, "x"), "variant is 'x'; it can"),
+        (theory.bus_factor, ("ring", 2), "collective is 'ring'; it can be 'all"),
+        (theory.least_bytes, ("x", 2, 8), "collective is 'x'; it can be 'all"),
+        (theory.least_bytes, ("reduce", 2, -8), "nbytes is -8; it must be"),
+        (theory.crossover, (2, -1, 1), "alpha is -1; it must be"),
+        (theory.crossover, (2, 1, -1), "beta is -1; it must be"),
+    ],
+)
+def test_bad_arguments_are_named(call, arguments, said):
+    with pytest.raises(ValueError, match=said):
+        call(*arguments)
