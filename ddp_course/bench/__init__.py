@@ -1,7 +1,7 @@
 """Floor 4: the course's code side by side with PyTorch's own (`ddp-course bench`).
 
-    others          how much of the machine other programs took meanwhile
-    turns           any number of contenders, measured in turns; pairs, and their rows
+    turns           any number of contenders, measured in turns; pairs, and their rows;
+                    how much of the machine other programs took meanwhile
     steps           training steps as contenders, and the cases in which they meet
     table           what is printed
     all_reduce      every all-reduce of the course beside gloo's

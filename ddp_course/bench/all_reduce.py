@@ -13,6 +13,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -25,16 +26,13 @@ from ddp_course.theory import bus_factor
 
 ABOUT = "Every all-reduce, all-gather and reduce-scatter of the course over gloo's."
 KIB, MIB = 1 << 10, 1 << 20
-SIZES = {
-    4 * KIB: 20,
-    64 * KIB: 20,
-    MIB: 20,
-    4 * MIB: 20,
-    16 * MIB: 15,
-    64 * MIB: 10,
-}
+SIZES = dict.fromkeys((4 * KIB, 64 * KIB, MIB, 4 * MIB), 20)
+SIZES |= {16 * MIB: 15, 64 * MIB: 10}
 QUICK = {4 * KIB: 5, MIB: 5, 16 * MIB: 3}
 CALLED = 8 * MIB  # small tensors are reduced until so many bytes are done
+# PyTorch's, under the names that they have in this version.
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 P2P = ("naive", "tree", "halving_doubling", "ring")
 OWN = "gloo's own"
 LIMITED = {"ring": "loopback", "registered": "memory"}  # what each cannot outrun
@@ -79,25 +77,13 @@ def rows_of(
             continue
         collective = name if f"gloo {name}" in medians else "all_reduce"
         theirs = medians[f"gloo {collective}"]
-        yield row(
-            "all-reduce",
-            f"{case}, {name}",
-            "seconds",
-            ours,
-            theirs,
-            algorithm=name,
-            **where,
-        )
+        what = "all-reduce", f"{case}, {name}", "seconds"
+        yield row(*what, ours, theirs, algorithm=name, **where)
     for name, limit in LIMITED.items():
-        yield row(
-            "all-reduce",
-            f"{case}, {name} beside {limit}",
-            "bytes/s",
-            bus_factor("all_reduce", ranks) * nbytes / medians[name],
-            limits[limit],
-            algorithm=f"{name} beside {limit}",
-            **where,
-        )
+        ours = bus_factor("all_reduce", ranks) * nbytes / medians[name]
+        beside = f"{name} beside {limit}"
+        what = "all-reduce", f"{case}, {beside}", "bytes/s"
+        yield row(*what, ours, limits[limit], algorithm=beside, **where)
 
 
 def size_name(nbytes: int) -> str:
@@ -142,13 +128,13 @@ def all_contenders(
         "shared_memory": lambda: shared_memory.all_reduce(tensor),
         "registered": lambda: shared_memory.all_reduce(registered),
         "chosen": lambda: collectives.all_reduce(tensor),
-        "gloo reduce_scatter": lambda: _reduce_scatter(shard, whole),
+        "gloo reduce_scatter": lambda: REDUCE_SCATTER(shard, whole),
         "reduce_scatter": lambda: collectives.reduce_scatter_single(shard, whole),
-        "gloo all_gather": lambda: _all_gather(whole, shard),
+        "gloo all_gather": lambda: ALL_GATHER(whole, shard),
         "all_gather": lambda: collectives.all_gather_single(whole, shard),
     }
     for name in P2P:
-        contenders[name] = _on(collectives.ALGORITHMS[name], tensor)
+        contenders[name] = partial(collectives.ALGORITHMS[name], tensor)
     return contenders, registered
 
 
@@ -156,21 +142,6 @@ def patiently(function: Callable, tensor: torch.Tensor) -> None:
     """Call a collective of PyTorch's as we call ours: see `collectives.patience`."""
     with patience.patient(collectives.communicator().threads):
         function(tensor)
-
-
-def _on(function: Callable, tensor: torch.Tensor) -> Callable[[], object]:
-    return lambda: function(tensor)
-
-
-def _reduce_scatter(output: torch.Tensor, input: torch.Tensor) -> None:
-    """PyTorch's, under the name that it has in this version."""
-    new = getattr(dist, "reduce_scatter_single", None)
-    (new or dist.reduce_scatter_tensor)(output, input)
-
-
-def _all_gather(output: torch.Tensor, input: torch.Tensor) -> None:
-    new = getattr(dist, "all_gather_single", None)
-    (new or dist.all_gather_into_tensor)(output, input)
 
 
 def memory_bandwidth() -> float:

@@ -14,11 +14,9 @@ All of them use the fused AdamW, the faster of PyTorch's. Chapter 05.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel as PyTorchDDP
-from torch.optim import AdamW
 
 from ddp_course.bench import steps
 from ddp_course.bench.turns import Pair, Row
@@ -27,24 +25,17 @@ from ddp_course.data_parallel.ddp import DistributedDataParallel
 ABOUT = "A training step under our DDP over one under PyTorch's."
 
 
-def _with_adamw(wrap: Callable[[nn.Module], nn.Module]) -> steps.Variant:
-    def make(model: nn.Module) -> steps.Made:
-        return wrap(model), AdamW(model.parameters(), **steps.ADAMW)
-
-    return make
-
-
 VARIANTS: dict[str, steps.Variant] = {
-    "default": _with_adamw(PyTorchDDP),
-    "again": _with_adamw(PyTorchDDP),
-    "best": _with_adamw(
-        lambda model: PyTorchDDP(model, static_graph=True, gradient_as_bucket_view=True)
+    "default": lambda model: steps.with_adamw(PyTorchDDP(model)),
+    "again": lambda model: steps.with_adamw(PyTorchDDP(model)),
+    "best": lambda model: steps.with_adamw(
+        PyTorchDDP(model, static_graph=True, gradient_as_bucket_view=True)
     ),
-    "gloo": _with_adamw(DistributedDataParallel),
-    "shared": _with_adamw(
-        lambda model: DistributedDataParallel(model, buckets_in_shared_memory=True)
+    "gloo": lambda model: steps.with_adamw(DistributedDataParallel(model)),
+    "shared": lambda model: steps.with_adamw(
+        DistributedDataParallel(model, buckets_in_shared_memory=True)
     ),
-    "bound": _with_adamw(lambda model: model),
+    "bound": steps.with_adamw,
 }
 PAIRS = (
     Pair("gloo", "default", at_most=1.05),

@@ -54,42 +54,36 @@ THEIRS: dict[str, Callable[..., Any]] = {
 }
 
 
-class Loss(nn.Module):
-    """Makes a pipeline look as `steps` wants it: a call returns a loss to go back from.
-
-    The pipeline goes backward itself, in its step; what is returned has nothing left to
-    do.
-    """
-
-    def __init__(self, step: Callable[[Tensor, Tensor], object]) -> None:
-        super().__init__()
-        self.step = step
-        self.batch: tuple[Tensor, Tensor] | None = None
-
-    def forward(self, x: Tensor, y: Tensor) -> tuple[None, Tensor]:
-        """Take a batch that is the same on all ranks, of microbatches like (x, y)."""
-        if self.batch is None:
-            self.batch = x.repeat(MICROBATCHES, 1), y.repeat(MICROBATCHES, 1)
-            for tokens in self.batch:
-                dist.broadcast(tokens, 0)
-        self.step(*self.batch)
-        return None, torch.zeros((), requires_grad=True)
-
-
 # ---- the variants ----------------------------------------------------------------
 
 
 def ours(model: nn.Module, schedule: str) -> steps.Made:
     """Return our pipeline, and an optimizer of this rank's part."""
     pipeline = PipelineParallel(model, schedule, MICROBATCHES)
-    return Loss(pipeline.step), AdamW(pipeline.parameters(), **steps.ADAMW)
+    return stepping(pipeline, pipeline.step)
 
 
 def theirs(model: nn.Module, schedule: str) -> steps.Made:
     """Return PyTorch's pipeline of the same stages, and the same optimizer."""
     pipeline = PipelineParallel(model, schedule, MICROBATCHES)
-    step = theirs_step(pipeline, schedule, cross_entropy)
-    return Loss(step), AdamW(pipeline.parameters(), **steps.ADAMW)
+    return stepping(pipeline, theirs_step(pipeline, schedule, cross_entropy))
+
+
+def stepping(
+    pipeline: nn.Module, step: Callable[[Tensor, Tensor], object]
+) -> steps.Made:
+    """Return a step as `steps` wants it: a call returns a loss to go back from.
+
+    The pipeline goes backward itself, in its step; what is returned has nothing left to
+    do.
+    """
+    optimizer = AdamW(pipeline.parameters(), **steps.ADAMW)
+
+    def call(x: Tensor, y: Tensor) -> tuple[None, Tensor]:
+        step(x, y)
+        return None, torch.zeros((), requires_grad=True)
+
+    return steps.OneBatch(call, MICROBATCHES), optimizer
 
 
 def theirs_step(

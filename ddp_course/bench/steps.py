@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.optim import Optimizer
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
 
 from ddp_course.bench.turns import Contender, Pair, Row, Told, in_turns, rows_of
 from ddp_course.collectives import communicator
@@ -27,6 +28,37 @@ ADAMW = {"lr": 1e-4, "fused": True}  # the faster of PyTorch's
 TURN = 0.25  # seconds; a step is repeated for about so long in a turn, 8 times at most
 RANKS = (2, 4)
 BUDGET = {True: 50.0, False: 400.0}  # seconds for all turns of a bench, if it is quick
+
+
+def with_adamw(model: nn.Module) -> Made:
+    """Return a model as it is, and an optimizer of its parameters."""
+    return model, AdamW(model.parameters(), **ADAMW)
+
+
+def during_step(made: Made, context: Callable[[], object]) -> Made:
+    """Open `context()` when forward begins, and close it when the optimizer does."""
+    (model, optimizer), stack = made, ExitStack()
+    enter = lambda *_: stack.enter_context(context()) and None  # noqa: E731
+    model.register_forward_pre_hook(enter, prepend=True)
+    optimizer.register_step_pre_hook(lambda *_: stack.close())
+    return made
+
+
+class OneBatch(nn.Module):
+    """Calls a module with rank 0's batch, so many times, on every rank; sent once."""
+
+    def __init__(self, module: Callable[[Tensor, Tensor], Any], times: int = 1) -> None:
+        super().__init__()
+        self.module, self.times = module, times
+        self.batch: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        """Run the module on its own batch, (times B, T) each, whatever is given."""
+        if self.batch is None:
+            self.batch = x.repeat(self.times, 1), y.repeat(self.times, 1)
+            for tokens in self.batch:
+                dist.broadcast(tokens, 0)
+        return self.module(*self.batch)
 
 
 class Case(NamedTuple):
@@ -80,7 +112,7 @@ def on_ranks(ranks: int, function: Callable, *args: object) -> list:
 
 
 def measure(variants: Mapping[str, Variant], case: Case, seconds: float) -> Told:
-    """On every rank: return seconds per step, by variant and turn, and `Others`."""
+    """On every rank: return seconds per step, by variant and turn, and the CPU used."""
     steps = {name: step_of(make, case) for name, make in variants.items()}
     for step in steps.values():
         for _ in range(3):  # PyTorch's DDP arranges its buckets anew after the first

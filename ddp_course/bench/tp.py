@@ -26,8 +26,7 @@ Chapter 09.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -43,7 +42,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW
 
 from ddp_course.bench import steps
 from ddp_course.bench.turns import Pair, Row
@@ -53,23 +52,6 @@ from ddp_course.model import GPT
 from ddp_course.tensor_parallel import tensor_parallel
 
 ABOUT = "A training step under our tensor parallelism over one under PyTorch's DTensor."
-
-
-class OneBatch(nn.Module):
-    """Calls `module` with rank 0's batch on every rank; it is sent once."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-        self.batch: tuple[Tensor, Tensor] | None = None
-
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Run the module on its own batch, (B, T) each, whatever is given."""
-        if self.batch is None:
-            self.batch = x.clone(), y.clone()
-            for tokens in self.batch:
-                dist.broadcast(tokens, 0)
-        return self.module(*self.batch)
 
 
 # ---- PyTorch's -----------------------------------------------------------------------
@@ -117,22 +99,13 @@ def dtensor(
         groups.setdefault(type(parameter.data), []).append(parameter)
     options = [{"params": group} for group in groups.values()]
     optimizer = AdamW(options, **steps.ADAMW | {"fused": best})
+    made = parallel, optimizer
     if best:  # from forward to the end of backward
-        _during_step(parallel, optimizer, loss_parallel)
+        steps.during_step(made, loss_parallel)
     if patiently:
         threads = communicator().threads
-        _during_step(parallel, optimizer, lambda: patient(threads))
-    return OneBatch(parallel), optimizer
-
-
-def _during_step(
-    model: nn.Module, optimizer: Optimizer, context: Callable[[], object]
-) -> None:
-    """Open `context()` when forward begins, and close it when the optimizer does."""
-    stack = ExitStack()
-    enter = lambda *_: stack.enter_context(context()) and None  # noqa: E731
-    model.register_forward_pre_hook(enter, prepend=True)
-    optimizer.register_step_pre_hook(lambda *_: stack.close())
+        steps.during_step(made, lambda: patient(threads))
+    return steps.OneBatch(parallel), optimizer
 
 
 # ---- ours ----------------------------------------------------------------------------
@@ -140,9 +113,8 @@ def _during_step(
 
 def ours(model: GPT, **options: bool) -> steps.Made:
     """Return the model cut by this course, with its optimizer."""
-    parallel = tensor_parallel(model, **options)
-    optimizer = AdamW(parallel.parameters(), **steps.ADAMW)
-    return OneBatch(parallel), optimizer
+    parallel, optimizer = steps.with_adamw(tensor_parallel(model, **options))
+    return steps.OneBatch(parallel), optimizer
 
 
 class Nothing(nn.Module):
@@ -159,10 +131,7 @@ class Nothing(nn.Module):
 
 def alone(model: GPT) -> steps.Made:
     """Return the whole model on rank 0, and nothing on the others."""
-    if dist.get_rank() > 0:
-        nothing = Nothing()
-        return nothing, AdamW(nothing.parameters(), **steps.ADAMW)
-    return model, AdamW(model.parameters(), **steps.ADAMW)
+    return steps.with_adamw(Nothing() if dist.get_rank() > 0 else model)
 
 
 VARIANTS: dict[str, steps.Variant] = {

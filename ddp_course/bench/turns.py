@@ -11,21 +11,20 @@ in those that count.
 
 from __future__ import annotations
 
+import os
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypedDict
 
-from ddp_course.bench.others import Others, share
-
 LOUD, ENOUGH = 0.15, 6  # the part of the machine; how many turns
-Contender = Callable[
-    [], object
-]  # does it once; may return seconds that it has measured
+Contender = Callable[[], object]  # does it once; may return seconds that it measured
 Times = dict[str, list[float]]
-Told = tuple[Times, list[tuple]]  # seconds by contender and turn; `Others` by turn
+Look = tuple[float, float, float]
+Told = tuple[Times, list[Look]]  # seconds by contender and turn; `look` by turn
 
 
 class Row(TypedDict):
@@ -96,11 +95,11 @@ def in_turns(
         go_on: asked before every turn but the first three; the same on all ranks.
     """
     times: Times = {name: [] for name in contenders}
-    others, told = Others(), []
+    told: list[Look] = []
     for turn in range(turns):
         if turn >= 3 and not go_on():
             break
-        others.told()
+        before = look()
         order = random.Random(turn // 2).sample(list(contenders), len(contenders))
         for name in reversed(order) if turn % 2 else order:
             call = contenders[name]
@@ -112,7 +111,7 @@ def in_turns(
                 measured = call()
             seconds = (time.perf_counter() - start) / max(1, repeat)
             times[name].append(measured if isinstance(measured, float) else seconds)
-        told.append(others.told())
+        told.append(tuple(b - a for a, b in zip(before, look(), strict=True)))
     return times, told
 
 
@@ -158,3 +157,36 @@ def rows_of(
                 turns=len(ours),
                 others=others,
             )
+
+
+# ---- how much of the machine other programs took -----------------------------------
+
+
+def look() -> Look:
+    """Return the seconds used so far: by this process, by all; and of the clock."""
+    return time.process_time(), machine_seconds(), time.perf_counter()
+
+
+def machine_seconds(stat: Path = Path("/proc/stat")) -> float:
+    """Return the seconds for which the machine's cores have been busy since its start.
+
+    User, nice, system, interrupt and stolen time; waiting for a disk is not work.
+    """
+    try:
+        words = stat.read_text().split("\n", 1)[0].split()
+    except OSError:
+        return 0.0
+    user, nice, system, _, _, irq, softirq, *stolen = map(int, words[1:])
+    ticks = user + nice + system + irq + softirq + sum(stolen[:1])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def share(told: list[Look], cores: int | None = None) -> float:
+    """Return the part of the machine (0 to 1) that was neither idle nor ours.
+
+    `told` are (own, busy, wall) seconds of one turn in each of our processes.
+    """
+    wall = max(wall for _, _, wall in told)
+    busy = max(busy for _, busy, _ in told)
+    ours = sum(own for own, _, _ in told)
+    return max(0.0, busy - ours) / (wall * (cores or os.cpu_count() or 1))

@@ -40,7 +40,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -102,13 +101,8 @@ def fully_sharded(
 
 def fully_sharded_patiently(model: nn.Module) -> steps.Made:
     """Return `fully_shard` at its best; in a step gloo's threads interrupt nobody."""
-    sharded, optimizer = fully_sharded(model)
-    threads, patience = communicator().threads, ExitStack()
-    sharded.register_forward_pre_hook(
-        lambda *_: patience.enter_context(patient(threads)), prepend=True
-    )
-    optimizer.register_step_pre_hook(lambda *_: patience.close())
-    return sharded, optimizer
+    threads = communicator().threads
+    return steps.during_step(fully_sharded(model), lambda: patient(threads))
 
 
 # ---- ours ----------------------------------------------------------------------------
@@ -131,7 +125,7 @@ def stage3(
     sharded = FullyShardedDataParallel(
         model, reshard_after_forward=reshard_after_forward, in_shared_memory=shared
     )
-    return sharded, AdamW(sharded.parameters(), **steps.ADAMW)
+    return steps.with_adamw(sharded)
 
 
 def bound(model: nn.Module) -> steps.Made:
