@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ddp_course.collectives import runtime
 from ddp_course.collectives.agreement import CollectiveError
-from ddp_course.collectives.communicator import Communicator, Work
+from ddp_course.collectives.communicator import Communicator, Work, communicator
 from ddp_course.collectives.patience import patient
 from ddp_course.collectives.plan import Plan
 from ddp_course.collectives.port import Port
@@ -265,6 +265,49 @@ class Call:
             run.plan(chosen, Buffer.flat(tensor, chosen.chunks))
 
         return self.start(body, async_op)
+
+
+def all_reduce_by(
+    name: str,
+    plan: Callable[[int], Plan],
+    tensor: Tensor,
+    op: dist.ReduceOp.RedOpType = ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Combine `tensor` of all ranks, in place, by the plan `plan(world_size)`.
+
+    `tensor` is contiguous, of any shape and type; `op` is SUM, AVG, MAX, MIN or
+    PRODUCT; `group` is a process group, by default all ranks. Afterwards all ranks have
+    the same bits. With `async_op` it returns at once, with a handle to wait for.
+
+    Raises CollectiveError, on every rank and before anything is sent, if a tensor or op
+    is unusable or differs between ranks; ValueError or TypeError for a wrong group.
+    """
+    call = Call(communicator(group), f"{name}.all_reduce")
+    return call.all_reduce(plan, tensor, op, async_op)
+
+
+def planned(name: str, plan: Callable[[int], Plan]) -> Callable[..., Work | None]:
+    """Return the all-reduce that carries out `plan(world_size)`; `name` is its module.
+
+    It is `all_reduce_by` with the first two arguments given.
+    """
+
+    def all_reduce(
+        tensor: Tensor,
+        op: dist.ReduceOp.RedOpType = ReduceOp.SUM,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Combine all ranks' `tensor` (any shape, in place), by this module's `plan`.
+
+        See `call.all_reduce_by` for arguments and errors. Chapter 03.
+        """
+        return all_reduce_by(name, plan, tensor, op, group, async_op)
+
+    all_reduce.__module__, all_reduce.__qualname__ = plan.__module__, "all_reduce"
+    return all_reduce
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:

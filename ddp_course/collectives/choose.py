@@ -49,23 +49,20 @@ def all_reduce(
     """Combine all ranks' `tensor` (any shape, in place) by the algorithm that suits.
 
     `algorithm` is "auto" or one of `ALGORITHMS`; see `rule`. For the other arguments
-    and the errors see `common.all_reduce_by`. Chapter 03.
+    and the errors see `call.all_reduce_by`. Chapter 03.
     """
     comm = communicator(group)
-    if algorithm != "auto" and algorithm not in ALGORITHMS:
+    if algorithm == "auto":
+        # Something that is no tensor is for the call's own check, on all ranks alike.
+        if isinstance(tensor, Tensor):
+            algorithm = rule(comm, tensor.nbytes, tensor.device.type == "cpu")
+        else:
+            algorithm = rule(comm, 0)
+    elif algorithm not in ALGORITHMS:
         call = Call(comm, "all_reduce")
         call.choice("algorithm", algorithm, ["auto", *ALGORITHMS])
         return call.start(lambda run: None)  # raises on every rank
-    if algorithm == "auto":
-        # Something that is no tensor is for the call's own check, on all ranks alike.
-        is_tensor = isinstance(tensor, Tensor)
-        algorithm = rule(comm, tensor.nbytes if is_tensor else 0, on_cpu(tensor))
     return ALGORITHMS[algorithm](tensor, op, group, async_op)
-
-
-def on_cpu(tensor: Tensor) -> bool:
-    """Tell whether a tensor is in the machine's own memory."""
-    return getattr(tensor, "device", None) is None or tensor.device.type == "cpu"
 
 
 def rule(comm: Communicator, nbytes: int, cpu: bool = True) -> str:

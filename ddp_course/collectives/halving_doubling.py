@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from ddp_course.collectives.common import planned
+from ddp_course.collectives.call import planned
 from ddp_course.collectives.plan import Plan, Transfer, among, chain, make_plan
 
 

@@ -92,7 +92,7 @@ def all_reduce(
     """Combine all ranks' `tensor` (any shape, in place), sparing links between nodes.
 
     Every node must have as many ranks of the group, one node's after the other's.
-    `variant` is "sharded" or "leader". See `common.all_reduce_by` for the other
+    `variant` is "sharded" or "leader". See `call.all_reduce_by` for the other
     arguments and errors. Chapter 03.
     """
     comm = communicator(group)

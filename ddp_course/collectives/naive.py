@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_course.collectives.common import planned
+from ddp_course.collectives.call import planned
 from ddp_course.collectives.plan import Plan, chain
 from ddp_course.collectives.port import Port
 from ddp_course.collectives.rooted import broadcast_naive_plan, reduce_naive_plan

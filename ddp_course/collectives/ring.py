@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_course.collectives.common import planned
+from ddp_course.collectives.call import planned
 from ddp_course.collectives.plan import Plan, bounds, chain
 from ddp_course.collectives.port import Port
 from ddp_course.collectives.shards import all_gather_ring_plan, reduce_scatter_ring_plan

@@ -168,39 +168,16 @@ def scatter(
     Rank `src`, a rank of the whole job, gives as many tensors as the group has ranks,
     each like `tensor`; the other ranks give none. Raises CollectiveError. Chapter 02.
     """
-    comm = communicator(group)
-    call = Call(comm, "scatter", src=src)
-    call.tensor("tensor", tensor)
-    root = call.root("src", src)
-    if comm.rank == root:
-        call.tensors("scatter_list", scatter_list, like=tensor)
-    elif scatter_list is not None and len(scatter_list):
-        call.refuse(f"scatter_list is given, but only rank {src} scatters")
-
-    def body(run: Run) -> None:
-        chunks: list[Tensor | None] = [None] * comm.size
-        if comm.rank == root:
-            chunks = list(scatter_list)
-            tensor.copy_(chunks[root])
-        else:
-            chunks[comm.rank] = tensor
-        run.plan(scatter_plan(comm.size, root), Buffer.pieces(chunks))
-
-    return call.start(body, async_op)
+    call = Call(communicator(group), "scatter", src=src)
+    return _start_with_list(call, tensor, src, scatter_list, async_op)
 
 
 @cache
 def gather_plan(world_size: int, root: int = 0) -> Plan:
     """Rank r sends chunk r to `root`, one rank after the other."""
-    others = [(root + k) % world_size for k in range(1, world_size)]
-    return make_plan(
-        "gather",
-        world_size,
-        world_size,
-        [Transfer(k, r, root, r, r + 1, False) for k, r in enumerate(others)],
-        start=[{r} for r in range(world_size)],
-        end=[range(world_size) if r == root else () for r in range(world_size)],
-    )
+    n, out = world_size, scatter_plan(world_size, root)
+    back = [replace(t, src=t.dst, dst=t.src) for t in out.transfers]
+    return make_plan("gather", n, n, back, start=out.end, end=out.start)
 
 
 def gather(
@@ -215,22 +192,34 @@ def gather(
     Rank `dst`, a rank of the whole job, gives as many tensors as the group has ranks,
     each like `tensor`; the other ranks give none. Raises CollectiveError. Chapter 02.
     """
-    comm = communicator(group)
-    call = Call(comm, "gather", dst=dst)
+    call = Call(communicator(group), "gather", dst=dst)
+    return _start_with_list(call, tensor, dst, gather_list, async_op)
+
+
+def _start_with_list(
+    call: Call, tensor: Tensor, rank: int, rows: Sequence[Tensor] | None, async_op: bool
+) -> Work | None:
+    """Check and start a scatter or gather: only rank `rank`, the root, has `rows`.
+
+    One for each rank of the group: its `tensor`, before a gather or after a scatter.
+    """
+    comm, is_scatter = call.comm, call.name == "scatter"
     call.tensor("tensor", tensor)
-    root = call.root("dst", dst)
+    root = call.root("src" if is_scatter else "dst", rank)
     if comm.rank == root:
-        call.tensors("gather_list", gather_list, like=tensor)
-    elif gather_list is not None and len(gather_list):
-        call.refuse(f"gather_list is given, but only rank {dst} gathers")
+        call.tensors(f"{call.name}_list", rows, like=tensor)
+    elif rows is not None and len(rows):
+        call.refuse(f"{call.name}_list is given, but only rank {rank} {call.name}s")
 
     def body(run: Run) -> None:
         chunks: list[Tensor | None] = [None] * comm.size
         if comm.rank == root:
-            chunks = list(gather_list)
-            chunks[root].copy_(tensor)
+            chunks = list(rows)
+            own = chunks[root]
+            (tensor if is_scatter else own).copy_(own if is_scatter else tensor)
         else:
             chunks[comm.rank] = tensor
-        run.plan(gather_plan(comm.size, root), Buffer.pieces(chunks))
+        plan = scatter_plan if is_scatter else gather_plan
+        run.plan(plan(comm.size, root), Buffer.pieces(chunks))
 
     return call.start(body, async_op)

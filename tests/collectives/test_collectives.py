@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import zlib
-from functools import partial
 
 import pytest
 import torch
@@ -125,10 +124,10 @@ def wrong_others(numels: list[int], group=None) -> list[str]:
     wrong, me, n = [], dist.get_rank(), dist.get_world_size(group)
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
 
-    def check(name, mine, outputs, right=None):
+    def check(name, outputs, right, call, *args, op=SUM, **more):
         """Call ours; compare its `outputs` with what is right."""
         try:
-            mine()
+            call(*args, group=group, **more)
         except CollectiveError as error:  # on all ranks alike
             wrong.append(f"{name}: {error}")
         else:
@@ -136,79 +135,57 @@ def wrong_others(numels: list[int], group=None) -> list[str]:
                 if a.dtype != b.dtype or not (torch.equal(a, b) or close(a, b, op)):
                     wrong.append(name)
 
+    def empty(times=None):
+        """Return an empty tensor, or a list of them, like `one`."""
+        return torch.empty_like(one) if times is None else [empty() for _ in times]
+
     for numel, dtype in [(k, d) for k in numels for d in DTYPES]:
         if numel != 1009 and dtype != torch.float32:
             continue
         one = numbers(numel, dtype, me)
         many = [numbers(numel, dtype, 100 * me + k) for k in range(n)]
         ops = [op for op in OPS if op != AVG or dtype.is_floating_point]
+        ops = ops if numel == 1009 else [SUM]
         told = f"{numel} {dtype}"
         for root in {ranks[0], ranks[-1]}:
-            op = SUM
-            for algorithm in BROADCASTS:
-                a, b = one.clone(), one.clone()
-                dist.broadcast(b, root, group)
-                check(
-                    f"broadcast {algorithm} {told}",
-                    partial(ours.broadcast, a, root, group, algorithm=algorithm),
-                    [a],
-                    [b],
-                )
-            a, b = torch.empty_like(one), torch.empty_like(one)
-            given = many if me == root else None
+            b = one.clone()
+            dist.broadcast(b, root, group)
+            for way in BROADCASTS:
+                a, name = one.clone(), f"broadcast {way} {told}"
+                check(name, [a], [b], ours.broadcast, a, root, algorithm=way)
+            a, b, given = empty(), empty(), many if me == root else None
             dist.scatter(b, given, root, group)
-            check(
-                f"scatter {told}",
-                partial(ours.scatter, a, given, root, group),
-                [a],
-                [b],
-            )
-            a, b = (
-                [torch.empty_like(one) for _ in many] if me == root else None
-                for _ in range(2)
-            )
+            check(f"scatter {told}", [a], [b], ours.scatter, a, given, root)
+            a, b = (empty(many) if me == root else None for _ in range(2))
             dist.gather(one, b, root, group)
-            check(
-                f"gather {told}",
-                partial(ours.gather, one, a, root, group),
-                a or [],
-                b or [],
-            )
-            for op in ops if numel == 1009 else [SUM]:
+            check(f"gather {told}", a or [], b or [], ours.gather, one, a, root)
+            for op in ops:
                 b = one.clone()
                 dist.reduce(b, root, op, group)
-                for algorithm in REDUCES:
-                    a = one.clone()
+                # PyTorch's leaves something else on the others; ours, what was.
+                right = [b if me == root else one]
+                for way in REDUCES:
+                    a, name = one.clone(), f"reduce {way} {op} {told}"
                     check(
-                        f"reduce {algorithm} {op} {told}",
-                        partial(ours.reduce, a, root, op, group, algorithm=algorithm),
-                        [a],
-                        # PyTorch's leaves something else on the others; ours, what was.
-                        [b if me == root else one],
+                        name, [a], right, ours.reduce, a, root, op, op=op, algorithm=way
                     )
-        op = SUM
-        b = [torch.empty_like(one) for _ in many]
+        a, b, whole = empty(many), empty(many), torch.cat(empty(many))
         dist.all_gather(b, one, group)
-        a, whole = [torch.empty_like(t) for t in b], torch.empty_like(torch.cat(b))
-        name = f"all_gather {told}"
-        check(name, partial(ours.all_gather, a, one, group), a, b)
-        single = partial(ours.all_gather_single, whole, one, group)
-        check(f"{name} single", single, [whole], [torch.cat(b)])
-        for op in ops if numel == 1009 else [SUM]:
-            b = torch.empty_like(one)
-            dist.reduce_scatter(b, [t.clone() for t in many], op, group)
-            a, kept = torch.empty_like(one), [t.clone() for t in many]
-            name = f"reduce_scatter {op} {told}"
-            check(name, partial(ours.reduce_scatter, a, kept, op, group), [a], [b])
+        name, right = f"all_gather {told}", [torch.cat(b)]
+        check(name, a, b, ours.all_gather, a, one)
+        check(f"{name} single", [whole], right, ours.all_gather_single, whole, one)
+        for op in ops:
+            a, b, kept = empty(), empty(), [t.clone() for t in many]
+            dist.reduce_scatter(b, kept, op, group)
+            kept, name = [t.clone() for t in many], f"reduce_scatter {op} {told}"
+            check(name, [a], [b], ours.reduce_scatter, a, kept, op, op=op)
             if not all(map(torch.equal, kept, many)):
                 wrong.append(f"inputs of {name}")
-            a, flat = torch.empty_like(one), torch.cat(many)
-            single = partial(ours.reduce_scatter_single, a, flat, op, group)
-            check(f"{name} single", single, [a], [b])
-        op = SUM
-        a, b = ([torch.empty_like(one) for _ in many] for _ in range(2))
+            a, flat, single = empty(), torch.cat(many), ours.reduce_scatter_single
+            check(f"{name} single", [a], [b], single, a, flat, op, op=op)
+        a, b = empty(many), empty(many)
         dist.all_to_all(b, many, group)
-        check(f"all_to_all {told}", partial(ours.all_to_all, a, many, group), a, b)
+        check(f"all_to_all {told}", a, b, ours.all_to_all, a, many)
     return wrong
 
 

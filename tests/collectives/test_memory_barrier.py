@@ -15,27 +15,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from memory_cases import catch, exchange, mappings
 
 from ddp_course.collectives import memory_barrier as module
 from ddp_course.collectives.allocator import allocate, same_machine
 from ddp_course.collectives.memory_barrier import LONGEST, Barrier
 from ddp_course.launch import spawn
 
-SIZES = [1, 2, 3, 4, 5, 8]
-
-
-def exchange(value):
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
 
 def shared(timeout=60.0, kind=Barrier) -> Barrier:
     return kind(dist.get_rank(), dist.get_world_size(), exchange, timeout)
-
-
-def mappings() -> int:
-    return Path("/proc/self/maps").read_text().count("memfd:ddp-course-")
 
 
 def open_files() -> list[str]:
@@ -48,15 +37,6 @@ def open_files() -> list[str]:
     return [link for link in links if "memfd:ddp-course-" in link]
 
 
-def catch(do) -> str:
-    """Return the type and text of what `do()` raises."""
-    try:
-        do()
-    except BaseException as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing raised"
-
-
 def nap(chance: random.Random) -> None:
     """Sleep a little, sometimes, so that ranks come in any order."""
     if chance.random() < 0.3:
@@ -66,18 +46,12 @@ def nap(chance: random.Random) -> None:
 # ---- one machine, one memory -------------------------------------------------------
 
 
-def test_ranks_with_the_same_kernel_and_processes_are_on_one_machine():
+def test_ranks_with_the_same_kernel_and_processes_are_on_one_machine(monkeypatch):
     assert same_machine(lambda here: [here, here])
     assert not same_machine(lambda here: [here, ("another boot", here[1])])
     assert not same_machine(lambda here: [here, (here[0], "pid:[1]")])
     assert not same_machine(lambda here: [here, None])
-
-
-def test_a_machine_without_proc_shares_nothing(monkeypatch):
-    def missing(self):
-        raise FileNotFoundError(self)
-
-    monkeypatch.setattr(Path, "read_text", missing)
+    monkeypatch.setattr(Path, "read_text", no_memory)  # a machine without /proc
     assert not same_machine(lambda here: [here, here])
 
 
@@ -213,7 +187,7 @@ def wrong_meetings(kind: type[Barrier], rounds: int = 300) -> int:
     return wrong
 
 
-@pytest.mark.parametrize("world_size", SIZES)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
 def test_memory_barriers_and_meetings_are_as_promised(world_size, no_leftovers):
     def faults():
         return memory_faults(), early_ranks(Barrier), wrong_meetings(Barrier)
@@ -221,108 +195,100 @@ def test_memory_barriers_and_meetings_are_as_promised(world_size, no_leftovers):
     assert spawn(faults, world_size=world_size) == [([], 0, 0)] * world_size
 
 
-def test_planted_barriers_and_meetings_are_seen():
+def test_planted_barriers_and_meetings_are_seen_and_a_rank_can_sleep_at_one():
     def planted():
-        kinds = (Absent, OneRound), (OnePage, Absent)
-        early, meetings = kinds
-        return [*map(early_ranks, early), *map(wrong_meetings, meetings)]
-
-    faults = spawn(planted, world_size=4)
-    assert all(map(sum, zip(*faults, strict=True))), faults
-
-
-def test_a_rank_can_sleep_at_a_barrier():
-    def sleepers():
+        early = map(early_ranks, (Absent, OneRound))
+        faults = [*early, *map(wrong_meetings, (OnePage, Absent))]
         module.SPINS = 0
-        return early_ranks(Barrier, 30)
+        return faults, early_ranks(Barrier, 30)
 
-    assert sum(spawn(sleepers, world_size=3)) == 0
+    told = spawn(planted, world_size=4)
+    assert all(map(sum, zip(*(faults for faults, _ in told), strict=True))), told
+    assert not any(asleep for _, asleep in told)
 
 
-@pytest.mark.parametrize(
-    ("absent", "named"), [([2], "rank 2 of 4"), ([1, 3], "ranks 1, 3 of 4")]
-)
-def test_who_does_not_arrive_is_named(absent, named):
-    def wait():
-        barrier = shared(timeout=0.7)
-        barrier.wait()
-        if barrier.rank in absent:
-            dist.barrier()
-            return "absent"
-        first = catch(barrier.wait)
-        dist.barrier()
-        return first, catch(barrier.wait)
+def late(absent: list[int]) -> tuple[str, str]:
+    """On every rank: wait in vain for some; return what that says, and once more."""
+    barrier = shared(timeout=0.7)
+    barrier.wait()
+    first = "absent" if barrier.rank in absent else catch(barrier.wait)
+    dist.barrier()
+    return first, "" if barrier.rank in absent else catch(barrier.wait)
 
-    for rank, told in enumerate(spawn(wait, world_size=4)):
-        if rank in absent:
-            assert told == "absent"
-        else:
+
+def fails_between() -> tuple[str, str]:
+    """On every rank: rank 1 fails between two barriers."""
+    barrier = shared(timeout=3600.0)
+
+    def work():
+        with barrier:
+            barrier.wait()
+            if barrier.rank == 1:
+                raise ValueError("no")
+            barrier.wait()
+
+    return catch(work), catch(barrier.wait)
+
+
+def test_who_does_not_arrive_is_named_and_who_fails_keeps_nobody_waiting():
+    def all_of_it():
+        return late([2]), late([1, 3]), fails_between()
+
+    told = spawn(all_of_it, world_size=4)
+    for k, named in enumerate(["rank 2 of 4", "ranks 1, 3 of 4"]):
+        for rank, (first, again) in enumerate(facts[k] for facts in told):
+            if rank in ([2], [1, 3])[k]:
+                assert first == "absent"
+                continue
             missed = f"{named} did not arrive within 0.7 s; rank {rank} waited"
-            first, again = told
             assert first == f"TimeoutError: {missed}"
             assert again.startswith("RuntimeError") and missed in again
+    failed = [facts[2] for facts in told]
+    first, again = failed.pop(1)
+    assert first == "ValueError: no"
+    assert "can no longer be used: rank 1 left it: ValueError: no" in again
+    for first, _ in failed:  # one of them may learn it from another
+        assert first.startswith("RuntimeError: rank")
+        assert "failed and left this shared memory" in first
+    assert any("RuntimeError: rank 1 failed" in first for first, _ in failed)
 
 
-def test_a_rank_that_fails_between_barriers_does_not_keep_the_others_waiting():
-    def fail():
-        barrier = shared(timeout=3600.0)
-
-        def work():
-            with barrier:
-                barrier.wait()
-                if barrier.rank == 1:
-                    raise ValueError("no")
-                barrier.wait()
-
-        return catch(work), catch(barrier.wait)
-
-    told = spawn(fail, world_size=3)
-    assert told[1][0] == "ValueError: no"
-    assert "can no longer be used: rank 1 left it: ValueError: no" in told[1][1]
-    for rank in (0, 2):  # one of them may learn it from the other
-        assert told[rank][0].startswith("RuntimeError: rank")
-        assert "failed and left this shared memory" in told[rank][0]
-    assert any("RuntimeError: rank 1 failed" in first for first, _ in told)
-
-
-def test_ctrl_c_ends_the_waiting():
-    def interrupt():
-        barrier = shared(timeout=3600.0)
-        if barrier.rank == 0:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-            told = catch(barrier.wait)
-            dist.barrier()
-        else:
-            dist.barrier()
-            barrier.wait()  # rank 0 had told that it came to this one
-            told = catch(barrier.wait)
+def interrupted() -> str:
+    """On both ranks: rank 0 waits and is interrupted."""
+    barrier = shared(timeout=3600.0)
+    if barrier.rank == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        told = catch(barrier.wait)
+        dist.barrier()
         return told
+    dist.barrier()
+    barrier.wait()  # rank 0 had told that it came to this one
+    return catch(barrier.wait)
 
-    told = spawn(interrupt, world_size=2)
-    assert told[0].startswith("KeyboardInterrupt")
-    assert told[1] == "RuntimeError: rank 0 failed and left this shared memory"
+
+def long_texts() -> tuple:
+    """On both ranks: show texts that are equal where they are cut, and others."""
+    barrier, long = shared(), "x" * (LONGEST + 1000)
+    same = barrier.meet(long)
+    differ = barrier.meet(f"{long}{barrier.rank}")
+    empty = barrier.meet("" if barrier.rank else "not")
+    again = [barrier.meet("kept") for _ in range(5)]
+    return same, [len(text) for text in differ], empty, again
 
 
-def test_long_texts_differ_even_where_they_are_cut():
-    def meet():
-        barrier = shared()
-        long = "x" * (LONGEST + 1000)
-        same = barrier.meet(long)
-        differ = barrier.meet(f"{long}{barrier.rank}")
-        empty = barrier.meet("" if barrier.rank else "not")
-        again = [barrier.meet("kept") for _ in range(5)]
-        return same, [len(text) for text in differ], empty, again
-
+def test_ctrl_c_ends_the_waiting_and_long_texts_differ_even_where_they_are_cut():
+    told = spawn(lambda: (long_texts(), interrupted()), world_size=2)
     expected = (None, [LONGEST] * 2, ["not", ""], [None] * 5)
-    assert spawn(meet, world_size=2) == [expected] * 2
+    assert [texts for texts, _ in told] == [expected] * 2
+    assert told[0][1].startswith("KeyboardInterrupt")
+    assert told[1][1] == "RuntimeError: rank 0 failed and left this shared memory"
 
 
 # ---- nothing is left ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("moment", [1, 2, 4, "barrier"])
+@pytest.mark.parametrize(("victim", "moment"), [(0, 1), (1, 2), (0, 4), (1, "barrier")])
 def test_kill_9_at_any_moment_leaves_nothing(victim, moment, no_leftovers):
     def die():
         calls = 0
@@ -344,12 +310,3 @@ def test_kill_9_at_any_moment_leaves_nothing(victim, moment, no_leftovers):
 
     reports = spawn(die, world_size=2, check=False, timeout=60, output="none")
     assert reports[victim].status != "ok"
-
-
-def test_memory_of_one_rank_needs_nobody():
-    memory = allocate(10, 0, lambda value: [value])
-    memory[3] = 7
-    assert memory.tolist() == [0, 0, 0, 7, 0, 0, 0, 0, 0, 0]
-    assert mappings() == 1
-    del memory
-    assert mappings() == 0

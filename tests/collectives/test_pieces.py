@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partialmethod
+from itertools import product
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +22,7 @@ from ddp_course.collectives import (
 )
 from ddp_course.collectives.call import Run
 from ddp_course.collectives.reduction import ReduceOp
-from ddp_course.collectives.runtime import PIECE, Schedule
+from ddp_course.collectives.runtime import PIECE, Message, Schedule
 from ddp_course.launch import here, spawn
 from ddp_course.measure import ByteMeter
 
@@ -45,10 +48,9 @@ def shape_here() -> tuple[int, int]:
     return shape.nnodes, shape.nproc_per_node
 
 
-def cut_into(nbytes: int) -> None:
-    """On a rank: let messages travel in pieces of `nbytes` bytes."""
-    plan = Run.plan
-    Run.plan = lambda *args, **more: plan(*args, **{**more, "piece": nbytes})
+def in_pieces_of(nbytes: int):
+    """On a rank: let messages travel in pieces of `nbytes` bytes, within the block."""
+    return patch.object(Run, "plan", partialmethod(Run.plan, piece=nbytes))
 
 
 def brought(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -56,120 +58,133 @@ def brought(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     return (torch.arange(numel) % 11 + 100**rank).to(dtype)
 
 
-def wrong_sums(numels: list[int], plant=None) -> list[str]:
+def wrong_sums(numels: list[int]) -> list[str]:
     """On every rank: all-reduce in small pieces, now and under way; return mistakes."""
-    cut_into(SMALL)
-    if plant:
-        plant()
     me, n = dist.get_rank(), dist.get_world_size()
     wrong = []
-    for numel in numels:
-        for dtype in (torch.float64, torch.int64, torch.int32):
-            everyones = [brought(rank, numel, dtype) for rank in range(n)]
-            total = torch.stack(everyones).sum(0, dtype=dtype)
-            for name, (all_reduce, _) in PLANS.items():
-                told = f"{name}: {numel} {dtype}"
-                tensors = [everyones[me].clone() for _ in range(4)]
+    for numel, dtype in product(numels, (torch.float64, torch.int64, torch.int32)):
+        everyones = [brought(rank, numel, dtype) for rank in range(n)]
+        total = torch.stack(everyones).sum(0, dtype=dtype)
+        for name, (all_reduce, _) in PLANS.items():
+            told = f"{name}: {numel} {dtype}"
+            tensors = [everyones[me].clone() for _ in range(4)]
+            with in_pieces_of(SMALL):
                 all_reduce(tensors[0])
                 works = [all_reduce(t, ReduceOp.SUM, None, True) for t in tensors[1:3]]
                 all_reduce(tensors[3], ReduceOp.MAX)
                 for work in works:
                     work.wait()
-                if not all(torch.equal(t, total) for t in tensors[:3]):
-                    wrong.append(told)
-                if not torch.equal(tensors[3], everyones[-1]):
-                    wrong.append(f"{told}, largest")
-                if dtype.is_floating_point:
-                    mean = everyones[me].clone()
+            if not all(torch.equal(t, total) for t in tensors[:3]):
+                wrong.append(told)
+            if not torch.equal(tensors[3], everyones[-1]):
+                wrong.append(f"{told}, largest")
+            if dtype.is_floating_point:
+                mean = everyones[me].clone()
+                with in_pieces_of(SMALL):
                     all_reduce(mean, ReduceOp.AVG)
-                    wrong += [] if torch.equal(mean, total / n) else [f"{told}, mean"]
+                wrong += [] if torch.equal(mean, total / n) else [f"{told}, mean"]
+    return wrong
+
+
+def bits_that_differ() -> list[str]:
+    """On every rank: where the runtime that GPUs use gives other bits."""
+
+    def plan(self, plan, buffer, *, piece=0, op=None):
+        runtime.step_by_step(plan, buffer, self.port, op or self.op)
+
+    torch.manual_seed(dist.get_rank())
+    wrong = []
+    for name, (all_reduce, _) in PLANS.items():
+        a = torch.randn(300_007)
+        b = a.clone()
+        with in_pieces_of(100_000):
+            all_reduce(a, ReduceOp.AVG)
+        with patch.object(Run, "plan", plan):  # in batches, as NCCL wants them
+            all_reduce(b, ReduceOp.AVG)
+        if not torch.equal(a.view(torch.int32), b.view(torch.int32)):
+            wrong.append(name)
     return wrong
 
 
 NUMELS = [1, 5, 124, 125, 126, 1009, 3001]
-SHAPES = [(1, 2), (1, 3), (1, 4), (2, 1), (3, 1), (2, 2)]
+SHAPES = [(1, 2), (1, 3), (1, 4), (3, 1), (2, 2)]
 
 
 @pytest.mark.parametrize(("nnodes", "nproc"), SHAPES)
-def test_all_reduces_in_pieces_give_the_exact_sums(nnodes, nproc):
-    shape = {"nnodes": nnodes, "nproc_per_node": nproc}
-    wrong = spawn(wrong_sums, NUMELS, **shape, output="none")
+def test_all_reduces_in_pieces_give_the_exact_sums_and_the_bits_of_steps(nnodes, nproc):
+    shape = {"nnodes": nnodes, "nproc_per_node": nproc, "output": "none"}
+    wrong = spawn(lambda: wrong_sums(NUMELS) + bits_that_differ(), **shape)
     assert wrong == [[]] * (nnodes * nproc)
 
 
-def messages(numel: int, piece: int | None) -> dict[str, tuple[int, int]]:
-    """On a rank: how many messages it sent, and of how many transfers, by algorithm."""
-    if piece:
-        cut_into(piece)
-    me, n = dist.get_rank(), dist.get_world_size()
+def messages(numel: int) -> dict[str, int]:
+    """On a rank: how many messages each algorithm sent."""
     told = {}
-    for name, (all_reduce, plan) in PLANS.items():
+    for name, (all_reduce, _) in PLANS.items():
         with ByteMeter() as meter:
             all_reduce(torch.ones(numel))
-        told[name] = meter.total_messages, len(plan(n).sent_by(me))
+        told[name] = meter.total_messages
     return told
 
 
+def cut_and_whole() -> tuple[dict[str, int], ...]:
+    """On a rank: messages in pieces, messages, and transfers, by algorithm."""
+    with in_pieces_of(SMALL):
+        cut = messages(3001)
+    me, n = dist.get_rank(), dist.get_world_size()
+    transfers = {name: len(plan(n).sent_by(me)) for name, (_, plan) in PLANS.items()}
+    return cut, messages(3001), transfers
+
+
 def test_messages_are_really_cut():
-    whole, cut = (
-        spawn(messages, 3001, piece, nnodes=2, nproc_per_node=2)
-        for piece in (None, SMALL)
-    )
-    for rank in range(4):
-        for name in PLANS:
-            transfers = whole[rank][name][1]
-            assert whole[rank][name] == (transfers, transfers)
-            assert cut[rank][name][0] >= 3 * transfers > 0  # of 750 numbers or more
+    for cut, whole, transfers in spawn(cut_and_whole, nnodes=2, nproc_per_node=2):
+        assert whole == transfers
+        for name, number in transfers.items():
+            assert cut[name] >= 3 * number > 0  # of 750 numbers or more
 
 
 # ---- planted: pieces that do not wait ----------------------------------------------
 
 
-def change_schedule(changed) -> None:
-    right = runtime.schedule
-
-    def wrong(*args) -> Schedule:
-        todo = right(*args)
-        return replace(todo, sends=tuple(map(changed, todo.sends)))
-
-    runtime.schedule = wrong
+def never_waits(todo: Schedule) -> list[Message]:
+    """A planted mistake: all is sent at once, whatever is to be added before."""
+    return [replace(send, after=0) for send in todo.sends]
 
 
-def never_waits() -> None:
-    """Plant a mistake: every piece is sent at once, whatever is to be added before."""
-    change_schedule(lambda send: replace(send, after=0))
+def waits_for_one_too_few(todo: Schedule) -> list[Message]:
+    """A planted mistake: the last piece that arrives is not waited for."""
+    return [replace(send, after=max(0, send.after - 1)) for send in todo.sends]
 
 
-def waits_for_one_too_few() -> None:
-    """Plant a mistake: the last piece that arrives is not waited for."""
-    change_schedule(lambda send: replace(send, after=max(0, send.after - 1)))
+def waits_for_its_first_piece_only(todo: Schedule) -> list[Message]:
+    """A planted mistake: a transfer goes on when its first piece may."""
+    first = {}
+    for send in todo.sends:
+        first.setdefault((send.peer, send.step), send.after)
+    return [replace(send, after=first[send.peer, send.step]) for send in todo.sends]
 
 
-def waits_for_its_first_piece_only() -> None:
-    """Plant a mistake: a transfer goes on when its first piece may."""
-    right = runtime.schedule
+def planted() -> list[set[str]]:
+    """On every rank: the algorithms that go wrong with each mistake."""
+    seen, right = [], runtime.schedule
+    for sends in (never_waits, waits_for_one_too_few, waits_for_its_first_piece_only):
 
-    def wrong(*args) -> Schedule:
-        todo, first = right(*args), {}
-        for send in todo.sends:
-            first.setdefault((send.peer, send.step), send.after)
-        sends = (replace(s, after=first[s.peer, s.step]) for s in todo.sends)
-        return replace(todo, sends=tuple(sends))
+        def wrong(*args, sends=sends) -> Schedule:
+            todo = right(*args)
+            return replace(todo, sends=tuple(sends(todo)))
 
-    runtime.schedule = wrong
+        with patch.object(runtime, "schedule", wrong):
+            seen.append({told.split(":")[0] for told in wrong_sums([3001])})
+    return seen
 
 
-@pytest.mark.parametrize(
-    "plant", [never_waits, waits_for_one_too_few, waits_for_its_first_piece_only]
-)
 @pytest.mark.parametrize("n", [3, 4])
-def test_planted_pieces_that_do_not_wait_are_seen(plant, n):
-    wrong = spawn(wrong_sums, [3001], plant, world_size=n, output="none")
-    seen = {told.split(":")[0] for mistakes in wrong for told in mistakes}
-    assert {"tree", "ring", "sharded"} <= seen
+def test_planted_pieces_that_do_not_wait_are_seen(n):
+    for seen in zip(*spawn(planted, world_size=n, output="none"), strict=True):
+        assert {"tree", "ring", "sharded"} <= set().union(*seen)
 
 
-# ---- all ranks cut alike, on whatever runtime --------------------------------------
+# ---- all ranks cut alike ----------------------------------------------------------
 
 
 def long_integers() -> list[bool]:
@@ -188,30 +203,3 @@ def long_integers() -> list[bool]:
 
 def test_all_ranks_cut_the_same_pieces():
     assert spawn(long_integers, world_size=3, output="none") == [[True] * 3] * 3
-
-
-def step_by_step_is_the_same() -> list[str]:
-    """On every rank: the runtime that GPUs use gives the same bits."""
-
-    def plan(self, plan, buffer, *, piece=0, op=None):
-        runtime.step_by_step(plan, buffer, self.port, op or self.op)
-
-    torch.manual_seed(dist.get_rank())
-    cut_into(100_000)
-    wrong, pipelined = [], Run.plan
-    for name, (all_reduce, _) in PLANS.items():
-        x = torch.randn(300_007)
-        a, b = x.clone(), x.clone()
-        all_reduce(a, ReduceOp.AVG)
-        Run.plan = plan  # in batches, as NCCL wants them
-        all_reduce(b, ReduceOp.AVG)
-        ours.barrier()
-        Run.plan = pipelined
-        if not torch.equal(a.view(torch.int32), b.view(torch.int32)):
-            wrong.append(name)
-    return wrong
-
-
-@pytest.mark.parametrize("n", [3, 4])
-def test_in_pieces_or_step_by_step(n):
-    assert spawn(step_by_step_is_the_same, world_size=n, output="none") == [[]] * n

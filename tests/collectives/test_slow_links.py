@@ -6,10 +6,12 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ddp_course import collectives as ours
 from ddp_course import theory
 from ddp_course.collectives import hierarchical, ring
+from ddp_course.collectives.port import Port
 from ddp_course.launch import Link, Links, spawn
 
 LINKS = Links(between=Link(latency=0.002, bandwidth=10e6))
@@ -66,16 +68,11 @@ def test_links_inside_a_node_stay_fast():
 
 def many_small() -> float:
     """Five messages at once: their latencies overlap, their bytes do not."""
-    import torch.distributed as dist
-
-    from ddp_course.collectives.port import Port
-
-    me = dist.get_rank()
     port = Port()
     parts = [torch.full((1000,), float(k)) for k in range(5)]
     dist.barrier()
     start = time.perf_counter()
-    if me == 0:
+    if port.rank == 0:
         for handle in [port.send(part, 1) for part in parts]:
             handle.wait()
     else:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ddp_course import theory
 from ddp_course.chapters.ch03_all_reduce import solutions
 from ddp_course.collectives import barrier
-from ddp_course.collectives.common import all_reduce_by
+from ddp_course.collectives.call import all_reduce_by
 from ddp_course.collectives.plan import Plan, Transfer, make_plan, mistakes
 from ddp_course.lab.answers import Answer, on_ranks
 from ddp_course.lab.exercises import (

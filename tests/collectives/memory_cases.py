@@ -1,0 +1,29 @@
+"""What the tests of shared memory share: how ranks meet, and what they have mapped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+
+
+def exchange(value: object) -> list:
+    """Show a value to all ranks, by PyTorch's collectives."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def mappings() -> int:
+    """Count the memories of our making that this process has."""
+    return Path("/proc/self/maps").read_text().count("memfd:ddp-course-")
+
+
+def catch(do: Callable[[], object]) -> str:
+    """Return the type and text of what `do()` raises."""
+    try:
+        do()
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing raised"
