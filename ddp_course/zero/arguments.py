@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_course.mechanisms.agreement import Form, check_same, kind_of
+from ddp_course.mechanisms.buckets import bucket_plan
 from ddp_course.mechanisms.whole_state import options_of
 from ddp_course.zero.elementwise import check_elementwise
 
@@ -48,7 +49,9 @@ def agreed_arguments(
     groups: Groups = []
     try:
         if not problem:
-            groups = Optimizer(params, {}).param_groups  # PyTorch's own checks
+            if "bucket_cap_mb" in options:
+                bucket_plan((), options["bucket_cap_mb"])  # which checks it
+            groups = Optimizer(params, {}).param_groups  # and PyTorch the parameters
             problem = _problem_with(groups)
         if not problem:
             groups, defaults = _filled_in(groups, optimizer_class, defaults, in_pieces)

@@ -96,17 +96,18 @@ class ShardedBucket:
         """Elements that belong to no parameter."""
         return self.numel - self.bucket.numel
 
-    def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """Return what `rank` owns of the parameters, in the order of its shard."""
+    def pieces(self, rank: int, empty: bool = False) -> tuple[Piece, ...]:
+        """Return what `rank` owns of the parameters, in the order of its shard.
+
+        With `empty`, also of those of which it owns nothing.
+        """
         begin, end = rank * self.shard_numel, (rank + 1) * self.shard_numel
-        edges = [*self.bucket.offsets, self.bucket.numel]
-        found = []
-        for k, name in enumerate(self.bucket.parameters):
-            first, last = max(begin, edges[k]), min(end, edges[k + 1])
-            if first < last:
-                start = edges[k]
-                found.append(Piece(name, first - start, last - start, first - begin))
-        return tuple(found)
+        edges, found = [*self.offsets, self.bucket.numel], []
+        for name, start, stop in zip(self.parameters, edges, edges[1:], strict=False):
+            first, last = (min(max(begin, edge), end) for edge in (start, stop))
+            inside = (first - start, last - start) if first < last else (0, 0)
+            found.append(Piece(name, *inside, first - begin))
+        return tuple(piece for piece in found if empty or piece.first < piece.last)
 
     def __str__(self) -> str:
         """One line for the bucket, and one for each rank's shard."""

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from ddp_course.collectives import communicator, ring
 from ddp_course.measure import label
+from ddp_course.mechanisms.buckets import view_of
 from ddp_course.mechanisms.exchange import MessageExchange, allocate
 from ddp_course.mechanisms.placements import Flat, place
 from ddp_course.zero.units import FlatPlan, UnitPlan
@@ -60,7 +61,7 @@ class FlatStorage:
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self.plan, self.exchange, self.replicas = plan, exchange, replicas
-        self.parameters = [parameters[name] for name, _ in plan.sizes]
+        self.parameters = [parameters[name] for name in plan.parameters]
         numel, rank, size = plan.numel, exchange.rank, exchange.size
         first = self._packed()
         for group in (exchange.group, replicas)[: 1 + (replicas is not None)]:
@@ -89,30 +90,24 @@ class FlatStorage:
 
     def _packed(self) -> Tensor:
         """Return the parameters side by side, followed by zeros."""
-        plan = self.plan
-        flat = torch.zeros(plan.numel, dtype=plan.dtype, device=plan.device)
+        of = self.plan.bucket
+        flat = torch.zeros(self.plan.numel, dtype=of.dtype, device=of.device)
         for view, parameter in zip(self._views(flat), self.parameters, strict=True):
             view.copy_(parameter)
         return flat
 
     def _views(self, flat: Tensor) -> list[Tensor]:
-        """Return the part of each parameter in a flat tensor, in its shape.
-
-        It lies there as autograd lays its gradient.
-        """
-        parts = flat.split([*(n for _, n in self.plan.sizes), self.plan.padding])
-        return [
-            part.as_strided(p.shape, torch.empty_like(p, device="meta").stride())
-            for part, p in zip(parts, self.parameters, strict=False)
-        ]
+        """Return the part of each parameter in a flat tensor, in its shape."""
+        offsets = zip(self.plan.offsets, self.parameters, strict=True)
+        return [view_of(flat, offset, parameter) for offset, parameter in offsets]
 
     def _cut(self, shard: Tensor) -> list[Tensor]:
         """Return the part of each parameter in what lies as the shard does."""
-        pieces = self.plan.pieces(self.exchange.rank)
+        pieces = self.plan.pieces(self.exchange.rank, empty=True)
         return [shard[p.offset :][: p.last - p.first] for p in pieces]
 
     def _pieces(self) -> Iterator[tuple[str, nn.Parameter]]:
-        plan = self.plan.pieces(self.exchange.rank)
+        plan = self.plan.pieces(self.exchange.rank, empty=True)
         views = self._cut(self.shard)
         for piece, view, whole in zip(plan, views, self.parameters, strict=True):
             kept = nn.Parameter(view, requires_grad=whole.requires_grad)

@@ -21,11 +21,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
-import torch
 from torch import Tensor, nn
 
-from ddp_course.zero.shards import Piece
+from ddp_course.mechanisms.buckets import Bucket
+from ddp_course.zero.shards import ShardedBucket
 
 ROOT = "root"
 
@@ -33,56 +34,26 @@ Chosen = Iterable["nn.Module | str"] | Callable[[str, nn.Module], bool] | None
 
 
 @dataclass(frozen=True)
-class FlatPlan:
+class FlatPlan(ShardedBucket):
     """Parameters of a unit that have one type, side by side: rank r owns shard r.
 
     Attributes:
         name: of the unit, and what tells this one from the unit's others.
-        sizes: (parameter, elements) in order.
-        world_size: how many shards.
-        dtype, device: of all of them.
         trainable: whether they have gradients.
     """
 
     name: str
-    sizes: tuple[tuple[str, int], ...]
-    world_size: int
-    dtype: torch.dtype
-    device: torch.device
     trainable: bool
-
-    @property
-    def shard_numel(self) -> int:
-        """Elements of each shard: those of the parameters, and perhaps padding."""
-        return -(-sum(numel for _, numel in self.sizes) // self.world_size)
-
-    @property
-    def numel(self) -> int:
-        """Elements of all shards together, padding included."""
-        return self.world_size * self.shard_numel
-
-    @property
-    def padding(self) -> int:
-        """Elements that belong to no parameter."""
-        return self.numel - sum(numel for _, numel in self.sizes)
-
-    def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """Return what `rank` owns of each parameter, which may be nothing, in order."""
-        found, start, length = [], -rank * self.shard_numel, self.shard_numel
-        for name, numel in self.sizes:  # `start` is counted from where the shard begins
-            first, end = max(start, 0), min(start + numel, length)
-            inside = (first - start, end - start) if first < end else (0, 0)
-            found.append(Piece(name, *inside, min(first, length)))
-            start += numel
-        return tuple(found)
 
     def __str__(self) -> str:
         """One line for a reader."""
-        dtype, count = str(self.dtype).removeprefix("torch."), len(self.sizes)
+        of, count = self.bucket, len(self.parameters)
+        dtype = str(of.dtype).removeprefix("torch.")
         return (
-            f"{self.name}: {self.numel - self.padding:,} {dtype} elements of {count} "
-            f"{'' if self.trainable else 'frozen '}parameter{'s' * (count > 1)}, "
-            f"{self.world_size} x {self.shard_numel:,} with {self.padding} of padding"
+            f"{self.name}: {of.numel:,} {dtype} elements "
+            f"of {count} {'' if self.trainable else 'frozen '}parameter"
+            f"{'s' * (count > 1)}, {self.world_size} x {self.shard_numel:,} with "
+            f"{self.padding} of padding"
         )
 
 
@@ -113,7 +84,7 @@ class UnitPlan:
     @property
     def nbytes(self) -> int:
         """Bytes of all parameters, gathered in their own types, padding included."""
-        return sum(flat.numel * flat.dtype.itemsize for flat in self.flats)
+        return sum(flat.nbytes for flat in self.flats)
 
     def __str__(self) -> str:
         """A line for each flat."""
@@ -146,12 +117,12 @@ def unit_plan(
         for parameter in child.parameters(recurse=False):
             homes.setdefault(parameter, set()).add(at[path])
     # Parameters of one type lie side by side.
-    members: dict[str, dict[tuple, list[tuple[str, int]]]] = {ROOT: {}}
+    members: dict[str, dict[tuple, list[tuple[str, int]]]] = {ROOT: {}}  # and elements
     members |= {name: {} for name in chosen.values()}
     for name, p in module.named_parameters():
         (home, *others) = homes[p]
         kinds = members[ROOT if others else home]
-        kind = world_size, p.dtype, p.device, p.requires_grad
+        kind = p.dtype, p.device, p.requires_grad
         kinds.setdefault(kind, []).append((name, p.numel()))
     filled = ((name, kinds) for name, kinds in members.items() if kinds or name == ROOT)
     return tuple(
@@ -159,7 +130,7 @@ def unit_plan(
             index,
             unit,
             tuple(
-                FlatPlan(_named(unit, kind, kinds), tuple(sizes), *kind)
+                _flat(unit, kind, sizes, world_size, len(kinds) > 1)
                 for kind, sizes in kinds.items()
             ),
         )
@@ -167,11 +138,16 @@ def unit_plan(
     )
 
 
-def _named(unit: str, kind: tuple, kinds: dict[tuple, list]) -> str:
-    """Return the unit's name, with the type if it has several."""
-    _, dtype, _, trainable = kind
-    more = f".{str(dtype).removeprefix('torch.')}" + ".frozen" * (not trainable)
-    return unit + more * (len(kinds) > 1)
+def _flat(
+    unit: str, kind: tuple, sizes: list[tuple[str, int]], world_size: int, more: bool
+) -> FlatPlan:
+    """Lay parameters of a kind side by side; the unit may have `more` kinds."""
+    dtype, device, trainable = kind
+    names, numels = zip(*sizes, strict=True)
+    *offsets, numel = accumulate(numels, initial=0)
+    bucket = Bucket(0, names, tuple(offsets), numel, dtype, device)
+    told = f".{str(dtype).removeprefix('torch.')}" + ".frozen" * (not trainable)
+    return FlatPlan(bucket, world_size, unit + told * more, trainable)
 
 
 def _chosen(module: nn.Module, units: Chosen) -> dict[str, nn.Module]:

@@ -4,7 +4,7 @@ What is added to the readable classes:
 
     passes that add up, `no_sync`, parameters without a gradient, clipping
     buckets leave in the order in which they become full, whatever the plan was
-    collectives of another kind; buckets in memory that all ranks see
+    buckets in memory that all ranks see
     whatever else would go wrong in silence is refused: a second one who averages, a
     parameter that has moved, sparse gradients, gradients that nobody has zeroed
 
@@ -13,7 +13,6 @@ Chapter 07.
 
 from __future__ import annotations
 
-import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterable
@@ -35,7 +34,6 @@ from ddp_course.mechanisms.engine import Engine, LiveBucket, Slot
 from ddp_course.mechanisms.hooks import before_gradient, listeners
 from ddp_course.mechanisms.placements import clip_grad_norm_, groups_of
 from ddp_course.zero.arguments import names_of
-from ddp_course.zero.shards import shard_plan
 from ddp_course.zero.stage1 import ReduceScatter, Zero1
 from ddp_course.zero.stage2 import SMALLER_CAP_MB, ReduceScatterAndFree, Zero2
 
@@ -235,12 +233,9 @@ class ZeroRedundancyOptimizer(Zero1):
         process_group: the ranks that share the states; None are all.
         bucket_cap_mb: MiB at which a bucket is closed (`mechanisms.buckets`). Every
             bucket is two messages more.
-        reduce_scatter, all_gather: functions like `collectives.reduce_scatter_single`
-            and `all_gather_single`, which are taken if they are None.
         buckets_in_shared_memory: put parameters and gradients where all ranks of one
             machine see them, and share them there, with nothing to copy; CPU only. That
             memory is taken until the process group ends.
-        ending: what makes the ending, of a group and two of the functions above.
         **defaults: arguments of `optimizer_class`.
 
     PyTorch's class of this name wants a DistributedDataParallel around the model; that
@@ -256,6 +251,8 @@ class ZeroRedundancyOptimizer(Zero1):
     "ZeRO", sections 5.1 and 7.2.1. Chapter 07.
     """
 
+    ending_class: type[ReduceScatter] = AddingUp
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -263,35 +260,21 @@ class ZeroRedundancyOptimizer(Zero1):
         process_group: dist.ProcessGroup | None = None,
         *,
         bucket_cap_mb: float = BUCKET_CAP_MB,
-        reduce_scatter: Callable[..., Any] | None = None,
-        all_gather: Callable[..., Any] | None = None,
         buckets_in_shared_memory: bool = False,
-        ending: Callable[..., ReduceScatter] = AddingUp,
         **defaults: Any,
     ) -> None:
-        of, empty = collectives, torch.empty
-        if buckets_in_shared_memory:
-            of = shared_memory
-            empty = functools.partial(_empty_in_shared_memory, process_group)
-        reduce_scatter = reduce_scatter or of.reduce_scatter_single
-        all_gather = all_gather or of.all_gather_single
-        functions = {"reduce_scatter": reduce_scatter, "all_gather": all_gather}
-        form = {f"argument {name}": _name_of(f) for name, f in functions.items()}
-        form["argument buckets_in_shared_memory"] = repr(buckets_in_shared_memory)
-        check_same(form, _problem(bucket_cap_mb, functions), process_group)
-        super().__init__(
-            params,
-            optimizer_class,
-            process_group,
-            bucket_cap_mb=bucket_cap_mb,
-            ending=ending(process_group, reduce_scatter, empty),
-            **defaults,
-        )
-        self._all_gather = all_gather
+        form = {"argument buckets_in_shared_memory": repr(buckets_in_shared_memory)}
+        check_same(form, None, process_group)
+        self.of = shared_memory if buckets_in_shared_memory else collectives
+        empty = shared_empty(process_group) if buckets_in_shared_memory else torch.empty
+        of_group = process_group, self.of.reduce_scatter_single, empty
+        options = {"bucket_cap_mb": bucket_cap_mb, **defaults}
+        options["ending"] = self.ending_class(*of_group)
+        super().__init__(params, optimizer_class, process_group, **options)
 
     def all_gather(self, row: Tensor, own: Tensor) -> None:
         """Fill a row with every rank's shard; `own` is this rank's part of it."""
-        self._all_gather(row, own, group=self.process_group)
+        self.of.all_gather_single(row, own, group=self.process_group)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Only accumulate the gradients of backward passes made in this block.
@@ -330,12 +313,11 @@ class ZeroRedundancyOptimizer(Zero1):
 
     def check_places(self) -> None:
         """RuntimeError if what is trained is not what lies in the buckets."""
-        places = {}
-        for bucket in self.engine.buckets:
-            row = self.rows[bucket.index]
-            for slot in bucket.slots:
-                address = row.data_ptr() + slot.offset * row.element_size()
-                places[slot.parameter] = address
+        places = {
+            slot.parameter: self.rows[bucket.index][slot.offset :].data_ptr()
+            for bucket in self.engine.buckets
+            for slot in bucket.slots
+        }
         for parameter, name in names_of(self.param_groups).items():
             place = places.get(parameter)
             if place is None and parameter.grad is not None and parameter.numel():
@@ -371,6 +353,8 @@ class ShardedGradientOptimizer(ZeroRedundancyOptimizer, Zero2):
     FSDP's SHARD_GRAD_OP comes close. Rajbhandari et al. 2020, section 5.2. Chapter 07.
     """
 
+    ending_class = InTurns
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -384,7 +368,7 @@ class ShardedGradientOptimizer(ZeroRedundancyOptimizer, Zero2):
         if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
             problem = f"buckets_in_flight is {limit!r}; it must be a whole number >= 1"
         check_same({"argument buckets_in_flight": repr(limit)}, problem, process_group)
-        options = {"bucket_cap_mb": SMALLER_CAP_MB, "ending": InTurns, **options}
+        options = {"bucket_cap_mb": SMALLER_CAP_MB, **options}
         super().__init__(params, optimizer_class, process_group, **options)
         self.ending.limit = limit
 
@@ -401,31 +385,11 @@ class ShardedGradientOptimizer(ZeroRedundancyOptimizer, Zero2):
         self.ending.stepped = True
 
 
-def _problem(bucket_cap_mb: float, functions: dict[str, Any]) -> str | None:
-    """Return what is wrong with the arguments, or None."""
-    for name, function in functions.items():
-        if not callable(function):
-            return f"{name} is {function!r}; it must be a function"
-    try:
-        shard_plan((), 1, bucket_cap_mb)
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-def _name_of(function: Any) -> str:
-    module = getattr(function, "__module__", "")
-    return f"{module}.{getattr(function, '__qualname__', '')}"
-
-
-def _empty_in_shared_memory(
-    group: dist.ProcessGroup | None,
-    numel: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
-    """Return memory that all ranks of one machine see, on the CPU whatever `device`."""
-    return shared_memory.empty(numel, dtype=dtype, group=group)
+def shared_empty(group: dist.ProcessGroup | None) -> Callable[..., Tensor]:
+    """Return what makes memory that all ranks see: on the CPU, whatever the device."""
+    return lambda numel, dtype, device: shared_memory.empty(
+        numel, dtype=dtype, group=group
+    )
 
 
 # ---- does anything else average these gradients, too? --------------------------------

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from trained import Trained
 
 from ddp_course.mechanisms.exchange import MessageExchange, _FollowedByWaiter
 from ddp_course.mechanisms.timeline import span
@@ -121,16 +122,6 @@ def whole_state(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-@dataclass
-class Trained:
-    """The whole state, the loss and the gradients' norm of each step."""
-
-    states: list[dict[str, Tensor]] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)  # mean over this rank's rows
-    norms: list[float] = field(default_factory=list)
-    optimizer: dict = field(default_factory=dict)  # its whole state, in the end
-
-
 def train(
     wrap: Callable[[nn.Module], nn.Module] | None,
     optimizer: str = "adamw",
@@ -140,12 +131,14 @@ def train(
     clip: float | None = None,
     sync_all: bool = False,
     share: tuple[int, int] | None = None,
+    states: bool = False,
 ) -> Trained:
     """Train on this rank's rows, which it takes in `micro` microbatches.
 
     Without `wrap`: one process on the whole batch. Ranks start from different seeds.
     With `sync_all`, every microbatch is averaged, otherwise the last one is. `share`
-    is which part of the rows, and of how many, if not one for each rank.
+    is which part of the rows, and of how many, if not one for each rank. With `states`,
+    the optimizer's are told, too.
     """
     alone = wrap is None
     rank, n = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
@@ -170,9 +163,10 @@ def train(
         if clip is not None:
             told.norms.append(clipped(sharded, clip))
         opt.step()
-        told.states.append(whole_state(sharded))
-        told.states[-1] = {k: v.clone() for k, v in told.states[-1].items()}
-    if hasattr(sharded, "full_optimizer_state_dict"):
+        if step in (0, steps - 1):  # they cost more than the steps
+            state = whole_state(sharded)
+            told.states.append({k: v.clone() for k, v in state.items()})
+    if states and hasattr(sharded, "full_optimizer_state_dict"):
         told.optimizer = sharded.full_optimizer_state_dict(opt)
     elif alone:
         told.optimizer = opt.state_dict()
@@ -192,30 +186,6 @@ def clipped(model: nn.Module, clip: float) -> float:
     for grad in grads:
         grad.mul_(min(1.0, clip / (norm + 1e-6)))
     return norm
-
-
-def far_apart(a: Trained, b: Trained, atol: float = 1e-5) -> list[str]:
-    """Return where two trainings differ by more than rounding.
-
-    A mean over ranks adds the same numbers in another order, and AdamW divides by the
-    root of what may be small: 1e-5 is about a hundred roundings of float32. A wrong
-    scale or a missing rank is off by more than 1e-3.
-    """
-    found = [
-        f"{step} {name}"
-        for step, (x, y) in enumerate(zip(a.states, b.states, strict=True))
-        for name in x
-        if name.rpartition(".")[2] != "calls"  # buffers are each rank's own affair
-        and not torch.allclose(x[name], y[name], rtol=1e-4, atol=atol)
-    ]
-    pairs = zip(a.norms, b.norms, strict=True)
-    return found + [f"norm {x} {y}" for x, y in pairs if abs(x - y) > 1e-4 * y]
-
-
-def bits(trained: Trained) -> bytes:
-    """Return all numbers of a training: equal bytes are equal bits."""
-    told = [t for state in trained.states for t in state.values()]
-    return b"".join(t.numpy().tobytes() for t in told)
 
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -381,4 +351,5 @@ FAKES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "sum": Sum,
     "own gradient only": OwnShardOnly,
     "not gathered again": NotGatheredAgain,
+    "norm per shard": NormPerShard,
 }

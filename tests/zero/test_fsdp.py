@@ -6,48 +6,41 @@ import functools
 
 import pytest
 import torch.distributed as dist
-from fsdp_cases import (
-    FAKES,
-    OPTIMIZERS,
-    WRAPPERS,
-    bits,
-    far_apart,
-    train,
-)
+from fsdp_cases import FAKES, WRAPPERS, train
+from trained import bits, far_apart
 
 from ddp_course.launch import spawn
 
 alone = functools.cache(functools.partial(train, None))  # one process, whole batch
+SGD, ODD = {"optimizer": "sgd"}, {"optimizer": "sgd", "model": "odd"}
+CLIP = {**SGD, "clip": 0.05}
 
 
-def everything() -> dict[tuple, object]:
-    """On every rank: train under every wrapper, and under every fake."""
-    cases = [(name, "odd", "sgd") for name in ("naive", "simple", "ours", "shared")]
-    cases += [(name, "gpt", "sgd") for name in ("naive", "simple", "shared")]
-    cases += [(name, "gpt", opt) for name in ("ours", "torch") for opt in OPTIMIZERS]
-    cases += [("ours", "odd", "adamw")]
+def everything() -> dict[tuple[str, str], tuple]:
+    """On every rank, by (who, what): the arguments of `train`, and what came of it."""
+    cases = {(who, "adamw"): {} for who in ("ours", "torch")}
+    cases["shared", "odd"] = ODD
     if dist.get_world_size() == 3:  # where sizes do not divide, too
-        cases += [(name, "odd", "sgd") for name in WRAPPERS if name != "torch"]
-        cases += [("fake", name) for name in FAKES]
-    told = {}
-    for case in dict.fromkeys(cases):
-        name, model, *_ = case
-        wrap = FAKES[model] if name == "fake" else WRAPPERS[name]
-        told[case] = train(wrap, *((case[2], model) if len(case) == 3 else ("sgd",)))
-    return told
+        cases |= {(who, "odd"): ODD for who in WRAPPERS if who != "torch"}
+        cases |= {(who, "gpt"): SGD for who in ("simple", "shared", "ours", "torch")}
+        cases["ours", "odd, adamw"] = {"model": "odd"}
+        cases |= {(who, "no_sync"): {"micro": 2} for who in ("ours", "shared")}
+        cases["ours", "each averaged"] = {"micro": 2, "sync_all": True}
+        cases |= {(who, "clip"): CLIP for who in ("ours", "shared", "naive", "torch")}
+        cases |= {(who, "fake"): SGD for who in FAKES}
+        cases["norm per shard", "fake"] = CLIP
+    wraps = WRAPPERS | FAKES
+    return {case: (how, train(wraps[case[0]], **how)) for case, how in cases.items()}
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [2, 3])
 def test_the_same_training_as_one_process_and_as_pytorch(n):
-    told = spawn(everything, world_size=n, output="none")
-    for name, *rest in told[0]:
-        if name == "fake":
-            continue
-        model, optimizer = rest
-        mine = [rank[name, model, optimizer] for rank in told]
-        assert not far_apart(mine[0], alone(optimizer, model)), (name, rest)
-        assert len({bits(rank) for rank in mine}) == 1, (name, rest)
-        if model == "gpt":
-            assert not far_apart(mine[0], told[0]["torch", "gpt", optimizer]), name
-    for name in FAKES if n == 3 else ():
-        assert far_apart(told[0]["fake", name], alone("sgd", "gpt")), f"{name} not seen"
+    told = spawn(everything, world_size=n, output="none", timeout=240)
+    assert max(alone(**CLIP).norms) > 0.05  # it is clipped
+    for (who, what), (how, mine) in told[0].items():
+        one = alone(**{k: v for k, v in how.items() if k not in ("micro", "sync_all")})
+        ranks = {bits(rank[who, what][1]) for rank in told}
+        wrong = far_apart(mine, one) or len(ranks) > 1
+        assert bool(wrong) == (what == "fake"), (who, what)
+        if ("torch", what) in told[0]:
+            assert not far_apart(mine, told[0]["torch", what][1]), (who, what)

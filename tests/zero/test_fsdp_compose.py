@@ -8,34 +8,29 @@ import torch
 import torch.distributed as dist
 from fsdp_cases import (
     MODELS,
-    Naive,
     Ours,
     ReplicasForgotten,
     Simple,
     SumOfReplicas,
-    Trained,
-    bits,
-    far_apart,
     fully_shard,
     train,
 )
 from torch import nn
+from trained import Trained, bits, far_apart
 
 from ddp_course.launch import spawn
-from ddp_course.measure import ByteMeter
 from ddp_course.mechanisms.agreement import ReplicaError
 from ddp_course.mesh import Axes, Mesh, make_groups
 from ddp_course.model import GPTConfig, build_gpt
 from ddp_course.tensor_parallel import tensor_parallel
 from ddp_course.zero import sharded_checkpoint
-from ddp_course.zero.units import unit_plan
 
 CLIP = 0.05
 EVEN = GPTConfig(block_size=16, n_layer=2, n_head=2, d_model=24)
 alone = functools.cache(functools.partial(train, None, clip=CLIP))
 
 
-def the_same(ranks: list[Trained], optimizer: str, model: str) -> list[str]:
+def different(ranks: list[Trained], optimizer: str, model: str) -> list[str]:
     """Return where the ranks' training is not one process's."""
     one = alone(optimizer, model)
     wrong = far_apart(ranks[0], one)
@@ -54,50 +49,35 @@ def the_same(ranks: list[Trained], optimizer: str, model: str) -> list[str]:
     return wrong
 
 
-# ---- hybrid sharding -----------------------------------------------------------------
-
-
 def hybrid(cls: type, axes: Axes, **options):
     shard, replicas = axes.group("shard"), axes.group("replicate")
     return lambda model: cls(model, shard, replicas=replicas, **options)
 
 
-def hybrids(folder: str) -> tuple[dict, dict, str, bool]:
+def replicas(folder: str) -> dict[tuple, Trained]:
     from torch.distributed.device_mesh import init_device_mesh
 
     axes = make_groups(Mesh({"replicate": 2, "shard": 2}))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    shared = hybrid(Ours, axes, in_shared_memory=True)
 
     def torchs(_: nn.Module) -> nn.Module:
         return fully_shard(MODELS["gpt"](0), mesh=mesh)
 
-    trained = {
-        ("torch", "adamw", "gpt"): train(torchs, clip=CLIP),
-        ("ours", "adamw", "gpt"): train(hybrid(Ours, axes), clip=CLIP),
-        ("ours", "sgd", "odd"): train(hybrid(Ours, axes), "sgd", "odd", clip=CLIP),
-        ("shared", "sgd", "odd"): train(shared, "sgd", "odd", clip=CLIP),
-        ("simple", "sgd", "gpt"): train(hybrid(Simple, axes), "sgd", clip=CLIP),
-        ("naive", "sgd", "gpt"): train(hybrid(Naive, axes), "sgd", clip=CLIP),
+    wraps = {
+        ("torch", "adamw", "gpt"): torchs,
+        ("ours", "adamw", "gpt"): hybrid(Ours, axes),
+        ("shared", "sgd", "odd"): hybrid(Ours, axes, in_shared_memory=True),
+        ("simple", "sgd", "gpt"): hybrid(Simple, axes),
+        ("fake", "sgd", "forgotten"): hybrid(ReplicasForgotten, axes),
+        ("fake", "sgd", "sum"): hybrid(SumOfReplicas, axes),
     }
-    for fake in (ReplicasForgotten, SumOfReplicas):
-        wrap = hybrid(fake, axes)
-        trained[fake.__name__, "sgd", "gpt"] = train(wrap, "sgd", clip=CLIP)
-    return trained, sent(axes), refused(axes), saved(axes, folder)
-
-
-def sent(axes: Axes) -> dict[str, int]:
-    """Return what a step sends inside of a group of shards, and across replicas."""
-    sharded = hybrid(Ours, axes)(build_gpt(EVEN))
-    x = torch.arange(32).view(2, 16)
-    sharded(x, x)[1].backward()
-    with ByteMeter() as meter:
-        sharded(x, x)[1].backward()
-    groups = {axis: axes.group(axis) for axis in ("shard", "replicate")}
-    return {
-        axis: meter.sent_to(dist.get_process_group_ranks(group))
-        for axis, group in groups.items()
+    told = {
+        (who, optimizer, what): train(
+            wrap, optimizer, "odd" if what == "odd" else "gpt", clip=CLIP, states=True
+        )
+        for (who, optimizer, what), wrap in wraps.items()
     }
+    return {"trained": told, "error": refused(axes), "saved": saved(axes, folder)}
 
 
 def refused(axes: Axes) -> str:
@@ -123,27 +103,7 @@ def saved(axes: Axes, folder: str) -> bool:
     return all(torch.equal(after[name], before[name]) for name in before)
 
 
-def test_replicas_of_shards_train_as_one_process_and_as_fully_shard(tmp_path):
-    ranks = spawn(hybrids, str(tmp_path), world_size=4, output="none")
-    for name, *case in ranks[0][0]:
-        got = [trained[(name, *case)] for trained, *_ in ranks]
-        wrong = the_same(got, *case)
-        fake = name in (ReplicasForgotten.__name__, SumOfReplicas.__name__)
-        assert bool(wrong) == fake, (name, case, wrong)
-    theirs = ranks[0][0]["torch", "adamw", "gpt"]
-    assert not far_apart(ranks[0][0]["ours", "adamw", "gpt"], theirs)
-    # F = R = 2: inside 3 (F - 1) / F of the model, across 2 (R - 1) / R of a shard.
-    nbytes = sum(unit.nbytes for unit in unit_plan(build_gpt(EVEN), 2))
-    for _, by_axis, error, same in ranks:
-        assert by_axis == {"shard": 3 * nbytes // 2, "replicate": nbytes // 2}
-        assert "weight is float32 [4, 3] on cpu" in error and "rank 3" in error
-        assert same
-
-
-# ---- on a model that tensor parallelism has cut --------------------------------------
-
-
-def with_tensor_parallelism() -> dict:
+def below_is_tensor_parallelism() -> dict[tuple, Trained]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import parallelize_module
 
@@ -151,7 +111,7 @@ def with_tensor_parallelism() -> dict:
 
     axes = make_groups(Mesh({"dp": 2, "tp": 2}))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    how = {"clip": CLIP, "share": (axes.index("dp"), 2)}
+    how = {"clip": CLIP, "share": (axes.index("dp"), 2), "states": True}
 
     def ours(model: nn.Module) -> nn.Module:
         return Ours(tensor_parallel(model, axes.group("tp")), axes.group("dp"))
@@ -167,10 +127,25 @@ def with_tensor_parallelism() -> dict:
     return {way: train(wraps[way[0]], way[1], "even", **how) for way in ways}
 
 
-def test_stage_3_on_a_tensor_parallel_model_trains_as_one_process_and_as_pytorchs():
-    ranks = spawn(with_tensor_parallelism, world_size=4, output="none")
-    for name, optimizer in ranks[0]:
-        got = [rank[name, optimizer] for rank in ranks]
-        assert not the_same(got, optimizer, "even"), (name, optimizer)
-    mine, theirs = ranks[0]["ours", "adamw"], ranks[0]["torch", "adamw"]
+def everything(folder: str) -> dict[str, object]:
+    return {**replicas(folder), "tp": below_is_tensor_parallelism()}
+
+
+def test_beside_other_axes_it_trains_as_one_process_and_as_pytorchs(tmp_path):
+    ranks = spawn(everything, str(tmp_path), world_size=4, output="none")
+    first = ranks[0]["trained"]
+    for who, optimizer, what in first:
+        got = [rank["trained"][who, optimizer, what] for rank in ranks]
+        wrong = different(got, optimizer, "odd" if what == "odd" else "gpt")
+        assert bool(wrong) == (who == "fake"), (who, what, wrong)
+    theirs = first["torch", "adamw", "gpt"]
+    assert not far_apart(first["ours", "adamw", "gpt"], theirs)
+    for rank in ranks:
+        assert "weight is float32 [4, 3] on cpu" in rank["error"]
+        assert "rank 3" in rank["error"]
+        assert rank["saved"]
+    for who, optimizer in ranks[0]["tp"]:
+        got = [rank["tp"][who, optimizer] for rank in ranks]
+        assert not different(got, optimizer, "even"), (who, optimizer)
+    mine, theirs = (ranks[0]["tp"][who, "adamw"] for who in ("ours", "torch"))
     assert not far_apart(mine, theirs, atol=3e-5)  # each is 1e-5 from one process

@@ -8,8 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_cases import GPT, Naive, Odd, Ours
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from ddp_course.launch import spawn
@@ -23,11 +21,7 @@ from ddp_course.zero.units import unit_plan
 
 
 def names(plan) -> dict[str, set[str]]:
-    return {
-        flat.name: {name for name, _ in flat.sizes}
-        for unit in plan
-        for flat in unit.flats
-    }
+    return {flat.name: set(flat.parameters) for unit in plan for flat in unit.flats}
 
 
 def test_blocks_are_units_and_the_root_has_the_rest():
@@ -108,25 +102,6 @@ def test_no_unit_of_this_model():
             unit_plan(model, 2, units)
 
 
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(1, 5))
-def test_every_element_has_one_owner(numels, world_size):
-    module = nn.Module()
-    for k, numel in enumerate(numels):
-        module.register_parameter(f"p{k}", nn.Parameter(torch.zeros(numel)))
-    (unit,) = unit_plan(module, world_size)
-    owned = {f"p{k}": [0] * numel for k, numel in enumerate(numels)}
-    for flat in unit.flats:
-        assert 0 <= flat.padding < world_size
-        for rank in range(world_size):
-            pieces = flat.pieces(rank)
-            assert [p.parameter for p in pieces] == [*(name for name, _ in flat.sizes)]
-            for piece in pieces:
-                assert piece.offset + piece.last - piece.first <= flat.shard_numel
-                for element in range(piece.first, piece.last):
-                    owned[piece.parameter][element] += 1
-    assert all(count == 1 for counts in owned.values() for count in counts)
-
-
 # ---- order ---------------------------------------------------------------------------
 
 
@@ -198,6 +173,10 @@ def constructions(odd: bool) -> dict:
             "*cpu_offload is True, but the module computes on the CPU: *",
         ),
         "twice": (lambda: Ours(Ours(build_gpt(GPT))), "*is sharded already*"),
+        "machines": (
+            lambda: Ours(gpt, in_shared_memory=True),
+            "*in_shared_memory is True, but these ranks share no*",
+        ),
     }
 
 
@@ -214,20 +193,7 @@ def refused() -> dict[str, str]:
 
 
 def test_wrong_constructions_are_refused_on_every_rank_and_nothing_is_sent():
-    told = spawn(refused, world_size=3, output="none")
+    told = spawn(refused, nnodes=3, nproc_per_node=1, output="none")
     for name, (_, words) in constructions(False).items():
         (text,) = {rank[name] for rank in told}
         assert fnmatch.fnmatchcase(text, f"{words}Nothing was sent.|0"), (name, text)
-
-
-def shared_on_two_machines() -> str:
-    try:
-        Ours(build_gpt(GPT), in_shared_memory=True)
-    except ReplicaError as error:
-        return str(error)
-    return "no error"
-
-
-def test_memory_is_shared_on_one_machine_only():
-    told = spawn(shared_on_two_machines, nnodes=2, nproc_per_node=1, output="none")
-    assert all("in_shared_memory is True, but these ranks share no" in t for t in told)

@@ -1,4 +1,4 @@
-"""Stage 3 in use: accumulation, clipping, evaluation, errors, recomputation, bf16."""
+"""Stage 3 in use: evaluation, errors, recomputation, bf16; on two ranks, one launch."""
 
 from __future__ import annotations
 
@@ -8,19 +8,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_cases import (
-    GPT,
-    Naive,
-    NormPerShard,
-    Ours,
-    Simple,
-    batch,
-    bits,
-    far_apart,
-    fully_shard,
-    train,
-    whole_state,
-)
+from fsdp_cases import GPT, Ours, Simple, batch, fully_shard, whole_state
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -36,7 +24,6 @@ from ddp_course.zero.offload import OffloadedStorage, settle
 from ddp_course.zero.sharded_module import ShardedError
 from ddp_course.zero.units import unit_plan
 
-alone = functools.cache(functools.partial(train, None))
 SHARED = {"in_shared_memory": True}
 
 
@@ -61,8 +48,8 @@ def gradients(sharded: nn.Module) -> dict[str, torch.Tensor]:
 
 def everything() -> dict[str, object]:
     """On both ranks: what the tests below look at, in one launch."""
-    parts_of_it = (forwards_and_backwards, passed, parts, failures, recomputed, mixed)
-    return {part.__name__: part() for part in parts_of_it}
+    of_models = forwards_and_backwards, passed, parts, recomputed, mixed
+    return {part.__name__: part() for part in (*of_models, failures, offloaded)}
 
 
 @pytest.fixture(scope="module")
@@ -70,33 +57,6 @@ def two_ranks() -> dict[str, list]:
     """By part, what each of two ranks tells."""
     ranks = spawn(everything, world_size=2, output="none")
     return {part: [rank[part] for rank in ranks] for part in ranks[0]}
-
-
-# ---- accumulation and clipping -------------------------------------------------------
-
-
-def accumulated_and_clipped() -> dict[str, object]:
-    told = {}
-    for name, wrap in {"ours": Ours, "shared": lambda m: Ours(m, **SHARED)}.items():
-        told[name, "no_sync"] = train(wrap, micro=2)
-        told[name, "each"] = train(wrap, micro=2, sync_all=True)
-        told[name, "clip"] = train(wrap, "sgd", clip=0.05)
-    told["naive", "clip"] = train(Naive, "sgd", clip=0.05)
-    told["torch", "clip"] = train(fully_shard, "sgd", clip=0.05)
-    told["fake", "clip"] = train(NormPerShard, "sgd", clip=0.05)
-    return told
-
-
-def test_accumulation_and_clipping_are_those_of_one_process():
-    told = spawn(accumulated_and_clipped, world_size=3, output="none")
-    for name, how in told[0]:
-        one = alone("sgd", clip=0.05) if how == "clip" else alone()
-        if how == "clip":
-            assert max(one.norms) > 0.05  # it is clipped
-        wrong = far_apart(told[0][name, how], one) or (
-            len({bits(rank[name, how]) for rank in told}) > 1
-        )
-        assert bool(wrong) == (name == "fake"), (name, how)
 
 
 # ---- several forwards and backwards, none, and parts ---------------------------------
@@ -463,23 +423,28 @@ def test_mixed_precision_is_that_of_fully_shard(two_ranks):
 # ---- offload -------------------------------------------------------------------------
 
 
-def test_offloaded_gradients_are_copied_home_and_added():
-    # Without a GPU, the CPU stands for both sides; what is seen are the copies.
-    class Unpinned(OffloadedStorage):
-        PIN = False
+class Unpinned(OffloadedStorage):
+    """Without a GPU, the CPU stands for both sides; what is seen are the copies."""
 
-    def step() -> list:
-        (unit,) = unit_plan(nn.Linear(2, 2), 1)
-        parameters = dict(nn.Linear(2, 2).named_parameters())
-        exchange = MessageExchange()
-        exchange.empty_shard = lambda *_: pytest.fail("no shard on the GPU")
-        flat = Unpinned(unit.flats[0], parameters, exchange)
-        buffer, told = torch.arange(6.0), []
-        for _ in range(2):
-            flat.add_gradient(buffer)
-            settle()
-            buffer.fill_(1.0)  # its memory is used for something else
-            told.append([*flat.pieces["weight"].grad.flatten().tolist()])
-        return told
+    PIN = False
 
-    assert spawn(step, world_size=1) == [[[0, 1, 2, 3], [1, 2, 3, 4]]]
+
+def offloaded() -> list:
+    """Add a gradient twice, in a buffer that is used for something else then."""
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    exchange = MessageExchange(alone)
+    exchange.empty_shard = None  # no shard on the GPU
+    (unit,) = unit_plan(nn.Linear(2, 2), 1)
+    parameters = dict(nn.Linear(2, 2).named_parameters())
+    flat = Unpinned(unit.flats[0], parameters, exchange)
+    buffer, told = torch.arange(6.0), []
+    for _ in range(2):
+        flat.add_gradient(buffer)
+        settle()
+        buffer.fill_(1.0)
+        told.append(flat.pieces["weight"].grad.flatten().tolist())
+    return told
+
+
+def test_offloaded_gradients_are_copied_home_and_added(two_ranks):
+    assert two_ranks["offloaded"] == [[[0, 1, 2, 3], [1, 2, 3, 4]]] * 2

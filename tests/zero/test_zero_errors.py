@@ -15,7 +15,6 @@ from torch.optim import SGD, Adafactor, AdamW
 from torch.utils.checkpoint import checkpoint
 from zero_cases import Naive, Odd, PyTorchs, Stage1, Stage2
 
-from ddp_course.collectives import ring, shared_memory
 from ddp_course.data_parallel import DistributedDataParallel as OurDDP
 from ddp_course.launch import spawn
 from ddp_course.measure import ByteMeter, TorchCollectives
@@ -48,7 +47,6 @@ def constructions(odd: bool) -> dict:
     named = [
         (name, nn.Parameter(torch.zeros(2))) for name in ("a", "c" if odd else "b")
     ]
-    memory = shared_memory.all_gather_single if odd else None
 
     def one(params=None, cls=Stage1, of=SGD, **more):
         of_sgd = {"lr": 0.1} if of is SGD else {}
@@ -67,8 +65,8 @@ def constructions(odd: bool) -> dict:
         "*argument gradients is 'average' on ranks 0, 2, 'averaged' on rank 1*": one(
             cls=Naive, gradients="averaged" if odd else "average"
         ),
-        "*all_gather is *.all_gather*0, 2*shared_memory*rank 1*": one(
-            all_gather=memory
+        "*argument buckets_in_shared_memory is False on ranks 0, 2, True on*": one(
+            buckets_in_shared_memory=odd
         ),
         "*argument buckets_in_flight is 2 on ranks 0, 2, 3 on rank 1*": one(
             cls=Stage2, buckets_in_flight=3 if odd else 2
@@ -89,7 +87,6 @@ def constructions(odd: bool) -> dict:
         "*Invalid learning rate: -1.0**": one(cls=Naive, lr=-1.0),
         "*unexpected keyword argument 'nonsense'*": one(nonsense=3),
         "*bucket_cap_mb is 0; it must be*above 0*": one(bucket_cap_mb=0),
-        "*reduce_scatter is 'ring'; it must be a function*": one(reduce_scatter="ring"),
         "*gradients is None; it can be*": one(cls=Naive, gradients=None),
         "*buckets_in_flight is 0; it must be*": one(cls=Stage2, buckets_in_flight=0),
         "*flight is True; it*": one(cls=Stage2, buckets_in_flight=True),
@@ -119,8 +116,21 @@ def refused() -> dict[str, str]:
     }
 
 
-def test_wrong_constructions_are_refused_on_every_rank_and_nothing_is_sent():
-    told = spawn(refused, world_size=3, output="none")
+def everything() -> dict[str, object]:
+    """On every rank: what the tests look at that go well on three, in one launch."""
+    parts = refused, going_well, with_whole_tensors, other_things
+    return {part.__name__: part() for part in parts}
+
+
+@pytest.fixture(scope="module")
+def three_ranks() -> dict[str, list]:
+    """By part, what each of three ranks tells."""
+    ranks = spawn(everything, world_size=3, output="none", timeout=120)
+    return {part: [rank[part] for rank in ranks] for part in ranks[0]}
+
+
+def test_wrong_constructions_are_refused_on_every_rank_and_nothing_is_sent(three_ranks):
+    told = three_ranks["refused"]
     assert all(rank.pop("right").startswith("no error") for rank in told)
     for words in told[0]:
         texts = {rank[words] for rank in told}
@@ -367,8 +377,8 @@ def going_well() -> dict:
     }
 
 
-def test_errors_checkpoints_groups_and_closures():
-    for rank in spawn(going_well, world_size=3, output="none", timeout=60):
+def test_errors_checkpoints_groups_and_closures(three_ranks):
+    for rank in three_ranks["going_well"]:
         for way, told in rank.items():
             for name in ("ZeroRedundancyOptimizer", "ShardedGradientOptimizer"):
                 pairs = zip(told[name], told["Plain"], strict=True)
@@ -432,33 +442,13 @@ def with_whole_tensors() -> list:
     return told
 
 
-def other_collectives() -> list:
-    """Train with a reduce-scatter of another kind, PyTorch's and our own."""
-
-    def by_all_reduce(output, input, group=None, async_op=False):
-        return ring.all_reduce(input, group=group, async_op=async_op)
-
-    def pytorchs_gather(output, input, group=None, async_op=False):
-        parts = list(output.view(dist.get_world_size(group), -1))
-        return dist.all_gather(parts, input, group=group, async_op=async_op)
-
-    told = []
-    for more in ({}, {"reduce_scatter": by_all_reduce, "all_gather": pytorchs_gather}):
-        model, opt = small(**more)
-        step(model, opt)
-        told.append([p.detach() for p in model.parameters()])
-    return told
-
-
-def test_whole_tensors_and_other_collectives():
-    for told in spawn(with_whole_tensors, world_size=3, output="none"):
+def test_optimizers_of_whole_tensors(three_ranks):
+    for told in three_ranks["with_whole_tensors"]:
         for mine, alone in zip(told[::2], told[1::2], strict=True):
             pairs = zip(mine, alone, strict=True)
             assert all(torch.allclose(*pair, 1e-4, 1e-5) for pair in pairs)
-    for one, other in spawn(other_collectives, world_size=2, output="none"):
-        assert all(torch.allclose(*pair) for pair in zip(one, other, strict=True))
 
 
-def test_other_things():
-    for told in spawn(other_things, world_size=3, output="none", timeout=60):
+def test_other_things(three_ranks):
+    for told in three_ranks["other_things"]:
         assert all(told.values()), told

@@ -44,6 +44,16 @@ def step(model: nn.Module, opt: torch.optim.Optimizer) -> None:
     opt.step()
 
 
+def kept_and_sent() -> dict[str, dict]:
+    return {"kept": ledgers(), "sent": sent()}
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def measured(request) -> list[dict]:
+    """What each of the ranks tells."""
+    return spawn(kept_and_sent, world_size=request.param, output="none")
+
+
 # ---- what is kept --------------------------------------------------------------------
 
 
@@ -109,8 +119,8 @@ def states_of(plan, rank: int) -> int:
     return sum(8 * (piece.last - piece.first) + 4 for piece in pieces)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_what_is_kept_is_what_the_plan_says(n):
+def test_what_is_kept_is_what_the_plan_says(measured):
+    n = len(measured)
     model = build_gpt(GPT)
     psi = sum(p.nbytes for p in model.parameters())
     largest = max(p.nbytes for p in model.parameters())
@@ -121,7 +131,7 @@ def test_what_is_kept_is_what_the_plan_says(n):
     window = max(a + b for a, b in zip(sizes, sizes[1:], strict=False))
     alone = 8 * psi // 4 + 4 * len(list(model.parameters()))
     owners = deal([p.numel() for p in model.parameters()], [0] * n)
-    told = spawn(ledgers, world_size=n, output="none")
+    told = [rank["kept"] for rank in measured]
     for rank, got in enumerate(told):
         states = states_of(plan, rank)
         # Within the padding, and the steps, of 1/N of what one process has.
@@ -139,9 +149,7 @@ def test_what_is_kept_is_what_the_plan_says(n):
         assert max(sizes) <= peaks["communication buffers"] <= window
         # Shared memory is kept until the process group ends: that of "shared 1", too.
         now, peaks, after = got["shared 2"]
-        there = [whole, whole, 0] if n > 1 else [0, 0, 0]
-        expected = [whole, whole // n, states]
-        both = [a + b for a, b in zip(there, expected, strict=True)]
+        both = [whole + whole, whole + whole // n, states]
         assert [now[kind] for kind in KEPT[:3]] == both
         assert now["communication buffers"] == 2 * max(sizes)  # room for two
         # The fakes.
@@ -155,8 +163,7 @@ def test_what_is_kept_is_what_the_plan_says(n):
         own = 2 * sum(p.nbytes for p in mine) + 4 * len(mine)
         assert got["naive"]["optimizer states"] == own
         assert got["plain"]["optimizer states"] == alone
-        if n > 1:
-            assert got["plain"]["optimizer states"] > 1.9 * states
+        assert got["plain"]["optimizer states"] > 1.9 * states
     pieces = sum(len(bucket.pieces(rank)) for bucket in plan for rank in range(n))
     kept = sum(got["stage 1"][0]["optimizer states"] for got in told)
     assert kept == 2 * psi + 4 * pieces  # nothing twice, and no padding
@@ -194,13 +201,13 @@ def sent() -> dict[str, dict]:
     return told
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
-def test_what_is_sent_is_twice_the_model_and_pytorch_sends_half_as_much_again(n):
+def test_what_is_sent_is_twice_the_model_and_pytorch_sends_half_as_much_again(measured):
+    n = len(measured)
     model = build_gpt("1m")
     psi = sum(p.nbytes for p in model.parameters())
     plan = shard_plan(model.named_parameters(), n, 1)
     whole = sum(bucket.nbytes for bucket in plan)
-    told = spawn(sent, world_size=n, output="none")
+    told = [rank["sent"] for rank in measured]
     once = Fraction(n - 1, n) * whole
     for got in told:
         for name in ("stage 1", "stage 2", "shared"):

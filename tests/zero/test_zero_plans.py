@@ -32,6 +32,9 @@ def test_every_element_has_one_owner_and_shards_are_equal(numels, n, cap):
         assert bucket.numel == n * bucket.shard_numel
         assert 0 <= bucket.padding < n
         for rank in range(n):
+            every = bucket.pieces(rank, empty=True)
+            assert tuple(piece.parameter for piece in every) == bucket.parameters
+            assert all(0 <= piece.offset <= bucket.shard_numel for piece in every)
             end = 0
             for piece in bucket.pieces(rank):
                 assert piece.offset >= end and piece.first < piece.last

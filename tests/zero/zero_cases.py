@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,12 +12,12 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as PyTorchs
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
+from trained import Trained
 
 from ddp_course.zero import (
     NaiveZeroRedundancyOptimizer,
     ShardedGradientOptimizer,
     ZeroRedundancyOptimizer,
-    zero_redundancy_optimizer,
 )
 from ddp_course.zero.stage1 import ReduceScatter
 from ddp_course.zero.zero_redundancy_optimizer import AddingUp, InTurns
@@ -108,16 +106,6 @@ OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
 Make = Callable[..., Optimizer]
 
 
-@dataclass
-class Trained:
-    """Parameters after each step, by name; norms of the gradients if they are clipped;
-    how the rates were at the end."""
-
-    parameters: list[dict[str, Tensor]]
-    norms: list[float]
-    rates: list[float]
-
-
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     """Return three groups: the biases, the matrices, and an odd one."""
     named = dict(model.named_parameters())
@@ -153,7 +141,7 @@ def train(
     params = groups_of(model) if groups else model.parameters()
     opt = cls(params, **defaults) if alone else make(params, cls, **defaults)
     schedule = torch.optim.lr_scheduler.StepLR(opt, 2, gamma=0.3) if groups else None
-    told = Trained([], [], [])
+    told = Trained()
     for step in range(steps):
         x, y = batch(step) if alone else map(share, batch(step))
         opt.zero_grad()
@@ -166,42 +154,15 @@ def train(
         if schedule:
             schedule.step()
         named = model.named_parameters()
-        told.parameters.append({k: p.detach().clone() for k, p in named})
+        told.states.append({k: p.detach().clone() for k, p in named})
     told.rates = [group["lr"] for group in opt.param_groups]
     return told
-
-
-def far_apart(a: Trained, b: Trained) -> list[str]:
-    """Return where two trainings differ by more than rounding.
-
-    Float32 has a relative step of 1.2e-7. A mean over ranks adds the same numbers in
-    another order, and Adam divides by the root of what may be small: 1e-5 is about a
-    hundred roundings. A wrong scale or a missing rank is off by more than 1e-2.
-    """
-    found = []
-    for step, (x, y) in enumerate(zip(a.parameters, b.parameters, strict=True)):
-        found += [
-            f"{step} {name}"
-            for name in x
-            if not torch.allclose(x[name], y[name], rtol=1e-4, atol=1e-5)
-        ]
-    if not torch.allclose(torch.tensor(a.norms), torch.tensor(b.norms), rtol=1e-4):
-        found.append(f"norms {a.norms} {b.norms}")
-    if a.rates != b.rates:
-        found.append(f"rates {a.rates} {b.rates}")
-    return found
 
 
 def same(a: list, b: list) -> bool:
     """Return whether the parameters after all steps are the same but for rounding."""
     pairs = zip(sum(a, []), sum(b, []), strict=True)
     return all(torch.allclose(x, y, rtol=1e-4, atol=1e-6) for x, y in pairs)
-
-
-def bits(a: Trained) -> bytes:
-    """Return all numbers of a training: equal bytes are equal bits."""
-    told = [t for step in a.parameters for t in step.values()]
-    return b"".join(t.contiguous().numpy().tobytes() for t in told)
 
 
 SMALL = {"bucket_cap_mb": 0.0005}  # several buckets
@@ -400,14 +361,8 @@ class LastPass(InTurns):
 
 def of_ending(ending: type[ReduceScatter], **more: Any) -> Make:
     """Return how to make a stage whose gradients have another ending."""
-    if issubclass(ending, AddingUp):
-        return options(Stage1, ending=ending, **more)
-
-    def make(params, cls, **defaults):
-        with mock.patch.object(zero_redundancy_optimizer, "InTurns", ending):
-            return Stage2(params, cls, **more, **defaults)
-
-    return make
+    stage = Stage1 if issubclass(ending, AddingUp) else Stage2
+    return options(type("Fake", (stage,), {"ending_class": ending}), **more)
 
 
 FAKES: dict[str, dict[str, Any]] = {

@@ -61,10 +61,7 @@ def flat_rows(plan: Iterable[Any]) -> list[FlatRow]:
         if isinstance(part, FlatRow):
             rows.append(part)
         elif hasattr(part, "flats"):  # a unit, most often with one flat buffer
-            rows += [
-                FlatRow(flat.name, flat.sizes, flat.shard_numel, flat.world_size)
-                for flat in part.flats
-            ]
+            rows += [_row(flat.name, flat) for flat in part.flats]
         else:
             rows.append(_row(f"bucket {part.bucket.index}", part))
     if not rows:
