@@ -8,6 +8,7 @@ it went well, 1 it did not, 2 an option cannot be read, 130 it was stopped with 
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
 import sys
 from collections.abc import Callable
@@ -64,39 +65,34 @@ def parser() -> Parser:
     return top
 
 
-# One function for each command: its arguments, and what they are handed to. What a
-# command needs is imported when it runs: `--help` should not wait for it.
+def _at(name: str) -> Any:
+    """Import what a command needs when it runs: `--help` should not wait for it."""
+    return importlib.import_module(f"ddp_course.commands.{name}")
+
+
+# One function for each command: its arguments, and what they are handed to.
 
 
 def _add_lab(commands: Any) -> None:
-    def run(told: argparse.Namespace) -> int:
-        from ddp_course.commands import jupyter
-
-        return jupyter.lab(not told.no_browser, told.port, told.ip)
-
     lab = _command(
         commands,
         "lab",
-        run,
+        lambda told: _at("jupyter").lab(not told.no_browser, told.port, told.ip),
         "prove that ranks run on this machine, then open JupyterLab at chapter 00",
         "ddp-course lab",
         "ddp-course lab --no-browser --port 8890",
     )
     lab.add_argument("--no-browser", action="store_true", help="only print the address")
-    lab.add_argument("--port", type=_port, help="default: 8888, or the next free one")
+    about = "default: 8888, or the next free one"
+    lab.add_argument("--port", type=_whole(65535), help=about)
     lab.add_argument("--ip", default="localhost", help="listen here; %(default)s")
 
 
 def _add_run(commands: Any) -> None:
-    def run(told: argparse.Namespace) -> int:
-        from ddp_course.commands import notebooks
-
-        return notebooks.run(told.chapters, told.timeout)
-
     command = _command(
         commands,
         "run",
-        run,
+        lambda told: _at("notebooks").run(told.chapters, told.timeout),
         "execute chapters without a browser, and store nothing",
         "ddp-course run 00",
         "ddp-course run all",
@@ -112,16 +108,11 @@ def _add_train(commands: Any) -> None:
     from ddp_course.model import PRESETS
     from ddp_course.parallelize import SCHEDULES, STRATEGIES
 
-    def run(told: argparse.Namespace) -> int:
-        from ddp_course.commands import train
-
-        return train.command(told)
-
     about = "\n".join(f"  {name:<11} {what}" for name, what in STRATEGIES.items())
     command = _command(
         commands,
         "train",
-        run,
+        lambda told: _at("train").command(told),
         "train the course's GPT with a strategy, on one process or many",
         "ddp-course train --strategy ddp --ranks 4",
         "ddp-course train --strategy dp --replicas 2 --steps 50",
@@ -145,7 +136,7 @@ def _add_train(commands: Any) -> None:
     )
     command.add_argument(
         "--ranks",
-        type=_ranks,
+        type=_whole(64),
         metavar="N",
         help="1 to 64 processes; by default as many as these say, or 1:",
     )
@@ -155,16 +146,21 @@ def _add_train(commands: Any) -> None:
         ("--tp", "ranks with other parts of every matrix"),
         ("--shard", "with --zero 3: ranks along dp that have one copy together; all"),
     ):
-        command.add_argument(name, type=_ranks, metavar="N", help=about)
+        command.add_argument(name, type=_whole(64), metavar="N", help=about)
     for name, kind, default, about in (
-        ("--replicas", _count, None, "threads of the strategy dp; 4"),
-        ("--steps", _count, 20, "steps of AdamW"),
-        ("--batch-size", _count, 8, "rows of a step, shared by all ranks"),
+        ("--replicas", _whole(10**9), None, "threads of the strategy dp; 4"),
+        ("--steps", _whole(10**9), 20, "steps of AdamW"),
+        ("--batch-size", _whole(10**9), 8, "rows of a step, shared by all ranks"),
         ("--lr", _positive, 3e-4, "learning rate"),
         ("--clip", _positive, None, "the largest norm of a step's gradient"),
-        ("--seed", _seed, 0, "of the weights and the batches"),
-        ("--every", _count, None, "steps between two checkpoints; 10"),
-        ("--microbatches", _count, None, "parts in which a pipeline takes its rows; 4"),
+        ("--seed", _whole(2**31, least=0), 0, "of the weights and the batches"),
+        ("--every", _whole(10**9), None, "steps between two checkpoints; 10"),
+        (
+            "--microbatches",
+            _whole(10**9),
+            None,
+            "parts in which a pipeline takes its rows; 4",
+        ),
     ):
         about += "" if default is None else "; %(default)s"
         command.add_argument(name, type=kind, default=default, metavar="N", help=about)
@@ -182,18 +178,15 @@ def _add_train(commands: Any) -> None:
         metavar="FOLDER",
         help="save there, and go on from the newest checkpoint in it",
     )
-    command.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the loss curve there"
-    )
+    command.add_argument("--json", **_FILE, help="write the loss curve there")
 
 
 def _add_notebooks(commands: Any) -> None:
     def run(told: argparse.Namespace) -> int:
-        from ddp_course.commands import notebooks
-
+        names = told.chapters or ["all"]
         if told.check:
-            return notebooks.check(told.chapters or ["all"])
-        return notebooks.save(told.chapters or ["all"], told.timeout)
+            return _at("notebooks").check(names)
+        return _at("notebooks").save(names, told.timeout)
 
     command = _command(
         commands,
@@ -213,15 +206,10 @@ def _add_notebooks(commands: Any) -> None:
 
 
 def _add_doctor(commands: Any) -> None:
-    def run(_: argparse.Namespace) -> int:
-        from ddp_course.commands import doctor
-
-        return doctor.doctor()
-
     _command(
         commands,
         "doctor",
-        run,
+        lambda _: _at("doctor").doctor(),
         "say what this machine has and what will run how on it, and prove it",
         "ddp-course doctor",
     )
@@ -248,30 +236,19 @@ def _add_bench(commands: Any) -> None:
     )
     command.add_argument("name", nargs="?", metavar="NAME", help="which bench")
     command.add_argument("--list", action="store_true", help="list the benches")
-    command.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the rows there"
-    )
-    command.add_argument(
-        "--figure",
-        type=Path,
-        metavar="FILE",
-        help="draw the rows there (svg, png, pdf)",
-    )
+    command.add_argument("--json", **_FILE, help="write the rows there")
+    about = "draw the rows there (svg, png, pdf)"
+    command.add_argument("--figure", **_FILE, help=about)
     command.add_argument("--quick", action="store_true", help="few turns of few cases")
 
 
 def _add_plan(commands: Any) -> None:
     from ddp_course.theory import MODELS, OPTIMIZERS, PRECISIONS, RECOMPUTE
 
-    def run(told: argparse.Namespace) -> int:
-        from ddp_course.commands import plan
-
-        return plan.command(told)
-
     command = _command(
         commands,
         "plan",
-        run,
+        lambda told: _at("plan").command(told),
         "tell which ZeRO stage fits on which GPUs, and what it sends",
         "ddp-course plan --preset gpt2-xl --gpus 8 --memory 24",
         "ddp-course plan --parameters 7.5b --gpus 64 --memory 32",
@@ -291,11 +268,11 @@ def _add_plan(commands: Any) -> None:
         ("--sequence", "tokens of a row"),
         ("--vocab", "words"),
     ):
-        command.add_argument(name, type=_count, metavar="N", help=about)
+        command.add_argument(name, type=_whole(10**9), metavar="N", help=about)
     for name, kind, default, about in (
-        ("--gpus", _count, 8, "that share the data"),
+        ("--gpus", _whole(10**9), 8, "that share the data"),
         ("--memory", _positive, 80, "GB of one GPU, 1 GB = 10^9 bytes"),
-        ("--batch", _count, 1, "rows at a time on one GPU"),
+        ("--batch", _whole(10**9), 1, "rows at a time on one GPU"),
     ):
         about += "; %(default)s"
         command.add_argument(name, type=kind, default=default, metavar="N", help=about)
@@ -313,9 +290,7 @@ def _add_plan(commands: Any) -> None:
     command.add_argument(
         "--bandwidth", type=_positive, metavar="N", help="GB/s that a GPU sends"
     )
-    command.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the rows there"
-    )
+    command.add_argument("--json", **_FILE, help="write the rows there")
 
 
 def _command(
@@ -332,24 +307,15 @@ def _command(
     return command
 
 
-def _port(text: str) -> int:
-    return _whole(text, 65535)
+def _whole(most: int, least: int = 1) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not a whole number from {least} to {most}"
+            )
+        return int(text)
 
-
-def _seconds(text: str) -> int:
-    return _whole(text, 10**6)
-
-
-def _ranks(text: str) -> int:
-    return _whole(text, 64)
-
-
-def _count(text: str) -> int:
-    return _whole(text, 10**9)
-
-
-def _seed(text: str) -> int:
-    return _whole(text, 2**31, least=0)
+    return read
 
 
 def _positive(text: str) -> float:
@@ -363,28 +329,16 @@ def _positive(text: str) -> float:
 
 
 def _many(text: str) -> int:
-    number, size = text, 1
-    if text[-1:].lower() in ("m", "b", "t"):
-        number, size = (
-            text[:-1],
-            {"m": 10**6, "b": 10**9, "t": 10**12}[text[-1].lower()],
-        )
-    value = _positive(number) * size
+    power = {"m": 6, "b": 9, "t": 12}.get(text[-1:].lower(), 0)
+    value = _positive(text[:-1] if power else text) * 10**power
     if not 1 <= value <= 10**15:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to 1000t")
     return round(value)
 
 
-def _whole(text: str, most: int, least: int = 1) -> int:
-    if not text.isdecimal() or not least <= int(text) <= most:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a whole number from {least} to {most}"
-        )
-    return int(text)
-
-
+_FILE = {"type": Path, "metavar": "FILE"}
 _TIMEOUT: dict[str, Any] = {
-    "type": _seconds,
+    "type": _whole(10**6),
     "default": 600,
     "metavar": "SECONDS",
     "help": "how long a cell may run; %(default)s",

@@ -6,9 +6,8 @@ clean      the rules for a notebook in the repository, each with its remedy
 notebooks  `run`, `notebooks --save`, `notebooks --check`
 train      `train`, and a rank of torchrun that trains
 plan       `plan`
-machine    cores, memory, GPUs: what a container leaves of them
 proofs     ranks that really run, and agree
-doctor     `doctor`
+doctor     `doctor`: cores, memory, GPUs, and what a container leaves of them
 server     the JupyterLab process: its port, its address, its end
 jupyter    `lab`
 """

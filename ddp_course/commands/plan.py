@@ -8,13 +8,12 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from ddp_course.commands import CommandError
+from ddp_course.commands import CommandError, check_file
 from ddp_course.theory import MODELS, Model, Row, fewest_gpus, plan
 
 GB = 1e9  # decimal, as GPUs are sold
@@ -30,6 +29,7 @@ KINDS = {
 
 def command(told: Namespace) -> int:
     """Print the table for what was `told`, advice, and what it leaves out."""
+    check_file(told.json)
     options = {
         "optimizer": told.optimizer,
         "precision": told.precision,
@@ -50,7 +50,8 @@ def command(told: Namespace) -> int:
     for sentence in (*notes(model, rows), advice(model, rows, memory, options)):
         console.print(sentence, markup=False)
     if told.json is not None:
-        _write(rows, told)
+        plain = [{**asdict(row), "ledger": dict(row.ledger)} for row in rows]
+        told.json.write_text(json.dumps(plain, indent=1) + "\n")
     return 0
 
 
@@ -169,12 +170,3 @@ def _scaled(nbytes: float) -> tuple[str, str]:
 
 def _number(value: float) -> str:
     return "-" if not value else f"{value:,.2f}"
-
-
-def _write(rows: list[Row], told: Namespace) -> None:
-    """Write the rows, in bytes and seconds, to a file."""
-    plain = [{**asdict(row), "ledger": dict(row.ledger)} for row in rows]
-    try:
-        Path(told.json).write_text(json.dumps(plain, indent=1) + "\n")
-    except OSError as error:
-        raise CommandError(f"cannot write {told.json}: {error.strerror}") from None

@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ddp_course.launch import reports
-from ddp_course.launch.job import plan
+from ddp_course.launch.devices import choose
+from ddp_course.launch.job import Job, cluster, variables
 from ddp_course.launch.links import Links
 from ddp_course.launch.parent import Launch
+from ddp_course.launch.reports import LaunchArgumentError
 
 _told: set[str] = set()  # what was said already about where the ranks run
 
@@ -71,22 +73,25 @@ def spawn(
 
     Chapters 00 and 01.
     """
-    job = plan(
-        fn,
-        args,
-        world_size=world_size,
-        nnodes=nnodes,
-        nproc_per_node=nproc_per_node,
+    topology = cluster(world_size, nnodes, nproc_per_node)
+    try:
+        placement = choose(
+            topology, device=device, backend=backend, share_gpus=share_gpus
+        )
+    except ValueError as error:
+        raise LaunchArgumentError(str(error)) from None
+    job = Job(
+        fn=fn,
+        args=args,
+        topology=topology,
+        placement=placement,
+        links=Links() if links is None else links,
         timeout=timeout,
-        device=device,
-        backend=backend,
-        share_gpus=share_gpus,
         threads=threads,
-        init=init,
+        init=bool(init),
         output=output,
         max_lines=max_lines,
-        links=links,
-        env=env,
+        env=variables(env),
         start_method=start_method,
     )
     if output != "none":

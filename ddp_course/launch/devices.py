@@ -32,11 +32,6 @@ class Placement:
     gpus: tuple[int, ...]
     sentence: str
 
-    @property
-    def device_type(self) -> str:
-        """Return "cuda" or "cpu"."""
-        return "cuda" if self.gpus else "cpu"
-
     def environment(self, place: Place) -> dict[str, str]:
         """Return what the rank at `place` must know about its device.
 
@@ -80,8 +75,8 @@ def choose(
         )
     if backend in ("mpi", "ucc") and not _built_in(backend):
         raise ValueError(
-            f"backend is {backend!r}, but this PyTorch was built without it; "
-            f"'gloo' works everywhere"
+            f"backend is {backend!r}, but this PyTorch was built without it; 'gloo' "
+            "works everywhere"
         )
     if device == "cuda" and have == 0:
         raise ValueError("device is 'cuda', but this machine has no GPU; use 'cpu'")
@@ -129,21 +124,19 @@ def device(environ: Mapping[str, str] = os.environ) -> torch.device:
 
 
 def _demand_gpus_for_nccl(n: int, have: int, device: str, share_gpus: bool) -> None:
-    if have == 0 or device == "cpu":
-        raise ValueError(
-            "backend is 'nccl', which needs a GPU for each rank, but "
-            + ("this machine has none" if have == 0 else "device is 'cpu'")
-            + "; use 'gloo'"
-        )
+    needs = "backend is 'nccl', which needs a GPU for each"
+    if have == 0:
+        raise ValueError(f"{needs} rank, but this machine has none; use 'gloo'")
+    if device == "cpu":
+        raise ValueError(f"{needs} rank, but device is 'cpu'; use 'gloo'")
     if share_gpus:
         raise ValueError(
-            f"backend is 'nccl', which needs a GPU for each rank, but share_gpus is "
-            f"True; this machine has {have}. Use 'gloo'"
+            f"{needs} rank, but share_gpus is True; this machine has {have}. Use 'gloo'"
         )
     if n > have:
         raise ValueError(
-            f"backend is 'nccl', which needs a GPU for each of the {n} ranks; this "
-            f"machine has {have}. Start at most {have}, or use 'gloo'"
+            f"{needs} of the {n} ranks; this machine has {have}. Start at most {have}, "
+            "or use 'gloo'"
         )
 
 

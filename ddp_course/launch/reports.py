@@ -171,11 +171,8 @@ def failure(reports: list[RankReport]) -> RankError | None:
         return None
     left = [report.rank for report in reports if report.status == "ok"]
     if first.lost_a_peer and left:
-        who = f"rank {left[0]}" if len(left) == 1 else f"ranks {_listed(left)}"
-        return RankError(
-            f"{who} returned while rank {first.rank} still wanted to communicate",
-            reports,
-        )
+        what = f"returned while rank {first.rank} still wanted to communicate"
+        return RankError(f"{_named(left)} {what}", reports)
     return RankError(f"rank {first.rank}: {first.headline}", reports, first.rank)
 
 
@@ -184,8 +181,10 @@ def late(reports: list[RankReport], timeout: float) -> RankTimeout | None:
     busy = [report.rank for report in reports if report.status == "unfinished"]
     if not busy:
         return None
-    who = f"rank {busy[0]} has" if len(busy) == 1 else f"ranks {_listed(busy)} have"
-    return RankTimeout(f"{who} not returned after {timeout:g} s", reports)
+    have = "has" if len(busy) == 1 else "have"
+    return RankTimeout(
+        f"{_named(busy)} {have} not returned after {timeout:g} s", reports
+    )
 
 
 def stopped(reports: list[RankReport]) -> RankInterrupted:
@@ -193,7 +192,7 @@ def stopped(reports: list[RankReport]) -> RankInterrupted:
     return RankInterrupted("stopped by hand; this is where each rank was", reports)
 
 
-def _listed(ranks: list[int]) -> str:
+def _named(ranks: list[int]) -> str:
     if len(ranks) == 1:
-        return str(ranks[0])
-    return ", ".join(map(str, ranks[:-1])) + f" and {ranks[-1]}"
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

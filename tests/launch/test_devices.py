@@ -39,81 +39,44 @@ def gpu_reached(environment: dict[str, str]) -> str:
 @pytest.mark.parametrize("gpus", GPUS)
 @pytest.mark.parametrize("n", WORLDS)
 def test_one_gpu_for_each_rank_if_there_are_enough_else_the_cpu(n, gpus):
-    placement = choose(Topology(1, n), gpus=gpus)
+    """Shared only when asked for, and then evenly and never over NCCL."""
+    one = Topology(1, n)
+    placement = choose(one, gpus=gpus)
     if n <= gpus:
         assert placement.gpus == tuple(range(n))
         assert placement.backend == "cpu:gloo,cuda:nccl"
-        assert placement.device_type == "cuda"
     else:
-        assert placement.gpus == ()
-        assert placement.backend == "gloo"
-        assert placement.device_type == "cpu"
+        assert (placement.gpus, placement.backend) == ((), "gloo")
+    on_cpu = choose(one, device="cpu", gpus=gpus)
+    assert (on_cpu.gpus, on_cpu.backend) == ((), "gloo")
+    shared = choose(one, share_gpus=True, gpus=gpus)
+    load = [shared.gpus.count(gpu) for gpu in range(gpus)]
+    assert sum(load) == (n if gpus else 0)
+    if gpus:
+        assert max(load) - min(load) <= 1, "the GPUs are not loaded evenly"
+    if gpus and max(load) > 1:
+        assert "nccl" not in shared.backend and "share" in shared.sentence
+    for each in (placement, on_cpu, shared):
+        sentence = each.sentence
+        assert "\n" not in sentence and sentence.endswith(".")
+        assert sentence.startswith(f"{n} rank{'s' * (n > 1)} ")
+        assert each.backend in sentence
+        assert ("on the CPU" in sentence) == (not each.gpus)
+    if 0 < gpus < n:
+        has = f"this machine has {gpus} GPU{'s' * (gpus > 1)}, too few"
+        assert has in placement.sentence
 
 
-@pytest.mark.parametrize("gpus", GPUS)
-@pytest.mark.parametrize("n", WORLDS)
-def test_cpu_when_asked_for(n, gpus):
-    placement = choose(Topology(1, n), device="cpu", gpus=gpus)
-    assert (placement.gpus, placement.backend) == ((), "gloo")
-
-
-@pytest.mark.parametrize("gpus", GPUS)
-@pytest.mark.parametrize("n", WORLDS)
-def test_gpus_are_shared_only_when_asked_for_and_never_over_nccl(n, gpus):
-    placement = choose(Topology(1, n), share_gpus=True, gpus=gpus)
-    if gpus == 0:
-        assert placement.device_type == "cpu"
-        return
-    load = [placement.gpus.count(gpu) for gpu in range(gpus)]
-    assert sum(load) == n
-    assert max(load) - min(load) <= 1, "the GPUs are not loaded evenly"
-    if max(load) > 1:
-        assert "nccl" not in placement.backend
-        assert "share" in placement.sentence
-
-
-def test_gloo_on_gpus_when_asked_for():
+def test_a_backend_by_name_and_the_gpus_that_pytorch_sees(monkeypatch):
     placement = choose(Topology(1, 2), backend="gloo", gpus=2)
     assert (placement.gpus, placement.backend) == ((0, 1), "gloo")
-
-
-def test_how_many_gpus_there_are_is_asked_of_pytorch(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert choose(Topology(1, 2)).gpus == (0, 1)
     assert choose(Topology(1, 3)).gpus == ()
-
-
-# ---- what it says ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("gpus", GPUS)
-@pytest.mark.parametrize("n", WORLDS)
-@pytest.mark.parametrize("asked", [{}, {"device": "cpu"}, {"share_gpus": True}])
-def test_one_line_says_where_the_ranks_run(n, gpus, asked):
-    placement = choose(Topology(1, n), gpus=gpus, **asked)
-    sentence = placement.sentence
-    assert "\n" not in sentence and sentence.endswith(".")
-    assert sentence.startswith(f"{n} rank{'s' * (n > 1)} ")
-    assert (
-        ("GPU" in sentence and "CPU" not in sentence) == bool(placement.gpus)
-        or "too few" in sentence
-        or "has no GPU" in sentence
-    )
-    assert placement.backend in sentence
-
-
-def test_the_line_names_the_backend_that_is_used(monkeypatch):
     monkeypatch.setattr(devices, "_built_in", lambda _: True)
     for n in (2, 4):
-        placement = choose(Topology(1, n), backend="mpi", share_gpus=True, gpus=2)
-        assert placement.backend == "mpi"
-        assert "over mpi" in placement.sentence
-
-
-def test_too_few_gpus_are_those_of_the_machine():
-    """ "it has 2 GPUs" after "4 ranks on the CPU" leaves open what "it" is."""
-    sentence = choose(Topology(1, 4), gpus=2).sentence
-    assert "this machine has 2 GPUs, too few" in sentence
+        placement = choose(Topology(1, n), backend="mpi", share_gpus=True)
+        assert placement.backend == "mpi" and "over mpi" in placement.sentence
 
 
 # ---- what is refused ---------------------------------------------------------------
@@ -138,6 +101,8 @@ REFUSED = [
         ["backend is 'nccl'", "device is 'cpu'", "'gloo'"],
     ),
     ({"backend": "nccl", "share_gpus": True}, 2, ["'nccl'", "has 2", "'gloo'"]),
+    # for its own reason: "this machine has 8, start at most 8" is none
+    ({"backend": "nccl", "share_gpus": True}, 8, ["'nccl'", "share_gpus is True"]),
 ]
 
 
@@ -147,12 +112,6 @@ def test_what_cannot_be_is_named_with_what_can(asked, gpus, words, monkeypatch):
     with pytest.raises(ValueError) as caught:
         choose(Topology(1, 4), gpus=gpus, **asked)
     assert [word for word in words if word not in str(caught.value)] == []
-
-
-def test_nccl_on_shared_gpus_is_refused_for_its_own_reason():
-    """2 ranks and 4 GPUs: "this machine has 4, start at most 4" is no reason."""
-    with pytest.raises(ValueError, match="share_gpus"):
-        choose(Topology(1, 2), backend="nccl", share_gpus=True, gpus=4)
 
 
 @given(
@@ -177,7 +136,7 @@ def test_every_combination_is_either_placed_or_refused(
     if len(set(placement.gpus)) < len(placement.gpus):
         assert share and "nccl" not in placement.backend
     if dev != "auto":
-        assert placement.device_type == dev
+        assert bool(placement.gpus) == (dev == "cuda")
 
 
 # ---- what a rank must know of it ---------------------------------------------------

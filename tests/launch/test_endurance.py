@@ -28,11 +28,6 @@ def add_ranks():
     return x.item()
 
 
-def launches_in_a_row(times: int) -> int:
-    """Return how many of `times` launches gave the right sum on every rank."""
-    return sum(spawn(add_ranks, output="none") == [6.0] * 4 for _ in range(times))
-
-
 def test_50_launches_at_once_from_one_process():
     with ThreadPoolExecutor(50) as threads:
         told = list(threads.map(lambda _: spawn(add_ranks, world_size=2), range(50)))
@@ -74,18 +69,6 @@ def deaf():
     signal.signal(signal.SIGINT, before)
 
 
-def press_stop_after(seconds: float, times: int) -> threading.Thread:
-    def press():
-        time.sleep(seconds)
-        for _ in range(times):
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.001)
-
-    thread = threading.Thread(target=press)
-    thread.start()
-    return thread
-
-
 def stops_at_random_moments(times: int) -> tuple[int, list[int]]:
     """Press stop, once or hammered, during start, run or end of `times` launches.
 
@@ -96,10 +79,18 @@ def stops_at_random_moments(times: int) -> tuple[int, list[int]]:
         print(os.getpid(), flush=True)
         time.sleep(seconds)
 
+    def press(after, presses):
+        time.sleep(after)
+        for _ in range(presses):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.001)
+
     dice = random.Random(0)
     stopped, pids = 0, []
     for _ in range(times):
-        finger = press_stop_after(dice.uniform(0, 0.2), dice.choice([1, 1, 5]))
+        how = dice.uniform(0, 0.2), dice.choice([1, 1, 5])
+        finger = threading.Thread(target=press, args=how)
+        finger.start()
         try:
             spawn(work, dice.choice([0.02, 60]), world_size=2, output="none", timeout=2)
         except RankInterrupted as stop:
@@ -119,8 +110,10 @@ def test_many_launches_in_a_row_beside_others_that_are_stopped(no_leftovers, dea
     """
     many = 10 if ENDURANCE else 1
     with ThreadPoolExecutor(1) as other:
-        row = other.submit(launches_in_a_row, 50 * many)
+        row = other.submit(
+            lambda: [spawn(add_ranks, output="none") for _ in range(50 * many)]
+        )
         stopped, pids = stops_at_random_moments(20 * many)
-        assert row.result() == 50 * many
+        assert row.result() == [[6.0] * 4] * 50 * many
     assert stopped > 5 * many
     assert none_left(pids)

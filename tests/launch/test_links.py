@@ -18,14 +18,12 @@ any_link = st.builds(Link, latencies, bandwidths)
 any_links = st.builds(Links, any_link, any_link)
 
 
-def test_the_default_link_costs_nothing():
-    assert Link().seconds(0) == Link().seconds(10**12) == 0.0
-
-
 def test_latency_and_bandwidth_add_up():
     ethernet = Link(latency=50e-6, bandwidth=1.25e9)
     assert ethernet.seconds(0) == 50e-6
     assert ethernet.seconds(1_250_000) == pytest.approx(50e-6 + 1e-3)
+    assert Link().seconds(0) == Link().seconds(10**12) == 0.0
+    assert links_here({}) == Links()
 
 
 @given(any_link, st.integers(0, 10**12), st.integers(0, 10**12))
@@ -34,25 +32,24 @@ def test_more_bytes_never_take_less_time(link, a, b):
     assert link.seconds(a) >= link.latency
 
 
-@pytest.mark.parametrize("latency", [-1e-9, -1, math.inf, -math.inf, math.nan])
-def test_impossible_latencies_are_named(latency):
-    with pytest.raises(ValueError, match=rf"latency is {latency!r} s.* 0 or more"):
-        Link(latency=latency)
-
-
-@pytest.mark.parametrize("bandwidth", [0, 0.0, -1, -math.inf, math.nan])
-def test_impossible_bandwidths_are_named(bandwidth):
-    with pytest.raises(ValueError, match=rf"bandwidth is {bandwidth!r} B/s.* above 0"):
-        Link(bandwidth=bandwidth)
+@pytest.mark.parametrize(
+    ("how", "problem"),
+    [
+        *(
+            ({"latency": x}, f"{x!r} s.* 0 or more")
+            for x in (-1e-9, math.inf, math.nan)
+        ),
+        *(({"bandwidth": x}, f"{x!r} B/s.* above 0") for x in (0, -1, math.nan)),
+    ],
+)
+def test_impossible_links_are_named(how, problem):
+    with pytest.raises(ValueError, match=f"{[*how][0]} is {problem}"):
+        Link(**how)
 
 
 @given(any_links)
 def test_ranks_find_the_links_that_the_launcher_gave(given_links):
     assert links_here(given_links.environment()) == given_links
-
-
-def test_without_any_given_the_links_cost_nothing():
-    assert links_here({}) == Links()
 
 
 # ---- which link leads to whom ------------------------------------------------------

@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException
 
-from ddp_course.launch import naive
+from ddp_course.launch import naive, spawn
 
 
-def fail_unless_together():
-    assert dist.get_world_size() == 2
+def fail_together():
+    raise ValueError(f"{dist.get_world_size()} are together")
 
 
 def test_it_runs_a_function_of_a_module_on_every_rank():
-    assert naive.spawn(fail_unless_together, world_size=2) is None
+    with pytest.raises(ProcessException, match="2 are together"):
+        naive.spawn(fail_together, world_size=2)
+
+
+def test_it_cannot_run_a_function_of_a_cell(monkeypatch, capfd):
+    def cell():
+        """Be in `__main__`, which is no file in a notebook."""
+
+    cell.__module__, cell.__qualname__ = "__main__", "cell"
+    monkeypatch.setattr(sys.modules["__main__"], "cell", cell, raising=False)
+    assert spawn(cell, world_size=1) == [None]
     with pytest.raises(ProcessException):
-        naive.spawn(fail_unless_together, world_size=1)
-
-
-def test_it_cannot_run_a_function_of_a_cell():
-    cell = (
-        "def f(): pass\n"  # as in a notebook: __main__ is no file
-        "from ddp_course.launch import naive, spawn\n"
-        "print(spawn(f, world_size=2))\n"
-        "naive.spawn(f, world_size=2)\n"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", cell], capture_output=True, text=True, timeout=120
-    )
-    assert run.stdout.endswith("[None, None]\n")
-    assert "Can't get attribute 'f' on <module '__main__'" in run.stderr
-    assert run.returncode != 0
+        naive.spawn(cell, world_size=1)
+    assert "Can't get attribute 'cell' on <module '__main__'" in capfd.readouterr().err

@@ -29,28 +29,16 @@ def seconds(number: float) -> datetime.timedelta:
 # ---- the port ----------------------------------------------------------------------
 
 
-def test_the_socket_listens_on_loopback_only():
-    with listening_socket() as listener:
-        host, port = listener.getsockname()
-        assert host == "127.0.0.1"
-        with socket.create_connection((host, port), timeout=5):
-            peer, _ = listener.accept()
-            peer.close()
-
-
-def test_fifty_at_once_have_fifty_ports():
+def test_the_socket_listens_on_loopback_at_a_port_that_nobody_else_can_take():
     with contextlib.ExitStack() as stack:
         made = [stack.enter_context(listening_socket()) for _ in range(50)]
         assert len({listener.getsockname()[1] for listener in made}) == 50
-
-
-def test_nobody_else_can_take_the_port():
-    with listening_socket() as listener, socket.socket() as other:
+        other = stack.enter_context(socket.socket())
         with pytest.raises(OSError):
-            other.bind(listener.getsockname())
-
-
-def test_the_loopback_interface_is_one_of_this_machine():
+            other.bind(made[0].getsockname())
+        assert made[0].getsockname()[0] == "127.0.0.1"
+        with socket.create_connection(made[0].getsockname(), timeout=5):
+            made[0].accept()[0].close()
     names = [name for _, name in socket.if_nameindex()]
     assert rendezvous.loopback_interface() in names
 
@@ -88,40 +76,18 @@ def ranks_that_meet(monkeypatch):
         yield ways, server, port, elsewhere
 
 
-def test_rank_0_serves_on_the_socket_that_is_already_bound(ranks_that_meet):
-    (zero, one), server, port, _ = ranks_that_meet
-    at_zero = zero("127.0.0.1", port, 0, 2, seconds(5))
-    assert server.masters == 1
-    at_one = one("127.0.0.1", port, 1, 2, seconds(5))
-    assert server.masters == 1
-    at_zero.set("address", "here")
-    assert at_one.get("address") == b"here"
-
-
-def test_at_another_port_pytorch_is_left_alone(ranks_that_meet):
-    (zero, _), server, port, elsewhere = ranks_that_meet
-    assert zero("127.0.0.1", port + 1, 0, 2, seconds(5)) is elsewhere
-    assert server.masters == 0
-
-
-def test_who_meets_twice_at_the_same_port_meets_one_server(ranks_that_meet):
+def test_rank_0_serves_once_and_each_meeting_finds_no_old_addresses(ranks_that_meet):
     """Two servers on one socket would each get some of the ranks: all would wait."""
-    (zero, one), server, port, _ = ranks_that_meet
-    for _ in range(3):
-        zero("127.0.0.1", port, 0, 2, seconds(5))
-        one("127.0.0.1", port, 1, 2, seconds(5))
-    assert server.masters == 1
-
-
-def test_who_meets_again_at_the_same_port_finds_no_old_addresses(ranks_that_meet):
-    """init_process_group, destroy_process_group, init_process_group."""
-    (zero, one), _, port, _ = ranks_that_meet
+    (zero, one), server, port, elsewhere = ranks_that_meet
     for meeting in range(3):
         at_zero = zero("127.0.0.1", port, 0, 2, seconds(5))
         at_one = one("127.0.0.1", port, 1, 2, seconds(5))
+        assert server.masters == 1
         assert not at_one.check(["address"]), "an old address was found"
         at_zero.set("address", str(meeting))
         assert at_one.get("address") == str(meeting).encode()
+    # At another port PyTorch is left alone.
+    assert zero("127.0.0.1", port + 1, 0, 2, seconds(5)) is elsewhere
 
 
 # ---- the meeting -------------------------------------------------------------------
@@ -208,17 +174,13 @@ def attempts(agree, world_size, orders, patience=5.0) -> str:
     return next(filter(None, told), "")
 
 
-def test_all_ranks_agree():
-    assert attempts(agreed_store, 4, [[0, 1, 2, 3]]) == ""
-
-
-def test_one_rank_agrees_with_itself():
-    assert attempts(agreed_store, 1, [[0], [0]]) == ""
-
-
-def test_all_ranks_agree_anew_in_each_attempt():
-    orders = [[0, 1, 2, 3], [3, 2, 1, 0], [1, 0, 3, 2], [2, 3, 0, 1]]
-    assert attempts(agreed_store, 4, orders) == ""
+@pytest.mark.parametrize(
+    "orders",
+    [[[0], [0]], [[0, 1, 2, 3], [3, 2, 1, 0], [1, 0, 3, 2], [2, 3, 0, 1]]],
+    ids=["one rank", "four ranks"],
+)
+def test_all_ranks_agree_anew_in_each_attempt(orders):
+    assert attempts(agreed_store, len(orders[0]), orders) == ""
 
 
 @pytest.mark.parametrize(

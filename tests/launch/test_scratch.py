@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from ddp_course.launch import scratch
-from ddp_course.launch.scratch import NamedFile, OpenFile, scratch_files
+from ddp_course.launch.scratch import OpenFile, scratch_files
 
 WAYS = [
     pytest.param(
@@ -46,22 +46,25 @@ def left_in(folder: Path) -> list[Path]:
 
 
 @in_both_ways
-def test_files_are_empty_and_can_be_written_and_read(in_memory):
-    with scratch_files("call", "store", in_memory=in_memory) as (one, two):
-        assert Path(one.path).read_bytes() == b""
-        Path(one.path).write_bytes(b"first")
-        Path(one.path).write_bytes(b"2nd")
-        Path(two.path).write_bytes(b"other")
-        assert Path(one.path).read_bytes() == b"2nd"
-        assert Path(two.path).read_bytes() == b"other"
-
-
-@in_both_ways
-def test_files_are_gone_afterwards(in_memory):
-    with scratch_files("call", "store", in_memory=in_memory) as files:
-        paths = [file.path for file in files]
-        assert all(Path(path).exists() for path in paths)
-    assert not any(Path(path).exists() for path in paths)
+def test_files_can_be_written_and_read_and_are_gone_afterwards(in_memory, tmp_path):
+    with scratch_files("call", "store", in_memory=in_memory) as (call, store):
+        for text in (b"", b"first", b"2nd"):
+            Path(call.path).write_bytes(text)
+            assert Path(call.path).read_bytes() == text
+        one, two = (dist.FileStore(store.path, 2) for _ in range(2))
+        one.set("address", "here")
+        assert two.get("address") == b"here"
+        del one, two
+        if in_memory:  # without a name, and not for a program that is run meanwhile
+            assert left_in(tmp_path) == []
+            assert not os.get_inheritable(call.fd)
+        else:
+            folder = Path(call.path).parent
+            assert left_in(tmp_path)[0] == folder == Path(store.path).parent
+            (folder / "another").write_bytes(b"made by a rank")
+            with scratch_files("call", in_memory=False) as (other,):
+                assert other.path != call.path
+    assert not Path(call.path).exists() and not Path(store.path).exists()
 
 
 @in_both_ways
@@ -71,28 +74,6 @@ def test_files_are_gone_after_an_error_too(in_memory, error):
         with scratch_files("call", in_memory=in_memory) as (file,):
             Path(file.path).write_bytes(b"x" * 100_000)
             raise error
-
-
-def test_files_in_memory_have_no_name(tmp_path):
-    with scratch_files("call", in_memory=hasattr(os, "memfd_create")) as (file,):
-        Path(file.path).write_bytes(b"x")
-        if isinstance(file, OpenFile):
-            assert left_in(tmp_path) == []
-
-
-def test_files_in_a_folder_are_together_and_can_be_removed_by_others(tmp_path):
-    with scratch_files("call", "store", in_memory=False) as (call, store):
-        assert isinstance(call, NamedFile)
-        assert Path(call.path).parent == Path(store.path).parent
-        assert len(left_in(tmp_path)) == 3
-        Path(store.path).unlink()  # as a FileStore does at its end
-        (Path(call.path).parent / "another").write_bytes(b"made by a rank")
-
-
-def test_two_launches_at_once_have_different_files():
-    with scratch_files("call", in_memory=False) as (one,):
-        with scratch_files("call", in_memory=False) as (two,):
-            assert one.path != two.path
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no files in memory here")
@@ -108,21 +89,6 @@ def test_if_the_second_file_cannot_be_made_the_first_is_closed(monkeypatch):
     with pytest.raises(OSError, match="Too many"):
         with scratch_files("call", "store", in_memory=True):
             pytest.fail("not reached")
-
-
-@in_both_ways
-def test_a_store_can_live_in_it(in_memory):
-    with scratch_files("store", in_memory=in_memory) as (file,):
-        one, two = (dist.FileStore(file.path, 2) for _ in range(2))
-        one.set("address", "here")
-        assert two.get("address") == b"here"
-        del one, two
-
-
-@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no files in memory here")
-def test_a_program_that_is_run_meanwhile_does_not_inherit_it():
-    with scratch_files("call", in_memory=True) as (file,):
-        assert not os.get_inheritable(file.fd)
 
 
 def test_a_file_in_memory_travels_as_an_open_file(monkeypatch):

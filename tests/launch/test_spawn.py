@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import gc
@@ -21,16 +22,12 @@ from conftest import none_left
 
 from ddp_course.launch import (
     CannotSendError,
-    Link,
-    Links,
     RankError,
-    RankInterrupted,
     RankTimeout,
     device,
-    here,
     parent,
+    rendezvous,
     scratch,
-    send_over_link,
     server,
     spawn,
 )
@@ -51,78 +48,52 @@ def sum_of_ranks():
 # ---- values ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3, None])
 def test_values_come_back_in_rank_order_and_the_group_is_ready(world_size):
-    def answer():
-        return dist.get_rank(), dist.get_world_size(), sum_of_ranks()
+    def answer(factor):
+        return dist.get_rank() * factor, dist.get_world_size(), sum_of_ranks()
 
-    total = sum(range(world_size))
-    assert spawn(answer, world_size=world_size) == [
-        (rank, world_size, total) for rank in range(world_size)
+    n = world_size or 4
+    assert spawn(answer, 10, world_size=world_size) == [
+        (10 * rank, n, sum(range(n))) for rank in range(n)
     ]
 
 
-def test_default_is_four_ranks():
-    assert spawn(dist.get_rank) == [0, 1, 2, 3]
+def test_closures_travel_and_many_kinds_of_values_come_back():
+    block, table = torch.full((25_000_000,), 5.0), {"a": 1}  # 100 MB, there and back
 
+    def outer(k):
+        def answer():
+            rank = dist.get_rank()
+            leaf = torch.full((2,), float(rank), requires_grad=True)
+            return {
+                "number": rank * k + table["a"],
+                "large": block + rank,
+                "with a graph": leaf * 2,
+                "module": torch.nn.Linear(2, 1, bias=False),
+                "dataclass": Point(rank, torch.ones(2)),
+                "nothing": None,
+            }
 
-def test_many_kinds_of_values():
-    def answer(factor):
-        rank = dist.get_rank()
-        leaf = torch.full((2,), float(rank), requires_grad=True)
-        return {
-            "tensor": torch.arange(3) * factor + rank,
-            "with a graph": leaf * 2,
-            "module": torch.nn.Linear(2, 1, bias=False),
-            "dataclass": Point(rank, torch.ones(2)),
-            "nothing": None,
-        }
+        return answer
 
-    zero, one = spawn(answer, 10, world_size=2)
-    assert one["tensor"].tolist() == [1, 11, 21]
+    zero, one = spawn(outer(10), world_size=2)
+    assert (zero["number"], one["number"]) == (1, 11)
+    assert (zero["large"][-1], one["large"][-1]) == (5, 6)
     assert one["with a graph"].tolist() == [2.0, 2.0]
     assert one["module"](torch.ones(1, 2)).shape == (1, 1)
-    assert isinstance(one["dataclass"], Point)
-    assert one["dataclass"].x == 1
+    assert isinstance(one["dataclass"], Point) and one["dataclass"].x == 1
     assert zero["nothing"] is None
 
 
-def test_closures_and_lambdas_take_their_surroundings_along():
-    offset, table = 100, {"a": 1}
-
-    def outer(k):
-        return lambda: dist.get_rank() * k + offset + table["a"]
-
-    assert spawn(outer(10), world_size=2) == [101, 111]
-
-
-def test_large_value_arrives():
-    def large():
-        return torch.full((25_000_000,), dist.get_rank(), dtype=torch.float32)  # 100 MB
-
-    values = spawn(large, world_size=2)
-    assert [value[-1].item() for value in values] == [0.0, 1.0]
-    assert values[0].numel() * 4 == 100_000_000
-
-
-def test_large_argument_arrives():
-    block = torch.arange(25_000_000, dtype=torch.float32)
-    assert spawn(lambda: block[-1].item(), world_size=2) == [block[-1].item()] * 2
-
-
-def test_value_that_cannot_be_sent_is_named():
+def test_what_cannot_be_sent_is_named(monkeypatch):
     def lock_inside():
         return {"fine": 1, "items": [1, {"lock": threading.Lock()}]}
 
     with pytest.raises(RankError, match="cannot be sent") as caught:
         spawn(lock_inside, world_size=2)
     assert "the value['items'][1]['lock'] is a _thread.lock" in str(caught.value)
-
-
-def test_function_that_cannot_be_sent_is_named_before_anything_starts(monkeypatch):
-    monkeypatch.setattr(
-        "ddp_course.launch.server.start", lambda _: pytest.fail("start")
-    )
+    monkeypatch.setattr(server, "start", lambda _: pytest.fail("start"))
     the_lock = threading.Lock()
     with pytest.raises(CannotSendError, match="the_lock"):
         spawn(lambda: the_lock)
@@ -141,13 +112,6 @@ def test_functions_of_modules_are_imported_from_disk_and_never_stale(
     assert spawn(readers_own_module.f, world_size=2) == ["the second"] * 2
 
 
-def test_seconds_are_those_of_the_function():
-    slow, fast = spawn(
-        lambda: time.sleep(0.3 * (1 - dist.get_rank())), world_size=2, check=False
-    )
-    assert slow.seconds > 0.3 > fast.seconds
-
-
 # ---- what the ranks print ----------------------------------------------------------
 
 
@@ -157,19 +121,19 @@ def talk():
     print(f"I am {rank}")
     os.write(1, b"written below Python\n")
     print(f"warned by {rank}", file=sys.stderr)
-    print("no newline at the end", end="")
+    ctypes.CDLL(None).printf(b"printed by C, no newline at the end")
 
 
-def test_output_comes_in_rank_order(capsys):
-    spawn(talk)
+def test_output_comes_in_rank_order_and_is_kept_in_the_reports(capsys, monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    said = ("I am {}", "written below Python", "printed by C, no newline at the end")
+    reports = spawn(talk, check=False)
     out, err = capsys.readouterr()
     lines = [line for line in out.splitlines() if line.startswith("[")]
-    assert lines == [
-        f"[rank {rank}] {text}"
-        for rank in range(4)
-        for text in (f"I am {rank}", "written below Python", "no newline at the end")
-    ]
-    assert err.splitlines() == [f"[rank {rank}] warned by {rank}" for rank in range(4)]
+    assert lines == [f"[rank {r}] {text.format(r)}" for r in range(4) for text in said]
+    assert err.splitlines() == [f"[rank {r}] warned by {r}" for r in range(4)]
+    assert reports[2].output == "\n".join(said).format(2)
+    assert reports[2].stderr == "warned by 2\n"
 
 
 def test_live_output_comes_as_it_is_printed(capsys):
@@ -179,108 +143,102 @@ def test_live_output_comes_as_it_is_printed(capsys):
     assert lines[0] == "[rank 3] I am 3"
 
 
-def test_no_output_but_kept_in_the_report(capsys):
-    reports = spawn(talk, output="none", check=False)
+def test_none_shows_nothing_and_seconds_are_those_of_the_function(capsys):
+    def work():
+        print("hello")
+        sys.stdout.close()  # no error
+        time.sleep(0.3 * (1 - dist.get_rank()))
+
+    slow, fast = spawn(work, world_size=2, check=False, output="none")
+    assert slow.seconds > 0.3 > fast.seconds
+    assert (slow.status, slow.output) == ("ok", "hello\n")
     assert capsys.readouterr() == ("", "")
-    assert reports[2].output.splitlines()[0] == "I am 2"
-    assert reports[2].stderr == "warned by 2\n"
 
 
-@pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_ten_megabytes_of_output_do_not_block(stream, capsys):
+def test_ten_megabytes_of_output_do_not_block(capsys):
     def shout():
         for _ in range(10):
-            print("x" * 1_000_000, file=getattr(sys, stream))
+            print("x" * 1_000_000, file=(sys.stdout, sys.stderr)[dist.get_rank()])
 
-    reports = spawn(shout, world_size=2, check=False, max_lines=3)
-    text = reports[1].output if stream == "stdout" else reports[1].stderr
-    assert len(text) == 10_000_010
+    one, two = spawn(shout, world_size=2, check=False, max_lines=3)
+    assert len(one.output) == len(two.stderr) == 10_000_010
     shown = "".join(capsys.readouterr())
     assert shown.count("x" * 1_000_000) == 6
-    assert "more than 3 lines" in shown
+    assert shown.count("more than 3 lines") == 2
 
 
 # ---- failures ----------------------------------------------------------------------
 
 
-def test_a_rank_that_raises_is_the_cause_and_its_peers_are_not():
-    def fail():
-        if dist.get_rank() == 2:
-            raise ValueError("two is enough")
-        sum_of_ranks()
+def test_a_rank_that_raises_is_the_cause_and_its_peers_are_not(monkeypatch):
+    monkeypatch.setattr(parent, "GRACE", 20)  # it is over when the last one has ended
 
-    start = time.monotonic()
-    with pytest.raises(RankError) as caught:
-        spawn(fail)
-    assert time.monotonic() - start < 20  # and not the deadline
-    error = caught.value
-    assert str(error) == "rank 2: ValueError: two is enough"
-    assert error.rank == 2
-    assert [report.status for report in error.reports] == ["raised"] * 4
-    assert [report.lost_a_peer for report in error.reports] == [True, True, False, True]
-    assert 'raise ValueError("two is enough")' in error.story
-    assert "ddp_course/launch" not in error.story
-    assert (
-        "rank 0: lost the connection to another rank, in test_spawn.py" in error.story
-    )
-
-
-@pytest.mark.parametrize("repetition", range(5))
-def test_the_cause_is_found_every_time(repetition):
-    def fail():
-        if dist.get_rank() == 1:
-            raise KeyError("culprit")
+    def fail(culprit):
+        if dist.get_rank() == culprit:
+            raise ValueError("one is enough")
         while True:
             sum_of_ranks()
 
-    with pytest.raises(RankError, match="rank 1: KeyError: 'culprit'"):
-        spawn(fail)
+    start = time.monotonic()
+    for culprit in (3, 2, 1, 0):
+        with pytest.raises(RankError) as caught:
+            spawn(fail, culprit)
+        error = caught.value
+        assert str(error) == f"rank {culprit}: ValueError: one is enough"
+        assert error.rank == culprit
+        assert [report.status for report in error.reports] == ["raised"] * 4
+        lost = [report.rank for report in error.reports if report.lost_a_peer]
+        assert lost == [rank for rank in range(4) if rank != culprit]
+        assert 'raise ValueError("one is enough")' in error.story
+        assert "ddp_course/launch" not in error.story
+    assert time.monotonic() - start < 60  # and not the deadline
+    assert "rank 1: lost the connection to another rank, in test_sp" in error.story
 
 
-def test_a_rank_that_exits():
-    def leave():
-        if dist.get_rank() == 1:
+def test_the_same_mistake_on_all_ranks_is_told_of_rank_0():
+    def all_wrong():
+        raise ValueError("everywhere")
+
+    for _ in range(3):
+        with pytest.raises(RankError, match="rank 0: ValueError: everywhere"):
+            spawn(all_wrong)
+
+
+def test_every_way_to_end_is_told_as_data(monkeypatch):
+    monkeypatch.setattr(parent, "GRACE", 20)  # it is over when the last one has ended
+
+    def end_somehow():
+        rank = dist.get_rank()
+        print("hello from", rank)
+        if rank == 1:
+            raise RuntimeError("told as data")
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if rank == 3:
             sys.exit(3)
-        sum_of_ranks()
-
-    with pytest.raises(RankError, match="rank 1: SystemExit: 3") as caught:
-        spawn(leave, world_size=2)
-    assert caught.value.reports[1].status == "exited"
-
-
-def test_a_rank_that_ends_without_a_word():
-    def vanish():
-        if dist.get_rank() == 1:
+        if rank == 4:
             os._exit(7)
-        sum_of_ranks()
-
-    with pytest.raises(RankError, match="rank 1: ended with exit code 7"):
-        spawn(vanish, world_size=2)
-
-
-def test_a_rank_that_is_killed():
-    def die():
-        if dist.get_rank() == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        sum_of_ranks()
-
-    with pytest.raises(RankError, match="rank 0: killed by SIGKILL") as caught:
-        spawn(die, world_size=3)
-    assert caught.value.reports[0].status == "killed"
-
-
-def test_a_rank_that_dies_in_cpp_says_where_and_why():
-    def abort():
-        if dist.get_rank() == 1:
+        if rank == 5:
             os.write(2, b"terminate called after throwing 'gloo::Something'\n")
             os.abort()
-        sum_of_ranks()
+        return rank
 
-    with pytest.raises(RankError, match="rank 1: killed by SIGABRT") as caught:
-        spawn(abort, world_size=2)
-    report = caught.value.reports[1]
-    assert "gloo::Something" in report.error
-    assert report.where.endswith("os.abort()")
+    reports = spawn(end_somehow, world_size=6, check=False, output="none")
+    statuses = ["ok", "raised", "killed", "exited", "exited", "killed"]
+    assert [report.status for report in reports] == statuses
+    assert [report.value for report in reports] == [0] + [None] * 5
+    raised, killed, left, vanished, aborted = reports[1:]
+    assert raised.error == "RuntimeError: told as data"
+    assert raised.where.endswith('raise RuntimeError("told as data")')
+    assert "RuntimeError: told as data" in raised.traceback
+    assert raised.output == "hello from 1\n"
+    assert killed.error == "killed by SIGTERM"
+    assert left.error == "SystemExit: 3"
+    assert vanished.error.startswith("ended with exit code 7")
+    assert aborted.error.startswith("killed by SIGABRT")
+    assert "gloo::Something" in aborted.error
+    assert aborted.where.endswith("os.abort()")
+    assert all(report.seconds >= 0 for report in reports)
 
 
 def test_a_mismatch_that_gloo_answers_with_an_abort_has_a_cause():
@@ -298,28 +256,7 @@ def test_a_rank_that_returns_too_early_is_named():
             sum_of_ranks()
 
     with pytest.raises(RankError, match="rank 0 returned while rank"):
-        spawn(early, world_size=3)
-
-
-def test_check_false_returns_the_same_as_data():
-    def mixed():
-        rank = dist.get_rank()
-        print("hello from", rank)
-        if rank == 1:
-            raise RuntimeError("told as data")
-        if rank == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return rank
-
-    reports = spawn(mixed, check=False, output="none")
-    assert [r.status for r in reports] == ["ok", "raised", "killed", "ok"]
-    assert [r.value for r in reports] == [0, None, None, 3]
-    assert reports[1].error == "RuntimeError: told as data"
-    assert reports[1].where.endswith('raise RuntimeError("told as data")')
-    assert "RuntimeError: told as data" in reports[1].traceback
-    assert reports[2].error == "killed by SIGTERM"
-    assert reports[1].output == "hello from 1\n"
-    assert all(r.seconds >= 0 for r in reports)
+        spawn(early, world_size=2)
 
 
 def test_a_failure_ends_the_launch_although_a_peer_is_deaf():
@@ -339,84 +276,60 @@ def test_a_failure_ends_the_launch_although_a_peer_is_deaf():
 # ---- the deadline ------------------------------------------------------------------
 
 
-def test_a_deadlock_ends_with_the_line_in_which_each_rank_hangs():
+def test_a_deadlock_ends_with_the_line_in_which_each_rank_hangs(no_leftovers):
     def deadlock():
-        x = torch.zeros(1)
-        if dist.get_rank() == 0:
+        rank, x = dist.get_rank(), torch.zeros(1)
+        if rank == 0:
             dist.recv(x, src=1)  # hangs inside C++
-        elif dist.get_rank() == 1:
+        elif rank == 1:
             while True:  # hangs in Python
                 pass
+        elif rank == 3:
+            os.kill(os.getpid(), signal.SIGSTOP)  # cannot even answer
         return "done"
 
-    with pytest.raises(RankTimeout, match="ranks 0 and 1 have not returned") as caught:
-        spawn(deadlock, world_size=3, timeout=1.5)
-    zero, one, two = caught.value.reports
+    with pytest.raises(RankTimeout, match="ranks 0, 1 and 3 have not ret") as caught:
+        spawn(deadlock, timeout=1.5)
+    zero, one, two, three = caught.value.reports
     assert "dist.recv(x, src=1)" in zero.where
     assert "while True" in one.where or "pass" in one.where
     assert two.status == "ok"
+    assert "did not answer: it is suspended" in three.line
     assert caught.value.story.splitlines()[2] == "  rank 2: returned"
-
-
-def test_a_deadline_also_works_on_a_rank_that_holds_the_gil_or_is_stopped():
-    def stopped():
-        os.kill(os.getpid(), signal.SIGSTOP if dist.get_rank() else signal.SIGCONT)
-
-    with pytest.raises(RankTimeout, match="rank 1 has not returned"):
-        spawn(stopped, world_size=2, timeout=1)
 
 
 # ---- nothing left behind -----------------------------------------------------------
 
 
-def with_children():
-    """Start a DataLoader whose workers live on, and a process of another program."""
-    loader = torch.utils.data.DataLoader(
-        list(range(8)), num_workers=2, persistent_workers=True
-    )
-    batches = [batch.item() for batch in loader]
-    sleeper = subprocess.Popen(["sleep", "600"])
-    workers = [worker.pid for worker in loader._iterator._workers]
-    return [os.getpid(), sleeper.pid, *workers], batches, loader
+def test_children_die_with_a_rank_however_it_ends(no_leftovers, monkeypatch):
+    """Workers of a DataLoader, which live on, and a process of another program."""
+    monkeypatch.setattr(parent, "GRACE", 2.0)
 
-
-def test_a_dataloader_works_in_a_rank_and_its_workers_die_with_it(no_leftovers):
-    def load():
-        pids, batches, _ = with_children()
-        return pids, batches
-
-    told = spawn(load, world_size=2)
-    assert [batches for _, batches in told] == [list(range(8))] * 2
-    assert none_left([pid for pids, _ in told for pid in pids])
-
-
-@pytest.mark.parametrize("ending", ["raise", "deadline", "kill"])
-def test_workers_die_with_a_rank_that_fails(ending, no_leftovers):
-    def fail():
-        pids, _, keep = with_children()
-        print(*pids, flush=True)
-        if ending == "raise":
+    def end_somehow():
+        loader = torch.utils.data.DataLoader(
+            list(range(8)), num_workers=2, persistent_workers=True
+        )
+        batches = [batch.item() for batch in loader]
+        sleeper = subprocess.Popen(["sleep", "600"])
+        workers = [worker.pid for worker in loader._iterator._workers]
+        print(os.getpid(), sleeper.pid, *workers, flush=True)
+        dist.barrier()
+        time.sleep(0.1)
+        if dist.get_rank() == 0:
             raise ValueError
-        if ending == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(600)
-        return keep
-
-    reports = spawn(fail, world_size=2, timeout=6, check=False, output="none")
-    pids = [int(pid) for report in reports for pid in report.output.split()]
-    assert len(pids) >= 4
-    assert none_left(pids)
-
-
-def test_after_many_kinds_of_ends_nothing_is_left(no_leftovers):
-    def end_somehow(how):
         if dist.get_rank() == 1:
-            {"return": int, "raise": lambda: 1 / 0, "hang": lambda: time.sleep(99)}[
-                how
-            ]()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if dist.get_rank() == 2:
+            time.sleep(600)
+        return batches
 
-    for how in ("return", "raise", "hang"):
-        spawn(end_somehow, how, world_size=2, timeout=1, check=False)
+    reports = spawn(end_somehow, check=False, output="none")
+    statuses = [report.status for report in reports]
+    assert statuses == ["raised", "killed", "unfinished", "ok"]
+    assert reports[3].value == list(range(8))
+    pids = [int(pid) for report in reports for pid in report.output.split()]
+    assert len(pids) == 16
+    assert none_left(pids)
 
 
 def test_the_plant_is_seen_by_the_search_for_leftovers():
@@ -430,59 +343,55 @@ def test_the_plant_is_seen_by_the_search_for_leftovers():
 # ---- rendezvous, names, devices ----------------------------------------------------
 
 
-def test_the_environment_is_torchruns():
-    expected = {
-        "RANK": "1",
-        "LOCAL_RANK": "1",
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "ROLE_RANK": "1",
-        "ROLE_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "OMP_NUM_THREADS": "1",
-    }
-    told = spawn(lambda: {n: os.environ[n] for n in expected}, world_size=2)
-    assert told[1] == expected
-
-
-def test_changes_of_the_environment_reach_the_ranks(monkeypatch):
+def test_a_rank_finds_what_was_decided_for_it(monkeypatch):
+    """The names that torchrun sets are in test_job.py and chapter 01."""
     monkeypatch.setenv("READERS_OWN", "changed later")
+    names = ("READERS_OWN", "RANK", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
 
     def look():
-        return os.environ["READERS_OWN"], os.environ["MORE"], torch.get_num_threads()
+        found = tuple(os.environ[name] for name in names)
+        return *found, torch.get_num_threads(), dist.get_debug_level().name
 
-    assert spawn(look, world_size=1, env={"MORE": "yes"}, threads=2) == [
-        ("changed later", "yes", 2)
+    env, loopback = (
+        {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
+        rendezvous.loopback_interface(),
+    )
+    assert spawn(look, world_size=2, env=env, threads=2) == [
+        ("changed later", str(rank), "2", loopback, 2, "DETAIL") for rank in range(2)
     ]
 
 
-def test_debug_level_is_read_in_the_rank():
-    level = spawn(
-        lambda: dist.get_debug_level().name,
-        world_size=1,
-        env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
+def test_without_a_gpu_the_ranks_are_on_the_cpu_over_gloo_and_say_so_once(
+    capsys, monkeypatch
+):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("ddp_course.launch.api._told", set())
+
+    def look():
+        return str(device()), dist.get_backend(), torch.get_num_threads()
+
+    for _ in range(2):
+        assert spawn(look, world_size=2) == [("cpu", "gloo", 1)] * 2
+    assert capsys.readouterr().out == (
+        "2 ranks on the CPU, talking over gloo: this machine has no GPU.\n"
     )
-    assert level == ["DETAIL"]
 
 
-@pytest.mark.parametrize("url", ["env://", "tcp://", "file://"])
-def test_every_kind_of_rendezvous_works_inside_a_launch(url, tmp_path):
-    def meet():
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        address = {
-            "env://": "env://",
-            "tcp://": "tcp://127.0.0.1:" + os.environ["MASTER_PORT"],
-            "file://": f"file://{tmp_path}/meeting",
-        }[url]
-        dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
-        total = sum_of_ranks()
-        dist.barrier()
-        dist.destroy_process_group()
-        return total
+def test_several_meetings_on_one_port():
+    """Chapter 01 meets once: at env://, tcp:// and file://."""
 
-    assert spawn(meet, world_size=3, init=False) == [3.0] * 3
+    def meet_again_and_again():
+        next(dist.rendezvous("env://"))
+        totals = []
+        for _ in range(3):
+            dist.init_process_group("gloo")
+            totals.append(sum_of_ranks())
+            dist.barrier()
+            dist.destroy_process_group()
+        return totals
+
+    for _ in range(2):
+        assert spawn(meet_again_and_again, init=False, timeout=60) == [[6.0] * 3] * 4
 
 
 def listening() -> set[str]:
@@ -504,81 +413,17 @@ LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "0" * 24 + "01000000
 
 
 def test_store_and_gloo_listen_on_loopback_only():
-    def look(env_store):
-        if env_store:
-            dist.init_process_group("gloo")  # env://: a TCPStore on MASTER_PORT
+    def look():
+        dist.init_process_group("gloo")  # env://: a TCPStore on MASTER_PORT
         sum_of_ranks()
         found = listening()
         dist.barrier()
-        return found
+        planted = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)  # on all interfaces
+        return found, listening(), planted.port
 
-    with_file = spawn(look, False)
-    with_tcp = spawn(look, True, init=False)
-    assert all(with_file)
-    assert all(with_tcp)
-    assert set.union(*with_file, *with_tcp) <= LOOPBACK
-
-
-def test_gloo_is_told_to_use_loopback():
-    """Where the host name means 127.0.0.1, as in CI, it would do so untold."""
-    told = spawn(lambda: os.environ["GLOO_SOCKET_IFNAME"], world_size=2)
-    assert told == ["lo0" if sys.platform == "darwin" else "lo"] * 2
-
-
-def test_the_look_at_listening_sockets_sees_an_open_one():
-    def plant():
-        store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
-        return listening(), store.port
-
-    [(found, _)] = spawn(plant, world_size=1, init=False)
-    assert not found <= LOOPBACK
-
-
-def test_twelve_ranks_on_three_emulated_nodes():
-    def who():
-        place = here()
-        return place.rank, place.node_rank, place.local_rank, os.environ["GROUP_RANK"]
-
-    told = spawn(who, nnodes=3, nproc_per_node=4)
-    assert told == [(r, r // 4, r % 4, str(r // 4)) for r in range(12)]
-
-
-def test_links_between_nodes_are_as_slow_as_asked():
-    def time_two_sends():
-        rank, x = dist.get_rank(), torch.zeros(1000)
-        seconds = []
-        for peer in (1, 2):  # 1 is on rank 0's node, 2 is not
-            start = time.monotonic()
-            if rank == 0:
-                send_over_link(x, peer)
-            elif rank == peer:
-                dist.recv(x, 0)
-            seconds.append(time.monotonic() - start)
-            dist.barrier()
-        return seconds
-
-    links = Links(
-        between=Link(latency=0.2, bandwidth=20_000)
-    )  # 0.2 s + 4000 B / 20 kB/s
-    told = spawn(time_two_sends, nnodes=2, nproc_per_node=2, links=links)
-    inside, between = told[0]
-    assert between >= 0.4
-    assert inside < between
-
-
-def test_without_a_gpu_the_ranks_are_on_the_cpu_over_gloo_and_say_so(
-    capsys, monkeypatch
-):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    monkeypatch.setattr("ddp_course.launch.api._told", set())
-
-    def look():
-        return str(device()), dist.get_backend(), torch.get_num_threads()
-
-    assert spawn(look, world_size=2) == [("cpu", "gloo", 1)] * 2
-    assert capsys.readouterr().out == (
-        "2 ranks on the CPU, talking over gloo: this machine has no GPU.\n"
-    )
+    for found, with_plant, _ in spawn(look, init=False):
+        assert found and found <= LOOPBACK
+        assert not with_plant <= LOOPBACK
 
 
 # ---- elsewhere ---------------------------------------------------------------------
@@ -612,22 +457,6 @@ def test_a_script_is_not_run_again_in_its_ranks(tmp_path):
     assert run.stderr == ""
 
 
-def test_what_c_has_printed_arrives_too(monkeypatch):
-    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
-
-    def print_from_c():
-        import ctypes
-
-        ctypes.CDLL(None).printf(b"printed by C\n")
-
-    [report] = spawn(print_from_c, world_size=1, check=False, output="none")
-    assert report.output == "printed by C\n"
-
-
-def test_a_closed_stdout_is_no_error():
-    assert spawn(lambda: sys.stdout.close(), world_size=2) == [None, None]
-
-
 def test_the_end_of_a_rank_is_noticed_although_its_child_holds_the_pipes():
     def leave_a_child():
         if dist.get_rank() == 1:
@@ -643,35 +472,6 @@ def test_the_end_of_a_rank_is_noticed_although_its_child_holds_the_pipes():
     with pytest.raises(RankError, match="rank 1: ended with exit code 9"):
         spawn(leave_a_child, world_size=2)
     assert time.monotonic() - start < 20
-
-
-def test_the_same_mistake_on_all_ranks_is_told_of_rank_0():
-    def all_wrong():
-        raise ValueError("everywhere")
-
-    for _ in range(5):
-        with pytest.raises(RankError, match="rank 0: ValueError: everywhere"):
-            spawn(all_wrong)
-
-
-def test_several_meetings_on_one_port():
-    def meet_again_and_again():
-        next(dist.rendezvous("env://"))
-        totals = []
-        for _ in range(3):
-            dist.init_process_group("gloo")
-            totals.append(sum_of_ranks())
-            dist.barrier()
-            dist.destroy_process_group()
-        return totals
-
-    for _ in range(5):
-        assert spawn(meet_again_and_again, init=False, timeout=60) == [[6.0] * 3] * 4
-
-
-def test_the_stop_button_is_no_ordinary_exception():
-    assert not issubclass(RankInterrupted, Exception)
-    assert issubclass(RankInterrupted, KeyboardInterrupt)
 
 
 @pytest.mark.skipif(server.METHOD != "forkserver", reason="no fork server here")

@@ -10,7 +10,6 @@ import tempfile
 import threading
 import traceback
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -65,46 +64,28 @@ HERE = "Cell In[5], line 3: dist.recv(x, src=1)"
 # ---- where a rank stands -----------------------------------------------------------
 
 
-def test_the_line_of_the_readers_code_is_found():
-    assert stacks.where(dump_of(MAIN), LABELS) == HERE
-
-
-def test_it_is_the_main_threads_line():
-    assert stacks.where(dump_of(READERS_THREAD, WATCHING, MAIN), LABELS) == HERE
-
-
-def test_it_is_the_main_threads_line_also_if_another_one_got_the_signal():
-    dump = dump_of(READERS_THREAD, MAIN, current=0)
-    assert dump.startswith("Current thread")
-    assert stacks.where(dump, LABELS) == HERE
-
-
-def test_it_is_the_newest_dumps_line():
-    earlier = dump_of(WATCHING, [("/home/ada/earlier.py", 1)])
-    assert stacks.where(earlier + dump_of(WATCHING, MAIN), LABELS) == HERE
-
-
-def test_a_dump_after_a_crash():
-    dump = (
-        "Fatal Python error: Segmentation fault\n\n"
-        + dump_of(WATCHING, MAIN)
-        + "Extension modules: numpy._core._multiarray_umath, torch._C (total: 2)\n"
-    )
-    assert stacks.where(dump, LABELS) == HERE
-
-
-def test_a_dump_with_the_names_of_threads():
-    """As newer Pythons write it."""
-    dump = dump_of(WATCHING, MAIN).replace(" (most", " [python3] (most")
-    assert stacks.where(dump, LABELS) == HERE
+EARLIER = [("/home/ada/earlier.py", 1)]
+CRASH = "Fatal Python error: Segmentation fault\n\n"
+EXTENSIONS = "Extension modules: numpy._core._multiarray_umath, torch._C (total: 2)\n"
 
 
 @pytest.mark.parametrize(
-    "dump",
-    ["", "\n", "nonsense", dump_of(WATCHING), dump_of(READERS_THREAD, WATCHING)],
+    ("dump", "line"),
+    [
+        (dump_of(MAIN), HERE),
+        (dump_of(READERS_THREAD, WATCHING, MAIN), HERE),  # the main thread's line
+        (dump_of(READERS_THREAD, MAIN, current=0), HERE),  # another got the signal
+        (dump_of(WATCHING, EARLIER) + dump_of(WATCHING, MAIN), HERE),  # the newest
+        (CRASH + dump_of(WATCHING, MAIN) + EXTENSIONS, HERE),
+        (dump_of(WATCHING, MAIN).replace(" (most", " [python3] (most"), HERE),  # newer
+        ("", None),
+        ("nonsense", None),
+        (dump_of(WATCHING), None),  # outside of the reader's code
+        (dump_of(READERS_THREAD, WATCHING), None),
+    ],
 )
-def test_outside_of_the_readers_code_there_is_no_line(dump):
-    assert stacks.where(dump, LABELS) is None
+def test_the_line_of_the_readers_code_is_found(dump, line, cell_source):
+    assert stacks.where(dump, LABELS) == line
 
 
 @pytest.mark.parametrize("size", [0, 10, 50, 90, 150, 300])
@@ -172,25 +153,15 @@ def test_files_with_letters_beyond_ascii_are_found(tmp_path):
 # ---- whose code it is --------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "file",
-    [
-        CELL,
-        "/home/ada/train.py",
-        "train.py",
-        "<ipython-input-3-abcdef>",
+def test_the_readers_and_the_courses_code_is_pointed_at_and_libraries_are_not():
+    readers = [CELL, "/home/ada/train.py", "train.py", "<ipython-input-3-abcdef>"]
+    readers += [
         str(PACKAGE / "train.py"),
-        str(PACKAGE / "collectives" / "ring.py"),
+        str(PACKAGE / "collectives/ring.py"),
         __file__,
-    ],
-)
-def test_the_readers_and_the_courses_code_is_pointed_at(file):
-    assert stacks.is_readers(file)
-
-
-@pytest.mark.parametrize(
-    "file",
-    [
+    ]
+    assert [file for file in readers if not stacks.is_readers(file)] == []
+    others = [
         TORCH,
         f"{STDLIB}/threading.py",
         f"{sysconfig.get_path('platlib')}/numpy/__init__.py",
@@ -200,35 +171,21 @@ def test_the_readers_and_the_courses_code_is_pointed_at(file):
         "<frozen importlib._bootstrap>",
         "<__array_function__ internals>",
         str(LAUNCHER / "rank.py"),
-        str(LAUNCHER / "links.py"),
-    ],
-)
-def test_libraries_and_the_launcher_are_not(file):
-    assert not stacks.is_readers(file)
+    ]
+    assert [file for file in others if stacks.is_readers(file)] == []
 
 
-def test_cells_and_files_are_called_as_a_reader_knows_them():
+def test_lines_are_called_as_a_reader_knows_them():
     assert stacks.label(CELL, LABELS) == "Cell In[5]"
     assert stacks.label("/home/ada/train.py", LABELS) == "train.py"
-    assert (
-        stacks.label(str(PACKAGE / "zero" / "stage1.py"), LABELS)
-        == "ddp_course/zero/stage1.py"
-    )
-
-
-def test_a_line_without_its_source_is_still_a_line():
+    stage1 = str(PACKAGE / "zero/stage1.py")
+    assert stacks.label(stage1, LABELS) == "ddp_course/zero/stage1.py"
+    linecache.checkcache()  # as tracebacks do: a cell's source is not dropped
+    frames = [("/home/ada/train.py", 1, "main()"), (CELL, 3, None), (TORCH, 1, "x()")]
+    assert stacks.innermost(frames, LABELS) == HERE
     assert stacks.innermost([("/gone/train.py", 9, None)], {}) == "train.py, line 9"
     assert stacks.innermost([("/gone/a.py", 9, "  f()  ")], {}) == "a.py, line 9: f()"
     assert stacks.innermost([], {}) is None
-
-
-def test_the_last_of_the_readers_frames_counts():
-    frames = [
-        ("/home/ada/train.py", 1, "main()"),
-        (CELL, 3, None),
-        (TORCH, 1, "work.wait()"),
-    ]
-    assert stacks.innermost(frames, LABELS) == HERE
 
 
 # ---- tracebacks --------------------------------------------------------------------
@@ -258,21 +215,15 @@ def text_of(told: traceback.TracebackException) -> str:
     return "".join(told.format())
 
 
-def test_the_launchers_frames_are_dropped():
-    told = told_about(calls(CELL, fail))
+def test_the_launchers_frames_and_those_of_pytorchs_logging_are_dropped():
+    logger = f"{sysconfig.get_path('purelib')}/torch/distributed/c10d_logger.py"
+    told = told_about(calls(logger, calls(CELL, fail)))
     assert "launch/rank.py" in text_of(told), "the test has nothing to find"
     stacks.drop_launcher(told)
     files = [frame.filename for frame in told.stack]
-    assert str(LAUNCHER / "rank.py") not in files
+    assert str(LAUNCHER / "rank.py") not in files and logger not in files
     assert files[-2:] == [CELL, __file__]
     assert text_of(told).endswith("ValueError: at the bottom\n")
-
-
-def test_the_frames_of_pytorchs_logging_are_dropped():
-    logger = f"{sysconfig.get_path('purelib')}/torch/distributed/c10d_logger.py"
-    told = told_about(calls(logger, fail))
-    stacks.drop_launcher(told)
-    assert "c10d_logger" not in text_of(told)
 
 
 def in_launcher(fn):
@@ -344,12 +295,6 @@ def test_tracebacks_speak_of_cells():
     assert f'File "{__file__}"' in text
 
 
-def test_a_cells_source_is_not_dropped_when_tracebacks_check_their_files():
-    linecache.checkcache()
-    assert linecache.getline(CELL, 3) == SOURCE[2]
-    assert stacks.innermost([(CELL, 3, None)], LABELS) == HERE
-
-
 def test_what_a_rank_tells_of_an_exception():
     from ddp_course.launch.rank import _describe
 
@@ -362,19 +307,3 @@ def test_what_a_rank_tells_of_an_exception():
     assert "launch/rank.py" not in what["traceback"]
     assert "Cell In[5], line 2" in what["traceback"]
     assert what["where"].startswith("test_stacks.py, line ")
-
-
-def test_labels_come_from_the_notebook(monkeypatch):
-    from ddp_course.launch.packing import cell_labels
-
-    def called(file):
-        return ("Cell", "In[5]") if file == CELL else None
-
-    shell = SimpleNamespace(compile=SimpleNamespace(format_code_name=called))
-    notebook = SimpleNamespace(get_ipython=lambda: shell)
-    monkeypatch.setitem(sys.modules, "IPython", notebook)
-    assert cell_labels() == LABELS
-    monkeypatch.setitem(
-        sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: None)
-    )
-    assert cell_labels() == {}

@@ -26,15 +26,6 @@ def assert_it_is_torchruns_mapping(place_of, topology: Topology) -> None:
     ]
 
 
-def test_three_nodes_with_four_ranks_each():
-    topology = Topology(nnodes=3, nproc_per_node=4)
-    assert topology.world_size == 12
-    assert str(topology) == "3 x 4 ranks"
-    assert topology.place(0) == Place(0, 0, 0, topology)
-    assert topology.place(6) == Place(6, 2, 1, topology)
-    assert topology.place(11) == Place(11, 3, 2, topology)
-
-
 @given(topologies)
 def test_ranks_are_numbered_node_by_node(topology):
     assert_it_is_torchruns_mapping(topology.place, topology)
@@ -70,12 +61,6 @@ def test_same_node_is_an_equivalence_of_as_many_ranks_as_a_node_has(topology, da
     assert len(neighbours) == topology.nproc_per_node
 
 
-@pytest.mark.parametrize("rank", [-1, 12, 10**6])
-def test_a_rank_that_is_not_there_is_named_with_those_that_are(rank):
-    with pytest.raises(ValueError, match=rf"rank is {rank}; .*3 x 4.* 0 to 11"):
-        Topology(3, 4).place(rank)
-
-
 @given(topologies, st.data())
 def test_a_rank_finds_its_place_in_its_environment(topology, data):
     place = topology.place(data.draw(st.integers(0, topology.world_size - 1)))
@@ -100,29 +85,28 @@ def test_the_environment_is_torchruns():
     }
 
 
-def test_a_process_that_nobody_launched_is_alone():
+def test_three_nodes_with_four_ranks_each():
+    topology = Topology(nnodes=3, nproc_per_node=4)
+    assert topology.world_size == 12
+    assert str(topology) == "3 x 4 ranks"
+    assert topology.place(6) == Place(6, 2, 1, topology)
+    for rank in (-1, 12, 10**6):
+        with pytest.raises(ValueError, match=rf"rank is {rank}; .*3 x 4.* 0 to 11"):
+            topology.place(rank)
+
+
+def test_a_process_that_was_told_little_or_nothing_has_a_place():
     assert here({}) == Place(0, 0, 0, Topology(1, 1))
-
-
-def test_rank_and_world_size_suffice():
     assert here({"RANK": "3", "WORLD_SIZE": "4"}) == Topology(1, 4).place(3)
 
 
-@pytest.mark.parametrize("local_world_size", ["4", "2"])
-def test_nodes_of_different_size_are_refused_or_counted_right(local_world_size):
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "node", "per_node"), [(3, 3, 0, 4), (5, 1, 1, 2)]
+)
+def test_nodes_of_different_size_are_refused(rank, local_rank, node, per_node):
     """torchrun allows 4 ranks on one node and 2 on another: a world of 6."""
-    environ = {
-        "RANK": "3" if local_world_size == "4" else "5",
-        "LOCAL_RANK": "3" if local_world_size == "4" else "1",
-        "WORLD_SIZE": "6",
-        "LOCAL_WORLD_SIZE": local_world_size,
-        "GROUP_RANK": "0" if local_world_size == "4" else "1",
-        "GROUP_WORLD_SIZE": "2",
-    }
-    try:
-        place = here(environ)
-    except ValueError as error:
-        assert "6" in str(error) and local_world_size in str(error)
-    else:
-        assert place.world_size == 6
-        assert place.topology.nnodes == 2
+    environ = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": 6}
+    environ |= {"LOCAL_WORLD_SIZE": per_node, "GROUP_RANK": node}
+    environ = {k: str(v) for k, v in (environ | {"GROUP_WORLD_SIZE": 2}).items()}
+    with pytest.raises(ValueError, match=rf"WORLD_SIZE is 6, but .* and {per_node} r"):
+        here(environ)

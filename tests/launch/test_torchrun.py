@@ -1,4 +1,7 @@
-"""The way out: the same functions under torchrun, on one machine and on two."""
+"""The way out: the same functions under torchrun, on two machines.
+
+Chapter 01 runs one on one machine, and test_train_torchrun.py kills ranks there.
+"""
 
 from __future__ import annotations
 
@@ -43,32 +46,6 @@ def answers(*agents: subprocess.Popen) -> list[str]:
     for agent, (_, err) in zip(agents, told, strict=True):
         assert agent.returncode == 0, err[-3000:]
     return "".join(out for out, _ in told).splitlines()
-
-
-def test_the_same_function_runs_under_torchrun():
-    function = "torchrun_functions:names"
-    run = torchrun(
-        "--nproc-per-node=3", "-m", "ddp_course.launch", function, "factor=10"
-    )
-    assert answers(run) == [f"[rank {r}] returned ({r}, {r}, 0, 30)" for r in range(3)]
-
-
-def test_a_wrong_name_is_one_clear_line():
-    run = torchrun("--nproc-per-node=1", "-m", "ddp_course.launch", "nowhere:f")
-    _, err = run.communicate(timeout=120)
-    assert run.returncode != 0
-    assert "error: no module 'nowhere' (from 'nowhere:f')" in err
-
-
-@pytest.mark.skipif(not ENDURANCE, reason="only with DDP_COURSE_ENDURANCE=1")
-def test_restarts_work(tmp_path):
-    """Those of two machines, below, and of a training are tested every time."""
-    run = torchrun(
-        "--nproc-per-node=2", "--max-restarts=3", "--monitor-interval=0.1",
-        "-m", "ddp_course.launch", "torchrun_functions:fail_in_the_first_attempts",
-        str(tmp_path), "0", "2",
-    )  # fmt: skip
-    assert answers(run) == [f"[rank {r}] returned (2, 1, '2')" for r in range(2)]
 
 
 def test_two_agents_meet_and_restart(tmp_path):
