@@ -2,20 +2,24 @@
 
 chNN_topic/exercises.py   its checks: each an `Exercise`
 chNN_topic/solutions.py   a solution of each, which `show_solution` shows
-chNN_topic/figures.py     its drawings; `IMAGES` says which are files of `images/`
+chNN_topic/figures.py     its drawings; `IMAGES` says which are files of `images/`:
+                          {"01_rendezvous.svg": rendezvous}
 
 Whatever else a room holds is its own. What two rooms share is in `ddp_course.lab`.
+`python -m ddp_course.chapters` writes `images/` anew: a test compares byte by byte.
 """
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 
 from IPython.display import Markdown
 
+from ddp_course.lab.draw.drawing import Drawing
 from ddp_course.lab.exercises import Exercise
 
 
@@ -47,3 +51,25 @@ def show_solution(name: str) -> Markdown:
             f"no exercise is called {name!r}; there are {', '.join(known)}"
         )
     return known[name].solution()
+
+
+def images() -> dict[str, Callable[[], Drawing]]:
+    """Return the call that draws it for every file of `images/`, found in the rooms.
+
+    Raises ValueError if two modules draw the same file.
+    """
+    found: dict[str, Callable[[], Drawing]] = {}
+    for module in modules():
+        for name, draw in getattr(module, "IMAGES", {}).items():
+            if name in found:
+                raise ValueError(f"{module.__name__} draws {name}, and so did another")
+            found[name] = draw
+    return found
+
+
+def write_images(folder: Path) -> list[Path]:
+    """Draw every image of the course into `folder`, and return their paths."""
+    folder.mkdir(exist_ok=True)
+    for name, draw in images().items():
+        draw().save(folder / name)
+    return [folder / name for name in images()]

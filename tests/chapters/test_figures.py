@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from drawings import fills, problems, words
 
+from ddp_course.chapters import images, write_images
 from ddp_course.chapters.ch00_start_here.course_map import course_map
 from ddp_course.chapters.ch00_start_here.figures import one_or_many
 from ddp_course.chapters.ch01_ranks.figures import cluster, groups, rendezvous
-from ddp_course.chapters.images import images, write_images
 from ddp_course.lab.draw.drawing import Drawing
 from ddp_course.lab.palette import rank_color
 
@@ -37,7 +37,7 @@ def stale(folder):
 
 
 def test_images_are_up_to_date():
-    assert stale(FOLDER) == [], "run: python -m ddp_course.chapters.images"
+    assert stale(FOLDER) == [], "run: python -m ddp_course.chapters"
 
 
 def test_a_stale_a_missing_and_an_unregistered_image_are_seen(tmp_path):
