@@ -16,6 +16,7 @@ Read the modules in this order:
     units         stage 3: which parameters are gathered together: plain data
     unit_storage, sharded_module
                   their memory, which comes and goes; what all stage 3 modules are
+    freed         what stands in a module for a parameter that is in shards
     stage3_naive  `NaiveFullyShardedDataParallel`: gather, use, free; nothing ahead
     stage3_simple `SimpleFullyShardedDataParallel`: one unit after the other
     stage3        `FullyShardedDataParallel`: the next unit is gathered meanwhile
@@ -26,8 +27,8 @@ Chapters 07 and 08.
 """
 
 from ddp_course.zero.elementwise import NotElementwiseError
+from ddp_course.zero.freed import ShardedError
 from ddp_course.zero.naive import NaiveZeroRedundancyOptimizer
-from ddp_course.zero.sharded_module import ShardedError
 from ddp_course.zero.shards import Piece, ShardedBucket, deal, shard_plan
 from ddp_course.zero.stage1 import Zero1
 from ddp_course.zero.stage2 import Zero2

@@ -21,14 +21,10 @@ from ddp_course.mechanisms.agreement import (
     problem_with,
 )
 from ddp_course.mechanisms.exchange import MessageExchange
-from ddp_course.mechanisms.placements import Flat, placed
 from ddp_course.mechanisms.whole_state import PlainModel, WholeState, groups_before
+from ddp_course.zero.freed import ShardedError, is_sharded
 from ddp_course.zero.unit_storage import FlatStorage, Place, Unit
 from ddp_course.zero.units import Chosen, UnitPlan, unit_plan
-
-
-class ShardedError(RuntimeError):
-    """Something that cannot be done while each rank has only its pieces."""
 
 
 class ShardedModule(WholeState, nn.Module):
@@ -95,7 +91,7 @@ class ShardedModule(WholeState, nn.Module):
     ) -> tuple[UnitPlan, ...]:
         """Return the plan, if all ranks make the same of it; else raise, on all."""
         plan, form = (), {}
-        problem = problem_with(module) or problem or _unfit(module, self.comms[0].group)
+        problem = _unfit(module) or problem_with(module) or problem
         if not problem:
             try:
                 plan = unit_plan(module, self.comms[0].size, units)
@@ -147,15 +143,15 @@ class ShardedModule(WholeState, nn.Module):
         return "\n".join(map(str, self.plan))
 
 
-def _unfit(module: nn.Module, group: dist.ProcessGroup) -> str | None:
-    """Return why this module cannot be sharded along `group`, or None."""
+def _unfit(module: Any) -> str | None:
+    """Return why this module cannot be sharded, or None."""
+    if not isinstance(module, nn.Module):
+        return None  # `problem_with` says it
+    if is_sharded(module):
+        return "the module is sharded already"
     devices = {p.device for p in module.parameters()}
     if len(devices) > 1:
         return f"the module is on {', '.join(map(str, devices))}; it must be on one"
-    ways = (way for p in module.parameters() if (way := placed(p)))
-    steps = (step for way in ways if (step := way.step_along(group)))
-    if any(isinstance(step.placement, Flat) for step in steps):
-        return "the module is sharded already"
     return None
 
 

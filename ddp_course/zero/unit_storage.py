@@ -1,13 +1,14 @@
 """The memory behind the units: a shard of each parameter always, all of it at times.
 
-A unit's parameters are seen in two ways, and its modules have one of them at a time:
+A unit's parameters are seen in two ways:
 
     whole    what is computed with: the module's own parameters, views of one tensor,
              whose storage is as long as needed when the unit is gathered, and 0 bytes
              long when it is freed. Whatever autograd has saved for backward finds its
              numbers again as soon as the unit is gathered again
     pieces   what is kept: this rank's part of each parameter, under its name; views of
-             one shard. Of most parameters that is all or nothing
+             one shard. Of most parameters that is all or nothing. An optimizer steps
+             them; the modules show `freed.Freed` meanwhile
 
                     | norm1.weight | attn.qkv.weight . . . | mlp.up.weight . . | . |
     shard of rank   |        0             |         1             |       2       |
@@ -30,6 +31,7 @@ from ddp_course.measure import label
 from ddp_course.mechanisms.buckets import view_of
 from ddp_course.mechanisms.exchange import MessageExchange, allocate
 from ddp_course.mechanisms.placements import Flat, place
+from ddp_course.zero.freed import Freed
 from ddp_course.zero.units import FlatPlan, UnitPlan
 
 Place = tuple[nn.Module, str]  # where a parameter is: module._parameters[name]
@@ -200,15 +202,15 @@ class Unit:
         self.plan, self.flats = plan, list(flats)
         self.trainable = [flat for flat in flats if flat.plan.trainable]
         self.places = [
-            (place, parameter, flat.pieces[name])
+            (place, p, Freed(name, p.shape, p.dtype, p.device, p.requires_grad))
             for flat in flats
-            for name, parameter in zip(flat.pieces, flat.parameters, strict=True)
+            for name, p in zip(flat.pieces, flat.parameters, strict=True)
             for place in places[name]
         ]
         self.here = False
         self.under_way: list[Any] | None = None  # gathers
         self.sums: list[Any] = []  # reduce-scatters
-        self._show_pieces()
+        self._show_freed()
 
     @property
     def away(self) -> bool:
@@ -238,12 +240,12 @@ class Unit:
         if self.here:
             for flat in self.flats:
                 flat.free()
-            self._show_pieces()
+            self._show_freed()
         self.here = False
 
-    def _show_pieces(self) -> None:
-        for (module, name), _, piece in self.places:
-            module._parameters[name] = piece
+    def _show_freed(self) -> None:
+        for (module, name), _, freed in self.places:
+            module._parameters[name] = freed
 
     @property
     def has_gradients(self) -> bool:

@@ -287,15 +287,20 @@ def failures() -> dict[str, object]:
         )
     told["patience"] = [*model[1].seen, policies()]
     weight = model[1].inner.weight
-    told["piece"] = weight is dict(sharded.named_parameters())["1.inner.weight"]
-    told["placed"] = placed(weight)
+    told["shape"] = weight.shape, weight.requires_grad
+    told["sum"] = error_of(lambda: weight.sum())
+    told["times"] = error_of(lambda: torch.matmul(x, model[1].inner.weight))
+    told["inner state_dict"] = error_of(model.state_dict)
+    piece = dict(sharded.named_parameters())["1.inner.weight"]
+    told["piece"] = placed(piece), piece.shape, piece.grad.shape
+    told["again"] = error_of(lambda: Ours(model))
     told["to"] = error_of(lambda: sharded.to(torch.float64))
     told["state_dict"] = error_of(sharded.state_dict)
     told["names"] = [name for name, _ in sharded.named_parameters()]
     return told
 
 
-def test_after_an_error_all_is_well_and_between_steps_there_are_pieces(two_ranks):
+def test_after_an_error_all_is_well_and_freed_parameters_say_so(two_ranks):
     plain = nn.Sequential(*(Failing() for _ in range(4)))
     for rank in two_ranks["failures"]:
         assert rank["forward"] == "ZeroDivisionError: in forward"
@@ -304,7 +309,14 @@ def test_after_an_error_all_is_well_and_between_steps_there_are_pieces(two_ranks
         if AVAILABLE:  # in forward, in backward, and when they have ended
             batch, other = {os.SCHED_BATCH}, {os.SCHED_OTHER}
             assert rank["patience"] == [batch, batch, other]
-        assert rank["piece"] and rank["placed"].shape == (3, 3)
+        assert rank["shape"] == (torch.Size([3, 3]), True)
+        for what in ("sum", "times", "inner state_dict"):
+            assert rank[what].startswith("ShardedError: ")
+            assert " has no numbers at present" in rank[what], what
+            assert "full_state_dict()" in rank[what]
+        way, shape, of_gradient = rank["piece"]
+        assert way.shape == (3, 3) and shape == of_gradient == way.steps[0].part_shape
+        assert "is sharded already" in rank["again"]
         assert "cannot be moved or cast any more" in rank["to"]
         assert "call full_state_dict(), or" in rank["state_dict"]
         assert rank["names"] == [name for name, _ in plain.named_parameters()]

@@ -1,0 +1,55 @@
+"""What stands in a module for a parameter that is not whole at present.
+
+A tensor whose storage is 0 bytes long looks like any other, and a piece of a parameter
+like a small one: who computes with them gets nonsense, or the process ends. So while a
+unit is in shards, its modules have `Freed` in place of their parameters, and who uses
+one is told what is wrong. Chapter 08.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+
+class ShardedError(RuntimeError):
+    """Something that cannot be done while each rank has only its pieces."""
+
+
+@dataclass(frozen=True)
+class Freed:
+    """Stands for a parameter that is not whole at present; knows its form."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    def __getattr__(self, what: str) -> Any:
+        if what.startswith("__"):  # copy, pickle and others ask what there is
+            raise AttributeError(what)
+        raise ShardedError(
+            f"{self.name} has no numbers at present (.{what}): each rank has its piece "
+            "of them, and they are whole while their unit computes. Elsewhere, call "
+            "full_state_dict()"
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Any function of PyTorch that is given one comes here."""
+        told = tree_leaves((args, kwargs))
+        freed = next(arg for arg in told if isinstance(arg, cls))
+        return freed.__getattr__(getattr(function, "__name__", "numbers"))
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Tell whether parameters of `module` are in shards already."""
+    owners = module.modules()
+    return any(isinstance(p, Freed) for m in owners for p in m._parameters.values())
