@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import functools
 import gc
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -211,24 +210,6 @@ def living_bytes() -> int:
     tensors = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
-
-
-def hard_tensors(rank: int, n: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors of a rank by what is hard about them, for exact sums and means.
-
-    Not whole, of three types, one empty, one with more numbers than anybody writes
-    down, which are all zero on rank 1: whoever takes much for granted is found out.
-    """
-
-    def numbers(*shape: int) -> Tensor:
-        flat = torch.arange(math.prod(shape)) * (rank + 2) + rank
-        return ((flat % 7 - 3) * n / 4).view(shape)
-
-    yield "a tensor of 2 x 3 numbers", numbers(2, 3) + rank
-    yield "a tensor of float64", numbers(5).double() + 2**-40
-    yield "a tensor of bfloat16", numbers(3, 1, 2).bfloat16()
-    yield "a tensor of 11 x 13 numbers", numbers(11, 13) * (rank != 1)
-    yield "a tensor without numbers", numbers(0, 3)
 
 
 def expect_call(answer: Answer, *args: Any, returns: Any, because: str) -> None:
