@@ -1,7 +1,6 @@
 """Chapter 06."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,37 +32,6 @@ def largest_batch(config: GPTConfig, memory: int) -> int:
     of_a_row = 4 * t * (config.n_layer * of_a_block + of_the_head)
     always = 12 * config.num_parameters + 8 * t
     return max(0, (memory - always) // of_a_row)
-
-
-class _Again(torch.autograd.Function):
-    """Forward without a graph; backward runs the function again, with one."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, function: nn.Module, x: Tensor, *parameters: Tensor
-    ) -> Tensor:
-        """Run it, and remember how the dice lay before."""
-        ctx.function, ctx.dice = function, torch.get_rng_state()
-        ctx.save_for_backward(x)
-        return function(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple:
-        """Throw the same dice again, and return a gradient for each input."""
-        [x] = ctx.saved_tensors
-        x = x.detach().requires_grad_()
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            torch.set_rng_state(ctx.dice)
-            y = ctx.function(x)
-        inputs = [x, *ctx.function.parameters()]
-        trained = [tensor for tensor in inputs if tensor.requires_grad]
-        found = iter(torch.autograd.grad(y, trained, gradient))
-        return None, *[next(found) if t.requires_grad else None for t in inputs]
-
-
-def my_recompute(function: nn.Module, x: Tensor) -> Tensor:
-    """Return function(x): its parameters are inputs, too, so they get gradients."""
-    return _Again.apply(function, x, *function.parameters())
 
 
 def step_in_backward(

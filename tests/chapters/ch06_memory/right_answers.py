@@ -1,8 +1,5 @@
 """Right answers to the exercises of chapter 06, in other styles than the solutions."""
 
-import torch
-from torch.utils.checkpoint import checkpoint
-
 
 def my_ledger_by_object(model, optimizer):
     parameters = list(model.parameters())
@@ -32,33 +29,6 @@ def largest_batch_by_trying(config, memory):
     return rows
 
 
-def recompute_with_hooks(function, x):
-    """As PyTorch does: what is saved is dropped, and computed again when asked for."""
-    dice, again = torch.get_rng_state(), []
-
-    def drop(tensor):
-        places.append(None)
-        return len(places) - 1
-
-    def bring(place):
-        if not again:
-            inside = torch.autograd.graph.saved_tensors_hooks(
-                lambda tensor: again.append(tensor.detach()), lambda nothing: nothing
-            )
-            with torch.random.fork_rng(devices=[]), torch.enable_grad(), inside:
-                torch.set_rng_state(dice)
-                function(x.detach().requires_grad_())
-        return again[place]
-
-    places = []
-    with torch.autograd.graph.saved_tensors_hooks(drop, bring):
-        return function(x)
-
-
-def recompute_with_pytorch(function, x):
-    return checkpoint(function, x, use_reentrant=False)
-
-
 def one_optimizer_for_all(model, make_optimizer):
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = make_optimizer(trained)
@@ -74,6 +44,5 @@ def one_optimizer_for_all(model, make_optimizer):
 RIGHT = {
     "my_ledger": [my_ledger_by_object],
     "largest_batch": [largest_batch_by_trying],
-    "my_recompute": [recompute_with_hooks, recompute_with_pytorch],
     "step_in_backward": [one_optimizer_for_all],
 }

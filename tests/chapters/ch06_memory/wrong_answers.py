@@ -150,76 +150,6 @@ def a_fraction(config, memory):
     return _rows(config, memory) / 1
 
 
-# my_recompute
-
-
-def keeps_everything(function, x):
-    return function(x)
-
-
-def without_a_gradient(function, x):
-    with torch.no_grad():
-        return function(x)
-
-
-class Again(torch.autograd.Function):
-    """The right one but for what `how` says."""
-
-    @staticmethod
-    def forward(ctx, how, function, x, *parameters):
-        ctx.how, ctx.function = how, function
-        ctx.dice = torch.get_rng_state()
-        ctx.save_for_backward(x)
-        out = function(x)
-        if how == "twice":
-            function(x)
-        if how == "mask of later":
-            ctx.dice = torch.get_rng_state()
-        return out
-
-    @staticmethod
-    def backward(ctx, gradient):
-        how, [x] = ctx.how, ctx.saved_tensors
-        x = x.detach().requires_grad_()
-        after = torch.get_rng_state()
-        if how != "other mask":
-            torch.set_rng_state(ctx.dice)
-        if how == "seeded":
-            torch.manual_seed(0)
-        with torch.enable_grad():
-            y = ctx.function(x)
-        if how not in ("moves the generator", "seeded"):
-            torch.set_rng_state(after)
-        if how == "gradient of one":
-            gradient = torch.ones_like(gradient)
-        if how == "x alone":
-            return None, None, torch.autograd.grad(y, x, gradient)[0]
-        parameters = list(ctx.function.parameters())
-        if how == "twice as much":
-            y.backward(gradient, retain_graph=True)
-        grads = torch.autograd.grad(y, [x, *parameters], gradient)
-        return None, None, *grads
-
-
-def _with(how):
-    def answer(function, x):
-        parameters = () if how == "x alone" else tuple(function.parameters())
-        return Again.apply(how, function, x, *parameters)
-
-    answer.__name__ = answer.__qualname__ = how.replace(" ", "_")
-    return answer
-
-
-another_mask = _with("other mask")
-a_later_mask = _with("mask of later")
-the_generator_has_moved = _with("moves the generator")
-a_seed_of_its_own = _with("seeded")
-parameters_forgotten = _with("x alone")
-gradients_twice = _with("twice as much")
-the_incoming_one_ignored = _with("gradient of one")
-forward_twice = _with("twice")
-
-
 # step_in_backward
 
 
@@ -328,24 +258,69 @@ def with_buffers(model, optimizer):
     }
 
 
-class _ForAll(solutions._Again):
-    @staticmethod
-    def backward(ctx, gradient):
-        [x] = ctx.saved_tensors
-        x = x.detach().requires_grad_()
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            torch.set_rng_state(ctx.dice)
-            y = ctx.function(x)
-        inputs = (x, *ctx.function.parameters())
-        return None, *torch.autograd.grad(y, inputs, gradient)
+def looks_up_every_state(model, optimizer):
+    told = solutions.my_ledger(model, optimizer)
+    assert all(optimizer.state[p] is not None for p in model.parameters())
+    return told
 
 
-def gradients_for_all(function, x):
-    return _ForAll.apply(function, x, *function.parameters())
+def of_half_of_the_types(model, optimizer):
+    def count(tensors):
+        return _right([t for t in tensors if t.dtype == torch.float32])
+
+    return _ledger(model, optimizer, count)
+
+
+def not_below_zero_forgotten(config, memory):
+    return _rows(config, memory)
+
+
+def without_heads(config, memory):
+    return max(0, _rows(config, memory, blocks=16 * config.d_model + 4))
+
+
+def without_norms(config, memory):
+    c, heads = config.d_model, config.n_head
+    head = 2 * c + config.vocab_size
+    return max(0, _rows(config, memory, blocks=16 * c + heads, head=head))
+
+
+def without_the_last_norm(config, memory):
+    head = 2 * config.d_model + config.vocab_size
+    return max(0, _rows(config, memory, head=head))
+
+
+def in_a_hook_of_the_tensor(model, make_optimizer):
+    for parameter in (p for p in model.parameters() if p.requires_grad):
+        optimizer = make_optimizer([parameter])
+
+        def hook(gradient, parameter=parameter, optimizer=optimizer):
+            parameter.grad = gradient
+            optimizer.step()
+            parameter.grad = None
+
+        parameter.register_hook(hook)
+
+
+def matrices_alone(model, make_optimizer):
+    _by_hook(
+        model, lambda ps: make_optimizer(ps) if ps[0].dim() > 1 else _Idle(), _free
+    )
+
+
+class _Idle:
+    def step(self):
+        pass
+
+
+def _free(parameter):
+    parameter.grad = None
 
 
 WRONG = {
     "my_ledger": {
+        looks_up_every_state: "makes an empty one",
+        of_half_of_the_types: "Not every number has four bytes",
         of_trained_parameters: "A frozen parameter is a parameter",
         with_buffers: "a buffer is none",
         views_are_sizes: "Two tensors can look at one storage",
@@ -357,10 +332,14 @@ WRONG = {
         states_are_always_two: "optimizer states are",
         no_counts_of_steps: "All tensors count",
         forgets_the_bias: "parameters are",
-        makes_gradients: "other tensors than before",
+        makes_gradients: "other gradients or states than before",
         only_the_total: "expected a dictionary",
     },
     "largest_batch": {
+        not_below_zero_forgotten: "0 if not even one row fits",
+        without_heads: "a few numbers per token",
+        without_norms: "a few numbers per token",
+        without_the_last_norm: "a few numbers per token",
         no_states: "which do not fit",
         gradients_too: "would fit",
         no_head: "which do not fit",
@@ -374,20 +353,9 @@ WRONG = {
         below_zero: "0 if not even one row fits",
         a_fraction: "expected a whole number",
     },
-    "my_recompute": {
-        gradients_for_all: "does not require grad",
-        keeps_everything: "Does autograd record a graph",
-        without_a_gradient: "0 times in backward",
-        another_mask: "same dropout mask",
-        a_later_mask: "same dropout mask",
-        the_generator_has_moved: "put the generator's state back",
-        a_seed_of_its_own: "put the generator's state back",
-        parameters_forgotten: "who tells autograd about them",
-        gradients_twice: "Each gradient should arrive once",
-        the_incoming_one_ignored: "times the one that comes in",
-        forward_twice: "4 times in forward",
-    },
     "step_in_backward": {
+        in_a_hook_of_the_tensor: "still have a gradient",
+        matrices_alone: "stepped once in a step",
         keeps_the_gradients: "still have a gradient",
         zeros_in_place_of_none: "set it to None",
         does_nothing: "still have a gradient",
