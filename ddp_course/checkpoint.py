@@ -132,7 +132,7 @@ class Checkpoints:
             write_whole(state, self.folder / f"step-{len(losses):08d}.pt")
             for old in self._found()[: -self.keep]:
                 old.unlink(missing_ok=True)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # torch.save's, if the disk is full
             raise CheckpointError(f"cannot write a checkpoint: {error}") from None
 
     def _found(self) -> list[Path]:

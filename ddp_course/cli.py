@@ -1,36 +1,97 @@
-"""The command `ddp-course`: reads what was typed and hands it to `commands` or `bench`.
+"""The command `ddp-course`: reads what was typed and hands it to one of `commands`.
 
 Errors are told on stderr after `ddp-course:`, in one line if one will do. Exit codes: 0
 it went well, 1 it did not, 2 an option cannot be read, 130 it was stopped with Ctrl-C;
-`lab` passes on that of JupyterLab.
+`lab` passes on that of JupyterLab. PyTorch is imported when a command begins, and not
+for `--help`: so the names that can be typed stand here once more.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import math
+import os
+import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
 import ddp_course
 from ddp_course.commands import CommandError, tell
-from ddp_course.launch import LaunchError
+
+STRATEGIES = {
+    "average": "one all-reduce per parameter, by the training loop, after backward",
+    "dp": "one process, a thread for each replica",
+    "naive": "one all-reduce per parameter, when backward is through",
+    "flat": "one all-reduce for all parameters, when backward is through",
+    "ddp": "all-reduces of buckets, while backward runs",
+    "ddp-shared": "the same, with buckets in memory that all ranks see",
+    "pytorch": "PyTorch's DistributedDataParallel",
+    "zero1": "optimizer states are sharded",
+    "zero2": "and gradients",
+    "zero3": "and parameters: fully sharded data parallelism",
+    "tp": "tensor parallelism: every rank has a part of every matrix",
+    "pp": "pipeline parallelism: every rank has some of the layers",
+}
+SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zero_bubble")
+PRESETS = ("1m", "8m")
+MODELS = (*PRESETS, "gpt2", "gpt2-xl", "gpt3-175b")
+OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum")
+PRECISIONS = {
+    "fp32": "all in float32",
+    "autocast": "float32, and torch.autocast in forward and backward",
+    "mixed": "half, and the optimizer has a float32 copy (the ZeRO paper)",
+    "mixed-fp32-gradients": "as mixed, with gradients added up in float32",
+    "fsdp-bf16": "float32 shards, gathered and reduced in bfloat16 (FSDP2)",
+    "bf16": "all in bfloat16, no copy",
+}
+RECOMPUTE = ("none", "selective", "full")
+RANKS = ("jupyter", "train", "doctor", "bench")  # who may start some
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    told = parser().parse_args(argv)
+    at_first = signal.getsignal(signal.SIGINT)
     try:
-        return told.run(told)
-    except (CommandError, LaunchError) as error:
-        tell(error)
+        top = parser()
+        told = top.parse_args(argv)
+        if told.module is None:
+            top.print_help()
+            code = 0
+        else:
+            command = import_module(f"ddp_course.commands.{told.module}").command
+            if told.module in RANKS:
+                ddp_course.get_ready()
+            if at_first is ddp_course.stop:  # from now on there is more to end
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+            code = command(told)
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         tell("stopped")
         return 130
-    return 1
+    except Exception as error:
+        if not _is_told(error):
+            raise
+        if isinstance(error, OSError):  # a full disk, or nobody reads what is printed
+            error = f"cannot write {error.filename or 'all of this'}: {error.strerror}"
+            with suppress(OSError, ValueError):  # or Python tries once more at its end
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        tell(error)
+        return 1
+    finally:
+        signal.signal(signal.SIGINT, at_first)
+
+
+def _is_told(error: Exception) -> bool:
+    """Tell whether an error is the reader's to put right, without a traceback."""
+    launch = sys.modules.get("ddp_course.launch")
+    known = () if launch is None else (launch.LaunchError,)  # nothing was launched
+    return isinstance(error, (CommandError, OSError, *known))
 
 
 class Parser(argparse.ArgumentParser):
@@ -40,6 +101,17 @@ class Parser(argparse.ArgumentParser):
         """Say what is wrong with what was typed, and where to look, and leave."""
         tell(f"{message} (see `{self.prog} --help`)")
         sys.exit(2)
+
+    def numbers(self, **about: tuple[Callable, Any, str]) -> None:
+        """Add an option for each number: how it is read, its default, what it is."""
+        for name, (read, default, text) in about.items():
+            self.add_argument(
+                f"--{name.replace('_', '-')}",
+                type=read,
+                default=default,
+                metavar="N",
+                help=text if default is None else f"{text}; {default}",
+            )
 
 
 def parser() -> Parser:
@@ -51,68 +123,67 @@ def parser() -> Parser:
     )
     version = f"ddp-course {ddp_course.__version__}"
     top.add_argument("--version", action="version", version=version)
-    commands = top.add_subparsers(metavar="COMMAND", required=True)
-    for add in (
-        _add_lab,
-        _add_run,
-        _add_train,
-        _add_notebooks,
-        _add_doctor,
-        _add_bench,
-        _add_plan,
-    ):
-        add(commands)
+    top.set_defaults(module=None)
+    commands = top.add_subparsers(metavar="COMMAND")
+    for add in (_lab, _run, _train, _notebooks, _doctor, _bench, _plan):
+        add(partial(_command, commands))
     return top
 
 
-def _at(name: str) -> Any:
-    """Import what a command needs when it runs: `--help` should not wait for it."""
-    return importlib.import_module(f"ddp_course.commands.{name}")
+def _command(
+    commands: Any, module: str, name: str, about: str, *examples: str, more: str = ""
+) -> Parser:
+    command = commands.add_parser(
+        name,
+        help=about,
+        description=f"{about[0].upper()}{about[1:]}.",
+        epilog="\n  ".join(["examples:", *examples]) + more,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.set_defaults(module=module, name=name)
+    return command
 
 
-# One function for each command: its arguments, and what they are handed to.
+def _list(head: str, table: dict[str, str], width: int) -> str:
+    lines = (f"  {name:<{width}} {about}" for name, about in table.items())
+    return "\n".join([f"\n\n{head}:", *lines])
 
 
-def _add_lab(commands: Any) -> None:
-    lab = _command(
-        commands,
+# One function for each command: its arguments; the module of `commands` takes them.
+
+
+def _lab(add: Callable[..., Parser]) -> None:
+    lab = add(
+        "jupyter",
         "lab",
-        lambda told: _at("jupyter").lab(not told.no_browser, told.port, told.ip),
         "prove that ranks run on this machine, then open JupyterLab at chapter 00",
         "ddp-course lab",
         "ddp-course lab --no-browser --port 8890",
     )
     lab.add_argument("--no-browser", action="store_true", help="only print the address")
-    about = "default: 8888, or the next free one"
-    lab.add_argument("--port", type=_whole(65535), help=about)
+    lab.numbers(port=(_whole(65535), None, "default: 8888, or the next free one"))
     lab.add_argument("--ip", default="localhost", help="listen here; %(default)s")
 
 
-def _add_run(commands: Any) -> None:
-    command = _command(
-        commands,
+def _run(add: Callable[..., Parser]) -> None:
+    run = add(
+        "notebooks",
         "run",
-        lambda told: _at("notebooks").run(told.chapters, told.timeout),
         "execute chapters without a browser, and store nothing",
         "ddp-course run 00",
         "ddp-course run all",
         "ddp-course run notebooks/01_ranks.ipynb",
     )
-    command.add_argument(
+    run.add_argument(
         "chapters", nargs="+", metavar="CHAPTER", help="00, all, or a path"
     )
-    command.add_argument("--timeout", **_TIMEOUT)
+    run.numbers(timeout=_TIMEOUT)
 
 
-def _add_train(commands: Any) -> None:
-    from ddp_course.model import PRESETS
-    from ddp_course.parallelize import SCHEDULES, STRATEGIES
-
-    about = "\n".join(f"  {name:<11} {what}" for name, what in STRATEGIES.items())
-    command = _command(
-        commands,
+def _train(add: Callable[..., Parser]) -> None:
+    train = add(
         "train",
-        lambda told: _at("train").command(told),
+        "train",
         "train the course's GPT with a strategy, on one process or many",
         "ddp-course train --strategy ddp --ranks 4",
         "ddp-course train --strategy dp --replicas 2 --steps 50",
@@ -120,191 +191,141 @@ def _add_train(commands: Any) -> None:
         "ddp-course train --strategy pp --ranks 4 --schedule gpipe --microbatches 8",
         "ddp-course train --ranks 2 --steps 200 --checkpoint runs/a --every 20",
         "torchrun --nproc-per-node 4 -m ddp_course train --strategy ddp",
-        f"\nstrategies:\n{about}",
+        more=_list("strategies", STRATEGIES, 11),
     )
-    command.add_argument(
+    train.add_argument(
         "--strategy",
         choices=tuple(STRATEGIES),
         metavar="NAME",
         help="how the work is divided, see below; ddp",
     )
-    command.add_argument(
+    train.add_argument(
         "--zero",
         type=int,
         choices=(0, 1, 2, 3),
         help="the stage of ZeRO along dp: --strategy zero1, zero2, zero3; 0 is ddp",
     )
-    command.add_argument(
-        "--ranks",
-        type=_whole(64),
-        metavar="N",
-        help="1 to 64 processes; by default as many as these say, or 1:",
-    )
-    for name, about in (
-        ("--dp", "ranks with other rows of the batch"),
-        ("--pp", "ranks with other layers"),
-        ("--tp", "ranks with other parts of every matrix"),
-        ("--shard", "with --zero 3: ranks along dp that have one copy together; all"),
-    ):
-        command.add_argument(name, type=_whole(64), metavar="N", help=about)
-    for name, kind, default, about in (
-        ("--replicas", _whole(10**9), None, "threads of the strategy dp; 4"),
-        ("--steps", _whole(10**9), 20, "steps of AdamW"),
-        ("--batch-size", _whole(10**9), 8, "rows of a step, shared by all ranks"),
-        ("--lr", _positive, 3e-4, "learning rate"),
-        ("--clip", _positive, None, "the largest norm of a step's gradient"),
-        ("--seed", _whole(2**31, least=0), 0, "of the weights and the batches"),
-        ("--every", _whole(10**9), None, "steps between two checkpoints; 10"),
-        (
-            "--microbatches",
-            _whole(10**9),
+    ranks, many = _whole(64), _whole(10**9)
+    train.numbers(
+        ranks=(ranks, None, "1 to 64 processes; by default as many as these say, or 1"),
+        dp=(ranks, None, "ranks with other rows of the batch"),
+        pp=(ranks, None, "ranks with other layers"),
+        tp=(ranks, None, "ranks with other parts of every matrix"),
+        shard=(
+            ranks,
             None,
-            "parts in which a pipeline takes its rows; 4",
+            "with --zero 3: ranks along dp that have one copy together; all",
         ),
-    ):
-        about += "" if default is None else "; %(default)s"
-        command.add_argument(name, type=kind, default=default, metavar="N", help=about)
-    command.add_argument(
-        "--preset", default="1m", choices=tuple(PRESETS), help="model; %(default)s"
+        replicas=(many, None, "threads of the strategy dp; 4"),
+        steps=(many, 20, "steps of AdamW"),
+        batch_size=(many, 8, "rows of a step, shared by all ranks"),
+        lr=(_positive, 3e-4, "learning rate"),
+        clip=(_positive, None, "the largest norm of a step's gradient"),
+        seed=(_whole(2**31, least=0), 0, "of the weights and the batches"),
+        every=(many, None, "steps between two checkpoints; 10"),
+        microbatches=(many, None, "parts in which a pipeline takes its rows; 4"),
     )
-    command.add_argument(
+    train.add_argument(
+        "--preset", default="1m", choices=PRESETS, help="model; %(default)s"
+    )
+    train.add_argument(
         "--schedule",
         type=lambda text: text.replace("-", "_"),  # zero-bubble, too
-        choices=tuple(SCHEDULES),
+        choices=SCHEDULES,
         help="the order of work in a pipeline; 1f1b",
     )
-    command.add_argument(
+    train.add_argument(
         "--checkpoint",
         metavar="FOLDER",
         help="save there, and go on from the newest checkpoint in it",
     )
-    command.add_argument("--json", **_FILE, help="write the loss curve there")
+    train.add_argument("--json", **_FILE, help="write the loss curve there")
 
 
-def _add_notebooks(commands: Any) -> None:
-    def run(told: argparse.Namespace) -> int:
-        names = told.chapters or ["all"]
-        if told.check:
-            return _at("notebooks").check(names)
-        return _at("notebooks").save(names, told.timeout)
-
-    command = _command(
-        commands,
+def _notebooks(add: Callable[..., Parser]) -> None:
+    notebooks = add(
         "notebooks",
-        run,
+        "notebooks",
         "execute chapters and store clean outputs, or check that they are stored so",
         "ddp-course notebooks --save 00 01",
         "ddp-course notebooks --check",
     )
-    what = command.add_mutually_exclusive_group(required=True)
+    what = notebooks.add_mutually_exclusive_group(required=True)
     what.add_argument("--save", action="store_true", help="execute and store")
     what.add_argument("--check", action="store_true", help="report what is not clean")
-    command.add_argument(
-        "chapters", nargs="*", metavar="CHAPTER", help="00, or a path; all by default"
-    )
-    command.add_argument("--timeout", **_TIMEOUT)
+    about = "00, or a path; all by default"
+    notebooks.add_argument("chapters", nargs="*", metavar="CHAPTER", help=about)
+    notebooks.numbers(timeout=_TIMEOUT)
 
 
-def _add_doctor(commands: Any) -> None:
-    _command(
-        commands,
+def _doctor(add: Callable[..., Parser]) -> None:
+    add(
         "doctor",
-        lambda _: _at("doctor").doctor(),
+        "doctor",
         "say what this machine has and what will run how on it, and prove it",
         "ddp-course doctor",
     )
 
 
-def _add_bench(commands: Any) -> None:
-    def run(told: argparse.Namespace) -> int:
-        from ddp_course import bench
-        from ddp_course.lab.bench import plot_bench
-
-        return bench.command(
-            told.name, told.list, told.json, told.quick, told.figure, plot_bench
-        )
-
-    command = _command(
-        commands,
+def _bench(add: Callable[..., Parser]) -> None:
+    bench = add(
         "bench",
-        run,
+        "bench",
         "measure the course's code beside PyTorch's own, in one run",
         "ddp-course bench launch",
         "ddp-course bench launch --quick --json launch.json",
         "ddp-course bench all-reduce --figure all_reduce.svg",
         "ddp-course bench --list",
     )
-    command.add_argument("name", nargs="?", metavar="NAME", help="which bench")
-    command.add_argument("--list", action="store_true", help="list the benches")
-    command.add_argument("--json", **_FILE, help="write the rows there")
+    bench.add_argument("bench", nargs="?", metavar="NAME", help="which bench")
+    about = "list the benches, and what each compares"
+    bench.add_argument("--list", action="store_true", help=about)
+    bench.add_argument("--json", **_FILE, help="write the rows there")
     about = "draw the rows there (svg, png, pdf)"
-    command.add_argument("--figure", **_FILE, help=about)
-    command.add_argument("--quick", action="store_true", help="few turns of few cases")
+    bench.add_argument("--figure", **_FILE, help=about)
+    bench.add_argument("--quick", action="store_true", help="few turns of few cases")
 
 
-def _add_plan(commands: Any) -> None:
-    from ddp_course.theory import MODELS, OPTIMIZERS, PRECISIONS, RECOMPUTE
-
-    command = _command(
-        commands,
+def _plan(add: Callable[..., Parser]) -> None:
+    plan = add(
         "plan",
-        lambda told: _at("plan").command(told),
+        "plan",
         "tell which ZeRO stage fits on which GPUs, and what it sends",
         "ddp-course plan --preset gpt2-xl --gpus 8 --memory 24",
         "ddp-course plan --parameters 7.5b --gpus 64 --memory 32",
         "ddp-course plan --parameters 6.6b --layers 32 --hidden 4096 --bandwidth 50",
-        "\nprecisions:\n"
-        + "\n".join(f"  {name:<20} {p.about}" for name, p in PRECISIONS.items()),
+        more=_list("precisions", PRECISIONS, 20),
     )
-    model = command.add_mutually_exclusive_group(required=True)
-    model.add_argument("--preset", choices=tuple(MODELS), help="a model by name")
+    model = plan.add_mutually_exclusive_group(required=True)
+    model.add_argument("--preset", choices=MODELS, help="a model by name")
     model.add_argument(
         "--parameters", type=_many, metavar="N", help="how many; 7.5e9, 7.5b, 350m"
     )
-    for name, about in (
-        ("--layers", "of the model, with --hidden"),
-        ("--hidden", "channels of a layer"),
-        ("--heads", "of a layer"),
-        ("--sequence", "tokens of a row"),
-        ("--vocab", "words"),
-    ):
-        command.add_argument(name, type=_whole(10**9), metavar="N", help=about)
-    for name, kind, default, about in (
-        ("--gpus", _whole(10**9), 8, "that share the data"),
-        ("--memory", _positive, 80, "GB of one GPU, 1 GB = 10^9 bytes"),
-        ("--batch", _whole(10**9), 1, "rows at a time on one GPU"),
-    ):
-        about += "; %(default)s"
-        command.add_argument(name, type=kind, default=default, metavar="N", help=about)
+    many = _whole(10**9)
+    plan.numbers(
+        layers=(many, None, "of the model, with --hidden: then activations count, too"),
+        hidden=(many, None, "channels of a layer"),
+        heads=(many, None, "of a layer; one for 64 channels"),
+        sequence=(many, None, "tokens of a row; 2048"),
+        vocab=(many, None, "words; 50,257"),
+        gpus=(many, 8, "that share the data"),
+        memory=(_positive, 80, "GB of one GPU, 1 GB = 10^9 bytes"),
+        batch=(many, 1, "rows at a time on one GPU"),
+        bandwidth=(_positive, None, "GB/s that a GPU sends"),
+    )
     for name, among, default in (
         ("--optimizer", OPTIMIZERS, "adamw"),
-        ("--precision", PRECISIONS, "mixed"),
+        ("--precision", tuple(PRECISIONS), "mixed"),
         ("--recompute", RECOMPUTE, "none"),
     ):
-        command.add_argument(
-            name, choices=tuple(among), default=default, help="%(default)s"
-        )
-    command.add_argument(
+        plan.add_argument(name, choices=among, default=default, help="%(default)s")
+    plan.add_argument(
         "--scores", action="store_true", help="attention is not fused: it keeps scores"
     )
-    command.add_argument(
-        "--bandwidth", type=_positive, metavar="N", help="GB/s that a GPU sends"
-    )
-    command.add_argument("--json", **_FILE, help="write the rows there")
+    plan.add_argument("--json", **_FILE, help="write the rows there")
 
 
-def _command(
-    commands: Any, name: str, run: Callable, about: str, *examples: str
-) -> Parser:
-    command = commands.add_parser(
-        name,
-        help=about,
-        description=f"{about[0].upper()}{about[1:]}.",
-        epilog="\n  ".join(["examples:", *examples]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    command.set_defaults(run=run)
-    return command
+# How what was typed is read
 
 
 def _whole(most: int, least: int = 1) -> Callable[[str], int]:
@@ -337,12 +358,7 @@ def _many(text: str) -> int:
 
 
 _FILE = {"type": Path, "metavar": "FILE"}
-_TIMEOUT: dict[str, Any] = {
-    "type": _whole(10**6),
-    "default": 600,
-    "metavar": "SECONDS",
-    "help": "how long a cell may run; %(default)s",
-}
+_TIMEOUT = (_whole(10**6), 600, "seconds that a cell may run")
 
 
 if __name__ == "__main__":

@@ -50,22 +50,8 @@ from ddp_course.zero import (
     ZeroRedundancyOptimizer,
 )
 
-STRATEGIES = MappingProxyType(
-    {
-        "average": "one all-reduce per parameter, by the training loop, after backward",
-        "dp": "one process, a thread for each replica",
-        "naive": "one all-reduce per parameter, when backward is through",
-        "flat": "one all-reduce for all parameters, when backward is through",
-        "ddp": "all-reduces of buckets, while backward runs",
-        "ddp-shared": "the same, with buckets in memory that all ranks see",
-        "pytorch": "PyTorch's DistributedDataParallel",
-        "zero1": "optimizer states are sharded",
-        "zero2": "and gradients",
-        "zero3": "and parameters: fully sharded data parallelism",
-        "tp": "tensor parallelism: every rank has a part of every matrix",
-        "pp": "pipeline parallelism: every rank has some of the layers",
-    }
-)
+STRATEGIES = ("average", "dp", "naive", "flat", "ddp", "ddp-shared", "pytorch")
+STRATEGIES += ("zero1", "zero2", "zero3", "tp", "pp")  # what each is: train --help
 BOTH = ("tp", "pp")
 BESIDE = MappingProxyType(  # the axes that a strategy can have beside its own
     dict.fromkeys(("ddp", "ddp-shared", "zero1", "zero2", *BOTH), BOTH)

@@ -195,7 +195,7 @@ def same_bits(whole: History, rest: History, resumed_at: int) -> bool:
 
 @pytest.mark.parametrize("world_size", [1, 3, 4])
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(world_size, tmp_path):
-    strategies = STRATEGIES.keys() - {"dp", "pytorch", "tp", "pp"}
+    strategies = {*STRATEGIES} - {"dp", "pytorch", "tp", "pp"}
 
     def all_strategies():
         return {s: cut_in_two(str(tmp_path / s), s) for s in sorted(strategies)}

@@ -15,6 +15,7 @@ import urllib.error
 import urllib.request
 from importlib import metadata
 from pathlib import Path
+from textwrap import dedent
 
 import cloudpickle
 import nbformat
@@ -22,6 +23,7 @@ import pytest
 from conftest import alive, descendants, names_in, none_left
 
 import ddp_course
+from ddp_course import cli, model, parallelize, theory
 from ddp_course.cli import main
 from ddp_course.commands import CommandError, doctor, jupyter, proofs, server
 from ddp_course.launch import LaunchError
@@ -62,6 +64,9 @@ def test_version(capsys):
 
 
 def test_every_command_has_help_with_an_example_of_itself(capsys):
+    assert main([]) == 0
+    shown = capsys.readouterr().out
+    assert [command for command in COMMANDS if command not in shown] == []
     for command in ("", *COMMANDS):
         with pytest.raises(SystemExit, match="0"):
             main([*command.split(), "--help"])
@@ -69,13 +74,54 @@ def test_every_command_has_help_with_an_example_of_itself(capsys):
         if command:
             assert f"ddp-course {command}" in told.split("examples:")[1]
         else:
-            assert [command for command in COMMANDS if command not in told] == []
+            assert told == shown
+
+
+def test_help_does_not_wait_for_pytorch_and_yet_names_what_there_is():
+    """Each name that can be typed stands in the package, too."""
+    tables = {"STRATEGIES": parallelize, "SCHEDULES": parallelize, "PRESETS": model}
+    tables |= dict.fromkeys(("MODELS", "OPTIMIZERS", "PRECISIONS", "RECOMPUTE"), theory)
+    for name, where in tables.items():
+        assert {*getattr(cli, name)} == {*getattr(where, name)}
+    ask = """
+    import sys; from contextlib import suppress; from ddp_course.cli import main
+    for command in sys.argv[2:]:
+        with suppress(SystemExit): main([command, "--help"])
+    sys.exit("torch" in sys.modules)"""
+    for command, answer in (("ddp_course", 0), ("a.b", 1)):  # a module imports all
+        typed = [sys.executable, "-c", dedent(ask), command, *COMMANDS]
+        assert subprocess.run(typed, stdout=subprocess.DEVNULL).returncode == answer
+
+
+def test_ctrl_c_while_pytorch_is_imported(tmp_path):
+    (tmp_path / "torch.py").write_text("print(flush=True)\nimport time; time.sleep(60)")
+    command = subprocess.Popen(
+        [sys.executable, "-m", "ddp_course", "plan", "--preset", "1m"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert command.stdout.readline() == "\n"
+    command.send_signal(signal.SIGINT)
+    told = command.communicate(timeout=30)[1]
+    assert (command.returncode, told) == (130, "ddp-course: stopped\n")
+
+
+def test_what_nobody_can_write_is_told(capsys):
+    assert main(["plan", "--preset", "1m", "--json", "/dev/full"]) == 1
+    full = "No space left on device\n"
+    assert one_line(capsys) == f"ddp-course: cannot write /dev/full: {full}"
+    with Path("/dev/full").open("w") as nowhere:
+        typed = [sys.executable, "-m", "ddp_course.cli", "plan", "--preset", "1m"]
+        done = subprocess.run(typed, stdout=nowhere, stderr=subprocess.PIPE, text=True)
+    assert done.stderr == f"ddp-course: cannot write all of this: {full}"
+    assert done.returncode == 1
 
 
 @pytest.mark.parametrize(
     ("typed", "answer"),
     [
-        ("", "COMMAND"),
         ("fly", "'lab', 'run', 'train', 'notebooks', 'doctor', 'bench', 'plan'"),
         ("run", "CHAPTER"),
         ("lab --port 0", "'0' is not a whole number from 1 to 65535"),
@@ -126,10 +172,10 @@ def test_without_a_clone_lab_says_where_to_run_it(tmp_path, monkeypatch, capsys)
     ],
 )
 def test_what_a_command_raises_is_one_line(raised, code, line, monkeypatch, capsys):
-    def fail():
+    def fail(_):
         raise raised
 
-    monkeypatch.setattr(doctor, "doctor", fail)
+    monkeypatch.setattr(doctor, "command", fail)
     assert main(["doctor"]) == code
     assert one_line(capsys) == f"ddp-course: {line}\n"
 

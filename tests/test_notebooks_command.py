@@ -191,7 +191,11 @@ def test_check_tells_which_and_why(tmp_path, capsys):
     assert len(told) == 2 and all(t.startswith("ddp-course: bad, ") for t in told)
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"nbformat": 3}', '"nbformat"'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "{}", "[]", '{"nbformat": 3}', '"nbformat"', '{"nbformat": 4}']
+    + ['{"nbformat": 4, "cells": [{"source": ""}]}'],
+)
 @pytest.mark.parametrize("command", ["run", "notebooks --save", "notebooks --check"])
 def test_what_is_not_a_notebook_is_told(text, command, tmp_path, capsys):
     path = tmp_path / "n.ipynb"
@@ -200,6 +204,18 @@ def test_what_is_not_a_notebook_is_told(text, command, tmp_path, capsys):
     told = capsys.readouterr().err
     assert told.startswith("ddp-course: n, not a notebook") and told.count("\n") == 1
     assert path.read_text() == text
+
+
+def test_a_cell_that_lacks_something_can_be_read(tmp_path):
+    """As other programs may write it."""
+    path = make(tmp_path / "n.ipynb", "1", new_markdown_cell("a"))
+    bare = json.loads(path.read_text())
+    bare["cells"] = [{"cell_type": kind} for kind in ("code", "markdown")]
+    path.write_text(json.dumps(bare))
+    assert "no id" in " ".join(clean.complaints(path))
+    notebook = clean.read(path)
+    clean.clean(notebook)
+    nbformat.validate(notebook)
 
 
 # Run: with a kernel

@@ -39,7 +39,10 @@ def test_the_zero_papers_example(capsys):
     [
         ("--preset 1m", "DDP fits: nothing need be sharded."),
         ("--preset gpt2-xl --memory 24", "ZeRO-1 is the first that fits."),
-        ("--parameters 7.5b --gpus 4 --memory 16", "ZeRO-3 would fit on 8 GPUs."),
+        (
+            "--parameters 7.5b --gpus 4 --memory 16",
+            "the states of ZeRO-3 would fit on 8 GPUs.",
+        ),
         (
             "--preset gpt3-175b --gpus 16 --recompute full",
             "Only ZeRO-3 + CPU offload fits: ZeRO-3 would fit on 46 GPUs.",
@@ -66,14 +69,18 @@ def test_the_rows_can_be_written(tmp_path, capsys):
     assert line(text, "total") == totals
 
 
-def test_what_is_not_counted_is_told(capsys):
-    shape = "--layers 32 --hidden 4096 --heads 32 --sequence 2048"
-    assert "say --vocab, too" in shown(capsys, f"--parameters 6.6b {shape}")
-    text = shown(capsys, f"--parameters 6.6b {shape} --vocab 50257")
-    assert "not counted" not in text
-    text = shown(capsys, "--parameters 175b --gpus 8")
-    assert "Without offload nothing fits: by what is counted here, ZeRO-3" in text
+def test_what_is_not_counted_is_told_and_never_fits(capsys):
+    given = "--layers 32 --hidden 4096"
+    text = shown(capsys, f"--parameters 6.6b {given} --sequence 1024")
+    assert "Taken as usual: --heads 64 --vocab 50257." in text
+    assert "ot counted" not in text and line(text, "fits")[1] == "yes"
+    whole = f"{given} --heads 64 --sequence 1024 --vocab 50257"
+    assert shown(capsys, f"--parameters 6.6b {whole}") == re.sub("Taken.*\n", "", text)
     assert "1 GPU of 2 GB" in shown(capsys, "--preset 1m --gpus 1 --memory 2")
+    for gpus in (1, 8, 64, 10**6):
+        text = shown(capsys, f"--parameters 175b --gpus {gpus}")
+        assert not re.search(r"yes|ZeRO-\d fits|(?<!states of )ZeRO-3 would", text)
+        assert "Not counted: activations" in text
 
 
 def test_the_table_fits_an_ordinary_terminal(capsys):

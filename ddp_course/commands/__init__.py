@@ -10,12 +10,15 @@ proofs     ranks that really run, and agree
 doctor     `doctor`: cores, memory, GPUs, and what a container leaves of them
 server     the JupyterLab process: its port, its address, its end
 jupyter    `lab`
+bench      `bench`
 """
 
+import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 
 class CommandError(Exception):
@@ -45,3 +48,12 @@ def check_file(file: Path | None, kinds: Sequence[str] = ()) -> None:
 def tell(problem: object) -> None:
     """Write one problem, in one line, to stderr."""
     print(f"ddp-course: {problem}", file=sys.stderr, flush=True)
+
+
+def write(file: Path | None, content: Any) -> None:
+    """Write `content` as JSON, if a file is given; CommandError if the disk is full."""
+    try:
+        if file is not None:
+            file.write_text(json.dumps(content, indent=1) + "\n")
+    except OSError as error:
+        raise CommandError(f"cannot write {file}: {error.strerror}") from None

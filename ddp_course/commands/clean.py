@@ -42,14 +42,20 @@ _VOLATILE = {
 def read(path: Path) -> NotebookNode:
     """Return the notebook as it is stored. Raises ValueError if it is none.
 
-    Nothing is converted on the way: a conversion would draw random cell ids.
+    Nothing is converted on the way: a conversion would draw random cell ids. What other
+    programs may leave out of a cell is empty.
     """
-    text = path.read_text(encoding="utf-8")
     try:
-        if json.loads(text)["nbformat"] != 4:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        if stored["nbformat"] != 4:
             raise ValueError("not a notebook of format 4")
-        return nbformat.v4.reads(text)
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        for cell in stored["cells"]:
+            code = {"outputs": [], "execution_count": None}
+            usual = code if cell["cell_type"] == "code" else {}
+            for name, value in ({"metadata": {}, "source": ""} | usual).items():
+                cell.setdefault(name, value)
+        return nbformat.v4.reads(json.dumps(stored))
+    except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"not a notebook ({error})") from None
 
 

@@ -143,7 +143,7 @@ def in_words(size: float | None) -> str:
     return f"{number:.{digits}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
-def doctor() -> int:
+def command(_: object = None) -> int:
     """Print the facts, what follows from them, and the proof. Returns the exit code."""
     machine = this_machine()
     table = Table(show_header=False)

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import webbrowser
+from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from ddp_course.commands import CommandError, chapters, server
 from ddp_course.commands.proofs import prove_training
 
 
-def lab(browser: bool, port: int | None, ip: str) -> int:
+def command(told: Namespace) -> int:
     """Prove the machine, run JupyterLab until Ctrl-C, and return its exit code."""
+    port, ip = told.port, told.ip
     chapter = chapters.all_chapters()[0]
     if not server.is_free(port or 0, ip):
         free = server.next_free(port, ip)
@@ -36,7 +38,7 @@ def lab(browser: bool, port: int | None, ip: str) -> int:
             info = jupyter.info()
             url = address(info, chapter.relative_to(clone))
             print(f"JupyterLab: {url}")
-            print(open_or_say_how(url, info["port"], browser), flush=True)
+            print(open_or_say_how(url, info["port"], not told.no_browser), flush=True)
             return jupyter.wait()
         except KeyboardInterrupt:
             return jupyter.end()

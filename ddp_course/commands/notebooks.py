@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,31 +15,27 @@ from ddp_course.commands import chapters, clean, tell
 from ddp_course.commands.execute import code_cells, execute
 
 
-def run(names: list[str], timeout: int) -> int:
-    """Execute chapters in memory, tell what failed, and return the exit code."""
-    return _each(names, lambda path: _run(path, timeout)[1])
+def command(told: Namespace) -> int:
+    """Run, save or check chapters, tell what is wrong, and return the exit code.
 
-
-def save(names: list[str], timeout: int) -> int:
-    """Execute chapters, store their outputs clean, and return the exit code.
-
-    A chapter that fails, or that shows what only one machine has, stays as it is.
+    `run` stores nothing. A chapter that fails, or that shows what only one machine has,
+    is not saved.
     """
-    return _each(names, lambda path: _save(path, timeout))
-
-
-def check(names: list[str]) -> int:
-    """Tell which notebooks are not clean, and return the exit code."""
-    wrong = _each(names, clean.complaints)
+    paths = chapters.find(told.chapters or ["all"])
+    if told.name == "run":
+        return _each(paths, lambda path: _run(path, told.timeout)[1])
+    if told.save:
+        return _each(paths, lambda path: _save(path, told.timeout))
+    wrong = _each(paths, clean.complaints)
     if not wrong:
         print("clean")
     return wrong
 
 
-def _each(names: list[str], work: Callable[[Path], list[str]]) -> int:
+def _each(paths: list[Path], work: Callable[[Path], list[str]]) -> int:
     """Do `work` for every chapter and tell the problems that it returns."""
     wrong = 0
-    for path in chapters.find(names):
+    for path in paths:
         try:
             problems = work(path)
         except ValueError as error:

@@ -5,7 +5,6 @@ Everything is computed in `theory.plan`; here it is asked for, and written down.
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 from dataclasses import asdict
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ddp_course.commands import CommandError, check_file
+from ddp_course.commands import CommandError, check_file, write
 from ddp_course.theory import MODELS, Model, Row, fewest_gpus, plan
 
 GB = 1e9  # decimal, as GPUs are sold
@@ -40,30 +39,40 @@ def command(told: Namespace) -> int:
     memory = told.memory * GB
     bandwidth = None if told.bandwidth is None else told.bandwidth * GB
     try:
-        model = model_told(told)
+        model, assumed = model_told(told)
         rows = plan(model, told.gpus, memory, bandwidth=bandwidth, **options)
     except ValueError as error:
         raise CommandError(str(error)) from None
     console = Console(soft_wrap=True, highlight=False)
     console.print(_head(told, model), markup=False)
     console.print(table(rows))
-    for sentence in (*notes(model, rows), advice(model, rows, memory, options)):
+    for sentence in (*notes(rows, assumed), advice(model, rows, memory, options)):
         console.print(sentence, markup=False)
-    if told.json is not None:
-        plain = [{**asdict(row), "ledger": dict(row.ledger)} for row in rows]
-        told.json.write_text(json.dumps(plain, indent=1) + "\n")
+    write(told.json, [asdict(row) | {"ledger": dict(row.ledger)} for row in rows])
     return 0
 
 
-def model_told(told: Namespace) -> Model:
-    """Return the model that was named or described. ValueError if it makes no sense."""
+def model_told(told: Namespace) -> tuple[Model, str]:
+    """Return the model that was named or described, and what was assumed, in words.
+
+    With layers and hidden, activations are counted: what they need and was not told is
+    as in many models. ValueError if it makes no sense.
+    """
     shape = {name: getattr(told, name) for name in SHAPE}
-    given = [f"--{name}" for name, value in shape.items() if value is not None]
+    given = {name: value for name, value in shape.items() if value is not None}
     if told.preset is not None:
         if given:
-            raise ValueError(f"{given[0]} goes with --parameters: a preset has a shape")
-        return MODELS[told.preset]
-    return Model(told.parameters, **{name: n or 0 for name, n in shape.items()})
+            wrong = next(iter(given))
+            raise ValueError(f"--{wrong} goes with --parameters: a preset has a shape")
+        return MODELS[told.preset], ""
+    usual = {}
+    if told.layers and told.hidden:
+        heads = max(1, told.hidden // 64)
+        while told.hidden % heads:
+            heads -= 1
+        usual = {"heads": heads, "sequence": 2048, "vocab": 50_257} | given
+    words = [f"--{n} {value}" for n, value in usual.items() if n not in given]
+    return Model(told.parameters, **usual or given), " ".join(words)
 
 
 def table(rows: list[Row]) -> Table:
@@ -91,7 +100,7 @@ def table(rows: list[Row]) -> Table:
     return shown
 
 
-def notes(model: Model, rows: list[Row]) -> list[str]:
+def notes(rows: list[Row], assumed: str) -> list[str]:
     """Return what a number leaves out or stands for, in sentences."""
     offload = rows[-1]
     (host, host_unit), (bus, bus_unit) = map(
@@ -101,15 +110,13 @@ def notes(model: Model, rows: list[Row]) -> list[str]:
         f"With offload each GPU's {host} {host_unit} of shards are in the host's "
         f"memory, and {bus} {bus_unit} pass PCIe in a step."
     ]
-    if not model.layers:
+    if assumed:
+        told.append(f"Taken as usual: {assumed}.")
+    if not rows[0].ledger["activations"]:
         told.append(
-            "Not counted: what stage 3 gathers, and activations. Say --layers, "
-            "--hidden, --heads, --sequence and --vocab."
+            "Not counted: activations, and what stage 3 gathers; so nobody can tell "
+            'what fits ("?"). Say --layers and --hidden.'
         )
-    elif not rows[0].ledger["activations"]:
-        told.append("Activations are not counted: say --heads and --sequence, too.")
-    elif not model.vocab:
-        told.append("The logits are not counted: say --vocab, too.")
     return told
 
 
@@ -131,8 +138,9 @@ def advice(
             return "DDP fits: nothing need be sharded."
         return f"{first.name} is the first that fits."
     enough = fewest_gpus(model, memory, **options)
+    counted = "ZeRO-3" if rows[0].ledger["activations"] else "the states of ZeRO-3"
     if enough is not None:
-        told = f"ZeRO-3 would fit on {enough:,} GPU{'s' * (enough > 1)}"
+        told = f"{counted} would fit on {enough:,} GPU{'s' * (enough > 1)}"
     else:
         told = (
             "activations and gathered layers alone are too much on any number of GPUs"
@@ -140,11 +148,11 @@ def advice(
         ways = ["a smaller --batch"] if options["batch"] > 1 else []
         ways += ["--recompute full"] if options["recompute"] != "full" else []
         told += f" (try {', '.join(ways)})" if ways else ""
-    if first is not None and first.fits:
-        return f"Only {first.name} fits: {told}."
-    if first is not None:
-        return f"Without offload nothing fits: by what is counted here, {told}."
-    return f"Nothing fits: {told}."
+    if first is None:
+        return f"Nothing fits: {told}."
+    if first.fits is None:
+        return f"Without offload nothing fits: {told}."
+    return f"Only {first.name} fits: {told}."
 
 
 def _head(told: Namespace, model: Model) -> str:

@@ -11,7 +11,6 @@ function.
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ddp_course.checkpoint import CheckpointError
-from ddp_course.commands import CommandError, check_file
+from ddp_course.commands import CommandError, check_file, write
 from ddp_course.launch import spawn
 from ddp_course.launch.torchrun import cause_first, join, leave, under_torchrun
 from ddp_course.model import PRESETS
@@ -70,7 +69,7 @@ def command(told: Namespace) -> int:
         history = spawn(
             partial(run, settings), world_size=ranks, output="live", timeout=DEADLINE
         )[0]
-    write(history, settings, told.json)
+    write(told.json, contents(history, settings))
     return 0
 
 
@@ -110,19 +109,11 @@ class Progress:
                   f"   loss {loss:.4f}", flush=True)  # fmt: skip
 
 
-def write(history: History, settings: dict[str, Any], file: Path | None) -> None:
-    """Write the loss curve, to the last bit, and what made it, as JSON."""
-    if file is not None:
-        told = {
-            "losses": history.losses,
-            "checksum": history.checksum,
-            "world_size": history.world_size,
-            "resumed_at": history.resumed_at,
-            "seconds": history.seconds,
-            "torch": torch.__version__,
-            **settings,
-        }
-        file.write_text(json.dumps(told, indent=1) + "\n")
+def contents(history: History, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the loss curve, to the last bit, and what made it, for a file."""
+    names = ("losses", "checksum", "world_size", "resumed_at", "seconds")
+    told = {name: getattr(history, name) for name in names}
+    return {**told, "torch": torch.__version__, **settings}
 
 
 def _one_of_torchruns_ranks(settings: dict[str, Any], file: Path | None) -> None:
@@ -132,7 +123,7 @@ def _one_of_torchruns_ranks(settings: dict[str, Any], file: Path | None) -> None
         _agree(settings)
         history = run(settings)
         if dist.get_rank() == 0:
-            write(history, settings, file)
+            write(file, contents(history, settings))
         leave()
 
 

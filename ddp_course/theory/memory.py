@@ -31,7 +31,6 @@ class Precision:
     """Bytes per element of what is kept, and of what travels.
 
     Attributes:
-        about: what it is, in a few words.
         parameter: of the parameters that are kept.
         gradient: of the gradients that are kept.
         master: of the optimizer's own copy of the parameters, 0 without one.
@@ -41,7 +40,6 @@ class Precision:
         activation: of what forward keeps for backward.
     """
 
-    about: str
     parameter: int
     gradient: int
     master: int
@@ -51,22 +49,13 @@ class Precision:
     activation: int
 
 
-PRECISIONS = {
-    "fp32": Precision("all in float32", 4, 4, 0, 4, 4, 4, 4),
-    "autocast": Precision(
-        "float32, and torch.autocast in forward and backward", 4, 4, 0, 4, 4, 4, 2
-    ),
-    "mixed": Precision(
-        "half, and the optimizer has a float32 copy (the ZeRO paper)",
-        *(2, 2, 4, 4, 2, 2, 2),
-    ),
-    "mixed-fp32-gradients": Precision(
-        "as mixed, with gradients added up in float32", 2, 4, 4, 4, 2, 4, 2
-    ),
-    "fsdp-bf16": Precision(
-        "float32 shards, gathered and reduced in bfloat16 (FSDP2)", 4, 4, 0, 4, 2, 2, 2
-    ),
-    "bf16": Precision("all in bfloat16, no copy", 2, 2, 0, 2, 2, 2, 2),
+PRECISIONS = {  # what each is in words: `ddp-course plan --help`
+    "fp32": Precision(4, 4, 0, 4, 4, 4, 4),
+    "autocast": Precision(4, 4, 0, 4, 4, 4, 2),
+    "mixed": Precision(2, 2, 4, 4, 2, 2, 2),  # the ZeRO paper
+    "mixed-fp32-gradients": Precision(2, 4, 4, 4, 2, 4, 2),
+    "fsdp-bf16": Precision(4, 4, 0, 4, 2, 2, 2),
+    "bf16": Precision(2, 2, 0, 2, 2, 2, 2),
 }
 
 # How many numbers an optimizer keeps for each parameter.

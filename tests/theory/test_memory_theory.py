@@ -98,7 +98,7 @@ def test_wrong_formulas_are_off_the_table(wrong):
         ("mixed", "sgd", (2, 2, 4)),
         ("fp32", "sgd-momentum", (4, 4, 4)),
         ("fp32", 3, (4, 4, 12)),
-        (Precision("8-bit Adam", 2, 2, 0, 1, 2, 2, 2), 2, (2, 2, 2)),
+        (Precision(2, 2, 0, 1, 2, 2, 2), 2, (2, 2, 2)),
     ],
 )
 def test_bytes_per_parameter(precision, optimizer, per_parameter):
