@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from fractions import Fraction
 from numbers import Integral, Real
 from typing import Any
 
@@ -18,25 +20,37 @@ class Prediction:
     >>> sent = Prediction("How many bytes does each rank send?", 24, unit="bytes")
     >>> sent.compare(measured=36, theory=36)
 
-    A guess of None means that nothing has been written down yet.
+    A guess of None means that nothing has been written down yet. Text is taken for what
+    it is: "1,024", "3/4" and "24 bytes" are numbers, "a lot" is shown as it stands.
     """
 
     def __init__(
-        self, question: str, guess: float | None = None, *, unit: str = ""
+        self, question: str, guess: float | str | None = None, *, unit: str = ""
     ) -> None:
         self.question = question
         self.unit = unit
-        self._guess = _amount("your prediction", guess)
+        self.guess(guess)
 
-    def guess(self, value: float | None) -> Prediction:
-        """Write the number down. Raises TypeError or ValueError for what is none."""
-        self._guess = _amount("your prediction", value)
+    def guess(self, value: float | str | None) -> Prediction:
+        """Write it down. Raises TypeError or ValueError for a list, or less than 0."""
+        if isinstance(value, str):
+            value = _read(value, self.unit)
+        words = isinstance(value, str)
+        self._guess = value if words else _amount("your prediction", value)
         return self
 
-    def compare(self, *, measured: Any, theory: Any = None) -> Markdown:
+    def compare(
+        self,
+        *,
+        measured: Any,
+        theory: Any = None,
+        beliefs: Mapping[float, str] | None = None,
+    ) -> Markdown:
         """Show prediction, measurement and theory side by side.
 
         The ratios are to the theory, or to the measurement where there is no theory.
+        `beliefs` has the wrong guesses that many make, and says of each what is behind
+        it: whoever made that guess is told.
         """
         rows = {
             "your prediction": self._guess,
@@ -52,7 +66,11 @@ class Prediction:
         lines = [f"| {question} | | ratio to {name} |", "|:--|--:|--:|"]
         for row, value in rows.items():
             lines.append(f"| {row} | {self._told(value)} | {_ratio(value, truth)} |")
-        return Markdown("\n".join(lines) + f"\n\n{self._verdict(truth)}")
+        verdict = [self._verdict(truth)]
+        if isinstance(self._guess, (int, float)):
+            told = (beliefs or {}).items()
+            verdict += [why for guess, why in told if math.isclose(guess, self._guess)]
+        return Markdown("\n".join(lines) + f"\n\n{' '.join(verdict)}")
 
     def __repr__(self) -> str:
         return f"Prediction({self.question!r}, {self._guess!r}, unit={self.unit!r})"
@@ -65,10 +83,12 @@ class Prediction:
             )
         return f"**Predict.** {self.question} *You say: {self._told(self._guess)}.*"
 
-    def _told(self, value: float | None) -> str:
+    def _told(self, value: float | str | None) -> str:
         """Write an amount with its unit: "1,024 bytes"."""
         if value is None:
             return "none"
+        if isinstance(value, str):
+            return f"“{value}”".replace("|", "\\|")
         unit = ONE.get(self.unit, self.unit) if value == 1 else self.unit
         return f"{_written(value)} {unit}".strip()
 
@@ -76,6 +96,8 @@ class Prediction:
         guess = self._guess
         if guess is None:
             return "No prediction was written down: next time, guess first."
+        if isinstance(guess, str):
+            return f"Not a number, so nothing to compare: it is {self._told(truth)}."
         if guess == truth:
             return "Your prediction is exactly right."
         if min(guess, truth) == 0:
@@ -87,6 +109,16 @@ class Prediction:
         return f"Your prediction is too {way} by a factor of {_written(factor, 2)}."
 
 
+def _read(text: str, unit: str) -> Fraction | int | str:
+    """Return the number that a text is, with or without its unit; else the text."""
+    number = text.strip().removesuffix(unit).replace(",", "").replace("_", "")
+    try:
+        exact = Fraction(number.strip())
+    except (ValueError, ZeroDivisionError):
+        return " ".join(text.split()) or "nothing"
+    return int(exact) if exact.denominator == 1 else exact
+
+
 def _amount(name: str, value: Any) -> float | None:
     """Return a number that is 0 or more, or None. Raises TypeError, ValueError."""
     if value is None:
@@ -94,17 +126,15 @@ def _amount(name: str, value: Any) -> float | None:
     if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
         value = value.item()  # a number of torch or numpy
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(
-            f"{name} is {value!r}; write a number, such as 12"
-            + (" without quotes" if isinstance(value, str) else "")
-        )
+        raise TypeError(f"{name} is {value!r}; write a number, such as 12")
     if not 0 <= value < math.inf:
         raise ValueError(f"{name} is {value}; it must be a number, 0 or more")
     return int(value) if isinstance(value, Integral) else float(value)
 
 
-def _ratio(value: float | None, truth: float) -> str:
-    return "" if value is None or truth == 0 else _written(value / truth, 3)
+def _ratio(value: float | str | None, truth: float) -> str:
+    none = value is None or isinstance(value, str) or truth == 0
+    return "" if none else _written(value / truth, 3)
 
 
 def _written(value: float, digits: int = 4) -> str:

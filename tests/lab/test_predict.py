@@ -100,21 +100,52 @@ def test_written_down_later():
     assert p.guess(None)._repr_markdown_().count("No number") == 1
 
 
-@pytest.mark.parametrize("bad", ["12", "many", [1], True, 1j, torch.tensor([1, 2])])
+@pytest.mark.parametrize("bad", [[1], True, 1j, torch.tensor([1, 2])])
 def test_what_is_no_number(bad):
     for attempt in (
         lambda: Prediction("?", bad),
         lambda: Prediction("?").guess(bad),
         lambda: Prediction("?").compare(measured=bad, theory=1),
         lambda: Prediction("?").compare(measured=1, theory=bad),
+        lambda: Prediction("?").compare(measured="12", theory=1),
     ):
         with pytest.raises(TypeError, match="write a number, such as 12"):
             attempt()
 
 
-def test_a_string_is_told_about_its_quotes():
-    with pytest.raises(TypeError, match="your prediction is '12'; .* without quotes"):
-        Prediction("?").guess("12")
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("12", "12 bytes"),
+        (" 1,024 ", "1,024 bytes"),
+        ("3/4", "0.75 bytes"),
+        ("24 bytes", "24 bytes"),
+        ("1e3", "1,000 bytes"),
+        ("a quarter\nof it", "“a quarter of it”"),
+        ("1/0", "“1/0”"),
+        ("", "“nothing”"),
+    ],
+)
+def test_text_is_taken_for_what_it_is(text, says):
+    p = Prediction("?", text, unit="bytes")
+    assert p._repr_markdown_().endswith(f"*You say: {says}.*")
+    rows, sentence = table(p.compare(measured=8, theory=8))
+    if says.startswith("“"):
+        assert rows[1][2] == ""
+        assert sentence == "Not a number, so nothing to compare: it is 8 bytes."
+    else:
+        assert "Your prediction is" in sentence
+
+
+def test_a_common_belief_is_named():
+    beliefs = {250: "A quarter of the rows has a whole gradient.", 2000: "Both ways?"}
+    told = [
+        table(Prediction("?", g).compare(measured=1000, beliefs=beliefs))[1]
+        for g in (250, "250", 260, 1000, None, "a quarter")
+    ]
+    low = "Your prediction is too low by a factor of 4. A quarter of the rows has a "
+    assert told[0] == told[1] == f"{low}whole gradient."
+    assert not any("gradient" in sentence for sentence in told[2:])
 
 
 @pytest.mark.parametrize("bad", [-1, -0.5, math.nan, math.inf, torch.tensor(-3)])
@@ -138,3 +169,4 @@ def test_nothing_measured():
 def test_a_bar_in_the_question_does_not_break_the_table():
     header = Prediction("|x| = ?").compare(measured=1).data.splitlines()[0]
     assert header == r"| \|x\| = ? | | ratio to measured |"
+    assert Prediction("?", "a|b")._repr_markdown_().endswith(r"“a\|b”.*")
