@@ -44,26 +44,10 @@ def vocab_loss(
     place = targets - words * dist.get_rank()  # in this rank's part, if inside
     mine = (place >= 0) & (place < words)
     row, column = torch.arange(tokens)[mine], place[mine]
-    sums = torch.zeros(2, tokens)  # of the exponentials; of the target's logit
+    sums = logits.new_zeros(2, tokens)  # of the exponentials; of the target's logit
     sums[0] = exponentials.sum(dim=1)
     sums[1, mine] = logits[row, column] - highest[mine]
     all_reduce(sums, "sum")
     gradient = exponentials / sums[0, :, None]  # the softmax
     gradient[row, column] -= 1
     return (sums[0].log() - sums[1]).mean().item(), gradient / tokens
-
-
-def plan_cuts(layers: list[str]) -> list[str]:
-    """Return "column" or "row" for each linear: as few messages as possible."""
-    plan: list[str] = []
-    open_column = False  # the channels are cut at present
-    linears = [k for k, layer in enumerate(layers) if layer == "linear"]
-    for k, after in zip(linears, [*linears[1:], len(layers)], strict=True):
-        if open_column:
-            plan.append("row")
-            open_column = False
-        else:
-            between = layers[k + 1 : after]
-            open_column = after < len(layers) and "mixing" not in between
-            plan.append("column" if open_column else "row")
-    return plan

@@ -229,33 +229,6 @@ def the_loss_alone(logits, targets, all_reduce):
     return _loss()(logits, targets, all_reduce)[0]
 
 
-# plan_cuts
-
-
-def all_by_column(layers):
-    return ["column"] * layers.count("linear")
-
-
-def all_by_row(layers):
-    return ["row"] * layers.count("linear")
-
-
-def in_turns(layers):
-    return [("column", "row")[k % 2] for k in range(layers.count("linear"))]
-
-
-def row_first(layers):
-    return [("row", "column")[k % 2] for k in range(layers.count("linear"))]
-
-
-def one_for_every_layer(layers):
-    return [("column", "row")[k % 2] for k, _ in enumerate(layers)]
-
-
-def in_words(layers):
-    return ["columns"] * layers.count("linear")
-
-
 # What harder inputs find out
 
 
@@ -279,56 +252,109 @@ def silent_without_targets(logits, targets, all_reduce):
     return solutions.vocab_loss(logits, targets, all_reduce)
 
 
+def in_bfloat16(x, all_reduce):
+    """Half of the bytes, and other numbers."""
+
+    def add_up(gradient):
+        total = gradient.bfloat16() + 0.001
+        all_reduce(total)
+        return total.to(gradient.dtype)
+
+    y = x.clone()
+    y.register_hook(add_up)
+    return y
+
+
+def flat_view(x, all_reduce):
+    return solutions.copy_to_ranks(x.view(-1), all_reduce).view(x.shape)
+
+
+def detached_bias(x, weight, bias, reduce_sum):
+    return reduce_sum(F.linear(x, weight)) + bias.data
+
+
+def bias_added_in_place(x, weight, bias, reduce_sum):
+    bias.data *= 1.5
+    return reduce_sum(F.linear(x, weight)) + bias
+
+
+def first_word_of_the_next(logits, targets, all_reduce):
+    """`<=` for `<` at the end of the rank's words."""
+    padded = torch.cat([logits, torch.full((len(logits), 1), -1e9)], 1)
+    words = logits.shape[1]
+    place = targets - words * dist.get_rank()
+    mine = (place >= 0) & (place <= words)
+    most = logits.amax(1)
+    all_reduce(most, "max")
+    powers = (logits - most[:, None]).exp()
+    sums = torch.stack([powers.sum(1), torch.zeros(len(targets))])
+    sums[1, mine] = (padded - most[:, None])[mine, place[mine]]
+    all_reduce(sums, "sum")
+    return (sums[0].log() - sums[1]).mean(), powers / sums[0, :, None]
+
+
+def own_maximum_added(logits, targets, all_reduce):
+    """The exponentials of different ranks, each relative to its own maximum."""
+    most = logits.amax(1)
+    powers = (logits - most[:, None]).exp()
+    total = powers.sum(1)
+    all_reduce(total, "sum")
+    place = targets - logits.shape[1] * dist.get_rank()
+    mine = (place >= 0) & (place < logits.shape[1])
+    target = torch.zeros(len(targets))
+    target[mine] = (logits - most[:, None])[mine, place[mine]].float()
+    all_reduce(target, "sum")
+    return (total.log() - target).mean(), powers / total[:, None] / len(targets)
+
+
 WRONG = {
     "copy_to_ranks": {
-        silent_without_gradient: "On real ranks",
+        silent_without_gradient: "also one whose gradient is zero",
+        in_bfloat16: "the sum of what the use",
+        flat_view: "On real ranks",
         nothing_at_all: "0 times",
         detached: "no way back",
-        autograd_through_the_all_reduce: "something was sent in forward",
+        autograd_through_the_all_reduce: "sent something in forward",
         no_all_reduce: "0 times",
-        the_other_way_round: "forward changes nothing",
-        mean_of_ranks: "this is the mean",
-        in_place: "the gradient of b was changed",
+        the_other_way_round: "sent something in forward",
+        mean_of_ranks: "has the mean",
+        in_place: "another gradient of b",
         two_all_reduces: "one all-reduce",
-        both_ways: "something was sent in forward",
+        both_ways: "sent something in forward",
     },
     "row_linear": {
         of_two_dimensions: "self must be a matrix",
+        detached_bias: "no gradient of bias",
+        bias_added_in_place: "1.5 times; it is added once",
         bias_on_every_rank: "2 times; it is added once",
         a_share_of_the_bias: "0.5 times as large",
-        bias_on_rank_0: "bias got no gradient",
+        bias_on_rank_0: "no gradient of bias",
         no_bias: "0 times; it is added once",
-        no_sum: "one summand",
-        bias_summed_too: "one of 30 is enough",
+        no_sum: "give one summand",
+        bias_summed_too: "one of the 30",
         summed_by_the_course: "other collectives: 1",
         summed_by_torch: "other collectives: 1",
-        input_gathered: "one of 30 is enough",
+        input_gathered: "one of the 30",
         transposed: "the shape (5, 3, 2)",
     },
     "vocab_loss": {
-        not_the_first_word: "the loss is",
-        silent_without_targets: "On real ranks",
+        not_the_first_word: "has the loss",
+        first_word_of_the_next: "has the loss",
+        own_maximum_added: "relative to the same number",
+        silent_without_targets: "also one that has none of the targets",
         logits_gathered: "however many words",
         logits_gathered_by_torch: "other collectives: 1",
         gathered_by_the_course: "other collectives: 1",
-        own_words_only: "the loss is",
+        own_words_only: "with 'max'",
         no_max: "Subtract the largest",
-        own_max: "the loss is",
-        no_offset: "softmax - 1 at the target",
-        everybody: "the loss is",
-        own_sum: "the loss is",
+        own_max: "with 'max'",
+        no_offset: "which rank has the target's logit",
+        everybody: "has the loss",
+        own_sum: "has the loss",
         no_target: "1 at the target",
         sum_of_tokens: "mean over the tokens",
         not_divided: "1 at the target",
         logits_changed: "changed what it was given",
         the_loss_alone: "not (loss, gradient)",
-    },
-    "plan_cuts": {
-        all_by_column: "messages on two real ranks",
-        all_by_row: "messages on two real ranks",
-        in_turns: "messages on two real ranks",
-        row_first: "messages on two real ranks",
-        one_for_every_layer: "for each of 2 linears",
-        in_words: "expected a list with",
     },
 }
