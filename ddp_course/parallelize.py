@@ -32,6 +32,7 @@ from ddp_course.data_parallel import (
     FlatDistributedDataParallel,
     NaiveDistributedDataParallel,
 )
+from ddp_course.mechanisms.agreement import ReplicaError, check_same
 from ddp_course.mechanisms.placements import clip_grad_norm_
 from ddp_course.mechanisms.whole_state import (
     WholeState,
@@ -251,10 +252,10 @@ def parallelize(model: nn.Module, layout: Layout, axes: Axes | None) -> nn.Modul
     if axes is None:
         return model
     if "tp" in axes:
-        model = tensor_parallel(model, axes.group("tp"))
+        model = _everywhere(tensor_parallel, model, axes.group("tp"))
     if "pp" in axes:
-        how = layout.schedule, layout.microbatches
-        model = PipelineParallel(model, *how, group=axes.group("pp"))
+        how = layout.schedule, layout.microbatches, axes.group("pp")
+        model = _everywhere(PipelineParallel, model, *how)
     if "shard" in axes:
         replicas = axes.group("replicate")
         return FullyShardedDataParallel(model, axes.group("shard"), replicas=replicas)
@@ -262,6 +263,20 @@ def parallelize(model: nn.Module, layout: Layout, axes: Axes | None) -> nn.Modul
         wrap = WRAPPERS.get(layout.strategy, DistributedDataParallel)
         model = wrap(model, axes.group("dp"))
     return model
+
+
+def _everywhere(make: Callable[..., nn.Module], *args: Any) -> nn.Module:
+    """Make a part of a model; where one cannot be made, all ranks of all axes raise.
+
+    Otherwise the ranks of another replica would go on, and wait for those of this one.
+    """
+    made, problem = None, None
+    try:
+        made = make(*args)
+    except ReplicaError as error:
+        problem = str(error).removesuffix(". Nothing was sent.")
+    check_same({}, problem, None)
+    return made
 
 
 def optimizer_for(

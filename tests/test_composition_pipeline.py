@@ -13,10 +13,12 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_course.launch import spawn
+from ddp_course.mechanisms.agreement import ReplicaError
 from ddp_course.mechanisms.placements import placed
 from ddp_course.mechanisms.whole_state import gathered
 from ddp_course.mesh import Mesh, make_groups
 from ddp_course.model import GPT, GPTConfig, build_gpt
+from ddp_course.parallelize import choose_layout, parallelize
 from ddp_course.pipeline import PipelineParallel
 from ddp_course.tensor_parallel import tensor_parallel
 
@@ -101,6 +103,20 @@ def test_tensor_parallel_stages_train_as_one_process():
         assert none is None and logits[2].shape == (5, 6, 12)
         assert torch.equal(logits[2], logits[3])
         assert loss == ranks[3][case][-1][1] and states > 0
+
+
+def one_of_two_pipelines_cannot_be() -> str:
+    layout = choose_layout(4, "ddp", pp=2)
+    axes = make_groups(layout.mesh)
+    other = replace(CONFIG, n_layer=6 + (dist.get_rank() == 3))
+    with pytest.raises(ReplicaError) as told:
+        parallelize(build_gpt(other), layout, axes)
+    return str(told.value)
+
+
+def test_a_pipeline_that_cannot_be_made_is_told_to_the_other_replica_too():
+    told = spawn(one_of_two_pipelines_cannot_be, world_size=4, timeout=20)
+    assert len(set(told)) == 1 and "ranks 2, 3: the ranks differ" in told[0], told
 
 
 def weights_are_split() -> tuple[int, int, int]:

@@ -76,8 +76,9 @@ class PipelineParallel(WholeState, Pipeline):
         group: the ranks of the pipeline, in order; None are all.
         stages_per_rank: for the schedules "interleaved" and "zero_bubble".
         sizes: for each stage its number of layers; None divides by cost (`partition`).
-        loss_fn: from the last layer's output and the targets to a mean over rows; None
-            is the model's own `loss_fn`, or else cross-entropy.
+        loss_fn: from the last layer's output and the targets to a mean over rows (which
+            is tried once, and refused if it is a sum); None is the model's own
+            `loss_fn`, or else cross-entropy.
         recompute: keep only what enters a stage, and compute again in backward.
         virtual_time: record events on a virtual clock (`clocks`); CPU only, and each
             message is followed by one of 8 bytes.
@@ -110,7 +111,8 @@ class PipelineParallel(WholeState, Pipeline):
         bare = copy.copy(model)  # its methods, without keeping its layers
         bare._modules = {}
         own_loss = loss_fn in (None, cross_entropy)
-        loss_fn = loss_fn or getattr(bare, "loss_fn", cross_entropy)
+        own = getattr(bare, "loss_fn", cross_entropy)
+        loss_fn = own if loss_fn is None else MeanLoss(loss_fn)
         sizes = [len(layers) for layers in plan.layers]
         super().__init__(model, program.schedule, sizes, comm.group, loss_fn)
         self.comm = comm
@@ -148,6 +150,8 @@ class PipelineParallel(WholeState, Pipeline):
         are no longer in time with each other.
         """
         wrong = "y is None; step needs targets" if y is None else None
+        if self.schedule.num_microbatches > 1:
+            wrong = wrong or self._of_the_batch()
         if not torch.is_grad_enabled():
             wrong = "gradients are switched off; step needs them, a plain call does not"
         self._agree("step", x, y, wrong)
@@ -225,6 +229,16 @@ class PipelineParallel(WholeState, Pipeline):
         if hasattr(self.bare[0], "check_tokens"):
             self.bare[0].check_tokens(x, y)
 
+    def _of_the_batch(self) -> str | None:
+        """Return which layer would need the whole batch and gets microbatches."""
+        for name, layer in self.module.named_modules():
+            if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training:
+                return (
+                    f"{name} is a {type(layer).__name__} in training: its mean would "
+                    "be a microbatch's, not the batch's; take another norm, or eval()"
+                )
+        return None
+
     def _problem_with(self, x: Any, y: Any) -> str | None:
         """Return why this batch cannot be used, or None."""
         least = self.schedule.num_microbatches
@@ -249,6 +263,31 @@ class PipelineParallel(WholeState, Pipeline):
     def extra_repr(self) -> str:
         """Tell who has what, and who does what when."""
         return f"{self.plan}\n{self.schedule}"
+
+
+class MeanLoss:
+    """A loss that weighs every row alike, as its microbatches then can, too.
+
+    At first it is called with all rows twice. Raises ValueError if that is not the same
+    loss: that of a sum is twice as large.
+    """
+
+    def __init__(self, loss_fn: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self.loss_fn, self.tried = loss_fn, False
+
+    def __call__(self, output: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss, a scalar."""
+        loss = self.loss_fn(output, targets)
+        if not self.tried:
+            with torch.no_grad():
+                twice = self.loss_fn(*(torch.cat([t, t]) for t in (output, targets)))
+            if loss.dim() or not torch.allclose(twice, loss, 0.01, equal_nan=True):
+                raise ValueError(
+                    f"loss_fn returned {loss}, and {twice} for the same rows twice; it "
+                    "must be a mean over the rows, so that microbatches can share it"
+                )
+            self.tried = True
+        return loss
 
 
 # ---- what is decided before anything is sent -----------------------------------------
@@ -313,11 +352,4 @@ def _stages(
         known = isinstance(config, GPTConfig)
         costs = layer_costs(config) if known else [1] * len(layers)
         sizes = partition(costs, schedule.num_stages)
-    plan = stage_plan(model, sizes, schedule.ranks_of_stages)
-    for rank in range(schedule.num_ranks):
-        if not any(rank in ranks for ranks in plan.holders.values()):
-            raise ValueError(
-                f"the stages of rank {rank} have no parameter: nothing for its "
-                "optimizer to step; take other sizes"
-            )
-    return plan
+    return stage_plan(model, sizes, schedule.ranks_of_stages)

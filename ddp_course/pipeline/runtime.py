@@ -100,7 +100,7 @@ class Runtime:
         Of the last stage, it ends with the microbatch's part of the batch's mean loss.
         """
         training = torch.is_grad_enabled()
-        if stage > 0 and training:
+        if stage > 0 and training and x.is_floating_point():
             x.requires_grad_()
         y = self.y[microbatch] if stage == self.last else None
         output = self.call(stage, x) if y is None else self.call(stage, x, y)

@@ -85,7 +85,9 @@ def stage_plan(
         sizes: for each stage the number of its layers, 1 or more.
         ranks: for each stage its rank.
 
-    Raises ValueError if `sizes` and `ranks` do not fit the model or each other.
+    A rank whose layers have no parameter shares the smallest one of the model, so that
+    its optimizer, too, has something to step. Raises ValueError if `sizes` and `ranks`
+    do not fit the model or each other.
     """
     layers = spine(model)
     if len(sizes) != len(ranks):
@@ -106,6 +108,10 @@ def stage_plan(
         if not users:
             raise ValueError(f"{name} belongs to no layer of the model's spine")
         holders[name] = tuple(sorted(users))
+    trained = {n: p.numel() for n, p in model.named_parameters() if p.requires_grad}
+    for rank in set(ranks).difference(*holders.values()):
+        smallest = min(trained or holders, key=lambda name: trained.get(name, 0))
+        holders[smallest] = tuple(sorted({rank, *holders[smallest]}))
     numel = tuple(sum(p.numel() for p in its) for its in own)
     return StagePlan(tuple(cuts), tuple(ranks), numel, holders)
 

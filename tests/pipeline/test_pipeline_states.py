@@ -125,6 +125,11 @@ def refusals() -> dict[str, str]:
     told["columns"] = refused(pipeline.step, x, y[:, :2])
     with torch.no_grad():
         told["no gradients"] = refused(pipeline.step, x, y)
+    norm = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
+    norms, ones = PipelineParallel(norm, "gpipe", 2, loss_fn=mse), torch.ones(4, 2)
+    told["norm"] = refused(norms.step, ones, ones)
+    norms.eval().step(ones, ones)
+    PipelineParallel(norm, "gpipe", 1, loss_fn=mse).step(ones, ones)
     told["state"] = refused(pipeline.load_full_state_dict, {"a": x})
     pipeline.step(x, y)  # and it can still be used
     return told
@@ -151,6 +156,7 @@ def test_what_cannot_be_is_refused_on_all_ranks_in_the_same_words():
         "token": "y holds the token -9",
         "columns": "y is int64 [8, 2]; it must be [8, 5], as x is",
         "no gradients": "gradients are switched off; step needs them",
+        "norm": "1 is a BatchNorm1d in training: its mean would be a microbatch's, not",
         "state": "the state_dict has no embed.tokens.weight",
     }.items():
         assert words in told[0][case], told[0][case]
@@ -184,32 +190,97 @@ class Breaks(nn.Module):
         return x * self.scale
 
 
-def one_step(columns: int) -> None:
-    model = nn.Sequential(nn.Linear(2, 2), Breaks(), nn.Linear(2, 2))
-    pipeline = PipelineParallel(model, "1f1b", 4, loss_fn=lambda o, t: (o - t).mean())
+def mse(output, target):
+    return (output - target).square().mean()
+
+
+def sum_of_squares(output, target):
+    return (output - target).square().sum()
+
+
+def one_step(columns: int, loss_fn) -> None:
+    breaks = nn.Identity() if loss_fn is sum_of_squares else Breaks()
+    model = nn.Sequential(nn.Linear(2, 2), breaks, nn.Linear(2, 2))
+    pipeline = PipelineParallel(model, "1f1b", 4, loss_fn=loss_fn)
     pipeline.step(torch.ones(4, columns), torch.ones(4, 2))
 
 
 @pytest.mark.parametrize(
-    ("columns", "rank", "told", "cause"),
+    ("columns", "loss_fn", "rank", "told", "cause"),
     [
         (
             2,
+            sum_of_squares,
+            2,
+            "PipelineError: 2F0 failed (forward of stage 2, microbatch 0)",
+            "it must be a mean over the rows, so that microbatches can share it",
+        ),
+        (
+            2,
+            mse,
             1,
             "PipelineError: 1F2 failed (forward of stage 1, microbatch 2)",
             "ZeroDivisionError: what is it?",
         ),
         (
             3,
+            mse,
             0,
             "PipelineError: one row of x, float32 [1, 3], was sent through the stages",
             "RuntimeError: mat1 and mat2",
         ),
     ],
 )
-def test_a_layer_that_fails_ends_all_ranks_and_is_named(columns, rank, told, cause):
+def test_what_fails_ends_all_ranks_and_is_named(columns, loss_fn, rank, told, cause):
     with pytest.raises(RankError) as failed:
-        spawn(one_step, columns, world_size=3, output="none", timeout=60)
+        spawn(one_step, columns, loss_fn, world_size=3, output="none", timeout=60)
     text = str(failed.value)
     assert text.startswith(f"rank {rank}: ")
     assert told in text and cause in text
+
+
+# ---- a stage without parameters ------------------------------------------------------
+
+
+def bare_stages(empty: int, world_size: int) -> nn.Sequential:
+    """Return a layer for each rank, of which one has no parameters."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(3, 3) for _ in range(world_size)]
+    layers[empty] = nn.Tanh()
+    return nn.Sequential(*layers)
+
+
+def without_parameters() -> list[tuple]:
+    told, p = [], dist.get_world_size()
+    for empty in range(p):
+        pipeline = PipelineParallel(bare_stages(empty, p), "1f1b", 2, loss_fn=mse)
+        optimizer = adamw(pipeline.parameters())
+        for step in (1, 2, 3):
+            optimizer.zero_grad()
+            loss = pipeline.step(torch.eye(3), torch.eye(3) * step)
+            norm = pipeline.clip_grad_norm_(0.5)
+            optimizer.step()
+        own = {n: p.detach() for n, p in pipeline.named_parameters()}
+        states = pipeline.full_optimizer_state_dict(optimizer)["state"]
+        told.append((loss, norm, pipeline.full_state_dict(), own, len(states)))
+    return told
+
+
+def test_a_stage_may_have_no_parameters():
+    p = 3
+    ranks = spawn(without_parameters, world_size=p, output="none", timeout=60)
+    for empty in range(p):
+        plain = bare_stages(empty, p)
+        optimizer = adamw(plain.parameters())
+        for step in (1, 2, 3):
+            optimizer.zero_grad()
+            loss = mse(plain(torch.eye(3)), torch.eye(3) * step)
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+            optimizer.step()
+        for told in ranks:
+            found, its, whole, own, states = told[empty]
+            right = loss.detach(), norm, dict(plain.state_dict())
+            assert same((found, its, whole), right), empty
+            assert own and all(same(value, whole[n]) for n, value in own.items())
+            assert states == len(whole)
