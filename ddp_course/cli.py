@@ -156,9 +156,20 @@ def _lab(add: Callable[..., Parser]) -> None:
     lab = add(
         "jupyter",
         "lab",
-        "prove that ranks run on this machine, then open JupyterLab at chapter 00",
+        "prove that ranks run on this machine, then open a copy of the course in "
+        "JupyterLab",
         "ddp-course lab",
-        "ddp-course lab --no-browser --port 8890",
+        "ddp-course lab my-course --no-browser --port 8890",
+    )
+    lab.add_argument(
+        "folder",
+        nargs="?",
+        metavar="FOLDER",
+        help="your copy, made or brought up to date; what you have changed stays; "
+        "ddp-course",
+    )
+    lab.add_argument(
+        "--here", action="store_true", help="edit the course itself, as its authors do"
     )
     lab.add_argument("--no-browser", action="store_true", help="only print the address")
     lab.numbers(port=(_whole(65535), None, "default: 8888, or the next free one"))

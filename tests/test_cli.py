@@ -410,8 +410,9 @@ def test_in_a_jupyterhub_seat_there_is_no_second_server(
     monkeypatch.setenv("JUPYTERHUB_SERVICE_PREFIX", "/user/ada/")
     assert main(["lab"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:2] == ["one", "two"] and len(lines) == 3
-    assert "00_start_here.ipynb" in lines[2]
+    mine = clone / "ddp-course"
+    assert lines[:3] == ["one", "two", f"Your copy of the course: {mine}"]
+    assert str(mine / "notebooks/00_start_here.ipynb") in lines[3] and len(lines) == 4
 
 
 @pytest.mark.parametrize(
@@ -530,6 +531,7 @@ def test_lab_really(clone, tmp_path):
     try:
         proof = [lab.stdout.readline(), lab.stdout.readline()]
         assert "4 processes trained" in proof[0] and "They agree" in proof[1]
+        assert lab.stdout.readline().endswith(f"{clone / 'ddp-course'}\n")
         url = re.fullmatch(r"JupyterLab: (\S+)\n", lab.stdout.readline())[1]
         assert "ssh -L" in lab.stdout.readline()  # no display
         base, token = url.split("lab/tree/")[0], url.split("token=")[1]

@@ -3,26 +3,52 @@
 from __future__ import annotations
 
 import re
+from importlib import metadata
 from pathlib import Path
 
 from ddp_course.commands import CommandError
 
 PACKAGE = Path(__file__).resolve().parents[1]
+RECORD = ".ddp-course.json"  # in a learner's copy: see `copy`
 
 
 def folder() -> Path:
-    """Return the folder of the chapters: of the clone we stand in, or of the package.
+    """Return the folder of the chapters: of the copy or clone we stand in, or `course`.
 
-    Raises CommandError if there is neither: a wheel has the package only.
+    Raises CommandError if there is none.
     """
     here = Path.cwd()
-    for clone in (here, *here.parents, PACKAGE.parent):
-        if any((clone / "notebooks").glob("00_*.ipynb")):
-            return clone / "notebooks"
+    around = (place for place in (here, *here.parents) if _holds_chapters(place))
+    return (next(around, None) or course()) / "notebooks"
+
+
+def course() -> Path:
+    """Return the folder of the course itself, which is nobody's copy.
+
+    It is the clone we stand in, or that of the package, or what a wheel has brought.
+    """
+    here = Path.cwd()
+    for place in (here, *here.parents, PACKAGE.parent, *_from_a_wheel()):
+        if _holds_chapters(place) and not (place / RECORD).exists():
+            return place
     raise CommandError(
         "there are no chapters here nor beside the package; "
         "run it in a clone of the course's repository"
     )
+
+
+def _holds_chapters(place: Path) -> bool:
+    return any((place / "notebooks").glob("00_*.ipynb"))
+
+
+def _from_a_wheel() -> list[Path]:
+    """Return where pip has put the notebooks of an installed wheel, if it has."""
+    try:
+        files = metadata.files("ddp-course") or []
+    except metadata.PackageNotFoundError:
+        files = []
+    found = (Path(file.locate()) for file in files if file.name.startswith("00_"))
+    return [path.resolve().parents[1] for path in found if path.suffix == ".ipynb"]
 
 
 def all_chapters() -> list[Path]:

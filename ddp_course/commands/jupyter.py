@@ -1,4 +1,4 @@
-"""`lab`: prove the machine, then open JupyterLab at chapter 00."""
+"""`lab`: prove the machine, then open JupyterLab at chapter 00 of a learner's copy."""
 
 from __future__ import annotations
 
@@ -16,27 +16,30 @@ from urllib.parse import quote, urlencode
 from rich.console import Console
 
 from ddp_course.commands import CommandError, chapters, server
+from ddp_course.commands.copy import learners_copy
 from ddp_course.commands.proofs import prove_training
 
 
 def command(told: Namespace) -> int:
     """Prove the machine, run JupyterLab until Ctrl-C, and return its exit code."""
     port, ip = told.port, told.ip
-    chapter = chapters.all_chapters()[0]
+    root, lines = chapters.course(), []
     if not server.is_free(port or 0, ip):
         free = server.next_free(port, ip)
         raise CommandError(f"port {port} is taken; type: ddp-course lab --port {free}")
+    if not told.here:
+        root, lines = learners_copy(told.folder)
     with Console(stderr=True).status("4 processes train a GPT beside one"):
         proof = prove_training()
-    print("\n".join(proof), flush=True)
+    print("\n".join([*proof, *lines]), flush=True)
+    (chapter,) = root.glob("notebooks/00_start_here.ipynb")
     if "JUPYTERHUB_SERVICE_PREFIX" in os.environ:
         print(f"JupyterLab runs already in this JupyterHub seat: open {chapter} in it.")
         return 0
-    clone = chapter.parents[1]  # the notebooks refer to ../images
-    with server.running(clone, port, ip) as jupyter:
+    with server.running(root, port, ip) as jupyter:  # notebooks refer to ../images
         try:
             info = jupyter.info()
-            url = address(info, chapter.relative_to(clone))
+            url = address(info, chapter.relative_to(root))
             print(f"JupyterLab: {url}")
             print(open_or_say_how(url, info["port"], not told.no_browser), flush=True)
             return jupyter.wait()

@@ -1,0 +1,212 @@
+"""The learner's copy: what is new arrives, and what a learner wrote stays."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat.sign import NotebookNotary
+from nbformat.v4 import new_code_cell, new_notebook, new_output
+
+from ddp_course.cli import main
+from ddp_course.commands import CommandError, chapters, copy
+
+ROOT = Path(__file__).parents[1]
+NAMES = ("00_start_here", "01_ranks")
+
+
+def write(folder, name, source, output=""):
+    """Write a notebook of one cell."""
+    printed = [new_output("stream", text=output)] if output else []
+    cells = [new_code_cell(source, id="a", outputs=printed)]
+    (folder / "notebooks").mkdir(parents=True, exist_ok=True)
+    nbformat.write(new_notebook(cells=cells), folder / f"notebooks/{name}.ipynb")
+
+
+def source(folder, name):
+    (cell,) = nbformat.read(folder / f"notebooks/{name}.ipynb", as_version=4).cells
+    return cell.source
+
+
+@pytest.fixture
+def course(tmp_path, monkeypatch):
+    """A course of two chapters, and a learner who stands beside it."""
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "jupyter"))
+    folder, home = tmp_path / "course", tmp_path / "home"
+    for name in NAMES:
+        write(folder, name, f"{name} = 1")
+    (folder / "images").mkdir()
+    (folder / "images/map.svg").write_text("<svg/>")
+    home.mkdir()
+    monkeypatch.chdir(home)
+    monkeypatch.setattr(chapters, "PACKAGE", folder / "ddp_course")
+    return folder
+
+
+def files(folder):
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_a_copy_is_whole_and_its_figures_are_trusted(course):
+    mine, told = copy.learners_copy(None)
+    assert mine == Path.cwd() / "ddp-course"
+    assert told == [f"Your copy of the course: {mine}"]
+    record = {chapters.RECORD: (mine / chapters.RECORD).read_bytes()}
+    assert files(mine) == files(course) | record
+    notebook = nbformat.read(mine / "notebooks/01_ranks.ipynb", as_version=4)
+    assert NotebookNotary().check_signature(notebook)
+    assert copy.learners_copy(None) == (mine, told)  # nothing is new
+
+
+def test_one_who_stands_in_a_copy_goes_on_with_it(course, monkeypatch):
+    mine, _ = copy.learners_copy("my course")
+    monkeypatch.chdir(mine / "notebooks")
+    assert copy.learners_copy(None)[0] == mine
+    assert chapters.course() == course
+    assert chapters.folder() == mine / "notebooks"  # `ddp-course run 00` runs theirs
+
+
+def test_what_is_new_comes_and_what_the_learner_wrote_stays(course):
+    mine, _ = copy.learners_copy(None)
+    write(mine, "00_start_here", "answer = 42", "42")  # the learner's
+    write(mine, "01_ranks", "01_ranks = 1", "run by the learner")  # outputs alone
+    theirs = files(mine)["notebooks/00_start_here.ipynb"]
+    ran = files(mine)["notebooks/01_ranks.ipynb"]
+
+    assert copy.refresh(course, mine) == []  # the course has not changed
+    assert files(mine)["notebooks/01_ranks.ipynb"] == ran
+
+    for name in NAMES:
+        write(course, name, f"{name} = 2")
+    (course / "images/map.svg").write_text("<svg></svg>")
+    told = copy.refresh(course, mine)
+    assert told == [
+        "images/map.svg is new",
+        "notebooks/00_start_here.ipynb has your changes; the new one is "
+        "00_start_here.new.ipynb",
+        "notebooks/01_ranks.ipynb is new",
+    ]
+    assert files(mine)["notebooks/00_start_here.ipynb"] == theirs
+    assert source(mine, "00_start_here.new") == "00_start_here = 2"
+    assert source(mine, "01_ranks") == "01_ranks = 2"
+    assert copy.refresh(course, mine) == []  # told once
+
+    (mine / "notebooks/00_start_here.ipynb").unlink()  # to have it anew
+    copy.refresh(course, mine)
+    assert source(mine, "00_start_here") == "00_start_here = 2"
+
+
+def test_a_learner_may_break_a_notebook(course):
+    mine, _ = copy.learners_copy(None)
+    for text in ("", "{}", '{"cells": [1]}', "\x00"):
+        (mine / "notebooks/01_ranks.ipynb").write_text(text)
+        assert copy.refresh(course, mine) == []
+        assert (mine / "notebooks/01_ranks.ipynb").read_text() == text
+
+
+@pytest.mark.parametrize("wrong", ["outputs count", "always newer", "never newer"])
+def test_planted_copies_that_lose_something_are_caught(course, monkeypatch, wrong):
+    original = copy.words
+    planted = {
+        "outputs count": lambda path: str(hash(path.read_bytes())),
+        "always newer": lambda path: original(path) if course in path.parents else "",
+        "never newer": lambda path: path.name,
+    }
+    monkeypatch.setattr(copy, "words", planted[wrong])
+    with pytest.raises(AssertionError):
+        test_what_is_new_comes_and_what_the_learner_wrote_stays(course)
+
+
+def test_a_folder_that_is_something_else_is_left_alone(course):
+    (Path.cwd() / "ddp-course").mkdir()
+    (Path.cwd() / "ddp-course/letter.txt").write_text("dear")
+    with pytest.raises(CommandError, match="no copy that .* name another folder"):
+        copy.learners_copy(None)
+    assert list(files(Path.cwd())) == ["ddp-course/letter.txt"]
+    with pytest.raises(CommandError, match="cannot write your copy"):
+        copy.learners_copy("ddp-course/letter.txt/x")
+
+
+def test_a_clone_stays_clean(course, capsys, monkeypatch):
+    """The course is done in the copy, and git has nothing to say in the clone."""
+
+    def git(*words):
+        done = subprocess.run(["git", *words], cwd=course, capture_output=True)
+        return done.stdout.decode()
+
+    shutil.copy(ROOT / ".gitignore", course)
+    git("init", "-q")
+    git("add", ".")
+    assert "00_start_here" in git("status", "--short")
+    git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "all")
+    monkeypatch.chdir(course)
+    mine, _ = copy.learners_copy(None)
+    write(mine, "01_ranks", "my_answer = 1", "yes")
+    assert main(["run", str(mine / "notebooks/01_ranks.ipynb")]) == 0, capsys
+    assert git("status", "--short") == ""
+    write(course, "00_start_here", "x")  # git would have told
+    assert "00_start_here" in git("status", "--short")
+
+
+def test_a_wheel_brings_notebooks_and_pictures(tmp_path):
+    """No clone is needed: what pip installs has all that `lab` copies."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    ).stdout.split()
+    for file in filter(lambda file: (ROOT / file).is_file(), listed):
+        (tmp_path / "tree" / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / file, tmp_path / "tree" / file)
+    build = "from setuptools.build_meta import build_wheel as b; print(b('.'))"
+    done = subprocess.run(
+        [sys.executable, "-c", build],
+        cwd=tmp_path / "tree",
+        capture_output=True,
+        text=True,
+    )
+    if "No module named 'setuptools'" in done.stderr:
+        pytest.skip("setuptools is not here; pip brings it when it builds")
+    assert done.returncode == 0, done.stderr
+    (wheel,) = (tmp_path / "tree").glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    for file in listed:
+        if file.startswith(("notebooks/", "images/")):
+            assert any(name.endswith(f"share/ddp-course/{file}") for name in names)
+    assert not [name for name in names if name.startswith("tests/")]
+
+
+def test_the_notebooks_of_a_wheel_are_found(course, tmp_path, monkeypatch):
+    class Installed:
+        name = "00_start_here.ipynb"
+
+        @staticmethod
+        def locate():
+            return course / "notebooks/00_start_here.ipynb"
+
+    monkeypatch.setattr(chapters.metadata, "files", lambda _: [Installed])
+    monkeypatch.setattr(chapters, "PACKAGE", tmp_path / "site-packages/ddp_course")
+    assert chapters.course() == course
+    monkeypatch.setattr(chapters.metadata, "files", lambda _: None)
+    with pytest.raises(CommandError, match="run it in a clone"):
+        chapters.course()
+
+
+def test_a_copy_that_was_interrupted_goes_on(course):
+    mine, told = copy.learners_copy(None)
+    write(mine, "00_start_here", "answer = 42")
+    (mine / "notebooks/01_ranks.ipynb").unlink()
+    (mine / chapters.RECORD).write_text("{")
+    assert len(copy.learners_copy(None)[1]) == 2
+    assert source(mine, "00_start_here") == "answer = 42"
+    assert source(mine, "01_ranks") == "01_ranks = 1"
