@@ -25,6 +25,7 @@ from ddp_course.mechanisms.buckets import (
     bucket_plan,
 )
 from ddp_course.mechanisms.engine import AllReduce, Engine
+from ddp_course.mechanisms.habits import Frozen
 
 
 class BucketedDistributedDataParallel(nn.Module):
@@ -63,6 +64,7 @@ class BucketedDistributedDataParallel(nn.Module):
         self.engine = Engine(ending)
         self.require_backward_grad_sync = True
         parameters = dict(module.named_parameters())
+        self.frozen = Frozen(parameters)
         for bucket in bucket_plan(parameters.items(), **caps):
             self.engine.add(bucket, parameters)
 
@@ -74,6 +76,7 @@ class BucketedDistributedDataParallel(nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module, and note whether the backward that follows is averaged."""
         if torch.is_grad_enabled():
+            self.frozen.check()
             self.engine.expecting = self.require_backward_grad_sync
         return self.module(*inputs, **kwargs)
 
@@ -82,6 +85,7 @@ class BucketedDistributedDataParallel(nn.Module):
 
         Its gradients are averaged when it has ended (`mechanisms.engine.held`).
         """
+        self.frozen.check()
         averaged = self.require_backward_grad_sync
         with nullcontext() if averaged else self.engine.hold():
             return self.module.step(*inputs, **kwargs)

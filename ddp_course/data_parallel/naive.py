@@ -23,11 +23,12 @@ from torch.autograd import Variable
 
 from ddp_course.mechanisms.agreement import start_as_replicas
 from ddp_course.mechanisms.engine import Averager
+from ddp_course.mechanisms.habits import Frozen
 from ddp_course.mechanisms.hooks import on_gradient
 from ddp_course.mechanisms.timeline import Timeline
 
 
-class NaiveDistributedDataParallel(nn.Module, Averager):
+class NaiveDistributedDataParallel(Averager, nn.Module):
     """Runs `module`, and averages its gradients over the ranks after each backward.
 
     Takes and returns what `module` does. A parameter without a gradient counts as one
@@ -52,6 +53,7 @@ class NaiveDistributedDataParallel(nn.Module, Averager):
         self.module = module
         self.process_group = process_group
         self.all_reduce = all_reduce
+        self.frozen = Frozen(dict(module.named_parameters()))
         trained = (p for p in module.parameters() if p.requires_grad and p.numel())
         self.trained = list(trained)
         self.waiting = False  # for the end of backward
@@ -61,11 +63,13 @@ class NaiveDistributedDataParallel(nn.Module, Averager):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module."""
+        self.frozen.check()
         self.waiting = False  # whatever became of the last backward
         return self.module(*inputs, **kwargs)
 
     def step(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the step of a module that goes backward by itself, such as a pipeline."""
+        self.frozen.check()
         return self.module.step(*inputs, **kwargs)
 
     def _gradient_is_there(self) -> None:

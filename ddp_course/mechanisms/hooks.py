@@ -79,6 +79,14 @@ class Averager:
         finally:
             self.held -= 1
 
+    def __getstate__(self) -> Any:
+        """Raise TypeError: parameters are copied without those who listen to them."""
+        raise TypeError(
+            "what averages gradients cannot be copied or pickled: the copy would "
+            "average nothing. Copy the wrapped module (`.module`), or save its "
+            "state_dict()"
+        )
+
     def average(self) -> None:
         """Average the gradients that there are; a collective call."""
         raise NotImplementedError

@@ -132,6 +132,12 @@ class Placed:
         """Whether the numbers count on this rank: on one of those that have them."""
         return all(step.owns for step in self.steps)
 
+    @property
+    def divided(self) -> bool:
+        """Whether other ranks have other numbers of it, or of the model."""
+        several = (step.placement for step in self.steps if step.size > 1)
+        return any(not isinstance(placement, Replicate) for placement in several)
+
     def part(self, whole: Tensor) -> Tensor:
         """Return what this rank has of the whole parameter, or of one like it."""
         for step in self.steps:

@@ -37,6 +37,7 @@ from ddp_course.mechanisms.agreement import (
     problem_with,
 )
 from ddp_course.mechanisms.engine import held
+from ddp_course.mechanisms.habits import watch
 from ddp_course.mechanisms.placements import Stage, place
 from ddp_course.mechanisms.weight_gradients import WeightGradStore
 from ddp_course.mechanisms.whole_state import PlainModel, WholeState, groups_before
@@ -123,6 +124,7 @@ class PipelineParallel(WholeState, Pipeline):
         self.takes_targets = self.config is not None and own_loss
         self.plain = PlainModel.of(model)
         self.groups = (*groups_before(model), comm.group)
+        watch()
         for name, parameter in self.parameters_by_name.items():
             place(parameter, comm.group, Stage(plan.holders[name]), name=name)
         self.shared = SharedGradients(self.parameters_by_name, plan.shared, comm.rank)

@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from ddp_course.collectives import communicator
 from ddp_course.mechanisms.agreement import check_same, digest, form_of, problem_with
 from ddp_course.mechanisms.exchange import MessageExchange
+from ddp_course.mechanisms.habits import leave_behind
 from ddp_course.mechanisms.memory_exchange import MemoryExchange, memory_problem
 from ddp_course.mechanisms.placements import Replicate, Shard, place, placed
 from ddp_course.mechanisms.whole_state import PlainModel, WholeState
@@ -107,6 +108,7 @@ class TensorParallelGPT(WholeState, GPT):
         for name, parameter in self.named_parameters():
             how = {"like": whole[name], "name": name}
             place(parameter, exchange.group, placement_of(name), **how)
+        leave_behind(whole.values(), "tensor_parallel(model)")
         self.train(full.training)
 
     def _layer_for(self, name: str, module: nn.Module) -> ParallelLayer | None:

@@ -21,6 +21,7 @@ from ddp_course.mechanisms.agreement import (
     problem_with,
 )
 from ddp_course.mechanisms.exchange import MessageExchange
+from ddp_course.mechanisms.habits import Frozen, leave_behind
 from ddp_course.mechanisms.whole_state import PlainModel, WholeState, groups_before
 from ddp_course.zero.freed import ShardedError, is_sharded
 from ddp_course.zero.unit_storage import FlatStorage, Place, Unit
@@ -77,6 +78,7 @@ class ShardedModule(WholeState, nn.Module):
                 for flat in unit.flats
             ]
             self.units.append(Unit(unit, flats, places))
+        leave_behind(parameters.values(), f"{type(self).__name__}(module)")
         self.root, self.module = self.units[0], module
         pieces = {
             name: piece
@@ -85,6 +87,7 @@ class ShardedModule(WholeState, nn.Module):
             for name, piece in flat.pieces.items()
         }
         self.pieces = {name: pieces[name] for name in parameters}  # in the plain order
+        self.frozen = Frozen(self.pieces)
 
     def _agreed_plan(
         self, module: Any, units: Chosen, problem: str | None, told: dict[str, Any]
@@ -136,6 +139,13 @@ class ShardedModule(WholeState, nn.Module):
         raise ShardedError(
             "call load_full_state_dict(state), or zero.sharded_checkpoint.load(folder, "
             "...)"
+        )
+
+    def __getstate__(self) -> Any:
+        """Raise ShardedError: a copy would have neither ranks nor numbers."""
+        raise ShardedError(
+            f"{type(self).__name__} cannot be copied or pickled: call "
+            "full_state_dict(), and build the model from it"
         )
 
     def extra_repr(self) -> str:

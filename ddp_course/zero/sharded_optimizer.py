@@ -25,7 +25,8 @@ from torch.optim import Optimizer
 
 from ddp_course.collectives import communicator
 from ddp_course.mechanisms.agreement import broadcast_all, check_same
-from ddp_course.mechanisms.placements import Placed, placed
+from ddp_course.mechanisms.habits import averaged_by
+from ddp_course.mechanisms.placements import Placed, groups_of, placed
 from ddp_course.mechanisms.whole_state import gathered, options_of, problem_with
 from ddp_course.zero.arguments import agreed_arguments, names_of
 
@@ -114,6 +115,19 @@ class ShardedOptimizer(Optimizer):
         """Return all parameters, in the order of their numbers in `state_dict`."""
         return [p for group in self.param_groups for p in group["params"]]
 
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Along which the gradients are divided: the own group, and those before it."""
+        return list(dict.fromkeys([*groups_of(self.parameters()), self.process_group]))
+
+    @property
+    def unscaled(self) -> Optimizer:
+        """What has the gradients that a `GradScaler` has to unscale."""
+        if not self.in_pieces:
+            return self
+        self.give_gradients()
+        return self.optim
+
     # ---- parameter groups ------------------------------------------------------------
 
     def divide(self) -> None:
@@ -143,6 +157,7 @@ class ShardedOptimizer(Optimizer):
     def _take(self, groups: list[dict[str, Any]]) -> None:
         names = names_of(self.param_groups)
         new = {names[p]: p for group in groups for p in group["params"]}
+        averaged_by(new.values(), self)
         source = communicator(self.process_group).ranks[0]
         broadcast_all(new.values(), source, self.process_group)
         self.take(new)

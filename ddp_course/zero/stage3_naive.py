@@ -32,6 +32,7 @@ class NaiveFullyShardedDataParallel(ShardedModule):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Gather all units, and run the module."""
+        self.frozen.check()
         self._free_all()  # an earlier forward had no backward, and a step may have come
         for unit in self.units:
             unit.gather()

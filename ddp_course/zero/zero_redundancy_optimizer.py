@@ -32,7 +32,7 @@ from ddp_course.mechanisms.agreement import check_same, on_any_rank
 from ddp_course.mechanisms.buckets import BUCKET_CAP_MB
 from ddp_course.mechanisms.engine import Engine, LiveBucket, Slot
 from ddp_course.mechanisms.hooks import before_gradient, listeners
-from ddp_course.mechanisms.placements import clip_grad_norm_, groups_of
+from ddp_course.mechanisms.placements import clip_grad_norm_
 from ddp_course.zero.arguments import names_of
 from ddp_course.zero.stage1 import ReduceScatter, Zero1
 from ddp_course.zero.stage2 import SMALLER_CAP_MB, ReduceScatterAndFree, Zero2
@@ -300,9 +300,8 @@ class ZeroRedundancyOptimizer(Zero1):
         if asked for and the norm is not finite.
         """
         self.give_gradients()
-        groups = dict.fromkeys([*groups_of(self.parameters()), self.process_group])
-        own = self.owned.values()
-        return clip_grad_norm_(own, max_norm, norm_type, groups, error_if_nonfinite)
+        how = norm_type, self.groups, error_if_nonfinite
+        return clip_grad_norm_(self.owned.values(), max_norm, *how)
 
     def give_gradients(self) -> None:
         """Let what this rank owns see its part of the gradients."""

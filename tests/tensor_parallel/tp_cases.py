@@ -230,7 +230,10 @@ class ForgetfulColumn(ColumnProduct):
 
 def norm_per_rank(parallel: TensorParallelGPT, max_norm: float) -> Tensor:
     """Clips what a rank has by the norm of what it has."""
-    return nn.utils.clip_grad_norm_(parallel.parameters(), max_norm)
+    parts = list(parallel.parameters())
+    norm = nn.utils.get_total_norm([part.grad for part in parts])
+    nn.utils.clip_grads_with_norm_(parts, max_norm, norm)
+    return norm
 
 
 def norm_counts_twice(parallel: TensorParallelGPT, max_norm: float) -> Tensor:

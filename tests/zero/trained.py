@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 
 @dataclass
@@ -42,3 +43,11 @@ def bits(trained: Trained) -> bytes:
     """Return all numbers of a training: equal bytes are equal bits."""
     told = [t for state in trained.states for t in state.values()]
     return b"".join(t.contiguous().numpy().tobytes() for t in told)
+
+
+def own_norm_only(parts, max_norm: float) -> Tensor:
+    """Clip what a rank has by the norm of what it has: wrong, but on one rank."""
+    parts = list(parts)
+    norm = get_total_norm([part.grad for part in parts if part.grad is not None])
+    clip_grads_with_norm_(parts, max_norm, norm)
+    return norm

@@ -1,0 +1,126 @@
+"""What is done by habit, and would be wrong in silence once parameters are divided.
+
+PyTorch's own tools know of one process. From the moment on at which a strategy that
+divides parameters is made, three of them are watched, in this rank:
+
+    an optimizer that was made before     refused at its first step: what it steps has
+                                          been left behind, and trains nothing
+    torch.nn.utils.clip_grad_norm_        refused: it takes this rank's part for all
+    torch.amp.GradScaler                  agrees: if a gradient is inf on one rank, all
+                                          skip the step. (Otherwise that rank alone
+                                          would, and the replicas were none any more.)
+
+For optimizers PyTorch has a hook. The two others have none, so each has a function put
+around one of its own. And `Frozen` parameters are to stay so. Chapters 05 and 07 to 10.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.utils import clip_grad
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from ddp_course.launch import device
+from ddp_course.mechanisms.placements import groups_of, placed
+
+
+def leave_behind(parameters: Iterable[Tensor], by: str) -> None:
+    """Note that others train in the place of these parameters, since `by` was made."""
+    watch()
+    for parameter in parameters:
+        parameter.left_behind = by
+
+
+def averaged_by(parameters: Iterable[Tensor], optimizer: Optimizer) -> None:
+    """Note that gradients of these are means when `optimizer` says so, and in parts."""
+    watch()
+    for parameter in parameters:
+        parameter.averaged_by = weakref.ref(optimizer)
+
+
+class Frozen:
+    """Those of some parameters that were frozen when a strategy was made of them."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self.parameters = {k: p for k, p in parameters.items() if not p.requires_grad}
+
+    def check(self) -> None:
+        """Raise RuntimeError if one is not any more: nobody would average it."""
+        for name, parameter in self.parameters.items():
+            if parameter.requires_grad:
+                raise RuntimeError(
+                    f"{name} was frozen when the model was wrapped, and is not any "
+                    "more: its gradients would stay this rank's own. Wrap the model "
+                    "again after it was unfrozen"
+                )
+
+
+@functools.cache
+def watch() -> None:
+    """Watch what PyTorch does with parameters from now on; once is enough."""
+    register_optimizer_step_pre_hook(_check_step)
+    _put_around(clip_grad, "_clip_grads_with_norm_", _clips_no_parts)
+    _put_around(torch.amp.GradScaler, "_unscale_grads_", _agrees)
+
+
+def _put_around(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    if inner := getattr(owner, name, None):  # another PyTorch may have another one
+        setattr(owner, name, functools.wraps(inner)(make(inner)))
+
+
+def _check_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Raise RuntimeError for an optimizer of parameters that nobody trains any more."""
+    stepped = (p for group in optimizer.param_groups for p in group["params"])
+    left = [p for p in stepped if hasattr(p, "left_behind")]
+    # A plain model that tensor parallelism has taken its parts from may be trained on.
+    if left and all(p.grad is None or not p.untyped_storage().size() for p in left):
+        raise RuntimeError(
+            f"this {type(optimizer).__name__} was made before {left[0].left_behind}, "
+            f"and {len(left)} of the parameters that it steps are none of the model's "
+            "any more: make it afterwards, of what parameters() are then"
+        )
+
+
+def in_parts(parameter: Tensor) -> bool:
+    """Tell whether this rank's gradient of it is a part, of the whole or of a mean."""
+    way = placed(parameter)
+    optimizer = getattr(parameter, "averaged_by", lambda: None)()
+    return optimizer is not None or (way is not None and way.divided)
+
+
+def _clips_no_parts(clip: Callable[..., None]) -> Callable[..., None]:
+    def checked(parameters: Any, *args: Any, **kwargs: Any) -> None:
+        parameters = [parameters] if isinstance(parameters, Tensor) else parameters
+        parameters = list(parameters)
+        if divided := sum(map(in_parts, parameters)):
+            raise RuntimeError(
+                f"of {divided} of these {len(parameters)} parameters this rank has a "
+                "part of the gradients, which torch.nn.utils.clip_grad_norm_ takes for "
+                "all: call clip_grad_norm_ of what has divided them, the parallel "
+                "module or the optimizer"
+            )
+        clip(parameters, *args, **kwargs)
+
+    return checked
+
+
+def _agrees(unscale: Callable[..., Any]) -> Callable[..., Any]:
+    def agreed(scaler: Any, optimizer: Any, *args: Any) -> dict[torch.device, Tensor]:
+        stepped = (p for group in optimizer.param_groups for p in group["params"])
+        groups = getattr(optimizer, "groups", None) or groups_of(stepped)
+        found = unscale(scaler, getattr(optimizer, "unscaled", optimizer), *args)
+        if groups:  # also on a rank that has no gradient
+            own = sum(found.values(), torch.zeros((), device=device()))
+            for group in groups:
+                dist.all_reduce(own, dist.ReduceOp.MAX, group)
+            found[own.device] = own
+        return found
+
+    return agreed
