@@ -13,7 +13,7 @@ def my_bucket_plan(
     """Return the buckets: the last registered first, one type each, `first` smaller."""
     once: dict[int, tuple[str, Tensor]] = {}
     for name, parameter in parameters:
-        if parameter.requires_grad:
+        if parameter.requires_grad and parameter.numel():
             once.setdefault(id(parameter), (name, parameter))
     filling: dict[torch.dtype, list] = {}  # the open bucket of each type
     limit: dict[torch.dtype, int] = {}  # at which it is closed
@@ -21,7 +21,7 @@ def my_bucket_plan(
     for place, (name, parameter) in enumerate(reversed(once.values())):
         dtype = parameter.dtype
         filling.setdefault(dtype, []).append((place, name, parameter.nbytes))
-        if sum(n for _, _, n in filling[dtype]) >= limit.get(dtype, first):
+        if sum(n for _, _, n in filling[dtype]) >= limit.get(dtype, min(first, cap)):
             closed.append(filling.pop(dtype))
             limit[dtype] = cap
     closed += filling.values()  # what did not reach its cap
@@ -73,11 +73,3 @@ def accumulate(ddp: nn.Module, microbatches: list[tuple[Tensor, Tensor]]) -> Non
             (ddp(x, y) * len(x) / rows).backward()
     x, y = microbatches[-1]
     (ddp(x, y) * len(x) / rows).backward()
-
-
-def mean_loss(losses: list[float], sizes: list[int]) -> float:
-    """Return the mean over all samples of all ranks: sums first, one division last."""
-    total = sum(loss * size for loss, size in zip(losses, sizes, strict=True))
-    both = torch.tensor([total, sum(sizes)], dtype=torch.float64)
-    dist.all_reduce(both)
-    return (both[0] / both[1]).item()

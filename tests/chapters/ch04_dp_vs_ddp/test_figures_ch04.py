@@ -10,36 +10,8 @@ from ddp_course.chapters.ch04_dp_vs_ddp.dp_and_ddp import dp_and_ddp
 from ddp_course.chapters.ch04_dp_vs_ddp.figures import DP_STEPS, dp_step
 from ddp_course.chapters.ch04_dp_vs_ddp.gil import Timing
 from ddp_course.chapters.ch04_dp_vs_ddp.measured import plot_gil, plot_moves
-from ddp_course.chapters.ch05_ddp_internals.figures import buckets
-from ddp_course.chapters.ch05_ddp_internals.timeline import timeline
-from ddp_course.data_parallel import Move, bucket_plan
+from ddp_course.data_parallel import Move
 from ddp_course.lab import explore, gallery
-from ddp_course.measure import Event
-from ddp_course.model import build_gpt
-
-GPT = dict(build_gpt("1m").named_parameters())
-
-
-PLAN = bucket_plan(GPT.items(), 1)
-
-
-def step_of(rank, plan=PLAN, tagged=False, at=0.0, on_its_way=0.009):
-    """What a rank records in a backward: a bucket is ready every 10 ms."""
-    events, late = [], 0.001 * rank + at
-    for k in range(len(plan)):
-        a, b = late + k * 0.01, late + k * 0.01 + 0.0099
-        tag = {"bucket": k} if tagged else {}
-        events += [
-            Event(rank, "backward", a, b, lane="compute", detail={"bucket": k}),
-            Event(rank, "launch", b, b + 1e-4, lane="launch", detail={"bucket": k}),
-            Event(rank, "ring", b, b + on_its_way, 9, "communication", tag),
-        ]
-    end = late + len(plan) * 0.01
-    return [*events, Event(rank, "wait", end, end + on_its_way, lane="wait")]
-
-
-EVENTS = [event for rank in range(4) for event in step_of(rank)]
-
 
 DRAWINGS = {
     **{f"step {k}": lambda k=k: dp_step(k) for k in range(len(DP_STEPS))},
@@ -112,16 +84,9 @@ def test_the_lock_is_shown_for_both_models():
         assert [text.get_text() for text in axes.texts].count("ideal: 2") == 1
 
 
-def test_sliders_and_galleries():
-    def zoom(start=0, width=20):
-        return timeline(EVENTS, start, width)
-
-    for view in (
-        explore(zoom, start=(0, 40), width=(1, 60)),
-        explore(buckets, bucket_cap_mb=[0.25, 0.5, 1, 2, 4, 25]),
-        explore(dp_step, step=(0, 7)),
-    ):
-        assert view.children[-1].value.startswith("<svg")
+def test_the_slider_and_the_gallery():
+    view = explore(dp_step, step=(0, 7))
+    assert view.children[-1].value.startswith("<svg")
     assert view.children[0].value == 0
     drawing = gallery(dp_step, [{"step": k} for k in range(8)])
     assert list(problems(drawing)) == []

@@ -14,7 +14,7 @@ def _plan(parameters, cap, first, at_most=False, split=True, keep_frozen=False):
     for name, p in parameters:
         if p.requires_grad or keep_frozen:
             once.setdefault(id(p), (name, p))
-    buckets, filling, limit = [], {}, {}
+    buckets, filling, limit, first = [], {}, {}, min(first, cap)
     for name, p in reversed(once.values()):
         kind = p.dtype if split else None
         members = filling.setdefault(kind, [])
@@ -134,7 +134,7 @@ class Mini:
     def unpack(self, k, flat):
         parts = flat.split([p.numel() for p in self.buckets[k]])
         for p, part in zip(self.buckets[k], parts, strict=True):
-            p.grad.copy_(part)
+            p.grad.copy_(part.view_as(p))
 
 
 def _mini(cls):
@@ -317,72 +317,9 @@ def one_backward(ddp, microbatches):
 def averages_by_hand(ddp, microbatches):
     _weighted(ddp, microbatches, lambda k, last: not last)
     for p in ddp.parameters():
-        dist.all_reduce(p.grad)
-        p.grad /= dist.get_world_size()
-
-
-# mean_loss
-
-
-def _all(values):
-    told = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(told)
-    return told.tolist()
-
-
-def mean_of_ranks(losses, sizes):
-    pairs = zip(losses, sizes, strict=True)
-    mine = sum(x * n for x, n in pairs) / max(sum(sizes), 1)
-    return _all([mine])[0] / dist.get_world_size()
-
-
-def mean_of_batches(losses, sizes):
-    total, count = _all([sum(losses), len(losses)])
-    return total / count
-
-
-def my_own_mean(losses, sizes):
-    return sum(x * n for x, n in zip(losses, sizes, strict=True)) / max(sum(sizes), 1)
-
-
-def one_after_the_other(losses, sizes):
-    [total] = _all([sum(x * n for x, n in zip(losses, sizes, strict=True))])
-    [count] = _all([float(sum(sizes))])
-    return total / count
-
-
-def everything_as_objects(losses, sizes):
-    told = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (losses, sizes))
-    pairs = [p for mine in told for p in zip(*mine, strict=True)]
-    return sum(x * n for x, n in pairs) / sum(n for _, n in pairs)
-
-
-def only_on_rank_0(losses, sizes):
-    total = sum(x * n for x, n in zip(losses, sizes, strict=True))
-    told = torch.tensor([total, sum(sizes)], dtype=torch.float64)
-    dist.reduce(told, 0)
-    return (told[0] / told[1]).item()
-
-
-def divides_by_no_samples(losses, sizes):
-    """Right, but for a rank without a batch."""
-    mean = sum(x * n for x, n in zip(losses, sizes, strict=True)) / sum(sizes)
-    total, count = _all([mean * sum(sizes), sum(sizes)])
-    return total / count
-
-
-def the_sum(losses, sizes):
-    return _all([sum(x * n for x, n in zip(losses, sizes, strict=True))])[0]
-
-
-def eats_its_input(losses, sizes):
-    total = count = 0.0
-    while losses:
-        n = sizes.pop()
-        total, count = total + losses.pop() * n, count + n
-    total, count = _all([total, count])
-    return total / count
+        if p.requires_grad:
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
 
 
 # What harder inputs find out
@@ -410,7 +347,7 @@ def full_when_all_have_a_gradient(buckets, launch, at_the_end):
             handle.wait()
             means = (flat / n).split([p.numel() for p in members])
             for parameter, mean in zip(members, means, strict=True):
-                parameter.grad.copy_(mean)
+                parameter.grad.copy_(mean.view_as(parameter))
         under_way.clear()
 
     for k, members in enumerate(buckets):
@@ -422,20 +359,107 @@ def twice_the_bytes(buckets, launch, at_the_end):
     solutions.mini_ddp(buckets, lambda flat: launch(flat.double()), at_the_end)
 
 
+def only_for_vectors(buckets, launch, at_the_end):
+    mini = Mini(buckets, launch, at_the_end)
+    mini.unpack = lambda k, flat: [
+        p.grad.copy_(part)
+        for p, part in zip(
+            buckets[k], flat.split([p.numel() for p in buckets[k]]), strict=True
+        )
+    ]
+
+
+@_mini
+class in_buffers_of_float32(Mini):
+    def send(self, k):
+        flat = torch.zeros(sum(p.numel() for p in self.buckets[k]))
+        torch.cat([p.grad.flatten() for p in self.buckets[k]], out=flat)
+        self.under_way.append((k, flat, self.launch(flat)))
+
+
+@_mini
+class adds_the_mean(Mini):
+    def unpack(self, k, flat):
+        before = [p.grad.clone() for p in self.buckets[k]]
+        super().unpack(k, flat)
+        for p, grad in zip(self.buckets[k], before, strict=True):
+            p.grad += grad
+
+
+@_mini
+class rounded_on_the_way(Mini):
+    def unpack(self, k, flat):
+        super().unpack(k, flat.bfloat16())
+
+
+def as_many_bytes_as_float32(parameters, cap, first):
+    singles = {p: torch.nn.Parameter(p.detach().float()) for _, p in parameters}
+    for p, single in singles.items():
+        single.requires_grad_(p.requires_grad)
+    types = {p.dtype for _, p in parameters}
+    if len(types) == 1:
+        return _plan(parameters, cap, first)
+    plans = []
+    for dtype in types:
+        pairs = [(name, singles[p]) for name, p in parameters if p.dtype == dtype]
+        plans += _plan(pairs, cap, first)
+    return plans
+
+
+def small_only_at_the_very_first(parameters, cap, first):
+    kinds = list(dict.fromkeys(p.dtype for _, p in reversed(parameters)))
+    plans = []
+    for k, kind in enumerate(kinds):
+        pairs = [(name, p) for name, p in parameters if p.dtype == kind]
+        plans += _plan(pairs, cap, cap if k else first)
+    return plans
+
+
+def first_above_cap(parameters, cap, first):
+    plan = solutions.my_bucket_plan(parameters, cap, first)
+    if first <= cap:
+        return plan
+    [start, *_] = solutions.my_bucket_plan(parameters, first, first)
+    rest = [(name, p) for name, p in parameters if name not in start]
+    return [start, *solutions.my_bucket_plan(rest, cap, cap)]
+
+
+def empty_ones_too(parameters, cap, first):
+    [start, *rest] = solutions.my_bucket_plan(parameters, cap, first)
+    return [[*(name for name, p in parameters if not p.numel()), *start], *rest]
+
+
 def takes_them_out(ddp, microbatches):
     solutions.accumulate(ddp, list(microbatches))
     microbatches.pop()
 
 
-def sums_of_whole_numbers(losses, sizes):
-    total = round(sum(loss * size for loss, size in zip(losses, sizes, strict=True)))
-    both = torch.tensor([total, sum(sizes)])
-    dist.all_reduce(both)
-    return (both[0] / both[1]).item()
+def divides_by_the_ranks(ddp, microbatches):
+    rows = sum(len(x) for x, _ in microbatches) * dist.get_world_size()
+    for k, (x, y) in enumerate(microbatches):
+        where = ddp.no_sync() if k < len(microbatches) - 1 else torch.enable_grad()
+        with where:
+            (ddp(x, y) * len(x) / rows).backward()
+
+
+def as_if_all_were_like_the_first(ddp, microbatches):
+    rows = len(microbatches[0][0]) * len(microbatches)
+    for k, (x, y) in enumerate(microbatches):
+        where = ddp.no_sync() if k < len(microbatches) - 1 else torch.enable_grad()
+        with where:
+            (ddp(x, y) * len(x) / rows).backward()
+
+
+def ten_at_most(ddp, microbatches):
+    solutions.accumulate(ddp, microbatches[:10])
 
 
 WRONG = {
     "my_bucket_plan": {
+        as_many_bytes_as_float32: "it held its 4000 already before",
+        small_only_at_the_very_first: "it held its 1000 already before",
+        first_above_cap: "it held its 400 already before",
+        empty_ones_too: "but it has no numbers",
         closed_only_above_its_cap: "to the byte",
         in_order_of_registration: "the opposite order of registration",
         buckets_in_order_but_not_within: "the opposite order of registration",
@@ -451,6 +475,10 @@ WRONG = {
         parameters_not_names: "expected a list of lists of names",
     },
     "mini_ddp": {
+        only_for_vectors: "must match",
+        in_buffers_of_float32: "launch got",
+        adds_the_mean: "the mean over the ranks is",
+        rounded_on_the_way: "the mean over the ranks is",
         full_when_all_have_a_gradient: "On real ranks",
         twice_the_bytes: "launch got numbers of torch.float64",
         all_at_the_end: "no overlap",
@@ -458,18 +486,21 @@ WRONG = {
         as_they_fill: "on all ranks the order must be that of buckets",
         not_divided: "this is the sum; divide by the number of ranks",
         waits_at_once: "backward stands still meanwhile",
-        never_waits: "nobody waited for bucket 0",
-        only_one_step: "0 of 3 buckets were launched",
+        never_waits: "did not wait for each bucket",
+        only_one_step: "launched 0 of 3 buckets",
         not_copied_back: "is the mean back in `grad` when backward returns?",
         one_by_one: "launch got 8 numbers",
         by_hand: "send with `launch` alone",
         a_bucket_late: "no overlap",
-        no_hooks: "0 of 3 buckets were launched",
+        no_hooks: "launched 0 of 3 buckets",
     },
     "accumulate": {
+        divides_by_the_ranks: "0.33 times as large). How much",
+        as_if_all_were_like_the_first: "How much does a microbatch of few rows count",
+        ten_at_most: "expected 12 times a forward",
         takes_them_out: "your function changed the list",
         always_sends: "all but the last should send nothing",
-        never_sends: "the last microbatch sent 0 all-reduces",
+        never_sends: "sent 0 all-reduces in the last microbatch",
         sends_the_first: "all but the last should send nothing",
         backward_alone_inside: "A forward outside of `no_sync`",
         mean_of_means: "is not that of the mean over all rows",
@@ -478,17 +509,5 @@ WRONG = {
         one_large_batch: "expected 3 times a forward and then its backward",
         one_backward: "one microbatch in memory at a time",
         averages_by_hand: "more collectives than DDP's own",
-    },
-    "mean_loss": {
-        sums_of_whole_numbers: "each sample counted once",
-        mean_of_ranks: "each sample counted once",
-        mean_of_batches: "each sample counted once",
-        my_own_mean: "each sample counted once",
-        one_after_the_other: "called 2 collectives (all_reduce, all_reduce)",
-        everything_as_objects: "can travel in one tensor",
-        only_on_rank_0: "rank 1 returned",
-        divides_by_no_samples: "ZeroDivisionError",
-        the_sum: "each sample counted once",
-        eats_its_input: "changed the lists",
     },
 }

@@ -1,0 +1,88 @@
+"""The script to copy: as one process, resumed, under torchrun; mistakes are seen."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ddp_course.chapters.ch05_ddp_internals import ddp_script
+from ddp_course.launch import spawn
+
+SOURCE = Path(ddp_script.__file__).read_text()
+PLAIN = ("dropout: float = 0.1", "dropout: float = 0.0")  # masks differ by rank
+MISTAKES = {
+    "one order for all epochs": ("sampler.set_epoch(epoch)", "pass"),
+    "every rank reads everything": ("sampler=sampler", "shuffle=False"),
+    "nothing is averaged": ("cross_entropy(ddp(", "cross_entropy(model("),
+    "clipped before it is averaged": ("loss.backward()", "clip(loss, ddp, model)"),
+    "the optimizer begins anew": ("optimizer.load_state_dict", "(lambda state: None)"),
+    "the epochs begin anew": ('done = saved["epochs"]', "pass"),
+}
+
+
+def clip(loss, ddp, model):
+    with ddp.no_sync():  # what a rank does that clips its own gradients
+        loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+    for p in model.parameters():
+        torch.distributed.all_reduce(p.grad, op=torch.distributed.ReduceOp.AVG)
+
+
+def trained(path, world_size, batch_size, *changes, epochs=(1, 3)):
+    """Train with the script's `train`, in several launches; return what was saved."""
+    source = SOURCE
+    for before, after in (PLAIN, *changes):
+        assert source.count(before) == 1
+        source = source.replace(before, after)
+    space = {"__name__": "script", "clip": clip}
+    exec(source, space)
+    for last in epochs:
+        spawn(
+            lambda last=last: space["train"](
+                torch.device("cpu"), last, batch_size, path
+            ),
+            world_size=world_size,
+            device="cpu",
+            output="none",
+        )
+    return torch.load(path)
+
+
+def close(a, b):
+    pairs = ((a["model"][name], b["model"][name]) for name in a["model"])
+    return a["epochs"] == b["epochs"] and all(
+        torch.allclose(x, y, rtol=1e-4, atol=1e-5) for x, y in pairs
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What one process trains with the batches of two, in one go."""
+    return trained(tmp_path_factory.mktemp("a") / "run.pt", 1, 32, epochs=(3,))
+
+
+def test_two_ranks_resumed_are_one_process(alone, tmp_path):
+    assert close(trained(tmp_path / "run.pt", 2, 16), alone)
+    assert [file.name for file in tmp_path.iterdir()] == ["run.pt"]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_seen(mistake, alone, tmp_path):
+    assert not close(trained(tmp_path / "run.pt", 2, 16, MISTAKES[mistake]), alone)
+
+
+def test_the_file_under_torchrun(tmp_path):
+    command = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
+    for epochs in (1, 2):
+        run = subprocess.run(
+            [sys.executable, *command, ddp_script.__file__, f"--epochs={epochs}"],
+            cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120,
+            capture_output=True, text=True,
+        )  # fmt: skip
+        assert run.returncode == 0, run.stderr[-2000:]
+        [line] = run.stdout.splitlines()  # one rank speaks, of what is new
+        assert line.startswith(f"epoch {epochs - 1}: mean loss 0.")
+    assert torch.load(tmp_path / "run.pt")["epochs"] == 2
