@@ -4,7 +4,6 @@ from collections.abc import Callable
 from functools import cache
 from itertools import accumulate
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -57,11 +56,3 @@ def my_stage_step(
     for k, (x, y) in enumerate(kept):
         y.backward(backward_in(k))
         backward_out(k, x.grad)
-
-
-def microbatch_loss(logits: Tensor, targets: Tensor, counted: int) -> Tensor:
-    """Return this microbatch's part of the mean over the batch's `counted` targets."""
-    total = F.cross_entropy(
-        logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
-    )
-    return total / counted

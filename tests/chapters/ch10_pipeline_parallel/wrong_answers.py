@@ -3,7 +3,7 @@
 import itertools
 
 import torch
-import torch.nn.functional as F
+import torch.distributed as dist
 
 from ddp_course.chapters.ch10_pipeline_parallel import solutions
 
@@ -155,7 +155,7 @@ def _step(needs_grad=True, through=None, retain=False, early=False, scale=1):
             if needs_grad and x.is_floating_point():
                 x.requires_grad_()
             y = stage(x)
-            forward_out(k, y)
+            forward_out(k, y.detach())
             kept.append((x, y))
             if early:
                 backward(k)
@@ -189,7 +189,7 @@ def all_back_at_once(
         if x.is_floating_point():
             x.requires_grad_()
         kept.append((x, stage(x)))
-        forward_out(k, kept[-1][1])
+        forward_out(k, kept[-1][1].detach())
     torch.autograd.backward([y for _, y in kept], [backward_in(k) for k in ks])
     for k in ks:
         backward_out(k, kept[k][0].grad)
@@ -204,7 +204,7 @@ def only_the_last_counts(
         if x.is_floating_point():
             x.requires_grad_()
         kept.append((x, stage(x)))
-        forward_out(k, kept[-1][1])
+        forward_out(k, kept[-1][1].detach())
     for k, (x, y) in enumerate(kept):
         stage.zero_grad()
         y.backward(backward_in(k))
@@ -215,7 +215,7 @@ def never_goes_back(
     stage, num_microbatches, forward_in, forward_out, backward_in, backward_out
 ):
     for k in range(num_microbatches):
-        forward_out(k, stage(forward_in(k)))
+        forward_out(k, stage(forward_in(k)).detach())
 
 
 def the_output_goes_back(
@@ -227,52 +227,11 @@ def the_output_goes_back(
         if x.is_floating_point():
             x.requires_grad_()
         kept.append((x, stage(x)))
-        forward_out(k, kept[-1][1])
-    for k, (_, y) in enumerate(kept):
+        forward_out(k, kept[-1][1].detach())
+    for k, (x, y) in enumerate(kept):
         gradient = backward_in(k)
         y.backward(gradient)
-        backward_out(k, gradient)
-
-
-# microbatch_loss
-
-
-def _entropy(logits, targets, **options):
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), **options)
-
-
-def the_mean(logits, targets, counted):
-    return _entropy(logits, targets)
-
-
-def the_sum(logits, targets, counted):
-    return _entropy(logits, targets, reduction="sum")
-
-
-def by_places(logits, targets, counted):
-    return _entropy(logits, targets) * targets.numel() / counted
-
-
-def mean_times_own_targets(logits, targets, counted):
-    return _entropy(logits, targets) * (targets != -100).sum() / counted
-
-
-def no_tensor(logits, targets, counted):
-    return _entropy(logits, targets, reduction="sum").item() / counted
-
-
-def without_a_way_back(logits, targets, counted):
-    return _entropy(logits.detach(), targets, reduction="sum") / counted
-
-
-def zeros_count(logits, targets, counted):
-    targets[targets == -100] = 0
-    return _entropy(logits, targets, reduction="sum") / counted
-
-
-def by_its_own_count(logits, targets, counted):
-    own = (targets != -100).sum().clamp(min=1)
-    return _entropy(logits, targets, reduction="sum") / own
+        backward_out(k, gradient if x.is_floating_point() else None)
 
 
 # What harder inputs find out
@@ -287,21 +246,92 @@ def whole_costs(costs, num_stages):
     return solutions.my_cut([int(cost) for cost in costs], num_stages)
 
 
+def dear_layers_only(costs, num_stages):
+    return solutions.my_cut([cost for cost in costs if cost], num_stages)
+
+
+def zeros_for_none(stage, num_microbatches, *functions):
+    def back(k, gradient):
+        functions[3](k, torch.zeros(2, 4) if gradient is None else gradient)
+
+    solutions.my_stage_step(stage, num_microbatches, *functions[:3], back)
+
+
+def begins_with_zero_grad(stage, num_microbatches, *functions):
+    stage.zero_grad()
+    solutions.my_stage_step(stage, num_microbatches, *functions)
+
+
+def begins_with_zeros(stage, num_microbatches, *functions):
+    stage.zero_grad(set_to_none=False)
+    solutions.my_stage_step(stage, num_microbatches, *functions)
+
+
+def sent_with_its_graph(
+    stage, num_microbatches, forward_in, forward_out, backward_in, backward_out
+):
+    kept = []
+    for k in range(num_microbatches):
+        x = forward_in(k)
+        if x.is_floating_point():
+            x.requires_grad_()
+        kept.append((x, stage(x)))
+        forward_out(k, kept[k][1])
+    for k, (x, y) in enumerate(kept):
+        y.backward(backward_in(k))
+        backward_out(k, x.grad)
+
+
+def odd_ranks_back_in_reverse(
+    stage, num_microbatches, forward_in, forward_out, backward_in, backward_out
+):
+    kept = []
+    for k in range(num_microbatches):
+        x = forward_in(k)
+        if x.is_floating_point():
+            x.requires_grad_()
+        kept.append((x, stage(x)))
+        forward_out(k, kept[k][1].detach())
+    ks = range(num_microbatches)
+    for k in ks[::-1] if dist.get_rank() % 2 else ks:
+        x, y = kept[k]
+        y.backward(backward_in(k))
+        backward_out(k, x.grad)
+
+
+def gradients_of_all_parameters(
+    stage, num_microbatches, forward_in, forward_out, backward_in, backward_out
+):
+    """Stumbles over a frozen one."""
+    kept = []
+    for k in range(num_microbatches):
+        x = forward_in(k)
+        kept.append((x.requires_grad_() if x.is_floating_point() else x, stage(x)))
+        forward_out(k, kept[k][1].detach())
+    for k, (x, y) in enumerate(kept):
+        inputs = [*stage.parameters(), *([x] if x.requires_grad else [])]
+        found = torch.autograd.grad(y, inputs, backward_in(k))
+        for parameter, gradient in zip(stage.parameters(), found, strict=False):
+            parameter.grad += gradient
+        backward_out(k, found[-1] if x.requires_grad else None)
+
+
 WRONG = {
     "my_gpipe": {
         of_one_digit: "With 2 stages and 12 microbatches",
         one_microbatch_at_a_time: "the forwards of all microbatches come first",
         as_early_as_it_can: "the forwards of all microbatches come first",
-        odd_ranks_the_other_way: "the same on all ranks",
-        every_rank_has_every_stage: "rank 0 has stage 0 alone",
+        odd_ranks_the_other_way: "in the same order on all ranks",
+        every_rank_has_every_stage: "rank 0 has stage 0",
         the_last_one_is_forgotten: "the checker says",
-        counted_from_one: "both are counted from 0",
-        the_next_batch_too: "both are counted from 0",
-        a_line_of_text: "expected a list of actions in words",
+        counted_from_one: "the checker says",
+        the_next_batch_too: "those of the next batch",
+        a_line_of_text: "expected a list of strings",
         forward_is_called_f: "is no action",
     },
     "my_cut": {
         whole_costs: "the dearest stage costs",
+        dear_layers_only: "[0, 0, 5, 0, 5]",
         as_many_layers_each: "all others wait for it",
         until_the_mean_is_reached: "all others wait for it",
         nearest_to_the_mean: "all others wait for it",
@@ -316,20 +346,16 @@ WRONG = {
         through_the_last_forward: "go back through its own forward",
         graphs_are_kept: "a graph that is not needed any more",
         one_at_a_time: "come before the first backward",
-        divided_once_more: "gradient is",
-        all_back_at_once: "hand a result on as soon as it is there",
+        divided_once_more: "as a weight's gradient",
+        all_back_at_once: "before the next microbatch begins",
         only_the_last_counts: "do all of them add up",
-        never_goes_back: "each of the 2 has one backward",
-        the_output_goes_back: "gradient is",
-    },
-    "microbatch_loss": {
-        the_mean: "A part must count as much as it has targets",
-        the_sum: "A part must count as much as it has targets",
-        by_places: "A part must count as much as it has targets",
-        mean_times_own_targets: "0 / 0",
-        no_tensor: "a scalar tensor through which backward can go",
-        without_a_way_back: "a scalar tensor through which backward can go",
-        zeros_count: "changed the targets",
-        by_its_own_count: "A part must count as much as it has targets",
+        zeros_for_none: "it is None",
+        begins_with_zero_grad: "has lost what was in `grad`",
+        begins_with_zeros: "has lost what was in `grad`",
+        sent_with_its_graph: "Hand on `y.detach()`",
+        odd_ranks_back_in_reverse: "matched by their order",
+        gradients_of_all_parameters: "does not require grad",
+        never_goes_back: "each of the 11 has one backward",
+        the_output_goes_back: "as a weight's gradient",
     },
 }

@@ -232,9 +232,77 @@ def waits_of_one_digit(rows):
     return solutions.who_waits([[a[:2] + a[-1] for a in row] for row in rows])
 
 
+def last_rank_has_the_last_stage(rows):
+    last = _parts(rows[-1][0])[1]
+
+    def can_run(action, done, rank):
+        op, stage, k = _parts(action)
+        if op == "F":
+            return stage == 0 or f"{stage - 1}F{k}" in done
+        return f"{stage}F{k}" in done and (stage == last or f"{stage + 1}B{k}" in done)
+
+    return _walk(rows, can_run)
+
+
+def stage_s_on_rank_s_mod_p(rows):
+    """Looks for what a stage has done on the rank where it usually is."""
+    last, at, going = _last(rows), [0] * len(rows), True
+
+    def has(action):
+        rank = _parts(action)[1] % len(rows)
+        return action in rows[rank][: at[rank]]
+
+    while going:
+        going = False
+        for rank, row in enumerate(rows):
+            while at[rank] < len(row):
+                op, stage, k = _parts(row[at[rank]])
+                needs = [f"{stage - 1}F{k}"] if op == "F" and stage else []
+                if op == "B":
+                    needs = [f"{stage}F{k}"]
+                    needs += [f"{stage + 1}B{k}"] if stage != last else []
+                if not all(map(has, needs)):
+                    break
+                at[rank] += 1
+                going = True
+    return {r: row[at[r]] for r, row in enumerate(rows) if at[r] < len(row)}
+
+
+def none_for_the_finished(rows):
+    waits = solutions.who_waits(rows)
+    return {rank: waits.get(rank) for rank in range(len(rows))}
+
+
+def counts_all_stages_everywhere(rank, num_ranks, num_microbatches):
+    """The warm-up of a pipeline with one rank more."""
+    return solutions.my_one_f_one_b(rank, num_ranks + 1, num_microbatches)
+
+
+def two_backwards_in_a_row(rank, num_ranks, num_microbatches):
+    row = solutions.my_one_f_one_b(rank, num_ranks, num_microbatches)
+    for k in range(len(row) - 2):
+        if "B" in row[k] and "F" in row[k + 1] and "B" in row[k + 2]:
+            row[k + 1], row[k + 2] = row[k + 2], row[k + 1]
+            break
+    return row
+
+
+def w_of_the_microbatch_after(row, rank):
+    """A W for the next I's microbatch, not for its own."""
+    k = row[-1][row[-1].index("I") + 1 :]
+    placed = solutions.place_weights(row, rank)
+    return [f"{rank}W{k}" if "W" in action else action for action in placed]
+
+
+def as_far_behind_as_the_first_rank(row, rank):
+    return _behind(lambda r, row: 3)(row, rank)
+
+
 WRONG = {
     "my_one_f_one_b": {
         of_one_digit: "For 2 ranks and 12 microbatches",
+        counts_all_stages_everywhere: "are enough to keep it busy",
+        two_backwards_in_a_row: "the checker says",
         gpipes_order: "are enough to keep it busy",
         one_at_a_time: "GPipe's bubble is",
         p_on_every_rank: "are enough to keep it busy",
@@ -249,6 +317,8 @@ WRONG = {
     },
     "place_weights": {
         ws_of_one_digit: "For 2 ranks and 12 microbatches",
+        w_of_the_microbatch_after: "is run twice",
+        as_far_behind_as_the_first_rank: "Do not put off more",
         at_once: "zero-bubble's bubble is",
         all_at_the_end: "Do not put off more",
         one_further_behind: "Do not put off more",
@@ -262,11 +332,14 @@ WRONG = {
     },
     "who_waits": {
         waits_of_one_digit: "For 1f1b",
+        last_rank_has_the_last_stage: "in reverse order",
+        stage_s_on_rank_s_mod_p: "comes to its end",
+        none_for_the_finished: "is not named",
         looks_once: "Look at a rank again",
         own_forward_forgotten: "for ever, which needs",
         gradient_forgotten: "for ever, which needs",
         activation_forgotten: "for ever, which needs",
-        rank_for_stage: "for ever, which needs",
+        rank_for_stage: "in reverse order",
         any_microbatch: "for ever, which needs",
         yes_or_no: "expected a dictionary",
         the_first_one_only: "that it comes to its end",

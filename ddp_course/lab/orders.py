@@ -1,0 +1,147 @@
+"""Judges of a pipeline's order that a reader has made: is it legal, fast, and trained?
+
+`rows` has for each rank a list of actions in words, such as "0F1": stage, F, B, I or
+W, and microbatch. Rank r has stage r. Chapters 10 and 11.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddp_course.lab.answers import code, on_ranks, one_line
+from ddp_course.lab.exercises import expect
+from ddp_course.measure import ByteMeter, EventLog
+from ddp_course.pipeline import PipelineParallel
+from ddp_course.pipeline.checker import check
+from ddp_course.pipeline.schedule import Action, Schedule, ScheduleError, parse
+from ddp_course.pipeline.simulate import Simulated, simulate
+
+Rows = list[list[str]]
+WIDTH, ROWS = 4, 2  # of the layers, and of each microbatch; powers of 2: no rounding
+FLOAT = 4  # bytes
+
+
+def judge_row(call: str, row: Any, rank: int, ops: str) -> None:
+    """Expect `row`, which `call` has returned, to be actions of stage `rank`."""
+    where = f"{call} returned {code(one_line(row))}"
+    expect(
+        isinstance(row, list) and all(isinstance(action, str) for action in row),
+        f"{where}; expected a list of strings, as in {code(repr(['0F0', '0B0']))}.",
+    )
+    for text in row:
+        try:
+            action = Action.parse(text)
+        except ValueError:
+            expect(False, f"{where}; {code(text)} is no action.")
+        expect(
+            action.op in ops and action.stage == rank,
+            f"{where}; {code(text)} does not belong there: rank {rank} has stage "
+            f"{rank}, and an action is one of {', '.join(ops)}.",
+        )
+
+
+def judge_legal(where: str, rows: Rows, num_microbatches: int) -> Simulated:
+    """Let the checker judge; return what the simulator says."""
+    try:
+        expect(any(rows), f"{where} no rank does anything.")
+        schedule = parse("yours", [" ".join(row) for row in rows])
+        check(schedule)
+    except ScheduleError as error:
+        said = str(error).removeprefix("yours: ")
+        expect(False, f"{where} the checker says: {code(said)}.")
+    expect(
+        schedule.num_microbatches == num_microbatches,
+        f"{where} your ranks have actions of {schedule.num_microbatches} microbatches; "
+        "those of the next batch have to wait for the step.",
+    )
+    return simulate(schedule)
+
+
+def judge_bubble(where: str, played: Simulated, wanted: Fraction, whose: str) -> None:
+    """Expect no larger bubble than `wanted`, that of a schedule called `whose`."""
+    expect(
+        played.bubble <= wanted,
+        f"{where} {float(played.bubble):.1%} of the time is idle; {whose} bubble is "
+        f"{float(wanted):.1%}. Some rank waits although it could go on: are the "
+        "microbatches in the same order on all ranks?",
+    )
+
+
+def judge_training(rows: Rows) -> None:
+    """Let real ranks train by the rows; compare what they did and what came out."""
+    p = len(rows)
+    schedule = parse("yours", [" ".join(row) for row in rows])
+    m = schedule.num_microbatches
+    hint = "The checker found your order legal, yet the ranks do not finish."
+    alone = _alone(p, m)
+    for rank, told in enumerate(on_ranks(_train, schedule, world_size=p, hint=hint)):
+        where, row = f"On {p} real ranks, rank {rank}", rows[rank]
+        expect(
+            told["order"] == row,
+            f"{where} ran {code(' '.join(told['order']))}; your order was "
+            f"{code(' '.join(row))}.",
+        )
+        expect(
+            torch.equal(told["gradient"], alone[rank]),
+            f"{where} got another gradient than one process with the whole batch.",
+        )
+        neighbours = (rank > 0) + (rank < p - 1)
+        wanted = neighbours * m * ROWS * WIDTH * FLOAT
+        expect(
+            told["sent"] == wanted,
+            f"{where} sent {told['sent']} bytes; {m} microbatches to {neighbours} "
+            f"neighbours are {wanted}.",
+        )
+
+
+def whole_numbers(layer: nn.Module, seed: int) -> nn.Module:
+    """Return the layer with small integers as weights: no sum of theirs is rounded."""
+    dice = torch.Generator().manual_seed(seed)
+    for parameter in layer.parameters():
+        parameter.data = torch.randint(-1, 2, parameter.shape, generator=dice).float()
+    return layer
+
+
+def _model(p: int) -> nn.Sequential:
+    layers = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(p))
+    return nn.Sequential(*(whole_numbers(layer, k) for k, layer in enumerate(layers)))
+
+
+def _batch(m: int) -> tuple[Tensor, Tensor]:
+    dice = torch.Generator().manual_seed(1)
+    shape = m * ROWS, WIDTH
+    x, y = (torch.randint(-2, 3, shape, generator=dice).float() for _ in "xy")
+    return x, y
+
+
+def _loss(output: Tensor, targets: Tensor) -> Tensor:
+    """The mean over rows of a product: its gradients are integers / rows."""
+    return (output * targets).sum() / len(output)
+
+
+def _train(schedule: Schedule) -> dict[str, Any]:
+    """On every rank: what is computed, sent and found in the second step.
+
+    (Before the first message of a kind, its shape is told.)
+    """
+    p, m = schedule.num_ranks, schedule.num_microbatches
+    pipeline = PipelineParallel(_model(p), schedule, loss_fn=_loss)
+    pipeline.step(*_batch(m))
+    pipeline.zero_grad()
+    with EventLog() as log, ByteMeter() as meter:
+        pipeline.step(*_batch(m))
+    done = [event for event in log.events if event.lane == "compute"]
+    actions = [f"{e.detail['stage']}{e.op}{e.detail['microbatch']}" for e in done]
+    (weight,) = pipeline.parameters()
+    return {"order": actions, "gradient": weight.grad, "sent": meter.total_sent}
+
+
+def _alone(p: int, m: int) -> list[Tensor]:
+    """Return the gradient of each layer in one process with the whole batch."""
+    model, (x, y) = _model(p), _batch(m)
+    _loss(model(x), y).backward()
+    return [layer.weight.grad for layer in model]
