@@ -50,7 +50,7 @@ PRECISIONS = {
     "bf16": "all in bfloat16, no copy",
 }
 RECOMPUTE = ("none", "selective", "full")
-RANKS = ("jupyter", "train", "doctor", "bench")  # who may start some
+RANKS = ("lab", "train", "doctor", "bench")  # who may start some
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -83,8 +83,9 @@ def main(argv: list[str] | None = None) -> int:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         tell(error)
         return 1
-    finally:
-        signal.signal(signal.SIGINT, at_first)
+    finally:  # a command that has ended cannot be stopped any more
+        ended = at_first is ddp_course.stop
+        signal.signal(signal.SIGINT, signal.SIG_IGN if ended else at_first)
 
 
 def _is_told(error: Exception) -> bool:
@@ -154,7 +155,7 @@ def _list(head: str, table: dict[str, str], width: int) -> str:
 
 def _lab(add: Callable[..., Parser]) -> None:
     lab = add(
-        "jupyter",
+        "lab",
         "lab",
         "prove that ranks run on this machine, then open a copy of the course in "
         "JupyterLab",

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -25,7 +24,7 @@ from conftest import alive, descendants, names_in, none_left
 import ddp_course
 from ddp_course import cli, model, parallelize, theory
 from ddp_course.cli import main
-from ddp_course.commands import CommandError, doctor, jupyter, proofs, server
+from ddp_course.commands import CommandError, doctor, lab, proofs
 from ddp_course.launch import LaunchError
 from ddp_course.model import GPTConfig
 
@@ -381,7 +380,7 @@ def test_spawn_a_training_that_is_wrong_is_found(spoil, answer):
 @pytest.fixture
 def proven(monkeypatch):
     """Take the proof as done: these tests are about what comes after."""
-    monkeypatch.setattr(jupyter, "prove_training", lambda: ("one", "two"))
+    monkeypatch.setattr(lab, "prove_training", lambda: ("one", "two"))
 
 
 @pytest.fixture
@@ -389,7 +388,7 @@ def no_server(monkeypatch):
     def start(*_):
         raise AssertionError("a server was started")
 
-    monkeypatch.setattr(server, "running", start)
+    monkeypatch.setattr("jupyterlab.labapp.LabApp.initialize_server", start)
 
 
 def test_a_port_that_is_taken(clone, no_server, capsys):
@@ -399,9 +398,9 @@ def test_a_port_that_is_taken(clone, no_server, capsys):
         told = one_line(capsys)
     assert f"port {port} is taken" in told
     instead = int(re.search(r"ddp-course lab --port (\d+)$", told)[1])
-    assert server.is_free(instead, "localhost") and instead > port
-    assert server.is_free(port, "localhost")  # given up, so it is free
-    assert 1024 <= server.next_free(65535, "localhost") < 65535
+    assert lab.is_free(instead, "localhost") and instead > port
+    assert lab.is_free(port, "localhost")  # given up, so it is free
+    assert 1024 <= lab.next_free(65535, "localhost") < 65535
 
 
 def test_in_a_jupyterhub_seat_there_is_no_second_server(
@@ -432,16 +431,16 @@ def test_in_a_jupyterhub_seat_there_is_no_second_server(
     ],
 )
 def test_where_a_browser_can_be_shown(environ, platform, obstacle):
-    found = jupyter.no_display(environ, platform)
+    found = lab.no_display(environ, platform)
     assert found is None if obstacle is None else obstacle in found
 
 
 def test_the_tunnel_leads_to_the_address_that_ssh_used():
     environ = {"SSH_CONNECTION": "10.0.0.9 50000 10.0.0.5 22"}
     assert re.search(
-        r"`ssh -L 8889:localhost:8889 \S+@10.0.0.5`", jupyter.tunnel(8889, environ)
+        r"`ssh -L 8889:localhost:8889 \S+@10.0.0.5`", lab.tunnel(8889, environ)
     )
-    assert f"@{socket.gethostname()}`" in jupyter.tunnel(8889, {})
+    assert f"@{socket.gethostname()}`" in lab.tunnel(8889, {})
 
 
 @pytest.mark.parametrize(
@@ -459,47 +458,18 @@ def test_a_browser_is_opened_only_where_it_can_be_seen(
 ):
     tried = []
     open_it = lambda url: tried.append(url) or can_open  # noqa: E731
-    monkeypatch.setattr(jupyter.webbrowser, "open", open_it)
+    monkeypatch.setattr(lab.webbrowser, "open", open_it)
     obstacle = None if display else "There is no display here."
-    monkeypatch.setattr(jupyter, "no_display", lambda *_: obstacle)
-    assert answer in jupyter.open_or_say_how("http://x", 8888, wanted)
+    monkeypatch.setattr(lab, "no_display", lambda *_: obstacle)
+    assert answer in lab.open_or_say_how("http://x", 8888, wanted)
     assert len(tried) == opened
 
 
 def test_the_address_is_escaped_and_has_the_token_if_there_is_one():
-    info = {"url": "http://localhost:8888/", "token": "abc"}
     path = Path("my notebooks/00_start_here.ipynb")
     where = "http://localhost:8888/lab/tree/my%20notebooks/00_start_here.ipynb"
-    assert jupyter.address(info, path) == f"{where}?token=abc"
-    assert jupyter.address({**info, "token": ""}, path) == where
-
-
-def a_server(script: str, log) -> server.Server:
-    """What `lab` takes for the process of a JupyterLab."""
-    command = [sys.executable, "-c", f"import os, time; {script}"]
-    return server.Server(subprocess.Popen(command, stdout=log, stderr=log), log)
-
-
-@pytest.mark.parametrize(
-    ("end", "code"),
-    [("raise SystemExit(3)", 3), ("os.kill(os.getpid(), 9)", 137), ("pass", 0)],
-)
-def test_the_exit_code_of_the_server_is_passed_on(end, code, capsys):
-    with tempfile.TemporaryFile() as log:
-        assert a_server(f"print('last words', flush=True); {end}", log).wait() == code
-    assert ("last words" in capsys.readouterr().err) == (code != 0)
-
-
-def test_a_server_that_does_not_come_is_told_with_its_last_words(monkeypatch):
-    with tempfile.TemporaryFile() as log:
-        with pytest.raises(CommandError, match=r"ended at once \(1\):\n +port taken"):
-            a_server("raise SystemExit('port taken just afterwards')", log).info()
-        monkeypatch.setattr(server, "PATIENCE", 0.2)
-        sleeper = a_server("time.sleep(60)", log)
-        with pytest.raises(CommandError, match="not there after 0.2 s"):
-            sleeper.info()
-        sleeper.process.kill()
-        sleeper.process.wait()
+    for token, url in (("abc", f"{where}?token=abc"), ("", where)):
+        assert lab.address("http://localhost:8888/", token, path) == url
 
 
 def answers(url: str) -> int:
@@ -519,7 +489,7 @@ def test_lab_really(clone, tmp_path):
     hidden = ("DISPLAY", "WAYLAND_DISPLAY", "JUPYTERHUB_SERVICE_PREFIX")
     environ = {k: v for k, v in os.environ.items() if k not in hidden}
     environ |= {name: str(place) for name, place in places.items()}
-    lab = subprocess.Popen(
+    command = subprocess.Popen(
         [sys.executable, "-m", "ddp_course.cli", "lab", "--no-browser"],
         env=environ | {"JUPYTER_RUNTIME_DIR": str(runtime)},
         cwd=clone,
@@ -529,36 +499,39 @@ def test_lab_really(clone, tmp_path):
         start_new_session=True,
     )
     try:
-        proof = [lab.stdout.readline(), lab.stdout.readline()]
+        proof = [command.stdout.readline(), command.stdout.readline()]
         assert "4 processes trained" in proof[0] and "They agree" in proof[1]
-        assert lab.stdout.readline().endswith(f"{clone / 'ddp-course'}\n")
-        url = re.fullmatch(r"JupyterLab: (\S+)\n", lab.stdout.readline())[1]
-        assert "ssh -L" in lab.stdout.readline()  # no display
+        assert command.stdout.readline().endswith(f"{clone / 'ddp-course'}\n")
+        url = re.fullmatch(r"JupyterLab: (\S+)\n", command.stdout.readline())[1]
+        assert "ssh -L" in command.stdout.readline()  # no display
         base, token = url.split("lab/tree/")[0], url.split("token=")[1]
         assert url.startswith(f"{base}lab/tree/notebooks/00_start_here.ipynb?")
         contents = f"{base}api/contents/notebooks/00_start_here.ipynb?token="
         assert answers(url) == 200
         assert answers(contents + token) == 200
         assert answers(contents + "wrong") == 403
+        page = urllib.request.urlopen(url, timeout=30).read().decode()
+        assert '"news": {"disabled": true}' in page  # no popup asks about it
 
         start = urllib.request.Request(f"{base}api/kernels?token={token}", data=b"{}")
         kernel = json.load(urllib.request.urlopen(start, timeout=30))["id"]
-        family = descendants(lab.pid)
+        family = descendants(command.pid)
         assert [pid for pid in family if kernel in command_line(pid)]
         assert names_in(runtime) > {"jupyter_cookie_secret"}
 
-        os.killpg(lab.pid, signal.SIGINT)  # as a terminal does: to the whole group
+        os.killpg(command.pid, signal.SIGINT)  # as a terminal does: to the whole group
         time.sleep(0.3)
-        os.killpg(lab.pid, signal.SIGINT)  # a second one must not cut it short
-        out, err = lab.communicate(timeout=30)
-        assert (lab.returncode, out, err) == (0, "", "")
+        os.killpg(command.pid, signal.SIGINT)  # a second one must not cut it short
+        out, err = command.communicate(timeout=30)
+        assert (command.returncode, out) == (0, "")
+        assert "ddp_course" not in err  # a kernel that was starting may complain
         assert none_left(family)
         assert names_in(runtime) <= {"jupyter_cookie_secret"}
         # torch makes a folder there for its compiler, torchinductor_ADA
         left = names_in(places["TMPDIR"])
         assert [name for name in left if "torchinductor" not in name] == []
     finally:
-        for pid in [*descendants(lab.pid), lab.pid]:
+        for pid in [*descendants(command.pid), command.pid]:
             if alive(pid):
                 os.kill(pid, signal.SIGKILL)
 

@@ -8,8 +8,7 @@ train      `train`, and a rank of torchrun that trains
 plan       `plan`
 proofs     ranks that really run, and agree
 doctor     `doctor`: cores, memory, GPUs, and what a container leaves of them
-server     the JupyterLab process: its port, its address, its end
-jupyter    `lab`
+lab        `lab`: JupyterLab, its port, its address, its end
 bench      `bench`
 """
 

@@ -1,0 +1,148 @@
+"""`lab`: prove the machine, then open JupyterLab at chapter 00 of a learner's copy."""
+
+from __future__ import annotations
+
+import errno
+import getpass
+import os
+import secrets
+import signal
+import socket
+import sys
+import webbrowser
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import quote, urlencode
+
+from rich.console import Console
+
+from ddp_course.commands import CommandError, chapters
+from ddp_course.commands.copy import learners_copy
+from ddp_course.commands.proofs import prove_training
+
+OPTIONS = (
+    "--no-browser",  # `lab` opens one itself, if there is one
+    "--Application.log_level=ERROR",
+    "--LabApp.news_url=None",  # nothing is downloaded, and nobody is asked about it
+    "--LabApp.check_for_updates_class="
+    "jupyterlab.handlers.announcements.NeverCheckForUpdate",
+)
+ENDINGS = ("SIGINT", "SIGTERM", "SIGHUP")  # Ctrl-C, a `kill`, a closed terminal
+
+
+def command(told: Namespace) -> int:
+    """Prove the machine, run JupyterLab until Ctrl-C, and return its exit code."""
+    root, lines = chapters.course(), []
+    if not is_free(told.port or 0, told.ip):
+        free = next_free(told.port, told.ip)
+        raise CommandError(
+            f"port {told.port} is taken; type: ddp-course lab --port {free}"
+        )
+    if not told.here:
+        root, lines = learners_copy(told.folder)
+    with Console(stderr=True).status("4 processes train a GPT beside one"):
+        proof = prove_training()
+    print("\n".join([*proof, *lines]), flush=True)
+    (chapter,) = root.glob("notebooks/00_start_here.ipynb")
+    if "JUPYTERHUB_SERVICE_PREFIX" in os.environ:
+        print(f"JupyterLab runs already in this JupyterHub seat: open {chapter} in it.")
+        return 0
+    os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"  # this Python's kernel
+    os.environ.setdefault("JUPYTER_TOKEN", secrets.token_hex(24))
+    from jupyterlab.labapp import LabApp
+
+    server = LabApp.initialize_server(arguments(root, told.port, told.ip))
+    for name in ENDINGS:  # the server itself asks back; it ends its kernels
+        number = getattr(signal, name, None)  # Windows has no SIGHUP
+        if number and signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            signal.signal(number, lambda *_: server.stop(from_signal=True))
+
+    def say() -> None:
+        token = server.identity_provider.token
+        url = address(server.connection_url, token, chapter.relative_to(root))
+        print(f"JupyterLab: {url}")
+        print(open_or_say_how(url, server.port, not told.no_browser), flush=True)
+
+    server.io_loop.add_callback(say)  # when the server listens
+    server.start()
+    return 0
+
+
+def arguments(folder: Path, port: int | None, ip: str) -> list[str]:
+    """Return what to tell JupyterLab to show `folder`: notebooks refer to ../images.
+
+    It takes `port`, or with None its usual one or the next that is free.
+    """
+    told = [*OPTIONS, f"--ServerApp.ip={ip}", f"--ServerApp.root_dir={folder}"]
+    if port is not None:
+        told += [f"--ServerApp.port={port}", "--ServerApp.port_retries=0"]
+    if hasattr(os, "geteuid") and os.geteuid() == 0:  # the usual user of a container
+        told.append("--allow-root")
+    return told
+
+
+def is_free(port: int, ip: str) -> bool:
+    """Tell whether a server could listen on `port` of `ip`; 0 stands for any port.
+
+    Raises CommandError if `ip` is no address of this machine, or the port reserved.
+    """
+    try:
+        family, *_, address = socket.getaddrinfo(ip, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family) as probe:
+            if os.name == "posix":  # as Jupyter does: a port just given up is free
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except PermissionError:
+        raise CommandError(
+            f"port {port} is for administrators; take 1024 or above"
+        ) from None
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return False
+        raise CommandError(f"{ip!r} is no address of this machine") from None
+    return True
+
+
+def next_free(port: int, ip: str) -> int:
+    """Return the first free port above `port`, or the first of all."""
+    return next(
+        p for p in (*range(port + 1, 65536), *range(1024, port)) if is_free(p, ip)
+    )
+
+
+def address(server: str, token: str, notebook: Path) -> str:
+    """Return the address at which a browser shows `notebook`, token included."""
+    url = f"{server}lab/tree/{quote(notebook.as_posix())}"
+    return f"{url}?{urlencode({'token': token})}" if token else url
+
+
+def open_or_say_how(url: str, port: int, browser: bool) -> str:
+    """Open `url` in a browser if there is one; return what the reader is to do."""
+    obstacle = no_display(os.environ, sys.platform)
+    if browser and not obstacle and webbrowser.open(url):
+        return "Your browser opens it now. Ctrl-C here ends it."
+    if obstacle:
+        return f"{obstacle} {tunnel(port, os.environ)} Ctrl-C here ends it."
+    return "Open this address in a browser. Ctrl-C here ends it."
+
+
+def no_display(environ: Mapping[str, str], platform: str) -> str | None:
+    """Return why no browser can be shown here, or None if one can."""
+    if "SSH_CONNECTION" in environ or "SSH_TTY" in environ:
+        return "This is an SSH session."
+    if platform == "linux" and not {"DISPLAY", "WAYLAND_DISPLAY"} & environ.keys():
+        return "There is no display here."
+    return None
+
+
+def tunnel(port: int, environ: Mapping[str, str]) -> str:
+    """Return what to type on one's own computer to reach the server on this one."""
+    # SSH_CONNECTION: the client's address and port, then the server's
+    host = (environ.get("SSH_CONNECTION", "").split() or [""] * 4)[2]
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container may have no name for its user
+        user = "USER"
+    command = f"ssh -L {port}:localhost:{port} {user}@{host or socket.gethostname()}"
+    return f"On your own computer type `{command}`, then open the address there."
