@@ -49,15 +49,3 @@ def clip_shards(shards: list[Tensor], max_norm: float) -> float:
         for shard in shards:
             shard.mul_(max_norm / norm)
     return norm
-
-
-def stored_and_sent(
-    numel: int, world_size: int, stage: int, states: int, passes: int
-) -> tuple[int, int]:
-    """Count in shards: what is whole has `world_size` of them."""
-    shard = 4 * -(-numel // world_size)
-    gradients = world_size if stage == 1 else 1
-    stored = (world_size + gradients + states) * shard
-    reduce_scatters = 1 if stage == 1 else passes
-    sent = (reduce_scatters + 1) * (world_size - 1) * shard  # and one all-gather
-    return stored, sent

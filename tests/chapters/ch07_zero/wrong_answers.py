@@ -6,7 +6,12 @@ import torch
 import torch.distributed as dist
 
 from ddp_course.chapters.ch07_zero import solutions
-from ddp_course.collectives import all_gather_single, all_reduce, reduce_scatter_single
+from ddp_course.collectives import (
+    all_gather_single,
+    all_reduce,
+    broadcast,
+    reduce_scatter_single,
+)
 
 # my_pieces
 
@@ -282,66 +287,6 @@ def nothing_to_do_without_shards(shards, max_norm):
     return norm
 
 
-# stored_and_sent
-
-
-def _bytes(numel, n, stage, states, passes, whole=None, gradients=None, scatters=None):
-    shard = 4 * -(-numel // n)
-    gradients = (n if stage == 1 else 1) if gradients is None else gradients
-    scatters = (1 if stage == 1 else passes) if scatters is None else scatters
-    return (
-        (n + gradients + (states if whole is None else whole)) * shard,
-        (scatters + 1) * (n - 1) * shard,
-    )
-
-
-def without_padding(numel, world_size, stage, states, passes):
-    sharded = states + (stage == 2)
-    stored = 4 * numel * (1 + (stage == 1)) + 4 * numel * sharded // world_size
-    sent = 4 * numel * (world_size - 1) // world_size
-    return stored, sent * (2 if stage == 1 else passes + 1)
-
-
-def one_reduce_scatter(numel, world_size, stage, states, passes):
-    return _bytes(numel, world_size, stage, states, passes, scatters=1)
-
-
-def one_in_every_pass(numel, world_size, stage, states, passes):
-    return _bytes(numel, world_size, stage, states, passes, scatters=passes)
-
-
-def both_in_every_pass(numel, world_size, stage, states, passes):
-    scatters = 1 if stage == 1 else 2 * passes - 1
-    return _bytes(numel, world_size, stage, states, passes, scatters=scatters)
-
-
-def gradients_whole_in_stage_2(numel, world_size, stage, states, passes):
-    return _bytes(numel, world_size, stage, states, passes, gradients=world_size)
-
-
-def gradients_cut_in_stage_1(numel, world_size, stage, states, passes):
-    return _bytes(numel, world_size, stage, states, passes, gradients=1)
-
-
-def states_whole(numel, world_size, stage, states, passes):
-    whole = states * world_size
-    return _bytes(numel, world_size, stage, states, passes, whole=whole)
-
-
-def always_adam(numel, world_size, stage, states, passes):
-    return _bytes(numel, world_size, stage, 2, passes)
-
-
-def three_of_them(numel, world_size, stage, states, passes):
-    return _bytes(numel, world_size, stage, states, passes, scatters=2)
-
-
-def with_fractions(numel, world_size, stage, states, passes):
-    shard = 4 * numel / world_size
-    stored, sent = _bytes(numel, world_size, stage, states, passes)
-    return stored + 0 * shard, sent + 0 * shard
-
-
 # What harder inputs find out
 
 
@@ -396,8 +341,75 @@ def squares_of_16_bits(shards, max_norm):
     return norm
 
 
+def fails_without_parameters(numels, rank, world_size):
+    assert max(numels) >= 0
+    return solutions.my_pieces(numels, rank, world_size)
+
+
+def zero_lengths_too(numels, rank, world_size):
+    length = _length(numels, world_size)
+    begin, end = rank * length, (rank + 1) * length
+    found = solutions.my_pieces(numels, rank, world_size)
+    starts = [sum(numels[:k]) for k in range(len(numels))]
+    nothing = [(k, 0, 0) for k, n in enumerate(numels) if not n]
+    return sorted(found + [p for p in nothing if begin <= starts[p[0]] < end])
+
+
+def takes_them_off_the_list(numels, rank, world_size):
+    found = solutions.my_pieces(numels, rank, world_size)
+    numels.clear()
+    return found
+
+
+def powers_of_two_only(weights, gradient, momentum, lr, beta):
+    assert dist.get_world_size() != 3
+    solutions.sharded_step(weights, gradient, momentum, lr, beta)
+
+
+def single_precision(weights, gradient, momentum, lr, beta):
+    mean = torch.empty(len(momentum))
+    reduce_scatter_single(mean, gradient.float())
+    momentum.mul_(beta).add_(mean / dist.get_world_size())
+    _part(weights, momentum).sub_(lr * momentum)
+    all_gather_single(weights, _part(weights, momentum).clone())
+
+
+def broadcasts(weights, gradient, momentum, lr, beta):
+    momentum.mul_(beta).add_(_mean(gradient, momentum))
+    _part(weights, momentum).sub_(lr * momentum)
+    for rank, part in enumerate(weights.split(len(momentum))):
+        broadcast(part, rank)
+
+
+def views_them(shards, max_norm):
+    flat = torch.cat([torch.zeros(1), *(shard.view(-1).float() for shard in shards)])
+    squares = flat.square().sum()
+    dist.all_reduce(squares)
+    norm = squares.sqrt().item()
+    if norm > max_norm:
+        _scaled(shards, norm, max_norm)
+    return norm
+
+
+def the_largest_number(shards, max_norm):
+    flat = torch.cat([torch.zeros(1), *(s.float().flatten() for s in shards)])
+    most = flat.abs().max()
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    if most > max_norm:
+        _scaled(shards, most.item(), max_norm)
+    return most.item()
+
+
+def the_last_number(shards, max_norm):
+    assert all(shard[-1].isfinite().all() for shard in shards)
+    return solutions.clip_shards(shards, max_norm)
+
+
 WRONG = {
     "my_pieces": {
+        fails_without_parameters: "raised `ValueError",
+        zero_lengths_too: "is empty",
+        takes_them_off_the_list: "work on a copy",
         rounded_down: "is padded to",
         the_last_takes_the_rest: "is padded to",
         the_first_take_one_more: "is padded to",
@@ -410,6 +422,9 @@ WRONG = {
         from_behind: "with the parameters in their order",
     },
     "sharded_step": {
+        powers_of_two_only: "AssertionError",
+        single_precision: "of float64",
+        broadcasts: "one reduce-scatter and one all-gather are enough",
         sharded_in_name: "sharded in name only",
         sixteen_bits_travel: "your part of `weights` is wrong",
         silent_without_gradient: "On real ranks",
@@ -426,6 +441,9 @@ WRONG = {
         returns_new_weights: "your part of `weights` is wrong",
     },
     "clip_shards": {
+        views_them: "view size is not compatible",
+        the_largest_number: "the root of the sum of all squares",
+        the_last_number: "out of bounds",
         the_own_norm_decides: "by the same factor",
         divided_by_nothing: "ZeroDivisionError",
         squares_of_16_bits: "the norm of all gradients before clipping is `500`",
@@ -440,17 +458,5 @@ WRONG = {
         one_for_each_shard: "one all_reduce of a single number",
         everything_sent: "one all_reduce of a single number",
         nothing_to_do_without_shards: "still wanted to communicate",
-    },
-    "stored_and_sent": {
-        without_padding: "with padding",
-        one_reduce_scatter: "How many reduce-scatters",
-        one_in_every_pass: "How many reduce-scatters",
-        both_in_every_pass: "How many reduce-scatters",
-        gradients_whole_in_stage_2: "Which of parameters, gradients and states",
-        gradients_cut_in_stage_1: "Which of parameters, gradients and states",
-        states_whole: "Which of parameters, gradients and states",
-        always_adam: "Which of parameters, gradients and states",
-        three_of_them: "How many reduce-scatters",
-        with_fractions: "two whole numbers",
     },
 }
