@@ -13,7 +13,7 @@
     call, agreement   what every call does first: do all ranks mean the same?
     staging, memory_barrier, allocator
                       how ranks share memory: from the algorithm downwards
-    communicator, port, patience, deadlock, reduction, catalog
+    communicator, port, patience, reduction, catalog
                       the tools of the above
 
 The functions have the names and arguments of `torch.distributed`. Chapters 02 and 03.

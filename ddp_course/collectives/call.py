@@ -58,10 +58,10 @@ class Run:
         piece: int = runtime.PIECE,
         op: dist.ReduceOp.RedOpType | None = None,
     ) -> None:
-        """Carry out a plan: in pieces on the CPU, step by step on GPUs."""
+        """Carry out a plan: in pieces on the CPU, step by step by NCCL's rules."""
         op = self.op if op is None else op
         like = buffer.parts[0]
-        if like.is_cuda:
+        if like.is_cuda or self.port.strict:
             runtime.step_by_step(plan, buffer, self.port, op)
             return
 

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from ddp_course.collectives import agreement
 from ddp_course.collectives.allocator import same_machine
-from ddp_course.collectives.deadlock import Watch, exchange_by_store
 from ddp_course.collectives.memory_barrier import Barrier
 from ddp_course.collectives.patience import socket_threads
 from ddp_course.launch import here
+from ddp_course.launch.deadlock import Watch, exchange_by_store
 
 
 class Work:
@@ -71,8 +71,8 @@ class Communicator:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether all ranks of the group can have memory in common."""
-        return self.barrier is not None
+        """Whether all ranks of the group can have memory in common, as GPUs cannot."""
+        return self.barrier is not None and dist.get_backend(self.group) != "strict"
 
     @cached_property
     def nodes(self) -> list[list[int]]:

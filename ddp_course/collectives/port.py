@@ -48,6 +48,7 @@ class Port:
         self.group = dist.group.WORLD if group is None else group
         self.ranks = dist.get_process_group_ranks(self.group)  # in the job
         self.rank, self.size = dist.get_rank(self.group), len(self.ranks)
+        self.strict = dist.get_backend(self.group) == "strict"  # NCCL's rules
         self.meters = active_meters() if meters is None else meters
         self.nbytes_sent = 0
 

@@ -13,6 +13,11 @@ On several machines, run on each of them (A is any one of them):
     torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d \\
         --rdzv-endpoint A:29400 -m ddp_course.launch ddp_course.train:train
 
+With `--strict` everything goes by NCCL's rules, on the CPU (`launch.strict`). That also
+runs any program that makes its process group itself:
+
+    torchrun --nproc-per-node 4 -m ddp_course.launch --strict program.py [ARGUMENT ...]
+
 Restarts (`--max-restarts 3`) work: each attempt meets afresh.
 """
 
@@ -31,6 +36,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from ddp_course.launch import strict
 from ddp_course.launch.topology import here
 from ddp_course.launch.torchrun import cause_first, join, leave, under_torchrun
 
@@ -43,8 +49,13 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--strict", action="store_true", help="by NCCL's rules")
     parser.add_argument("function", metavar="MODULE:FUNCTION")
     parser.add_argument("arguments", nargs="*", metavar="ARGUMENT")
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["--strict"] and argv[1:] and argv[1].endswith(".py"):
+        strict.run_program(*argv[1:])
+        return
     told = parser.parse_args(argv)
     try:
         fn = find_function(told.function)
@@ -56,7 +67,7 @@ def main(argv: list[str] | None = None) -> None:
             "RANK and MASTER_ADDR are not set: start it with torchrun, which sets them"
         )
     with cause_first():
-        store = join()
+        store = join(backend=strict.NAME) if told.strict else join()
         value = fn(*args, **kwargs)
         print_in_rank_order(value, store)
         leave()

@@ -55,7 +55,8 @@ def spawn(
         output: how to show what the ranks print: "rank" (in rank order, the same on
             every run), "live" (as it comes) or "none".
         device: "auto" (a GPU for each rank if there are enough), "cpu" or "cuda".
-        backend: "auto" (NCCL on GPUs, else gloo), "gloo", "nccl", "mpi" or "ucc".
+        backend: "auto" (NCCL on GPUs, else gloo), "gloo", "nccl", "mpi", "ucc", or
+            "strict": NCCL's rules on the CPU.
         share_gpus: let several ranks use the same GPU, over gloo.
         threads: threads that PyTorch may use in each rank.
         init: make the process group. With False, `fn` calls `init_process_group`.

@@ -16,7 +16,7 @@ import torch
 
 from ddp_course.launch.topology import Place, Topology, here
 
-BACKENDS = ("auto", "gloo", "nccl", "mpi", "ucc")
+BACKENDS = ("auto", "gloo", "strict", "nccl", "mpi", "ucc")
 DEVICES = ("auto", "cpu", "cuda")
 
 
@@ -80,6 +80,10 @@ def choose(
         )
     if device == "cuda" and have == 0:
         raise ValueError("device is 'cuda', but this machine has no GPU; use 'cpu'")
+    if backend == "strict" and device != "cuda":
+        return _on_cpu(n, backend, "NCCL's rules, on any machine")
+    if backend == "strict":
+        raise ValueError("backend is 'strict', which is for the CPU; device is 'cuda'")
     if backend == "nccl":
         _demand_gpus_for_nccl(n, have, device, share_gpus)
     if device == "cpu" or have == 0:

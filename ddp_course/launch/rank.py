@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from ddp_course.launch import rendezvous, stacks
+from ddp_course.launch import rendezvous, stacks, strict  # noqa: F401 (registers)
 from ddp_course.launch.packing import pack_value, unpack_call
 from ddp_course.launch.scratch import NamedFile, OpenFile
 from ddp_course.launch.topology import here

@@ -28,15 +28,21 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "MASTER_ADDR" in os.environ
 
 
-def join(timeout: datetime.timedelta = datetime.timedelta(minutes=10)) -> dist.Store:
-    """Make the default process group and return the store that its ranks share."""
+def join(
+    timeout: datetime.timedelta = datetime.timedelta(minutes=10),
+    backend: str | None = None,
+) -> dist.Store:
+    """Make the default process group and return the store that its ranks share.
+
+    Over NCCL for tensors on GPUs and gloo for others, unless a `backend` is given.
+    """
     place, mine = here(), device()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     if place.topology.nnodes == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
     store = store_of_torchrun(timeout)
-    options: dict[str, Any] = {"backend": "gloo"}
-    if mine.type == "cuda":
+    options: dict[str, Any] = {"backend": backend or "gloo"}
+    if mine.type == "cuda" and backend is None:
         torch.cuda.set_device(mine)
         options = {"backend": "cpu:gloo,cuda:nccl", "device_id": mine}
     dist.init_process_group(

@@ -8,8 +8,9 @@ Over gloo the rest is a matter of time:
     send     and go on; the memory is kept until the message has left
     receive  wait for what has not arrived when it is needed
 
-NCCL queues its messages on the GPU in the order in which they are given, and waits for
-none: there, what is posted together goes as one batch, at its place. And there are
+NCCL carries out the messages of two ranks one after the other, in the order in which
+they are given. There a receive, too, is posted at its place in the program, whose order
+is the same on both ranks. And there are
 
     I  backward, of which the weights' gradients are put off (`split_backward`)
     W  those that I has put off
@@ -33,7 +34,7 @@ from ddp_course.measure import active_logs
 from ddp_course.mechanisms.recompute import recompute
 from ddp_course.mechanisms.weight_gradients import Task
 from ddp_course.pipeline.clocks import COMPUTE, VirtualClock, WallClock
-from ddp_course.pipeline.program import Group, Program
+from ddp_course.pipeline.program import Group, Instruction, Program
 from ddp_course.pipeline.runtime import Runtime
 from ddp_course.pipeline.schedule import Action
 
@@ -58,6 +59,7 @@ class OverlappedRuntime(Runtime):
         super().__init__(pipeline, program.schedule, x, y)
         self.groups = program.ranks[self.port.rank]
         self.horizons = horizons(self.groups, AHEAD)
+        self.in_order = pipeline.device.type == "cuda" or self.port.strict
         self.posted = -1  # up to this group
         self.arriving: dict[Action, tuple[list[Tensor], list[Handle]]] = {}
         self.under_way: dict[int, deque[tuple[list[Tensor], list[Handle]]]] = {}
@@ -74,12 +76,12 @@ class OverlappedRuntime(Runtime):
                 made = self.compute(action, self.receive(action))
                 if made is not None:
                     self.made[action] = made
-            elif self.pipeline.device.type == "cuda":
-                self.exchange(group)
             else:
                 for step in group:
                     if step.kind == "send":
                         self.send_to(step.peer, step.action)
+                    elif self.in_order:
+                        self.expect(step)
         for messages in self.under_way.values():
             while messages:
                 _wait(messages.popleft()[1])
@@ -88,16 +90,19 @@ class OverlappedRuntime(Runtime):
 
     def post(self, number: int) -> None:
         """Group `number` begins: post what may be received from now on."""
-        on_gpu = self.pipeline.device.type == "cuda"
-        while not on_gpu and self.posted < self.horizons[number]:
+        while not self.in_order and self.posted < self.horizons[number]:
             self.posted += 1
             for step in self.groups[self.posted]:
                 if step.kind == "recv":
-                    room = [self.room_for(step.action)]
-                    if self.clock.virtual:
-                        room.append(torch.empty(1, dtype=torch.float64))
-                    handles = [self.port.receive(part, step.peer) for part in room]
-                    self.arriving[step.action] = room, handles
+                    self.expect(step)
+
+    def expect(self, step: Instruction) -> None:
+        """Begin to receive what a step is about."""
+        room = [self.room_for(step.action)]
+        if self.clock.virtual:
+            room.append(torch.empty(1, dtype=torch.float64))
+        handles = [self.port.receive(part, step.peer) for part in room]
+        self.arriving[step.action] = room, handles
 
     def receive(self, action: Action) -> Tensor | None:
         """Return what `action` needs, and wait for it if it has not arrived."""
@@ -121,18 +126,6 @@ class OverlappedRuntime(Runtime):
             _wait(under_way.popleft()[1])
         under_way.append((tensors, [self.port.send(part, peer) for part in tensors]))
         self.record("send", start, "send", action, tensors[0].nbytes)
-
-    def exchange(self, group: Group) -> None:
-        """On GPUs: send and receive what belongs together, as one batch."""
-        sends, receives = [], []
-        for step in group:
-            if step.kind == "send":
-                made = self.made.pop(step.action).contiguous()
-                sends.append((made, step.peer))
-            else:
-                self.made[step.action] = self.room_for(step.action)
-                receives.append((self.made[step.action], step.peer))
-        self.port.exchange(sends, receives)
 
     # ---- actions ---------------------------------------------------------------------
 

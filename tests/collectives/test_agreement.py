@@ -19,9 +19,9 @@ from ddp_course.collectives import (
 )
 from ddp_course.collectives.agreement import note, read
 from ddp_course.collectives.call import Call
-from ddp_course.collectives.deadlock import DeadlockError, Watch
 from ddp_course.collectives.memory_barrier import LONGEST
 from ddp_course.launch import spawn
+from ddp_course.launch.deadlock import DeadlockError, Watch
 from ddp_course.measure import ByteMeter
 
 LIST = [torch.zeros(4) for _ in range(3)]
