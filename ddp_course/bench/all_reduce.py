@@ -36,15 +36,13 @@ ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 P2P = ("naive", "tree", "halving_doubling", "ring")
 OWN = "gloo's own"
 LIMITED = {"ring": "loopback", "registered": "memory"}  # what each cannot outrun
+TITLES = "shared_memory", "registered", "chosen", "reduce_scatter", "all_gather"
 PAIRS = (
     Pair("again", "", control=True, over=OWN),
-    Pair("gloo, patient", "", over=OWN, title="gloo patient"),
     *(
-        Pair(name, "", over=OWN, title=name.replace("_", " "))
-        for name in (*P2P, "shared_memory", "registered", "chosen")
+        Pair(name, "", over=OWN, title=name.replace("_", " ").replace(",", ""))
+        for name in ("gloo, patient", *P2P, *TITLES)
     ),
-    Pair("reduce_scatter", "", over=OWN, title="reduce scatter"),
-    Pair("all_gather", "", over=OWN, title="all gather"),
     *(
         Pair(f"{name} beside {limit}", "", over="the bandwidth that there is",
              title=f"{name} over {limit}")
@@ -69,21 +67,20 @@ def rows_of(
     ranks: int, nbytes: int, times: Times, limits: dict[str, float], others: float
 ) -> Iterator[Row]:
     """Yield the rows of one size: seconds, and the bandwidth beside its limits."""
-    where = {"ranks": ranks, "nbytes": nbytes, "others": others}
     case = f"{ranks} ranks, {size_name(nbytes)}"
     medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+
+    def made(name: str, metric: str, ours: float, theirs: float) -> Row:
+        where = {"ranks": ranks, "nbytes": nbytes, "others": others, "algorithm": name}
+        return row("all-reduce", f"{case}, {name}", metric, ours, theirs, **where)
+
     for name, ours in medians.items():
-        if name.startswith("gloo "):
-            continue
-        collective = name if f"gloo {name}" in medians else "all_reduce"
-        theirs = medians[f"gloo {collective}"]
-        what = "all-reduce", f"{case}, {name}", "seconds"
-        yield row(*what, ours, theirs, algorithm=name, **where)
+        if not name.startswith("gloo "):
+            collective = name if f"gloo {name}" in medians else "all_reduce"
+            yield made(name, "seconds", ours, medians[f"gloo {collective}"])
     for name, limit in LIMITED.items():
         ours = bus_factor("all_reduce", ranks) * nbytes / medians[name]
-        beside = f"{name} beside {limit}"
-        what = "all-reduce", f"{case}, {beside}", "bytes/s"
-        yield row(*what, ours, limits[limit], algorithm=beside, **where)
+        yield made(f"{name} beside {limit}", "bytes/s", ours, limits[limit])
 
 
 def size_name(nbytes: int) -> str:

@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from ddp_course.bench.turns import Contender, Pair, Row, in_turns, row
@@ -30,61 +31,56 @@ PAIRS = (Pair("", "", title="spawn", over="torch.multiprocessing.spawn"),)
 
 def bench(quick: bool) -> Iterator[Row]:
     """Yield a row for each case and number of ranks, and one for the first launch."""
-    sides = ("ours", "theirs")
     with LaunchProcess("ours") as ours, LaunchProcess("theirs") as theirs:
         ours.launch("step", 4)  # warm, as it is for a reader's second cell
         for ranks, turns in ({2: 1, 4: 1} if quick else TURNS).items():
             for case, words in CASES.items():
-                contenders = {
-                    process.side: lambda p=process, c=case, n=ranks: p.launch(c, n)[0]
-                    for process in (ours, theirs)
-                }
-                yield _row(f"{ranks} ranks, {words}", contenders, turns)
-    first = {side: lambda side=side: first_launch(side) for side in sides}
+                both = (partial(p.launch, case, ranks) for p in (ours, theirs))
+                yield _row(f"{ranks} ranks, {words}", both, turns)
+    first = (partial(first_launch, side) for side in ("ours", "theirs"))
     yield _row("first launch", first, 1 if quick else 5)
 
 
-def _row(case: str, contenders: dict[str, Contender], turns: int) -> Row:
-    times, _ = in_turns(contenders, turns, repeat=0)
-    ours, theirs = (statistics.median(times[side]) for side in ("ours", "theirs"))
+def _row(case: str, both: Iterator[Contender], turns: int) -> Row:
+    times, _ = in_turns(dict(enumerate(both)), turns, repeat=0)
+    ours, theirs = map(statistics.median, times.values())
     return row("launch", case, "seconds", ours, theirs)
 
 
 def first_launch(side: str) -> float:
     """Return the seconds from the first import to the end of the first launch."""
     with LaunchProcess(side) as process:
-        return process.launch("all_reduce", 4)[1]
+        process.launch("all_reduce", 4)
+        return process.since_start
 
 
 class LaunchProcess:
-    """A fresh Python that launches ranks in "our" or in "their" way when told to."""
+    """A fresh Python that launches ranks in "our" or in "their" way when told to.
+
+    `since_start` are the seconds from its first import to the end of the last launch.
+    """
 
     def __init__(self, side: str) -> None:
-        self.side = side
+        self.side, self.since_start = side, 0.0
         self.process = subprocess.Popen(
             [sys.executable, str(SCRIPT), side],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,  # Ctrl-C is for us; without us its input ends
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "GLOO_SOCKET_IFNAME": loopback_interface(),
-            },
+            env=os.environ
+            | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback_interface()},
         )
 
-    def launch(self, case: str, ranks: int) -> tuple[float, float]:
-        """Return the seconds of one launch, and those since the process's first import.
-
-        Raises CommandError if it failed; why stands on stderr.
-        """
+    def launch(self, case: str, ranks: int) -> float:
+        """Return the seconds of one launch. CommandError if it failed: see stderr."""
         try:
             print(case, ranks, file=self.process.stdin, flush=True)
-            seconds, since_start = self.process.stdout.readline().split()
+            told = self.process.stdout.readline().split()
+            seconds, self.since_start = map(float, told)
         except (BrokenPipeError, ValueError):
             raise CommandError(f"a launch of {self.side} failed") from None
-        return float(seconds), float(since_start)
+        return seconds
 
     def __enter__(self) -> LaunchProcess:
         return self

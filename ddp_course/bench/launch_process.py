@@ -43,13 +43,11 @@ def step() -> None:
     optimizer.step()
 
 
-def ours(case: str, ranks: int) -> None:
-    """Launch with this course's `spawn`."""
-    spawn(CASES[case], world_size=ranks, output="none", device="cpu")
-
-
-def theirs(case: str, ranks: int) -> None:
-    """Launch with `torch.multiprocessing.spawn`."""
+def launch(side: str, case: str, ranks: int) -> None:
+    """Launch with this course's `spawn`, or with `torch.multiprocessing.spawn`."""
+    if side == "ours":
+        spawn(CASES[case], world_size=ranks, output="none", device="cpu")
+        return
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -74,10 +72,9 @@ def their_rank(rank: int, case: str, ranks: int, port: int) -> None:
 CASES = {"all_reduce": all_reduce, "step": step}
 
 if __name__ == "__main__":
-    launch = {"ours": ours, "theirs": theirs}[sys.argv[1]]
     for line in sys.stdin:
         case, ranks = line.split()
         before = time.perf_counter()
-        launch(case, int(ranks))
+        launch(sys.argv[1], case, int(ranks))
         now = time.perf_counter()
         print(now - before, now - STARTED, flush=True)

@@ -89,16 +89,20 @@ def cases(quick: bool) -> list[Case]:
 def contest(
     bench: str,
     quick: bool,
-    variants: Callable[[Case], Mapping[str, Variant]],
+    variants: Mapping[str, Variant],
     pairs: Iterable[Pair],
     of: int = 1,
+    fits: Callable[[Case, str], bool] = lambda case, name: True,
 ) -> Iterator[Row]:
-    """Yield the rows of every case; `of` so many contests share the bench's time."""
+    """Yield the rows of every case; `of` so many contests share the bench's time.
+
+    `fits(case, name)` tells whether a variant can be run in a case.
+    """
     each = BUDGET[quick] / of / len(cases(quick))
     for case in cases(quick):
-        yield from rows_of(bench, str(case), pairs, on_ranks(
-            case.ranks, measure, variants(case), case, each
-        ), **case.fields)  # fmt: skip
+        there = {name: make for name, make in variants.items() if fits(case, name)}
+        told = on_ranks(case.ranks, measure, there, case, each)
+        yield from rows_of(bench, str(case), pairs, told, **case.fields)
 
 
 def on_ranks(ranks: int, function: Callable, *args: object) -> list:

@@ -1,27 +1,6 @@
 """A training step under our tensor parallelism and under PyTorch's, in one run.
 
-All ranks work on the same batch; `tokens` are those of all together. The variants, each
-with a model and an optimizer of its own:
-
-    DTensor default
-                  PyTorch's parallelize_module: columns, rows and vocabulary, with the
-                  logits gathered, as in its tutorial
-    DTensor again the same once more: how much of a difference is noise
-    DTensor best  with the fused AdamW, and with loss_parallel: logits are not gathered
-    DTensor patient
-                  the same, while gloo's threads interrupt nobody, as in ours
-                  (`collectives.patience`): how much of our gain that is
-    DTensor sequence
-                  as best, with norms and residuals cut along the sequence
-    tp gloo       ours over gloo, with the fused AdamW
-    tp shared     ours through memory that all ranks see
-    tp gloo sequence, tp shared sequence
-                  the same with `sequence_parallel`
-    one rank alone
-                  the whole model on rank 0, while the others wait: what tensor
-                  parallelism has to beat
-
-Chapter 09.
+All ranks work on the same batch; `tokens` are those of all together. Chapter 09.
 """
 
 from __future__ import annotations
@@ -45,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 from torch.optim import AdamW
 
 from ddp_course.bench import steps
-from ddp_course.bench.turns import Pair, Row
+from ddp_course.bench.turns import Pair, Row, against
 from ddp_course.collectives import communicator
 from ddp_course.collectives.patience import patient
 from ddp_course.model import GPT
@@ -135,41 +114,33 @@ def alone(model: GPT) -> steps.Made:
 
 
 VARIANTS: dict[str, steps.Variant] = {
-    "DTensor default": partial(dtensor, best=False),
-    "DTensor again": partial(dtensor, best=False),
-    "DTensor best": dtensor,
+    "DTensor default": partial(dtensor, best=False),  # as in PyTorch's tutorial
+    "DTensor again": partial(dtensor, best=False),  # how much of a difference is noise
+    "DTensor best": dtensor,  # the fused AdamW; logits are not gathered
+    # gloo's threads interrupt nobody, as in ours: how much of our gain that is
     "DTensor patient": partial(dtensor, patiently=True),
-    "DTensor sequence": partial(dtensor, sequence=True),
+    "DTensor sequence": partial(dtensor, sequence=True),  # norms, residuals cut, too
     "tp gloo": ours,
     "tp shared": partial(ours, in_shared_memory=True),
     "tp gloo sequence": partial(ours, sequence_parallel=True),
     "tp shared sequence": partial(ours, sequence_parallel=True, in_shared_memory=True),
-    "one rank alone": alone,
+    "one rank alone": alone,  # what tensor parallelism has to beat
 }
 DEFAULT, BEST, SEQUENCE = "DTensor default", "DTensor best", "DTensor sequence"
 PAIRS = (
-    Pair("DTensor again", DEFAULT, control=True),
-    Pair(BEST, DEFAULT),
-    Pair("DTensor patient", BEST),
-    Pair(SEQUENCE, BEST),
-    Pair("tp gloo", DEFAULT),
-    Pair("tp gloo", BEST, at_most={128: 0.6, 1024: 0.8}),
-    Pair("tp gloo", "one rank alone"),
-    Pair("tp shared", DEFAULT),
-    Pair("tp shared", BEST, at_most={128: 0.3}),
-    Pair("tp shared", "one rank alone"),
-    Pair("tp gloo sequence", SEQUENCE),
-    Pair("tp shared sequence", SEQUENCE),
+    *against(DEFAULT, dict.fromkeys(("DTensor again", BEST, "tp gloo", "tp shared"))),
+    *against(BEST, {"DTensor patient": None, SEQUENCE: None}),
+    *against(BEST, {"tp gloo": {128: 0.6, 1024: 0.8}, "tp shared": {128: 0.3}}),
+    *against("one rank alone", {"tp gloo": None, "tp shared": None}),
+    *against(SEQUENCE, {"tp gloo sequence": None, "tp shared sequence": None}),
     *(
-        Pair(
-            f"{ours} sequence", ours, over="the same with sequences not cut", title=ours
-        )
-        for ours in ("tp gloo", "tp shared")
+        Pair(f"{own} sequence", own, over="the same with sequences not cut", title=own)
+        for own in ("tp gloo", "tp shared")
     ),
-    Pair("one rank alone", BEST),
+    *against(BEST, {"one rank alone": None}),
 )
 
 
 def bench(quick: bool) -> Iterator[Row]:
     """Yield a row for each number of ranks, preset, number of tokens and pair."""
-    yield from steps.contest("tp", quick, lambda case: VARIANTS, PAIRS)
+    yield from steps.contest("tp", quick, VARIANTS, PAIRS)

@@ -18,27 +18,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
+from typing import Any
 
 LOUD, ENOUGH = 0.15, 6  # the part of the machine; how many turns
 Contender = Callable[[], object]  # does it once; may return seconds that it measured
 Times = dict[str, list[float]]
+Row = dict[str, Any]  # one comparison of a bench, see `row`
 Look = tuple[float, float, float]
 Told = tuple[Times, list[Look]]  # seconds by contender and turn; `look` by turn
-
-
-class Row(TypedDict):
-    """One comparison of a bench. `ratio` is ours / theirs: below 1 is better for times.
-
-    A bench adds what else a table or a figure wants to know, such as a size.
-    """
-
-    bench: str
-    case: str
-    metric: str  # the unit of `ours` and `theirs`: "seconds", "bytes"
-    ours: float
-    theirs: float
-    ratio: float
 
 
 @dataclass(frozen=True)
@@ -61,19 +48,36 @@ class Pair:
     over: str = ""
     control: bool = False
 
-    def bar(self, row: Mapping[str, object]) -> float | None:
+    def bar(self, row: Row) -> float | None:
         """Return what is asked for in the case of `row`, or None."""
         if isinstance(self.at_most, Mapping):
             return self.at_most.get(row.get("tokens"))
         return self.at_most
 
 
+def against(
+    beside: str, variants: Mapping[str, float | Mapping[int, float] | None]
+) -> list[Pair]:
+    """Return pairs of one `beside`: variant -> which ratio is asked for, or None.
+
+    One that is called "again" is a control.
+    """
+    return [
+        Pair(variant, beside, at_most, control=variant.endswith("again"))
+        for variant, at_most in variants.items()
+    ]
+
+
 def row(
-    bench: str, case: str, metric: str, ours: float, theirs: float, **more: float | str
+    bench: str, case: str, metric: str, ours: float, theirs: float, **more: Any
 ) -> Row:
-    """Return a row; its ratio follows from the rest."""
-    made = {"bench": bench, "case": case, "metric": metric, "ours": ours}
-    return Row(**made, theirs=theirs, ratio=ours / theirs, **more)
+    """Return a row; its ratio is ours / theirs: below 1 is better for times.
+
+    `metric` is the unit of `ours` and `theirs`: "seconds", "bytes". A bench adds what
+    else a table or a figure wants to know, such as a size.
+    """
+    told = {"bench": bench, "case": case, "metric": metric}
+    return told | {"ours": ours, "theirs": theirs, "ratio": ours / theirs} | more
 
 
 def in_turns(
@@ -128,11 +132,7 @@ def slowest(told: list[Told]) -> tuple[Times, float]:
 
 
 def rows_of(
-    bench: str,
-    case: str,
-    pairs: Iterable[Pair],
-    told: list[Told],
-    **more: float | str,
+    bench: str, case: str, pairs: Iterable[Pair], told: list[Told], **more: Any
 ) -> Iterator[Row]:
     """Yield the rows of one case: those of `pairs` of which both were measured.
 
@@ -141,22 +141,12 @@ def rows_of(
     times, others = slowest(told)
     for pair in pairs:
         if pair.variant in times and pair.beside in times:
-            ours, theirs = times[pair.variant], times[pair.beside]
-            yield row(
-                bench,
-                f"{case}, {pair.variant} beside {pair.beside}",
-                "seconds",
-                statistics.median(ours),
-                statistics.median(theirs),
-                **more,
-                variant=pair.variant,
-                beside=pair.beside,
-                paired=statistics.median(
-                    a / b for a, b in zip(ours, theirs, strict=True)
-                ),
-                turns=len(ours),
-                others=others,
-            )
+            both = times[pair.variant], times[pair.beside]
+            words = f"{case}, {pair.variant} beside {pair.beside}"
+            paired = statistics.median(a / b for a, b in zip(*both, strict=True))
+            named = {"variant": pair.variant, "beside": pair.beside, "paired": paired}
+            also = more | named | {"turns": len(both[0]), "others": others}
+            yield row(bench, words, "seconds", *map(statistics.median, both), **also)
 
 
 # ---- how much of the machine other programs took -----------------------------------

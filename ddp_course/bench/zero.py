@@ -1,39 +1,9 @@
 """A training step under our ZeRO and under PyTorch's, in one run.
 
-The variants, each with a model and an optimizer of its own. Beside PyTorch's
-ZeroRedundancyOptimizer, with DDP:
-
-    ZRO default   as it is
-    ZRO again     the same once more: how much of a difference is noise
-    ZRO best      with the parameters in buckets and the fused AdamW, and around the
-                  model a DDP with static_graph and gradient_as_bucket_view
-    zero1 gloo, zero2 gloo
-                  our stages 1 and 2 over gloo, with the fused AdamW
-    zero1 shared, zero2 shared
-                  the same with buckets in shared memory
-    bound         no communication at all, and an optimizer of 1/N of the parameters
-
-Beside PyTorch's fully_shard, of every block and then of the model:
-
-    fully_shard default
-                  as it is; it leaves the root unsharded after forward, and so do ours
-    fully_shard again
-                  the same once more
-    fully_shard best
-                  with the fused AdamW, and told which block comes next
-    fully_shard patient
-                  the same, while gloo's threads interrupt nobody, as in our stage 3
-                  (`collectives.patience`): how much of our gain that is
-    fully_shard kept
-                  as best, and nothing is resharded after forward
-    zero3 gloo, zero3 shared
-                  our stage 3 over gloo and in shared memory, with the fused AdamW
-    zero3 gloo kept, zero3 shared kept
-                  the same, and nothing is resharded after forward
-    bound         as above
-
-and the most memory that a step needs under `fully_shard` and under ours. Chapters 07
-and 08.
+First beside PyTorch's ZeroRedundancyOptimizer (ZRO) with DDP; then beside its
+`fully_shard` of every block and then of the model, which leaves the root unsharded
+after forward, and so do ours. And the most memory that a step needs under `fully_shard`
+and under ours. Chapters 07 and 08.
 """
 
 from __future__ import annotations
@@ -51,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as PyTorchDDP
 from torch.optim import AdamW, Optimizer
 
 from ddp_course.bench import steps
-from ddp_course.bench.turns import Pair, Row, row
+from ddp_course.bench.turns import Pair, Row, against, row
 from ddp_course.collectives import communicator
 from ddp_course.collectives.patience import patient
 from ddp_course.measure import MemoryLog
@@ -142,18 +112,19 @@ def bound(model: nn.Module) -> steps.Made:
 
 STAGES_1_AND_2: dict[str, steps.Variant] = {
     "ZRO default": zero_default,
-    "ZRO again": zero_default,
+    "ZRO again": zero_default,  # how much of a difference is noise
     "ZRO best": zero_best,
     "zero1 gloo": partial(stages_1_and_2, kind=ZeroRedundancyOptimizer),
     "zero1 shared": partial(stages_1_and_2, kind=ZeroRedundancyOptimizer, shared=True),
     "zero2 gloo": partial(stages_1_and_2, kind=ShardedGradientOptimizer),
     "zero2 shared": partial(stages_1_and_2, kind=ShardedGradientOptimizer, shared=True),
-    "bound": bound,
+    "bound": bound,  # no communication at all
 }
 STAGE_3: dict[str, steps.Variant] = {
     "fully_shard default": partial(fully_sharded, best=False),
     "fully_shard again": partial(fully_sharded, best=False),
-    "fully_shard best": fully_sharded,
+    "fully_shard best": fully_sharded,  # fused AdamW, and told which block comes next
+    # gloo's threads interrupt nobody, as in ours: how much of our gain that is
     "fully_shard patient": fully_sharded_patiently,
     "fully_shard kept": partial(fully_sharded, reshard_after_forward=False),
     "zero3 gloo": stage3,
@@ -162,28 +133,26 @@ STAGE_3: dict[str, steps.Variant] = {
     "zero3 shared kept": partial(stage3, shared=True, reshard_after_forward=False),
     "bound": bound,
 }
+OURS = dict.fromkeys(("zero1 gloo", "zero1 shared", "zero2 gloo", "zero2 shared"))
 TIMES = (
-    Pair("ZRO again", "ZRO default", control=True),
-    Pair("ZRO best", "ZRO default"),
-    Pair("bound", "ZRO best"),
-    Pair("zero1 gloo", "ZRO default"),
-    Pair("zero1 gloo", "ZRO best", at_most=1.0),
-    Pair("zero1 shared", "ZRO default"),
-    Pair("zero1 shared", "ZRO best", at_most=0.8),
-    Pair("zero2 gloo", "ZRO default"),
-    Pair("zero2 gloo", "ZRO best"),
-    Pair("zero2 shared", "ZRO default"),
-    Pair("zero2 shared", "ZRO best"),
-    Pair("fully_shard again", "fully_shard default", control=True),
-    Pair("fully_shard best", "fully_shard default"),
-    Pair("bound", "fully_shard best"),
-    Pair("fully_shard patient", "fully_shard best"),
-    Pair("zero3 gloo", "fully_shard default"),
-    Pair("zero3 gloo", "fully_shard best", at_most={128: 0.6, 1024: 0.87}),
-    Pair("zero3 shared", "fully_shard default"),
-    Pair("zero3 shared", "fully_shard best", at_most={128: 0.45}),
-    Pair("zero3 gloo kept", "fully_shard kept"),
-    Pair("zero3 shared kept", "fully_shard kept"),
+    *against("ZRO default", {"ZRO again": None, "ZRO best": None, **OURS}),
+    *against("ZRO best", {"bound": None, **OURS, "zero1 gloo": 1, "zero1 shared": 0.8}),
+    *against(
+        "fully_shard default",
+        dict.fromkeys(
+            ("fully_shard again", "fully_shard best", "zero3 gloo", "zero3 shared")
+        ),
+    ),
+    *against(
+        "fully_shard best",
+        {
+            "bound": None,
+            "fully_shard patient": None,
+            "zero3 gloo": {128: 0.6, 1024: 0.87},
+            "zero3 shared": {128: 0.45},
+        },
+    ),
+    *against("fully_shard kept", {"zero3 gloo kept": None, "zero3 shared kept": None}),
 )
 PEAKS = tuple(
     Pair(f"peak of {ours}", theirs, at_most=1.05, title=title, over="peak of PyTorch's")
@@ -197,8 +166,8 @@ PAIRS = (*TIMES, *PEAKS)
 
 def bench(quick: bool) -> Iterator[Row]:
     """Yield a row for each case and pair; then those of memory."""
-    yield from steps.contest("zero", quick, lambda _: STAGES_1_AND_2, TIMES, of=2)
-    yield from steps.contest("zero", quick, lambda _: STAGE_3, TIMES, of=2)
+    yield from steps.contest("zero", quick, STAGES_1_AND_2, TIMES, of=2)
+    yield from steps.contest("zero", quick, STAGE_3, TIMES, of=2)
     for case in steps.cases(quick):
         yield from peak_rows(case, steps.on_ranks(case.ranks, peaks, case))
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ddp_course.collectives import (
-    exchange,
     halving_doubling,
     naive,
     ring,
     rooted,
-    shards,
     tree,
+    unrooted,
 )
 from ddp_course.collectives.plan import Plan
 
@@ -22,11 +21,11 @@ PLANS: dict[str, Callable[[int], Plan]] = {
     "gather": rooted.gather_plan,
     "reduce, naive": rooted.reduce_naive_plan,
     "reduce, tree": rooted.reduce_tree_plan,
-    "all_gather, ring": shards.all_gather_ring_plan,
-    "reduce_scatter, ring": shards.reduce_scatter_ring_plan,
-    "reduce_scatter, direct": shards.reduce_scatter_direct_plan,
-    "all_to_all": exchange.all_to_all_plan,
-    "barrier": exchange.barrier_plan,
+    "all_gather, ring": unrooted.all_gather_ring_plan,
+    "reduce_scatter, ring": unrooted.reduce_scatter_ring_plan,
+    "reduce_scatter, direct": unrooted.reduce_scatter_direct_plan,
+    "all_to_all": unrooted.all_to_all_plan,
+    "barrier": unrooted.barrier_plan,
     "all_reduce, naive": naive.plan,
     "all_reduce, tree": tree.plan,
     "all_reduce, halving-doubling": halving_doubling.plan,

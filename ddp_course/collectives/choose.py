@@ -23,7 +23,7 @@ from ddp_course.collectives import (
     shared_memory,
     tree,
 )
-from ddp_course.collectives.call import Call
+from ddp_course.collectives.call import Collective
 from ddp_course.collectives.communicator import Communicator, Work, communicator
 from ddp_course.collectives.reduction import ReduceOp
 
@@ -59,9 +59,9 @@ def all_reduce(
         else:
             algorithm = rule(comm, 0)
     elif algorithm not in ALGORITHMS:
-        call = Call(comm, "all_reduce")
+        call = Collective(group, "all_reduce")
         call.choice("algorithm", algorithm, ["auto", *ALGORITHMS])
-        return call.start(lambda run: None)  # raises on every rank
+        return call.start()  # raises on every rank
     return ALGORITHMS[algorithm](tensor, op, group, async_op)
 
 

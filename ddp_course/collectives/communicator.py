@@ -1,4 +1,4 @@
-"""What the ranks of a process group keep between calls.
+"""What the ranks of a process group keep between calls, and how they agree.
 
 Who is in the group, a barrier in shared memory at which they agree before each call, a
 thread in which collectives can be under way (`async_op=True`), and memory to receive
@@ -7,8 +7,9 @@ into. It lives as long as the process group. Explained in chapter 02.
 
 from __future__ import annotations
 
+import ast
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
@@ -17,12 +18,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_course.collectives import agreement
 from ddp_course.collectives.allocator import same_machine
-from ddp_course.collectives.memory_barrier import Barrier
+from ddp_course.collectives.memory_barrier import Barrier, ranks_in_words
 from ddp_course.collectives.patience import socket_threads
 from ddp_course.launch import here
 from ddp_course.launch.deadlock import Watch, exchange_by_store
+
+PROBLEM = "!"  # the first letter of a note that tells of a problem
+SHOWN = " \0"  # between what must be equal and what is only shown
+
+
+class CollectiveError(ValueError):
+    """The ranks' calls of a collective do not fit together; nothing was sent.
+
+    Every rank of the group raises it, with the same text.
+    """
 
 
 class Work:
@@ -113,7 +123,7 @@ class Communicator:
     ) -> list[Any]:
         """Agree as `agree_now` does, but whatever is under way: for what is itself."""
         self.watch.doing = words
-        own = agreement.note(words, problem, show)
+        own = note(words, problem, show)
         notes: list[str] | None = [own]
         if self.barrier is not None:
             notes = self.barrier.meet(own)
@@ -123,7 +133,7 @@ class Communicator:
             if not problem:
                 return [show] * self.size
             notes = [own] * self.size
-        return agreement.read(notes, self.ranks)
+        return read(notes, self.ranks)
 
     def perform(self, job: Callable[[], None], async_op: bool) -> Work | None:
         """Do `job` now, or in this group's thread, in the order of the calls."""
@@ -151,10 +161,8 @@ class Communicator:
         others = [c for c in _KEPT.values() if c is not self and c._last is not None]
         return any(not c._last.done() for c in others)
 
-    def close(self) -> None:
-        """Let the thread end; for a group that has been destroyed."""
-        if self._thread is not None:
-            self._thread.shutdown(wait=False)
+
+_KEPT: dict[dist.ProcessGroup, Communicator] = {}
 
 
 def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
@@ -174,18 +182,45 @@ def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group is {group!r}; it must be a process group or None")
     if group not in _KEPT:
-        forget_destroyed_groups()
+        for known in list(_KEPT):  # some may have been destroyed meanwhile
+            if known not in dist.distributed_c10d._world.pg_group_ranks:
+                old = _KEPT.pop(known)
+                if old._thread is not None:
+                    old._thread.shutdown(wait=False)
         _KEPT[group] = Communicator(group)
     return _KEPT[group]
 
 
-_KEPT: dict[dist.ProcessGroup, Communicator] = {}
+# ---- do all mean the same? Every rank shows a note, and judges those of all ----------
 
 
-def forget_destroyed_groups() -> None:
-    """Drop what was kept for groups that have been destroyed meanwhile."""
-    for group in list(_KEPT):
-        try:
-            dist.get_process_group_ranks(group)
-        except (KeyError, ValueError):
-            _KEPT.pop(group).close()
+def note(words: str, problem: str | None, show: Any) -> str:
+    """Return what a rank shows the others: its words and more, or its problem."""
+    if problem:
+        return PROBLEM + problem
+    return words if show is None else f"{words}{SHOWN}{show!r}"
+
+
+def read(notes: Sequence[str], ranks: Sequence[int]) -> list[Any]:
+    """Return what every rank shows beside its words, if these are equal.
+
+    Raises CollectiveError if a rank has a problem, or if the words differ.
+    """
+    problems = {r: n for r, n in zip(ranks, notes, strict=True) if n[:1] == PROBLEM}
+    if problems:
+        told = by_text({rank: text[1:] for rank, text in problems.items()})
+        raise CollectiveError(f"{told}. Nothing was sent.")
+    words, shown = zip(*(n.partition(SHOWN)[::2] for n in notes), strict=True)
+    if len(set(words)) > 1:
+        told = by_text(dict(zip(ranks, words, strict=True)))
+        wrong = f"the ranks do not call the same. {told}"
+        raise CollectiveError(f"{wrong}. Nothing was sent.")
+    return [ast.literal_eval(value) if value else None for value in shown]
+
+
+def by_text(told: dict[int, str]) -> str:
+    """Write who says what, ranks with the same text together."""
+    who: dict[str, list[int]] = {}
+    for rank, text in told.items():
+        who.setdefault(text, []).append(rank)
+    return "; ".join(f"{ranks_in_words(those)}: {text}" for text, those in who.items())

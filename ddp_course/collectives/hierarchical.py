@@ -1,26 +1,56 @@
 """All-reduce on several nodes: first inside each, then between them, then inside again.
 
-Links between nodes are slow, so as little as possible should go over them.
-`leader_plan` is the version of the textbooks: one rank of each node carries everything.
-In `sharded_plan` every rank carries its part, so each node's network cards all work
-(BlueConnect: Cho et al. 2019; Horovod's NCCLHierarchicalAllreduce). Chapter 03.
+Links between nodes are slow, so as little as possible should go over them. With
+`leader_plan`, the version of the textbooks, one rank of each node carries everything.
+With `sharded_plan` every rank carries its part, so each node's network cards all work
+(BlueConnect: Cho et al. 2019; Horovod's NCCLHierarchicalAllreduce). `in_shards` is all
+of that; `all_reduce` does the same by a plan (as in `ring`). Chapter 03.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 
 import torch.distributed as dist
 from torch import Tensor
 
 from ddp_course.collectives import ring
-from ddp_course.collectives.call import Call
+from ddp_course.collectives.call import Collective
 from ddp_course.collectives.communicator import Work, communicator
-from ddp_course.collectives.plan import Plan, Transfer, among, chain, make_plan
+from ddp_course.collectives.plan import (
+    Plan,
+    Transfer,
+    among,
+    bounds,
+    chain,
+    make_plan,
+)
+from ddp_course.collectives.port import Port
 from ddp_course.collectives.reduction import ReduceOp
 from ddp_course.collectives.rooted import broadcast_tree_plan, reduce_tree_plan
-from ddp_course.collectives.shards import all_gather_ring_plan, reduce_scatter_ring_plan
+from ddp_course.collectives.unrooted import (
+    all_gather_ring_plan,
+    reduce_scatter_ring_plan,
+)
+
+
+def in_shards(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Add up all ranks' `tensor` (contiguous), in place; called by all ranks.
+
+    Every node has as many ranks of the group; those of equal local rank are peers.
+    """
+    port, nodes = Port(group), communicator(group).nodes
+    [node] = [node for node in nodes if port.rank in node]
+    local = node.index(port.rank)
+    inside, across = port.among(node), port.among([other[local] for other in nodes])
+    flat, n = tensor.view(-1), len(nodes)
+    edges = bounds(flat.numel(), port.size)[1:-1]
+    shards = flat.tensor_split(edges[n - 1 :: n])  # one for each rank of a node
+    chunks = flat.tensor_split(edges)[local * n : local * n + n]  # of this rank's shard
+    ring.reduce_scatter(shards, inside)
+    ring.reduce_scatter(chunks, across)
+    ring.all_gather(chunks, across)
+    ring.all_gather(shards, inside)
 
 
 @cache
@@ -58,7 +88,7 @@ def sharded_plan(nnodes: int, nproc_per_node: int) -> Plan:
         [t for n in nodes for t in among(all_gather_ring_plan(len(n)), n, **shard)],
     ]
     chunks = nnodes * nproc_per_node
-    return _chained("sharded", nnodes * nproc_per_node, chunks, phases)
+    return _chained("sharded", chunks, chunks, phases)
 
 
 def _nodes(nnodes: int, nproc_per_node: int) -> list[list[int]]:
@@ -67,7 +97,7 @@ def _nodes(nnodes: int, nproc_per_node: int) -> list[list[int]]:
 
 
 def _chained(
-    name: str, world_size: int, chunks: int, phases: Sequence[list[Transfer]]
+    name: str, world_size: int, chunks: int, phases: list[list[Transfer]]
 ) -> Plan:
     plans = [make_plan(name, world_size, chunks, phase) for phase in phases]
     return chain(f"all_reduce, hierarchical, {name}", *plans)
@@ -95,14 +125,10 @@ def all_reduce(
     `variant` is "sharded" or "leader". See `call.all_reduce_by` for the other
     arguments and errors. Chapter 03.
     """
-    comm = communicator(group)
-    call = Call(comm, "hierarchical.all_reduce", variant=variant)
-    nodes = comm.nodes
+    call = Collective(group, "hierarchical.all_reduce", variant=variant)
+    nodes = call.comm.nodes
     call.choice("variant", variant, PLANS)
     if not regular(nodes):
         call.refuse(f"the group's nodes have the ranks {nodes}, not equally many each")
-
-    def plan(_: int) -> Plan:
-        return PLANS[variant](len(nodes), len(nodes[0]))
-
+    plan = lambda _: PLANS[variant](len(nodes), len(nodes[0]))  # noqa: E731
     return call.all_reduce(plan, tensor, op, async_op)

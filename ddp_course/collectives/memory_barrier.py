@@ -33,8 +33,6 @@ NAP = 0.5  # seconds asleep before looking up for a deadline, or for Ctrl-C
 LONGEST = PAGE - 8  # bytes of a text that are shown to the others
 TIMEOUT = 1800.0  # seconds that a rank waits for the others; gloo's own by default
 
-Watch = Callable[[list[int] | None], None]
-
 
 class _Time(ctypes.Structure):
     _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
@@ -93,7 +91,7 @@ class Barrier:
         size: int,
         exchange: Exchange,
         timeout: float = TIMEOUT,
-        watch: Watch | None = None,
+        watch: Callable[[list[int] | None], None] | None = None,
     ) -> None:
         self.rank, self.size = rank, size
         self.timeout, self.watch = timeout, watch
@@ -218,13 +216,15 @@ class Barrier:
                 return
             gone = [r for r in range(self.size) if self._left[r]]
             if gone:
-                raise RuntimeError(f"{_ranks(gone)} failed and left this shared memory")
+                raise RuntimeError(
+                    f"{ranks_in_words(gone)} failed and left this shared memory"
+                )
             late = [r for r in range(self.size) if self._arrived[r] < self.count]
             if self.watch:
                 self.watch(late)
             if left <= 0:
                 raise TimeoutError(
-                    f"{_ranks(late)} of {self.size} did not arrive within "
+                    f"{ranks_in_words(late)} of {self.size} did not arrive within "
                     f"{self.timeout:g} s; rank {self.rank} waited"
                 )
 
@@ -233,5 +233,6 @@ def _rows(table: Tensor) -> list[memoryview]:
     return [memoryview(row.numpy()) for row in table]
 
 
-def _ranks(ranks: list[int]) -> str:
+def ranks_in_words(ranks: list[int]) -> str:
+    """Write some ranks: "rank 3", "ranks 1, 2"."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

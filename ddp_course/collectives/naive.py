@@ -7,13 +7,13 @@ the number of ranks. `through_rank_0` is all of it; `all_reduce` does the same b
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_course.collectives.call import planned
+from ddp_course.collectives.call import all_reduce_by
 from ddp_course.collectives.plan import Plan, chain
 from ddp_course.collectives.port import Port
 from ddp_course.collectives.rooted import broadcast_naive_plan, reduce_naive_plan
@@ -44,4 +44,4 @@ def plan(world_size: int) -> Plan:
     return chain("all_reduce, naive", gathered, broadcast_naive_plan(world_size))
 
 
-all_reduce = planned("naive", plan)
+all_reduce = partial(all_reduce_by, "naive", plan)

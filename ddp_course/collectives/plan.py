@@ -126,6 +126,20 @@ def chain(name: str, *plans: Plan) -> Plan:
     )
 
 
+def backwards(plan: Plan, name: str, reduce: bool) -> Plan:
+    """Return the plan that sends every message of `plan` back, the last one first.
+
+    With `reduce` they are combined: what was one before is then made of all, so every
+    rank starts with every chunk. Otherwise it starts as `plan` ends.
+    """
+    transfers = [
+        Transfer(plan.steps - 1 - t.step, t.dst, t.src, t.first, t.last, reduce)
+        for t in plan.transfers
+    ]
+    start = None if reduce else plan.end
+    return make_plan(name, plan.world_size, plan.chunks, transfers, start, plan.start)
+
+
 def among(
     plan: Plan, ranks: Sequence[int], *, times: int = 1, skip: int = 0
 ) -> list[Transfer]:
@@ -199,21 +213,3 @@ def mistakes(plan: Plan) -> list[str]:
                     f"it should have {right}"
                 )
     return wrong
-
-
-def completing(plan: Plan) -> frozenset[Transfer]:
-    """Return the transfers whose receiver then holds, for the first time, all it can.
-
-    There a mean is divided: by whoever completes the sum, before it is passed on.
-    """
-    last: dict[tuple[int, int], Transfer] = {}  # (rank, chunk) -> the last that adds
-    for t in plan.transfers:
-        if t.reduce:
-            last.update({(t.dst, chunk): t for chunk in range(t.first, t.last)})
-    states = simulate(plan)
-    everyone = [sum(chunk in has for has in plan.start) for chunk in range(plan.chunks)]
-    return frozenset(
-        t
-        for (rank, chunk), t in last.items()
-        if len(states[t.step + 1][rank][chunk]) >= everyone[chunk]
-    )

@@ -52,14 +52,21 @@ class Port:
         self.meters = active_meters() if meters is None else meters
         self.nbytes_sent = 0
 
+    def among(self, members: Sequence[int]) -> Port:
+        """Return a port to some ranks of the group, this one among them."""
+        port = Port(self.group, self.meters)
+        port.ranks = [self.ranks[member] for member in members]
+        port.rank, port.size = members.index(self.rank), len(members)
+        return port
+
     def send(self, tensor: Tensor, peer: int) -> Handle:
         """Start to send a contiguous tensor; do not change it before `wait()`."""
         to = self.ranks[peer]
-        nbytes = self._count_sent(tensor, to)
+        self._count_sent(tensor, to)
         line = line_to(to)
         if line is None:
             return dist.isend(tensor, to, self.group, TAG)
-        return line.send(lambda: dist.isend(tensor, to, self.group, TAG), nbytes)
+        return line.send(lambda: dist.isend(tensor, to, self.group, TAG), tensor.nbytes)
 
     def receive(self, tensor: Tensor, peer: int) -> Handle:
         """Start to receive into a contiguous tensor; it is complete after `wait()`."""
@@ -83,30 +90,25 @@ class Port:
             handles = [self.receive(tensor, peer) for tensor, peer in receives]
             handles += [self.send(tensor, peer) for tensor, peer in sends]
         else:
-            batch = []
-            for tensor, peer in receives:
-                self._count_received(tensor, self.ranks[peer])
-                batch.append(self._part(dist.irecv, tensor, peer))
-            for tensor, peer in sends:
-                self._count_sent(tensor, self.ranks[peer])
-                batch.append(self._part(dist.isend, tensor, peer))
+            batch = [self._part(dist.irecv, *one) for one in receives]
+            batch += [self._part(dist.isend, *one) for one in sends]
             handles = dist.batch_isend_irecv(batch) if batch else []
         for handle in handles:
             handle.wait()
 
     def _part(self, op: Callable, tensor: Tensor, peer: int) -> dist.P2POp:
-        return dist.P2POp(op, tensor, group=self.group, tag=TAG, group_peer=peer)
+        counts = self._count_sent if op is dist.isend else self._count_received
+        counts(tensor, self.ranks[peer])
+        return dist.P2POp(op, tensor, self.ranks[peer], self.group, TAG)
 
-    def _count_sent(self, tensor: Tensor, to: int) -> int:
-        nbytes = tensor.numel() * tensor.element_size()
-        self.nbytes_sent += nbytes
+    def _count_sent(self, tensor: Tensor, to: int) -> None:
+        self.nbytes_sent += tensor.nbytes
         for meter in self.meters:
-            meter.count_sent(to, nbytes)
-        return nbytes
+            meter.count_sent(to, tensor.nbytes)
 
     def _count_received(self, tensor: Tensor, source: int) -> None:
         for meter in self.meters:
-            meter.count_received(source, tensor.numel() * tensor.element_size())
+            meter.count_received(source, tensor.nbytes)
 
 
 @cache
@@ -116,8 +118,7 @@ def line_to(rank: int) -> Line | None:
     Like a machine with one network card, this process has one line to all ranks on
     other nodes, and one to those on its own, whatever the process group.
     """
-    outside = not here().same_node(rank)
-    return _line(outside)
+    return _line(outside=not here().same_node(rank))
 
 
 @cache

@@ -12,16 +12,19 @@ about to do, cuts long messages into pieces, and can go on while others compute.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_course.collectives.call import planned
+from ddp_course.collectives.call import all_reduce_by
 from ddp_course.collectives.plan import Plan, bounds, chain
 from ddp_course.collectives.port import Port
-from ddp_course.collectives.shards import all_gather_ring_plan, reduce_scatter_ring_plan
+from ddp_course.collectives.unrooted import (
+    all_gather_ring_plan,
+    reduce_scatter_ring_plan,
+)
 
 
 def around_the_ring(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
@@ -77,4 +80,4 @@ def plan(world_size: int) -> Plan:
     return chain("all_reduce, ring", sums, all_gather_ring_plan(world_size))
 
 
-all_reduce = planned("ring", plan)
+all_reduce = partial(all_reduce_by, "ring", plan)

@@ -1,21 +1,21 @@
 """The collectives with a root: broadcast, reduce, scatter and gather.
 
-One rank, the root, has something for all others or gets something from all of them.
-Explained in chapter 02.
+One rank, the root, has something for all others or gets something from all of them. It
+is a rank of the whole job, as in `torch.distributed`. Explained in chapter 02.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_course.collectives.call import Call, Run
-from ddp_course.collectives.communicator import Work, communicator
-from ddp_course.collectives.plan import Plan, Transfer, make_plan
+from ddp_course.collectives.call import Collective
+from ddp_course.collectives.communicator import Work
+from ddp_course.collectives.plan import Plan, Transfer, backwards, make_plan
 from ddp_course.collectives.reduction import ReduceOp
 from ddp_course.collectives.runtime import Buffer
 
@@ -67,20 +67,18 @@ def broadcast(
 ) -> Work | None:
     """Give every rank of `group` what rank `src` has in `tensor` (any shape, in place).
 
-    `src` is a rank of the whole job, as in `torch.distributed.broadcast`. With
-    `async_op` it returns at once, with a handle to wait for. `algorithm` is "tree" or
-    "naive". Raises CollectiveError, on every rank, if the ranks' calls do not fit
+    With `async_op` it returns at once, with a handle to wait for. `algorithm` is "tree"
+    or "naive". Raises CollectiveError, on every rank, if the ranks' calls do not fit
     together. Chapter 02.
     """
-    comm = communicator(group)
-    call = Call(comm, "broadcast", algorithm=algorithm, src=src)
+    call = Collective(group, "broadcast", algorithm=algorithm, src=src)
     call.tensor("tensor", tensor)
     call.choice("algorithm", algorithm, BROADCASTS)
     root = call.root("src", src)
 
-    def body(run):
-        plan = BROADCASTS[algorithm](comm.size, root)
-        run.plan(plan, Buffer.flat(tensor, plan.chunks))
+    def body() -> None:
+        plan = BROADCASTS[algorithm](call.size, root)
+        call.carry_out(plan, Buffer.flat(tensor, 1))
 
     return call.start(body, async_op)
 
@@ -88,7 +86,8 @@ def broadcast(
 @cache
 def reduce_naive_plan(world_size: int, root: int = 0) -> Plan:
     """Rank `root` receives from one rank after the other, and adds what it gets."""
-    return _reversed("reduce, naive", broadcast_naive_plan(world_size, root), root)
+    there = broadcast_naive_plan(world_size, root)
+    return backwards(there, "reduce, naive", reduce=True)
 
 
 @cache
@@ -97,20 +96,8 @@ def reduce_tree_plan(world_size: int, root: int = 0) -> Plan:
 
     ceil(log2(world_size)) steps along a binomial tree.
     """
-    return _reversed("reduce, tree", broadcast_tree_plan(world_size, root), root)
-
-
-def _reversed(name: str, plan: Plan, root: int) -> Plan:
-    """Turn every message of a broadcast round, and run the steps backwards."""
-    transfers = [
-        replace(t, step=plan.steps - 1 - t.step, src=t.dst, dst=t.src, reduce=True)
-        for t in plan.transfers
-    ]
-    end = [{0} if rank == root else () for rank in range(plan.world_size)]
-    return make_plan(name, plan.world_size, 1, transfers, end=end)
-
-
-REDUCES = {"naive": reduce_naive_plan, "tree": reduce_tree_plan}
+    there = broadcast_tree_plan(world_size, root)
+    return backwards(there, "reduce, tree", reduce=True)
 
 
 def reduce(
@@ -119,25 +106,22 @@ def reduce(
     op: dist.ReduceOp.RedOpType = ReduceOp.SUM,
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
-    *,
-    algorithm: str = "tree",
 ) -> Work | None:
     """Combine the ranks' tensors (any shape) in `tensor` of rank `dst`, in place.
 
-    `dst` is a rank of the whole job; the other ranks keep theirs as they are. The rest
-    is as for `all_reduce`. Raises CollectiveError. Chapter 02.
+    The other ranks keep theirs as they are. It goes along a tree; the rest is as for
+    `all_reduce`. Raises CollectiveError. Chapter 02.
     """
-    comm = communicator(group)
-    call = Call(comm, "reduce", algorithm=algorithm, dst=dst)
+    call = Collective(group, "reduce", dst=dst)
     call.tensor("tensor", tensor)
     call.reduction(op, tensor)
-    call.choice("algorithm", algorithm, REDUCES)
     root = call.root("dst", dst)
 
-    def body(run: Run) -> None:
-        plan = REDUCES[algorithm](comm.size, root)
-        passes_on = comm.rank != root and bool(plan.received_by(comm.rank))
-        run.plan(plan, Buffer.flat(tensor.clone() if passes_on else tensor, 1))
+    def body() -> None:
+        plan = reduce_tree_plan(call.size, root)
+        passes_on = call.rank != root and bool(plan.received_by(call.rank))
+        buffer = Buffer.flat(tensor.clone() if passes_on else tensor, 1)
+        call.carry_out(plan, buffer)
 
     return call.start(body, async_op)
 
@@ -145,15 +129,17 @@ def reduce(
 @cache
 def scatter_plan(world_size: int, root: int = 0) -> Plan:
     """Rank `root` sends chunk r to rank r, to one rank after the other."""
-    others = [(root + k) % world_size for k in range(1, world_size)]
-    return make_plan(
-        "scatter",
-        world_size,
-        world_size,
-        [Transfer(k, root, r, r, r + 1, False) for k, r in enumerate(others)],
-        start=[range(world_size) if r == root else () for r in range(world_size)],
-        end=[{r} for r in range(world_size)],
-    )
+    n = world_size
+    others = [(root + k) % n for k in range(1, n)]
+    transfers = [Transfer(k, root, r, r, r + 1, False) for k, r in enumerate(others)]
+    start = [range(n) if r == root else () for r in range(n)]
+    return make_plan("scatter", n, n, transfers, start, end=[{r} for r in range(n)])
+
+
+@cache
+def gather_plan(world_size: int, root: int = 0) -> Plan:
+    """Rank r sends chunk r to `root`, one rank after the other."""
+    return backwards(scatter_plan(world_size, root), "gather", reduce=False)
 
 
 def scatter(
@@ -165,19 +151,11 @@ def scatter(
 ) -> Work | None:
     """Put `scatter_list[r]` of rank `src` into `tensor` of the group's r-th rank.
 
-    Rank `src`, a rank of the whole job, gives as many tensors as the group has ranks,
-    each like `tensor`; the other ranks give none. Raises CollectiveError. Chapter 02.
+    Rank `src` gives as many tensors as the group has ranks, each like `tensor`; the
+    other ranks give none. Raises CollectiveError. Chapter 02.
     """
-    call = Call(communicator(group), "scatter", src=src)
+    call = Collective(group, "scatter", src=src)
     return _start_with_list(call, tensor, src, scatter_list, async_op)
-
-
-@cache
-def gather_plan(world_size: int, root: int = 0) -> Plan:
-    """Rank r sends chunk r to `root`, one rank after the other."""
-    n, out = world_size, scatter_plan(world_size, root)
-    back = [replace(t, src=t.dst, dst=t.src) for t in out.transfers]
-    return make_plan("gather", n, n, back, start=out.end, end=out.start)
 
 
 def gather(
@@ -189,37 +167,37 @@ def gather(
 ) -> Work | None:
     """Put `tensor` of the group's r-th rank into `gather_list[r]` of rank `dst`.
 
-    Rank `dst`, a rank of the whole job, gives as many tensors as the group has ranks,
-    each like `tensor`; the other ranks give none. Raises CollectiveError. Chapter 02.
+    Rank `dst` gives as many tensors as the group has ranks, each like `tensor`; the
+    other ranks give none. Raises CollectiveError. Chapter 02.
     """
-    call = Call(communicator(group), "gather", dst=dst)
+    call = Collective(group, "gather", dst=dst)
     return _start_with_list(call, tensor, dst, gather_list, async_op)
 
 
 def _start_with_list(
-    call: Call, tensor: Tensor, rank: int, rows: Sequence[Tensor] | None, async_op: bool
+    call: Collective, tensor: Tensor, rank: int, rows: Any, async_op: bool
 ) -> Work | None:
     """Check and start a scatter or gather: only rank `rank`, the root, has `rows`.
 
     One for each rank of the group: its `tensor`, before a gather or after a scatter.
     """
-    comm, is_scatter = call.comm, call.name == "scatter"
+    is_scatter = call.name == "scatter"
     call.tensor("tensor", tensor)
     root = call.root("src" if is_scatter else "dst", rank)
-    if comm.rank == root:
+    if call.rank == root:
         call.tensors(f"{call.name}_list", rows, like=tensor)
     elif rows is not None and len(rows):
         call.refuse(f"{call.name}_list is given, but only rank {rank} {call.name}s")
 
-    def body(run: Run) -> None:
-        chunks: list[Tensor | None] = [None] * comm.size
-        if comm.rank == root:
+    def body() -> None:
+        chunks: list[Tensor | None] = [None] * call.size
+        if call.rank == root:
             chunks = list(rows)
             own = chunks[root]
             (tensor if is_scatter else own).copy_(own if is_scatter else tensor)
         else:
-            chunks[comm.rank] = tensor
+            chunks[call.rank] = tensor
         plan = scatter_plan if is_scatter else gather_plan
-        run.plan(plan(comm.size, root), Buffer.pieces(chunks))
+        call.carry_out(plan(call.size, root), Buffer.pieces(chunks))
 
     return call.start(body, async_op)

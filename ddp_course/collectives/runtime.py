@@ -22,9 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_course.collectives.plan import Plan, Transfer, bounds, completing
+from ddp_course.collectives.plan import Plan, Transfer, bounds
 from ddp_course.collectives.port import Port
 from ddp_course.collectives.reduction import COMBINE, ReduceOp, finish
+
+Op = dist.ReduceOp.RedOpType
 
 PIECE = 4 << 20  # bytes: longer chunks travel in pieces of this size
 WINDOW = 2  # how many receives are posted ahead
@@ -76,9 +78,7 @@ class Buffer:
         return self.parts[part][first - start : last - start]
 
 
-def step_by_step(
-    plan: Plan, buffer: Buffer, port: Port, op: dist.ReduceOp.RedOpType = ReduceOp.SUM
-) -> None:
+def step_by_step(plan: Plan, buffer: Buffer, port: Port, op: Op = ReduceOp.SUM) -> None:
     """Carry out `plan`: in each step exchange messages, then combine or keep them.
 
     Sends and receives of a step are handed over together, as NCCL asks for.
@@ -94,8 +94,14 @@ def step_by_step(
         for message, t in zip(arrived, receives, strict=True):
             own = buffer.of(t)
             own.copy_(COMBINE[op](own, message) if t.reduce else message)
-    for chunk in plan.end[port.rank]:
-        finish(buffer.chunk(chunk), op, plan.world_size)
+    finish_chunks(plan, buffer, port, op)
+
+
+def finish_chunks(plan: Plan, buffer: Buffer, port: Port, op: Op) -> None:
+    """Divide the sums that `plan` has completed on this rank, for a mean."""
+    if op == ReduceOp.AVG:
+        for chunk in plan.end[port.rank]:
+            finish(buffer.chunk(chunk), op, plan.world_size)
 
 
 @dataclass(frozen=True)
@@ -107,12 +113,11 @@ class Message:
     last: int
     step: int
     reduce: bool = False
-    finishes: bool = False
     after: int = 0  # a send: how many receives must be done before
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Messages:
     """What one rank does: its receives in order, its sends in order."""
 
     receives: tuple[Message, ...]
@@ -121,15 +126,14 @@ class Schedule:
 
 
 @lru_cache(maxsize=512)
-def schedule(plan: Plan, rank: int, edges: tuple[int, ...], piece: int) -> Schedule:
+def messages_of(plan: Plan, rank: int, edges: tuple[int, ...], piece: int) -> Messages:
     """Cut the transfers of `rank` into messages of at most `piece` elements.
 
     `edges` are the bounds of the chunks. A message may be sent when the receives of
     earlier steps that touch its elements are done: `after` of them, in order.
     """
-    finished = completing(plan)
     receives = tuple(
-        Message(t.src, first, last, t.step, t.reduce, t in finished)
+        Message(t.src, first, last, t.step, t.reduce)
         for t in plan.received_by(rank)
         for first, last in _cut(edges[t.first], edges[t.last], piece)
     )
@@ -137,12 +141,11 @@ def schedule(plan: Plan, rank: int, edges: tuple[int, ...], piece: int) -> Sched
     for t in plan.sent_by(rank):
         for first, last in _cut(edges[t.first], edges[t.last], piece):
             for count, r in enumerate(receives, 1):
-                touches = r.first < last and first < r.last
-                if r.step < t.step and touches:
+                if r.step < t.step and r.first < last and first < r.last:
                     after = max(after, count)
             sends.append(Message(t.dst, first, last, t.step, after=after))
     longest = max((r.last - r.first for r in receives if r.reduce), default=0)
-    return Schedule(receives, tuple(sends), longest)
+    return Messages(receives, tuple(sends), longest)
 
 
 def _cut(first: int, last: int, piece: int) -> list[tuple[int, int]]:
@@ -154,9 +157,8 @@ def pipelined(
     plan: Plan,
     buffer: Buffer,
     port: Port,
-    op: dist.ReduceOp.RedOpType = ReduceOp.SUM,
+    op: Op = ReduceOp.SUM,
     scratch: Callable[[int], Tensor] = torch.empty,
-    piece: int = PIECE,
 ) -> None:
     """Carry out `plan` in pieces: add one piece while the next ones are on the way.
 
@@ -164,40 +166,36 @@ def pipelined(
     type. Receives are posted `WINDOW` ahead; each message is sent as soon as what it
     contains is there.
     """
-    size = buffer.parts[0].element_size()
-    todo = schedule(plan, port.rank, buffer.bounds, max(1, piece // size))
-    combine = COMBINE[op]
+    piece = max(1, PIECE // buffer.parts[0].element_size())
+    todo = messages_of(plan, port.rank, buffer.bounds, piece)
     slots = scratch(WINDOW * todo.longest).split(max(1, todo.longest))
-    arriving, sending, sent = [], [], 0
+    arriving, sending = [], []
 
     def post(k: int) -> None:
-        r = todo.receives[k]
-        if r.reduce:
-            target = slots[k % WINDOW][: r.last - r.first]
-        else:
-            target = buffer[r.first, r.last]
-        arriving.append((target, port.receive(target, r.peer)))
+        if k < len(todo.receives):
+            r = todo.receives[k]
+            slot = slots[k % WINDOW][: r.last - r.first] if r.reduce else None
+            target = buffer[r.first, r.last] if slot is None else slot
+            arriving.append((target, port.receive(target, r.peer)))
 
-    def send_what_is_ready(done: int, sent: int) -> int:
-        while sent < len(todo.sends) and todo.sends[sent].after <= done:
-            s = todo.sends[sent]
+    def send_what_is_ready(done: int) -> None:
+        while len(sending) < len(todo.sends):
+            s = todo.sends[len(sending)]
+            if s.after > done:
+                return
             sending.append(port.send(buffer[s.first, s.last], s.peer))
-            sent += 1
-        return sent
 
-    for k in range(min(WINDOW, len(todo.receives))):
+    for k in range(WINDOW):
         post(k)
-    sent = send_what_is_ready(0, sent)
+    send_what_is_ready(0)
     for k, r in enumerate(todo.receives):
         message, handle = arriving[k]
         handle.wait()
         if r.reduce:
             own = buffer[r.first, r.last]
-            combine(own, message, out=own)
-            if r.finishes:
-                finish(own, op, plan.world_size)
-        sent = send_what_is_ready(k + 1, sent)
-        if k + WINDOW < len(todo.receives):
-            post(k + WINDOW)
+            COMBINE[op](own, message, out=own)
+        send_what_is_ready(k + 1)
+        post(k + WINDOW)
     for handle in sending:
         handle.wait()
+    finish_chunks(plan, buffer, port, op)

@@ -14,21 +14,17 @@ and, below it, `memory_barrier` and `allocator`. Explained in chapter 03.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_course.collectives.call import Call, Run
+from ddp_course.collectives.call import Collective
 from ddp_course.collectives.communicator import Communicator, Work, communicator
 from ddp_course.collectives.reduction import ReduceOp
-from ddp_course.collectives.staging import (
-    ONE_SHOT,
-    SLOT,
-    Staging,
-    SymmetricMemory,
-    cuts,
-)
+from ddp_course.collectives.staging import ONE_SHOT, Staging, SymmetricMemory, cuts
 
 # ---- tensors that lie in shared memory -----------------------------------------------
 
@@ -45,18 +41,17 @@ def empty(
     `free` or the end of the group. Raises CollectiveError; OSError if there is too
     little memory. Chapter 03.
     """
-    comm = communicator(group)
-    call = Call(comm, "shared_memory.empty", shape=list(shape), dtype=dtype)
+    call = Collective(group, "shared_memory.empty", shape=list(shape), dtype=dtype)
     made: list[Tensor] = []
     if any(not isinstance(length, int) or length < 0 for length in shape):
         call.refuse(f"shape is {shape}; it must be whole numbers, 0 or more")
     _check_shared(call)
 
-    def body(run: Run) -> None:
-        if comm.size == 1:
+    def body() -> None:
+        if call.size == 1:
             made.append(torch.empty(shape, dtype=dtype))
             return
-        nbytes = math.prod(shape) * dtype.itemsize
+        nbytes, comm = math.prod(shape) * dtype.itemsize, call.comm
         memory = SymmetricMemory(comm.barrier, nbytes, comm.exchange)
         _memories(comm).append(memory)
         made.append(memory.own.view(dtype).view(shape))
@@ -70,12 +65,11 @@ def free(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
 
     It is given back when the tensor itself is gone, too. Raises CollectiveError.
     """
-    comm = communicator(group)
-    call = Call(comm, "shared_memory.free")
+    call = Collective(group, "shared_memory.free")
     memory = _memory_of(call, tensor)
-    if memory is None and comm.size > 1:
+    if memory is None and call.size > 1:
         call.refuse("the tensor does not lie in this group's shared memory")
-    call.start(lambda run: _memories(comm).remove(memory) if memory else None)
+    call.start(lambda: _memories(call.comm).remove(memory) if memory else None)
 
 
 def peers(tensor: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
@@ -102,7 +96,7 @@ def _memories(comm: Communicator) -> list[SymmetricMemory]:
     return comm.kept.setdefault("symmetric memories", [])
 
 
-def _memory_of(call: Call, tensor: object) -> SymmetricMemory | None:
+def _memory_of(call: Collective, tensor: object) -> SymmetricMemory | None:
     """Find the shared memory in which a tensor lies; on all ranks at the same place."""
     if not call.problem and isinstance(tensor, Tensor) and tensor.numel():
         for number, memory in enumerate(_memories(call.comm)):
@@ -113,7 +107,7 @@ def _memory_of(call: Call, tensor: object) -> SymmetricMemory | None:
     return None
 
 
-def _check_shared(call: Call, *tensors: object) -> None:
+def _check_shared(call: Collective, *tensors: object) -> None:
     """Check that the group's ranks, and the tensors, are where memory can be shared."""
     comm = call.comm
     if len(comm.nodes) > 1:
@@ -141,23 +135,19 @@ def all_reduce(
     ranks. See `call.all_reduce_by` for arguments and errors; ranks that are not on
     one node cannot do it. Chapter 03.
     """
-    comm = communicator(group)
-    call = Call(comm, "shared_memory.all_reduce")
+    call = Collective(group, "shared_memory.all_reduce")
     call.tensor("tensor", tensor)
     call.reduction(op, tensor)
-    _check_shared(call, tensor)
     memory = _memory_of(call, tensor)
 
-    def body(run: Run) -> None:
-        if comm.size == 1:
-            run.agree()
-        else:
-            _staged(run, memory).all_reduce(tensor, run.op, run.agree)
-        if run.meters:
-            how = tensor.element_size(), comm.size, comm.rank, memory is not None
-            _count(run, volumes(tensor.numel(), *how))
+    def work(way: Staging | SymmetricMemory) -> None:
+        way.all_reduce(tensor, call.op, call.agree)
 
-    return call.start(body, async_op, agreed_by_body=True)
+    def moved() -> list[int]:
+        how = tensor.element_size(), call.size, call.rank, memory is not None
+        return volumes(tensor.numel(), *how)
+
+    return _start(call, tensor, tensor, memory, work, moved, async_op)
 
 
 def reduce_scatter_single(
@@ -169,27 +159,24 @@ def reduce_scatter_single(
 ) -> Work | None:
     """Combine all ranks' `input`; the r-th rank gets the r-th part, in `output`.
 
-    As `shards.reduce_scatter_single`, on one machine: without staging if `input` lies
-    in memory made by `empty`, at the same place on all ranks. `output` may be this
+    As `collectives.reduce_scatter_single`, on one machine: without staging if `input`
+    lies in memory made by `empty`, at the same place on all ranks. `output` may be this
     rank's own part of `input`, whose other parts stay as they are. Raises
     CollectiveError. Chapters 03 and 07.
     """
-    comm = communicator(group)
-    call = Call(comm, "shared_memory.reduce_scatter_single")
+    call = Collective(group, "shared_memory.reduce_scatter_single")
     call.tensor("output", output)
-    call.times("input", input, comm.size, "output", output)
+    call.times("input", input, "output", output)
     call.reduction(op, output)
-    _check_shared(call, output, input)
     memory = _memory_of(call, input)
 
-    def body(run: Run) -> None:
-        if comm.size == 1:
-            _alone(run, output, input)
-        else:
-            _staged(run, memory).reduce_scatter(output, input, run.op, run.agree)
-        _count(run, [output.nbytes] * comm.size)
+    def work(way: Staging | SymmetricMemory) -> None:
+        way.reduce_scatter(output, input, call.op, call.agree)
 
-    return call.start(body, async_op, agreed_by_body=True)
+    def moved() -> list[int]:
+        return [output.nbytes] * call.size
+
+    return _start(call, output, input, memory, work, moved, async_op)
 
 
 def all_gather_single(
@@ -200,60 +187,64 @@ def all_gather_single(
 ) -> Work | None:
     """Put the inputs of all ranks one after the other into `output` of every rank.
 
-    As `shards.all_gather_single`, on one machine: without staging if `input` lies in
-    memory made by `empty`, at the same place on all ranks; or if `output` does, and
+    As `collectives.all_gather_single`, on one machine: without staging if `input` lies
+    in memory made by `empty`, at the same place on all ranks; or if `output` does, and
     `input` is this rank's own part of it. Raises CollectiveError. Chapters 03 and 08.
     """
-    comm = communicator(group)
-    call = Call(comm, "shared_memory.all_gather_single")
+    call = Collective(group, "shared_memory.all_gather_single")
     call.tensor("input", input)
-    call.times("output", output, comm.size, "input", input)
+    call.times("output", output, "input", input)
     memory = None
     if not call.problem:
-        own = output.view(comm.size, -1)[comm.rank] if output.numel() else input
+        own = output.view(-1).tensor_split(call.size)[call.rank]
         in_place = own.data_ptr() == input.data_ptr()
         memory = _memory_of(call, output if in_place else input)
-    _check_shared(call, output, input)
 
-    def body(run: Run) -> None:
-        if comm.size == 1:
-            _alone(run, output, input)
-        else:
-            _staged(run, memory).all_gather(output, input, run.agree)
-        _count(run, [input.nbytes] * comm.size)
+    def work(way: Staging | SymmetricMemory) -> None:
+        way.all_gather(output, input, call.agree)
+
+    def moved() -> list[int]:
+        return [input.nbytes] * call.size
+
+    return _start(call, output, input, memory, work, moved, async_op)
+
+
+def _start(
+    call: Collective,
+    output: Tensor,
+    input: Tensor,
+    memory: SymmetricMemory | None,
+    work: Callable[[Staging | SymmetricMemory], None],
+    moved: Callable[[], Sequence[int]],
+    async_op: bool,
+) -> Work | None:
+    """Do `work` in `memory`; if that is None, in the group's staging buffer.
+
+    That is made at the first call, on which its ranks must agree before. `moved()` are
+    the bytes that others read of this rank's memory, or that it writes into theirs, by
+    peer; as many come back. The meters count them, though they are no messages.
+    """
+    _check_shared(call, output, input)
+    kept = call.comm.kept
+
+    def body() -> None:
+        if call.size == 1:
+            call.agree()
+            if output.data_ptr() != input.data_ptr():
+                output.view(-1).copy_(input.view(-1))
+            return
+        if memory is None and "staging" not in kept:
+            call.agree()
+            kept["staging"] = Staging(call.comm.barrier, call.comm.exchange)
+        work(kept["staging"] if memory is None else memory)
+        if call.meters:
+            peers = zip(call.comm.ranks, moved(), strict=True)
+            for rank, nbytes in (p for k, p in enumerate(peers) if k != call.rank):
+                for meter in call.meters:
+                    meter.count_sent(rank, nbytes)
+                    meter.count_received(rank, nbytes)
 
     return call.start(body, async_op, agreed_by_body=True)
-
-
-def _staged(run: Run, memory: SymmetricMemory | None) -> Staging | SymmetricMemory:
-    """Return `memory`; if there is none, the group's staging, made at the first call.
-
-    Its ranks have not yet agreed on this call; so they do, before they make it.
-    """
-    comm = run.comm
-    if memory is None and "staging" not in comm.kept:
-        run.agree()
-        comm.kept["staging"] = Staging(comm.barrier, comm.exchange)
-    return comm.kept["staging"] if memory is None else memory
-
-
-def _alone(run: Run, output: Tensor, input: Tensor) -> None:
-    run.agree()
-    if output.data_ptr() != input.data_ptr():
-        output.view(-1).copy_(input.view(-1))
-
-
-def _count(run: Run, per_peer: list[int]) -> None:
-    """Tell the byte meters what went from rank to rank, though not as a message.
-
-    Sent is what others read of this rank's memory, and what it writes into theirs.
-    """
-    me, ranks = run.comm.rank, run.comm.ranks
-    for meter in run.meters:
-        for peer, rank in enumerate(ranks):
-            if peer != me:
-                meter.count_sent(rank, per_peer[peer])
-                meter.count_received(rank, per_peer[peer])
 
 
 def volumes(
@@ -263,15 +254,11 @@ def volumes(
 
     As many come back. A small tensor is read whole by everyone. Otherwise rank p reads
     slice p of this rank's numbers, and slice `rank` of the result goes to p: together
-    2 (N - 1) / N S to all peers, as around a ring. Chapter 03.
+    2 (N - 1) / N S to all peers, as around a ring; slices begin at cache lines, so that
+    some are a little longer than others. Chapter 03.
     """
     nbytes = numel * itemsize
     if nbytes <= ONE_SHOT and not registered:
         return [nbytes] * size
-    slab = numel if registered else SLOT // itemsize
-    slices = [0] * size
-    for first in range(0, numel, max(slab, 1)):
-        edges = cuts(min(slab, numel - first), size, itemsize)
-        for p in range(size):
-            slices[p] += (edges[p + 1] - edges[p]) * itemsize
+    slices = [(b - a) * itemsize for a, b in pairwise(cuts(numel, size, itemsize))]
     return [slices[p] + slices[rank] for p in range(size)]

@@ -7,13 +7,13 @@ log2(N) of them, others one. Good for small tensors. `along_a_tree` is all of it
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_course.collectives.call import planned
+from ddp_course.collectives.call import all_reduce_by
 from ddp_course.collectives.plan import Plan, chain
 from ddp_course.collectives.port import Port
 from ddp_course.collectives.rooted import broadcast_tree_plan, reduce_tree_plan
@@ -45,4 +45,4 @@ def plan(world_size: int) -> Plan:
     return chain("all_reduce, tree", up, broadcast_tree_plan(world_size))
 
 
-all_reduce = planned("tree", plan)
+all_reduce = partial(all_reduce_by, "tree", plan)

@@ -28,7 +28,6 @@ from ddp_course.measure.meter import (
     Bytes,
     active_meters,
     table,
-    unmatched,
 )
 from ddp_course.measure.pytorch import Call, TorchCollectives
 from ddp_course.measure.storages import KINDS, label

@@ -129,9 +129,10 @@ def busy(
     """
     events = list(events)
     return sum(
-        _length(_union(events, what, one))
-        for one in sorted({event.rank for event in events})
+        end - start
+        for one in {event.rank for event in events}
         if rank in (None, one)
+        for start, end in _union(events, what, one)
     )
 
 
@@ -143,16 +144,13 @@ def overlap(events: Iterable[Event], a: str, b: str, rank: int | None = None) ->
     different ranks do at the same time is no overlap. Chapter 05.
     """
     events = list(events)
-    total = 0
-    for one in sorted({event.rank for event in events}):
-        if rank in (None, one):
-            both = [
-                (max(s, t), min(e, f))
-                for s, e in _union(events, a, one)
-                for t, f in _union(events, b, one)
-            ]
-            total += _length([(s, e) for s, e in both if s < e])
-    return total
+    return sum(
+        max(0, min(end, other_end) - max(start, other_start))
+        for one in {event.rank for event in events}
+        if rank in (None, one)
+        for start, end in _union(events, a, one)
+        for other_start, other_end in _union(events, b, one)
+    )
 
 
 def _union(
@@ -172,10 +170,6 @@ def _union(
     return covered
 
 
-def _length(intervals: list[tuple[float, float]]) -> float:
-    return sum(end - start for start, end in intervals)
-
-
 # ---- for Perfetto and chrome://tracing ---------------------------------------------
 
 
@@ -190,27 +184,36 @@ def chrome_trace(events: Iterable[Event]) -> dict[str, Any]:
     events = sorted(events, key=lambda event: (event.rank, event.start, event.end))
     first = min((event.start for event in events), default=0)
     trace: list[dict[str, Any]] = []
-    for rank in sorted({event.rank for event in events}):
-        mine = [event for event in events if event.rank == rank]
-        lines = _lines(mine)
-        trace.append(_named("process", f"rank {rank}", rank))
-        trace += [
-            _named("thread", name, rank, tid) for tid, (name, _) in enumerate(lines)
-        ]
-        trace += [
+    lines: dict[tuple[int, str], float] = {}  # of a rank, by name: when it is free
+
+    def name(kind: str, of: str, pid: int, tid: int = 0) -> None:
+        named = {"name": f"{kind}_name", "ph": "M", "pid": pid, "tid": tid}
+        trace.append(named | {"args": {"name": of}})
+
+    for event in events:
+        rank, line, number = event.rank, event.lane, 1
+        while lines.get((rank, line), event.start) > event.start:
+            number += 1
+            line = f"{event.lane} {number}"
+        of_rank = [known for known in lines if known[0] == rank]
+        if not of_rank:
+            name("process", f"rank {rank}", rank)
+        if (rank, line) not in lines:
+            name("thread", line, rank, len(of_rank))
+            of_rank.append((rank, line))
+        lines[rank, line] = event.end
+        trace.append(
             {
                 "name": event.op,
                 "cat": event.lane,
                 "ph": "X",
                 "pid": rank,
-                "tid": tid,
+                "tid": of_rank.index((rank, line)),
                 "ts": (event.start - first) * 1e6,
                 "dur": event.seconds * 1e6,
                 "args": {"bytes": event.nbytes, **event.detail},
             }
-            for tid, (_, on_line) in enumerate(lines)
-            for event in on_line
-        ]
+        )
     return {"traceEvents": trace, "displayTimeUnit": "ms"}
 
 
@@ -219,31 +222,3 @@ def save_trace(events: Iterable[Event], path: str | Path) -> Path:
     path = Path(path)
     path.write_text(json.dumps(chrome_trace(events), default=str))
     return path
-
-
-def _lines(events: list[Event]) -> list[tuple[str, list[Event]]]:
-    """Lay one rank's events on lines: by lane, then so that none run over another."""
-    lanes: dict[str, list[list[Event]]] = {}
-    for event in events:  # by start
-        lines = lanes.setdefault(event.lane, [])
-        free = next((line for line in lines if line[-1].end <= event.start), None)
-        if free is None:
-            lines.append([event])
-        else:
-            free.append(event)
-    return [
-        (lane if number == 1 else f"{lane} {number}", line)
-        for lane, lines in lanes.items()
-        for number, line in enumerate(lines, start=1)
-    ]
-
-
-def _named(kind: str, name: str, pid: int, tid: int = 0) -> dict[str, Any]:
-    """Return the metadata event that names a process or a thread of it."""
-    return {
-        "name": f"{kind}_name",
-        "ph": "M",
-        "pid": pid,
-        "tid": tid,
-        "args": {"name": name},
-    }

@@ -77,9 +77,7 @@ class Ledger(Mapping[str, int]):
 # ---- the census --------------------------------------------------------------------
 
 
-def resident(
-    *modules_and_optimizers: Any, device: torch.device | str | None = None
-) -> Ledger:
+def resident(*modules_and_optimizers: Any) -> Ledger:
     """Return the bytes that are kept now by these modules and optimizers, by kind.
 
     Counted are their parameters, gradients, optimizer states and buffers ("other"), and
@@ -88,22 +86,13 @@ def resident(
     optimizer steps is a parameter if it is one of these modules' (or there are none);
     else, as a master copy in full precision, it belongs to the optimizer's states.
 
-    Args:
-        modules_and_optimizers: `nn.Module`s, and whatever has `param_groups` and
-            `state` as a `torch.optim.Optimizer` has.
-        device: count only what lies there, such as "cpu"; everything unless given.
-
-    Raises:
-        TypeError: for an argument that is neither.
-
-    Chapter 06.
+    An optimizer is whatever has `param_groups` and `state` as a `torch.optim.Optimizer`
+    has. TypeError for an argument that is neither that nor an `nn.Module`. Chapter 06.
     """
     counts = dict.fromkeys(KINDS, 0)
-    where = None if device is None else torch.device(device)
-    for storage, parts in census(modules_and_optimizers).items():
-        if where is None or _lies_on(storage, where):
-            for part in parts:
-                counts[part.kind] += part.nbytes
+    for parts in census(modules_and_optimizers).values():
+        for part in parts:
+            counts[part.kind] += part.nbytes
     return Ledger(counts)
 
 
@@ -137,7 +126,8 @@ def tensors_of(watched: Iterable[Any]) -> list[tuple[Tensor, str]]:
     own = {id(p) for p in parameters} if modules else {id(p) for p in stepped}
     everything = [*parameters, *stepped]
     grads = [p.grad for p in everything if p.grad is not None]
-    states = [leaf for one in steppers for leaf in _leaves(dict(one.state))]
+    leaves = (pytree.tree_leaves(dict(one.state)) for one in steppers)
+    states = [leaf for each in leaves for leaf in each if isinstance(leaf, Tensor)]
     return [
         *((p, "parameters") for p in everything if id(p) in own),
         *((grad, "gradients") for grad in grads),
@@ -145,16 +135,3 @@ def tensors_of(watched: Iterable[Any]) -> list[tuple[Tensor, str]]:
         *((p, "optimizer states") for p in stepped if id(p) not in own),
         *((buffer, "other") for module in modules for buffer in module.buffers()),
     ]
-
-
-def _leaves(state: dict[Any, Any]) -> Iterator[Tensor]:
-    """Yield all tensors in an optimizer's state, however deep they lie."""
-    for value in state.values():
-        for leaf in pytree.tree_leaves(value):
-            if isinstance(leaf, Tensor):
-                yield leaf
-
-
-def _lies_on(storage: torch.UntypedStorage, where: torch.device) -> bool:
-    index = where.index in (None, storage.device.index)
-    return storage.device.type == where.type and index

@@ -156,60 +156,24 @@ class Bytes(Totals):
         )
 
 
-def table(reports: Iterable[Bytes], what: str = "sent") -> str:
+def table(reports: Iterable[Bytes]) -> str:
     """Return a Markdown table: who sent how many bytes to whom, with sums.
 
-    A row for each rank that sends, a column for each that receives. `what` is "sent" or
-    "received" (the same bytes, by the one or the other side's count) or "messages".
-    ValueError if two reports are of the same rank.
+    A row for each rank that sends, a column for each that receives. ValueError if two
+    reports are of the same rank.
     """
     reports = list(reports)
-    counts = _matrix(reports, what)
-    ranks = sorted({r for pair in counts for r in pair} | {r.rank for r in reports})
-    rows = [[f"{what}: from \\ to", *map(str, ranks), "sum"]]
-    for src in ranks:
-        row = [counts.get((src, dst), 0) for dst in ranks]
-        rows.append([f"rank {src}", *map(_cell, row), _cell(sum(row))])
-    sums = [sum(counts.get((src, dst), 0) for src in ranks) for dst in ranks]
-    rows.append(["sum", *map(_cell, sums), _cell(sum(sums))])
-    return _markdown(rows)
-
-
-def unmatched(reports: Iterable[Bytes]) -> dict[tuple[int, int], tuple[int, int]]:
-    """Return (src, dst) -> (bytes sent, bytes received) wherever these two differ.
-
-    Empty if all that was sent was also received: two ranks' meters check each other.
-    """
-    reports = list(reports)
-    sent, received = _matrix(reports, "sent"), _matrix(reports, "received")
-    return {
-        pair: (sent.get(pair, 0), received.get(pair, 0))
-        for pair in sorted(sent.keys() | received.keys())
-        if sent.get(pair, 0) != received.get(pair, 0)
-    }
-
-
-def _matrix(reports: Iterable[Bytes], what: str) -> dict[tuple[int, int], int]:
-    """Return (src, dst) -> how much, as counted on the side that `what` names."""
-    if what not in ("sent", "received", "messages"):
-        raise ValueError(f"what is {what!r}; it can be sent, received or messages")
-    matrix: dict[tuple[int, int], int] = {}
-    seen: set[int] = set()
-    for report in reports:
-        if report.rank in seen:
-            raise ValueError(f"two reports are of rank {report.rank}")
-        seen.add(report.rank)
-        for peer, n in getattr(report, what).items():
-            pair = (peer, report.rank) if what == "received" else (report.rank, peer)
-            matrix[pair] = n
-    return matrix
-
-
-def _cell(n: int) -> str:
-    return f"{n:,}" if n else "-"
-
-
-def _markdown(rows: list[list[str]]) -> str:
+    sent = {report.rank: report.sent for report in reports}
+    if len(sent) < len(reports):
+        raise ValueError("two reports are of the same rank")
+    ranks = sorted({*sent, *(peer for peers in sent.values() for peer in peers)})
+    counts = [[sent.get(a, {}).get(b, 0) for b in ranks] for a in ranks]
+    counts = [[*row, sum(row)] for row in counts]
+    counts.append([sum(column) for column in zip(*counts, strict=True)])
+    heads = [*(f"rank {rank}" for rank in ranks), "sum"]
+    rows = [["sent: from \\ to", *map(str, ranks), "sum"]]
+    for head, row in zip(heads, counts, strict=True):
+        rows.append([head, *(f"{n:,}" if n else "-" for n in row)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["| " + " | ".join(map(str.rjust, row, widths)) + " |" for row in rows]
     rule = "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|"

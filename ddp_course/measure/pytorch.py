@@ -46,20 +46,14 @@ OTHER_NAMES = {
 class Call:
     """One collective that this rank called.
 
-    Attributes:
-        op: its name, such as "all_reduce"; what the backend runs, not what was asked.
-        nbytes: bytes of the whole tensor, the S of the formulas: what an all-reduce
-            sums, what an all-gather returns; 0 for a barrier.
-        dtype: of the tensors (of the first one if they differ); None without any.
-        numel: elements of the whole tensor.
-        world_size: ranks in its group.
-        backend: "gloo" or "nccl".
+    `op` is its name, such as "all_reduce": what the backend runs, not what was asked.
+    `nbytes` are the bytes of the whole tensor, the S of the formulas: what an
+    all-reduce sums, what an all-gather returns; 0 for a barrier. `world_size` is the
+    number of ranks in its group, `backend` "gloo" or "nccl".
     """
 
     op: str
     nbytes: int
-    dtype: torch.dtype | None
-    numel: int
     world_size: int
     backend: str = "gloo"
 
@@ -134,21 +128,6 @@ class TorchCollectives:
         """Bytes of the tensors of all calls, each counted once (not bytes sent)."""
         return sum(call.nbytes for call in self.calls)
 
-    def bytes_sent(self, op: str | None = None) -> float:
-        """Return the bytes that this rank sends in all calls, or in those of `op`.
-
-        The sum of `Call.bytes_sent`. ValueError if a call has none: say which op is
-        meant, or take `SystemBytes`.
-        """
-        calls = [call for call in self.calls if op in (None, call.op)]
-        unknown = {call.op for call in calls if call.bytes_sent is None}
-        if unknown:
-            raise ValueError(
-                f"what a rank sends in {', '.join(sorted(unknown))} depends on the "
-                "rank or on the backend; SystemBytes counts what it really is"
-            )
-        return sum(call.bytes_sent or 0 for call in calls)
-
     def __repr__(self) -> str:
         if self._calls is None:
             return "<TorchCollectives: listening>"
@@ -170,24 +149,20 @@ def call_of(entry: dict[str, Any], sizes: dict[str, int]) -> Call:
             f"a {op} of group {group!r} was recorded, but that group is gone: destroy "
             "process groups after the block that measures them, not within it"
         )
-    into = _sums(entry["input_sizes"], entry["input_dtypes"])
-    out_of = _sums(entry["output_sizes"], entry["output_dtypes"])
-    if op == "all_gather":  # all inputs are of one size
-        numel, nbytes = (sizes[group] * n for n in into)
-    else:  # a scatter's input is there on the root only, so is a gather's output
-        numel, nbytes = max(into, out_of)
-    names = entry["input_dtypes"] or entry["output_dtypes"]
-    dtype = _dtype(names[0]) if names else None
-    return Call(op, nbytes, dtype, numel, sizes[group], backend)
-
-
-def _sums(shapes: list[list[int]], dtypes: list[str]) -> tuple[int, int]:
-    """Return the elements and the bytes of some tensors together."""
-    numels = [prod(shape) for shape in shapes]
-    return sum(numels), sum(
-        numel * _dtype(name).itemsize
-        for numel, name in zip(numels, dtypes, strict=True)
+    into, out_of = (
+        _nbytes(entry[f"{side}_sizes"], entry[f"{side}_dtypes"])
+        for side in ("input", "output")
     )
+    # The inputs of an all-gather are of one size. A scatter's input is there on the
+    # root only, and so is a gather's output.
+    nbytes = sizes[group] * into if op == "all_gather" else max(into, out_of)
+    return Call(op, nbytes, sizes[group], backend)
+
+
+def _nbytes(shapes: list[list[int]], dtypes: list[str]) -> int:
+    """Return the bytes of some tensors together."""
+    both = zip(shapes, dtypes, strict=True)
+    return sum(prod(shape) * _dtype(name).itemsize for shape, name in both)
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -5,7 +5,7 @@
     system.written
 
 A second opinion on `ByteMeter`: it needs no line in the code that is measured, and it
-cannot forget a message. It reads `wchar` and `rchar` of `/proc/self/io` (Linux, `man 5
+cannot forget a message. It reads `wchar` of `/proc/self/io` (Linux, `man 5
 proc_pid_io`), which psutil's `io_counters` shows, too. Found with torch 2.13 and gloo,
 and held by the tests:
 
@@ -15,8 +15,8 @@ and held by the tests:
 - Nothing comes late. A send is done (`wait()`, or the return of a collective) when its
   last byte was handed to the kernel, which is after the receiver has asked for it;
   what was counted 0.3 s later was the same to the byte.
-- gloo receives with `recv`, which `rchar` does not count: `read` stays near 0. So bytes
-  are compared on the side of the sender.
+- gloo receives with `recv`, which the kernel's `rchar` does not count. So bytes are
+  compared on the side of the sender.
 - All that the process writes is counted, files and printed text included; what passes
   through shared memory is written by nobody.
 
@@ -29,49 +29,36 @@ from pathlib import Path
 
 
 class SystemBytes:
-    """Counts what this process, all its threads, writes and reads by system calls.
+    """Counts what this process, all its threads, writes by system calls.
 
     A context manager; may be nested. RuntimeError where there is no `/proc/self/io`, or
-    if a number is asked for within the block: it is there when the block has ended.
+    if the number is asked for within the block: it is there when the block has ended.
     """
 
     def __init__(self) -> None:
-        self._counted: tuple[int, int] | None = (0, 0)  # None: within the block
+        self._written: int | None = 0  # None: within the block
 
     @property
     def written(self) -> int:
         """Bytes written within the block."""
-        return self._after()[0]
-
-    @property
-    def read(self) -> int:
-        """Bytes read within the block; what gloo receives is not among them.
-
-        Some 100 of them are those of looking at the counts.
-        """
-        return self._after()[1]
-
-    def _after(self) -> tuple[int, int]:
-        if self._counted is None:
-            raise RuntimeError("SystemBytes has its numbers when the block has ended")
-        return self._counted
+        if self._written is None:
+            raise RuntimeError("SystemBytes has its number when the block has ended")
+        return self._written
 
     def __enter__(self) -> SystemBytes:
-        self._before, self._counted = _counts(), None
+        self._before, self._written = _count(), None
         return self
 
     def __exit__(self, *exc: object) -> None:
-        written, read = _counts()
-        self._counted = written - self._before[0], read - self._before[1]
+        self._written = _count() - self._before
 
     def __repr__(self) -> str:
-        if self._counted is None:
-            return "<SystemBytes: counting>"
-        return f"<SystemBytes: {self.written:,} written, {self.read:,} read>"
+        told = "counting" if self._written is None else f"{self._written:,} written"
+        return f"<SystemBytes: {told}>"
 
 
-def _counts(file: Path = Path("/proc/self/io")) -> tuple[int, int]:
-    """Return wchar and rchar of this process, in bytes since it began."""
+def _count(file: Path = Path("/proc/self/io")) -> int:
+    """Return `wchar` of this process, in bytes since it began."""
     try:
         lines = file.read_text().splitlines()
     except OSError as error:
@@ -79,5 +66,4 @@ def _counts(file: Path = Path("/proc/self/io")) -> tuple[int, int]:
             f"SystemBytes reads {file}, which this system does not offer ({error}). "
             "It needs Linux; ByteMeter counts everywhere."
         ) from error
-    fields = dict(line.split(": ") for line in lines)
-    return int(fields["wchar"]), int(fields["rchar"])
+    return int(dict(line.split(": ") for line in lines)["wchar"])

@@ -1,4 +1,4 @@
-"""What the tests of shared memory share: how ranks meet, and what they have mapped."""
+"""What tests of collectives share: how ranks meet, what they have mapped, errors."""
 
 from __future__ import annotations
 
@@ -27,3 +27,12 @@ def catch(do: Callable[[], object]) -> str:
     except BaseException as error:
         return f"{type(error).__name__}: {error}"
     return "nothing raised"
+
+
+def in_order(parts: list[str], text: str) -> bool:
+    """Tell whether the parts stand in the text, one after the other."""
+    for part in parts:
+        _, found, text = text.partition(part)
+        if not found:
+            return False
+    return True

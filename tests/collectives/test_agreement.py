@@ -3,139 +3,98 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from memory_cases import in_order
 
 from ddp_course import collectives as ours
 from ddp_course.collectives import (
+    ALGORITHMS,
     CollectiveError,
+    Selector,
     choose,
     naive,
     ring,
     shared_memory,
 )
-from ddp_course.collectives.agreement import note, read
-from ddp_course.collectives.call import Call
-from ddp_course.collectives.memory_barrier import LONGEST
+from ddp_course.collectives.communicator import note, read
 from ddp_course.launch import spawn
 from ddp_course.launch.deadlock import DeadlockError, Watch
 from ddp_course.measure import ByteMeter
 
+FOUR, SQUARE, INTEGERS = torch.zeros(4), torch.zeros(2, 2), torch.zeros(12).long()
 LIST = [torch.zeros(4) for _ in range(3)]
-SENT = [torch.zeros(4) for _ in range(3)]
+DIFFER = "the ranks do not call the same"
+SHAPES = {  # what rank 1 gives in place of four zeros; what is told of it
+    "other shape": (torch.zeros(5), "rank 1: * float32 [5]"),
+    "other type": (FOUR.int(), "int32"),
+    "same size, other shape": (SQUARE, "float32 [2, 2]"),
+    "not contiguous": (torch.zeros(4, 4).t(), "rank 1: tensor is not contiguous"),
+    "a slice": (torch.zeros(4, 4)[:, :2], "rank 1: tensor is not contiguous"),
+    "no tensor": ([1.0], "tensor is a list, not a tensor"),
+    "sparse": (FOUR.to_sparse(), "torch.sparse_coo"),
+    "negated": (torch._neg_view(FOUR), "rank 1: tensor is a view that negates"),
+    "conjugated": (FOUR.cfloat().conj(), "give tensor.resolve_conj().resolve_neg()"),
+}
 
 
-def bad_calls(me: int) -> dict[str, tuple[Callable[[], object], str]]:
+def bad_calls(odd: bool) -> dict[str, tuple[Callable[[], object], str]]:
     """Return calls that cannot go well, each with words of the error. Rank 1 is odd."""
-    odd = me == 1
-    four = torch.zeros(4)
-    matrix = torch.zeros(4, 4)
-    crooked = matrix.t() if odd else matrix
-    other_shape = torch.zeros(5) if odd else four
-    other_type = torch.zeros(4, dtype=torch.int32) if odd else four
-    op = dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM
-    square, columns = torch.zeros(2, 2), torch.zeros(4, 4)[:, :2]
-    shapes = {
-        "other shape": (other_shape, "rank 1: * float32 [5]"),
-        "other type": (other_type, "int32"),
-        "same size, other shape": (square if odd else four, "float32 [2, 2]"),
-        "not contiguous": (crooked, "rank 1: tensor is not contiguous"),
-        "a slice of columns": (columns, "ranks 0, 1, 2: tensor is not contiguous"),
-        "no tensor": ([1.0] if odd else four, "tensor is a list, not a tensor"),
-        "sparse": (four.to_sparse() if odd else four, "torch.sparse_coo"),
-    }
     calls = {}
-    for name, (tensor, words) in shapes.items():
-        for algorithm, all_reduce in choose.ALGORITHMS.items():
-            calls[f"{algorithm}: {name}"] = (lambda f=all_reduce, t=tensor: f(t), words)
-        calls[f"broadcast: {name}"] = (lambda t=tensor: ours.broadcast(t), words)
-        calls[f"reduce: {name}"] = (lambda t=tensor: ours.reduce(t), words)
-    calls["chosen"] = (lambda: ours.all_reduce(other_shape), "float32 [5]")
-    calls["other op"] = (lambda: ring.all_reduce(four, op), "op MAX")
-    calls["no op"] = (lambda: ring.all_reduce(four, "sum"), "op is 'sum'; it can be")
-    calls["BAND"] = (
-        lambda: ring.all_reduce(four, dist.ReduceOp.BAND),
-        "op is *BAND*; it can be",
+    of_one_tensor = ALGORITHMS | {"broadcast": ours.broadcast, "reduce": ours.reduce}
+    for name, (tensor, words) in SHAPES.items():
+        for function, call in of_one_tensor.items():
+            given = tensor if odd else FOUR
+            calls[f"{function}: {name}"] = partial(call, given), words
+    single, scatter, to_all = (
+        ours.reduce_scatter_single,
+        ours.scatter,
+        ours.all_to_all_single,
     )
-    calls["mean of integers"] = (
-        lambda: ring.all_reduce(torch.zeros(4, dtype=torch.int64), dist.ReduceOp.AVG),
-        "AVG",
-    )
-    calls["other algorithm"] = (
-        lambda: (naive if odd else ring).all_reduce(four),
-        "rank 1: naive.all_reduce",
-    )
-    calls["other collective"] = (
-        lambda: ours.broadcast(four) if odd else ring.all_reduce(four),
-        "the ranks do not call the same",
-    )
-    calls["other root"] = (lambda: ours.broadcast(four, me % 2), "src=1")
-    calls["wrong root"] = (lambda: ours.broadcast(four, 3), "src is 3; * 0 to 2")
-    calls["root -1"] = (lambda: ours.reduce(four, -1), "dst is -1; * 0 to 2")
-    calls["unknown way"] = (
-        lambda: ours.broadcast(four, algorithm="bush"),
-        "algorithm is 'bush'; it can be naive, tree",
-    )
-    calls["short list"] = (
-        lambda: ours.all_gather(LIST[: 3 - odd], four),
-        "rank 1: tensor_list has 2 tensors; the group has 3 ranks",
-    )
-    calls["wrong list"] = (
-        lambda: ours.all_gather([*LIST[:2], torch.zeros(3)], four),
-        "tensor_list[2] is torch.float32 [3]; it must be",
-    )
-    calls["no list"] = (lambda: ours.scatter(four, None, 0), "rank 0: scatter_list is")
-    calls["two lists"] = (lambda: ours.scatter(four, LIST, 0), "only rank 0 scatters")
-    calls["gather: two lists"] = (lambda: ours.gather(four, LIST, 0), "only rank 0")
-    calls["wrong output"] = (
-        lambda: ours.all_gather_single(torch.zeros(11), four),
-        "11 elements; it must be torch.float32 with 12",
-    )
-    calls["wrong input"] = (
-        lambda: ours.reduce_scatter_single(four, torch.zeros(12, dtype=torch.int64)),
-        "input is torch.int64",
-    )
-    calls["all_to_all"] = (
-        lambda: ours.all_to_all(
-            [torch.zeros(4)] * 3, [torch.zeros(4 + (odd and k == 2)) for k in range(3)]
-        ),
-        "rank 1 has *[5]* for rank 2, which expects *[4]",
-    )
-    calls["all_to_all of two types"] = (
-        lambda: ours.all_to_all(LIST, [*LIST[:2], torch.zeros(4, dtype=torch.int64)]),
-        "the tensors in input_list and output_list differ in type",
-    )
-    calls["all_to_all or not"] = (
-        lambda: ours.barrier() if odd else ours.all_to_all(SENT, LIST),
-        "the ranks do not call the same",
-    )
-    calls["all_to_all into what is sent"] = (
-        lambda: ours.all_to_all(SENT, LIST if odd else SENT[::-1]),
-        "ranks 0, 2: output_list lies where input_list does",
-    )
-    calls["no dimension"] = (
-        lambda: ours.all_to_all_single(torch.ones(()) if odd else SENT[0], LIST[0]),
-        "rank 1: output has no dimension along which to divide it",
-    )
-    calls["a tensor as list"] = (
-        lambda: ours.scatter(four, four, 0),
-        "rank 0: scatter_list is Tensor; it must be a list",
-    )
-    calls["splits"] = (
-        lambda: ours.all_to_all_single(
-            torch.zeros(6), torch.zeros(6), [2, 2, 2], [3, 3, 1] if odd else [2, 2, 2]
-        ),
-        "rank 1: input_split_sizes is [3, 3, 1]; it must be 3 numbers",
-    )
-    calls["not in memory"] = (
-        lambda: shared_memory.free(four),
-        "does not lie in this group's shared memory",
-    )
-    calls["negative length"] = (lambda: shared_memory.empty(-1), "shape is (-1,); it")
-    calls["other length"] = (lambda: shared_memory.empty(4 + odd), "shape=[5]")
+    table = [  # call, its arguments, words
+        (ours.all_reduce, [SHAPES["other shape"][0] if odd else FOUR], "float32 [5]"),
+        (partial(ours.all_reduce, algorithm="star"), [FOUR],
+         "is 'star'; it can be auto, naive, tree, halving_doubling, ring, hier"),
+        (ring.all_reduce, [FOUR, ours.ReduceOp.MAX if odd else ours.ReduceOp.SUM],
+         "op MAX"),
+        (ring.all_reduce, [FOUR, "sum"], "op is 'sum'; it can be"),
+        (ring.all_reduce, [FOUR, dist.ReduceOp.BAND], "op is *BAND*; it can be"),
+        (ring.all_reduce, [INTEGERS, dist.ReduceOp.AVG], "AVG"),
+        ((naive if odd else ring).all_reduce, [FOUR], "rank 1: naive.all_reduce"),
+        (ours.broadcast if odd else ring.all_reduce, [FOUR], DIFFER),
+        (ours.broadcast, [FOUR, int(odd)], "src=1"),
+        (ours.broadcast, [FOUR, 3], "src is 3; * 0 to 2"),
+        (ours.reduce, [FOUR, -1], "dst is -1; * 0 to 2"),
+        (partial(ours.broadcast, algorithm="bush"), [FOUR],
+         "algorithm is 'bush'; it can be naive, tree"),
+        (ours.all_gather, [LIST[: 3 - odd], FOUR],
+         "rank 1: tensor_list has 2 tensors; the group has 3 ranks"),
+        (ours.all_gather, [[*LIST[:2], torch.zeros(3)], FOUR],
+         "tensor_list[2] is torch.float32 [3]; it must be"),
+        (scatter, [FOUR, None, 0], "rank 0: scatter_list is"),
+        (scatter, [FOUR, LIST, 0], "only rank 0 scatters"),
+        (scatter, [FOUR, FOUR, 0], "rank 0: scatter_list is Tensor; it must be a list"),
+        (ours.gather, [FOUR, LIST, 0], "only rank 0"),
+        (ours.all_gather_single, [torch.zeros(11), FOUR],
+         "11 elements; it must be torch.float32 with 12"),
+        (single, [FOUR, INTEGERS], "input is torch.int64"),
+        (to_all, [torch.zeros(6 + 3 * odd), torch.zeros(6 + 3 * odd)],
+         "rank 1: * input float32 [9]"),
+        (to_all, [torch.zeros(6), INTEGERS], "output is torch.float32 [6]; it must be"),
+        (to_all, [INTEGERS, INTEGERS if odd else INTEGERS + 0],
+         "rank 1: output lies where input does"),
+        (to_all, [torch.ones(()), torch.zeros(())], "cannot be cut into 3 equal parts"),
+        (to_all, [torch.ones(4), FOUR], "input [4] cannot be cut into 3 equal parts"),
+        (shared_memory.free, [FOUR], "does not lie in this group's shared memory"),
+        (shared_memory.empty, [-1], "shape is (-1,); it"),
+        (shared_memory.empty, [4 + odd], "shape=[5]"),
+    ]  # fmt: skip
+    for number, (call, arguments, words) in enumerate(table):
+        calls[f"{number}: {words}"] = partial(call, *arguments), words
     return calls
 
 
@@ -152,13 +111,13 @@ def caught(call: Callable[[], object]) -> str:
 def try_all() -> dict[str, tuple[str, int]]:
     """On every rank: call each, in order; return the errors and the bytes sent."""
     got = {}
-    for name, (call, _) in bad_calls(dist.get_rank()).items():
+    for name, (call, _) in bad_calls(dist.get_rank() == 1).items():
         with ByteMeter() as meter:
             told = caught(call)
         got[name] = told, meter.total_sent
     fine = torch.tensor([1.0])
-    ring.all_reduce(fine)  # and the group still works
-    shared_memory.all_reduce(fine)
+    for algorithm in ("ring", "shared_memory", "auto"):  # the group still works
+        ours.all_reduce(fine, algorithm=algorithm)
     return got | {"afterwards": (str(fine.item()), 0)}
 
 
@@ -171,15 +130,6 @@ def wrong_groups() -> list[str]:
     ]
 
 
-def in_order(parts: list[str], text: str) -> bool:
-    """Tell whether the parts stand in the text, one after the other."""
-    for part in parts:
-        _, found, text = text.partition(part)
-        if not found:
-            return False
-    return True
-
-
 def test_every_rank_raises_the_same_clear_error_and_sends_nothing():
     both = spawn(lambda: (try_all(), wrong_groups()), world_size=3, output="none")
     told, of_groups = zip(*both, strict=True)
@@ -187,22 +137,11 @@ def test_every_rank_raises_the_same_clear_error_and_sends_nothing():
     assert "rank 2 is no member of this group" in of_groups[2][0]
     assert of_groups[2][1].startswith("TypeError: group is 'world'; it must be a proc")
     assert told[0] == told[1] == told[2]
-    assert told[0].pop("afterwards") == ("9.0", 0)
-    for name, (_, words) in bad_calls(0).items():
+    assert told[0].pop("afterwards") == ("27.0", 0)
+    for name, (_, words) in bad_calls(False).items():
         text, sent = told[0][name]
         assert in_order(words.split("*"), text), (name, text)
         assert text.endswith("Nothing was sent.") and sent == 0, name
-
-
-def test_what_64_ranks_have_for_each_other_can_all_be_shown():
-    """Else no rank could compare what the others give and expect."""
-    comm = SimpleNamespace(size=64, ranks=range(64))
-    call = Call(comm, "all_to_all")
-    given = [*torch.empty(64, 12345, 128, dtype=torch.uint8)]
-    taken = [*torch.empty(64, 54321, 128, dtype=torch.uint8)]
-    call.pairs(taken, given)
-    assert call.problem is None
-    assert len(note(", ".join(call.words), None, call.show)) < LONGEST
 
 
 def disagreements() -> list[object]:
@@ -224,7 +163,7 @@ def disagreements() -> list[object]:
 def test_ranks_agree_in_turn_and_do_not_agree_in_the_same_words():
     one, other = spawn(disagreements, world_size=2, output="none")
     assert one == other
-    differ = "the ranks do not call the same. rank 0: a step; rank 1: a step back"
+    differ = f"{DIFFER}. rank 0: a step; rank 1: a step back"
     under_way = one.pop(3)
     assert "float32 [5]" in under_way and under_way.endswith("Nothing was sent.")
     assert one == [
@@ -242,19 +181,14 @@ def test_ranks_in_different_groups_are_told_and_do_not_hang(first):
         pair = dist.new_group([0, 1])
         if not first:  # both groups are known already
             ours.barrier()
-            if dist.get_rank() < 2:
-                ours.barrier(pair)
+            ours.barrier(pair)
         try:
-            if dist.get_rank() == 0:
-                ring.all_reduce(torch.zeros(4), group=pair)
-            elif dist.get_rank() == 1:
-                ring.all_reduce(torch.zeros(4))
+            ring.all_reduce(torch.zeros(4), group=None if dist.get_rank() else pair)
         except DeadlockError as error:
             return str(error)
         return "went well"
 
-    reports = spawn(different_groups, world_size=2, output="none", timeout=30)
-    for told in reports:
+    for told in spawn(different_groups, world_size=2, output="none", timeout=30):
         assert told.startswith("these wait for each other: rank 0 at ")
         assert "in the group of ranks [0, 1]; rank 1 at" in told
 
@@ -262,12 +196,11 @@ def test_ranks_in_different_groups_are_told_and_do_not_hang(first):
 def test_a_circle_of_three_is_found_and_a_late_rank_is_none():
     store = dist.HashStore()
     watches = [Watch(store, [0, 1, 2], rank) for rank in range(3)]
-    late = {0: [1], 1: [2], 2: [0]}
 
     def look(rank: int) -> str:
         watches[rank].since = -1e9
         try:
-            watches[rank](late[rank])
+            watches[rank]([(rank + 1) % 3])
         except DeadlockError as error:
             return str(error)
         return ""
@@ -292,3 +225,35 @@ def test_reading_notes():
     ):
         with pytest.raises(CollectiveError, match=told):
             read(notes, [4, 5, 6])
+
+
+# ---- the choice of an algorithm ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("nodes", "shares", "nbytes", "cpu", "name"),
+    [
+        ([[0, 1, 2]], True, 4, True, "shared_memory"),
+        ([[0, 1, 2]], True, 1 << 30, True, "shared_memory"),
+        ([[0, 1, 2]], True, 1 << 30, False, "ring"),  # GPUs
+        ([[0, 1, 2]], False, 4, True, "tree"),
+        ([[0, 1, 2]], False, 1 << 20, True, "ring"),
+        ([[0, 1], [2, 3]], True, 4, True, "hierarchical"),
+        ([[0, 1], [2]], True, 1 << 20, True, "ring"),
+        ([[0], [1]], False, 1 << 20, True, "ring"),
+        ([[0], [1]], False, 8, True, "tree"),
+    ],
+)
+def test_the_rule(nodes, shares, nbytes, cpu, name):
+    group = SimpleNamespace(nodes=nodes, shares_memory=shares)
+    assert choose.rule(group, nbytes, cpu) == name
+
+
+def test_a_selector_takes_the_fastest():
+    ring_times = {10: 5.0, 1000: 6.0, 100: 5.5}
+    selector = Selector.of({"ring": ring_times, "tree": {10: 1, 100: 2, 1000: 9}})
+    assert selector.best == ((10, "tree"), (100, "tree"), (1000, "ring"))
+    sizes = {0: "tree", 10: "tree", 99: "tree", 100: "tree", 101: "ring", 5000: "ring"}
+    assert {n: selector(n) for n in sizes} == sizes
+    with pytest.raises(ValueError, match="no size was measured for all"):
+        Selector.of({"ring": {1: 1.0}, "tree": {2: 1.0}})

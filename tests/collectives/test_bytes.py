@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from fractions import Fraction
+from functools import partial
 
 import pytest
 import torch
@@ -10,71 +12,66 @@ import torch.distributed as dist
 
 from ddp_course import collectives as ours
 from ddp_course import theory
-from ddp_course.collectives import (
-    halving_doubling,
-    hierarchical,
-    naive,
-    ring,
-    shared_memory,
-    tree,
-)
+from ddp_course.collectives import hierarchical, ring, shared_memory
 from ddp_course.collectives.port import Port
 from ddp_course.launch import spawn
-from ddp_course.measure import ByteMeter, Bytes, SystemBytes, unmatched
+from ddp_course.measure import ByteMeter, Bytes, SystemBytes
 
 PER_RANK = 84_000  # of 8 bytes: all world sizes, their squares, cache lines divide it
 
 
-def all_calls() -> dict[str, tuple]:
-    """Return (call, S in bytes) by the names of `theory.bytes_sent`."""
+def all_calls() -> dict[str, Callable[[], object]]:
+    """Return calls by the names of `theory.bytes_sent`; S is n * PER_RANK doubles."""
     n = dist.get_world_size()
     x = torch.ones(n * PER_RANK, dtype=torch.float64)
-    part = torch.ones(PER_RANK, dtype=torch.float64)
-    parts = [part.clone() for _ in range(n)]
-    root = dist.get_rank() == 0
-    whole = x.nbytes
+    parts = [part.clone() for part in x.chunk(n)]
+    part, parts = parts[0].clone(), parts if dist.get_rank() == 0 else None
+    names = "naive", "tree", "halving_doubling", "ring"
     return {
-        "broadcast_naive": (lambda: ours.broadcast(x, algorithm="naive"), whole),
-        "broadcast_tree": (lambda: ours.broadcast(x), whole),
-        "reduce_naive": (lambda: ours.reduce(x, algorithm="naive"), whole),
-        "reduce_tree": (lambda: ours.reduce(x), whole),
-        "scatter": (lambda: ours.scatter(part, parts if root else None), whole),
-        "gather": (lambda: ours.gather(part, parts if root else None), whole),
-        "all_gather": (lambda: ours.all_gather_single(x, part), whole),
-        "reduce_scatter": (lambda: ours.reduce_scatter_single(part, x), whole),
-        "all_to_all": (lambda: ours.all_to_all_single(x.clone(), x), whole),
-        "all_reduce_naive": (lambda: naive.all_reduce(x), whole),
-        "all_reduce_tree": (lambda: tree.all_reduce(x), whole),
-        "all_reduce_halving_doubling": (
-            lambda: halving_doubling.all_reduce(x),
-            whole,
-        ),
-        "all_reduce_ring": (lambda: ring.all_reduce(x), whole),
-    }
+        "broadcast_naive": lambda: ours.broadcast(x, algorithm="naive"),
+        "broadcast_tree": lambda: ours.broadcast(x),
+        "reduce_tree": lambda: ours.reduce(x),
+        "scatter": lambda: ours.scatter(part, parts),
+        "gather": lambda: ours.gather(part, parts),
+        "all_gather": lambda: ours.all_gather_single(x, part),
+        "reduce_scatter": lambda: ours.reduce_scatter_single(part, x),
+        "all_to_all": lambda: ours.all_to_all_single(x.clone(), x),
+    } | {f"all_reduce_{name}": partial(ours.ALGORITHMS[name], x) for name in names}
 
 
-def counted() -> dict[str, tuple[Bytes, int, int]]:
-    """On every rank: what the meter and the system counted, and S, for each call."""
+def counted() -> dict[str, tuple[Bytes, int]]:
+    """On every rank: what the meter and the system counted, for each call."""
     got = {}
     ours.barrier()
-    for name, (call, nbytes) in all_calls().items():
+    for name, call in all_calls().items():
         with SystemBytes() as system, ByteMeter() as meter:
             call()
-        got[name] = meter.report(), system.written, nbytes
+        got[name] = meter.report(), system.written
     return got
 
 
-def as_the_formula_says(name: str, told: list[tuple[Bytes, int, int]]) -> bool:
+def unmatched(reports: Iterable[Bytes]) -> list[tuple[int, int]]:
+    """Return between whom not all that was sent was received: meters check meters."""
+    by_rank = {report.rank: report for report in reports}
+    pairs = [(a, b) for a in by_rank for b in by_rank]
+    return [
+        (a, b)
+        for a, b in pairs
+        if by_rank[a].sent.get(b, 0) != by_rank[b].received.get(a, 0)
+    ]
+
+
+def as_the_formula_says(name: str, told: list[tuple[Bytes, int]]) -> bool:
     """Compare each rank's bytes with the closed form, and with the system's count."""
-    n = len(told)
+    n, nbytes = len(told), 8 * PER_RANK * len(told)
     right = theory.bytes_sent(name, n)
-    for (report, written, nbytes), times in zip(told, right, strict=True):
+    for (report, written), times in zip(told, right, strict=True):
         exact = Fraction(report.total_sent, nbytes) == times
         # Beside the numbers, gloo writes some 100 bytes with each message.
         true = abs(written - report.total_sent) <= 0.005 * report.total_sent + 4000
         if not (exact and true):
             return False
-    return not unmatched(report for report, _, _ in told)
+    return not unmatched(report for report, _ in told)
 
 
 def uneven() -> list[tuple[int, int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partialmethod
 from itertools import product
 from unittest.mock import patch
 
@@ -20,9 +19,9 @@ from ddp_course.collectives import (
     runtime,
     tree,
 )
-from ddp_course.collectives.call import Run
+from ddp_course.collectives.call import Collective
 from ddp_course.collectives.reduction import ReduceOp
-from ddp_course.collectives.runtime import PIECE, Message, Schedule
+from ddp_course.collectives.runtime import PIECE, Message, Messages
 from ddp_course.launch import here, spawn
 from ddp_course.measure import ByteMeter
 
@@ -50,7 +49,7 @@ def shape_here() -> tuple[int, int]:
 
 def in_pieces_of(nbytes: int):
     """On a rank: let messages travel in pieces of `nbytes` bytes, within the block."""
-    return patch.object(Run, "plan", partialmethod(Run.plan, piece=nbytes))
+    return patch.object(runtime, "PIECE", nbytes)
 
 
 def brought(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -89,7 +88,7 @@ def wrong_sums(numels: list[int]) -> list[str]:
 def bits_that_differ() -> list[str]:
     """On every rank: where the runtime that GPUs use gives other bits."""
 
-    def plan(self, plan, buffer, *, piece=0, op=None):
+    def carry_out(self, plan, buffer, op=None):
         runtime.step_by_step(plan, buffer, self.port, op or self.op)
 
     torch.manual_seed(dist.get_rank())
@@ -99,7 +98,9 @@ def bits_that_differ() -> list[str]:
         b = a.clone()
         with in_pieces_of(100_000):
             all_reduce(a, ReduceOp.AVG)
-        with patch.object(Run, "plan", plan):  # in batches, as NCCL wants them
+        with patch.object(
+            Collective, "carry_out", carry_out
+        ):  # in batches, as NCCL wants them
             all_reduce(b, ReduceOp.AVG)
         if not torch.equal(a.view(torch.int32), b.view(torch.int32)):
             wrong.append(name)
@@ -146,17 +147,17 @@ def test_messages_are_really_cut():
 # ---- planted: pieces that do not wait ----------------------------------------------
 
 
-def never_waits(todo: Schedule) -> list[Message]:
+def never_waits(todo: Messages) -> list[Message]:
     """A planted mistake: all is sent at once, whatever is to be added before."""
     return [replace(send, after=0) for send in todo.sends]
 
 
-def waits_for_one_too_few(todo: Schedule) -> list[Message]:
+def waits_for_one_too_few(todo: Messages) -> list[Message]:
     """A planted mistake: the last piece that arrives is not waited for."""
     return [replace(send, after=max(0, send.after - 1)) for send in todo.sends]
 
 
-def waits_for_its_first_piece_only(todo: Schedule) -> list[Message]:
+def waits_for_its_first_piece_only(todo: Messages) -> list[Message]:
     """A planted mistake: a transfer goes on when its first piece may."""
     first = {}
     for send in todo.sends:
@@ -166,14 +167,14 @@ def waits_for_its_first_piece_only(todo: Schedule) -> list[Message]:
 
 def planted() -> list[set[str]]:
     """On every rank: the algorithms that go wrong with each mistake."""
-    seen, right = [], runtime.schedule
+    seen, right = [], runtime.messages_of
     for sends in (never_waits, waits_for_one_too_few, waits_for_its_first_piece_only):
 
-        def wrong(*args, sends=sends) -> Schedule:
+        def wrong(*args, sends=sends) -> Messages:
             todo = right(*args)
             return replace(todo, sends=tuple(sends(todo)))
 
-        with patch.object(runtime, "schedule", wrong):
+        with patch.object(runtime, "messages_of", wrong):
             seen.append({told.split(":")[0] for told in wrong_sums([3001])})
     return seen
 
@@ -191,10 +192,10 @@ def long_integers() -> list[bool]:
     """On every rank: chunks of more than one piece, of a type that is not float32."""
     me, n = dist.get_rank(), dist.get_world_size()
     numel = PIECE // 4 + 1  # of 8 bytes: more than two pieces
-    rows = [torch.full((numel,), 10 * me + j) for j in range(n)]
-    got = [torch.empty_like(row) for row in rows]
-    ours.all_to_all(got, rows)
-    right = [all((t == 10 * i + me).all() for i, t in enumerate(got))]
+    sent = torch.stack([torch.full((numel,), 10 * me + j) for j in range(n)])
+    rows, got = list(sent), list(torch.empty_like(sent))
+    ours.all_to_all_single(arrived := torch.empty_like(sent), sent)
+    right = [all((t == 10 * i + me).all() for i, t in enumerate(arrived))]
     ours.scatter(got[0], rows if me == n - 1 else None, n - 1)
     right.append(bool((got[0] == 10 * (n - 1) + me).all()))
     ours.gather(rows[0], got if me == 1 else None, 1)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_course.collectives import naive, ring, tree
+from ddp_course.collectives import halving_doubling, hierarchical, naive, ring, tree
 from ddp_course.collectives.port import Port
 from ddp_course.launch import spawn
 from ddp_course.measure import ByteMeter
@@ -18,6 +18,8 @@ RUNGS = {
     "naive": (naive.through_rank_0, naive.all_reduce),
     "tree": (tree.along_a_tree, tree.all_reduce),
     "ring": (ring.around_the_ring, ring.all_reduce),
+    "halving": (halving_doubling.by_halves, halving_doubling.all_reduce),
+    "hierarchical": (hierarchical.in_shards, hierarchical.all_reduce),
 }
 
 
@@ -35,12 +37,12 @@ def cases(n: int) -> list[tuple[int, torch.dtype]]:
     return [(1009, d) for d in dtypes] + [(k, torch.float32) for k in numels]
 
 
-def differences(group=None, some=None) -> list[str]:
+def differences(group=None, some=None, rungs=tuple(RUNGS)) -> list[str]:
     """On every rank: where a rung differs from the full one, in bits or in messages."""
     wrong, n = [], dist.get_world_size(group)
     for numel, dtype in some or cases(n):
         x = given(numel, dtype, dist.get_rank())
-        for name, (rung, full) in RUNGS.items():
+        for name, (rung, full) in ((name, RUNGS[name]) for name in rungs):
             results = []
             for all_reduce in (rung, full):
                 result = x.clone()
@@ -75,9 +77,10 @@ def all_of_it() -> tuple[list[str], list[str], list[bool]]:
     return differences(), differences(mine), with_gaps()
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 5])
-def test_each_rung_gives_the_bits_and_sends_the_messages_of_the_full_one(n):
-    assert spawn(all_of_it, world_size=n, output="none") == [([], [], [True] * 4)] * n
+@pytest.mark.parametrize("nodes", [(1, 1), (1, 2), (1, 3), (1, 5), (2, 2), (3, 2)])
+def test_each_rung_gives_the_bits_and_sends_the_messages_of_the_full_one(nodes):
+    told = spawn(all_of_it, nnodes=nodes[0], nproc_per_node=nodes[1], output="none")
+    assert told == [([], [], [True] * 4)] * len(told)
 
 
 def adds_one_chunk_further(chunks, port):
@@ -103,7 +106,7 @@ def planted() -> list[list[str]]:
     told = []
     for mistake in MISTAKES:
         with patch.object(*mistake):  # chunks of one size: no crash
-            told.append(differences(some=[(999, torch.float32)]))
+            told.append(differences(None, [(999, torch.float32)], ["ring"]))
     return told
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import copy
+import os
 import pickle
 import sys
 import threading
@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from ddp_course.launch import Topology, here, spawn
-from ddp_course.measure import ByteMeter, Bytes, SystemBytes, active_meters
-from ddp_course.measure.meter import table, unmatched
+from ddp_course.measure import ByteMeter, Bytes, SystemBytes, active_meters, system
+from ddp_course.measure.meter import table
 
 TWO_NODES = Topology(2, 2)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/io is Linux's")
@@ -67,11 +67,11 @@ def counts_exactly(kind: type[ByteMeter]) -> bool:
     for peer, nbytes in [(0, 100), (2, 7), (0, 11), (3, 0)]:
         meter.count_sent(peer, nbytes)
     meter.count_received(3, 5)
+    totals = meter.total_sent, meter.total_received, meter.total_messages
     return (
         meter.report()
         == Bytes(1, {0: 111, 2: 7, 3: 0}, {3: 5}, {0: 2, 2: 1, 3: 1}, 111, 7)
-        and (meter.total_sent, meter.total_received, meter.total_messages)
-        == (118, 5, 4)
+        and totals == (118, 5, 4)
         and meter.by_link() == {"inside": 111, "between": 7}
         and (meter.sent_to([0, 1]), meter.report().sent_to([2, 3, 2])) == (111, 7)
     )
@@ -113,7 +113,7 @@ def collective(nbytes: int) -> threading.Thread:
     return thread
 
 
-def test_meters_count_what_was_started_within_their_block():
+def test_meters_count_what_was_started_within_their_blocks():
     outer, inner, after = meter_of(0), meter_of(0), meter_of(0)
     with outer:
         works = [collective(1)]
@@ -122,9 +122,14 @@ def test_meters_count_what_was_started_within_their_block():
         with after:
             works.append(collective(100))
     works.append(collective(1000))
+    with inner:  # a second block: it counts on
+        works.append(collective(10_000))
+        with pytest.raises(RuntimeError, match="open already"), inner:
+            pass  # not twice in itself
     for work in works:
         work.join()
-    assert (outer.total_sent, inner.total_sent, after.total_sent) == (111, 10, 100)
+    assert (outer.total_sent, inner.total_sent, after.total_sent) == (111, 10_010, 100)
+    assert active_meters() == ()
 
 
 def test_meters_may_close_out_of_order_and_after_an_error():
@@ -137,17 +142,6 @@ def test_meters_may_close_out_of_order_and_after_an_error():
     second.__exit__()
     with pytest.raises(ZeroDivisionError), meter_of(0):
         1 / 0  # noqa: B018
-    assert active_meters() == ()
-
-
-def test_a_meter_counts_on_in_a_second_block_but_not_twice_in_itself():
-    meter = meter_of(0)
-    for _ in range(2):
-        with meter:
-            collective(3).join()
-    assert meter.total_sent == 6
-    with meter, pytest.raises(RuntimeError, match="open already"), meter:
-        pass
     assert active_meters() == ()
 
 
@@ -181,12 +175,9 @@ def test_threads_lose_no_count_unless_there_is_no_lock():
 
 
 def test_asking_for_meters_costs_little_when_none_is_open():
-    def nothing() -> tuple:
-        return ()
-
     best = [
         min(timeit.repeat(function, number=20_000, repeat=7))
-        for function in (active_meters, nothing)
+        for function in (active_meters, lambda: ())
     ]
     assert best[0] < 8 * best[1]
 
@@ -194,12 +185,10 @@ def test_asking_for_meters_costs_little_when_none_is_open():
 def test_a_meter_can_be_pickled_and_counts_on():
     with meter_of(2) as meter:
         meter.count_sent(0, 8)
-        twins = [pickle.loads(pickle.dumps(meter)), copy.copy(meter)]
-    for twin in twins:
-        assert twin.report() == meter.report()
-        twin.count_sent(0, 1)
-        assert (twin.sent, meter.sent) == ({0: 9}, {0: 8})
-    assert pickle.loads(pickle.dumps(meter.report())) == meter.report()
+        twin = pickle.loads(pickle.dumps(meter))
+    assert twin.report() == meter.report() == pickle.loads(pickle.dumps(meter.report()))
+    twin.count_sent(0, 1)
+    assert (twin.sent, meter.sent) == ({0: 9}, {0: 8})
 
 
 # ---- reports and the table ---------------------------------------------------------
@@ -213,15 +202,9 @@ def test_a_report_reads_like_a_sentence():
     )
 
 
-def ring_reports(nbytes: int = 1000) -> list[Bytes]:
-    return [
-        Bytes(r, {(r + 1) % 3: nbytes}, {(r - 1) % 3: nbytes}, {(r + 1) % 3: 2}, 0, 0)
-        for r in range(3)
-    ]
-
-
 def test_the_table_shows_who_sent_how_much_to_whom():
-    assert table(ring_reports()).splitlines() == [
+    ring = [Bytes(r, {(r + 1) % 3: 1000}, {}, {}, 0, 0) for r in range(3)]
+    assert table(ring).splitlines() == [
         "| sent: from \\ to |     0 |     1 |     2 |   sum |",
         "|----------------:|------:|------:|------:|------:|",
         "|          rank 0 |     - | 1,000 |     - | 1,000 |",
@@ -229,24 +212,46 @@ def test_the_table_shows_who_sent_how_much_to_whom():
         "|          rank 2 | 1,000 |     - |     - | 1,000 |",
         "|             sum | 1,000 | 1,000 | 1,000 | 3,000 |",
     ]
-    assert table(ring_reports(), "received").count("1,000") == 9
-    assert table(ring_reports(), "messages").endswith("|   6 |")
     silent = Bytes(0, {}, {}, {}, 0, 0)
     assert "rank 0" in table([silent])
-    with pytest.raises(ValueError, match="two reports are of rank 0"):
+    with pytest.raises(ValueError, match="two reports are of the same rank"):
         table([silent, silent])
-    with pytest.raises(ValueError, match="what is 'bytes'"):
-        table([silent], "bytes")
 
 
-def test_bytes_that_never_arrived_are_named():
-    reports = ring_reports()
-    reports[1] = Bytes(1, {2: 1000}, {0: 990}, {2: 1}, 0, 0)
-    assert unmatched(reports) == {(0, 1): (1000, 990)}
-    assert unmatched(ring_reports()[:2]) == {(1, 2): (1000, 0), (2, 0): (0, 1000)}
+# ---- the operating system's count --------------------------------------------------
 
 
-# ---- against the operating system, in real ranks -----------------------------------
+def write(nbytes: int, path) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT)
+    for _ in range(0, nbytes, 50_000):
+        os.write(fd, bytes(50_000))
+    os.close(fd)
+
+
+@linux
+def test_what_a_process_and_its_threads_write_is_counted_when_the_block_ends(tmp_path):
+    with SystemBytes() as outer:
+        write(100_000, tmp_path / "a")
+        with SystemBytes() as inner:
+            thread = threading.Thread(target=write, args=(250_000, tmp_path / "b"))
+            thread.start()
+            thread.join()
+        write(100_000, tmp_path / "c")
+        with pytest.raises(RuntimeError, match="when the block has ended"):
+            _ = outer.written
+        assert repr(outer) == "<SystemBytes: counting>"
+    write(100_000, tmp_path / "d")
+    assert 250_000 <= inner.written < 260_000
+    assert 450_000 <= outer.written < 460_000
+    assert f"{outer.written:,} written" in repr(outer)
+
+
+def test_a_system_without_the_count_is_told_so(tmp_path):
+    with pytest.raises(RuntimeError, match=r"nowhere.*needs Linux; ByteMeter"):
+        system._count(tmp_path / "nowhere")
+
+
+# ---- in real ranks ------------------------------------------------------------------
 
 ELEMENTS = (1_000_003, 2_000_000, 500_009)  # of float32: 14 MB in three messages
 
@@ -264,13 +269,16 @@ def rounds_of_a_ring(quiet: float = 0.2) -> dict:
                 dist.recv(torch.empty(numel), left)
                 work.wait()
                 meters["right"].count_sent(right, 4 * numel)
-                meters["right"].count_received(left, 4 * numel)
                 meters["elements"].count_sent(right, numel)
                 meters["forgets"].count_sent(right, 4 * numel if step < 2 else 0)
                 meters["double"].count_sent(right, 4 * numel + 2**16)
         time.sleep(quiet)
-    late_bytes = late.written - system.written
-    return {"meters": meters, "system": system, "late": late_bytes, "place": here()}
+    return {
+        "meters": meters,
+        "written": system.written,
+        "late": late.written - system.written,
+        "place": here(),
+    }
 
 
 def agree(written: int, counted: int) -> bool:
@@ -280,17 +288,13 @@ def agree(written: int, counted: int) -> bool:
 
 @linux
 def test_the_meter_agrees_with_the_operating_system():
-    told = spawn(rounds_of_a_ring, nnodes=2, nproc_per_node=2)
-    reports = [t["meters"]["right"].report() for t in told]
-    for t, report in zip(told, reports, strict=True):
-        written = t["system"].written
+    for told in spawn(rounds_of_a_ring, nnodes=2, nproc_per_node=2):
+        report, written = told["meters"]["right"].report(), told["written"]
         assert agree(written, report.total_sent)
         assert 0 <= written - report.total_sent < 1000  # 48 bytes of header each
         for plant in ("elements", "forgets", "double"):
-            assert not agree(written, t["meters"][plant].total_sent), plant
-        assert t["late"] == 0, "something was written after the last send was done"
-        assert t["system"].read < 10_000, "rchar counts what gloo receives: tell it"
-        assert report.rank == t["place"].rank
+            assert not agree(written, told["meters"][plant].total_sent), plant
+        assert told["late"] == 0, "something was written after the last send was done"
+        assert report.rank == told["place"].rank
         assert (report.between == 0) == (report.rank in (0, 2))
         assert report.inside + report.between == report.total_sent == 4 * sum(ELEMENTS)
-    assert unmatched(reports) == {}

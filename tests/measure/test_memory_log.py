@@ -78,8 +78,6 @@ def test_allocations_and_releases_one_by_one():
     times = [moment.time for moment in log.moments]
     assert times == sorted(times) and times[-1] <= time.perf_counter()
     assert log.peak.total - start == 4008
-    with pytest.raises(ValueError, match="kind is 'all'"):
-        log.peak_of("all")
 
 
 def test_the_end_of_a_log_is_what_is_there():
@@ -148,7 +146,11 @@ def test_gradients_are_known_as_soon_as_they_are_there():
             before["communication buffers"]
         }
         bias.grad = None
+        one = nn.Parameter(torch.zeros(3))
+        one.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+        (one * 2).sum().backward()  # a hook may take it away
     assert log.peak_of("gradients") == before["gradients"] + 400
+    assert log.moments[-1].ledger["gradients"] == before["gradients"]
 
 
 def test_a_forward_without_a_module_is_seen_by_what_it_needs():
@@ -279,14 +281,6 @@ def test_everything_is_put_back():
     assert [m for m in log.moments if "zeros" in m.what][-1].ledger["activations"] == 0
 
 
-def test_a_hook_may_take_the_gradient_away():
-    layer = nn.Linear(3, 2, bias=False)
-    layer.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    with MemoryLog(layer) as log:
-        layer(torch.ones(1, 3)).sum().backward()
-    assert log.moments[-1].ledger["gradients"] == 0
-
-
 def test_logs_may_be_nested():
     with MemoryLog() as outer:
         one = torch.zeros(10)
@@ -297,11 +291,6 @@ def test_logs_may_be_nested():
     base = outer.moments[0].ledger.total
     assert outer.peak.total - base == 440
     assert inner.peak.total - inner.moments[0].ledger.total == 400
-
-
-def test_only_modules_and_optimizers_can_be_watched():
-    with pytest.raises(TypeError, match="neither a module nor an optimizer"):
-        MemoryLog(torch.zeros(3))
 
 
 # ---- threads -----------------------------------------------------------------------

@@ -325,10 +325,10 @@ def not_turned(rows):
 
 
 def not_contiguous(rows):
-    blocks = list(rows.T.chunk(dist.get_world_size()))
-    got = [torch.empty(block.shape, dtype=block.dtype) for block in blocks]
-    collectives.all_to_all(got, blocks)
-    return torch.cat(got, dim=1)
+    columns = rows.T  # the blocks lie one below the other, but not in memory
+    got = torch.empty(columns.shape, dtype=rows.dtype)
+    collectives.all_to_all_single(got, columns)
+    return torch.cat(got.chunk(dist.get_world_size()), dim=1)
 
 
 def from_the_last_rank_to_the_first(rows):
@@ -473,7 +473,7 @@ WRONG = {
         only_its_own_block: "expected a tensor of shape (60, 120)",
         gathers_everything: "bytes by the operating system's count",
         not_turned: "not right: in its row 0, place 1, is 1, expected 120",
-        not_contiguous: "input_list[0] is not contiguous",
+        not_contiguous: "input is not contiguous",
         from_the_last_rank_to_the_first: "numbers that are not right: in its row 0",
         below_each_other: "expected a tensor of shape (60, 120)",
         through_shared_memory: "bytes by the operating system's count",

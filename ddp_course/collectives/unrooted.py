@@ -1,0 +1,259 @@
+"""The collectives without a root: all-gather, reduce-scatter, all-to-all, barrier.
+
+The first two are the halves of a ring all-reduce (chapter 03), and what ZeRO and FSDP
+do with sharded weights and gradients (chapters 07 and 08). All-to-all brings the tokens
+of a mixture of experts to the ranks that have them. Explained in chapter 02.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_course.collectives.call import Collective
+from ddp_course.collectives.communicator import Work
+from ddp_course.collectives.plan import Plan, Transfer, make_plan
+from ddp_course.collectives.reduction import ReduceOp
+from ddp_course.collectives.runtime import Buffer
+
+
+def _shards(n: int) -> list[set[int]]:
+    """Chunk r on rank r: how an all-gather starts, and a reduce-scatter ends."""
+    return [{r} for r in range(n)]
+
+
+@cache
+def all_gather_ring_plan(world_size: int) -> Plan:
+    """Every rank passes on to its right what it has just received from its left.
+
+    In step k rank r sends chunk r - k to rank r + 1: world_size - 1 steps.
+    """
+    n = world_size
+    transfers = [
+        Transfer(k, r, (r + 1) % n, (r - k) % n, (r - k) % n + 1, False)
+        for k in range(n - 1)
+        for r in range(n)
+    ]
+    return make_plan("all_gather, ring", n, n, transfers, start=_shards(n))
+
+
+def all_gather(
+    tensor_list: Sequence[Tensor],
+    tensor: Tensor,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Put `tensor` of the group's r-th rank into `tensor_list[r]` of every rank.
+
+    All tensors have one shape and type. It goes around a ring. Raises CollectiveError.
+    Chapter 02.
+    """
+    call = Collective(group, "all_gather")
+    call.tensor("tensor", tensor)
+    call.tensors("tensor_list", tensor_list, like=tensor)
+
+    def body() -> None:
+        tensor_list[call.rank].copy_(tensor)
+        call.carry_out(all_gather_ring_plan(call.size), Buffer.pieces(tensor_list))
+
+    return call.start(body, async_op)
+
+
+def all_gather_single(
+    output: Tensor,
+    input: Tensor,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Put the inputs of all ranks one after the other into `output` of every rank.
+
+    `output` has world_size times as many elements as `input`; if `input` already is
+    this rank's part of `output`, nothing is copied. Raises CollectiveError.
+    """
+    call = Collective(group, "all_gather_single")
+    call.tensor("input", input)
+    call.times("output", output, "input", input)
+
+    def body() -> None:
+        buffer = Buffer.flat(output, call.size)
+        mine = buffer.chunk(call.rank)
+        if mine.data_ptr() != input.data_ptr():
+            mine.copy_(input.view(-1))
+        call.carry_out(all_gather_ring_plan(call.size), buffer)
+
+    return call.start(body, async_op)
+
+
+@cache
+def reduce_scatter_ring_plan(world_size: int) -> Plan:
+    """Every rank passes on to its right the sum that it has just added its own to.
+
+    In step k rank r sends chunk r - 1 - k to rank r + 1, which adds it. The sum of
+    chunk c sets out from rank c + 1 and arrives, complete, at rank c.
+    """
+    n = world_size
+    transfers = [
+        Transfer(k, r, (r + 1) % n, (r - 1 - k) % n, (r - 1 - k) % n + 1, True)
+        for k in range(n - 1)
+        for r in range(n)
+    ]
+    return make_plan("reduce_scatter, ring", n, n, transfers, end=_shards(n))
+
+
+@cache
+def reduce_scatter_direct_plan(world_size: int) -> Plan:
+    """Every rank sends every other rank its chunk, and adds what it receives.
+
+    As many bytes as around the ring, but no message waits for another.
+    """
+    n = world_size
+    transfers = [
+        Transfer(k - 1, r, (r + k) % n, (r + k) % n, (r + k) % n + 1, True)
+        for k in range(1, n)
+        for r in range(n)
+    ]
+    return make_plan("reduce_scatter, direct", n, n, transfers, end=_shards(n))
+
+
+def reduce_scatter(
+    output: Tensor,
+    input_list: Sequence[Tensor],
+    op: dist.ReduceOp.RedOpType = ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Combine all ranks' `input_list[r]` in `output` of the group's r-th rank.
+
+    All tensors have one shape and type; the inputs stay as they are, since every rank
+    sends them itself. Raises CollectiveError. Chapter 02.
+    """
+    call = Collective(group, "reduce_scatter")
+    call.tensor("output", output)
+    call.tensors("input_list", input_list, like=output)
+    return _reduce_scatter(call, output, lambda: input_list, op, async_op)
+
+
+def reduce_scatter_single(
+    output: Tensor,
+    input: Tensor,
+    op: dist.ReduceOp.RedOpType = ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Combine all ranks' `input`; the r-th rank gets the r-th part, in `output`.
+
+    `input` has world_size times as many elements as `output`, and stays as it is.
+    Raises CollectiveError. Chapter 02.
+    """
+    call = Collective(group, "reduce_scatter_single")
+    call.tensor("output", output)
+    call.times("input", input, "output", output)
+
+    def inputs() -> Sequence[Tensor]:
+        return input.view(-1).tensor_split(call.size)
+
+    return _reduce_scatter(call, output, inputs, op, async_op)
+
+
+def _reduce_scatter(
+    call: Collective, output: Tensor, inputs: Callable, op: Any, async_op: bool
+) -> Work | None:
+    """Check the op and start; `inputs()` are this rank's chunks, if all is well."""
+    call.reduction(op, output)
+
+    def body() -> None:
+        chunks = list(inputs())
+        output.view(-1).copy_(chunks[call.rank].view(-1))
+        chunks[call.rank] = output
+        call.carry_out(reduce_scatter_direct_plan(call.size), Buffer.pieces(chunks))
+
+    return call.start(body, async_op)
+
+
+@cache
+def all_to_all_plan(world_size: int) -> Plan:
+    """In step k every rank sends to the rank k further, and receives from k before.
+
+    Chunk i * n + j is what rank i has for rank j: world_size - 1 steps.
+    """
+    n = world_size
+    transfers = [
+        Transfer(k - 1, i, j, i * n + j, i * n + j + 1, False)
+        for k in range(1, n)
+        for i in range(n)
+        for j in [(i + k) % n]
+    ]
+    start = [range(i * n, i * n + n) for i in range(n)]
+    end = [range(j, n * n, n) for j in range(n)]
+    return make_plan("all_to_all", n, n * n, transfers, start, end)
+
+
+def all_to_all_single(
+    output: Tensor,
+    input: Tensor,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Exchange the parts of one tensor: part j of `input` goes to the j-th rank.
+
+    Both have one shape, of which the first dimension can be divided into as many equal
+    parts as there are ranks. Raises CollectiveError. Chapter 02.
+    """
+    call = Collective(group, "all_to_all_single")
+    n, me = call.size, call.rank
+    call.tensor("input", input)
+    if call.usable("output", output, like=input) and not call.problem:
+        if not input.dim() or input.shape[0] % n:
+            call.refuse(f"input {list(input.shape)} cannot be cut into {n} equal parts")
+        elif _overlap(output, input):
+            call.refuse("output lies where input does, which is still to be sent")
+
+    def body() -> None:
+        takes, gives = (t.view(-1).tensor_split(n) for t in (output, input))
+        takes[me].copy_(gives[me])
+        chunks: list[Tensor | None] = [None] * (n * n)
+        chunks[me * n : me * n + n] = gives
+        chunks[me : n * n : n] = takes
+        call.carry_out(all_to_all_plan(n), Buffer.pieces(chunks))
+
+    return call.start(body, async_op)
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Tell whether two contiguous tensors share memory."""
+    (a, a_size), (b, b_size) = ((t.data_ptr(), t.nbytes) for t in (a, b))
+    return max(a, b) < min(a + a_size, b + b_size)
+
+
+@cache
+def barrier_plan(world_size: int) -> Plan:
+    """In step k every rank tells the rank 2^k further all of whom it has heard.
+
+    After ceil(log2(world_size)) steps all have heard of all (dissemination barrier:
+    Hensgen, Finkel and Manber 1988). To hear of someone twice does no harm.
+    """
+    n = world_size
+    transfers = [
+        Transfer(k, r, (r + 2**k) % n, 0, 1, True)
+        for k in range((n - 1).bit_length())
+        for r in range(n)
+    ]
+    return make_plan("barrier", n, 1, transfers, idempotent=True)
+
+
+def barrier(
+    group: dist.ProcessGroup | None = None, async_op: bool = False
+) -> Work | None:
+    """Return when every rank of `group` has called this. Chapter 02."""
+    call = Collective(group, "barrier")
+
+    def body() -> None:
+        token = Buffer.flat(torch.zeros(1, dtype=torch.uint8), 1)
+        call.carry_out(barrier_plan(call.size), token, ReduceOp.MAX)
+
+    return call.start(body, async_op)
