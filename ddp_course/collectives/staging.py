@@ -7,8 +7,17 @@ same order, however it gets there: the same bits on all ranks and in both of
     Staging          any tensor goes through slots in shared memory, in slabs
     SymmetricMemory  tensors that lie in shared memory already
 
-Each call begins with one barrier, which may be the caller's own `meet` (that of ranks
-that agree, say). If it raises, no tensor has been changed. Chapter 03.
+Both have, of contiguous tensors of any type and shape,
+
+    all_reduce(tensor, op)              in place
+    reduce_scatter(output, input, op)   chunk r of all ranks' `input` in rank r's
+                                        `output`, which may be its own chunk of `input`
+    all_gather(output, input)           the `input` of rank r in chunk r of all ranks'
+                                        `output`; it may be its own chunk of that
+
+Each begins with one barrier, which may be the caller's own `meet` (that of ranks that
+agree, say). If it raises, no tensor has been changed. Errors: as `Barrier.wait`, and
+what `meet` raises. Chapter 03.
 """
 
 from __future__ import annotations
@@ -72,7 +81,7 @@ class Staging:
     Each of two pages has a slot for every rank, and one for results. A rank writes on
     the page whose turn it is; it reads the other one, which all ranks have finished.
     `slot` is the size of each in bytes, a multiple of 4096. Made by all ranks together;
-    OSError on all of them if one cannot have the memory. Chapter 03.
+    OSError on all of them if one cannot have the memory.
     """
 
     def __init__(self, barrier: Barrier, exchange: Exchange, slot: int = SLOT) -> None:
@@ -105,11 +114,10 @@ class Staging:
         return self.page(1 - self.barrier.turn, like)
 
     def all_reduce(self, tensor: Tensor, op: Op, meet: Meet | None = None) -> None:
-        """Reduce `tensor` (contiguous, any shape and dtype) over all ranks, in place.
+        """Reduce `tensor` over all ranks, in place.
 
         A small one is read whole by everyone. Of a larger one every rank reduces its
-        slice of each slab, and reads the others' results. Errors: as `Barrier.wait`,
-        and what `meet` raises.
+        slice of each slab, and reads the others' results.
         """
         rank, size, flat = self.rank, self.size, tensor.view(-1)
 
@@ -150,11 +158,7 @@ class Staging:
     def reduce_scatter(
         self, output: Tensor, input: Tensor, op: Op, meet: Meet | None = None
     ) -> None:
-        """Reduce chunk r of every rank's `input` into rank r's `output`.
-
-        `input` is contiguous and has `size` chunks as long as `output`, which may be
-        this rank's own chunk of it. Errors: as `all_reduce`.
-        """
+        """Reduce chunk r of every rank's `input` into rank r's `output`."""
         rank, size = self.rank, self.size
         width = self.slot // size // LINE * LINE // output.element_size()
         chunks = input.view(size, output.numel()).split(width, dim=1)
@@ -176,11 +180,7 @@ class Staging:
     def all_gather(
         self, output: Tensor, input: Tensor, meet: Meet | None = None
     ) -> None:
-        """Copy the `input` of every rank r into chunk r of all ranks' `output`.
-
-        `output` is contiguous and has `size` chunks as long as `input`, which may be
-        this rank's own chunk of it. Errors: as `all_reduce`.
-        """
+        """Copy the `input` of every rank r into chunk r of all ranks' `output`."""
         rank, size = self.rank, self.size
         width = self.slot // input.element_size()
         chunks = output.view(size, input.numel()).split(width, dim=1)
@@ -254,10 +254,9 @@ class SymmetricMemory:
         ]
 
     def all_reduce(self, tensor: Tensor, op: Op, meet: Meet | None = None) -> None:
-        """Reduce `tensor` over all ranks, in place.
+        """Reduce `tensor` over all ranks, in place; ValueError if it lies elsewhere.
 
-        Between two barriers slice r is touched by rank r only, on all ranks. Errors:
-        ValueError if it lies elsewhere; as `Barrier.wait`; what `meet` raises.
+        Between two barriers slice r is touched by rank r only, on all ranks.
         """
         rank, size = self.barrier.rank, self.barrier.size
         edges = cuts(tensor.numel(), size, tensor.element_size())
@@ -274,11 +273,7 @@ class SymmetricMemory:
     def reduce_scatter(
         self, output: Tensor, input: Tensor, op: Op, meet: Meet | None = None
     ) -> None:
-        """Reduce chunk r of every rank's `input` into rank r's `output`.
-
-        `input` lies in this memory; `output` anywhere, or is the own chunk of `input`.
-        Errors: as `all_reduce`.
-        """
+        """Reduce chunk r of every rank's `input`, which lies here, into `output`."""
         rank, n = self.barrier.rank, output.numel()
         blocks = self._blocks(input, rank * n, (rank + 1) * n)
         outputs = output.view(-1).split(BLOCK // output.element_size()) if n else ()
@@ -293,9 +288,7 @@ class SymmetricMemory:
     ) -> None:
         """Copy the `input` of every rank r into chunk r of all ranks' `output`.
 
-        `input` lies in this memory, at the same place on all ranks, and `output`
-        anywhere; or `output` does, and `input` is this rank's own chunk of it. Errors:
-        as `all_reduce`.
+        Either `input` lies in this memory, or `output` does, with `input` in it.
         """
         rank, size, n = self.barrier.rank, self.barrier.size, input.numel()
         chunks = output.view(size, n)
