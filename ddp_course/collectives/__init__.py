@@ -13,11 +13,7 @@
                       what every call does first: do all ranks mean the same?
     staging, memory_barrier, allocator
                       how ranks share memory: from the algorithm downwards
-<<<<<<< HEAD
-    communicator, port, patience, reduction, catalog
-=======
     port, patience, reduction, catalog
->>>>>>> f40eb2d (A collective is one object that is agreed on and carried out; meters and benches say less)
                       the tools of the above
 
 The functions have the names and arguments of `torch.distributed`. Chapters 02 and 03.
