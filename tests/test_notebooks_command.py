@@ -367,21 +367,25 @@ def test_run_starts_its_kernel_whatever_ports_others_take(tmp_path, monkeypatch)
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_run_can_be_stopped_and_leaves_no_kernel(number, tmp_path):
-    flag = tmp_path / "running"
-    code = f"open({str(flag)!r}, 'w').close()\nimport time; time.sleep(60)"
-    path = make(tmp_path / "slow.ipynb", code)
-    command = [sys.executable, "-m", "ddp_course.cli", "run", str(path)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+def test_run_can_be_stopped_and_leaves_no_kernel(tmp_path):
+    """By Ctrl-C and by a `kill`, both at the same time, each in a run of its own."""
+    running = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        flag = tmp_path / number.name
+        code = f"open({str(flag)!r}, 'w').close()\nimport time; time.sleep(60)"
+        path = make(tmp_path / f"{number.name}.ipynb", code)
+        command = [sys.executable, "-m", "ddp_course.cli", "run", str(path)]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        running[number] = flag, process
     deadline = time.monotonic() + 60
-    while not flag.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    family = descendants(process.pid)
-    process.send_signal(number)
-    _, told = process.communicate(timeout=30)
-    assert (process.returncode, told) == (130, "ddp-course: stopped\n")
-    assert none_left(family)
+    for number, (flag, process) in running.items():
+        while not flag.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        family = descendants(process.pid)
+        process.send_signal(number)
+        _, told = process.communicate(timeout=30)
+        assert (process.returncode, told) == (130, "ddp-course: stopped\n")
+        assert none_left(family)
 
 
 # Save: with a kernel

@@ -14,7 +14,7 @@ Three rungs, each of which is read in this order:
 
 And without any process:
 
-    program, messages, checker, simulate
+    program, checker, simulate
                   who sends what to whom, and when; is it legal, and what does it cost?
     clocks        what the bubble was, and how to measure one on few cores
 
@@ -24,11 +24,17 @@ Chapters 10 and 11.
 from ddp_course.pipeline.by_hand import NaivePipeline
 from ddp_course.pipeline.checker import Proof, check
 from ddp_course.pipeline.clocks import Waiting, bubble
-from ddp_course.pipeline.messages import add_messages
 from ddp_course.pipeline.overlapped import PipelineError
 from ddp_course.pipeline.partition import layer_costs, partition
 from ddp_course.pipeline.pipeline_parallel import PipelineParallel
-from ddp_course.pipeline.program import Costs, Instruction, Program, Timed, play
+from ddp_course.pipeline.program import (
+    Costs,
+    Instruction,
+    Program,
+    Timed,
+    add_messages,
+    play,
+)
 from ddp_course.pipeline.runtime import Pipeline, Runtime
 from ddp_course.pipeline.schedule import (
     Action,

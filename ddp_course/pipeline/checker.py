@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Real
 
-from ddp_course.pipeline.messages import add_messages
-from ddp_course.pipeline.program import Program, play
+from ddp_course.pipeline.program import Program, add_messages, play
 from ddp_course.pipeline.schedule import OPS, Action, Schedule, ScheduleError
 from ddp_course.theory.checks import check_share
 
@@ -70,7 +69,7 @@ def check(
         blocking: a send lasts until it is received, as the strictest backend may have
             it. False: nobody waits for a send, and messages are told apart by what they
             are, so that point 3 is always given.
-        fused: whether messages between two actions are posted together (`messages`).
+        fused: whether messages between two actions are posted together (`program`).
         max_activations: the most microbatches whose activations a rank may keep; one
             limit for all, or one for each rank.
         weight_share: the part of the activations that W needs and that stays after I.

@@ -1,6 +1,6 @@
 """The runtime that waits less: messages are posted ahead; and what else it can do.
 
-A program says which messages are posted together (`messages`), and that order is kept.
+A program says which messages are posted together (`program`), and that order is kept.
 Over gloo the rest is a matter of time:
 
     post     a receive before it is its turn, AHEAD actions before the one that needs

@@ -43,10 +43,9 @@ from ddp_course.mechanisms.weight_gradients import WeightGradStore
 from ddp_course.mechanisms.whole_state import PlainModel, WholeState, groups_before
 from ddp_course.model import GPTConfig, check_tokens, cross_entropy
 from ddp_course.pipeline.checker import check
-from ddp_course.pipeline.messages import add_messages
 from ddp_course.pipeline.overlapped import OverlappedRuntime, PipelineError
 from ddp_course.pipeline.partition import layer_costs, partition
-from ddp_course.pipeline.program import Program
+from ddp_course.pipeline.program import Program, add_messages
 from ddp_course.pipeline.runtime import Form, Pipeline
 from ddp_course.pipeline.schedule import Schedule
 from ddp_course.pipeline.schedules import named

@@ -1,5 +1,23 @@
 """Programs: what each rank computes, sends and receives; and what happens when.
 
+A schedule says in which order a rank computes. What it makes must reach the rank that
+needs it, and for a message to pass, both must be ready for it: one in a send, the other
+in a receive. When? The plain answer, a receive before the action that needs it and a
+send after the action that made it, one at a time (`fused=False`), is 1F1B's undoing:
+
+    rank 0 | 0F0  >0F0  0F1  >0F1  <1B0  0B0 ...
+    rank 1 | <0F0  1F0  1B0  >1B0  <0F1  1F1 ...
+
+Rank 0 wants to send 0F1 while rank 1 wants to send 1B0. If a send lasts until the other
+rank receives it, both wait for ever. So a message is received as soon as it has been
+made, even if other actions come before the one that needs it; and what a rank sends and
+receives between two actions is *posted* together:
+
+    rank 0 | 0F0  >0F0  0F1  >0F1+<1B0  0B0  0F2  >0F2+<1B1 ...
+    rank 1 | <0F0  1F0  <0F1  1B0  >1B0  1F1  1B1  <0F2+>1B1 ...
+
+Megatron-LM's send_forward_recv_backward, PyTorch's batch_isend_irecv.
+
 `play` lets all ranks carry out their rows in virtual time, without any process. An
 action begins when its rank is free and what it needs is there, and lasts as long as
 `Costs` says. If every rank comes to the end of its row once, every run will, on ranks
@@ -19,9 +37,9 @@ Chapters 10 and 11.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from numbers import Real
 
 from ddp_course.pipeline.schedule import Action, Schedule, ScheduleError
@@ -56,7 +74,7 @@ class Program:
 
     A group is one "compute", or one or more messages that are posted together. Of two
     messages from one rank to another the first sent must be the first received: NCCL
-    knows no tags. `messages.add_messages` makes one of a schedule.
+    knows no tags. `add_messages` makes one of a schedule.
     """
 
     schedule: Schedule
@@ -124,6 +142,71 @@ class Timed:
     end: Real
 
 
+# ---- messages -----------------------------------------------------------------------
+
+
+def add_messages(schedule: Schedule, *, fused: bool = True) -> Program:
+    """Return what each rank computes, sends and receives to carry out `schedule`.
+
+    With `fused`, the schedule is played (F, I and W take 1, B takes 2). A message is
+    posted when it has been made: by the sender after the action that made it, by the
+    receiver after the action that it is at then. Two messages are thus in the same
+    order on all ranks: even if every send lasts until it is received, and however slow
+    some ranks are, none waits for ever. Without `fused`, each message is on its own,
+    received just before it is needed; `check` says if that can work.
+
+    A result that is needed on the rank that made it is no message. Raises ScheduleError
+    with `fused` if the schedule comes to no end. Source: PyTorch's `_add_send_recv`.
+    Chapter 11.
+    """
+    every = range(schedule.num_ranks)
+    alone = Program(schedule, tuple(_one_by_one(schedule, rank) for rank in every))
+    if not fused:
+        return alone
+    rows: list[list[tuple[Real, int, int, Instruction]]] = [[] for _ in schedule.ranks]
+    events = sorted(play(alone), key=lambda event: (event.end, event.rank))
+    for number, event in enumerate(events):
+        rank, action = event.rank, event.action
+        rows[rank].append((event.start, 1, number, Instruction("compute", action)))
+        peer = schedule.receiver(action)
+        if peer is not None:  # at the same time, messages come before actions
+            made = event.end, 0, number
+            rows[rank].append((*made, Instruction("send", action, peer)))
+            rows[peer].append((*made, Instruction("recv", action, rank)))
+    return Program(schedule, tuple(_grouped(sorted(row, key=_when)) for row in rows))
+
+
+def _one_by_one(schedule: Schedule, rank: int) -> tuple[Group, ...]:
+    """Receive just before an action, send right after it, one message at a time."""
+    groups: list[Group] = []
+    for action in schedule.ranks[rank]:
+        source, peer = schedule.source(action), schedule.receiver(action)
+        home = None if source is None else schedule.homes.get(source.stage, (rank,))[0]
+        if home not in (None, rank):
+            groups.append((Instruction("recv", source, home),))
+        groups.append((Instruction("compute", action),))
+        if peer is not None:
+            groups.append((Instruction("send", action, peer),))
+    return tuple(groups)
+
+
+def _when(item: tuple[Real, int, int, Instruction]) -> tuple[Real, int, int]:
+    return item[:3]
+
+
+def _grouped(items: list[tuple[Real, int, int, Instruction]]) -> tuple[Group, ...]:
+    """Put all messages between two actions into one group."""
+    together = groupby(items, key=lambda item: item[3].kind == "compute")
+    groups: list[Group] = []
+    for computes, members in together:
+        steps = tuple(item[3] for item in members)
+        groups += [(step,) for step in steps] if computes else [steps]
+    return tuple(groups)
+
+
+# ---- what happens when ---------------------------------------------------------------
+
+
 def play(
     program: Program, costs: Costs | None = None, *, blocking: bool = False
 ) -> tuple[Timed, ...]:
@@ -134,104 +217,74 @@ def play(
     with `blocking` if one receives another message than is sent to it, or sends or
     needs what it has not; ValueError for costs that do not fit. Chapters 10 and 11.
     """
-    kind = _Blocking if blocking else _Buffered
-    return kind(program, costs or Costs()).run()
+    return _Play(program, costs or Costs(), blocking).run()
 
 
-class _Buffered:
+class _Play:
     """All ranks, each at one group of its row."""
 
-    def __init__(self, program: Program, costs: Costs) -> None:
-        self.schedule, self.costs = program.schedule, costs
+    def __init__(self, program: Program, costs: Costs, blocking: bool) -> None:
+        self.schedule, self.costs, self.blocking = program.schedule, costs, blocking
         self.rows = program.ranks
         self.at = [0] * len(self.rows)  # which group comes next
         self.clock: list[Real] = [0] * len(self.rows)
         self.done: dict[Action, Timed] = {}
+        # Blocking: what a rank has made or received; what was posted, (sender,
+        # receiver, "send" or "recv") -> messages with their times, in order; and for a
+        # rank that waits at a group, which of these are its messages.
+        self.has: list[set[Action]] = [set() for _ in self.rows]
+        self.posted: dict[tuple[int, int, str], list[tuple[Action, Real]]] = {}
+        self.waiting: dict[int, list[int]] = {}
 
     def run(self) -> tuple[Timed, ...]:
         """Let the ranks go on in turns until none can."""
-        ranks = range(len(self.rows))
-        while sum(self._go(rank) for rank in ranks):
-            pass
-        waits = {r: self._waits(r) for r in ranks if self.at[r] < len(self.rows[r])}
-        if waits:
-            raise ScheduleError(circle(waits))
+        ranks, moved = range(len(self.rows)), True
+        while moved:
+            before = list(self.at)
+            for rank in ranks:
+                while self.at[rank] < len(self.rows[rank]) and self._step(rank):
+                    self.at[rank] += 1
+            moved = self.at != before
+        left = [rank for rank in ranks if self.at[rank] < len(self.rows[rank])]
+        if left:
+            raise ScheduleError(circle({rank: self._waits(rank) for rank in left}))
         return tuple(self.done.values())
 
-    def _go(self, rank: int) -> int:
-        """Carry out groups until one must wait; return how many."""
-        before, row = self.at[rank], self.rows[rank]
-        while self.at[rank] < len(row):
-            group = row[self.at[rank]]
-            step = self._compute if group[0].kind == "compute" else self._exchange
-            if not step(rank, group):
-                break
-            self.at[rank] += 1
-        return self.at[rank] - before
+    def _step(self, rank: int) -> bool:
+        """Carry out a rank's next group; return whether it could be."""
+        group = self.rows[rank][self.at[rank]]
+        if group[0].kind == "compute":
+            return self._compute(rank, group[0].action)
+        return self._exchange(rank, group) if self.blocking else True
 
-    def _compute(self, rank: int, group: Group) -> bool:
-        """Run an action if all is there that it needs; return whether it was."""
-        start, action = self.clock[rank], group[0].action
+    def _compute(self, rank: int, action: Action) -> bool:
+        """Run an action if all is there that it needs."""
+        start = self.clock[rank]
         for need in self.schedule.needs(action):
-            if need not in self.done:
-                return False
-            made = self.done[need]
-            start = max(start, made.end + self.costs.send * (made.rank != rank))
-        self._run(rank, action, start)
-        return True
-
-    def _run(self, rank: int, action: Action, start: Real) -> None:
-        self.clock[rank] = start + self.costs.of(action)
-        self.done[action] = Timed(rank, action, start, self.clock[rank])
-
-    def _exchange(self, rank: int, group: Group) -> bool:
-        return True  # nobody waits for a message but the action that needs it
-
-    def _waits(self, rank: int) -> tuple[str, int | None]:
-        """Return what a rank is at and lacks, in words, and whose it is."""
-        groups = self.rows[rank][self.at[rank] :]
-        action = next(g[0].action for g in groups if g[0].kind == "compute")
-        needs = self.schedule.needs(action)
-        need = next(need for need in needs if need not in self.done)
-        rows = enumerate(self.schedule.ranks)
-        home = next((other for other, row in rows if need in row), None)
-        if home == rank:
-            return f"runs {action} before {need}, which it needs", home
-        of_rank = "" if home is None else f" of rank {home}"
-        return f"is at {action}, which needs {need}{of_rank}", home
-
-
-class _Blocking(_Buffered):
-    """The same, with messages that pass when both ranks have posted them."""
-
-    def __init__(self, program: Program, costs: Costs) -> None:
-        super().__init__(program, costs)
-        self.has: list[set[Action]] = [set() for _ in self.rows]  # made or received
-        # (sender, receiver) -> "send" or "recv" -> what was posted when, in order
-        self.links: dict = defaultdict(lambda: {"send": [], "recv": []})
-        self.posted: dict[int, list[int]] = {}  # per rank, its messages' numbers
-
-    def _compute(self, rank: int, group: Group) -> bool:
-        action = group[0].action
-        for need in self.schedule.needs(action):
-            if need not in self.has[rank]:
+            if self.blocking and need not in self.has[rank]:
                 raise ScheduleError(
                     f"rank {rank} runs {action} without {need}, which it needs"
                 )
-        self._run(rank, action, self.clock[rank])
+            if need not in self.done:
+                return False
+            made = self.done[need]
+            if not self.blocking:  # else its message has moved the clock already
+                start = max(start, made.end + self.costs.send * (made.rank != rank))
+        self.clock[rank] = start + self.costs.of(action)
+        self.done[action] = Timed(rank, action, start, self.clock[rank])
         self.has[rank].add(action)
         return True
 
     def _exchange(self, rank: int, group: Group) -> bool:
         """Post all messages, the first time; return whether all have arrived."""
-        if rank not in self.posted:
-            self.posted[rank] = [self._post(rank, step) for step in group]
+        if rank not in self.waiting:
+            self.waiting[rank] = [self._post(rank, step) for step in group]
         arrivals = self._arrivals(rank, group)
         if None in arrivals:
             return False
         self.clock[rank] = max(arrivals)
         self.has[rank].update(step.action for step in group if step.kind == "recv")
-        del self.posted[rank]
+        del self.waiting[rank]
         return True
 
     def _post(self, rank: int, step: Instruction) -> int:
@@ -240,33 +293,45 @@ class _Blocking(_Buffered):
             raise ScheduleError(
                 f"rank {rank} sends {step.action}, which it has not made"
             )
-        mine = self.links[_ends(rank, step)][step.kind]
+        mine = self.posted.setdefault((*_ends(rank, step), step.kind), [])
         mine.append((step.action, self.clock[rank]))
         return len(mine) - 1
 
     def _arrivals(self, rank: int, group: Group) -> list[Real | None]:
         """Return when each message arrives, None if only one side has posted it."""
-        numbers = self.posted[rank]
-        return [self._arrival(rank, *m) for m in zip(group, numbers, strict=True)]
+        arrivals: list[Real | None] = []
+        for step, number in zip(group, self.waiting[rank], strict=True):
+            src, dst = _ends(rank, step)
+            both = [self.posted.get((src, dst, kind), []) for kind in ("send", "recv")]
+            if number >= min(map(len, both)):
+                arrivals.append(None)
+                continue
+            (sent, start), (received, ready) = (those[number] for those in both)
+            if sent != received:
+                raise ScheduleError(
+                    f"rank {dst} receives {received} from rank {src}, which sends "
+                    f"{sent}"
+                )
+            arrivals.append(max(start, ready) + self.costs.send)
+        return arrivals
 
-    def _arrival(self, rank: int, step: Instruction, number: int) -> Real | None:
-        src, dst = _ends(rank, step)
-        sends, receives = self.links[src, dst].values()
-        if number >= min(len(sends), len(receives)):
-            return None
-        (sent, start), (received, ready) = sends[number], receives[number]
-        if sent != received:
-            raise ScheduleError(
-                f"rank {dst} receives {received} from rank {src}, which sends {sent}"
-            )
-        return max(start, ready) + self.costs.send
-
-    def _waits(self, rank: int) -> tuple[str, int]:
-        """Return in words which message a rank waits for, and the other rank."""
-        group = self.rows[rank][self.at[rank]]
-        step = group[self._arrivals(rank, group).index(None)]
-        verb = "sends {} to" if step.kind == "send" else "receives {} from"
-        return f"{verb.format(step.action)} rank {step.peer}", step.peer
+    def _waits(self, rank: int) -> tuple[str, int | None]:
+        """Return what a rank is at and lacks, in words, and whose it is."""
+        groups = self.rows[rank][self.at[rank] :]
+        if self.blocking:
+            step = groups[0][self._arrivals(rank, groups[0]).index(None)]
+            verb = "sends {} to" if step.kind == "send" else "receives {} from"
+            return f"{verb.format(step.action)} rank {step.peer}", step.peer
+        action = next(g[0].action for g in groups if g[0].kind == "compute")
+        needs = self.schedule.needs(action)
+        need = next(need for need in needs if need not in self.done)
+        home = next(
+            (r for r, row in enumerate(self.schedule.ranks) if need in row), None
+        )
+        if home == rank:
+            return f"runs {action} before {need}, which it needs", home
+        of_rank = "" if home is None else f" of rank {home}"
+        return f"is at {action}, which needs {need}{of_rank}", home
 
 
 def _ends(rank: int, step: Instruction) -> tuple[int, int]:

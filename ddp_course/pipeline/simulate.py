@@ -18,8 +18,7 @@ from fractions import Fraction
 from numbers import Rational, Real
 
 from ddp_course.pipeline.checker import peak_activations
-from ddp_course.pipeline.messages import add_messages
-from ddp_course.pipeline.program import Costs, Timed, play
+from ddp_course.pipeline.program import Costs, Timed, add_messages, play
 from ddp_course.pipeline.schedule import Schedule
 
 COLUMNS = 200  # the most that a line of text is divided into

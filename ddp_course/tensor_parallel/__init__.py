@@ -13,7 +13,6 @@ and what the last one is made of:
     vocabulary  an embedding that is cut; cross-entropy of logits never gathered
     sequence    norms and positions of T/tp tokens
     fused       a product and its communication in one operation, which is faster
-    tokens      do all ranks have the same batch?
     random      dropout inside of a region
 
 How ranks sum and join tensors is `mechanisms.exchange`; whole states and clipping

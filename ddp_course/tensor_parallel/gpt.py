@@ -35,13 +35,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_course.collectives import communicator
-from ddp_course.mechanisms.agreement import check_same, digest, form_of, problem_with
+from ddp_course.mechanisms.agreement import (
+    check_same,
+    described,
+    digest,
+    form_of,
+    problem_with,
+)
 from ddp_course.mechanisms.exchange import MessageExchange
 from ddp_course.mechanisms.habits import leave_behind
 from ddp_course.mechanisms.memory_exchange import MemoryExchange, memory_problem
 from ddp_course.mechanisms.placements import Replicate, Shard, place, placed
 from ddp_course.mechanisms.whole_state import PlainModel, WholeState
-from ddp_course.model import GPT, GPTConfig
+from ddp_course.model import GPT, GPTConfig, check_tokens
 from ddp_course.tensor_parallel.fused import (
     FusedColumnParallelLinear,
     FusedRowParallelLinear,
@@ -52,7 +58,6 @@ from ddp_course.tensor_parallel.sequence import (
     SequenceParallelLayerNorm,
     SequenceParallelPositions,
 )
-from ddp_course.tensor_parallel.tokens import same_tokens
 from ddp_course.tensor_parallel.vocabulary import (
     VocabParallelEmbedding,
     vocab_parallel_cross_entropy,
@@ -144,9 +149,29 @@ class TensorParallelGPT(WholeState, GPT):
     # ---- for who calls embed, blocks and head one by one, as a pipeline does ---------
 
     def check_tokens(self, idx: Tensor, targets: Tensor | None = None) -> None:
-        """Raise CollectiveError, on every rank, unless all have the same tokens."""
-        sp = self.sequence_parallel
-        same_tokens(self.exchange.comm, self.config, idx, targets, sp)
+        """Raise CollectiveError, on every rank, unless all have the same tokens.
+
+        In data parallelism every rank has tokens of its own, and a `DistributedSampler`
+        sees to it. Used here, it would make every sum over the ranks one of different
+        sentences: no shape is wrong, the loss even falls, and nobody notices.
+        """
+        given = {"idx": idx} if targets is None else {"idx": idx, "targets": targets}
+        size, problem = self.exchange.size, None
+        try:
+            for name, tokens in given.items():
+                check_tokens(name, tokens, self.config)
+            shape, of_last = tuple(idx.shape), tuple(list(given.values())[-1].shape)
+            if of_last != shape:
+                problem = f"targets has shape {of_last}; the logits are for {shape}"
+            elif self.sequence_parallel and shape[1] % size:
+                problem = (
+                    f"T is {shape[1]}, which {size} ranks cannot share equally; with "
+                    f"sequence_parallel it must be a multiple of {size}"
+                )
+        except (ValueError, TypeError, AttributeError) as error:
+            problem = str(error)
+        words = ", ".join(f"{name} {described(t)}" for name, t in given.items())
+        self.exchange.comm.agree_now(f"forward({words})", problem)
 
     def loss_fn(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss of what `head` returns, (B, T, V/tp)."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,12 +21,10 @@ from torch import Tensor, nn
 from ddp_course.collectives import communicator
 from ddp_course.collectives.port import Port
 from ddp_course.measure import active_logs
-from ddp_course.mechanisms.agreement import check_same, form_of, problem_with
 from ddp_course.mechanisms.exchange import Group
 from ddp_course.model import GPT, MLP, cross_entropy
 from ddp_course.tensor_parallel.layers import ColumnParallelLinear
 from ddp_course.tensor_parallel.ops import gather_from_group
-from ddp_course.tensor_parallel.tokens import same_tokens
 
 # ---- by layer ------------------------------------------------------------------------
 
@@ -54,86 +51,56 @@ class NaiveModelParallel(nn.Module):
     equally long. Open event logs get the lanes "compute" and "wait".
 
     Args:
-        model: the same on all ranks; each keeps its own layers, by the plain names.
+        model: the same on all ranks, its head not tied; each keeps its own layers, by
+            the plain names.
         group: the ranks that share it; None are all.
 
-    Raises ReplicaError, on every rank, for models that differ, that have fewer layers
-    than there are ranks, or whose embedding is tied to the head, which are on different
-    ranks (`pipeline` can do that). Chapter 09.
+    Raises ValueError if there are more ranks than layers. Chapter 09.
     """
 
     def __init__(self, model: GPT, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
-        self.group, self.comm = group, communicator(group)
-        self.rank, self.last = self.comm.rank, self.comm.size - 1
-        problem = _unfit(model, self.comm.size)
-        check_same({} if problem else form_of(model), problem, group)
-        self.config = model.config
-        self.like = next(model.parameters()).detach().new_empty(0)  # type and device
-        self.layers: list[nn.Module] = []
+        self.comm, self.d_model = communicator(group), model.config.d_model
+        self.last = self.comm.size - 1
+        blocks = {str(i): block for i, block in enumerate(model.blocks)}
+        layers = [("embed", model.embed), *blocks.items(), ("head", model.head)]
+        own = split_layers(len(layers), self.comm.size)[self.comm.rank]
+        self.layers = [layers[i][1] for i in own]
         self.blocks = nn.ModuleDict()
-        named = [("embed", model.embed)]
-        named += [(str(i), block) for i, block in enumerate(model.blocks)]
-        named += [("head", model.head)]
-        for i in split_layers(len(named), self.comm.size)[self.rank]:
-            name, layer = named[i]
+        for name, layer in (layers[i] for i in own):
             (self.blocks if name.isdigit() else self).add_module(name, layer)
-            self.layers.append(layer)
 
     def step(self, idx: Tensor, targets: Tensor) -> Tensor:
         """Go forward and backward with a batch, and return its mean loss.
 
-        Called by all ranks with the same `idx` and `targets`, (B, T) each. Raises
-        CollectiveError, on every rank, if they are not the same, or do not fit.
+        Called by all ranks with the same `idx` and `targets`, (B, T) each.
         """
-        same_tokens(self.comm, self.config, idx, targets)
-        x, y = self._forward(idx, targets)
-        gradient = None  # of the loss: 1
-        if self.rank < self.last:
-            gradient = self._receive(torch.empty_like(y), self.rank + 1, "gradient")
-        with _event("backward", "compute"):
-            if y.requires_grad:
-                y.backward(gradient)
-        if self.rank > 0:
-            self._send(x.grad, self.rank - 1)
-        return self._to_all(y, ())
-
-    @torch.no_grad()
-    def forward(self, idx: Tensor, targets: None = None) -> tuple[Tensor, None]:
-        """Return the logits (B, T, V) for `idx` (B, T), on all ranks."""
-        same_tokens(self.comm, self.config, idx, targets)
-        _, y = self._forward(idx, targets)
-        return self._to_all(y, (*idx.shape, self.config.vocab_size)), None
-
-    def _forward(self, idx: Tensor, targets: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Take what comes from the rank before, send on what the own layers make."""
-        x = idx
-        if self.rank > 0:
-            x = self.like.new_empty((*idx.shape, self.config.d_model))  # (B, T, C)
-            x = self._receive(x, self.rank - 1, "activations").requires_grad_()
-        y = x
+        rank, port = self.comm.rank, Port(self.comm.group)  # counts what it sends
+        x, gradient = idx, None  # the gradient of the loss: 1
+        if rank > 0:
+            x = torch.empty(*idx.shape, self.d_model)  # (B, T, C)
+            with _event("wait for activations", "wait"):
+                port.receive(x, rank - 1).wait()
+            x.requires_grad_()
         with _event("forward", "compute"):
+            y = x
             for layer in self.layers:
                 y = layer(y)  # (B, T, C); the head's: (B, T, V)
-            if self.rank == self.last and targets is not None:
+            if rank == self.last:
                 y = cross_entropy(y, targets)  # a scalar
-        if self.rank < self.last:
-            self._send(y.detach(), self.rank + 1)
-        return x, y
-
-    def _send(self, tensor: Tensor, to: int) -> None:
-        Port(self.comm.group).send(tensor.contiguous(), to).wait()
-
-    def _receive(self, tensor: Tensor, source: int, what: str) -> Tensor:
-        with _event(f"wait for {what}", "wait"):
-            Port(self.comm.group).receive(tensor, source).wait()
-        return tensor
-
-    def _to_all(self, y: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Give all ranks what the last one has computed."""
-        value = y.detach() if self.rank == self.last else self.like.new_empty(shape)
-        dist.broadcast(value, self.comm.ranks[-1], self.group)
-        return value
+        if rank < self.last:
+            port.send(y.detach(), rank + 1).wait()
+            gradient = torch.empty_like(y)
+            with _event("wait for gradient", "wait"):
+                port.receive(gradient, rank + 1).wait()
+        with _event("backward", "compute"):
+            if y.requires_grad:  # not if all before it is frozen
+                y.backward(gradient)
+        if rank > 0:
+            port.send(x.grad, rank - 1).wait()
+        loss = y.detach() if rank == self.last else torch.empty(())
+        dist.broadcast(loss, self.comm.ranks[-1], self.comm.group)
+        return loss
 
 
 @contextmanager
@@ -143,21 +110,6 @@ def _event(op: str, lane: str) -> Iterator[None]:
         for log in active_logs():
             stack.enter_context(log.span(op, lane=lane))
         yield
-
-
-def _unfit(model: Any, size: int) -> str | None:
-    """Return why a model cannot be cut by layer for so many ranks, or None."""
-    if not isinstance(model, GPT):
-        return f"model is a {type(model).__name__}; it must be a GPT"
-    if model.config.tied:
-        return (
-            "the embedding is tied to the head, and they would be on different ranks; "
-            "take a GPT with tied=False"
-        )
-    layers = len(model.blocks) + 2
-    if size > layers:
-        return f"{layers} layers are for 1 to {layers} ranks, not for {size}"
-    return problem_with(model)
 
 
 # ---- by column -----------------------------------------------------------------------
