@@ -7,11 +7,9 @@ from fractions import Fraction
 from xml.etree import ElementTree
 
 import pytest
-from drawings import elements, fills, no_texts_overlap, problems, texts, words
-from matplotlib.colors import to_hex
+from drawings import elements, fills, problems, words
 
 from ddp_course.lab import rank_color
-from ddp_course.lab.draw.bubbles import activation_peaks, bubble_curve, bubbles
 from ddp_course.lab.draw.lanes import BLOCK, LOWER, PALER, SAMPLE
 from ddp_course.lab.draw.pipeline_timeline import pipeline_timeline, who_works
 from ddp_course.lab.draw.schedule_view import (
@@ -259,57 +257,6 @@ def test_who_works_tells_forward_from_backward_and_who_waits():
     assert "rank 3 computes 2 times and waits 75.0% of the time" in drawing.description
 
 
-ROWS = [
-    ("GPipe", 0.284, BUBBLES["gpipe"], 0.285),
-    ("1F1B", 0.276, BUBBLES["1f1b"], 0.284),
-    ("interleaved, v = 2", 0.17, BUBBLES["interleaved"], 0.193),
-    ("ZB-H1", 0.118, BUBBLES["zero_bubble"], None),
-]
-
-
-def test_bubbles_are_as_high_as_they_were_measured():
-    (axes,) = bubbles(ROWS).axes
-    bars = [bar.get_height() for bar in axes.patches if bar.get_height()]
-    wanted = [100 * s for _, ours, _, theirs in ROWS for s in (ours, theirs) if s]
-    assert bars == pytest.approx(wanted)
-    marks = [line.get_ydata()[0] for line in axes.lines if len(line.get_ydata())]
-    assert marks[::2] == pytest.approx([100 * float(row[2]) for row in ROWS])
-    assert axes.get_ylabel() == "bubble [% of the ranks' time]"
-    assert "PyTorch's" not in str(texts(bubbles([row[:3] for row in ROWS])))
-
-
-def test_the_curves_are_the_formula():
-    (axes,) = bubble_curve({2: {1: 0.51, 4: 0.21}, 4: {4: 0.44}, 8: {}}, most=12).axes
-    curves = [line for line in axes.lines if len(line.get_xdata()) == 12]
-    for line, p in zip(curves, (2, 4, 8), strict=True):
-        m = line.get_xdata()
-        assert list(line.get_ydata()) == pytest.approx(100 * (p - 1) / (m + p - 1))
-    points = [line.get_xydata().tolist() for line in axes.lines
-              if line.get_marker() == "o" and len(line.get_xdata())]  # fmt: skip
-    assert points == [[[1, 51], [4, 21]], [[4, 44]]]
-
-
-def test_peaks_have_the_colours_of_their_ranks():
-    (axes,) = activation_peaks(PEAKS, PEAKS).axes
-    bars = [bar for bar in axes.patches if bar.get_height()]
-    assert [bar.get_height() for bar in bars] == list(itertools.chain(*PEAKS.values()))
-    assert to_hex(bars[5].get_facecolor()).upper() == rank_color(1)
-    assert axes.get_ylabel() == "kept activations [microbatches]"
-
-
-PLOTS = {
-    "bubbles": lambda: bubbles(ROWS),
-    "bubbles alone": lambda: bubbles([row[:3] for row in ROWS[:2]]),
-    "peaks": lambda: activation_peaks(PEAKS, PEAKS),
-    "curve": lambda: bubble_curve({2: {1: 0.5}, 4: {4: 0.43}, 8: {}}),
-}
-
-
-@pytest.mark.parametrize("name", PLOTS)
-def test_texts_do_not_overlap(name):
-    no_texts_overlap(PLOTS[name])
-
-
 @pytest.mark.parametrize(
     ("bad", "says"),
     [
@@ -324,16 +271,6 @@ def test_texts_do_not_overlap(name):
         (lambda: pipeline_timeline(RUNS["measured"], width=-1), "width is -1"),
         (lambda: pipeline_timeline(RUNS["measured"], width=10), "a run lasts 990 ms"),
         (lambda: who_works([Event(0, "wait", 0, 1, lane="wait")]), "nothing was"),
-        (lambda: bubbles([]), "no rows"),
-        (lambda: bubbles(ROWS * 2), "may be there once"),
-        (lambda: bubbles([("a", 1.2, 0.5)]), "the bubble of 'a' is 1.2"),
-        (lambda: bubbles([("a", 0.2, 0.5, 50)]), "the bubble of 'a' is 50"),
-        (lambda: activation_peaks(PEAKS, {}), "theory is of"),
-        (lambda: bubble_curve({}), "no number of ranks"),
-        (lambda: bubble_curve({0: {}}), "p is 0"),
-        (lambda: bubble_curve({2: {0: 0.5}}), "m is 0"),
-        (lambda: bubble_curve({2: {1: 50}}), "p = 2, m = 1 is 50"),
-        (lambda: bubble_curve({2: {}}, most=1), "most is 1"),
     ],
 )
 def test_what_cannot_be_drawn(bad, says):

@@ -1,17 +1,22 @@
-"""A model cut into stages: one after the other, and with microbatches. Chapter 10."""
+"""A model cut into stages, a batch into microbatches, and how the bubble shrinks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ddp_course.lab.draw.bars import draw_axis
 from ddp_course.lab.draw.drawing import Drawing
 from ddp_course.lab.draw.lanes import Lanes
+from ddp_course.lab.draw.plots import GRID, style
 from ddp_course.lab.draw.schedule_view import named
 from ddp_course.lab.draw.work import Work, idle_share, works_of
-from ddp_course.lab.palette import MUTED, rank_color
+from ddp_course.lab.palette import INK, MUTED, rank_color
 from ddp_course.pipeline.simulate import Costs, simulate
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 STAGES, MICROBATCHES = 4, 4
 PARTS = ("embed, block 0", "block 1", "block 2", "block 3, head")
@@ -99,6 +104,43 @@ def _draw_stages(d: Drawing) -> None:
     x = STAGE_W + STAGE_GAP / 2
     d.text(x, -4, "activations", size=11, fill=MUTED)
     d.text(x, STAGE_H + 14, "gradients", size=11, fill=MUTED)
+
+
+def bubble_curve(
+    measured: Mapping[int, Mapping[int, float]],
+    formula: Callable[[int, int], float],
+    most: int,
+) -> Figure:
+    """Draw the bubble against the number of microbatches, a curve for each p.
+
+    `measured` maps a number of ranks p to {number of microbatches m: share of time}; a
+    p without points is a curve alone. `formula` is called with p and m, for m from 1 to
+    `most`. Raises ValueError for what is no share.
+    """
+    import matplotlib
+    from matplotlib import pyplot
+
+    with matplotlib.rc_context():
+        style()
+        figure, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
+        ms = range(1, most + 1)
+        for p, points in measured.items():
+            curve = [100 * float(formula(p, m)) for m in ms]
+            axes.plot(ms, curve, color=MUTED, linewidth=1.4)
+            axes.annotate(f"p = {p}", (most, curve[-1]), xytext=(6, 0), va="center",
+                          textcoords="offset points", fontsize=10)  # fmt: skip
+            for m, share in sorted(points.items()):
+                if not 0 <= share <= 1:
+                    raise ValueError(f"p = {p}, m = {m}: {share} is no share of time")
+                axes.plot([m], [100 * share], "o", color=INK, markersize=7)
+        axes.plot([], [], "o", color=INK, label="measured")
+        axes.plot([], [], color=MUTED, label="formula")
+        axes.set(xlabel="microbatches m", ylabel="bubble [% of the ranks' time]")
+        axes.set(xlim=(0, most + 0.5), ylim=(0, None))
+        axes.grid(axis="y", **GRID)
+        axes.legend()
+    pyplot.close(figure)
+    return figure
 
 
 IMAGES = {"10_pipeline_parallel.svg": staircase}

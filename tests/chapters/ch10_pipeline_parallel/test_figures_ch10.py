@@ -1,9 +1,9 @@
 """The figures of chapter 10 show what they are about, and nothing else."""
 
 import pytest
-from drawings import problems, words
+from drawings import no_texts_overlap, problems, words
 
-from ddp_course.chapters.ch10_pipeline_parallel.figures import staircase
+from ddp_course.chapters.ch10_pipeline_parallel.figures import bubble_curve, staircase
 
 DRAWINGS = {
     "10": staircase,
@@ -24,3 +24,23 @@ def test_the_staircase_and_the_microbatches():
     said = [w for w in words(drawing) if w.startswith("waiting")]
     assert said == ["waiting: 75%", "waiting: 43%"]  # 3/4 and 3/(4 + 3)
     assert "in 21 instead of 48 units" in drawing.description
+
+
+MEASURED = {2: {1: 0.51, 4: 0.21}, 4: {4: 0.44}, 8: {}}
+
+
+def shrinks(p, m):
+    return (p - 1) / (m + p - 1)
+
+
+def test_the_curves_are_the_formula():
+    (axes,) = bubble_curve(MEASURED, shrinks, 12).axes
+    curves = [line for line in axes.lines if len(line.get_xdata()) == 12]
+    for line, p in zip(curves, MEASURED, strict=True):
+        assert list(line.get_ydata()) == [100 * shrinks(p, m) for m in range(1, 13)]
+    points = [line.get_xydata().tolist() for line in axes.lines
+              if line.get_marker() == "o" and len(line.get_xdata())]  # fmt: skip
+    assert points == [[[1, 51]], [[4, 21]], [[4, 44]]]
+    no_texts_overlap(lambda: bubble_curve(MEASURED, shrinks, 12))
+    with pytest.raises(ValueError, match="p = 2, m = 1: 50 is no share"):
+        bubble_curve({2: {1: 50}}, shrinks, 12)

@@ -6,7 +6,6 @@ import pytest
 from drawings import problems, words
 
 from ddp_course.chapters.ch11_pipeline_schedules.figures import two_orders
-from ddp_course.chapters.ch11_pipeline_schedules.plane import memory_against_bubble
 
 DRAWINGS = {
     "11": two_orders,
@@ -27,27 +26,3 @@ def test_the_opening_of_chapter_11_does_not_tell_what_is_to_be_predicted():
     told = " ".join([*words(drawing), drawing.description])
     assert not re.search(r"%|keeps|bubble \d|1F1B|27\.3", told)
     assert "GPipe" in words(drawing) and "Zero bubble (ZB-H1)" in words(drawing)
-
-
-def test_who_is_beaten_in_both_is_hollow():
-    rows = [("gpipe", 8, 0.27), ("1f1b", 4, 0.27), ("interleaved", 5.5, 0.16)]
-    (axes,) = memory_against_bubble(rows).axes
-    drawn = [line for line in axes.lines if len(line.get_xdata())]
-    assert [line.get_xydata().tolist() for line in drawn] == [
-        [[peak, pytest.approx(100 * share)]] for _, peak, share in rows
-    ]
-    hollow = [line.get_markerfacecolor() == "white" for line in drawn]
-    assert hollow == [True, False, False]  # 1F1B keeps less, and waits no longer
-
-
-@pytest.mark.parametrize(
-    ("bad", "says"),
-    [
-        (lambda: memory_against_bubble([]), "no rows"),
-        (lambda: memory_against_bubble([("a", 0, 0.5)]), "'a' keeps 0 microbatches"),
-        (lambda: memory_against_bubble([("a", 1, 5)]), "the bubble of 'a' is 5"),
-    ],
-)
-def test_what_cannot_be_drawn(bad, says):
-    with pytest.raises(ValueError, match=says):
-        bad()
