@@ -12,6 +12,7 @@ trains takes two steps, with `zero_grad(set_to_none=False)` between them.
 
 from __future__ import annotations
 
+import builtins
 import re
 import signal
 import threading
@@ -26,6 +27,11 @@ from ddp_course.launch.packing import cell_labels
 
 TIMEOUT = 20.0  # seconds, for a call and for a launch
 OURS = ("ddp_course/lab/", "ddp_course/chapters/")  # no line of the reader's
+CRASH = re.compile("killed by SIG(ABRT|SEGV)")
+MIXED_UP = (
+    "So ends a process whose message or collective meets one of another type or size: "
+    "print `dtype` and `shape` on every rank."
+)
 
 
 class Hint(Exception):
@@ -82,6 +88,7 @@ class Answer:
 def on_ranks(fn: Callable, *args: Any, hint: str = "", **shape: int) -> list[Any]:
     """Call `fn(*args)` on real ranks; if they fail or hang, say where, and add `hint`.
 
+    (But not to a mistake that Python names: a NameError has nothing to do with it.)
     `shape` is `world_size`, or `nnodes` and `nproc_per_node`. In place of an `Answer`
     the ranks get the reader's bare function: there the launcher tells what happens.
     """
@@ -93,10 +100,22 @@ def on_ranks(fn: Callable, *args: Any, hint: str = "", **shape: int) -> list[Any
             raise Untouched from None
         places = {report.rank: _at(report.where) for report in error.reports}
         at = places.get(error.rank) or next(filter(None, places.values()), "")
-        what = f"On real ranks: {code(error.headline)}{at}. {hint}".strip()
-        raise Hint(what) from None
+        what = f"On real ranks: {code(error.headline)}{at}. {_advice(error, hint)}"
+        raise Hint(what.strip()) from None
     except LaunchError as error:
         raise Hint(f"The ranks could not be started: {code(str(error))}.") from None
+
+
+def _advice(error: RankError, hint: str) -> str:
+    """Return the hint that fits how the ranks failed: the exercise's, if any does."""
+    if error.rank is None:  # nobody alone is to blame
+        return hint
+    failed = error.reports[error.rank]
+    if CRASH.search(failed.error or ""):
+        return MIXED_UP
+    kind = getattr(builtins, (failed.error or "").partition(":")[0], None)
+    named = isinstance(kind, type) and not issubclass(kind, (RuntimeError, OSError))
+    return "" if named and _at(failed.where) else hint
 
 
 def judge_on_ranks(

@@ -31,12 +31,13 @@ KEPT = {  # a table of properties for `judge`
 def hard_tensors(
     rank: int, n: int, but: Sequence[str] = ()
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors of a rank by what is hard about them, for exact sums and means.
+    """Yield tensors of a rank by what is hard about them; sums and means are exact.
 
-    Not whole, of three types, one strided, one empty, one with more numbers than
-    anybody writes down, which are all zero on rank 1, one zero everywhere: whoever
-    takes much for granted is found out. (What sends them leaves out "strided": gloo
-    raises, or sums the wrong numbers without a word; NCCL raises.)
+    Not whole, of three types, one strided, one empty, one zero, and one with more
+    numbers than anybody writes down, which are all zero on rank 1: whoever takes much
+    for granted is found out. Means are exact whether one divides before or after. (What
+    sends them leaves out "strided": gloo raises, or adds up other numbers without a
+    word, and NCCL raises.)
     """
 
     def numbers(*shape: int) -> Tensor:
@@ -46,8 +47,8 @@ def hard_tensors(
     yield from _chosen(
         but,
         {
-            "a tensor of 2 x 3 numbers": lambda: numbers(2, 3) + rank,
-            "a tensor of float64": lambda: numbers(5).double() + 2**-40,
+            "a tensor of 2 x 3 numbers": lambda: numbers(2, 3) + n * rank,
+            "a tensor of float64": lambda: numbers(5).double() + n * 2**-40,
             "a tensor of bfloat16": lambda: numbers(3, 1, 2).bfloat16(),
             "a strided tensor": lambda: numbers(4, 3).T[:, ::2],
             "a tensor of 11 x 13 numbers": lambda: numbers(11, 13) * (rank != 1),

@@ -72,8 +72,9 @@ class _UnderWay:
         raise TimeoutError(told)
 
     def is_completed(self) -> bool:
-        self.asked = True
-        return self.work.is_completed()
+        done = self.work.is_completed()
+        self.asked = self.asked or done  # who looked too early has not waited
+        return done
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.work, name)
@@ -94,13 +95,17 @@ def watched() -> Iterator[dict[str, list]]:
         started.append(_UnderWay(work, to_what))
         return started[-1]
 
+    def known(self: Any, rank: int) -> None:
+        if not 0 <= rank < self.size():
+            raise ValueError(f"there is no rank {rank}: the last is {self.size() - 1}")
+
     def sending(self: Any, tensors: list[Tensor], dst: int, tag: int) -> _UnderWay:
-        if not 0 <= dst < self.size():
-            raise ValueError(f"there is no rank {dst}: the last is {self.size() - 1}")
+        known(self, dst)
         told["sent"].append((dst, tensors[0].numel()))
         return start(send(self, tensors, dst, tag), f"send to rank {dst}")
 
     def receiving(self: Any, tensors: list[Tensor], src: int, tag: int) -> _UnderWay:
+        known(self, src)
         told["received"].append((src, tensors[0].numel()))
         return start(recv(self, tensors, src, tag), f"receive from rank {src}")
 
@@ -118,8 +123,8 @@ def watched() -> Iterator[dict[str, list]]:
         return collective
 
     ours = {"send": sending, "recv": receiving, "recv_anysource": receiving_any}
-    known = [name for name in COLLECTIVES if hasattr(group, name)]  # by this PyTorch
-    ours |= {name: noting(name) for name in known}
+    there = [name for name in COLLECTIVES if hasattr(group, name)]  # in this PyTorch
+    ours |= {name: noting(name) for name in there}
     with ExitStack() as stack, EventLog() as log:
         for name, function in ours.items():
             stack.enter_context(mock.patch.object(group, name, function))

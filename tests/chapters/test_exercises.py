@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from ddp_course.chapters import all_exercises, show_solution
@@ -275,9 +276,30 @@ def test_what_cannot_be_sent_to_the_ranks():
     assert "cannot be sent to the ranks" in verdict.message
 
 
-def test_a_failing_rank_is_told_with_line_and_hint():
+def test_a_mistake_that_python_names_is_told_with_its_line_alone():
     verdict = check_on_ranks(lambda rank: 1 / rank)
     assert verdict.message.startswith(
         "On real ranks: `rank 0: ZeroDivisionError: division by zero`, in test_ex"
     )
-    assert verdict.message.endswith("Look at the ranks.")
+    assert "Look at the ranks." not in verdict.message
+
+
+def one_returns(rank):
+    if rank == 0:
+        dist.barrier()
+
+
+def of_two_sizes(rank):
+    if rank == 0:
+        dist.send(torch.zeros(8), 1)
+    else:
+        dist.recv(torch.zeros(2), 0)
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "hint"),
+    [(one_returns, "Look at the ranks."), (of_two_sizes, answers.MIXED_UP)],
+)
+def test_a_hint_goes_with_what_it_is_about(wrong, hint):
+    assert check_on_ranks(wrong).message.endswith(hint)

@@ -25,6 +25,7 @@ def test_tensors():
         name, tensors = every[0][0], [tensor for _, tensor in every]
         exact = sum(tensor.double() for tensor in tensors)
         assert torch.equal(sum(tensors).double(), exact), name
+        assert torch.equal(sum(tensor / 3 for tensor in tensors).double() * 3, exact)
 
 
 def test_models():

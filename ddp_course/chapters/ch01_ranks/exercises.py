@@ -123,14 +123,14 @@ def check_node_group(answer: Answer) -> str:
         "Every rank must call `dist.new_group` for every node, in the same order, also "
         "for the nodes that it is not on."
     )
-    for cluster in (Topology(2, 2), Topology(2, 3)):
+    for cluster in (Topology(2, 3), Topology(3, 2)):
         shape = {"nnodes": cluster.nnodes, "nproc_per_node": cluster.nproc_per_node}
         real = on_ranks(_use, answer, **shape, hint=hint)
         where = f"On a real {cluster.nnodes} x {cluster.nproc_per_node} cluster,"
         expect("alone" not in real[0], f"{where} {real[0].get('alone')}. {hint}")
         _judge_groups(cluster, real, where)
     return (
-        "on real 2 x 2 and 2 x 3 clusters every rank is in the group of its own node, "
+        "on real 2 x 3 and 3 x 2 clusters every rank is in the group of its own node, "
         "and an all_reduce there adds up that node's ranks"
     )
 

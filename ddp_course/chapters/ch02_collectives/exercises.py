@@ -22,7 +22,7 @@ from ddp_course.lab.exercises import (
     until_wrong,
     written_by,
 )
-from ddp_course.lab.hard import hard_tensors
+from ddp_course.lab.hard import hard_tensors, unchanged
 from ddp_course.lab.messages import MESSAGES, WAITED, call_late, copied
 
 
@@ -78,53 +78,6 @@ def _swaps(function: Callable, peers: Sequence[int]) -> Iterator[dict[str, Any]]
         told |= {"wanted": shown(wanted), "peer": peer, "numel": mine.numel()}
         told["lengths"] = [numel for _, numel in told["sent"]]
         told["once"] = told["sent"] == [(peer, mine.numel())]
-        yield told
-
-
-# ---- my_all_gather -----------------------------------------------------------------
-
-GATHER = {
-    **MESSAGES,
-    **WAITED,
-    "a_list": "returned {shown}; expected a list of {n} tensors.",
-    "right": "has {shown} in entry {entry} of the list; expected {wanted}: what rank "
-    "{entry} gave.",
-    "untouched": "changed the tensor that it was given.",
-    "least": "sent {numbers} numbers; with tensors of {numel} numbers, {enough} are "
-    "enough for every rank. Does one rank do the work of all, or does something travel "
-    "twice?",
-}
-
-
-@exercise("my_all_gather", solution=solutions.my_all_gather)
-def check_my_all_gather(answer: Answer) -> str:
-    """`my_all_gather(tensor)`: the tensors of all ranks, as a list in rank order."""
-    hint = "Start what you send (`isend`) before you wait for what you receive."
-    judge_ranks(GATHER, _gather, answer, worlds=(2, 3, 4, 5, 1), hint=hint)
-    return (
-        "1 to 5 ranks that come one after the other have everyone's tensors in order, "
-        "and nobody sent more than N - 1 tensors"
-    )
-
-
-def _gather(function: Callable) -> list[dict[str, Any]]:
-    return until_wrong(_gathers(function), GATHER)
-
-
-def _gathers(function: Callable) -> Iterator[dict[str, Any]]:
-    rank, n = dist.get_rank(), dist.get_world_size()
-    for everyones in zip(*(_tensors(r, n) for r in range(n)), strict=True):
-        told = call_late(function, everyones[rank])
-        got, numel = told["got"], everyones[rank].numel()
-        told["a_list"] = isinstance(got, list) and len(got) == n
-        pairs = zip(got, everyones, strict=True) if told["a_list"] else ()
-        wrong = [k for k, pair in enumerate(pairs) if not equal(*pair)]
-        at = wrong[0] if wrong else 0
-        told |= {"right": not wrong, "entry": at, "wanted": shown(everyones[at])}
-        told["shown"] = shown(got[at] if wrong else got)
-        told |= {"numel": numel, "enough": numel * (n - 1)}
-        told["numbers"] = sum(length for _, length in told["sent"])
-        told["least"] = told["numbers"] <= told["enough"]
         yield told
 
 
@@ -190,14 +143,19 @@ def _judge_tree(where: str, n: int, real: Sequence[dict[str, Any]], hint: str) -
 
 # ---- my_transpose ------------------------------------------------------------------
 
-BLOCK = 60  # rows of each rank
 TRANSPOSE = {
-    "fits": "returned {got}; expected a tensor of shape {shape}, of int64.",
-    "right": "has {wrong} numbers that are not right: in its row {i}, place {j}, is "
-    "{one}, expected {wanted}. {hint}",
-    "untouched": "changed the rows that it was given.",
+    "fits": "returned {got}; expected a tensor of shape {shape}, of {dtype}.",
+    "right": "has numbers that are not right: in its row {i}, place {j}, is {one}, "
+    "expected {wanted}. {hint}",
+    "kept": "changed the rows that it was given.",
     "least": "sent {written} bytes by the operating system's count; each other rank "
-    "needs one block of 60 x 60 from it, {needed} bytes in all.",
+    "needs one block of {block} x {block} from it, {needed} bytes in all.",
+}
+MATRICES = {  # rows of each rank, and their type: the first is large enough to weigh
+    "rows of 60": (60, torch.int64),
+    "a row of float64": (1, torch.float64),
+    "rows of bfloat16": (3, torch.bfloat16),
+    "a matrix without rows": (0, torch.float32),
 }
 
 
@@ -212,24 +170,30 @@ def check_my_transpose(answer: Answer) -> str:
     )
 
 
-def _transpose(function: Callable) -> dict[str, Any]:
+def _transpose(function: Callable) -> list[dict[str, Any]]:
+    return until_wrong(_transposes(function), TRANSPOSE)
+
+
+def _transposes(function: Callable) -> Iterator[dict[str, Any]]:
     rank, n = dist.get_rank(), dist.get_world_size()
-    mine = slice(BLOCK * rank, BLOCK * (rank + 1))
-    matrix = torch.arange((BLOCK * n) ** 2).view(BLOCK * n, BLOCK * n)
-    rows, wanted = matrix[mine].clone(), matrix.T[mine]
-    barrier()
-    got, written = written_by(function, rows)
-    needed = (n - 1) * BLOCK * BLOCK * matrix.element_size()
-    most = 1.02 * needed + 4000 * n
-    told = {"fits": isinstance(got, Tensor) and got.shape == wanted.shape}
-    told["fits"] = told["fits"] and got.dtype == wanted.dtype
-    told |= {"got": shown(copied(got)), "shape": tuple(wanted.shape)}
-    told |= {"untouched": torch.equal(rows, matrix[mine])}
-    told |= {"least": written is None or 0.98 * needed <= written <= most}
-    told |= {"written": f"{written or 0:,}", "needed": f"{needed:,}"}
-    if told["fits"]:
-        wrong = (got != wanted).nonzero()
-        i, j = wrong[0].tolist() if len(wrong) else (0, 0)
-        told |= {"right": not len(wrong), "wrong": len(wrong), "i": i, "j": j}
-        told |= {"one": got[i, j].item(), "wanted": wanted[i, j].item()}
-    return told
+    for case, (block, dtype) in MATRICES.items():
+        mine = slice(block * rank, block * (rank + 1))
+        numbers = torch.arange((block * n) ** 2).double() * 1.25 + 2**-40
+        matrix = numbers.to(dtype).view(block * n, block * n)
+        rows, wanted = matrix[mine].clone(), matrix.T[mine]
+        barrier()
+        with unchanged(rows) as told:
+            got, written = written_by(function, rows)
+        needed = (n - 1) * block * block * matrix.element_size()
+        least = written is None or written <= 1.02 * needed + 4000 * n
+        told["least"] = least and (written is None or written >= 0.98 * needed)
+        told |= {"case": case, "got": shown(copied(got)), "block": block}
+        told |= {"written": f"{written or 0:,}", "needed": f"{needed:,}"}
+        told |= {"shape": tuple(wanted.shape), "dtype": str(dtype)[6:], "right": True}
+        told["fits"] = isinstance(got, Tensor) and got.shape == wanted.shape
+        told["fits"] = told["fits"] and got.dtype == dtype
+        if told["fits"] and (wrong := (got != wanted).nonzero().tolist()):
+            i, j = wrong[0]
+            told |= {"right": False, "i": i, "j": j}
+            told |= {"one": got[i, j].item(), "wanted": wanted[i, j].item()}
+        yield told

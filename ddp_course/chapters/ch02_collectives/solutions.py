@@ -16,19 +16,6 @@ def swap(tensor: torch.Tensor, peer: int) -> torch.Tensor:
     return got
 
 
-def my_all_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return everyone's tensors: each rank sends its own to all others."""
-    rank, n = dist.get_rank(), dist.get_world_size()
-    everyones = [torch.empty_like(tensor) for _ in range(n)]
-    everyones[rank].copy_(tensor)
-    others = [(rank + k) % n for k in range(1, n)]  # not all begin with rank 0
-    under_way = [dist.irecv(everyones[other], other) for other in others]
-    under_way += [dist.isend(tensor, other) for other in others]
-    for handle in under_way:
-        handle.wait()
-    return everyones
-
-
 def my_broadcast(tensor: torch.Tensor) -> None:
     """Give everybody rank 0's numbers: whoever has them sends them on, far first."""
     rank, n = dist.get_rank(), dist.get_world_size()

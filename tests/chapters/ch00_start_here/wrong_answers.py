@@ -127,12 +127,38 @@ def silent_without_a_number(tensor):
         solutions.my_average(tensor)
 
 
+def through_a_list(batch, rank, world_size):
+    return torch.tensor(solutions.my_slice(batch, rank, world_size).tolist())
+
+
+def up_to_four_ranks(batch, rank, world_size):
+    return solutions.my_slice(batch, rank, min(world_size, 4))
+
+
+def averaged_twice(tensor):
+    solutions.my_average(tensor)
+    dist.all_reduce(tensor)
+
+
+def rounded(tensor):
+    solutions.my_average(tensor)
+    tensor.round_()
+
+
+def mean_of_its_own(tensor):
+    dist.all_reduce(tensor)
+    tensor.copy_(tensor.mean())
+
+
 WRONG = {
     "my_average": {
         averaged_in_32_bits: "float64, rank 0 has",
         averaged_in_16_bits: "float64, rank 0 has",
         the_first_row: "2 x 3 numbers, rank 0 has",
         silent_without_a_number: "On real ranks",
+        averaged_twice: "With 4 ranks, a tensor of 2 x 3 numbers, rank 0 has",
+        rounded: "With 4 ranks, a tensor of",
+        mean_of_its_own: "expected",
         sum_only: "That is the sum",
         mean_in_a_new_tensor: "in the tensor that your function was given",
         for_four_only: "With 3 ranks",
@@ -143,6 +169,8 @@ WRONG = {
     "my_slice": {
         in_32_bits: "of torch.float64 as the batch",
         of_two_dimensions: "IndexError: too many indices",
+        through_a_list: "of torch.float64 as the batch",
+        up_to_four_ranks: "world_size 6: rank 0 got 3 rows; expected 2",
         everything: "12 rows; expected 3",
         strided: "rows [0, 4, 8]",
         overlapping: "a lower rank has row",

@@ -164,6 +164,18 @@ def nodes_of_two():
     return groups[dist.get_rank() // 2]
 
 
+def two_nodes():
+    half = dist.get_world_size() // 2
+    groups = [dist.new_group(list(range(n, n + half))) for n in (0, half)]
+    return groups[int(os.environ["GROUP_RANK"])]
+
+
+def halves():
+    size = int(os.environ["LOCAL_WORLD_SIZE"])
+    groups = [dist.new_group(list(range(n, n + size))) for n in (0, size)]
+    return groups[dist.get_rank() >= size]
+
+
 def right_on_even_ranks_only():
     mine = dist.new_subgroups(int(os.environ["LOCAL_WORLD_SIZE"]))[0]
     return dist.group.WORLD if dist.get_rank() % 2 else mine
@@ -233,20 +245,22 @@ WRONG = {
         myself_in_a_cluster: "rank 0 received the place",
     },
     "node_group": {
-        only_my_own: "rank 0 called `new_group([0, 1])` while rank 2 called "
-        "`new_group([2, 3])`",
-        only_my_own_by_another_name: "while rank 2 called `new_group([2, 3])`",
-        only_node_0: "rank 0 called `new_group([0, 1])` while rank 2 returned",
-        own_group_first: "while rank 2 called `new_group([2, 3])`",
-        everyone: "rank 0 got the group of ranks [0, 1, 2, 3]; expected [0, 1]",
+        only_my_own: "rank 0 called `new_group([0, 1, 2])` while rank 3 "
+        "called `new_group([3, 4, 5])`",
+        only_my_own_by_another_name: "while rank 3 called `new_group([3, 4, 5])`",
+        only_node_0: "called `new_group([0, 1, 2])` while rank 3 returned",
+        own_group_first: "while rank 3 called `new_group([3, 4, 5])`",
+        everyone: "the group of ranks [0, 1, 2, 3, 4, 5]; expected [0, 1, 2]",
         nothing: "rank 0 got `None`",
-        by_local_rank: "rank 0 got the group of ranks [0, 2]; expected [0, 1]",
-        always_the_first: "rank 2 got",
-        nodes_of_two: "2 x 3 cluster",
-        right_on_even_ranks_only: "rank 1 got the group of ranks [0, 1, 2, 3]",
+        by_local_rank: "rank 0 got the group of ranks [0, 3]; expected [0, 1, 2]",
+        always_the_first: "rank 3 got",
+        nodes_of_two: "2 x 3 cluster, rank 0 got the group of ranks [0, 1]",
+        two_nodes: "IndexError: list index out of range",
+        halves: "3 x 2 cluster, rank 4 got `-100`",
+        right_on_even_ranks_only: "rank 1 got the group of ranks [0, 1, 2, 3, 4, 5]",
         destroyed: "On real ranks: `rank",
         breaks_all_reduce: "an all_reduce of the ranks in rank 0's group gave 0; expec",
-        only_members_know: "rank 0 got `[0, 1]`",
+        only_members_know: "rank 0 got `[0, 1, 2]`",
         never_ends: "have not returned after",
         waits_on_one_rank_only: "have not returned after",
         leaves: "rank 1: ended with exit code 3",

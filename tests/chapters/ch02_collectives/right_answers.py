@@ -22,28 +22,6 @@ def swap_with_handles(tensor, peer):
     return got
 
 
-def all_gather_in_a_batch(tensor):
-    rank, n = dist.get_rank(), dist.get_world_size()
-    got = [torch.empty_like(tensor) for _ in range(n)]
-    got[rank].copy_(tensor)
-    others = [other for other in range(n) if other != rank]
-    batch = [P2POp(dist.isend, tensor, other) for other in others]
-    batch += [P2POp(dist.irecv, got[other], other) for other in others]
-    for handle in dist.batch_isend_irecv(batch) if batch else ():
-        handle.wait()
-    return got
-
-
-def all_gather_around_a_ring(tensor):
-    rank, n = dist.get_rank(), dist.get_world_size()
-    got = [tensor.clone() for _ in range(n)]
-    for k in range(n - 1):
-        sending = isend(got[(rank - k) % n], (rank + 1) % n)
-        dist.recv(got[(rank - k - 1) % n], (rank - 1) % n)
-        sending.wait()
-    return got
-
-
 def broadcast_from_whoever_comes(tensor):
     """Who serves a rank is not its business; all messages are started at once."""
     rank, n = dist.get_rank(), dist.get_world_size()
@@ -59,8 +37,42 @@ def broadcast_from_whoever_comes(tensor):
         handle.wait()
 
 
+def broadcast_by_halves(tensor):
+    """The first rank of a part serves the first of its second half."""
+    rank, first, last = dist.get_rank(), 0, dist.get_world_size()
+    while last - first > 1:
+        middle = first + (last - first + 1) // 2
+        if rank == first:
+            dist.send(tensor, middle)
+        elif rank == middle:
+            dist.recv(tensor, first)
+        first, last = (first, middle) if rank < middle else (middle, last)
+
+
+def transpose_in_one_tensor(rows):
+    n = dist.get_world_size()
+    blocks = torch.stack([block.T for block in rows.chunk(n, dim=1)])
+    got = torch.empty_like(blocks)
+    dist.all_to_all_single(got, blocks)
+    return got.transpose(0, 1).reshape(rows.shape)
+
+
+def transpose_with_messages(rows):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    if not len(rows):
+        return rows.clone()
+    sent = [block.T.contiguous() for block in rows.chunk(n, dim=1)]
+    got = [block.clone() for block in sent]
+    others = [other for other in range(n) if other != rank]
+    handles = [isend(sent[other], other) for other in others]
+    handles += [irecv(got[other], other) for other in others]
+    for handle in handles:
+        handle.wait()
+    return torch.cat(got, dim=1)
+
+
 RIGHT = {
     "swap": [swap_in_a_batch, swap_with_handles],
-    "my_all_gather": [all_gather_in_a_batch, all_gather_around_a_ring],
-    "my_broadcast": [broadcast_from_whoever_comes],
+    "my_broadcast": [broadcast_from_whoever_comes, broadcast_by_halves],
+    "my_transpose": [transpose_in_one_tensor, transpose_with_messages],
 }

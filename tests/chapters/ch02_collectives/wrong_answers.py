@@ -92,137 +92,6 @@ def returns_nothing(tensor, peer):
     in_turn(tensor, peer)
 
 
-# my_all_gather
-
-
-def through_rank_0(tensor):
-    rank, n = _me()
-    got = [torch.empty_like(tensor) for _ in range(n)]
-    if rank == 0:
-        got[0].copy_(tensor)
-        for other in range(1, n):
-            dist.recv(got[other], other)
-        for other in range(1, n):
-            for one in got:
-                dist.send(one, other)
-    else:
-        dist.send(tensor, 0)
-        for one in got:
-            dist.recv(one, 0)
-    return got
-
-
-def calls_the_collective(tensor):
-    got = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(got, tensor)
-    return got
-
-
-def calls_a_newer_collective(tensor):
-    whole = tensor.new_empty(dist.get_world_size() * tensor.numel())
-    # Under its name of torch 2.13, or the one it had before.
-    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-    gather(whole, tensor.view(-1))
-    return list(whole.view(-1, *tensor.shape))
-
-
-def calls_ours(tensor):
-    got = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    collectives.all_gather(got, tensor)
-    return got
-
-
-def everybody_sends_first(tensor):
-    rank, n = _me()
-    got = [tensor.clone() for _ in range(n)]
-    for other in range(n):
-        if other != rank:
-            dist.send(tensor, other)
-    for other in range(n):
-        if other != rank:
-            dist.recv(got[other], other)
-    return got
-
-
-def no_handle_is_waited_for(tensor):
-    rank, n = _me()
-    got = [tensor.clone() for _ in range(n)]
-    receiving = [dist.irecv(got[other], other) for other in range(n) if other != rank]
-    sending = [isend(tensor, other) for other in range(n) if other != rank]
-    early = [one.clone() for one in got]
-    for handle in receiving + sending:
-        handle.wait()
-    return early
-
-
-def forgets_itself(tensor):
-    rank, n = _me()
-    got = [torch.zeros_like(tensor) for _ in range(n)]
-    handles = [dist.irecv(got[other], other) for other in range(n) if other != rank]
-    handles += [isend(tensor, other) for other in range(n) if other != rank]
-    for handle in handles:
-        handle.wait()
-    return got
-
-
-def in_the_order_of_the_ring(tensor):
-    rank, n = _me()
-    got = [tensor]
-    for _ in range(n - 1):
-        sending = isend(got[-1], (rank + 1) % n)
-        arrived = torch.empty_like(tensor)
-        dist.recv(arrived, (rank - 1) % n)
-        sending.wait()
-        got.append(arrived)
-    return got
-
-
-def one_buffer_for_all(tensor):
-    rank, n = _me()
-    got, passing_by = [None] * n, tensor.clone()
-    got[rank] = tensor
-    for k in range(n - 1):
-        sending = isend(passing_by.clone(), (rank + 1) % n)
-        dist.recv(passing_by, (rank - 1) % n)
-        sending.wait()
-        got[(rank - 1 - k) % n] = passing_by
-    return got
-
-
-def all_it_has_around_the_ring(tensor):
-    rank, n = _me()
-    everything = torch.zeros(n, *tensor.shape, dtype=tensor.dtype)
-    everything[rank] = tensor
-    for _ in range(n - 1):
-        sending = isend(everything.clone(), (rank + 1) % n)
-        arrived = torch.empty_like(everything)
-        dist.recv(arrived, (rank - 1) % n)
-        sending.wait()
-        everything = torch.maximum(everything, arrived)
-    return list(everything)
-
-
-def only_neighbours(tensor):
-    rank, n = _me()
-    got = [tensor.clone() for _ in range(n)]
-    for other in {(rank + 1) % n, (rank - 1) % n} - {rank}:
-        handles = [dist.irecv(got[other], other), isend(tensor, other)]
-        for handle in handles:
-            handle.wait()
-    return got
-
-
-def one_tensor(tensor):
-    rank, n = _me()
-    got = torch.empty(n, *tensor.shape, dtype=tensor.dtype)
-    got[rank] = tensor
-    handles = [dist.irecv(got[other], other) for other in range(n) if other != rank]
-    handles += [isend(tensor, other) for other in range(n) if other != rank]
-    for handle in handles:
-        handle.wait()
-    return got
-
-
 # my_broadcast
 
 
@@ -401,13 +270,57 @@ def sends_and_forgets(tensor, peer):
     return got
 
 
-def of_six_numbers(tensor):
-    return [one.view(2, 3) for one in solutions.my_all_gather(tensor)]
+def one_side_forgets(tensor, peer):
+    got = torch.empty_like(tensor)
+    if dist.get_rank() < peer:
+        return sends_and_forgets(tensor, peer)
+    dist.recv(got, peer)
+    dist.send(tensor, peer)
+    return got
 
 
-def to_five_ranks(tensor):
-    everyones = solutions.my_all_gather(tensor.float())
-    return [one.to(tensor.dtype) for one in everyones]
+def looks_once(tensor, peer):
+    got = torch.empty_like(tensor)
+    sending = isend(tensor, peer)
+    if dist.get_rank() > peer:
+        sending.is_completed()
+        dist.recv(got, peer)
+    else:
+        dist.recv(got, peer)
+        sending.wait()
+    return got
+
+
+def from_the_rank_after_the_last(tensor, peer):
+    got = torch.empty_like(tensor)
+    dist.irecv(got, peer + dist.get_world_size()).wait()
+    return got
+
+
+def nothing_for_zeros(tensor, peer):
+    return solutions.swap(tensor, peer) if tensor.any() else tensor.clone()
+
+
+def a_name_that_is_not_there(tensor, peer):
+    return solutions.swap(tensr, peer)  # noqa: F821
+
+
+def at_most_five_ranks(tensor):
+    if dist.get_world_size() <= 5:
+        solutions.my_broadcast(tensor)
+    else:
+        along_a_chain(tensor)
+
+
+def a_barrier_in_each_step(tensor):
+    dist.barrier()
+    solutions.my_broadcast(tensor)
+
+
+def nothing_sent_if_zero(tensor):
+    solutions.my_broadcast(tensor)
+    if not tensor.any():
+        tensor.fill_(-1)
 
 
 def spread_in_32_bits(tensor):
@@ -420,8 +333,30 @@ def turned_in_64_bits(rows):
     return solutions.my_transpose(rows).double()
 
 
+def blocks_of_60(rows):
+    return solutions.my_transpose(rows.view(60, -1))
+
+
+def turned_in_32_bits(rows):
+    got = solutions.my_transpose(rows if len(rows) == 60 else rows.float())
+    return got.to(rows.dtype)
+
+
+def of_two_ranks(rows):
+    other = 1 - dist.get_rank()
+    left, right = rows.chunk(2, dim=1) if dist.get_world_size() == 2 else (rows, rows)
+    own, mine = (left, right) if other else (right, left)
+    got = solutions.swap(mine.T.contiguous(), other)
+    return torch.cat((own.T, got) if other else (got, own.T), dim=1)
+
+
 WRONG = {
     "swap": {
+        one_side_forgets: "never waits for what it began: `send to rank 1`",
+        looks_once: "rank 1 never waits for what it began: `send to rank 0`",
+        from_the_rank_after_the_last: "ValueError: there is no rank 3: the last is 1",
+        nothing_for_zeros: "rank 0",
+        a_name_that_is_not_there: "NameError: name 'tensr' is not defined`, in wrong",
         large_ones_at_once: "still waits to send to rank",
         after_a_barrier: "the collective `barrier`",
         in_32_bits: "expected `[[10, 11, 12], [13, 14, 15]]`",
@@ -439,23 +374,10 @@ WRONG = {
         returns_its_own: "expected `[[10, 11, 12], [13, 14, 15]]`: what rank 1 gave",
         returns_nothing: "rank 0 has `None`; expected `[[10,",
     },
-    "my_all_gather": {
-        of_six_numbers: "is invalid for input of size 5",
-        to_five_ranks: "in entry 0 of the list; expected",
-        through_rank_0: "With 2 ranks, rank 0 sent 12 numbers",
-        calls_the_collective: "the collective `all_gather`",
-        calls_a_newer_collective: "the collective `all_gather_single`",
-        calls_ours: "the collective `all_gather`",
-        everybody_sends_first: "still waits to send to rank",
-        no_handle_is_waited_for: "rank 0 has `[[0, 1, 2], [3, 4, 5]]` in entry 1",
-        forgets_itself: "rank 0 has `[[0, 0, 0], [0, 0, 0]]` in entry 0",
-        in_the_order_of_the_ring: "in entry 0 of the list; expected `[[0, 1,",
-        one_buffer_for_all: "[[10, 11, 12], [13, 14, 15]]` in entry 2 of the list",
-        all_it_has_around_the_ring: "rank 0 sent 12 numbers",
-        only_neighbours: "With 4 ranks, rank 0 has `[[0, 1, 2], [3, 4, 5]]` in entry 2",
-        one_tensor: "expected a list of 2 tensors",
-    },
     "my_broadcast": {
+        at_most_five_ranks: "With 8 ranks, rank 7 gets its message in step 7",
+        a_barrier_in_each_step: "the collective `barrier`",
+        nothing_sent_if_zero: "expected `[0.0, 0.0, 0.0]`",
         spread_in_32_bits: "of float64; expected",
         from_rank_0_to_all: "With 4 ranks, rank 3 gets its message in step 3",
         along_a_chain: "With 4 ranks, rank 3 gets its message in step 3",
@@ -469,10 +391,13 @@ WRONG = {
         never_sends: "rank 1 has `[[-1, -1, -1], [-1, -1, -1]]`",
     },
     "my_transpose": {
+        blocks_of_60: "RuntimeError: shape '[60, -1]' is invalid",
+        turned_in_32_bits: "a row of float64, rank",
+        of_two_ranks: "On real ranks",
         turned_in_64_bits: "of int64",
         only_its_own_block: "expected a tensor of shape (60, 120)",
         gathers_everything: "bytes by the operating system's count",
-        not_turned: "not right: in its row 0, place 1, is 1, expected 120",
+        not_turned: "not right: in its row 0, place 1, is 1, expected 150",
         not_contiguous: "input is not contiguous",
         from_the_last_rank_to_the_first: "numbers that are not right: in its row 0",
         below_each_other: "expected a tensor of shape (60, 120)",

@@ -389,7 +389,7 @@ WRONG = {
         one_for_each: "x all_reduce; expected 1 x all_reduce",
         the_sum: "That is the sum.",
         never_copied_back: "the mean over the ranks is",
-        skips_those_without: "Do all ranks bring as many numbers",
+        skips_those_without: "of another type or size",
         averages_the_parameters: "the mean over the ranks is",
         gathers_at_rank_0: "1 x reduce, 1 x broadcast; expected 1 x all_reduce",
         frozen_ones_too: "does not require a gradient",
