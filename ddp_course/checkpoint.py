@@ -1,28 +1,35 @@
 """Checkpoints: what a training run needs to go on as if nothing had happened.
 
-A run can be ended at any moment, also in the middle of writing. So a checkpoint is
-written under another name, flushed to the disk, and only then given its own name: a
-rename happens completely or not at all. What bears the name is whole.
-
-Rank 0 writes, since all replicas are the same. After a restart on several machines rank
-0 may be elsewhere, where that disk is not: so all ranks look for the newest checkpoint
-they can see, and a rank that sees the newest of all sends it to the others.
+They are files that are whole or not there (`mechanisms.saving`). Rank 0 writes, since
+all replicas are the same. After a restart on several machines rank 0 may be elsewhere,
+where that disk is not: so all ranks look for the newest checkpoint they can see, and a
+rank that sees the newest of all sends it to the others.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-FORMAT = 1
-WRITING = ".being-written-"  # how the names of unfinished files begin
+from ddp_course.mechanisms.saving import (
+    WRITING,
+    CheckpointError,
+    attempt,
+    on_cpu,
+    raise_on_all,
+    read,
+    seal,
+    unsealed,
+    write_whole,
+)
+
+FORMAT = 2
 
 
 class HasState(Protocol):
@@ -33,10 +40,6 @@ class HasState(Protocol):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> object:
         """Go on from it."""
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written, read, or continued; every rank raises it."""
 
 
 class Checkpoints:
@@ -90,24 +93,26 @@ class Checkpoints:
         """
         if self.folder is None:
             return []
-        seen = _tell_all(_told(self._look))
-        _raise_first(dict(enumerate(seen)))
-        found = [step for _, step in seen]
-        if max(found) < 0:
+        newest, holder = self._newest()
+        if newest < 0:
             return []
-        newest = max(found)
         if newest > steps:
             raise CheckpointError(
                 f"the newest checkpoint in {self.folder} is of step {newest}, and this "
                 f"run is to end after {steps}; take more steps, or another folder"
             )
-        holder = found.index(newest)
-        read = _from(holder, lambda: _told(lambda: self._read(newest)))
-        _raise_first({holder: read})
-        state = read[1]
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        return state["losses"]
+        problem, state = _from(holder, lambda: attempt(lambda: self._read(newest)))
+        if problem:
+            who = f"rank {holder}: " * dist.is_initialized()
+            raise CheckpointError(who + problem)
+        try:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            return state["losses"]
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise CheckpointError(
+                f"{self._path(newest)} is of another model or optimizer: {error}"
+            ) from None
 
     def save(self, losses: list[float], last: bool = False) -> None:
         """Write a checkpoint if one is due after this step, or if it is the last.
@@ -122,18 +127,21 @@ class Checkpoints:
         if _rank() != 0:
             return
         state = {
-            "format": FORMAT,
             "settings": self.settings,
             "losses": losses,
             "model": on_cpu(model),
             "optimizer": on_cpu(optimizer),
         }
         try:
-            write_whole(state, self.folder / f"step-{len(losses):08d}.pt")
+            path = self._path(len(losses))
+            write_whole({"format": FORMAT, "state": seal(state)}, path)
             for old in self._found()[: -self.keep]:
                 old.unlink(missing_ok=True)
         except (OSError, RuntimeError) as error:  # torch.save's, if the disk is full
             raise CheckpointError(f"cannot write a checkpoint: {error}") from None
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}.pt"
 
     def _found(self) -> list[Path]:
         """Return the whole checkpoints that this rank sees, oldest first."""
@@ -141,6 +149,16 @@ class Checkpoints:
             (p for p in self.folder.glob("step-*.pt") if _step_of(p) is not None),
             key=_step_of,
         )
+
+    def _newest(self) -> tuple[int, int]:
+        """Return the newest step that any rank sees, or -1, and who sees it."""
+        problem, step = attempt(self._look)
+        raise_on_all(problem, _everybody())
+        seen = [step]
+        if dist.is_initialized():
+            seen = [-1] * dist.get_world_size()
+            dist.all_gather_object(seen, step)
+        return max(seen), seen.index(max(seen))
 
     def _look(self) -> int:
         """Make the folder ready; return the newest step in it, or -1."""
@@ -157,96 +175,34 @@ class Checkpoints:
         return max(map(_step_of, self._found()), default=-1)
 
     def _read(self, step: int) -> dict[str, Any]:
-        path = self.folder / f"step-{step:08d}.pt"
+        path = self._path(step)
         try:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-            version, settings = state["format"], state["settings"]
-        except Exception as error:
-            problem = str(error).splitlines()[0] if str(error) else repr(error)
+            state = unsealed(read(path, FORMAT)["state"])
+            settings = state["settings"]
+        except (CheckpointError, KeyError, TypeError) as error:
+            told = str(error) if str(path) in str(error) else f"{path}: {error}"
             raise CheckpointError(
-                f"{path} cannot be read ({problem}); remove it to go on from the one "
-                f"before it"
+                f"{told}; remove it to go on from the one before it"
             ) from None
-        if version != FORMAT:
-            raise CheckpointError(
-                f"{path} has format {version}; this version reads format {FORMAT}"
-            )
         if settings != self.settings:
             raise CheckpointError(_differences(path, settings, self.settings))
         return state
-
-
-def write_whole(state: Any, path: Path) -> None:
-    """Save `state` as `path`: completely, or not at all, whenever the process ends."""
-    unfinished = path.with_name(f"{WRITING}{os.getpid()}")
-    try:
-        with unfinished.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())  # the bytes are on the disk ...
-        unfinished.replace(path)  # ... before they get their name
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # and the name, too, is on the disk
-    finally:
-        os.close(folder)
-
-
-def on_cpu(state: Any) -> Any:
-    """Return a state dict with its tensors on the CPU, however deep they lie."""
-    if isinstance(state, torch.Tensor):
-        return state.detach().cpu()
-    if isinstance(state, Mapping):
-        return {key: on_cpu(value) for key, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        return [on_cpu(value) for value in state]
-    return state
-
-
-# ---- what ranks tell each other ------------------------------------------------------
 
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-Told = tuple[str | None, Any]  # a problem or None, and a value
+def _everybody() -> list[dist.ProcessGroup]:
+    return [dist.group.WORLD] if dist.is_initialized() else []
 
 
-def _told(work: Any) -> Told:
-    """Do `work`; a rank that failed must still talk, or the others would wait."""
-    try:
-        return None, work()
-    except CheckpointError as error:
-        return str(error), None
-
-
-def _tell_all(mine: Told) -> list[Told]:
-    if not dist.is_initialized():
-        return [mine]
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, mine)
-    return everybody
-
-
-def _from(rank: int, work: Any) -> Told:
-    """Do `work` on one rank and return what it told on all."""
+def _from(rank: int, work: Callable[[], Any]) -> Any:
+    """Do `work` on one rank, and return on all what came of it."""
     box = [work() if _rank() == rank else None]
     if dist.is_initialized():
         dist.broadcast_object_list(box, src=rank, device=torch.device("cpu"))
     return box[0]
-
-
-def _raise_first(told: Mapping[int, Told]) -> None:
-    """Raise the problem of the lowest rank that has one, if any: the same on all."""
-    for rank, (problem, _) in sorted(told.items()):
-        if problem is not None:
-            raise CheckpointError(
-                f"rank {rank}: {problem}" if dist.is_initialized() else problem
-            )
 
 
 def _step_of(path: Path) -> int | None:

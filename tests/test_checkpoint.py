@@ -15,6 +15,7 @@ from ddp_course import checkpoint as module
 from ddp_course import parallelize
 from ddp_course.checkpoint import CheckpointError, Checkpoints, write_whole
 from ddp_course.launch import RankError, spawn
+from ddp_course.mechanisms.saving import seal
 from ddp_course.model import GPTConfig
 from ddp_course.parallelize import STRATEGIES
 from ddp_course.train import History, largest_difference, train
@@ -133,6 +134,21 @@ def changed(checkpoints: Checkpoints) -> bool:
     return not all(same)
 
 
+def flip(path: Path) -> None:
+    """Change one bit of a number, as a disk may."""
+    saved = torch.load(path, weights_only=True)
+    numbers = saved["state"]["value"]["model"]["weight"]
+    numbers.view(torch.int32)[0, 1] ^= 1
+    torch.save(saved, path)
+
+
+def resealed(path: Path, **changes) -> None:
+    """Write another one, in the right form; None leaves something out."""
+    state = torch.load(path, weights_only=True)["state"]["value"] | changes
+    state = {key: value for key, value in state.items() if value is not None}
+    torch.save({"format": module.FORMAT, "state": seal(state)}, path)
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -141,10 +157,13 @@ def changed(checkpoints: Checkpoints) -> bool:
         (lambda path: torch.save({"losses": []}, path), "cannot be read ('format')"),
         (
             lambda path: torch.save({"format": 7, "settings": {}}, path),
-            "has format 7; this version reads format 1",
+            "has format 7; this version reads format 2",
         ),
         (lambda path: path.rename(path.with_name("step-00000008.pt")), "of step 8"),
         (lambda path: torch.save(Path, path), "cannot be read"),  # runs no code
+        (lambda path: flip(path), "is not what was written"),
+        (lambda path: resealed(path, model={}), "is of another model or optimizer"),
+        (lambda path: resealed(path, settings=None), "'settings'"),
     ],
 )
 def test_files_that_cannot_be_used(tmp_path, spoil, message):

@@ -3,41 +3,50 @@
     save(folder, fsdp, optimizer)      on 4 ranks
     load(folder, fsdp, optimizer)      on 4, 3, 2 or 1
 
-No rank ever has a whole model, so none could write it. The files are those of
-torch.distributed.checkpoint, DCP: each rank's tensors, and beside them one file that
-says which elements of which tensor are where. A rank that loads reads those that it now
-owns, from whichever files they are in.
+No rank ever has a whole model, so none could write it. Each writes a file with its
+pieces and their states, and which elements of which parameter they are:
 
-Saved are the parameters by their plain names, and the optimizer's states of each, as
-vectors in the order of the memory; a rank has the elements of its piece. So units and
-ranks may be others when they are loaded. What another parallelism has cut before is a
-model of its own, with a folder of its own. Chapter 08.
+    folder/00000001/rank-0.pt          head.out.weight   [0, 3456) of 13824   ...
+                    rank-1.pt          head.out.weight   [3456, 6912)         ...
+
+A rank that loads looks into all files for the elements that it now owns. So units and
+ranks may be others then. A save is a new folder: it has another name until all ranks
+have written, and the one before it stays until then (`mechanisms.saving`). What another
+parallelism has cut before is told by its placement, and must be cut alike by those who
+load. torch.distributed.checkpoint does all that for DTensors. Chapter 08.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import metadata as md
-from torch.distributed.checkpoint.planner import (
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
 
-from ddp_course.mechanisms.agreement import check_same
-from ddp_course.mechanisms.placements import Step, placed
-from ddp_course.mechanisms.whole_state import options_of
+from ddp_course.collectives import communicator
+from ddp_course.mechanisms.placements import Flat, placed
+from ddp_course.mechanisms.saving import (
+    WRITING,
+    CheckpointError,
+    attempt,
+    on_cpu,
+    raise_on_all,
+    read,
+    rename,
+    seal,
+    unsealed,
+    write_whole,
+)
+from ddp_course.mechanisms.whole_state import from_first, options_of
 from ddp_course.zero.sharded_module import ShardedModule
 
-OPTIONS = "optimizer/options"  # what is no tensor, as text
-State = dict[str, Any]
+FORMAT = 1
+NUMBERS = "numbers"  # of a piece, among its optimizer's states
 
 
 def save(
@@ -48,20 +57,24 @@ def save(
     """Write pieces, buffers and the optimizer's states; called by all ranks.
 
     `folder` is one that all ranks see; it is made if need be. Gradients are not saved.
-    Of replicas, the first ones write. Raises ReplicaError, on every rank, for an
-    optimizer of something else.
+    Of replicas, the first ones write. Raises CheckpointError, on every rank, for an
+    optimizer of something else, and if it cannot be written; what was there stays.
     """
-    state = _of_module(sharded)
-    for name, piece in _stepped(sharded, optimizer).items():
-        for key, value in optimizer.state.get(piece, {}).items():
-            if isinstance(value, Tensor):
-                state[f"optimizer/{name}/{key}"] = _part_of(piece, value)
-    if optimizer is not None:
-        state[OPTIONS] = json.dumps(_groups(sharded, optimizer))
+    groups, folder = _groups(sharded), Path(folder).absolute()
+    raise_on_all(_strange(sharded, optimizer), groups)
+    first = all(communicator(group).rank == 0 for group in groups)
+    begun = attempt(lambda: _begin(folder)) if first else None
+    problem, names = from_first(begun, groups)
+    raise_on_all(problem, groups)
+    unfinished, path = (folder / name for name in names)
     if all(comm.rank == 0 for comm in sharded.comms[1:]):
-        dcp.save(state, checkpoint_id=folder, process_group=sharded.comm.group)
-    for comm in sharded.comms[1:]:
-        comm.agree_now("a sharded checkpoint has been saved")
+        state = {"format": FORMAT, "save": names[0], **_own(sharded, optimizer)}
+        mine = unfinished / f"rank-{dist.get_rank()}.pt"
+        problem, _ = attempt(lambda: write_whole(state, mine))
+    raise_on_all(problem, groups)  # or all ranks have written
+    if first:
+        problem, _ = attempt(lambda: _end(unfinished, path))
+    raise_on_all(problem, groups)
 
 
 def load(
@@ -71,169 +84,214 @@ def load(
 ) -> None:
     """Read what `save` has written, on any number of ranks; called by all of them.
 
-    Raises ReplicaError, on every rank and before anything is changed, if the folder
+    Raises CheckpointError, on every rank and before anything is changed, if the folder
     holds no such checkpoint, or one of another model or other groups.
     """
-    group, state = sharded.comm.group, _of_module(sharded)
-    pieces, saved = _stepped(sharded, optimizer), {}
-    try:
-        saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-        problem = _unlike(saved, state, optimizer is not None)
-    except Exception as error:  # whatever is in that folder
-        problem = f"{folder} holds no checkpoint that can be read: {error!r}"
-    check_same({}, problem, group)
-    groups: list[dict[str, Any]] = []
+    groups, folder = _groups(sharded), Path(folder).absolute()
+    raise_on_all(_strange(sharded, optimizer), groups)
+    newest = from_first(max(_saves(folder), default=None), groups)
+    problem, found = attempt(lambda: _found(newest or folder, sharded, optimizer))
+    raise_on_all(problem, groups)
+    states, buffers, options = found
+    with torch.no_grad():
+        for piece, state in states.items():
+            piece.copy_(state.pop(NUMBERS))
+        for buffer, value in buffers:
+            buffer.copy_(value)
     if optimizer is not None:
-        options = {OPTIONS: ""}
-        dcp.load(options, checkpoint_id=folder, process_group=group)
-        groups = json.loads(options[OPTIONS])
-        here = [told["names"] for told in _groups(sharded, optimizer)]
-        there = [told["names"] for told in groups]
-        problem = f"the optimizer's groups are {here}; the checkpoint's are {there}"
-        check_same({}, None if here == there else problem, group)
-    states = {name: _empty_states(saved, name, p) for name, p in pieces.items()}
-    for name, own in states.items():
-        for key, value in own.items():
-            state[f"optimizer/{name}/{key}"] = _part_of(pieces[name], value)
-    dcp.load(state, checkpoint_id=folder, process_group=group)
-    # Tensors were read into place; what else a state dict holds is in the dict.
-    if optimizer is not None:
-        _go_on(optimizer, list(states.values()), groups)
+        _go_on(optimizer, states, options)
 
 
-# ---- tensors -------------------------------------------------------------------------
+def _groups(sharded: ShardedModule) -> list[dist.ProcessGroup]:
+    """Return the groups along which there are other ranks with a part in this."""
+    return list(dict.fromkeys([*sharded.groups, *(c.group for c in sharded.comms)]))
 
 
-class Part(Tensor):
-    """Some elements of a vector, as DCP takes any tensor that says where it belongs."""
-
-    step: Step
-
-    @property
-    def chunk(self) -> md.ChunkStorageMetadata:
-        """Which elements it has, of those of the whole."""
-        first = self.step.placement.first
-        return md.ChunkStorageMetadata(torch.Size([first]), torch.Size([self.numel()]))
-
-    def size(self) -> torch.Size:
-        """The shape of the whole vector."""
-        return torch.Size([torch.Size(self.step.shape).numel()])
-
-    def __create_write_items__(self, name: str, _: Tensor) -> list[WriteItem]:
-        where = md.MetadataIndex(name, self.chunk.offsets)
-        properties = md.TensorProperties.create_from_tensor(self.as_subclass(Tensor))
-        data = TensorWriteData(self.chunk, properties, self.size())
-        some = self.numel() > 0 or (not self.size().numel() and self.step.rank == 0)
-        return [WriteItem(where, WriteItemType.SHARD, tensor_data=data)] * some
-
-    def __create_chunk_list__(self) -> list[md.ChunkStorageMetadata]:
-        return [self.chunk] * (self.numel() > 0)
-
-    def __get_tensor_shard__(self, index: md.MetadataIndex) -> Tensor:
-        return self.as_subclass(Tensor)
+# ---- to write ------------------------------------------------------------------------
 
 
-def _part_of(piece: Tensor, value: Tensor) -> Tensor:
-    """Return what lies as a piece does as a Part; others, such as "step", as it is."""
-    if value.dim() == 0:
-        return value
-    part = value.detach().as_subclass(Part)
-    part.step = placed(piece).steps[-1]
-    return part
+def _saves(folder: Path) -> list[Path]:
+    """Return the complete saves in a folder."""
+    return [path for path in folder.glob("[0-9]*") if path.is_dir()]
 
 
-def _of_module(sharded: ShardedModule) -> State:
-    """Return what is saved of the module, by name; loading reads into it."""
-    state = sharded.module.state_dict(keep_vars=True)
-    buffers = [key for key, name in sharded.plain.keys.items() if name is None]
-    told = {f"buffer/{key}": state[key] for key in buffers if key in state}
-    for name, piece in sharded.pieces.items():
-        told[f"parameter/{name}"] = _part_of(piece, piece)
-    return told
+def _begin(folder: Path) -> tuple[str, str]:
+    """Make a folder for a new save; return its name, and the one it will have."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for left_over in folder.glob(f"{WRITING}*"):
+        shutil.rmtree(left_over, ignore_errors=True)
+    unfinished = f"{WRITING}{secrets.token_hex(8)}"
+    (folder / unfinished).mkdir()
+    number = max((int(path.name) for path in _saves(folder)), default=0) + 1
+    return unfinished, f"{number:08d}"
 
 
-def _unlike(
-    saved: Mapping[str, Any], wanted: Mapping[str, Tensor], optimizer: bool
-) -> str | None:
-    """Return why a checkpoint does not fit, or None."""
-    for key, tensor in wanted.items():
-        if key not in saved:
-            return f"the checkpoint has no {key}; it has {', '.join(list(saved)[:5])}"
-        if saved[key].size != tensor.size():
-            return (
-                f"the checkpoint's {key} has {saved[key].size.numel()} elements; here "
-                f"it has {tensor.size().numel()}"
-            )
-    more = [k for k in saved if not k.startswith("optimizer/") and k not in wanted]
-    if more:
-        return f"the checkpoint has {more[0]}, which is not here"
-    if optimizer and OPTIONS not in saved:
-        return "the checkpoint has no optimizer"
-    return None
+def _end(unfinished: Path, path: Path) -> None:
+    """Give a save its name; those before it are not needed any more."""
+    rename(unfinished, path)
+    for old in _saves(path.parent):
+        if old != path:
+            shutil.rmtree(old, ignore_errors=True)
 
 
-# ---- the optimizer -------------------------------------------------------------------
-
-
-def _stepped(
+def _own(
     sharded: ShardedModule, optimizer: torch.optim.Optimizer | None
-) -> dict[str, Tensor]:
-    """Return the pieces that it steps, in its order; raise ReplicaError, on all ranks.
+) -> dict[str, Any]:
+    """Return what this rank saves."""
+    pieces = {}
+    for name, piece in sharded.pieces.items():
+        state = {} if optimizer is None else optimizer.state.get(piece, {})
+        tensors = {k: v for k, v in state.items() if isinstance(v, Tensor)}
+        tensors = {NUMBERS: piece, **tensors}
+        pieces[_key(name, piece)] = {
+            "elements": (_range(piece).first, _range(piece).last, _numel(piece)),
+            "states": {k: seal(on_cpu(v).clone()) for k, v in tensors.items()},
+        }
+    buffers = {key: seal(on_cpu(b)) for key, b in _buffers(sharded)}
+    options = None if optimizer is None else on_cpu(_options(sharded, optimizer))
+    return {"pieces": pieces, "buffers": buffers, "options": seal(options)}
 
-    Without an optimizer, none.
-    """
-    names = {piece: name for name, piece in sharded.pieces.items()}
+
+def _range(piece: Tensor) -> Flat:
+    return placed(piece).steps[-1].placement
+
+
+def _numel(piece: Tensor) -> int:
+    return torch.Size(placed(piece).steps[-1].shape).numel()
+
+
+def _key(name: str, piece: Tensor) -> str:
+    """Return the name of what was cut into pieces: a part, if it was cut before."""
+    before = "; ".join(map(str, placed(piece).steps[:-1]))
+    return f"{name} ({before})" if before else name
+
+
+def _buffers(sharded: ShardedModule) -> Iterator[tuple[str, Tensor]]:
+    state = dict(sharded.module.named_buffers(remove_duplicate=False))
+    for key, name in sharded.plain.keys.items():
+        if name is None and key in state:
+            yield key, state[key]
+
+
+def _strange(sharded: ShardedModule, optimizer: torch.optim.Optimizer | None) -> str:
+    """Return what is wrong with an optimizer of something else, or ""."""
+    own = set(sharded.pieces.values())
     groups = [] if optimizer is None else optimizer.param_groups
-    stepped = [piece for group in groups for piece in group["params"]]
-    strange = [[*piece.shape] for piece in stepped if piece not in names]
-    problem = f"the optimizer steps tensors of {strange}, no pieces of this module"
-    check_same({}, problem if strange else None, sharded.process_group)
-    return {names[piece]: piece for piece in stepped}
+    strange = [[*p.shape] for group in groups for p in group["params"] if p not in own]
+    told = f"the optimizer steps tensors of {strange}, no pieces of this module"
+    return told if strange else ""
 
 
-def _groups(
+def _options(
     sharded: ShardedModule, optimizer: torch.optim.Optimizer
 ) -> list[dict[str, Any]]:
     """Return of each group the names of what it steps, and its options."""
     names = {piece: name for name, piece in sharded.pieces.items()}
     return [
-        {
-            "names": [names[piece] for piece in group["params"]],
-            "options": {
-                key: value.item() if isinstance(value, Tensor) else value
-                for key, value in options_of(group).items()
-            },
-        }
+        {"names": [names[p] for p in group["params"]], "options": options_of(group)}
         for group in optimizer.param_groups
     ]
 
 
-def _empty_states(
-    saved: Mapping[str, Any], name: str, piece: Tensor
-) -> dict[str, Tensor]:
-    """Return memory for those states of a piece that a checkpoint has."""
-    start, states = f"optimizer/{name}/", {}
-    for key, entry in saved.items():
-        if key.startswith(start) and isinstance(entry, md.TensorStorageMetadata):
-            like = piece.shape if len(entry.size) else entry.size
-            states[key.removeprefix(start)] = torch.zeros(
-                like, dtype=entry.properties.dtype, device=piece.device
+# ---- to read -------------------------------------------------------------------------
+
+
+def _found(
+    folder: Path, sharded: ShardedModule, optimizer: torch.optim.Optimizer | None
+) -> tuple[dict[Tensor, dict[str, Tensor]], list[tuple[Tensor, Tensor]], Any]:
+    """Return all states of the own pieces, the buffers, and the optimizer's options."""
+    files = [read(path, FORMAT, mmap=True) for path in sorted(folder.glob("rank-*"))]
+    if not files:
+        raise CheckpointError(f"{folder} holds no checkpoint")
+    try:
+        if len({file["save"] for file in files}) > 1:
+            raise CheckpointError("its files are of several saves")
+        options = unsealed(files[0]["options"])
+        _check_alike(files, sharded, optimizer, options)
+        states = {
+            piece: _assembled(files, _key(name, piece), piece, optimizer is not None)
+            for name, piece in sharded.pieces.items()
+        }
+        saved = files[0]["buffers"]
+        buffers = [(b, unsealed(saved[key])) for key, b in _buffers(sharded)]
+    except (CheckpointError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder} cannot be loaded: {error}") from None
+    return states, buffers, options
+
+
+def _check_alike(
+    files: list[Mapping[str, Any]],
+    sharded: ShardedModule,
+    optimizer: torch.optim.Optimizer | None,
+    options: Any,
+) -> None:
+    """Raise CheckpointError if it is of another model, or of other groups."""
+    saved = {key: own for file in files for key, own in file["pieces"].items()}
+    for name, piece in sharded.pieces.items():
+        if (key := _key(name, piece)) not in saved:
+            raise CheckpointError(f"it has no {key}, but {', '.join(list(saved)[:5])}")
+        if (there := saved[key]["elements"][2]) != _numel(piece):
+            raise CheckpointError(
+                f"its {key} has {there} elements; here it has {_numel(piece)}"
             )
-    return states
+    names = {key.partition(" ")[0] for key in saved} | {*files[0]["buffers"]}
+    here = {*sharded.pieces} | {key for key, _ in _buffers(sharded)}
+    if names != here:
+        raise CheckpointError(f"only one side has {', '.join(sorted(names ^ here))}")
+    if optimizer is not None:
+        if options is None:
+            raise CheckpointError("it has no optimizer")
+        own = [group["names"] for group in _options(sharded, optimizer)]
+        there = [group["names"] for group in options]
+        if own != there:
+            raise CheckpointError(f"the optimizer's groups are {own}, there {there}")
+
+
+def _assembled(
+    files: list[Mapping[str, Any]], key: str, piece: Tensor, with_states: bool
+) -> dict[str, Tensor]:
+    """Return the numbers of a piece, and the states of it, from all files."""
+    parts = [file["pieces"][key] for file in files if key in file["pieces"]]
+    names = dict.fromkeys(name for part in parts for name in part["states"])
+    return {
+        name: _elements(parts, name, key, _range(piece))
+        for name in (names if with_states else [NUMBERS])
+    }
+
+
+def _elements(
+    parts: list[Mapping[str, Any]], name: str, key: str, wanted: Flat
+) -> Tensor:
+    """Return the elements of a state that are wanted, from all parts that have some."""
+    found, missing = None, wanted.last - wanted.first
+    for part in (part for part in parts if name in part["states"]):
+        first, last, _ = part["elements"]
+        begin, end = max(first, wanted.first), min(last, wanted.last)
+        sealed = part["states"][name]
+        if sealed["value"].dim() == 0:  # such as "step": the same for all
+            return unsealed(sealed).clone()
+        if found is None:
+            found = sealed["value"].new_zeros(missing)
+        if begin < end:
+            numbers = unsealed(sealed)[begin - first : end - first]
+            found[begin - wanted.first : end - wanted.first] = numbers
+            missing -= end - begin
+    if missing:
+        raise CheckpointError(f"of {key} ({name}) {missing} elements are in no file")
+    return found
 
 
 def _go_on(
     optimizer: torch.optim.Optimizer,
-    states: list[dict[str, Tensor]],
-    groups: list[dict[str, Any]],
+    states: Mapping[Tensor, dict[str, Tensor]],
+    options: list[dict[str, Any]],
 ) -> None:
     """Give an optimizer its states and options; PyTorch puts them where it wants."""
     own = optimizer.state_dict()
-    own["state"] = {number: state for number, state in enumerate(states) if state}
-    for group, told in zip(own["param_groups"], groups, strict=True):
+    stepped = (p for group in optimizer.param_groups for p in group["params"])
+    own["state"] = {k: states[p] for k, p in enumerate(stepped) if states[p]}
+    for group, told in zip(own["param_groups"], options, strict=True):
         for key, value in told["options"].items():
-            now = group.get(key)
-            if isinstance(now, Tensor):
-                value = torch.full_like(now, value)
-            group[key] = tuple(value) if isinstance(now, tuple) else value
+            tuples = isinstance(group.get(key), tuple)  # they were saved as lists
+            group[key] = tuple(value) if tuples else value
     optimizer.load_state_dict(own)

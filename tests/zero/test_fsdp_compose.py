@@ -77,7 +77,11 @@ def replicas(folder: str) -> dict[tuple, Trained]:
         )
         for (who, optimizer, what), wrap in wraps.items()
     }
-    return {"trained": told, "error": refused(axes), "saved": saved(axes, folder)}
+    return {
+        "trained": told,
+        "error": refused(axes),
+        "saved": saved(hybrid(Ours, axes), folder),
+    }
 
 
 def refused(axes: Axes) -> str:
@@ -90,9 +94,9 @@ def refused(axes: Axes) -> str:
     return "no error"
 
 
-def saved(axes: Axes, folder: str) -> bool:
+def saved(wrap, folder: str) -> bool:
     """Save and load a sharded checkpoint; tell whether all numbers came back."""
-    sharded = hybrid(Ours, axes)(build_gpt(EVEN))
+    sharded = wrap(build_gpt(EVEN))
     sharded_checkpoint.save(folder, sharded)
     before = sharded.full_state_dict()
     with torch.no_grad():
@@ -103,7 +107,7 @@ def saved(axes: Axes, folder: str) -> bool:
     return all(torch.equal(after[name], before[name]) for name in before)
 
 
-def below_is_tensor_parallelism() -> dict[tuple, Trained]:
+def below_is_tensor_parallelism(folder: str) -> dict[str, object]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import parallelize_module
 
@@ -124,11 +128,12 @@ def below_is_tensor_parallelism() -> dict[tuple, Trained]:
 
     ways = [("ours", "sgd"), ("ours", "adamw"), ("torch", "adamw")]
     wraps = {"ours": ours, "torch": theirs}
-    return {way: train(wraps[way[0]], way[1], "even", **how) for way in ways}
+    told = {way: train(wraps[way[0]], way[1], "even", **how) for way in ways}
+    return {"tp": told, "saved beside tp": saved(ours, f"{folder}/tp")}
 
 
 def everything(folder: str) -> dict[str, object]:
-    return {**replicas(folder), "tp": below_is_tensor_parallelism()}
+    return {**replicas(f"{folder}/dp"), **below_is_tensor_parallelism(folder)}
 
 
 def test_beside_other_axes_it_trains_as_one_process_and_as_pytorchs(tmp_path):
@@ -143,7 +148,7 @@ def test_beside_other_axes_it_trains_as_one_process_and_as_pytorchs(tmp_path):
     for rank in ranks:
         assert "weight is float32 [4, 3] on cpu" in rank["error"]
         assert "rank 3" in rank["error"]
-        assert rank["saved"]
+        assert rank["saved"] and rank["saved beside tp"]
     for who, optimizer in ranks[0]["tp"]:
         got = [rank["tp"][who, optimizer] for rank in ranks]
         assert not different(got, optimizer, "even"), (who, optimizer)
