@@ -7,6 +7,8 @@
     timeline    what a step writes into the open event logs
     placements  which part of which parameter of the plain model a rank has
     whole_state states and norms of the whole model, which follow from that
+    saving      files that are whole or not there, and are what was written
+    habits      what would be wrong in silence once parameters are divided
     exchange    parts are gathered and reduced, by messages or by shared memory
     recompute   backward that runs forward again, so that less is kept
     weight_gradients
