@@ -36,7 +36,7 @@ from ddp_course.parallelize import (
     parallelize,
     whole,
 )
-from ddp_course.theory.composition import rank_states, rank_volume
+from ddp_course.theory import ComposedRank
 from ddp_course.train import average
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -301,10 +301,10 @@ def expected(found: Metered, told: dict) -> tuple[dict[str, Fraction], dict[str,
         "buffers": found.buffers,
         "precision": "fp32",
     }
-    volume = rank_volume(SMALL, ROWS // (how["dp"]), **how)
+    volume = ComposedRank(SMALL, **how).volume(ROWS // how["dp"])
     sent = {"tp": volume.tp, "pp": volume.pp, "dp": volume.dp, "shard": volume.dp}
     sent["replicate"] = volume.replicas
-    kept = rank_states(SMALL, **how, step_counts=found.step_counts)
+    kept = ComposedRank(SMALL, **how).states(found.step_counts)
     return {axis: sent[axis] for axis in mesh}, {kind: kept[kind] for kind in KEPT}
 
 

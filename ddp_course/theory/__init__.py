@@ -26,8 +26,6 @@ from ddp_course.theory.activations import (
 from ddp_course.theory.collectives import (
     ALGORITHMS,
     Cost,
-    HierarchicalBytes,
-    HierarchicalCost,
     all_gather,
     all_reduce_double_tree,
     all_reduce_halving_doubling,
@@ -40,7 +38,6 @@ from ddp_course.theory.collectives import (
     broadcast_tree,
     bus_factor,
     bytes_sent,
-    children,
     crossover,
     gather,
     hierarchical_bytes_sent,
@@ -49,13 +46,10 @@ from ddp_course.theory.collectives import (
     reduce_scatter,
     reduce_tree,
     scatter,
-    shared_memory_bytes,
 )
 from ddp_course.theory.composition import (
     AxisBytes,
-    rank_states,
-    rank_units,
-    rank_volume,
+    ComposedRank,
 )
 from ddp_course.theory.fit import Fit, fit
 from ddp_course.theory.memory import (
@@ -65,7 +59,6 @@ from ddp_course.theory.memory import (
     StepVolume,
     gathered_bytes,
     model_states,
-    padding,
     shard_numel,
     step_volume,
 )

@@ -238,18 +238,19 @@ def bytes_sent(algorithm: str, world_size: int, root: int = 0) -> list[Fraction]
     ]
 
 
-# ---- two levels, and shared memory ---------------------------------------------------
+# ---- two levels ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class HierarchicalCost:
-    """What is on the critical path `inside` the nodes and `between` them.
+class TwoLevels:
+    """What is done `inside` the nodes and what `between` them, kept apart.
 
-    Both are a `Cost`; they are kept apart since the links differ. Chapter 03.
+    The links differ. Both are a `Cost`, or what one rank sends in multiples of S.
+    Chapter 03.
     """
 
-    inside: Cost
-    between: Cost
+    inside: Cost | Fraction
+    between: Cost | Fraction
 
     def seconds(self, links: Links) -> float:
         """Return the time in s: `inside` over `links.inside`, then `between`."""
@@ -258,8 +259,8 @@ class HierarchicalCost:
 
 def all_reduce_hierarchical(
     nnodes: int, nproc_per_node: int, nbytes: float, variant: str = "sharded"
-) -> HierarchicalCost:
-    """First inside each node, then between the nodes, then inside again.
+) -> TwoLevels:
+    """First inside each node, then between the nodes, then inside again: the costs.
 
     With G nodes of g ranks each (n = G g):
 
@@ -275,75 +276,38 @@ def all_reduce_hierarchical(
     Raises ValueError for another variant. Source: Cho et al., BlueConnect, MLSys 2019;
     the first is Horovod's hierarchical all-reduce in its simplest form. Chapter 03.
     """
-    check_count("nnodes", nnodes)
-    check_count("nproc_per_node", nproc_per_node)
+    inside, parts = _inside(nnodes, nproc_per_node, variant)
     check_not_negative("nbytes", nbytes)
-    check_choice("variant", variant, ("leader", "sharded"))
-    inside, parts = all_reduce_tree, 1
-    if variant == "sharded":
-        inside, parts = all_reduce_ring, nproc_per_node
-    return HierarchicalCost(
-        inside=inside(nproc_per_node, nbytes),
-        between=all_reduce_ring(nnodes, nbytes / parts),
-    )
-
-
-@dataclass(frozen=True)
-class HierarchicalBytes:
-    """What one rank sends to ranks of its node and to other nodes, in multiples of S.
-
-    Chapter 03.
-    """
-
-    inside: Fraction
-    between: Fraction
+    across = all_reduce_ring(nnodes, nbytes / parts)
+    return TwoLevels(ALGORITHMS[inside](nproc_per_node, nbytes), across)
 
 
 def hierarchical_bytes_sent(
     nnodes: int, nproc_per_node: int, variant: str = "sharded"
-) -> list[HierarchicalBytes]:
+) -> list[TwoLevels]:
     """Return, for every rank in rank order, what it sends in a hierarchical all-reduce.
 
-    The variants are those of `all_reduce_hierarchical`. "leader": the ranks of a node
-    send as in "all_reduce_tree", and local rank 0 alone sends 2(G-1)/G S to another
-    node. "sharded": each rank sends 2(g-1)/g S inside and 2(G-1)/G S/g between. Both
-    send 2(G-1) S between nodes in total. Raises ValueError for another variant.
-    Source: Cho et al., BlueConnect, MLSys 2019. Chapter 03.
+    Of the variants of `all_reduce_hierarchical`, in multiples of S. "leader": the ranks
+    of a node send as in "all_reduce_tree", and local rank 0 alone 2(G-1)/G to another
+    node. "sharded": each sends 2(g-1)/g inside and 2(G-1)/G /g between. Both send
+    2(G-1) S between nodes in total. Raises ValueError likewise. Chapter 03.
     """
+    inside, parts = _inside(nnodes, nproc_per_node, variant)
+    sent, across = bytes_sent(inside, nproc_per_node), 2 * _part(nnodes) / parts
+    return [
+        TwoLevels(own, across if local_rank < parts else Fraction(0))
+        for local_rank, own in enumerate(sent)
+    ] * nnodes
+
+
+def _inside(nnodes: int, nproc_per_node: int, variant: str) -> tuple[str, int]:
+    """Return the algorithm inside a node, and how many of its ranks send to others."""
     check_count("nnodes", nnodes)
     check_count("nproc_per_node", nproc_per_node)
     check_choice("variant", variant, ("leader", "sharded"))
-    ring = 2 * _part(nnodes)
     if variant == "leader":
-        inside = bytes_sent("all_reduce_tree", nproc_per_node)
-        between = [ring] + [Fraction(0)] * (nproc_per_node - 1)
-    else:
-        inside = bytes_sent("all_reduce_ring", nproc_per_node)
-        between = [ring / nproc_per_node] * nproc_per_node
-    return [*map(HierarchicalBytes, inside, between)] * nnodes
-
-
-def shared_memory_bytes(
-    world_size: int, variant: str = "staged"
-) -> tuple[Fraction, Fraction]:
-    """Return what each rank reads and writes in an all-reduce through shared memory.
-
-    In multiples of S, from and into other ranks' memory; copies within its own are not
-    counted, and nothing is sent: the ranks are on one node. Each adds 1/n of the
-    tensor, for which it reads (n-1)/n S from its peers.
-
-    - "staged": each has left its tensor in a segment that all can read, leaves its part
-      of the sum there, too, and reads the n-1 other parts: 2(n-1)/n S read.
-    - "registered": the tensors themselves are in shared memory, and each writes its
-      part of the sum into those of the n-1 others: (n-1)/n S read, (n-1)/n S written.
-
-    Raises ValueError for another variant. Source: counted, as for the ring: these are
-    the bytes of a reduce-scatter and of an all-gather. Chapter 03.
-    """
-    check_world(world_size)
-    check_choice("variant", variant, ("staged", "registered"))
-    part = _part(world_size)
-    return (2 * part, Fraction(0)) if variant == "staged" else (part, part)
+        return "all_reduce_tree", 1
+    return "all_reduce_ring", nproc_per_node
 
 
 # ---- how good it can be, how good a measured one is, which is better when ------------

@@ -41,8 +41,6 @@ from ddp_course.theory.memory import (
 )
 from ddp_course.theory.tensor_parallel import layer_parameters, tensor_parallel_volume
 
-Stages = Sequence[range]  # of a rank: which of [embed, *blocks, head] each of them has
-
 
 @dataclass(frozen=True)
 class AxisBytes:
@@ -57,124 +55,105 @@ class AxisBytes:
     replicas: Fraction
 
 
-def rank_units(
-    config: GPTConfig, stages: Stages | None = None, tp: int = 1
-) -> list[int]:
-    """Return how many parameters a rank has in each unit of stage 3.
+@dataclass(frozen=True)
+class ComposedRank:
+    """A rank of a composition.
 
-    First those of no block (embedding and head), if it has any, then each block. The
-    model's own, without `stages`; raises ValueError as `layer_parameters`.
-    """
-    numel = layer_parameters(config, tp)
-    layers = [layer for stage in _stages(config, stages) for layer in stage]
-    ends = [layer for layer in layers if layer in (0, len(numel) - 1)]
-    root = sum(numel[layer] for layer in ends)
-    if config.tied and len(ends) == 2:  # one matrix, if one rank has both its ends
-        root -= config.vocab_size * config.d_model // tp
-    blocks = [numel[layer] for layer in layers if layer not in ends]
-    return [root] * (root > 0) + blocks
-
-
-def rank_states(
-    config: GPTConfig,
-    stages: Stages | None = None,
-    *,
-    dp: int = 1,
-    tp: int = 1,
-    replicas: int = 1,
-    zero: int = 0,
-    buffers: Sequence[int] | None = None,
-    precision: str | Precision = "fp32",
-    step_counts: int = 0,
-) -> Ledger:
-    """Return the bytes that a rank keeps between two steps, by kind.
-
-    Args:
+    Attributes:
         config: the course's GPT.
-        stages: the layers of the rank's stages; all without.
+        stages: the layers of the rank's stages; all if there are none.
         dp, tp: ranks along these axes; of dp, `dp // replicas` share their shards.
         replicas: R, groups of ranks that have the same shards (HSDP).
         zero: what is sharded along dp: stage 0 (nothing) to 3.
         buffers: elements of each flat buffer that is cut on its own; by default all of
             the rank's parameters are one, and with stage 3 each unit is.
-        precision, step_counts: as for `model_states`; the optimizer is AdamW.
+        precision: as for `model_states`; the optimizer is AdamW.
 
     Raises ValueError for a value outside of this.
     """
-    numel = _buffers(rank_units(config, stages, tp), zero, buffers)
-    shards = _shards(dp, replicas)
-    return model_states(
-        numel, shards, zero, "adamw", precision, step_counts=step_counts
-    )
 
+    config: GPTConfig
+    stages: Sequence[range] | None = None
+    dp: int = 1
+    tp: int = 1
+    replicas: int = 1
+    zero: int = 0
+    buffers: Sequence[int] | None = None
+    precision: str | Precision = "fp32"
 
-def rank_volume(
-    config: GPTConfig,
-    batch: int,
-    stages: Stages | None = None,
-    *,
-    dp: int = 1,
-    tp: int = 1,
-    replicas: int = 1,
-    zero: int = 0,
-    buffers: Sequence[int] | None = None,
-    precision: str | Precision = "fp32",
-) -> AxisBytes:
-    """Return the bytes that a rank sends in one step, along each axis.
+    def __post_init__(self) -> None:
+        """Check what the formulas do not."""
+        layers = self.config.n_layer + 2
+        stages = [range(layers)] if self.stages is None else list(self.stages)
+        if not stages or any(not s or s[0] < 0 or s[-1] >= layers for s in stages):
+            raise ValueError(
+                f"stages are {self.stages!r}; each must have some of layers 0 to "
+                f"{layers - 1}"
+            )
+        object.__setattr__(self, "stages", stages)
+        check_count("dp", self.dp)
+        check_count("replicas", self.replicas)
+        if self.dp % self.replicas:
+            raise ValueError(
+                f"replicas is {self.replicas}; it must divide dp, {self.dp}"
+            )
+        units = self.units()
+        if self.buffers is None:
+            buffers = units if self.zero == 3 else [sum(units)]
+            object.__setattr__(self, "buffers", buffers)
+        if sum(self.buffers) != sum(units):
+            raise ValueError(
+                f"buffers have {sum(self.buffers)} elements; the rank has {sum(units)}"
+            )
 
-    On average over the ranks of an axis, where a ring's pieces are of unequal sizes.
+    @property
+    def layers(self) -> list[int]:
+        """The rank's layers, of all its stages."""
+        return [layer for stage in self.stages for layer in stage]
 
-    Args:
-        batch: B, rows of each data rank, in all its microbatches together; as long as
-            the model's block size, T.
-        others: as for `rank_states` and `step_volume`.
+    @property
+    def one_end(self) -> bool:
+        """Whether the rank has the embedding, or the head, and another the other."""
+        return (0 in self.layers) != (self.config.n_layer + 1 in self.layers)
 
-    Raises ValueError for a value outside of this.
-    """
-    mine, shards = _stages(config, stages), _shards(dp, replicas)
-    numel = _buffers(rank_units(config, stages, tp), zero, buffers)
-    width = precision_named(precision)
-    layers = [layer for stage in mine for layer in stage]
-    in_tp = tensor_parallel_volume(
-        config, batch, tp, itemsize=width.activation, layers=layers
-    )[0]
-    tokens = batch * config.block_size
-    last = config.n_layer + 1
-    boundaries = sum((stage[0] > 0) + (stage[-1] < last) for stage in mine)
-    in_pp = boundaries * tokens * config.d_model * width.activation
-    if config.tied and (0 in layers) != (last in layers):  # the other end has it, too
-        in_pp += config.vocab_size * config.d_model // tp * width.gradient
-    in_dp = step_volume(numel, shards, zero, precision)
-    across = 2 * Fraction(replicas - 1, replicas) * shard_numel(numel, shards)
-    sent = width.reduced if zero == 3 else width.gradient
-    return AxisBytes(in_tp.total, Fraction(in_pp), in_dp.total, across * sent)
+    def units(self) -> list[int]:
+        """Return how many parameters the rank has in each unit of stage 3.
 
+        First those of no block (embedding and head), if it has any, then each block.
+        Raises ValueError as `layer_parameters`.
+        """
+        numel, c = layer_parameters(self.config, self.tp), self.config
+        ends = [layer for layer in self.layers if layer in (0, c.n_layer + 1)]
+        root = sum(numel[layer] for layer in ends)
+        if c.tied and ends and not self.one_end:  # one matrix: it has both its ends
+            root -= c.vocab_size * c.d_model // self.tp
+        blocks = [numel[layer] for layer in self.layers if layer not in ends]
+        return [root] * (root > 0) + blocks
 
-def _stages(config: GPTConfig, stages: Stages | None) -> Stages:
-    layers = config.n_layer + 2
-    whole = [range(layers)] if stages is None else list(stages)
-    if not whole or any(not s or s[0] < 0 or s[-1] >= layers for s in whole):
-        raise ValueError(
-            f"stages are {stages!r}; each must have some of layers 0 to {layers - 1}"
-        )
-    return whole
+    def states(self, step_counts: int = 0) -> Ledger:
+        """Return the bytes that it keeps between two steps, by kind."""
+        how = self.zero, "adamw", self.precision
+        shards = self.dp // self.replicas
+        return model_states(self.buffers, shards, *how, step_counts=step_counts)
 
+    def volume(self, batch: int) -> AxisBytes:
+        """Return the bytes that it sends in a step of `batch` rows of each data rank.
 
-def _shards(dp: int, replicas: int) -> int:
-    check_count("dp", dp)
-    check_count("replicas", replicas)
-    if dp % replicas:
-        raise ValueError(f"replicas is {replicas}; it must divide dp, {dp}")
-    return dp // replicas
-
-
-def _buffers(
-    units: list[int], zero: int, buffers: Sequence[int] | None
-) -> Sequence[int]:
-    if buffers is None:
-        return units if zero == 3 else [sum(units)]
-    if sum(buffers) != sum(units):
-        raise ValueError(
-            f"buffers have {sum(buffers)} elements; the rank has {sum(units)}"
-        )
-    return buffers
+        Of all its microbatches together; rows are as long as the model's block size, T.
+        On average over the ranks of an axis, where a ring's pieces are of unequal
+        sizes.
+        """
+        c, width = self.config, precision_named(self.precision)
+        how = {"itemsize": width.activation, "layers": self.layers}
+        in_tp = tensor_parallel_volume(c, batch, self.tp, **how)[0]
+        hidden = batch * c.block_size * c.d_model * width.activation
+        ends = [(stage[0] > 0) + (stage[-1] <= c.n_layer) for stage in self.stages]
+        in_pp = sum(ends) * hidden
+        if c.tied and self.one_end:  # the rank with the other end has the matrix, too
+            in_pp += c.vocab_size * c.d_model // self.tp * width.gradient
+        shards = self.dp // self.replicas
+        in_dp = step_volume(self.buffers, shards, self.zero, self.precision)
+        sent = width.reduced if self.zero == 3 else width.gradient
+        across = 2 * Fraction(self.replicas - 1, self.replicas) * sent
+        across *= shard_numel(self.buffers, shards)
+        return AxisBytes(in_tp.total, Fraction(in_pp), in_dp.total, across)

@@ -103,11 +103,6 @@ def shard_numel(numel: int | Sequence[int], world_size: int) -> int:
     return sum(-(-n // world_size) for n in buffers(numel))
 
 
-def padding(numel: int | Sequence[int], world_size: int) -> int:
-    """Return how many elements all ranks' shards together are larger than `numel`."""
-    return world_size * shard_numel(numel, world_size) - sum(buffers(numel))
-
-
 def buffers(numel: int | Sequence[int]) -> Sequence[int]:
     """Return the sizes of the flat buffers. ValueError for a size below 1."""
     sizes = numel if isinstance(numel, Sequence) else [numel]

@@ -13,7 +13,8 @@ from theory_simulator import BYTES, FREE, MESSAGES, play
 
 from ddp_course import theory
 from ddp_course.launch import Link, Links
-from ddp_course.theory import ALGORITHMS, Cost, HierarchicalBytes, HierarchicalCost
+from ddp_course.theory import ALGORITHMS, Cost
+from ddp_course.theory.collectives import TwoLevels, children
 
 S = Fraction(1)
 PLAYED = [name for name, row in ALGORITHMS.items() if row.sent]  # not the double tree
@@ -109,10 +110,10 @@ def test_wrong_trees_are_caught(planted):
 
 @given(n=st.integers(1, 200))
 def test_the_tree_has_every_rank_once_and_doubles(n):
-    parents = {c: r for r in range(n) for c in theory.children(r, n)}
+    parents = {c: r for r in range(n) for c in children(r, n)}
     assert sorted(parents) == list(range(1, n))
     reached, steps = {0}, 0
-    waiting = {r: theory.children(r, n) for r in range(n)}
+    waiting = {r: children(r, n) for r in range(n)}
     while len(reached) < n:
         reached |= {waiting[r].pop(0) for r in list(reached) if waiting[r]}
         steps += 1
@@ -127,7 +128,7 @@ def test_a_double_tree_sends_all_of_it_once_each_way():
     assert theory.all_reduce_double_tree(1, 1000) == Cost(0, 0)
 
 
-# ---- two levels, shared memory, links ------------------------------------------------
+# ---- two levels, and links -----------------------------------------------------------
 
 
 def check_hierarchical(cost, sent, program):
@@ -137,7 +138,7 @@ def check_hierarchical(cost, sent, program):
             inside, between = (price if on else FREE for on in prices)
             assert value == play(program, inside, between)[0]
     seen = zip(*play(program, FREE)[1:], strict=True)
-    assert sent == [HierarchicalBytes(*both) for both in seen]
+    assert sent == [TwoLevels(*both) for both in seen]
 
 
 def hierarchical(shape, variant):
@@ -163,8 +164,8 @@ def test_wrong_hierarchies_are_caught(variant):
         hierarchical((3, 4), other),
         hierarchical((4, 3), variant),  # nodes and ranks swapped
         (
-            HierarchicalCost(cost.inside, theory.all_reduce_ring(12, S)),
-            [HierarchicalBytes(r.inside, 4 * r.between) for r in sent],  # S, not S/g
+            TwoLevels(cost.inside, theory.all_reduce_ring(12, S)),
+            [TwoLevels(r.inside, 4 * r.between) for r in sent],  # S, not S/g
         ),
         strict=True,
     )
@@ -175,28 +176,12 @@ def test_wrong_hierarchies_are_caught(variant):
 
 def test_each_link_counts_for_its_part():
     links = Links(inside=Link(0, 8), between=Link(5, 2))
-    cost = HierarchicalCost(Cost(100, 16), Cost(2, 10))
+    cost = TwoLevels(Cost(100, 16), Cost(2, 10))
     assert cost.seconds(links) == 16 / 8 + 2 * 5 + 10 / 2
     link = Link(latency=0.25, bandwidth=8)
     assert Cost(1, 16).over(link) == link.seconds(16) == 2.25
     assert Cost(1, 16).over(Link()) == 0
     assert Cost(1, 2).seconds(100, 10) == 120
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("variant", ["staged", "registered"])
-def test_shared_memory_moves_what_it_is_seen_to_move(variant, n):
-    # Rank r adds part r of everyone's tensor, then every rank gets every part.
-    read, written = [Fraction(0)] * n, [Fraction(0)] * n
-    for r in range(n):
-        for peer in set(range(n)) - {r}:
-            read[r] += Fraction(1, n)  # the peer's numbers of part r
-            if variant == "staged":
-                read[peer] += Fraction(1, n)  # the sum of part r
-            else:
-                written[r] += Fraction(1, n)  # the sum of part r, to the peer
-    moved = theory.shared_memory_bytes(n, variant)
-    assert list(zip(read, written, strict=True)) == [moved] * n
 
 
 # ---- bounds, and the size from which on a ring is better -----------------------------
@@ -323,10 +308,9 @@ def test_wrong_crossovers_are_caught(planted):
         (theory.bytes_sent, ("scatter", 4, 4), "root is 4; .* from 0 to 3"),
         (theory.bytes_sent, ("scatter", 4, 1.5), "root is 1.5; .* an integer"),
         (theory.bytes_sent, ("all_gather", 4, 1), "root is 1, but all_gather"),
-        (theory.children, (4, 4), "rank is 4; it can be 0 to 3"),
+        (children, (4, 4), "rank is 4; it can be 0 to 3"),
         (theory.hierarchical_bytes_sent, (0, 4), "nnodes is 0; it must be"),
         (theory.hierarchical_bytes_sent, (2, 2, "x"), "variant is 'x'; it can"),
-        (theory.shared_memory_bytes, (2, "x"), "variant is 'x'; it can"),
         (theory.bus_factor, ("ring", 2), "collective is 'ring'; it can be 'all"),
         (theory.least_bytes, ("x", 2, 8), "collective is 'x'; it can be 'all"),
         (theory.least_bytes, ("reduce", 2, -8), "nbytes is -8; it must be"),

@@ -7,8 +7,8 @@ from fractions import Fraction
 
 import pytest
 
-from ddp_course import theory
 from ddp_course.model import GPTConfig, build_gpt
+from ddp_course.theory import AxisBytes, ComposedRank
 
 SMALL = {"vocab_size": 16, "block_size": 8, "n_head": 4, "d_model": 8}
 LAYERS = 5  # embedding, three blocks, head
@@ -59,11 +59,13 @@ def test_what_ranks_have_is_what_one_finds_by_going_through_all_elements(tp, pp,
         for coordinate in range(tp):
             own = list(elements(model, tp, stages, coordinate))
             assert (
-                len(own) == len(set(own)) == sum(theory.rank_units(shape, stages, tp))
+                len(own)
+                == len(set(own))
+                == sum(ComposedRank(shape, stages, tp=tp).units())
             )
             found.update(own)
     whole = {name for name, _ in found}
-    assert sum(theory.rank_units(shape)) == shape.num_parameters
+    assert sum(ComposedRank(shape).units()) == shape.num_parameters
     assert min(found.values()) == 1 and max(found.values()) == tp
     if not (tied and pp > 1):  # else both ends have the matrix
         assert whole == {name for name, _ in model.named_parameters()}
@@ -97,7 +99,7 @@ def messages(shape, rows, microbatches, stages, dp, tp, replicas, zero):
     layers = [layer for stage in stages for layer in stage]
     if shape.tied and (0 in layers) != (last in layers):
         sent["pp"] += ring(2, shape.vocab_size * shape.d_model // tp * 4)
-    units, shards = theory.rank_units(shape, stages, tp), dp // replicas
+    units, shards = ComposedRank(shape, stages, tp=tp).units(), dp // replicas
     for numel in units if zero == 3 else [sum(units)]:
         padded = numel if zero == 0 else shards * -(-numel // shards)
         passes = {0: 2, 1: 2, 2: 2, 3: 3}[zero]
@@ -135,24 +137,28 @@ def off(volume) -> list[tuple]:
     return wrong
 
 
+def volume_of(shape, rows, stages, **sizes):
+    return ComposedRank(shape, stages, **sizes).volume(rows)
+
+
 def test_what_goes_along_each_axis_is_what_its_messages_add_up_to():
-    assert off(theory.rank_volume) == []
+    assert off(volume_of) == []
 
 
 def whole_model_along_dp(shape, rows, stages, **sizes):
-    along = theory.rank_volume(shape, rows, stages, **sizes)
+    along = volume_of(shape, rows, stages, **sizes)
     sizes["tp"] = 1
-    return theory.AxisBytes(
-        along.tp, along.pp, theory.rank_volume(shape, rows, **sizes).dp, along.replicas
+    return AxisBytes(
+        along.tp, along.pp, ComposedRank(shape, **sizes).volume(rows).dp, along.replicas
     )
 
 
 def all_of_dp_shards(shape, rows, stages, **sizes):
-    return theory.rank_volume(shape, rows, stages, **sizes | {"replicas": 1})
+    return ComposedRank(shape, stages, **sizes | {"replicas": 1}).volume(rows)
 
 
 def every_rank_has_every_layer(shape, rows, stages, **sizes):
-    return theory.rank_volume(shape, rows, None, **sizes)
+    return ComposedRank(shape, **sizes).volume(rows)
 
 
 @pytest.mark.parametrize(
@@ -164,11 +170,10 @@ def test_axes_that_forget_one_another_are_rejected(wrong):
 
 def test_hybrid_sharding_by_its_formula():
     """3 Psi (F-1)/F inside a group of F, 2 (Psi/F)(R-1)/R across R of them."""
-    psi = 4 * sum(theory.rank_units(config()))
+    psi = 4 * sum(ComposedRank(config()).units())
     for shards, replicas in ((2, 2), (2, 4), (4, 2)):
-        along = theory.rank_volume(
-            config(), 8, dp=shards * replicas, replicas=replicas, zero=3
-        )
+        how = {"dp": shards * replicas, "replicas": replicas, "zero": 3}
+        along = ComposedRank(config(), **how).volume(8)
         assert along.dp == 3 * psi * Fraction(shards - 1, shards)
         across = 2 * Fraction(psi, shards) * Fraction(replicas - 1, replicas)
         assert along.replicas == across
@@ -187,7 +192,6 @@ def test_hybrid_sharding_by_its_formula():
     ],
 )
 def test_what_cannot_be_is_refused(options, told):
-    with pytest.raises(ValueError, match=told):
-        theory.rank_states(config(), **options)
-    with pytest.raises(ValueError, match=told):
-        theory.rank_volume(config(), 2, **options)
+    for ask in (ComposedRank.states, lambda rank: rank.volume(2)):
+        with pytest.raises(ValueError, match=told):
+            ask(ComposedRank(config(), **options))

@@ -21,7 +21,6 @@ from ddp_course.theory import (
     layer_activations,
     model_activations,
     model_states,
-    padding,
     shard_numel,
     step_volume,
 )
@@ -114,8 +113,7 @@ def test_bytes_per_parameter(precision, optimizer, per_parameter):
 def test_shards_are_what_chunks_of_a_padded_buffer_are(sizes, world):
     shard = sum(-(-torch.zeros(n).numel() // world) for n in sizes)
     assert shard_numel(sizes, world) == shard
-    assert padding(sizes, world) == world * shard - sum(sizes)
-    assert 0 <= padding(sizes, world) < world * len(sizes)
+    assert 0 <= world * shard - sum(sizes) < world * len(sizes)
     # As DTensor's Shard(0) and torch.chunk cut: the first has ceil(n / N).
     first = sum(torch.zeros(n).chunk(world)[0].numel() for n in sizes)
     assert shard_numel(sizes, world) == first
