@@ -89,7 +89,7 @@ class Timing:
 
     `cpu_seconds` are those of all threads and processes together. `speed_up` is the
     time of "one after another" over this one, of the same turn: it cannot well be more
-    than n, or than the number of free cores. `turns` are the seconds of each turn.
+    than n, or than the number of free cores.
 
     One thread alone needs about as many seconds as CPU seconds. If "one after another"
     took far more, something else had the cores: nothing can be said of threads then.
@@ -97,11 +97,9 @@ class Timing:
 
     model: str
     way: str
-    replicas: int
     seconds: float
     cpu_seconds: float
     speed_up: float
-    turns: tuple[float, ...]
 
 
 def threads_against_processes(replicas: int = 2, turns: int = 15) -> list[Timing]:
@@ -135,11 +133,9 @@ def timings(model: str, told: list[Times]) -> list[Timing]:
         Timing(
             model=model,
             way=way,
-            replicas=len(told),
             seconds=median(seconds[way]),
             cpu_seconds=median(cpu_seconds[way]),
             speed_up=median(a / b for a, b in zip(alone, seconds[way], strict=True)),
-            turns=tuple(seconds[way]),
         )
         for way in WAYS
     ]

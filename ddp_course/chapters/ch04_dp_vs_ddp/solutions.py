@@ -6,16 +6,6 @@ import torch.distributed as dist
 from ddp_course.train import checksum
 
 
-def through_replica_0(
-    parameters: int, rows: int, row_in: int, row_out: int, replicas: int
-) -> int:
-    """Return what all replicas but the first get and give back, in bytes."""
-    most = -(-rows // replicas)  # rows of a part, rounded up
-    others = -(-rows // most) - 1  # replicas that have rows, without the first
-    elsewhere = rows - most  # rows that the first one does not keep
-    return others * 2 * 4 * parameters + elsewhere * (row_in + 2 * row_out)
-
-
 @torch.no_grad()
 def make_replicas(model: torch.nn.Module) -> None:
     """Give every rank rank 0's numbers, with one broadcast for each dtype."""

@@ -1,16 +1,12 @@
 """The figures of chapter 04 show what they are about, and nothing else."""
 
 import re
-from dataclasses import dataclass, field
 
 import pytest
-from drawings import no_texts_overlap, problems
+from drawings import problems
 
 from ddp_course.chapters.ch04_dp_vs_ddp.dp_and_ddp import dp_and_ddp
 from ddp_course.chapters.ch04_dp_vs_ddp.figures import DP_STEPS, dp_step
-from ddp_course.chapters.ch04_dp_vs_ddp.gil import Timing
-from ddp_course.chapters.ch04_dp_vs_ddp.measured import plot_gil, plot_moves
-from ddp_course.data_parallel import Move
 from ddp_course.lab import explore, gallery
 
 DRAWINGS = {
@@ -52,38 +48,6 @@ def test_arrows_go_where_the_bytes_go(step):
     assert len(left) == 3 * (way in ("back", "both"))
 
 
-def test_moves_are_added_up_by_replica():
-    moves = [Move("parameters", 0, k, 2**20) for k in (1, 2)]
-    moves += [Move("gradients of parameters", k, 0, 3 * 2**20) for k in (1, 2)]
-    (axes,) = plot_moves(moves).axes
-    heights = [bar.get_height() for bar in axes.patches if bar.get_height()]
-    assert heights == [2, 3, 3, 6, 1, 1]  # sent by 0, 1, 2; received
-    assert "MiB" in axes.get_ylabel()
-
-
-def timings(model):
-    ways = ("one after another", "threads", "DataParallel", "processes")
-    return [
-        Timing(model, way, 2, 2 / k, 2.0, k, (2 / k, 2.2 / k))
-        for way, k in zip(ways, (1, 0.8, 0.7, 1.9), strict=True)
-    ]
-
-
-def test_the_lock_is_shown_for_both_models():
-    panels = plot_gil(timings("tiny") + timings("large")).axes
-    assert [axes.get_title() for axes in panels] == ["tiny", "large"]
-    for axes in panels:
-        assert [bar.get_height() for bar in axes.patches] == [1, 0.8, 0.7, 1.9]
-        dots = [line for line in axes.lines if line.get_marker() == "o"]
-        assert [list(dot.get_ydata()) for dot in dots] == [
-            pytest.approx([k, k]) for k in (0.8, 0.7, 1.9)
-        ]
-        flat = [line.get_ydata()[0] for line in axes.lines if line not in dots]
-        assert flat == [1, 2]  # one thread does everything, and the ideal
-        assert axes.get_ylim()[1] > 2
-        assert [text.get_text() for text in axes.texts].count("ideal: 2") == 1
-
-
 def test_the_slider_and_the_gallery():
     view = explore(dp_step, step=(0, 7))
     assert view.children[-1].value.startswith("<svg")
@@ -93,35 +57,6 @@ def test_the_slider_and_the_gallery():
     assert drawing.width <= 1000
 
 
-@dataclass(frozen=True)
-class Other:
-    """A move of something else than Moves' own class."""
-
-    src: int = 0
-    dst: int = 3
-    nbytes: int = 2**21
-    detail: dict = field(default_factory=dict, hash=False)
-
-
-FIGURES = {
-    "moves": lambda: plot_moves([Other(), Other(3, 0)]),
-    "the lock": lambda: plot_gil(timings("many tiny ones") + timings("few large ones")),
-}
-
-
-@pytest.mark.parametrize("name", FIGURES)
-def test_texts_do_not_overlap(name):
-    no_texts_overlap(FIGURES[name])
-
-
-@pytest.mark.parametrize(
-    ("bad", "says"),
-    [
-        (lambda: dp_step(8), "step is 8; .* 0 to 7"),
-        (lambda: plot_moves([]), "no moves; .*record=True"),
-        (lambda: plot_gil([]), "no timings"),
-    ],
-)
-def test_what_cannot_be_drawn(bad, says):
-    with pytest.raises(ValueError, match=says):
-        bad()
+def test_what_cannot_be_drawn():
+    with pytest.raises(ValueError, match="step is 8; .* 0 to 7"):
+        dp_step(8)

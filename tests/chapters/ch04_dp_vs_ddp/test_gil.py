@@ -99,12 +99,11 @@ def test_medians_of_pairs():
     found = {t.way: t for t in timings("it", [first, second])}
     assert list(found) == list(WAYS)
     assert found["threads"].speed_up == 1.0
-    assert found["threads"].turns == (4.0, 8.0, 4.0)
     processes = found["processes"]
-    assert processes.turns == (3.0, 4.0, 3.0)  # the slowest rank's
+    # Of the slowest rank, and of all together.
     assert (processes.seconds, processes.cpu_seconds) == (3.0, 5.0)
     assert processes.speed_up == pytest.approx(4 / 3)
-    assert (processes.model, processes.replicas) == ("it", 2)
+    assert processes.model == "it"
 
 
 def test_measured():
@@ -113,8 +112,6 @@ def test_measured():
         (m, w) for m in gil.MODELS for w in WAYS
     ]
     for timing in found:
-        assert timing.replicas == 2
-        assert len(timing.turns) == 1
         assert timing.seconds > 0
         assert timing.cpu_seconds > 0
 

@@ -1,51 +1,13 @@
 """Wrong answers to the exercises of chapter 04, each with a word its hint must say."""
 
+import hashlib
+
 import torch
 import torch.distributed as dist
 
 from ddp_course.chapters.ch04_dp_vs_ddp import solutions
 from ddp_course.collectives import all_reduce, broadcast
 from ddp_course.train import checksum
-
-# through_replica_0
-
-
-def one_way(parameters, rows, row_in, row_out, replicas):
-    return (replicas - 1) * 4 * parameters + rows // replicas * (replicas - 1) * row_in
-
-
-def in_numbers(parameters, rows, row_in, row_out, replicas):
-    others, elsewhere = replicas - 1, rows - rows // replicas
-    return others * 2 * parameters + elsewhere * (row_in + 2 * row_out)
-
-
-def replica_0_too(parameters, rows, row_in, row_out, replicas):
-    return replicas * 8 * parameters + rows * (row_in + 2 * row_out)
-
-
-def outputs_have_no_gradients(parameters, rows, row_in, row_out, replicas):
-    elsewhere = rows - -(-rows // replicas)
-    return (replicas - 1) * 8 * parameters + elsewhere * (row_in + row_out)
-
-
-def all_replicas_have_rows(parameters, rows, row_in, row_out, replicas):
-    elsewhere = rows - -(-rows // replicas)
-    return (replicas - 1) * 8 * parameters + elsewhere * (row_in + 2 * row_out)
-
-
-def rounds_down(parameters, rows, row_in, row_out, replicas):
-    used = min(rows, replicas)
-    elsewhere = rows - rows // used
-    return (used - 1) * 8 * parameters + elsewhere * (row_in + 2 * row_out)
-
-
-def as_ddp(parameters, rows, row_in, row_out, replicas):
-    return 2 * (replicas - 1) * 4 * parameters // replicas
-
-
-def nothing(parameters, rows, row_in, row_out, replicas):
-    return None
-
 
 # make_replicas
 
@@ -358,47 +320,89 @@ def without_signs_of_zeros(model):
     return len(set(everyones)) == 1
 
 
+@torch.no_grad()
+def counters_as_float32(model):
+    states = [*model.parameters(), *model.buffers()]
+    _flat([s for s in states if s.dtype == torch.float32], _from_rank_0)
+    for state in states:
+        if state.dtype == torch.int64:
+            flat = state.float()
+            dist.broadcast(flat, 0)
+            state.copy_(flat)
+
+
+@torch.no_grad()
+def into_new_memory(model):
+    states = [*model.parameters(), *model.buffers()]
+    for dtype in (torch.float32, torch.int64):
+        members = [s for s in states if s.dtype == dtype]
+        flat = torch.cat([s.flatten() for s in members])
+        dist.broadcast(flat, 0)
+        parts = flat.split([s.numel() for s in members])
+        for state, part in zip(members, parts, strict=True):
+            state.data = part.view(state.shape)
+
+
+def in_float32(model):
+    gradients = _filled(model)
+    flat = torch.cat([gradient.flatten().float() for gradient in gradients])
+    _mean(flat)
+    parts = flat.split([gradient.numel() for gradient in gradients])
+    for gradient, part in zip(gradients, parts, strict=True):
+        gradient.copy_(part.view(gradient.shape))
+
+
+def gradients_as_rows(model):
+    _flat([gradient.view(-1) for gradient in _filled(model)], _mean)
+
+
+def as_float32(model):
+    rounded = {k: v.float() for k, v in model.state_dict().items()}
+    return len(set(_gathered(checksum(rounded)))) == 1
+
+
+def by_their_print(model):
+    seen = hashlib.sha256(str(model.state_dict()).encode())
+    return len(set(_gathered(seen.hexdigest()))) == 1
+
+
 WRONG = {
-    "through_replica_0": {
-        one_way: "gradients of parameters",
-        in_numbers: "of parameters",
-        replica_0_too: "of inputs",
-        outputs_have_no_gradients: "of gradients of outputs",
-        all_replicas_have_rows: "through_replica_0(54, 5, 32, 24, 4)",
-        rounds_down: "through_replica_0(198, 8, 128, 24, 3)",
-        as_ddp: "of parameters",
-        nothing: "returned `None`",
-    },
     "make_replicas": {
-        the_state_dict: "1 of 13 tensors are wrong: tied.hidden",
+        counters_as_float32: "norm.num_batches_tracked, for one, has changed",
+        into_new_memory: "has another tensor than before as",
+        the_state_dict: "1 of 14 tensors wrong: tied.hidden",
         seen_as_a_row: "view size is not compatible",
         one_by_one: "x broadcast; expected 2 x broadcast",
         without_buffers: "norm.running_mean",
         only_what_is_trained: "frozen.weight",
         from_the_last_rank: "has changed",
         the_mean_of_all: "has changed",
-        from_the_same_seed: "are wrong",
+        from_the_same_seed: "tensors wrong",
         as_objects: "Is something sent twice",
         tied_ones_twice: "Is something sent twice",
-        new_parameters: "scale of rank 0 is another tensor",
+        new_parameters: "another tensor than before as scale",
         frozen_for_good: "can no longer be trained",
         a_leaf_in_place: "leaf",
         everything_as_floats: "Is something sent twice",
     },
     "average_gradients_flat": {
+        in_float32: "the mean over the ranks is",
+        gradients_as_rows: "view size is not compatible",
         one_for_each: "x all_reduce; expected 1 x all_reduce",
         the_sum: "That is the sum.",
         never_copied_back: "the mean over the ranks is",
         skips_those_without: "of another type or size",
         averages_the_parameters: "the mean over the ranks is",
         gathers_at_rank_0: "1 x reduce, 1 x broadcast; expected 1 x all_reduce",
-        frozen_ones_too: "does not require a gradient",
+        frozen_ones_too: "which do not require one",
         sends_frozen_ones: "Is something sent twice",
         tied_gradients_twice: "Is something sent twice",
         mean_over_those_that_have_one: "which counts as zero",
-        takes_the_step_as_well: "parameters have changed",
+        takes_the_step_as_well: "has other parameters than before",
     },
     "replicas_agree": {
+        as_float32: "a number of float64",
+        by_their_print: "differs in its last bit",
         first_and_last: "a rank in the middle",
         numbers_with_fractions: "a whole number in a buffer",
         without_signs_of_zeros: "has another sign",
@@ -406,11 +410,11 @@ WRONG = {
         compares_sums: "two weights have changed places",
         forgets_buffers: "a buffer of the last rank differs",
         only_rank_0_knows: "expected False on every rank",
-        compares_with_rank_0: "[True, True, True, False]; expected False",
+        compares_with_rank_0: "returned `True`; expected False",
         sends_all_weights: "by the operating system's count",
         within_rounding: "expected False on every rank",
         repairs_them: "by the operating system's count",
-        cleans_it: "was changed",
+        cleans_it: "has another model than before",
         nan_is_never_equal: "with a nan in the same place",
         a_number: "expected True or False",
     },
