@@ -10,15 +10,9 @@ import pytest
 from drawings import elements, fills, problems, words
 
 from ddp_course.lab import rank_color
-from ddp_course.lab.draw.lanes import BLOCK, LOWER, PALER, SAMPLE
+from ddp_course.lab.draw.lanes import BLOCK, LOWER, PALER, PLOT_W, SAMPLE
 from ddp_course.lab.draw.pipeline_timeline import pipeline_timeline, who_works
-from ddp_course.lab.draw.schedule_view import (
-    PLOT_W,
-    TOP,
-    equal_costs,
-    named,
-    schedule_view,
-)
+from ddp_course.lab.draw.schedule_view import equal_costs, named, schedule_view
 from ddp_course.lab.draw.work import Work, chunks_of, gaps, idle_share, works_of
 from ddp_course.lab.palette import contrast, lighter
 from ddp_course.measure import Event
@@ -27,6 +21,7 @@ from ddp_course.pipeline.schedule import ScheduleError, parse
 from ddp_course.pipeline.schedules import SCHEDULES
 from ddp_course.pipeline.simulate import Costs, simulate
 
+TOP = 68  # of the lanes of a schedule's view
 VIEWS = [
     (name, *numbers)
     for name in SCHEDULES
@@ -199,7 +194,7 @@ def test_the_reader_may_draw_a_schedule_of_their_own():
     drawing = schedule_view(mine)
     assert drawing.title == "mine: 2 ranks, 2 microbatches"
     assert "bubble 33.3%" in " ".join(words(drawing))
-    assert "rank 1: 1F0 1B0 1F1 1B1" in drawing.description
+    assert "rank 1: waits 1F0 1B0 1F1 1B1 waits (waits" in drawing.description
     stuck = parse("stuck", ["0F0 0F1 0B0 0B1", "1F1 1F0 1B0 1B1"])
     assert "bubble" in schedule_view(stuck).description  # odd, but it comes to an end
     with pytest.raises(ScheduleError, match="rank"):
@@ -254,7 +249,7 @@ def test_who_works_tells_forward_from_backward_and_who_waits():
         fill = {"forward": color, "backward": lighter(color, PALER["B"])}
         for word, want in fill.items():
             assert fills(drawing, word)[rank] == want
-    assert "rank 3 computes 2 times and waits 75.0% of the time" in drawing.description
+    assert "rank 3: waits forward backward waits (waits 75.0%)" in drawing.description
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Plots of what the meters recorded: what is drawn, in which units, clear errors."""
 
 import io
-from dataclasses import dataclass
 from fractions import Fraction
 
 import matplotlib
@@ -14,14 +13,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: E402
 from matplotlib.colors import to_hex  # noqa: E402
 
 from ddp_course.lab import rank_color  # noqa: E402
-from ddp_course.lab.draw.per_rank import plot_bytes, plot_timeline  # noqa: E402
+from ddp_course.lab.draw.per_rank import plot_bytes  # noqa: E402
 from ddp_course.lab.draw.sizes import (  # noqa: E402
     plot_fit,
     plot_sizes,
     size_name,  # noqa: E402
 )
-from ddp_course.lab.palette import RANK_COLORS, lighter  # noqa: E402
-from ddp_course.measure.events import Event  # noqa: E402
+from ddp_course.lab.palette import RANK_COLORS  # noqa: E402
 
 SIZES = [2**k for k in range(10, 27, 2)]
 CURVES = {
@@ -36,16 +34,6 @@ CURVES = {
 }
 LIMITS = {"memory": 12 * 2**30, "loopback": 3 * 2**30}
 BYTES = {"naive": [3, 1, 1, 1], "ring": [Fraction(3, 2)] * 4}
-EVENTS = [
-    event
-    for rank in range(3)
-    for event in (
-        Event(rank, "forward", 5.0, 5.02),
-        Event(rank, "backward", 5.02, 5.05),
-        Event(rank, "wait", 5.05, 5.06),
-        Event(rank, "all_reduce", 5.06, 5.09, 400),
-    )
-]
 FIGURES = {
     "sizes": lambda: plot_sizes(CURVES, LIMITS, 1.5),
     "one curve": lambda: plot_sizes({"ring": CURVES["ring"]}),
@@ -53,7 +41,6 @@ FIGURES = {
     "close curves": lambda: plot_sizes({f"gl {k}": CURVES["ring"] for k in range(9)}),
     "fit": lambda: plot_fit(SIZES, [1e-4 + 1e-9 * n for n in SIZES], lambda n: 1e-4),
     "bytes": lambda: plot_bytes(BYTES, BYTES),
-    "timeline": lambda: plot_timeline(EVENTS),
 }
 
 
@@ -142,59 +129,6 @@ def test_bytes_are_bars_in_the_ranks_colours():
     assert ticks == ["0", "1", "2", "3"] * 2
 
 
-def test_a_timeline_has_a_row_for_each_rank():
-    (axes,) = plot_timeline(EVENTS[::-1]).axes
-    assert [t.get_text() for t in axes.get_yticklabels()] == [
-        f"rank {rank}" for rank in range(3)
-    ]
-    assert axes.get_ylim()[0] > axes.get_ylim()[1]  # rank 0 on top
-    bars = [bar for bar in axes.patches if bar.get_width()]
-    assert len(bars) == 9  # waiting is blank
-    for rank, (forward, backward, reduce) in enumerate(
-        zip(bars[::3], bars[1::3], bars[2::3], strict=True)
-    ):
-        assert to_hex(forward.get_facecolor()).upper() == rank_color(rank)
-        assert to_hex(backward.get_facecolor()).upper() == lighter(rank_color(rank))
-        assert (forward.get_hatch(), reduce.get_hatch()) == (None, "////")
-        assert forward.get_x() == pytest.approx(0, abs=1e-9)
-        assert reduce.get_x() == pytest.approx(60)
-        assert reduce.get_width() == pytest.approx(30)
-        assert forward.get_y() + forward.get_height() / 2 == pytest.approx(rank)
-    assert axes.get_xlabel() == "time [ms]"
-
-
-def test_communication_beside_computing_is_drawn_below_it():
-    events = [Event(0, "backward", 0, 1), Event(0, "bucket", 0.2, 0.4, 8)]
-    (axes,) = plot_timeline(events).axes
-    above, below = [bar for bar in axes.patches if bar.get_width()]
-    assert above.get_y() + above.get_height() == pytest.approx(below.get_y())
-
-
-@dataclass
-class Plain:
-    """An event without a lane."""
-
-    rank: int
-    op: str
-    start: float
-    end: float
-    nbytes: int = 0
-
-
-def test_what_is_hatched():
-    events = [
-        Plain(0, "recv", 0, 1),
-        Plain(0, "all_gather, ring", 1, 2),
-        Plain(0, "compute", 2, 3),
-        Plain(0, "bucket 1", 3, 4, nbytes=1),
-        Event(0, "step 2", 4, 5, lane="communication"),
-    ]
-    (axes,) = plot_timeline(events).axes
-    bars = [bar for bar in axes.patches if bar.get_width()]
-    hatched = [bar.get_hatch() is not None for bar in bars]
-    assert hatched == [True, True, False, True, True]
-
-
 # Wrong input.
 
 
@@ -215,7 +149,6 @@ def test_what_is_hatched():
         (lambda: plot_bytes({}, {}), "at least one"),
         (lambda: plot_bytes({"a": [1]}, {"b": [1]}), r"measured are \['a'\]"),
         (lambda: plot_bytes({"a": [1]}, {"a": [1, 2]}), "'a' has 1 measured"),
-        (lambda: plot_timeline([]), "no events; at least one"),
     ],
 )
 def test_what_cannot_be_drawn(bad, says):

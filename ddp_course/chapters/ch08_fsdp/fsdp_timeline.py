@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ddp_course.lab.draw.bars import PLOT_W, draw_axis, draw_bar, time_window, visible
 from ddp_course.lab.draw.drawing import Drawing
-from ddp_course.lab.draw.kinds import room
-from ddp_course.lab.draw.per_rank import communicates
-from ddp_course.lab.palette import MUTED
+from ddp_course.lab.draw.lanes import Lane, Run, draw_runs
+from ddp_course.lab.draw.timeline import block_of, communicates
 from ddp_course.measure import busy, overlap
 
-MARGIN, NAME_W, TOP, LANE, GAP, RUN_GAP = 16, 112, 50, 22, 6, 26
 LANES = ("all-gather", "compute", "reduce-scatter")
 SHORT = {"forward": "fwd", "backward": "bwd", "all-gather": "", "reduce-scatter": ""}
 
@@ -41,29 +39,25 @@ def fsdp_timeline(
     for name, events in mine.items():
         if not events:
             raise ValueError(f"the run {name!r} has no events of rank {rank}")
-    width = time_window(mine.values(), start, width)
-    high = TOP + len(mine) * (3 * (LANE + GAP) + RUN_GAP + 14)
-    d = Drawing(
-        2 * MARGIN + NAME_W + PLOT_W,
-        high + 44,
-        title=f"Steps of rank {rank}, unit by unit",
-        description=" ".join(
-            f"{name}: {in_words(events)}." for name, events in mine.items()
-        ),
+    if not 0 <= start < math.inf:
+        raise ValueError(f"start is {start!r}; it must be a time in ms, 0 or more")
+    if width is None:
+        longest = max(max(e.end for e in its) - its[0].start for its in mine.values())
+        width = max(longest * 1e3 - start, 1e-3)
+    if not 0 < width < math.inf:
+        raise ValueError(f"width is {width!r}; it must be a time in ms, above 0")
+    drawn = [
+        Run([_lane(events, lane, rank) for lane in LANES], name, in_words(events))
+        for name, events in mine.items()
+    ]
+    return draw_runs(
+        f"Steps of rank {rank}, unit by unit",
+        drawn,
+        "time since the step began [ms]",
+        width,
+        start=start,
+        name_w=112,
     )
-    d.text(MARGIN, 26, d.title, size=15, bold=True, anchor="start")
-    y, beside = float(TOP), MARGIN + 14 + max(room(name, 13, True) for name in mine)
-    for name, events in mine.items():
-        d.text(MARGIN, y + 8, name, bold=True, anchor="start")
-        d.text(beside, y + 8, in_words(events), size=12, anchor="start",
-               fill=MUTED)  # fmt: skip
-        y += 18
-        with d.shifted(MARGIN, y):
-            _draw_run(d, events, start, width)
-        y += 3 * (LANE + GAP) + RUN_GAP - 4
-    label = "time since the step began [ms]"
-    draw_axis(d, MARGIN + NAME_W, y - 14, PLOT_W, width, label, start=start)
-    return d
 
 
 def in_words(events: Sequence[Any]) -> str:
@@ -147,22 +141,17 @@ def _gathered(events: Sequence[Any], freed: str) -> list[Any]:
     return asked
 
 
-def _draw_run(d: Drawing, events: Sequence[Any], start: float, width: float) -> None:
-    """Draw the three lanes of a run; (0, 0) is left of their names."""
-    units, per_s = units_of(events), PLOT_W / width * 1e3
-    begin = events[0].start + start / 1e3
-    for k, lane in enumerate(LANES):
-        y = k * (LANE + GAP)
-        d.text(0, y + LANE / 2 + 4, lane, size=12, anchor="start")
-        line = [e for e in events if lane_of(e) == lane]
-        if lane == "compute":
-            line = computing(events) + [e for e in events if e.lane == "wait"]
-            line.sort(key=lambda e: e.start)
-        with d.shifted(NAME_W, y):
-            for left, right, event, _ in visible(line, begin, per_s):
-                unit = units.get(id(event), event.detail.get("unit"))
-                labels = _labels(event, unit, lane)
-                draw_bar(d, left, 0, right - left, LANE, event, labels)
+def _lane(events: Sequence[Any], name: str, rank: int) -> Lane:
+    units = units_of(events)
+    line = [e for e in events if lane_of(e) == name]
+    if name == "compute":
+        line = computing(events) + [e for e in events if e.lane == "wait"]
+        line.sort(key=lambda e: e.start)
+    blocks = []
+    for event in line:
+        unit = units.get(id(event), event.detail.get("unit"))
+        blocks.append(block_of(event, events[0].start, _labels(event, unit, name)))
+    return Lane(name, rank, blocks, boxed=False)
 
 
 def _labels(event: Any, unit: Any, lane: str) -> list[str]:

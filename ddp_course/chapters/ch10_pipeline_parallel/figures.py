@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ddp_course.lab.draw.bars import draw_axis
 from ddp_course.lab.draw.drawing import Drawing
-from ddp_course.lab.draw.lanes import Lanes
+from ddp_course.lab.draw.lanes import draw_runs
 from ddp_course.lab.draw.plots import GRID, style
 from ddp_course.lab.draw.schedule_view import named
-from ddp_course.lab.draw.work import Work, idle_share, works_of
+from ddp_course.lab.draw.work import idle_share, run_of, works_of
 from ddp_course.lab.palette import INK, MUTED, rank_color
 from ddp_course.pipeline.simulate import Costs, simulate
 
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 
 STAGES, MICROBATCHES = 4, 4
 PARTS = ("embed, block 0", "block 1", "block 2", "block 3, head")
-MARGIN, PLOT_W, NOTE_W, TOP = 16, 720, 90, 54
 STAGE_W, STAGE_H, STAGE_GAP = 150, 40, 64
 
 
@@ -35,59 +33,23 @@ def staircase() -> Drawing:
     whole = [replace(work, microbatch=None) for work in whole]
     parts = works_of(simulate(named("gpipe", STAGES, MICROBATCHES)).events)
     long = max(work.end for work in whole)
-    scale = PLOT_W / long
-    lanes = {
+    titles = {
         f"The whole batch at once: at any time {STAGES - 1} of {STAGES} ranks wait": (
-            Lanes(whole, scale)
+            whole
         ),
-        f"The same batch in {MICROBATCHES} microbatches: the next one follows": (
-            Lanes(parts, scale)
-        ),
+        f"The same batch in {MICROBATCHES} microbatches: the next one follows": parts,
     }
-    high = TOP + STAGE_H + 50
-    left = MARGIN + Lanes(whole, scale).x(0)
-    d = Drawing(
-        left + PLOT_W + NOTE_W + MARGIN,
-        high + sum(lane.height + 58 for lane in lanes.values()) + 40,
-        title="Stages of a model, and microbatches of a batch",
-        description=_in_words(whole, parts),
-    )
-    d.text(MARGIN, 26, d.title, size=15, bold=True, anchor="start")
-    with d.shifted(MARGIN + 20, TOP):
-        _draw_stages(d)
-    y = float(high)
-    for says, lane in lanes.items():
-        d.text(MARGIN, y, says, bold=True, anchor="start")
-        with d.shifted(MARGIN, y + 12):
-            lane.draw(d)
-        end = max(work.end for work in lane.works)
-        words = f"waiting: {idle_share(lane.works):.0%}"
-        d.text(MARGIN + lane.x(end) + 10, y + 12 + lane.height / 2, words, size=12,
-               anchor="start")  # fmt: skip
-        y += lane.height + 58
-    unit = "time [one microbatch forward through one stage = 1]"
-    draw_axis(d, left, y - 36, scale * long, long, unit)
-    words = (
-        "Solid: forward. Lighter: backward, twice as long. Dashed: a rank waits. "
-        "Numbers are microbatches."
-    )
-    d.text(MARGIN, y + 24, words, size=12, anchor="start", fill=MUTED)
-    return d
-
-
-def _in_words(whole: Sequence[Work], parts: Sequence[Work]) -> str:
-    """Say what the picture shows."""
-    ends = [max(work.end for work in works) for works in (parts, whole)]
-    return (
-        "The model is cut into four stages, one on each rank; activations go from each "
-        "to the next one and gradients come back. Below, the same batch twice on one "
-        "axis of time. Whole: forward goes down like stairs, from rank 0 to rank 3, "
-        "and backward goes up again; each rank waits for "
-        f"{idle_share(whole):.0%} of the time. In four microbatches: rank 0 begins "
-        "with the next one as soon as it has handed over the first, so the stairs "
-        "overlap; each rank waits for "
-        f"{idle_share(parts):.0%}, and all is done in {ends[0]:g} instead of "
-        f"{ends[1]:g} units."
+    return draw_runs(
+        "Stages of a model, and microbatches of a batch",
+        [
+            run_of(works, long, title, f"waiting: {idle_share(works):.0%}")
+            for title, works in titles.items()
+        ],
+        "time [one microbatch forward through one stage = 1]",
+        long,
+        head=(STAGE_H + 50, _draw_stages),
+        foot="Solid: forward. Lighter: backward, twice as long. Dashed: a rank waits. "
+        "Numbers are microbatches.",
     )
 
 

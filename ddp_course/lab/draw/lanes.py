@@ -1,17 +1,20 @@
-"""Lanes of ranks that compute and wait: how every pipeline is drawn. Chapters 10, 11.
+"""Blocks on an axis of time, lane below lane: how every timeline is drawn.
 
-A lane has its rank's colour. Forward is solid and backward lighter, as in all figures;
-the weights' gradients, where they are computed apart, are the lightest and dotted.
-Waiting is a dashed outline. A rank's second stage hangs a little lower than its first.
+Computing has its rank's colour: forward is solid, backward lighter, and the weights'
+gradients, where they are computed apart, are lightest and dotted. What is sent is
+hatched, and waiting is a dashed outline. Words for those who do not see the picture
+are made of the same blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
 from ddp_course.lab.draw.drawing import Drawing
 from ddp_course.lab.draw.kinds import dots, room
-from ddp_course.lab.draw.work import OPS, Work, chunks_of, gaps, ranks_of, window
 from ddp_course.lab.palette import (
     MUTED,
     PANEL,
@@ -22,118 +25,247 @@ from ddp_course.lab.palette import (
     text_color,
 )
 
-NAME_W, BLOCK, LOWER, LANE_GAP = 66, 22, 6, 6
+MARGIN, PLOT_W = 16, 720
+NAME_W, BLOCK, LOWER, LANE_GAP, RUN_GAP = 66, 22, 6, 6, 18
 PALER = {"F": 0.0, "B": 0.5, "I": 0.7, "W": 0.86}  # how much white is mixed in
 SAMPLE = "#8F97A2"  # of a legend: a grey, since colours are for ranks
+MOST_WORDS = 40  # of a lane, in words
 
 
-class Lanes:
-    """A lane for each rank; (0, 0) is left of the first one's name.
+@dataclass(frozen=True)
+class Block:
+    """What happened from `start` to `end`.
 
-    `scale` is in pixels for a unit of the works' time, of which `start` is at the left
-    end of the lanes. `notes` are written to the right of a lane, by rank.
+    `look` is one of `PALER`, "sent" or "waits". Of `names`, from long to short, the
+    first is written for which there is room; `alt` is its name in words, by default the
+    first. A block may hang `lower` than its lane.
     """
 
-    def __init__(
-        self,
-        works: Sequence[Work],
-        scale: float,
-        start: float | None = None,
-        notes: Mapping[int, str] | None = None,
-    ) -> None:
-        self.works, self.scale, self.notes = works, scale, notes or {}
-        self.start = window(works)[0] if start is None else start
-        self.ranks = ranks_of(works)
-        self.chunks = chunks_of(works)
-        self.high = BLOCK + LOWER * max(self.chunks.values(), default=0)
-        self.width = NAME_W + (window(works)[1] - self.start) * scale
-        self.height = len(self.ranks) * (self.high + LANE_GAP) - LANE_GAP
-
-    def draw(self, d: Drawing, right: float | None = None) -> None:
-        """Draw every lane; notes begin at `right`, by default behind the last block."""
-        right = self.width + 10 if right is None else right
-        letters = self._letters_fit()
-        for row, rank in enumerate(self.ranks):
-            y = row * (self.high + LANE_GAP)
-            name = y + (self.high - BLOCK) / 2
-            color = rank_color(rank)
-            d.block(0, name, 54, BLOCK, f"rank {rank}", fill=color, size=12)
-            for begin, end in gaps(self.works, rank):
-                self._idle(d, begin, end, y)
-            for work in (work for work in self.works if work.rank == rank):
-                self._block(d, work, y, letters)
-            if rank in self.notes:
-                d.text(right, name + 15, self.notes[rank], size=12, anchor="start")
-
-    def x(self, time: float) -> float:
-        """Return where a time is."""
-        return NAME_W + (time - self.start) * self.scale
-
-    def _letters_fit(self) -> bool:
-        """Return whether there is room for letters on all blocks of microbatches."""
-        return all(
-            _room(work.names[0]) + 2 < (work.end - work.start) * self.scale
-            for work in self.works
-            if work.microbatch is not None
-        )
-
-    def _idle(self, d: Drawing, begin: float, end: float, y: float) -> None:
-        x, wide = self.x(begin), (end - begin) * self.scale
-        if wide >= 2:
-            d.rect(x, y, wide, self.high, fill=PANEL, stroke=PANEL_EDGE, dashed=True)
-        if wide >= room("waits") + 8:
-            d.text(x + wide / 2, y + self.high / 2 + 4, "waits", size=11, fill=MUTED)
-
-    def _block(self, d: Drawing, work: Work, y: float, letters: bool) -> None:
-        x, wide = self.x(work.start), (work.end - work.start) * self.scale
-        top = y + LOWER * self.chunks.get((work.rank, work.stage), 0)
-        fill = draw_work(d, x, top, wide, work.op, rank_color(work.rank))
-        names = work.names if letters or work.microbatch is None else work.names[1:]
-        for name in names:
-            if _room(name) <= wide:
-                _write(d, x + wide / 2, top + BLOCK / 2 + 4, name, work.op, fill)
-                return
+    start: float
+    end: float
+    look: str = "F"
+    names: tuple[str, ...] = ()
+    alt: str = ""
+    lower: int = 0
 
 
-def draw_work(d: Drawing, x: float, y: float, wide: float, op: str, color: str) -> str:
-    """Draw the block of an op without a name, and return its fill."""
-    fill = lighter(color, PALER.get(op, 0.0)) if PALER.get(op) else color
-    d.rect(x, y, wide, BLOCK, fill=fill, stroke=darker(color))
-    if op == "W" and wide > 6:
-        dots(d, x, y, wide, BLOCK, darker(color, 0.2))
-    return fill
+@dataclass(frozen=True)
+class Lane:
+    """Blocks of a rank, in order. A `boxed` name has its rank's colour."""
+
+    name: str
+    rank: int
+    blocks: Sequence[Block]
+    note: str = ""  # at its right
+    boxed: bool = True
 
 
-def _write(d: Drawing, x: float, base: float, name: str, op: str, fill: str) -> None:
-    """Write a block's name; on dots, it gets a clear ground."""
-    if op == "W":
-        half = _room(name) / 2
-        d.rect(x - half, base - 10, 2 * half, 12, fill=fill, stroke="none")
-    d.text(x, base, name, size=11, bold=True, fill=text_color(fill))
+@dataclass(frozen=True)
+class Run:
+    """Lanes that are drawn below each other, under a title, and what is told of it."""
+
+    lanes: Sequence[Lane]
+    title: str = ""
+    says: str = ""
+
+    @property
+    def lane_height(self) -> int:
+        """Pixels of each lane."""
+        return BLOCK + LOWER * max(b.lower for lane in self.lanes for b in lane.blocks)
+
+    @property
+    def height(self) -> float:
+        """Pixels of all lanes."""
+        return len(self.lanes) * (self.lane_height + LANE_GAP) - LANE_GAP
 
 
-def _room(name: str) -> float:
+def draw_runs(
+    title: str,
+    runs: Sequence[Run],
+    label: str,
+    long: float,
+    *,
+    start: float = 0.0,
+    legend: Mapping[str, str] | None = None,
+    name_w: float = NAME_W,
+    says: str = "",
+    head: tuple[float, Callable[[Drawing], None]] | None = None,
+    foot: str = "",
+) -> Drawing:
+    """Draw runs below each other on one axis, from `start` to `start + long`.
+
+    `label` is the axis', with the unit of the blocks' times. `legend` maps looks to
+    words; those that occur are shown. `says` stands below the title, `foot` at the
+    end. `head` is (height, function), for what is drawn above the runs.
+    """
+    lanes = [lane for run in runs for lane in run.lanes]
+    left, scale = MARGIN + name_w, PLOT_W / long
+    notes = max((room(lane.note, 12) for lane in lanes), default=0) + 10
+    top = 44 + 24 * bool(says) + (head[0] if head else 0)
+    high = sum(run.height + RUN_GAP + 20 * bool(run.title) for run in runs)
+    d = Drawing(
+        math.ceil(left + PLOT_W + max(notes, MARGIN) + MARGIN),
+        math.ceil(top + high + 40 + 38 * bool(legend) + 24 * bool(foot)),
+        title=title,
+        description=" ".join(filter(None, [says, *map(in_words, runs)])),
+    )
+    d.text(MARGIN, 26, title, size=15, bold=True, anchor="start")
+    if says:
+        d.text(MARGIN, 48, says, size=12, anchor="start")
+    if head:
+        with d.shifted(MARGIN, 56):
+            head[1](d)
+    y = float(top)
+    for run in runs:
+        if run.title:
+            d.text(MARGIN, y + 10, run.title, bold=True, anchor="start")
+            y += 20
+        if run.says:
+            beside = MARGIN + 14 + room(run.title, 13, True)
+            d.text(beside, y - 10, run.says, size=12, anchor="start", fill=MUTED)
+        for lane in run.lanes:
+            with d.shifted(MARGIN, y):
+                _draw_lane(d, lane, run.lane_height, name_w, start, scale)
+            y += run.lane_height + LANE_GAP
+        y += RUN_GAP - LANE_GAP
+    draw_axis(d, left, y - 6, PLOT_W, long, label, start)
+    if legend:
+        _draw_legend(d, y + 56, lanes, legend)
+    if foot:
+        d.text(MARGIN, d.height - 14, foot, size=12, anchor="start", fill=MUTED)
+    return d
+
+
+def in_words(run: Run) -> str:
+    """Say what the lanes of a run show: their blocks in order, and their notes."""
+    told = []
+    for lane in run.lanes:
+        names = [block.alt or (*block.names, block.look)[0] for block in lane.blocks]
+        words = []
+        for name, same in groupby(names):
+            times = len(list(same))
+            words.append(name if times == 1 else f"{times} times {name}")
+        more = len(words) - MOST_WORDS
+        words[MOST_WORDS:] = [f"and {more} more"] if more > 0 else []
+        note = f" ({lane.note})" if lane.note else ""
+        told.append(f"{lane.name}: {' '.join(words)}{note}")
+    head = ": ".join(filter(None, [run.title, run.says]))
+    return f"{head}. {'; '.join(told)}." if head else f"{'; '.join(told)}."
+
+
+def _draw_lane(
+    d: Drawing, lane: Lane, high: float, name_w: float, start: float, scale: float
+) -> None:
+    """Draw a lane; (0, 0) is left of its name."""
+    name = (high - BLOCK) / 2
+    if lane.boxed:
+        color = rank_color(lane.rank)
+        d.block(0, name, 54, BLOCK, lane.name, fill=color, size=12)
+    else:
+        d.text(0, name + 15, lane.name, size=12, anchor="start")
+    for left, right, block in _visible(lane.blocks, start, scale):
+        tall = high if block.look == "waits" else BLOCK
+        at = name_w + left, LOWER * block.lower, right - left, tall
+        draw_block(d, *at, block.look, rank_color(lane.rank), block.names)
+    if lane.note:
+        d.text(name_w + PLOT_W + 10, name + 15, lane.note, size=12, anchor="start")
+
+
+def _visible(
+    blocks: Iterable[Block], start: float, scale: float
+) -> list[tuple[float, float, Block]]:
+    """Return the pixels of the blocks that lie in the window.
+
+    Every block is at least a pixel wide; several short ones of a look in the same pixel
+    are one.
+    """
+    found: list[tuple[float, float, Block]] = []
+    for block in blocks:
+        left, right = ((time - start) * scale for time in (block.start, block.end))
+        if right < 0 or left > PLOT_W:
+            continue
+        left, right = max(left, 0.0), min(right, PLOT_W)
+        if right - left < 1:
+            left = min(math.floor(left), PLOT_W - 1)
+            right = left + 1
+            if found and found[-1][0] == left and found[-1][2].look == block.look:
+                continue
+        found.append((left, right, block))
+    return found
+
+
+def draw_block(
+    d: Drawing,
+    x: float,
+    y: float,
+    wide: float,
+    tall: float,
+    look: str,
+    color: str,
+    names: Iterable[str] = (),
+) -> None:
+    """Draw a block, and the first of `names` for which there is room."""
+    spare, fill, ink = 0, "#FFFFFF", ""
+    if look == "waits":
+        spare, fill, ink = 8, PANEL, MUTED
+        d.rect(x, y, wide, tall, fill=fill, stroke=PANEL_EDGE, dashed=True)
+    elif look == "sent":
+        spare = 8  # must stay hatched
+        d.rect(x, y, wide, tall, fill=fill, stroke=darker(color, 0.3))
+        if wide >= 3:
+            d.hatch(x, y, wide, tall, stroke=darker(color, 0.3))
+    else:
+        fill = lighter(color, PALER[look]) if PALER[look] else color
+        d.rect(x, y, wide, tall, fill=fill, stroke=darker(color))
+        if look == "W" and wide > 6:
+            dots(d, x, y, wide, tall, darker(color, 0.2))
+    for name in names:
+        half = room_for(name) / 2
+        if 2 * half + spare <= wide:
+            middle, base = x + wide / 2, y + tall / 2 + 4
+            if look in ("W", "sent"):  # on a pattern, words get a clear ground
+                d.rect(middle - half, base - 10, 2 * half, 12, fill=fill, stroke="none")
+            ink, bold = ink or text_color(fill), look != "waits"
+            d.text(middle, base, name, size=11, bold=bold, fill=ink)
+            return
+
+
+def room_for(name: str) -> float:
     """Return the pixels of a block's name, in which a W is wider than most."""
     return room(name, 11, True) + 4 * name.count("W")
 
 
-def draw_legend(d: Drawing, x: float, y: float, works: Sequence[Work]) -> float:
-    """Draw what the blocks of `works` mean, in a line whose middle is `y`.
-
-    Returns where it ends.
-    """
-    seen = {work.op for work in works}
-    for op in (op for op in OPS if op in seen):
-        draw_work(d, x, y - BLOCK / 2, 26, op, SAMPLE)
-        word = OPS[op] if op != "B" or "I" not in seen else "whole backward"
-        x = _say(d, x + 32, y, f"{op}: {word}")
-    d.rect(x, y - BLOCK / 2, 26, BLOCK, fill=PANEL, stroke=PANEL_EDGE, dashed=True)
-    x = _say(d, x + 32, y, "waits")
-    if len(set(chunks_of(works).values())) > 1:
-        x = _say(d, x, y, "lower: the rank's next stage")
-    return x
+def _draw_legend(
+    d: Drawing, y: float, lanes: Sequence[Lane], legend: Mapping[str, str]
+) -> None:
+    """Draw what the looks mean, in a line whose middle is `y`."""
+    blocks = [block for lane in lanes for block in lane.blocks]
+    seen, x = {block.look for block in blocks}, float(MARGIN)
+    for look, words in legend.items():
+        if look in seen:
+            draw_block(d, x, y - BLOCK / 2, 26, BLOCK, look, SAMPLE)
+            d.text(x + 32, y + 4, words, size=11, anchor="start")
+            x += 46 + room(words)
+    if any(block.lower for block in blocks):
+        d.text(x, y + 4, "lower: the rank's next stage", size=11, anchor="start")
 
 
-def _say(d: Drawing, x: float, y: float, words: str) -> float:
-    d.text(x, y + 4, words, size=11, anchor="start")
-    return x + room(words) + 14
+def draw_axis(
+    d: Drawing,
+    x: float,
+    y: float,
+    wide: float,
+    long: float,
+    label: str,
+    start: float = 0.0,
+) -> None:
+    """Draw an axis of time from `start` to `start + long`: about ten round numbers."""
+    power = 10 ** math.floor(math.log10(long / 10))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= long / 10)
+    d.line((x, y), (x + wide, y))
+    last = math.floor((start + long) / step + 1e-9)
+    for k in range(math.ceil(start / step - 1e-9), last + 1):
+        at = x + (k * step - start) * wide / long
+        d.line((at, y), (at, y + 5))
+        d.text(at, y + 18, f"{k * step:.6g}", size=11)
+    d.text(x + wide / 2, y + 36, label, size=12)

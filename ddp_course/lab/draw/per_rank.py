@@ -1,23 +1,16 @@
-"""Figures of what each rank did: how many bytes it sent, and what it did when."""
+"""How many bytes each rank sent, beside what theory says."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from ddp_course.lab.draw.plots import style
-from ddp_course.lab.palette import INK, WHOLE, darker, lighter, rank_color, text_color
+from ddp_course.lab.palette import INK, WHOLE, darker, rank_color
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-COMMUNICATION = (
-    "send", "recv", "isend", "irecv", "broadcast", "scatter", "gather", "reduce",
-    "all_gather", "reduce_scatter", "all_to_all", "all_reduce", "barrier",
-)  # fmt: skip
-BLANK = ("idle", "wait")  # ops that are not drawn
-ROW = 0.78  # how much of a rank's row its bars fill
 
 
 def plot_bytes(
@@ -94,96 +87,3 @@ def _check_bytes(
                 f"{name!r} has {len(values)} measured values, {len(theory[name])} of "
                 "theory; it must be one of each for every rank"
             )
-
-
-def plot_timeline(events: Iterable[Any]) -> Figure:
-    """Draw what each rank did when: a row for each rank, rank 0 on top, time in ms.
-
-    Events have the attributes rank, op, start and end (in seconds), and nbytes, such as
-    `ddp_course.measure.events.Event`. Those of the lane "communication", that sent
-    bytes or are named like a collective are hatched; computing is solid, a backward
-    pass lighter; waiting is left blank. Where a rank does both at once, communication
-    is drawn below. Raises ValueError if there are no events.
-    """
-    import matplotlib
-    from matplotlib import pyplot
-
-    events = sorted(events, key=lambda e: (e.rank, e.start))
-    if not events:
-        raise ValueError("there are no events; at least one must be drawn")
-    first = min(e.start for e in events)
-    last = max(e.end for e in events)
-    ranks = sorted({e.rank for e in events})
-    split = _overlap(events)
-    with matplotlib.rc_context():
-        style()
-        matplotlib.rcParams["hatch.linewidth"] = 1.0
-        size = (8.5, 1.1 + 0.42 * len(ranks) * (1.4 if split else 1))
-        figure, axes = pyplot.subplots(figsize=size, layout="constrained")
-        for event in events:
-            if event.op not in BLANK:
-                _bar(axes, event, ranks.index(event.rank), first, last - first, split)
-        axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
-        axes.set_ylim(len(ranks) - 0.5, -0.5)  # rank 0 on top
-        axes.set_xlim(0, (last - first) * 1e3 or 1)
-        axes.set_xlabel("time [ms]")
-        axes.tick_params(axis="y", length=0)
-        kinds = {communicates(e) for e in events if e.op not in BLANK}
-        for kind, name in ((False, "compute"), (True, "communication")):
-            if kind in kinds:
-                look = _look(WHOLE, kind, False)
-                axes.barh([0], [0], label=name, **look)
-        axes.legend(
-            loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0.2
-        )
-    pyplot.close(figure)
-    return figure
-
-
-def communicates(event: Any) -> bool:
-    """Tell whether an event is communication; everything else is computing."""
-    if getattr(event, "lane", "") == "communication" or event.nbytes > 0:
-        return True
-    return event.op.partition(",")[0].split(".")[-1] in COMMUNICATION
-
-
-def _overlap(events: Sequence[Any]) -> bool:
-    """Return whether some rank computes and communicates at the same time."""
-    drawn = [e for e in events if e.op not in BLANK]
-    sends, computes = (
-        [e for e in drawn if communicates(e) is kind] for kind in (True, False)
-    )
-    return any(
-        a.rank == b.rank and max(a.start, b.start) < min(a.end, b.end)
-        for a in sends
-        for b in computes
-    )
-
-
-def _look(color: str, sends: bool, pale: bool) -> dict[str, Any]:
-    if sends:
-        edge = darker(color, 0.3)
-        return {"color": "white", "ec": edge, "hatch": "////", "linewidth": 1}
-    fill = lighter(color) if pale else color
-    return {"color": fill, "ec": darker(fill), "linewidth": 1}
-
-
-def _bar(
-    axes: Axes, event: Any, row: int, first: float, span: float, split: bool
-) -> None:
-    """Draw an event, and its name if there is room for it."""
-    sends = communicates(event)
-    high = ROW / 2 if split else ROW
-    y = row + (high / 2 if sends else -high / 2) * split
-    pale = "backward" in event.op
-    look = _look(rank_color(event.rank), sends, pale)
-    left, wide = (event.start - first) * 1e3, (event.end - event.start) * 1e3
-    axes.barh([y], [wide], left=left, height=high, **look)
-    points = 470 * (event.end - event.start) / span if span else 0
-    if points > 6.5 * len(event.op) + 8:
-        box = {"fc": "white", "ec": "none", "pad": 1.2} if sends else None
-        color = INK if sends else text_color(look["color"])
-        axes.text(
-            left + wide / 2, y, event.op, color=color, bbox=box,
-            ha="center", va="center_baseline", fontsize=9,
-        )  # fmt: skip

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from fractions import Fraction
 
 from ddp_course import theory
-from ddp_course.lab.draw.bars import draw_axis
 from ddp_course.lab.draw.drawing import Drawing
-from ddp_course.lab.draw.lanes import Lanes, draw_legend
+from ddp_course.lab.draw.lanes import draw_runs
 from ddp_course.lab.draw.steps import count
-from ddp_course.lab.draw.work import idle_share, works_of
+from ddp_course.lab.draw.work import idle_share, legend_of, run_of, works_of
 from ddp_course.pipeline.schedule import Schedule
 from ddp_course.pipeline.schedules import SCHEDULES
 from ddp_course.pipeline.simulate import Costs, Simulated, simulate
 
-MARGIN, TOP, PLOT_W, NOTE_W = 16, 68, 720, 158
 MOST_RANKS, MOST_MICROBATCHES, MOST_STAGES = 8, 16, 4
 TITLES = {
     "naive": "Naive",
@@ -48,27 +45,20 @@ def schedule_view(
         schedule = named(schedule, *numbers)
         formula = "" if costs else f" (formula: {formula_of(schedule):.1%})"
     simulated = simulate(schedule, costs or equal_costs(schedule))
-    works = works_of(simulated.events)
-    long = float(simulated.makespan)
-    notes = _notes(simulated)
-    scale = PLOT_W / long
-    lanes = Lanes(works, scale, 0.0, notes)
-    told = in_words(simulated, formula)
-    d = Drawing(
-        math.ceil(2 * MARGIN + lanes.width + NOTE_W),
-        TOP + lanes.height + 96,
-        title=title_of(schedule),
-        description=f"{told}. In order: {_rows(schedule)}.",
+    works, long = works_of(simulated.events), float(simulated.makespan)
+    notes = {
+        rank: f"waits {idle_share(works, rank):.1%}, keeps {float(peak):.3g}"
+        for rank, peak in enumerate(simulated.peak_activations)
+    }
+    unit = "unit of the costs" if costs else "one microbatch forward on one rank = 1"
+    return draw_runs(
+        title_of(schedule),
+        [run_of(works, long, notes=notes)],
+        f"time [{unit}]",
+        long,
+        legend=legend_of(works),
+        says=in_words(simulated, formula),
     )
-    d.text(MARGIN, 26, d.title, size=15, bold=True, anchor="start")
-    d.text(MARGIN, 48, told, size=12, anchor="start")
-    with d.shifted(MARGIN, TOP):
-        lanes.draw(d)
-    y, unit = TOP + lanes.height + 10, "unit of the costs"
-    unit = unit if costs else "one microbatch forward on one rank = 1"
-    draw_axis(d, MARGIN + lanes.x(0), y, scale * long, long, f"time [{unit}]")
-    draw_legend(d, MARGIN, y + 64, works)
-    return d
 
 
 def named(
@@ -117,17 +107,3 @@ def in_words(simulated: Simulated, formula: str = "") -> str:
         f"of the ranks' time{formula}; a rank keeps activations of at most "
         f"{most:.4g} microbatch{'es' * (most != 1)}"
     )
-
-
-def _notes(simulated: Simulated) -> dict[int, str]:
-    """Return what is told at each rank's lane."""
-    works = works_of(simulated.events)
-    return {
-        rank: f"waits {idle_share(works, rank):.1%}, keeps {float(peak):.3g}"
-        for rank, peak in enumerate(simulated.peak_activations)
-    }
-
-
-def _rows(schedule: Schedule) -> str:
-    rows = (" ".join(map(str, row)) for row in schedule.ranks)
-    return "; ".join(f"rank {rank}: {row}" for rank, row in enumerate(rows))

@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline did when, simulated or recorded: one kind of data."""
+"""What the ranks of a pipeline did when, simulated or recorded, and lanes of it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from ddp_course.lab.draw.lanes import PLOT_W, Block, Lane, Run, room_for
 
 OPS = {  # of `pipeline.Action`: in words
     "F": "forward",
@@ -44,9 +46,9 @@ def works_of(events: Iterable[Any], unit: float = 1.0) -> list[Work]:
     """Return what ranks computed, by rank and start.
 
     Events are those of `pipeline.simulate`, which have an action, and whose time 1 is
-    `unit` here; or `measure.Event`s with the lane "compute", whose `detail` may name
-    the stage and the microbatch; or `Work`. What only waits or sends is left out.
-    Raises ValueError if nothing is left, or if `unit` is not above 0.
+    `unit` here; or `measure.Event`s with the lane "compute", in ms then, whose `detail`
+    may name the stage and the microbatch; or `Work`. What only waits or sends is left
+    out. Raises ValueError if nothing is left, or if `unit` is not above 0.
     """
     if not 0 < unit < math.inf:
         raise ValueError(f"unit is {unit!r}; it must be a time above 0")
@@ -61,7 +63,7 @@ def works_of(events: Iterable[Any], unit: float = 1.0) -> list[Work]:
         elif event.lane == "compute":
             op = SHORT.get(event.op, event.op)
             about = op, event.detail.get("stage"), event.detail.get("microbatch")
-            works.append(Work(event.rank, *about, event.start, event.end))
+            works.append(Work(event.rank, *about, event.start * 1e3, event.end * 1e3))
     if not works:
         raise ValueError("nothing was computed; there must be an event to draw")
     return sorted(works, key=lambda work: (work.rank, work.start, work.end))
@@ -108,3 +110,47 @@ def chunks_of(works: Sequence[Work]) -> Mapping[tuple[int, int | None], int]:
         for rank, stages in own.items()
         for chunk, stage in enumerate(sorted(stages))
     }
+
+
+def run_of(
+    works: Sequence[Work],
+    long: float,
+    title: str = "",
+    says: str = "",
+    notes: Mapping[int, str] | None = None,
+) -> Run:
+    """Return a lane for each rank, with its waiting; the first work begins at 0.
+
+    `long` is the time that the axis has, `notes` are by rank. A rank's second stage
+    hangs lower than its first. Letters are on all blocks, or on none.
+    """
+    begin, chunks = window(works)[0], chunks_of(works)
+    numbered = [work for work in works if work.microbatch is not None]
+    letters = all(
+        room_for(work.names[0]) + 2 < (work.end - work.start) * PLOT_W / long
+        for work in numbered
+    )
+    lanes = []
+    for rank in ranks_of(works):
+        blocks = [
+            Block(a - begin, b - begin, "waits", ("waits",))
+            for a, b in gaps(works, rank)
+            if b - a > 1e-9 * long  # not a rounding
+        ]
+        for work in (work for work in works if work.rank == rank):
+            names = work.names[not letters and work in numbered :]
+            alt = f"{work.stage}{work.names[0]}" if work in numbered else ""
+            look = work.op if work.op in OPS else "F"
+            times = work.start - begin, work.end - begin
+            lower = chunks.get((rank, work.stage), 0)
+            blocks.append(Block(*times, look, names, alt, lower))
+        blocks.sort(key=lambda block: block.start)
+        lanes.append(Lane(f"rank {rank}", rank, blocks, (notes or {}).get(rank, "")))
+    return Run(lanes, title, says)
+
+
+def legend_of(works: Iterable[Work]) -> dict[str, str]:
+    """Return what is said about the looks of blocks."""
+    halves = any(work.op == "I" for work in works)
+    words = OPS | ({"B": "whole backward"} if halves else {})
+    return {op: f"{op}: {word}" for op, word in words.items()} | {"waits": "waits"}

@@ -23,7 +23,8 @@ def test_the_staircase_and_the_microbatches():
     drawing = staircase()
     said = [w for w in words(drawing) if w.startswith("waiting")]
     assert said == ["waiting: 75%", "waiting: 43%"]  # 3/4 and 3/(4 + 3)
-    assert "in 21 instead of 48 units" in drawing.description
+    assert "rank 3: waits forward backward waits" in drawing.description
+    assert "rank 3: waits 3F0 3F1 3F2 3F3 3B0 3B1" in drawing.description
 
 
 MEASURED = {2: {1: 0.51, 4: 0.21}, 4: {4: 0.44}, 8: {}}
