@@ -118,22 +118,6 @@ def _advice(error: RankError, hint: str) -> str:
     return "" if named and _at(failed.where) else hint
 
 
-def judge_on_ranks(
-    use: Callable, answer: Answer, judge: Callable[[str, Any, int], None], hint: str
-) -> None:
-    """Let `use(answer)` run on 2, 3 and 1 real ranks, and judge what each rank tells.
-
-    A rank tells a text if something is wrong; anything else is for
-    `judge(where, told, world_size)`.
-    """
-    for n in (2, 3, 1):
-        for rank, told in enumerate(on_ranks(use, answer, world_size=n, hint=hint)):
-            where = f"On {n} real ranks, on rank {rank},"
-            if isinstance(told, str):
-                raise Hint(f"{where} {told}")
-            judge(where, told, n)
-
-
 def one_line(value: Any, longest: int = 80) -> str:
     """Write any value in one line, the same on every run."""
     try:

@@ -9,7 +9,7 @@ from drawings import fills, problems, words
 
 from ddp_course.chapters import images, write_images
 from ddp_course.chapters.ch00_start_here.course_map import course_map
-from ddp_course.chapters.ch00_start_here.figures import one_or_many
+from ddp_course.chapters.ch00_start_here.figures import one_or_four
 from ddp_course.chapters.ch01_ranks.figures import cluster, groups, rendezvous
 from ddp_course.lab.draw.drawing import Drawing
 from ddp_course.lab.palette import rank_color
@@ -18,7 +18,7 @@ FOLDER = Path(__file__).parents[2] / "images"
 SHAPES = list(itertools.product((1, 2, 3, 4, 5, 8), repeat=2))
 FIGURES = {
     "course_map": course_map,
-    "one_or_many": one_or_many,
+    "one_or_four": one_or_four,
     **{f"cluster {a} x {b}": lambda a=a, b=b: cluster(a, b) for a, b in SHAPES},
     **{f"groups {a} x {b}": lambda a=a, b=b: groups(a, b) for a, b in SHAPES},
     "cluster on CPUs": lambda: cluster(2, 8, gpus=0),
@@ -138,8 +138,8 @@ def test_rendezvous_connects_every_pair_once():
         assert rendezvous(n).svg().count("<path") == n * (n - 1) // 2
 
 
-def test_one_or_many_shares_the_batch():
-    d = one_or_many()
+def test_one_or_four_shares_the_batch():
+    d = one_or_four()
     for sample in range(8):
         whole, part = fills(d, f"{sample}")
         assert part == rank_color(sample // 2)

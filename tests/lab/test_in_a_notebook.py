@@ -15,9 +15,9 @@ from ddp_course.chapters.ch00_start_here.exercises import *
 from ddp_course.chapters.ch01_ranks.exercises import *
 from ddp_course.chapters.ch01_ranks.figures import *
 from ddp_course.lab import *
-def place(rank, nproc_per_node):
+def peer_on_next_node(rank, nnodes, nproc_per_node):
     raise NotImplementedError
-check_place(place)
+check_peer_on_next_node(peer_on_next_node)
 """
 WRONG = """
 def node_group():
@@ -36,12 +36,12 @@ def my_slice(batch, rank, world_size):
 check_my_slice(my_slice)
 """
 CELLS = {
-    STUB: "○ **place: not attempted yet.**",
+    STUB: "○ **peer_on_next_node: not attempted yet.**",
     WRONG: "rank 0 called `new_group([0])` while rank 1 called `new_group([1])`",
     CRASHING: "`global_rank(0, 0, 4)` raised `NameError: name 'node_rnk'",
     RIGHT: "✓ **my_slice: passed.**",
-    "show_source(place)": "`this notebook`\n\n```python\ndef place(",
-    "show_solution('place')": "`ddp_course/chapters/ch01_ranks/solutions.py`",
+    "show_source(peer_on_next_node)": "`this notebook`\n\n```python\ndef peer_on",
+    "show_solution('node_group')": "`ddp_course/chapters/ch01_ranks/solutions.py`",
     "show_diff(cluster, groups)": "```diff",
     "Prediction('How many?', 3).compare(measured=4, theory=4)": "| theory | 4 | 1 |",
     "gallery(cluster, [dict(nnodes=1, nproc_per_node=2)] * 2)": "<svg xmlns=",

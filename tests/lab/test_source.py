@@ -10,7 +10,7 @@ import pytest
 from IPython.display import Markdown
 
 import ddp_course
-from ddp_course.chapters.ch01_ranks.exercises import check_place
+from ddp_course.chapters.ch01_ranks.exercises import check_global_rank
 from ddp_course.lab import Drawing, Prediction, show_diff, show_source
 from ddp_course.lab import palette as palette_module
 from ddp_course.lab.palette import darker, lighter
@@ -66,7 +66,7 @@ def test_a_class_and_a_module():
 
 
 def test_a_check_is_shown_as_the_function_it_was():
-    assert '@exercise("place"' in code(show_source(check_place))
+    assert '@exercise("global_rank"' in code(show_source(check_global_rank))
 
 
 def test_one_heading_for_neighbours():

@@ -1,4 +1,4 @@
-"""The figure of chapter 00: one process, or many that together do the same."""
+"""The figure of chapter 00: one process, or four that together do the same."""
 
 from __future__ import annotations
 
@@ -12,52 +12,37 @@ BATCH, ROW_W, ROW_H, SAMPLES = 66, 60, 15, 8
 FORWARD, BAR_H = 206, 22  # from here on: y of what a process does
 AVERAGE, UPDATE = 268, 312
 CHART, CHART_H = 372, 78
-WORDS = {1: "one", 2: "two", 4: "four", 8: "eight"}
+RANKS, EACH = 4, 2  # and how many samples each has
 
 
-def one_or_many(world_size: int = 4) -> Drawing:
-    """Draw one process with a whole batch of 8 beside `world_size` that share it.
-
-    Raises ValueError unless world_size divides the 8 rows: 1, 2, 4 or 8.
-    """
-    if world_size not in WORDS:
-        raise ValueError(f"world_size is {world_size!r}; it can be 1, 2, 4 or 8")
-    many = WORDS[world_size]
-    processes = "process" if world_size == 1 else "processes"
-    each = SAMPLES // world_size
-    right_w = (world_size - 1) * STEP + CARD_W
+def one_or_four() -> Drawing:
+    """Draw one process with a whole batch of 8 beside four that share it."""
+    right_w = (RANKS - 1) * STEP + CARD_W
     d = Drawing(
         RIGHT + right_w + LEFT,
         HEIGHT,
-        title=f"One process or {many}: the same loss curve",
+        title="One process or four: the same loss curve",
         description=(
-            "Left: one process trains on a batch of eight samples. Right: "
-            f"{many} {processes} with the same model, each with its own {each} of the "
-            "eight samples, average their gradients, and all make the same step. "
-            "Below: both give the same loss curve."
+            "Left: one process trains on a batch of eight samples. Right: four "
+            "processes with the same model, each with its own 2 of the eight samples, "
+            "average their gradients, and all make the same step. Below: both give the "
+            "same loss curve."
         ),
     )
     d.text(LEFT + CARD_W / 2, 24, "one process", size=15, bold=True)
     _process(d, LEFT, "whole batch", range(SAMPLES), WHOLE, alone=True)
-    d.text(RIGHT + right_w / 2, 24, f"{many} {processes}", size=15, bold=True)
-    for rank in range(world_size):
-        rows = range(each * rank, each * (rank + 1))
+    middle = RIGHT + right_w / 2
+    d.text(middle, 24, "four processes", size=15, bold=True)
+    for rank in range(RANKS):
+        rows = range(EACH * rank, EACH * (rank + 1))
         _process(d, RIGHT + rank * STEP, f"rank {rank}", rows, rank_color(rank))
     d.rect(RIGHT + 8, AVERAGE, right_w - 16, BAR_H + 2, fill="#FFFFFF")
     d.hatch(RIGHT + 8, AVERAGE, right_w - 16, BAR_H + 2)
-    if world_size > 1:
-        label = f"average the {many} gradients"
-        middle, half = RIGHT + right_w / 2, 4 * len(label) + 2
-        d.rect(
-            middle - half,
-            AVERAGE + 3,
-            2 * half,
-            BAR_H - 4,
-            fill="#FFFFFF",
-            stroke="none",
-        )
-        d.text(middle, AVERAGE + 17, label, bold=True)
-    _curves(d, LEFT, CHART, d.width - 2 * LEFT, CHART_H, f"{many} {processes}")
+    label = "average the four gradients"
+    half, high = 4 * len(label) + 2, BAR_H - 4
+    d.rect(middle - half, AVERAGE + 3, 2 * half, high, fill="#FFFFFF", stroke="none")
+    d.text(middle, AVERAGE + 17, label, bold=True)
+    _curves(d, LEFT, CHART, d.width - 2 * LEFT, CHART_H, "four processes")
     return d
 
 
@@ -111,4 +96,4 @@ def _curves(
     d.text(legend + 42, y + 14, many, size=12, anchor="start", fill=MUTED)
 
 
-IMAGES = {"00_one_or_four.svg": one_or_many}
+IMAGES = {"00_one_or_four.svg": one_or_four}

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ddp_course.chapters.ch01_ranks import solutions
 from ddp_course.lab.answers import Answer, on_ranks, one_line
-from ddp_course.lab.exercises import exercise, expect, expect_call
+from ddp_course.lab.exercises import exercise, expect, expect_call, judge
 from ddp_course.launch import Topology, here
 
 CLUSTERS = [
@@ -21,24 +21,22 @@ CLUSTERS = [
 SHAPES = f"{len(CLUSTERS)} clusters, from 1 x 1 to 3 x 4"
 
 
+PLACES = [(p, p.topology) for cluster in CLUSTERS for p in cluster.places()]
+
+
 @exercise("global_rank", solution=solutions.global_rank)
 def check_global_rank(answer: Answer) -> str:
     """`global_rank(node_rank, local_rank, nproc_per_node)`: the rank of a process."""
-    for cluster in CLUSTERS:
+    for p, cluster in PLACES:
         size = cluster.nproc_per_node
-        for p in cluster.places():
-            because = (
-                f"before it come {p.node_rank} whole nodes of {size}, and "
-                f"{p.local_rank} on its own node"
-            )
-            args = p.node_rank, p.local_rank, size
-            expect_call(answer, *args, returns=p.rank, because=because)
-    real = on_ranks(_my_rank, answer, nnodes=2, nproc_per_node=3)
-    for rank, got in enumerate(real):
-        expect(
-            got == rank,
-            f"On a real rank with RANK={rank} your function returned {got!r}.",
+        before = f"before it come {p.node_rank} whole nodes of {size}"
+        why = f"{before}, and {p.local_rank} on its own node"
+        expect_call(
+            answer, p.node_rank, p.local_rank, size, returns=p.rank, because=why
         )
+    for rank, got in enumerate(on_ranks(_my_rank, answer, nnodes=2, nproc_per_node=3)):
+        says = f"On a real rank with RANK={rank} your function returned {got!r}."
+        expect(got == rank, says)
     return f"every rank of {SHAPES}, and RANK on 6 real ranks of a 2 x 3 cluster"
 
 
@@ -48,59 +46,23 @@ def _my_rank(global_rank: Callable) -> Any:
     return global_rank(me.node_rank, me.local_rank, me.topology.nproc_per_node)
 
 
-@exercise("place", solution=solutions.place)
-def check_place(answer: Answer) -> str:
-    """`place(rank, nproc_per_node)`: the tuple (node_rank, local_rank) of that rank."""
-    for cluster in CLUSTERS:
-        size = cluster.nproc_per_node
-        for p in cluster.places():
-            because = (
-                f"the {p.rank} before it fill whole nodes of {size}, {p.node_rank} of "
-                f"them, and {p.local_rank} more sit on its own node (whole numbers: "
-                "`//` and `%`)"
-            )
-            wanted = p.node_rank, p.local_rank
-            expect_call(answer, p.rank, size, returns=wanted, because=because)
-    real = on_ranks(_my_place, answer, nnodes=2, nproc_per_node=3)
-    for rank, (got, wanted) in enumerate(real):
-        expect(
-            got == wanted,
-            f"On real rank {rank}, (GROUP_RANK, LOCAL_RANK) is {wanted}, but your "
-            f"function returned {got!r}.",
-        )
-    return (
-        f"every rank of {SHAPES}, and (GROUP_RANK, LOCAL_RANK) on 6 real ranks of a "
-        "2 x 3 cluster"
-    )
-
-
-def _my_place(place: Callable) -> tuple[Any, tuple[int, int]]:
-    """On every rank: compute the place from the rank, and look it up."""
-    me = here()
-    return place(me.rank, me.topology.nproc_per_node), (me.node_rank, me.local_rank)
-
-
 @exercise("peer_on_next_node", solution=solutions.peer_on_next_node)
 def check_peer_on_next_node(answer: Answer) -> str:
     """`peer_on_next_node(rank, nnodes, nproc_per_node)`: same local_rank, next node."""
-    for cluster in CLUSTERS:
-        for p in cluster.places():
-            next_node = (p.node_rank + 1) % cluster.nnodes
-            peer = next_node * cluster.nproc_per_node + p.local_rank
-            because = (
-                f"rank {p.rank} has local_rank {p.local_rank} on node {p.node_rank}, "
-                f"and after that node, of {cluster.nnodes}, comes node {next_node}"
-            )
-            args = p.rank, cluster.nnodes, cluster.nproc_per_node
-            expect_call(answer, *args, returns=peer, because=because)
+    for p, cluster in PLACES:
+        nnodes, size = cluster.nnodes, cluster.nproc_per_node
+        next_node = (p.node_rank + 1) % nnodes
+        peer = next_node * size + p.local_rank
+        why = (
+            f"rank {p.rank} has local_rank {p.local_rank} on node {p.node_rank}, "
+            f"and after that node, of {nnodes}, comes node {next_node}"
+        )
+        expect_call(answer, p.rank, nnodes, size, returns=peer, because=why)
     hint = "Each rank sent its place to the peer that your function named."
     real = on_ranks(_exchange, answer, nnodes=3, nproc_per_node=2, hint=hint)
     for rank, (got, wanted) in enumerate(real):
-        expect(
-            got == wanted,
-            f"On real ranks, rank {rank} received the place (node_rank, local_rank) = "
-            f"{got} instead of {wanted}.",
-        )
+        says = "received the place (node_rank, local_rank) ="
+        expect(got == wanted, f"On real ranks, rank {rank} {says} {got}, not {wanted}.")
     return f"every rank of {SHAPES}, and a ring of messages around 3 real nodes"
 
 
@@ -116,6 +78,19 @@ def _exchange(peer_on_next_node: Callable) -> tuple[tuple, tuple]:
     return tuple(got.tolist()), ((me.node_rank - 1) % nnodes, me.local_rank)
 
 
+GROUP = {
+    "in_step": "{alone}. {hint}",
+    "a_group": "rank {rank} got {instead}; expected the process group of its node. "
+    "(`new_group` returns no group on ranks that are no members.)",
+    "right": "rank {rank} got the group of ranks {members}; expected {wanted}, the "
+    "ranks of node {node}.",
+}
+TOTAL = {
+    "adds_up": "an all_reduce of the ranks in rank {rank}'s group gave {total}; "
+    "expected {sum}, the sum of {wanted}."
+}
+
+
 @exercise("node_group", solution=solutions.node_group)
 def check_node_group(answer: Answer) -> str:
     """`node_group()`, called on every rank: the process group of this rank's node."""
@@ -123,61 +98,41 @@ def check_node_group(answer: Answer) -> str:
         "Every rank must call `dist.new_group` for every node, in the same order, also "
         "for the nodes that it is not on."
     )
-    for cluster in (Topology(2, 3), Topology(3, 2)):
-        shape = {"nnodes": cluster.nnodes, "nproc_per_node": cluster.nproc_per_node}
+    for nnodes, size in ((2, 3), (3, 2)):
+        shape = {"nnodes": nnodes, "nproc_per_node": size}
         real = on_ranks(_use, answer, **shape, hint=hint)
-        where = f"On a real {cluster.nnodes} x {cluster.nproc_per_node} cluster,"
-        expect("alone" not in real[0], f"{where} {real[0].get('alone')}. {hint}")
-        _judge_groups(cluster, real, where)
+        for table in (GROUP, TOTAL):
+            for told in real:
+                where = f"On a real {nnodes} x {size} cluster,"
+                judge(where, {"hint": hint} | told, table)
     return (
         "on real 2 x 3 and 3 x 2 clusters every rank is in the group of its own node, "
         "and an all_reduce there adds up that node's ranks"
     )
 
 
-def _judge_groups(cluster: Topology, real: list[dict[str, Any]], where: str) -> None:
-    """Look at what each rank got: a group, of the right ranks, that can add them up."""
-    ranks = range(cluster.world_size)
-    nodes = [cluster.place(rank).node_rank for rank in ranks]
-    wanted = [[r for r in ranks if nodes[r] == node] for node in nodes]
-    for rank, got in enumerate(real):
-        expect(
-            "members" in got,
-            f"{where} rank {rank} got {got.get('instead')}; expected the process group "
-            "of its node. (`new_group` returns no group on ranks that are no members.)",
-        )
-        expect(
-            got["members"] == wanted[rank],
-            f"{where} rank {rank} got the group of ranks {got['members']}; expected "
-            f"{wanted[rank]}, the ranks of node {nodes[rank]}.",
-        )
-    for rank, got in enumerate(real):
-        expect(
-            got["total"] == sum(wanted[rank]),
-            f"{where} an all_reduce of the ranks in rank {rank}'s group gave "
-            f"{got['total']}; expected {sum(wanted[rank])}, the sum of {wanted[rank]}.",
-        )
-
-
 def _use(node_group: Callable) -> dict[str, Any]:
     """On every rank: make the groups in step with the others, and try the own one."""
+    me = here()
+    wanted = [p.rank for p in me.topology.places() if p.node_rank == me.node_rank]
+    told = {"rank": me.rank, "node": me.node_rank, "wanted": wanted}
     try:
         with _watched(node_group):
             group = node_group()
         _same("returned")
     except _OutOfStep as error:
-        return {"alone": str(error)}
-    if isinstance(group, dist.ProcessGroup):
-        got = {"members": dist.get_process_group_ranks(group)}
-    else:
-        got = {"instead": f"`{one_line(group)}`"}
-    everyone = _from_all(got)
+        return told | {"in_step": False, "alone": str(error)}
+    a_group = isinstance(group, dist.ProcessGroup)
+    members = dist.get_process_group_ranks(group) if a_group else None
+    told |= {"in_step": True, "a_group": a_group, "instead": f"`{one_line(group)}`"}
+    told |= {"members": members, "right": members == wanted, "sum": sum(wanted)}
+    everyones = _from_all(members)
     # A collective that not all members take part in would hang.
-    if "members" in got and all(everyone[rank] == got for rank in got["members"]):
-        total = torch.tensor(dist.get_rank())
+    if a_group and all(everyones[rank] == members for rank in members):
+        total = torch.tensor(me.rank)
         dist.all_reduce(total, group=group)
-        got["total"] = total.item()
-    return got
+        told |= {"total": total.item(), "adds_up": total.item() == sum(wanted)}
+    return told
 
 
 class _OutOfStep(Exception):

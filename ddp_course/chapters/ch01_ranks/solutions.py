@@ -10,11 +10,6 @@ def global_rank(node_rank: int, local_rank: int, nproc_per_node: int) -> int:
     return node_rank * nproc_per_node + local_rank
 
 
-def place(rank: int, nproc_per_node: int) -> tuple[int, int]:
-    """Return (node_rank, local_rank): full nodes fit into `rank`, and what is left."""
-    return divmod(rank, nproc_per_node)
-
-
 def peer_on_next_node(rank: int, nnodes: int, nproc_per_node: int) -> int:
     """Return the rank one node further; after the last node comes the first."""
     return (rank + nproc_per_node) % (nnodes * nproc_per_node)

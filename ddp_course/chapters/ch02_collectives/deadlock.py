@@ -27,7 +27,7 @@ def deadlock() -> Drawing:
             "every send meets its recv",
         ),
         (
-            "cure 2: send without waiting",
+            "cure 2, not on NCCL: isend",
             ("isend to 1", "recv from 1", "wait"),
             ("isend to 0", "recv from 0", "wait"),
             "both go on to receive, and wait after that",
@@ -41,7 +41,7 @@ def deadlock() -> Drawing:
             "Left: ranks 0 and 1 both call send first. Each send waits until the other "
             "rank receives, so neither ever comes to its recv. Middle: rank 1 receives "
             "first, and both messages arrive. Right: both call isend, which returns at "
-            "once, then recv, and then wait for what they have sent."
+            "once, then recv, and then wait for what they have sent; not on NCCL."
         ),
     )
     for i, (name, *calls, outcome) in enumerate(tales):

@@ -73,31 +73,3 @@ def plot_losses(
         axes.legend(handlelength=4)
     pyplot.close(figure)  # or a notebook would show it twice
     return figure
-
-
-def plot_pairs(counts: Sequence[Sequence[float]], title: str) -> Figure:
-    """Draw a number for every pair of ranks: `counts[i][j]` is that of ranks i and j.
-
-    Raises ValueError unless there are as many rows as columns.
-    """
-    import matplotlib
-    from matplotlib import pyplot
-
-    n = len(counts)
-    if any(len(row) != n for row in counts):
-        raise ValueError(
-            f"{n} rows of {[len(row) for row in counts]}; must be a square"
-        )
-    most = max(max(row) for row in counts) or 1
-    with matplotlib.rc_context():
-        style()
-        side = 1.2 + 0.55 * n
-        figure, axes = pyplot.subplots(figsize=(side, side), layout="constrained")
-        axes.imshow(counts, cmap="Greys", vmin=0, vmax=2 * most)
-        for i, row in enumerate(counts):
-            for j, count in enumerate(row):
-                axes.text(j, i, f"{count:g}", ha="center", va="center")
-        axes.set(xticks=range(n), yticks=range(n), xlabel="rank", ylabel="rank")
-        axes.set_title(title, fontsize=11)
-    pyplot.close(figure)
-    return figure

@@ -10,16 +10,10 @@ def counted_one_by_one(node_rank, local_rank, nproc_per_node):
     return sum(1 for _ in range(node_rank * nproc_per_node)) + local_rank
 
 
-def looked_up(rank, nproc_per_node):
-    found = Topology(rank + 1, nproc_per_node).place(rank)
-    return found.node_rank, found.local_rank
-
-
-def by_subtraction(rank, nproc_per_node):
-    node_rank = 0
-    while rank >= nproc_per_node:
-        node_rank, rank = node_rank + 1, rank - nproc_per_node
-    return node_rank, rank
+def looked_up(node_rank, local_rank, nproc_per_node):
+    places = Topology(node_rank + 1, nproc_per_node).places()
+    same = {"node_rank": node_rank, "local_rank": local_rank}
+    return next(p.rank for p in places if same.items() <= vars(p).items())
 
 
 def back_to_the_first(rank, nnodes, nproc_per_node):
@@ -57,8 +51,7 @@ def by_its_members_alone():
 
 
 RIGHT = {
-    "global_rank": [counted_one_by_one],
-    "place": [looked_up, by_subtraction],
+    "global_rank": [counted_one_by_one, looked_up],
     "peer_on_next_node": [back_to_the_first, through_its_place],
     "node_group": [subgroups, by_enumeration, from_a_mesh, by_its_members_alone],
 }

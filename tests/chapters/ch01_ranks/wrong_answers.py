@@ -51,33 +51,6 @@ def crashes_on_a_rank(node_rank, local_rank, nproc_per_node):
     return node_rank * nproc_per_node + local_rank
 
 
-# place
-
-
-def swapped(rank, nproc_per_node):
-    return rank % nproc_per_node, rank // nproc_per_node
-
-
-def a_list(rank, nproc_per_node):
-    return list(divmod(rank, nproc_per_node))
-
-
-def real_division(rank, nproc_per_node):
-    return rank / nproc_per_node, rank % nproc_per_node
-
-
-def node_only(rank, nproc_per_node):
-    return rank // nproc_per_node
-
-
-def nodes_of_four(rank, nproc_per_node):
-    return divmod(rank, 4)
-
-
-def everyone_on_node_0_of_a_cluster(rank, nproc_per_node):
-    return (0, rank) if dist.is_initialized() else divmod(rank, nproc_per_node)
-
-
 # peer_on_next_node
 
 
@@ -226,14 +199,6 @@ WRONG = {
         two_arguments: "takes 2 positional arguments but 3 were given",
         wrong_on_a_rank: "On a real rank with RANK=0 your function returned 1",
         crashes_on_a_rank: "RuntimeError: no such node`, in wrong_answers.py, line",
-    },
-    "place": {
-        swapped: "`place(1, 4)` returned `(1, 0)`; expected `(0, 1)`",
-        a_list: "returned `[0, 0]`; expected `(0, 0)`",
-        real_division: "returned `(0.0, 0)`",
-        node_only: "returned `0`",
-        nodes_of_four: "`place(3, 3)`",
-        everyone_on_node_0_of_a_cluster: "On real rank 3",
     },
     "peer_on_next_node": {
         no_way_back: "`peer_on_next_node(8, 3, 4)` returned `12`; expected `0`",
