@@ -38,7 +38,7 @@ from ddp_course.mechanisms.whole_state import (
     WholeState,
     full_optimizer_state,
     load_full_optimizer_state,
-    options_of,
+    names_along,
 )
 from ddp_course.mesh import Axes, Mesh
 from ddp_course.model import GPTConfig
@@ -338,26 +338,20 @@ def whole(
                 partial(_consolidated, optimizer), optimizer.load_state_dict
             )
         return inner, optimizer
-    where = {"plain": inner.plain, "groups": inner.groups}
+    names = names_along(optimizer, inner.plain.shapes, inner.groups)
+    groups, steps = inner.groups, optimizer
     load = partial(load_full_optimizer_state, optimizer)
     if zero:  # the pieces that it steps were cut along one group more
-        where["groups"] = *inner.groups, optimizer.process_group
-        load = partial(_load_pieces, optimizer)
+        groups, steps = (*groups, optimizer.process_group), optimizer.optim
+        load = optimizer.load_parts
+    where = names, inner.plain.shapes, groups
     return (
         Whole(inner.full_state_dict, inner.load_full_state_dict),
         Whole(
-            partial(full_optimizer_state, optimizer, **where), partial(load, **where)
+            partial(full_optimizer_state, steps, names, groups),
+            lambda state: load(state, *where),
         ),
     )
-
-
-def _load_pieces(optimizer: Any, state_dict: dict[str, Any], **where: Any) -> None:
-    """Load what steps the pieces, and tell the optimizer around it."""
-    pieces = optimizer.optim
-    load_full_optimizer_state(pieces, state_dict, **where, around=optimizer)
-    optimizer.state = pieces.state
-    for ours, theirs in zip(optimizer.param_groups, pieces.param_groups, strict=True):
-        ours.update(options_of(theirs))
 
 
 def _without_wrappers(model: nn.Module) -> nn.Module:

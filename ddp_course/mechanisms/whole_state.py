@@ -127,14 +127,17 @@ class WholeState:
         self, optimizer: Optimizer, rank0_only: bool = False
     ) -> dict[str, Any]:
         """As `full_optimizer_state`, of an optimizer of this module's parameters()."""
-        state = full_optimizer_state(optimizer, self.plain, self.groups)
+        names = names_along(optimizer, self.plain.shapes, self.groups)
+        state = full_optimizer_state(optimizer, names, self.groups)
         return state if rank0_only else from_first(state, self.groups)
 
     def load_full_optimizer_state_dict(
         self, optimizer: Optimizer, state_dict: Mapping[str, Any]
     ) -> None:
         """As `load_full_optimizer_state`."""
-        load_full_optimizer_state(optimizer, state_dict, self.plain, self.groups)
+        names = names_along(optimizer, self.plain.shapes, self.groups)
+        where = names, self.plain.shapes, self.groups
+        load_full_optimizer_state(optimizer, state_dict, *where)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm is at most `max_norm`; return it.
@@ -283,23 +286,26 @@ def _join(parts: Sequence[tuple[Step | None, State]]) -> State:
 # ---- optimizers ----------------------------------------------------------------------
 
 
+Names = list[list[str]]  # what an optimizer steps in each of its groups, in order
+
+
 def full_optimizer_state(
-    optimizer: Optimizer, plain: PlainModel, groups: Sequence[Group]
+    optimizer: Optimizer, names: Names, groups: Sequence[Group]
 ) -> dict[str, Any]:
     """Return the state that `optimizer` would have in one process, on the CPU.
 
     It steps parameters that were placed along `groups`, or placed pieces of them; in
-    one process it would have the plain model's, in their order. Called by all ranks;
-    the first along all groups gets it, the others an empty dict. Raises ReplicaError,
-    on every rank, for an optimizer of other tensors, or with states of other shapes.
+    one process it would have those of these `names`. Called by all ranks; the first
+    along all groups gets it, the others an empty dict. Raises ReplicaError, on every
+    rank, for states of other shapes.
     """
-    names = _names(optimizer, plain, groups)
     check_along(groups, _partless(optimizer))
     own = {way_of(p).name: (way_of(p), state) for p, state in optimizer.state.items()}
-    whole = gathered(own, groups, plain.shapes)
+    order = [name for those in names for name in those]
+    whole = gathered(own, groups, order)
     if any(communicator(group).rank for group in groups):
         return {}
-    numbers = {name: k for k, name in enumerate(n for those in names for n in those)}
+    numbers = {name: number for number, name in enumerate(order)}
     told = []
     for group, those in zip(optimizer.param_groups, names, strict=True):
         told.append({**options_of(group), "params": [numbers[n] for n in those]})
@@ -312,18 +318,17 @@ def full_optimizer_state(
 def load_full_optimizer_state(
     optimizer: Optimizer,
     state_dict: Mapping[str, Any],
-    plain: PlainModel,
+    names: Names,
+    shapes: Mapping[str, torch.Size],
     groups: Sequence[Group],
-    around: Optimizer | None = None,
 ) -> None:
     """Let `optimizer` go on from the state of one process: each rank its own part.
 
-    Called by all ranks, with the whole of it. If it steps pieces for another one
-    `around` it, that one says which parameters there are. Raises ReplicaError, on every
-    rank, if it does not fit.
+    Called by all ranks, with the whole of it. `names` are those that it would have in
+    one process, and `shapes` theirs. Raises ReplicaError, on every rank, if it does not
+    fit.
     """
-    names = _names(around or optimizer, plain, groups)
-    check_along(groups, problem_with(state_dict, names, plain.shapes))
+    check_along(groups, problem_with(state_dict, names, shapes))
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
     known = dict(zip((n for those in names for n in those), keys, strict=True))
     own = optimizer.state_dict()
@@ -337,14 +342,18 @@ def load_full_optimizer_state(
         way = way_of(parameter)
         state = state_dict["state"].get(known[way.name], {})
         if state:
-            own["state"][number] = {k: _part(k, v, way) for k, v in state.items()}
+            steps = [step for step in way.steps if step.group in groups]
+            own["state"][number] = {k: _part(k, v, steps) for k, v in state.items()}
     optimizer.load_state_dict(own)
 
 
-def _names(
-    optimizer: Optimizer, plain: PlainModel, groups: Sequence[Group]
-) -> list[list[str]]:
-    """Return what the plain optimizer would have in each group, by name, in order."""
+def names_along(
+    optimizer: Optimizer, order: Iterable[str], groups: Sequence[Group]
+) -> Names:
+    """Return what the plain optimizer would have in each group, in the given order.
+
+    Called by all ranks. Raises ReplicaError, on every rank, for other tensors.
+    """
     own, problem = [], None
     try:
         own = [
@@ -358,14 +367,16 @@ def _names(
         parts = communicator(group).exchange(tuple(tuple(names) for names in own))
         check_along(groups, _unequal(parts))
         own = [set().union(*those) for those in zip(*parts, strict=True)]
-    return [[name for name in plain.shapes if name in names] for names in own]
+    order = list(order)
+    return [[name for name in order if name in names] for names in own]
 
 
 def _partless(optimizer: Optimizer) -> str | None:
     """Return which state is no part of a whole one, as of Adafactor; or None."""
     for p, state in optimizer.state.items():
+        cut = any(isinstance(s.placement, (Shard, Flat)) for s in way_of(p).steps)
         for key, value in state.items():
-            if _has_dims(value) and value.shape != p.shape:
+            if cut and _has_dims(value) and value.shape != p.shape:
                 return (
                     f"the state {key} of {way_of(p).name} has the shape "
                     f"{[*value.shape]}; only states of the parameter's own shape, "
@@ -418,12 +429,14 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in group.items() if k not in ("params", "param_names")}
 
 
-def _part(key: str, value: Any, way: Placed) -> Any:
+def _part(key: str, value: Any, steps: Sequence[Step]) -> Any:
     """Return what this rank keeps of a state."""
     if not isinstance(value, Tensor):
         return value
-    alike = key != "step" and value.shape == way.shape
-    return (way.part(value) if alike else value).clone()
+    if steps and key != "step" and value.shape == steps[0].shape:
+        for step in steps:
+            value = step.part(value)
+    return value.clone()
 
 
 def _has_dims(value: Any) -> bool:

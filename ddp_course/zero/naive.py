@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from ddp_course.collectives import communicator
 from ddp_course.mechanisms.agreement import on_any_rank
+from ddp_course.mechanisms.placements import Stage, place
 from ddp_course.zero.sharded_optimizer import ShardedOptimizer
 from ddp_course.zero.shards import deal
 
@@ -67,10 +68,12 @@ class NaiveZeroRedundancyOptimizer(ShardedOptimizer):
     def take(self, named_parameters: dict[str, Tensor]) -> None:
         """Deal the parameters out."""
         parameters = [p for p in named_parameters.values() if p.requires_grad]
+        names = {p: name for name, p in named_parameters.items()}
         owners = deal([p.numel() for p in parameters], self.loads)
         for parameter, owner in zip(parameters, owners, strict=True):
             self.owners[parameter] = owner
             self.loads[owner] += parameter.numel()
+            place(parameter, self.process_group, Stage((owner,)), name=names[parameter])
             if owner == self.rank:
                 self.owned[parameter] = parameter
 

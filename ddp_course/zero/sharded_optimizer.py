@@ -24,10 +24,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp_course.collectives import communicator
-from ddp_course.mechanisms.agreement import broadcast_all, check_same
+from ddp_course.mechanisms.agreement import broadcast_all
 from ddp_course.mechanisms.habits import averaged_by
-from ddp_course.mechanisms.placements import Placed, groups_of, placed
-from ddp_course.mechanisms.whole_state import gathered, options_of, problem_with
+from ddp_course.mechanisms.placements import groups_of, placed
+from ddp_course.mechanisms.whole_state import (
+    full_optimizer_state,
+    load_full_optimizer_state,
+    options_of,
+)
 from ddp_course.zero.arguments import agreed_arguments, names_of
 
 
@@ -68,7 +72,7 @@ class ShardedOptimizer(Optimizer):
         self.rank, self.world_size = comm.rank, comm.size
         self.owned: dict[Tensor, Tensor] = {}  # parameter -> what this rank steps of it
         self._arguments = optimizer_class, defaults
-        self._whole: dict[int, dict[str, Any]] | None = None
+        self._whole: dict[str, Any] | None = None
 
     # ---- what the subclasses say -----------------------------------------------------
 
@@ -176,21 +180,20 @@ class ShardedOptimizer(Optimizer):
         """
         if to not in range(self.world_size):
             raise ValueError(f"to is {to}; it can be 0 to {self.world_size - 1}")
-        names = names_of(self.param_groups)
-        own = {
-            names[p]: (placed(piece) or Placed("", piece.shape), self.state[piece])
-            for p, piece in self.owned.items()
-            if piece in self.state
-        }
-        whole = [gathered(own, [self.process_group], names.values())]
+        whole = [full_optimizer_state(self.optim, self.names, [self.process_group])]
         ranks = communicator(self.process_group).ranks
         if self.rank == 0 and to > 0:
             dist.send_object_list(whole, ranks[to], self.process_group)
         if self.rank == to and to > 0:
             dist.recv_object_list(whole, ranks[0], self.process_group)
-        if self.rank == to:
-            numbers = {names[p]: k for k, p in enumerate(self.parameters())}
-            self._whole = {numbers[name]: state for name, state in whole[0].items()}
+        self._whole = whole[0] if self.rank == to else None
+
+    @property
+    def names(self) -> list[list[str]]:
+        """Of each group the names of its parameters."""
+        names = names_of(self.param_groups)
+        names |= {p: way.name for p in names if (way := placed(p))}
+        return [[names[p] for p in group["params"]] for group in self.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all ranks, in the form of one process' optimizer.
@@ -204,12 +207,8 @@ class ShardedOptimizer(Optimizer):
                 f"consolidate_state_dict(to={self.rank}) on all ranks before "
                 f"state_dict() on rank {self.rank}"
             )
-        numbers = {parameter: k for k, parameter in enumerate(self.parameters())}
-        groups = [
-            {**group, "params": [numbers[p] for p in group["params"]]}
-            for group in self.param_groups
-        ]
-        return {"state": self._whole, "param_groups": groups}
+        _copy_options(self.param_groups, self._whole["param_groups"])
+        return self._whole
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state of one process, or of any number of ranks.
@@ -217,36 +216,18 @@ class ShardedOptimizer(Optimizer):
         Called by all ranks, each with the whole state; it keeps its own part. Raises
         ReplicaError, on every rank, if the state does not fit.
         """
-        names = names_of(self.param_groups)
-        shapes = {name: parameter.shape for parameter, name in names.items()}
-        by_group = [[names[p] for p in group["params"]] for group in self.param_groups]
-        problem = problem_with(state_dict, by_group, shapes)
-        check_same({}, problem, self.process_group)
-        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        own = {**self.optim.state_dict(), "state": {}}
-        _copy_options(state_dict["param_groups"], own["param_groups"])
-        number = 0
-        for key, parameter in zip(keys, self.parameters(), strict=True):
-            if (piece := self.owned.get(parameter)) is not None:
-                whole = state_dict["state"].get(key, {})
-                own["state"][number] = _part_of(whole, parameter, piece)
-                number += 1
-        self.optim.load_state_dict(own)
-        self.state = self.optim.state
+        names = (name for those in self.names for name in those)
+        shapes = dict(zip(names, (p.shape for p in self.parameters()), strict=True))
+        self.load_parts(state_dict, self.names, shapes, [self.process_group])
+
+    def load_parts(self, state_dict: dict[str, Any], *where: Any) -> None:
+        """The same from a state that was divided along more groups, too.
+
+        `where` are names, shapes and groups, as of `load_full_optimizer_state`.
+        """
+        load_full_optimizer_state(self.optim, state_dict, *where)
+        self.state, self._whole = self.optim.state, None
         _copy_options(self.optim.param_groups, self.param_groups)
-        self._whole = None
-
-
-def _part_of(state: dict[str, Any], whole: Tensor, own: Tensor) -> dict[str, Any]:
-    """Return what this rank keeps of a parameter's state: copies."""
-    part = {}
-    for name, value in state.items():
-        if isinstance(value, Tensor):
-            alike = name != "step" and value.shape == whole.shape
-            piece = alike and own is not whole
-            value = (placed(own).steps[-1].part(value) if piece else value).clone()
-        part[name] = value
-    return part
 
 
 def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:

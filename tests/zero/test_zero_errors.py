@@ -103,7 +103,7 @@ def refused() -> dict[str, str]:
         "ReplicaError: *the ranks differ*2 is float32*0, 2*on rank 1*": error_of(
             lambda: right.add_param_group(wrong)
         ),
-        "ReplicaError: ranks 0, 1, 2: this is no state_dict of an optimizer*": error_of(
+        "ReplicaError: rank 0: this is no state_dict of an optimizer*": error_of(
             lambda: right.load_state_dict({"state": {}})
         ),
         "ValueError: to is 3; it can be 0 to 2": error_of(

@@ -278,9 +278,10 @@ class OwnStateOnly(Stage1):
     """`state_dict` holds what this rank has."""
 
     def consolidate_state_dict(self, to=0):
+        super().consolidate_state_dict(to)
         numbers = {p: k for k, p in enumerate(self.parameters())}
-        mine = self.owned.items()
-        self._whole = {numbers[p]: dict(self.state[own]) for p, own in mine}
+        mine = {numbers[p]: dict(self.state[own]) for p, own in self.owned.items()}
+        self._whole = self._whole and {**self._whole, "state": mine}
 
 
 class Sums(AddingUp):
