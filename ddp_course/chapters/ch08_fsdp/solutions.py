@@ -54,22 +54,6 @@ def sharded_linear(
     return Linear.apply(x, shard)
 
 
-def who_reads_what(
-    numel: int, saved: int, rank: int, ranks: int
-) -> list[tuple[int, int, int]]:
-    """Return (file, first, last) of what `rank` must read, in the order of elements."""
-    length = -(-numel // saved)  # of a file
-    mine = -(-numel // ranks)
-    begin, end = rank * mine, min((rank + 1) * mine, numel)
-    reads = []
-    for file in range(saved):
-        start = file * length
-        first, last = max(begin, start), min(end, start + length)
-        if first < last:
-            reads.append((file, first - start, last - start))
-    return reads
-
-
 def ranks_needed(
     units: list[int], memory: int, activations: int, most: int = 1024
 ) -> int | None:

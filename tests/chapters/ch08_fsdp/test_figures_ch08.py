@@ -1,7 +1,6 @@
 """The figures of chapter 08 show what they are about, and nothing else."""
 
 import itertools
-import re
 from dataclasses import replace
 
 import pytest
@@ -14,61 +13,14 @@ from ddp_course.chapters.ch08_fsdp.fsdp_schedule import (
     fsdp_step,
     most_whole,
 )
-from ddp_course.chapters.ch08_fsdp.fsdp_timeline import (
-    computing,
-    fsdp_timeline,
-    in_words,
-    lane_of,
-    units_of,
-)
 from ddp_course.lab import rank_color
-from ddp_course.measure import Event
 
 SETTINGS = list(itertools.product((1, 2, 5, 8), (0, 1, 3), (True, False), (0.2, 2)))
-
-
-def events_of(ops, rank=0, at=5.0, told=True):
-    """A schedule as stage 3 would record it, a forward being 10 ms; `told`: it says
-    which units it gathers."""
-    found, asked = [], "gather" if told else "silent"
-    for op in ops:
-        if op.op == "whole":
-            continue
-        start, end = at + op.start * 0.01, at + op.end * 0.01
-        unit = f"blocks.{op.unit}"
-        if op.lane == "compute":
-            tag = {"unit": unit} if op.unit >= 0 else {}
-            found.append(Event(rank, op.op, start, end, lane="compute", detail=tag))
-            if op.op == "forward":  # what is whole already is asked for, too
-                found.append(Event(rank, "launch", start, start, detail={asked: unit}))
-            continue
-        tag = {asked if op.op == "all-gather" else "reduce": unit}
-        found.append(Event(rank, "launch", start, start, detail=tag))
-        name = op.op.replace("-", "_") + "_single"
-        found.append(Event(rank, name, start, end, 8, "communication"))
-    return sorted(found, key=lambda e: e.start)
-
-
-RUNS = {
-    f"prefetch {k}": [
-        event
-        for rank in range(2)
-        for event in events_of(fsdp_schedule(4, k), rank, 5 + rank)
-    ]
-    for k in (0, 1)
-}
 
 
 DRAWINGS = {
     "08": fully_sharded,
     **{f"step {s}": lambda s=s: fsdp_step(*s) for s in SETTINGS},
-    **{
-        f"recorded, rank {r} from {s}": lambda r=r, s=s, w=w: fsdp_timeline(
-            RUNS, r, s, w
-        )
-        for r in (0, 1)
-        for s, w in ((0, None), (20, 3), (900, 50))
-    },
 }
 
 
@@ -170,56 +122,6 @@ def test_a_moment_in_the_middle_of_forward():
         assert len(solid) == 3 + 4
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
-def test_messages_are_told_apart_by_what_was_asked_for(reshard, prefetch):
-    ops = fsdp_schedule(4, prefetch, reshard)
-    events = events_of(ops)
-    units = units_of(events)
-    for lane in ("all-gather", "reduce-scatter"):
-        sent = [units[id(e)] for e in events if lane_of(e) == lane]
-        assert sent == [f"blocks.{op.unit}" for op in ops if op.op == lane]
-    silent = events_of(ops, told=False)  # rather no name than a wrong one
-    gathers = {id(e) for e in silent if lane_of(e) == "all-gather"}
-    assert not gathers & set(units_of(silent))
-
-
-def test_lanes_of_what_is_recorded():
-    wait = Event(0, "wait", 0, 1, lane="wait")
-    forward = Event(0, "forward", 0, 1, lane="compute")
-    assert lane_of(wait) == lane_of(forward) == "compute"
-    assert lane_of(Event(0, "launch", 0, 1, lane="launch")) == ""
-    assert lane_of(Event(0, "all_gather_single", 0, 1, 8)) == "all-gather"
-    assert lane_of(Event(0, "gather from memory", 0, 1, 8)) == "all-gather"
-    assert lane_of(Event(0, "reduce_scatter_single", 0, 1, 8)) == "reduce-scatter"
-
-
-def test_waiting_hides_nothing():
-    events = [
-        Event(0, "backward", 0.0, 0.010, lane="compute"),
-        Event(0, "wait", 0.004, 0.008, lane="wait"),
-        Event(0, "wait", 0.010, 0.011, lane="wait"),
-        Event(0, "all_gather_single", 0.003, 0.008, 8, "communication"),
-    ]
-    pieces = [(e.start, e.end) for e in computing(events)]
-    assert pieces == [(0.0, 0.004), (0.008, 0.010)]
-    assert in_words(events) == "11 ms, communication 5 ms, hidden 1 ms"
-
-
-def test_what_is_hidden_is_measured():
-    for name, hidden in (("prefetch 0", 0), ("prefetch 1", 1)):
-        mine = [e for e in RUNS[name] if e.rank == 0]
-        total, sent, hid = map(float, re.findall(r"([\d.e+-]+) ms", in_words(mine)))
-        assert total == pytest.approx(
-            max(op.end for op in fsdp_schedule(4, hidden)) * 10, rel=1e-2
-        )
-        assert sent == pytest.approx(12 * 7)
-        assert bool(hid) == bool(hidden)
-    # What another rank does at the same time is not counted.
-    drawing = fsdp_timeline(RUNS, rank=1)
-    assert rank_color(1) in drawing.svg() and rank_color(0) not in drawing.svg()
-
-
 @pytest.mark.parametrize(
     ("bad", "says"),
     [
@@ -227,10 +129,6 @@ def test_what_is_hidden_is_measured():
         (lambda: fsdp_schedule(9), "units is 9; .* 1 to 8"),
         (lambda: fsdp_schedule(4, -1), "prefetch is -1"),
         (lambda: fsdp_schedule(4, message=0), "message is 0"),
-        (lambda: fsdp_timeline({}), "no runs"),
-        (lambda: fsdp_timeline(RUNS, 7), "'prefetch 0' has no events of rank 7"),
-        (lambda: fsdp_timeline(RUNS, start=-1), "start is -1"),
-        (lambda: fsdp_timeline(RUNS, width=0), "width is 0"),
     ],
 )
 def test_what_cannot_be_drawn(bad, says):

@@ -13,17 +13,17 @@ def _step(units, prefetch, keep, **mistakes):
 
     def compute(what, order, free):
         for k, unit in enumerate(order):
-            for ahead in order[k : k + 1 + prefetch]:
+            coming = order[k : k + 1 + prefetch]
+            for ahead in coming[::-1] if "farthest" in mistakes else coming:
                 if ahead not in whole or "twice" in mistakes:
                     ops.append(("gather", ahead))
                     whole.add(ahead)
             ops.append((what, unit))
-            reduces = what == "backward" and "reduce_late" not in mistakes
-            if reduces:
-                ops.append(("reduce", unit))
             if free and ("never_free" not in mistakes):
                 ops.append(("free", unit))
                 whole.discard(unit)
+            if what == "backward" and "reduce_late" not in mistakes:
+                ops.append(("reduce", unit))
 
     compute("forward", list(range(units)), free=not keep)
     compute("backward", list(range(units))[::-1], free=True)
@@ -168,67 +168,6 @@ own_rows_only = _named(_linear(whole_grad=False), "own_rows_only")
 kept_after_backward = _named(_linear(free=False), "kept_after_backward")
 
 
-# who_reads_what
-
-
-def _reads(numel, saved, rank, ranks):
-    length, mine = -(-numel // saved), -(-numel // ranks)
-    begin, end = rank * mine, min((rank + 1) * mine, numel)
-    for file in range(saved):
-        start = file * length
-        first, last = max(begin, start), min(end, start + length)
-        yield file, first - start, last - start
-
-
-def everything(numel, saved, rank, ranks):
-    length = -(-numel // saved)
-    ends = [(k, min(length, numel - k * length)) for k in range(saved)]
-    return [(k, 0, last) for k, last in ends if last > 0]
-
-
-def empty_ones_too(numel, saved, rank, ranks):
-    return [(f, a, max(a, b)) for f, a, b in _reads(numel, saved, rank, ranks)]
-
-
-def places_in_the_whole(numel, saved, rank, ranks):
-    length = -(-numel // saved)
-    told = _reads(numel, saved, rank, ranks)
-    return [(f, a + f * length, b + f * length) for f, a, b in told if a < b]
-
-
-def rounded_down(numel, saved, rank, ranks):
-    length, mine = max(1, numel // saved), max(1, numel // ranks)
-    begin, end = rank * mine, min((rank + 1) * mine, numel)
-    told = []
-    for file in range(saved):
-        start = file * length
-        first, last = max(begin, start), min(end, start + length)
-        if first < last:
-            told.append((file, first - start, last - start))
-    return told
-
-
-def own_file_only(numel, saved, rank, ranks):
-    told = [r for r in _reads(numel, saved, rank, ranks) if r[1] < r[2]]
-    return [read for read in told if read[0] == rank % saved]
-
-
-def backwards(numel, saved, rank, ranks):
-    return [r for r in _reads(numel, saved, rank, ranks) if r[1] < r[2]][::-1]
-
-
-def padding_too(numel, saved, rank, ranks):
-    length, mine = -(-numel // saved), -(-numel // ranks)
-    begin, end = rank * mine, (rank + 1) * mine
-    told = []
-    for file in range(saved):
-        start = file * length
-        first, last = max(begin, start), min(end, start + length)
-        if first < last:
-            told.append((file, first - start, last - start))
-    return told
-
-
 # ranks_needed
 
 
@@ -329,19 +268,84 @@ def two_ahead_at_most(units, prefetch, keep):
     return solutions.my_schedule(units, min(prefetch, 2), keep)
 
 
-def at_least_one_element(numel, saved, rank, ranks):
-    length = max(numel, saved) // saved
-    assert numel % length >= 0
-    return solutions.who_reads_what(numel or 1, saved, rank, ranks)
-
-
 def never_alone(units, memory, activations):
     found = solutions.ranks_needed(units, memory, activations)
     return max(found, 2) if found else None
 
 
+def farthest_first(units, prefetch, keep):
+    return _step(units, prefetch, keep, farthest=True)
+
+
+def reduced_before_it_is_freed(units, prefetch, keep):
+    ops = solutions.my_schedule(units, prefetch, keep)
+    for at in range(len(ops) - 1):
+        if ops[at][0] == "free" and ops[at + 1][0] == "reduce":
+            ops[at : at + 2] = ops[at + 1], ops[at]
+    return ops
+
+
+def one_digit(units, prefetch, keep):
+    found = solutions.my_schedule(units, prefetch, keep)
+    return [(what, int(f"{unit}"[-1])) for what, unit in found]
+
+
+def gathered_after_the_step(units, prefetch, keep):
+    return [*solutions.my_schedule(units, prefetch, keep), ("gather", 0)]
+
+
+def overwrites_the_gradient(x, shard, gather, reduce_scatter, world_size):
+    shard.grad = None
+    return solutions.sharded_linear(x, shard, gather, reduce_scatter, world_size)
+
+
+class _AsIfAlone(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, shard, gather, reduce_scatter, n):
+        ctx.save_for_backward(x, shard)
+        ctx.tools = gather, reduce_scatter, n
+        return x @ gather(shard).T
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x, shard), (gather, reduce_scatter, n) = ctx.saved_tensors, ctx.tools
+        weight = gather(shard).requires_grad_()
+        x = x.detach().requires_grad_(x.requires_grad)
+        with torch.enable_grad():
+            out = x @ weight.T
+        grads = torch.autograd.grad(out, (x, weight), gradient)
+        return grads[0], reduce_scatter(grads[1]) / n, None, None, None
+
+
+def fails_with_a_frozen_input(x, shard, gather, reduce_scatter, world_size):
+    return _AsIfAlone.apply(x, shard, gather, reduce_scatter, world_size)
+
+
+def unfreezes_the_shard(x, shard, gather, reduce_scatter, world_size):
+    shard.requires_grad_()
+    return solutions.sharded_linear(x, shard, gather, reduce_scatter, world_size)
+
+
+def up_to_1023(units, memory, activations):
+    return solutions.ranks_needed(units, memory, activations, most=1023)
+
+
+def without_an_end(units, memory, activations):
+    return solutions.ranks_needed(units, memory, activations, most=4999)
+
+
+def sorts_its_input(units, memory, activations):
+    found = solutions.ranks_needed(list(units), memory, activations)
+    units.sort()
+    return found
+
+
 WRONG = {
     "my_schedule": {
+        farthest_first: "what is needed first is gathered first",
+        reduced_before_it_is_freed: "still whole when its gradients are reduced",
+        one_digit: "the order of computing",
+        gathered_after_the_step: "when the step has ended",
         two_ahead_at_most: "prefetch = 3",
         everything_first: "need not be",
         no_second_gather: "not there",
@@ -357,6 +361,9 @@ WRONG = {
         only_forward: "backward the other way",
     },
     "sharded_linear": {
+        overwrites_the_gradient: "a second backward adds",
+        fails_with_a_frozen_input: "One of the differentiated Tensors does not",
+        unfreezes_the_shard: "a gradient of what is frozen",
         a_copy_of_the_weight: "Who keeps a copy of it?",
         plain_autograd: "alive after forward",
         through_a_clone: "autograd keeps",
@@ -368,17 +375,10 @@ WRONG = {
         own_rows_only: "it is the mean",
         kept_after_backward: "alive after backward",
     },
-    "who_reads_what": {
-        at_least_one_element: "(0, 4, 0, 1)",
-        everything: "needs the memory for everything",
-        empty_ones_too: "reads nothing",
-        places_in_the_whole: "from the file's beginning",
-        rounded_down: "from the file's beginning",
-        own_file_only: "does not read element",
-        backwards: "in another order",
-        padding_too: "no padding",
-    },
     "ranks_needed": {
+        up_to_1023: "but 1024 ranks are enough",
+        without_an_end: "expected a number of ranks, 1 to 1024",
+        sorts_its_input: "work on a copy",
         never_alone: "but 1 are enough",
         all_divided_by_n: "bytes and has",
         shards_alone: "bytes and has",
