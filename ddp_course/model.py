@@ -285,19 +285,3 @@ def build_gpt(config: str | GPTConfig = "1m", seed: int = 0) -> GPT:
         # torch.manual_seed would seed the GPUs too, and nothing would put them back.
         torch.default_generator.manual_seed(seed)
         return GPT(config)
-
-
-@torch.no_grad()
-def generate(model: GPT, idx: Tensor, n: int, seed: int = 0) -> Tensor:
-    """Return `idx` (B, T) followed by `n` sampled tokens: (B, T + n), on its device.
-
-    The same seed gives the same tokens. T may be longer than the block size: the model
-    sees the last `block_size` tokens.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(n):
-        logits, _ = model(idx[:, -model.config.block_size :])  # (B, T, V)
-        p = logits[:, -1].softmax(-1).cpu()  # (B, V)
-        drawn = torch.multinomial(p, 1, generator=generator)  # (B, 1)
-        idx = torch.cat([idx, drawn.to(idx.device)], dim=1)  # (B, T + 1)
-    return idx

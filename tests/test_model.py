@@ -18,7 +18,6 @@ from ddp_course.model import (
     GPTConfig,
     build_gpt,
     cross_entropy,
-    generate,
 )
 
 SMALL = GPTConfig(block_size=16, n_layer=2, n_head=12, d_model=24)
@@ -372,18 +371,3 @@ def test_bad_targets_get_a_clear_error():
         model(idx, idx[:, 1:])
     with pytest.raises(ValueError, match="targets holds the token -100"):
         model(idx, torch.full_like(idx, -100))  # F.cross_entropy would skip it silently
-
-
-# Sampling
-
-
-def test_generate_continues_a_text_beyond_the_block():
-    model, start = build_gpt(SMALL), tokens(2, 3)
-    text = generate(model, start, 20, seed=0)
-    assert text.shape == (2, 23)
-    assert torch.equal(text[:, :3], start)
-    assert text.min() >= 0
-    assert text.max() < 96
-    assert torch.equal(text, generate(model, start, 20, seed=0))
-    assert not torch.equal(text, generate(model, start, 20, seed=1))
-    assert torch.equal(generate(model, start, 0), start)

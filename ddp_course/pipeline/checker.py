@@ -22,7 +22,6 @@ from numbers import Real
 
 from ddp_course.pipeline.program import Program, add_messages, play
 from ddp_course.pipeline.schedule import OPS, Action, Schedule, ScheduleError
-from ddp_course.theory.checks import check_share
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,6 @@ def check(
     blocking: bool = True,
     fused: bool = True,
     max_activations: Real | Sequence[Real] | None = None,
-    weight_share: Real = 1,
 ) -> Proof:
     """Return the proof that `schedule` is legal.
 
@@ -72,7 +70,6 @@ def check(
         fused: whether messages between two actions are posted together (`program`).
         max_activations: the most microbatches whose activations a rank may keep; one
             limit for all, or one for each rank.
-        weight_share: the part of the activations that W needs and that stays after I.
 
     Raises:
         ScheduleError: names the first thing that is wrong, in the order of this
@@ -90,25 +87,19 @@ def check(
             events = play(steps, blocking=True)
     except ScheduleError as error:
         raise ScheduleError(f"{schedule.name}: {error}") from None
-    peaks = peak_activations(schedule, weight_share)
-    for wrong in _too_much(schedule, max_activations, weight_share):
+    for wrong in _too_much(schedule, max_activations):
         raise ScheduleError(f"{schedule.name}: {wrong}")
     order = tuple((event.rank, event.action) for event in events)
-    return Proof(steps, blocking, order, peaks)
+    return Proof(steps, blocking, order, peak_activations(schedule))
 
 
-def activations(
-    schedule: Schedule, rank: int, weight_share: Real = 1
-) -> list[Fraction]:
+def activations(schedule: Schedule, rank: int) -> list[Fraction]:
     """Return how many microbatches' activations `rank` keeps after each of its actions.
 
-    F adds what its stage keeps, 1 / the number of the rank's stages; B takes it away; I
-    takes away all but the `weight_share` of it, a number from 0 to 1, and W that.
-    Raises ValueError for another `weight_share`.
+    F adds what its stage keeps, 1 / the number of the rank's stages; B takes it away,
+    or W: until then the weights' gradients need it.
     """
-    check_share("weight_share", weight_share)
-    share = Fraction(weight_share)
-    change = {"F": Fraction(1), "B": Fraction(-1), "I": share - 1, "W": -share}
+    change = {"F": Fraction(1), "B": Fraction(-1), "I": Fraction(0), "W": Fraction(-1)}
     kept, now = [], Fraction(0)
     for action in schedule.ranks[rank]:
         now += change[action.op] / len(schedule.stages_of(rank))
@@ -116,14 +107,11 @@ def activations(
     return kept
 
 
-def peak_activations(
-    schedule: Schedule, weight_share: Real = 1
-) -> tuple[Fraction, ...]:
+def peak_activations(schedule: Schedule) -> tuple[Fraction, ...]:
     """Return for each rank the most that it keeps at a time, see `activations`."""
     ranks = range(schedule.num_ranks)
     return tuple(
-        max(activations(schedule, rank, weight_share), default=Fraction(0))
-        for rank in ranks
+        max(activations(schedule, rank), default=Fraction(0)) for rank in ranks
     )
 
 
@@ -168,7 +156,7 @@ def _not_once(run: Container[Action], stage: int, microbatch: int) -> Iterator[s
 
 
 def _too_much(
-    schedule: Schedule, limits: Real | Sequence[Real] | None, weight_share: Real
+    schedule: Schedule, limits: Real | Sequence[Real] | None
 ) -> Iterator[str]:
     """Say which rank keeps more than its limit, and from which action on."""
     if limits is None:
@@ -181,7 +169,7 @@ def _too_much(
             f"{schedule.num_ranks} ranks"
         )
     for rank, limit in enumerate(limits):
-        kept = activations(schedule, rank, weight_share)
+        kept = activations(schedule, rank)
         for action, now in zip(schedule.ranks[rank], kept, strict=True):
             if now > limit:
                 yield (

@@ -48,7 +48,7 @@ from ddp_course.pipeline.partition import layer_costs, partition
 from ddp_course.pipeline.program import Program, add_messages
 from ddp_course.pipeline.runtime import Form, Pipeline
 from ddp_course.pipeline.schedule import Schedule
-from ddp_course.pipeline.schedules import named
+from ddp_course.pipeline.schedules import SCHEDULES
 from ddp_course.pipeline.shared_gradients import SharedGradients
 from ddp_course.pipeline.split_backward import split_backward
 from ddp_course.pipeline.stages import StagePlan, spine, stage_plan
@@ -70,11 +70,11 @@ class PipelineParallel(WholeState, Pipeline):
         model: the course's GPT, another with embed, blocks and head, or an
             `nn.Sequential`; on the CPU or on this rank's GPU. It may be one of which
             each rank has a part already, as tensor parallelism leaves it.
-        schedule: a name in SCHEDULES, or any legal `Schedule` for as many ranks.
+        schedule: a name in SCHEDULES, or any legal `Schedule` for as many ranks, as
+            `interleaved(4, 8, stages_per_rank=3)`.
         num_microbatches: into how many parts a batch is cut; None are as many as ranks,
             or those of the schedule.
         group: the ranks of the pipeline, in order; None are all.
-        stages_per_rank: for the schedules "interleaved" and "zero_bubble".
         sizes: for each stage its number of layers; None divides by cost (`partition`).
         loss_fn: from the last layer's output and the targets to a mean over rows (which
             is tried once, and refused if it is a sum); None is the model's own
@@ -97,13 +97,12 @@ class PipelineParallel(WholeState, Pipeline):
         num_microbatches: int | None = None,
         group: dist.ProcessGroup | None = None,
         *,
-        stages_per_rank: int | None = None,
         sizes: Sequence[int] | None = None,
         loss_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
         recompute: bool = False,
         virtual_time: bool = False,
     ) -> None:
-        wanted = schedule, num_microbatches, stages_per_rank
+        wanted = schedule, num_microbatches
         options = {"recompute": recompute, "virtual_time": virtual_time}
         program, plan = agreed(model, group, wanted, sizes, **options)
         comm = communicator(group)
@@ -297,7 +296,7 @@ class MeanLoss:
 def agreed(
     model: nn.Module,
     group: dist.ProcessGroup | None,
-    wanted: tuple[str | Schedule, int | None, int | None],
+    wanted: tuple[str | Schedule, int | None],
     sizes: Sequence[int] | None,
     **options: Any,
 ) -> tuple[Program, StagePlan]:
@@ -324,15 +323,17 @@ def agreed(
 
 
 def _schedule(
-    num_ranks: int,
-    schedule: str | Schedule,
-    num_microbatches: int | None,
-    stages_per_rank: int | None,
+    num_ranks: int, schedule: str | Schedule, num_microbatches: int | None
 ) -> Schedule:
     """Return the schedule that is meant. Raises ValueError if there is none such."""
     if not isinstance(schedule, Schedule):
         m = num_ranks if num_microbatches is None else num_microbatches
-        return named(schedule, num_ranks, m, stages_per_rank)
+        if schedule not in SCHEDULES:
+            known = ", ".join(SCHEDULES)
+            raise ValueError(
+                f"schedule is {schedule!r}; it can be {known}, or a Schedule"
+            )
+        return SCHEDULES[schedule](num_ranks, m)
     for name, given, its in (
         ("num_microbatches", num_microbatches, schedule.num_microbatches),
         ("the number of ranks of the group", num_ranks, schedule.num_ranks),

@@ -100,29 +100,6 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "interleaved": interleaved,
     "zero_bubble": zero_bubble,
 }
-SEVERAL = ("interleaved", "zero_bubble")  # can have several stages on each rank
-
-
-def named(
-    name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None
-) -> Schedule:
-    """Return the schedule of that name.
-
-    `stages_per_rank` is for those in SEVERAL, by default 2 (interleaved) and 1. Raises
-    ValueError for another name or number.
-    """
-    if name not in SCHEDULES:
-        raise ValueError(
-            f"schedule is {name!r}; it can be {', '.join(SCHEDULES)}, or a Schedule"
-        )
-    if stages_per_rank is None:
-        return SCHEDULES[name](num_ranks, num_microbatches)
-    if name not in SEVERAL:
-        raise ValueError(
-            f"stages_per_rank is {stages_per_rank!r}; with schedule {name!r} each rank "
-            f"has one stage, with {' and '.join(SEVERAL)} it can have more"
-        )
-    return SCHEDULES[name](num_ranks, num_microbatches, stages_per_rank)
 
 
 def _groups(p: int, m: int) -> list[int]:

@@ -75,21 +75,19 @@ def simulate(
     costs: Costs | None = None,
     *,
     blocking: bool = False,
-    weight_share: Real = 1,
 ) -> Simulated:
     """Return what happens when, on ranks that each compute as fast as `costs` say.
 
     Without `costs`, F, I and W take 1 each, B takes 2 and messages no time: then the
     bubbles in `schedules` hold exactly. With `blocking` ranks also wait for their
-    messages to arrive at others (`program`). For `weight_share` see
-    `activations`. Raises ScheduleError for a schedule that comes to no end, ValueError
-    for costs that do not fit. Chapters 10 and 11.
+    messages to arrive at others (`program`). Raises ScheduleError for a schedule that
+    comes to no end, ValueError for costs that do not fit. Chapters 10 and 11.
     """
     events = play(add_messages(schedule), costs, blocking=blocking)
     return Simulated(
         schedule,
         tuple(sorted(events, key=lambda event: (event.start, event.end, event.rank))),
-        peak_activations(schedule, weight_share),
+        peak_activations(schedule),
     )
 
 

@@ -47,12 +47,6 @@ def check_positive(name: str, value: float) -> None:
         raise ValueError(f"{name} is {value!r}; it must be a finite number above 0")
 
 
-def check_share(name: str, value: Real) -> None:
-    """Raise ValueError unless `value` is a part of a whole: from 0 to 1."""
-    if not isinstance(value, Real) or not 0 <= value <= 1:
-        raise ValueError(f"{name} is {value!r}; it must be from 0 to 1")
-
-
 def log2_up(n: int) -> int:
     """Return ceil(log2(n)), exactly: how often 1 is doubled until it is n or more."""
     return (int(n) - 1).bit_length()

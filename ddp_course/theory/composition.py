@@ -145,7 +145,7 @@ class ComposedRank:
         """
         c, width = self.config, precision_named(self.precision)
         how = {"itemsize": width.activation, "layers": self.layers}
-        in_tp = tensor_parallel_volume(c, batch, self.tp, **how)[0]
+        in_tp = tensor_parallel_volume(c, batch, self.tp, **how)
         hidden = batch * c.block_size * c.d_model * width.activation
         ends = [(stage[0] > 0) + (stage[-1] <= c.n_layer) for stage in self.stages]
         in_pp = sum(ends) * hidden

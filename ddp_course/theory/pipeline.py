@@ -26,7 +26,6 @@ from ddp_course.theory.checks import (
     check_choice,
     check_count,
     check_not_negative,
-    check_share,
 )
 
 PIPELINES = ("naive", "gpipe", "1f1b", "interleaved", "zero_bubble")
@@ -118,15 +117,12 @@ def pipeline_activations(
     num_microbatches: int,
     rank: int = 0,
     stages_per_rank: int | None = None,
-    *,
-    weight_share: Real = 1,
 ) -> Fraction:
     """Return the most activations that `rank` keeps at a time, in microbatches.
 
-    One microbatch is all that the stages of the rank keep for it. In zero_bubble, what
-    I has no more use for is freed: `weight_share` of a microbatch's activations stays
-    for W (M_W / M_B in the paper). Interleaved microbatches go in groups of p, or of up
-    to 2p - 1 if p does not divide m: the largest group counts.
+    One microbatch is all that the stages of the rank keep for it, in zero_bubble until
+    W has used it. Interleaved microbatches go in groups of p, or of up to 2p - 1 if p
+    does not divide m: the largest group counts.
 
     Raises ValueError as `pipeline_time`, and for another rank. Sources: Korthikanti et
     al. 2022, arXiv:2205.05198, section 4.2.3; Qi et al. 2024, section 2. Chapter 11.
@@ -135,7 +131,6 @@ def pipeline_activations(
     v = _checked(schedule, p, m, stages_per_rank)
     if rank not in range(p):
         raise ValueError(f"rank is {rank!r}; it can be 0 to {p - 1}")
-    check_share("weight_share", weight_share)
     if schedule == "naive":
         return Fraction(1)
     if schedule == "gpipe":
@@ -148,7 +143,7 @@ def pipeline_activations(
     if schedule == "interleaved":
         return Fraction(in_flight, v)
     behind = min(m * v - in_flight, rank)
-    return (in_flight + behind * Fraction(weight_share)) / v
+    return Fraction(in_flight + behind, v)
 
 
 @dataclass(frozen=True)

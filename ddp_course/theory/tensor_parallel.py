@@ -24,7 +24,6 @@ from fractions import Fraction
 
 from ddp_course.model import GPTConfig
 from ddp_course.theory.checks import check_count, check_world
-from ddp_course.theory.collectives import bytes_sent
 
 
 @dataclass(frozen=True)
@@ -59,10 +58,10 @@ def tensor_parallel_volume(
     sequence: int | None = None,
     sequence_parallel: bool = False,
     itemsize: int = 4,
-    all_reduce: str = "all_reduce_ring",
+    one_shot: bool = False,
     layers: Iterable[int] | None = None,
-) -> list[TensorParallelVolume]:
-    """Return for every rank, in rank order, what it sends in a step.
+) -> TensorParallelVolume:
+    """Return what each rank sends in a step.
 
     Args:
         config: the GPT, of which nothing is frozen.
@@ -71,11 +70,11 @@ def tensor_parallel_volume(
         sequence: T, tokens of each; None is the block size.
         sequence_parallel: norms and residuals are cut along the sequence.
         itemsize: bytes of a number.
-        all_reduce: an algorithm of `bytes_sent`, or "one_shot": every rank sends all
-            others its own, (n - 1) S, as small tensors go through shared memory.
+        one_shot: an all-reduce in which every rank sends all others its own, (n - 1) S,
+            as small tensors go through shared memory; not 2 (n - 1)/n S, as in a ring.
         layers: which of [embed, *blocks, head] these ranks have; all without.
 
-    Raises ValueError for a count below 1, and for another algorithm. Chapter 09.
+    Raises ValueError for a count below 1. Chapter 09.
     """
     check_world(tp_size)
     sequence = config.block_size if sequence is None else sequence
@@ -91,29 +90,15 @@ def tensor_parallel_volume(
     replicated = sum(layer_replicated(config)[layer] for layer in mine) * itemsize
     # Embedding, norms and biases: 1 + 4 for each block + 1.
     pairs = of_hidden if sequence_parallel else 0
-    once = 2 * Fraction(tp_size - 1, tp_size)
-    return [
-        TensorParallelVolume(
-            (once if sequence_parallel else factor) * hidden,
-            factor * loss,
-            factor * replicated if sequence_parallel else Fraction(0),
-            all_reduces=of_hidden + of_loss,
-            pairs=pairs,
-        )
-        for factor in _factors(all_reduce, tp_size)
-    ]
-
-
-def _factors(all_reduce: str, tp_size: int) -> list[Fraction]:
-    """Return how many times its tensor each rank sends in an all-reduce."""
-    if all_reduce == "one_shot":
-        return [Fraction(tp_size - 1)] * tp_size
-    if not all_reduce.startswith("all_reduce"):
-        raise ValueError(
-            f"all_reduce is {all_reduce!r}; it can be 'one_shot' or an all-reduce of "
-            "bytes_sent"
-        )
-    return bytes_sent(all_reduce, tp_size)
+    ring = 2 * Fraction(tp_size - 1, tp_size)
+    factor = Fraction(tp_size - 1) if one_shot else ring
+    return TensorParallelVolume(
+        (ring if sequence_parallel else factor) * hidden,
+        factor * loss,
+        factor * replicated * sequence_parallel,
+        all_reduces=of_hidden + of_loss,
+        pairs=pairs,
+    )
 
 
 def mlp_volume(

@@ -12,7 +12,7 @@ from ddp_course.collectives import CollectiveError
 from ddp_course.data_parallel import DistributedDataParallel
 from ddp_course.launch import RankError, spawn
 from ddp_course.mechanisms.agreement import ReplicaError
-from ddp_course.pipeline import parse
+from ddp_course.pipeline import interleaved, parse
 
 
 def two_groups(named) -> list[dict]:
@@ -104,7 +104,7 @@ def refusals() -> dict[str, str]:
     told = {
         "name": refused(PipelineParallel, tied(), "2f2b"),
         "microbatches": refused(PipelineParallel, tied(), "1f1b", 0),
-        "layers": refused(PipelineParallel, tied(), "interleaved", stages_per_rank=9),
+        "layers": refused(PipelineParallel, tied(), interleaved(2, 4, 9)),
         "sizes": refused(PipelineParallel, tied(), sizes=[5, 4]),
         "spine": refused(PipelineParallel, nn.Linear(2, 2)),
         "differ": refused(PipelineParallel, tied(), "1f1b", 2 + rank),

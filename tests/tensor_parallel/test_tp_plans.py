@@ -67,14 +67,12 @@ def test_four_all_reduces_for_each_block():
     hidden = 2 * 64 * 144 * 4
     for n in (1, 2, 3, 4):
         told = theory.tensor_parallel_volume(config, 2, n)
-        assert len(told) == n
         once = 2 * Fraction(n - 1, n)
-        for rank in told:
-            assert rank.hidden == (4 * 4 + 2) * once * hidden
-            assert rank.loss == once * 3 * 2 * 64 * 4
-            assert rank.parameters == 0
-            assert (rank.all_reduces, rank.pairs) == (20, 0)
-            assert rank.total == rank.hidden + rank.loss
+        assert told.hidden == (4 * 4 + 2) * once * hidden
+        assert told.loss == once * 3 * 2 * 64 * 4
+        assert told.parameters == 0
+        assert (told.all_reduces, told.pairs) == (20, 0)
+        assert told.total == told.hidden + told.loss
 
 
 def test_sequence_parallelism_sends_the_same_and_some_gradients():
@@ -82,22 +80,16 @@ def test_sequence_parallelism_sends_the_same_and_some_gradients():
     for n in (2, 4):
         plain = theory.tensor_parallel_volume(config, 2, n)
         cut = theory.tensor_parallel_volume(config, 2, n, sequence_parallel=True)
-        for a, b in zip(plain, cut, strict=True):
-            assert a.hidden == b.hidden and a.loss == b.loss
-            common = theory.replicated_parameters(config)
-            assert b.parameters == 2 * Fraction(n - 1, n) * 4 * common
-            assert b.pairs == 18
+        assert plain.hidden == cut.hidden and plain.loss == cut.loss
+        common = theory.replicated_parameters(config)
+        assert cut.parameters == 2 * Fraction(n - 1, n) * 4 * common
+        assert cut.pairs == 18
 
 
-def test_other_algorithms_send_otherwise():
+def test_one_shot_sends_more_and_what_cannot_be():
     config = PRESETS["1m"]
-    naive = theory.tensor_parallel_volume(config, 1, 4, all_reduce="all_reduce_naive")
-    assert naive[0].total == 3 * naive[1].total
-    shot = theory.tensor_parallel_volume(config, 1, 4, all_reduce="one_shot")
-    ring = theory.tensor_parallel_volume(config, 1, 4)
-    assert shot[0].total == 2 * ring[0].total
-    with pytest.raises(ValueError, match="all_reduce is 'gather'"):
-        theory.tensor_parallel_volume(config, 1, 4, all_reduce="gather")
+    shot = theory.tensor_parallel_volume(config, 1, 4, one_shot=True)
+    assert shot.total == 2 * theory.tensor_parallel_volume(config, 1, 4).total
     with pytest.raises(ValueError, match="batch is 0"):
         theory.tensor_parallel_volume(config, 0, 4)
     with pytest.raises(ValueError, match="tp_size is 5; it must divide the 12 heads"):

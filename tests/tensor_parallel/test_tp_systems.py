@@ -92,12 +92,12 @@ def sent() -> dict[str, dict]:
 def test_bytes_sent_and_kept_are_those_of_the_formulas(n):
     ranks = spawn(sent, world_size=n, output="none", device="cpu", timeout=100)
     how = {"config": CONFIG, "batch": ROWS, "tp_size": n}
-    ring = theory.tensor_parallel_volume(**how)[0]
-    shot = theory.tensor_parallel_volume(**how, all_reduce="one_shot")[0]
-    cut = theory.tensor_parallel_volume(**how, sequence_parallel=True)[0]
+    ring = theory.tensor_parallel_volume(**how)
+    shot = theory.tensor_parallel_volume(**how, one_shot=True)
+    cut = theory.tensor_parallel_volume(**how, sequence_parallel=True)
     shot_cut = theory.tensor_parallel_volume(
-        **how, sequence_parallel=True, all_reduce="one_shot"
-    )[0]
+        **how, sequence_parallel=True, one_shot=True
+    )
     for told in ranks:
         gloo = told["gloo"]
         assert gloo["torch's"] == ring.total
@@ -105,9 +105,6 @@ def test_bytes_sent_and_kept_are_those_of_the_formulas(n):
         assert gloo["metered"] == 0  # these are gloo's
         # gloo's headers, and chunks that are rounded up.
         assert 0 <= gloo["written"] - ring.total < 0.25 * ring.total + 9000
-        # This course's ring: its chunks of odd sizes differ a little between ranks.
-        assert told["ring"]["metered"] == pytest.approx(float(ring.total), rel=0.01)
-        assert told["ring"]["all-reduces"] == 0
         assert told["shared"]["metered"] == told["shared"]["logged"] == shot.total
         assert told["shared"]["events"] == ring.all_reduces
         assert told["shared"]["written"] < 2000  # no message

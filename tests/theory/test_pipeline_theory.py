@@ -52,10 +52,8 @@ def test_the_activations_of_the_papers():
     for p, v in [(2, 2), (4, 3), (8, 4)]:
         first = pipeline_activations("interleaved", p, 4 * p, 0, v)
         assert first == p * (1 + Fraction(p - 1, p * v))
-    share = Fraction(1, 3)
-    for rank in range(4):
-        kept = pipeline_activations("zero_bubble", 4, 9, rank, weight_share=share)
-        assert kept == (4 - rank) + rank * share
+    for rank in range(4):  # p - r in flight, and r more whose W is not done
+        assert pipeline_activations("zero_bubble", 4, 9, rank) == (4 - rank) + rank
 
 
 @given(p=st.integers(1, 40), m=st.integers(1, 200), v=st.integers(1, 8))
@@ -76,8 +74,6 @@ def test_what_is_smaller_than_what(p, m, v):
         assert ones >= kept[0]
         behind = pipeline_activations("zero_bubble", p, m, rank)
         assert kept[0] <= behind == min(m, p)
-        freed = pipeline_activations("zero_bubble", p, m, rank, weight_share=0)
-        assert freed == kept[0]
 
 
 def test_time_with_recomputation_and_floats():
@@ -112,10 +108,6 @@ def test_messages_and_bytes():
         (pipeline_time, ("gpipe", 2, 2), {"W": -1}, "W is -1"),
         (pipeline_bubble, ("gpipe", 2, 2), {"F": 0, "I": 0, "W": 0}, "are all 0"),
         (pipeline_activations, ("gpipe", 2, 2, 2), {}, "rank is 2; it can be 0 to 1"),
-        (
-            *(pipeline_activations, ("zero_bubble", 2, 2)),
-            *({"weight_share": 2}, "weight_share is 2"),
-        ),
         (pipeline_volume, (2, 9, 8, 1, 1), {}, "num_microbatches is 9; batch is 8"),
         (pipeline_volume, (2, 1, 8, 1, 0), {}, "hidden is 0"),
     ],
