@@ -23,19 +23,11 @@ from ddp_course.measure.memory import tensors_of
 from ddp_course.measure.storages import open_logs, plain
 
 
-class Tensors:
-    """The tensors in the arguments or results of an operation, asked for when needed.
-
-    Most operations return views or what they were given: then nobody asks.
-    """
-
-    def __init__(self, tree: Any) -> None:
-        self.tree = tree
-
-    def __iter__(self) -> Iterator[Tensor]:
-        for leaf in pytree.tree_leaves(self.tree):
-            if isinstance(leaf, Tensor):
-                yield from plain(leaf)
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """Yield the tensors in the arguments or results of an operation, plain ones."""
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            yield from plain(leaf)
 
 
 class Operations(TorchDispatchMode):
@@ -55,8 +47,7 @@ class Operations(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         # What torch.tensor and such have just made goes into this one operation.
         made = func is torch.ops.aten.lift_fresh.default
-        given = () if made else (args, kwargs)
-        self.log.operated(str(func), Tensors(given), Tensors(result))
+        self.log.operated(str(func), () if made else (args, kwargs), result)
         return result
 
 
@@ -103,18 +94,15 @@ def hooks(log: Any, watched: Iterable[Any]) -> Iterator[None]:
     def looks(*_: Any) -> None:
         log.look()
 
+    watched = list(watched)
     handles = [
         register_optimizer_step_pre_hook(looks),
         register_optimizer_step_post_hook(looks),
     ]
-    watched = list(watched)
     for module in (one for one in watched if isinstance(one, nn.Module)):
-        handles += [
-            module.register_forward_pre_hook(lambda *_: log.forward(True)),
-            module.register_forward_hook(
-                lambda *_: log.forward(False), always_call=True
-            ),
-        ]
+        begins, ends = (lambda *_, b=b: log.forward(b) for b in (True, False))
+        handles.append(module.register_forward_pre_hook(begins))
+        handles.append(module.register_forward_hook(ends, always_call=True))
     for tensor in {id(t): t for t, _ in tensors_of(watched)}.values():
         if tensor.requires_grad and tensor.is_leaf:
             handles.append(tensor.register_post_accumulate_grad_hook(log.accumulated))

@@ -31,7 +31,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ddp_course.measure.allocations import Operations, Tensors, hooks, watched_resizes
+from ddp_course.measure.allocations import (
+    Operations,
+    hooks,
+    tensors_in,
+    watched_resizes,
+)
 from ddp_course.measure.memory import Ledger, census, tensors_of
 from ddp_course.measure.storages import (
     KINDS,
@@ -47,14 +52,12 @@ from ddp_course.measure.storages import (
 
 
 class Moment(NamedTuple):
-    """What was kept after something had happened.
+    """What was kept after something had happened, at `time` (`time.perf_counter()`).
 
-    Attributes:
-        time: seconds of `time.perf_counter()`, as in an `EventLog`.
-        ledger: the bytes by kind, from this moment to the next.
-        what: the operation that allocated ("aten.mm.default"), or "begin", "free",
-            "resize", "label" (another one than before, or on what was not known) or
-            "found" (a parameter, gradient or state that no operation had made).
+    `ledger` are the bytes by kind, from this moment to the next. `what` is the
+    operation that allocated ("aten.mm.default"), or "begin", "free", "resize", "label"
+    (another one than before, or on what was not known) or "found" (a parameter,
+    gradient or state that no operation had made).
     """
 
     time: float
@@ -72,15 +75,9 @@ class MemoryLog:
     gradient while gradients are recorded; else "other", such as what backward computes
     on its way. A log that is entered again starts anew. It can be returned from a rank.
 
-    Args:
-        modules_and_optimizers: what is watched, as for `resident`. What they, and
-            labelled tensors, hold at the beginning counts from the beginning.
-
-    Raises:
-        TypeError: for an argument that is neither a module nor an optimizer.
-        RuntimeError: entered when it is open already.
-
-    Chapter 06.
+    What is watched is given as for `resident`. What that, and labelled tensors, hold at
+    the beginning counts from the beginning. TypeError for an argument that is neither a
+    module nor an optimizer; RuntimeError if it is entered when it is open. Chapter 06.
     """
 
     def __init__(self, *modules_and_optimizers: Any) -> None:
@@ -150,20 +147,20 @@ class MemoryLog:
 
     # ---- what the log is told, on any thread ---------------------------------------
 
-    def operated(self, name: str, inputs: Tensors, outputs: Tensors) -> None:
+    def operated(self, name: str, given: Any, result: Any) -> None:
         """An operation has returned: which storages are new, which have grown?"""
         with self._lock:
             self._storages.note_ends()
-            given: set[int] | None = None
-            for tensor in outputs:
+            inputs: set[int] | None = None  # most operations return views: nobody asks
+            for tensor in tensors_in(result):
                 storage, changes = tensor.untyped_storage(), []
                 if self._storages.knows(storage):
                     changes = self._storages.measure(storage)
                 elif not is_mapping(storage):
-                    if given is None:
-                        given = {t.untyped_storage()._cdata for t in inputs}
-                    if storage._cdata not in given:
-                        kind = "activations" if self._is_forward(inputs) else "other"
+                    if inputs is None:
+                        inputs = {t.untyped_storage()._cdata for t in tensors_in(given)}
+                    if storage._cdata not in inputs:
+                        kind = "activations" if self._is_forward(given) else "other"
                         piece = Piece(0, storage.nbytes(), kind, sure=False)
                         changes = self._storages.add(storage, piece)
                 self._storages.note(name, changes)
@@ -211,9 +208,9 @@ class MemoryLog:
             changes = self._storages.claim(tensor.untyped_storage(), part)
             self._storages.note(what, changes)
 
-    def _is_forward(self, inputs: Tensors) -> bool:
+    def _is_forward(self, given: Any) -> bool:
         return self._forwards > 0 or (
-            torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+            torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(given))
         )
 
 
