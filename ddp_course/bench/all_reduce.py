@@ -108,9 +108,7 @@ def of_size(nbytes: int, turns: int, seconds: float = math.inf) -> Told:
     return told
 
 
-def all_contenders(
-    nbytes: int,
-) -> tuple[dict[str, Callable[[], object]], torch.Tensor]:
+def all_contenders(nbytes: int) -> tuple[dict[str, Callable[[], object]], torch.Tensor]:
     """Return what is measured, name -> a function, and the tensor in shared memory."""
     n, numel = dist.get_world_size(), nbytes // 4
     # Zeros stay zeros, however often they are added.

@@ -65,10 +65,7 @@ def styles(model: GPT, gathers: bool, sequence: bool) -> dict[str, ParallelStyle
 
 
 def dtensor(
-    model: GPT,
-    best: bool = True,
-    sequence: bool = False,
-    patiently: bool = False,
+    model: GPT, best: bool = True, sequence: bool = False, patiently: bool = False
 ) -> steps.Made:
     """Return the model cut by PyTorch, with its optimizer."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

@@ -87,9 +87,7 @@ def stages_1_and_2(
 
 
 def stage3(
-    model: nn.Module,
-    shared: bool = False,
-    reshard_after_forward: bool | None = None,
+    model: nn.Module, shared: bool = False, reshard_after_forward: bool | None = None
 ) -> steps.Made:
     """Return the sharded model, and a plain optimizer of its shards."""
     sharded = FullyShardedDataParallel(

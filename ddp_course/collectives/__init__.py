@@ -31,23 +31,3 @@ from ddp_course.collectives.unrooted import (
     reduce_scatter,
     reduce_scatter_single,
 )
-
-__all__ = [
-    "ALGORITHMS",
-    "CollectiveError",
-    "ReduceOp",
-    "Selector",
-    "Work",
-    "all_gather",
-    "all_gather_single",
-    "all_reduce",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "communicator",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "scatter",
-]

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ddp_course.collectives import (
-    halving_doubling,
-    naive,
-    ring,
-    rooted,
-    tree,
-    unrooted,
-)
+from ddp_course.collectives import halving_doubling, naive, ring, rooted, tree, unrooted
 from ddp_course.collectives.plan import Plan
 
 PLANS: dict[str, Callable[[int], Plan]] = {

@@ -17,14 +17,7 @@ from torch import Tensor
 from ddp_course.collectives import ring
 from ddp_course.collectives.call import Collective
 from ddp_course.collectives.communicator import Work, communicator
-from ddp_course.collectives.plan import (
-    Plan,
-    Transfer,
-    among,
-    bounds,
-    chain,
-    make_plan,
-)
+from ddp_course.collectives.plan import Plan, Transfer, among, bounds, chain, make_plan
 from ddp_course.collectives.port import Port
 from ddp_course.collectives.reduction import ReduceOp
 from ddp_course.collectives.rooted import broadcast_tree_plan, reduce_tree_plan

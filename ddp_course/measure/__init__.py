@@ -23,12 +23,7 @@ from ddp_course.measure.events import (
 )
 from ddp_course.measure.memory import Ledger, resident
 from ddp_course.measure.memory_log import MemoryLog, Moment
-from ddp_course.measure.meter import (
-    ByteMeter,
-    Bytes,
-    active_meters,
-    table,
-)
+from ddp_course.measure.meter import ByteMeter, Bytes, active_meters, table
 from ddp_course.measure.pytorch import Call, TorchCollectives
 from ddp_course.measure.storages import KINDS, label
 from ddp_course.measure.system import SystemBytes
