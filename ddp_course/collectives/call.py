@@ -20,15 +20,14 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ddp_course.collectives import runtime
-from ddp_course.collectives.communicator import Work, communicator
+from ddp_course.collectives.communicator import Group, Work, communicator
 from ddp_course.collectives.patience import patient
 from ddp_course.collectives.plan import Plan
 from ddp_course.collectives.port import Port
-from ddp_course.collectives.reduction import NAMES, ReduceOp, check_op
+from ddp_course.collectives.reduction import NAMES, Op, ReduceOp, check_op
 from ddp_course.collectives.runtime import Buffer
 from ddp_course.measure import active_logs, active_meters
 
@@ -41,9 +40,7 @@ class Collective:
     TypeError, on this rank only, if `group` is none that it is in.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup | None, name: str, **details: Any
-    ) -> None:
+    def __init__(self, group: Group, name: str, **details: Any) -> None:
         self.comm = communicator(group)
         self.rank, self.size = self.comm.rank, self.comm.size
         self.name = name
@@ -177,9 +174,7 @@ class Collective:
         """How messages leave and arrive."""
         return Port(self.comm.group, self.meters)
 
-    def carry_out(
-        self, plan: Plan, buffer: Buffer, op: dist.ReduceOp.RedOpType | None = None
-    ) -> None:
+    def carry_out(self, plan: Plan, buffer: Buffer, op: Op | None = None) -> None:
         """Send and receive by a plan: in pieces, or step by step by NCCL's rules."""
         op, like = self.op if op is None else op, buffer.parts[0]
         if like.is_cuda or self.port.strict:
@@ -210,8 +205,8 @@ def all_reduce_by(
     name: str,
     plan: Callable[[int], Plan],
     tensor: Tensor,
-    op: dist.ReduceOp.RedOpType = ReduceOp.SUM,
-    group: dist.ProcessGroup | None = None,
+    op: Op = ReduceOp.SUM,
+    group: Group = None,
     async_op: bool = False,
 ) -> Work | None:
     """Combine `tensor` of all ranks, in place, by the plan `plan(world_size)`.

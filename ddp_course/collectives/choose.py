@@ -12,7 +12,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import torch.distributed as dist
 from torch import Tensor
 
 from ddp_course.collectives import (
@@ -24,8 +23,8 @@ from ddp_course.collectives import (
     tree,
 )
 from ddp_course.collectives.call import Collective
-from ddp_course.collectives.communicator import Communicator, Work, communicator
-from ddp_course.collectives.reduction import ReduceOp
+from ddp_course.collectives.communicator import Communicator, Group, Work, communicator
+from ddp_course.collectives.reduction import Op, ReduceOp
 
 ALGORITHMS: dict[str, Callable[..., Work | None]] = {
     "naive": naive.all_reduce,
@@ -40,8 +39,8 @@ SMALL = 64 << 10  # bytes up to which the number of steps matters most
 
 def all_reduce(
     tensor: Tensor,
-    op: dist.ReduceOp.RedOpType = ReduceOp.SUM,
-    group: dist.ProcessGroup | None = None,
+    op: Op = ReduceOp.SUM,
+    group: Group = None,
     async_op: bool = False,
     *,
     algorithm: str = "auto",

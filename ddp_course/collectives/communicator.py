@@ -24,6 +24,8 @@ from ddp_course.collectives.patience import socket_threads
 from ddp_course.launch import here
 from ddp_course.launch.deadlock import Watch, exchange_by_store
 
+Group = dist.ProcessGroup | None  # None: all ranks
+
 PROBLEM = "!"  # the first letter of a note that tells of a problem
 SHOWN = " \0"  # between what must be equal and what is only shown
 
@@ -165,7 +167,7 @@ class Communicator:
 _KEPT: dict[dist.ProcessGroup, Communicator] = {}
 
 
-def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
+def communicator(group: Group = None) -> Communicator:
     """Return what this rank keeps for `group` (None: all ranks).
 
     The first call for a group is a collective: its members must all make it. Raises

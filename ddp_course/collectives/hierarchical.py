@@ -16,10 +16,10 @@ from torch import Tensor
 
 from ddp_course.collectives import ring
 from ddp_course.collectives.call import Collective
-from ddp_course.collectives.communicator import Work, communicator
+from ddp_course.collectives.communicator import Group, Work, communicator
 from ddp_course.collectives.plan import Plan, Transfer, among, bounds, chain, make_plan
 from ddp_course.collectives.port import Port
-from ddp_course.collectives.reduction import ReduceOp
+from ddp_course.collectives.reduction import Op, ReduceOp
 from ddp_course.collectives.rooted import broadcast_tree_plan, reduce_tree_plan
 from ddp_course.collectives.unrooted import (
     all_gather_ring_plan,
@@ -106,8 +106,8 @@ PLANS = {"sharded": sharded_plan, "leader": leader_plan}
 
 def all_reduce(
     tensor: Tensor,
-    op: dist.ReduceOp.RedOpType = ReduceOp.SUM,
-    group: dist.ProcessGroup | None = None,
+    op: Op = ReduceOp.SUM,
+    group: Group = None,
     async_op: bool = False,
     *,
     variant: str = "sharded",

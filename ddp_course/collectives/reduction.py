@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 ReduceOp = dist.ReduceOp
+Op = dist.ReduceOp.RedOpType
 
 # op -> function(a, b, out=a), which combines two tensors of one shape. For bool, torch
 # defines a sum as "or" and a product as "and", as gloo and NCCL do.
-COMBINE: dict[dist.ReduceOp.RedOpType, Callable[..., Tensor]] = {
+COMBINE: dict[Op, Callable[..., Tensor]] = {
     ReduceOp.SUM: torch.add,
     ReduceOp.AVG: torch.add,  # and a division at the end, see `finish`
     ReduceOp.MAX: torch.maximum,
@@ -24,7 +25,7 @@ NAMES = {op: f"op {str(op).rpartition('.')[2]}" for op in COMBINE}  # in words
 
 
 @lru_cache
-def check_op(op: dist.ReduceOp.RedOpType, dtype: torch.dtype) -> str | None:
+def check_op(op: Op, dtype: torch.dtype) -> str | None:
     """Return what is wrong with reducing `dtype` by `op`, or None."""
     if op not in COMBINE:
         return f"op is {op!r}; it can be {', '.join(map(str, COMBINE))}"
@@ -35,7 +36,7 @@ def check_op(op: dist.ReduceOp.RedOpType, dtype: torch.dtype) -> str | None:
     return None
 
 
-def finish(tensor: Tensor, op: dist.ReduceOp.RedOpType, world_size: int) -> None:
+def finish(tensor: Tensor, op: Op, world_size: int) -> None:
     """Turn a complete sum into what `op` asks for: a mean is divided, in place."""
     if op == ReduceOp.AVG and tensor.numel():
         tensor.div_(world_size)

@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from ddp_course.collectives.call import Collective
-from ddp_course.collectives.communicator import Work
+from ddp_course.collectives.communicator import Group, Work
 from ddp_course.collectives.plan import Plan, Transfer, backwards, make_plan
-from ddp_course.collectives.reduction import ReduceOp
+from ddp_course.collectives.reduction import Op, ReduceOp
 from ddp_course.collectives.runtime import Buffer
 
 
@@ -60,7 +59,7 @@ BROADCASTS = {"naive": broadcast_naive_plan, "tree": broadcast_tree_plan}
 def broadcast(
     tensor: Tensor,
     src: int = 0,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     async_op: bool = False,
     *,
     algorithm: str = "tree",
@@ -103,8 +102,8 @@ def reduce_tree_plan(world_size: int, root: int = 0) -> Plan:
 def reduce(
     tensor: Tensor,
     dst: int = 0,
-    op: dist.ReduceOp.RedOpType = ReduceOp.SUM,
-    group: dist.ProcessGroup | None = None,
+    op: Op = ReduceOp.SUM,
+    group: Group = None,
     async_op: bool = False,
 ) -> Work | None:
     """Combine the ranks' tensors (any shape) in `tensor` of rank `dst`, in place.
@@ -146,7 +145,7 @@ def scatter(
     tensor: Tensor,
     scatter_list: Sequence[Tensor] | None = None,
     src: int = 0,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     async_op: bool = False,
 ) -> Work | None:
     """Put `scatter_list[r]` of rank `src` into `tensor` of the group's r-th rank.
@@ -162,7 +161,7 @@ def gather(
     tensor: Tensor,
     gather_list: Sequence[Tensor] | None = None,
     dst: int = 0,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     async_op: bool = False,
 ) -> Work | None:
     """Put `tensor` of the group's r-th rank into `gather_list[r]` of rank `dst`.

@@ -19,14 +19,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ddp_course.collectives.plan import Plan, Transfer, bounds
 from ddp_course.collectives.port import Port
-from ddp_course.collectives.reduction import COMBINE, ReduceOp, finish
-
-Op = dist.ReduceOp.RedOpType
+from ddp_course.collectives.reduction import COMBINE, Op, ReduceOp, finish
 
 PIECE = 4 << 20  # bytes: longer chunks travel in pieces of this size
 WINDOW = 2  # how many receives are posted ahead

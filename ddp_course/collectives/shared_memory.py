@@ -22,17 +22,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_course.collectives.call import Collective
-from ddp_course.collectives.communicator import Communicator, Work, communicator
-from ddp_course.collectives.reduction import ReduceOp
+from ddp_course.collectives.communicator import Communicator, Group, Work, communicator
+from ddp_course.collectives.reduction import Op, ReduceOp
 from ddp_course.collectives.staging import ONE_SHOT, Staging, SymmetricMemory, cuts
 
 # ---- tensors that lie in shared memory -----------------------------------------------
 
 
 def empty(
-    *shape: int,
-    dtype: torch.dtype = torch.float32,
-    group: dist.ProcessGroup | None = None,
+    *shape: int, dtype: torch.dtype = torch.float32, group: Group = None
 ) -> Tensor:
     """Return an uninitialised tensor in shared memory; called by all ranks together.
 
@@ -124,10 +122,7 @@ def _check_shared(call: Collective, *tensors: object) -> None:
 
 
 def all_reduce(
-    tensor: Tensor,
-    op: dist.ReduceOp.RedOpType = ReduceOp.SUM,
-    group: dist.ProcessGroup | None = None,
-    async_op: bool = False,
+    tensor: Tensor, op: Op = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Work | None:
     """Combine all ranks' `tensor` (on the CPU, any shape, in place), on one machine.
 
@@ -153,8 +148,8 @@ def all_reduce(
 def reduce_scatter_single(
     output: Tensor,
     input: Tensor,
-    op: dist.ReduceOp.RedOpType = ReduceOp.SUM,
-    group: dist.ProcessGroup | None = None,
+    op: Op = ReduceOp.SUM,
+    group: Group = None,
     async_op: bool = False,
 ) -> Work | None:
     """Combine all ranks' `input`; the r-th rank gets the r-th part, in `output`.
@@ -180,10 +175,7 @@ def reduce_scatter_single(
 
 
 def all_gather_single(
-    output: Tensor,
-    input: Tensor,
-    group: dist.ProcessGroup | None = None,
-    async_op: bool = False,
+    output: Tensor, input: Tensor, group: Group = None, async_op: bool = False
 ) -> Work | None:
     """Put the inputs of all ranks one after the other into `output` of every rank.
 

@@ -26,14 +26,12 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from ddp_course.collectives.allocator import LINE, PAGE, Exchange, allocate, round_up
 from ddp_course.collectives.memory_barrier import Barrier
-from ddp_course.collectives.reduction import COMBINE, finish
+from ddp_course.collectives.reduction import COMBINE, Op, finish
 
-Op = dist.ReduceOp.RedOpType
 Meet = Callable[[], object]
 
 SLOT = 1 << 20  # bytes of a slab: longer tensors go through in slabs of this size

@@ -12,13 +12,12 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ddp_course.collectives.call import Collective
-from ddp_course.collectives.communicator import Work
+from ddp_course.collectives.communicator import Group, Work
 from ddp_course.collectives.plan import Plan, Transfer, make_plan
-from ddp_course.collectives.reduction import ReduceOp
+from ddp_course.collectives.reduction import Op, ReduceOp
 from ddp_course.collectives.runtime import Buffer
 
 
@@ -45,7 +44,7 @@ def all_gather_ring_plan(world_size: int) -> Plan:
 def all_gather(
     tensor_list: Sequence[Tensor],
     tensor: Tensor,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     async_op: bool = False,
 ) -> Work | None:
     """Put `tensor` of the group's r-th rank into `tensor_list[r]` of every rank.
@@ -65,10 +64,7 @@ def all_gather(
 
 
 def all_gather_single(
-    output: Tensor,
-    input: Tensor,
-    group: dist.ProcessGroup | None = None,
-    async_op: bool = False,
+    output: Tensor, input: Tensor, group: Group = None, async_op: bool = False
 ) -> Work | None:
     """Put the inputs of all ranks one after the other into `output` of every rank.
 
@@ -123,8 +119,8 @@ def reduce_scatter_direct_plan(world_size: int) -> Plan:
 def reduce_scatter(
     output: Tensor,
     input_list: Sequence[Tensor],
-    op: dist.ReduceOp.RedOpType = ReduceOp.SUM,
-    group: dist.ProcessGroup | None = None,
+    op: Op = ReduceOp.SUM,
+    group: Group = None,
     async_op: bool = False,
 ) -> Work | None:
     """Combine all ranks' `input_list[r]` in `output` of the group's r-th rank.
@@ -141,8 +137,8 @@ def reduce_scatter(
 def reduce_scatter_single(
     output: Tensor,
     input: Tensor,
-    op: dist.ReduceOp.RedOpType = ReduceOp.SUM,
-    group: dist.ProcessGroup | None = None,
+    op: Op = ReduceOp.SUM,
+    group: Group = None,
     async_op: bool = False,
 ) -> Work | None:
     """Combine all ranks' `input`; the r-th rank gets the r-th part, in `output`.
@@ -194,10 +190,7 @@ def all_to_all_plan(world_size: int) -> Plan:
 
 
 def all_to_all_single(
-    output: Tensor,
-    input: Tensor,
-    group: dist.ProcessGroup | None = None,
-    async_op: bool = False,
+    output: Tensor, input: Tensor, group: Group = None, async_op: bool = False
 ) -> Work | None:
     """Exchange the parts of one tensor: part j of `input` goes to the j-th rank.
 
@@ -246,9 +239,7 @@ def barrier_plan(world_size: int) -> Plan:
     return make_plan("barrier", n, 1, transfers, idempotent=True)
 
 
-def barrier(
-    group: dist.ProcessGroup | None = None, async_op: bool = False
-) -> Work | None:
+def barrier(group: Group = None, async_op: bool = False) -> Work | None:
     """Return when every rank of `group` has called this. Chapter 02."""
     call = Collective(group, "barrier")
 
