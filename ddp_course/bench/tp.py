@@ -25,8 +25,6 @@ from torch.optim import AdamW
 
 from ddp_course.bench import steps
 from ddp_course.bench.turns import Pair, Row, against
-from ddp_course.collectives import communicator
-from ddp_course.collectives.patience import patient
 from ddp_course.model import GPT
 from ddp_course.tensor_parallel import tensor_parallel
 
@@ -64,9 +62,7 @@ def styles(model: GPT, gathers: bool, sequence: bool) -> dict[str, ParallelStyle
     return plan
 
 
-def dtensor(
-    model: GPT, best: bool = True, sequence: bool = False, patiently: bool = False
-) -> steps.Made:
+def dtensor(model: GPT, best: bool = True, sequence: bool = False) -> steps.Made:
     """Return the model cut by PyTorch, with its optimizer."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     parallel = parallelize_module(model, mesh, styles(model, not best, sequence))
@@ -75,12 +71,8 @@ def dtensor(
         groups.setdefault(type(parameter.data), []).append(parameter)
     options = [{"params": group} for group in groups.values()]
     optimizer = AdamW(options, **steps.ADAMW | {"fused": best})
-    made = parallel, optimizer
     if best:  # from forward to the end of backward
-        steps.during_step(made, loss_parallel)
-    if patiently:
-        threads = communicator().threads
-        steps.during_step(made, lambda: patient(threads))
+        steps.during_step((parallel, optimizer), loss_parallel)
     return steps.OneBatch(parallel), optimizer
 
 
@@ -114,8 +106,7 @@ VARIANTS: dict[str, steps.Variant] = {
     "DTensor default": partial(dtensor, best=False),  # as in PyTorch's tutorial
     "DTensor again": partial(dtensor, best=False),  # how much of a difference is noise
     "DTensor best": dtensor,  # the fused AdamW; logits are not gathered
-    # gloo's threads interrupt nobody, as in ours: how much of our gain that is
-    "DTensor patient": partial(dtensor, patiently=True),
+    "DTensor patient": partial(steps.patiently, make=dtensor),
     "DTensor sequence": partial(dtensor, sequence=True),  # norms, residuals cut, too
     "tp gloo": ours,
     "tp shared": partial(ours, in_shared_memory=True),

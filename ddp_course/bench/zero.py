@@ -22,8 +22,6 @@ from torch.optim import AdamW, Optimizer
 
 from ddp_course.bench import steps
 from ddp_course.bench.turns import Pair, Row, against, row
-from ddp_course.collectives import communicator
-from ddp_course.collectives.patience import patient
 from ddp_course.measure import MemoryLog
 from ddp_course.zero import (
     FullyShardedDataParallel,
@@ -67,12 +65,6 @@ def fully_sharded(
             block.set_modules_to_forward_prefetch([after])
             after.set_modules_to_backward_prefetch([block])
     return model, AdamW(model.parameters(), **steps.ADAMW | {"fused": best})
-
-
-def fully_sharded_patiently(model: nn.Module) -> steps.Made:
-    """Return `fully_shard` at its best; in a step gloo's threads interrupt nobody."""
-    threads = communicator().threads
-    return steps.during_step(fully_sharded(model), lambda: patient(threads))
 
 
 # ---- ours ----------------------------------------------------------------------------
@@ -122,8 +114,7 @@ STAGE_3: dict[str, steps.Variant] = {
     "fully_shard default": partial(fully_sharded, best=False),
     "fully_shard again": partial(fully_sharded, best=False),
     "fully_shard best": fully_sharded,  # fused AdamW, and told which block comes next
-    # gloo's threads interrupt nobody, as in ours: how much of our gain that is
-    "fully_shard patient": fully_sharded_patiently,
+    "fully_shard patient": partial(steps.patiently, make=fully_sharded),
     "fully_shard kept": partial(fully_sharded, reshard_after_forward=False),
     "zero3 gloo": stage3,
     "zero3 shared": partial(stage3, shared=True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from unittest.mock import patch
 
@@ -21,30 +22,23 @@ from ddp_course.collectives import (
 )
 from ddp_course.collectives.call import Collective
 from ddp_course.collectives.reduction import ReduceOp
-from ddp_course.collectives.runtime import PIECE, Message, Messages
+from ddp_course.collectives.runtime import PIECE, Messages
 from ddp_course.launch import here, spawn
 from ddp_course.measure import ByteMeter
 
 SMALL = 1000  # bytes of a piece: 250 numbers of 4 bytes, 125 of 8
 PLANS = {  # of n ranks, on one node or on several
-    "naive": (naive.all_reduce, naive.plan),
-    "tree": (tree.all_reduce, tree.plan),
-    "halving_doubling": (halving_doubling.all_reduce, halving_doubling.plan),
-    "ring": (ring.all_reduce, ring.plan),
-    "sharded": (
-        lambda *args: hierarchical.all_reduce(*args, variant="sharded"),
-        lambda n: hierarchical.sharded_plan(*shape_here()),
-    ),
-    "leader": (
-        lambda *args: hierarchical.all_reduce(*args, variant="leader"),
-        lambda n: hierarchical.leader_plan(*shape_here()),
-    ),
+    module.__name__.rpartition(".")[2]: (module.all_reduce, module.plan)
+    for module in (naive, tree, halving_doubling, ring)
+} | {
+    variant: (
+        partial(hierarchical.all_reduce, variant=variant),
+        lambda n, plan=plan: plan(
+            here().topology.nnodes, here().topology.nproc_per_node
+        ),
+    )
+    for variant, plan in hierarchical.PLANS.items()
 }
-
-
-def shape_here() -> tuple[int, int]:
-    shape = here().topology
-    return shape.nnodes, shape.nproc_per_node
 
 
 def in_pieces_of(nbytes: int):
@@ -147,32 +141,30 @@ def test_messages_are_really_cut():
 # ---- planted: pieces that do not wait ----------------------------------------------
 
 
-def never_waits(todo: Messages) -> list[Message]:
-    """A planted mistake: all is sent at once, whatever is to be added before."""
-    return [replace(send, after=0) for send in todo.sends]
-
-
-def waits_for_one_too_few(todo: Messages) -> list[Message]:
-    """A planted mistake: the last piece that arrives is not waited for."""
-    return [replace(send, after=max(0, send.after - 1)) for send in todo.sends]
-
-
-def waits_for_its_first_piece_only(todo: Messages) -> list[Message]:
-    """A planted mistake: a transfer goes on when its first piece may."""
+def first_piece_only(todo: Messages) -> dict[tuple[int, int], int]:
+    """Return for each transfer what its first piece waits for."""
     first = {}
     for send in todo.sends:
         first.setdefault((send.peer, send.step), send.after)
-    return [replace(send, after=first[send.peer, send.step]) for send in todo.sends]
+    return first
+
+
+MISTAKES = (  # how many receives a send waits for
+    lambda send, todo: 0,  # all is sent at once, whatever is to be added before
+    lambda send, todo: max(0, send.after - 1),  # not for the last piece
+    lambda send, todo: first_piece_only(todo)[send.peer, send.step],
+)
 
 
 def planted() -> list[set[str]]:
     """On every rank: the algorithms that go wrong with each mistake."""
     seen, right = [], runtime.messages_of
-    for sends in (never_waits, waits_for_one_too_few, waits_for_its_first_piece_only):
+    for after in MISTAKES:
 
-        def wrong(*args, sends=sends) -> Messages:
+        def wrong(*args, after=after) -> Messages:
             todo = right(*args)
-            return replace(todo, sends=tuple(sends(todo)))
+            sends = (replace(send, after=after(send, todo)) for send in todo.sends)
+            return replace(todo, sends=tuple(sends))
 
         with patch.object(runtime, "messages_of", wrong):
             seen.append({told.split(":")[0] for told in wrong_sums([3001])})
