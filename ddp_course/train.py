@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from ddp_course.checkpoint import Checkpoints
 from ddp_course.data import load_corpus, shard
 from ddp_course.launch import device
+from ddp_course.launch.torchrun import check_alone
 from ddp_course.mesh import make_groups
 from ddp_course.model import GPTConfig, build_gpt
 from ddp_course.parallelize import (
@@ -49,6 +50,7 @@ def train_simply(
     Returns the loss of the global batch before each step, in nats per character, and
     the parameters, on the CPU. Chapter 00.
     """
+    check_alone()
     together = dist.is_initialized()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
     model = build_gpt("1m", seed=0).to(device())  # the same weights on every rank

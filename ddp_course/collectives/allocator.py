@@ -21,18 +21,17 @@ LINE = 64  # bytes of a cache line: what two ranks write often must not share on
 PAGE = 4096  # bytes
 
 
-def same_machine(exchange: Exchange) -> bool:
-    """Tell whether all ranks run on one machine, in one container; called by all.
+def container() -> tuple[str, str] | None:
+    """Return what ranks that can have memory in common have in common.
 
-    Compares when the kernel was started (its boot id) and the namespace in which
-    process numbers count.
+    That is when the kernel was started (its boot id), and the namespace in which
+    process numbers count. None if this is not Linux: then they cannot.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        here = (boot, str(Path("/proc/self/ns/pid").readlink()))
+        return boot, str(Path("/proc/self/ns/pid").readlink())
     except OSError:
-        here = None  # not Linux
-    return here is not None and all(other == here for other in exchange(here))
+        return None
 
 
 def allocate(nbytes: int, rank: int, exchange: Exchange) -> Tensor:

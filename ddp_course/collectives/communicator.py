@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_course.collectives.allocator import same_machine
+from ddp_course.collectives.allocator import container
 from ddp_course.collectives.memory_barrier import Barrier, ranks_in_words
 from ddp_course.collectives.patience import socket_threads
-from ddp_course.launch import here
 from ddp_course.launch.deadlock import Watch, exchange_by_store
+from ddp_course.launch.topology import machine
 
 Group = dist.ProcessGroup | None  # None: all ranks
 
@@ -72,7 +72,9 @@ class Communicator:
         self.watch = Watch(store, self.ranks, dist.get_rank(), self._busy_elsewhere)
         self.exchange = exchange_by_store(group.group_name, self.watch)
         self.barrier: Barrier | None = None
-        if self.size > 1 and same_machine(self.exchange):
+        where = self.exchange((container(), machine()))  # of each rank
+        containers, self.machines = zip(*where, strict=True)
+        if self.size > 1 and None not in containers and len(set(containers)) == 1:
             with contextlib.suppress(OSError):  # on all ranks, or on none
                 self.barrier = Barrier(
                     self.rank, self.size, self.exchange, watch=self._follow
@@ -89,9 +91,9 @@ class Communicator:
     @cached_property
     def nodes(self) -> list[list[int]]:
         """The group's ranks (numbered in the group), node by node."""
-        topology, nodes = here().topology, {}
-        for index, rank in enumerate(self.ranks):
-            nodes.setdefault(topology.place(rank).node_rank, []).append(index)
+        nodes: dict[tuple, list[int]] = {}
+        for index, node in enumerate(self.machines):
+            nodes.setdefault(node, []).append(index)
         return list(nodes.values())
 
     def scratch(self, numel: int, like: Tensor) -> Tensor:

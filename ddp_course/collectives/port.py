@@ -20,7 +20,7 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_course.launch import Link, here, links_here
+from ddp_course.launch import Link, Links, here, links_here
 from ddp_course.measure import ByteMeter, active_meters
 
 TAG = 77  # of all our messages
@@ -118,6 +118,8 @@ def line_to(rank: int) -> Line | None:
     Like a machine with one network card, this process has one line to all ranks on
     other nodes, and one to those on its own, whatever the process group.
     """
+    if links_here() == Links():
+        return None
     return _line(outside=not here().same_node(rank))
 
 

@@ -25,7 +25,13 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from ddp_course.checkpoint import CheckpointError
 from ddp_course.commands import CommandError, check_file, write
 from ddp_course.launch import spawn
-from ddp_course.launch.torchrun import cause_first, join, leave, under_torchrun
+from ddp_course.launch.torchrun import (
+    cause_first,
+    check_alone,
+    join,
+    leave,
+    under_torchrun,
+)
 from ddp_course.model import PRESETS
 from ddp_course.parallelize import choose_layout
 from ddp_course.train import History, train
@@ -50,6 +56,10 @@ def command(told: Namespace) -> int:
             raise CommandError("--ranks is for a run without torchrun, which says it")
         record(_one_of_torchruns_ranks)(settings, told.json)
         return 0
+    try:
+        check_alone()
+    except ValueError as error:
+        raise CommandError(str(error)) from None
     ranks = told.ranks or prod(n or 1 for n in (told.dp, told.tp, told.pp))
     try:
         layout = choose_layout(ranks, **{name: settings[name] for name in OF_LAYOUT})

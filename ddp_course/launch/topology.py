@@ -13,8 +13,34 @@ chapter 01.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+OTHERS = (  # launchers that say it by other names than torchrun
+    {
+        "RANK": "SLURM_PROCID",
+        "WORLD_SIZE": "SLURM_STEP_NUM_TASKS",  # of srun; a batch script has none
+        "LOCAL_RANK": "SLURM_LOCALID",
+        "GROUP_RANK": "SLURM_NODEID",
+        "GROUP_WORLD_SIZE": "SLURM_STEP_NUM_NODES",
+    },
+    {
+        "RANK": "OMPI_COMM_WORLD_RANK",  # Open MPI
+        "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
+        "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
+        "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
+    },
+    {
+        "RANK": "PMI_RANK",  # MPICH, Intel MPI
+        "WORLD_SIZE": "PMI_SIZE",
+        "LOCAL_RANK": "MPI_LOCALRANKID",
+        "LOCAL_WORLD_SIZE": "MPI_LOCALNRANKS",
+    },
+)
 
 
 @dataclass(frozen=True)
@@ -91,13 +117,19 @@ class Place:
 def here(environ: Mapping[str, str] = os.environ) -> Place:
     """Return the place of the calling process, read from its environment.
 
-    Works in a rank of `spawn` and in one of torchrun; a process that was started by
-    neither is rank 0 of a world of one.
+    Works in a rank of `spawn`, of torchrun, SLURM's srun and MPI. One that none of them
+    started has the place that its process group gives it, as on one node; without a
+    process group it is rank 0 of a world of one.
     """
-    rank = int(environ.get("RANK", 0))
-    world_size = int(environ.get("WORLD_SIZE", 1))
-    per_node = int(environ.get("LOCAL_WORLD_SIZE", world_size))
-    nnodes = int(environ.get("GROUP_WORLD_SIZE", world_size // per_node))
+    told = _as_torchrun_says_it(environ)
+    rank, world_size = int(told.get("RANK", 0)), int(told.get("WORLD_SIZE", 1))
+    if environ is os.environ and dist.is_initialized():
+        in_group = dist.get_rank(), dist.get_world_size()
+        if (rank, world_size) != in_group:  # the environment tells of something else
+            told, (rank, world_size) = {}, in_group
+    per_node = int(told.get("LOCAL_WORLD_SIZE", 0))
+    nnodes = int(told.get("GROUP_WORLD_SIZE", world_size // (per_node or world_size)))
+    per_node = per_node or world_size // nnodes
     if nnodes * per_node != world_size:
         raise ValueError(
             f"WORLD_SIZE is {world_size}, but there are {nnodes} nodes and {per_node} "
@@ -106,7 +138,30 @@ def here(environ: Mapping[str, str] = os.environ) -> Place:
     topology = Topology(nnodes, per_node)
     return Place(
         rank=rank,
-        local_rank=int(environ.get("LOCAL_RANK", rank % per_node)),
-        node_rank=int(environ.get("GROUP_RANK", rank // per_node)),
+        local_rank=int(told.get("LOCAL_RANK", rank % per_node)),
+        node_rank=int(told.get("GROUP_RANK", rank // per_node)),
         topology=topology,
     )
+
+
+def _as_torchrun_says_it(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the variables that say who this process is, under torchrun's names."""
+    for theirs in OTHERS:
+        if "RANK" not in environ and {theirs["RANK"], theirs["WORLD_SIZE"]} <= set(
+            environ
+        ):
+            return {n: environ[name] for n, name in theirs.items() if name in environ}
+    return environ
+
+
+def machine(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Return what ranks on one node have in common, and no others.
+
+    That is the machine's name and when its kernel was started; and the node's number,
+    since `spawn` has several nodes on one machine.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # not Linux
+        boot = ""
+    return socket.gethostname(), boot, environ.get("GROUP_RANK", "")

@@ -24,8 +24,24 @@ from ddp_course.launch.topology import here
 
 
 def under_torchrun() -> bool:
-    """Tell whether torchrun, or what sets the same variables, started this process."""
-    return "RANK" in os.environ and "MASTER_ADDR" in os.environ
+    """Tell whether a launcher that says where its ranks meet started this process."""
+    told = "RANK" in os.environ or here().world_size > 1
+    return told and "MASTER_ADDR" in os.environ
+
+
+def check_alone() -> None:
+    """Raise ValueError if a launcher started this process as one of several.
+
+    SLURM and MPI do not say where ranks meet: each would believe to be the only one.
+    """
+    place = here()
+    if place.world_size > 1 and not dist.is_initialized():
+        raise ValueError(
+            f"SLURM, MPI or another launcher started this process as rank {place.rank} "
+            f"of {place.world_size}, but the ranks have not met. Let it start torchrun "
+            f"on each node (see the README), or set MASTER_ADDR and MASTER_PORT, "
+            f"where all meet"
+        )
 
 
 def join(
@@ -37,6 +53,7 @@ def join(
     Over NCCL for tensors on GPUs and gloo for others, unless a `backend` is given.
     """
     place, mine = here(), device()
+    os.environ.update(place.environment())  # SLURM and MPI have other names for it
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     if place.topology.nnodes == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from memory_cases import catch, exchange, mappings
 
 from ddp_course.collectives import memory_barrier as module
-from ddp_course.collectives.allocator import allocate, same_machine
+from ddp_course.collectives.allocator import allocate, container
 from ddp_course.collectives.memory_barrier import LONGEST, Barrier
 from ddp_course.launch import spawn
 
@@ -46,13 +46,13 @@ def nap(chance: random.Random) -> None:
 # ---- one machine, one memory -------------------------------------------------------
 
 
-def test_ranks_with_the_same_kernel_and_processes_are_on_one_machine(monkeypatch):
-    assert same_machine(lambda here: [here, here])
-    assert not same_machine(lambda here: [here, ("another boot", here[1])])
-    assert not same_machine(lambda here: [here, (here[0], "pid:[1]")])
-    assert not same_machine(lambda here: [here, None])
+def test_memory_can_be_shared_on_one_kernel_with_the_same_processes(monkeypatch):
+    boot, processes = container()
+    assert (boot, processes) == container()
+    assert boot in Path("/proc/sys/kernel/random/boot_id").read_text()
+    assert processes.startswith("pid:[")
     monkeypatch.setattr(Path, "read_text", no_memory)  # a machine without /proc
-    assert not same_machine(lambda here: [here, here])
+    assert container() is None
 
 
 def memory_faults() -> list[str]:
@@ -68,7 +68,7 @@ def memory_faults() -> list[str]:
     seen = table.tolist()
     barrier.wait()
     facts = {
-        "clean": clean and same_machine(exchange),
+        "clean": clean and len(set(exchange(container()))) == 1,
         "aligned": table.data_ptr() % 4096 == 0,
         "seen": seen == list(range(1, size + 1)),
         "no name": set(os.listdir("/dev/shm")) <= names,  # noqa: PTH208

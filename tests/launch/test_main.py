@@ -211,6 +211,8 @@ def rank_of_torchrun(monkeypatch):
 def test_the_function_is_called_between_joining_and_leaving(rank_of_torchrun, capsys):
     left = []
     rank_of_torchrun.setattr("torch.distributed.is_initialized", lambda: True)
+    rank_of_torchrun.setattr("torch.distributed.get_rank", lambda: 0)
+    rank_of_torchrun.setattr("torch.distributed.get_world_size", lambda: 1)
     rank_of_torchrun.setattr("torch.distributed.barrier", lambda: left.append("met"))
     rank_of_torchrun.setattr(
         "torch.distributed.destroy_process_group", lambda: left.append("left")
