@@ -8,6 +8,7 @@ rank imports that module from disk. Results come back as `torch.save` writes the
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import io
 import linecache
@@ -25,19 +26,57 @@ from ddp_course.launch.reports import CannotSendError
 DEEPEST = 100  # no culprit is looked for below that
 
 
+class _Pickler(cloudpickle.Pickler):
+    """Sends what a library's decorator made of a cell's function, but not the library.
+
+    `functools.wraps` says that PyTorch's `once_differentiable`, say, made a function of
+    `__main__`; cloudpickle believes it, and sends along what it uses of PyTorch.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Return how to send `obj`."""
+        if isinstance(obj, types.FunctionType) and obj.__module__ == "__main__":
+            home = obj.__globals__.get("__name__", "__main__")
+            module = sys.modules.get(home)
+            if home != "__main__" and vars(module or self) is obj.__globals__:
+                cells = [cell.cell_contents for cell in obj.__closure__ or ()]
+                state = cells, obj.__defaults__, obj.__kwdefaults__, vars(obj)
+                names = {n: getattr(obj, n) for n in ("__qualname__", "__doc__")}
+                made = home, obj.__code__, obj.__name__
+                return _made_in, made, (*state, names), None, None, _finished
+        return super().reducer_override(obj)
+
+
+def _made_in(home: str, code: types.CodeType, name: str) -> types.FunctionType:
+    cells = tuple(types.CellType() for _ in code.co_freevars)
+    module = importlib.import_module(home)
+    return types.FunctionType(code, vars(module), name, None, cells)
+
+
+def _finished(fn: types.FunctionType, state: tuple) -> None:
+    """Fill in what may refer to the function itself."""
+    cells, fn.__defaults__, fn.__kwdefaults__, attributes, names = state
+    for cell, content in zip(fn.__closure__ or (), cells, strict=True):
+        cell.cell_contents = content
+    vars(fn).update(attributes)
+    for name, value in {**names, "__module__": "__main__"}.items():
+        setattr(fn, name, value)
+
+
 def pack_call(fn: Any, args: tuple) -> bytes:
     """Return `fn` and `args` as bytes, with the source of the notebook's cells.
 
     Raises CannotSendError, which names the variable that cannot be sent.
     """
     try:
-        call = cloudpickle.dumps((fn, args))
+        buffer = io.BytesIO()
+        _Pickler(buffer).dump((fn, args))
     except Exception as error:
         name = getattr(fn, "__name__", "the function")
         parts = {name: fn} | {f"args[{i}]": arg for i, arg in enumerate(args)}
         culprit = _culprit(parts) or f"{name}: {error}"
         raise CannotSendError(f"cannot be sent to the ranks: {culprit}") from None
-    return pickle.dumps((call, _cells()))
+    return pickle.dumps((buffer.getvalue(), _cells()))
 
 
 def unpack_call(data: bytes) -> tuple[Any, tuple, dict[str, str]]:

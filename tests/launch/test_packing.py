@@ -354,3 +354,39 @@ def test_what_is_too_deep_to_be_sent_says_so():
     with pytest.raises(CannotSendError) as caught:
         pack_value(deep)
     assert len(str(caught.value)) < 1000
+
+
+TWICE = """
+import functools, torch
+from torch.autograd.function import once_differentiable
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+@torch.no_grad()
+def without_graph(x, *, more=1):
+    "Adds."
+    return x + more
+
+def gradient():
+    x = torch.ones(2, requires_grad=True)
+    Twice.apply(x).sum().backward()
+    summed = without_graph(x, more=2)
+    return x.grad.tolist(), summed.requires_grad, without_graph.__doc__
+"""
+
+
+def test_what_a_librarys_decorator_made_travels_without_the_library(monkeypatch):
+    fn = of_main(TWICE, "gradient")
+    assert sent(fn) == ([2.0, 2.0], False, "Adds.")
+    assert len(pack_call(fn, ())) < 10_000
+    monkeypatch.setattr(packing, "_Pickler", packing.cloudpickle.Pickler)  # the plant
+    with pytest.raises((AttributeError, TypeError)):
+        sent(fn)
