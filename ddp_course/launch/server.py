@@ -81,9 +81,10 @@ def warm(*modules: str) -> None:
         wanted = [*PRELOAD, *_preloaded]
         wanted += [name for name in TESTING if name in sys.modules]
         mp.get_context(METHOD).set_forkserver_preload(wanted)
-        resource_tracker.ensure_running()  # first: it unblocks SIGINT on its way
-        with _without_interrupts(), _environment_of_the_server():
-            forkserver.ensure_running()
+        with _environment_of_the_server():
+            resource_tracker.ensure_running()  # first: it unblocks SIGINT on its way
+            with _without_interrupts():
+                forkserver.ensure_running()
 
 
 def _last_edit() -> int:
@@ -177,6 +178,7 @@ def _environment_of_the_server() -> Iterator[None]:
         "OPENBLAS_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
         IN_SERVER: "1",
+        "PYTHONSAFEPATH": "1",  # not a random.py of the current folder
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # a fork after a CUDA call is broken
     }
     old = {name: os.environ.get(name) for name in settings}

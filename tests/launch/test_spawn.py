@@ -439,7 +439,7 @@ def test_spawn_where_there_is_no_fork_server_and_no_memory_file(
     assert told == [6.0, 6.0]
 
 
-def test_a_script_is_not_run_again_in_its_ranks(tmp_path):
+def test_a_script_is_not_run_again_nor_what_lies_in_the_current_folder(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "print('the script runs')\n"
@@ -448,10 +448,20 @@ def test_a_script_is_not_run_again_in_its_ranks(tmp_path):
         "def f(): return dist.get_rank()\n"
         "print(spawn(f, world_size=2))\n"
     )
+    folder = tmp_path / "current"
+    folder.mkdir()
+    if sys.version_info >= (3, 11):  # before, `python -c` cannot be told
+        for name in ("random", "cloudpickle", "sympy"):
+            (folder / f"{name}.py").write_text("open('was run', 'w')\n")
     run = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=120
+        [sys.executable, script],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert run.returncode == 0, run.stderr
+    assert not (folder / "was run").exists()
     assert run.stdout.count("the script runs") == 1
     assert run.stdout.endswith("[0, 1]\n")
     assert run.stderr == ""
