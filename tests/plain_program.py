@@ -91,7 +91,7 @@ def rows(step: int, name: str, part: int, parts: int) -> tuple[Tensor, Tensor]:
 
 
 def trained(name: str, strategy: str | None, plant: int = 0) -> dict[str, Tensor]:
-    """Return the state after three steps: by a strategy, or of one process (None).
+    """Return the state after two steps: by a strategy, or of one process (None).
 
     With the `plant` all ranks take the rows of rank 0.
     """
@@ -103,7 +103,7 @@ def trained(name: str, strategy: str | None, plant: int = 0) -> dict[str, Tensor
         axes = make_groups(layout.mesh)
         model = parallelize(model, layout, axes)
     optimizer = optimizer_for(model, layout, axes, lr=1e-2)
-    for step in range(3):
+    for step in range(2):
         x, y = rows(step, name, rank * (not plant), size)
         out = model({"x": x})["out"] if name.startswith("nested") else model(x)
         optimizer.zero_grad()
@@ -140,7 +140,7 @@ def wrong_here() -> list[str]:
     if largest_difference(right, trained("nested, dicts", "ddp", plant=1)) < 1e-3:
         wrong.append("a wrong share of the rows is not seen")
     for layout in ({"strategy": "tp"}, {"strategy": "pp"}, {"strategy": "average"}):
-        together = train(3, 8, SMALL, keep_state=True, **layout).state
+        together = train(2, 8, SMALL, keep_state=True, **layout).state
         if largest_difference(together, alone_gpt) > 1e-5:
             wrong.append(f"{layout}")
     return wrong
@@ -149,7 +149,7 @@ def wrong_here() -> list[str]:
 def run(rank: int, file: str) -> None:
     torch.set_num_threads(1)
     global alone_gpt
-    alone_gpt = train(3, 8, SMALL, keep_state=True).state  # before there is a group
+    alone_gpt = train(2, 8, SMALL, keep_state=True).state  # before there is a group
     dist.init_process_group(
         "gloo", init_method=f"file://{file}", rank=rank, world_size=RANKS
     )
