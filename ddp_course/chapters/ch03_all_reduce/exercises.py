@@ -1,4 +1,4 @@
-"""The exercises of chapter 03: rings, what takes less time, and nodes."""
+"""The exercises of chapter 03: rings, and nodes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from ddp_course.lab.exercises import (
     equal,
     exercise,
     expect,
-    expect_call,
     judge,
     shown,
     written_by,
 )
 from ddp_course.lab.messages import MESSAGES, WAITED, copied, messages_of
-from ddp_course.launch import Link, Topology, here
+from ddp_course.launch import Topology, here
 from ddp_course.measure import ByteMeter, EventLog
 
 # ---- ring_transfers ----------------------------------------------------------------
@@ -123,7 +122,7 @@ RING = {
     "a_tensor": "returned {shown}; expected a tensor.",
     "shape": "returned {shown}; expected a tensor of shape {wanted_shape}, of {dtype}, "
     "as its chunk {rank}.",
-    "right": "returned {shown}; expected {wanted}s, as rank r brought {first} x 10^r "
+    "right": "returned {shown}; expected {wanted}s: the ranks brought {brought} "
     "in chunk {rank}. {hint}",
     "untouched": "has other `chunks` than before: they were changed; add up in tensors "
     "of your own.",
@@ -153,11 +152,13 @@ def check_ring_reduce_scatter(answer: Answer) -> str:
 def _scatter(function: Callable, shapes: list, dtype: torch.dtype) -> dict[str, Any]:
     """On every rank: call the reader's function and watch what it sends."""
     rank, n = dist.get_rank(), dist.get_world_size()
-    more = (
-        2**-20 if dtype == torch.float64 else 0
-    )  # not whole, and too fine for 32 bits
+    fine = dtype == torch.float64  # not whole, too fine for 32 bits; rank 1 has zeros
+
+    def number(c: int, r: int) -> float:
+        return ((c + 1) * 10**r + 2**-20 if r != 1 else 0) if fine else (c + 1) * 10**r
+
     chunks = [
-        torch.full(shape, (c + 1) * 10**rank + more, dtype=dtype)
+        torch.full(shape, number(c, rank), dtype=dtype)
         for c, shape in enumerate(shapes)
     ]
     before = [chunk.clone() for chunk in chunks]
@@ -181,45 +182,17 @@ def _scatter(function: Callable, shapes: list, dtype: torch.dtype) -> dict[str, 
     told |= {"order": ", ".join(map(str, order)), "seen": 8 * sum(lengths)}
     told["no_others"] = (written or 0) <= 1.02 * told["seen"] + 4000 * n
     own = chunks[rank]
-    total = sum((rank + 1) * 10**r + more for r in range(n))
+    total = sum(number(rank, r) for r in range(n))
     told |= {"a_tensor": isinstance(got, torch.Tensor), "shown": shown(got)}
     if told["a_tensor"]:
         told["shape"] = got.shape == own.shape and got.dtype == own.dtype
         told["right"] = told["shape"] and bool((got == total).all())
         if told["shape"] and got.numel():
             told["shown"] = f"{got.flatten()[0].item():g}s"
-    told |= {"wanted_shape": tuple(own.shape), "dtype": dtype, "first": rank + 1}
+    told |= {"wanted_shape": tuple(own.shape), "dtype": dtype}
+    told["brought"] = ", ".join(f"{number(rank, r):g}" for r in range(n))
     told |= {"wanted": total, "untouched": all(map(equal, chunks, before))}
     return told
-
-
-# ---- tree_or_ring ------------------------------------------------------------------
-
-
-@exercise("tree_or_ring", solution=solutions.tree_or_ring)
-def check_tree_or_ring(answer: Answer) -> str:
-    """`tree_or_ring(world_size, nbytes, alpha, beta)`: "tree" or "ring"."""
-    cases, links = 0, [(20e-6, 1e-9), (2e-6, 1e-10), (0.0, 1e-9)]
-    for n in (4, 6, 2, 3, 8, 5, 7, 12, 64, 1000, 1):
-        for alpha, beta in links:
-            for nbytes in (0, *(int(1024 * 1.5**k) for k in range(34))):
-                link = Link(alpha, 1 / beta)
-                tree = theory.all_reduce_tree(n, nbytes).over(link)
-                ring = theory.all_reduce_ring(n, nbytes).over(link)
-                clear = abs(tree - ring) > 0.01 * max(tree, ring)
-                if not clear and (nbytes or n == 1):
-                    continue  # too close to call, for floats
-                cases += 1
-                because = f"the tree takes {tree:.3g} s and the ring {ring:.3g} s"
-                wanted = "tree" if tree < ring else "ring"
-                args = n, nbytes, alpha, beta
-                expect_call(answer, *args, returns=wanted, because=because)
-    call = answer.call(1, 4096, 2e-6, 1e-9)
-    expect(
-        answer(1, 4096, 2e-6, 1e-9) in ("tree", "ring"),
-        f"{call}: one rank sends nothing, and either word will do.",
-    )
-    return f"{cases} cases, from 2 to 1000 ranks and from 0 bytes to some 600 MiB"
 
 
 # ---- hierarchical_sum --------------------------------------------------------------

@@ -34,14 +34,6 @@ def ring_reduce_scatter(chunks: list[torch.Tensor]) -> torch.Tensor:
     return passing_by
 
 
-def tree_or_ring(world_size: int, nbytes: int, alpha: float, beta: float) -> str:
-    """Return what takes less time: few long messages, or many short ones."""
-    levels = (world_size - 1).bit_length()  # log2, rounded up
-    tree = 2 * levels * (alpha + nbytes * beta)
-    ring = 2 * (world_size - 1) * (alpha + nbytes / world_size * beta)
-    return "tree" if tree < ring else "ring"
-
-
 def hierarchical_sum(
     tensor: torch.Tensor, node: dist.ProcessGroup, peers: dist.ProcessGroup
 ) -> None:

@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch.distributed import P2POp, batch_isend_irecv, irecv, isend
 
 from ddp_course import collectives
+from ddp_course.collectives.plan import Transfer
 
 
 def ring_in_batches(chunks):
@@ -46,7 +47,39 @@ def all_inside_and_a_shard_between(tensor, node, peers):
     collectives.all_gather_single(tensor, shard, group=node)
 
 
+def two_halves(world_size):
+    n = world_size
+    first = [
+        Transfer(k, r, (r + 1) % n, (r - k) % n, (r - k) % n + 1, True)
+        for r in range(n)
+        for k in range(n - 1)
+    ]
+    return first + [
+        Transfer(n - 1 + t.step, t.src, t.dst, c, c + 1, False)
+        for t in first
+        for c in [(t.first + 1) % n]
+    ]
+
+
+def by_the_package(world_size):
+    return list(collectives.ring.plan(world_size).transfers)
+
+
+def by_lists_of_pytorch_and_ours(tensor, node, peers):
+    """A list of views for the tensor, and the hierarchy's three steps."""
+    n = dist.get_world_size(node)
+    pieces = list(tensor.view(-1).chunk(n))
+    shard = torch.zeros_like(pieces[0])
+    collectives.reduce_scatter(shard, pieces, group=node)
+    collectives.all_reduce(shard, group=peers)
+    collectives.all_gather(pieces, shard, group=node)
+
+
 RIGHT = {
+    "ring_transfers": [two_halves, by_the_package],
     "ring_reduce_scatter": [ring_in_batches, ring_with_receives_posted_ahead],
-    "hierarchical_sum": [all_inside_and_a_shard_between],
+    "hierarchical_sum": [
+        all_inside_and_a_shard_between,
+        by_lists_of_pytorch_and_ours,
+    ],
 }

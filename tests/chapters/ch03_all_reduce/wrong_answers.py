@@ -1,6 +1,6 @@
 """Wrong answers to the exercises of chapter 03, each with a word of its hint."""
 
-import math
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -211,56 +211,6 @@ def never_ends(chunks):
     return arrived
 
 
-# tree_or_ring
-
-
-def _faster(tree, ring):
-    return "tree" if tree < ring else "ring"
-
-
-def always_the_ring(world_size, nbytes, alpha, beta):
-    return "ring"
-
-
-def by_size(world_size, nbytes, alpha, beta):
-    return "tree" if nbytes <= 64 << 10 else "ring"
-
-
-def rounds_down(world_size, nbytes, alpha, beta):
-    levels, n = int(math.log2(world_size)), world_size
-    ring = 2 * (n - 1) * (alpha + nbytes / n * beta)
-    return _faster(2 * levels * (alpha + nbytes * beta), ring)
-
-
-def does_not_round(world_size, nbytes, alpha, beta):
-    levels, n = math.log2(world_size), world_size
-    ring = 2 * (n - 1) * (alpha + nbytes / n * beta)
-    return _faster(2 * levels * (alpha + nbytes * beta), ring)
-
-
-def whole_tensors_in_the_ring(world_size, nbytes, alpha, beta):
-    levels, n = (world_size - 1).bit_length(), world_size
-    ring = 2 * (n - 1) * (alpha + nbytes * beta)
-    return _faster(2 * levels * (alpha + nbytes * beta), ring)
-
-
-def up_but_not_down(world_size, nbytes, alpha, beta):
-    levels, n = (world_size - 1).bit_length(), world_size
-    ring = 2 * (n - 1) * (alpha + nbytes / n * beta)
-    return _faster(levels * (alpha + nbytes * beta), ring)
-
-
-def bytes_alone(world_size, nbytes, alpha, beta):
-    levels, n = (world_size - 1).bit_length(), world_size
-    return _faster(2 * levels * nbytes * beta, 2 * (n - 1) / n * nbytes * beta)
-
-
-def in_capitals(world_size, nbytes, alpha, beta):
-    levels, n = (world_size - 1).bit_length(), world_size
-    ring = 2 * (n - 1) * (alpha + nbytes / n * beta)
-    return _faster(2 * levels * (alpha + nbytes * beta), ring).upper()
-
-
 # hierarchical_sum
 
 
@@ -346,13 +296,6 @@ def flat(chunks):
     return solutions.ring_reduce_scatter([chunk.flatten() for chunk in chunks])
 
 
-def crashes_alone(world_size, nbytes, alpha, beta):
-    rounds = [2 * k for k in range(world_size) if k][-1]
-    ring = rounds * (alpha + nbytes / world_size * beta)
-    tree = 2 * (world_size - 1).bit_length() * (alpha + nbytes * beta)
-    return "tree" if tree < ring else "ring"
-
-
 def of_one_dimension(tensor, node, peers):
     part = len(tensor) // dist.get_world_size(node)
     shard = torch.empty(part, dtype=tensor.dtype)
@@ -361,8 +304,68 @@ def of_one_dimension(tensor, node, peers):
     collectives.all_gather_single(tensor, shard, group=node)
 
 
+def adds_once_too_often(world_size):
+    return [
+        replace(t, reduce=t.step < world_size)
+        for t in solutions.ring_transfers(world_size)
+    ]
+
+
+def every_other_chunk_whole(world_size):
+    n = world_size
+    return [
+        replace(t, first=0, last=n) if n % 2 == 0 and n > 4 else t
+        for t in solutions.ring_transfers(n)
+    ]
+
+
+def nothing_sent_of_zeros(chunks):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    passing_by = chunks[(rank - 1) % n]
+    for k in range(n - 1):
+        mine = chunks[(rank - 2 - k) % n]
+        sending = dist.isend(passing_by, (rank + 1) % n) if passing_by.any() else None
+        arrived = torch.empty_like(mine)
+        dist.recv(arrived, (rank - 1) % n)
+        if sending:
+            sending.wait()
+        passing_by = arrived + mine
+    return passing_by
+
+
+def without_empty_ones(chunks):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    passing_by = chunks[(rank - 1) % n]
+    for k in range(n - 1):
+        mine, arrived = chunks[(rank - 2 - k) % n], None
+        sending = dist.isend(passing_by, (rank + 1) % n) if len(passing_by) else None
+        if len(mine):
+            arrived = torch.empty_like(mine)
+            dist.recv(arrived, (rank - 1) % n)
+        if sending:
+            sending.wait()
+        passing_by = mine if arrived is None else arrived + mine
+    return passing_by
+
+
+def in_floats(tensor, node, peers):
+    shard = torch.empty(tensor.numel() // dist.get_world_size(node))
+    collectives.reduce_scatter_single(shard, tensor, group=node)
+    collectives.all_reduce(shard, group=peers)
+    collectives.all_gather_single(tensor, shard, group=node)
+
+
+def the_shard_of_rank_0(tensor, node, peers):
+    collectives.all_reduce(tensor, group=node)
+    shard = tensor.flatten().chunk(dist.get_world_size(node))[0].clone()
+    collectives.all_reduce(shard, group=peers)
+    collectives.all_gather_single(tensor, shard, group=node)
+
+
 WRONG = {
     "ring_transfers": {
+        adds_once_too_often: "With 2 ranks, rank 0 ends with",
+        every_other_chunk_whole: "With 8 ranks",
         up_to_eight_ranks: "With 11 ranks",
         ring_for_two: "With 3 ranks, rank 0 ends with",
         adds_in_every_step: "With 2 ranks, rank 0 ends with (0, 0, 1)",
@@ -377,7 +380,9 @@ WRONG = {
         tuples: "expected a list of `Transfer`s",
     },
     "ring_reduce_scatter": {
-        in_32_bits: "expected 11111",
+        nothing_sent_of_zeros: "On real ranks: `rank",
+        without_empty_ones: "in this order",
+        in_32_bits: "expected 11101.0000",
         flat: "expected a tensor of shape (2, 3), of torch.float64",
         passes_on_its_own_only: "With 3 ranks",
         adds_in_place: "were changed",
@@ -393,18 +398,9 @@ WRONG = {
         through_the_store: "there were other messages",
         never_ends: "still waits to receive from rank",
     },
-    "tree_or_ring": {
-        crashes_alone: "IndexError: list index out of range",
-        always_the_ring: "`tree_or_ring(4, 0, 2e-05, 1e-09)` returned `'ring'`",
-        by_size: "expected",
-        rounds_down: "`tree_or_ring(6, ",
-        does_not_round: "`tree_or_ring(6, ",
-        whole_tensors_in_the_ring: "expected `'ring'`, because the tree takes",
-        up_but_not_down: "expected `'ring'`, because the tree takes",
-        bytes_alone: "expected `'tree'`, because the tree takes",
-        in_capitals: "returned `'TREE'`; expected `'tree'`",
-    },
     "hierarchical_sum": {
+        in_floats: "On real ranks",
+        the_shard_of_rank_0: "of the sums",
         of_one_dimension: "On real ranks: `rank",
         a_flat_ring: "to other nodes; expected 0.5 S",
         whole_tensors_between: "rank 0 sent 1 S to other nodes; expected 0.5 S",
