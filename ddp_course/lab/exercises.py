@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -214,10 +215,17 @@ def living_bytes() -> int:
 
 def expect_call(answer: Answer, *args: Any, returns: Any, because: str) -> None:
     """Expect `answer(*args)` to return `returns`; the hint ends with `because`."""
-    got, wanted = one_line(answer(*args)), one_line(returns)
     # Compared as written: 11.0 and True are not 11, and a tensor cannot object to ==.
-    expect(
-        got == wanted,
-        f"{answer.call(*args)} returned {code(got)}; expected {code(wanted)}, "
-        f"because {because}.",
-    )
+    got, wanted = (one_line(value, 10**6) for value in (answer(*args), returns))
+    if got != wanted:
+        told = [code(text) for text in _where_they_differ(got, wanted)]
+        call = answer.call(*args)
+        raise Hint(f"{call} returned {told[0]}; expected {told[1]}, because {because}.")
+
+
+def _where_they_differ(*texts: str, longest: int = 80) -> list[str]:
+    """Cut texts down to a part of each in which they begin to differ."""
+    begin = len(os.path.commonprefix(texts)) - longest // 2
+    if begin > 0 and max(map(len, texts)) > longest:
+        texts = tuple(f"...{text[begin:]}" for text in texts)
+    return [t if len(t) <= longest else f"{t[: longest - 3]}..." for t in texts]

@@ -166,6 +166,21 @@ def test_the_three_verdicts():
     )
 
 
+def test_what_is_long_is_compared_to_its_end():
+    @made_up
+    def check_counted(answer):
+        """`double(n)`: the numbers below it."""
+        expect_call(answer, 99, returns=list(range(99)), because="98 is the last")
+        return "one list"
+
+    assert check_counted(lambda n: list(range(n))).status == PASSED
+    common = "88, 89, 90, 91, 92, 93, 94, 95, 96, 97"
+    assert check_counted(lambda n: [*range(n - 1), 0]).message == (
+        f"`double(99)` returned `...{common}, 0]`; expected `...{common}, 98]`, "
+        "because 98 is the last."
+    )
+
+
 class Unwritable:
     def __repr__(self):
         raise RuntimeError
