@@ -4,10 +4,10 @@ In the notebook's own process a call has a deadline; on ranks the launcher sees 
 A function that still raises NotImplementedError is no mistake: it is not written yet.
 
 What a check should try is in `lab/hard.py`: `hard_tensors(rank, n)`, `hard_models()`,
-`MICROBATCHES`, and `unchanged(*args)` with the table `KEPT`; and here `answer.pure(x)`
-is `answer(x)` that must leave its arguments as they are. Memory counts in all storages:
-`living_bytes()` of `lab/exercises.py`, before and after. Bytes: `written_by`. What
-trains takes two steps, with `zero_grad(set_to_none=False)` between them.
+and `unchanged(*args)` with the table `KEPT`. Here `answer.pure(x)` is `answer(x)` that
+must leave its arguments as they are. Memory counts in all storages: `living_bytes()` of
+`lab/exercises.py`, before and after; bytes are counted by `written_by`. What trains
+takes two steps, with `zero_grad(set_to_none=False)` between them.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@
     judge(where, told, KEPT)
 
 Names say what is hard, and go into hints. Cases that an exercise has no room for are
-left out by a word of their name: `hard_models(but=["tied"])`. Ranks for `judge_ranks`
-are three, two and one; numbers of microbatches are `MICROBATCHES`.
+left out by a word of their name: `hard_models(but=["tied"])`. `judge_ranks` has two,
+three and one rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-MICROBATCHES = (4, 1, 11)  # a second digit, too
 KEPT = {  # a table of properties for `judge`
     "kept": "changed {changed} that it was given; work on a copy."
 }

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ddp_course.chapters.ch06_memory import solutions
 from ddp_course.lab.answers import Answer, code, one_line
 from ddp_course.lab.exercises import exercise, expect, judge
+from ddp_course.lab.hard import hard_models
 from ddp_course.measure import MemoryLog, resident
 from ddp_course.model import GPTConfig, build_gpt
 
@@ -104,6 +105,9 @@ def _kept() -> Iterator[tuple[str, str, Watched]]:
         f"{VIEW}in it a view begins.",
         (model, MOMENTUM(model.parameters())),
     )
+    for name, model, _ in hard_models():
+        once = "Each storage counts once, by all its bytes."
+        yield f"a model with {name}", once, _stepped(model, MOMENTUM)
 
 
 def _stepped(model: nn.Module, make: Callable) -> Watched:
