@@ -9,6 +9,7 @@ of that; `all_reduce` does the same by a plan (as in `ring`). Chapter 03.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch.distributed as dist
@@ -53,14 +54,12 @@ def leader_plan(nnodes: int, nproc_per_node: int) -> Plan:
     Between nodes only the leaders talk: each sends 2 (G - 1) / G S bytes, for G nodes.
     """
     nodes = _nodes(nnodes, nproc_per_node)
-    leaders = [node[0] for node in nodes]
-    whole = {"times": nnodes}  # inside a node, all chunks travel together
     phases = [
-        [t for n in nodes for t in among(reduce_tree_plan(len(n)), n, **whole)],
-        among(ring.plan(nnodes), leaders),
-        [t for n in nodes for t in among(broadcast_tree_plan(len(n)), n, **whole)],
+        _in_each(nodes, reduce_tree_plan),
+        among(ring.plan(nnodes), [node[0] for node in nodes]),
+        _in_each(nodes, broadcast_tree_plan),
     ]
-    return _chained("leader", nnodes * nproc_per_node, nnodes, phases)
+    return _chained("leader", nodes, nnodes, phases)
 
 
 @cache
@@ -70,18 +69,16 @@ def sharded_plan(nnodes: int, nproc_per_node: int) -> Plan:
     Every rank sends 2 (G - 1) / G S / g bytes to another node, for G nodes of g ranks.
     """
     nodes = _nodes(nnodes, nproc_per_node)
-    shard = {"times": nnodes}  # each rank's shard is divided among the nodes
     phases = [
-        [t for n in nodes for t in among(reduce_scatter_ring_plan(len(n)), n, **shard)],
+        _in_each(nodes, reduce_scatter_ring_plan),
         [
             t
             for local, peers in enumerate(zip(*nodes, strict=True))
             for t in among(ring.plan(nnodes), peers, skip=local * nnodes)
         ],
-        [t for n in nodes for t in among(all_gather_ring_plan(len(n)), n, **shard)],
+        _in_each(nodes, all_gather_ring_plan),
     ]
-    chunks = nnodes * nproc_per_node
-    return _chained("sharded", chunks, chunks, phases)
+    return _chained("sharded", nodes, nnodes * nproc_per_node, phases)
 
 
 def _nodes(nnodes: int, nproc_per_node: int) -> list[list[int]]:
@@ -89,9 +86,19 @@ def _nodes(nnodes: int, nproc_per_node: int) -> list[list[int]]:
     return [list(range(node * g, node * g + g)) for node in range(nnodes)]
 
 
+def _in_each(nodes: list[list[int]], plan: Callable[[int], Plan]) -> list[Transfer]:
+    """Return the transfers of `plan` inside every node.
+
+    What is one chunk there is divided among the nodes, so it is as many chunks here.
+    """
+    many = len(nodes)
+    return [t for node in nodes for t in among(plan(len(node)), node, times=many)]
+
+
 def _chained(
-    name: str, world_size: int, chunks: int, phases: list[list[Transfer]]
+    name: str, nodes: list[list[int]], chunks: int, phases: list[list[Transfer]]
 ) -> Plan:
+    world_size = sum(map(len, nodes))
     plans = [make_plan(name, world_size, chunks, phase) for phase in phases]
     return chain(f"all_reduce, hierarchical, {name}", *plans)
 

@@ -18,13 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_course.collectives import unrooted
 from ddp_course.collectives.call import all_reduce_by
 from ddp_course.collectives.plan import Plan, bounds, chain
 from ddp_course.collectives.port import Port
-from ddp_course.collectives.unrooted import (
-    all_gather_ring_plan,
-    reduce_scatter_ring_plan,
-)
 
 
 def around_the_ring(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
@@ -76,8 +73,8 @@ def right_and_left(outgoing: Tensor, incoming: Tensor, port: Port) -> None:
 @cache
 def plan(world_size: int) -> Plan:
     """First every rank gets the whole sum of one chunk, then everyone gets them all."""
-    sums = reduce_scatter_ring_plan(world_size)
-    return chain("all_reduce, ring", sums, all_gather_ring_plan(world_size))
+    sums = unrooted.reduce_scatter_ring_plan(world_size)
+    return chain("all_reduce, ring", sums, unrooted.all_gather_ring_plan(world_size))
 
 
 all_reduce = partial(all_reduce_by, "ring", plan)
