@@ -3,58 +3,54 @@
 from __future__ import annotations
 
 from ddp_course.chapters.ch08_fsdp.fsdp_schedule import (
+    FOOT,
     NAME_W,
-    draw_schedule,
     fsdp_schedule,
+    lanes_of,
 )
 from ddp_course.lab.draw.drawing import Drawing
-from ddp_course.lab.palette import INK, MUTED, PANEL_EDGE, darker, rank_color
+from ddp_course.lab.draw.lanes import PLOT_W, Run, draw_runs
+from ddp_course.lab.palette import MUTED, PANEL_EDGE, darker, rank_color
 
-RANKS, UNITS, MARGIN, WIDE = 4, 4, 16, 780
-ROW, ROW_GAP, UNIT_GAP, TOP = 26, 8, 20, 92
+RANKS, UNITS = 4, 4
+ROW, ROW_GAP, UNIT_GAP, TOP = 26, 8, 20, 36
+HEAD = TOP + RANKS * (ROW + ROW_GAP) + 58
 SAYS = ("freed again", "whole: computes", "on its way", "only shards")
+
+IN_WORDS = (
+    "Above, four ranks in forward, a row each, and four units of the model. Of "
+    "every unit each rank stores its own quarter. Unit 0 was used and freed again; "
+    "unit 1 is whole on all ranks, which compute with it; the other quarters of unit 2 "
+    "are on their way; of unit 3 there are only shards. Below, a step of rank 0, in "
+    "which at most two of these units are whole at a time."
+)
 
 
 def fully_sharded() -> Drawing:
     """Draw what four ranks hold in the middle of forward, and a whole step. Ch. 08."""
     ops = fsdp_schedule(UNITS)
-    below = TOP + RANKS * (ROW + ROW_GAP) + 44
-    scale = WIDE / ops[-1].end
-    d = Drawing(
-        2 * MARGIN + NAME_W + WIDE,
-        below + 212,
-        title="Stage 3: a shard of everything, and a unit or two whole",
-        description=(
-            "Above, four ranks in the forward pass, a row each, and four units of the "
-            "model. Of every unit each rank stores its own quarter. Unit 0 was used "
-            "and freed again; unit 1 is whole on all ranks, which compute with it; the "
-            "other quarters of unit 2 are on their way; of unit 3 there are only "
-            "shards. Below, a step of rank 0: forward of units 0 to 3 and backward of "
-            "units 3 to 0. Each unit is gathered before its forward and once more "
-            "before its backward, beside the computing of the unit before it, and "
-            "freed after each; its gradients are reduce-scattered after its backward. "
-            "At most two of these units are whole at a time."
-        ),
-    )
-    d.text(MARGIN, 26, d.title, size=15, bold=True, anchor="start")
-    d.text(MARGIN, 52, "In the middle of forward", bold=True, anchor="start")
-    with d.shifted(MARGIN, 0):
+    end, run = ops[-1].end, Run(lanes_of(ops))
+    now = NAME_W + PLOT_W / end * _now(ops)
+
+    def head(d: Drawing) -> None:
+        d.description = f"{IN_WORDS} {d.description}"
+        d.text(0, 0, "In the middle of forward", bold=True, anchor="start")
         _draw_ranks(d)
-    d.text(MARGIN, below, "The whole step, on rank 0", bold=True, anchor="start")
-    with d.shifted(MARGIN, below + 16):
-        now = NAME_W + scale * _now(ops)
-        high = draw_schedule(Drawing(1, 1, title="measured"), ops, scale)
-        d.line((now, -10), (now, high + 4), stroke_width=1.5, dashed=True)  # behind
-        draw_schedule(d, ops, scale)
-        d.text(now + 6, -6, "the moment above", size=11, anchor="start")
-    x, y = MARGIN + NAME_W, below + 16 + high + 18
-    d.text(MARGIN, y + 4, "time", size=12, anchor="start")
-    d.arrow((x, y), (x + WIDE, y), stroke=INK)
-    words = (
-        "Solid: forward, update; lighter: backward; hatched: sent. Numbers are units."
+        words = "The whole step, on rank 0"
+        d.text(0, HEAD - 36, words, bold=True, anchor="start")
+        d.text(now + 6, HEAD - 20, "the moment above", size=11, anchor="start")
+        d.line((now, HEAD - 28), (now, HEAD - 8 + run.height), stroke_width=1.5,
+               dashed=True)  # fmt: skip
+
+    return draw_runs(
+        "Stage 3: a shard of everything, and a unit or two whole",
+        [run],
+        "time [a unit's forward]",
+        end,
+        head=(HEAD, head),
+        foot=FOOT,
+        name_w=NAME_W,
     )
-    d.text(x, y + 20, words, size=11, anchor="start", fill=MUTED)
-    return d
 
 
 def _now(ops: list) -> float:
@@ -66,7 +62,7 @@ def _now(ops: list) -> float:
 
 def _draw_ranks(d: Drawing) -> None:
     """Draw the four units of all ranks; (0, 0) is the picture's left and top."""
-    wide = (WIDE - (UNITS - 1) * UNIT_GAP) / UNITS
+    wide = (PLOT_W - (UNITS - 1) * UNIT_GAP) / UNITS
     for unit, says in enumerate(SAYS):
         x = NAME_W + unit * (wide + UNIT_GAP)
         d.text(x, TOP - 10, f"unit {unit}", size=12, bold=True, anchor="start")

@@ -10,22 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ddp_course.lab.draw.drawing import Drawing
-from ddp_course.lab.draw.kinds import room
+from ddp_course.lab.draw.lanes import Block, Lane, Run, draw_runs
 from ddp_course.lab.draw.steps import count
-from ddp_course.lab.palette import (
-    INK,
-    MUTED,
-    WHOLE,
-    darker,
-    lighter,
-    rank_color,
-    text_color,
-)
 
 BACKWARD, UPDATE = 1.6, 0.9  # how long, if a unit's forward takes 1
 LANES = ("all-gather", "compute", "reduce-scatter", "whole in memory")
-MARGIN, NAME_W, WIDE, LANE, LANE_GAP, THIN = 16, 116, 800, 26, 8, 16
-MOST_UNITS = 8
+SHORT = {"forward": "fwd", "backward": "bwd", "update": "upd."}
+NAME_W, MOST_UNITS = 116, 8
+FOOT = "Rank 0; numbers are units. Lighter: backward; hatched: sent; dotted: in memory."
 
 
 @dataclass(frozen=True)
@@ -118,62 +110,37 @@ def most_whole(ops: Sequence[UnitOp]) -> int:
     return max(sum(a.start <= op.start < a.end for a in whole) for op in whole)
 
 
-def draw_schedule(d: Drawing, ops: Sequence[UnitOp], scale: float) -> float:
-    """Draw the four lanes with (0, 0) at the top left; return the height.
+def lanes_of(ops: Sequence[UnitOp]) -> list[Lane]:
+    """Return the lanes of rank 0; what is whole at the same time has lanes of its own.
 
-    `scale` is in pixels for a unit's forward.
+    A unit takes memory as soon as its all-gather is launched.
     """
-    y, color = 0.0, rank_color(0)
-    for lane in LANES[:3]:
-        d.text(0, y + LANE / 2 + 4, lane, size=12, anchor="start")
-        for op in (op for op in ops if op.lane == lane):
-            x, wide = NAME_W + op.start * scale, (op.end - op.start) * scale
-            if lane != "compute":
-                _message(d, x, y, wide, f"{op.unit}", color)
-                continue
-            fill = lighter(color) if op.op == "backward" else color
-            short = {"forward": "fwd", "backward": "bwd"}.get(op.op)
-            names = (f"{op.op} {op.unit}", f"{short} {op.unit}", f"{op.unit}")
-            names = ("update", "upd.") if op.op == "update" else names
-            said = [n for n in names if room(n, 11, True) < wide - 2][:1]
-            d.rect(x, y, wide, LANE, fill=fill, stroke=darker(fill))
-            for name in said:
-                middle, ink = x + wide / 2, text_color(fill)
-                d.text(middle, y + LANE / 2 + 4, name, size=11, bold=True, fill=ink)
-        y += LANE + LANE_GAP
-    d.text(0, y + LANE / 2 + 4, LANES[3], size=12, anchor="start")
-    lines = _lines([op for op in ops if op.op == "whole"])
-    for line in lines:
-        for op in line:
-            x, wide = NAME_W + op.start * scale, (op.end - op.start) * scale
-            d.rect(x, y, wide, THIN, fill=WHOLE, stroke=darker(WHOLE))
-            d.text(x + wide / 2, y + THIN - 4, f"unit {op.unit}" if wide > 46 else
-                   f"{op.unit}", size=11)  # fmt: skip
-        y += THIN + 2
-    return y
-
-
-def _message(
-    d: Drawing, x: float, y: float, wide: float, name: str, color: str
-) -> None:
-    """Draw a message, hatched, and whose it is."""
-    d.rect(x, y, wide, LANE, fill="#FFFFFF", stroke=darker(color))
-    d.hatch(x, y, wide, LANE, stroke=color)
-    if wide > 24:
-        d.rect(x + wide / 2 - 8, y + 4, 16, LANE - 8, fill="#FFFFFF", stroke="none")
-        d.text(x + wide / 2, y + LANE / 2 + 4, name, size=11, bold=True)
-
-
-def _lines(ops: Sequence[UnitOp]) -> list[list[UnitOp]]:
-    """Lay what overlaps in time on different lines."""
-    lines: list[list[UnitOp]] = []
-    for op in sorted(ops, key=lambda op: op.start):
-        free = next((line for line in lines if line[-1].end <= op.start + 1e-9), None)
+    lanes = [
+        Lane(name, 0, [_block(op) for op in ops if op.lane == name], boxed=False)
+        for name in LANES[:3]
+    ]
+    whole: list[list[UnitOp]] = []
+    held = [op for op in ops if op.op == "whole"]
+    for op in sorted(held, key=lambda op: (op.start, op.unit)):
+        free = next((line for line in whole if line[-1].end <= op.start + 1e-9), None)
         if free is None:
-            lines.append([op])
-        else:
-            free.append(op)
-    return lines
+            whole.append(free := [])
+        free.append(op)
+    names = [LANES[3], *["and"] * len(whole)]
+    return lanes + [
+        Lane(name, 0, [_block(op) for op in line], boxed=False)
+        for name, line in zip(names, whole, strict=False)
+    ]
+
+
+def _block(op: UnitOp) -> Block:
+    """Return what is drawn of an operation."""
+    sent = op.op in ("all-gather", "reduce-scatter")
+    look = "sent" if sent else {"backward": "B", "whole": "W"}.get(op.op, "F")
+    names = (f"{op.op} {op.unit}", f"{SHORT.get(op.op, op.op)} {op.unit}", f"{op.unit}")
+    names = (f"unit {op.unit}", f"{op.unit}") if op.op == "whole" else names
+    names = (f"{op.unit}",) if sent else ("update", "upd.") if op.unit < 0 else names
+    return Block(op.start, op.end, look, names)
 
 
 def fsdp_step(
@@ -188,34 +155,19 @@ def fsdp_step(
     """
     ops = fsdp_schedule(units, prefetch, reshard_after_forward, message)
     end = max(op.end for op in ops)
-    scale = WIDE / max(end, 1)
-    height = draw_schedule(Drawing(1, 1, title="measured"), ops, scale)
     gathers = sum(op.op == "all-gather" for op in ops)
     idle = end - sum(op.end - op.start for op in ops if op.lane == "compute")
     told = (
         f"{gathers} all-gathers, {units} reduce-scatters; at most {most_whole(ops)} of "
         f"{units} units whole; not computing: {idle / end:.0%} of the time"
     )
-    d = Drawing(
-        2 * MARGIN + NAME_W + WIDE,
-        height + 108,
-        title=f"Stage 3, {units} units, prefetch {prefetch}"
-        + ("" if reshard_after_forward else ", kept after forward"),
-        description=f"{told}. In order: " + "; ".join(map(_in_words, ops)) + ".",
+    kept = "" if reshard_after_forward else ", kept after forward"
+    return draw_runs(
+        f"Stage 3, {units} units, prefetch {prefetch}{kept}",
+        [Run(lanes_of(ops))],
+        "time [a unit's forward]",
+        end,
+        says=told,
+        foot=FOOT,
+        name_w=NAME_W,
     )
-    d.text(MARGIN, 26, d.title, size=15, bold=True, anchor="start")
-    d.text(MARGIN, 48, told, size=12, anchor="start")
-    with d.shifted(MARGIN, 64):
-        draw_schedule(d, ops, scale)
-    x, y = MARGIN + NAME_W, 64 + height + 16
-    d.text(MARGIN, y + 4, "time", size=12, anchor="start")
-    d.arrow((x, y), (x + WIDE, y), stroke=INK)
-    words = "Rank 0's step; the others do the same. Numbers are units. Hatched: sent. "
-    words += "A unit takes memory as soon as its all-gather is launched."
-    d.text(x, y + 19, words, size=11, anchor="start", fill=MUTED)
-    return d
-
-
-def _in_words(op: UnitOp) -> str:
-    what = "update" if op.op == "update" else f"{op.op} {op.unit}"
-    return f"{what} from {op.start:.1f} to {op.end:.1f}"
