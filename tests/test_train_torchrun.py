@@ -197,7 +197,7 @@ def test_machines_that_were_told_different_things_say_so(tmp_path):
         errors = [agent.communicate(timeout=120)[1] for agent in agents]
     assert [agent.returncode for agent in agents] == [1, 1]
     for err in errors:
-        assert re.search(r"ValueError: lr is 0\.\d on rank 0 and 0\.\d on rank 1", err)
+        assert re.search(r"ReplicaError: the ranks differ\. --lr is 0\.\d on rank", err)
 
 
 def test_the_readmes_slurm_script_runs(tmp_path):

@@ -33,6 +33,7 @@ from ddp_course.launch.torchrun import (
     leave,
     under_torchrun,
 )
+from ddp_course.mechanisms.agreement import check_same
 from ddp_course.model import PRESETS
 from ddp_course.parallelize import choose_layout
 from ddp_course.train import History, train
@@ -141,24 +142,13 @@ def _one_of_torchruns_ranks(settings: dict[str, Any], file: Path | None) -> None
 
 
 def _agree(settings: dict[str, Any]) -> None:
-    """Raise ValueError, on every rank, if two machines were told different things.
+    """Raise ReplicaError, on every rank, if two machines were told different things.
 
     A folder for checkpoints may differ, as may the disks of two machines.
     """
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, settings)
-    for rank, theirs in enumerate(everybody):
-        for name, value in everybody[0].items():
-            if name != "checkpoint" and theirs[name] != value:
-                raise ValueError(
-                    f"{name} is {value!r} on rank 0 and {theirs[name]!r} on rank "
-                    f"{rank}; start torchrun with the same arguments on every machine"
-                )
-        if (theirs["checkpoint"] is None) != (everybody[0]["checkpoint"] is None):
-            raise ValueError(
-                f"a folder for checkpoints was given on some ranks only: rank 0 has "
-                f"{everybody[0]['checkpoint']!r}, rank {rank} {theirs['checkpoint']!r}"
-            )
+    form = {f"--{name.replace('_', '-')}": repr(v) for name, v in settings.items()}
+    form["--checkpoint"] = "given" if settings["checkpoint"] else "not given"
+    check_same(form, None, None)
 
 
 def _strategy(strategy: str | None, zero: int | None) -> str:

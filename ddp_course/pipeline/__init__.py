@@ -48,38 +48,3 @@ from ddp_course.pipeline.schedule import (
 from ddp_course.pipeline.schedules import SCHEDULES, interleaved, zero_bubble
 from ddp_course.pipeline.simulate import Simulated, simulate
 from ddp_course.pipeline.stages import StagePlan, spine, stage_plan
-
-__all__ = [
-    "SCHEDULES",
-    "Action",
-    "Costs",
-    "Instruction",
-    "NaivePipeline",
-    "Pipeline",
-    "PipelineError",
-    "PipelineParallel",
-    "Program",
-    "Proof",
-    "Runtime",
-    "Schedule",
-    "ScheduleError",
-    "Simulated",
-    "StagePlan",
-    "Timed",
-    "Waiting",
-    "add_messages",
-    "bubble",
-    "check",
-    "gpipe",
-    "interleaved",
-    "layer_costs",
-    "naive",
-    "one_f_one_b",
-    "parse",
-    "partition",
-    "play",
-    "simulate",
-    "spine",
-    "stage_plan",
-    "zero_bubble",
-]

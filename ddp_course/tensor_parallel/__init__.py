@@ -40,23 +40,3 @@ from ddp_course.tensor_parallel.vocabulary import (
     VocabParallelEmbedding,
     vocab_parallel_cross_entropy,
 )
-
-__all__ = [
-    "ColumnParallelLinear",
-    "NaiveModelParallel",
-    "NaiveParallelMLP",
-    "ParallelMLP",
-    "RowParallelLinear",
-    "SequenceParallelLayerNorm",
-    "TensorParallelGPT",
-    "VocabParallelEmbedding",
-    "copy_to_group",
-    "gather_from_group",
-    "gather_sequence",
-    "parallel_rng",
-    "reduce_from_group",
-    "scatter_sequence",
-    "split_to_group",
-    "tensor_parallel",
-    "vocab_parallel_cross_entropy",
-]
