@@ -26,6 +26,8 @@ parallel region, and an all-gather where one enters the next. Chapter 09.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -189,6 +191,7 @@ def tensor_parallel(
     group: dist.ProcessGroup | None = None,
     *,
     sequence_parallel: bool = False,
+    all_reduce: Callable[..., Any] | None = None,
     in_shared_memory: bool = False,
 ) -> TensorParallelGPT:
     """Return this rank's part of `model`, to be called and trained like the whole.
@@ -200,6 +203,8 @@ def tensor_parallel(
         model: a plain GPT, on the CPU or on this rank's GPU.
         group: the ranks that share it; None are all.
         sequence_parallel: cut norms and residuals along the sequence, too.
+        all_reduce: called as `all_reduce(tensor, op, group=..., async_op=...)`; if
+            `async_op`, what it returns has a `wait()`. None is PyTorch's.
         in_shared_memory: exchange nothing by messages, all through memory that the
             ranks of one machine share; on the CPU only.
 
@@ -207,23 +212,25 @@ def tensor_parallel(
     cannot be cut so. As torch.distributed.tensor.parallel.parallelize_module. Chapter
     09.
     """
-    problem = _problem_with(model, group, in_shared_memory)
+    problem = _problem_with(model, group, all_reduce, in_shared_memory)
     form = {}
     if not problem:
         form = form_of(
             model,
             config=model.config,
             sequence_parallel=bool(sequence_parallel),
+            all_reduce=getattr(all_reduce, "__module__", None),
             in_shared_memory=bool(in_shared_memory),
         )
         form |= {f"numbers of {n}": digest(p) for n, p in model.named_parameters()}
     check_same(form, problem, group)
-    exchange = MemoryExchange if in_shared_memory else MessageExchange
+    messages = partial(MessageExchange, all_reduce=all_reduce)
+    exchange = MemoryExchange if in_shared_memory else messages
     return TensorParallelGPT(model, exchange(group), sequence_parallel)
 
 
 def _problem_with(
-    model: Any, group: dist.ProcessGroup | None, in_shared_memory: bool
+    model: Any, group: dist.ProcessGroup | None, all_reduce: Any, in_shared_memory: bool
 ) -> str | None:
     """Return why this cannot be done, or None."""
     if not isinstance(model, GPT) or isinstance(model, TensorParallelGPT):
@@ -235,6 +242,8 @@ def _problem_with(
     if len(devices) > 1:
         on = ", ".join(sorted(devices))
         return f"the model is on {on}; it must be on one device"
+    if in_shared_memory and all_reduce is not None:
+        return "all_reduce and in_shared_memory are both given; it can be one of them"
     return memory_problem(group, devices) if in_shared_memory else None
 
 
