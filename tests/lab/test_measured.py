@@ -14,31 +14,11 @@ from matplotlib.colors import to_hex  # noqa: E402
 
 from ddp_course.lab import rank_color  # noqa: E402
 from ddp_course.lab.draw.per_rank import plot_bytes  # noqa: E402
-from ddp_course.lab.draw.sizes import (  # noqa: E402
-    plot_fit,
-    plot_sizes,
-    size_name,  # noqa: E402
-)
-from ddp_course.lab.palette import RANK_COLORS  # noqa: E402
+from ddp_course.lab.draw.sizes import plot_fit, size_name  # noqa: E402
 
 SIZES = [2**k for k in range(10, 27, 2)]
-CURVES = {
-    name: {size: alpha + beta * size for size in SIZES}
-    for name, alpha, beta in [
-        ("naive", 3e-4, 2.4e-9),
-        ("tree", 2e-4, 1.6e-9),
-        ("ring", 4e-4, 5.5e-10),
-        ("gloo", 2.5e-4, 6e-10),
-        ("shared memory", 5e-5, 2.2e-10),
-    ]
-}
-LIMITS = {"memory": 12 * 2**30, "loopback": 3 * 2**30}
 BYTES = {"naive": [3, 1, 1, 1], "ring": [Fraction(3, 2)] * 4}
 FIGURES = {
-    "sizes": lambda: plot_sizes(CURVES, LIMITS, 1.5),
-    "one curve": lambda: plot_sizes({"ring": CURVES["ring"]}),
-    "one size": lambda: plot_sizes({"ring": {1024: 1e-3}}),
-    "close curves": lambda: plot_sizes({f"gl {k}": CURVES["ring"] for k in range(9)}),
     "fit": lambda: plot_fit(SIZES, [1e-4 + 1e-9 * n for n in SIZES], lambda n: 1e-4),
     "bytes": lambda: plot_bytes(BYTES, BYTES),
 }
@@ -54,47 +34,10 @@ def test_texts_do_not_overlap_and_nothing_is_left_behind(name, capsys):
 # Times against sizes.
 
 
-def test_both_panels_show_every_curve_in_its_unit():
-    times, rates = plot_sizes(CURVES, busbw_factor=1.5).axes
-    for axes in (times, rates):
-        assert [line.get_label() for line in axes.lines] == list(CURVES)
-        assert axes.get_xscale() == axes.get_yscale() == "log"
-        assert {text.get_text() for text in axes.texts} == set(CURVES)
-    ring = list(CURVES).index("ring")
-    at = CURVES["ring"][1024]
-    assert times.lines[ring].get_xydata()[0] == pytest.approx([1024, at * 1e3])
-    rate = 1024 * 1.5 / at / 2**30
-    assert rates.lines[ring].get_xydata()[0] == pytest.approx([1024, rate])
-    assert times.get_ylabel() == "time [ms]"
-    assert rates.get_ylabel() == "bus bandwidth [GiB/s]"
-
-
-def test_no_two_curves_look_the_same_and_none_like_a_rank():
-    times, _ = plot_sizes(CURVES).axes
-    looks = [
-        (line.get_marker(), str(line._dash_pattern), line.get_color())
-        for line in times.lines
-    ]
-    assert len(set(looks)) == len(CURVES)
-    assert not {color for *_, color in looks} & set(RANK_COLORS)
-    assert len({marker for marker, *_ in looks}) == len(CURVES)
-    widths = {line.get_label(): line.get_linewidth() for line in times.lines}
-    assert max(widths, key=widths.get) == "shared memory"  # the fastest of ours
-    assert sorted(widths, key=widths.get)[-2] == "gloo"
-
-
-def test_limits_are_lines_with_names():
-    _, rates = plot_sizes(CURVES, LIMITS).axes
-    lines = [line for line in rates.lines if len(set(line.get_ydata())) == 1]
-    assert [line.get_ydata()[0] for line in lines] == [12, 3]
-    assert {"memory", "loopback"} <= {text.get_text() for text in rates.texts}
-    assert rates.get_ylim()[1] > 12
-
-
 def test_sizes_are_written_with_their_unit():
     names = [size_name(n) for n in (8, 1024, 65536, 2**20, 3 * 2**29, 2**40)]
     assert names == ["8 B", "1 KiB", "64 KiB", "1 MiB", "1.5 GiB", "1.02e+03 GiB"]
-    figure = plot_sizes(CURVES)
+    figure = plot_fit(SIZES, [1e-4] * len(SIZES), lambda n: 1e-4)
     FigureCanvasAgg(figure).draw()
     ticks = [t.get_text() for t in figure.axes[0].get_xticklabels()]
     assert ticks == ["1 KiB", "16 KiB", "256 KiB", "4 MiB", "64 MiB"]
@@ -135,14 +78,6 @@ def test_bytes_are_bars_in_the_ranks_colours():
 @pytest.mark.parametrize(
     ("bad", "says"),
     [
-        (lambda: plot_sizes({}), "0 curves"),
-        (lambda: plot_sizes({f"{k}": {1: 1} for k in range(10)}), "10 curves.* 1 to 9"),
-        (lambda: plot_sizes({"gloo": {1: 1}, "gloo 2": {1: 1}}), "2 of gloo"),
-        (lambda: plot_sizes({"a": {}}), "the curve 'a' has no values"),
-        (lambda: plot_sizes({"a": {0: 1.0}}), "a size of 'a' is 0; .* above 0"),
-        (lambda: plot_sizes({"a": {2048: 0}}), "time of 'a' at 2 KiB is 0; .* above 0"),
-        (lambda: plot_sizes(CURVES, {"memory": -1}), "memory is -1; .* above 0"),
-        (lambda: plot_sizes(CURVES, busbw_factor=0), "busbw_factor is 0; .* above 0"),
         (lambda: plot_fit([1, 2], [1], abs), "2 sizes, 1 times"),
         (lambda: plot_fit([], [], abs), "0 sizes, 0 times"),
         (lambda: plot_fit([1], [float("nan")], abs), "the time of 1 B is nan"),

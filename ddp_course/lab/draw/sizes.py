@@ -1,112 +1,19 @@
-"""Figures of what the meters of chapters 02 and 03 recorded: times and bytes."""
+"""The figure of a fit: measured times against sizes, and a model's line."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ddp_course.lab.draw.plots import style
-from ddp_course.lab.palette import INK, MUTED, PANEL_EDGE
+from ddp_course.lab.palette import INK, MUTED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-GIB, MS = 2**30, 1e3
-# Colours are for ranks: algorithms differ in marker and dashes. The first two looks are
-# for the fastest of ours and for gloo, which stand out from the others.
-FASTEST = {"color": INK, "linewidth": 2.6, "marker": "o", "linestyle": "-", "zorder": 4}
-GLOO = {
-    "color": INK, "linewidth": 1.8, "linestyle": (0, (4, 2)), "zorder": 3,
-    "marker": "s", "markerfacecolor": "white", "markersize": 7,
-}  # fmt: skip
-OTHERS = [
-    {"color": "#7A828D", "linewidth": 1.3, "marker": marker, "linestyle": dashes}
-    for marker, dashes in zip(
-        "^vD*XP<>", ["-", (0, (1, 1.5)), "--", "-."] * 2, strict=True
-    )
-]
-
-
-def plot_sizes(
-    curves: Mapping[str, Mapping[int, float]],
-    limits: Mapping[str, float] | None = None,
-    busbw_factor: float = 1.0,
-) -> Figure:
-    """Draw time and bus bandwidth against the size of the tensor, for each algorithm.
-
-    `curves` maps a name to {bytes: seconds}. A name with "gloo" in it is drawn dashed,
-    and of the others the one which is fastest at the largest size is drawn bold.
-    `limits` are bandwidths in bytes per second, drawn as horizontal lines.
-    `busbw_factor` is that of `theory.bus_factor`. Raises ValueError for too few
-    or too many curves, and for what is not above 0.
-    """
-    import matplotlib
-    from matplotlib import pyplot
-
-    limits = dict(limits or {})
-    _check_curves(curves)
-    for name, limit in {"busbw_factor": busbw_factor, **limits}.items():
-        _check_positive(name, limit)
-    looks = _looks(curves)
-    with matplotlib.rc_context():
-        style()
-        figure, panels = pyplot.subplots(1, 2, figsize=(10.5, 4), layout="constrained")
-        ends: list[dict[str, tuple[float, float]]] = [{}, {}]
-        for name, times in curves.items():
-            sizes = sorted(times)
-            seconds = [times[size] for size in sizes]
-            rates = [
-                n * busbw_factor / s / GIB for n, s in zip(sizes, seconds, strict=True)
-            ]
-            for axes, ys, end in zip(
-                panels, ([s * MS for s in seconds], rates), ends, strict=True
-            ):
-                axes.plot(sizes, ys, label=name, **looks[name])
-                end[name] = sizes[-1], ys[-1]
-        every = [size for times in curves.values() for size in times]
-        for axes, label in zip(
-            panels, ("time [ms]", "bus bandwidth [GiB/s]"), strict=True
-        ):
-            axes.set_ylabel(label)
-            log_log(axes, every)
-        _draw_limits(panels[1], limits)
-        for axes, end in zip(panels, ends, strict=True):
-            _label_ends(axes, end)
-    pyplot.close(figure)
-    return figure
-
-
-def _looks(curves: Mapping[str, Mapping[int, float]]) -> dict[str, dict]:
-    """Choose how each curve is drawn."""
-    ours = [name for name in curves if "gloo" not in name.lower()]
-    fastest = min(ours, key=lambda n: _rate(curves[n]), default=None)
-    others = iter(OTHERS)
-    return {
-        name: FASTEST if name == fastest else GLOO if name not in ours else next(others)
-        for name in curves
-    }
-
-
-def _rate(times: Mapping[int, float]) -> tuple[int, float]:
-    return -max(times), times[max(times)]
-
-
-def _check_curves(curves: Mapping[str, Mapping[int, float]]) -> None:
-    gloo = sum("gloo" in name.lower() for name in curves)
-    most = len(OTHERS) + 1 + gloo
-    if not 1 <= len(curves) <= most or gloo > 1:
-        raise ValueError(
-            f"{len(curves)} curves, {gloo} of gloo; 1 to {len(OTHERS) + 1} and one of "
-            "gloo can be told apart"
-        )
-    for name, times in curves.items():
-        if not times:
-            raise ValueError(f"the curve {name!r} has no values")
-        for size, seconds in times.items():
-            _check_positive(f"a size of {name!r}", size)
-            _check_positive(f"the time of {name!r} at {size_name(size)}", seconds)
+MS = 1e3
 
 
 def _check_positive(name: str, value: float) -> None:
@@ -140,53 +47,6 @@ def log_log(axes: Axes, sizes: Sequence[float]) -> None:
     axes.set_xlabel("size of the tensor")
     axes.grid(axis="y", color="#E3E6EA", linewidth=0.8)
     axes.set_axisbelow(True)
-
-
-def _draw_limits(axes: Axes, limits: Mapping[str, float]) -> None:
-    """Draw each limit as a line with its name; the lowest has it below the line."""
-    lowest = min(limits.values(), default=0)
-    for name, limit in limits.items():
-        axes.axhline(limit / GIB, color=MUTED, linewidth=1.2, linestyle=(0, (6, 3)))
-        under = limit == lowest and len(limits) > 1
-        axes.annotate(
-            name,
-            (0.02, limit / GIB),
-            xycoords=axes.get_yaxis_transform(),
-            xytext=(0, -3 if under else 3),
-            textcoords="offset points",
-            va="top" if under else "bottom",
-            fontsize=9,
-            color=MUTED,
-        )
-    if limits:
-        bottom, top = axes.get_ylim()
-        axes.set_ylim(bottom, max(top, 1.6 * max(limits.values()) / GIB))
-
-
-def _label_ends(axes: Axes, ends: Mapping[str, tuple[float, float]]) -> None:
-    """Write each curve's name to the right of its end, moved apart where needed."""
-    bottom, top = map(math.log, axes.get_ylim())
-    axes.set_ylim(*axes.get_ylim())  # stay as it is
-    step = 0.068
-    heights = {n: (math.log(y) - bottom) / (top - bottom) for n, (_, y) in ends.items()}
-    order = sorted(ends, key=lambda name: heights[name])
-    places: list[float] = []
-    for name in order:
-        least = places[-1] + step if places else 0.0
-        places.append(max(heights[name], least))
-    for i in reversed(range(len(places))):  # not above the top
-        places[i] = min(places[i], 1 - step * (len(places) - 1 - i))
-    for name, place in zip(order, places, strict=True):
-        axes.annotate(
-            name,
-            ends[name],
-            xytext=(1.07, place),
-            textcoords="axes fraction",
-            va="center",
-            fontsize=9,
-            arrowprops={"arrowstyle": "-", "color": PANEL_EDGE, "linewidth": 0.8,
-                        "shrinkA": 1, "shrinkB": 4},
-        )  # fmt: skip
 
 
 def plot_fit(
