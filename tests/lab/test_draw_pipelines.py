@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 from drawings import elements, fills, problems, words
 
-from ddp_course.lab import rank_color
+from ddp_course.lab import explore, gallery, rank_color
 from ddp_course.lab.draw.lanes import BLOCK, LOWER, PALER, PLOT_W, SAMPLE
 from ddp_course.lab.draw.pipeline_timeline import pipeline_timeline, who_works
 from ddp_course.lab.draw.schedule_view import equal_costs, named, schedule_view
@@ -271,3 +271,11 @@ def test_who_works_tells_forward_from_backward_and_who_waits():
 def test_what_cannot_be_drawn(bad, says):
     with pytest.raises(ValueError, match=says):
         bad()
+
+
+def test_sliders_and_galleries():
+    controls = {"ranks": (1, 8), "microbatches": (1, 16), "stages_per_rank": (1, 4)}
+    view = explore(schedule_view, schedule=list(SCHEDULES), **controls)
+    assert view.children[-1].value.startswith("<svg")
+    drawing = gallery(schedule_view, [{"schedule": s} for s in ("gpipe", "1f1b")])
+    assert list(problems(drawing)) == []

@@ -88,6 +88,30 @@ class CutProduct:
         return [after for term, after in pairs if term == "@"]
 
 
+TERMS = {  # how -> what is read from the left: matrices and their cuts, and messages
+    "column": "X whole, @, W column, =, Y column",
+    "row": "X column, @, W row, =, Y sum, all-reduce, Y whole",
+    "column then row": (
+        "X whole, @, A column, GELU, Z column, @, B row, =, Y sum, all-reduce, Y whole"
+    ),
+    "column then column": (
+        "X whole, @, A column, GELU, Z column, all-gather, Z whole, @, B column, =, "
+        "Y column, all-gather, Y whole"
+    ),
+}
+# The gradients that are summed in backward: each rank's columns give a part of them.
+SUMMED = {"column": "X", "row": "", "column then row": "X", "column then column": "ZX"}
+SHAPES = {  # of one product; of two, Y has the shape of X
+    "X": ("rows", "inner"),
+    "W": ("inner", "columns"),
+    "A": ("inner", "columns"),
+    "Z": ("rows", "columns"),
+    "B": ("columns", "inner"),
+    "Y": ("rows", "columns"),
+}
+HOW = tuple(TERMS)
+
+
 def cut_product(
     rows: int = 128,
     inner: int = 144,
@@ -104,74 +128,31 @@ def cut_product(
     dimension that cannot be cut into equal parts. Source: Shoeybi et al. 2019
     (Megatron-LM), section 3. Chapter 09.
     """
-    for name, value in (("rows", rows), ("inner", inner), ("columns", columns)):
+    numbers = {"rows": rows, "inner": inner, "columns": columns}
+    for name, value in numbers.items():
         count(name, value, 1)
     count("ranks", ranks, 1, MOST_RANKS)
     if how not in HOW:
         raise ValueError(f"how is {how!r}; it can be {', '.join(map(repr, HOW))}")
-    make, cuts = HOW[how]
-    for name, value in (("inner", inner), ("columns", columns)):
-        if name in cuts and value % ranks:
+    shapes = SHAPES | ({"Y": SHAPES["X"]} if "then" in how else {})
+    terms: list[Matrix | Message | str] = []
+    for word in TERMS[how].split(", "):
+        name, _, cut = word.partition(" ")
+        if not cut:
+            last = terms[-1]
+            sent = isinstance(last, Matrix) and word in ALGORITHMS
+            terms.append(Message(word, last.name, last.nbytes) if sent else word)
+            continue
+        dims = dict(zip(("row", "column"), shapes[name], strict=True))
+        dim = dims.get(cut, "")
+        if numbers.get(dim, 0) % ranks:
             raise ValueError(
-                f"{name} is {value}; {ranks} ranks need a multiple of {ranks} to share "
-                f"it {how!r}"
+                f"{dim} is {numbers[dim]}; {ranks} ranks need a multiple of {ranks} to "
+                f"share it {how!r}"
             )
-    terms, gradients = make(rows, inner, columns)
-    return CutProduct(how, ranks, terms, gradients)
-
-
-Made = tuple[tuple[Matrix | Message | str, ...], tuple[Message, ...]]
-
-
-def _column(rows: int, inner: int, columns: int) -> Made:
-    x = Matrix("X", rows, inner, "whole")
-    w = Matrix("W", inner, columns, "column")
-    y = Matrix("Y", rows, columns, "column")
-    return (x, "@", w, "=", y), (_sum_of_gradients(x),)
-
-
-def _row(rows: int, inner: int, columns: int) -> Made:
-    x = Matrix("X", rows, inner, "column")
-    w = Matrix("W", inner, columns, "row")
-    y = Matrix("Y", rows, columns, "sum")
-    return (x, "@", w, "=", y, *_everywhere(y)), ()
-
-
-def _column_then_row(rows: int, inner: int, columns: int) -> Made:
-    x = Matrix("X", rows, inner, "whole")
-    a = Matrix("A", inner, columns, "column")
-    z = Matrix("Z", rows, columns, "column")
-    b = Matrix("B", columns, inner, "row")
-    y = Matrix("Y", rows, inner, "sum")
-    terms = x, "@", a, "GELU", z, "@", b, "=", y, *_everywhere(y)
-    return terms, (_sum_of_gradients(x),)
-
-
-def _column_then_column(rows: int, inner: int, columns: int) -> Made:
-    x = Matrix("X", rows, inner, "whole")
-    a = Matrix("A", inner, columns, "column")
-    z = Matrix("Z", rows, columns, "column")
-    b = Matrix("B", columns, inner, "column")
-    y = Matrix("Y", rows, inner, "column")
-    terms = x, "@", a, "GELU", z, *_everywhere(z), "@", b, "=", y, *_everywhere(y)
-    return terms, (_sum_of_gradients(z), _sum_of_gradients(x))
-
-
-def _everywhere(matrix: Matrix) -> tuple[Message, Matrix]:
-    """Return the message after which all ranks have all of `matrix`, and that."""
-    op = "all-reduce" if matrix.cut == "sum" else "all-gather"
-    whole = Matrix(matrix.name, matrix.rows, matrix.columns, "whole")
-    return Message(op, matrix.name, matrix.nbytes), whole
-
-
-def _sum_of_gradients(x: Matrix) -> Message:
-    """Return what backward sends: each rank's columns give a part of the gradient."""
-    return Message("all-reduce", f"{x.name}'s gradient", x.nbytes)
-
-
-HOW = {  # how -> the function that makes it, and which dimensions are cut
-    "column": (_column, ("columns",)),
-    "row": (_row, ("inner",)),
-    "column then row": (_column_then_row, ("columns",)),
-    "column then column": (_column_then_column, ("inner", "columns")),
-}
+        terms.append(Matrix(name, *(numbers[dim] for dim in shapes[name]), cut))
+    sizes = {term.name: term.nbytes for term in terms if isinstance(term, Matrix)}
+    backward = [
+        Message("all-reduce", f"{name}'s gradient", sizes[name]) for name in SUMMED[how]
+    ]
+    return CutProduct(how, ranks, tuple(terms), tuple(backward))

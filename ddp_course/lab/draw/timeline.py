@@ -31,7 +31,7 @@ def timeline(events: Iterable[Any]) -> Drawing:
     groups = [("", events)]
     if _overlap(events):
         groups = [("", [e for e in events if not communicates(e)])]
-        groups += [(" sends", [e for e in events if communicates(e)])]
+        groups += [("sends", [e for e in events if communicates(e)])]
     lanes = []
     for rank in sorted({e.rank for e in events}):
         for name, some in groups:
@@ -48,8 +48,8 @@ def block_of(event: Any, first: float, names: Sequence[str] | None = None) -> Bl
     look = "B" if "backward" in event.op else "F"
     look = "sent" if communicates(event) else "waits" if waits else look
     times = (event.start - first) * 1e3, (event.end - first) * 1e3
-    names = (event.op,) if names is None else tuple(names)
-    return Block(*times, look, names, alt=names[0] if names else event.op)
+    names = (event.op, event.op.rpartition(".")[2]) if names is None else names
+    return Block(*times, look, tuple(names), alt=(*names, event.op)[0])
 
 
 def communicates(event: Any) -> bool:

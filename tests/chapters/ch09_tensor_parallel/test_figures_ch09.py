@@ -19,9 +19,7 @@ from ddp_course.chapters.ch09_tensor_parallel.figures import cut_products
 from ddp_course.chapters.ch09_tensor_parallel.matrix_cut import CutPicture, matrix_cut
 from ddp_course.lab import explore, gallery, rank_color
 from ddp_course.lab.draw.drawing import Drawing
-from ddp_course.lab.draw.schedule_view import schedule_view
 from ddp_course.lab.palette import WHOLE
-from ddp_course.pipeline.schedules import SCHEDULES
 
 SHAPES = [
     (128, 144, 576, 2), (128, 144, 576, 4), (8, 8, 8, 8), (1, 3, 300, 3),
@@ -243,11 +241,6 @@ def test_sliders_and_galleries():
     view = explore(matrix_cut, how=list(HOW), **controls)
     assert view.children[-1].value.startswith("<svg")
     drawing = gallery(matrix_cut, [{"how": how} for how in ("column", "row")])
-    assert list(problems(drawing)) == []
-    controls = {"ranks": (1, 8), "microbatches": (1, 16), "stages_per_rank": (1, 4)}
-    view = explore(schedule_view, schedule=list(SCHEDULES), **controls)
-    assert view.children[-1].value.startswith("<svg")
-    drawing = gallery(schedule_view, [{"schedule": s} for s in ("gpipe", "1f1b")])
     assert list(problems(drawing)) == []
 
 
