@@ -7,6 +7,7 @@ rank imports that module from disk. Results come back as `torch.save` writes the
 
 from __future__ import annotations
 
+import dis
 import functools
 import importlib
 import inspect
@@ -24,6 +25,8 @@ import torch
 from ddp_course.launch.reports import CannotSendError
 
 DEEPEST = 100  # no culprit is looked for below that
+# What the body of a class inside a function names, cloudpickle would leave behind:
+cloudpickle.cloudpickle.GLOBAL_OPS += (dis.opmap["LOAD_NAME"],)
 
 
 class _Pickler(cloudpickle.Pickler):

@@ -390,3 +390,24 @@ def test_what_a_librarys_decorator_made_travels_without_the_library(monkeypatch)
     monkeypatch.setattr(packing, "_Pickler", packing.cloudpickle.Pickler)  # the plant
     with pytest.raises((AttributeError, TypeError)):
         sent(fn)
+
+
+NESTED = """
+from torch.autograd.function import once_differentiable
+def inside():
+    class Twice:
+        @once_differentiable
+        def backward(ctx, gradient):
+            return 2 * gradient
+    return Twice.backward.__name__
+"""
+
+
+def test_what_the_body_of_a_class_inside_a_function_names_goes_along(monkeypatch):
+    assert sent(of_main(NESTED, "inside")) == "backward"
+    plain = packing.cloudpickle.cloudpickle
+    monkeypatch.setattr(plain, "GLOBAL_OPS", plain.GLOBAL_OPS[:-1])  # the plant
+    plain._extract_code_globals_cache.clear()
+    with pytest.raises(NameError):
+        sent(of_main(NESTED, "inside"))
+    plain._extract_code_globals_cache.clear()
