@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from sleeping import send_after_backward
 from torch import Tensor, nn
 from torch.autograd import Variable
 
@@ -234,16 +235,7 @@ class AfterBackward(Ours):
 
     def __init__(self, module: nn.Module, **options) -> None:
         super().__init__(module, **options)
-        engine = self.engine
-        launch, ended = engine._launch_full, engine._backward_has_ended
-        engine._launch_full = lambda: None
-
-        def at_the_end():
-            engine._launch_full = launch
-            ended()
-            engine._launch_full = lambda: None
-
-        engine._backward_has_ended = at_the_end
+        send_after_backward(self.engine)
 
 
 class UnusedIgnored(nn.Module):

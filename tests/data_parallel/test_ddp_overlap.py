@@ -6,10 +6,9 @@ takes no core, and where the link matters it is an emulated one, which waits, to
 
 from __future__ import annotations
 
-import time
-
 import torch
 from ddp_cases import AfterBackward, Flat, Naive, Ours
+from sleeping import SLEEP, Sleeping, check_phases, launched_early
 from torch import nn
 
 from ddp_course.collectives import ring
@@ -17,33 +16,9 @@ from ddp_course.data_parallel.recorded import record_pytorch
 from ddp_course.launch import Link, Links, spawn
 from ddp_course.measure import Event, EventLog, busy, overlap
 
-LAYERS, SLEEP, LATENCY = 5, 0.03, 0.004
+LAYERS, LATENCY = 5, 0.004
 EACH = {"bucket_cap_mb": 1e-5}  # a bucket for each parameter
 SLOW = Links(inside=Link(latency=LATENCY), between=Link(latency=LATENCY))
-
-
-class Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        time.sleep(SLEEP)
-        return gradient
-
-
-class Sleeping(nn.Module):
-    """Layers that compute for SLEEP seconds each in backward, on no core."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(LAYERS))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = Sleep.apply(layer(x))
-        return x
 
 
 def recorded(ddp: nn.Module) -> list[Event]:
@@ -107,12 +82,6 @@ def test_communication_is_hidden_behind_backward():
             assert launched_early(rank[name]) == 0, name
 
 
-def launched_early(events: list[Event]) -> int:
-    """Return how many messages were sent before the last layer's backward was over."""
-    last = max(e.start for e in events if e.lane == "compute" and e.seconds > SLEEP / 2)
-    return sum(e.start < last + SLEEP / 2 for e in events if e.lane == "communication")
-
-
 def test_a_slow_link_is_hidden_and_the_fakes_are_not():
     told = spawn(by_slow_ring, world_size=3, links=SLOW, output="none")
     for rank in told:
@@ -127,12 +96,8 @@ def test_the_events_tell_the_phases():
     (events, *_) = (
         rank["ours"] for rank in spawn(by_slow_ring, world_size=2, output="none")
     )
-    launches = [e for e in events if e.lane == "launch"]
-    assert [e.detail["bucket"] for e in launches] == list(range(LAYERS))
+    computed = check_phases(events, list(range(LAYERS)))
     (wait,) = (e for e in events if e.lane == "wait")
-    computed = [e for e in events if e.lane == "compute" and "bucket" in e.detail]
     assert [e.detail["bucket"] for e in computed] == list(range(LAYERS))
     assert all(e.seconds >= SLEEP for e in computed)
     assert all(e.end <= wait.start for e in computed)
-    for launch, ready in zip(launches, computed, strict=True):
-        assert launch.start >= ready.end  # a bucket is sent when it is full

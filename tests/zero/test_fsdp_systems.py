@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from fsdp_cases import (
     Simple,
     fully_shard,
 )
+from sleeping import Sleep
 from torch import nn
 
 from ddp_course.launch import Link, Links, spawn
@@ -189,18 +189,6 @@ def test_between_steps_each_rank_keeps_its_part_and_the_peak_is_computed(measure
 LAYERS, SLEEP = 4, 0.02
 
 
-class Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        time.sleep(SLEEP)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        time.sleep(SLEEP)
-        return gradient
-
-
 class Sleeping(nn.Module):
     """A layer that computes for SLEEP seconds each way, on no core."""
 
@@ -209,7 +197,7 @@ class Sleeping(nn.Module):
         self.inner = nn.Linear(30, 30)
 
     def forward(self, x):
-        return Sleep.apply(self.inner(x))
+        return Sleep.apply(self.inner(x), SLEEP, SLEEP)
 
 
 def recorded(wrap) -> list:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-import time
 from fractions import Fraction
 
 import pytest
 import torch
 import torch.distributed as dist
+from sleeping import Sleeping, check_phases, launched_early, send_after_backward
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from zero_cases import Naive, Replicated, Stage1, Stage2, of_ending, options, pytorchs
@@ -226,47 +226,14 @@ def test_what_is_sent_is_twice_the_model_and_pytorch_sends_half_as_much_again(me
 
 # ---- what overlaps -------------------------------------------------------------------
 
-LAYERS, SLEEP = 5, 0.03
+LAYERS = 5
 EACH = {"bucket_cap_mb": 1e-5}  # a bucket for each parameter
-
-
-class Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        time.sleep(SLEEP)
-        return gradient
-
-
-class Sleeping(nn.Module):
-    """Layers that compute for SLEEP seconds each in backward, on no core."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(LAYERS))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = Sleep.apply(layer(x))
-        return x
 
 
 def after_backward(*args, **options):
     """Everything is sent when backward has ended, in the same buckets."""
     optimizer = Stage1(*args, **options)
-    engine = optimizer.engine
-    launch, ended = engine._launch_full, engine._backward_has_ended
-    engine._launch_full = lambda: None
-
-    def at_the_end():
-        engine._launch_full = launch
-        ended()
-        engine._launch_full = lambda: None
-
-    engine._backward_has_ended = at_the_end
+    send_after_backward(optimizer.engine)
     return optimizer
 
 
@@ -296,30 +263,20 @@ def recorded() -> dict[str, list]:
     return told
 
 
-def early(events: list) -> int:
-    """Return how many messages were sent before the last layer's backward was over."""
-    last = max(e.start for e in events if e.lane == "compute" and e.seconds > SLEEP / 2)
-    return sum(e.start < last + SLEEP / 2 for e in events if e.lane == "communication")
-
-
 def test_communication_is_hidden_behind_backward():
     late = {"stage 1", "stage 2", "shared", "backwards"}
     for _ in range(6):  # a busy machine may be late with a message
         told = spawn(recorded, world_size=2, output="none")
-        late -= {n for n in late if all(early(r[n]) == LAYERS - 1 for r in told)}
+        late -= {
+            n for n in late if all(launched_early(r[n]) == LAYERS - 1 for r in told)
+        }
         if not late:
             break
     assert not late
     for rank in told:
         for name in ("one bucket", "fake"):
             assert busy(rank[name], "communication") > 0
-            assert early(rank[name]) == 0, name
+            assert launched_early(rank[name]) == 0, name
         assert overlap(rank["fake"], "compute", "communication") == 0
-        launches = [e for e in rank["stage 1"] if e.lane == "launch"]
-        ready = [e for e in rank["stage 1"] if "bucket" in e.detail
-                 and e.lane == "compute"]  # fmt: skip
-        assert [e.detail["bucket"] for e in launches] == list(range(LAYERS))
-        for launch, computed in zip(launches, ready, strict=True):
-            assert launch.start >= computed.end  # a bucket is sent when it is full
-        launches = [e for e in rank["backwards"] if e.lane == "launch"]
-        assert [e.detail["bucket"] for e in launches] == list(range(LAYERS))[::-1]
+        check_phases(rank["stage 1"], list(range(LAYERS)))
+        check_phases(rank["backwards"], list(range(LAYERS))[::-1])

@@ -1,0 +1,73 @@
+"""Models that compute for a while on no core, and an engine that is late."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import nn
+
+from ddp_course.measure import Event
+from ddp_course.mechanisms.engine import Engine
+
+SLEEP = 0.03
+
+
+class Sleep(torch.autograd.Function):
+    """Gives its input on, and takes `forward` and `backward` seconds."""
+
+    @staticmethod
+    def forward(ctx, x, forward: float, backward: float):
+        ctx.seconds = backward
+        time.sleep(forward)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(ctx.seconds)
+        return gradient, None, None
+
+
+class Sleeping(nn.Module):
+    """Layers that compute for SLEEP seconds each in backward."""
+
+    def __init__(self, layers: int = 5) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(layers))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = Sleep.apply(layer(x), 0.0, SLEEP)
+        return x
+
+
+def send_after_backward(engine: Engine) -> None:
+    """Let everything be sent when backward has ended, in the same buckets."""
+    launch, ended = engine._launch_full, engine._backward_has_ended
+    engine._launch_full = lambda: None
+
+    def at_the_end():
+        engine._launch_full = launch
+        ended()
+        engine._launch_full = lambda: None
+
+    engine._backward_has_ended = at_the_end
+
+
+def launched_early(events: list[Event]) -> int:
+    """Return how many messages were sent before the last layer's backward was over."""
+    last = max(e.start for e in events if e.lane == "compute" and e.seconds > SLEEP / 2)
+    return sum(e.start < last + SLEEP / 2 for e in events if e.lane == "communication")
+
+
+def check_phases(events: list[Event], order: list[int]) -> list[Event]:
+    """Assert that buckets are sent in this order, each when it is full.
+
+    Returns the events of computing.
+    """
+    launches = [e for e in events if e.lane == "launch"]
+    computed = [e for e in events if e.lane == "compute" and "bucket" in e.detail]
+    assert [e.detail["bucket"] for e in launches] == order
+    for launch, ready in zip(launches, computed, strict=True):
+        assert launch.start >= ready.end
+    return computed
