@@ -17,12 +17,12 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from ddp_course.mechanisms.agreement import check_along
 from ddp_course.mechanisms.saving import (
     WRITING,
     CheckpointError,
     attempt,
     on_cpu,
-    raise_on_all,
     read,
     seal,
     unsealed,
@@ -153,7 +153,7 @@ class Checkpoints:
     def _newest(self) -> tuple[int, int]:
         """Return the newest step that any rank sees, or -1, and who sees it."""
         problem, step = attempt(self._look)
-        raise_on_all(problem, _everybody())
+        check_along(_everybody(), problem, CheckpointError)
         seen = [step]
         if dist.is_initialized():
             seen = [-1] * dist.get_world_size()

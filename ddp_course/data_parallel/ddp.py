@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from ddp_course.collectives import communicator, shared_memory
@@ -43,6 +43,7 @@ from ddp_course.data_parallel.unused import AllReduceUsed
 from ddp_course.mechanisms.agreement import broadcast_all, start_as_replicas
 from ddp_course.mechanisms.buckets import BUCKET_CAP_MB, FIRST_BUCKET_MB, bucket_plan
 from ddp_course.mechanisms.hooks import on_backward, tensors_in
+from ddp_course.mechanisms.memory_exchange import empty_for_all
 
 
 class DistributedDataParallel(BucketedDistributedDataParallel, Joinable):
@@ -101,7 +102,7 @@ class DistributedDataParallel(BucketedDistributedDataParallel, Joinable):
         Joinable.__init__(self)
         empty = torch.empty
         if buckets_in_shared_memory:
-            empty = functools.partial(_empty_in_shared_memory, group=process_group)
+            empty = empty_for_all(process_group)
         if all_reduce is None:
             in_memory = buckets_in_shared_memory
             all_reduce = shared_memory.all_reduce if in_memory else dist.all_reduce
@@ -268,13 +269,10 @@ def _problem(all_reduce: Any, **caps: float) -> str | None:
     return None
 
 
-def _empty_in_shared_memory(
-    numel: int, dtype: torch.dtype, device: torch.device, group: Any
-) -> Tensor:
-    return shared_memory.empty(numel, dtype=dtype, group=group)
-
-
 def _name_of(function: Any) -> str:
-    return (
-        f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
-    )
+    """Return what tells functions apart, the same in all processes."""
+    if isinstance(function, functools.partial):
+        given = (_name_of(a) if callable(a) else repr(a) for a in function.args)
+        return f"{_name_of(function.func)}({', '.join(given)})"
+    names = (getattr(function, f"__{key}__", "") for key in ("module", "qualname"))
+    return ".".join(names)

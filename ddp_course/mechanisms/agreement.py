@@ -2,6 +2,7 @@
 
     start_as_replicas   a module: its form is compared, and rank 0's numbers are taken
     check_same          whatever else a strategy was given: words, compared
+    check_along         a problem of one rank is raised on all, along several axes
     on_any_rank         flags: which are set on one rank at least
     described, digest   a tensor in words, to be compared
 
@@ -111,6 +112,28 @@ def check_same(
             [dict(pairs) for pairs in comm.exchange(tuple(form.items()))], comm.ranks
         )
     raise ReplicaError(f"{wrong}. Nothing was sent.")
+
+
+def check_along(
+    groups: Sequence[dist.ProcessGroup],
+    problem: str | None,
+    error: type[Exception] | None = None,
+) -> None:
+    """Raise `error`, a ReplicaError unless told, on all ranks along several groups.
+
+    If there is a problem on any of them; who hears of it from one group tells the next,
+    so all raise the same text. Without groups this is the only process.
+    """
+    text = problem or ""
+    if problem and groups:
+        text = f"rank {dist.get_rank()}: {problem}" + ". Nothing was sent." * (
+            not error
+        )
+    for group in groups:
+        texts = communicator(group).exchange(text)
+        text = min((text for text in texts if text), default="")
+    if text:
+        raise (error or ReplicaError)(text)
 
 
 def differences(forms: Sequence[Form], ranks: Sequence[int]) -> str:

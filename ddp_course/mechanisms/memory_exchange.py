@@ -175,6 +175,13 @@ class MemoryExchange(MessageExchange):
         self.comm.agree_now(words)
 
 
+def empty_for_all(group: dist.ProcessGroup | None) -> Callable[..., Tensor]:
+    """Return what makes memory that all ranks see, called as `torch.empty`."""
+    return lambda numel, dtype, device: shared_memory.empty(
+        numel, dtype=dtype, group=group
+    )
+
+
 def memory_problem(group: dist.ProcessGroup | None, devices: set[str]) -> str | None:
     """Return why ranks with models on these devices can share no memory, or None."""
     comm = communicator(group)

@@ -14,16 +14,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ddp_course.collectives import communicator
 from ddp_course.mechanisms.agreement import described
 
 WRITING = ".being-written-"  # how the names of unfinished files and folders begin
@@ -110,9 +108,6 @@ def on_cpu(state: Any) -> Any:
     return state
 
 
-# ---- all ranks hear of it ------------------------------------------------------------
-
-
 def attempt(work: Callable[[], Any]) -> tuple[str, Any]:
     """Do `work`; return why it failed, or "", and what it returned.
 
@@ -122,13 +117,3 @@ def attempt(work: Callable[[], Any]) -> tuple[str, Any]:
         return "", work()
     except (CheckpointError, OSError, RuntimeError) as error:
         return str(error), None
-
-
-def raise_on_all(problem: str, groups: Sequence[dist.ProcessGroup]) -> None:
-    """Raise CheckpointError on all ranks along the groups if one has a problem."""
-    text = f"rank {dist.get_rank()}: {problem}" if problem and groups else problem
-    for group in groups:  # who hears of it from one group tells the next
-        texts = [text for text in communicator(group).exchange(text) if text]
-        text = min(texts, default="")
-    if text:
-        raise CheckpointError(text)

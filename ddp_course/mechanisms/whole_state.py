@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_course.collectives import communicator
-from ddp_course.mechanisms.agreement import TOGETHER, ReplicaError
+from ddp_course.mechanisms.agreement import TOGETHER, check_along
 from ddp_course.mechanisms.placements import (
     Flat,
     Placed,
@@ -161,19 +161,6 @@ def _buffers(module: nn.Module) -> dict[str, Tensor]:
 def groups_before(module: nn.Module) -> tuple[Group, ...]:
     """Return the groups along which a module was divided until now."""
     return getattr(module, "groups", ()) if isinstance(module, WholeState) else ()
-
-
-def check_along(groups: Sequence[Group], problem: str | None) -> None:
-    """Raise ReplicaError on all ranks along the groups if there is a problem on one.
-
-    Who hears of it from one group tells the next, so all raise the same text.
-    """
-    text = f"rank {dist.get_rank()}: {problem}. Nothing was sent." if problem else ""
-    for group in groups:
-        texts = communicator(group).exchange(text)
-        text = min((text for text in texts if text), default="")
-    if text:
-        raise ReplicaError(text)
 
 
 # ---- parts come together -------------------------------------------------------------

@@ -29,13 +29,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_course.collectives import communicator
+from ddp_course.mechanisms.agreement import check_along
 from ddp_course.mechanisms.placements import Flat, placed
 from ddp_course.mechanisms.saving import (
     WRITING,
     CheckpointError,
     attempt,
     on_cpu,
-    raise_on_all,
     read,
     rename,
     seal,
@@ -61,20 +61,20 @@ def save(
     optimizer of something else, and if it cannot be written; what was there stays.
     """
     groups, folder = _groups(sharded), Path(folder).absolute()
-    raise_on_all(_strange(sharded, optimizer), groups)
+    check_along(groups, _strange(sharded, optimizer), CheckpointError)
     first = all(communicator(group).rank == 0 for group in groups)
     begun = attempt(lambda: _begin(folder)) if first else None
     problem, names = from_first(begun, groups)
-    raise_on_all(problem, groups)
+    check_along(groups, problem, CheckpointError)
     unfinished, path = (folder / name for name in names)
     if all(comm.rank == 0 for comm in sharded.comms[1:]):
         state = {"format": FORMAT, "save": names[0], **_own(sharded, optimizer)}
         mine = unfinished / f"rank-{dist.get_rank()}.pt"
         problem, _ = attempt(lambda: write_whole(state, mine))
-    raise_on_all(problem, groups)  # or all ranks have written
+    check_along(groups, problem, CheckpointError)  # or all ranks have written
     if first:
         problem, _ = attempt(lambda: _end(unfinished, path))
-    raise_on_all(problem, groups)
+    check_along(groups, problem, CheckpointError)
 
 
 def load(
@@ -88,10 +88,10 @@ def load(
     holds no such checkpoint, or one of another model or other groups.
     """
     groups, folder = _groups(sharded), Path(folder).absolute()
-    raise_on_all(_strange(sharded, optimizer), groups)
+    check_along(groups, _strange(sharded, optimizer), CheckpointError)
     newest = from_first(max(_saves(folder), default=None), groups)
     problem, found = attempt(lambda: _found(newest or folder, sharded, optimizer))
-    raise_on_all(problem, groups)
+    check_along(groups, problem, CheckpointError)
     states, buffers, options = found
     with torch.no_grad():
         for piece, state in states.items():

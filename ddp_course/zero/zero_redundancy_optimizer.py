@@ -32,6 +32,7 @@ from ddp_course.mechanisms.agreement import check_same, on_any_rank
 from ddp_course.mechanisms.buckets import BUCKET_CAP_MB
 from ddp_course.mechanisms.engine import Engine, LiveBucket, Slot
 from ddp_course.mechanisms.hooks import before_gradient, listeners
+from ddp_course.mechanisms.memory_exchange import empty_for_all
 from ddp_course.mechanisms.placements import clip_grad_norm_
 from ddp_course.zero.arguments import names_of
 from ddp_course.zero.stage1 import ReduceScatter, Zero1
@@ -266,7 +267,9 @@ class ZeroRedundancyOptimizer(Zero1):
         form = {"argument buckets_in_shared_memory": repr(buckets_in_shared_memory)}
         check_same(form, None, process_group)
         self.of = shared_memory if buckets_in_shared_memory else collectives
-        empty = shared_empty(process_group) if buckets_in_shared_memory else torch.empty
+        empty = (
+            empty_for_all(process_group) if buckets_in_shared_memory else torch.empty
+        )
         of_group = process_group, self.of.reduce_scatter_single, empty
         options = {"bucket_cap_mb": bucket_cap_mb, **defaults}
         options["ending"] = self.ending_class(*of_group)
@@ -382,13 +385,6 @@ class ShardedGradientOptimizer(ZeroRedundancyOptimizer, Zero2):
         """Bring the shards of the parameters together again."""
         super().share_parameters()
         self.ending.stepped = True
-
-
-def shared_empty(group: dist.ProcessGroup | None) -> Callable[..., Tensor]:
-    """Return what makes memory that all ranks see: on the CPU, whatever the device."""
-    return lambda numel, dtype, device: shared_memory.empty(
-        numel, dtype=dtype, group=group
-    )
 
 
 # ---- does anything else average these gradients, too? --------------------------------

@@ -68,7 +68,7 @@ def constructions(odd: bool) -> dict:
         ),
         "all_reduce": (
             lambda: Ours(nn.Linear(3, 3), all_reduce=ring.all_reduce if odd else None),
-            "*argument all_reduce is*all_reduce*on ranks 0, 2*ring.all_reduce*rank 1*",
+            "*argument all_reduce is*all_reduce*on ranks 0, 2*(*ring*rank 1*",
         ),
         "no module": (
             lambda: Ours([] if odd else nn.Linear(3, 3)),
