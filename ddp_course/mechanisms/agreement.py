@@ -124,11 +124,9 @@ def check_along(
     If there is a problem on any of them; who hears of it from one group tells the next,
     so all raise the same text. Without groups this is the only process.
     """
-    text = problem or ""
-    if problem and groups:
-        text = f"rank {dist.get_rank()}: {problem}" + ". Nothing was sent." * (
-            not error
-        )
+    text = f"{problem}{'' if error else '. Nothing was sent.'}" if problem else ""
+    if text and groups:
+        text = f"rank {dist.get_rank()}: {text}"
     for group in groups:
         texts = communicator(group).exchange(text)
         text = min((text for text in texts if text), default="")

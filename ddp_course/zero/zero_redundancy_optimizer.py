@@ -266,10 +266,9 @@ class ZeroRedundancyOptimizer(Zero1):
     ) -> None:
         form = {"argument buckets_in_shared_memory": repr(buckets_in_shared_memory)}
         check_same(form, None, process_group)
-        self.of = shared_memory if buckets_in_shared_memory else collectives
-        empty = (
-            empty_for_all(process_group) if buckets_in_shared_memory else torch.empty
-        )
+        self.of, empty = collectives, torch.empty
+        if buckets_in_shared_memory:
+            self.of, empty = shared_memory, empty_for_all(process_group)
         of_group = process_group, self.of.reduce_scatter_single, empty
         options = {"bucket_cap_mb": bucket_cap_mb, **defaults}
         options["ending"] = self.ending_class(*of_group)
