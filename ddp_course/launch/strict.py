@@ -53,6 +53,7 @@ ROOM = 2048  # bytes of a note: what one rank shows another before a call
 GROUP, PAIR = 0, 2  # gloo's tags for the stream of a group, or of two ranks: of notes,
 DATA = 1  # and that much more of messages
 MOMENT = 0.3  # seconds that a rank which found a mistake leaves the others to see it
+BATCH = dist.batch_isend_irecv.__code__
 OPERATIONS = ("SUM", "AVG", "MIN", "MAX", "PRODUCT", "PREMUL_SUM")
 # A process group's method: what it is called in torch.distributed; the argument whose
 # tensors must have the same types and counts on all ranks.
@@ -138,9 +139,10 @@ class StrictWork(dist._Work):
         while not self.done.wait(min(SLICE, limit)):
             head = self.stream.head  # what all are waiting for
             if time.monotonic() - start > limit:
+                late = ", ".join(f"rank {rank}" for rank in head.late) or "its data"
                 raise StrictError(
-                    f"{head.told} has waited {limit:g} s for rank {head.late}, in the "
-                    f"group of ranks {group.ranks}"
+                    f"{head.told} has waited {limit:g} s for {late}, in the group of "
+                    f"ranks {group.ranks}"
                 )
             if threading.current_thread() is threading.main_thread():
                 watch = watch or group.watch()
@@ -380,7 +382,7 @@ def _batch_of_the_caller() -> tuple[list[dist.P2POp], dist.P2POp] | None:
     """
     frame = sys._getframe(2)
     while frame is not None:
-        if frame.f_code is dist.batch_isend_irecv.__code__:
+        if frame.f_code is BATCH:
             return frame.f_locals["p2p_op_list"], frame.f_locals["p2p_op"]
         frame = frame.f_back
     return None
