@@ -217,7 +217,11 @@ def _use_mini_ddp(mini_ddp: Callable) -> list[dict[str, Any]]:
             sum(parts).backward()
         told.append(_launches(events) | _means([w.grad for w in weights], step, n))
         calls = [call.op for call in torchs.calls]
-        told[-1] |= {"case": f"in step {step}", "alone": not calls, "other": calls[:1]}
+        told[-1] |= {
+            "case": f"in step {step}",
+            "alone": not calls,
+            "other": (calls or [""])[0],
+        }
     return told
 
 

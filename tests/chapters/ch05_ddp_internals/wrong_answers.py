@@ -247,15 +247,13 @@ def no_hooks(buckets, launch, at_the_end):
 # accumulate
 
 
-def _weighted(ddp, microbatches, quiet):
-    """Return what `quiet(k, last)` makes of it: right, but for what it says."""
+def _weighted(ddp, microbatches, quiet=lambda k, last: not last, weight=None):
+    """Return what `quiet(k, last)` and `weight(x)` make of it; else it is right."""
     rows = sum(len(x) for x, _ in microbatches)
     for k, (x, y) in enumerate(microbatches):
-        if quiet(k, k == len(microbatches) - 1):
-            with ddp.no_sync():
-                (ddp(x, y) * len(x) / rows).backward()
-        else:
-            (ddp(x, y) * len(x) / rows).backward()
+        last, share = k == len(microbatches) - 1, len(x) / rows
+        with ddp.no_sync() if quiet(k, last) else torch.enable_grad():
+            (ddp(x, y) * (weight(x) if weight else share)).backward()
 
 
 def always_sends(ddp, microbatches):
@@ -281,17 +279,11 @@ def backward_alone_inside(ddp, microbatches):
 
 
 def mean_of_means(ddp, microbatches):
-    for k, (x, y) in enumerate(microbatches):
-        loss = ddp.no_sync() if k < len(microbatches) - 1 else torch.enable_grad()
-        with loss:
-            (ddp(x, y) / len(microbatches)).backward()
+    _weighted(ddp, microbatches, weight=lambda x: 1 / len(microbatches))
 
 
 def the_sum_of_all(ddp, microbatches):
-    for k, (x, y) in enumerate(microbatches):
-        where = ddp.no_sync() if k < len(microbatches) - 1 else torch.enable_grad()
-        with where:
-            ddp(x, y).backward()
+    _weighted(ddp, microbatches, weight=lambda x: 1)
 
 
 def forgets_the_others(ddp, microbatches):
@@ -315,7 +307,7 @@ def one_backward(ddp, microbatches):
 
 
 def averages_by_hand(ddp, microbatches):
-    _weighted(ddp, microbatches, lambda k, last: not last)
+    _weighted(ddp, microbatches)
     for p in ddp.parameters():
         if p.requires_grad:
             dist.all_reduce(p.grad)
@@ -436,18 +428,12 @@ def takes_them_out(ddp, microbatches):
 
 def divides_by_the_ranks(ddp, microbatches):
     rows = sum(len(x) for x, _ in microbatches) * dist.get_world_size()
-    for k, (x, y) in enumerate(microbatches):
-        where = ddp.no_sync() if k < len(microbatches) - 1 else torch.enable_grad()
-        with where:
-            (ddp(x, y) * len(x) / rows).backward()
+    _weighted(ddp, microbatches, weight=lambda x: len(x) / rows)
 
 
 def as_if_all_were_like_the_first(ddp, microbatches):
     rows = len(microbatches[0][0]) * len(microbatches)
-    for k, (x, y) in enumerate(microbatches):
-        where = ddp.no_sync() if k < len(microbatches) - 1 else torch.enable_grad()
-        with where:
-            (ddp(x, y) * len(x) / rows).backward()
+    _weighted(ddp, microbatches, weight=lambda x: len(x) / rows)
 
 
 def ten_at_most(ddp, microbatches):
