@@ -85,14 +85,13 @@ def draw_runs(
     label: str,
     long: float,
     *,
-    start: float = 0.0,
     legend: Mapping[str, str] | None = None,
     name_w: float = NAME_W,
     says: str = "",
     head: tuple[float, Callable[[Drawing], None]] | None = None,
     foot: str = "",
 ) -> Drawing:
-    """Draw runs below each other on one axis, from `start` to `start + long`.
+    """Draw runs below each other on one axis, from 0 to `long`.
 
     `label` is the axis', with the unit of the blocks' times. `legend` maps looks to
     words; those that occur are shown. `says` stands below the title, `foot` at the
@@ -125,10 +124,10 @@ def draw_runs(
             d.text(beside, y - 10, run.says, size=12, anchor="start", fill=MUTED)
         for lane in run.lanes:
             with d.shifted(MARGIN, y):
-                _draw_lane(d, lane, run.lane_height, name_w, start, scale)
+                _draw_lane(d, lane, run.lane_height, name_w, scale)
             y += run.lane_height + LANE_GAP
         y += RUN_GAP - LANE_GAP
-    draw_axis(d, left, y - 6, PLOT_W, long, label, start)
+    draw_axis(d, left, y - 6, PLOT_W, long, label)
     if legend:
         _draw_legend(d, y + 56, lanes, legend)
     if foot:
@@ -154,7 +153,7 @@ def in_words(run: Run) -> str:
 
 
 def _draw_lane(
-    d: Drawing, lane: Lane, high: float, name_w: float, start: float, scale: float
+    d: Drawing, lane: Lane, high: float, name_w: float, scale: float
 ) -> None:
     """Draw a lane; (0, 0) is left of its name."""
     name = (high - BLOCK) / 2
@@ -163,7 +162,7 @@ def _draw_lane(
         d.block(0, name, 54, BLOCK, lane.name, fill=color, size=12)
     else:
         d.text(0, name + 15, lane.name, size=12, anchor="start")
-    for left, right, block in _visible(lane.blocks, start, scale):
+    for left, right, block in _visible(lane.blocks, scale):
         tall = high if block.look == "waits" else BLOCK
         at = name_w + left, LOWER * block.lower, right - left, tall
         draw_block(d, *at, block.look, rank_color(lane.rank), block.names)
@@ -171,9 +170,7 @@ def _draw_lane(
         d.text(name_w + PLOT_W + 10, name + 15, lane.note, size=12, anchor="start")
 
 
-def _visible(
-    blocks: Iterable[Block], start: float, scale: float
-) -> list[tuple[float, float, Block]]:
+def _visible(blocks: Iterable[Block], scale: float) -> list[tuple[float, float, Block]]:
     """Return the pixels of the blocks that lie in the window.
 
     Every block is at least a pixel wide; several short ones of a look in the same pixel
@@ -181,7 +178,7 @@ def _visible(
     """
     found: list[tuple[float, float, Block]] = []
     for block in blocks:
-        left, right = ((time - start) * scale for time in (block.start, block.end))
+        left, right = block.start * scale, block.end * scale
         if right < 0 or left > PLOT_W:
             continue
         left, right = max(left, 0.0), min(right, PLOT_W)
@@ -257,15 +254,13 @@ def draw_axis(
     wide: float,
     long: float,
     label: str,
-    start: float = 0.0,
 ) -> None:
-    """Draw an axis of time from `start` to `start + long`: about ten round numbers."""
+    """Draw an axis of time from 0 to `long`, with about ten round numbers."""
     power = 10 ** math.floor(math.log10(long / 10))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= long / 10)
     d.line((x, y), (x + wide, y))
-    last = math.floor((start + long) / step + 1e-9)
-    for k in range(math.ceil(start / step - 1e-9), last + 1):
-        at = x + (k * step - start) * wide / long
+    for k in range(math.floor(long / step + 1e-9) + 1):
+        at = x + k * step * wide / long
         d.line((at, y), (at, y + 5))
         d.text(at, y + 18, f"{k * step:.6g}", size=11)
     d.text(x + wide / 2, y + 36, label, size=12)
