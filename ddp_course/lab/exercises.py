@@ -35,10 +35,10 @@ from ddp_course.lab.answers import (
     on_ranks,
     one_line,
 )
+from ddp_course.lab.messages import PATIENCE
 from ddp_course.lab.source import show_source
 from ddp_course.measure import SystemBytes
 
-PATIENCE = 4.0  # seconds: nobody comes any more
 UNTOUCHED, NOT_YET, PASSED = "not attempted yet", "not yet", "passed"
 SIGNS = {UNTOUCHED: "○", NOT_YET: "✗", PASSED: "✓"}
 

@@ -82,11 +82,11 @@ class _UnderWay:
 
 @contextmanager
 def watched() -> Iterator[dict[str, list]]:
-    """Note, on this rank, every message and every collective, in order.
+    """Note, on this rank, every message sent and every collective, in order.
 
     "ignored" are messages that were started and that nobody has waited for.
     """
-    told: dict[str, list] = {"sent": [], "received": [], "collectives": []}
+    told: dict[str, list] = {"sent": [], "collectives": []}
     started: list[_UnderWay] = []
     group = dist.ProcessGroup
     send, recv, recv_anysource = group.send, group.recv, group.recv_anysource
@@ -106,11 +106,9 @@ def watched() -> Iterator[dict[str, list]]:
 
     def receiving(self: Any, tensors: list[Tensor], src: int, tag: int) -> _UnderWay:
         known(self, src)
-        told["received"].append((src, tensors[0].numel()))
         return start(recv(self, tensors, src, tag), f"receive from rank {src}")
 
     def receiving_any(self: Any, tensors: list[Tensor], tag: int) -> _UnderWay:
-        told["received"].append((None, tensors[0].numel()))
         return start(recv_anysource(self, tensors, tag), "receive from any rank")
 
     def noting(name: str) -> Callable:
@@ -140,7 +138,7 @@ def watched() -> Iterator[dict[str, list]]:
 def call_late(function: Callable, tensor: Tensor, *args: Any) -> dict[str, Any]:
     """Call a function on this rank, each rank a little later; tell what can be judged.
 
-    That is what it sent and received, what it `got`, the tensor it was `given` as it is
+    That is what it sent, what it `got`, the tensor it was `given` as it is
     afterwards, and whether that is `untouched`.
     """
     before = tensor.clone()
