@@ -80,6 +80,7 @@ class SimpleFullyShardedDataParallel(ShardedModule):
         made = {t.grad_fn for t in tensors_in(output)} - self.given.pop(unit)
         for node in made:
             node.register_prehook(partial(self._backward_comes, unit))
+        unit.check_unchanged()
         self._used(unit, bool(made))
 
     def _backward_comes(self, unit: Unit, gradients: Any = None) -> None:

@@ -31,7 +31,7 @@ from ddp_course.measure import label
 from ddp_course.mechanisms.buckets import view_of
 from ddp_course.mechanisms.exchange import MessageExchange, allocate
 from ddp_course.mechanisms.placements import Flat, place
-from ddp_course.zero.freed import Freed
+from ddp_course.zero.freed import Freed, ShardedError
 from ddp_course.zero.units import FlatPlan, UnitPlan
 
 Place = tuple[nn.Module, str]  # where a parameter is: module._parameters[name]
@@ -231,7 +231,23 @@ class Unit:
         _wait_for(works)
         for (module, name), parameter, _ in self.places:
             module._parameters[name] = parameter
+        self.versions = [parameter._version for _, parameter, _ in self.places]
         self.here = True
+
+    def check_unchanged(self) -> None:
+        """Raise ShardedError if forward has changed a parameter, which would be lost.
+
+        What is kept are the pieces. (Each change in place is counted by autograd.)
+        """
+        for (_, parameter, freed), version in zip(
+            self.places, self.versions, strict=True
+        ):
+            if parameter._version != version:
+                raise ShardedError(
+                    f"{freed.name} was changed in place while its unit computed; the "
+                    "change would be lost when it is freed. Change what parameters() "
+                    "has, between steps"
+                )
 
     def free(self) -> None:
         """Give the memory back; what is on the way arrives first."""

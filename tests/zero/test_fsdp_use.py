@@ -253,6 +253,9 @@ class Failing(nn.Module):
     def forward(self, x):
         if self.fails == "forward":
             raise ZeroDivisionError("in forward")
+        if self.fails == "in place":
+            with torch.no_grad():
+                self.inner.weight.clamp_(-0.1, 0.1)
         y = self.inner(x)
         self.seen = [policies()]
         if y.requires_grad:
@@ -275,7 +278,7 @@ def failures() -> dict[str, object]:
     want = sharded(x).sum()
     want.backward()
     clean = gradients(sharded)
-    for when in ("forward", "backward"):
+    for when in ("forward", "in place", "backward"):
         sharded.zero_grad()
         model[1].fails = when
         told[when] = error_of(lambda: sharded(x).sum().backward())
@@ -305,7 +308,9 @@ def test_after_an_error_all_is_well_and_freed_parameters_say_so(two_ranks):
     for rank in two_ranks["failures"]:
         assert rank["forward"] == "ZeroDivisionError: in forward"
         assert rank["backward"] == "ZeroDivisionError: division by zero"
-        assert rank["forward", "then"] and rank["backward", "then"]
+        assert "1.inner.weight was changed in place while" in rank["in place"]
+        for when in ("forward", "in place", "backward"):
+            assert rank[when, "then"], when
         if AVAILABLE:  # in forward, in backward, and when they have ended
             batch, other = {os.SCHED_BATCH}, {os.SCHED_OTHER}
             assert rank["patience"] == [batch, batch, other]
