@@ -239,32 +239,27 @@ def test_shards_are_the_batch():
     assert shares_out(shard)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        pytest.param(lambda batch, rank, n: batch, id="everything to everyone"),
-        pytest.param(lambda batch, rank, n: batch[: len(batch) // n], id="rank 0's"),
-        pytest.param(lambda batch, rank, n: batch[rank::n], id="every n-th row"),
-        pytest.param(
-            lambda batch, rank, n: batch[rank * (len(batch) // n) :][
-                : len(batch) // n + 1
-            ],
-            id="one row too many",
-        ),
-        pytest.param(
-            lambda batch, rank, n: batch[rank * (len(batch) // n - 1) :][
-                : len(batch) // n
-            ],
-            id="overlap",
-        ),
-        pytest.param(
-            lambda batch, rank, n: batch[rank * (len(batch) // n) :][
-                : max(1, len(batch) // n - 1)
-            ],
-            id="drops a row",
-        ),
-    ],
-)
+def cut(step: int, more: int):
+    """Return a shard function whose cuts are a row off, in place or in length."""
+
+    def wrong(batch, rank, n):
+        first = rank * (len(batch) // n + step)
+        return batch[first:][: max(1, len(batch) // n + more)]
+
+    return wrong
+
+
+WRONG_SHARDS = {
+    "everything to everyone": lambda batch, rank, n: batch,
+    "rank 0's": lambda batch, rank, n: batch[: len(batch) // n],
+    "every n-th row": lambda batch, rank, n: batch[rank::n],
+    "one row too many": cut(0, 1),
+    "overlap": cut(-1, 0),
+    "drops a row": cut(0, -1),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_SHARDS.values(), ids=WRONG_SHARDS)
 def test_wrong_shards_are_caught(wrong):
     assert not shares_out(wrong)
 
@@ -279,12 +274,17 @@ def test_shards_divide_or_the_error_names_the_numbers(rows, n):
             shard(batch, 0, n)
 
 
-@pytest.mark.parametrize(("rank", "n"), [(4, 4), (-1, 4), (0, 0), (0, -2)])
-def test_a_rank_that_does_not_exist_is_refused(rank, n):
-    with pytest.raises(ValueError, match=f"rank is {rank} and world_size is {n}"):
-        shard(torch.arange(12), rank, n)
-
-
-def test_no_rows_cannot_be_shared():
-    with pytest.raises(ValueError, match="0 rows cannot be shared equally by 2 ranks"):
-        shard(torch.empty(0, 5), 0, 2)
+@pytest.mark.parametrize(
+    ("rows", "rank", "n", "told"),
+    [
+        *(
+            (12, r, n, f"rank is {r} and world_size is {n}")
+            for r, n in ((4, 4), (-1, 4))
+        ),
+        *((12, 0, n, f"rank is 0 and world_size is {n}") for n in (0, -2)),
+        (0, 0, 2, "0 rows cannot be shared equally by 2 ranks"),
+    ],
+)
+def test_what_cannot_be_a_shard_is_refused(rows, rank, n, told):
+    with pytest.raises(ValueError, match=told):
+        shard(torch.empty(rows, 5), rank, n)

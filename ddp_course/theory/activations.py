@@ -111,16 +111,12 @@ def model_activations(
     """
     check_count("layers", layers)
 
+    shape = batch, sequence, hidden, heads
+    options = {"itemsize": itemsize, "dropout": dropout}
+
     def kept(how: str) -> int:
         parts = layer_activations(
-            batch,
-            sequence,
-            hidden,
-            heads,
-            recompute=how,
-            itemsize=itemsize,
-            dropout=dropout,
-            fused_attention=fused_attention,
+            *shape, recompute=how, fused_attention=fused_attention, **options
         )
         return sum(parts.values())
 
