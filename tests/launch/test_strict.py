@@ -328,7 +328,18 @@ SMALL = GPTConfig(block_size=8, n_layer=2, n_head=4, d_model=16)
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 
 
+COMPOSED = [
+    {"strategy": "zero3", "shard": 2},
+    {"strategy": "ddp", "tp": 2},
+    {"strategy": "zero1", "pp": 2},
+    {"strategy": "zero2", "tp": 2, "pp": 2},
+]
+
+
 def layouts(n: int) -> list[dict]:
+    """Return every strategy and schedule; for four ranks, several at once."""
+    if n == 4:
+        return COMPOSED
     names = ["average", "naive", "flat", "ddp", "pytorch", "zero1", "zero2", "zero3"]
     fit = [{"strategy": name} for name in names + ["tp"] * (n == 2)]
     schedules = SCHEDULES if n == 2 else ("1f1b", "zero_bubble")
@@ -343,7 +354,7 @@ def everything() -> tuple:
     return all_collectives(), trained
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [2, 3, 4])
 def test_the_package_is_legal_and_gives_the_same_as_over_gloo(n):
     over = {b: spawn(everything, world_size=n, backend=b) for b in ("gloo", "strict")}
     for rank in range(n):
