@@ -185,9 +185,38 @@ def complaints(notebook: dict) -> list[str]:
     return wrong
 
 
+def lengths(notebook: dict) -> list[str]:
+    """Return where a chapter is longer than it may be, or than it says, or too wide.
+
+    One reads about 180 words and 12 lines of code a minute.
+    """
+    texts = {"code": "", "markdown": ""}
+    for cell in notebook["cells"]:
+        texts[cell["cell_type"]] += "".join(cell["source"]) + "\n"
+    words = len(re.sub(r"[#|*`$\-:>]", " ", texts["markdown"]).split())
+    lines = sum(bool(line.strip()) for line in texts["code"].splitlines())
+    stated = re.search(r"\*\*Time:\*\* (\d+) minutes to read", texts["markdown"])
+    measured, wrong = words / 180 + lines / 12, []
+    if words > 4500 or lines > 400:
+        wrong.append(f"{words} words and {lines} lines; 4,500 and 400 at most")
+    if not stated or abs(int(stated[1]) - measured) > 10 or int(stated[1]) > 60:
+        wrong.append(f"{stated and stated[0]}; measured {measured:.0f}, 60 at most")
+    for cell in notebook["cells"]:
+        for output in cell.get("outputs", ()):
+            data = output.get("data", output)
+            if data.keys() <= {"text/plain", "name", "output_type", "text"}:
+                text = "".join(data.get("text", data.get("text/plain", ())))
+                rows = [line for line in text.splitlines() if "  " in line.strip()]
+                widest = max(rows, key=len, default="")  # a sentence may be wrapped
+                if len(widest) > 100:
+                    wrong.append(f"{len(widest)} characters: {widest[:40]}")
+    return wrong
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_notebooks_keep_the_house_rules(path):
-    assert complaints(json.loads(path.read_text())) == []
+    notebook = json.loads(path.read_text())
+    assert complaints(notebook) + lengths(notebook) == []
     assert path.stat().st_size < 500 * 1024
     assert [c["execution_count"] for c in code_cells(path)] == list(
         range(1, len(code_cells(path)) + 1)
@@ -206,6 +235,13 @@ def test_planted_notebook_mistakes_are_seen():
     ]
     told = complaints({"cells": bad, "metadata": {"widgets": {}}})
     assert len(told) == 7, told
+    bad[0]["source"] = "**Time:** 30 minutes to read. " + "word " * 4500
+    bad[1]["source"] = "pass\n" * 401
+    bad[1]["outputs"] = [{"output_type": "stream", "name": "x", "text": "a  b" * 26}]
+    told = lengths({"cells": bad})
+    assert len(told) == 3, told
+    bad[0]["source"] = bad[1]["source"] = "short"
+    assert "None" in lengths({"cells": bad})[0]  # no time is stated
 
 
 def test_code_is_formatted_and_linted():
