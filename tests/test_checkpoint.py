@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 from pathlib import Path
@@ -60,6 +61,20 @@ def test_nothing_is_read_or_written_without_a_folder(tmp_path, monkeypatch):
     assert checkpoints.load(9) == []
     checkpoints.save([1.0, 1.0], last=True)
     assert names(tmp_path) == []
+
+
+def test_a_full_disk_is_told_and_what_was_there_stays(tmp_path):
+    """PyTorch says it with a RuntimeError; a limit on files is a disk that is full."""
+    checkpoints = small(tmp_path, model=torch.nn.Linear(200, 200))
+    checkpoints.save([1.0, 2.0])
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, most))
+    try:
+        with pytest.raises(CheckpointError, match="cannot write a checkpoint: "):
+            checkpoints.save([1.0] * 4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    assert names(tmp_path) == ["step-00000002.pt"]
 
 
 def at_once(state, path):
