@@ -103,7 +103,7 @@ class WholeState:
         With `rank0_only`, all but the first rank along all groups get an empty dict.
         """
         own = {way_of(p).name: (way_of(p), {"": p.detach()}) for p in self.parameters()}
-        own |= {k: (Placed(k, b.shape), {"": b}) for k, b in _buffers(self).items()}
+        own |= {k: (Placed(k, b.shape), {"": b}) for k, b in buffers_of(self).items()}
         whole = gathered(own, self.groups, self.plain.shapes)
         keys = self.plain.keys if whole else {}
         state = {key: whole[name or key][""] for key, name in keys.items()}
@@ -120,7 +120,7 @@ class WholeState:
         for parameter in self.parameters():
             way = way_of(parameter)
             parameter.copy_(way.part(state_dict[keys[way.name]]))
-        for key, buffer in _buffers(self).items():
+        for key, buffer in buffers_of(self).items():
             buffer.copy_(state_dict[key])
 
     def full_optimizer_state_dict(
@@ -148,7 +148,7 @@ class WholeState:
         return clip_grad_norm_(self.parameters(), max_norm, norm_type, self.groups)
 
 
-def _buffers(module: nn.Module) -> dict[str, Tensor]:
+def buffers_of(module: nn.Module) -> dict[str, Tensor]:
     """Return this rank's buffers that belong to the plain model's state, by key."""
     inner = getattr(module, "module", module)
     while hasattr(inner, "module"):

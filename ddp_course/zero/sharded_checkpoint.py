@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ from ddp_course.mechanisms.saving import (
     unsealed,
     write_whole,
 )
-from ddp_course.mechanisms.whole_state import from_first, options_of
+from ddp_course.mechanisms.whole_state import buffers_of, from_first, options_of
 from ddp_course.zero.sharded_module import ShardedModule
 
 FORMAT = 1
@@ -147,7 +147,7 @@ def _own(
             "elements": (_range(piece).first, _range(piece).last, _numel(piece)),
             "states": {k: seal(on_cpu(v).clone()) for k, v in tensors.items()},
         }
-    buffers = {key: seal(on_cpu(b)) for key, b in _buffers(sharded)}
+    buffers = {key: seal(on_cpu(b)) for key, b in buffers_of(sharded).items()}
     options = None if optimizer is None else on_cpu(_options(sharded, optimizer))
     return {"pieces": pieces, "buffers": buffers, "options": seal(options)}
 
@@ -164,13 +164,6 @@ def _key(name: str, piece: Tensor) -> str:
     """Return the name of what was cut into pieces: a part, if it was cut before."""
     before = "; ".join(map(str, placed(piece).steps[:-1]))
     return f"{name} ({before})" if before else name
-
-
-def _buffers(sharded: ShardedModule) -> Iterator[tuple[str, Tensor]]:
-    state = dict(sharded.module.named_buffers(remove_duplicate=False))
-    for key, name in sharded.plain.keys.items():
-        if name is None and key in state:
-            yield key, state[key]
 
 
 def _strange(sharded: ShardedModule, optimizer: torch.optim.Optimizer | None) -> str:
@@ -213,7 +206,7 @@ def _found(
             for name, piece in sharded.pieces.items()
         }
         saved = files[0]["buffers"]
-        buffers = [(b, unsealed(saved[key])) for key, b in _buffers(sharded)]
+        buffers = [(b, unsealed(saved[key])) for key, b in buffers_of(sharded).items()]
     except (CheckpointError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder} cannot be loaded: {error}") from None
     return states, buffers, options
@@ -235,7 +228,7 @@ def _check_alike(
                 f"its {key} has {there} elements; here it has {_numel(piece)}"
             )
     names = {key.partition(" ")[0] for key in saved} | {*files[0]["buffers"]}
-    here = {*sharded.pieces} | {key for key, _ in _buffers(sharded)}
+    here = {*sharded.pieces, *buffers_of(sharded)}
     if names != here:
         raise CheckpointError(f"only one side has {', '.join(sorted(names ^ here))}")
     if optimizer is not None:
