@@ -50,7 +50,6 @@ def train_simply(
     Returns the loss of the global batch before each step, in nats per character, and
     the parameters, on the CPU. Chapter 00.
     """
-    check_alone()
     together = dist.is_initialized()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
     model = build_gpt("1m", seed=0).to(device())  # the same weights on every rank
@@ -110,8 +109,10 @@ def train(
     in it. Rank 0 calls `on_step(steps done, loss)`.
 
     Raises ValueError, before any message, for what cannot be: rows that cannot be
-    shared equally, a strategy that there is not. Chapters 00, 04, 05, 09 and 10.
+    shared equally, a strategy that there is not, processes of a cluster that have not
+    met. Chapters 04, 05, 09 and 10.
     """
+    check_alone()
     together = dist.is_initialized()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
     my_device = device()

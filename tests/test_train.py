@@ -244,6 +244,14 @@ def test_a_batch_that_cannot_be_shared_is_refused():
         spawn(train, 1, 8, SMALL, world_size=3, timeout=60)
 
 
+def test_one_of_several_processes_that_have_not_met_is_refused(monkeypatch):
+    for name in ("SLURM_PROCID", "SLURM_LOCALID"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    with pytest.raises(ValueError, match="as rank 1 of 2, but the ranks have not met"):
+        train(steps=0)
+
+
 # Comparing
 
 
