@@ -18,7 +18,7 @@ def deadlock() -> Drawing:
             "both send first: nobody receives",
             ("send to 1", "recv from 1"),
             ("send to 0", "recv from 0"),
-            "each waits until the other receives: for ever",
+            "each waits until the other receives",
         ),
         (
             "cure 1: one of them receives first",
