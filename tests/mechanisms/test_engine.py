@@ -1,0 +1,99 @@
+"""The engine's promises about order, by what it does with its buckets, on one rank."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ddp_course.launch import spawn
+from ddp_course.mechanisms.buckets import Bucket
+from ddp_course.mechanisms.engine import AllReduce, Engine
+
+
+class Told(AllReduce):
+    """An ending that notes what happens to the buckets, and sends nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.log = []
+
+    def pack(self, bucket, slot):
+        self.log.append(f"pack {slot.name}")
+        super().pack(bucket, slot)
+
+    def launch(self, bucket):
+        self.log.append(f"launch {bucket.index}")
+        return Handle(self.log, bucket.index)
+
+
+class Handle:
+    def __init__(self, log, index):
+        self.log, self.index = log, index
+
+    def wait(self):
+        self.log.append(f"wait {self.index}")
+
+
+def an_engine(names):
+    """Return an ending, an engine, and parameters: each in a bucket, in this order."""
+    parameters = {name: nn.Parameter(torch.ones(1)) for name in names}
+    engine = Engine(Told())
+    for index, name in enumerate(names):
+        form = torch.float32, torch.device("cpu")
+        engine.add(Bucket(index, (name,), (0,), 1, *form), parameters)
+    return engine, parameters, engine.ending.log
+
+
+def product_of(parameters, order):
+    """Multiply in an order; backward has the gradients in the opposite one."""
+    y = torch.ones(1)
+    for name in order:
+        y = y * parameters[name]
+    return y
+
+
+def buckets_that_are_full_before_their_turn():
+    engine, parameters, log = an_engine("abcd")
+    product_of(parameters, "dabc").backward()
+    return log
+
+
+def test_buckets_that_waited_for_their_turn_leave_at_once():
+    """c and b come before a, whose bucket is the first to be sent; d comes last."""
+    [log] = spawn(buckets_that_are_full_before_their_turn, world_size=1)
+    assert log == [
+        *("pack c", "pack b", "pack a", "launch 0", "launch 1", "launch 2"),
+        *("pack d", "launch 3", "wait 0", "wait 1", "wait 2", "wait 3"),
+    ]
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ZeroDivisionError
+
+
+def a_pass_that_fails_and_another():
+    engine, parameters, log = an_engine("ab")
+    x = Fails.apply(parameters["b"] * 1.0)
+    try:
+        (x * parameters["a"]).backward()  # a's bucket is under way when it fails
+    except ZeroDivisionError:
+        log.append("failed")
+    for parameter in parameters.values():
+        parameter.grad = None
+    product_of(parameters, "ba").backward()
+    return log, [parameter.grad.item() for parameter in parameters.values()]
+
+
+def test_what_a_failed_pass_has_left_under_way_arrives_before_it_is_overwritten():
+    [(log, gradients)] = spawn(a_pass_that_fails_and_another, world_size=1)
+    assert log == [
+        *("pack a", "launch 0", "failed", "wait 0"),
+        *("pack a", "launch 0", "pack b", "launch 1", "wait 0", "wait 1"),
+    ]
+    assert gradients == [1.0, 1.0]
