@@ -49,7 +49,10 @@ def test_every_room_has_exercises_and_draws_images_of_its_own():
 # A new chapter, in a copy of the course
 
 CELLS = [
-    new_markdown_cell("# 99 What does a new chapter need? One folder and this page."),
+    new_markdown_cell(
+        "# 99 What does a new chapter need? One folder and this page.\n\n"
+        "**Time:** 1 minutes to read."
+    ),
     new_code_cell(
         "from ddp_course.chapters.ch99_toy.exercises import check_twice\n\n"
         "check_twice(lambda number: number + number)"

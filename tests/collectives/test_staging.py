@@ -94,8 +94,8 @@ def forgets_the_rest(numel: int, size: int, itemsize: int) -> tuple[int, ...]:
 
 
 @given(st.integers(0, 10**9), st.integers(1, 64), st.sampled_from([1, 2, 4, 8, 16]))
-def test_slices_cover_everything_and_begin_at_cache_lines(*shape):
-    assert right_slices(cuts(*shape), *shape)
+def test_slices_cover_everything_and_begin_at_cache_lines(numel, size, itemsize):
+    assert right_slices(cuts(numel, size, itemsize), numel, size, itemsize)
     assert not right_slices(forgets_the_rest(1009, 3, 4), 1009, 3, 4)
 
 

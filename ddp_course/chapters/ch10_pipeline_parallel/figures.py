@@ -82,6 +82,10 @@ def bubble_curve(
     import matplotlib
     from matplotlib import pyplot
 
+    for p, points in measured.items():
+        for m, share in points.items():
+            if not 0 <= share <= 1:
+                raise ValueError(f"p = {p}, m = {m}: {share} is no share of time")
     with matplotlib.rc_context():
         style()
         figure, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
@@ -92,8 +96,6 @@ def bubble_curve(
             axes.annotate(f"p = {p}", (most, curve[-1]), xytext=(6, 0), va="center",
                           textcoords="offset points", fontsize=10)  # fmt: skip
             for m, share in sorted(points.items()):
-                if not 0 <= share <= 1:
-                    raise ValueError(f"p = {p}, m = {m}: {share} is no share of time")
                 axes.plot([m], [100 * share], "o", color=INK, markersize=7)
         axes.plot([], [], "o", color=INK, label="measured")
         axes.plot([], [], color=MUTED, label="formula")
