@@ -33,6 +33,9 @@ def pytest_configure() -> None:
     import nbval.kernel  # not above: ranks of tests import this file, too
     from hypothesis import settings
 
+    # A shell lets what runs in its background ignore Ctrl-C, and all that this starts.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     nbval.kernel.KernelManager = kernel_manager()
     if not os.environ.get("DDP_COURSE_ENDURANCE"):
         settings.register_profile("same", derandomize=True)
