@@ -127,7 +127,7 @@ def _held(columns: list[tuple[Pair, Found]]) -> list[str]:
             if bar is None:
                 continue
             ratios = [ratio_of(found[case]) for case in cases]
-            words = f"{pair.variant} over {pair.beside}"
+            words = f"{pair.variant} over {pair.beside or pair.over}"
             if pair.control:
                 answer, words = "noise", f"{words}, the same twice"
             else:
