@@ -159,6 +159,7 @@ def test_what_does_not_exist_is_answered_in_one_line(typed, answer, clone, capsy
 def test_without_a_clone_lab_says_where_to_run_it(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("ddp_course.commands.chapters.PACKAGE", tmp_path / "site/pkg")
+    monkeypatch.setattr("importlib.metadata.files", lambda name: None)  # no wheel
     assert main(["lab"]) == 1
     assert "run it in a clone" in one_line(capsys)
 
