@@ -1,4 +1,4 @@
-"""Which gradient of the GPT is in which bucket, and what is sent. Chapter 05."""
+"""Which gradient of the GPT is in which bucket, and what is sent when. Chapter 05."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from itertools import groupby
 import torch
 
 from ddp_course.lab.draw.drawing import Drawing
+from ddp_course.lab.draw.lanes import Block, Lane, Run, draw_runs
 from ddp_course.lab.palette import MUTED, WHOLE
 from ddp_course.mechanisms.buckets import MIB, Bucket, bucket_plan
 from ddp_course.model import GPT, PRESETS
@@ -140,3 +141,47 @@ def _draw_sent(d: Drawing, plan: Sequence[Bucket]) -> None:
 
 def _of(count: int, noun: str) -> str:
     return f"{count} {noun}" + ("" if count == 1 else "s")
+
+
+# ---- what buckets gain -------------------------------------------------------------
+
+LAYERS, FORWARD, SEND, UPDATE = 4, 2.0, 0.9, 0.8  # a layer's backward takes 1
+LOOKS = {"F": "forward, update", "B": "backward", "sent": "sent", "waits": "waits"}
+
+
+def schedule(messages: int) -> Run:
+    """Return a step whose gradients are sent in 1, 2 or 4 messages, in as much time."""
+    computes, sends = [Block(0, FORWARD, names=("forward",))], []
+    each, free = LAYERS // messages, 0.0  # when the network may send next
+    for k in range(LAYERS):
+        ready = FORWARD + k + 1
+        computes.append(Block(ready - 1, ready, "B", (f"layer {LAYERS - 1 - k}",)))
+        if (k + 1) % each == 0:
+            number = str(k // each)
+            names = (f"bucket {number}", number) if messages > 1 else ("all gradients",)
+            start, free = max(free, ready), max(free, ready) + SEND * each
+            sends.append(Block(start, free, "sent", names))
+    computes.append(Block(ready, free, "waits", ("waits",)))
+    computes.append(Block(free, free + UPDATE, names=("update",)))
+    lanes = [Lane("compute", 0, computes, boxed=False)]
+    lanes += [Lane("network", 0, sends, boxed=False)]
+    if messages == 1:
+        return Run(lanes, "flat", "one all-reduce, after backward")
+    says = "bucket k travels while earlier layers are still in backward"
+    return Run(lanes, "bucketed", says)
+
+
+def overlapped() -> Drawing:
+    """Draw a step with one all-reduce after backward, and one with buckets. Ch. 05."""
+    runs = [schedule(1), schedule(LAYERS)]
+    return draw_runs(
+        "One step of a rank, without and with overlap",
+        runs,
+        "time, in units of a layer's backward",
+        runs[0].lanes[0].blocks[-1].end,
+        legend=LOOKS,
+        foot="All ranks do the same at the same time.",
+    )
+
+
+IMAGES = {"05_overlap.svg": overlapped}

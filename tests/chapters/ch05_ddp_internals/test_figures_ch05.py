@@ -6,8 +6,12 @@ import re
 import pytest
 from drawings import boxes, problems, words
 
-from ddp_course.chapters.ch05_ddp_internals.figures import buckets, cells_of
-from ddp_course.chapters.ch05_ddp_internals.overlapped import overlapped, schedule
+from ddp_course.chapters.ch05_ddp_internals.figures import (
+    buckets,
+    cells_of,
+    overlapped,
+    schedule,
+)
 from ddp_course.data_parallel import bucket_plan
 from ddp_course.model import build_gpt
 
@@ -68,19 +72,21 @@ def test_layers_stand_in_the_order_of_backward():
 
 
 def test_an_overlap_is_one():
-    flat, bucketed = schedule(False), schedule(True)
-    over = max(b.end for b in flat if b.kind == "backward")
-    sent = [[b for b in blocks if b.kind == "send"] for blocks in (flat, bucketed)]
-    assert [b.start for b in sent[0]] == [over]
-    assert [b.start < over for b in sent[1]] == [True, True, True, False]
+    flat, bucketed = schedule(1), schedule(4)
+    sent = [run.lanes[1].blocks for run in (flat, bucketed)]
+    ready = [b.end for b in bucketed.lanes[0].blocks if b.look == "B"]
+    assert [b.start for b in sent[0]] == ready[-1:]
+    assert [b.start < ready[-1] for b in sent[1]] == [True, True, True, False]
     for k, block in enumerate(sent[1]):
-        ready = [b for b in bucketed if b.kind == "backward"][k].end
-        assert block.start == max([ready] + [b.end for b in sent[1][:k]])
+        assert block.start == max([ready[k]] + [b.end for b in sent[1][:k]])
     times = [sum(b.end - b.start for b in blocks) for blocks in sent]
     assert times[0] == pytest.approx(times[1])  # the same bytes
-    saved = flat[-1].end - bucketed[-1].end
-    assert saved == pytest.approx(sum(b.end - b.start for b in sent[1][:3]))
-    assert "saved: buckets 0 to 2" in words(overlapped())
+    ends = [run.lanes[0].blocks[-1].end for run in (flat, bucketed)]
+    three = sum(b.end - b.start for b in sent[1][:3])
+    assert ends[0] - ends[1] == pytest.approx(three)
+    told = overlapped().description
+    assert "network: bucket 0 bucket 1 bucket 2 bucket 3" in told
+    assert "layer 0 waits update; network: all gradients." in told
 
 
 @pytest.mark.parametrize(
