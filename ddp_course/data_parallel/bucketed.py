@@ -18,12 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_course.mechanisms.agreement import start_as_replicas
-from ddp_course.mechanisms.buckets import (
-    BUCKET_CAP_MB,
-    FIRST_BUCKET_MB,
-    Bucket,
-    bucket_plan,
-)
+from ddp_course.mechanisms.buckets import BUCKET_CAP_MB, FIRST_BUCKET_MB, bucket_plan
 from ddp_course.mechanisms.engine import AllReduce, Engine
 from ddp_course.mechanisms.habits import Frozen
 
@@ -68,11 +63,6 @@ class BucketedDistributedDataParallel(nn.Module):
         for bucket in bucket_plan(parameters.items(), **caps):
             self.engine.add(bucket, parameters)
 
-    @property
-    def buckets(self) -> tuple[Bucket, ...]:
-        """The bucket plan, in the order in which buckets are sent."""
-        return tuple(bucket.plan for bucket in self.engine.buckets)
-
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module, and note whether the backward that follows is averaged."""
         if torch.is_grad_enabled():
@@ -83,7 +73,7 @@ class BucketedDistributedDataParallel(nn.Module):
     def step(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the step of a module that goes backward by itself, such as a pipeline.
 
-        Its gradients are averaged when it has ended (`mechanisms.engine.held`).
+        Its gradients are averaged when it has ended (`mechanisms.hooks.held`).
         """
         self.frozen.check()
         averaged = self.require_backward_grad_sync

@@ -41,7 +41,12 @@ from ddp_course.collectives import communicator, shared_memory
 from ddp_course.data_parallel.bucketed import BucketedDistributedDataParallel
 from ddp_course.data_parallel.unused import AllReduceUsed
 from ddp_course.mechanisms.agreement import broadcast_all, start_as_replicas
-from ddp_course.mechanisms.buckets import BUCKET_CAP_MB, FIRST_BUCKET_MB, bucket_plan
+from ddp_course.mechanisms.buckets import (
+    BUCKET_CAP_MB,
+    FIRST_BUCKET_MB,
+    Bucket,
+    bucket_plan,
+)
 from ddp_course.mechanisms.hooks import on_backward, tensors_in
 from ddp_course.mechanisms.memory_exchange import empty_for_all
 
@@ -132,6 +137,11 @@ class DistributedDataParallel(BucketedDistributedDataParallel, Joinable):
         )
         self.fill_buckets(module, self.ending, **caps)
         self.engine.expecting = False
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The bucket plan, in the order in which buckets are sent."""
+        return tuple(bucket.plan for bucket in self.engine.buckets)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module, and get ready for averaging in the backward that follows."""

@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from ddp_course.mechanisms.agreement import start_as_replicas
-from ddp_course.mechanisms.engine import Averager
 from ddp_course.mechanisms.habits import Frozen
-from ddp_course.mechanisms.hooks import on_gradient
+from ddp_course.mechanisms.hooks import Averager, on_gradient
 from ddp_course.mechanisms.timeline import Timeline
 
 

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from ddp_course.collectives import communicator
 from ddp_course.mechanisms.agreement import shown_by_all
-from ddp_course.mechanisms.engine import AllReduce, Engine, LiveBucket, Slot
+from ddp_course.mechanisms.buckets import LiveBucket, Slot
+from ddp_course.mechanisms.engine import AllReduce, Engine
 from ddp_course.mechanisms.hooks import leaves_below, tensors_in
 
 ADVICE = (
@@ -78,9 +79,10 @@ class AllReduceUsed(AllReduce):
                 self._reached, self._passed = set(), False
             self._reached |= leaves_below(tensors_in(output))
 
-    def comes(self, slot: Slot) -> bool:
-        """Tell whether this pass can bring a gradient, and it must be waited for."""
-        return not self.find or id(slot.parameter) in self._reached
+    def pass_begins(self, engine: Engine) -> None:
+        """A pass begins; gradients that it cannot bring are not waited for."""
+        if self.find:
+            engine.fill(self.without, lambda s: id(s.parameter) not in self._reached)
 
     def pack(self, bucket: LiveBucket, slot: Slot) -> None:
         """Put this rank's share of a gradient into the bucket."""

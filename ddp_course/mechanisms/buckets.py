@@ -14,7 +14,8 @@ first bucket is a small one, so that the first message leaves early. Chapter 05.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,6 +117,37 @@ def _bucket(index: int, members: list[tuple[str, Tensor]]) -> Bucket:
     first = members[0][1]
     names = tuple(name for name, _ in members)
     return Bucket(index, names, tuple(offsets), numel, first.dtype, first.device)
+
+
+@dataclass(eq=False)
+class Slot:
+    """A parameter's place in a bucket: its gradient is to be written into `view`."""
+
+    name: str
+    parameter: Tensor
+    offset: int
+    view: Tensor = field(init=False)
+    fresh: bool = False  # a gradient has come since the ranks were last averaged
+    here: bool = False  # what the present pass sends is in its place
+
+
+@dataclass(eq=False)
+class LiveBucket:
+    """Bucket number `index` of an engine, whose memory is `flat`."""
+
+    index: int
+    plan: Bucket
+    slots: list[Slot]
+    flat: Tensor = field(init=False)
+    missing: int = 0  # gradients that have not come in this pass
+    sent: bool = False  # and not yet waited for
+    work: Any = None
+
+    def lie_in(self, flat: Tensor) -> None:
+        """Take `flat`, of `plan.numel` elements or more, for the bucket's memory."""
+        self.flat = flat
+        for slot in self.slots:
+            slot.view = view_of(flat, slot.offset, slot.parameter)
 
 
 def view_of(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:

@@ -1,32 +1,27 @@
 """The engine: gradients go into buckets, which leave while backward still computes.
 
-Autograd tells it of every gradient that is there. It writes this rank's share of it
-into the bucket to which it belongs, and from then on
+Autograd tells it of every gradient that is there. This rank's share of it is written
+into its place in a bucket, and from then on
 
     launch    a bucket whose last gradient has come is sent, if it is its turn
     compute   backward goes on with earlier layers meanwhile
     wait      backward has ended: wait for the buckets that are still under way
 
-Buckets are launched in one order on all ranks, whatever the order in which gradients
-come: collectives are told apart by nothing but their order. Every averaged backward
-pass sends every bucket once, even if some gradients did not come: a rank that sends
-less than the others would leave them waiting for ever.
+Every averaged pass sends every bucket once, in one order on all ranks, whatever
+gradients come and when: collectives are told apart by nothing but their order, and a
+rank that sends less than the others would leave them waiting.
 
 What a bucket's journey leads to is its *ending*: every rank gets the mean of everything
-(`AllReduce`: data parallelism), or of its own shard only (`zero`). The engine hangs on
-the parameters, so it does not matter what wraps the model, or runs it.
-
-PyTorch's counterpart is in C++, torch/csrc/distributed/c10d/reducer.cpp; Li et al.
-2020, "PyTorch Distributed", section 3.2. Chapter 05.
+(`AllReduce`: data parallelism), or of its own shard only (`zero`). PyTorch's
+counterpart is torch/csrc/distributed/c10d/reducer.cpp; Li et al. 2020, "PyTorch
+Distributed", section 3.2. Chapter 05.
 """
 
 from __future__ import annotations
 
 import functools
-import time
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,58 +29,25 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 
-from ddp_course.mechanisms.buckets import Bucket, view_of
-from ddp_course.mechanisms.hooks import Averager, held, on_gradient
+from ddp_course.mechanisms.buckets import Bucket, LiveBucket, Slot
+from ddp_course.mechanisms.hooks import Averager, on_gradient
 from ddp_course.mechanisms.timeline import Timeline, span
 
-__all__ = ["AllReduce", "Engine", "LiveBucket", "Slot", "held"]
 TWICE = (
     "got its gradient twice in one backward pass, or from beside the module's outputs. "
     "Checkpointing with use_reentrant=True does so; take use_reentrant=False."
 )
 
 
-@dataclass(eq=False)
-class Slot:
-    """A parameter's place in a bucket: its gradient is to be written into `view`."""
-
-    name: str
-    parameter: Tensor
-    offset: int
-    view: Tensor = field(init=False)
-    fresh: bool = False  # a gradient has come since the ranks were last averaged
-    here: bool = False  # what the present pass sends is in its place
-
-
-@dataclass(eq=False)
-class LiveBucket:
-    """Bucket number `index` of an engine, whose memory is `flat`."""
-
-    index: int
-    plan: Bucket
-    slots: list[Slot]
-    flat: Tensor = field(init=False)
-    missing: int = 0  # gradients that have not come in this pass
-    sent: bool = False  # and not yet waited for
-    work: Any = None
-
-    def lie_in(self, flat: Tensor) -> None:
-        """Take `flat`, of `plan.numel` elements or more, for the bucket's memory."""
-        self.flat = flat
-        for slot in self.slots:
-            slot.view = view_of(flat, slot.offset, slot.parameter)
-
-
 class AllReduce:
     """The ending of data parallelism: every rank gets the mean of every gradient.
 
-    A gradient is multiplied by 1 / world_size straight into its bucket, in one pass
-    over the memory, and then *is* its place in the bucket: there is no second copy.
+    A gradient is multiplied by 1 / world_size straight into its bucket, and then *is*
+    its place in the bucket: there is no second copy.
 
     `all_reduce(flat, group=group, async_op=True)` returns a handle to wait for, or None
     if it is done; `empty(numel, dtype=..., device=...)` makes the memory of a bucket.
-    Other endings override some methods, the moments of a bucket's life. (A hook such as
-    PyTorch's `register_comm_hook` takes is one with other `launch` and `arrived`.)
+    Other endings override some methods, the moments of a bucket's life.
     """
 
     def __init__(
@@ -105,10 +67,6 @@ class AllReduce:
 
     def pass_begins(self, engine: Engine) -> None:
         """A backward pass that is to be averaged has begun."""
-
-    def comes(self, slot: Slot) -> bool:
-        """Tell whether this pass can bring a gradient, and it must be waited for."""
-        return True
 
     def pack(self, bucket: LiveBucket, slot: Slot) -> None:
         """A gradient has come: put this rank's share of it into the bucket."""
@@ -142,15 +100,14 @@ class Engine(Averager):
     """Fills buckets with gradients, and sends them, to what `ending` makes of them.
 
     Every rank adds the same buckets, and every backward pass that reaches one of their
-    parameters is averaged, unless the engine is `held`, or not `expecting` any. Nobody
-    holds it but its owner: it goes when that goes.
+    parameters is averaged, unless the engine is `held`, or not `expecting` any. Its
+    hooks go when its owner goes.
     """
 
     def __init__(self, ending: AllReduce) -> None:
         self.ending = ending
         self.buckets: list[LiveBucket] = []  # in the order in which they are launched
         self.next = 0  # of these, the one to be launched next
-        self.full: list[int] = []  # their numbers, as they became full in this pass
         self.expecting = True  # the next gradient begins a pass that is averaged
         self.timeline = Timeline(())
         self._callback: weakref.ref | None = None  # of the pass that is under way
@@ -187,13 +144,12 @@ class Engine(Averager):
 
     def _begin(self, timeline: Timeline) -> None:
         self.wait()  # for what a pass has left that ended in an error
-        self.timeline, self.next, self.full = timeline, 0, []
+        self.timeline, self.next = timeline, 0
         for bucket in self.buckets:
             bucket.missing = len(bucket.slots)
             for slot in bucket.slots:
                 slot.here = False
         self.ending.pass_begins(self)
-        self._fill(self.ending.without, lambda slot: not self.ending.comes(slot))
 
     def _gradient_is_there(self, bucket: LiveBucket, slot: Slot) -> None:
         """Autograd has accumulated a gradient: its share goes into the bucket."""
@@ -208,11 +164,10 @@ class Engine(Averager):
             raise RuntimeError(f"parameter {slot.name} {TWICE}")
         self._put(self.ending.pack, bucket, slot)
         if not bucket.missing:
-            self.full.append(bucket.index)
             self.timeline.computed(bucket=bucket.index)
             self._launch_full()
 
-    def _fill(self, put: Callable, wanted: Callable[[Slot], bool]) -> None:
+    def fill(self, put: Callable, wanted: Callable[[Slot], bool]) -> None:
         """Do the same with all wanted slots that are not here, bucket by bucket."""
         for bucket in self.buckets:
             for slot in bucket.slots if bucket.missing else ():
@@ -233,21 +188,14 @@ class Engine(Averager):
 
     def launch(self, bucket: LiveBucket) -> None:
         """Send a bucket, and do not wait for it."""
-        timeline, start = self.timeline, time.perf_counter()
         bucket.sent = True
-        with span(timeline, "launch", bucket=bucket.index):
-            bucket.work = self.ending.launch(bucket)
-        timeline.sent(bucket.work, bucket.flat.nbytes, start, bucket=bucket.index)
-        timeline.since = time.perf_counter()  # launching is no computing
+        bucket.work = self.timeline.launch(self.ending.launch, bucket)
 
     @torch.no_grad()
     def _backward_has_ended(self) -> None:
-        """Send what is left, and wait for what is under way: then gradients are means.
-
-        On GPUs "wait" means that the stream of the optimizer waits, not the host.
-        """
+        """Send what is left, and wait (on GPUs: the stream does) for all of it."""
         self.timeline.computed()
-        self._fill(self.ending.without, lambda slot: True)
+        self.fill(self.ending.without, lambda slot: True)
         with span(self.timeline, "wait"):
             self.wait()
         self.timeline.all_ended()
@@ -277,5 +225,5 @@ class Engine(Averager):
         for slot in self.slots:
             slot.fresh = slot.parameter.grad is not None
         self._begin(Timeline(()))  # computing is over
-        self._fill(self.ending.pack, lambda slot: slot.fresh)
+        self.fill(self.ending.pack, lambda slot: slot.fresh)
         self._backward_has_ended()

@@ -15,7 +15,7 @@ GPUs that moment says nothing, since NCCL's work is only queued by then: there, 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -51,6 +51,15 @@ class Timeline:
         """Backward has computed since the last time this was said."""
         self.add("backward", self.since, "compute", **detail)
         self.since = time.perf_counter()
+
+    def launch(self, send: Callable[[Any], Any], bucket: Any) -> Any:
+        """Return what `send(bucket)` returns; note when that was, and when it ends."""
+        start, index = time.perf_counter(), bucket.index
+        with span(self, "launch", bucket=index):
+            work = send(bucket)
+        self.sent(work, bucket.flat.nbytes, start, bucket=index)
+        self.since = time.perf_counter()  # launching is no computing
+        return work
 
     def sent(self, work: Any, nbytes: int, start: float, **detail: Any) -> None:
         """A collective was called at `start`; note when it ends."""

@@ -36,8 +36,8 @@ from ddp_course.mechanisms.agreement import (
     kind_of,
     problem_with,
 )
-from ddp_course.mechanisms.engine import held
 from ddp_course.mechanisms.habits import watch
+from ddp_course.mechanisms.hooks import held
 from ddp_course.mechanisms.placements import Stage, place
 from ddp_course.mechanisms.weight_gradients import WeightGradStore
 from ddp_course.mechanisms.whole_state import PlainModel, WholeState, groups_before

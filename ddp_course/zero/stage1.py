@@ -31,8 +31,8 @@ from ddp_course.collectives import (
     reduce_scatter_single,
 )
 from ddp_course.measure import label
-from ddp_course.mechanisms.buckets import BUCKET_CAP_MB
-from ddp_course.mechanisms.engine import AllReduce, Engine, LiveBucket, view_of
+from ddp_course.mechanisms.buckets import BUCKET_CAP_MB, LiveBucket, view_of
+from ddp_course.mechanisms.engine import AllReduce, Engine
 from ddp_course.mechanisms.placements import Flat, place, placed
 from ddp_course.zero.sharded_optimizer import ShardedOptimizer
 from ddp_course.zero.shards import ShardedBucket, shard_plan

@@ -37,7 +37,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp_course.measure import label
-from ddp_course.mechanisms.engine import Engine, LiveBucket, Slot
+from ddp_course.mechanisms.buckets import LiveBucket, Slot
+from ddp_course.mechanisms.engine import Engine
 from ddp_course.mechanisms.timeline import span
 from ddp_course.zero.stage1 import ReduceScatter, Zero1
 

@@ -29,8 +29,8 @@ from ddp_course import collectives
 from ddp_course.collectives import communicator, shared_memory
 from ddp_course.measure import label
 from ddp_course.mechanisms.agreement import check_same, on_any_rank
-from ddp_course.mechanisms.buckets import BUCKET_CAP_MB
-from ddp_course.mechanisms.engine import Engine, LiveBucket, Slot
+from ddp_course.mechanisms.buckets import BUCKET_CAP_MB, LiveBucket, Slot
+from ddp_course.mechanisms.engine import Engine
 from ddp_course.mechanisms.hooks import before_gradient, listeners
 from ddp_course.mechanisms.memory_exchange import empty_for_all
 from ddp_course.mechanisms.placements import clip_grad_norm_
@@ -56,6 +56,7 @@ class Watchful(ReduceScatter):
         """A backward pass begins."""
         if not self.in_order:
             check_alone(engine.slots)
+        self.full: list[int] = []  # buckets, as their last gradients came in this pass
         super().pass_begins(engine)
 
     def pack(self, bucket: LiveBucket, slot: Slot) -> None:
@@ -66,6 +67,8 @@ class Watchful(ReduceScatter):
                 f"the gradient of parameter {slot.name} is {gradient.layout}; only "
                 "dense gradients can be cut into shards (Embedding: sparse=False)"
             )
+        if bucket.missing == 1:
+            self.full.append(bucket.index)
         super().pack(bucket, slot)
 
     def settle(self, engine: Engine) -> None:
@@ -84,7 +87,7 @@ class Watchful(ReduceScatter):
         for parameter in self.unused:
             parameter.grad = None
         if not self.in_order:
-            seen = communicator(self.group).exchange(tuple(engine.full))[0]
+            seen = communicator(self.group).exchange(tuple(self.full))[0]
             turns = {index: turn for turn, index in enumerate(seen)}
             engine.buckets.sort(key=lambda bucket: turns.get(bucket.index, len(turns)))
             self.in_order = True

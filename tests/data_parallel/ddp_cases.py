@@ -23,7 +23,7 @@ from ddp_course.data_parallel.naive import (
 from ddp_course.data_parallel.naive import (
     NaiveDistributedDataParallel as Naive,
 )
-from ddp_course.mechanisms.engine import held
+from ddp_course.mechanisms.hooks import held
 
 ROWS, CHANNELS = 12, 7  # rows that 1, 2, 3 and 4 ranks can share
 

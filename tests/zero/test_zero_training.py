@@ -31,7 +31,7 @@ from zero_cases import (
 )
 
 from ddp_course.launch import spawn
-from ddp_course.mechanisms.engine import held
+from ddp_course.mechanisms.hooks import held
 from ddp_course.zero import Zero1, Zero2
 
 WAYS: dict[str, dict] = {
