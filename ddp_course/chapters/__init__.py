@@ -43,14 +43,23 @@ def all_exercises() -> dict[str, Exercise]:
     return {thing.name: thing for thing in things if isinstance(thing, Exercise)}
 
 
+def hint(name: str, step: int = 1) -> Markdown:
+    """Show a hint for the exercise `name`; the one of step 2 says nearly all."""
+    return _exercise(name).hint(step)
+
+
 def show_solution(name: str) -> Markdown:
     """Show a solution of the exercise `name`."""
+    return _exercise(name).solution()
+
+
+def _exercise(name: str) -> Exercise:
     known = all_exercises()
     if name not in known:
         raise ValueError(
             f"no exercise is called {name!r}; there are {', '.join(known)}"
         )
-    return known[name].solution()
+    return known[name]
 
 
 def images() -> dict[str, Callable[[], Drawing]]:

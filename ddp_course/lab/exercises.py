@@ -2,7 +2,12 @@
 
     @exercise("global_rank", solution=solutions.global_rank)
     def check_global_rank(answer):
-        \"""One line: what is asked.\"""
+        \"""One line: what is asked.
+
+        A first hint: a question, or where to look.
+
+        A second one: the idea of a solution, in words.
+        \"""
         expect(answer(2, 3, 4) == 11, hint="2 nodes of 4 ranks come first, and 3 ranks")
         return "one rank"  # what was verified
 
@@ -64,14 +69,12 @@ class Exercise:
 
     def __init__(self, name: str, check: Callable, solution: Callable) -> None:
         functools.update_wrapper(self, check)
+        parts = (" ".join(text.split()) for text in (check.__doc__ or "").split("\n\n"))
+        self.question, *self.hints = parts
+        self.__doc__ = self.question  # `check_swap?` shows no hints
         self.name = name
         self.check = check
         self.reference = solution
-
-    @property
-    def question(self) -> str:
-        """What is asked, in one line."""
-        return (self.__doc__ or "").strip().partition("\n")[0]
 
     def __call__(self, answer: Any = None) -> Verdict:
         """Check `answer`, a function, and say how it went. Never raises."""
@@ -91,6 +94,15 @@ class Exercise:
             return Verdict(self.name, NOT_YET, code(what))
         return Verdict(self.name, PASSED, f"Verified: {verified}.")
 
+    def hint(self, step: int = 1) -> Markdown:
+        """Show a hint: 1 is a question, 2 says the idea of a solution in words."""
+        if step not in range(1, len(self.hints) + 1):
+            raise ValueError(f"step is {step}; {self.name} has {len(self.hints)} hints")
+        more = f'hint("{self.name}", {step + 1})'
+        if step == len(self.hints):
+            more = f'show_solution("{self.name}")'
+        return Markdown(f"**Hint {step}.** {self.hints[step - 1]} (More: `{more}`.)")
+
     def solution(self) -> Markdown:
         """Show a solution."""
         return show_source(self.reference)
@@ -102,8 +114,9 @@ class Exercise:
 def exercise(name: str, *, solution: Callable) -> Callable[[Callable], Exercise]:
     """Make an exercise of a check: a function that gets the reader's answer.
 
-    The check's docstring is the question. It calls the answer, states what it expects
-    with `expect` and `expect_call`, and returns what it has verified, in a few words.
+    The check's docstring is the question, and two hints. It calls the answer, states
+    what it expects with `expect` and `expect_call`, and returns what it has verified,
+    in a few words.
     """
     return lambda check: Exercise(name, check, solution)
 

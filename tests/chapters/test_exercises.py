@@ -1,11 +1,14 @@
 """Every solution passes, every planted wrong answer gets its hint, no stub counts."""
 
+import ast
 import contextlib
+import inspect
 import re
 import runpy
 import sys
+import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_course.chapters import all_exercises, show_solution
+from ddp_course.chapters import all_exercises, hint, show_solution
 from ddp_course.lab import answers
 from ddp_course.lab.answers import on_ranks
 from ddp_course.lab.exercises import (
@@ -128,11 +131,51 @@ def test_names_and_questions():
         assert each._repr_markdown_() == f"**Exercise {name}.** {each.question}"
 
 
-def test_an_unknown_solution():
+@pytest.mark.parametrize("show", [hint, show_solution])
+def test_an_unknown_exercise(show):
     with pytest.raises(
         ValueError, match="no exercise is called 'rank'; there are my_s"
     ):
-        show_solution("rank")
+        show("rank")
+
+
+def said_too_much(hints: list[str], solution: Callable) -> list[str]:
+    """Return what of a solution's code is in its hints: a statement, or a long part."""
+    squeezed = re.sub("[^a-z0-9=+*/%<>()[\\]-]", "", " ".join(hints).lower())
+    tree = ast.parse(textwrap.dedent(inspect.getsource(solution)))
+    parts = [ast.unparse(n) for n in ast.walk(tree) if isinstance(n, CODE)]
+    codes = (re.sub("[^a-z0-9=+*/%<>()[\\]-]", "", part.lower()) for part in parts)
+    return [part for part in codes if len(part) > 12 and part in squeezed]
+
+
+CODE = (ast.Assign, ast.AugAssign, ast.Return, ast.BinOp, ast.Call, ast.Subscript)
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_two_hints_come_before_the_solution(name):
+    first, second = EXERCISES[name].hints
+    assert "?" in first
+    assert len(first) < len(second)
+    assert said_too_much([first, second], EXERCISES[name].reference) == []
+    assert hint(name).data == f'**Hint 1.** {first} (More: `hint("{name}", 2)`.)'
+    assert hint(name, 2).data.endswith(f'{second} (More: `show_solution("{name}")`.)')
+    with pytest.raises(ValueError, match="step is 3; .* has 2 hints"):
+        hint(name, 3)
+
+
+def test_a_hint_that_is_the_solution_is_seen():
+    solution = EXERCISES["my_average"].reference
+    for planted in (
+        "Then write `tensor /= dist.get_world_size()`.",
+        "It is dist.all_reduce(tensor), and a division.",
+    ):
+        assert said_too_much(["Which collective?", planted], solution)
+
+
+def test_chapters_offer_hints_where_they_offer_solutions():
+    for path in Path(__file__).parents[2].glob("notebooks/[0-9]*.ipynb"):
+        text = path.read_text()
+        assert text.count("show_solution(") == text.count(", 2)` then `show_") == 1
 
 
 # The frame itself, with exercises made up here.

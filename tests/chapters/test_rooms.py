@@ -74,7 +74,12 @@ from ddp_course.lab.exercises import exercise, expect_call
 
 @exercise("twice", solution=solutions.twice)
 def check_twice(answer: Answer) -> str:
-    """`twice(number)`: the number and once more the number."""
+    """`twice(number)`: the number and once more the number.
+
+    How often is the number in it?
+
+    It is there, and once more: a sum of two.
+    """
     expect_call(answer, 3, returns=6, because="3 + 3 is 6")
     expect_call(answer, 2.5, returns=5.0, because="numbers need not be whole")
     return "two numbers, one of them not whole"
@@ -188,6 +193,7 @@ def test_a_toy_chapter_is_found_everywhere(copy):
         "test_the_solution_passes[twice]",
         "test_an_untouched_stub_is_not_attempted_yet[twice]",
         "test_the_solution_is_shown[twice]",
+        "test_two_hints_come_before_the_solution[twice]",
         "test_a_wrong_answer_gets_its_hint[twice-whole]",
         "test_images_are_up_to_date",
         "test_notebooks_keep_the_house_rules[99_toy.ipynb]",

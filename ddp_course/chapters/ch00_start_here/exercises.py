@@ -36,7 +36,13 @@ SLICE = {  # property of a slice -> hint
 
 @exercise("my_slice", solution=solutions.my_slice)
 def check_my_slice(answer: Answer) -> str:
-    """`my_slice(batch, rank, world_size)`: the rows of `batch` that are this rank's."""
+    """`my_slice(batch, rank, world_size)`: the rows of `batch` that are this rank's.
+
+    If every lower rank has as many rows as you, how many come before yours?
+
+    A rank has the rows of the batch over the number of ranks. Your slice of dim 0
+    begins after `rank` such parts, and ends one part further.
+    """
     batch = torch.arange(ROWS).repeat_interleave(2).reshape(ROWS, 2)  # row i: (i, i)
     for world_size in (4, 3, 2, 1, 6):
         _judge(batch, [answer(batch, rank, world_size) for rank in range(world_size)])
@@ -84,7 +90,13 @@ AVERAGE = {
 
 @exercise("my_average", solution=solutions.my_average)
 def check_my_average(answer: Answer) -> str:
-    """`my_average(tensor)`, on every rank: the mean over all ranks, in place."""
+    """`my_average(tensor)`, on every rank: the mean over all ranks, in place.
+
+    Which collective gives every rank the sum, and what makes a mean of it?
+
+    Sum over the ranks, then divide by their number in place: an operator such as `*=`
+    changes the tensor itself, `tensor = ...` only gives the name to another one.
+    """
     hint = "Every rank must take part in the same collectives, in the same order."
     judge_ranks(AVERAGE, _averaged, answer, worlds=(4, 3, 2, 1), hint=hint)
     return "1, 2, 3 and 4 real ranks have the mean of tensors of three types"

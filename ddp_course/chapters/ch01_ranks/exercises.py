@@ -26,7 +26,13 @@ PLACES = [(p, p.topology) for cluster in CLUSTERS for p in cluster.places()]
 
 @exercise("global_rank", solution=solutions.global_rank)
 def check_global_rank(answer: Answer) -> str:
-    """`global_rank(node_rank, local_rank, nproc_per_node)`: the rank of a process."""
+    """`global_rank(node_rank, local_rank, nproc_per_node)`: the rank of a process.
+
+    Count in the picture: how many ranks stand on all the nodes before yours?
+
+    The nodes before yours are full: their number times the ranks of a node. To that
+    comes your place on your own node.
+    """
     for p, cluster in PLACES:
         size = cluster.nproc_per_node
         before = f"before it come {p.node_rank} whole nodes of {size}"
@@ -48,7 +54,13 @@ def _my_rank(global_rank: Callable) -> Any:
 
 @exercise("peer_on_next_node", solution=solutions.peer_on_next_node)
 def check_peer_on_next_node(answer: Answer) -> str:
-    """`peer_on_next_node(rank, nnodes, nproc_per_node)`: same local_rank, next node."""
+    """`peer_on_next_node(rank, nnodes, nproc_per_node)`: same local_rank, next node.
+
+    By how much does the rank grow from one node to the next? And after the last?
+
+    Add the ranks of one node. What has then passed the end of the cluster begins again
+    at 0: the remainder of a division by the number of all ranks.
+    """
     for p, cluster in PLACES:
         nnodes, size = cluster.nnodes, cluster.nproc_per_node
         next_node = (p.node_rank + 1) % nnodes
@@ -93,7 +105,13 @@ TOTAL = {
 
 @exercise("node_group", solution=solutions.node_group)
 def check_node_group(answer: Answer) -> str:
-    """`node_group()`, called on every rank: the process group of this rank's node."""
+    """`node_group()`, called on every rank: the process group of this rank's node.
+
+    All ranks make all groups, in the same order. Which are there, and which is yours?
+
+    Loop over the nodes. For each, make the group of its consecutive ranks and keep it
+    in a list, whether you are in it or not. Return the one at your node rank.
+    """
     hint = (
         "Every rank must call `dist.new_group` for every node, in the same order, also "
         "for the nodes that it is not on."

@@ -51,7 +51,14 @@ SWAP = {
 
 @exercise("swap", solution=solutions.swap)
 def check_swap(answer: Answer) -> str:
-    """`swap(tensor, peer)`: the peer's tensor, while the peer gets this rank's."""
+    """`swap(tensor, peer)`: the peer's tensor, while the peer gets this rank's.
+
+    If both send first, both may wait for ever. By what can two ranks tell, without a
+    message, which of them is to begin?
+
+    Compare the two ranks: the lower one sends and then receives, the other receives and
+    then sends. Receive into an empty tensor like the given one.
+    """
     hint = (
         "Of two peers exactly one must send first, whichever ranks they are: which of "
         "the two it is, both must know without a message."
@@ -93,7 +100,15 @@ SPREAD = {
 
 @exercise("my_broadcast", solution=solutions.my_broadcast)
 def check_my_broadcast(answer: Answer) -> str:
-    """`my_broadcast(tensor)`: rank 0's numbers in everybody's tensor, along a tree."""
+    """`my_broadcast(tensor)`: rank 0's numbers in everybody's tensor, along a tree.
+
+    After a step two ranks have the numbers, after two steps four. Whom must the root
+    serve first, so that this one can serve most of the others?
+
+    A distance goes from the largest power of two below N down to 1, halved in every
+    step. In a step, multiples of twice the distance have the numbers: they send them
+    that far, if there is such a rank, and it receives.
+    """
     hint = "Who has the numbers already, and whom does each of them serve next?"
     for n in (2, 3, 4, 5, 8, 1):
         real = on_ranks(_spread, answer, world_size=n, hint=hint)
@@ -161,7 +176,14 @@ MATRICES = {  # rows of each rank, and their type: the first is large enough to 
 
 @exercise("my_transpose", solution=solutions.my_transpose)
 def check_my_transpose(answer: Answer) -> str:
-    """`my_transpose(rows)`: this rank's rows of the transposed matrix."""
+    """`my_transpose(rows)`: this rank's rows of the transposed matrix.
+
+    Cut your rows into a block for each rank. Which collective sends something else to
+    every rank, and how must a block be turned?
+
+    Transpose your rows, cut the result into N blocks of rows, make them contiguous, and
+    exchange them all to all. Put what arrives side by side, by rank.
+    """
     hint = "Which block of your rows does rank j need, and how must it be turned?"
     judge_ranks(TRANSPOSE, _transpose, answer, worlds=(2, 3, 4, 1), hint=hint)
     return (

@@ -32,7 +32,15 @@ from ddp_course.measure import ByteMeter, EventLog
 
 @exercise("ring_transfers", solution=solutions.ring_transfers)
 def check_ring_transfers(answer: Answer) -> str:
-    """`ring_transfers(world_size)`: the transfers of a ring all-reduce, as a list."""
+    """`ring_transfers(world_size)`: the transfers of a ring all-reduce, as a list.
+
+    Play it with three ranks. Through how many other ranks must a chunk go until all
+    have added to it?
+
+    A chunk takes N - 1 steps to collect and as many again to be handed to all: the
+    first half of 2 (N - 1) steps adds. In every step a rank passes on what came in the
+    step before, so its chunk's number goes down by one, modulo N.
+    """
     for n in (2, 3, 4, 5, 8, 11, 1):
         plan = _as_plan(answer, n)
         where, wrong = f"With {n} ranks,", mistakes(plan)
@@ -131,7 +139,15 @@ RING = {
 
 @exercise("ring_reduce_scatter", solution=solutions.ring_reduce_scatter)
 def check_ring_reduce_scatter(answer: Answer) -> str:
-    """`ring_reduce_scatter(chunks)`: the sum over all ranks of `chunks[rank]`."""
+    """`ring_reduce_scatter(chunks)`: the sum over all ranks of `chunks[rank]`.
+
+    Rank r ends with chunk r. Where was this chunk one step earlier, and where did its
+    journey begin?
+
+    Hold your chunk of number rank - 1. Then N - 1 times: begin to send what you hold to
+    the right, receive the next lower chunk from the left, and hold the sum of it and
+    your own numbers for it, in a new tensor.
+    """
     hint = (
         "In step k rank r sends chunk r - 1 - k to the right, and adds its own numbers "
         "to what arrives from the left. Start to send (`isend`), then receive."
@@ -214,7 +230,15 @@ HIERARCHY = {
 
 @exercise("hierarchical_sum", solution=solutions.hierarchical_sum)
 def check_hierarchical_sum(answer: Answer) -> str:
-    """`hierarchical_sum(tensor, node, peers)`: the sum over all ranks, in place."""
+    """`hierarchical_sum(tensor, node, peers)`: the sum over all ranks, in place.
+
+    How much has to leave a node whose ranks have added up theirs? And can each of them
+    take care of a part?
+
+    A reduce-scatter on the node gives each rank the node's sum of its shard. An
+    all-reduce among the peers makes it the sum of all nodes. An all-gather on the node
+    puts the shards together, into `tensor`.
+    """
     hint = (
         "Reduce-scatter inside the node, all-reduce the shard among the peers, "
         "all-gather inside the node."

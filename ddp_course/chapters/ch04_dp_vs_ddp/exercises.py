@@ -107,7 +107,15 @@ REPLICAS = {
 
 @exercise("make_replicas", solution=solutions.make_replicas)
 def check_make_replicas(answer: Answer) -> str:
-    """`make_replicas(model)`: rank 0's parameters and buffers, on every rank."""
+    """`make_replicas(model)`: rank 0's parameters and buffers, on every rank.
+
+    A broadcast sends one tensor. How do many of one type become one, and how do they
+    come apart again?
+
+    For each dtype, flatten its parameters and buffers and join them; broadcast that
+    from rank 0; split it by their lengths; and write each part, in its shape, into the
+    tensor that is there. Do it without recording gradients.
+    """
     judge_ranks(REPLICAS, _replicate, answer, worlds=(2, 4, 3))
     return (
         "2, 3 and 4 ranks have rank 0's parameters and buffers, bit for bit, in the "
@@ -163,7 +171,15 @@ MEANS = {
 
 @exercise("average_gradients_flat", solution=solutions.average_gradients_flat)
 def check_average_gradients_flat(answer: Answer) -> str:
-    """`average_gradients_flat(model)`: the mean of all gradients, in one all-reduce."""
+    """`average_gradients_flat(model)`: the mean of all gradients, in one all-reduce.
+
+    All ranks must bring equally many numbers. What does one bring for a gradient that
+    it does not have?
+
+    Where `grad` is None, put zeros. Flatten and join the gradients of all that require
+    one, add up over the ranks once, divide, split by lengths, and write each part into
+    its `grad`.
+    """
     hint = "Do all ranks bring as many numbers, in the same order?"
     judge_ranks(MEANS, _average, answer, worlds=(2, 4, 3, 1), hint=hint)
     return (
@@ -233,7 +249,13 @@ AGREE = {
 
 @exercise("replicas_agree", solution=solutions.replicas_agree)
 def check_replicas_agree(answer: Answer) -> str:
-    """`replicas_agree(model)`: on all ranks the same True or False, for few bytes."""
+    """`replicas_agree(model)`: on all ranks the same True or False, for few bytes.
+
+    What is short, and differs as soon as a single bit of the model does?
+
+    Each rank brings the checksum of its `state_dict()`. Gather those of all ranks: they
+    agree if there is only one of its kind among them.
+    """
     judge_ranks(AGREE, _agree, answer, worlds=(4, 2, 3))
     return (
         "2, 3 and 4 ranks gave the same right answer in all of "

@@ -28,7 +28,16 @@ CAPS = ((4000, 1000), (4000, 4000), (400, 100), (10**6, 10**6), (400, 2000))
 
 @exercise("my_bucket_plan", solution=solutions.my_bucket_plan)
 def check_my_bucket_plan(answer: Answer) -> str:
-    """`my_bucket_plan(parameters, cap, first)`: lists of names, as they are sent."""
+    """`my_bucket_plan(parameters, cap, first)`: lists of names, as they are sent.
+
+    In which order do gradients become ready, and what closes a bucket? Each type has an
+    open bucket and a limit of its own.
+
+    Leave out what is frozen, empty or a second name, and go through the rest backwards.
+    A parameter joins the open bucket of its type; when the bytes in it reach the limit,
+    close it: the first limit is the smaller of `first` and `cap`, all later ones `cap`.
+    Close what is left, and sort by the place of each last member.
+    """
     models = _models()
     for told, parameters in models.items():
         for cap, first in CAPS:
@@ -176,7 +185,16 @@ LAUNCHES = {
 
 @exercise("mini_ddp", solution=solutions.mini_ddp)
 def check_mini_ddp(answer: Answer) -> str:
-    """`mini_ddp(buckets, launch, at_the_end)`: make backward average gradients."""
+    """`mini_ddp(buckets, launch, at_the_end)`: make backward average gradients.
+
+    What must a hook know in order to tell that a bucket is full, and that all before it
+    have left? And who calls you when backward is over?
+
+    Count the missing gradients of every bucket. A hook takes one off; then, as long as
+    the next bucket in order is full, join its gradients, launch them, and keep tensor
+    and handle. The first hook of a backward asks for a call at its end, which waits for
+    each handle, writes the means into `grad`, and sets the counts back.
+    """
     judge_ranks(LAUNCHES, _use_mini_ddp, answer)
     return (
         "on 1, 2 and 3 real ranks, of three types, 3 steps each, every bucket left as "
@@ -337,7 +355,15 @@ SENDING = {
 
 @exercise("accumulate", solution=solutions.accumulate)
 def check_accumulate(answer: Answer) -> str:
-    """`accumulate(ddp, microbatches)`: the gradient of all of them; send it once."""
+    """`accumulate(ddp, microbatches)`: the gradient of all of them; send it once.
+
+    Only one microbatch has to send. And what makes the mean over its own rows a part of
+    the mean over all rows?
+
+    Multiply each loss by its share of the rows. All microbatches but the last go
+    forward *and* backward without synchronising; the last one, outside of that,
+    averages what has been added up.
+    """
     for parts in PARTS:
         judge_ranks(SENDING, _accumulate, answer, parts, worlds=[len(parts)])
     return (

@@ -26,7 +26,15 @@ Watched = tuple[nn.Module, torch.optim.Optimizer]
 
 @exercise("my_ledger", solution=solutions.my_ledger)
 def check_my_ledger(answer: Answer) -> str:
-    """`my_ledger(model, optimizer)`: bytes by kind, each storage once."""
+    """`my_ledger(model, optimizer)`: bytes by kind, each storage once.
+
+    Two tensors can share a storage, and a small view keeps a large one. What do you
+    count, and how does it count once?
+
+    Three lists: the parameters, their gradients that are there, the tensors in the
+    optimizer's dictionaries. For each list, keep the untyped storage of every tensor
+    under its address, and add up the bytes of what you have kept.
+    """
     cases = list(_kept())
     for told, look_at, (model, optimizer) in cases:
         right = resident(model, optimizer)
@@ -140,7 +148,15 @@ ROWS = (0, 1, 5, 17, 1234)  # of the last one, a number per token makes some row
 
 @exercise("largest_batch", solution=solutions.largest_batch)
 def check_largest_batch(answer: Answer) -> str:
-    """`largest_batch(config, memory)`: the most rows with which forward fits."""
+    """`largest_batch(config, memory)`: the most rows with which forward fits.
+
+    What is there however many rows come, and what comes with every row?
+
+    From the memory take 12 bytes for each parameter: itself and two states. Divide what
+    is left by the activations of one row: this chapter's formula of a block, times the
+    blocks, and that of the head. Round down; less than 0 is 0. (Numbers of positions,
+    made in forward, are kept too, once.)
+    """
     for config in CONFIGS:
         always, of_a_row = measured_rows(config)
         fitting = [(always + r * of_a_row + of_a_row // 2, r) for r in ROWS]
@@ -218,7 +234,14 @@ STEPPED = {
 
 @exercise("step_in_backward", solution=solutions.step_in_backward)
 def check_step_in_backward(answer: Answer) -> str:
-    """`step_in_backward(model, make_optimizer)`: no two gradients wait for a step."""
+    """`step_in_backward(model, make_optimizer)`: no two gradients wait for a step.
+
+    Autograd can call you when a parameter's gradient is complete. What can be done in
+    that moment, with an optimizer of which size?
+
+    Make an optimizer for every parameter that is trained, once. In the hook after
+    accumulation let that parameter's optimizer step, and then let go of its gradient.
+    """
     for name, make in MAKERS.items():
         wanted, _ = _train(make, None)
         got, told = _train(make, answer)

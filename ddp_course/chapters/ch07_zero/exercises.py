@@ -56,7 +56,14 @@ SHARD = {
 
 @exercise("my_pieces", solution=solutions.my_pieces)
 def check_my_pieces(answer: Answer) -> str:
-    """`my_pieces(numels, rank, world_size)`: tuples (k, first, last) that it owns."""
+    """`my_pieces(numels, rank, world_size)`: tuples (k, first, last) that it owns.
+
+    Where does your shard begin and end in the long row, and where does parameter k?
+
+    A shard has the sum of all lengths over the ranks, rounded up. Go along the row and
+    note where each parameter begins. Your piece of it is where both intervals overlap,
+    less that beginning; leave it out if it is empty.
+    """
     for numels, n in ROWS:
         length = -(-sum(numels) // n)
         owners: dict[tuple[int, int], int] = {}
@@ -126,7 +133,15 @@ STEP = {
 
 @exercise("sharded_step", solution=solutions.sharded_step)
 def check_sharded_step(answer: Answer) -> str:
-    """`sharded_step(weights, gradient, momentum, lr, beta)`: a step of stage 1."""
+    """`sharded_step(weights, gradient, momentum, lr, beta)`: a step of stage 1.
+
+    An all-reduce has two halves. What lies between them for a rank that has its shard
+    of the momentum only?
+
+    Reduce-scatter the gradient into a tensor as long as `momentum`, and make a mean of
+    it. The new momentum is beta times the old one, plus that mean. From your part of
+    `weights` take lr times it, in place. All-gather the parts into `weights`.
+    """
     hint = (
         "Reduce-scatter the gradients into a tensor as long as `momentum`, step your "
         "part of `weights`, and gather the parts."
@@ -217,7 +232,14 @@ CLIP = {
 
 @exercise("clip_shards", solution=solutions.clip_shards)
 def check_clip_shards(answer: Answer) -> str:
-    """`clip_shards(shards, max_norm)`: scale all ranks' shards; return their norm."""
+    """`clip_shards(shards, max_norm)`: scale all ranks' shards; return their norm.
+
+    A norm of all is no sum of norms. Which numbers of the ranks may be added up?
+
+    Add up the squares of your shards, in float32, and then over the ranks; a rank
+    without shards brings 0. The root is the norm. Where it is above `max_norm`,
+    multiply all your shards, in place, by what brings it down to that.
+    """
     hint = "Every rank must call one `dist.all_reduce`, one without shards, too."
     for shards, most in CASES:
         n = len(shards)

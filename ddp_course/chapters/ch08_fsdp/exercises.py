@@ -61,7 +61,15 @@ AT_THE_END = {
 
 @exercise("my_schedule", solution=solutions.my_schedule)
 def check_my_schedule(answer: Answer) -> str:
-    """`my_schedule(units, prefetch, keep)`: what a rank does in a step, in order."""
+    """`my_schedule(units, prefetch, keep)`: what a rank does in a step, in order.
+
+    Forward and backward do the same in opposite orders. What must be whole before unit
+    k computes, and what of it is whole already?
+
+    Keep the set of whole units, and write one function for both orders: gather of this
+    unit and the next `prefetch` in the order what is not whole; compute; free, except
+    in forward with `keep`; and in backward reduce.
+    """
     cases = list(itertools.product((3, 1, 2, 5, 12), (0, 1, 3, 11), (False, True)))
     for units, prefetch, keep in cases:
         where = f"For {units} units, prefetch = {prefetch} and keep = {keep},"
@@ -184,7 +192,14 @@ LINEAR = {
 
 @exercise("sharded_linear", solution=solutions.sharded_linear)
 def check_sharded_linear(answer: Answer) -> str:
-    """`sharded_linear(x, shard, gather, reduce_scatter, world_size)`: x @ weight.T."""
+    """`sharded_linear(x, shard, gather, reduce_scatter, world_size)`: x @ weight.T.
+
+    What can forward save for backward, if no whole weight may live that long?
+
+    Save x and the shard. In backward, gather once more for the gradient of x: the
+    output's gradient times the weight. The shard's is the output's gradient,
+    transposed, times x, reduce-scattered and made a mean.
+    """
     hint = "Write a torch.autograd.Function that saves x and the shard."
     judge_ranks(LINEAR, _all_layers, answer, hint=hint)
     return (
@@ -334,7 +349,15 @@ CASES = (
 
 @exercise("ranks_needed", solution=solutions.ranks_needed)
 def check_ranks_needed(answer: Answer) -> str:
-    """`ranks_needed(units, memory, activations)`: the least number, or None."""
+    """`ranks_needed(units, memory, activations)`: the least number, or None.
+
+    Given a number of ranks, can you tell whether it fits? Which of the parts shrinks
+    with more of them?
+
+    Try 1, 2, 3 and so on. For each, add up: 16 bytes for all elements of this rank's
+    shards, each rounded up; 4 for those of the largest pair of neighbours; 4 for those
+    of the largest unit; the activations. The first sum within `memory` decides.
+    """
     for units, memory, activations in CASES:
         got = answer.pure(list(units), memory, activations)
         wanted = solutions.ranks_needed(list(units), memory, activations)

@@ -89,7 +89,14 @@ COPY = {
 
 @exercise("copy_to_ranks", solution=solutions.copy_to_ranks)
 def check_copy_to_ranks(answer: Answer) -> str:
-    """`copy_to_ranks(x, all_reduce)`: x, whose gradients are summed in backward."""
+    """`copy_to_ranks(x, all_reduce)`: x, whose gradients are summed in backward.
+
+    Forward changes nothing. What has each rank's gradient in backward, and what is
+    missing in it?
+
+    A `torch.autograd.Function`: forward returns a view of x; backward makes a copy of
+    the gradient that it gets, sums this copy over the ranks, and returns it.
+    """
     hint = (
         "Write a torch.autograd.Function: what goes forward, and what goes back? In "
         "backward every rank calls `all_reduce`, also one whose gradient is zero."
@@ -178,7 +185,14 @@ ROW = {
 
 @exercise("row_linear", solution=solutions.row_linear)
 def check_row_linear(answer: Answer) -> str:
-    """`row_linear(x, weight, bias, reduce_sum)`: X @ W.T + bias, from parts of both."""
+    """`row_linear(x, weight, bias, reduce_sum)`: X @ W.T + bias, from parts of both.
+
+    Is what you compute a part of the output, or a summand of all of it? How often may
+    the bias be in the sum?
+
+    Multiply your columns of x and of the weight, without a bias. Let g sum that over
+    the ranks. Only then comes the bias.
+    """
     hint = "Each rank has a part of every sum. What has to be added how often?"
     judge_ranks(ROW, _use_row, answer, hint=hint)
     return (
@@ -303,7 +317,15 @@ LOSS = {
 
 @exercise("vocab_loss", solution=solutions.vocab_loss)
 def check_vocab_loss(answer: Answer) -> str:
-    """`vocab_loss(logits, targets, all_reduce)`: the loss and its gradient."""
+    """`vocab_loss(logits, targets, all_reduce)`: the loss and its gradient.
+
+    Three numbers for each token depend on words that other ranks have. Which?
+
+    All-reduce each token's highest logit. Subtract it and take exponentials. All-reduce
+    two sums: of the exponentials, and of the target's logit, to which all ranks but one
+    bring 0. The loss is the mean of the one's logarithm less the other. The gradient is
+    the softmax, less 1 at targets that are yours, over the tokens.
+    """
     hint = (
         "Which numbers of the softmax depend on all words? Every rank calls the same "
         "all-reduces, also one that has none of the targets."

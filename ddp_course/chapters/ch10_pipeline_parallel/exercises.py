@@ -26,7 +26,14 @@ PIPELINES = ((2, 3), (1, 2), (3, 1), (4, 4), (3, 7), (2, 12))  # stages and micr
 
 @exercise("my_gpipe", solution=solutions.my_gpipe)
 def check_my_gpipe(answer: Answer) -> str:
-    """`my_gpipe(num_stages, num_microbatches, rank)`: what a rank does, in order."""
+    """`my_gpipe(num_stages, num_microbatches, rank)`: what a rank does, in order.
+
+    How many forwards and backwards has a rank, and what in their order depends on its
+    stage?
+
+    For each microbatch in order an F of your own stage, and after all of them for each
+    microbatch in order a B.
+    """
     for p, m in PIPELINES:
         rows = [answer(p, m, rank) for rank in range(p)]
         for rank, row in enumerate(rows):
@@ -82,7 +89,15 @@ CUT = {
 
 @exercise("my_cut", solution=solutions.my_cut)
 def check_my_cut(answer: Answer) -> str:
-    """`my_cut(costs, num_stages)`: how many layers each stage has."""
+    """`my_cut(costs, num_stages)`: how many layers each stage has.
+
+    Suppose that you know where the first stage ends. What question is left?
+
+    Try all ways to place the cuts between the layers (`itertools.combinations` has
+    them); the dearest stage of each is a maximum of sums, and you want the smallest
+    maximum. The faster way: the best cut of what begins at layer k into s stages, from
+    the best cuts into s - 1 stages.
+    """
     for costs, stages in COSTS:
         given = list(costs)
         got = answer(given, stages)
@@ -178,7 +193,16 @@ STEP = {
 
 @exercise("my_stage_step", solution=solutions.my_stage_step)
 def check_my_stage_step(answer: Answer) -> str:
-    """`my_stage_step(stage, num_microbatches, forward_in, ...)`: GPipe, one stage."""
+    """`my_stage_step(stage, num_microbatches, forward_in, ...)`: GPipe, one stage.
+
+    The graph of a stage begins at what enters it and ends at what leaves it. What gives
+    the input a gradient, and how does backward start in the middle of a network?
+
+    Forwards: take the input and let autograd record for it, unless it is tokens;
+    compute; hand on the output, detached; keep both. Then, in the same order, call
+    backward on each kept output with the gradient that comes in, and hand on the
+    gradient of the input.
+    """
     hint = "Look at what enters the stage, and at what must leave it."
     judge_ranks(STEP, _step_on_rank, answer, hint=hint)
     return (

@@ -22,7 +22,14 @@ SHAPES = ((2, 3), (4, 8), (3, 7), (4, 2), (1, 4), (5, 1), (2, 12))
 
 @exercise("my_one_f_one_b", solution=solutions.my_one_f_one_b)
 def check_my_one_f_one_b(answer: Answer) -> str:
-    """`my_one_f_one_b(rank, num_ranks, num_microbatches)`: 1F1B's order of a rank."""
+    """`my_one_f_one_b(rank, num_ranks, num_microbatches)`: 1F1B's order of a rank.
+
+    How many microbatches may be in flight on rank r, and which action makes them fewer?
+
+    Count forwards and backwards so far. As long as there are forwards left and fewer in
+    flight than ranks from here to the last one, this one included, take a forward,
+    otherwise a backward.
+    """
     for p, m in SHAPES:
         rows = []
         for rank in range(p):
@@ -62,7 +69,15 @@ SPLIT = (
 
 @exercise("place_weights", solution=solutions.place_weights)
 def check_place_weights(answer: Answer) -> str:
-    """`place_weights(row, rank)`: the row with its W's, where a rank would wait."""
+    """`place_weights(row, rank)`: the row with its W's, where a rank would wait.
+
+    A W waits for nobody, so it can fill a gap; but until it is done, its activation is
+    kept. How many may rank r put off, if rank 0 keeps most as it is?
+
+    Keep a list of W's that are due. Each I adds its own; when there are more than
+    `rank` of them, the oldest comes at once. What is still due at the end of the row
+    comes there.
+    """
     for p, m in SPLIT:
         rows = _placed(answer, p, m)
         where = f"For {p} ranks and {m} microbatches,"
@@ -111,7 +126,16 @@ CHANGED = 66  # schedules in which two actions are exchanged, or one is missing
 
 @exercise("who_waits", solution=solutions.who_waits)
 def check_who_waits(answer: Answer) -> str:
-    """`who_waits(rows)`: where each rank stands for ever; nothing if all can end."""
+    """`who_waits(rows)`: where each rank stands for ever; nothing if all can end.
+
+    Time does not matter. What can each rank do now, and when does nothing change any
+    more?
+
+    Keep what is done, and a place in each row. Let every rank go on while its next
+    action has what it needs: an F the same microbatch's F one stage below; a B its own
+    F, and the B one stage above unless it is the last stage. Go round until nobody
+    moves: who has not come to the end stands there.
+    """
     count = 0
     for told, rows in _schedules():
         given = [list(row) for row in rows]
