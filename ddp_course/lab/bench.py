@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_course.bench.table import grouped, ratio_of, title_of
 from ddp_course.bench.turns import Pair
-from ddp_course.lab.draw.plots import GRID, style
+from ddp_course.lab.draw.plots import GRID, plot
 from ddp_course.lab.palette import INK, MUTED
 
 if TYPE_CHECKING:
@@ -18,14 +18,16 @@ MARKERS = "osv^PpDX<>*hd8H"
 CONTROL = "#9AA2AD"
 
 
-def plot_bench(pairs: Iterable[Pair], rows: Sequence[Mapping[str, Any]]) -> Figure:
+@plot
+def plot_bench(
+    pairs: Iterable[Pair], rows: Sequence[Mapping[str, Any]]
+) -> tuple[Figure, str]:
     """Draw the rows of a bench: ratios, a panel for each thing that others lie over.
 
     A line for each case, a mark for each pair, in greys: colours are for ranks. A short
     upright dash is what is asked for. The control (grey) is the same thing twice: as
     far as it is from 1, differences are noise. Raises ValueError for no rows.
     """
-    import matplotlib
     from matplotlib import pyplot
 
     panels = grouped(pairs, rows)
@@ -35,17 +37,14 @@ def plot_bench(pairs: Iterable[Pair], rows: Sequence[Mapping[str, Any]]) -> Figu
         0.9 + 0.34 * max(len({c for _, found in columns for c in found}), len(columns))
         for columns in panels.values()
     ]
-    with matplotlib.rc_context():
-        style()
-        figure, grid = pyplot.subplots(
-            len(panels), 1, figsize=(9.5, sum(heights)), height_ratios=heights,
-            layout="constrained", squeeze=False,
-        )  # fmt: skip
-        for axes, (over, columns) in zip(grid[:, 0], panels.items(), strict=True):
-            _draw_panel(axes, columns)
-            axes.set_xlabel(f"over {over}")
-    pyplot.close(figure)
-    return figure
+    figure, grid = pyplot.subplots(
+        len(panels), 1, figsize=(9.5, sum(heights)), height_ratios=heights,
+        layout="constrained", squeeze=False,
+    )  # fmt: skip
+    for axes, (over, columns) in zip(grid[:, 0], panels.items(), strict=True):
+        _draw_panel(axes, columns)
+        axes.set_xlabel(f"over {over}")
+    return figure, f"Ratios of a bench, over {', '.join(map(str, panels))}."
 
 
 def _draw_panel(axes: Axes, columns: list[tuple[Pair, dict]]) -> None:

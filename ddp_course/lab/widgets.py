@@ -11,13 +11,12 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ddp_course.lab.draw.drawing import Drawing
+from ddp_course.lab.draw.drawing import ROOM, Drawing
 
 if TYPE_CHECKING:
     from ipywidgets import interactive
 
-CAPTION, GAP, WIDEST = 30, 24, 1000
-FITS = "max-width:100%;height:auto"  # as JupyterLab shows a drawing; else it is cut off
+CAPTION, GAP = 30, 24
 
 
 def explore(draw: Callable[..., Drawing], **controls: Any) -> interactive:
@@ -39,8 +38,7 @@ def explore(draw: Callable[..., Drawing], **controls: Any) -> interactive:
 
     def redraw(**values: Any) -> None:
         try:
-            svg = draw(**values).svg()
-            picture.value = svg.replace("<svg ", f'<svg style="{FITS}" ', 1)
+            picture.value = draw(**values)._repr_html_()
         except Exception as error:  # such as: these values do not go together
             picture.value = f"<p>{type(error).__name__}: {html.escape(str(error))}</p>"
 
@@ -80,7 +78,7 @@ def _side_by_side(drawings: Sequence[Drawing]) -> list[tuple[float, float]]:
     places: list[tuple[float, float]] = []
     x, y, tallest = 0.0, float(CAPTION), 0.0
     for drawing in drawings:
-        if x and x + drawing.width > WIDEST:
+        if x and x + drawing.width > ROOM:
             x, y, tallest = 0.0, y + tallest + CAPTION, 0.0
         places.append((x, y))
         x, tallest = x + drawing.width + GAP, max(tallest, drawing.height)

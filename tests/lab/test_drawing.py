@@ -3,13 +3,15 @@
 import math
 import subprocess
 import sys
+from html.parser import HTMLParser
+from urllib.parse import unquote
 from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_course.lab.draw.drawing import ROOM, Drawing, number
+from ddp_course.lab.draw.drawing import Drawing, number
 from ddp_course.lab.palette import (
     RANK_COLORS,
     contrast,
@@ -20,6 +22,18 @@ from ddp_course.lab.palette import (
 )
 
 SVG = "{http://www.w3.org/2000/svg}"
+
+
+class Images(HTMLParser):
+    """Reads the attributes of all images of a page."""
+
+    def __init__(self):
+        super().__init__()
+        self.images = []
+
+    def handle_starttag(self, tag, attrs):
+        assert tag == "img"
+        self.images.append(dict(attrs))
 
 
 def parse(drawing):
@@ -82,11 +96,17 @@ def test_a_drawing_has_a_title():
 
 
 def test_a_notebook_shows_it():
-    d = Drawing(10, 10, title="ten by ten")
-    assert d._repr_svg_() == d.svg()
-    wide = Drawing(2 * ROOM, 100, title="wide")
-    shown = f'width="{ROOM}" height="50" viewBox="0 0 {2 * ROOM} 100"'
-    assert shown in wide._repr_svg_() and shown not in wide.svg()
+    d = Drawing(10, 10, title="ten by ten", description='"&<\n')
+    d.text(1, 2, "100 % of #1's → ü")
+    read = Images()
+    read.feed(d._repr_html_())
+    (shown,) = read.images
+    assert shown["alt"] == 'ten by ten. "&<\n'
+    assert shown["style"] == "max-width:100%;height:auto"
+    scheme, _, data = shown["src"].replace("\n", "").partition(",")  # as browsers do
+    assert scheme == "data:image/svg+xml"
+    assert unquote(data) == d.svg().replace("\n", "")
+    assert "#" not in data and data.isascii()
     assert repr(d) == "<Drawing: ten by ten>"  # no address: nbval compares it
 
 

@@ -6,7 +6,6 @@ import pytest
 
 from ddp_course.chapters.ch01_ranks.figures import cluster, rendezvous
 from ddp_course.lab import Drawing, explore, gallery
-from ddp_course.lab.widgets import FITS
 
 
 def draw(size=3, name="x"):
@@ -18,8 +17,8 @@ def draw(size=3, name="x"):
 
 
 def shown(drawing):
-    """What a view shows: the drawing, made smaller if the page is narrow."""
-    return drawing.svg().replace("<svg ", f'<svg style="{FITS}" ', 1)
+    """What a view shows: the drawing, as a cell shows it."""
+    return drawing._repr_html_()
 
 
 def test_the_first_picture_and_a_move(capsys):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ddp_course.lab.draw.drawing import Drawing
 from ddp_course.lab.draw.lanes import draw_runs
-from ddp_course.lab.draw.plots import GRID, style
+from ddp_course.lab.draw.plots import GRID, plot
 from ddp_course.lab.draw.schedule_view import named
 from ddp_course.lab.draw.work import idle_share, run_of, works_of
 from ddp_course.lab.palette import INK, MUTED, rank_color
@@ -68,43 +68,45 @@ def _draw_stages(d: Drawing) -> None:
     d.text(x, STAGE_H + 14, "gradients", size=11, fill=MUTED)
 
 
+@plot
 def bubble_curve(
     measured: Mapping[int, Mapping[int, float]],
     formula: Callable[[int, int], float],
     most: int,
-) -> Figure:
+) -> tuple[Figure, str]:
     """Draw the bubble against the number of microbatches, a curve for each p.
 
     `measured` maps a number of ranks p to {number of microbatches m: share of time}; a
     p without points is a curve alone. `formula` is called with p and m, for m from 1 to
     `most`. Raises ValueError for what is no share.
     """
-    import matplotlib
     from matplotlib import pyplot
 
     for p, points in measured.items():
         for m, share in points.items():
             if not 0 <= share <= 1:
                 raise ValueError(f"p = {p}, m = {m}: {share} is no share of time")
-    with matplotlib.rc_context():
-        style()
-        figure, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
-        ms = range(1, most + 1)
-        for p, points in measured.items():
-            curve = [100 * float(formula(p, m)) for m in ms]
-            axes.plot(ms, curve, color=MUTED, linewidth=1.4)
-            axes.annotate(f"p = {p}", (most, curve[-1]), xytext=(6, 0), va="center",
-                          textcoords="offset points", fontsize=10)  # fmt: skip
-            for m, share in sorted(points.items()):
-                axes.plot([m], [100 * share], "o", color=INK, markersize=7)
-        axes.plot([], [], "o", color=INK, label="measured")
-        axes.plot([], [], color=MUTED, label="formula")
-        axes.set(xlabel="microbatches m", ylabel="bubble [% of the ranks' time]")
-        axes.set(xlim=(0, most + 0.5), ylim=(0, None))
-        axes.grid(axis="y", **GRID)
-        axes.legend()
-    pyplot.close(figure)
-    return figure
+    figure, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
+    ms = range(1, most + 1)
+    for p, points in measured.items():
+        curve = [100 * float(formula(p, m)) for m in ms]
+        axes.plot(ms, curve, color=MUTED, linewidth=1.4)
+        axes.annotate(f"p = {p}", (most, curve[-1]), xytext=(6, 0), va="center",
+                      textcoords="offset points", fontsize=10)  # fmt: skip
+        for m, share in sorted(points.items()):
+            axes.plot([m], [100 * share], "o", color=INK, markersize=7)
+    axes.plot([], [], "o", color=INK, label="measured")
+    axes.plot([], [], color=MUTED, label="formula")
+    axes.set(xlabel="microbatches m", ylabel="bubble [% of the ranks' time]")
+    axes.set(xlim=(0, most + 0.5), ylim=(0, None))
+    axes.grid(axis="y", **GRID)
+    axes.legend()
+    told = [
+        f"p = {p}, m = {m}: {share:.0%} (formula: {float(formula(p, m)):.0%})"
+        for p, points in measured.items()
+        for m, share in points.items()
+    ]
+    return figure, f"The bubble against the number of microbatches. {'; '.join(told)}."
 
 
 IMAGES = {"10_pipeline_parallel.svg": staircase}

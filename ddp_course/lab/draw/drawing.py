@@ -11,12 +11,14 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import quote
 from xml.sax.saxutils import escape, quoteattr
 
 from ddp_course.lab.palette import INK, darker, text_color
 
 LINE = 1.35  # distance of two lines of text, in font sizes
-ROOM = 840  # pixels beside JupyterLab's file browser, in a window of 1280
+ROOM = 720  # pixels: in a narrow window, what is wider has letters too small to read
+PLAIN = ' \n"(),:;<=>/'  # what stays as it is in an address made of an SVG
 
 
 class Drawing:
@@ -194,16 +196,13 @@ class Drawing:
         with self.shifted(x, y):
             self._parts += other._parts
 
-    def svg(self, at_most: float = math.inf) -> str:
-        """Return the drawing as an SVG document, shown at most so many pixels wide."""
+    def svg(self) -> str:
+        """Return the drawing as an SVG document."""
         width, height = number(self.width), number(self.height)
-        scale = min(1.0, at_most / self.width)
         return "\n".join(
             [
-                f'<svg xmlns="http://www.w3.org/2000/svg" '
-                f'width="{number(scale * self.width)}" '
-                f'height="{number(scale * self.height)}" '
-                f'viewBox="0 0 {width} {height}" role="img" '
+                f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" '
+                f'height="{height}" viewBox="0 0 {width} {height}" role="img" '
                 f'font-family="sans-serif">',
                 f"<title>{escape(self.title)}</title>",
                 f"<desc>{escape(self.description or self.title)}</desc>",
@@ -216,8 +215,9 @@ class Drawing:
         """Write the drawing to the file `path`."""
         Path(path).write_bytes(self.svg().encode())
 
-    def _repr_svg_(self) -> str:
-        return self.svg(at_most=ROOM)  # JupyterLab would cut off what is wider
+    def _repr_html_(self) -> str:
+        words = ". ".join(filter(None, [self.title, self.description]))
+        return picture(f"image/svg+xml,{quote(self.svg(), safe=PLAIN)}", words)
 
     def __repr__(self) -> str:
         return f"<Drawing: {self.title}>"
@@ -230,6 +230,18 @@ class Drawing:
                 words.append(f"{name.replace('_', '-')}={quoteattr(text)}")
         end = f">{body}</{tag}>" if body else "/>"
         self._parts.append(f"<{' '.join(words)}{end}")
+
+
+def picture(data: str, words: str) -> str:
+    """Return HTML that shows a picture, told in `words` to those who do not see it.
+
+    `data` follows "data:" in its address. It is as wide as it was drawn, or as there is
+    room. JupyterLab gives no words to pictures that are shown otherwise.
+    """
+    return (
+        f'<img alt={quoteattr(words)} style="max-width:100%;height:auto" '
+        f"src='data:{data}'>"
+    )
 
 
 def number(value: float) -> str:

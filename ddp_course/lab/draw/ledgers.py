@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_course.lab.draw.kinds import KIND_LOOKS, kinds_among
 from ddp_course.lab.draw.memory import STACK, samples_of, total_of, unit_of
-from ddp_course.lab.draw.plots import GRID, style
+from ddp_course.lab.draw.plots import GRID, plot
 from ddp_course.lab.palette import INK, MUTED, darker, rank_color, text_color
 
 if TYPE_CHECKING:
@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+@plot
 def ledgers(
     measured: Mapping[str, Any], theory: Mapping[str, Any] | None = None
-) -> Figure:
+) -> tuple[Figure, str]:
     """Draw ledgers side by side, kinds upon each other, and theory as marks.
 
     `measured` maps a name such as "ZeRO-1" to a `measure.Ledger`, or to one for each
@@ -26,7 +27,6 @@ def ledgers(
     all; for each rank or once for all. Raises ValueError for an empty ledger, unknown
     kinds and names, and numbers of ranks that differ. Chapters 06 and 07.
     """
-    import matplotlib
     from matplotlib import pyplot
 
     bars = {name: _per_rank(has) for name, has in measured.items()}
@@ -41,31 +41,42 @@ def ledgers(
     unit, size = unit_of(max(every))
     wide = len(every) == len(bars)  # one for each name: room for numbers
     width, each = (0.7, 1.35) if wide else (0.86, 0.44)
-    with matplotlib.rc_context():
-        style()
-        matplotlib.rcParams["hatch.linewidth"] = 0.8
-        shape = (max(6.0, 3.2 + each * (len(every) + len(bars) * (not wide))), 4)
-        figure, axes = pyplot.subplots(figsize=shape, layout="constrained")
-        axes.set_ylim(0, 1.12 * max(every) / size)
-        x, places = 0, {}
-        for name, group in bars.items():
-            places[name] = range(x, x + len(group))
-            for at, ledger in zip(places[name], group, strict=True):
-                _draw_ledger(axes, at, ledger, kinds, size, width, wide)
-            for at, says in zip(places[name], marks.get(name, ()), strict=False):
-                _draw_marks(axes, at, says, kinds, size, width)
-            x += len(group) + (not wide)
-        _name_ledgers(axes, places)
-        axes.set_ylabel(f"resident on a rank [{unit}]")
-        axes.grid(axis="y", **GRID)
-        axes.set_axisbelow(True)
-        samples, names = samples_of(kinds[::-1])
-        if marks:
-            samples += axes.plot([], [], color=INK, linewidth=2.4)
-            names.append("theory")
-        figure.legend(samples, names, loc="outside right upper")
-    pyplot.close(figure)
-    return figure
+    shape = (max(6.0, 3.2 + each * (len(every) + len(bars) * (not wide))), 4)
+    figure, axes = pyplot.subplots(figsize=shape, layout="constrained")
+    axes.set_ylim(0, 1.12 * max(every) / size)
+    x, places = 0, {}
+    for name, group in bars.items():
+        places[name] = range(x, x + len(group))
+        for at, ledger in zip(places[name], group, strict=True):
+            _draw_ledger(axes, at, ledger, kinds, size, width, wide)
+        for at, says in zip(places[name], marks.get(name, ()), strict=False):
+            _draw_marks(axes, at, says, kinds, size, width)
+        x += len(group) + (not wide)
+    _name_ledgers(axes, places)
+    axes.set_ylabel(f"resident on a rank [{unit}]")
+    axes.grid(axis="y", **GRID)
+    axes.set_axisbelow(True)
+    samples, names = samples_of(kinds[::-1])
+    if marks:
+        samples += axes.plot([], [], color=INK, linewidth=2.4)
+        names.append("theory")
+    figure.legend(samples, names, loc="outside right upper")
+    words = [f"Memory of each rank by kind, in {unit}."]
+    for name, group in bars.items():
+        says = [total_of(s) if hasattr(s, "keys") else s for s in marks.get(name, ())]
+        told = ", ".join(f"{nbytes / size:.3g}" for nbytes in says)
+        told = f" (theory: {told})" if told else ""
+        words.append(f"{name}: {_in_words(group, kinds, size)}{told}.")
+    return figure, " ".join(words)
+
+
+def _in_words(group: Sequence[Any], kinds: Sequence[str], size: float) -> str:
+    """Say what the ledgers of a group hold, equal ones once."""
+    told = []
+    for ledger in group:
+        parts = [f"{k} {ledger[k] / size:.3g}" for k in kinds if ledger.get(k, 0)]
+        told.append(f"{total_of(ledger) / size:.3g} ({', '.join(parts)})")
+    return told[0] if len(set(told)) == 1 else "; ".join(told)
 
 
 def _per_rank(has: Any, ranks: int = 1) -> list[Any]:
@@ -155,42 +166,41 @@ def _name_ledgers(axes: Axes, places: Mapping[str, range]) -> None:
 # ---- memory against communication ----------------------------------------------------
 
 
+@plot
 def memory_against_communication(
     rows: Iterable[Sequence[Any]], beside: str = "DDP"
-) -> Figure:
+) -> tuple[Figure, str]:
     """Draw what strategies store against what they send, both relative to `beside`.
 
     A row is (name, bytes resident on a rank, bytes that it sends in a step). Names that
     begin with "PyTorch" are drawn hollow. Raises ValueError if `beside` is not among
     the names, for a name twice, and for what is not above 0. Chapter 08.
     """
-    import matplotlib
     from matplotlib import pyplot
 
     rows = [(f"{name}", float(has), float(sent)) for name, has, sent in rows]
     unit = _check_stages(rows, beside)
     points = {n: (sent / unit[1], has / unit[0]) for n, has, sent in rows}
-    with matplotlib.rc_context():
-        style()
-        figure, axes = pyplot.subplots(figsize=(7.5, 4.2), layout="constrained")
-        look = {"color": MUTED, "linewidth": 1, "linestyle": (0, (4, 3))}
-        axes.axhline(1, **look)
-        axes.axvline(1, **look)
-        for name, (x, y) in points.items():
-            theirs = name.startswith("PyTorch")
-            look = {"color": INK, "markersize": 9, "zorder": 4}
-            fill = "white" if theirs else INK
-            mark = "s" if theirs else "o"
-            axes.plot([x], [y], mark, markerfacecolor=fill, **look)
-        axes.set_xlim(0, 1.5 * max(x for x, _ in points.values()))
-        axes.set_ylim(0, 1.15 * max(y for _, y in points.values()))
-        _name_points(axes, points)
-        axes.set_xlabel(f"bytes sent in a step, {beside} = 1")
-        axes.set_ylabel(f"bytes resident, {beside} = 1")
-        axes.grid(**GRID)
-        axes.set_axisbelow(True)
-    pyplot.close(figure)
-    return figure
+    figure, axes = pyplot.subplots(figsize=(7.5, 4.2), layout="constrained")
+    look = {"color": MUTED, "linewidth": 1, "linestyle": (0, (4, 3))}
+    axes.axhline(1, **look)
+    axes.axvline(1, **look)
+    for name, (x, y) in points.items():
+        theirs = name.startswith("PyTorch")
+        look = {"color": INK, "markersize": 9, "zorder": 4}
+        fill = "white" if theirs else INK
+        mark = "s" if theirs else "o"
+        axes.plot([x], [y], mark, markerfacecolor=fill, **look)
+    axes.set_xlim(0, 1.5 * max(x for x, _ in points.values()))
+    axes.set_ylim(0, 1.15 * max(y for _, y in points.values()))
+    _name_points(axes, points)
+    axes.set_xlabel(f"bytes sent in a step, {beside} = 1")
+    axes.set_ylabel(f"bytes resident, {beside} = 1")
+    axes.grid(**GRID)
+    axes.set_axisbelow(True)
+    told = [f"{name} sends {x:.3g}, keeps {y:.3g}" for name, (x, y) in points.items()]
+    words = f"Memory of a rank against what it sends in a step, {beside} = 1. "
+    return figure, words + "; ".join(told) + "."
 
 
 def _check_stages(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ddp_course.lab.draw.kinds import KIND_LOOKS, kinds_among
-from ddp_course.lab.draw.plots import style
+from ddp_course.lab.draw.plots import plot
 from ddp_course.lab.palette import INK, MUTED
 
 if TYPE_CHECKING:
@@ -24,9 +24,10 @@ PHASES = ("forward", "backward", "step")
 Moments = Sequence[tuple[float, Mapping[str, float], Any]]
 
 
+@plot
 def plot_memory(
     logs: Any, events: Any = (), *, title: str = "", clock: str = "time"
-) -> Figure:
+) -> tuple[Figure, str]:
     """Draw the memory that was recorded in a step, by kind, and mark the peak.
 
     `logs` is a `measure.MemoryLog`, its `moments`, or up to three of either by name,
@@ -36,7 +37,6 @@ def plot_memory(
     "count", the number of the moment: so the same step gives the same picture. Raises
     ValueError if nothing was recorded, and for names that do not match. Chapter 06.
     """
-    import matplotlib
     from matplotlib import pyplot
 
     runs = _by_name(logs, title)
@@ -48,26 +48,33 @@ def plot_memory(
     top = max(total_of(ledger) for run in runs.values() for _, ledger, _ in run)
     unit, size = unit_of(top)
     longest = max(run[-1][0] - run[0][0] for run in runs.values()) * MS or 1
-    with matplotlib.rc_context():
-        style()
-        matplotlib.rcParams["hatch.linewidth"] = 0.8
-        figure, panels = pyplot.subplots(
-            1, len(runs), figsize=(8.5 if len(runs) == 1 else 11, 3.8), sharey=True,
-            layout="constrained", squeeze=False,
-        )  # fmt: skip
-        for axes, (name, run) in zip(panels[0], runs.items(), strict=True):
-            _draw_moments(axes, run, kinds, size, clock)
-            axes.set_xlim(0, longest if clock == "time" else max(1, len(run) - 1))
-            _draw_peak(axes, run, unit, size, clock)
-            _mark_phases(axes, run, spans[name], clock)
-            if name:
-                axes.set_title(name, fontsize=11, pad=22, fontweight="bold")
-            axes.set_xlabel("time [ms]" if clock == "time" else "moment recorded")
-        panels[0][0].set_ylabel(f"memory [{unit}]")
-        panels[0][0].set_ylim(0, 1.16 * top / size)
-        figure.legend(*samples_of(kinds[::-1]), loc="outside right upper")
-    pyplot.close(figure)
-    return figure
+    figure, panels = pyplot.subplots(
+        1, len(runs), figsize=(8.5 if len(runs) == 1 else 11, 3.8), sharey=True,
+        layout="constrained", squeeze=False,
+    )  # fmt: skip
+    for axes, (name, run) in zip(panels[0], runs.items(), strict=True):
+        _draw_moments(axes, run, kinds, size, clock)
+        axes.set_xlim(0, longest if clock == "time" else max(1, len(run) - 1))
+        _draw_peak(axes, run, unit, size, clock)
+        _mark_phases(axes, run, spans[name], clock)
+        if name:
+            axes.set_title(name, fontsize=11, pad=22, fontweight="bold")
+        axes.set_xlabel("time [ms]" if clock == "time" else "moment recorded")
+    panels[0][0].set_ylabel(f"memory [{unit}]")
+    panels[0][0].set_ylim(0, 1.16 * top / size)
+    figure.legend(*samples_of(kinds[::-1]), loc="outside right upper")
+    words = [_in_words(name, run, kinds, unit, size) for name, run in runs.items()]
+    return figure, f"Memory by kind over a training step. {' '.join(words)}"
+
+
+def _in_words(
+    name: str, run: Moments, kinds: Sequence[str], unit: str, size: float
+) -> str:
+    """Say how much memory there is at the fullest moment, and of which kinds."""
+    _, peak, _ = max(run, key=lambda moment: total_of(moment[1]))
+    parts = [f"{k} {peak[k] / size:.3g}" for k in kinds if peak.get(k, 0)]
+    head = f"{name}: at" if name else "At"
+    return f"{head} most {total_of(peak) / size:.3g} {unit}: {', '.join(parts)}."
 
 
 def _by_name(logs: Any, title: str) -> dict[str, Moments]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ddp_course.lab.draw.plots import style
+from ddp_course.lab.draw.plots import plot
 from ddp_course.lab.palette import INK, WHOLE, darker, rank_color
 
 if TYPE_CHECKING:
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+@plot
 def plot_bytes(
     measured: Mapping[str, Sequence[float]], theory: Mapping[str, Sequence[float]]
-) -> Figure:
+) -> tuple[Figure, str]:
     """Draw what each rank sent, in whole tensors S, and what theory says, as a mark.
 
     Both map an algorithm to a value for each rank. Raises ValueError if they are not of
     the same algorithms and as many ranks.
     """
-    import matplotlib
     from matplotlib import pyplot
 
     _check_bytes(measured, theory)
@@ -30,33 +30,38 @@ def plot_bytes(
     for name, values in measured.items():
         places[name] = range(x, x + len(values))
         x += len(values) + 1
-    with matplotlib.rc_context():
-        style()
-        size = (max(4.5, 1.2 + 0.36 * bars), 3.4)
-        figure, axes = pyplot.subplots(figsize=size, layout="constrained")
-        for name, xs in places.items():
-            colors = [rank_color(rank) for rank in range(len(xs))]
-            edges = [darker(color) for color in colors]
-            axes.bar(xs, [*map(float, measured[name])], 0.86, color=colors, ec=edges)
-            marks = [(i - 0.5, i + 0.5) for i in xs]
-            for (low, high), value in zip(marks, theory[name], strict=True):
-                for color, width in (("white", 5), (INK, 2.4)):  # seen on black, too
-                    ends = [float(value)] * 2
-                    axes.plot([low, high], ends, color=color, linewidth=width)
-            axes.annotate(
-                name.replace(", ", ",\n"),
-                ((xs[0] + xs[-1]) / 2, 0),
-                xycoords=axes.get_xaxis_transform(),
-                xytext=(0, -22),
-                textcoords="offset points",
-                ha="center",
-                va="top",
-            )
-        axes.plot([], [], color=INK, linewidth=2.4, label="theory")
-        axes.bar([0], [0], color=WHOLE, ec=darker(WHOLE), label="measured")
-        _label_ranks(axes, places)
-    pyplot.close(figure)
-    return figure
+    size = (max(4.5, 1.2 + 0.36 * bars), 3.4)
+    figure, axes = pyplot.subplots(figsize=size, layout="constrained")
+    for name, xs in places.items():
+        colors = [rank_color(rank) for rank in range(len(xs))]
+        edges = [darker(color) for color in colors]
+        axes.bar(xs, [*map(float, measured[name])], 0.86, color=colors, ec=edges)
+        marks = [(i - 0.5, i + 0.5) for i in xs]
+        for (low, high), value in zip(marks, theory[name], strict=True):
+            for color, width in (("white", 5), (INK, 2.4)):  # seen on black, too
+                ends = [float(value)] * 2
+                axes.plot([low, high], ends, color=color, linewidth=width)
+        axes.annotate(
+            name.replace(", ", ",\n"),
+            ((xs[0] + xs[-1]) / 2, 0),
+            xycoords=axes.get_xaxis_transform(),
+            xytext=(0, -22),
+            textcoords="offset points",
+            ha="center",
+            va="top",
+        )
+    axes.plot([], [], color=INK, linewidth=2.4, label="theory")
+    axes.bar([0], [0], color=WHOLE, ec=darker(WHOLE), label="measured")
+    _label_ranks(axes, places)
+    words = [
+        f"{name}: {_list(values)} (theory: {_list(theory[name])})."
+        for name, values in measured.items()
+    ]
+    return figure, f"Sent by each rank, in whole tensors S. {' '.join(words)}"
+
+
+def _list(values: Iterable[float]) -> str:
+    return ", ".join(f"{float(value):.3g}" for value in values)
 
 
 def _label_ranks(axes: Axes, places: Mapping[str, range]) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+import base64
+import functools
+import io
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from ddp_course.lab.draw.drawing import picture
 from ddp_course.lab.palette import INK, MUTED, RANK_COLORS
 
 if TYPE_CHECKING:
@@ -39,6 +43,7 @@ def style() -> None:
             "figure.dpi": 100,
             "font.family": "DejaVu Sans",  # comes with matplotlib
             "font.size": 11,
+            "hatch.linewidth": 0.8,
             "legend.frameon": False,
             "svg.fonttype": "none",
             "svg.hashsalt": "ddp-course",
@@ -46,14 +51,46 @@ def style() -> None:
     )
 
 
+def plot(draw: Callable[..., tuple[Figure, str]]) -> Callable[..., Figure]:
+    """Let `draw`, which returns a figure and words for it, draw in the course's look.
+
+    What it becomes returns the figure alone. A notebook shows it once, and tells the
+    words to those who do not see it.
+    """
+
+    @functools.wraps(draw)
+    def drawn(*args: Any, **options: Any) -> Figure:
+        import matplotlib
+        from matplotlib import pyplot
+
+        with matplotlib.rc_context():
+            style()
+            figure, words = draw(*args, **options)
+        pyplot.close(figure)  # or a notebook would show it twice
+        figure._ipython_display_ = functools.partial(_show, figure, words)
+        return figure
+
+    return drawn
+
+
+def _show(figure: Figure, words: str) -> None:
+    from IPython.display import display
+
+    image = io.BytesIO()
+    figure.savefig(image, format="png", bbox_inches="tight")
+    data = base64.b64encode(image.getvalue()).decode()
+    html = picture(f"image/png;base64,{data}", words)
+    display({"text/plain": repr(figure), "text/html": html}, raw=True)
+
+
+@plot
 def plot_losses(
     curves: Mapping[str, Sequence[float]], *, ylabel: str = "loss [nats per character]"
-) -> Figure:
+) -> tuple[Figure, str]:
     """Draw loss curves on top of each other: name -> the loss of every step.
 
     Raises ValueError for no curve, more than three, or one without values.
     """
-    import matplotlib
     from matplotlib import pyplot
 
     if not 1 <= len(curves) <= len(CURVES):
@@ -61,15 +98,15 @@ def plot_losses(
     empty = [name for name, losses in curves.items() if len(losses) == 0]
     if empty:
         raise ValueError(f"the curve {empty[0]!r} has no values")
-    with matplotlib.rc_context():
-        style()
-        figure, axes = pyplot.subplots(layout="constrained")
-        for order, (name, losses) in enumerate(curves.items()):
-            values = [float(loss) for loss in losses]
-            axes.plot(values, label=name, **CURVES[order])
-        axes.set_xlabel("step")
-        axes.set_ylabel(ylabel)
-        axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.legend(handlelength=4)
-    pyplot.close(figure)  # or a notebook would show it twice
-    return figure
+    figure, axes = pyplot.subplots(layout="constrained")
+    words = [f"Curves of the {ylabel.partition(' [')[0]} against the step."]
+    for order, (name, losses) in enumerate(curves.items()):
+        values = [float(loss) for loss in losses]
+        axes.plot(values, label=name, **CURVES[order])
+        steps = f"{len(values)} step{'s' * (len(values) > 1)}"
+        words.append(f"{name}: from {values[0]:.3g} to {values[-1]:.3g} in {steps}.")
+    axes.set_xlabel("step")
+    axes.set_ylabel(ylabel)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.legend(handlelength=4)
+    return figure, " ".join(words)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ddp_course.lab.draw.plots import style
+from ddp_course.lab.draw.plots import plot
 from ddp_course.lab.palette import INK, MUTED
 
 if TYPE_CHECKING:
@@ -49,14 +49,14 @@ def log_log(axes: Axes, sizes: Sequence[float]) -> None:
     axes.set_axisbelow(True)
 
 
+@plot
 def plot_fit(
     sizes: Sequence[float], seconds: Sequence[float], line: Callable[[float], float]
-) -> Figure:
+) -> tuple[Figure, str]:
     """Draw measured times against sizes, and the time in s that a model `line` gives.
 
     Raises ValueError unless there are as many sizes as times, all above 0.
     """
-    import matplotlib
     from matplotlib import pyplot
 
     if len(sizes) != len(seconds) or not len(sizes):
@@ -68,16 +68,15 @@ def plot_fit(
         _check_positive(f"the time of {size_name(size)}", time)
     low, high = min(sizes), max(sizes)
     grid = [low * (high / low) ** (k / 100) for k in range(101)]
-    with matplotlib.rc_context():
-        style()
-        figure, axes = pyplot.subplots(layout="constrained")
-        model = [line(size) * MS for size in grid]
-        axes.plot(grid, model, color=INK, linewidth=1.6, label="model: α + β × bytes")
-        look = {"color": MUTED, "marker": "o", "linestyle": "", "fillstyle": "none"}
-        axes.plot(sizes, [s * MS for s in seconds], label="measured", **look)
-        axes.set_ylabel("time [ms]")
-        log_log(axes, sizes)
-        axes.set_xlabel("size of the message")
-        axes.legend(loc="upper left")
-    pyplot.close(figure)
-    return figure
+    figure, axes = pyplot.subplots(layout="constrained")
+    model = [line(size) * MS for size in grid]
+    axes.plot(grid, model, color=INK, linewidth=1.6, label="model: α + β × bytes")
+    look = {"color": MUTED, "marker": "o", "linestyle": "", "fillstyle": "none"}
+    axes.plot(sizes, [s * MS for s in seconds], label="measured", **look)
+    axes.set_ylabel("time [ms]")
+    log_log(axes, sizes)
+    axes.set_xlabel("size of the message")
+    axes.legend(loc="upper left")
+    points = zip(sizes, seconds, strict=True)
+    told = [f"{size_name(n)}: {s * MS:.3g} ms ({line(n) * MS:.3g})" for n, s in points]
+    return figure, f"Time against size, measured (and of the model). {', '.join(told)}."
