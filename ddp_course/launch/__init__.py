@@ -16,7 +16,8 @@ returned. Read the modules in this order:
     reports     what each rank did, which one is to blame; errors
     stacks, transcript, packing, scratch: the tools of the above
     torchrun    a rank's side of torchrun
-    strict      a backend with NCCL's rules, for any machine
+    strict, strict_rules
+                a backend with NCCL's rules, for any machine
     deadlock    ranks that wait for each other for ever
     __main__    the same function under torchrun, on one machine or many
 """

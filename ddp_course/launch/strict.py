@@ -19,24 +19,25 @@ of ranks that wait for each other raises a `DeadlockError`.
     torchrun --nproc-per-node 2 -m ddp_course.launch --strict program.py
 
 The second line runs a program that knows nothing of this course: whichever backend it
-asks for, it gets this one. Not modelled: streams (here the host waits, too), what
-kernels cost. With STRICT_TAGS=ignored in the environment, messages whose tags differ
-pass as over NCCL, and one is taken for another. Sources: NVIDIA/nccl issues 479, 584,
-783, 1279; torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp. Chapters 01, 02 and 10.
+asks for, it gets this one. With STRICT_TAGS=ignored in the environment, messages whose
+tags differ pass as over NCCL, and one is taken for another.
+
+Three things are not as on GPUs. `wait` lets the host wait, not a stream, so a program
+that reads a result before its stream has it is not caught. Kernels cost nothing. And a
+message to oneself is refused, even in a batch, where NCCL would copy it.
+
+Sources: NVIDIA/nccl issues 479, 584, 783, 1279; torch/csrc/distributed/c10d/
+ProcessGroupNCCL.cpp. The rules as tables: `strict_rules`. Chapters 01, 02 and 10.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import queue
 import runpy
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partialmethod
 from typing import Any
@@ -47,55 +48,26 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from ddp_course.launch.deadlock import SLICE, Watch
+from ddp_course.launch.strict_rules import (
+    COLLECTIVES,
+    WHY,
+    Facts,
+    Message,
+    batch_facts,
+    counts_by_rank,
+    facts_of,
+    in_words,
+    note,
+    problem_with,
+    read,
+    tensors_in,
+)
 
 NAME = "strict"
-ROOM = 2048  # bytes of a note: what one rank shows another before a call
 GROUP, PAIR = 0, 2  # gloo's tags for the stream of a group, or of two ranks: of notes,
 DATA = 1  # and that much more of messages
 MOMENT = 0.3  # seconds that a rank which found a mistake leaves the others to see it
 BATCH = dist.batch_isend_irecv.__code__
-OPERATIONS = ("SUM", "AVG", "MIN", "MAX", "PRODUCT", "PREMUL_SUM")
-# A process group's method: what it is called in torch.distributed; the argument whose
-# tensors must have the same types and counts on all ranks.
-COLLECTIVES = {
-    "allreduce": ("all_reduce", 0),
-    "allreduce_coalesced": ("all_reduce", 0),
-    "broadcast": ("broadcast", 0),
-    "reduce": ("reduce", 0),
-    "allgather": ("all_gather", 0),
-    "allgather_coalesced": ("all_gather", 0),
-    "all_gather_single": ("all_gather_single", 1),
-    "all_gather_single_coalesced": ("all_gather_single", 1),
-    "reduce_scatter": ("reduce_scatter", 1),
-    "reduce_scatter_single": ("reduce_scatter_single", 0),
-    "reduce_scatter_single_coalesced": ("reduce_scatter_single", 0),
-    "alltoall": ("all_to_all", 1),
-    "all_to_all_single": ("all_to_all_single", 1),
-    "gather": ("gather", 1),
-    "scatter": ("scatter", 0),
-    "barrier": ("barrier", None),
-    # what some were called before torch 2.13
-    "_allgather_base": ("all_gather_single", 1),
-    "allgather_into_tensor_coalesced": ("all_gather_single", 1),
-    "_reduce_scatter_base": ("reduce_scatter_single", 0),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter_single", 0),
-    "alltoall_base": ("all_to_all_single", 1),
-}
-WHY = {  # in what two calls differ -> what becomes of it over NCCL
-    "call": "all ranks of a group must make the same calls in the same order. NCCL "
-    "would hang, or take the numbers of one for those of the other",
-    "way": "the calls of two ranks run one after the other, so each waits for the "
-    "other, for ever. Swap with batch_isend_irecv, or in opposite orders",
-    "messages": "in a batch, each send to a rank must meet its receive in that rank's "
-    "batch, in the same order. NCCL would hang, or mix up the messages",
-    "dtype": "NCCL does not compare types. It would give wrong numbers, or hang",
-    "count": "NCCL does not compare counts. It would give wrong numbers, or hang",
-    "op": "NCCL does not compare operations. It would give wrong numbers",
-    "root": "NCCL does not compare roots. It would hang, or give wrong numbers",
-    "tag": "NCCL has no tags. Messages match by their order, so it would take one "
-    "message for another",
-}
-Facts = dict[str, Any]  # of a call: what both ranks must mean alike
 
 
 class StrictError(RuntimeError):
@@ -181,45 +153,24 @@ class Stream:
     def meet(self, call: StrictWork) -> None:
         """Show the peers what is to be done, and see whether they mean the same."""
         gloo, ranks = self.group.gloo, self.group.ranks
-        notes = {peer: _note(facts, call.told) for peer, facts in call.facts.items()}
-        sent = [gloo.send([note], peer, self.tags) for peer, note in notes.items()]
-        for peer, note in notes.items():
+        notes = {peer: note(facts, call.told) for peer, facts in call.facts.items()}
+        sent = [gloo.send([own], peer, self.tags) for peer, own in notes.items()]
+        for peer, own in notes.items():
             call.late = [ranks[peer]]
-            shown = torch.empty_like(note)
+            shown = torch.empty_like(own)
             gloo.recv([shown], peer, self.tags).wait()
-            (mine, _), (theirs, told) = _read(note), _read(shown)
+            (mine, _), (theirs, told) = read(own), read(shown)
             wrong = [fact for fact in WHY if mine.get(fact) != theirs.get(fact)]
             if wrong:
                 time.sleep(MOMENT)
                 # The lowest rank speaks for all that are known to mean the same.
-                same = [p for p, n in notes.items() if p < peer and n.equal(note)]
+                same = [p for p, n in notes.items() if p < peer and n.equal(own)]
                 calls = {min([self.group.me, *same]): call.told, peer: told}
                 both = [f"rank {ranks[r]} calls {calls[r]}" for r in sorted(calls)]
                 raise StrictError(f"{', '.join(both)}: {WHY[wrong[0]]}")
         call.late = []
         for work in sent:
             work.wait()
-
-
-@dataclass
-class Message:
-    """One send or receive, to or from `peer` (its number in the group)."""
-
-    kind: str
-    tensor: Tensor
-    peer: int
-    tag: int
-
-    def facts(self, me: int) -> Facts:
-        """Return what the peer must mean alike."""
-        way = [me, self.peer] if self.kind == "send" else [self.peer, me]
-        return {"way": way, **_facts([self.tensor]), "tag": self.tag}
-
-    def told(self, ranks: list[int]) -> str:
-        """Return it as it was called."""
-        to, tag = "dst" if self.kind == "send" else "src", f", tag={self.tag}"
-        form, tag = _form([self.tensor]), tag if self.tag else ""
-        return f"{self.kind}({form}, {to}={ranks[self.peer]}{tag})"
 
 
 class StrictGroup(dist.ProcessGroup):
@@ -287,7 +238,7 @@ class StrictGroup(dist.ProcessGroup):
 
     def _message(self, message: Message) -> StrictWork | None:
         told, peer = message.told(self.ranks), message.peer
-        _check(told, message.tensor)
+        _check(told, [message.tensor])
         if peer == self.me:
             raise StrictError(f"{told} is to itself")
         if self.together is not None:
@@ -295,7 +246,7 @@ class StrictGroup(dist.ProcessGroup):
             return None
         if batch := _batch_of_the_caller():
             ops, this = batch  # the last one brings them all
-            return self._batch(list(map(_part, ops))) if this is ops[-1] else None
+            return self._batch(list(map(Message.of, ops))) if this is ops[-1] else None
         facts = {"call": "a message", **message.facts(self.me)}
         return self._call(
             told, {peer: facts}, lambda: self._carry([message], PAIR), peer
@@ -303,12 +254,8 @@ class StrictGroup(dist.ProcessGroup):
 
     def _batch(self, messages: list[Message]) -> StrictWork:
         """Begin a batch, behind the collectives. Each peer must have its other half."""
-        facts: dict[int, Facts] = {}
-        for peer in sorted({m.peer for m in messages}):
-            each = [m.facts(self.me) for m in messages if m.peer == peer]
-            each.sort(key=lambda fact: fact["way"])  # of one way: in their order
-            tags = [fact.pop("tag") for fact in each]
-            facts[peer] = {"call": "a batch", "messages": each, "tag": tags}
+        peers = sorted({m.peer for m in messages})
+        facts = {peer: batch_facts(messages, peer, self.me) for peer in peers}
         told = f"a batch of {', '.join(m.told(self.ranks) for m in messages)}"
         return self._call(told, facts, lambda: self._carry(messages, GROUP))
 
@@ -333,9 +280,9 @@ class StrictGroup(dist.ProcessGroup):
     ) -> StrictWork:
         """Begin a collective: `method` of gloo, called `name` by the reader."""
         args = (*args, *more.values())
-        tensors = [] if alike is None else list(_tensors(args[alike]))
+        tensors = [] if alike is None else list(tensors_in(args[alike]))
         options = args[-1]
-        facts, words = {"call": name, **_facts(tensors)}, [_form(tensors)]
+        facts, words = {"call": name, **facts_of(tensors)}, [in_words(tensors)]
         if op := getattr(options, "reduceOp", None):
             facts["op"] = str(getattr(op, "op", op)).split(".")[-1]
             words.append(facts["op"])
@@ -343,12 +290,10 @@ class StrictGroup(dist.ProcessGroup):
             facts["root"] = self.ranks[options.rootRank]
             words.append(f"root {facts['root']}")
         told = f"{name}({', '.join(filter(None, words))})"
-        _check(told, *_tensors(args))
-        if facts.get("op", "SUM") not in OPERATIONS:
-            raise StrictError(f"{told}: NCCL has no {facts['op']}")
+        _check(told, tensors_in(args), facts.get("op", "SUM"))
         every = {peer: {**facts} for peer in range(len(self.ranks)) if peer != self.me}
         if name.startswith("all_to_all"):
-            gets, gives = (self._counts(args, which) for which in (0, 1))
+            gets, gives = (counts_by_rank(args, k, len(self.ranks)) for k in (0, 1))
             for peer, fact in every.items():
                 both = ([self.me, peer], gives[peer]), ([peer, self.me], gets[peer])
                 fact["count"] = sorted(both)
@@ -359,19 +304,11 @@ class StrictGroup(dist.ProcessGroup):
 
         return self._call(told, every, do)
 
-    def _counts(self, args: tuple, which: int) -> list[int]:
-        """Return how many elements of an all-to-all's argument belong to each rank."""
-        given, size = args[which], len(self.ranks)
-        if not isinstance(given, Tensor):
-            return [t.numel() for t in given]
-        rows = args[2 + which] or [len(given) // size] * size
-        return [n * (given.numel() // max(1, len(given))) for n in rows]
 
-
-for _method, _names in COLLECTIVES.items():
-    setattr(
-        StrictGroup, _method, partialmethod(StrictGroup._collective, _method, *_names)
-    )
+for _name, (_alike, _methods) in COLLECTIVES.items():
+    for _method in _methods.split():
+        _way = partialmethod(StrictGroup._collective, _method, _name, _alike)
+        setattr(StrictGroup, _method, _way)
 
 
 def _batch_of_the_caller() -> tuple[list[dist.P2POp], dist.P2POp] | None:
@@ -388,61 +325,10 @@ def _batch_of_the_caller() -> tuple[list[dist.P2POp], dist.P2POp] | None:
     return None
 
 
-def _part(op: dist.P2POp) -> Message:
-    tensor = torch.view_as_real(op.tensor) if op.tensor.is_complex() else op.tensor
-    kind = "send" if op.op is dist.isend else "recv"
-    return Message(kind, tensor, op.group_peer, op.tag)
-
-
-def _check(told: str, *tensors: Tensor) -> None:
-    """Refuse tensors that NCCL refuses."""
-    for t in tensors:
-        if t.device.type != "cpu" or t.layout != torch.strided:
-            raise StrictError(f"{told}: a tensor is {t.layout} on {t.device}")
-        last = torch.channels_last if t.dim() == 4 else torch.contiguous_format
-        if not t.is_contiguous() and not t.is_contiguous(memory_format=last):
-            raise StrictError(
-                f"{told}: tensors must be contiguous; one has shape {list(t.shape)} "
-                f"and stride {list(t.stride())}. Give its .contiguous()"
-            )
-
-
-def _tensors(given: Any) -> Iterator[Tensor]:
-    """Yield all tensors in lists of lists."""
-    if isinstance(given, Tensor):
-        yield given
-    elif isinstance(given, (list, tuple)):
-        for each in given:
-            yield from _tensors(each)
-
-
-def _facts(tensors: list[Tensor]) -> Facts:
-    dtypes = sorted({str(t.dtype).removeprefix("torch.") for t in tensors})
-    return {"dtype": dtypes, "count": [t.numel() for t in tensors]}
-
-
-def _form(tensors: list[Tensor]) -> str:
-    """Return "float32 [2, 3]", of several tensors with the first one's shape."""
-    several = f"{len(tensors)} x " if len(tensors) > 1 else ""
-    first = [f"{t.dtype} {list(t.shape)}".removeprefix("torch.") for t in tensors[:1]]
-    return several + "".join(first)
-
-
-def _note(facts: Facts, told: str) -> Tensor:
-    """Return what a rank shows a peer, in ROOM bytes; the hash of what is too long."""
-    texts = {name: json.dumps(fact) for name, fact in facts.items()}
-    for name, text in texts.items():
-        if len(text) > 100:
-            texts[name] = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-    if os.environ.get("STRICT_TAGS") == "ignored":
-        texts.pop("tag", None)
-    words = json.dumps([texts, told if len(told) < 400 else f"{told[:400]} ..."])
-    return torch.frombuffer(bytearray(words.encode().ljust(ROOM)), dtype=torch.uint8)
-
-
-def _read(note: Tensor) -> tuple[Facts, str]:
-    facts, told = json.loads(bytes(note.tolist()))
-    return facts, told
+def _check(told: str, tensors: Iterable[Tensor], op: str = "SUM") -> None:
+    """Raise StrictError for what NCCL refuses."""
+    if problem := problem_with(tensors, op):
+        raise StrictError(f"{told}: {problem}")
 
 
 dist.Backend.register_backend(NAME, StrictGroup, True, devices=["cpu"])
