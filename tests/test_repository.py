@@ -206,8 +206,7 @@ def lengths(notebook: dict) -> list[str]:
             data = output.get("data", output)
             if data.keys() <= {"text/plain", "name", "output_type", "text"}:
                 text = "".join(data.get("text", data.get("text/plain", ())))
-                rows = [line for line in text.splitlines() if "  " in line.strip()]
-                widest = max(rows, key=len, default="")  # a sentence may be wrapped
+                widest = max(text.splitlines(), key=len, default="")
                 if len(widest) > 100:
                     wrong.append(f"{len(widest)} characters: {widest[:40]}")
     return wrong

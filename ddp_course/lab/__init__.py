@@ -4,11 +4,13 @@ show_source, show_diff     the package's own source, and what changed
 Prediction                 a number that is written down before it is measured
 Drawing, gallery, explore  a schematic; for some settings; with sliders
 style, plot_losses         figures of measured data
+tell                       print a long text in lines that a page has room for
 
 `exercises`, `answers` and `messages` are what a check is made of; `draw/` is what more
 than one chapter draws.
 """
 
+from ddp_course.lab.answers import tell
 from ddp_course.lab.draw.drawing import Drawing
 from ddp_course.lab.draw.plots import plot_losses, style
 from ddp_course.lab.palette import RANK_COLORS, rank_color
@@ -27,4 +29,5 @@ __all__ = [
     "show_diff",
     "show_source",
     "style",
+    "tell",
 ]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import builtins
 import re
 import signal
+import textwrap
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -129,6 +130,13 @@ def one_line(value: Any, longest: int = 80) -> str:
     if hasattr(value, "shape"):
         return f"<{type(value).__name__} of shape {tuple(value.shape)}>"
     return f"{text[: longest - 3]}..."
+
+
+def tell(text: object) -> None:
+    """Print a text in lines that a page has room for: of 96 characters at most."""
+    for line in f"{text}".splitlines():
+        print(textwrap.fill(line, 96, subsequent_indent="    ", break_long_words=False,
+                            break_on_hyphens=False))  # fmt: skip
 
 
 def code(text: str) -> str:

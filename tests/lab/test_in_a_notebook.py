@@ -8,6 +8,7 @@ import nbformat
 import pytest
 
 from ddp_course.commands.execute import ThisPython
+from ddp_course.lab import tell
 
 STUB = """
 from ddp_course.chapters import show_solution
@@ -77,3 +78,10 @@ def test_every_cell_shows_one_thing_and_nbval_agrees(tmp_path):
     )
     assert done.returncode == 0, done.stdout
     assert f"{len(CELLS)} passed" in done.stdout
+
+
+def test_a_long_text_is_told_in_lines_that_fit(capsys):
+    tell("three words here " * 12 + "\n" + "x" * 120)
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 96 and len(lines) == 3
+    assert last == "x" * 120  # a path or an address stays whole
