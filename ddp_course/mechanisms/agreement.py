@@ -88,6 +88,8 @@ def problem_with(module: Any) -> str | None:
     for name, layer in module.named_modules():
         if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse:
             return f"{name} has sparse gradients; only dense ones can be bucketed"
+        if isinstance(layer, nn.SyncBatchNorm) and not layer.weight.is_cuda:
+            return f"{name} is a SyncBatchNorm, which PyTorch has on GPUs only"
     return None
 
 

@@ -173,6 +173,7 @@ class FullyShardedDataParallel(SimpleFullyShardedDataParallel):
     def _backward_comes(self, unit: Unit, gradients: Any = None) -> None:
         """The gradient of an output of `unit` is there."""
         if not self.open:
+            self.check_first_order()
             self.reduced, self.timeline = [], Timeline.begin()
             self._be_patient()
         super()._backward_comes(unit)

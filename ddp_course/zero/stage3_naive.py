@@ -7,12 +7,14 @@ lower. What to do about that is in `stage3_simple`. Chapter 08.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 
+from ddp_course.mechanisms.agreement import on_any_rank
 from ddp_course.mechanisms.hooks import on_backward, tensors_in
 from ddp_course.zero.sharded_module import ShardedModule
 
@@ -37,6 +39,8 @@ class NaiveFullyShardedDataParallel(ShardedModule):
         for unit in self.units:
             unit.gather()
         output = self.module(*inputs, **kwargs)
+        for unit in self.units:
+            unit.check_unchanged()
         if any(tensor.requires_grad for tensor in tensors_in(output)):
             on_backward(tensors_in(output), self._backward_begins)
         else:
@@ -45,18 +49,19 @@ class NaiveFullyShardedDataParallel(ShardedModule):
 
     def _backward_begins(self) -> None:
         if not self.running:
+            self.check_first_order()
             self.running = True
             Variable._execution_engine.queue_callback(self._backward_has_ended)
 
     @torch.no_grad()
     def _backward_has_ended(self) -> None:
         """Average all gradients, keep the own shard of them, and free everything."""
-        for unit in self.units:
-            for flat in unit.trainable:
-                if flat.has_gradients:
-                    flat.collect()
-                    dist.all_reduce(flat.sum, group=self.process_group)
-                    flat.reduced()
+        flats = [flat for unit in self.units for flat in unit.trainable]
+        have = on_any_rank([flat.has_gradients for flat in flats], self.process_group)
+        for flat in itertools.compress(flats, have):
+            flat.collect()
+            dist.all_reduce(flat.sum, group=self.process_group)
+            flat.reduced()
         self._free_all()
 
     def _free_all(self) -> None:

@@ -88,6 +88,7 @@ class SimpleFullyShardedDataParallel(ShardedModule):
         if unit in self.open:
             return
         if not self.open:
+            self.check_first_order()
             Variable._execution_engine.queue_callback(self._backward_has_ended)
             if unit is not self.root:
                 self._backward_comes(self.root)
