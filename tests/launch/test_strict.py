@@ -6,31 +6,33 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
+from inspect import isfunction
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from everything import (
+    COMPOSED,
+    SMALL,
+    all_collectives,
+    differences,
+    everything,
+    found,
+    layouts,
+)
 from torch.distributed import P2POp, batch_isend_irecv
 
 from ddp_course import collectives as ours
-from ddp_course.collectives import (
-    ALGORITHMS,
-    CollectiveError,
-    halving_doubling,
-    hierarchical,
-    naive,
-    ring,
-    tree,
-)
+from ddp_course.collectives import ALGORITHMS, CollectiveError, rooted
 from ddp_course.collectives.port import Port
 from ddp_course.launch import RankError, spawn
 from ddp_course.launch.deadlock import DeadlockError
 from ddp_course.launch.strict import StrictError
-from ddp_course.model import GPTConfig, build_gpt
-from ddp_course.pipeline import Pipeline, gpipe, one_f_one_b
-from ddp_course.train import largest_difference, train
+from ddp_course.model import build_gpt
+from ddp_course.parallelize import STRATEGIES
+from ddp_course.pipeline import SCHEDULES, Pipeline, gpipe, one_f_one_b
 
 # ---- what is illegal -----------------------------------------------------------------
 
@@ -275,97 +277,42 @@ def test_pytorchs_own_classes_run_by_these_rules():
 # ---- the package ---------------------------------------------------------------------
 
 
-READ_FIRST = (
-    naive.through_rank_0,
-    tree.along_a_tree,
-    ring.around_the_ring,
-    halving_doubling.by_halves,
-    hierarchical.in_shards,
-)
-
-
-def all_collectives() -> list:
-    """On every rank: what each collective of the package returns, and each way."""
-    me, n = dist.get_rank(), dist.get_world_size()
-    got = []
-    for numel in (1, 5, 1009):
-        one = torch.arange(numel) + 10 * me
-        many = [one + k for k in range(n)]
-
-        def empty():
-            return [torch.empty_like(many[0]) for _ in range(n)]  # noqa: B023
-
-        for name, algorithm in ALGORITHMS.items():
-            if name != "shared_memory":
-                algorithm(total := one.clone())
-                got.append(total)
-        for algorithm in READ_FIRST:
-            algorithm(total := one.clone())
-            got.append(total)
-        for root in range(n):
-            for way in ("naive", "tree"):
-                ours.broadcast(told := one.clone(), root, algorithm=way)
-                got.append(told)
-            ours.reduce(summed := one.clone(), root)
-            got.append(summed)
-            ours.scatter(part := one.clone(), many if me == root else None, root)
-            ours.gather(one, gathered := empty() if me == root else None, root)
-            got += [part, *(gathered or [])]
-        ours.all_gather(gathered := empty(), one)
-        ours.all_gather_single(whole := torch.cat(empty()), one)
-        ours.reduce_scatter(part := one.clone(), many)
-        ours.reduce_scatter_single(single := one.clone(), torch.cat(many))
-        ours.all_to_all_single(rows := torch.cat(empty()), torch.cat(many))
-        meanwhile = [one + 1, one * 2]
-        for work in [ours.all_reduce(t, async_op=True) for t in meanwhile]:
-            work.wait()
-        got += [*gathered, whole, part, single, rows, *meanwhile]
-        ours.barrier()
-    return got
-
-
-SMALL = GPTConfig(block_size=8, n_layer=2, n_head=4, d_model=16)
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
-
-
-COMPOSED = [
-    {"strategy": "zero3", "shard": 2},
-    {"strategy": "ddp", "tp": 2},
-    {"strategy": "zero1", "pp": 2},
-    {"strategy": "zero2", "tp": 2, "pp": 2},
-]
-
-
-def layouts(n: int) -> list[dict]:
-    """Return every strategy and schedule; for four ranks, several at once."""
-    if n == 4:
-        return COMPOSED
-    names = ["average", "naive", "flat", "ddp", "pytorch", "zero1", "zero2", "zero3"]
-    fit = [{"strategy": name} for name in names + ["tp"] * (n == 2)]
-    schedules = SCHEDULES if n == 2 else ("1f1b", "zero_bubble")
-    return fit + [{"strategy": "pp", "schedule": name} for name in schedules]
-
-
-def everything() -> tuple:
-    trained = []
-    for layout in layouts(dist.get_world_size()):
-        history = train(2, 12, SMALL, keep_state=True, clip=0.5, **layout)
-        trained.append((history.losses, history.state))
-    return all_collectives(), trained
-
-
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_the_package_is_legal_and_gives_the_same_as_over_gloo(n):
-    over = {b: spawn(everything, world_size=n, backend=b) for b in ("gloo", "strict")}
-    for rank in range(n):
-        (mine, trained), (right, expected) = over["strict"][rank], over["gloo"][rank]
-        assert all(map(torch.equal, mine, right))
-        assert len(mine) == len(right) > 50
-        for told, (losses, state), (wanted, reference) in zip(
-            layouts(n), trained, expected, strict=True
-        ):
-            assert losses == pytest.approx(wanted, rel=1e-5), told
-            assert largest_difference(state, reference) < 1e-5, told
+    some = COMPOSED if n == 4 else layouts(n)
+    over = {
+        backend: spawn(everything, some, world_size=n, backend=backend)
+        for backend in ("gloo", "strict")
+    }
+    assert [differences(*both) for both in zip(*over.values(), strict=True)] == [[]] * n
+
+
+def test_what_is_run_by_these_rules_is_all_there_is():
+    """A collective is found by its arguments; a strategy by its name."""
+    names = {name.split(".")[-1] for name in found()}
+    ours_are = {name for name, f in vars(ours).items() if isfunction(f)}
+    assert ours_are - {"communicator"} <= names and len(ours_are) == 12
+    kinds = {layout["strategy"] for layout in layouts(2)}
+    assert {*STRATEGIES} - kinds == {"dp", "ddp-shared"}
+    schedules = {layout.get("schedule") for layout in layouts(2)} - {None}
+    assert schedules == {*SCHEDULES}
+
+
+def planted_reduce(tensor, dst=0, op=None, group=None, async_op=False):
+    """Plant: a reduce that does nothing."""
+
+
+def test_a_collective_that_gives_something_else_is_named():
+    def both() -> list[str]:
+        trained = {"no matter how": ([0.0], {"weight": torch.zeros(1)})}
+        right = all_collectives(), trained
+        planted_reduce.__module__ = rooted.__name__
+        with mock.patch.object(rooted, "reduce", planted_reduce):
+            return differences((all_collectives(), trained), right)
+
+    told = spawn(both, world_size=2, output="none")
+    assert {name.split(",")[0] for name in told[0]} == {"rooted.reduce"}
+    assert differences(({}, {}), ({}, {})) == ["nothing was run"]
 
 
 def planted_at_gloos_pace() -> None:
