@@ -126,7 +126,7 @@ def parser() -> Parser:
     top.add_argument("--version", action="version", version=version)
     top.set_defaults(module=None)
     commands = top.add_subparsers(metavar="COMMAND")
-    for add in (_lab, _run, _train, _notebooks, _doctor, _bench, _plan):
+    for add in (_lab, _run, _progress, _train, _notebooks, _doctor, _bench, _plan):
         add(partial(_command, commands))
     return top
 
@@ -190,6 +190,22 @@ def _run(add: Callable[..., Parser]) -> None:
         "chapters", nargs="+", metavar="CHAPTER", help="00, all, or a path"
     )
     run.numbers(timeout=_TIMEOUT)
+
+
+def _progress(add: Callable[..., Parser]) -> None:
+    progress = add(
+        "progress",
+        "progress",
+        "show which exercises of your copy have passed, and what is next",
+        "ddp-course progress",
+        "ddp-course progress --report /shared/our-class",
+        "ddp-course progress --collect /shared/our-class",
+    )
+    what = progress.add_mutually_exclusive_group()
+    about = "write it there without your name; into a folder, under any name"
+    what.add_argument("--report", **_FILE, help=about)
+    about = "count the reports of a class"
+    what.add_argument("--collect", type=Path, metavar="FOLDER", help=about)
 
 
 def _train(add: Callable[..., Parser]) -> None:

@@ -28,7 +28,7 @@ from ddp_course.commands import CommandError, doctor, lab, proofs
 from ddp_course.launch import LaunchError
 from ddp_course.model import GPTConfig
 
-COMMANDS = ["lab", "run", "train", "notebooks", "doctor", "bench", "plan"]
+COMMANDS = ["lab", "run", "progress", "train", "notebooks", "doctor", "bench", "plan"]
 # Ranks need not import all that this file imports.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

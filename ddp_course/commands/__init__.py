@@ -10,6 +10,7 @@ proofs     ranks that really run, and agree
 doctor     `doctor`: cores, memory, GPUs, and what a container leaves of them
 lab        `lab`: JupyterLab, its port, its address, its end
 bench      `bench`
+progress   `progress`
 """
 
 import json

@@ -9,7 +9,8 @@ from pathlib import Path
 from ddp_course.commands import CommandError
 
 PACKAGE = Path(__file__).resolve().parents[1]
-RECORD = ".ddp-course.json"  # in a learner's copy: see `copy`
+FOLDER = "ddp-course"  # a learner's copy, if it was given no other name; see `copy`
+RECORD = ".ddp-course.json"  # in it
 
 
 def folder() -> Path:
@@ -49,6 +50,13 @@ def _from_a_wheel() -> list[Path]:
         files = []
     found = (Path(file.locate()) for file in files if file.name.startswith("00_"))
     return [path.resolve().parents[1] for path in found if path.suffix == ".ipynb"]
+
+
+def copy_around() -> Path | None:
+    """Return the learner's copy that we stand in; None if we stand in none."""
+    here = Path.cwd()
+    around = (place for place in (here, *here.parents) if (place / RECORD).is_file())
+    return next(around, None)
 
 
 def all_chapters() -> list[Path]:

@@ -19,9 +19,7 @@ import nbformat
 from nbformat.sign import NotebookNotary
 
 from ddp_course.commands import CommandError, chapters
-from ddp_course.commands.chapters import RECORD
-
-FOLDER = "ddp-course"
+from ddp_course.commands.chapters import FOLDER, RECORD
 
 
 def learners_copy(name: str | None) -> tuple[Path, list[str]]:
@@ -31,8 +29,7 @@ def learners_copy(name: str | None) -> tuple[Path, list[str]]:
     CommandError if the folder holds something else or cannot be written.
     """
     here = Path.cwd()
-    around = (place for place in (here, *here.parents) if (place / RECORD).is_file())
-    folder = here / name if name else next(around, here / FOLDER)
+    folder = here / name if name else chapters.copy_around() or here / FOLDER
     strange = folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
     if strange and not (folder / RECORD).is_file():
         raise CommandError(

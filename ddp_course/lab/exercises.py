@@ -31,6 +31,7 @@ import torch.distributed as dist
 from IPython.display import Markdown
 from torch import Tensor
 
+from ddp_course.commands.progress import STATUSES
 from ddp_course.lab.answers import (
     Answer,
     Hint,
@@ -41,10 +42,11 @@ from ddp_course.lab.answers import (
     one_line,
 )
 from ddp_course.lab.messages import PATIENCE
+from ddp_course.lab.progress import note
 from ddp_course.lab.source import show_source
 from ddp_course.measure import SystemBytes
 
-UNTOUCHED, NOT_YET, PASSED = "not attempted yet", "not yet", "passed"
+UNTOUCHED, NOT_YET, PASSED = STATUSES
 SIGNS = {UNTOUCHED: "○", NOT_YET: "✗", PASSED: "✓"}
 
 
@@ -78,6 +80,11 @@ class Exercise:
 
     def __call__(self, answer: Any = None) -> Verdict:
         """Check `answer`, a function, and say how it went. Never raises."""
+        verdict = self._verdict(answer)
+        note(self.name, verdict.status)
+        return verdict
+
+    def _verdict(self, answer: Any) -> Verdict:
         try:
             verified = self.check(Answer(self.name, answer))
         except Untouched:
