@@ -156,16 +156,21 @@ def judge_ranks(
 ) -> None:
     """Let `use(answer, *args)` run on real ranks, and judge what each rank tells.
 
-    That is a dictionary, or a list of them, one for each case: `case` is its name.
+    That is a dictionary, or a list of them, one for each case: `case` is its name. If
+    it yields them, the cases end where one is wrong on any rank.
     """
     for n in worlds:
-        for rank, told in enumerate(
-            on_ranks(use, answer, *args, world_size=n, hint=hint)
-        ):
+        given = use, table, answer, *args
+        for rank, told in enumerate(on_ranks(_told, *given, world_size=n, hint=hint)):
             for one in told if isinstance(told, list) else [told]:
                 case = f" {one['case']}," if "case" in one else ""
                 where = f"With {n} ranks,{case} rank {rank}"
                 judge(where, {"rank": rank, "n": n, "hint": hint} | one, table)
+
+
+def _told(use: Callable, table: Mapping[str, str], *args: Any) -> Any:
+    told = use(*args)
+    return told if isinstance(told, (dict, list)) else until_wrong(told, table)
 
 
 def until_wrong(

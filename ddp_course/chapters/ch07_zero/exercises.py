@@ -19,7 +19,6 @@ from ddp_course.lab.exercises import (
     judge_ranks,
     living_bytes,
     shown,
-    until_wrong,
 )
 from ddp_course.measure import ByteMeter, EventLog, TorchCollectives
 
@@ -153,12 +152,8 @@ def check_sharded_step(answer: Answer) -> str:
     )
 
 
-def _steps(sharded_step: Callable) -> list[dict[str, Any]]:
+def _steps(sharded_step: Callable) -> Iterator[dict[str, Any]]:
     """On every rank: some steps, each with what it should have come to."""
-    return until_wrong(_each_step(sharded_step), STEP)
-
-
-def _each_step(sharded_step: Callable) -> Iterator[dict[str, Any]]:
     rank, n = dist.get_rank(), dist.get_world_size()
     for dtype, steps in ((torch.float32, 3), (torch.float64, 2)):
         numel = 600 * n
@@ -222,7 +217,7 @@ CASES = (  # the shards of each rank, and the norm that is allowed
 )
 CLIP = {
     "one": "your function called {calls}, with {nbytes} bytes; one all_reduce of a "
-    "single number is enough.",
+    "single number, by `dist`, is enough.",
     "norm": "it returned {norm_got}; the norm of all gradients before clipping is "
     "{norm_wanted}: the root of the sum of all squares.",
     "close": "the shards are {after} afterwards; expected {wanted}, in the same "
@@ -265,16 +260,17 @@ def _clip(clip_shards: Callable, shards: tuple, max_norm: float) -> dict[str, An
     mine = [torch.tensor([one, [0.0] * len(one)], dtype=dtype).T for one in own]
     given = list(mine)
     barrier()
-    with ByteMeter() as meter, TorchCollectives() as torchs:
+    with EventLog() as log, ByteMeter() as meter, TorchCollectives() as torchs:
         got = clip_shards(given, max_norm)
     calls, nbytes = [c.op for c in torchs.calls], torchs.nbytes + meter.total_sent
+    ours = [f"{e.op} of ddp_course" for e in log.events if e.lane == "communication"]
     wanted = [[scale * x for x in one] for one in own]
     after = [shard[:, 0].tolist() for shard in mine]
     tolerance = 1e-4 if dtype == torch.float32 else 1e-2
     pairs = zip(sum(after, []), sum(wanted, []), strict=True)
     return {
         "one": calls == ["all_reduce"] and nbytes <= 16,
-        "calls": code(", ".join(calls) or "no collective"),
+        "calls": code(", ".join(calls + ours) or "no collective"),
         "nbytes": nbytes,
         "norm": isinstance(got, float) and math.isclose(got, norm, rel_tol=1e-4),
         "norm_got": shown(got),

@@ -20,7 +20,6 @@ from ddp_course.lab.exercises import (
     judge,
     judge_ranks,
     living_bytes,
-    until_wrong,
 )
 from ddp_course.measure import TorchCollectives, label, resident
 
@@ -34,6 +33,8 @@ SCHEDULE = {
     "to the last, backward the other way, each once.",
 }
 DURING = {
+    "kept": "unit {unit} is freed between its forward and its backward; with keep it "
+    "stays whole, and is not gathered again.",
     "not_for_nothing": "unit {unit} is gathered while it is whole: sent for nothing.",
     "was_whole": "unit {unit} is freed, but it is not whole.",
     "there": "{what} of unit {unit} computes with parameters that are not there: they "
@@ -120,7 +121,7 @@ def _each_op(
             whole.add(unit)
             before = unit
         elif what == "free":
-            told["was_whole"] = unit in whole
+            told |= {"was_whole": unit in whole, "kept": not (keep and forward)}
             whole.discard(unit)
         elif what == "reduce":
             told["freed_first"] = unit not in whole
@@ -209,10 +210,9 @@ def check_sharded_linear(answer: Answer) -> str:
     )
 
 
-def _all_layers(sharded_linear: Callable) -> list[dict[str, Any]]:
+def _all_layers(sharded_linear: Callable) -> Iterator[dict[str, Any]]:
     """On every rank: what is hard, one after the other."""
-    cases = (_two_layers(sharded_linear, *case) for case in LAYERS)
-    return until_wrong(cases, LINEAR)
+    return (_two_layers(sharded_linear, *case) for case in LAYERS)
 
 
 def _integers(seed: int, *shape: int) -> Tensor:

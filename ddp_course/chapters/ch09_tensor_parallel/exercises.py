@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ddp_course.chapters.ch09_tensor_parallel import solutions
 from ddp_course.lab.answers import Answer
-from ddp_course.lab.exercises import equal, exercise, judge_ranks, shown, until_wrong
+from ddp_course.lab.exercises import equal, exercise, judge_ranks, shown
 from ddp_course.measure import ByteMeter, TorchCollectives
 
 OPS = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
@@ -101,15 +101,11 @@ def check_copy_to_ranks(answer: Answer) -> str:
         "Write a torch.autograd.Function: what goes forward, and what goes back? In "
         "backward every rank calls `all_reduce`, also one whose gradient is zero."
     )
-    judge_ranks(COPY, _use_copy, answer, hint=hint)
+    judge_ranks(COPY, _copies, answer, hint=hint)
     return (
         "1, 2 and 3 real ranks, three types: nothing sent in forward, one all-reduce "
         "in backward, the gradient of one process, and no other gradient changed"
     )
-
-
-def _use_copy(copy: Callable) -> list[dict[str, Any]]:
-    return until_wrong(_copies(copy), COPY)
 
 
 def _copies(copy: Callable) -> Iterator[dict[str, Any]]:
@@ -194,7 +190,7 @@ def check_row_linear(answer: Answer) -> str:
     the ranks. Only then comes the bias.
     """
     hint = "Each rank has a part of every sum. What has to be added how often?"
-    judge_ranks(ROW, _use_row, answer, hint=hint)
+    judge_ranks(ROW, _rows, answer, hint=hint)
     return (
         "1, 2 and 3 real ranks, texts and one token: output and all gradients as in "
         "one process, the bias once and trained on every rank, one all-reduce"
@@ -213,10 +209,6 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
-
-
-def _use_row(row_linear: Callable) -> list[dict[str, Any]]:
-    return until_wrong(_rows(row_linear), ROW)
 
 
 def _rows(row_linear: Callable) -> Iterator[dict[str, Any]]:
@@ -330,7 +322,7 @@ def check_vocab_loss(answer: Answer) -> str:
         "Which numbers of the softmax depend on all words? Every rank calls the same "
         "all-reduces, also one that has none of the targets."
     )
-    judge_ranks(LOSS, _use_loss, answer, hint=hint)
+    judge_ranks(LOSS, _losses, answer, hint=hint)
     return (
         "1, 2 and 3 real ranks: loss and gradient of one process, also for large "
         "logits, and no more than four numbers per token in the messages"
@@ -352,10 +344,6 @@ def _texts(n: int) -> Iterator[tuple[str, Tensor, Tensor]]:
     yield "one token", torch.zeros(1, n * WORDS), torch.tensor([0])
     strided = torch.randn(n * WORDS, 13, generator=dice, dtype=torch.float64).T
     yield "strided logits of float64", strided, torch.arange(13) % (n * WORDS)
-
-
-def _use_loss(vocab_loss: Callable) -> list[dict[str, Any]]:
-    return until_wrong(_losses(vocab_loss), LOSS)
 
 
 def _losses(vocab_loss: Callable) -> Iterator[dict[str, Any]]:

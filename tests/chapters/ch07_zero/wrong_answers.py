@@ -101,22 +101,23 @@ def _mean(gradient, momentum):
     return mean / dist.get_world_size()
 
 
+def _stepped(weights, mean, momentum, lr, beta):
+    """The rest of the step, with the mean gradient of this rank's part."""
+    momentum.mul_(beta).add_(mean)
+    _part(weights, momentum).sub_(lr * momentum)
+    all_gather_single(weights, _part(weights, momentum).clone())
+
+
 def all_reduced(weights, gradient, momentum, lr, beta):
-    mean = gradient.clone()
+    mean = gradient / dist.get_world_size()
     all_reduce(mean)
-    momentum.mul_(beta).add_(_part(mean, momentum) / dist.get_world_size())
-    mine = _part(weights, momentum)
-    mine -= lr * momentum
-    all_gather_single(weights, mine.clone())
+    _stepped(weights, _part(mean, momentum), momentum, lr, beta)
 
 
 def by_gloo(weights, gradient, momentum, lr, beta):
-    mean = gradient.clone()
+    mean = gradient / dist.get_world_size()
     dist.all_reduce(mean)
-    momentum.mul_(beta).add_(_part(mean, momentum) / dist.get_world_size())
-    mine = _part(weights, momentum)
-    mine -= lr * momentum
-    all_gather_single(weights, mine.clone())
+    _stepped(weights, _part(mean, momentum), momentum, lr, beta)
 
 
 def the_momentum_travels(weights, gradient, momentum, lr, beta):
@@ -129,12 +130,8 @@ def the_momentum_travels(weights, gradient, momentum, lr, beta):
 
 
 def the_sum(weights, gradient, momentum, lr, beta):
-    total = torch.empty_like(momentum)
-    reduce_scatter_single(total, gradient)
-    momentum.mul_(beta).add_(total)
-    mine = _part(weights, momentum)
-    mine -= lr * momentum
-    all_gather_single(weights, mine.clone())
+    total = _mean(gradient, momentum) * dist.get_world_size()
+    _stepped(weights, total, momentum, lr, beta)
 
 
 def nothing_gathered(weights, gradient, momentum, lr, beta):
@@ -149,33 +146,22 @@ def gathered_before(weights, gradient, momentum, lr, beta):
 
 
 def a_new_momentum(weights, gradient, momentum, lr, beta):
-    momentum = beta * momentum + _mean(gradient, momentum)
-    mine = _part(weights, momentum)
-    mine -= lr * momentum
-    all_gather_single(weights, mine.clone())
+    _stepped(weights, _mean(gradient, momentum), momentum.clone(), lr, beta)
 
 
 def no_momentum(weights, gradient, momentum, lr, beta):
-    mine = _part(weights, momentum)
-    mine -= lr * _mean(gradient, momentum)
-    all_gather_single(weights, mine.clone())
+    mean = _mean(gradient, momentum)
+    _stepped(weights, mean, torch.zeros_like(momentum), lr, beta)
 
 
 def the_own_gradient(weights, gradient, momentum, lr, beta):
-    momentum.mul_(beta).add_(_part(gradient, momentum))
-    mine = _part(weights, momentum)
-    mine -= lr * momentum
-    all_gather_single(weights, mine.clone())
+    _stepped(weights, _part(gradient, momentum), momentum, lr, beta)
 
 
 def the_gradient_is_scaled(weights, gradient, momentum, lr, beta):
     gradient /= dist.get_world_size()
-    mean = torch.empty_like(momentum)
-    reduce_scatter_single(mean, gradient)
-    momentum.mul_(beta).add_(mean)
-    mine = _part(weights, momentum)
-    mine -= lr * momentum
-    all_gather_single(weights, mine.clone())
+    mean = _mean(gradient, momentum) * dist.get_world_size()
+    _stepped(weights, mean, momentum, lr, beta)
 
 
 def returns_new_weights(weights, gradient, momentum, lr, beta):
@@ -195,6 +181,15 @@ def _squares(shards):
 def _scaled(shards, norm, max_norm):
     for shard in shards:
         shard.mul_(min(1.0, max_norm / norm))
+
+
+def by_the_course(shards, max_norm):
+    squares = _squares(shards)
+    all_reduce(squares)
+    norm = squares.sqrt().item()
+    if norm > max_norm:
+        _scaled(shards, norm, max_norm)
+    return norm
 
 
 def per_shard(shards, max_norm):
@@ -303,9 +298,8 @@ def sharded_in_name(weights, gradient, momentum, lr, beta):
 
 
 def sixteen_bits_travel(weights, gradient, momentum, lr, beta):
-    momentum.mul_(beta).add_(_mean(gradient.bfloat16().float(), momentum))
-    _part(weights, momentum).sub_(lr * momentum)
-    all_gather_single(weights, _part(weights, momentum).clone())
+    mean = _mean(gradient.bfloat16().float(), momentum)
+    _stepped(weights, mean, momentum, lr, beta)
 
 
 def silent_without_gradient(weights, gradient, momentum, lr, beta):
@@ -369,9 +363,7 @@ def powers_of_two_only(weights, gradient, momentum, lr, beta):
 def single_precision(weights, gradient, momentum, lr, beta):
     mean = torch.empty(len(momentum))
     reduce_scatter_single(mean, gradient.float())
-    momentum.mul_(beta).add_(mean / dist.get_world_size())
-    _part(weights, momentum).sub_(lr * momentum)
-    all_gather_single(weights, _part(weights, momentum).clone())
+    _stepped(weights, mean / dist.get_world_size(), momentum, lr, beta)
 
 
 def broadcasts(weights, gradient, momentum, lr, beta):
@@ -447,6 +439,7 @@ WRONG = {
         the_own_norm_decides: "by the same factor",
         divided_by_nothing: "ZeroDivisionError",
         squares_of_16_bits: "the norm of all gradients before clipping is `500`",
+        by_the_course: "all_reduce of ddp_course`, with 4 bytes",
         per_shard: "no collective",
         norms_added: "the root of the sum of all squares",
         the_mean_of_squares: "the root of the sum of all squares",

@@ -1,5 +1,7 @@
 """Right answers to the exercises of chapter 08, in other styles than the solutions."""
 
+import math
+
 import torch
 
 
@@ -19,6 +21,28 @@ def divided_before_it_is_summed(x, shard, gather, reduce_scatter, world_size):
             return gradient @ gather(shard), own
 
     return Linear.apply(x, shard)
+
+
+class _WithSetup(torch.autograd.Function):
+    """Written in two parts, as PyTorch has it since 2.0; computes only what it must."""
+
+    @staticmethod
+    def forward(x, shard, gather, reduce_scatter, world_size):
+        return torch.einsum("bi,oi->bo", x, gather(shard))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[:2])
+        ctx.tools = inputs[2:]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x, shard), (gather, reduce_scatter, n) = ctx.saved_tensors, ctx.tools
+        of_x = gradient @ gather(shard) if ctx.needs_input_grad[0] else None
+        of_shard = None
+        if ctx.needs_input_grad[1]:
+            of_shard = reduce_scatter(gradient.T @ x).div_(n)
+        return of_x, of_shard, None, None, None
 
 
 def as_small_steps(units, prefetch, keep):
@@ -41,6 +65,22 @@ def as_small_steps(units, prefetch, keep):
     return ops
 
 
+def as_two_queues(units, prefetch, keep):
+    """What is computed and what is gathered are lists of their own; they are merged."""
+    forward, backward = range(units), range(units)[::-1]
+    ops = []
+    for what, order in (("forward", forward), ("backward", backward)):
+        gathers = [] if keep and what == "backward" else list(order)
+        for unit in order:
+            reach = unit + prefetch if what == "forward" else unit - prefetch
+            while gathers and (gathers[0] - reach) * (-1) ** (what == "backward") <= 0:
+                ops.append(("gather", gathers.pop(0)))
+            ops.append((what, unit))
+            ops += [] if keep and what == "forward" else [("free", unit)]
+            ops += [("reduce", unit)] if what == "backward" else []
+    return ops
+
+
 def ranks_by_halving(units, memory, activations):
     """More ranks never need more: the least number is found by bisection."""
 
@@ -56,8 +96,15 @@ def ranks_by_halving(units, memory, activations):
     return low if fits(low) else None
 
 
+def first_that_fits(units, memory, activations):
+    neighbours = [sum(units[k : k + 2]) for k in range(max(1, len(units) - 1))]
+    left = memory - activations - 4 * max(neighbours) - 4 * max(units)
+    shards = (sum(math.ceil(unit / n) for unit in units) for n in range(1, 1025))
+    return next((n for n, each in enumerate(shards, 1) if 16 * each <= left), None)
+
+
 RIGHT = {
-    "my_schedule": [as_small_steps],
-    "sharded_linear": [divided_before_it_is_summed],
-    "ranks_needed": [ranks_by_halving],
+    "my_schedule": [as_small_steps, as_two_queues],
+    "sharded_linear": [divided_before_it_is_summed, _WithSetup.apply],
+    "ranks_needed": [ranks_by_halving, first_that_fits],
 }

@@ -96,6 +96,10 @@ def freed_too_late(units, prefetch, keep):
     return ops + waiting
 
 
+def never_kept(units, prefetch, keep):
+    return _step(units, prefetch, False)
+
+
 def only_forward(units, prefetch, keep):
     return [op for op in _step(units, prefetch, keep) if op[0] != "backward"]
 
@@ -301,24 +305,28 @@ def overwrites_the_gradient(x, shard, gather, reduce_scatter, world_size):
 
 class _AsIfAlone(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, shard, gather, reduce_scatter, n):
+    def forward(ctx, x, shard, gather, reduce_scatter, n, frozen):
         ctx.save_for_backward(x, shard)
-        ctx.tools = gather, reduce_scatter, n
+        ctx.tools = gather, reduce_scatter, n, frozen
         return x @ gather(shard).T
 
     @staticmethod
     def backward(ctx, gradient):
-        (x, shard), (gather, reduce_scatter, n) = ctx.saved_tensors, ctx.tools
-        weight = gather(shard).requires_grad_()
-        x = x.detach().requires_grad_(x.requires_grad)
+        (x, shard), (gather, reduce_scatter, n, frozen) = ctx.saved_tensors, ctx.tools
+        weight = gather(shard).requires_grad_(frozen != "shard" or shard.requires_grad)
+        x = x.detach().requires_grad_(frozen != "x" or x.requires_grad)
         with torch.enable_grad():
             out = x @ weight.T
         grads = torch.autograd.grad(out, (x, weight), gradient)
-        return grads[0], reduce_scatter(grads[1]) / n, None, None, None
+        return grads[0], reduce_scatter(grads[1]) / n, None, None, None, None
 
 
 def fails_with_a_frozen_input(x, shard, gather, reduce_scatter, world_size):
-    return _AsIfAlone.apply(x, shard, gather, reduce_scatter, world_size)
+    return _AsIfAlone.apply(x, shard, gather, reduce_scatter, world_size, "x")
+
+
+def fails_with_a_frozen_shard(x, shard, gather, reduce_scatter, world_size):
+    return _AsIfAlone.apply(x, shard, gather, reduce_scatter, world_size, "shard")
 
 
 def unfreezes_the_shard(x, shard, gather, reduce_scatter, world_size):
@@ -358,10 +366,12 @@ WRONG = {
         never_reduced: "reduced 0 times",
         backward_in_the_order_of_forward: "backward the other way",
         freed_too_late: "need not be",
+        never_kept: "stays whole",
         only_forward: "backward the other way",
     },
     "sharded_linear": {
         overwrites_the_gradient: "a second backward adds",
+        fails_with_a_frozen_shard: "One of the differentiated Tensors does not",
         fails_with_a_frozen_input: "One of the differentiated Tensors does not",
         unfreezes_the_shard: "a gradient of what is frozen",
         a_copy_of_the_weight: "Who keeps a copy of it?",

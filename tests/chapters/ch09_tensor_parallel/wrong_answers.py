@@ -177,33 +177,30 @@ def _loss(**mistakes):
     return _named(vocab_loss, "_".join(mistakes))
 
 
-def logits_gathered(logits, targets, all_reduce):
-    n, rank, words = dist.get_world_size(), dist.get_rank(), logits.shape[1]
-    whole = torch.zeros(len(logits), n * words)
-    whole[:, rank * words : (rank + 1) * words] = logits
-    all_reduce(whole, "sum")
-    whole.requires_grad_()
-    loss = F.cross_entropy(whole, targets)
+def _of_whole(whole, targets):
+    loss = F.cross_entropy(whole.requires_grad_(), targets)
     loss.backward()
-    return loss.item(), whole.grad.chunk(n, 1)[rank]
+    return loss.item(), whole.grad.chunk(dist.get_world_size(), 1)[dist.get_rank()]
+
+
+def logits_gathered(logits, targets, all_reduce):
+    parts = [torch.zeros_like(logits) for _ in range(dist.get_world_size())]
+    parts[dist.get_rank()] = logits
+    whole = torch.cat(parts, dim=-1)
+    all_reduce(whole, "sum")
+    return _of_whole(whole, targets)
 
 
 def logits_gathered_by_torch(logits, targets, all_reduce):
     parts = [torch.empty_like(logits) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, logits)
-    whole = torch.cat(parts, dim=-1).requires_grad_()
-    loss = F.cross_entropy(whole, targets)
-    loss.backward()
-    return loss.item(), whole.grad.chunk(len(parts), 1)[dist.get_rank()]
+    return _of_whole(torch.cat(parts, dim=-1), targets)
 
 
 def gathered_by_the_course(logits, targets, all_reduce):
     parts = [torch.empty_like(logits) for _ in range(dist.get_world_size())]
     collectives.all_gather(parts, logits)
-    whole = torch.cat(parts, dim=-1).requires_grad_()
-    loss = F.cross_entropy(whole, targets)
-    loss.backward()
-    return loss.item(), whole.grad.chunk(len(parts), 1)[dist.get_rank()]
+    return _of_whole(torch.cat(parts, dim=-1), targets)
 
 
 def own_words_only(logits, targets, all_reduce):

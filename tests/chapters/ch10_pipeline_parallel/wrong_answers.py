@@ -136,102 +136,78 @@ def _right_cut(costs, num_stages):
 # my_stage_step
 
 
-def _step(needs_grad=True, through=None, retain=False, early=False, scale=1):
-    """Return an answer with the mistakes that are asked for."""
-
-    def my_stage_step(
-        stage, num_microbatches, forward_in, forward_out, backward_in, backward_out
-    ):
-        kept = []
-
-        def backward(k):
-            x, y = kept[k if through is None else through(k)]
-            gradient = backward_in(k) * scale
-            y.backward(gradient, retain_graph=retain)
-            backward_out(k, x.grad)
-
-        for k in range(num_microbatches):
-            x = forward_in(k)
-            if needs_grad and x.is_floating_point():
-                x.requires_grad_()
-            y = stage(x)
-            forward_out(k, y.detach())
-            kept.append((x, y))
-            if early:
-                backward(k)
-        for k in range(0 if early else num_microbatches):
-            backward(k)
-
-    return my_stage_step
-
-
-def _named(name, **mistakes):
-    answer = _step(**mistakes)
-    answer.__name__ = answer.__qualname__ = name
-    return answer
-
-
-input_without_gradient = _named("input_without_gradient", needs_grad=False)
-through_the_last_forward = _named(
-    "through_the_last_forward", through=lambda k: -1, retain=True
-)
-graphs_are_kept = _named("graphs_are_kept", retain=True)
-one_at_a_time = _named("one_at_a_time", early=True)
-divided_once_more = _named("divided_once_more", scale=0.5)
-
-
-def all_back_at_once(
-    stage, num_microbatches, forward_in, forward_out, backward_in, backward_out
-):
-    ks, kept = range(num_microbatches), []
+def _forwards(stage, ks, forward_in, forward_out, *_, needs_grad=True, graph=False):
+    """The forwards of the microbatches ks: input and output of each."""
+    kept = {}
     for k in ks:
         x = forward_in(k)
-        if x.is_floating_point():
+        if needs_grad and x.is_floating_point():
             x.requires_grad_()
-        kept.append((x, stage(x)))
-        forward_out(k, kept[-1][1].detach())
-    torch.autograd.backward([y for _, y in kept], [backward_in(k) for k in ks])
-    for k in ks:
-        backward_out(k, kept[k][0].grad)
+        kept[k] = x, stage(x)
+        forward_out(k, kept[k][1] if graph else kept[k][1].detach())
+    return kept
 
 
-def only_the_last_counts(
-    stage, num_microbatches, forward_in, forward_out, backward_in, backward_out
-):
-    kept = []
-    for k in range(num_microbatches):
-        x = forward_in(k)
-        if x.is_floating_point():
-            x.requires_grad_()
-        kept.append((x, stage(x)))
-        forward_out(k, kept[-1][1].detach())
-    for k, (x, y) in enumerate(kept):
-        stage.zero_grad()
-        y.backward(backward_in(k))
+def _back(kept, _, __, backward_in, backward_out, ks=None, retain=False):
+    for k in kept if ks is None else ks:
+        x, y = kept[k]
+        y.backward(backward_in(k), retain_graph=retain)
         backward_out(k, x.grad)
 
 
-def never_goes_back(
-    stage, num_microbatches, forward_in, forward_out, backward_in, backward_out
-):
-    for k in range(num_microbatches):
-        forward_out(k, stage(forward_in(k)).detach())
+def input_without_gradient(stage, m, *ends):
+    _back(_forwards(stage, range(m), *ends, needs_grad=False), *ends)
 
 
-def the_output_goes_back(
-    stage, num_microbatches, forward_in, forward_out, backward_in, backward_out
-):
-    kept = []
-    for k in range(num_microbatches):
-        x = forward_in(k)
-        if x.is_floating_point():
-            x.requires_grad_()
-        kept.append((x, stage(x)))
-        forward_out(k, kept[-1][1].detach())
-    for k, (x, y) in enumerate(kept):
-        gradient = backward_in(k)
-        y.backward(gradient)
-        backward_out(k, gradient if x.is_floating_point() else None)
+def through_the_last_forward(stage, m, *ends):
+    last = _forwards(stage, range(m), *ends)[m - 1]
+    _back(dict.fromkeys(range(m), last), *ends, retain=True)
+
+
+def graphs_are_kept(stage, m, *ends):
+    _back(_forwards(stage, range(m), *ends), *ends, retain=True)
+
+
+def one_at_a_time(stage, m, *ends):
+    for k in range(m):
+        _back(_forwards(stage, [k], *ends), *ends)
+
+
+def divided_once_more(stage, m, *ends):
+    halves = *ends[:2], lambda k: ends[2](k) / 2, ends[3]
+    solutions.my_stage_step(stage, m, *halves)
+
+
+def all_back_at_once(stage, m, *ends):
+    kept = _forwards(stage, range(m), *ends).values()
+    torch.autograd.backward([y for _, y in kept], [ends[2](k) for k in range(m)])
+    for k, (x, _) in enumerate(kept):
+        ends[3](k, x.grad)
+
+
+def only_the_last_counts(stage, m, *ends):
+    def backward_in(k):
+        stage.zero_grad()
+        return ends[2](k)
+
+    solutions.my_stage_step(stage, m, *ends[:2], backward_in, ends[3])
+
+
+def never_goes_back(stage, m, *ends):
+    _forwards(stage, range(m), *ends)
+
+
+def the_output_goes_back(stage, m, *ends):
+    noted = {}
+
+    def backward_in(k):
+        noted[k] = ends[2](k)
+        return noted[k]
+
+    def backward_out(k, gradient):
+        ends[3](k, None if gradient is None else noted[k])
+
+    solutions.my_stage_step(stage, m, *ends[:2], backward_in, backward_out)
 
 
 # What harder inputs find out
@@ -250,70 +226,40 @@ def dear_layers_only(costs, num_stages):
     return solutions.my_cut([cost for cost in costs if cost], num_stages)
 
 
-def zeros_for_none(stage, num_microbatches, *functions):
+def zeros_for_none(stage, m, *ends):
     def back(k, gradient):
-        functions[3](k, torch.zeros(2, 4) if gradient is None else gradient)
+        ends[3](k, torch.zeros(2, 4) if gradient is None else gradient)
 
-    solutions.my_stage_step(stage, num_microbatches, *functions[:3], back)
+    solutions.my_stage_step(stage, m, *ends[:3], back)
 
 
-def begins_with_zero_grad(stage, num_microbatches, *functions):
+def begins_with_zero_grad(stage, m, *ends):
     stage.zero_grad()
-    solutions.my_stage_step(stage, num_microbatches, *functions)
+    solutions.my_stage_step(stage, m, *ends)
 
 
-def begins_with_zeros(stage, num_microbatches, *functions):
+def begins_with_zeros(stage, m, *ends):
     stage.zero_grad(set_to_none=False)
-    solutions.my_stage_step(stage, num_microbatches, *functions)
+    solutions.my_stage_step(stage, m, *ends)
 
 
-def sent_with_its_graph(
-    stage, num_microbatches, forward_in, forward_out, backward_in, backward_out
-):
-    kept = []
-    for k in range(num_microbatches):
-        x = forward_in(k)
-        if x.is_floating_point():
-            x.requires_grad_()
-        kept.append((x, stage(x)))
-        forward_out(k, kept[k][1])
-    for k, (x, y) in enumerate(kept):
-        y.backward(backward_in(k))
-        backward_out(k, x.grad)
+def sent_with_its_graph(stage, m, *ends):
+    _back(_forwards(stage, range(m), *ends, graph=True), *ends)
 
 
-def odd_ranks_back_in_reverse(
-    stage, num_microbatches, forward_in, forward_out, backward_in, backward_out
-):
-    kept = []
-    for k in range(num_microbatches):
-        x = forward_in(k)
-        if x.is_floating_point():
-            x.requires_grad_()
-        kept.append((x, stage(x)))
-        forward_out(k, kept[k][1].detach())
-    ks = range(num_microbatches)
-    for k in ks[::-1] if dist.get_rank() % 2 else ks:
-        x, y = kept[k]
-        y.backward(backward_in(k))
-        backward_out(k, x.grad)
+def odd_ranks_back_in_reverse(stage, m, *ends):
+    kept = _forwards(stage, range(m), *ends)
+    _back(kept, *ends, ks=range(m)[:: -1 if dist.get_rank() % 2 else 1])
 
 
-def gradients_of_all_parameters(
-    stage, num_microbatches, forward_in, forward_out, backward_in, backward_out
-):
+def gradients_of_all_parameters(stage, m, *ends):
     """Stumbles over a frozen one."""
-    kept = []
-    for k in range(num_microbatches):
-        x = forward_in(k)
-        kept.append((x.requires_grad_() if x.is_floating_point() else x, stage(x)))
-        forward_out(k, kept[k][1].detach())
-    for k, (x, y) in enumerate(kept):
+    for k, (x, y) in _forwards(stage, range(m), *ends).items():
         inputs = [*stage.parameters(), *([x] if x.requires_grad else [])]
-        found = torch.autograd.grad(y, inputs, backward_in(k))
+        found = torch.autograd.grad(y, inputs, ends[2](k))
         for parameter, gradient in zip(stage.parameters(), found, strict=False):
             parameter.grad += gradient
-        backward_out(k, found[-1] if x.requires_grad else None)
+        ends[3](k, found[-1] if x.requires_grad else None)
 
 
 WRONG = {

@@ -138,8 +138,8 @@ def looks_once(rows):
     return _walk(rows, _right(rows), stop_early=True)
 
 
-def _right(rows, own=True, next_stage=True, before=True):
-    last = _last(rows)
+def _right(rows, own=True, next_stage=True, before=True, last=None):
+    last = _last(rows) if last is None else last
 
     def can_run(action, done, rank):
         op, stage, k = _parts(action)
@@ -233,15 +233,7 @@ def waits_of_one_digit(rows):
 
 
 def last_rank_has_the_last_stage(rows):
-    last = _parts(rows[-1][0])[1]
-
-    def can_run(action, done, rank):
-        op, stage, k = _parts(action)
-        if op == "F":
-            return stage == 0 or f"{stage - 1}F{k}" in done
-        return f"{stage}F{k}" in done and (stage == last or f"{stage + 1}B{k}" in done)
-
-    return _walk(rows, can_run)
+    return _walk(rows, _right(rows, last=_parts(rows[-1][0])[1]))
 
 
 def stage_s_on_rank_s_mod_p(rows):
