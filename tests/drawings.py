@@ -94,6 +94,15 @@ def fills(drawing, name):
     return found
 
 
+def check_layout(draw):
+    """A figure is small enough, described, the same again, and nothing overlaps."""
+    drawing = draw()
+    assert list(problems(drawing)) == []
+    assert drawing.svg() == draw().svg()
+    assert len(drawing.description) > 60
+    assert drawing.width <= 1100
+
+
 # Plots: matplotlib
 
 

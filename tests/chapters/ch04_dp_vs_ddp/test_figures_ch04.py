@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from drawings import problems
+from drawings import check_layout, problems
 
 from ddp_course.chapters.ch04_dp_vs_ddp.dp_and_ddp import dp_and_ddp
 from ddp_course.chapters.ch04_dp_vs_ddp.figures import DP_STEPS, dp_step
@@ -17,11 +17,7 @@ DRAWINGS = {
 
 @pytest.mark.parametrize("name", DRAWINGS)
 def test_the_layout(name):
-    drawing = DRAWINGS[name]()
-    assert list(problems(drawing)) == []
-    assert drawing.svg() == DRAWINGS[name]().svg()
-    assert len(drawing.description) > 60
-    assert drawing.width <= 1100
+    check_layout(DRAWINGS[name])
 
 
 def test_an_iteration_has_its_moves_and_their_bytes():

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from xml.etree import ElementTree
 
 import pytest
-from drawings import elements, no_texts_overlap, problems, words
+from drawings import check_layout, elements, no_texts_overlap, problems, words
 
 from ddp_course.chapters.ch06_memory.calculator import (
     BAR,
@@ -45,11 +45,7 @@ ROWS = {
 
 
 def test_the_layout():
-    drawing = memory_of_a_step()
-    assert list(problems(drawing)) == []
-    assert drawing.svg() == memory_of_a_step().svg()
-    assert len(drawing.description) > 60
-    assert drawing.width <= 1100
+    check_layout(memory_of_a_step)
 
 
 def test_kinds_are_those_of_the_ledger():
