@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
 from fractions import Fraction
 from numbers import Integral, Real
 from typing import Any
 
 from IPython.display import Markdown
 
+from ddp_course.lab.beliefs import BELIEFS, Guess
+
 CLOSE = 0.1  # a prediction within 10 % is close
+ROUNDED = 0.01  # and one within 1 % of another guess is the same
 ONE = {"bytes": "byte", "messages": "message", "ranks": "rank", "steps": "step"}
 
 
@@ -22,6 +25,7 @@ class Prediction:
 
     A guess of None means that nothing has been written down yet. Text is taken for what
     it is: "1,024", "3/4" and "24 bytes" are numbers, "a lot" is shown as it stands.
+    Usual wrong guesses are in `lab/beliefs.py`, by the question.
     """
 
     def __init__(
@@ -39,18 +43,11 @@ class Prediction:
         self._guess = value if words else _amount("your prediction", value)
         return self
 
-    def compare(
-        self,
-        *,
-        measured: Any,
-        theory: Any = None,
-        beliefs: Mapping[float, str] | None = None,
-    ) -> Markdown:
+    def compare(self, *, measured: Any, theory: Any = None) -> Markdown:
         """Show prediction, measurement and theory side by side.
 
         The ratios are to the theory, or to the measurement where there is no theory.
-        `beliefs` has the wrong guesses that many make, and says of each what is behind
-        it: whoever made that guess is told.
+        Whoever made a usual wrong guess is told what is behind it.
         """
         rows = {
             "your prediction": self._guess,
@@ -66,11 +63,11 @@ class Prediction:
         lines = [f"| {question} | | ratio to {name} |", "|:--|--:|--:|"]
         for row, value in rows.items():
             lines.append(f"| {row} | {self._told(value)} | {_ratio(value, truth)} |")
-        verdict = [self._verdict(truth)]
-        if isinstance(self._guess, (int, float)):
-            told = (beliefs or {}).items()
-            verdict += [why for guess, why in told if math.isclose(guess, self._guess)]
-        return Markdown("\n".join(lines) + f"\n\n{' '.join(verdict)}")
+        verdict = self._verdict(truth)
+        if isinstance(self._guess, (int, float)) and not _close(self._guess, truth):
+            for wrong, why in BELIEFS.get(self.question, {}).items():
+                verdict += f" {why}" * _is_guess(wrong, self._guess)
+        return Markdown("\n".join(lines) + f"\n\n{verdict}")
 
     def __repr__(self) -> str:
         return f"Prediction({self.question!r}, {self._guess!r}, unit={self.unit!r})"
@@ -100,20 +97,31 @@ class Prediction:
             return f"Not a number, so nothing to compare: it is {self._told(truth)}."
         if guess == truth:
             return "Your prediction is exactly right."
+        if _close(guess, truth):
+            return "Your prediction is close: within 10 %."
         if min(guess, truth) == 0:
             return f"Not quite: it is {self._told(truth)}."
         factor = max(guess / truth, truth / guess)
-        if factor <= 1 + CLOSE:
-            return "Your prediction is close: within 10 %."
         way = "high" if guess > truth else "low"
         return f"Your prediction is too {way} by a factor of {_written(factor, 2)}."
 
 
+def _close(guess: float, truth: float) -> bool:
+    return max(guess, truth) <= (1 + CLOSE) * min(guess, truth)
+
+
+def _is_guess(wrong: Guess, guess: float) -> bool:
+    least, most = wrong if isinstance(wrong, tuple) else (wrong, wrong)
+    return least * (1 - ROUNDED) <= guess <= most * (1 + ROUNDED)
+
+
 def _read(text: str, unit: str) -> Fraction | int | str:
     """Return the number that a text is, with or without its unit; else the text."""
-    number = text.strip().removesuffix(unit).replace(",", "").replace("_", "")
+    number = text.strip().removesuffix(unit).strip()
+    if re.fullmatch(r"[1-9]\d{0,2}([,_]\d{3})+(\.\d*)?", number):  # thousands
+        number = number.replace(",", "").replace("_", "")
     try:
-        exact = Fraction(number.strip())
+        exact = Fraction(number.replace(",", "."))  # 0,75 is three quarters
     except (ValueError, ZeroDivisionError):
         return " ".join(text.split()) or "nothing"
     return int(exact) if exact.denominator == 1 else exact

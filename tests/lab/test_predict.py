@@ -1,12 +1,16 @@
 """A prediction: written down, compared, and never silently wrong."""
 
+import json
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from ddp_course.lab import Prediction
+from ddp_course.lab.beliefs import BELIEFS
 
 
 def table(markdown):
@@ -121,6 +125,10 @@ def test_what_is_no_number(bad):
         ("3/4", "0.75 bytes"),
         ("24 bytes", "24 bytes"),
         ("1e3", "1,000 bytes"),
+        ("1,038,240.5", "1,038,240 bytes"),
+        ("27,3", "27.3 bytes"),
+        ("0,125", "0.125 bytes"),
+        ("1,2,3", "“1,2,3”"),
         ("a quarter\nof it", "“a quarter of it”"),
         ("1/0", "“1/0”"),
         ("", "“nothing”"),
@@ -137,15 +145,56 @@ def test_text_is_taken_for_what_it_is(text, says):
         assert "Your prediction is" in sentence
 
 
-def test_a_common_belief_is_named():
-    beliefs = {250: "A quarter of the rows has a whole gradient.", 2000: "Both ways?"}
+def test_a_common_belief_is_named(monkeypatch):
+    beliefs = {250: "Whole gradients.", (1600, 2000): "Both ways?", 1050: "Close."}
+    monkeypatch.setitem(BELIEFS, "?", beliefs)
     told = [
-        table(Prediction("?", g).compare(measured=1000, beliefs=beliefs))[1]
-        for g in (250, "250", 260, 1000, None, "a quarter")
+        table(Prediction("?", guess).compare(measured=1000))[1].partition(". ")[2]
+        for guess in (250, "249", 260, 1000, None, "a quarter", 1600, 1800, 2100, 1050)
     ]
-    low = "Your prediction is too low by a factor of 4. A quarter of the rows has a "
-    assert told[0] == told[1] == f"{low}whole gradient."
-    assert not any("gradient" in sentence for sentence in told[2:])
+    both = ["Both ways?", "Both ways?", ""]
+    first = ["Whole gradients.", "Whole gradients.", ""]
+    assert told == [*first, "", "", "", *both, ""]
+
+
+def predictions() -> dict[str, float]:
+    """Return what is asked in all chapters, and what was measured there, as stored."""
+    asked, truths = [], {}
+    for path in sorted(Path(__file__).parents[2].glob("notebooks/[0-9]*.ipynb")):
+        for cell in json.loads(path.read_text())["cells"]:
+            asked += re.findall(r'Prediction\(\s*"(.*?)"', "".join(cell["source"]))
+            for output in cell.get("outputs", ()):
+                text = "".join(output.get("data", {}).get("text/markdown", ()))
+                row = re.match(
+                    r"\| (.*) \| \| ratio to .*\| \w+ \| ([\d,.]+)", text, re.S
+                )
+                if row:
+                    truths[row[1]] = float(row[2].replace(",", ""))
+    assert truths.keys() == {*asked}
+    return truths
+
+
+def unfounded(beliefs: dict, truths: dict[str, float]) -> list[str]:
+    """Return the questions without a wrong guess, and the guesses that are right."""
+    wrong = [question for question in truths if not beliefs.get(question)]
+    for question, guesses in beliefs.items():
+        for guess, why in guesses.items():
+            number = guess if isinstance(guess, (int, float)) else sum(guess) / 2
+            verdict = Prediction(question, number).compare(measured=truths[question])
+            if why not in verdict.data:
+                wrong.append(why)
+    return wrong
+
+
+def test_every_prediction_names_a_wrong_belief():
+    assert unfounded(BELIEFS, predictions()) == []
+    assert BELIEFS.keys() == predictions().keys()
+
+
+def test_a_belief_that_is_true_is_seen(monkeypatch):
+    monkeypatch.setitem(BELIEFS, "All-reduces for each block and step", {4: "True."})
+    monkeypatch.delitem(BELIEFS, "The bubble of 1F1B")
+    assert unfounded(BELIEFS, predictions()) == ["The bubble of 1F1B", "True."]
 
 
 @pytest.mark.parametrize("bad", [-1, -0.5, math.nan, math.inf, torch.tensor(-3)])

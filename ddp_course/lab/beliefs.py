@@ -1,0 +1,106 @@
+"""Usual wrong guesses, and what is behind them: question -> {guess: why not}.
+
+A guess that may be any number in between is a pair (least, most). `Prediction.compare`
+tells whoever made it; who is nearly right is told nothing.
+"""
+
+Guess = float | tuple[float, float]
+
+BELIEFS: dict[str, dict[Guess, str]] = {
+    # 00: a gradient has as many numbers as the model, 1,038,240
+    "Numbers handed over by each process in a step": {
+        259_560: "A quarter of the rows makes no smaller a gradient.",
+        49: "That is the number of tensors, and each has many numbers.",
+        1: "A mean loss would not do: each parameter needs the mean of its gradients.",
+    },
+    # 01: 1 * 6 + 2
+    "The rank of local_rank 2 on node 1 (of 2 x 6)": {
+        5: "That is so if ranks are dealt out like cards, one to each node in turn.",
+        6: "So it is in the picture, where a node has four ranks.",
+        9: "But nodes and ranks are counted from 0.",
+    },
+    # 02
+    "Seconds that rank 0 spends in `send`": {
+        0: "A send may wait for its receiver, however little it sends.",
+    },
+    "Messages that rank 0 sends": {
+        7: "That is the naive way, in seven steps.",
+        1: "Then rank 0 is idle while others serve, and three steps are not enough.",
+    },
+    "Bytes that each rank sends in an all-gather": {
+        4_000: "But three others need the numbers, or others' numbers are passed on.",
+        16_000: "Everybody has 16,000 bytes afterwards, but a quarter it had before.",
+    },
+    # 03: 2 (N - 1) / N of S = 4,152,960 bytes
+    "Bytes that the busiest of four ranks sends": {
+        3_114_720: "That is half of it: the sums must also get to all ranks.",
+        4_152_960: "All that ranks bring must come together, and sums go out again.",
+        8_305_920: "In each of the two halves, one chunk of four need not be sent.",
+        12_458_880: "That is the naive way: all of it to each of the three others.",
+    },
+    # 04: 14 S through replica 0, and 1.75 S to and 1.75 S from a rank of DDP
+    "Speed-up by two threads, many tiny operations": {
+        1: "They take turns; and to hand over the lock so often takes time, too.",
+        (1.5, 2): "Two threads of one process take turns: one at a time has the lock.",
+    },
+    "DP's replica 0 against a rank of DDP, 8 replicas": {
+        1: "In all, DDP sends as much; but DP's bytes meet at one replica.",
+        7: "An all-reduce sends 1.75 S and receives as much, not S each.",
+        8: "Seven copies out, seven gradients in; but a rank of DDP receives, too.",
+    },
+    # 05
+    "From the beginning of backward to averaged gradients": {
+        (0, 115): "The last bucket is complete only when backward has ended.",
+        190: "That is one after the other, with nothing hidden.",
+    },
+    # 06
+    "Memory at the worst moment of a step": {
+        4_152_960: "That is the model alone.",
+        8_305_920: "The optimizer's two states and the activations are missing.",
+        16_611_840: "16 bytes per parameter are right; the activations come on top.",
+    },
+    # 07: a reduce-scatter of gradients, an all-gather of parameters
+    "Sent by each of four ranks in a step of ZeRO-1": {
+        0.375: "A rank updates a quarter, but has gradients for all others' quarters.",
+        0.75: "That is one half: gradients go out; updated parameters must come back.",
+        2.25: "Of the summed gradients nobody needs more than its own quarter.",
+    },
+    # 08: three passes of 0.75 S
+    "What a rank sends in a step of stage 3": {
+        1.5: "But the weights are gathered twice: for forward, and for backward.",
+        3: "There are three passes; in each, a rank sends three quarters of S.",
+    },
+    "The fullest moment of stage 3": {
+        4: "A quarter of the 16; there are also whole units, and the activations.",
+        5.25: "A quarter of all; but activations are not sharded, and a unit is whole "
+        "while it computes.",
+    },
+    # 09
+    "Share of a step in which a rank is idle": {
+        0: "Each rank needs what the one before it computes: they take turns.",
+        25: "That is the share in which it works.",
+        50: "Forward and backward alike go through one rank at a time.",
+    },
+    "All-reduces for each block and step": {
+        2: "That is forward; backward has as many.",
+        8: "Columns, then rows: between the two matrices nothing is exchanged.",
+    },
+    # 10: 3 / (8 + 3) of the time; 8 x 64 x 144 numbers of 4 bytes, in two directions
+    "The time that a rank waits": {
+        0: "The last stage waits for the first activations, the first for a gradient.",
+        37.5: "That is waiting over working; it works for 8 of 11 slots.",
+        75: "That is a batch in one piece: with microbatches several ranks work.",
+    },
+    "What rank 1 sends in a step": {
+        294_912: "That is one direction: activations go on, and gradients go back.",
+        4_718_592: "All eight microbatches together are one batch.",
+    },
+    # 11
+    "The bubble of 1F1B": {
+        (0, 24): "To fill and to empty the pipeline takes as long as with GPipe.",
+    },
+    "What rank 0 keeps at most with 1F1B": {
+        1: "That is the last rank; rank 0 begins four before the first is back.",
+        8: "That is GPipe's: here a backward frees one before the next one begins.",
+    },
+}
