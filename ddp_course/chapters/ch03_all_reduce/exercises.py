@@ -47,7 +47,8 @@ def check_ring_transfers(answer: Answer) -> str:
         expect(
             not wrong,
             f"{where} {(wrong or [''])[0]} (each rank once). Which steps add, and "
-            "which keep? Print `simulate` of your plan, step by step.",
+            f"which keep? `print(make_plan('mine', {n}, {n}, ring_transfers({n})))` "
+            "lists them.",
         )
         for t in plan:
             right = (t.src + 1) % n
