@@ -62,6 +62,7 @@ class Checkpoints:
         optimizer: the same for its states.
         settings: what must be the same for a run to be the same: plain values by name.
         keep: how many of the newest stay.
+        scaler: has the scale of the losses, the same on all ranks.
 
     `load` and then `save`, after every step, are called by all ranks.
     """
@@ -74,13 +75,14 @@ class Checkpoints:
         optimizer: HasState,
         settings: Mapping[str, Any],
         keep: int = 2,
+        scaler: HasState | None = None,
     ) -> None:
         for name, value in (("every", every), ("keep", keep)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r}; it must be 1 or more")
         self.folder = None if folder is None else Path(folder).absolute()
         self.every, self.keep = every, keep
-        self.model, self.optimizer = model, optimizer
+        self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.settings = dict(settings)
 
     def load(self, steps: int) -> list[float]:
@@ -108,6 +110,8 @@ class Checkpoints:
         try:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
+            if self.scaler is not None:
+                self.scaler.load_state_dict(state["scaler"])
             return state["losses"]
         except (RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(
@@ -131,6 +135,7 @@ class Checkpoints:
             "losses": losses,
             "model": on_cpu(model),
             "optimizer": on_cpu(optimizer),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
         }
         try:
             path = self._path(len(losses))

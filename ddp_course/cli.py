@@ -39,6 +39,7 @@ STRATEGIES = {
 }
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zero_bubble")
 PRESETS = ("1m", "8m")
+OF_TRAIN = ("fp32", "bf16", "fp16", "bf16-pure")
 MODELS = (*PRESETS, "gpt2", "gpt2-xl", "gpt3-175b")
 OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum")
 PRECISIONS = {
@@ -255,6 +256,12 @@ def _train(add: Callable[..., Parser]) -> None:
     )
     train.add_argument(
         "--preset", default="1m", choices=PRESETS, help="model; %(default)s"
+    )
+    train.add_argument(
+        "--precision",
+        default="fp32",
+        choices=OF_TRAIN,
+        help="fp32; bf16 or fp16: products by autocast; bf16-pure: everything",
     )
     train.add_argument(
         "--schedule",

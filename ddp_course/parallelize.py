@@ -16,6 +16,7 @@ Chapters 04 and 07 to 11.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -43,6 +44,7 @@ from ddp_course.mechanisms.whole_state import (
 from ddp_course.mesh import Axes, Mesh
 from ddp_course.model import GPTConfig
 from ddp_course.pipeline import SCHEDULES, PipelineParallel
+from ddp_course.precision import Autocast
 from ddp_course.tensor_parallel import tensor_parallel
 from ddp_course.tensor_parallel.gpt import indivisible
 from ddp_course.zero import (
@@ -67,6 +69,10 @@ WHY_NOT = MappingProxyType(
         "pytorch": "it is there to be compared with",
         "zero3": "every unit would be gathered once for each microbatch; take zero1",
     }
+)
+# What products of matrices are computed in, by autocast; None is as all the rest.
+PRECISIONS = MappingProxyType(
+    {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16, "bf16-pure": None}
 )
 WRAPPERS: MappingProxyType[str, Callable[..., nn.Module]] = MappingProxyType(
     {
@@ -93,6 +99,7 @@ class Layout:
         replicas: threads of the strategy "dp".
         schedule: the order in which the stages of a pipeline work.
         microbatches: the parts in which a pipeline takes its rows.
+        precision: a name in PRECISIONS.
     """
 
     strategy: str
@@ -100,6 +107,17 @@ class Layout:
     replicas: int = 4
     schedule: str = "1f1b"
     microbatches: int = 4
+    precision: str = "fp32"
+
+    @property
+    def parameters_in(self) -> torch.dtype:
+        """The type of parameters, gradients and states."""
+        return torch.bfloat16 if self.precision == "bf16-pure" else torch.float32
+
+    def autocast(self) -> AbstractContextManager:
+        """Return a block in which a model goes forward in this precision."""
+        dtype = PRECISIONS[self.precision]
+        return nullcontext() if dtype is None else Autocast(dtype)
 
     def share(self, rank: int) -> tuple[int, int]:
         """Return which part of the rows `rank` has, and of how many parts."""
@@ -161,6 +179,7 @@ def choose_layout(
     replicas: int = 4,
     schedule: str = "1f1b",
     microbatches: int = 4,
+    precision: str = "fp32",
 ) -> Layout:
     """Return the layout of `world_size` ranks; pure.
 
@@ -171,13 +190,14 @@ def choose_layout(
             go to the axis of the strategy; if that one is told, to dp.
         shard: of the ranks along dp, how many share one copy; the others have
             replicas of their shards (HSDP). For the strategy "zero3"; None are all.
-        replicas, schedule, microbatches: as in Layout.
+        replicas, schedule, microbatches, precision: as in Layout.
 
     Raises ValueError, naming the value and what is allowed. Chapter 09.
     """
     for name, value, known in (
         ("strategy", strategy, STRATEGIES),
         ("schedule", schedule, SCHEDULES),
+        ("precision", precision, PRECISIONS),
     ):
         if value not in known:
             raise ValueError(
@@ -197,7 +217,12 @@ def choose_layout(
     _check_strategy(strategy, mesh)
     if shard is not None:
         mesh = _hybrid(strategy, mesh, shard)
-    return Layout(strategy, mesh, replicas, schedule, microbatches)
+    if PRECISIONS[precision] and schedule == "zero_bubble" and "pp" in mesh.axes:
+        raise ValueError(
+            f"precision {precision!r} cannot be with schedule 'zero_bubble', whose "
+            "backward in two halves takes weights as they are; take bf16-pure, or 1f1b"
+        )
+    return Layout(strategy, mesh, replicas, schedule, microbatches, precision)
 
 
 def _check_strategy(strategy: str, mesh: Mesh) -> None:
@@ -256,11 +281,13 @@ def parallelize(model: nn.Module, layout: Layout, axes: Axes | None) -> nn.Modul
     if "pp" in axes:
         how = layout.schedule, layout.microbatches, axes.group("pp")
         model = _everywhere(PipelineParallel, model, *how)
+    wrap = WRAPPERS.get(layout.strategy, DistributedDataParallel)
+    if layout.strategy == "zero3" and (dtype := PRECISIONS[layout.precision]):
+        # Gathered in 16 bits, and summed in float32, as the others sum gradients.
+        wrap = partial(wrap, compute_dtype=dtype, reduce_dtype=torch.float32)
     if "shard" in axes:
-        replicas = axes.group("replicate")
-        return FullyShardedDataParallel(model, axes.group("shard"), replicas=replicas)
+        return wrap(model, axes.group("shard"), replicas=axes.group("replicate"))
     if "dp" in axes and layout.strategy not in ("average", *OPTIMIZERS):
-        wrap = WRAPPERS.get(layout.strategy, DistributedDataParallel)
         model = wrap(model, axes.group("dp"))
     return model
 

@@ -40,6 +40,7 @@ from ddp_course.parallelize import (
     parallelize,
     whole,
 )
+from ddp_course.precision import GradScaler
 
 
 def train_simply(
@@ -103,10 +104,10 @@ def train(
 
     Without a process group this is one process with the whole batch. `strategy` is a
     name of `STRATEGIES`; the other `layout_options` (replicas; dp, tp, pp, shard;
-    schedule, microbatches) are those of `choose_layout`. With `clip`, the norm of the
-    whole model's gradient is at most that. With a folder `checkpoint`, the run is saved
-    after `every` so many steps and at its end, and goes on from the newest checkpoint
-    in it. Rank 0 calls `on_step(steps done, loss)`.
+    schedule, microbatches; precision) are those of `choose_layout`. With `clip`, the
+    norm of the whole model's gradient is at most that. With a folder `checkpoint`, the
+    run is saved after `every` so many steps and at its end, and goes on from the newest
+    checkpoint in it. Rank 0 calls `on_step(steps done, loss)`.
 
     Raises ValueError, before any message, for what cannot be: rows that cannot be
     shared equally, a strategy that there is not, processes of a cluster that have not
@@ -121,15 +122,17 @@ def train(
     if clip is not None and not clip > 0:
         raise ValueError(f"clip is {clip!r}; it must be a norm above 0, or None")
     corpus = load_corpus()
-    model = build_gpt(preset, seed).to(my_device)  # the same weights on every rank
+    model = build_gpt(preset, seed).to(my_device, layout.parameters_in)
     config = model.config
     axes = make_groups(layout.mesh) if together else None
     model = parallelize(model, layout, axes)
     optimizer = optimizer_for(model, layout, axes, lr)
     whole_model, whole_optimizer = whole(model, optimizer)
     settings = {"batch_size": batch_size, "lr": lr, "seed": seed, "clip": clip}
-    settings |= asdict(config)
-    checkpoints = Checkpoints(checkpoint, every, whole_model, whole_optimizer, settings)
+    settings |= {"precision": layout.precision, **asdict(config)}
+    scaler = GradScaler(enabled=layout.precision == "fp16")
+    has_state = whole_model, whole_optimizer
+    checkpoints = Checkpoints(checkpoint, every, *has_state, settings, scaler=scaler)
     losses = checkpoints.load(steps)  # of the steps that are done
     resumed_at = len(losses)
     share, shares = layout.share(rank)  # on ranks with parts of one model: the same
@@ -139,17 +142,21 @@ def train(
         x, y = (shard(t, share, shares).to(my_device) for t in batch)  # (B/shares, T)
         optimizer.zero_grad()
         if "pp" in layout.mesh.axes:
-            loss = model.step(x, y)  # its schedule says when what goes backward
+            with layout.autocast():  # its schedule says when what goes backward
+                loss = model.step(x, y, scaler.factor)
         else:
-            _, loss = model(x, y)
+            with layout.autocast():
+                _, loss = model(x, y)
             loss = loss.mean()  # "dp" returns a loss for each of its replicas
-            loss.backward()
+            scaler.scale(loss).backward()
         if strategy == "average":
             average_gradients(model)
         if clip is not None:
+            scaler.unscale_(optimizer)
             clip_gradients(model, optimizer, clip)
-        optimizer.step()
-        losses.append(float(average(loss.detach())))
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(float(average(loss.detach().float())))
         checkpoints.save(losses, last=step + 1 == steps)
         if on_step is not None and rank == 0:
             on_step(step + 1, losses[-1])

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "ddp_course"
 FLOORS = [
     {"launch", "model", "data", "theory", "measure"},
-    {"collectives", "mesh", "mechanisms"},
+    {"collectives", "mesh", "mechanisms", "precision"},
     {"data_parallel", "zero", "tensor_parallel", "pipeline"},
     {"checkpoint", "parallelize", "train"},
     {"bench", "commands", "cli", "preload", "__main__"},

@@ -36,6 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin
+from torch.overrides import _get_current_function_mode_stack
 
 from ddp_course.data_parallel.moves import Moves
 from ddp_course.data_parallel.scatter_gather import gather, scatter
@@ -189,6 +190,7 @@ def modes_of_this_thread(device: Device) -> Callable[[], AbstractContextManager]
         "enabled": torch.is_autocast_enabled(kind),
         "cache_enabled": torch.is_autocast_cache_enabled(),
     }
+    functions = _get_current_function_mode_stack()  # such as our Autocast
     stream = torch.cuda.current_stream(device) if kind == "cuda" else None
 
     @contextmanager
@@ -197,6 +199,8 @@ def modes_of_this_thread(device: Device) -> Callable[[], AbstractContextManager]
             stack.enter_context(torch.inference_mode(inference))
             stack.enter_context(torch.set_grad_enabled(grad))
             stack.enter_context(torch.autocast(**autocast))
+            for mode in functions:
+                stack.enter_context(mode)
             if stream is not None:
                 stack.enter_context(torch.cuda.device(device))
                 stack.enter_context(torch.cuda.stream(stream))

@@ -113,14 +113,26 @@ def _clips_no_parts(clip: Callable[..., None]) -> Callable[..., None]:
 
 def _agrees(unscale: Callable[..., Any]) -> Callable[..., Any]:
     def agreed(scaler: Any, optimizer: Any, *args: Any) -> dict[torch.device, Tensor]:
-        stepped = (p for group in optimizer.param_groups for p in group["params"])
-        groups = getattr(optimizer, "groups", None) or groups_of(stepped)
         found = unscale(scaler, getattr(optimizer, "unscaled", optimizer), *args)
-        if groups:  # also on a rank that has no gradient
-            own = sum(found.values(), torch.zeros((), device=device()))
-            for group in groups:
-                dist.all_reduce(own, dist.ReduceOp.MAX, group)
-            found[own.device] = own
+        own = sum(found.values(), torch.zeros((), device=device()))
+        if (seen := seen_by_all(optimizer, own)) is not own:
+            found[own.device] = seen
         return found
 
     return agreed
+
+
+def seen_by_all(optimizer: Optimizer, own: Tensor | None) -> Tensor:
+    """Return the largest `own` of all ranks that have parts of what is stepped.
+
+    Called by all of them together, also by one that has found nothing: None is 0. If
+    none has parts, all have the same gradients, and nothing is sent.
+    """
+    stepped = (p for group in optimizer.param_groups for p in group["params"])
+    groups = getattr(optimizer, "groups", None) or groups_of(stepped)
+    if not groups and own is not None:
+        return own
+    seen = torch.zeros((), device=device()) if own is None else own.clone()
+    for group in groups:
+        dist.all_reduce(seen, dist.ReduceOp.MAX, group)
+    return seen

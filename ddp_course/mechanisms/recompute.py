@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 
 from ddp_course.mechanisms.hooks import leaves_below
@@ -234,6 +235,7 @@ class Surroundings:
             self.cpu = torch.get_rng_state()
             gpus = sorted(d.index for d in devices if d.type == "cuda")
             self.gpus = {index: torch.cuda.get_rng_state(index) for index in gpus}
+        self.modes = _get_current_function_mode_stack()  # such as our Autocast
         self.autocasts = [
             {
                 "device_type": kind,
@@ -251,6 +253,8 @@ class Surroundings:
         with ExitStack() as stack:
             for autocast in self.autocasts:
                 stack.enter_context(torch.autocast(**autocast))
+            for mode in self.modes:
+                stack.enter_context(mode)
             if self.preserve:
                 stack.enter_context(torch.random.fork_rng(devices=list(self.gpus)))
                 torch.set_rng_state(self.cpu)

@@ -136,12 +136,13 @@ class PipelineParallel(WholeState, Pipeline):
 
     # ---- a step ----------------------------------------------------------------------
 
-    def step(self, x: Tensor, y: Tensor) -> Tensor:
+    def step(self, x: Tensor, y: Tensor, loss_scale: float = 1.0) -> Tensor:
         """Go forward and backward with a batch, and return its mean loss.
 
         Args:
             x: (B, T), on all ranks; it is used on the first stage's.
             y: (B, T), likewise; used on the last one's.
+            loss_scale: gradients are those of the loss times this number.
 
         If B is no multiple of the number of microbatches, the first have one row more,
         and count as much more. Raises CollectiveError, on every rank, if the batches
@@ -157,6 +158,7 @@ class PipelineParallel(WholeState, Pipeline):
         self._agree("step", x, y, wrong)
         with held(self.parameters()):
             self.shared.begin()
+            self.loss_scale = loss_scale
             runtime = self._run(self.program, x, y)
             self.shared.sum(self.port)
         return self._loss_of(runtime)

@@ -27,6 +27,7 @@ from ddp_course.collectives.port import Handle, Port
 from ddp_course.model import cross_entropy
 from ddp_course.pipeline.schedule import Action, Schedule
 from ddp_course.pipeline.stages import Stage, part_of_model, spine, stage_plan
+from ddp_course.precision.autocast import autocast_dtype
 
 Form = tuple[torch.dtype, tuple[int, ...]]  # of an activation, without its rows
 
@@ -107,6 +108,8 @@ class Runtime:
         if y is not None:
             output = output * self.weights[microbatch]
             self.losses[microbatch] = output.detach()
+            if self.pipeline.loss_scale != 1:
+                output = output * self.pipeline.loss_scale
         elif stage == self.last:
             self.outputs[microbatch] = output
         if training:
@@ -148,7 +151,10 @@ class Pipeline(nn.Module):
 
     Attributes:
         stages: this rank's, by number; `module` has their layers by their plain names.
+        loss_scale: backward is that of the loss times this number (loss scaling).
     """
+
+    loss_scale = 1.0
 
     def __init__(
         self,
@@ -210,7 +216,7 @@ class Pipeline(nn.Module):
         of zeros but for the first one, and tells what it returns. Its layers are in
         evaluation mode meanwhile: they draw no random numbers, change no running means.
         """
-        kind = x.dtype, x.shape[1:]
+        kind = x.dtype, x.shape[1:], autocast_dtype(self.device.type)
         if kind not in self._forms:
             row, ranks, forms = x[:1].to(self.device), self.port.ranks, {}
             for stage, home in enumerate(self.plan.ranks[:-1]):

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ddp_course.mechanisms.weight_gradients import WeightGradStore
+from ddp_course.precision.autocast import autocast_dtype
 
 
 class SplitLinear(torch.autograd.Function):
@@ -81,7 +82,7 @@ def split_backward(module: nn.Module, store: WeightGradStore) -> None:
 
 
 def _forward(layer: nn.Linear, store: WeightGradStore, x: Tensor) -> Tensor:
-    if torch.is_autocast_enabled(x.device.type):
+    if autocast_dtype(x.device.type):
         raise RuntimeError(
             "backward in two halves (I and W) cannot be used with autocast; take a "
             "schedule with B, or a model whose layers are in the lower precision"

@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from ddp_course.mechanisms.exchange import Group
 from ddp_course.mechanisms.weight_gradients import Gradients, WeightGradStore
+from ddp_course.precision.autocast import autocast_dtype
 from ddp_course.tensor_parallel.layers import (
     ColumnParallelLinear,
     ParallelLayer,
@@ -51,9 +52,8 @@ class FusedLinear(ParallelLayer):
 
     def product(self, function: type[Function], x: Tensor) -> Tensor:
         """Compute; cast before it as autocast would, if it is on."""
-        given, kind = (x, self.weight, self.bias), x.device.type
-        if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
+        given = x, self.weight, self.bias
+        if dtype := autocast_dtype(x.device.type):
             given = tuple(t if t is None else t.to(dtype) for t in given)
         return function.apply(*given, self)
 

@@ -1,0 +1,143 @@
+"""Autocast: every operation computes in the type that is good for it, by a table.
+
+    LOWER     products of matrices: most of the time, and their sums are kept in float32
+              inside; computed in 16 bits
+    FULL      what adds up many numbers, or takes exponentials: computed in float32
+    WIDEST    what joins tensors: in the widest type among them
+    others    as they come, whatever that is
+
+The table is about operations, not about layers or ranks, and it is the same in every
+step. What is cast is what an operation is given: parameters stay float32, and so do
+their gradients, as the cast is an operation of autograd like any other. On GPUs the
+table is longer, as what the CPU computes inside in float32 has no kernel there.
+
+Here a TorchFunctionMode casts, which sees the functions that a program calls. PyTorch's
+casts one floor below, in its dispatcher: aten/src/ATen/autocast_mode.h. Chapter 12.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+LOWER = frozenset(
+    (
+        *("linear", "matmul", "mm", "bmm", "addmm", "addbmm", "baddbmm"),
+        *("conv1d", "conv2d", "conv3d", "scaled_dot_product_attention"),
+        *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+    )
+)
+FULL = frozenset(
+    (
+        *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss"),
+        *("huber_loss", "kl_div", "binary_cross_entropy", "cosine_embedding_loss"),
+        *("binary_cross_entropy_with_logits", "prod"),
+    )
+)
+FULL_ON_GPUS = FULL | {
+    *("softmax", "log_softmax", "layer_norm", "group_norm", "exp", "log", "pow"),
+    *("sum", "cumsum", "norm", "cosine_similarity", "softplus"),
+}
+WIDEST = frozenset(("cat", "stack"))
+
+_here = threading.local()  # a mode is a thread's own
+
+
+def autocast_dtype(kind: str) -> torch.dtype | None:
+    """Return what products are computed in on devices of a kind, None for as they come.
+
+    By the innermost `Autocast` of this thread, or by torch.autocast. For operations
+    that are written by hand (`torch.autograd.Function`), whose inside no table sees.
+    """
+    modes = getattr(_here, "modes", ())
+    if modes:
+        return modes[-1].dtype if modes[-1].enabled else None
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+class Autocast(TorchFunctionMode):
+    """A block in which operations compute in the types of the table.
+
+        with Autocast(torch.bfloat16):
+            _, loss = model(x, y)
+        loss.backward()  # outside: backward computes in the types of forward
+
+    Args:
+        dtype: torch.bfloat16 or torch.float16, for LOWER.
+        enabled: False for a block, inside of another, in which nothing is cast.
+
+    A parameter is cast once, however often it is used; its casts are dropped at the end
+    of the outermost block, so do not change one inside. Raises ValueError for another
+    type. As torch.autocast.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype = torch.bfloat16, enabled: bool = True
+    ) -> None:
+        if dtype not in (torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"dtype is {dtype}; it can be torch.bfloat16 or torch.float16"
+            )
+        super().__init__()
+        self.dtype, self.enabled = dtype, enabled
+        self.casts: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+    def __enter__(self) -> Autocast:
+        """Cast from now on, in this thread."""
+        _here.modes = [*getattr(_here, "modes", ()), self]
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        """Cast no more, and drop the parameters' casts."""
+        super().__exit__(*error)
+        _here.modes = _here.modes[:-1]
+        if self not in _here.modes:
+            self.casts.clear()
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Any function of PyTorch that is called in the block comes here."""
+        kwargs = kwargs or {}
+        # Of blocks inside of each other, the innermost decides.
+        if self.enabled and _here.modes[-1] is self and "out" not in kwargs:
+            wanted = self._type_for(function, args, kwargs)
+            if wanted is not None:
+                cast = lambda t: self._cast(t, wanted)  # noqa: E731
+                args, kwargs = tree_map_only(Tensor, cast, (args, kwargs))
+        return function(*args, **kwargs)
+
+    def _type_for(self, function: Any, args: Any, kwargs: Any) -> torch.dtype | None:
+        """Look the function up; None if it takes things as they come."""
+        name = getattr(function, "__name__", "").strip("_").removeprefix("r")
+        if name in LOWER:
+            return self.dtype
+        if name not in FULL_ON_GPUS and name not in WIDEST:
+            return None
+        given = [t for t in tree_leaves((args, kwargs)) if _can_be_cast(t)]
+        if name in WIDEST:
+            mixed = len({t.dtype for t in given}) > 1
+            return torch.float32 if mixed else None
+        on_gpu = any(t.is_cuda for t in given)
+        return torch.float32 if name in (FULL_ON_GPUS if on_gpu else FULL) else None
+
+    def _cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        if tensor.dtype == dtype or not _can_be_cast(tensor):
+            return tensor
+        if not (tensor.is_leaf and tensor.requires_grad and torch.is_grad_enabled()):
+            return tensor.to(dtype)
+        key = id(tensor), dtype
+        if key not in self.casts:
+            self.casts[key] = tensor, tensor.to(dtype)
+        return self.casts[key][1]
+
+
+def _can_be_cast(value: Any) -> bool:
+    """Tell whether it is a tensor of floating point, but not one of float64."""
+    floating = isinstance(value, Tensor) and value.is_floating_point()
+    return floating and value.dtype is not torch.float64

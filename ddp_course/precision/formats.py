@@ -1,0 +1,150 @@
+"""What the bits of a floating-point number mean, and rounding to any such format.
+
+    sign | exponent E, e bits | fraction F, f bits        bias = 2^(e-1) - 1
+
+    E > 0    a normal number        (-1)^sign * (1 + F / 2^f) * 2^(E - bias)
+    E = 0    a subnormal number     (-1)^sign * (0 + F / 2^f) * 2^(1 - bias)
+    E all 1  inf (F = 0), or nan; in e4m3fn numbers as well, and only F all 1 is nan
+
+So numbers with the same exponent are equally far apart, and the distance doubles with
+every power of two: more exponent bits reach further, more fraction bits lie closer.
+
+IEEE 754-2019, section 3; for 8 bits Micikevicius et al. 2022, "FP8 Formats for Deep
+Learning", table 1. PyTorch's numbers for the same: torch.finfo. Chapter 12.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format of floating-point numbers: a sign, and `exponent` and `fraction` bits.
+
+    Attributes:
+        has_inf: whether the largest exponent is kept for inf and nan; if not, it has
+            numbers, too, and the largest of them all is nan.
+        dtype: PyTorch's type of this format; None if tensors cannot have it.
+    """
+
+    name: str
+    exponent: int
+    fraction: int
+    has_inf: bool = True
+    dtype: torch.dtype | None = None
+
+    @property
+    def bits(self) -> int:
+        """How many there are, the sign included."""
+        return 1 + self.exponent + self.fraction
+
+    @property
+    def bias(self) -> int:
+        """What is subtracted from E."""
+        return 2 ** (self.exponent - 1) - 1
+
+    @property
+    def max(self) -> float:
+        """The largest finite number."""
+        top = 2.0 ** (2**self.exponent - 1 - self.has_inf - self.bias)
+        return top * (2 - (1 if self.has_inf else 2) * self.eps)
+
+    @property
+    def tiny(self) -> float:
+        """The smallest normal number."""
+        return 2.0 ** (1 - self.bias)
+
+    @property
+    def smallest(self) -> float:
+        """The smallest number above 0, which is subnormal."""
+        return self.tiny * self.eps
+
+    @property
+    def eps(self) -> float:
+        """The distance from 1 to the next number."""
+        return 2.0**-self.fraction
+
+    def spacing(self, x: Tensor) -> Tensor:
+        """Return how far apart the numbers are where `x` lies; float64, any shape."""
+        _, exponent = torch.frexp(x.double().abs().clamp(min=self.tiny))
+        return torch.ldexp(torch.ones_like(x, dtype=torch.float64), exponent - 1) * (
+            self.eps
+        )
+
+    def round(self, x: Tensor) -> Tensor:
+        """Return the number of this format next to each of `x`; float64, any shape.
+
+        Of two that are equally near, the one whose last bit is 0. What is half a step
+        and more beyond the largest is inf; in a format without inf the largest, as in
+        PyTorch 2.13 (others, and the hardware if asked, make it nan).
+        """
+        step = self.spacing(x)
+        rounded = torch.round(x.double() / step) * step  # to even
+        beyond = torch.inf if self.has_inf else self.max
+        return torch.where(
+            rounded.abs() > self.max, x.double().sign() * beyond, rounded
+        )
+
+
+FORMATS = MappingProxyType(
+    {
+        f.name: f
+        for f in (
+            Format("fp32", 8, 23, dtype=torch.float32),
+            Format("tf32", 8, 10),  # of inputs of matrix products on tensor cores only
+            Format("bf16", 8, 7, dtype=torch.bfloat16),
+            Format("fp16", 5, 10, dtype=torch.float16),
+            Format("fp8 e4m3fn", 4, 3, has_inf=False, dtype=torch.float8_e4m3fn),
+            Format("fp8 e5m2", 5, 2, dtype=torch.float8_e5m2),
+        )
+    }
+)
+
+
+def bits_of(x: float, format: Format) -> str:
+    """Return the bits of `x`, rounded to the format, as "sign exponent fraction"."""
+    value = float(format.round(torch.tensor(x, dtype=torch.float64)))
+    sign = int(torch.signbit(torch.tensor(value)))
+    highest = 2**format.exponent - 1
+    if value != value:
+        exponent, fraction = highest, 2**format.fraction - 1
+        if format.has_inf:
+            fraction = 2 ** (format.fraction - 1)  # a quiet one, as PyTorch makes it
+    elif value in (torch.inf, -torch.inf):
+        exponent, fraction = highest, 0
+    else:
+        size = abs(value)
+        step = float(format.spacing(torch.tensor(size, dtype=torch.float64)))
+        units = round(size / step)  # 2^f and more if it is normal
+        normal = units >= 2**format.fraction
+        power = int(torch.frexp(torch.tensor(step, dtype=torch.float64))[1]) - 1
+        exponent = power + format.fraction + format.bias if normal else 0
+        fraction = units - normal * 2**format.fraction
+    return f"{sign} {exponent:0{format.exponent}b} {fraction:0{format.fraction}b}"
+
+
+def take_apart(bits: str, format: Format) -> float:
+    """Return the number that bits mean; the spaces in them do not count.
+
+    Raises ValueError unless there are as many 0 and 1 as the format has.
+    """
+    digits = bits.replace(" ", "")
+    if len(digits) != format.bits or set(digits) - {"0", "1"}:
+        raise ValueError(
+            f"bits is {bits!r}; {format.name} has {format.bits} digits, each 0 or 1"
+        )
+    sign = -1.0 if digits[0] == "1" else 1.0
+    e = int(digits[1 : 1 + format.exponent], 2)
+    f = int(digits[1 + format.exponent :], 2)
+    if e == 2**format.exponent - 1:
+        if format.has_inf:
+            return sign * torch.inf if f == 0 else torch.nan
+        if f == 2**format.fraction - 1:
+            return torch.nan
+    normal = e > 0
+    return sign * (normal + f * format.eps) * 2.0 ** (max(e, 1) - format.bias)

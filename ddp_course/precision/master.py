@@ -1,0 +1,137 @@
+"""Master weights: parameters in 16 bits, and a float32 copy of each that is stepped.
+
+A step changes a weight by a thousandth of it, or less; bfloat16 has no number that is
+nearer than a 256th. So the optimizer adds up in float32, and what the model computes
+with is that, rounded:
+
+    gradient (16 bits) -> float32 -> step of the float32 copy -> rounded -> parameter
+
+Bytes for each parameter with Adam: 2 for it, 2 for its gradient, and 12 for the copy
+and two states: 16, as in float32, which has 4 + 4 + 8. What is saved is elsewhere:
+activations, messages, time. (Gradients that are added up in float32 make it 18, as in
+Megatron-LM with bfloat16; copies of float16 gradients beside them 20.)
+
+Micikevicius et al. 2018, "Mixed Precision Training", section 3.1; Rajbhandari et al.
+2020, "ZeRO", section 3.1. Chapter 12.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+MASTER = "master"
+
+
+class MasterWeights(Optimizer):
+    """Steps float32 copies of parameters with `optimizer_class`, and rounds them back.
+
+        model = build_gpt().to(torch.bfloat16)
+        optimizer = MasterWeights(model.parameters(), AdamW, lr=3e-4)
+
+    The state of a parameter is that of the optimizer inside, and its copy, "master", so
+    states are saved, loaded and cut into shards like any other optimizer's: it can be
+    the `optimizer_class` of a ZeroRedundancyOptimizer, by functools.partial. Whoever
+    changes a parameter from outside must change its copy, too.
+
+    Args:
+        params: as of any optimizer.
+        optimizer_class: any that treats each element alone.
+        **defaults: its arguments.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: Callable[..., Optimizer],
+        **defaults: Any,
+    ) -> None:
+        super().__init__(params, defaults)
+        self.optim = optimizer_class(self._inner_groups(), **defaults)
+        self.given = False  # the copies have the gradients of the next step
+        for group, inner in self._groups():
+            # What was not given has the optimizer's own defaults.
+            group.update({k: v for k, v in inner.items() if k != "params"})
+
+    def _inner_groups(self) -> list[dict[str, Any]]:
+        """Return groups of copies, like those of the parameters."""
+        groups = []
+        for group in self.param_groups:
+            copies = []
+            for parameter in group["params"]:
+                copy = parameter.detach().to(torch.float32, copy=True)
+                self.state[parameter][MASTER] = copy
+                copies.append(copy.requires_grad_(parameter.requires_grad))
+            groups.append({**group, "params": copies})
+        return groups
+
+    def _groups(self) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
+        return zip(self.param_groups, self.optim.param_groups, strict=True)
+
+    @property
+    def unscaled(self) -> Optimizer:
+        """What has the gradients that a `GradScaler` has to unscale: in float32."""
+        self.give_gradients()
+        return self.optim
+
+    def give_gradients(self) -> None:
+        """Let the copies have the parameters' gradients, in float32."""
+        for group, inner in self._groups():
+            for parameter, copy in zip(group["params"], inner["params"], strict=True):
+                gradient = parameter.grad
+                copy.grad = None if gradient is None else gradient.to(copy.dtype)
+        self.given = True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, or make them zeros."""
+        super().zero_grad(set_to_none)
+        self.optim.zero_grad()
+        self.given = False
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+        """Step the copies, and round them into the parameters."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group, inner in self._groups():
+            # A scheduler has changed the learning rate here.
+            inner.update({k: v for k, v in group.items() if k != "params"})
+        if not self.given:
+            self.give_gradients()
+        self.optim.step()
+        for group, inner in self._groups():
+            for parameter, copy in zip(group["params"], inner["params"], strict=True):
+                if copy.grad is not None:
+                    parameter.copy_(copy)
+                    copy.grad = None
+                    self.state[parameter].update(self.optim.state[copy])
+        self.given = False
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state. (PyTorch's own would round it to the parameters'.)"""
+        given = dict(state_dict)
+        states, given["state"] = given["state"], {}
+        super().load_state_dict(given)
+        order = [p for group in self.param_groups for p in group["params"]]
+        numbers = [n for group in given["param_groups"] for n in group["params"]]
+        copies = [c for group in self.optim.param_groups for c in group["params"]]
+        for number, parameter, copy in zip(numbers, order, copies, strict=True):
+            for name, value in states.get(number, {}).items():
+                if name == MASTER:
+                    with torch.no_grad():
+                        copy.copy_(value)
+                        parameter.copy_(value)
+                else:
+                    like = isinstance(value, Tensor) and value.shape == copy.shape
+                    kept = value.clone() if isinstance(value, Tensor) else value
+                    self.optim.state[copy][name] = (
+                        kept.to(copy.device) if like else kept
+                    )
+            self.state[parameter] = {MASTER: copy, **self.optim.state[copy]}

@@ -1,0 +1,168 @@
+"""Autocast by its table, against torch.autocast: types, bits, and where it is on."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ddp_course.data_parallel import DataParallel
+from ddp_course.mechanisms.recompute import recompute_blocks
+from ddp_course.model import GPTConfig, build_gpt
+from ddp_course.precision import Autocast, autocast
+from ddp_course.precision.autocast import FULL, LOWER, WIDEST, autocast_dtype
+
+GPT = GPTConfig(block_size=16, n_layer=2, n_head=2, d_model=24)
+TYPES = (torch.bfloat16, torch.float16)
+W, X = torch.randn(4, 4), torch.rand(4, 4) / 2 + 0.2
+Z, C1, C2, C3 = X[None], X[None], X[None, None], X[None, None, None]
+CALLS = {  # one of each function of the table, and others that it leaves alone
+    "linear": lambda x: F.linear(x, W),
+    "matmul": lambda x: x @ W,
+    "rmatmul": lambda x: torch.Tensor.__rmatmul__(W, x),
+    "mm": lambda x: torch.mm(x, W),
+    "bmm": lambda x: torch.bmm(x[None], W[None]),
+    "addmm": lambda x: torch.addmm(x, W, W),
+    "addbmm": lambda x: torch.addbmm(x, W[None], W[None]),
+    "baddbmm": lambda x: torch.baddbmm(x[None], W[None], W[None]),
+    "conv1d": lambda x: F.conv1d(x[None], W[:, :, None]),
+    "conv2d": lambda x: F.conv2d(x[None, None], W[None, None]),
+    "conv3d": lambda x: F.conv3d(x[None, None, None], W[None, None, None]),
+    "conv_transpose1d": lambda x: F.conv_transpose1d(x[None], W[:, :, None]),
+    "conv_transpose2d": lambda x: F.conv_transpose2d(x[None, None], W[None, None]),
+    "conv_transpose3d": lambda x: F.conv_transpose3d(
+        x[None, None, None], W[None, None, None]
+    ),
+    "scaled_dot_product_attention": lambda x: F.scaled_dot_product_attention(
+        *[x[None, None]] * 3
+    ),
+    "cross_entropy": lambda x: F.cross_entropy(x, torch.arange(4)),
+    "nll_loss": lambda x: F.nll_loss(x, torch.arange(4)),
+    "mse_loss": lambda x: F.mse_loss(x, x + 1),
+    "l1_loss": lambda x: F.l1_loss(x, x + 1),
+    "smooth_l1_loss": lambda x: F.smooth_l1_loss(x, x + 1),
+    "huber_loss": lambda x: F.huber_loss(x, x + 1),
+    "kl_div": lambda x: F.kl_div(x, x, reduction="batchmean"),
+    "binary_cross_entropy": lambda x: F.binary_cross_entropy(x, x),
+    "binary_cross_entropy_with_logits": lambda x: F.binary_cross_entropy_with_logits(
+        x, x
+    ),
+    "cosine_embedding_loss": lambda x: F.cosine_embedding_loss(x, x, torch.ones(4)),
+    "prod": lambda x: x.prod(),
+    "cat": lambda x: torch.cat([x, X]),
+    "stack": lambda x: torch.stack([x, X]),
+    "layer_norm": lambda x: F.layer_norm(x, (4,)),
+    "softmax": lambda x: x.softmax(-1),
+    "gelu": F.gelu,
+    "add": lambda x: x + X,
+    "sum": lambda x: x.sum(),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """On a busy machine two threads spin for each other, and round otherwise."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def in_both(call, dtype: torch.dtype, given: torch.dtype) -> tuple:
+    found = []
+    for context in (Autocast(dtype), torch.autocast("cpu", dtype=dtype)):
+        with context:
+            found.append(call(X.to(given)))
+    return tuple(found)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_function_computes_in_pytorchs_type(name):
+    for dtype in TYPES:
+        for given in (torch.float32, dtype):
+            ours, theirs = in_both(CALLS[name], dtype, given)
+            assert ours.dtype == theirs.dtype, (dtype, given)
+            assert torch.equal(ours, theirs)
+
+
+def test_the_table_is_tried_whole_and_a_wrong_one_is_seen(monkeypatch):
+    assert CALLS.keys() >= LOWER | FULL | WIDEST
+    for table, name in (("LOWER", "linear"), ("FULL", "cross_entropy")):
+        with monkeypatch.context() as patch:
+            patch.setattr(autocast, table, getattr(autocast, table) - {name})
+            given = torch.float32 if table == "LOWER" else torch.bfloat16
+            ours, theirs = in_both(CALLS[name], torch.bfloat16, given)
+            assert ours.dtype != theirs.dtype
+
+
+def gradients(context, model: nn.Module) -> dict[str, torch.Tensor]:
+    x = torch.arange(64).view(4, 16)
+    model.zero_grad()
+    with context:
+        _, loss = model(x, x)
+    loss.mean().backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_the_gpt_has_pytorchs_bits_and_float32_parameters(dtype):
+    model = build_gpt(GPT)
+    ours = gradients(Autocast(dtype), model)
+    theirs = gradients(torch.autocast("cpu", dtype=dtype), model)
+    plain = gradients(nullcontext(), model)
+    assert all(torch.equal(ours[n], theirs[n]) for n in ours)
+    assert {p.dtype for p in (*model.parameters(), *ours.values())} == {torch.float32}
+    assert not all(torch.equal(ours[n], plain[n]) for n in ours)
+    recompute_blocks(model.blocks)  # computes again in backward, outside of the block
+    again = gradients(Autocast(dtype), model)
+    assert all(torch.equal(ours[n], again[n]) for n in ours)
+
+
+def test_threads_of_data_parallel_cast_too():
+    model = DataParallel(build_gpt(GPT), ["cpu"] * 2)
+    ours = gradients(Autocast(), model)
+    theirs = gradients(torch.autocast("cpu", dtype=torch.bfloat16), model)
+    assert all(torch.equal(ours[n], theirs[n]) for n in ours)
+
+
+def test_a_parameter_is_cast_once_and_not_kept(monkeypatch):
+    layer, casts = nn.Linear(4, 4), []
+    real = Autocast._cast
+
+    def counted(self, tensor, dtype):
+        cast = real(self, tensor, dtype)
+        casts.append(cast)
+        return cast
+
+    monkeypatch.setattr(Autocast, "_cast", counted)
+    block = Autocast()
+    with block:
+        layer(layer(X))
+        of_weight = [c for c in casts if c.shape == (4, 4) and c.requires_grad]
+        assert len({id(c) for c in of_weight if c.grad_fn.name() == "ToCopyBackward0"})
+        assert len(block.casts) == 2  # weight and bias, used twice
+    assert not block.casts
+    with torch.no_grad(), Autocast() as block:  # a cast without graph is not for later
+        layer(X)
+        assert not block.casts
+
+
+def test_blocks_inside_of_blocks_and_other_types():
+    with Autocast() as outer:
+        assert autocast_dtype("cpu") == torch.bfloat16
+        with Autocast(enabled=False):
+            assert (X @ W).dtype == torch.float32
+            assert autocast_dtype("cpu") is None
+        with Autocast(torch.float16):
+            assert (X @ W).dtype == torch.float16
+        assert (X.double() @ W.double()).dtype == torch.float64
+        assert torch.mm(X, W, out=torch.empty(4, 4)).dtype == torch.float32
+        assert outer.enabled
+    assert autocast_dtype("cpu") is None
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert autocast_dtype("cpu") == torch.float16
+    with pytest.raises(ValueError, match=r"dtype is torch\.float32"):
+        Autocast(torch.float32)

@@ -1,0 +1,111 @@
+"""Every strategy in every precision trains as one process does in that precision."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from ddp_course import cli, parallelize
+from ddp_course.launch import spawn
+from ddp_course.model import GPTConfig
+from ddp_course.parallelize import choose_layout
+from ddp_course.train import train
+
+GPT = GPTConfig(block_size=16, n_layer=2, n_head=2, d_model=24, tied=True)
+# How far losses of four steps may be from one process: ranks add other partial sums, in
+# another order, and round them to eps: 2^-7 of bfloat16, 2^-10 of float16, of a loss of
+# 4.6 with matrix products in it alone; bf16-pure rounds the loss itself, twice.
+FAR = {"bf16": 2e-3, "fp16": 5e-4, "bf16-pure": 8e-2}
+TWO = ["average", "naive", "flat", "ddp", "pytorch", "zero1", "zero2", "zero3"]
+CASES = {name: {"strategy": name} for name in TWO} | {
+    "tp": {"strategy": "tp"},
+    "pp": {"strategy": "pp", "microbatches": 2},
+    "gpipe": {"strategy": "pp", "microbatches": 2, "schedule": "gpipe"},
+}
+FOUR = {
+    "zero1 x tp": {"strategy": "zero1", "dp": 2, "tp": 2},
+    "zero3 x tp": {"strategy": "zero3", "dp": 2, "tp": 2},
+    "hsdp": {"strategy": "zero3", "shard": 2},
+    "tp x pp": {"strategy": "ddp", "tp": 2, "pp": 2, "microbatches": 2},
+}
+run = partial(train, 4, 8, GPT, 1e-2, clip=1.0, keep_state=True)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """On a busy machine two threads spin for each other, and round otherwise."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def histories(cases: dict, precisions: tuple) -> dict:
+    """Return losses and the parameters' type of every case in every precision."""
+    found = {}
+    for name, case in cases.items():
+        for precision in precisions:
+            told = run(**case, precision=precision)
+            types = {t.dtype for t in told.state.values()}
+            found[name, precision] = told.losses, types, told.checksum
+    return found
+
+
+def far(losses: list[float], right: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(losses, right, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cases", "precisions"),
+    [(2, CASES, tuple(FAR)), (4, FOUR, ("bf16", "fp16"))],
+    ids=["2", "4"],
+)
+def test_every_strategy_trains_in_every_precision(ranks, cases, precisions):
+    alone = histories({"one": {}}, ("fp32", *precisions))
+    job = partial(histories, cases, precisions)
+    told = spawn(job, world_size=ranks, output="none")
+    for (name, precision), (losses, types, checksum) in told[0].items():
+        right, its_types, _ = alone["one", precision]
+        assert far(losses, right) < FAR[precision], (name, precision)
+        assert types == its_types
+        assert losses != alone["one", "fp32"][0], "nothing was rounded"
+        assert all(rank[name, precision][2] == checksum for rank in told)
+    assert far(right, alone["one", "fp32"][0]) > 0
+
+
+def test_a_precision_that_one_strategy_ignores_is_seen(monkeypatch):
+    right = run(precision="bf16-pure").losses
+    monkeypatch.setattr(
+        parallelize.Layout, "parameters_in", property(lambda self: torch.float32)
+    )
+    ignored = run(precision="bf16-pure")
+    assert ignored.losses == run(precision="fp32").losses != right
+
+
+def test_dp_can_do_it_too():
+    for precision in ("bf16", "fp16"):
+        told = run(strategy="dp", replicas=2, precision=precision).losses
+        assert far(told, run(precision=precision).losses) < FAR[precision]
+
+
+def test_a_run_with_loss_scaling_goes_on_bit_for_bit(tmp_path):
+    """The scale is saved: float16's first is too large at times, and halved."""
+    whole = run(precision="fp16")
+    first = partial(train, batch_size=8, preset=GPT, lr=1e-2, clip=1.0)
+    first(2, precision="fp16", checkpoint=tmp_path, every=1)
+    again = first(4, precision="fp16", checkpoint=tmp_path, every=1)
+    assert (again.resumed_at, again.checksum) == (2, whole.checksum)
+    with pytest.raises(Exception, match="precision 'fp16', here 'bf16'"):
+        first(5, precision="bf16", checkpoint=tmp_path)
+
+
+def test_what_cannot_be_says_so_before_a_rank_starts():
+    assert tuple(parallelize.PRECISIONS) == cli.OF_TRAIN
+    with pytest.raises(ValueError, match="precision is 'int8'; it can be one of fp32"):
+        choose_layout(2, precision="int8")
+    how = {"schedule": "zero_bubble", "precision": "bf16"}
+    with pytest.raises(ValueError, match="'zero_bubble', whose backward in two halves"):
+        choose_layout(2, "pp", **how)
+    choose_layout(2, "pp", schedule="zero_bubble", precision="bf16-pure")
