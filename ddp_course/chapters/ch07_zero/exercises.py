@@ -108,7 +108,7 @@ def _each_piece(
 
 # ---- sharded_step ------------------------------------------------------------------
 
-LR, BETA = 0.5, 0.5  # powers of two: all sums and products are exact
+LR, BETA = 0.25, 0.5  # powers of two: all sums and products are exact
 STEP = {
     "ours": "called `{by_torch}` of `torch.distributed`; use the two of "
     "`ddp_course.collectives`, whose bytes the meter counts.",

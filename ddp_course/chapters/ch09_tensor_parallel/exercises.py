@@ -75,9 +75,14 @@ COPY = {
         "has the mean as the gradient of x; each rank's use of x counts fully, so it "
         "is the sum."
     ),
+    "copy": (
+        "has summed the gradient of x wherever x is used, as in `x + copy_to_ranks(x, "
+        "all_reduce)`; only what comes back through the copy is summed. A hook on x "
+        "itself sees both."
+    ),
     "right": (
         "has {got} as the gradient of x, and not {wanted}, the sum of what the use of "
-        "it on each rank gives."
+        "the copy on each rank gives, and once what its use beside it gives."
     ),
     "beside": (
         "has another gradient of b in `y = b + copy_to_ranks(x, all_reduce)`: autograd "
@@ -121,6 +126,7 @@ def _copies(copy: Callable) -> Iterator[dict[str, Any]]:
         b = torch.zeros_like(x, requires_grad=True)
         # How a rank uses x; rank 1's gradient is all zero.
         uses = [(quarters(r, *x.shape) * (r != 1)).to(x.dtype) for r in range(n)]
+        own = quarters(9, *x.shape).to(x.dtype)  # how all use x beside its copy
         beside = 1 * b  # one tensor is the gradient of both sides of a sum
         with sums:
             copied = copy(x, sums)
@@ -134,16 +140,18 @@ def _copies(copy: Callable) -> Iterator[dict[str, Any]]:
         told["same"] = told["is_tensor"] and equal(copied.detach(), given)
         told["way_back"] = told["same"] and copied.requires_grad
         if told["way_back"]:
+            total = torch.stack(uses).sum(0)
+            right = total + own
             with sums:
-                ((beside + copied) * uses[rank]).sum().backward()
-            right = torch.stack(uses).sum(0)
+                ((beside + copied) * uses[rank] + x * own).sum().backward()
             told |= {
                 "numels": sum(sums.numels),
                 "others": sums.others,
                 "asked": n == 1 or sums.numels or sums.others,
                 "once": not sums.others
                 and sums.numels in ([x.numel()], *([[]] if n == 1 else [])),
-                "sum": n == 1 or x.grad is None or not equal(x.grad * n, right),
+                "sum": n == 1 or x.grad is None or not equal((x.grad - own) * n, total),
+                "copy": n == 1 or not equal(x.grad, total + n * own),
                 "right": equal(x.grad, right),
                 "got": shown(x.grad),
                 "wanted": shown(right),

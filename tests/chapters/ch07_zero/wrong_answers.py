@@ -355,6 +355,10 @@ def takes_them_off_the_list(numels, rank, world_size):
     return found
 
 
+def rate_for_momentum(weights, gradient, momentum, lr, beta):
+    solutions.sharded_step(weights, gradient, momentum, beta, lr)
+
+
 def powers_of_two_only(weights, gradient, momentum, lr, beta):
     assert dist.get_world_size() != 3
     solutions.sharded_step(weights, gradient, momentum, lr, beta)
@@ -414,6 +418,7 @@ WRONG = {
         from_behind: "with the parameters in their order",
     },
     "sharded_step": {
+        rate_for_momentum: "your part of `weights` is wrong",
         powers_of_two_only: "AssertionError",
         single_precision: "of float64",
         broadcasts: "one reduce-scatter and one all-gather are enough",

@@ -262,6 +262,11 @@ def in_bfloat16(x, all_reduce):
     return y
 
 
+def hook_on_x_itself(x, all_reduce):
+    x.register_hook(lambda gradient: _summed(gradient, all_reduce))
+    return x.view_as(x)
+
+
 def flat_view(x, all_reduce):
     return solutions.copy_to_ranks(x.view(-1), all_reduce).view(x.shape)
 
@@ -308,6 +313,7 @@ WRONG = {
     "copy_to_ranks": {
         silent_without_gradient: "also one whose gradient is zero",
         in_bfloat16: "the sum of what the use",
+        hook_on_x_itself: "A hook on x itself sees both",
         flat_view: "On real ranks",
         nothing_at_all: "0 times",
         detached: "no way back",
