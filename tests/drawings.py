@@ -64,6 +64,8 @@ def problems(drawing):
     for text, size, box in texts:
         if text.strip() and size < 11:
             yield f"{text!r} is {size} px small"
+        if not inside(box, (0, -1, drawing.width, drawing.height)):
+            yield f"{text!r} leaves the picture"
         # What was drawn before the block on which the text stands is hidden by it.
         on = [i for i, rect in enumerate(rects) if opaque[i] and inside(box, rect)]
         for rect in rects[max(on, default=0) :]:

@@ -102,8 +102,8 @@ def test_communication_beside_computing_has_a_lane_below_it():
 def test_what_is_hatched():
     events = [
         Plain(0, "recv", 0, 1),
-        Plain(0, "all_gather, ring", 1, 2),
-        Plain(0, "compute", 2, 3),
+        Plain(0, "all_gather, ring", 1, 2.5),
+        Plain(0, "compute", 2.5, 3),
         Plain(0, "bucket 1", 3, 4, nbytes=1),
         Event(0, "step 2", 4, 5, lane="communication"),
     ]

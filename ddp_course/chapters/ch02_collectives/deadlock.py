@@ -7,21 +7,21 @@ from collections.abc import Sequence
 from ddp_course.lab.draw.drawing import Drawing
 from ddp_course.lab.palette import INK, MUTED, PANEL, PANEL_EDGE, rank_color
 
-MARGIN, GAP, CARD_W, CARD_H = 12, 20, 300, 182
-CALL_W, CALL_H, LEFT, RIGHT = 96, 26, 14, 190  # a call, and the two ranks' left edges
+MARGIN, GAP, CARD_W, CARD_H = 12, 12, 230, 182
+CALL_W, CALL_H, LEFT, RIGHT = 86, 26, 10, 134  # a call, and the two ranks' left edges
 
 
 def deadlock() -> Drawing:
     """Draw two ranks that both send first, and two ways out."""
     tales = (
         (
-            "both send first: nobody receives",
+            "both send first",
             ("send to 1", "recv from 1"),
             ("send to 0", "recv from 0"),
             "each waits until the other receives",
         ),
         (
-            "cure 1: one of them receives first",
+            "cure 1: one receives first",
             ("send to 1", "recv from 1"),
             ("recv from 0", "send to 0"),
             "every send meets its recv",
@@ -30,7 +30,7 @@ def deadlock() -> Drawing:
             "cure 2, not on NCCL: isend",
             ("isend to 1", "recv from 1", "wait"),
             ("isend to 0", "recv from 0", "wait"),
-            "both go on to receive, and wait after that",
+            "both receive, then wait",
         ),
     )
     d = Drawing(

@@ -55,15 +55,13 @@ def collectives(world_size: int = 4) -> Drawing:
     """
     plans = [_plan(name, world_size) for name in COLLECTIVES]
     inner = [_transition(plan, 80, 20, label_width=28) for plan in plans]
-    columns = len(plans) // 2
-    rows = [inner[:columns], inner[columns:]]
-    widths = [
-        max(pair, key=lambda d: d.width).width for pair in zip(*rows, strict=True)
-    ]
-    highs = [max(row, key=lambda d: d.height).height for row in rows]
+    columns = 2  # more would be wider than a narrow page
+    rows = [inner[k : k + columns] for k in range(0, len(inner), columns)]
+    widths = [max(d.width for d in column) for column in zip(*rows, strict=True)]
+    highs = [max(d.height for d in row) for row in rows]
     d = Drawing(
         sum(widths) + columns * (2 * PAD + CARD_GAP) - CARD_GAP + 2 * MARGIN,
-        sum(highs) + 2 * (HEADER + PAD + CARD_GAP) - CARD_GAP + 2 * MARGIN,
+        sum(highs) + len(rows) * (HEADER + PAD + CARD_GAP) - CARD_GAP + 2 * MARGIN,
         title=f"Eight collectives among {world_size} ranks, before and after",
         description=" ".join(map(_in_words, plans)),
     )

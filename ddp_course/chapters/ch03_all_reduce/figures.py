@@ -12,9 +12,9 @@ from ddp_course.lab.draw.steps import count, draw_legend, in_buffers, in_words, 
 from ddp_course.lab.palette import MUTED, PANEL, PANEL_EDGE, rank_color
 
 MARGIN, GAP, SIDE = 16, 14, 30  # SIDE: of a rank's block
-STEPS_TOP, RADIUS = 216, 66  # of the ring picture
+STEPS_TOP, RADIUS = 36, 66  # of the ring picture
 PITCH, NODE_H, NODE_GAP = 52, 64, 40  # in a hierarchy: of ranks, and of nodes
-PHASE_TOP, WIDEST, MOST_NODES, MOST_LOCAL = 60, 1000, 4, 8
+PHASE_TOP, WIDEST, MOST_NODES, MOST_LOCAL = 60, 760, 4, 8
 
 
 def ring() -> Drawing:
@@ -23,36 +23,37 @@ def ring() -> Drawing:
     panels = [panel(plan, step) for step in range(plan.steps + 1)]
     wide, high = panels[0].width + 20, panels[0].height + 42
     d = Drawing(
-        4 * wide - 20 + 2 * MARGIN,
-        STEPS_TOP + 2 * high - 8,
+        3 * wide - 20 + 2 * MARGIN,
+        STEPS_TOP + 3 * high - 8,
         title="The ring all-reduce among four ranks, step by step",
         description="Four ranks in a ring, each sending to the next. "
         + in_words(plan, plan.transfers),
     )
-    with d.shifted(MARGIN + 100, 104):
+    with d.shifted(MARGIN + 100, 98):
         _circle(d, 4)
+    d.place(panels[0], MARGIN + 2 * wide, STEPS_TOP - 16)
     lines = (
         "Every rank sends to the next, all at the same time.",
-        "The buffer is cut into four chunks; a message is one chunk: 1/4 S.",
-        "3 steps of reduce-scatter: the sum of each chunk grows from rank to rank,",
-        "until rank r has all of chunk r.",
-        "3 steps of all-gather: the complete chunks go around the ring once more.",
+        "The buffer is cut into four chunks; a message is one: 1/4 S.",
+        "3 steps of reduce-scatter: the sum of each chunk grows",
+        "from rank to rank, until rank r has all of chunk r.",
+        "3 steps of all-gather: the complete chunks go around once.",
         "So each rank sends 6 × 1/4 S = 3/2 S.",
     )
     for i, line in enumerate(lines):
         bold = i in (0, len(lines) - 1)
-        d.text(MARGIN + 260, 53 + 22 * i, line, anchor="start", bold=bold)
+        d.text(MARGIN, 216 + 22 * i, line, anchor="start", bold=bold)
+    draw_legend(d, plan, MARGIN + wide + 20, 96, short=True)
     phases = (
-        ("reduce-scatter: what arrives is added", panels[:4]),
+        ("reduce-scatter: what arrives is added", panels[1:4]),
         ("all-gather: what arrives replaces what was there", panels[4:]),
     )
-    for row, (name, drawings) in enumerate(phases):
+    for row, (name, drawings) in enumerate(phases, start=1):
         y = STEPS_TOP + row * high
         d.line((MARGIN, y - 14), (d.width - MARGIN, y - 14), stroke=PANEL_EDGE)
         d.text(MARGIN, y + 8, name, size=14, bold=True, anchor="start")
         for column, drawing in enumerate(drawings):
             d.place(drawing, MARGIN + column * wide, y + 20)
-    draw_legend(d, plan, MARGIN + 3 * wide, STEPS_TOP + high + 66, short=True)
     return d
 
 
@@ -90,7 +91,7 @@ def hierarchy(nnodes: int = 2, nproc_per_node: int = 4) -> Drawing:
         ("2  between nodes: all-reduce", f"slow links; each rank sends {between}"),
         ("3  inside: all-gather", f"fast links; each rank sends {inside}"),
     )
-    wide = max(246, nproc_per_node * PITCH + 20)
+    wide = max(232, nproc_per_node * PITCH + 20)
     columns = 3 if 3 * (wide + GAP) <= WIDEST else 1
     high = PHASE_TOP + nnodes * (NODE_H + NODE_GAP) - NODE_GAP + MARGIN
     d = Drawing(

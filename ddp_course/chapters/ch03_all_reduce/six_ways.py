@@ -38,13 +38,13 @@ def six_ways() -> Drawing:
     """Draw who sends to whom in six all-reduces of four ranks, and when."""
     plans = {name: _plan(name) for name in PLACES}
     d = Drawing(
-        3 * CARD_W + 2 * GAP + 2 * MARGIN,
-        2 * CARD_H + GAP + 2 * MARGIN + 22,
+        2 * CARD_W + GAP + 2 * MARGIN,
+        3 * CARD_H + 2 * GAP + 2 * MARGIN + 22,
         title="Six ways to all-reduce among four ranks: who sends to whom",
         description=" ".join(_in_words(name, plan) for name, plan in plans.items()),
     )
     for i, (name, plan) in enumerate(plans.items()):
-        row, column = divmod(i, 3)
+        row, column = divmod(i, 2)
         x, y = MARGIN + column * (CARD_W + GAP), MARGIN + row * (CARD_H + GAP)
         with d.shifted(x, y):
             d.rect(0, 0, CARD_W, CARD_H, stroke=PANEL_EDGE, radius=8)

@@ -16,14 +16,14 @@ RING = ((98, 116), (322, 116), (322, 262), (98, 262))
 def dp_and_ddp() -> Drawing:
     """Draw where the bytes pass: in DP a star, in DDP a ring. Chapter 04."""
     d = Drawing(
-        2 * SIDE_W + 3 * MARGIN,
-        SIDE_H + 62,
+        SIDE_W + 2 * MARGIN,
+        2 * SIDE_H + 3 * MARGIN + 42,
         title="DataParallel is a star around replica 0, DDP a ring of equals",
         description=(
-            "Left, DataParallel: one process with four threads. Replica 0 has the "
+            "Above, DataParallel: one process with four threads. Replica 0 has the "
             "model and the optimizer. It exchanges S out and S back with each of the "
             "replicas 1, 2 and 3, which have copies for one step: 6 S pass replica 0. "
-            "Right, DistributedDataParallel: four processes in a ring. Each has a "
+            "Below, DistributedDataParallel: four processes in a ring. Each has a "
             "model, an optimizer and rows of its own, and sends 3/2 S to the next. "
             "Together both carry 6 S."
         ),
@@ -48,7 +48,7 @@ def dp_and_ddp() -> Drawing:
         d.text(STAR[3][0] - 4, 186, "S out, S back", size=12)
         for y, words in ((202, "S out,"), (216, "S back")):  # between two arrows
             d.text(STAR[2][0] + 8, y, words, size=12, anchor="start")
-    with d.shifted(2 * MARGIN + SIDE_W, MARGIN):
+    with d.shifted(MARGIN, 2 * MARGIN + SIDE_H):
         _side(d, "DistributedDataParallel", "four processes",
               "3 S pass each rank: 3/2 S out, 3/2 S in")  # fmt: skip
         for k in range(REPLICAS):
@@ -56,12 +56,13 @@ def dp_and_ddp() -> Drawing:
         for k, place in enumerate(RING):
             _card(d, k, place, ("model", "optimizer", "own outputs"))
         d.text(SIDE_W / 2, 193, "everybody does the same", size=12)
-    y = SIDE_H + MARGIN + 22
-    words = (
-        "Parameters and gradients of one step, four replicas; S: the bytes of all "
-        "parameters. Together both carry 6 S."
-    )
-    d.text(MARGIN, y, words, size=12, anchor="start", fill=MUTED)
+    y = 2 * (SIDE_H + MARGIN) + 20
+    for line in (
+        "Parameters and gradients of one step, four replicas;",
+        "S: the bytes of all parameters. Together both carry 6 S.",
+    ):
+        d.text(MARGIN, y, line, size=12, anchor="start", fill=MUTED)
+        y += 18
     return d
 
 

@@ -9,7 +9,7 @@ from ddp_course.lab.draw.drawing import Drawing
 from ddp_course.lab.palette import MUTED, PANEL_EDGE, WHOLE, darker, rank_color
 
 RANKS, MARGIN, NAME_W = 4, 16, 26
-CELL, ROW, ROW_GAP, GROUP_GAP, PANEL_GAP, TOP = 15, 26, 8, 10, 22, 92
+CELL, ROW, ROW_GAP, GROUP_GAP, PANEL_GAP, TOP = 11, 26, 8, 10, 14, 108
 GROUPS = (("parameters", 4), ("gradients", 4), ("optimizer states", 8))  # bytes, fp32
 
 
@@ -63,13 +63,13 @@ def zero_stages() -> Drawing:
 def _draw_stage(d: Drawing, stage: Stage, wide: float, high: float) -> None:
     """Draw the ranks' rows of a stage, what they take."""
     d.text(NAME_W, 56, stage.name, size=14, bold=True, anchor="start")
-    d.text(wide, 56, stage.says, size=12, anchor="end", fill=MUTED)
+    d.text(NAME_W, 74, stage.says, size=12, anchor="start", fill=MUTED)
     x = float(NAME_W)
     for name, nbytes in GROUPS:
         group = nbytes * CELL
         sharded = name in stage.sharded
         label = "grad." if name == "gradients" else "param."
-        label = name if name == "optimizer states" else label
+        label = "opt. states" if name == "optimizer states" else label
         d.text(x + group / 2, TOP - 8, label, size=11)
         for rank in range(RANKS):
             with d.shifted(x, TOP + rank * (ROW + ROW_GAP)):
@@ -78,7 +78,7 @@ def _draw_stage(d: Drawing, stage: Stage, wide: float, high: float) -> None:
     for rank in range(RANKS):
         y = TOP + rank * (ROW + ROW_GAP) + ROW / 2 - 10
         d.block(0, y, 20, 20, f"{rank}", fill=rank_color(rank), size=12)
-    words = f"{_sum(stage)} bytes per parameter"
+    words = f"{_sum(stage)} bytes"
     d.text(NAME_W, TOP + high + 16, words, size=12, bold=True, anchor="start")
 
 
@@ -107,7 +107,7 @@ def _draw_legend(d: Drawing, y: float) -> None:
     d.text(x + 264, y, "rank 2's part, stored nowhere else", size=11, anchor="start")
     d.rect(x + 484, y - 12, 30, 16, fill="#FFFFFF", stroke=PANEL_EDGE, dashed=True)
     d.text(x + 522, y, "not stored", size=11, anchor="start")
-    words = "Widths in proportion to bytes: fp32 with Adam, 4 + 4 + 8."
+    words = "Bytes are those of one parameter: fp32 with Adam, 4 + 4 + 8."
     d.text(x, y + 22, words, size=11, anchor="start", fill=MUTED)
 
 

@@ -13,7 +13,7 @@ from ddp_course.lab.draw.lanes import PLOT_W, Run, draw_runs
 from ddp_course.lab.palette import MUTED, PANEL_EDGE, darker, rank_color
 
 RANKS, UNITS = 4, 4
-ROW, ROW_GAP, UNIT_GAP, TOP = 26, 8, 20, 36
+ROW, ROW_GAP, UNIT_GAP, TOP = 26, 8, 20, 48
 HEAD = TOP + RANKS * (ROW + ROW_GAP) + 58
 SAYS = ("freed again", "whole: computes", "on its way", "only shards")
 
@@ -65,8 +65,8 @@ def _draw_ranks(d: Drawing) -> None:
     wide = (PLOT_W - (UNITS - 1) * UNIT_GAP) / UNITS
     for unit, says in enumerate(SAYS):
         x = NAME_W + unit * (wide + UNIT_GAP)
-        d.text(x, TOP - 10, f"unit {unit}", size=12, bold=True, anchor="start")
-        d.text(x + wide, TOP - 10, says, size=12, anchor="end", fill=MUTED)
+        d.text(x, TOP - 24, f"unit {unit}", size=12, bold=True, anchor="start")
+        d.text(x, TOP - 8, says, size=12, anchor="start", fill=MUTED)
         for rank in range(RANKS):
             with d.shifted(x, TOP + rank * (ROW + ROW_GAP)):
                 _draw_unit(d, rank, unit, wide / RANKS)

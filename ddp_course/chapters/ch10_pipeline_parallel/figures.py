@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 STAGES, MICROBATCHES = 4, 4
 PARTS = ("embed, block 0", "block 1", "block 2", "block 3, head")
-STAGE_W, STAGE_H, STAGE_GAP = 150, 40, 64
+STAGE_W, STAGE_H, STAGE_GAP = 132, 40, 44
 
 
 def staircase() -> Drawing:

@@ -106,6 +106,17 @@ def room(text: str, size: float = 11, bold: bool = False) -> float:
     return size * (0.67 * (len(text) - narrow) + 0.4 * narrow) * (1.1 if bold else 1)
 
 
+def wrapped(text: str, width: float, size: float = 12) -> list[str]:
+    """Return `text` in lines that take at most `width` pixels each."""
+    lines: list[str] = []
+    for word in text.split(" "):
+        if lines and room(f"{lines[-1]} {word}", size) <= width:
+            lines[-1] += f" {word}"
+        elif word:
+            lines.append(word)
+    return lines
+
+
 def draw_kinds_legend(
     d: Drawing, x: float, y: float, kinds: Iterable[str], gap: float = 16
 ) -> float:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from ddp_course.lab.draw.drawing import Drawing
-from ddp_course.lab.draw.kinds import dots, room
+from ddp_course.lab.draw.kinds import dots, room, wrapped
 from ddp_course.lab.palette import (
     MUTED,
     PANEL,
@@ -25,8 +25,9 @@ from ddp_course.lab.palette import (
     text_color,
 )
 
-MARGIN, PLOT_W = 16, 720
+MARGIN, PLOT_W = 16, 600
 NAME_W, BLOCK, LOWER, LANE_GAP, RUN_GAP = 66, 22, 6, 6, 18
+ROW = 18  # pixels of a line of words
 PALER = {"F": 0.0, "B": 0.5, "I": 0.7, "W": 0.86}  # how much white is mixed in
 SAMPLE = "#8F97A2"  # of a legend: a grey, since colours are for ranks
 MOST_WORDS = 40  # of a lane, in words
@@ -56,7 +57,7 @@ class Lane:
     name: str
     rank: int
     blocks: Sequence[Block]
-    note: str = ""  # at its right
+    note: str = ""  # below it
     boxed: bool = True
 
 
@@ -74,9 +75,15 @@ class Run:
         return BLOCK + LOWER * max(b.lower for lane in self.lanes for b in lane.blocks)
 
     @property
-    def height(self) -> float:
+    def pitch(self) -> int:
+        """Pixels from one lane to the next."""
+        notes = any(lane.note for lane in self.lanes)
+        return self.lane_height + LANE_GAP + ROW * notes
+
+    @property
+    def height(self) -> int:
         """Pixels of all lanes."""
-        return len(self.lanes) * (self.lane_height + LANE_GAP) - LANE_GAP
+        return len(self.lanes) * self.pitch - LANE_GAP
 
 
 def draw_runs(
@@ -99,39 +106,48 @@ def draw_runs(
     """
     lanes = [lane for run in runs for lane in run.lanes]
     left, scale = MARGIN + name_w, PLOT_W / long
-    notes = max((room(lane.note, 12) for lane in lanes), default=0) + 10
-    top = 44 + 24 * bool(says) + (head[0] if head else 0)
-    high = sum(run.height + RUN_GAP + 20 * bool(run.title) for run in runs)
+    wide = left + PLOT_W - MARGIN
+    above, below = (wrapped(text, wide) for text in (says, foot))
+    heads = [wrapped(run.title + f" ({run.says})" * bool(run.says), wide, 13)
+             for run in runs]  # fmt: skip
+    samples = _samples(lanes, legend or {}, wide)
+    top = 44 + ROW * len(above) + 6 * bool(says) + (head[0] if head else 0)
+    high = sum(run.height + RUN_GAP for run in runs) + 20 * sum(map(len, heads))
     d = Drawing(
-        math.ceil(left + PLOT_W + max(notes, MARGIN) + MARGIN),
-        math.ceil(top + high + 40 + 38 * bool(legend) + 24 * bool(foot)),
+        left + PLOT_W + 2 * MARGIN,
+        math.ceil(top + high + 52 + 28 * len(samples) + ROW * len(below)),
         title=title,
         description=" ".join(filter(None, [says, *map(in_words, runs)])),
     )
     d.text(MARGIN, 26, title, size=15, bold=True, anchor="start")
-    if says:
-        d.text(MARGIN, 48, says, size=12, anchor="start")
+    for i, line in enumerate(above):
+        d.text(MARGIN, 48 + i * ROW, line, size=12, anchor="start")
     if head:
         with d.shifted(MARGIN, 56):
             head[1](d)
     y = float(top)
-    for run in runs:
-        if run.title:
-            d.text(MARGIN, y + 10, run.title, bold=True, anchor="start")
+    for run, lines in zip(runs, heads, strict=True):
+        for line in lines:
+            d.text(MARGIN, y + 10, line, size=12, bold=True, anchor="start")
             y += 20
-        if run.says:
-            beside = MARGIN + 14 + room(run.title, 13, True)
-            d.text(beside, y - 10, run.says, size=12, anchor="start", fill=MUTED)
         for lane in run.lanes:
             with d.shifted(MARGIN, y):
                 _draw_lane(d, lane, run.lane_height, name_w, scale)
-            y += run.lane_height + LANE_GAP
+            y += run.pitch
         y += RUN_GAP - LANE_GAP
     draw_axis(d, left, y - 6, PLOT_W, long, label)
-    if legend:
-        _draw_legend(d, y + 56, lanes, legend)
-    if foot:
-        d.text(MARGIN, d.height - 14, foot, size=12, anchor="start", fill=MUTED)
+    y += 56
+    for row in samples:
+        x = float(MARGIN)
+        for look, words in row:
+            if look:
+                draw_block(d, x, y - BLOCK / 2, 26, BLOCK, look, SAMPLE)
+            x += 32 * bool(look)
+            d.text(x, y + 4, words, size=11, anchor="start")
+            x += 8 + room(words)
+        y += 28
+    for i, line in enumerate(below):
+        d.text(MARGIN, y + i * ROW, line, size=12, anchor="start", fill=MUTED)
     return d
 
 
@@ -167,7 +183,7 @@ def _draw_lane(
         at = name_w + left, LOWER * block.lower, right - left, tall
         draw_block(d, *at, block.look, rank_color(lane.rank), block.names)
     if lane.note:
-        d.text(name_w + PLOT_W + 10, name + 15, lane.note, size=12, anchor="start")
+        d.text(name_w, high + 13, lane.note, size=12, anchor="start", fill=MUTED)
 
 
 def _visible(blocks: Iterable[Block], scale: float) -> list[tuple[float, float, Block]]:
@@ -232,19 +248,22 @@ def room_for(name: str) -> float:
     return room(name, 11, True) + 4 * name.count("W")
 
 
-def _draw_legend(
-    d: Drawing, y: float, lanes: Sequence[Lane], legend: Mapping[str, str]
-) -> None:
-    """Draw what the looks mean, in a line whose middle is `y`."""
+def _samples(
+    lanes: Sequence[Lane], legend: Mapping[str, str], wide: float
+) -> list[list[tuple[str, str]]]:
+    """Return the looks that occur, and their words, in rows of at most `wide`."""
     blocks = [block for lane in lanes for block in lane.blocks]
-    seen, x = {block.look for block in blocks}, float(MARGIN)
-    for look, words in legend.items():
-        if look in seen:
-            draw_block(d, x, y - BLOCK / 2, 26, BLOCK, look, SAMPLE)
-            d.text(x + 32, y + 4, words, size=11, anchor="start")
-            x += 46 + room(words)
-    if any(block.lower for block in blocks):
-        d.text(x, y + 4, "lower: the rank's next stage", size=11, anchor="start")
+    seen = {block.look for block in blocks}
+    samples = [(look, words) for look, words in legend.items() if look in seen]
+    if legend and any(block.lower for block in blocks):
+        samples.append(("", "lower: the rank's next stage"))
+    rows, x = [], wide
+    for look, words in samples:
+        if x + 32 + room(words) > wide:
+            rows, x = [*rows, []], 0.0
+        rows[-1].append((look, words))
+        x += 40 + room(words)
+    return rows
 
 
 def draw_axis(

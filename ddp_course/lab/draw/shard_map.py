@@ -18,7 +18,7 @@ from ddp_course.lab.palette import (
     text_color,
 )
 
-MARGIN, WIDE, TOP, ROW_H, CELL_H, NAME_H = 16, 860, 58, 84, 26, 20
+MARGIN, WIDE, TOP, ROW_H, CELL_H, NAME_H = 16, 688, 58, 84, 26, 20
 LEAST = 13  # pixels of an element that can be drawn as a cell of its own
 FILLS = ("#FFFFFF", WHOLE)  # of parameters in turns: colours are for ranks
 

@@ -11,12 +11,12 @@ from fractions import Fraction
 from ddp_course.collectives.catalog import PLANS
 from ddp_course.collectives.plan import Plan, Transfer
 from ddp_course.lab.draw.cells import HALO, MOST_RANKS, draw_halo, whole_buffer
-from ddp_course.lab.draw.drawing import Drawing
+from ddp_course.lab.draw.drawing import ROOM, Drawing
 from ddp_course.lab.draw.grid import Buffers, Grid
 from ddp_course.lab.draw.layout import layout
 from ddp_course.lab.palette import MUTED, PANEL_EDGE, rank_color
 
-MARGIN, WIDEST, TOP = 16, 1000, 66
+MARGIN, TOP = 16, 66
 NAME_W, SMALL_NAME_W, SENT_W = 66, 30, 84  # beside the cells: ranks, and their bytes
 PANEL_TOP, PANEL_GAP = 20, 20
 
@@ -56,7 +56,7 @@ def plan_steps(plan: Plan, columns: int | None = None) -> Drawing:
     panels = [panel(plan, step) for step in range(plan.steps + 1)]
     w, h = panels[0].width + PANEL_GAP, panels[0].height + PANEL_GAP
     if columns is None:
-        columns = max(1, int((WIDEST - 2 * MARGIN + PANEL_GAP) // w))
+        columns = max(1, int((ROOM - 2 * MARGIN + PANEL_GAP) // w))
     columns = min(count("columns", columns, 1), len(panels))
     rows = -(-len(panels) // columns)
     d = Drawing(

@@ -22,7 +22,7 @@ from ddp_course.lab import explore, gallery
 from ddp_course.lab.draw.kinds import KIND_LOOKS
 from ddp_course.lab.draw.ledgers import memory_against_communication
 from ddp_course.lab.draw.memory import STACK, plot_memory
-from ddp_course.lab.draw.shard_map import FlatRow, flat_rows, shard_map
+from ddp_course.lab.draw.shard_map import WIDE, FlatRow, flat_rows, shard_map
 from ddp_course.lab.palette import RANK_COLORS
 from ddp_course.measure import KINDS, Event
 from ddp_course.model import build_gpt
@@ -146,7 +146,7 @@ def owners(drawing):
 def test_shards_are_as_wide_as_their_elements(name):
     rows = ROWS[name]
     shown = owners(shard_map(rows))
-    scale = 860 / max(row.numel for row in rows)
+    scale = WIDE / max(row.numel for row in rows)
     for k, row in enumerate(rows):
         real = row.numel - row.padding
         for rank in range(row.world_size):

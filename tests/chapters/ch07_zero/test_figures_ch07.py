@@ -14,9 +14,9 @@ def test_stages_store_what_the_paper_says():
     assert [stage.nbytes for stage in ZERO_STAGES] == [16, 10, 7]
     said = words(zero_stages())
     assert "3/4" not in said  # what is to be predicted
-    assert "4 + 4 + 8 = 16 bytes per parameter" in said
-    assert "4 + 4 + 8/4 = 10 bytes per parameter" in said
-    assert "4 + 4/4 + 8/4 = 7 bytes per parameter" in said
+    assert "4 + 4 + 8 = 16 bytes" in said
+    assert "4 + 4 + 8/4 = 10 bytes" in said
+    assert "4 + 4/4 + 8/4 = 7 bytes" in said
 
 
 def test_what_is_sharded_is_there_once():
