@@ -127,7 +127,8 @@ def parser() -> Parser:
     top.add_argument("--version", action="version", version=version)
     top.set_defaults(module=None)
     commands = top.add_subparsers(metavar="COMMAND")
-    for add in (_lab, _run, _progress, _train, _notebooks, _doctor, _bench, _plan):
+    first = (_lab, _run, _progress, _train)
+    for add in (*first, _notebooks, _site, _doctor, _bench, _plan):
         add(partial(_command, commands))
     return top
 
@@ -291,6 +292,19 @@ def _notebooks(add: Callable[..., Parser]) -> None:
     about = "00, or a path; all by default"
     notebooks.add_argument("chapters", nargs="*", metavar="CHAPTER", help=about)
     notebooks.numbers(timeout=_TIMEOUT)
+
+
+def _site(add: Callable[..., Parser]) -> None:
+    site = add(
+        "site",
+        "site",
+        "make web pages of the course, from the stored notebooks",
+        "ddp-course site",
+        "ddp-course site --out /srv/www/ddp-course",
+    )
+    about = "a new folder, or one with an older edition; %(default)s"
+    site.add_argument("--out", **(_FILE | {"metavar": "FOLDER"}), help=about)
+    site.set_defaults(out=Path("ddp-course-site"))
 
 
 def _doctor(add: Callable[..., Parser]) -> None:

@@ -4,6 +4,7 @@ chapters   which notebooks there are, and what a reader calls them
 execute    run one notebook in this Python; say what failed and where
 clean      the rules for a notebook in the repository, each with its remedy
 notebooks  `run`, `notebooks --save`, `notebooks --check`
+site       `site`: the stored notebooks as web pages
 train      `train`, and a rank of torchrun that trains
 plan       `plan`
 proofs     ranks that really run, and agree

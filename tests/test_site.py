@@ -1,0 +1,325 @@
+"""The web edition: what a reader meets in it, in a browser, from the disk.
+
+What needs Sphinx or a browser is skipped where `.[site-test]` is not installed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from argparse import Namespace
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from ddp_course.commands import CommandError, site
+
+ROOT = Path(__file__).parents[1]
+NAMES = ["index.html", "search.html", "CONTRIBUTING.html", "LICENSE.html"]
+NAMES += [f"notebooks/{path.stem}.html" for path in ROOT.glob("notebooks/*.*")]
+LOOKS = [(1366, "light"), (1366, "dark"), (390, "light"), (390, "dark")]
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+built = pytest.mark.skipif(
+    any(find_spec(name) is None for name in site.NEEDS), reason="no .[site]"
+)
+browsed = pytest.mark.skipif(
+    CHROMIUM is None or find_spec("axe_playwright_python") is None,
+    reason="no Chromium, or no .[site-test]",
+)
+
+
+class Page(HTMLParser):
+    """What one page names (ids), points to (links, files), and shows (pictures)."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path, self.ids, self.links, self.files = path, set(), [], []
+        self.wrong: list[str] = []
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        has = dict(attrs)
+        self.ids |= {has["id"]} if "id" in has else set()
+        if tag == "a" and has.get("href"):
+            self.links.append(has["href"])
+        elif tag == "img" and len((has.get("alt") or "").split()) < 4:
+            self.wrong.append(f"picture without words: {has.get('src', '')[:60]}")
+        if tag in ("script", "img", "source", "iframe", "link"):
+            self.files.append(has.get("src") or has.get("href") or "")
+
+
+def dead(folder: Path) -> list[str]:
+    """Return what is wrong in the pages of a folder, as far as their text tells it."""
+    pages = {
+        path: Page(path)
+        for path in folder.rglob("*.html")
+        if "_static" not in path.parts
+    }
+    wrong = []
+    for path, page in pages.items():
+        found = list(page.wrong)
+        for link in page.files + page.links:
+            to = urlsplit(link)
+            if to.scheme or to.netloc:
+                if link in page.files and to.scheme != "data":
+                    found.append(f"from elsewhere: {link}")
+                continue
+            target = path if not to.path else (path.parent / unquote(to.path)).resolve()
+            if target.is_dir():
+                target /= "index.html"
+            if not target.is_relative_to(folder) or not target.is_file():
+                found.append(f"no file: {link}")
+            elif to.fragment and unquote(to.fragment) not in pages[target].ids:
+                found.append(f"no such place: {link}")
+        wrong += [f"{path.relative_to(folder)}: {what}" for what in found]
+    return wrong
+
+
+AXE = {"preload": False, "resultTypes": ["violations"]}  # a disk hands out no CSS
+WIDE = """() => {
+    const wrong = [], page = document.documentElement;
+    if (page.scrollWidth > innerWidth)
+        wrong.push(`the page is ${page.scrollWidth} wide, the window ${innerWidth}`);
+    for (const img of document.querySelectorAll("article img, article svg")) {
+        const own = img.getBoundingClientRect();
+        const box = img.parentElement.closest("p, div, figure, td, article");
+        if (own.right > box.getBoundingClientRect().right + 1)
+            wrong.push(`a picture of ${own.width} is wider than its column`);
+        if (img.complete === false || img.naturalWidth === 0)
+            wrong.push(`not loaded: ${img.src.slice(-60)}`);
+    }
+    return wrong;
+}"""
+
+
+def seen(page, folder: Path, path: Path, width: int, theme: str) -> list[str]:
+    """Return what is wrong with a page in a browser, `width` pixels wide."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    wrong: list[str] = []
+    told = {
+        "console": lambda m: m.type == "error" and wrong.append(f"console: {m.text}"),
+        "pageerror": lambda error: wrong.append(f"script: {error}"),
+        "request": lambda request: (
+            request.url.startswith((folder.as_uri(), "data:", "blob:"))
+            or wrong.append(f"asks elsewhere: {request.url}")
+        ),
+    }
+    for event, hear in told.items():
+        page.on(event, hear)
+    page.emulate_media(color_scheme=theme, reduced_motion="reduce")
+    page.set_viewport_size({"width": width, "height": 900})
+    page.goto(path.as_uri())
+    page.evaluate("document.querySelectorAll('img').forEach(i => i.loading = 'eager')")
+    page.wait_for_load_state("networkidle")
+    wrong += page.evaluate(WIDE)
+    for found in Axe().run(page, options=AXE).response["violations"]:
+        if found["impact"] in ("serious", "critical"):
+            where = found["nodes"][0]["html"][:120]
+            wrong.append(f"{found['id']} ({len(found['nodes'])}): {where}")
+    for event, hear in told.items():
+        page.remove_listener(event, hear)
+    at = f"{path.relative_to(folder)}, {width}, {theme}"
+    return [f"{at}: {what}" for what in dict.fromkeys(wrong)]
+
+
+@pytest.fixture(scope="module")
+def edition(tmp_path_factory) -> Path:
+    """Return a folder with the whole web edition: DDP_COURSE_SITE, or a new one."""
+    made = os.environ.get("DDP_COURSE_SITE")
+    out = Path(made) if made else tmp_path_factory.mktemp("site") / "pages"
+    if not made:
+        assert site.command(Namespace(out=out)) == 0
+    return out.resolve()
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox"]
+        )
+        yield chromium.new_page()
+        chromium.close()
+
+
+# What needs neither
+
+
+def stored(
+    *outputs: dict, source: str = "f()", before: str = "Two lines meet."
+) -> dict:
+    """Return a notebook of two cells."""
+    cells = [
+        {"cell_type": "markdown", "metadata": {}, "source": ["Two lines meet."]},
+        {
+            "cell_type": "code",
+            "execution_count": 1,
+            "metadata": {},
+            "outputs": list(outputs),
+            "source": [source],
+        },
+    ]
+    return {"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
+
+
+def test_a_picture_is_told_in_its_own_words_or_in_those_before_it():
+    svg = "<svg><title>A ring</title><desc>3 &lt; 4 ranks</desc><title>b</title></svg>"
+    for mime, data, alt in (
+        ("image/svg+xml", svg, "A ring. 3 < 4 ranks"),
+        ("image/png", "iVBO", "Two lines meet."),
+    ):
+        output = {"output_type": "display_data", "data": {mime: [data]}, "metadata": {}}
+        (_, cell) = site.prepare(stored(output))["cells"]
+        assert cell["metadata"]["mystnb"] == {"image": {"alt": alt}}
+
+
+def test_what_only_runs_in_jupyterlab_says_so():
+    for source, told in (
+        ("def f():\n    raise NotImplementedError\n\n\ncheck_f(f)", "your answer"),
+        ("explore(ring, step=(0, 3))", "sliders"),
+    ):
+        cells = site.prepare(stored(source=source))["cells"]
+        assert told in cells[2]["source"] and "`ddp-course lab`" in cells[2]["source"]
+    assert len(site.prepare(stored(source="print(1)"))["cells"]) == 2
+
+
+def test_links_of_the_readme_are_links_of_the_site():
+    text = "[a](../README.md#chapters) [b](LICENSE) [c](01_ranks.ipynb)"
+    wanted = "[a](../index.md#chapters) [b](LICENSE.md) [c](01_ranks.ipynb)"
+    assert site.relink(text) == wanted
+
+
+def test_what_cannot_be_made_is_told(tmp_path, monkeypatch):
+    (tmp_path / "mine.txt").write_text("dear")
+    monkeypatch.setattr(site, "NEEDS", ())
+    with pytest.raises(CommandError, match="holds something else"):
+        site.command(Namespace(out=tmp_path))
+    monkeypatch.setattr(site, "NEEDS", ("no_such_module",))
+    with pytest.raises(CommandError, match=r"no_such_module.*ddp-course\[site\]"):
+        site.command(Namespace(out=tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+# What must be seen: each plant, and that a page without it is well
+
+WELL = """<!doctype html><html lang="en"><head><title>A page</title>{head}</head>
+<body><main><article><h1 id="top">A page</h1><p>{body}</p></article></main></body>
+</html>
+"""
+IMG = '<img src="p.svg" alt="a square of one colour" {}>'
+
+
+def planted(folder: Path, body: str, head: str = "") -> Path:
+    """Write a page, and a picture of 2,000 x 20 pixels, and return the page."""
+    svg = '<svg xmlns="http://www.w3.org/2000/svg" width="2000" height="20"></svg>'
+    (folder / "p.svg").write_text(svg)
+    page = folder / "index.html"
+    page.write_text(WELL.format(body=body, head=head))
+    return page
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (f"{IMG.format('')} <a href='#top'>up</a> <a href='https://a.b'>far</a>", None),
+        ("<a href='nowhere.html'>there</a>", "no file: nowhere.html"),
+        ("<a href='../outside.html'>out</a>", "no file: ../outside.html"),
+        ("<a href='#bottom'>down</a>", "no such place: #bottom"),
+        ("<img src='p.svg'>", "picture without words: p.svg"),
+        ("<img src='p.svg' alt='figure'>", "picture without words: p.svg"),
+        (
+            "<script src='https://a.b/c.js'></script>",
+            "from elsewhere: https://a.b/c.js",
+        ),
+        ("<link rel='stylesheet' href='//a.b/c.css'>", "from elsewhere: //a.b/c.css"),
+    ],
+)
+def test_a_planted_mistake_is_read(tmp_path, body, told):
+    (tmp_path.parent / "outside.html").write_text("")
+    planted(tmp_path, body)
+    assert dead(tmp_path) == ([] if told is None else [f"index.html: {told}"])
+
+
+@browsed
+@pytest.mark.parametrize(
+    ("body", "head", "told"),
+    [
+        (IMG.format("style='max-width: 100%'"), "", ""),
+        (IMG.format(""), "", "the page is 20"),
+        (
+            f"<span style='display: block; overflow: auto' tabindex=0>{IMG.format('')}"
+            "</span>",
+            "",
+            "a picture of 2000 is wider than its column",
+        ),
+        ("<img src='q.svg' alt='a square of no colour'>", "", "not loaded"),
+        ("text", "<script src='http://127.0.0.1:9/c.js'></script>", "asks elsewhere"),
+        ("text", "<script>console.error('no!')</script>", "console: no!"),
+        ("text", "<script>nothing.at.all</script>", "script: nothing is not defined"),
+        ("<img src='p.svg' style='width: 9px'>", "", "image-alt"),
+        ("<span style='color: #ccc'>pale</span>", "", "color-contrast"),
+        (
+            "text",
+            "<style>@media (prefers-color-scheme: dark) { body { background: #222"
+            " } }</style>",
+            "dark: color-contrast",
+        ),
+    ],
+)
+def test_a_planted_mistake_is_seen(page, tmp_path, body, head, told):
+    path = planted(tmp_path, body, head)
+    wrong = [w for look in LOOKS for w in seen(page, tmp_path, path, *look)]
+    assert any(told in what for what in wrong) if told else wrong == []
+
+
+# The edition
+
+
+@built
+def test_every_link_leads_somewhere_and_nothing_comes_from_elsewhere(edition):
+    assert dead(edition) == []
+
+
+@built
+def test_every_chapter_is_there_with_its_pictures_and_all_that_one_can_run(edition):
+    paths = sorted((ROOT / "notebooks").glob("*_*.ipynb"))
+    for path in paths:
+        text = (edition / f"notebooks/{path.stem}.html").read_text()
+        cells = json.loads(path.read_text())["cells"]
+        code = ["".join(c["source"]) for c in cells if c["cell_type"] == "code"]
+        stubs = sum(piece in source for source in code for piece in site.RUN)
+        assert text.count("Run it yourself</p>") == stubs > 0, path.name
+        whole = path.read_text()
+        pictures = len(re.findall(r'^ +"image/|!\[', whole, re.MULTILINE))
+        assert text.count("<img") == pictures > 0, path.name
+        assert ("<math" in text) == (re.search(r'[^\\]\$[^$"]+\$', whole) is not None)
+        assert "merror" not in text and "widget-view" not in text
+
+
+@built
+@browsed
+@pytest.mark.parametrize("name", NAMES)
+def test_every_page_is_well_in_a_browser(page, edition, name):
+    path = edition / name
+    assert [wrong for look in LOOKS for wrong in seen(page, edition, path, *look)] == []
+
+
+@built
+@browsed
+def test_the_search_finds_without_a_network(page, edition):
+    for words, found in (("halving doubling", "03_all_reduce"), ("环形全规约", "03")):
+        page.goto((edition / "search.html").as_uri() + f"?q={words}")
+        page.wait_for_selector("#search-results li a")
+        links = page.eval_on_selector_all(
+            "#search-results a", "a => a.map(x => x.href)"
+        )
+        assert any(f"/{found}" in link for link in links), (words, links)
