@@ -112,8 +112,7 @@ class Story(BaseException):
         self.headline = headline
         self.reports = reports
         self.rank = rank
-        if hasattr(self, "add_note"):  # Python 3.11: what a script and pytest show
-            self.add_note(self.story)
+        self.add_note(self.story)  # what a script and pytest show
 
     def __reduce__(self) -> tuple:
         """Pickle with all three arguments, not only the headline."""

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -83,6 +84,8 @@ class TorchCollectives:
     Raises:
         RuntimeError: the recorder is off, no backend is there that writes into it, more
             calls were made than it keeps, or they are asked for within the block.
+
+    A version of PyTorch that records nothing is told by a warning.
     """
 
     def __init__(self) -> None:
@@ -102,7 +105,7 @@ class TorchCollectives:
         _check_recorder()
         self._calls = None
         self._last = max((e["record_id"] for e in _entries()), default=-1)
-        self._sizes = _group_sizes()
+        self._sizes, self._used = _group_sizes(), _times_used()
         return self
 
     def __exit__(self, kind: type | None, *exc: object) -> None:
@@ -115,6 +118,13 @@ class TorchCollectives:
                 f"flight recorder keeps {len(new)}: the first {lost} are lost. Measure "
                 f"less, or start the ranks with a larger {SIZE}, as in "
                 f'spawn(..., env={{"{SIZE}": "20000"}}).'
+            )
+        if self._last < 0 and not new and _times_used() > self._used:
+            warnings.warn(
+                f"PyTorch {torch.__version__} has recorded nothing, though the process "
+                "group was used: by sends and receives only, which are never recorded; "
+                "or this version does not record collectives of its backend",
+                stacklevel=2,
             )
         sizes = self._sizes | _group_sizes()
         self._calls = [call_of(entry, sizes) for entry in new]
@@ -179,6 +189,15 @@ def _group_sizes() -> dict[str, int]:
     """Return the number of ranks of every process group by its internal name."""
     names = dist.distributed_c10d._world.pg_names
     return {name: group.size() for group, name in names.items()}
+
+
+def _times_used() -> int:
+    """Return how many operations the default group was asked for, if it counts them."""
+    group = dist.distributed_c10d._get_default_group()
+    try:
+        return group._get_sequence_number_for_group()
+    except RuntimeError:
+        return 0
 
 
 def _check_recorder() -> None:

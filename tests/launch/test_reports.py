@@ -6,7 +6,6 @@ import copy
 import itertools
 import pickle
 import re
-import sys
 import traceback
 from types import SimpleNamespace
 
@@ -330,10 +329,9 @@ def test_a_notebook_shows_the_story_and_not_the_launcher(make):
     plain = "".join(traceback.format_exception(error))
     for frame in ("as_the_launcher_does", ".py"):
         assert frame not in "\n".join(shown) and frame in plain
-    if sys.version_info >= (3, 11):  # no notes before
-        assert error.story in plain
-        back = pickle.loads(pickle.dumps(error))
-        assert error.story in "".join(traceback.format_exception(back))
+    assert error.story in plain
+    back = pickle.loads(pickle.dumps(error))
+    assert error.story in "".join(traceback.format_exception(back))
 
 
 # ---- the deadline ------------------------------------------------------------------

@@ -450,9 +450,8 @@ def test_a_script_is_not_run_again_nor_what_lies_in_the_current_folder(tmp_path)
     )
     folder = tmp_path / "current"
     folder.mkdir()
-    if sys.version_info >= (3, 11):  # before, `python -c` cannot be told
-        for name in ("random", "cloudpickle", "sympy"):
-            (folder / f"{name}.py").write_text("open('was run', 'w')\n")
+    for name in ("random", "cloudpickle", "sympy"):
+        (folder / f"{name}.py").write_text("open('was run', 'w')\n")
     run = subprocess.run(
         [sys.executable, script],
         cwd=folder,

@@ -247,3 +247,24 @@ def test_more_calls_than_the_recorder_keeps_are_told():
     assert "keeps 20: the first 1 are lost" in told["lost"]
     assert "TORCH_FR_BUFFER_SIZE" in told["lost"]
     assert told["off"] == "the flight recorder is off: TORCH_FR_BUFFER_SIZE is 0"
+
+
+def with_a_recorder_that_writes_nothing() -> tuple[int, list[str]]:
+    """Measure one all-reduce as an old PyTorch would; return calls and warnings."""
+    from ddp_course.measure import pytorch
+
+    pytorch._entries = list
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with TorchCollectives() as torchs:
+            pass  # nothing is done: nothing is told
+        assert not told
+        with TorchCollectives() as torchs:
+            dist.all_reduce(torch.ones(2))
+    return torchs.count(), [str(warning.message) for warning in told]
+
+
+def test_a_pytorch_that_records_nothing_is_told():
+    ((count, told),) = spawn(with_a_recorder_that_writes_nothing, world_size=1)
+    assert count == 0
+    assert len(told) == 1 and "has recorded nothing, though" in told[0]
