@@ -14,9 +14,12 @@ from ddp_course.lab.answers import tell
 from ddp_course.lab.draw.drawing import Drawing
 from ddp_course.lab.draw.plots import plot_losses, style
 from ddp_course.lab.palette import RANK_COLORS, rank_color
+from ddp_course.lab.place import say_what_is_missing
 from ddp_course.lab.predict import Prediction
 from ddp_course.lab.source import show_diff, show_source
 from ddp_course.lab.widgets import explore, gallery
+
+say_what_is_missing()
 
 __all__ = [
     "RANK_COLORS",

@@ -55,8 +55,19 @@ CELLS = {
 def test_every_cell_shows_one_thing_and_nbval_agrees(tmp_path):
     notebook = nbformat.v4.new_notebook()
     notebook.cells = [nbformat.v4.new_code_cell(code.strip()) for code in CELLS]
+    folder = tmp_path / "notebooks"
+    for file in (
+        "notebooks/glossary.md",
+        "images/course_map.svg",
+    ):
+        (tmp_path / file).parent.mkdir()
+        (tmp_path / file).touch()
     client = nbclient.NotebookClient(
-        notebook, kernel_manager_class=ThisPython, timeout=120, store_widget_state=False
+        notebook,
+        kernel_manager_class=ThisPython,
+        timeout=120,
+        store_widget_state=False,
+        resources={"metadata": {"path": str(folder)}},
     )
     client.execute()
     for cell, expected in zip(notebook.cells, CELLS.values(), strict=True):
@@ -68,11 +79,11 @@ def test_every_cell_shows_one_thing_and_nbval_agrees(tmp_path):
     assert "widgets" not in notebook.metadata
     assert len(nbformat.writes(notebook)) < 100_000
 
-    nbformat.write(notebook, tmp_path / "lab.ipynb")
+    nbformat.write(notebook, folder / "lab.ipynb")
     compared = [sys.executable, "-m", "pytest", "-q", "--nbval", "--nbval-current-env"]
     done = subprocess.run(
         [*compared, "-p", "no:cacheprovider", "lab.ipynb"],
-        cwd=tmp_path,
+        cwd=folder,
         capture_output=True,
         text=True,
     )
