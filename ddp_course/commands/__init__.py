@@ -9,6 +9,7 @@ train      `train`, and a rank of torchrun that trains
 plan       `plan`
 proofs     ranks that really run, and agree
 doctor     `doctor`: cores, memory, GPUs, and what a container leaves of them
+report     `doctor --report`: what to send when asking for help
 lab        `lab`: JupyterLab, its port, its address, its end
 bench      `bench`
 progress   `progress`
