@@ -171,6 +171,7 @@ STEP = {
         "sent {sent} messages and called {collectives} collectives; expected {wanted} "
         "messages, by the four functions that you are given, and nothing else."
     ),
+    "mode": "has put the stage into evaluation mode; it trains, with dropout and all.",
     "reached": "has a weight without gradient: backward did not reach it.",
     "added": (
         "has lost what was in `grad` before the step: gradients add up, until the "
@@ -360,6 +361,7 @@ def _step_on_rank(my_stage_step: Callable) -> dict[str, Any]:
         "wanted": m * len(peers),
         "own_messages": not told["collectives"]
         and sorted(told["sent"]) == sorted([(p, SAMPLES * WIDE) for p in peers] * m),
+        "mode": all(module.training for module in stage.modules()),
         "reached": reached,
         "added": not reached
         or all(same)

@@ -267,8 +267,16 @@ def hook_on_x_itself(x, all_reduce):
     return x.view_as(x)
 
 
+def summed_in_float32(x, all_reduce):
+    return _function(_same, lambda g, r: _summed(g.float(), r))(x, all_reduce)
+
+
 def flat_view(x, all_reduce):
     return solutions.copy_to_ranks(x.view(-1), all_reduce).view(x.shape)
+
+
+def summed_in_16_bits(x, weight, bias, reduce_sum):
+    return reduce_sum(F.linear(x, weight).half()).to(x.dtype) + bias
 
 
 def detached_bias(x, weight, bias, reduce_sum):
@@ -295,6 +303,10 @@ def first_word_of_the_next(logits, targets, all_reduce):
     return (sums[0].log() - sums[1]).mean(), powers / sums[0, :, None]
 
 
+def loss_in_float32(logits, targets, all_reduce):
+    return solutions.vocab_loss(logits.float(), targets, all_reduce)
+
+
 def own_maximum_added(logits, targets, all_reduce):
     """The exponentials of different ranks, each relative to its own maximum."""
     most = logits.amax(1)
@@ -314,6 +326,7 @@ WRONG = {
         silent_without_gradient: "also one whose gradient is zero",
         in_bfloat16: "the sum of what the use",
         hook_on_x_itself: "A hook on x itself sees both",
+        summed_in_float32: "x of float64",
         flat_view: "On real ranks",
         nothing_at_all: "0 times",
         detached: "no way back",
@@ -327,6 +340,7 @@ WRONG = {
     },
     "row_linear": {
         of_two_dimensions: "self must be a matrix",
+        summed_in_16_bits: "tokens in float64",
         detached_bias: "no gradient of bias",
         bias_added_in_place: "1.5 times; it is added once",
         bias_on_every_rank: "2 times; it is added once",
@@ -343,6 +357,7 @@ WRONG = {
     "vocab_loss": {
         not_the_first_word: "has the loss",
         first_word_of_the_next: "has the loss",
+        loss_in_float32: "strided logits of float64",
         own_maximum_added: "relative to the same number",
         silent_without_targets: "also one that has none of the targets",
         logits_gathered: "however many words",

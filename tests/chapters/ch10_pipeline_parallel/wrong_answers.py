@@ -238,6 +238,10 @@ def begins_with_zero_grad(stage, m, *ends):
     solutions.my_stage_step(stage, m, *ends)
 
 
+def in_evaluation_mode(stage, m, *ends):
+    solutions.my_stage_step(stage.eval(), m, *ends)
+
+
 def begins_with_zeros(stage, m, *ends):
     stage.zero_grad(set_to_none=False)
     solutions.my_stage_step(stage, m, *ends)
@@ -297,6 +301,7 @@ WRONG = {
         only_the_last_counts: "do all of them add up",
         zeros_for_none: "it is None",
         begins_with_zero_grad: "has lost what was in `grad`",
+        in_evaluation_mode: "into evaluation mode",
         begins_with_zeros: "has lost what was in `grad`",
         sent_with_its_graph: "Hand on `y.detach()`",
         odd_ranks_back_in_reverse: "matched by their order",
