@@ -64,6 +64,37 @@ def views_of_buffers(buckets, launch, at_the_end):
         p.register_post_accumulate_grad_hook(hook)
 
 
+def one_walk_for_each_backward(buckets, launch, at_the_end):
+    """Go through the buckets in turn, and sleep where one is not full."""
+    n, come, walks = dist.get_world_size(), set(), []
+
+    def walk():
+        sent = []
+        for members in buckets:
+            while not come.issuperset(members):
+                yield
+            flat = torch.cat([p.grad.reshape(-1) for p in members]).div_(n)
+            sent.append((members, flat, launch(flat)))
+        yield
+        for members, flat, handle in sent:
+            handle.wait()
+            for p in members:
+                p.grad, flat = flat[: p.numel()].view(p.shape), flat[p.numel() :]
+        come.clear()
+        walks.clear()
+        yield
+
+    def hook(p):
+        if not walks:
+            walks.append(walk())
+            at_the_end(lambda: next(walks[0]))
+        come.add(p)
+        next(walks[0])
+
+    for p in (p for members in buckets for p in members):
+        p.register_post_accumulate_grad_hook(hook)
+
+
 def divided_at_the_end(ddp, microbatches):
     rows = 0
     with ExitStack() as quiet:
@@ -88,6 +119,6 @@ def flag_by_flag(ddp, microbatches):
 
 RIGHT = {
     "my_bucket_plan": [by_the_package, one_walk_with_open_buckets],
-    "mini_ddp": [views_of_buffers],
+    "mini_ddp": [views_of_buffers, one_walk_for_each_backward],
     "accumulate": [divided_at_the_end, flag_by_flag],
 }

@@ -321,30 +321,13 @@ def closed_only_above_its_cap(parameters, cap, first):
     return solutions.my_bucket_plan(parameters, cap + 1, first + 1)
 
 
-def full_when_all_have_a_gradient(buckets, launch, at_the_end):
-    n, under_way = dist.get_world_size(), []
-
-    def gradient_is_there(k):
-        if k == 0 and not under_way:
-            at_the_end(finish)
-        while len(under_way) < len(buckets):
-            members = buckets[len(under_way)]
+@_mini
+class full_when_all_have_a_gradient(Mini):
+    def launch_full(self):
+        for members in self.buckets[self.next :]:
             if any(p.grad is None for p in members):
                 return
-            flat = torch.cat([p.grad.flatten() for p in members])
-            under_way.append((flat, launch(flat)))
-
-    def finish():
-        for members, (flat, handle) in zip(buckets, under_way, strict=True):
-            handle.wait()
-            means = (flat / n).split([p.numel() for p in members])
-            for parameter, mean in zip(members, means, strict=True):
-                parameter.grad.copy_(mean.view_as(parameter))
-        under_way.clear()
-
-    for k, members in enumerate(buckets):
-        for p in members:
-            p.register_post_accumulate_grad_hook(lambda _, k=k: gradient_is_there(k))
+            self.send(self.next)
 
 
 def twice_the_bytes(buckets, launch, at_the_end):
