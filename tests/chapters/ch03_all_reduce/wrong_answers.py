@@ -13,42 +13,42 @@ from ddp_course.collectives.plan import Transfer
 # ring_transfers
 
 
-def ring_for_two(world_size):
-    """The one of the notebook."""
+def _transfers(n, adds, steps=None, chunk=None, way=1, step=lambda k, r: k):
+    """Return a ring's transfers: in each step k one of every rank r."""
+    chunk = chunk or (lambda r, k: r - 1 - k)
     return [
-        Transfer(k, r, (r + 1) % world_size, c, c + 1, k < world_size // 2)
-        for k in range(2 * (world_size - 1))
-        for r in range(world_size)
-        for c in [(r - 1 - k) % world_size]
-    ]
-
-
-def adds_in_every_step(world_size):
-    return [
-        Transfer(k, r, (r + 1) % world_size, c, c + 1, True)
-        for k in range(2 * (world_size - 1))
-        for r in range(world_size)
-        for c in [(r - 1 - k) % world_size]
-    ]
-
-
-def reduce_scatter_only(world_size):
-    return [
-        Transfer(k, r, (r + 1) % world_size, c, c + 1, True)
-        for k in range(world_size - 1)
-        for r in range(world_size)
-        for c in [(r - 1 - k) % world_size]
-    ]
-
-
-def off_by_one_in_the_second_half(world_size):
-    n = world_size
-    return [
-        Transfer(k, r, (r + 1) % n, c, c + 1, k < n - 1)
-        for k in range(2 * (n - 1))
+        Transfer(step(k, r), r, (r + way) % n, c, c + 1, adds(k))
+        for k in range(2 * (n - 1) if steps is None else steps)
         for r in range(n)
-        for c in [(r - 1 - k - (k >= n - 1)) % n]
+        for c in [chunk(r, k) % n]
     ]
+
+
+def ring_for_two(n):
+    """The one of the notebook."""
+    return _transfers(n, lambda k: k < n // 2)
+
+
+def adds_in_every_step(n):
+    return _transfers(n, lambda k: True)
+
+
+def reduce_scatter_only(n):
+    return _transfers(n, lambda k: True, steps=n - 1)
+
+
+def off_by_one_in_the_second_half(n):
+    return _transfers(
+        n, lambda k: k < n - 1, chunk=lambda r, k: r - 1 - k - (k >= n - 1)
+    )
+
+
+def to_the_left(n):
+    return _transfers(n, lambda k: k < n - 1, chunk=lambda r, k: r + 1 + k, way=-1)
+
+
+def one_message_at_a_time(n):
+    return _transfers(n, lambda k: k < n - 1, step=lambda k, r: k * n + r)
 
 
 def all_through_rank_0(world_size):
@@ -62,26 +62,6 @@ def the_whole_tensor_down_a_chain_and_around(world_size):
     up = [Transfer(r, r, r + 1, 0, n, True) for r in range(n - 1)]
     return up + [
         Transfer(n - 1 + k, (n - 1 + k) % n, k, 0, n, False) for k in range(n - 1)
-    ]
-
-
-def to_the_left(world_size):
-    n = world_size
-    return [
-        Transfer(k, r, (r - 1) % n, c, c + 1, k < n - 1)
-        for k in range(2 * (n - 1))
-        for r in range(n)
-        for c in [(r + 1 + k) % n]
-    ]
-
-
-def one_message_at_a_time(world_size):
-    n = world_size
-    return [
-        Transfer(k * n + i, r, (r + 1) % n, c, c + 1, k < n - 1)
-        for k in range(2 * (n - 1))
-        for i, r in enumerate(range(n))
-        for c in [(r - 1 - k) % n]
     ]
 
 
@@ -100,16 +80,22 @@ def tuples(world_size):
 # ring_reduce_scatter
 
 
+def _pass(outgoing, like, by=1):
+    """Send so many ranks to the right; return what arrives, as large as `like`."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    sending = dist.isend(outgoing, (rank + by) % n)
+    arrived = torch.empty_like(like)
+    dist.recv(arrived, (rank - by) % n)
+    sending.wait()
+    return arrived
+
+
 def _ring(chunks, passed_on):
     rank, n = dist.get_rank(), dist.get_world_size()
     passing_by = chunks[(rank - 1) % n]
     for k in range(n - 1):
         mine = chunks[(rank - 2 - k) % n]
-        sending = dist.isend(passing_by, (rank + 1) % n)
-        arrived = torch.empty_like(mine)
-        dist.recv(arrived, (rank - 1) % n)
-        sending.wait()
-        passing_by = passed_on(arrived, mine)
+        passing_by = passed_on(_pass(passing_by, mine), mine)
     return passing_by
 
 
@@ -118,10 +104,7 @@ def passes_on_its_own_only(chunks):
     rank, n = dist.get_rank(), dist.get_world_size()
     total = chunks[rank].clone()
     for k in range(n - 1):
-        sending = dist.isend(chunks[(rank - 1 - k) % n], (rank + 1) % n)
-        arrived = torch.empty_like(chunks[(rank - 2 - k) % n])
-        dist.recv(arrived, (rank - 1) % n)
-        sending.wait()
+        arrived = _pass(chunks[(rank - 1 - k) % n], chunks[(rank - 2 - k) % n])
     return total + arrived
 
 
@@ -150,11 +133,7 @@ def straight_to_its_rank(chunks):
     rank, n = dist.get_rank(), dist.get_world_size()
     total = chunks[rank].clone()
     for k in range(1, n):
-        sending = dist.isend(chunks[(rank + k) % n], (rank + k) % n)
-        arrived = torch.empty_like(total)
-        dist.recv(arrived, (rank - k) % n)
-        sending.wait()
-        total += arrived
+        total += _pass(chunks[(rank + k) % n], total, k)
     return total
 
 
@@ -162,12 +141,8 @@ def whole_tensors_around(chunks):
     rank, n = dist.get_rank(), dist.get_world_size()
     passing_by, total = torch.cat(chunks), torch.cat(chunks)
     for _ in range(n - 1):
-        sending = dist.isend(passing_by, (rank + 1) % n)
-        arrived = torch.empty_like(passing_by)
-        dist.recv(arrived, (rank - 1) % n)
-        sending.wait()
-        passing_by = arrived
-        total += arrived
+        passing_by = _pass(passing_by, passing_by)
+        total += passing_by
     return total.split([len(chunk) for chunk in chunks])[rank]
 
 
