@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 
 from ddp_course.mechanisms.agreement import check_along
@@ -206,7 +205,7 @@ def _from(rank: int, work: Callable[[], Any]) -> Any:
     """Do `work` on one rank, and return on all what came of it."""
     box = [work() if _rank() == rank else None]
     if dist.is_initialized():
-        dist.broadcast_object_list(box, src=rank, device=torch.device("cpu"))
+        dist.broadcast_object_list(box, src=rank)
     return box[0]
 
 

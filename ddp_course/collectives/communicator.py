@@ -147,7 +147,7 @@ class Communicator:
             return None
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="collectives")
-        self._last = self._thread.submit(job)
+        self._last = self._thread.submit(in_this_stream(job))
         work = Work(self._last)
         if async_op:
             return work
@@ -164,6 +164,23 @@ class Communicator:
     def _busy_elsewhere(self) -> bool:
         others = [c for c in _KEPT.values() if c is not self and c._last is not None]
         return any(not c._last.done() for c in others)
+
+
+def in_this_stream(job: Callable[[], None]) -> Callable[[], None]:
+    """Return `job` for another thread: on this one's GPU, in its stream.
+
+    Every thread begins with the first GPU and its default stream, where nobody waits
+    for what this thread's stream still computes.
+    """
+    if not torch.cuda.is_initialized():
+        return job
+    stream = torch.cuda.current_stream()
+
+    def there() -> None:
+        with torch.cuda.stream(stream):
+            job()
+
+    return there
 
 
 _KEPT: dict[dist.ProcessGroup, Communicator] = {}

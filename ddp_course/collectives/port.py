@@ -1,10 +1,11 @@
 """Ports: how a rank's messages leave and arrive, counted, over links fast and slow.
 
 Everything that the collectives of this course send from rank to rank goes through
-`Port.send` and `Port.receive`, which are `dist.isend` and `dist.irecv` and three things
+`Port.send` and `Port.receive`, which are `dist.isend` and `dist.irecv` and some things
 more: a byte meter that is open counts the message; a link that was described as slow
-(`spawn(..., links=...)`) takes its time; and our messages have a tag of their own, so
-that they never mix with other messages between the same ranks. Chapter 02.
+(`spawn(..., links=...)`) takes its time; what lies on a GPU goes through the CPU if it
+is gloo's to carry; and our messages have a tag of their own, so that they never mix
+with other messages between the same ranks. Chapter 02.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from concurrent.futures import Future
 from functools import cache
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -48,7 +50,8 @@ class Port:
         self.group = dist.group.WORLD if group is None else group
         self.ranks = dist.get_process_group_ranks(self.group)  # in the job
         self.rank, self.size = dist.get_rank(self.group), len(self.ranks)
-        self.strict = dist.get_backend(self.group) == "strict"  # NCCL's rules
+        self.backends = _backends(dist.get_backend_config(self.group))
+        self.strict = self.backends.get("cpu") == "strict"  # NCCL's rules
         self.meters = active_meters() if meters is None else meters
         self.nbytes_sent = 0
 
@@ -59,19 +62,41 @@ class Port:
         port.rank, port.size = members.index(self.rank), len(members)
         return port
 
+    def in_order(self, tensor: Tensor) -> bool:
+        """Whether its messages match by their order alone: over NCCL, or strict."""
+        return self.backends.get(tensor.device.type) in ("nccl", "strict")
+
+    def staged(self, tensor: Tensor) -> bool:
+        """Whether it goes through the CPU: gloo would take a GPU's address for its own.
+
+        (`ProcessGroupGloo::send`; its collectives, but these two, copy by themselves.)
+        """
+        kind = tensor.device.type
+        return kind != "cpu" and self.backends.get(kind) == "gloo"
+
     def send(self, tensor: Tensor, peer: int) -> Handle:
         """Start to send a contiguous tensor; do not change it before `wait()`."""
         to = self.ranks[peer]
         self._count_sent(tensor, to)
         line = line_to(to)
-        if line is None:
-            return dist.isend(tensor, to, self.group, TAG)
-        return line.send(lambda: dist.isend(tensor, to, self.group, TAG), tensor.nbytes)
+        leaving = tensor.to("cpu", copy=True) if self.staged(tensor) else tensor
+        if line is not None and not self.in_order(tensor):
+            start = lambda: dist.isend(leaving, to, self.group, TAG)  # noqa: E731
+            return line.send(start, tensor.nbytes)
+        if line is not None:
+            line.pass_by(tensor.nbytes)
+        return dist.isend(leaving, to, self.group, TAG)
 
     def receive(self, tensor: Tensor, peer: int) -> Handle:
         """Start to receive into a contiguous tensor; it is complete after `wait()`."""
         source = self.ranks[peer]
         self._count_received(tensor, source)
+        if self.staged(tensor):
+            arriving = torch.empty_like(tensor, device="cpu")
+            return _Landing(self._receive(arriving, source), arriving, tensor)
+        return self._receive(tensor, source)
+
+    def _receive(self, tensor: Tensor, source: int) -> Handle:
         return dist.irecv(tensor, source, self.group, TAG)
 
     def exchange(
@@ -86,10 +111,16 @@ class Port:
         """
         sends = [(tensor, peer) for tensor, peer in sends if tensor.numel()]
         receives = [(tensor, peer) for tensor, peer in receives if tensor.numel()]
-        if any(line_to(self.ranks[peer]) for _, peer in sends):  # slow: one by one
+        both = [tensor for tensor, _ in (*sends, *receives)]
+        lines = [(line_to(self.ranks[to]), tensor.nbytes) for tensor, to in sends]
+        slow = [(line, nbytes) for line, nbytes in lines if line]
+        in_order = any(map(self.in_order, both))
+        if any(map(self.staged, both)) or (slow and not in_order):  # one by one
             handles = [self.receive(tensor, peer) for tensor, peer in receives]
             handles += [self.send(tensor, peer) for tensor, peer in sends]
         else:
+            for line, nbytes in slow:
+                line.pass_by(nbytes)
             batch = [self._part(dist.irecv, *one) for one in receives]
             batch += [self._part(dist.isend, *one) for one in sends]
             handles = dist.batch_isend_irecv(batch) if batch else []
@@ -109,6 +140,23 @@ class Port:
     def _count_received(self, tensor: Tensor, source: int) -> None:
         for meter in self.meters:
             meter.count_received(source, tensor.nbytes)
+
+
+@cache
+def _backends(config: str) -> dict[str, str]:
+    """Return kind of device -> backend, of "cpu:gloo,cuda:nccl"."""
+    return dict(pair.split(":") for pair in config.split(","))
+
+
+class _Landing:
+    """A message that goes on to where it belongs when it has arrived on the CPU."""
+
+    def __init__(self, handle: Handle, arrived: Tensor, tensor: Tensor) -> None:
+        self.handle, self.arrived, self.tensor = handle, arrived, tensor
+
+    def wait(self) -> None:
+        self.handle.wait()
+        self.tensor.copy_(self.arrived)
 
 
 @cache
@@ -145,10 +193,17 @@ class Line:
 
     def send(self, start: Callable[[], Handle], nbytes: int) -> Handle:
         """Call `start`, which hands over the message, when it has arrived."""
-        self.free = max(self.free, time.monotonic()) + nbytes / self.link.bandwidth
         started: Future[Handle] = Future()
-        self.waiting.put((self.free + self.link.latency, start, started))
+        self.waiting.put((self._arrival(nbytes), start, started))
         return _Delayed(started)
+
+    def pass_by(self, nbytes: int) -> None:
+        """Wait as long as a message takes: handed over later, it were out of order."""
+        time.sleep(max(0.0, self._arrival(nbytes) - time.monotonic()))
+
+    def _arrival(self, nbytes: int) -> float:
+        self.free = max(self.free, time.monotonic()) + nbytes / self.link.bandwidth
+        return self.free + self.link.latency
 
     def _carry(self) -> None:
         while True:

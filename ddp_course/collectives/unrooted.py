@@ -244,7 +244,9 @@ def barrier(group: Group = None, async_op: bool = False) -> Work | None:
     call = Collective(group, "barrier")
 
     def body() -> None:
-        token = Buffer.flat(torch.zeros(1, dtype=torch.uint8), 1)
-        call.carry_out(barrier_plan(call.size), token, ReduceOp.MAX)
+        where = "cpu" if "cpu" in call.port.backends else "cuda"  # NCCL's alone
+        token = torch.zeros(1, dtype=torch.uint8, device=where)
+        plan = barrier_plan(call.size)
+        call.carry_out(plan, Buffer.flat(token, 1), ReduceOp.MAX)
 
     return call.start(body, async_op)

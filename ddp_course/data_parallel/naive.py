@@ -12,7 +12,6 @@ Both begin when backward has ended. Explained in chapter 04.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -99,7 +98,7 @@ class NaiveDistributedDataParallel(Averager, nn.Module):
 
     def mean(self, tensor: Tensor) -> Tensor:
         """Replace `tensor`, in place, by its mean over the ranks, and return it."""
-        start = time.perf_counter()
+        start = self.timeline.now()
         work = self.all_reduce(tensor, group=self.process_group, async_op=True)
         self.timeline.sent(work, tensor.nbytes, start)
         work.wait()

@@ -5,7 +5,6 @@ Chapter 05.
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch.distributed as dist
@@ -45,11 +44,11 @@ def record_pytorch(ddp: PyTorchDDP) -> None:
         if now:
             now[0].computed(bucket=bucket.index())
         flat = bucket.buffer().div_(dist.get_world_size(group))
-        start = time.perf_counter()
+        start = now[0].now() if now else None
         work = dist.all_reduce(flat, group=group, async_op=True)
         if now:
             now[0].sent(work, flat.nbytes, start, bucket=bucket.index())
-            now[0].since = time.perf_counter()
+            now[0].since = now[0].now()
         return work.get_future().then(lambda future: future.value()[0])
 
     ddp.register_forward_hook(outputs_are_there)

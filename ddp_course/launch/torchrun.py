@@ -50,8 +50,11 @@ def join(
 ) -> dist.Store:
     """Make the default process group and return the store that its ranks share.
 
-    Over NCCL for tensors on GPUs and gloo for others, unless a `backend` is given.
+    Over NCCL for tensors on GPUs and gloo for others; or over another `backend`, on the
+    CPU.
     """
+    if backend is not None:
+        os.environ["DDP_COURSE_DEVICE"] = "cpu"
     place, mine = here(), device()
     os.environ.update(place.environment())  # SLURM and MPI have other names for it
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
@@ -59,7 +62,7 @@ def join(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
     store = store_of_torchrun(timeout)
     options: dict[str, Any] = {"backend": backend or "gloo"}
-    if mine.type == "cuda" and backend is None:
+    if mine.type == "cuda":
         torch.cuda.set_device(mine)
         options = {"backend": "cpu:gloo,cuda:nccl", "device_id": mine}
     dist.init_process_group(

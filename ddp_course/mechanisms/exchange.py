@@ -41,6 +41,7 @@ from torch import Tensor
 from ddp_course import collectives
 from ddp_course.collectives import ReduceOp, Work, communicator
 from ddp_course.collectives.patience import patient
+from ddp_course.collectives.port import Port
 
 
 class MessageExchange:
@@ -53,8 +54,8 @@ class MessageExchange:
             tensors of the size of activations, and NCCL's on GPUs.
         all_gather, reduce_scatter: called as `all_gather(whole, own, group=...)` and
             `reduce_scatter(own, whole, group=...)`, perhaps with `async_op`. None are
-            this course's on the CPU (gloo's reduce-scatter sends twice the bytes), and
-            PyTorch's on GPUs.
+            this course's over gloo, whose reduce-scatter sends twice the bytes, and
+            PyTorch's over NCCL.
 
     The first one for a group is made by all its ranks together.
     """
@@ -66,7 +67,7 @@ class MessageExchange:
         all_gather: Callable[..., Any] | None = None,
         reduce_scatter: Callable[..., Any] | None = None,
     ) -> None:
-        self.group, self.comm = group, communicator(group)
+        self.group, self.comm, self.port = group, communicator(group), Port(group)
         self.rank, self.size = self.comm.rank, self.comm.size
         self._all_reduce = all_reduce or dist.all_reduce
         self._given = {"all_gather": all_gather, "reduce_scatter": reduce_scatter}
@@ -75,7 +76,7 @@ class MessageExchange:
         """Return the all-gather or reduce-scatter to use for tensors like this one."""
         if given := self._given[name]:
             return given
-        if not tensor.is_cuda:
+        if not tensor.is_cuda or self.port.staged(tensor):
             return getattr(collectives, f"{name}_single")
         if new := getattr(dist, f"{name}_single", None):  # since torch 2.13
             return new

@@ -50,12 +50,12 @@ class NaivePipeline(nn.Module):
 
         x, y: (B, T), the same on all ranks.
         """
-        loss, group = torch.zeros(()), self.comm.group
+        loss, group = torch.zeros((), device=x.device), self.comm.group
         parts = zip(x.tensor_split(self.m), y.tensor_split(self.m), strict=True)
         for given, targets in parts:
             weight = len(given) / len(x)  # a microbatch counts as much as it has rows
             if self.before is not None:
-                given = torch.empty(len(given), *self.form)
+                given = torch.empty(len(given), *self.form, device=x.device)
                 dist.recv(given, self.before, group)
                 given.requires_grad_()  # a new leaf: this rank's graph begins here
             output = self.stage(given)

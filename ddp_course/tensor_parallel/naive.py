@@ -78,7 +78,7 @@ class NaiveModelParallel(nn.Module):
         rank, port = self.comm.rank, Port(self.comm.group)  # counts what it sends
         x, gradient = idx, None  # the gradient of the loss: 1
         if rank > 0:
-            x = torch.empty(*idx.shape, self.d_model)  # (B, T, C)
+            x = torch.empty(*idx.shape, self.d_model, device=x.device)  # (B, T, C)
             with _event("wait for activations", "wait"):
                 port.receive(x, rank - 1).wait()
             x.requires_grad_()
@@ -98,7 +98,7 @@ class NaiveModelParallel(nn.Module):
                 y.backward(gradient)
         if rank > 0:
             port.send(x.grad, rank - 1).wait()
-        loss = y.detach() if rank == self.last else torch.empty(())
+        loss = y.detach() if rank == self.last else y.new_empty(())
         dist.broadcast(loss, self.comm.ranks[-1], self.comm.group)
         return loss
 

@@ -26,7 +26,6 @@ them on every rank. Every backward pass costs its reduce-scatter. Rajbhandari et
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -147,7 +146,7 @@ class ReduceScatterAndFree(ReduceScatter):
         timeline.computed()
         with span(timeline, "wait", bucket=bucket.index):
             self.engine.finish(bucket)
-        timeline.since = time.perf_counter()
+        timeline.since = timeline.now()
 
     def launch(self, bucket: LiveBucket) -> Any:
         """Begin the reduce-scatter of a bucket, in place."""
