@@ -12,6 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from datetime import date
 from importlib import metadata
 from pathlib import Path
 from textwrap import dedent
@@ -301,6 +302,18 @@ def test_the_doctor_tells_what_a_container_takes_away():
     assert facts["memory"] == "1 GiB of the machine's 16 GiB"
     assert facts["backends"] == "gloo (not in this PyTorch: nccl, mpi, ucc)"
     assert f"torch {metadata.version('torch')}" in facts["versions"]
+
+
+def test_the_doctor_tells_when_gpus_were_tried(tmp_path):
+    file, today = tmp_path / "results.json", date(2026, 3, 9)
+    assert "never run on a GPU" in doctor.tried_on_gpus(file)
+    told = {"date": "2026-02-27", "gpus": ["H100", "H100"], "torch": "2.13.0"}
+    told |= {"nccl": "2.27", "passed": ["a", "b"], "failed": ["memory"], "skipped": []}
+    file.write_text(json.dumps(told))
+    assert doctor.tried_on_gpus(file, today) == (
+        "On GPUs (H100, torch 2.13.0, NCCL 2.27) 2 tests passed 10 days ago, failed: "
+        "memory."
+    )
 
 
 # Proofs: each must hold here, and must fail for ranks that do it wrong

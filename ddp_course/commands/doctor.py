@@ -7,12 +7,14 @@ promises too much. Control groups come in two versions with different file names
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import platform
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import date
 from importlib import metadata
 from pathlib import Path
 
@@ -29,6 +31,7 @@ BACKENDS = ("gloo", "nccl", "mpi", "ucc")
 PACKAGES = ("torch", "ipykernel", "jupyterlab", "ddp-course")
 MIB, GIB = 2**20, 2**30
 ROOT = Path("/")
+RESULTS = Path(__file__).with_name("gpu_results.json")  # `pytest tests/gpu` writes it
 
 
 @dataclass(frozen=True)
@@ -151,7 +154,7 @@ def command(_: object = None) -> int:
         table.add_row(*row)
     console = Console(soft_wrap=True, highlight=False)
     console.print(table)
-    for sentence in (*advice(machine), prove_all_reduce()):
+    for sentence in (*advice(machine), tried_on_gpus(), prove_all_reduce()):
         console.print(sentence, markup=False)
     return 0
 
@@ -222,6 +225,19 @@ def warnings(machine: Machine) -> list[str]:
             "--shm-size=2g or --ipc=host."
         )
     return found
+
+
+def tried_on_gpus(results: Path = RESULTS, today: date | None = None) -> str:
+    """Return when the tests on GPUs were run last, on which, and what failed."""
+    if not results.exists():
+        return "What is for GPUs was never run on a GPU (`pytest tests/gpu` would)."
+    told = json.loads(results.read_text())
+    days = ((today or date.today()) - date.fromisoformat(told["date"])).days
+    failed = f", failed: {', '.join(told['failed'])}" if told["failed"] else ""
+    return (
+        f"On GPUs ({', '.join(sorted(set(told['gpus'])))}, torch {told['torch']}, NCCL "
+        f"{told['nccl']}) {len(told['passed'])} tests passed {days} days ago{failed}."
+    )
 
 
 def _version(package: str) -> str:
