@@ -9,11 +9,13 @@
     zero            a training step under our ZeRO and FSDP beside PyTorch's
     tp              a training step under our tensor parallelism beside PyTorch's
     pp              a training step under our pipeline beside PyTorch's, and bubbles
+    models          fifty small models under every strategy, beside one process
     launch          `spawn` beside `torch.multiprocessing.spawn`
     launch_process  one of the two, in a process of its own
 
 A bench is a module here with ABOUT, a sentence; PAIRS, what is laid over what; and
-`bench(quick)`, which yields rows. It is found by looking: to add one is to add a file.
+`bench(quick)`, which yields rows; with `shown(rows)` it prints a table of its own. It
+is found by looking: to add one is to add a file.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import importlib
 import json
 import pkgutil
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -69,13 +72,17 @@ def command(
     check_file(file)
     check_file(figure, (".svg", ".png", ".pdf"))
     module, rows = known[name], []
+    if figure is not None and not module.PAIRS:
+        raise CommandError(f"{name} has a table, and nothing to draw")
     with Console(stderr=True).status("measuring") as status:
         for row in module.bench(quick):
             rows.append(row)
             status.update(f"measuring; done: {row['case']}")
-    print("\n".join(lines(module.ABOUT, module.PAIRS, rows)))
+    shown = getattr(module, "shown", partial(lines, module.ABOUT, module.PAIRS))
+    print("\n".join(shown(rows)))
     if file is not None:
-        file.write_text(json.dumps(rows, indent=1) + "\n")
+        each = ",\n".join(map(json.dumps, rows))
+        file.write_text(f"[\n{each}\n]\n")
     if figure is not None:
         draw(module.PAIRS, rows).savefig(figure)
     return 0

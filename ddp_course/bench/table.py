@@ -81,39 +81,40 @@ def title_of(pair: Pair) -> str:
 def _grid(columns: list[tuple[Pair, Found]]) -> list[str]:
     """Return the lines of one table; below one another, if it would be too wide."""
     cases = list(dict.fromkeys(case for _, found in columns for case in found))
-    left = [_column([], cases, str.ljust)]
+    left = [column([], cases, str.ljust)]
     if len({pair.beside for pair, _ in columns}) == 1:
         (_, found), *_ = columns
         unit, scale = UNITS.get(found[cases[0]]["metric"], ("", 1.0))
         theirs = [f"{scale * found[case]['theirs']:.3g}" for case in cases]
-        left.append(_column([unit], theirs))
+        left.append(column([unit], theirs))
     right = [
-        _column(
+        column(
             title_of(pair).split(),
             [f"{ratio_of(found[c]):.2f}" if c in found else "" for c in cases],
         )
         for pair, found in columns
     ]
     parts = [left]
-    for column in right:
-        if sum(len(each[-1]) + 2 for each in (*parts[-1], column)) > WIDTH:
+    for one in right:
+        if sum(len(each[-1]) + 2 for each in (*parts[-1], one)) > WIDTH:
             parts.append(left[:1])
-        parts[-1] = [*parts[-1], column]
-    return [line for part in parts for line in _beside(part)]
+        parts[-1] = [*parts[-1], one]
+    return [line for part in parts for line in beside(part)]
 
 
-def _column(
+def column(
     head: list[str], cells: list[str], align: Callable[..., str] = str.rjust
 ) -> list[str]:
+    """Return the lines of one column, all equally wide."""
     width = max(map(len, (*head, *cells)))
     return [align(cell, width) for cell in (*head, *cells)]
 
 
-def _beside(columns: list[list[str]]) -> list[str]:
+def beside(columns: list[list[str]], gap: str = "  ") -> list[str]:
     """Return the lines of columns of which some have longer heads: all end below."""
     most = max(map(len, columns))
     full = [[" " * len(c[-1])] * (most - len(c)) + c for c in columns]
-    return ["  ".join(cells).rstrip() for cells in zip(*full, strict=True)]
+    return [gap.join(cells).rstrip() for cells in zip(*full, strict=True)]
 
 
 def _held(columns: list[tuple[Pair, Found]]) -> list[str]:

@@ -28,7 +28,7 @@ class BucketedDistributedDataParallel(nn.Module):
 
     Takes and returns what `module` does. When `backward` returns, every parameter's
     `grad` is the mean over the ranks, with the same bits on all of them; a parameter
-    without a gradient counts as one with a gradient of zero.
+    without a gradient counts as one with a gradient of zero. Buffers stay each rank's.
 
     Args:
         module: the same on all ranks; rank 0's numbers are taken.

@@ -31,6 +31,7 @@ class NaiveDistributedDataParallel(Averager, nn.Module):
 
     Takes and returns what `module` does. A parameter without a gradient counts as one
     with a gradient of zero. No call is needed between backward and `optimizer.step()`.
+    Buffers, such as BatchNorm's means, stay each rank's own.
 
     Args:
         module: the same on all ranks; rank 0's numbers are taken.

@@ -137,7 +137,7 @@ class PipelineParallel(WholeState, Pipeline):
     # ---- a step ----------------------------------------------------------------------
 
     def step(self, x: Tensor, y: Tensor, loss_scale: float = 1.0) -> Tensor:
-        """Go forward and backward with a batch, and return its mean loss.
+        """Go forward and backward with a batch, and return its mean loss, in float32.
 
         Args:
             x: (B, T), on all ranks; it is used on the first stage's.

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from ddp_course.collectives.port import Handle, Port
 from ddp_course.model import cross_entropy
@@ -214,7 +215,8 @@ class Pipeline(nn.Module):
 
         For a kind of batch that is new, every stage is given one row of the right form,
         of zeros but for the first one, and tells what it returns. Its layers are in
-        evaluation mode meanwhile: they draw no random numbers, change no running means.
+        evaluation mode meanwhile, and have copies of their buffers: they draw no random
+        numbers, and nothing that they count or average is changed.
         """
         kind = x.dtype, x.shape[1:], autocast_dtype(self.device.type)
         if kind not in self._forms:
@@ -223,7 +225,8 @@ class Pipeline(nn.Module):
                 form = [None]
                 if stage in self.stages:
                     with evaluating(self.stages[stage]) as module:
-                        made = module(row)
+                        copies = {k: b.clone() for k, b in module.named_buffers()}
+                        made = functional_call(module, copies, row)
                     form = [(made.dtype, tuple(made.shape[1:]))]
                 dist.broadcast_object_list(form, ranks[home], self.group)
                 dtype, shape = forms[stage] = form[0]

@@ -35,7 +35,7 @@ class ShardedModule(WholeState, nn.Module):
     They have the plain names, and any elementwise optimizer can step them (SGD, AdamW,
     ...), in groups by name, too: to it they are vectors with their mean gradients. A
     parameter without a gradient counts as one whose gradient is zero if others of its
-    unit have one.
+    unit have one. Buffers stay each rank's own; the whole state has the first rank's.
 
     Args:
         module: on the CPU or on this rank's GPU. What another parallelism has cut
