@@ -11,14 +11,7 @@ from torch import Tensor
 
 from ddp_course.chapters.ch00_start_here import solutions
 from ddp_course.lab.answers import Answer, on_ranks
-from ddp_course.lab.exercises import (
-    equal,
-    exercise,
-    judge,
-    judge_ranks,
-    shown,
-    until_wrong,
-)
+from ddp_course.lab.exercises import equal, exercise, judge, judge_ranks, shown
 from ddp_course.lab.hard import hard_tensors
 
 ROWS = 12
@@ -98,13 +91,8 @@ def check_my_average(answer: Answer) -> str:
     changes the tensor itself, `tensor = ...` only gives the name to another one.
     """
     hint = "Every rank must take part in the same collectives, in the same order."
-    judge_ranks(AVERAGE, _averaged, answer, worlds=(4, 3, 2, 1), hint=hint)
+    judge_ranks(AVERAGE, _averages, answer, worlds=(4, 3, 2, 1), hint=hint)
     return "1, 2, 3 and 4 real ranks have the mean of tensors of three types"
-
-
-def _averaged(my_average: Callable) -> list[dict[str, Any]]:
-    """On every rank: average something that is different everywhere."""
-    return until_wrong(_averages(my_average), AVERAGE)
 
 
 def _averages(my_average: Callable) -> Iterator[dict[str, Any]]:

@@ -185,15 +185,11 @@ def check_my_transpose(answer: Answer) -> str:
     exchange them all to all. Put what arrives side by side, by rank.
     """
     hint = "Which block of your rows does rank j need, and how must it be turned?"
-    judge_ranks(TRANSPOSE, _transpose, answer, worlds=(2, 3, 4, 1), hint=hint)
+    judge_ranks(TRANSPOSE, _transposes, answer, worlds=(2, 3, 4, 1), hint=hint)
     return (
         "on 1 to 4 real ranks every row is right, and each rank sent every other rank "
         "one block, by the operating system's count"
     )
-
-
-def _transpose(function: Callable) -> list[dict[str, Any]]:
-    return until_wrong(_transposes(function), TRANSPOSE)
 
 
 def _transposes(function: Callable) -> Iterator[dict[str, Any]]:

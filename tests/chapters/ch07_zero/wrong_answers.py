@@ -178,6 +178,12 @@ def _squares(shards):
     return sum((s.float().square().sum() for s in shards), torch.zeros(())).reshape(1)
 
 
+def _norm(shards):
+    squares = _squares(shards)
+    dist.all_reduce(squares)
+    return squares.sqrt().item()
+
+
 def _scaled(shards, norm, max_norm):
     for shard in shards:
         shard.mul_(min(1.0, max_norm / norm))
@@ -222,9 +228,7 @@ def no_root(shards, max_norm):
 
 
 def scaled_up_too(shards, max_norm):
-    squares = _squares(shards)
-    dist.all_reduce(squares)
-    norm = squares.sqrt().item()
+    norm = _norm(shards)
     for shard in shards:
         shard.mul_(max_norm / norm)
     return norm
@@ -239,17 +243,13 @@ def own_factor(shards, max_norm):
 
 
 def new_tensors(shards, max_norm):
-    squares = _squares(shards)
-    dist.all_reduce(squares)
-    norm = squares.sqrt().item()
+    norm = _norm(shards)
     shards[:] = [shard * min(1.0, max_norm / norm) for shard in shards]
     return norm
 
 
 def the_norm_afterwards(shards, max_norm):
-    squares = _squares(shards)
-    dist.all_reduce(squares)
-    norm = squares.sqrt().item()
+    norm = _norm(shards)
     _scaled(shards, norm, max_norm)
     return min(norm, max_norm)
 
@@ -275,9 +275,7 @@ def everything_sent(shards, max_norm):
 def nothing_to_do_without_shards(shards, max_norm):
     if not shards:
         return 0.0
-    squares = _squares(shards)
-    dist.all_reduce(squares)
-    norm = squares.sqrt().item()
+    norm = _norm(shards)
     _scaled(shards, norm, max_norm)
     return norm
 
@@ -317,10 +315,8 @@ def the_own_norm_decides(shards, max_norm):
 
 
 def divided_by_nothing(shards, max_norm):
-    squares = _squares(shards)
-    dist.all_reduce(squares)
-    norm = squares.sqrt().item()
-    factor = min(1.0, max_norm / squares.sqrt()[0].item())
+    norm = _norm(shards)
+    factor = min(1.0, max_norm / norm)
     for shard in shards:
         shard.mul_(factor)
     return norm
