@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+
+# Before PyTorch is there: its threads, in kernels, too, sleep while they wait. On two
+# cores with others beside them they would spin, for most of the time of all tests.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import signal
 import time
 from pathlib import Path

@@ -553,3 +553,13 @@ def test_lab_really(clone, tmp_path):
 
 def command_line(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_bytes().decode()
+
+
+def test_pytorchs_threads_sleep_while_they_wait(monkeypatch, capsys):
+    """In commands, and in the kernels that they start; unless somebody chose."""
+    for chosen in (None, "active"):
+        monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+        if chosen:
+            monkeypatch.setenv("OMP_WAIT_POLICY", chosen)
+        assert main(["plan", "--preset", "1m", "--gpus", "2"]) == 0
+        assert os.environ["OMP_WAIT_POLICY"] == (chosen or "passive")

@@ -45,11 +45,6 @@ LAYOUTS = {
         {"strategy": "zero3", "dp": 4, "shard": 2},
         {"strategy": "zero2", "tp": 2},
     ],
-    8: [
-        {"strategy": "ddp", "tp": 2, "pp": 2, "schedule": "interleaved"},
-        {"strategy": "zero1", "tp": 2, "pp": 2},
-        {"strategy": "zero3", "dp": 4, "shard": 2, "tp": 2},
-    ],
 }
 
 # Plain data

@@ -33,15 +33,6 @@ FOUR = {
 run = partial(train, 4, 8, GPT, 1e-2, clip=1.0, keep_state=True)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """On a busy machine two threads spin for each other, and round otherwise."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def histories(cases: dict, precisions: tuple) -> dict:
     """Return losses and the parameters' type of every case in every precision."""
     found = {}

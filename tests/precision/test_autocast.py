@@ -62,15 +62,6 @@ CALLS = {  # one of each function of the table, and others that it leaves alone
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """On a busy machine two threads spin for each other, and round otherwise."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def in_both(call, dtype: torch.dtype, given: torch.dtype) -> tuple:
     found = []
     for context in (Autocast(dtype), torch.autocast("cpu", dtype=dtype)):

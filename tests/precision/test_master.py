@@ -20,15 +20,6 @@ X = torch.arange(128).view(8, 16) % 96
 BF16 = torch.bfloat16
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """On a busy machine two threads spin for each other, and round otherwise."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def state(model: nn.Module) -> dict[str, torch.Tensor]:
     return {n: t.clone() for n, t in model.state_dict().items()}
 

@@ -102,14 +102,13 @@ def test_a_mistake_is_seen(mistake, ranks):
 
 
 def test_the_file_under_torchrun(tmp_path):
-    command = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"
-    for epochs, nproc in ((1, "2"), (2, "3")):
-        told = subprocess.run(
-            [sys.executable, *command, nproc, FILE, f"--epochs={epochs}"],
-            cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=180,
-            capture_output=True, text=True,
-        )  # fmt: skip
-        assert told.returncode == 0, told.stderr[-2000:]
-        [line] = told.stdout.splitlines()  # one rank speaks, of what is new
-        assert line.startswith(f"epoch {epochs - 1}: mean loss ")
+    command = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
+    told = subprocess.run(
+        [sys.executable, *command, FILE, "--epochs=2"],
+        cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=180,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert told.returncode == 0, told.stderr[-2000:]
+    for epoch, line in enumerate(told.stdout.splitlines()):  # one rank speaks
+        assert line.startswith(f"epoch {epoch}: mean loss ")
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"000001", "000002"}
