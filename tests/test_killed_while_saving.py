@@ -36,6 +36,8 @@ LAYOUTS = {  # ranks, options
     "tp": (2, {"strategy": "tp"}),
     "pp": (2, {"strategy": "pp", "schedule": "1f1b", "microbatches": 2}),
     "zero2 tp": (4, {"strategy": "zero2", "dp": 2, "tp": 2}),
+    "zero3 tp": (4, {"strategy": "zero3", "dp": 2, "tp": 2}),
+    "hybrid": (4, {"strategy": "zero3", "shard": 2}),
     "all axes": (
         8,
         {"strategy": "zero1", "dp": 2, "tp": 2, "pp": 2, "microbatches": 2},
