@@ -21,14 +21,16 @@ from ddp_course.mechanisms.agreement import start_as_replicas
 from ddp_course.mechanisms.buckets import BUCKET_CAP_MB, FIRST_BUCKET_MB, bucket_plan
 from ddp_course.mechanisms.engine import AllReduce, Engine
 from ddp_course.mechanisms.habits import Frozen
+from ddp_course.mechanisms.hooks import Averager
 
 
 class BucketedDistributedDataParallel(nn.Module):
     """Runs `module`, and averages its gradients in buckets while backward runs.
 
     Takes and returns what `module` does. When `backward` returns, every parameter's
-    `grad` is the mean over the ranks, with the same bits on all of them; a parameter
-    without a gradient counts as one with a gradient of zero. Buffers stay each rank's.
+    `grad` is the mean over the ranks, with the same bits on all of them. Where there is
+    no gradient on some ranks, zero counts; if on none, the parameter is left alone.
+    Buffers stay each rank's own.
 
     Args:
         module: the same on all ranks; rank 0's numbers are taken.
@@ -68,7 +70,8 @@ class BucketedDistributedDataParallel(nn.Module):
         if torch.is_grad_enabled():
             self.frozen.check()
             self.engine.expecting = self.require_backward_grad_sync
-        return self.module(*inputs, **kwargs)
+        with self.engine.counted():
+            return self.module(*inputs, **kwargs)
 
     def step(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the step of a module that goes backward by itself, such as a pipeline.
@@ -79,6 +82,8 @@ class BucketedDistributedDataParallel(nn.Module):
         averaged = self.require_backward_grad_sync
         with nullcontext() if averaged else self.engine.hold():
             return self.module.step(*inputs, **kwargs)
+
+    __getstate__ = Averager.__getstate__
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

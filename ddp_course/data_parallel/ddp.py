@@ -163,9 +163,9 @@ class DistributedDataParallel(BucketedDistributedDataParallel, Joinable):
 
     def _get_ready(self, averaged: bool) -> None:
         """Do what comes before a forward; all ranks do, also those without a batch."""
-        self.engine.wait()  # for what a pass has left that ended in an error
         if averaged:
             self.ending.forward_begins()
+        self.engine.recover()
         work = Join.notify_join_context(self)
         if work is not None and not self.divide_by_initial_world_size:
             self.ending.scale = 1 / work.get_future().wait()[0].item()

@@ -13,6 +13,7 @@ Both begin when backward has ended. Explained in chapter 04.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import compress
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from ddp_course.mechanisms.agreement import start_as_replicas
+from ddp_course.mechanisms.agreement import on_any_rank, start_as_replicas
 from ddp_course.mechanisms.habits import Frozen
 from ddp_course.mechanisms.hooks import Averager, on_gradient
 from ddp_course.mechanisms.timeline import Timeline
@@ -29,9 +30,10 @@ from ddp_course.mechanisms.timeline import Timeline
 class NaiveDistributedDataParallel(Averager, nn.Module):
     """Runs `module`, and averages its gradients over the ranks after each backward.
 
-    Takes and returns what `module` does. A parameter without a gradient counts as one
-    with a gradient of zero. No call is needed between backward and `optimizer.step()`.
-    Buffers, such as BatchNorm's means, stay each rank's own.
+    Takes and returns what `module` does. No call is needed between backward and
+    `optimizer.step()`. Where a parameter has no gradient on some ranks, zero counts; if
+    it has none on any, it is left alone. Buffers, such as BatchNorm's means, stay each
+    rank's own.
 
     Args:
         module: the same on all ranks; rank 0's numbers are taken.
@@ -63,8 +65,10 @@ class NaiveDistributedDataParallel(Averager, nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module."""
         self.frozen.check()
-        self.waiting = False  # whatever became of the last backward
-        return self.module(*inputs, **kwargs)
+        self.failed += self.waiting  # then the last backward has not ended
+        self.waiting = False
+        with self.counted():
+            return self.module(*inputs, **kwargs)
 
     def step(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the step of a module that goes backward by itself, such as a pipeline."""
@@ -87,10 +91,13 @@ class NaiveDistributedDataParallel(Averager, nn.Module):
     @torch.no_grad()
     def average(self) -> None:
         """Replace every gradient by its mean over the ranks."""
-        for parameter in self.trained:
-            if parameter.grad is None:  # the other ranks may have one, and wait for us
+        there = [parameter.grad is not None for parameter in self.trained]
+        used = on_any_rank(there, self.process_group, self.failed)
+        averaged = list(compress(self.trained, used))
+        for parameter in averaged:
+            if parameter.grad is None:  # other ranks have one, and wait for us
                 parameter.grad = torch.zeros_like(parameter)
-        self.all_means([parameter.grad for parameter in self.trained])
+        self.all_means([parameter.grad for parameter in averaged])
 
     def all_means(self, gradients: list[Tensor]) -> None:
         """Replace gradients by their means, one after the other."""

@@ -98,7 +98,7 @@ class AllReduceUsed(AllReduce):
         """
         self._passed = True
         slots = engine.slots
-        notes = shown_by_all([slot.fresh for slot in slots], self.group)
+        notes = shown_by_all([slot.fresh for slot in slots], self.group, engine.failed)
         for slot, column in zip(slots, zip(*notes, strict=True), strict=True):
             if "1" in column:
                 self._give_mean(slot)
@@ -142,7 +142,7 @@ class AllReduceUsed(AllReduce):
             engine.launch(bucket)
         engine.wait()
         silent = [False for _ in engine.slots]
-        notes = shown_by_all(silent, self.group, silent=True)
+        notes = shown_by_all(silent, self.group, engine.failed, silent=True)
         if not self.find:
             self._compare([slot.name for slot in engine.slots], notes)
             self.owed = None

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import ast
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch.distributed as dist
 
@@ -44,6 +45,16 @@ class Watch:
         self.doing = "its first collective"
         self.since: float | None = None
         self.seen: list[str] = []
+        self.failed = ""  # why others may wait for this one in what it has left
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Note if what is done in this block fails here: others may still be in it."""
+        try:
+            yield
+        except Exception as error:
+            self.failed = f"a {what} failed here ({type(error).__name__}: {error})"
+            raise
 
     def __call__(self, late: Sequence[int]) -> None:
         """Look once; `late` are the ranks that are waited for."""
@@ -51,6 +62,13 @@ class Watch:
             self.since = time.monotonic()
         if not self.is_long() or self.busy():
             return
+        if self.failed:
+            raise DeadlockError(
+                f"{self.failed}, and ranks {list(late)} have not come out of theirs: "
+                "they wait for this rank in it. Let all ranks skip a batch, or none"
+            )
+        if over := [r for r in late if self._asked(r).get("returned")]:
+            raise DeadlockError(f"ranks {over} have returned, and come to no collective")
         self._say({"group": self.ranks, "late": list(late), "doing": self.doing})
         circle = self._circle(list(late))
         # Twice the same: nobody has moved between two looks.
@@ -62,7 +80,7 @@ class Watch:
         """Note that the wait is over."""
         if self.is_long():
             self._say({})
-        self.since, self.seen = None, []
+        self.since, self.seen, self.failed = None, [], ""
 
     def is_long(self) -> bool:
         """Tell whether this rank has been waiting for long."""
@@ -90,6 +108,13 @@ class Watch:
         if not self.store.check([_key(rank)]):
             return {}
         return ast.literal_eval(self.store.get(_key(rank)).decode())
+
+
+def say_returned() -> None:
+    """Tell who may still wait for this rank that it comes to nothing any more."""
+    if dist.is_initialized():
+        store = dist.distributed_c10d._get_default_store()
+        store.set(_key(dist.get_rank()), repr({"returned": True}))
 
 
 def _key(rank: int) -> str:

@@ -29,6 +29,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from ddp_course.launch import rendezvous, stacks, strict  # noqa: F401 (registers)
+from ddp_course.launch.deadlock import say_returned
 from ddp_course.launch.packing import pack_value, unpack_call
 from ddp_course.launch.scratch import NamedFile, OpenFile
 from ddp_course.launch.topology import here
@@ -76,6 +77,7 @@ def main(orders: Orders, pipes: Pipes) -> None:
         value = fn(*args)
         seconds = time.monotonic() - started
         message = ("ok", seconds, pack_value(value))
+        say_returned()
     except BaseException as error:
         message = ("raised", time.monotonic() - started, _describe(error, labels))
     _flush()

@@ -4,6 +4,7 @@
     check_same          whatever else a strategy was given: words, compared
     check_along         a problem of one rank is raised on all, along several axes
     on_any_rank         flags: which are set on one rank at least
+    shown_by_all        the same flags, rank by rank; and who went on after an error
     described, digest   a tensor in words, to be compared
 
 Data parallelism rests on one promise: before every step all ranks have the same
@@ -23,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_course.collectives import communicator
+from ddp_course.collectives import CollectiveError, communicator
 
 TOGETHER = 25 << 20  # bytes
 SHOWN = 5  # of more differences only the number is told
@@ -203,21 +204,39 @@ def _together(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def shown_by_all(
-    flags: Sequence[bool], group: dist.ProcessGroup | None, silent: bool = False
+    flags: Sequence[bool],
+    group: dist.ProcessGroup | None,
+    failed: int = 0,
+    silent: bool = False,
 ) -> list[str]:
     """Return what each rank of the group shows: a "1" or "0" for each of its flags.
 
     Called by all ranks, as often by each. A rank that is `silent` shows as many "-". It
     is done where ranks agree on what they are about to send, in memory that they share
     on one machine: it takes microseconds, and less if all show the same.
+
+    `failed` is how many passes have ended in an error that the caller has caught. Who
+    goes on after one alone is a step ahead of the others, and averages another batch:
+    raises CollectiveError, on every rank, if these numbers differ.
     """
     own = "".join("-" if silent else "01"[bool(flag)] for flag in flags)
-    return communicator(group).agree_now("flags", show=own)
+    comm = communicator(group)
+    shown, counts = zip(*comm.agree_now("flags", show=(own, failed)), strict=True)
+    if len(set(counts)) > 1:
+        told = _by_rank([str(count) for count in counts], comm.ranks, reverse=True)
+        raise CollectiveError(
+            f"forwards and backwards that ended in an error: {told}. The gradients are "
+            "of different steps: let all ranks skip a batch, or none"
+        )
+    return list(shown)
 
 
-def on_any_rank(flags: Sequence[bool], group: dist.ProcessGroup | None) -> list[bool]:
-    """Return which flags are set on at least one rank; a collective call."""
-    return ["1" in column for column in zip(*shown_by_all(flags, group), strict=True)]
+def on_any_rank(
+    flags: Sequence[bool], group: dist.ProcessGroup | None, failed: int = 0
+) -> list[bool]:
+    """Return which flags are set on one rank at least, by what `shown_by_all` says."""
+    notes = shown_by_all(flags, group, failed)
+    return ["1" in column for column in zip(*notes, strict=True)]
 
 
 # ---- tensors, in words ---------------------------------------------------------------

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 
+from ddp_course.mechanisms.agreement import on_any_rank
 from ddp_course.mechanisms.buckets import Bucket, LiveBucket, Slot
 from ddp_course.mechanisms.hooks import Averager, on_gradient
 from ddp_course.mechanisms.timeline import Timeline, span
@@ -49,6 +50,8 @@ class AllReduce:
     if it is done; `empty(numel, dtype=..., device=...)` makes the memory of a bucket.
     Other endings override some methods, the moments of a bucket's life.
     """
+
+    unused: frozenset[Tensor] = frozenset()  # no rank has had a gradient of these
 
     def __init__(
         self,
@@ -88,9 +91,16 @@ class AllReduce:
         """A bucket has been waited for."""
 
     def settle(self, engine: Engine) -> None:
-        """All have arrived: every parameter gets a mean; zeros, if no rank had any."""
+        """All have arrived: what some rank had a gradient for gets the mean.
+
+        The rest has none, so that neither weight decay nor momentum moves it.
+        """
+        there = [s.fresh or s.parameter.grad is not None for s in engine.slots]
+        used = on_any_rank(there, self.group, engine.failed)
+        unused = (s for s, by_any in zip(engine.slots, used, strict=True) if not by_any)
+        self.unused = frozenset(slot.parameter for slot in unused)
         for slot in engine.slots:
-            slot.parameter.grad = slot.view
+            slot.parameter.grad = None if slot.parameter in self.unused else slot.view
 
     def keep(self, bucket: LiveBucket, slot: Slot) -> None:
         """A gradient has come in a pass that is not averaged: it only adds up."""
@@ -137,13 +147,13 @@ class Engine(Averager):
     def begin(self) -> None:
         """A backward pass has begun; the first gradient says so, if nobody else has."""
         if not self.running and not self.held:
+            self.recover()
             callback = functools.partial(self._backward_has_ended)
             self._callback = weakref.ref(callback)
             Variable._execution_engine.queue_callback(callback)
             self._begin(Timeline.begin())
 
     def _begin(self, timeline: Timeline) -> None:
-        self.wait()  # for what a pass has left that ended in an error
         self.timeline, self.next = timeline, 0
         for bucket in self.buckets:
             bucket.missing = len(bucket.slots)
@@ -206,6 +216,21 @@ class Engine(Averager):
             for slot in self.slots:
                 slot.fresh = False
 
+    def recover(self) -> None:
+        """After a pass that ended in an error: other ranks wait for what it has left.
+
+        Raises CollectiveError, on every rank, if it did not end so on all of them.
+        """
+        if self._callback is not None and not self.running:
+            self._callback = None
+            self.failed += 1
+            for bucket in self.buckets[self.next :]:
+                self.launch(bucket)
+            self.wait()
+            there = [slot.fresh for slot in self.slots]
+            on_any_rank(there, self.ending.group, self.failed)
+        self.wait()
+
     def wait(self) -> None:
         """Wait for all buckets that are under way."""
         for bucket in self.buckets:
@@ -222,6 +247,7 @@ class Engine(Averager):
     @torch.no_grad()
     def average(self) -> None:
         """Average the gradients that there are, outside of backward."""
+        self.recover()
         for slot in self.slots:
             slot.fresh = slot.parameter.grad is not None
         self._begin(Timeline(()))  # computing is over

@@ -42,24 +42,49 @@ def averaged_by(parameters: Iterable[Tensor], optimizer: Optimizer) -> None:
     """Note that gradients of these are means when `optimizer` says so, and in parts."""
     watch()
     for parameter in parameters:
-        parameter.averaged_by = weakref.ref(optimizer)
+        parameter.averaged_by = Weakly(optimizer)
+
+
+class Weakly(weakref.ref):
+    """A reference that nobody takes along: of a pickled one, None is left."""
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        """Tell pickle and copy so."""
+        return type(None), ()
 
 
 class Frozen:
-    """Those of some parameters that were frozen when a strategy was made of them."""
+    """Which of some parameters were frozen when a strategy was made of them.
 
-    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        self.parameters = {k: p for k, p in parameters.items() if not p.requires_grad}
+    What was is to stay so, since nobody would average it; and if what has these names
+    are `pieces`, with which nobody computes, what was not is to stay so, too.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, Tensor], *, pieces: bool = False
+    ) -> None:
+        told = ((name, p, p.requires_grad) for name, p in parameters.items())
+        self.kept = [(*of, trained) for *of, trained in told if pieces or not trained]
 
     def check(self) -> None:
-        """Raise RuntimeError if one is not any more: nobody would average it."""
-        for name, parameter in self.parameters.items():
-            if parameter.requires_grad:
+        """Raise RuntimeError for one that is not any more, or is now."""
+        for name, parameter, trained in self.kept:
+            if parameter.requires_grad != trained:
+                was, now = ("trained", "frozen") if trained else ("frozen", "trained")
                 raise RuntimeError(
-                    f"{name} was frozen when the model was wrapped, and is not any "
-                    "more: its gradients would stay this rank's own. Wrap the model "
-                    "again after it was unfrozen"
+                    f"{name} was {was} when the model was wrapped, and is {now} now: "
+                    "that comes too late for its gradients. Wrap the model again"
                 )
+
+
+def check_once(what: str) -> None:
+    """Raise RuntimeError in a backward whose gradients are to have gradients, too."""
+    if torch.is_grad_enabled():  # by create_graph=True
+        raise RuntimeError(
+            f"backward is called with create_graph=True, as for a gradient penalty; "
+            f"{what} has first gradients only. Take DistributedDataParallel or "
+            "ZeRO's optimizers"
+        )
 
 
 @functools.cache
@@ -91,8 +116,9 @@ def _check_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def in_parts(parameter: Tensor) -> bool:
     """Tell whether this rank's gradient of it is a part, of the whole or of a mean."""
     way = placed(parameter)
-    optimizer = getattr(parameter, "averaged_by", lambda: None)()
-    return optimizer is not None or (way is not None and way.divided)
+    optimizer = getattr(parameter, "averaged_by", None)
+    in_parts = optimizer is not None and optimizer() is not None
+    return in_parts or (way is not None and way.divided)
 
 
 def _clips_no_parts(clip: Callable[..., None]) -> Callable[..., None]:

@@ -139,6 +139,13 @@ class WholeState:
         where = names, self.plain.shapes, self.groups
         load_full_optimizer_state(optimizer, state_dict, *where)
 
+    def __getstate__(self) -> Any:
+        """Raise TypeError: a copy would have neither ranks nor numbers."""
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled: call "
+            "full_state_dict(), and build the model from it"
+        )
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm is at most `max_norm`; return it.
 

@@ -18,7 +18,6 @@ Chapters 10 and 11.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
@@ -107,8 +106,8 @@ class PipelineParallel(WholeState, Pipeline):
         program, plan = agreed(model, group, wanted, sizes, **options)
         comm = communicator(group)
         broadcast_all([*model.parameters(), *model.buffers()], comm.ranks[0], group)
-        bare = copy.copy(model)  # its methods, without keeping its layers
-        bare._modules = {}
+        bare = object.__new__(type(model))  # its methods, without keeping its layers
+        bare.__dict__ = {**vars(model), "_modules": {}}
         own_loss = loss_fn in (None, cross_entropy)
         own = getattr(bare, "loss_fn", cross_entropy)
         loss_fn = own if loss_fn is None else MeanLoss(loss_fn)
@@ -226,7 +225,9 @@ class PipelineParallel(WholeState, Pipeline):
 
     def _agree(self, name: str, x: Any, y: Any, problem: str | None) -> None:
         """Compare what is to be done, with which batch, before anything is sent."""
-        problem = problem or self._broken or self._problem_with(x, y)
+        if self._broken:  # the others wait inside of that step, or have heard of it
+            raise PipelineError(self._broken)
+        problem = problem or self._problem_with(x, y)
         self.comm.agree_now(f"{name}(x {described(x)}, y {described(y)})", problem)
         if hasattr(self.bare[0], "check_tokens"):
             self.bare[0].check_tokens(x, y)

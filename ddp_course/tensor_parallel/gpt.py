@@ -33,6 +33,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Variable
 
 from ddp_course.collectives import communicator
 from ddp_course.mechanisms.agreement import (
@@ -43,7 +44,7 @@ from ddp_course.mechanisms.agreement import (
     problem_with,
 )
 from ddp_course.mechanisms.exchange import MessageExchange
-from ddp_course.mechanisms.habits import leave_behind
+from ddp_course.mechanisms.habits import check_once, leave_behind
 from ddp_course.mechanisms.memory_exchange import MemoryExchange, memory_problem
 from ddp_course.mechanisms.placements import Replicate, Shard, place, placed
 from ddp_course.mechanisms.whole_state import PlainModel, WholeState
@@ -138,13 +139,24 @@ class TensorParallelGPT(WholeState, GPT):
         Raises CollectiveError, on every rank, if they are not the same, or do not fit.
         """
         self.check_tokens(idx, targets)
-        x = self.embed(idx)  # (B, T, C), or (B, T/tp, C) from here to the head
-        for block in self.blocks:
-            x = block(x)  # (B, T, C)
-        logits = self.head(x)  # (B, T, V/tp)
-        if targets is None:
-            return self.gather_logits(logits), None
-        return None, self.loss_fn(logits, targets)
+        with self.exchange.comm.watch.together("forward"):
+            x = self.embed(idx)  # (B, T, C), or (B, T/tp, C) from here to the head
+            for block in self.blocks:
+                x = block(x)  # (B, T, C)
+            logits = self.head(x)  # (B, T, V/tp)
+            if logits.requires_grad:
+                logits.register_hook(self._backward_begins)
+            if targets is None:
+                return self.gather_logits(logits), None
+            return None, self.loss_fn(logits, targets)
+
+    def _backward_begins(self, gradient: Tensor) -> None:
+        """Note that this rank is in a backward, until it has ended."""
+        check_once(type(self).__name__)
+        watch = self.exchange.comm.watch
+        watch.failed = "a backward has not ended here"
+        end = partial(setattr, watch, "failed", "")
+        Variable._execution_engine.queue_callback(end)
 
     # ---- for who calls embed, blocks and head one by one, as a pipeline does ---------
 

@@ -19,6 +19,7 @@ from ddp_course.mechanisms.agreement import (
     broadcast_all,
     check_same,
     form_of,
+    on_any_rank,
     problem_with,
 )
 from ddp_course.mechanisms.exchange import MessageExchange
@@ -34,8 +35,9 @@ class ShardedModule(WholeState, nn.Module):
 
     They have the plain names, and any elementwise optimizer can step them (SGD, AdamW,
     ...), in groups by name, too: to it they are vectors with their mean gradients. A
-    parameter without a gradient counts as one whose gradient is zero if others of its
-    unit have one. Buffers stay each rank's own; the whole state has the first rank's.
+    parameter that some rank has no gradient for counts as one whose gradient is zero
+    there; one that none has any for is left alone. Buffers stay each rank's own; the
+    whole state has the first rank's.
 
     Args:
         module: on the CPU or on this rank's GPU. What another parallelism has cut
@@ -88,7 +90,23 @@ class ShardedModule(WholeState, nn.Module):
             for name, piece in flat.pieces.items()
         }
         self.pieces = {name: pieces[name] for name in parameters}  # in the plain order
-        self.frozen = Frozen(self.pieces)
+        self.frozen = Frozen(self.pieces, pieces=True)
+
+    def _forget_unused(self) -> None:
+        """Let pieces be without a gradient that no rank had one for; all ranks call it.
+
+        Zeros would do in a sum, but weight decay and momentum would move them.
+        """
+        flats = [flat for unit in self.units for flat in unit.trainable]
+        there = [name not in flat.missed for flat in flats for name in flat.pieces]
+        for comm in self.comms:
+            there = on_any_rank(there, comm.group)
+        pieces = (piece for flat in flats for piece in flat.pieces.values())
+        for piece, by_any in zip(pieces, there, strict=True):
+            if not by_any:
+                piece.grad = None
+        for flat in flats:
+            flat.missed.clear()
 
     def _agreed_plan(
         self, module: Any, units: Chosen, problem: str | None, told: dict[str, Any]
@@ -149,13 +167,6 @@ class ShardedModule(WholeState, nn.Module):
         raise ShardedError(
             "call load_full_state_dict(state), or zero.sharded_checkpoint.load(folder, "
             "...)"
-        )
-
-    def __getstate__(self) -> Any:
-        """Raise ShardedError: a copy would have neither ranks nor numbers."""
-        raise ShardedError(
-            f"{type(self).__name__} cannot be copied or pickled: call "
-            "full_state_dict(), and build the model from it"
         )
 
     def extra_repr(self) -> str:

@@ -168,10 +168,13 @@ class ReduceScatterAndFree(ReduceScatter):
 
     def settle(self, engine: Engine) -> None:
         """All buckets have arrived; no parameter keeps a gradient."""
+        super().settle(engine)
+        for slot in engine.slots:
+            slot.parameter.grad = None
 
     def zero(self, set_to_none: bool) -> None:
         """Let go of the shards, or make them zeros."""
-        self.engine.wait()  # for what a pass has left that ended in an error
+        self.engine.recover()
         if set_to_none:
             self.shards.clear()
         for shard in self.shards.values():

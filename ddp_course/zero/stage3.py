@@ -201,13 +201,14 @@ class FullyShardedDataParallel(SimpleFullyShardedDataParallel):
     @torch.no_grad()
     def _backward_has_ended(self) -> None:
         """Send what is left, wait for what is under way, free what is still whole."""
-        super()._backward_has_ended()
+        self._backward_leaves()
         for unit in self.units[::-1]:  # of earlier passes, or gathered ahead
             unit.free()
             self._reduce(unit)
         self._settle()
         if self.cpu_offload:
             settle()
+        self._forget_unused()
         self._patience.close()
         self._same_on_all_ranks("backward", self.reduced)
         self.exchange.meet("a backward has ended")

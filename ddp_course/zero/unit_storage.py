@@ -50,6 +50,7 @@ class FlatStorage:
 
     Attributes:
         pieces: name -> this rank's part of the parameter, which may be empty.
+        missed: names of those that get zeros for a gradient, as autograd had none.
     """
 
     @torch.no_grad()
@@ -89,6 +90,7 @@ class FlatStorage:
         for flat in (self.sum,) if self.lasts else (self.whole, self.sum):
             label(flat, "communication buffers").untyped_storage().resize_(0)
         self.pieces = dict(self._pieces())
+        self.missed: set[str] = set()
 
     def _packed(self) -> Tensor:
         """Return the parameters side by side, followed by zeros."""
@@ -149,6 +151,9 @@ class FlatStorage:
         Copied and scaled in one pass over the memory, and freed one by one.
         """
         allocate(self.sum)
+        pairs = zip(self.pieces.items(), self.parameters, strict=True)
+        missed = (n for (n, piece), p in pairs if p.grad is None and piece.grad is None)
+        self.missed = set(missed)
         for view, parameter in zip(self.slots, self.parameters, strict=True):
             gradient, parameter.grad = parameter.grad, None
             if gradient is None:

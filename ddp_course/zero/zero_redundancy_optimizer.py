@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from ddp_course import collectives
 from ddp_course.collectives import communicator, shared_memory
 from ddp_course.measure import label
-from ddp_course.mechanisms.agreement import check_same, on_any_rank
+from ddp_course.mechanisms.agreement import check_same
 from ddp_course.mechanisms.buckets import BUCKET_CAP_MB, LiveBucket, Slot
 from ddp_course.mechanisms.engine import Engine
 from ddp_course.mechanisms.hooks import before_gradient, listeners
@@ -45,7 +45,6 @@ class Watchful(ReduceScatter):
     """What both endings look after, beside the numbers."""
 
     in_order = False  # buckets are launched in rank 0's order
-    unused: frozenset[Tensor] = frozenset()  # no rank has had a gradient of these
 
     def added(self, engine: Engine, bucket: LiveBucket) -> None:
         """The engine has one more bucket."""
@@ -72,20 +71,14 @@ class Watchful(ReduceScatter):
         super().pack(bucket, slot)
 
     def settle(self, engine: Engine) -> None:
-        """All buckets have arrived: see which parameters have got a gradient at all.
+        """All buckets have arrived: see in which order they became full.
 
-        One that has none on any rank keeps none: neither weight decay nor momentum may
-        move it, as in one process. From the second pass on, buckets are launched in the
-        order in which rank 0 has seen them become full: a model whose parameters come
-        in groups, all matrices first and all biases last, fills its buckets in an order
-        that no plan can know. PyTorch's DDP arranges its buckets anew for that.
+        From the second pass on, they are launched in the one that rank 0 has seen: a
+        model whose parameters come in groups, all matrices first and all biases last,
+        fills its buckets in an order that no plan can know. PyTorch's DDP arranges its
+        buckets anew for that.
         """
-        there = [s.fresh or s.parameter.grad is not None for s in engine.slots]
-        used = zip(engine.slots, on_any_rank(there, self.group), strict=True)
-        self.unused = frozenset(s.parameter for s, by_any in used if not by_any)
         super().settle(engine)
-        for parameter in self.unused:
-            parameter.grad = None
         if not self.in_order:
             seen = communicator(self.group).exchange(tuple(self.full))[0]
             turns = {index: turn for turn, index in enumerate(seen)}

@@ -210,7 +210,7 @@ def one_left_out(module: nn.Module) -> Ours:
     module.first.bias.requires_grad_(False)
     ddp = Ours(module, **SMALL_BUCKETS)
     module.first.bias.requires_grad_(True)
-    ddp.frozen.parameters.clear()  # or it would say so
+    ddp.frozen.kept.clear()  # or it would say so
     return ddp
 
 

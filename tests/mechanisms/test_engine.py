@@ -90,10 +90,10 @@ def a_pass_that_fails_and_another():
     return log, [parameter.grad.item() for parameter in parameters.values()]
 
 
-def test_what_a_failed_pass_has_left_under_way_arrives_before_it_is_overwritten():
+def test_what_a_failed_pass_has_left_is_sent_and_arrives_before_it_is_overwritten():
     [(log, gradients)] = spawn(a_pass_that_fails_and_another, world_size=1)
     assert log == [
-        *("pack a", "launch 0", "failed", "wait 0"),
+        *("pack a", "launch 0", "failed", "launch 1", "wait 0", "wait 1"),
         *("pack a", "launch 0", "pack b", "launch 1", "wait 0", "wait 1"),
     ]
     assert gradients == [1.0, 1.0]

@@ -1,194 +1,438 @@
-"""Habits that would be wrong in silence: each is refused, or right, on two ranks.
+"""Habits of those who know one process: each is right with a strategy, or refused.
 
-The same once more with PyTorch's tools as they are: there the harm is done.
+Every entry of chapter 08's table is run here on two ranks, and compared with one
+process. Then once more with the guards taken away: there the harm is done.
 """
 
 from __future__ import annotations
 
 import copy
-import pickle
-from functools import partial
+import datetime
+import io
+import os
+import traceback
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import mse_loss
 from torch.nn.utils import clip_grad_norm_
 
+from ddp_course.chapters.ch08_fsdp.habits import HABITS, STRATEGIES, habits, outcome
 from ddp_course.data_parallel import (
     BucketedDistributedDataParallel,
     DistributedDataParallel,
     FlatDistributedDataParallel,
     NaiveDistributedDataParallel,
 )
-from ddp_course.launch import spawn
-from ddp_course.mechanisms import habits
+from ddp_course.launch import RankError, spawn
+from ddp_course.mechanisms import engine, hooks
+from ddp_course.mechanisms import habits as guards
 from ddp_course.model import GPTConfig, build_gpt
 from ddp_course.pipeline import PipelineParallel
 from ddp_course.tensor_parallel import tensor_parallel
 from ddp_course.zero import (
     FullyShardedDataParallel,
     NaiveFullyShardedDataParallel,
-    NaiveZeroRedundancyOptimizer,
     ShardedGradientOptimizer,
     SimpleFullyShardedDataParallel,
-    Zero1,
-    Zero2,
     ZeroRedundancyOptimizer,
+    unit_storage,
 )
 
-GPT = GPTConfig(block_size=16, n_layer=2, n_head=2, d_model=24)
-SGD, INF = torch.optim.SGD, float("inf")
-AVERAGING = (
-    NaiveDistributedDataParallel,
-    FlatDistributedDataParallel,
-    BucketedDistributedDataParallel,
-    DistributedDataParallel,
-)
-SHARDED = (
-    NaiveFullyShardedDataParallel,
-    SimpleFullyShardedDataParallel,
-    FullyShardedDataParallel,
-)
-OPTIMIZERS = (Zero1, Zero2, ZeroRedundancyOptimizer, ShardedGradientOptimizer)
-DIVIDING = {c.__name__: c for c in SHARDED}
-DIVIDING |= {"tp": tensor_parallel, "pp": PipelineParallel}
-DIVIDING |= {c.__name__: c for c in (*OPTIMIZERS, NaiveZeroRedundancyOptimizer)}
-RANKS = 2
+ENDURANCE = bool(os.environ.get("DDP_COURSE_ENDURANCE"))
+GPT = GPTConfig(block_size=8, n_layer=2, n_head=2, d_model=16)
+SGD, ADAM = torch.optim.SGD, torch.optim.AdamW
+INF = float("inf")
+UNITS = {"units": ["0", "2"]}
 
 
-def error_of(call) -> str:
-    try:
-        call()
-    except (RuntimeError, TypeError, AssertionError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+def sharded_by_pytorch(model: nn.Module, group) -> nn.Module:
+    mesh = DeviceMesh.from_group(group or dist.group.WORLD, "cpu")
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh)
+    return model
 
 
-def made(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    gpt, make = build_gpt(GPT, 0), DIVIDING[name]
-    if isinstance(make, type) and issubclass(make, torch.optim.Optimizer):
-        return gpt, make(gpt.parameters(), SGD, lr=0.1)
-    model = make(gpt)
-    return model, SGD(model.parameters(), lr=0.1)
-
-
-def backward(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
-    x = torch.arange(64).view(4, 16)
-    if isinstance(model, PipelineParallel):  # goes backward by itself
-        model.step(x, x)
-        scaler.scale(torch.ones(()))
-    else:
-        scaler.scale(model(x, x)[1]).backward()
-
-
-def clipped(name: str) -> str:
-    model, _optimizer = made(name)
-    backward(model, torch.amp.GradScaler("cpu", enabled=False))
-    return error_of(lambda: clip_grad_norm_(model.parameters(), 1.0))
-
-
-def numbers(model: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
-def scaled(name: str) -> list:
-    """Return scales, and which steps were made: rank 1 has an inf in the first one."""
-    model, optimizer = made(name)
-    scaler, told = torch.amp.GradScaler("cpu", init_scale=8.0), []
-    for step in range(2):
-        optimizer.zero_grad()
-        backward(model, scaler)
-        before, own = numbers(model), optimizer
-        if isinstance(optimizer, OPTIMIZERS):
-            optimizer.give_gradients()
-            own = optimizer.optim
-        if dist.get_rank() == 1 and step == 0:
-            parts = (p for group in own.param_groups for p in group["params"])
-            some = next(p.grad for p in parts if p.grad is not None and p.numel())
-            some.view(-1)[0] = INF
-        scaler.step(optimizer)
-        scaler.update()
-        told += [scaler.get_scale(), not torch.equal(before, numbers(model))]
-    return told
-
-
-def before(make, **options) -> str:
-    gpt = build_gpt(GPT, 0)
-    optimizer = SGD(gpt.parameters(), lr=0.1)
-    model = make(gpt, **options)
-    backward(model, torch.amp.GradScaler("cpu", enabled=False))
-    return error_of(optimizer.step)
-
-
-def unfrozen(wrap) -> tuple[str, str]:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    model[0].requires_grad_(False)
-    wrapped = wrap(model)
-    first = error_of(lambda: wrapped(torch.ones(2, 3)).sum().backward())
-    for parameter in wrapped.parameters():
-        parameter.requires_grad_(True)
-    return first, error_of(lambda: wrapped(torch.ones(2, 3)).sum().backward())
-
-
-def everything(watched: bool) -> dict:
-    """Return for each habit and strategy what came of it."""
-    if not watched:
-        habits._put_around = lambda owner, name, make: None
-        habits._check_step = lambda optimizer, args, kwargs: None
-    told = {("clip", name): clipped(name) for name in DIVIDING}
-    for name in DIVIDING if watched else ():  # ranks that disagree may wait for ever
-        told["scaler", name] = scaled(name)
-    for name in ("tp", "pp", "FullyShardedDataParallel"):
-        told["scaler", name] = scaled(name)
-    for make in (*SHARDED, tensor_parallel):
-        told["before", make.__name__] = before(make)
-    for wrap in (*AVERAGING, *SHARDED):
-        told["unfrozen", wrap.__name__] = unfrozen(wrap)
-        wrapped = wrap(nn.Linear(3, 3))
-        for copied in (copy.deepcopy, pickle.dumps):
-            told[copied.__name__, wrap.__name__] = error_of(partial(copied, wrapped))
-    plain = build_gpt(GPT, 0)  # and it may be trained on
-    optimizer = SGD(plain.parameters(), lr=0.1)
-    tensor_parallel(plain)
-    backward(plain, torch.amp.GradScaler("cpu", enabled=False))
-    clip_grad_norm_(plain.parameters(), 1.0)
-    told["plain", ""] = error_of(optimizer.step)
-    return told
-
-
-WORDS = {
-    "clip": "of what has divided them",
-    "before": "make it afterwards",
-    "unfrozen": "Wrap the model again",
-    "deepcopy": "cannot be copied or pickled",
-    "dumps": "cannot be copied or pickled",
-    "plain": "no error",
+WRAP = {  # (model, group) -> what is trained
+    "one": lambda model, _: model,
+    "naive": NaiveDistributedDataParallel,
+    "flat": FlatDistributedDataParallel,
+    "bucketed": BucketedDistributedDataParallel,
+    "ddp": DistributedDataParallel,
+    "zero1": lambda model, _: model,
+    "zero2": lambda model, _: model,
+    "zero3": lambda m, group: FullyShardedDataParallel(m, group, **UNITS),
+    "simple": lambda m, group: SimpleFullyShardedDataParallel(m, group, **UNITS),
+    "gathered": lambda m, group: NaiveFullyShardedDataParallel(m, group, **UNITS),
+    "tp": tensor_parallel,
+    "pp": lambda m, group: PipelineParallel(m, "1f1b", 2, group, loss_fn=mse_loss),
+    "DDP": lambda m, group: nn.parallel.DistributedDataParallel(m),
+    "fully_shard": sharded_by_pytorch,
+}
+OPTIMIZERS = {"zero1": ZeroRedundancyOptimizer, "zero2": ShardedGradientOptimizer}
+ALSO = {  # other rungs, of which the same must be true
+    "naive": ("flat", "bucketed"),
+    "zero1": ("zero2",),
+    "zero3": ("simple", "gathered"),
 }
 
 
-@pytest.fixture(scope="module")
-def told() -> list[dict]:
-    return spawn(everything, True, world_size=RANKS, output="none", timeout=120)
+class Bed:
+    """A small training with one strategy; of two ranks with other rows, or one batch.
+
+    `halves` is one process that does for each half of the rows what a rank would.
+    """
+
+    def __init__(self, name: str, like: str = "", halves: bool = False) -> None:
+        self.name, self.halves, self.group = name, halves, None
+        self.cut = (like or name) == "tp"  # a GPT, else an nn.Sequential
+        if name != "one":
+            self.group = dist.new_group(timeout=datetime.timedelta(seconds=30))
+        self.model = build_gpt(GPT, 0) if self.cut else self.plain()
+
+    def plain(self) -> nn.Module:
+        torch.manual_seed(0)
+        layers = nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)
+        return nn.Sequential(*layers)
+
+    def layer(self, first: bool = False) -> nn.Module:
+        if self.cut:
+            return self.model.embed if first else self.model.blocks[0].mlp.up
+        return self.model[0 if first else 2]
+
+    def wrap(self) -> None:
+        self.model = WRAP[self.name](self.model, self.group)
+
+    def optimizer(self, cls=SGD, **options):
+        options = {"lr": 0.1, **options}
+        if self.name in OPTIMIZERS:
+            own = OPTIMIZERS[self.name]
+            return own(self.model.parameters(), cls, self.group, **options)
+        return cls(self.model.parameters(), **options)
+
+    def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        chance = torch.Generator().manual_seed(step)
+        x, y = torch.randn(4, 6, generator=chance), torch.randn(4, 1, generator=chance)
+        if self.cut:
+            x, y = torch.randint(96, (2, 4, 8), generator=chance)
+        if self.name in ("one", "tp", "pp"):
+            return x, y
+        return tuple(t.chunk(2)[dist.get_rank()] for t in (x, y))
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.model(x, y)[1] if self.cut else mse_loss(self.model(x), y)
+
+    def backward(self, step: int, scale=lambda loss: loss) -> None:
+        x, y = self.batch(step)
+        if self.name == "pp":  # goes backward by itself
+            self.model.step(x, y)
+            factor = scale(torch.ones(())).item()
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+        elif self.halves:
+            for rows in zip(x.chunk(2), y.chunk(2), strict=True):
+                scale(self.loss(*rows) / 2).backward()
+        else:
+            scale(self.loss(x, y)).backward()
+
+    def train(self, optimizer, steps=2) -> dict[str, torch.Tensor]:
+        for step in range(steps):
+            optimizer.zero_grad()
+            self.backward(step)
+            optimizer.step()
+        return self.state()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        if hasattr(self.model, "full_state_dict"):
+            state = self.model.full_state_dict()
+        else:
+            state = self.model.state_dict()
+        return {
+            name.removeprefix("module."): getattr(v, "full_tensor", lambda v=v: v)()
+            for name, v in state.items()
+            if "running" not in name and "num_" not in name
+        }
 
 
-def test_habits_are_right_or_refused_on_every_rank(told):
-    for rank in told:
-        for (habit, name), text in rank.items():
-            if habit == "scaler":
-                assert text == [4.0, False, 4.0, True], name
-            elif habit == "unfrozen":
-                assert text[0] == "no error", name
-                assert WORDS[habit] in text[1], (name, text)
-            else:
-                assert WORDS[habit] in text, (habit, name, text)
+# ---- the habits, in the order of the table -------------------------------------------
 
 
-def test_they_are_wrong_in_silence_with_tools_that_know_of_one_process():
-    wrong = spawn(everything, False, world_size=RANKS, output="none", timeout=120)
-    for habit, name in wrong[0]:
-        texts = [rank[habit, name] for rank in wrong]
-        if habit in ("clip", "before"):
-            assert texts == ["no error"] * RANKS, (habit, name)
-        elif habit == "scaler":
-            assert texts[0] != texts[1], name  # replicas, or parts, that disagree
+def adds_up(bed: Bed):
+    bed.wrap()
+    optimizer = bed.optimizer()
+    bed.backward(0)
+    bed.backward(1)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    bed.backward(2)
+    optimizer.step()
+    return bed.state()
+
+
+def optimizer_before(bed: Bed):
+    optimizer = bed.optimizer()
+    bed.wrap()
+    return bed.train(optimizer)
+
+
+def clips(bed: Bed):
+    bed.wrap()
+    optimizer = bed.optimizer()
+    bed.backward(0)
+    clip_grad_norm_(bed.model.parameters(), 0.01)
+    optimizer.step()
+    return bed.state()
+
+
+def scales(bed: Bed):
+    """Rank 1 has an inf in its loss; where the model is cut, in its part of a mean."""
+    bed.wrap()
+    optimizer, scaler = bed.optimizer(), torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(2):
+        optimizer.zero_grad()
+        here = step == 0 and (bed.name == "one" or dist.get_rank() == 1)
+        cut = bed.name not in ("one", "naive", "flat", "bucketed", "ddp", "DDP")
+        factor = INF if here and not cut else 1.0
+        bed.backward(step, lambda loss, factor=factor: scaler.scale(loss) * factor)
+        if here and cut:
+            own = optimizer
+            if bed.name in OPTIMIZERS:
+                optimizer.give_gradients()
+                own = optimizer.optim
+            parts = (p for group in own.param_groups for p in group["params"])
+            some = next(p.grad for p in parts if p.grad is not None and p.numel())
+            getattr(some, "_local_tensor", some).view(-1)[0] = INF
+        scaler.step(optimizer)
+        scaler.update()
+    return bed.state() | {"scale": torch.tensor(scaler.get_scale())}
+
+
+def copies(bed: Bed):
+    bed.wrap()
+    bed.model = copy.deepcopy(bed.model)
+    return bed.train(bed.optimizer())
+
+
+def pickles(bed: Bed):
+    bed.wrap()
+    bed.optimizer()
+    torch.save(bed.model, file := io.BytesIO())
+    file.seek(0)
+    bed.model = torch.load(file, weights_only=False)
+    return bed.train(bed.optimizer())
+
+
+def unfreezes(bed: Bed):
+    bed.layer(first=True).requires_grad_(False)
+    bed.wrap()
+    optimizer = bed.optimizer()
+    bed.train(optimizer, 1)
+    for parameter in bed.model.parameters():
+        parameter.requires_grad_(True)
+    return bed.train(optimizer)
+
+
+def freezes(bed: Bed):
+    bed.wrap()
+    optimizer = bed.optimizer()
+    bed.train(optimizer, 1)
+    for name, parameter in bed.model.named_parameters():
+        if name.removeprefix("module.").startswith(("0.", "embed.")):
+            parameter.requires_grad_(False)
+    return bed.train(optimizer)
+
+
+def clamps(bed: Bed):
+    def clamp(module: nn.Module, args: tuple) -> None:
+        with torch.no_grad():
+            module.weight.clamp_(-0.05, 0.05)
+
+    if not bed.cut:
+        bed.layer().register_forward_pre_hook(clamp)
+    bed.wrap()
+    if bed.cut:  # its layers are other ones
+        bed.layer().register_forward_pre_hook(clamp)
+    return bed.train(bed.optimizer())
+
+
+def penalizes(bed: Bed):
+    bed.wrap()
+    optimizer, (x, y), kept = bed.optimizer(), bed.batch(0), []
+    if bed.cut:  # of what the tokens are embedded in
+        embed = bed.model.embed
+        embed.register_forward_hook(lambda module, args, out: kept.append(out))
+    else:
+        kept.append(x.requires_grad_())
+    loss = bed.loss(x, y)
+    (gradient,) = torch.autograd.grad(loss * len(x), kept, create_graph=True)
+    (loss + gradient.flatten(1).square().sum(1).mean()).backward()
+    optimizer.step()
+    return bed.state()
+
+
+def leaves_unused(bed: Bed):
+    bed.layer().spare = nn.Parameter(torch.ones(5))
+    bed.wrap()
+    return bed.train(bed.optimizer(ADAM, weight_decay=0.5))
+
+
+def normalizes(bed: Bed):
+    bed.model[1] = nn.BatchNorm1d(8)
+    bed.wrap()
+    return bed.train(bed.optimizer())
+
+
+def catches(bed: Bed):
+    """Rank 1 has an error in its second forward, and goes on with the next batch."""
+    bad = []
+
+    def fail(module: nn.Module, args: tuple) -> None:
+        if bad:
+            raise ZeroDivisionError(bad.pop())
+
+    bed.layer().register_forward_pre_hook(fail)
+    bed.wrap()
+    if bed.cut:
+        bed.layer().register_forward_pre_hook(fail)
+    optimizer = bed.optimizer()
+    for step in range(4):
+        if step == 1 and bed.name != "one" and dist.get_rank() == 1:
+            bad.append("a bad row")
+        try:
+            bed.train(optimizer, 1)
+        except ZeroDivisionError:
+            optimizer.zero_grad()
+    return bed.state()
+
+
+RUN = dict(
+    zip(
+        HABITS,
+        (
+            adds_up,
+            optimizer_before,
+            clips,
+            scales,
+            copies,
+            pickles,
+            unfreezes,
+            freezes,
+            clamps,
+            penalizes,
+            leaves_unused,
+            normalizes,
+            catches,
+        ),
+        strict=True,
+    )
+)
+*OTHERS, CATCHES = HABITS
+
+
+def came_of(habit: str, name: str, like: str) -> str:
+    """Return the word for what comes of a habit, and the error."""
+    try:
+        state = RUN[habit](Bed(name))
+    except Exception as error:
+        raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+        own = "ddp_course" in raised_in and "gloo" not in str(error)
+        return f"{'refused' if own else 'error'}: {type(error).__name__}: {error}"
+    for word, halves in (("right", False), ("per rank", True)):
+        one = RUN[habit](Bed("one", like=like, halves=halves))
+        near = (torch.allclose(state[k], one[k], atol=1e-5) for k in state)
+        if (state or dist.get_rank()) and all(near):
+            return word
+    return "wrong"
+
+
+def rungs(strategy: str) -> tuple[str, ...]:
+    return strategy, *ALSO.get(strategy, ())
+
+
+def without_guards() -> None:
+    """The plant: nobody looks after anything."""
+    guards._put_around = lambda owner, name, make: None
+    guards._check_step = lambda optimizer, args, kwargs: None
+    guards.Frozen.check = lambda self: None
+    unit_storage.Unit.check_unchanged = lambda self: None
+    engine.on_any_rank = lambda flags, group, failed: [True for _ in flags]
+    hooks.Averager.__getstate__ = lambda self: {}
+
+
+GUARDED = {  # habit, strategy -> what comes of it without
+    (OTHERS[1], "tp"): "wrong",
+    (OTHERS[2], "zero3"): "wrong",
+    (OTHERS[2], "pp"): "wrong",
+    (OTHERS[3], "zero3"): "wrong",
+    (OTHERS[3], "tp"): "wrong",
+    (OTHERS[6], "flat"): "wrong",
+    (OTHERS[6], "ddp"): "wrong",
+    (OTHERS[7], "zero3"): "wrong",
+    (OTHERS[8], "zero3"): "wrong",
+    (OTHERS[10], "bucketed"): "wrong",
+}
+
+
+def everything(pairs: list[tuple[str, str, str]], guarded: bool = True) -> list[str]:
+    if not guarded:
+        without_guards()
+    told = []
+    for habit, name, like in pairs:
+        told.append(came_of(habit, name, like))
+        dist.barrier()
+    return told
+
+
+def test_every_entry_of_the_table_is_what_comes_of_it_on_every_rank():
+    pairs = [
+        (habit, rung, strategy)
+        for habit in HABITS
+        for strategy in STRATEGIES
+        for rung in rungs(strategy)
+        if outcome(habit, strategy) != "-"
+        and (habit != CATCHES or strategy in ("naive", "ddp"))
+    ]
+    ranks = spawn(everything, pairs, world_size=2, output="none", timeout=120)
+    for pair, *told in zip(pairs, *ranks, strict=True):
+        wanted = outcome(pair[0], pair[2])
+        for text in told:
+            assert text.partition(":")[0] == wanted, (pair, told)
+            assert wanted != "refused" or len(text) > 80, text  # says what to do
+
+
+def test_without_their_guards_they_are_wrong_in_silence():
+    pairs = [(habit, rung, rung) for habit, rung in GUARDED]
+    ranks = spawn(everything, pairs, False, world_size=2, output="none", timeout=60)
+    assert dict(zip(GUARDED, ranks[0], strict=True)) == GUARDED
+
+
+WAITING = ["zero1", "zero3", "tp", "pp"] + ["DDP", "fully_shard"] * ENDURANCE
+
+
+def waits_at_the_end(strategy: str) -> str:
+    told = came_of(CATCHES, strategy, strategy)
+    if told.startswith("refused"):
+        raise RuntimeError(told)
+    return told
+
+
+@pytest.mark.parametrize("strategy", WAITING)
+def test_who_goes_on_alone_after_an_error_is_told(strategy):
+    """By the strategy, on one rank at least, or by the launcher."""
+    with pytest.raises(RankError) as caught:
+        spawn(waits_at_the_end, strategy, world_size=2, output="none", timeout=60)
+    refused = outcome(CATCHES, strategy) == "refused"
+    assert ("refused: " in str(caught.value)) == refused, caught.value
+
+
+def test_the_table_says_what_its_words_mean():
+    text = habits().data
+    assert all(len(line.split("|")) == 11 for line in text.splitlines() if "|" in line)
+    assert "| a gradient penalty | right | right | right | refused | refused |" in text
+    words = {outcome(habit, name) for habit in HABITS for name in STRATEGIES}
+    assert all(f"*{word}*" in text for word in words)

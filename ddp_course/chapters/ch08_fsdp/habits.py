@@ -1,0 +1,85 @@
+"""What one may do with a wrapped model, and with which strategy: a table of facts.
+
+Each entry is run by `tests/mechanisms/test_habits.py`, PyTorch's two columns too, which
+are what torch 2.13 does on the CPU.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from IPython.display import Markdown
+
+STRATEGIES = ("naive", "ddp", "zero1", "zero3", "tp", "pp", "DDP", "fully_shard")
+NOTES = MappingProxyType(
+    {
+        "right": "as in one process",
+        "refused": "an error that says what to do, at the latest at the first step",
+        "per rank": "each rank for its own rows, not as in one process",
+        "waits": "for the rank that is missing, until the launcher names it",
+        "wrong": "other numbers, and no error",
+        "error": "one of PyTorch's, or of gloo's",
+        "-": "does not arise",
+    }
+)
+HABITS = MappingProxyType(
+    {
+        "two backwards add up": (
+            "right    right    right    right    right    right    right    right"
+        ),
+        "an optimizer made before wrapping": (
+            "right    right    -        refused  refused  right    right    wrong"
+        ),
+        "`clip_grad_norm_` of torch": (
+            "right    right    refused  refused  refused  refused  right    right"
+        ),
+        "an inf on one rank, `GradScaler`": (
+            "right    right    right    right    right    right    right    right"
+        ),
+        "`copy.deepcopy`": (
+            "refused  refused  right    refused  refused  refused  right    error"
+        ),
+        "`torch.save(model)`": (
+            "refused  refused  right    refused  refused  refused  right    error"
+        ),
+        "a layer unfrozen later": (
+            "refused  refused  refused  refused  right    right    wrong    right"
+        ),
+        "a layer frozen later": (
+            "right    refused  right    refused  right    right    error    right"
+        ),
+        "weights changed in `forward`": (
+            "right    right    right    refused  right    right    right    wrong"
+        ),
+        "a gradient penalty": (
+            "right    right    right    refused  refused  -        right    error"
+        ),
+        "an unused parameter, weight decay": (
+            "right    refused  right    right    -        right    error    right"
+        ),
+        "BatchNorm in training": (
+            "per_rank per_rank per_rank per_rank -        refused  per_rank per_rank"
+        ),
+        "an error that one rank catches": (
+            "refused  refused  waits    refused  refused  refused  waits    error"
+        ),
+    }
+)
+
+
+def outcome(habit: str, strategy: str) -> str:
+    """Return what comes of a habit; `strategy` is one of STRATEGIES."""
+    words = HABITS[habit].split()
+    return words[STRATEGIES.index(strategy)].replace("_", " ")
+
+
+def habits() -> Markdown:
+    """Return the table, and what its words mean."""
+    heads = ["naive, flat", "ddp", "zero1, zero2", "zero3", "tp", "pp"]
+    heads += [f"PyTorch's `{name}`" for name in STRATEGIES[-2:]]
+    lines = [f"| | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
+    for habit in HABITS:
+        told = (outcome(habit, strategy) for strategy in STRATEGIES)
+        lines.append(f"| {habit} | {' | '.join(told)} |")
+    notes = "; ".join(f"*{word}*: {means}" for word, means in NOTES.items())
+    return Markdown("\n".join(lines) + f"\n\n{notes}.")
