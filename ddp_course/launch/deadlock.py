@@ -68,7 +68,9 @@ class Watch:
                 "they wait for this rank in it. Let all ranks skip a batch, or none"
             )
         if over := [r for r in late if self._asked(r).get("returned")]:
-            raise DeadlockError(f"ranks {over} have returned, and come to no collective")
+            raise DeadlockError(
+                f"ranks {over} have returned, and come to no collective"
+            )
         self._say({"group": self.ranks, "late": list(late), "doing": self.doing})
         circle = self._circle(list(late))
         # Twice the same: nobody has moved between two looks.

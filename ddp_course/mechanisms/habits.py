@@ -77,13 +77,13 @@ class Frozen:
                 )
 
 
-def check_once(what: str) -> None:
-    """Raise RuntimeError in a backward whose gradients are to have gradients, too."""
-    if torch.is_grad_enabled():  # by create_graph=True
+def check_first_order() -> None:
+    """Raise RuntimeError in a backward pass that is itself recorded."""
+    if torch.is_grad_enabled():
         raise RuntimeError(
-            f"backward is called with create_graph=True, as for a gradient penalty; "
-            f"{what} has first gradients only. Take DistributedDataParallel or "
-            "ZeRO's optimizers"
+            "create_graph=True: the gradient of a gradient needs what this parallelism "
+            "has freed, or computed in one piece. For a gradient penalty, or forces, "
+            "take DistributedDataParallel or ZeroRedundancyOptimizer"
         )
 
 

@@ -44,7 +44,7 @@ from ddp_course.mechanisms.agreement import (
     problem_with,
 )
 from ddp_course.mechanisms.exchange import MessageExchange
-from ddp_course.mechanisms.habits import check_once, leave_behind
+from ddp_course.mechanisms.habits import check_first_order, leave_behind
 from ddp_course.mechanisms.memory_exchange import MemoryExchange, memory_problem
 from ddp_course.mechanisms.placements import Replicate, Shard, place, placed
 from ddp_course.mechanisms.whole_state import PlainModel, WholeState
@@ -152,7 +152,7 @@ class TensorParallelGPT(WholeState, GPT):
 
     def _backward_begins(self, gradient: Tensor) -> None:
         """Note that this rank is in a backward, until it has ended."""
-        check_once(type(self).__name__)
+        check_first_order()
         watch = self.exchange.comm.watch
         watch.failed = "a backward has not ended here"
         end = partial(setattr, watch, "failed", "")

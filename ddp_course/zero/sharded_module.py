@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -130,15 +129,6 @@ class ShardedModule(WholeState, nn.Module):
         if failed:
             raise failed
         return plan
-
-    def check_first_order(self) -> None:
-        """Raise ShardedError in a backward pass that is itself recorded."""
-        if torch.is_grad_enabled():
-            raise ShardedError(
-                "create_graph=True: the gradient of a gradient needs parameters again "
-                "that are freed by then. For a gradient penalty, or forces, take "
-                "DistributedDataParallel or ZeroRedundancyOptimizer"
-            )
 
     # ---- what torch.nn.Module would do, were it whole --------------------------------
 

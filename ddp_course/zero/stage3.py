@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from ddp_course.collectives.patience import patient
 from ddp_course.mechanisms.exchange import MessageExchange
+from ddp_course.mechanisms.habits import check_first_order
 from ddp_course.mechanisms.memory_exchange import MemoryExchange, memory_problem
 from ddp_course.mechanisms.timeline import Timeline, span
 from ddp_course.zero.offload import OffloadedStorage, settle
@@ -173,7 +174,7 @@ class FullyShardedDataParallel(SimpleFullyShardedDataParallel):
     def _backward_comes(self, unit: Unit, gradients: Any = None) -> None:
         """The gradient of an output of `unit` is there."""
         if not self.open:
-            self.check_first_order()
+            check_first_order()
             self.reduced, self.timeline = [], Timeline.begin()
             self._be_patient()
         super()._backward_comes(unit)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.autograd import Variable
 
 from ddp_course.mechanisms.agreement import on_any_rank
+from ddp_course.mechanisms.habits import check_first_order
 from ddp_course.mechanisms.hooks import on_backward, tensors_in
 from ddp_course.zero.sharded_module import ShardedModule
 
@@ -49,7 +50,7 @@ class NaiveFullyShardedDataParallel(ShardedModule):
 
     def _backward_begins(self) -> None:
         if not self.running:
-            self.check_first_order()
+            check_first_order()
             self.running = True
             Variable._execution_engine.queue_callback(self._backward_has_ended)
 
@@ -62,6 +63,7 @@ class NaiveFullyShardedDataParallel(ShardedModule):
             flat.collect()
             dist.all_reduce(flat.sum, group=self.process_group)
             flat.reduced()
+        self._forget_unused()
         self._free_all()
 
     def _free_all(self) -> None:

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
+from ddp_course.mechanisms.habits import check_first_order
 from ddp_course.mechanisms.hooks import tensors_in
 from ddp_course.zero.sharded_module import ShardedModule
 from ddp_course.zero.unit_storage import Unit
@@ -88,7 +89,7 @@ class SimpleFullyShardedDataParallel(ShardedModule):
         if unit in self.open:
             return
         if not self.open:
-            self.check_first_order()
+            check_first_order()
             Variable._execution_engine.queue_callback(self._backward_has_ended)
             if unit is not self.root:
                 self._backward_comes(self.root)
@@ -107,6 +108,7 @@ class SimpleFullyShardedDataParallel(ShardedModule):
     @torch.no_grad()
     def _backward_has_ended(self) -> None:
         self._backward_leaves()
+        self._forget_unused()
 
     # ---- what is done then -----------------------------------------------------------
 

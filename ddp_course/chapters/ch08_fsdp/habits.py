@@ -16,7 +16,7 @@ NOTES = MappingProxyType(
         "right": "as in one process",
         "refused": "an error that says what to do, at the latest at the first step",
         "per rank": "each rank for its own rows, not as in one process",
-        "waits": "for the rank that is missing, until the launcher names it",
+        "waits": "a step behind the others, and in the end for one that has returned",
         "wrong": "other numbers, and no error",
         "error": "one of PyTorch's, or of gloo's",
         "-": "does not arise",
