@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import difflib
 import functools
+import html
 import inspect
 import re
 import textwrap
@@ -17,6 +18,8 @@ from types import ModuleType
 from typing import Any
 
 from IPython.display import Markdown
+
+COLORS = {"+": "rgba(46,160,67,0.25)", "-": "rgba(218,54,51,0.25)"}  # in, and out
 
 
 def show_source(*objects: Any, docstring: bool = True) -> Markdown:
@@ -59,7 +62,7 @@ def show_diff(
     title = f"`{_name(a)}` → `{_name(b)}` in " + " → ".join(f"`{f}`" for f in files)
     if not body:
         return Markdown(f"{title}: the same source.")
-    return Markdown(f"{title}\n\n{_fence('diff', chr(10).join(body))}")
+    return Markdown(f"{title}\n\n{_colored(body)}")
 
 
 def source(thing: Any, docstring: bool = True) -> str:
@@ -122,6 +125,23 @@ def _without_docstrings(text: str) -> str:
 def _has_docstring(node: ast.AST) -> bool:
     kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
     return isinstance(node, kinds) and ast.get_docstring(node, clean=False) is not None
+
+
+def _colored(lines: list[str]) -> str:
+    """Return a difference in HTML, as JupyterLab colours none; its lines stay lines.
+
+    The colours are thin, so that text is dark on light in a light theme and light on
+    dark in a dark one.
+    """
+    told = []
+    for line in lines:
+        text = html.escape(line, quote=False).replace("$", "&#36;")  # no formula
+        color = COLORS.get(line[:1])
+        style = f'<span style="background-color:{color}">'
+        told.append(f"{style}{text}</span>" if color else text)
+    return (
+        "\n".join(['<pre style="word-break:normal">' + told[0], *told[1:]]) + "</pre>"
+    )
 
 
 def _fence(language: str, text: str) -> str:

@@ -43,7 +43,7 @@ CELLS = {
     RIGHT: "✓ **my_slice: passed.**",
     "show_source(peer_on_next_node)": "`this notebook`\n\n```python\ndef peer_on",
     "show_solution('node_group')": "`ddp_course/chapters/ch01_ranks/solutions.py`",
-    "show_diff(cluster, groups)": "```diff",
+    "show_diff(cluster, groups)": "<pre style=",
     "Prediction('How many?', 3).compare(measured=4, theory=4)": "| theory | 4 | 1 |",
     "gallery(cluster, [dict(nnodes=1, nproc_per_node=2)] * 2)": "src='data:image/svg",
     "explore(cluster, nnodes=(1, 8), nproc_per_node=(1, 8))": "interactive(children=",

@@ -3,6 +3,7 @@
 import ast
 import difflib
 import functools
+import html
 import re
 from pathlib import Path
 
@@ -14,14 +15,18 @@ from ddp_course.chapters.ch01_ranks.exercises import check_global_rank
 from ddp_course.lab import Drawing, Prediction, show_diff, show_source
 from ddp_course.lab import palette as palette_module
 from ddp_course.lab.palette import darker, lighter
+from ddp_course.lab.source import COLORS
 from ddp_course.launch import Topology, topology
 
 ROOT = Path(ddp_course.__file__).parents[1]
 
 
-def fenced(markdown, language="python"):
+IN, OUT = (f'<span style="background-color:{COLORS[sign]}">' for sign in "+-")
+
+
+def fenced(markdown):
     """The contents of all code fences."""
-    return re.findall(rf"^(`{{3,}}){language}\n(.*?)\n\1$", markdown.data, re.S | re.M)
+    return re.findall(r"^(`{3,})python\n(.*?)\n\1$", markdown.data, re.S | re.M)
 
 
 def code(markdown):
@@ -174,13 +179,21 @@ def test_no_line_numbers_and_nothing_printed(capsys):
 def test_a_difference():
     assert show_diff(darker, lighter, docstring=False).data == (
         "`darker` → `lighter` in `ddp_course/lab/palette.py`\n\n"
-        "```diff\n"
-        "-def darker(color: str, amount: float = 0.45) -> str:\n"
-        '-    return _mix(color, "#000000", amount)\n'
-        "+def lighter(color: str, amount: float = 0.55) -> str:\n"
-        '+    return _mix(color, "#FFFFFF", amount)\n'
-        "```"
+        '<pre style="word-break:normal">'
+        f"{OUT}-def darker(color: str, amount: float = 0.45) -&gt; str:</span>\n"
+        f'{OUT}-    return _mix(color, "#000000", amount)</span>\n'
+        f"{IN}+def lighter(color: str, amount: float = 0.55) -&gt; str:</span>\n"
+        f'{IN}+    return _mix(color, "#FFFFFF", amount)</span></pre>'
     )
+
+
+def price(amount):
+    return f"${amount:<3} & ${amount}"
+
+
+def test_a_difference_is_neither_html_nor_a_formula():
+    shown = show_diff(price, better).data
+    assert 'f"&#36;{amount:&lt;3} &amp; &#36;{amount}"' in shown
 
 
 def naive(x):
@@ -209,8 +222,8 @@ def test_the_lines_around_a_change():
 
 
 def test_a_difference_gives_back_both():
-    (found,) = fenced(show_diff(naive, better), "diff")
-    lines = found[1].splitlines()
+    (found,) = re.findall("<pre[^>]*>(.*)</pre>", show_diff(naive, better).data, re.S)
+    lines = html.unescape(re.sub("</?span[^>]*>", "", found)).splitlines()
     before = "\n".join(line[1:] for line in lines if line[0] in " -")
     after = "\n".join(line[1:] for line in lines if line[0] in " +")
     assert (before, after) == (code(show_source(naive)), code(show_source(better)))
