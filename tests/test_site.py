@@ -171,15 +171,12 @@ def stored(
     return {"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
 
 
-def test_a_picture_is_told_in_its_own_words_or_in_those_before_it():
-    svg = "<svg><title>A ring</title><desc>3 &lt; 4 ranks</desc><title>b</title></svg>"
-    for mime, data, alt in (
-        ("image/svg+xml", svg, "A ring. 3 < 4 ranks"),
-        ("image/png", "iVBO", "Two lines meet."),
-    ):
-        output = {"output_type": "display_data", "data": {mime: [data]}, "metadata": {}}
+def test_a_long_source_opens_at_a_click():
+    for lines, tags in ((site.LONG, None), (site.LONG + 1, ["hide-output"])):
+        data = {"text/markdown": ["```python\n"] + ["pass\n"] * (lines - 1) + ["```"]}
+        output = {"output_type": "display_data", "data": data, "metadata": {}}
         (_, cell) = site.prepare(stored(output))["cells"]
-        assert cell["metadata"]["mystnb"] == {"image": {"alt": alt}}
+        assert cell["metadata"].get("tags") == tags
 
 
 def test_what_only_runs_in_jupyterlab_says_so():

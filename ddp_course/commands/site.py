@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import shutil
 import tempfile
 from argparse import Namespace
-from html import unescape
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,10 +19,11 @@ from ddp_course.commands import CommandError, chapters
 
 NEEDS = ("sphinx", "myst_nb", "sphinx_book_theme")
 MARK = ".buildinfo"  # Sphinx puts it beside its pages
+LONG = 70  # lines of source: more are shown at a click
 RUN = {  # what a page cannot do: a piece of a cell's source -> what one does instead
     "raise NotImplementedError": "write your answer there, and the check says whether "
     "it is right, or gives a hint",
-    "explore(": "there these are sliders",
+    "explore(": "there this cell has sliders",
 }
 SETTINGS = {
     "project": "Distributed training, from real processes up",
@@ -32,6 +31,8 @@ SETTINGS = {
     "extensions": ["myst_nb", __name__],
     "nb_execution_mode": "off",
     "nb_merge_streams": True,
+    "nb_code_prompt_hide": "Hide them",
+    "nb_render_markdown_format": "myst",  # tables, too
     "myst_enable_extensions": ["colon_fence", "dollarmath"],
     "myst_heading_anchors": 3,
     "html_theme": "sphinx_book_theme",
@@ -56,7 +57,12 @@ SETTINGS = {
 }
 CSS = """\
 .bd-article img, .bd-article svg { max-width: 100%; height: auto; }
-.bd-article code { overflow-wrap: anywhere; }
+.bd-article code, code .pre { overflow-wrap: anywhere; white-space: pre-wrap; }
+.highlight .gd { background: #D55E0033; color: inherit !important; }
+.highlight .gi { background: #009E7333; color: inherit !important; }
+.formula { overflow-x: auto; overflow-y: hidden; }
+@media print { details::details-content { content-visibility: visible; height: auto; } }
+@media print { .bd-article pre { white-space: pre-wrap; overflow-wrap: anywhere; } }
 @media (max-width: 600px) { .bd-article math { font-size: 80%; } }
 """
 
@@ -100,18 +106,16 @@ def build(source: Path, pages: Path) -> None:
 
 def setup(app: Any) -> dict[str, bool]:
     """Tell Sphinx how formulas are written: as MathML, which browsers draw alone."""
+    from docutils.nodes import SkipNode
     from docutils.utils.math.latex2mathml import tex2mathml
 
     def inline(writer: Any, node: Any) -> None:
-        formula(writer, node, as_block=False)
+        writer.body.append(tex2mathml(node.astext(), as_block=False))
+        raise SkipNode
 
     def block(writer: Any, node: Any) -> None:
-        formula(writer, node, as_block=True)
-
-    def formula(writer: Any, node: Any, as_block: bool) -> None:
-        from docutils.nodes import SkipNode
-
-        writer.body.append(tex2mathml(node.astext(), as_block=as_block))
+        formula = tex2mathml(node.astext(), as_block=True)
+        writer.body.append(f'<div class="formula" tabindex="0">{formula}</div>')
         raise SkipNode
 
     app.add_html_math_renderer("mathml", (inline, None), (block, None))
@@ -154,33 +158,26 @@ def relink(markdown: str) -> str:
 def prepare(notebook: dict[str, Any]) -> dict[str, Any]:
     """Return a notebook for the site.
 
-    Its pictures have alternative texts, and what only runs in JupyterLab says so.
+    What only runs in JupyterLab says so, and long sources open at a click.
     """
-    cells, before = [], ""
+    cells = []
     for cell in notebook["cells"]:
         cells.append(cell)
         cell["source"] = text = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
             cell["source"] = relink(text)
-            before = text
             continue
         for output in cell["outputs"]:
-            for mime, data in output.get("data", {}).items():
-                if mime.startswith("image/"):
-                    alt = alternative("".join(data)) or before.split("\n\n")[-1]
-                    cell["metadata"]["mystnb"] = {"image": {"alt": alt}}
+            lines = "".join(output.get("data", {}).get("text/markdown", "")).count("\n")
+            if lines > LONG:
+                show = {"code_prompt_show": f"Show {lines} lines"}
+                cell["metadata"] |= {"tags": ["hide-output"], "mystnb": show}
         cells += [
             remark(what, f"run-{len(cells)}")
             for piece, what in RUN.items()
             if piece in text
         ]
     return {**notebook, "cells": cells}
-
-
-def alternative(svg: str) -> str:
-    """Return what an SVG says of itself: its first title and description."""
-    parts = (re.search(rf"<{tag}>([^<]+)", svg) for tag in ("title", "desc"))
-    return ". ".join(unescape(part[1]) for part in parts if part)
 
 
 def remark(what: str, name: str) -> dict[str, Any]:
