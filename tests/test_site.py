@@ -116,8 +116,6 @@ def seen(page, folder: Path, path: Path, width: int, theme: str) -> list[str]:
     page.emulate_media(color_scheme=theme, reduced_motion="reduce")
     page.set_viewport_size({"width": width, "height": 900})
     page.goto(path.as_uri())
-    page.evaluate("document.querySelectorAll('img').forEach(i => i.loading = 'eager')")
-    page.wait_for_load_state("networkidle")
     wrong += page.evaluate(WIDE)
     for found in Axe().run(page, options=AXE).response["violations"]:
         if found["impact"] in ("serious", "critical"):
@@ -147,7 +145,9 @@ def page() -> Iterator:
         chromium = playwright.chromium.launch(
             executable_path=CHROMIUM, args=["--no-sandbox"]
         )
-        yield chromium.new_page()
+        tab = chromium.new_page()
+        tab.set_default_timeout(120_000)  # on a busy machine
+        yield tab
         chromium.close()
 
 
@@ -304,6 +304,7 @@ def test_every_chapter_is_there_with_its_pictures_and_all_that_one_can_run(editi
 
 @built
 @browsed
+@pytest.mark.timeout(600)  # four looks
 @pytest.mark.parametrize("name", NAMES)
 def test_every_page_is_well_in_a_browser(page, edition, name):
     path = edition / name

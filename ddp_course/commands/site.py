@@ -150,9 +150,9 @@ def collect(course: Path, source: Path) -> None:
 
 def relink(markdown: str) -> str:
     """Return Markdown whose links go to the pages of the site."""
-    return markdown.replace("README.md", "index.md").replace(
-        "(LICENSE)", "(LICENSE.md)"
-    )
+    for here, there in (("README.md", "index.md"), ("(LICENSE)", "(LICENSE.md)")):
+        markdown = markdown.replace(here, there)
+    return markdown
 
 
 def prepare(notebook: dict[str, Any]) -> dict[str, Any]:
