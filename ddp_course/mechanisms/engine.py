@@ -199,7 +199,7 @@ class Engine(Averager):
     def launch(self, bucket: LiveBucket) -> None:
         """Send a bucket, and do not wait for it."""
         bucket.sent = True
-        bucket.work = self.timeline.launch(self.ending.launch, bucket)
+        bucket.work = self.timeline.noted(self.ending.launch, bucket)
 
     @torch.no_grad()
     def _backward_has_ended(self) -> None:

@@ -79,7 +79,7 @@ class Timeline:
         self._note("backward", self.since, lane="compute", **detail)
         self.since = self.now()
 
-    def launch(self, send: Callable[[Any], Any], bucket: Any) -> Any:
+    def noted(self, send: Callable[[Any], Any], bucket: Any) -> Any:
         """Return what `send(bucket)` returns; note when that was, and when it ends."""
         start, index = self.now(), bucket.index
         with span(self, "launch", bucket=index):
