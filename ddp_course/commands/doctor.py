@@ -156,6 +156,9 @@ def command(_: object = None) -> int:
     console.print(table)
     for sentence in (*advice(machine), tried_on_gpus(), prove_all_reduce()):
         console.print(sentence, markup=False)
+    print(
+        "Trouble? See notebooks/trouble.md. For help, send: ddp-course doctor --report"
+    )
     return 0
 
 

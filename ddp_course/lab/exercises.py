@@ -40,6 +40,7 @@ from ddp_course.lab.answers import (
     error_line,
     on_ranks,
     one_line,
+    patient,
 )
 from ddp_course.lab.messages import PATIENCE
 from ddp_course.lab.progress import note
@@ -189,7 +190,7 @@ def until_wrong(
         store.set(f"case {number} of {dist.get_rank()}", str(right))
         keys = [f"case {number} of {rank}" for rank in ranks]
         try:
-            store.wait(keys, timedelta(seconds=PATIENCE))
+            store.wait(keys, timedelta(seconds=patient(PATIENCE)))
         except RuntimeError:  # some rank waits for this one, or has failed
             break
         if not all(store.get(key) == b"True" for key in keys):

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_course.collectives import barrier
-from ddp_course.lab.answers import one_line
+from ddp_course.lab.answers import one_line, patient
 from ddp_course.measure import EventLog
 
-PATIENCE = 4.0  # seconds: nobody comes any more
+PATIENCE = 4.0  # seconds: nobody comes any more (`patient` makes them more)
 LATE = 0.05  # seconds by which each rank comes later than the one before it
 COLLECTIVES = {  # the process group's method -> what it is called in torch.distributed
     "barrier": "barrier",
@@ -61,14 +61,15 @@ class _UnderWay:
         self.to_what = to_what
         self.asked = False  # has anybody waited for it, or looked?
 
-    def wait(self, timeout: timedelta = timedelta(seconds=PATIENCE)) -> bool:
+    def wait(self, timeout: timedelta | None = None) -> bool:
         self.asked = True
+        timeout = timeout or timedelta(seconds=patient(PATIENCE))
         try:
             return self.work.wait(timeout)
         except RuntimeError as error:
             if "Timed out" not in str(error):
                 raise
-        told = f"after {timeout.total_seconds():g} s it still waits to {self.to_what}"
+        told = f"after {timeout.total_seconds():.3g} s it still waits to {self.to_what}"
         raise TimeoutError(told)
 
     def is_completed(self) -> bool:

@@ -261,11 +261,21 @@ def loop(x):
 )
 def test_nothing_raises_or_hangs(answer, hint, monkeypatch):
     monkeypatch.setattr(answers, "TIMEOUT", 0.2)
+    monkeypatch.setattr("os.getloadavg", lambda: (0, 0, 0))
     verdict = check_double(answer)
     assert verdict.status == NOT_YET
     assert hint in verdict.message
     assert "\n" not in verdict.message
     assert len(verdict.message) < 300
+
+
+def test_checks_are_patient_where_a_class_works(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    for load, seconds in ((0, 20), (8, 20), (80, 200)):
+        monkeypatch.setattr("os.getloadavg", lambda load=load: (load, 0, 0))
+        assert answers.patient(20) == seconds
+    monkeypatch.delattr("os.getloadavg")  # Windows
+    assert answers.patient(20) == 20
 
 
 def torch_raises():
