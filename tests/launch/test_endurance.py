@@ -1,25 +1,42 @@
-"""Hundreds of launches: none fails, and none leaves anything behind."""
+"""Endurance: what takes hours, gigabytes, two users, or a killed rank at every place.
+
+    DDP_COURSE_ENDURANCE=1 pytest tests/launch/test_endurance.py
+
+Of most of it there is a short form, which runs without that, too.
+"""
 
 from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import none_left
 
+from ddp_course import collectives as ours
+from ddp_course.collectives import (
+    halving_doubling,
+    hierarchical,
+    naive,
+    ring,
+    shared_memory,
+    tree,
+)
 from ddp_course.launch import RankInterrupted, RankTimeout, spawn
 
 ENDURANCE = bool(os.environ.get("DDP_COURSE_ENDURANCE"))  # everything, however long
-pytestmark = [pytest.mark.endurance, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.endurance, pytest.mark.timeout(3000 if ENDURANCE else 600)]
 
 
 def add_ranks():
@@ -106,9 +123,9 @@ def stops_at_random_moments(times: int) -> tuple[int, list[int]]:
 def test_many_launches_in_a_row_beside_others_that_are_stopped(no_leftovers, deaf):
     """The stop button is the main thread's: launches of another thread go on.
 
-    50 and 20 of them; 500 and 200 with DDP_COURSE_ENDURANCE=1.
+    50 and 20 of them; 1,500 and 600 with DDP_COURSE_ENDURANCE=1.
     """
-    many = 10 if ENDURANCE else 1
+    many = 30 if ENDURANCE else 1
     with ThreadPoolExecutor(1) as other:
         row = other.submit(
             lambda: [spawn(add_ranks, output="none") for _ in range(50 * many)]
@@ -117,3 +134,139 @@ def test_many_launches_in_a_row_beside_others_that_are_stopped(no_leftovers, dea
         assert row.result() == [[6.0] * 4] * 50 * many
     assert stopped > 5 * many
     assert none_left(pids)
+
+
+# ---- a rank that is killed inside of a collective ------------------------------------
+
+N = 2  # ranks
+
+
+def whole() -> torch.Tensor:
+    return torch.ones(N * 500_000)
+
+
+COLLECTIVES = {
+    "shared_memory.all_reduce": lambda: shared_memory.all_reduce(whole()),
+    "ring.all_reduce": lambda: ring.all_reduce(whole()),
+    "naive.all_reduce": lambda: naive.all_reduce(whole()),
+    "tree.all_reduce": lambda: tree.all_reduce(whole()),
+    "halving_doubling.all_reduce": lambda: halving_doubling.all_reduce(whole()),
+    "hierarchical.all_reduce": lambda: hierarchical.all_reduce(whole()),
+    "broadcast": lambda: ours.broadcast(whole(), 0),
+    "reduce": lambda: ours.reduce(whole(), 0),
+    "all_gather_single": lambda: ours.all_gather_single(whole(), whole()[:500_000]),
+    "reduce_scatter_single": lambda: ours.reduce_scatter_single(
+        whole()[:500_000], whole()
+    ),
+    "all_to_all_single": lambda: ours.all_to_all_single(whole(), whole()),
+    "barrier": ours.barrier,
+    "gloo's all_reduce": lambda: dist.all_reduce(whole()),
+}
+KILLED = COLLECTIVES if ENDURANCE else list(COLLECTIVES)[:2]
+
+
+def killed_inside(name: str, moment: float, told: str) -> None:
+    """Call it again and again; in the third call rank 1 is killed."""
+    calls = 0
+
+    def count(*_) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > last:
+            Path(told).write_text(str(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    last = float("inf")
+    for time_of_the_call in range(10):
+        if dist.get_rank() == 1 and time_of_the_call in (1, 2):
+            last = moment * calls if time_of_the_call == 2 else last
+            calls = 0
+            sys.setprofile(count)
+        COLLECTIVES[name]()
+        sys.setprofile(None)
+
+
+@pytest.mark.parametrize("name", KILLED)
+def test_of_a_rank_killed_inside_a_collective_the_others_hear_at_once(name, tmp_path):
+    for moment in (0.1, 0.5, 0.9) if ENDURANCE else (0.5,):
+        told = tmp_path / "killed"
+        call = killed_inside, name, moment, str(told)
+        reports = spawn(*call, world_size=N, output="none", check=False, timeout=60)
+        late = time.time() - float(told.read_text())
+        assert reports[1].status == "killed", reports
+        assert reports[0].status in ("raised", "unfinished"), reports
+        print(f"{name} at {moment}: the launch ended {late:.2f} s later")
+        assert late < 20  # not the 60 of the launch; 2 on a machine that is free
+
+
+# ---- large tensors -------------------------------------------------------------------
+
+
+def a_gibibyte(name: str) -> bool:
+    """Whether every element of 1 GiB is the sum of all ranks'."""
+    x = torch.arange(1 << 28, dtype=torch.float32).remainder_(1009)
+    wanted = x.clone().mul_(dist.get_world_size())
+    globals()[name].all_reduce(x)
+    return torch.equal(x, wanted)
+
+
+@pytest.mark.skipif(not ENDURANCE, reason="only with DDP_COURSE_ENDURANCE=1")
+@pytest.mark.parametrize("name", ["shared_memory", "ring", "halving_doubling", "tree"])
+def test_a_gibibyte_is_summed(name):
+    told = spawn(a_gibibyte, name, world_size=N, output="none", timeout=600)
+    assert all(told)
+
+
+# ---- another user of the same machine ------------------------------------------------
+
+NOBODY = 65534
+LOOKS = """
+import os, sys
+found = []
+for pid in sys.argv[1:]:
+    for what in ("fd", "environ", "mem", "map_files"):
+        path = f"/proc/{pid}/{what}"
+        try:
+            os.listdir(path) if os.path.isdir(path) else open(path, "rb").read(1)
+            found.append(path)
+        except OSError:
+            pass
+    try:
+        os.kill(int(pid), 0)
+        found.append(f"signal {pid}")
+    except PermissionError:
+        pass
+for folder, folders, files in [*os.walk("/dev/shm"), *os.walk(os.environ["TMPDIR"])]:
+    for name in files + folders:
+        path = os.path.join(folder, name)
+        found += [path] * os.access(path, os.R_OK if name in files else os.X_OK)
+print(found)
+"""
+
+
+def looked_at_by_another(told: str) -> list[str]:
+    """Share memory; then let another user look at this rank, and at all that lies."""
+    shared_memory.all_reduce(whole())
+    pids = [0] * N
+    dist.all_gather_object(pids, os.getpid())
+    command = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
+    look = [*command, sys.executable, "-I", "-c", LOOKS, *map(str, pids)]
+    env = {"TMPDIR": told, "PATH": os.environ["PATH"]}
+    return subprocess.run(look, capture_output=True, text=True, env=env, cwd="/")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="who is not root is nobody else")
+def test_another_user_can_neither_read_nor_reach_a_rank(monkeypatch, tmp_path):
+    """Not its memory, files, environment; nor signal it. (Ports have no owners.)"""
+    folder = tempfile.mkdtemp(dir="/tmp")
+    Path(folder).chmod(0o1777)
+    monkeypatch.setenv("TMPDIR", folder)
+    monkeypatch.setattr("tempfile.tempdir", None)
+    try:
+        for told in spawn(looked_at_by_another, folder, world_size=N, output="none"):
+            assert told.stdout == "[]\n", told
+        (Path(folder) / "plant").write_text("to be seen")
+        (told, _) = spawn(looked_at_by_another, folder, world_size=N, output="none")
+        assert "plant" in told.stdout
+    finally:
+        shutil.rmtree(folder)

@@ -9,10 +9,11 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
-from conftest import descendants, end
+from conftest import descendants, end, none_left
 from machines import free_port, rendezvous_on, two_machines
 
 ENDURANCE = bool(os.environ.get("DDP_COURSE_ENDURANCE"))  # everything, however long
@@ -72,3 +73,27 @@ def test_two_agents_meet_and_restart(tmp_path):
     assert [line.rsplit(",", 1)[0] for line in lines] == [
         f"[rank {rank}] returned ({failures}, 6" for rank in range(4)
     ]
+
+
+FAILS = "import os, time; time.sleep(0.2); os.environ['RANK'] == '1' and 1 / 0; "
+FAILS += "time.sleep(600)"
+
+
+@pytest.mark.parametrize("how", ["restarts are exhausted", "SIGTERM"])
+def test_no_rank_outlives_its_agent(how, tmp_path):
+    (tmp_path / "rank.py").write_text(
+        FAILS if how != "SIGTERM" else "import time; time.sleep(600)"
+    )
+    run = "--standalone", "--nproc-per-node=2", "--max-restarts=1"
+    agent = torchrun(*run, "--monitor-interval=0.1", str(tmp_path / "rank.py"))
+    seen: set[int] = set()
+    deadline = time.monotonic() + 100
+    while agent.poll() is None and time.monotonic() < deadline:
+        seen |= set(descendants(agent.pid))
+        if how == "SIGTERM" and len(seen) >= 2:
+            agent.terminate()
+        time.sleep(0.05)
+    _, err = agent.communicate(timeout=60)
+    assert agent.returncode, err[-3000:]
+    assert none_left(list(seen))
+    assert how == "SIGTERM" or "ZeroDivisionError" in err
