@@ -2,19 +2,13 @@
 
 import re
 
-import pytest
 from drawings import check_layout, words
 
 from ddp_course.chapters.ch11_pipeline_schedules.figures import two_orders
 
-DRAWINGS = {
-    "11": two_orders,
-}
 
-
-@pytest.mark.parametrize("name", DRAWINGS)
-def test_the_layout(name):
-    check_layout(DRAWINGS[name])
+def test_the_layout():
+    check_layout(two_orders)
 
 
 def test_the_opening_of_chapter_11_does_not_tell_what_is_to_be_predicted():
