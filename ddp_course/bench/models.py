@@ -282,8 +282,8 @@ MODELS: dict[str, Model] = {
     "moving mean": Model(
         lambda: Net(_moving, net=_chain(), mean=torch.zeros(6)), per_rank=True),
     "Dropout": Model(lambda: _chain(nn.Dropout(0.4)), per_rank=True),
-    "unused": Model(lambda: _two(lambda m, x: m.head(x)), unused=True),
     "by turns": Model(lambda: _two(_by_turns, count=_COUNT()), unused=True),
+    "unused": Model(lambda: _two(lambda m, x: m.head(x)), unused=True),
     "experts": Model(
         lambda: Net(_routed, experts=nn.ModuleList(_linear() for _ in range(3))),
         unused=True),
@@ -377,6 +377,7 @@ OURS: dict[str, Strategy] = {
 }
 STRATEGIES = OURS | {"DDP": wrapped(PyTorchDDP), "FSDP": wrapped(by_fsdp)}
 WHOLE_BATCH = ("tp", "pp")  # ranks that share a model work on the same rows
+SENDS_BUFFERS = ("ddp", "ddp unused", "DDP")  # the first rank's, before each forward
 # With this epsilon AdamW, too, sees how large gradients are, and rests where they are
 # noise.
 OPTIMS: tuple[Optim, ...] = (
@@ -574,7 +575,7 @@ def compared(name: str, strategy: str, told: Told) -> str:
     if strategy == "pp":
         ways.append((size, "on"))
     elif model.per_rank and strategy not in WHOLE_BATCH:
-        ways = [(size, "first"), (size, "own")]
+        ways = [(size, "first" if strategy in SENDS_BUFFERS else "own")]
     ways += [(*way, True) for way in ways if model.unused]
     found = [difference(told, alone(name, *way)) for way in ways]
     if "" not in found:
