@@ -9,6 +9,7 @@
     zero            a training step under our ZeRO and FSDP beside PyTorch's
     tp              a training step under our tensor parallelism beside PyTorch's
     pp              a training step under our pipeline beside PyTorch's, and bubbles
+    precision       a training step in 16 bits, ours beside PyTorch's
     models          fifty small models under every strategy, beside one process
     launch          `spawn` beside `torch.multiprocessing.spawn`
     launch_process  one of the two, in a process of its own

@@ -1,0 +1,85 @@
+"""A training step under our autocast and loss scaling, and under PyTorch's, in one run.
+
+Each rank trains alone. In bf16 a step is autocast's forward, in fp16 scaled, too; fp32
+shows what 16 bits win on this machine, or lose. Chapter 12.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddp_course.bench import steps
+from ddp_course.bench.turns import Row, against
+from ddp_course.precision import Autocast, GradScaler
+
+ABOUT = "A training step in 16 bits, ours over PyTorch's."
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+class Rounded(nn.Module):
+    """Runs a module in a context, and scales its loss; steps its optimizer likewise."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        context: Callable[[], AbstractContextManager],
+        scaler: Any,
+    ) -> None:
+        super().__init__()
+        self.module, self.context, self.scaler = model, context, scaler
+        self.optimizer = steps.with_adamw(model)[1]
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[None, Tensor]:
+        """Return no logits, and the loss."""
+        with self.context():
+            _, loss = self.module(x, y)
+        return None, self.scaler.scale(loss)
+
+    def zero_grad(self) -> None:
+        """As an optimizer's."""
+        self.optimizer.zero_grad()
+
+    def step(self) -> None:
+        """As an optimizer's, if no gradient is inf or nan."""
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+def made(
+    model: nn.Module,
+    context: Callable[[], AbstractContextManager] = nullcontext,
+    scaler: Callable[[], Any] | None = None,
+) -> tuple[nn.Module, Any]:
+    """Return the model in some precision, and what steps it."""
+    rounded = Rounded(model, context, scaler() if scaler else GradScaler(enabled=False))
+    return rounded, rounded
+
+
+theirs = partial(torch.autocast, "cpu")
+VARIANTS: dict[str, steps.Variant] = {
+    "torch.autocast": partial(made, context=partial(theirs, dtype=BF16)),
+    "again": partial(made, context=partial(theirs, dtype=BF16)),
+    "autocast": partial(made, context=partial(Autocast, BF16)),
+    "fp32": made,
+    "torch.amp.GradScaler": partial(
+        made,
+        context=partial(theirs, dtype=FP16),
+        scaler=partial(torch.amp.GradScaler, "cpu"),
+    ),
+    "GradScaler": partial(made, context=partial(theirs, dtype=FP16), scaler=GradScaler),
+}
+PAIRS = (
+    *against("torch.autocast", {"autocast": 1.05, "fp32": None, "again": None}),
+    *against("torch.amp.GradScaler", {"GradScaler": 1.05}),
+)
+
+
+def bench(quick: bool) -> Iterator[Row]:
+    """Yield a row for each number of ranks, preset, number of tokens and pair."""
+    yield from steps.contest("precision", quick, VARIANTS, PAIRS)
