@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from ddp_course import collectives as ours
 from ddp_course import theory
 from ddp_course.collectives import hierarchical, ring
 from ddp_course.collectives.port import Port
-from ddp_course.launch import Link, Links, spawn
+from ddp_course.launch import Link, Links, RankError, spawn
 
 LINKS = Links(between=Link(latency=0.002, bandwidth=10e6))
 NBYTES = 2_000_000
@@ -82,3 +83,18 @@ def test_messages_follow_each_other_on_a_line():
     links = Links(between=Link(latency=0.1, bandwidth=1e9))
     told = spawn(many_small, nnodes=2, nproc_per_node=1, links=links, output="none")
     assert 0.1 <= told[0] < 0.5  # not five times the latency
+
+
+def by_ring(in_order: bool = True) -> list[float]:
+    """On both ranks; planted: messages are handed over when a line has brought them."""
+    with mock.patch.object(Port, "in_order", lambda port, tensor: in_order):
+        ring.all_reduce(x := torch.arange(8.0))
+    return x.tolist()
+
+
+def test_over_slow_links_messages_keep_the_order_that_nccl_asks_for():
+    where = {"nnodes": 2, "nproc_per_node": 1, "links": LINKS, "backend": "strict"}
+    told = spawn(by_ring, **where, output="none")
+    assert told == [[2.0 * k for k in range(8)]] * 2
+    with pytest.raises(RankError, match="each waits for the other"):
+        spawn(by_ring, False, **where, output="none")
