@@ -49,6 +49,8 @@ SETTINGS = {
         "home_page_in_toc": True,
         "show_toc_level": 2,
         "navbar_persistent": [],  # the search stands in the sidebar
+        "footer_content_items": ["extra-footer.html"],
+        "extra_footer": "MIT licence",
         "use_download_button": False,
         "use_fullscreen_button": False,
         "pygments_light_style": "a11y-high-contrast-light",
