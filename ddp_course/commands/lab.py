@@ -27,6 +27,8 @@ OPTIONS = (
     "--LabApp.news_url=None",  # nothing is downloaded, and nobody is asked about it
     "--LabApp.check_for_updates_class="
     "jupyterlab.handlers.announcements.NeverCheckForUpdate",
+    "--LabApp.custom_css=True",  # that of this folder:
+    f"--ServerApp.tornado_settings=static_custom_path={Path(__file__).parent}/jupyterlab",
 )
 ENDINGS = ("SIGINT", "SIGTERM", "SIGHUP")  # Ctrl-C, a `kill`, a closed terminal
 

@@ -356,7 +356,7 @@ WRONG = {
         looks_once: "rank 1 never waits for what it began: `send to rank 0`",
         from_the_rank_after_the_last: "ValueError: there is no rank 3: the last is 1",
         nothing_for_zeros: "rank 0",
-        a_name_that_is_not_there: "NameError: name 'tensr' is not defined`, in wrong",
+        a_name_that_is_not_there: "NameError: name 'tensr' is not defined",
         large_ones_at_once: "still waits to send to rank",
         after_a_barrier: "the collective `barrier`",
         in_32_bits: "expected `[[10, 11, 12], [13, 14, 15]]`",
