@@ -9,6 +9,7 @@ for `--help`: so the names that can be typed stand here once more.
 from __future__ import annotations
 
 import argparse
+import errno
 import math
 import os
 import signal
@@ -82,7 +83,10 @@ def main(argv: list[str] | None = None) -> int:
         if not _is_told(error):
             raise
         if isinstance(error, OSError):  # a full disk, or nobody reads what is printed
-            error = f"cannot write {error.filename or 'all of this'}: {error.strerror}"
+            what = f"cannot write {error.filename or 'all of this'}"
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                what = "start fewer ranks, or raise the limit, `ulimit -n 4096`"
+            error = f"{what}: {error.strerror}"
             with suppress(OSError, ValueError):  # or Python tries once more at its end
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         tell(error)

@@ -563,3 +563,15 @@ def test_pytorchs_threads_sleep_while_they_wait(monkeypatch, capsys):
             monkeypatch.setenv("OMP_WAIT_POLICY", chosen)
         assert main(["plan", "--preset", "1m", "--gpus", "2"]) == 0
         assert os.environ["OMP_WAIT_POLICY"] == (chosen or "passive")
+
+
+def test_too_few_files_that_may_be_open_are_told():
+    few = "import resource as r, sys; r.setrlimit(r.RLIMIT_NOFILE, (64, 64)); "
+    call = "from ddp_course.cli import main; sys.exit(main(sys.argv[1:]))"
+    words = ["train", "--ranks", "16", "--steps", "1", "--batch-size", "16"]
+    done = subprocess.run(
+        [sys.executable, "-c", few + call, *words], capture_output=True, text=True
+    )
+    assert done.returncode == 1, done
+    assert done.stderr.endswith("`ulimit -n 4096`: Too many open files\n"), done.stderr
+    assert "Traceback" not in done.stderr
