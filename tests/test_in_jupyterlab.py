@@ -38,7 +38,7 @@ LOOK = """() => {
     for (const image of box.querySelectorAll('img')) {
       if (!image.alt || image.alt == 'Image')  // which JupyterLab writes itself
         wrong.push('no words for a picture');
-      if (!image.naturalWidth) wrong.push('no picture: ' + image.alt);
+      if (image.complete && !image.naturalWidth) wrong.push('no picture: ' + image.alt);
       if (image.getBoundingClientRect().right > right + 1)
         wrong.push('cut off: ' + image.alt.slice(0, 40));
     }
