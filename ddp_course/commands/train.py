@@ -11,7 +11,6 @@ function.
 
 from __future__ import annotations
 
-import os
 from argparse import Namespace
 from dataclasses import dataclass
 from functools import partial
@@ -73,8 +72,6 @@ def command(told: Namespace) -> int:
             f"strategy {told.strategy!r} needs two ranks or more; say --ranks"
         )
     if ranks == 1:
-        # As the ranks of a launch: on a busy machine, threads would wait by spinning.
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
         try:
             history = run(settings)
         except (CheckpointError, ValueError) as error:
