@@ -23,6 +23,9 @@ class DeadlockError(RuntimeError):
     """Ranks wait for each other in different groups."""
 
 
+EACH_OTHER = "these wait for each other: "
+
+
 class Watch:
     """Looks after one rank while it waits for others of the group `ranks`.
 
@@ -67,15 +70,21 @@ class Watch:
                 f"{self.failed}, and ranks {list(late)} have not come out of theirs: "
                 "they wait for this rank in it. Let all ranks skip a batch, or none"
             )
-        if over := [r for r in late if self._asked(r).get("returned")]:
+        told = {r: self._asked(r) for r in late}
+        if over := [r for r in late if told[r].get("returned")]:
+            circle = told[over[0]].get("circle", [])  # it was told before this rank
+            if any(name.startswith(f"rank {self.rank} at ") for name in circle):
+                raise DeadlockError(EACH_OTHER + "; ".join(circle))
             raise DeadlockError(
                 f"ranks {over} have returned, and come to no collective"
             )
-        self._say({"group": self.ranks, "late": list(late), "doing": self.doing})
+        own = {"group": self.ranks, "late": list(late), "doing": self.doing}
+        self._say(own)
         circle = self._circle(list(late))
         # Twice the same: nobody has moved between two looks.
         if circle and circle == self.seen:
-            raise DeadlockError("these wait for each other: " + "; ".join(circle))
+            self._say({**own, "circle": circle})
+            raise DeadlockError(EACH_OTHER + "; ".join(circle))
         self.seen = circle
 
     def over(self) -> None:
@@ -115,8 +124,9 @@ class Watch:
 def say_returned() -> None:
     """Tell who may still wait for this rank that it comes to nothing any more."""
     if dist.is_initialized():
-        store = dist.distributed_c10d._get_default_store()
-        store.set(_key(dist.get_rank()), repr({"returned": True}))
+        store, key = dist.distributed_c10d._get_default_store(), _key(dist.get_rank())
+        last = ast.literal_eval(store.get(key).decode()) if store.check([key]) else {}
+        store.set(key, repr({"returned": True, "circle": last.get("circle", [])}))
 
 
 def _key(rank: int) -> str:

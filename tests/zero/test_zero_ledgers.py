@@ -21,6 +21,7 @@ from ddp_course.measure import (
     SystemBytes,
     TorchCollectives,
     busy,
+    label,
     overlap,
     resident,
 )
@@ -58,11 +59,21 @@ def measured(request) -> list[dict]:
 
 
 class KeepsGrad(InTurns):
-    """Stage 2 whose parameters keep a view of what was sent."""
+    """Stage 2 whose parameters keep what was sent."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.kept = {}
 
     def move(self, slot):
         super().move(slot)
-        slot.parameter.grad = slot.view.clone()
+        self.kept[slot.parameter] = label(slot.view.clone(), "gradients")
+
+    def settle(self, engine):
+        first = not self.in_order  # in that pass, who writes gradients is found out
+        super().settle(engine)
+        for parameter, gradient in self.kept.items():
+            parameter.grad = None if first else gradient
 
 
 class KeepsBuckets(InTurns):
