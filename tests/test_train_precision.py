@@ -16,8 +16,9 @@ from ddp_course.train import train
 GPT = GPTConfig(block_size=16, n_layer=2, n_head=2, d_model=24, tied=True)
 # How far losses of four steps may be from one process: ranks add other partial sums, in
 # another order, and round them to eps: 2^-7 of bfloat16, 2^-10 of float16, of a loss of
-# 4.6 with matrix products in it alone; bf16-pure rounds the loss itself, twice.
-FAR = {"bf16": 2e-3, "fp16": 5e-4, "bf16-pure": 8e-2}
+# 4.6 with matrix products in it alone (seen: 2.8e-3, hybrid shards, CUDA's build);
+# bf16-pure rounds the loss itself, twice.
+FAR = {"bf16": 5e-3, "fp16": 5e-4, "bf16-pure": 8e-2}
 TWO = ["average", "naive", "flat", "ddp", "pytorch", "zero1", "zero2", "zero3"]
 CASES = {name: {"strategy": name} for name in TWO} | {
     "tp": {"strategy": "tp"},
