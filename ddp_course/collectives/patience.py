@@ -11,7 +11,8 @@ cores: with 32 KiB each way, up to half of all exchanges took 4 ms instead of 0.
 A thread under the policy SCHED_BATCH does not interrupt others when it wakes up; it
 waits until a core is free or the other's time is up. So while this rank does nothing
 but wait for messages, we put gloo's threads under it: on a machine that has nothing
-else to do, the 4 ms are gone. Linux only, and nobody needs special rights for it.
+else to do, the 4 ms are gone. Linux only, and nobody needs special rights for it; and
+only from PyTorch 2.13 on: in 2.12 the thread has no name by which to find it.
 (PyTorch's own collectives over gloo would gain as much: `ddp-course bench all-reduce`
 measures that, too, as "gloo, patient".)
 """
@@ -23,8 +24,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 NAME = "gloo_tcp_loop"
-AVAILABLE = hasattr(os, "SCHED_BATCH")
+AVAILABLE = hasattr(os, "SCHED_BATCH") and torch.__version__ >= "2.13"
 
 
 def socket_threads(tasks: Path = Path("/proc/self/task")) -> list[int]:

@@ -81,7 +81,7 @@ class Format:
 
         Of two that are equally near, the one whose last bit is 0. What is half a step
         and more beyond the largest is inf; in a format without inf the largest, as in
-        PyTorch 2.13 (others, and the hardware if asked, make it nan).
+        PyTorch 2.13 (2.12 makes it nan, and so does the hardware if asked).
         """
         step = self.spacing(x)
         rounded = torch.round(x.double() / step) * step  # to even

@@ -146,6 +146,7 @@ def pytorchs(schedule: str, m: int, steps: int = 5) -> Trained:
     """Train the untied GPT on this rank under torch.distributed.pipelining."""
     from torch.distributed import pipelining
 
+    from ddp_course.bench.pp import THEIRS
     from ddp_course.model import cross_entropy
 
     rank, p = dist.get_rank(), dist.get_world_size()
@@ -154,14 +155,8 @@ def pytorchs(schedule: str, m: int, steps: int = 5) -> Trained:
         pipelining.PipelineStage(ours.stages[s], s, ours.schedule.num_stages, "cpu")
         for s in ours.schedule.stages_of(rank)
     ]
-    kinds = {
-        "gpipe": pipelining.ScheduleGPipe,
-        "1f1b": pipelining.Schedule1F1B,
-        "interleaved": pipelining.ScheduleInterleaved1F1B,
-        "zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
-    }
     several = schedule in ("interleaved", "zero_bubble")
-    theirs = kinds[schedule](made if several else made[0], m, loss_fn=cross_entropy)
+    theirs = THEIRS[schedule](made if several else made[0], m, loss_fn=cross_entropy)
     told, optimizer = Trained(), adamw(ours.parameters())
     for step in range(steps):
         optimizer.zero_grad()

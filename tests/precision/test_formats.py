@@ -40,9 +40,12 @@ def test_ranges_and_rounding_are_pytorchs(format):
     theirs = info.max, info.tiny, info.eps, info.bits, info.smallest_normal * info.eps
     assert ours == theirs
     x = numbers(format)
-    assert same(format.round(x), x.to(format.dtype).double())
+    theirs = x.to(format.dtype).double()
+    if not format.has_inf and torch.__version__ < "2.13":  # nan beyond the largest
+        theirs = torch.where(theirs.isnan(), x.clamp(-format.max, format.max), theirs)
+    assert same(format.round(x), theirs)
     cut = torch.where(x.isfinite(), (x / format.spacing(x)).trunc(), x)
-    assert not same(cut * format.spacing(x), x.to(format.dtype).double())  # no rounding
+    assert not same(cut * format.spacing(x), theirs)  # no rounding
 
 
 @pytest.mark.parametrize("format", SMALL, ids=lambda f: f.name)
