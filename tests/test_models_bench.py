@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ddp_course.bench import command, models
 from ddp_course.bench.models import (
     EQUAL,
     FAILS,
@@ -95,7 +96,7 @@ def test_what_is_wrong_is_called_by_its_name():
         assert re.match(words, kind), kind
 
 
-def test_the_stored_table_has_all_models_and_strategies_and_no_failure():
+def test_the_stored_table_has_all_models_and_strategies_and_no_failure(monkeypatch):
     rows = json.loads(STORED.read_text())
     assert [row["case"] for row in rows] == list(MODELS)
     assert len(rows) == 50 and set(HARD) < set(MODELS)
@@ -105,7 +106,12 @@ def test_the_stored_table_has_all_models_and_strategies_and_no_failure():
     assert max(map(len, text)) <= 100
     assert text[-1].startswith("50 models under 12 strategies: ")
     assert text[-1].endswith(" 0 FAILS")
+    monkeypatch.setattr(models, "bench", lambda quick: rows)
+    assert command("models", False, None, quick=False) == 0
+    rows[3]["DDP"] = "raises TypeError: told, but not judged"
+    assert command("models", False, None, quick=False) == 0
     rows[3]["ddp"] = f"{FAILS}: hangs"
+    assert command("models", False, None, quick=False) == 1
     text = shown(rows)
     assert text[-1].endswith(" 1 FAILS")
     assert [line for line in text if "!" in line][1].startswith(rows[3]["case"])

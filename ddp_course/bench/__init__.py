@@ -15,8 +15,8 @@
     launch_process  one of the two, in a process of its own
 
 A bench is a module here with ABOUT, a sentence; PAIRS, what is laid over what; and
-`bench(quick)`, which yields rows; with `shown(rows)` it prints a table of its own. It
-is found by looking: to add one is to add a file.
+`bench(quick)`, which yields rows; with `shown(rows)` it prints a table of its own, and
+with `failed(row)` it may fail. It is found by looking: to add one is to add a file.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def command(
     """Run one bench, print a table of its rows, and write them to `file` as JSON.
 
     `figure` is a file to draw the rows into, by `draw(pairs, rows)`, which returns a
-    figure of matplotlib.
+    figure of matplotlib. Returns the exit code: 1 if a row says that something failed.
     """
     known = benches()
     if names_only:
@@ -86,4 +86,4 @@ def command(
         file.write_text(f"[\n{each}\n]\n")
     if figure is not None:
         draw(module.PAIRS, rows).savefig(figure)
-    return 0
+    return int(any(map(getattr(module, "failed", lambda row: False), rows)))

@@ -658,6 +658,11 @@ def in_short(kind: str) -> str:
     return textwrap.shorten(kind, 140, placeholder=" ...")
 
 
+def failed(row: Mapping[str, Any]) -> bool:
+    """Tell whether a strategy of this course does neither what it says nor refuses."""
+    return any(FAILS in row[name] for name in OURS)
+
+
 def shown(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return what is printed: a line for each model, a column for each strategy."""
     notes, counted = {EQUAL: "="}, dict.fromkeys((EQUAL, REFUSED, FAILS), 0)
