@@ -28,7 +28,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from ddp_course.launch import rendezvous, stacks, strict  # noqa: F401 (registers)
+from ddp_course.launch import (
+    rendezvous,
+    stacks,
+    strangers,
+    strict,  # noqa: F401 (registers)
+)
 from ddp_course.launch.deadlock import say_returned
 from ddp_course.launch.packing import pack_value, unpack_call
 from ddp_course.launch.scratch import NamedFile, OpenFile
@@ -70,6 +75,7 @@ def main(orders: Orders, pipes: Pipes) -> None:
     labels: dict[str, str] = {}
     try:
         _settle(orders)
+        strangers.admit_no_stranger(lambda error: _give_up(error, pipes))
         fn, args, labels = unpack_call(Path(orders.call.path).read_bytes())
         if orders.init:
             _join_process_group(orders)
@@ -85,6 +91,13 @@ def main(orders: Orders, pipes: Pipes) -> None:
     if message[0] == "ok":
         time.sleep(STAY)  # most often the launcher ends us here, when all are done
     os._exit(0)  # straight out: the peers of one that failed notice it at once
+
+
+def _give_up(error: Exception, pipes: Pipes) -> None:
+    """End at once with an error, from any thread."""
+    message = "raised", 0.0, _describe(error, {})
+    send_frame(pipes.result.fileno(), pickle.dumps(message))
+    os._exit(0)
 
 
 def _flush() -> None:
