@@ -54,7 +54,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("arguments", nargs="*", metavar="ARGUMENT")
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["--strict"] and argv[1:] and argv[1].endswith(".py"):
-        strict.run_program(*argv[1:])
+        with cause_first():
+            strict.run_program(*argv[1:])
         return
     told = parser.parse_args(argv)
     try:

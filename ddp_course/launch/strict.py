@@ -47,7 +47,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from ddp_course.launch.deadlock import SLICE, Watch
+from ddp_course.launch.deadlock import SLICE, DeadlockError, Watch
+from ddp_course.launch.reports import LOST
 from ddp_course.launch.strict_rules import (
     COLLECTIVES,
     WHY,
@@ -61,12 +62,13 @@ from ddp_course.launch.strict_rules import (
     problem_with,
     read,
     tensors_in,
+    why_stuck,
 )
 
 NAME = "strict"
 GROUP, PAIR = 0, 2  # gloo's tags for the stream of a group, or of two ranks: of notes,
 DATA = 1  # and that much more of messages
-MOMENT = 0.3  # seconds that a rank which found a mistake leaves the others to see it
+MOMENT = 0.3  # seconds that a rank which found something wrong leaves others to see it
 BATCH = dist.batch_isend_irecv.__code__
 
 
@@ -86,8 +88,9 @@ class StrictWork(dist._Work):
         super().__init__()
         self.stream, self.told, self.facts, self.do = stream, told, facts, do
         self.done = threading.Event()
-        self.future: torch.futures.Future = torch.futures.Future()
+        self.value: Any = None  # what came of it
         self.error: BaseException | None = None
+        self.for_future = False
         self.late: list[int] = []  # a rank that it waits for
 
     def carry_out(self, broken: BaseException | None) -> BaseException | None:
@@ -96,10 +99,17 @@ class StrictWork(dist._Work):
             if broken is not None:
                 raise broken
             self.stream.meet(self)
-            self.future.set_result(self.do())
+            self.value = self.do()
         except BaseException as error:
             self.error = error
-            self.future.set_exception(error)
+            if error is not broken and LOST.search(str(error)):
+                time.sleep(MOMENT)
+                ranks, me = self.stream.group.ranks, self.stream.group.me
+                gone = f"rank {self.late[0]}" if self.late else "another rank"
+                self.error = RuntimeError(
+                    f"rank {ranks[me]} calls {self.told}, {gone} has ended: connection "
+                    "closed by peer"
+                )
         self.done.set()
         return self.error
 
@@ -116,10 +126,15 @@ class StrictWork(dist._Work):
                     f"{head.told} has waited {limit:g} s for {late}, in the group of "
                     f"ranks {group.ranks}"
                 )
-            if threading.current_thread() is threading.main_thread():
+            # Who waits for a future comes to nothing else: that thread may speak.
+            of_main = threading.current_thread() is threading.main_thread()
+            if of_main or (self.for_future and head is self):
                 watch = watch or group.watch()
                 watch.doing = head.told
-                watch(head.late)
+                try:
+                    watch(head.late)
+                except DeadlockError as error:
+                    raise DeadlockError(f"{error}{why_stuck(str(error))}") from None
         if watch:
             watch.over()
         if self.error is not None:
@@ -131,8 +146,15 @@ class StrictWork(dist._Work):
         return self.done.is_set()
 
     def get_future(self) -> torch.futures.Future:
-        """Return what C++ waits for (DistributedDataParallel)."""
-        return self.future
+        """Return what C++ waits for (DistributedDataParallel); it fails as `wait` does.
+
+        An error that is *set* is an object to C++, which crashes on it; one raised in a
+        callback is an error there, too.
+        """
+        begun, self.for_future = torch.futures.Future(), True
+        ended = begun.then(lambda _: self.wait() and self.value)
+        threading.Thread(target=begun.set_result, args=[None], daemon=True).start()
+        return ended
 
 
 class Stream:
@@ -154,7 +176,10 @@ class Stream:
         """Show the peers what is to be done, and see whether they mean the same."""
         gloo, ranks = self.group.gloo, self.group.ranks
         notes = {peer: note(facts, call.told) for peer, facts in call.facts.items()}
-        sent = [gloo.send([own], peer, self.tags) for peer, own in notes.items()]
+        sent = []
+        for peer, own in notes.items():
+            call.late = [ranks[peer]]
+            sent.append(gloo.send([own], peer, self.tags))
         for peer, own in notes.items():
             call.late = [ranks[peer]]
             shown = torch.empty_like(own)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +58,12 @@ WHY = {  # in what two calls differ -> what becomes of it over NCCL
     "root": "NCCL does not compare roots. It would hang, or give wrong numbers",
     "tag": "NCCL has no tags. Messages match by their order, so it would take one "
     "message for another",
+}
+STUCK = {  # what waits for each other -> why it never meets
+    "alone": ". A message alone never meets one in a batch: over NCCL they take "
+    "different communicators (but one, if init_process_group was given a device_id)",
+    "groups": ". These are calls of different groups of the same ranks; all ranks must "
+    "use groups in the same order",
 }
 Facts = dict[str, Any]  # of a call: what both ranks must mean alike
 
@@ -109,6 +116,15 @@ def problem_with(tensors: Iterable[Tensor], op: str = "SUM") -> str | None:
                 f"and stride {list(t.stride())}. Give its .contiguous()"
             )
     return None if op in OPERATIONS else f"NCCL has no {op}"
+
+
+def why_stuck(circle: str) -> str:
+    """Return why the calls that a DeadlockError names never meet; or nothing."""
+    alone = re.search(r" at (send|recv)\(", circle)
+    if " at a batch of" in circle:
+        return STUCK["alone"] if alone else ""
+    groups = re.findall(r"in the group of ranks (\[.*?\])", circle)
+    return STUCK["groups"] if len({*groups}) == 1 and not alone else ""
 
 
 def tensors_in(given: Any) -> Iterator[Tensor]:

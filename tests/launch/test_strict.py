@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -22,7 +23,9 @@ from everything import (
     found,
     layouts,
 )
+from torch import nn
 from torch.distributed import P2POp, batch_isend_irecv
+from torch.nn.parallel import DistributedDataParallel
 
 from ddp_course import collectives as ours
 from ddp_course.collectives import ALGORITHMS, CollectiveError, rooted
@@ -30,6 +33,7 @@ from ddp_course.collectives.port import Port
 from ddp_course.launch import RankError, spawn
 from ddp_course.launch.deadlock import DeadlockError
 from ddp_course.launch.strict import StrictError
+from ddp_course.launch.strict_rules import STUCK
 from ddp_course.model import build_gpt
 from ddp_course.parallelize import STRATEGIES
 from ddp_course.pipeline import SCHEDULES, Pipeline, gpipe, one_f_one_b
@@ -181,36 +185,57 @@ def alone_against_a_batch() -> None:
         batch((dist.irecv, torch.zeros(2), 0))
 
 
+def groups_in_turn() -> None:
+    groups = [dist.new_group(), dist.new_group()]
+    for group in groups[:: 1 - 2 * dist.get_rank()]:
+        dist.all_reduce(torch.zeros(2), group=group)
+
+
 @pytest.mark.parametrize(
-    ("function", "n", "words"),
+    ("function", "n", "words", "why"),
     [
-        (send_around, 3, "rank 2 at send(float32 [2], dst=0)"),
-        (alone_against_a_batch, 2, "rank 1 at a batch of recv(float32 [2], src=0)"),
+        (send_around, 3, "rank 2 at send(float32 [2], dst=0)", ""),
+        (alone_against_a_batch, 2, "1 at a batch of recv(float32 [2], src=0)", "alone"),
+        (groups_in_turn, 2, "rank 1 at all_reduce(float32 [2], SUM)", "groups"),
     ],
 )
-def test_ranks_that_wait_for_each_other_are_named(function, n, words):
+def test_ranks_that_wait_for_each_other_are_named(function, n, words, why):
     with pytest.raises(RankError) as caught:
         spawn(function, world_size=n, backend="strict", output="none")
     told = str(caught.value)
     assert DeadlockError.__name__ in told
     assert words in told
+    assert [name for name, text in STUCK.items() if text in told] == [why] * bool(why)
     assert "line" in caught.value.reports[0].where
 
 
-def too_late() -> str:
-    rank, limit = dist.get_rank, timedelta(seconds=0.5)
-    dist.init_process_group("strict", timeout=limit)
-    if rank() == 1:
+def too_late() -> list[str]:
+    """On two ranks: what rank 0 is told, as rank 1 does not come, and then ends."""
+    dist.init_process_group("strict", timeout=timedelta(seconds=0.5))
+    groups = [dist.new_group(timeout=timedelta(seconds=s)) for s in (0.5, 60)]
+    models = [DistributedDataParallel(nn.Linear(4, 1), process_group=g) for g in groups]
+    backwards = [lambda m=m: m(torch.ones(4)).backward() for m in models]
+    for backward in 2 * backwards:  # in the first, PyTorch's DDP makes new buckets
+        backward()
+    if dist.get_rank() == 1:
         time.sleep(1.5)
-        return ""
-    with pytest.raises(StrictError) as caught:
-        dist.all_reduce(torch.zeros(4))
-    return str(caught.value)
+        os._exit(0)
+    told = []
+    for call in (lambda: dist.all_reduce(torch.zeros(4)), *backwards):
+        with pytest.raises((StrictError, RuntimeError)) as caught:
+            call()
+        told.append(str(caught.value))
+    return told
 
 
-def test_the_timeout_of_the_group_ends_a_wait():
-    told = spawn(too_late, world_size=2, init=False, output="none")[0]
-    assert told.startswith("all_reduce(float32 [4], SUM) has waited 0.5 s for rank 1")
+def test_who_comes_too_late_or_has_ended_is_named():
+    """In the host's wait, and in that of C++."""
+    ranks = spawn(too_late, world_size=2, init=False, output="none", check=False)
+    alone, late, ended = ranks[0].value
+    words = "SUM) has waited 0.5 s for rank 1, in the group of ranks [0, 1]"
+    assert alone == f"all_reduce(float32 [4], {words}"
+    assert f"StrictError: all_reduce(float32 [5], {words}" in late
+    assert "rank 0 calls all_reduce(float32 [5], SUM), rank 1 has ended" in ended
 
 
 # ---- what is legal -------------------------------------------------------------------
