@@ -1,0 +1,1 @@
+"""Chapter 12: which numbers may be rounded?"""

@@ -1,0 +1,197 @@
+"""Numbers as bits, gradients by their exponents, and the error of sums. Chapter 12."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ddp_course.lab.draw.drawing import Drawing
+from ddp_course.lab.draw.plots import CURVES, GRID, plot
+from ddp_course.lab.palette import INK, MUTED, PANEL, PANEL_EDGE, WHOLE
+from ddp_course.precision import FORMATS, Format, bits_of
+from ddp_course.theory.checks import check_choice
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PARTS = {"sign": "#FFFFFF", "exponent": MUTED, "fraction": WHOLE}
+BIT, HIGH, LEFT = 17, 24, 100
+STEP = (
+    ("weights", "32 bits"),
+    ("forward, back", "products: 16 bits"),
+    ("gradients", "32 bits"),
+    ("all ranks", "sum; inf anywhere?"),
+    ("step, or none", "32 bits"),
+)
+
+
+def _draw_bits(d: Drawing, format: Format, digits: str = "") -> None:
+    """Draw a format's bits from (0, 0) on, each with its digit, if they are given."""
+    widths = (1, format.exponent, format.fraction)
+    parts = [p for p, n in zip(PARTS, widths, strict=True) for _ in range(n)]
+    for k, part in enumerate(parts):
+        digit = digits[k : k + 1] or " "
+        d.block(k * BIT, 0, BIT, HIGH, digit, fill=PARTS[part], size=12, radius=0)
+
+
+def _legend(d: Drawing, y: float) -> None:
+    for k, (part, color) in enumerate(PARTS.items()):
+        d.rect(LEFT + 120 * k, y, 14, 14, fill=color)
+        d.text(LEFT + 120 * k + 20, y + 12, part, size=12, anchor="start")
+
+
+def formats_and_a_step() -> Drawing:
+    """Draw the bits of six formats, and where a step in mixed precision has which."""
+    row, foot = HIGH + 12, 40 + len(FORMATS) * (HIGH + 12)
+    d = Drawing(
+        LEFT + 32 * BIT + 12,
+        foot + 152,
+        title="Formats of numbers, and a step in mixed precision",
+        description="Above, bits of six formats: a sign, exponent bits and fraction "
+        "bits. "
+        + " ".join(
+            f"{f.name}: {f.exponent} and {f.fraction}." for f in FORMATS.values()
+        )
+        + " Below, a step: "
+        + ", ".join(f"{name} ({how})" for name, how in STEP)
+        + ".",
+    )
+    for k, format in enumerate(FORMATS.values()):
+        y = 10 + k * row
+        d.text(4, y + 17, format.name, size=12, bold=True, anchor="start")
+        with d.shifted(LEFT, y):
+            _draw_bits(d, format)
+    _legend(d, foot - 24)
+    d.text(4, foot + 40, "A step in mixed precision", bold=True, anchor="start")
+    gap, wide = 14, (d.width - 8 - 4 * 14) / 5
+    for k, (name, how) in enumerate(STEP):
+        x, sixteen = 4 + k * (wide + gap), "16" in how
+        fill = "#FFFFFF" if sixteen else WHOLE
+        d.rect(x, foot + 56, wide, 50, fill=fill, radius=4, dashed=sixteen)
+        d.text(x + wide / 2, foot + 77, name, size=11, bold=True)
+        d.text(x + wide / 2, foot + 95, how, size=11)
+        if k:
+            d.arrow((x - gap, foot + 81), (x, foot + 81))
+    d.text(4, foot + 132, "Dashed: rounded to 16 bits. Grey: as precise as before.",
+           size=12, anchor="start", fill=MUTED)  # fmt: skip
+    return d
+
+
+def taken_apart(digits: float = 1.1, power: int = 0, format: str = "fp16") -> Drawing:
+    """Draw what is left of the number digits x 2^power in a format, bit by bit.
+
+    Raises ValueError for a name that is not in FORMATS.
+    """
+    check_choice("format", format, FORMATS)
+    its, x = FORMATS[format], digits * 2.0**power
+    exact = torch.tensor(x, dtype=torch.float64)
+    kept, bits = float(its.round(exact)), bits_of(x, its)
+    sign, exponent, fraction = bits.split()
+    e, f = int(exponent, 2), int(fraction, 2)
+    says = [f"asked for: {x:.6g}", f"kept: {kept:.6g}"]
+    if math.isfinite(kept):
+        whole, power_of = (1, e - its.bias) if e else (0, 1 - its.bias)
+        says[1] += f" = ({whole} + {f} / {2**its.fraction}) x 2^{power_of}"
+        near = f"the next number is {float(its.spacing(exact)):.3g} away"
+        gone = f"lost: {abs(kept - x) / abs(x or 1):.2g} of it"
+        says += [f"{gone}; {near}"]
+    else:
+        says += [f"the largest number is {its.max:.6g}"]
+    d = Drawing(
+        32 * BIT + 16, 122, title=f"{x:.6g} in {format}", description="; ".join(says)
+    )
+    with d.shifted(8, 8):
+        _draw_bits(d, its, sign + exponent + fraction)
+    for k, words in enumerate(says):
+        d.text(8, 58 + 22 * k, words, anchor="start", fill=MUTED if k == 2 else INK)
+    return d
+
+
+@plot
+def exponents(values: Mapping[str, Tensor], format: str = "fp16") -> tuple[Figure, str]:
+    """Draw histograms of the exponents of numbers, and what a format loses of them.
+
+    `values` maps at most three names to tensors of any shape; zeros do not count.
+    Raises ValueError for a name that is not in FORMATS.
+    """
+    from matplotlib import pyplot
+
+    check_choice("format", format, FORMATS)
+    its, words = FORMATS[format], []
+    figure, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
+    low, high = math.log2(its.smallest), math.log2(its.max)
+    least, most = low - 18, high + 5
+    for (name, numbers), look in zip(values.items(), CURVES, strict=False):
+        flat = numbers.detach().double().flatten()
+        flat = flat[flat != 0].abs()
+        powers = torch.floor(torch.log2(flat)).clamp(least, most)
+        counts = torch.bincount((powers - least).long(), minlength=int(most - least))
+        xs = [least + k for k in range(len(counts))]
+        share = (100 * counts / len(flat)).tolist()
+        axes.step(xs, share, where="post", label=name, **look)
+        zero, coarse = lost_in(flat, its)
+        words.append(f"{name}: {zero:.1%} become 0, {coarse:.1%} keep fewer bits")
+    for begin, end, says in (
+        (least, low - 1, "become 0"),
+        (low - 1, math.log2(its.tiny), "fewer bits"),
+        (high, most, "inf"),
+    ):
+        all_lost = {"facecolor": "#FFFFFF", "edgecolor": PANEL_EDGE, "hatch": "//"}
+        look = {"color": PANEL} if says == "fewer bits" else all_lost
+        axes.axvspan(begin, end, **look)
+        axes.text((begin + end) / 2, axes.get_ylim()[1], says, ha="center", va="top",
+                  backgroundcolor="white")  # fmt: skip
+    axes.set(xlabel="exponent: the number is 1 to 2 times 2 to this power")
+    axes.set(ylabel="share of the numbers [%]", ylim=(0, None), xlim=(least, most))
+    axes.grid(axis="y", **GRID)
+    axes.legend(loc="upper right")
+    return figure, f"Exponents, and what {format} loses. {'; '.join(words)}."
+
+
+def lost_in(values: Tensor, format: Format) -> tuple[float, float]:
+    """Return the share of non-zero numbers that become 0, and that keep fewer bits."""
+    size = values.detach().double().abs().flatten()
+    size = size[size != 0]
+    zero = format.round(size) == 0
+    coarse = (size < format.tiny) & ~zero
+    return float(zero.double().mean()), float(coarse.double().mean())
+
+
+@plot
+def errors_of_sums(
+    simulated: Mapping[str, Mapping[int, float]],
+    measured: Mapping[str, Mapping[int, float]],
+    eps: float,
+) -> tuple[Figure, str]:
+    """Draw the error of a sum against the number of ranks N, a curve for each order.
+
+    Both map an order to {N: relative error}; simulated in one process and measured on
+    real ranks. The thin lines are the bounds for numbers of one sign: N - 1 and log2(N)
+    times half of `eps`.
+    """
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 3.8), layout="constrained")
+    told, ranks = [], sorted({n for its in simulated.values() for n in its})
+    for (order, points), look in zip(simulated.items(), CURVES, strict=False):
+        axes.plot(points.keys(), points.values(), label=order, **look)
+        for n, error in measured.get(order, {}).items():
+            axes.plot([n], [error], "o", color=INK, markersize=6)
+        told.append(f"{order}: {points[ranks[-1]]:.1%} at {ranks[-1]} ranks")
+    for bound in ([n - 1 for n in ranks], [math.log2(n) for n in ranks]):
+        axes.plot(ranks, [b * eps / 2 for b in bound], color=PANEL_EDGE, linewidth=1)
+    axes.plot([], [], color=PANEL_EDGE, linewidth=1, label="at most")
+    axes.plot([], [], "o", color=INK, label="on real ranks")
+    axes.set(xscale="log", yscale="log", xlabel="ranks N", ylabel="relative error")
+    axes.set_xticks(ranks, [str(n) for n in ranks], minor=False)
+    axes.xaxis.minorticks_off()
+    axes.grid(axis="y", **GRID)
+    axes.legend()
+    return figure, f"The error of a sum over ranks. {'; '.join(told)}."
+
+
+IMAGES = {"12_precision.svg": formats_and_a_step}

@@ -1,0 +1,268 @@
+"""Wrong answers to the exercises of chapter 12, each with a word of its hint."""
+
+import math
+
+import torch
+import torch.distributed as dist
+
+from ddp_course.chapters.ch12_precision import solutions
+
+# from_bits
+
+
+def no_subnormals(sign, exponent, fraction):
+    bias = 2 ** (len(exponent) - 1) - 1
+    size = (1 + int(fraction, 2) / 2 ** len(fraction)) * 2.0 ** (
+        int(exponent, 2) - bias
+    )
+    return -size if sign == "1" else size
+
+
+def one_power_too_low(sign, exponent, fraction):
+    if "1" in exponent:
+        return solutions.from_bits(sign, exponent, fraction)
+    size = (
+        int(fraction, 2) / 2 ** len(fraction) * 2.0 ** -(2 ** (len(exponent) - 1) - 1)
+    )
+    return -size if sign == "1" else size
+
+
+def bias_of_float32(sign, exponent, fraction):
+    if "0" not in exponent or "1" not in exponent:
+        return solutions.from_bits(sign, exponent, fraction)
+    size = (1 + int(fraction, 2) / 2 ** len(fraction)) * 2.0 ** (int(exponent, 2) - 127)
+    return -size if sign == "1" else size
+
+
+def all_ones_is_inf(sign, exponent, fraction):
+    if "0" not in exponent:
+        return -math.inf if sign == "1" else math.inf
+    return solutions.from_bits(sign, exponent, fraction)
+
+
+def without_a_sign(sign, exponent, fraction):
+    return solutions.from_bits("0", exponent, fraction)
+
+
+def positive_infinity(sign, exponent, fraction):
+    number = solutions.from_bits(sign, exponent, fraction)
+    return abs(number) if math.isinf(number) else number
+
+
+# master_step
+
+
+def _each(parameters, masters):
+    pairs = zip(parameters, masters, strict=True)
+    return [(p, m) for p, m in pairs if p.grad is not None]
+
+
+def never_copied_back(parameters, masters, lr):
+    for p, m in _each(parameters, masters):
+        m -= lr * p.grad.float()
+
+
+def steps_the_parameters(parameters, masters, lr):
+    for p, m in _each(parameters, masters):
+        p.data -= lr * p.grad
+        m.copy_(p.data)
+
+
+def multiplied_in_16_bits(parameters, masters, lr):
+    for p, m in _each(parameters, masters):
+        m -= (lr * p.grad).float()
+        p.data.copy_(m)
+
+
+def new_copies(parameters, masters, lr):
+    for k, p in enumerate(parameters):
+        if p.grad is not None:
+            masters[k] = masters[k] - lr * p.grad.float()
+            p.data.copy_(masters[k])
+
+
+def wider_parameters(parameters, masters, lr):
+    for p, m in _each(parameters, masters):
+        m -= lr * p.grad.float()
+        gradient, p.grad = p.grad, None
+        p.data = m.clone()
+        p.grad = gradient.float()
+
+
+def none_without(parameters, masters, lr):
+    for p, m in zip(parameters, masters, strict=True):
+        m -= lr * p.grad.float()
+
+
+def gradients_scaled(parameters, masters, lr):
+    for p, m in _each(parameters, masters):
+        m -= p.grad.float() * lr
+        p.grad *= lr
+        p.data.copy_(m)
+
+
+def all_are_rounded(parameters, masters, lr):
+    solutions.master_step(parameters, masters, lr)
+    for p, m in zip(parameters, masters, strict=True):
+        m.copy_(p.data)
+
+
+# next_scale
+
+
+def never_resets(scale, clean, found, interval):
+    if found:
+        return scale / 2, clean
+    return solutions.next_scale(scale, clean, found, interval)
+
+
+def grows_too_late(scale, clean, found, interval):
+    if not found and clean == interval:
+        return scale * 2, 0
+    return (scale / 2, 0) if found else (scale, clean + 1)
+
+
+def goes_on_counting(scale, clean, found, interval):
+    new, _ = solutions.next_scale(scale, clean, found, interval)
+    return new, 0 if found else clean + 1
+
+
+def never_shrinks(scale, clean, found, interval):
+    return solutions.next_scale(scale, clean, False, interval)
+
+
+def never_grows(scale, clean, found, interval):
+    return (scale / 2, 0) if found else (scale, clean + 1)
+
+
+def inf_counts(scale, clean, found, interval):
+    return (scale / 2, 1) if found else solutions.next_scale(scale, clean, 0, interval)
+
+
+# agreed_step
+
+
+def _step(weights, gradients, factor):
+    for w, g in zip(weights, gradients, strict=True):
+        w -= factor * g
+
+
+def _squares(gradients):
+    return sum((g.double().square().sum() for g in gradients), torch.zeros(()).double())
+
+
+def known_to_one(weights, gradients, scale, max_norm, lr):
+    squares = _squares([g / scale for g in gradients]).view(1)
+    mine = bool(squares.isfinite())
+    squares = squares.nan_to_num(0, 0)
+    dist.all_reduce(squares)
+    norm = squares.sqrt().item()
+    if mine:
+        _step(weights, gradients, lr / scale * min(1.0, max_norm / (norm or 1)))
+    return mine
+
+
+def clipped_before(weights, gradients, scale, max_norm, lr):
+    squares = _squares(gradients).view(1)
+    dist.all_reduce(squares)
+    norm = squares.sqrt().item()
+    if not math.isfinite(norm):
+        return False
+    _step(weights, gradients, lr * min(1.0, max_norm / (norm or 1)) / scale)
+    return True
+
+
+def never_unscaled(weights, gradients, scale, max_norm, lr):
+    return solutions.agreed_step(weights, gradients, 1.0, max_norm, lr)
+
+
+def own_norm(weights, gradients, scale, max_norm, lr):
+    own = _squares([g / scale for g in gradients]).view(1)
+    total = own.clone()
+    dist.all_reduce(total)
+    if not total.isfinite():
+        return False
+    norm = own.sqrt().item()
+    _step(weights, gradients, lr / scale * min(1.0, max_norm / (norm or 1)))
+    return True
+
+
+def norms_added(weights, gradients, scale, max_norm, lr):
+    norm = _squares([g / scale for g in gradients]).sqrt().view(1)
+    dist.all_reduce(norm)
+    if not norm.isfinite():
+        return False
+    _step(weights, gradients, lr / scale * min(1.0, max_norm / (norm.item() or 1)))
+    return True
+
+
+def steps_anyway(weights, gradients, scale, max_norm, lr):
+    clean = [g.nan_to_num(0, 0, 0) for g in gradients]
+    return solutions.agreed_step(weights, clean, scale, max_norm, lr)
+
+
+def only_inf_is_seen(weights, gradients, scale, max_norm, lr):
+    found = torch.tensor([float(any(g.isinf().any() for g in gradients))])
+    dist.all_reduce(found)
+    if found:
+        return False
+    clean = [g.nan_to_num() for g in gradients]
+    return solutions.agreed_step(weights, clean, scale, max_norm, lr)
+
+
+def silent_without_gradients(weights, gradients, scale, max_norm, lr):
+    if not gradients:
+        return True
+    return solutions.agreed_step(weights, gradients, scale, max_norm, lr)
+
+
+def everything_gathered(weights, gradients, scale, max_norm, lr):
+    told = [None] * dist.get_world_size()
+    dist.all_gather_object(told, gradients)
+    squares = sum(_squares([g / scale for g in its]) for its in told)
+    norm = squares.sqrt().item()
+    if not math.isfinite(norm):
+        return False
+    _step(weights, gradients, lr / scale * min(1.0, max_norm / (norm or 1)))
+    return True
+
+
+WRONG = {
+    "from_bits": {
+        no_subnormals: "what fp16 keeps of 3e-05",
+        one_power_too_low: "what fp16 keeps of",
+        bias_of_float32: "what fp16 keeps of 1",
+        all_ones_is_inf: "another fraction, is nan",
+        without_a_sign: "what fp16 keeps of -2.5",
+        positive_infinity: "the sign is that of the infinity",
+    },
+    "master_step": {
+        never_copied_back: "expected the copies, rounded",
+        steps_the_parameters: "taken from the copy",
+        multiplied_in_16_bits: "computed in 32 bits",
+        new_copies: "change the tensors in place",
+        wider_parameters: "parameters stay in 16 bits",
+        none_without: "AttributeError",
+        gradients_scaled: "leave them as they are",
+        all_are_rounded: "in `masters`",
+    },
+    "next_scale": {
+        never_resets: "an inf was found",
+        grows_too_late: "in a row",
+        goes_on_counting: "in a row",
+        never_shrinks: "an inf was found",
+        never_grows: "in a row",
+        inf_counts: "an inf was found",
+    },
+    "agreed_step": {
+        known_to_one: "by all ranks or by none",
+        clipped_before: "First divide by the scale",
+        never_unscaled: "First divide by the scale",
+        own_norm: "the norm of all ranks' gradients",
+        norms_added: "the norm of all ranks' gradients",
+        steps_anyway: "by all ranks or by none",
+        only_inf_is_seen: "by all ranks or by none",
+        silent_without_gradients: "Every rank calls the same all_reduce",
+        everything_gathered: "at most two all_reduces",
+    },
+}
