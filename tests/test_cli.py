@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -500,7 +502,7 @@ def test_lab_really(clone, tmp_path):
     places = {name: tmp_path / name for name in ("HOME", "TMPDIR")}
     for place in places.values():
         place.mkdir()
-    runtime = tmp_path / "runtime"
+    runtime = Path(tempfile.mkdtemp(prefix="ddp-")) / "r"  # a short name
     hidden = ("DISPLAY", "WAYLAND_DISPLAY", "JUPYTERHUB_SERVICE_PREFIX")
     environ = {k: v for k, v in os.environ.items() if k not in hidden}
     environ |= {name: str(place) for name, place in places.items()}
@@ -521,18 +523,24 @@ def test_lab_really(clone, tmp_path):
         assert "ssh -L" in command.stdout.readline()  # no display
         base, token = url.split("lab/tree/")[0], url.split("token=")[1]
         assert url.startswith(f"{base}lab/tree/notebooks/00_start_here.ipynb?")
+        page = clone / "ddp-course" / lab.PAGE
+        assert url.replace("&", "&amp;") in page.read_text()
+        assert page.stat().st_mode & 0o777 == 0o600
         contents = f"{base}api/contents/notebooks/00_start_here.ipynb?token="
         assert answers(url) == 200
         assert answers(contents + token) == 200
         assert answers(contents + "wrong") == 403
-        page = urllib.request.urlopen(url, timeout=30).read().decode()
-        assert '"news": {"disabled": true}' in page  # no popup asks about it
+        shown = urllib.request.urlopen(url, timeout=30).read().decode()
+        assert '"news": {"disabled": true}' in shown  # no popup asks about it
 
         start = urllib.request.Request(f"{base}api/kernels?token={token}", data=b"{}")
         kernel = json.load(urllib.request.urlopen(start, timeout=30))["id"]
         family = descendants(command.pid)
         assert [pid for pid in family if kernel in command_line(pid)]
         assert names_in(runtime) > {"jupyter_cookie_secret"}
+        assert runtime.stat().st_mode & 0o077 == 0
+        connection = (runtime / f"kernel-{kernel}.json").read_text()
+        assert ('"transport": "ipc"' in connection) == (len(str(runtime)) < lab.LONGEST)
 
         os.killpg(command.pid, signal.SIGINT)  # as a terminal does: to the whole group
         time.sleep(0.3)
@@ -542,6 +550,7 @@ def test_lab_really(clone, tmp_path):
         assert "lab.py" not in err  # a kernel that was starting may complain
         assert none_left(family)
         assert names_in(runtime) <= {"jupyter_cookie_secret"}
+        assert not page.exists()
         # torch makes a folder there for its compiler, torchinductor_ADA
         left = names_in(places["TMPDIR"])
         assert [name for name in left if "torchinductor" not in name] == []
@@ -549,6 +558,7 @@ def test_lab_really(clone, tmp_path):
         for pid in [*descendants(command.pid), command.pid]:
             if alive(pid):
                 os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(runtime.parent)
 
 
 def command_line(pid: int) -> str:

@@ -12,9 +12,11 @@ import sys
 import webbrowser
 from argparse import Namespace
 from collections.abc import Mapping
+from html import escape
 from pathlib import Path
 from urllib.parse import quote, urlencode
 
+from jupyter_core.paths import jupyter_runtime_dir
 from rich.console import Console
 
 from ddp_course.commands import CommandError, chapters
@@ -30,6 +32,11 @@ OPTIONS = (
     "--LabApp.custom_css=True",  # that of this folder:
     f"--ServerApp.tornado_settings=static_custom_path={Path(__file__).parent}/jupyterlab",
 )
+# Whoever is on this machine can listen to a kernel's ports, code and outputs. So they
+# are files in a private folder, unless its name is too long for those: `kernel-`, 36
+# characters and `-ipc-1` follow, and a socket's name has 107 at most.
+LONGEST = 55
+PAGE = ".open-jupyterlab.html"
 ENDINGS = ("SIGINT", "SIGTERM", "SIGHUP")  # Ctrl-C, a `kill`, a closed terminal
 
 
@@ -64,11 +71,29 @@ def command(told: Namespace) -> int:
         token = server.identity_provider.token
         url = address(server.connection_url, token, chapter.relative_to(root))
         print(f"JupyterLab: {url}")
-        print(open_or_say_how(url, server.port, not told.no_browser), flush=True)
+        page = write_page(root, url).as_uri()
+        print(open_or_say_how(page, server.port, not told.no_browser), flush=True)
 
     server.io_loop.add_callback(say)  # when the server listens
-    server.start()
+    try:
+        server.start()
+    finally:
+        (root / PAGE).unlink(missing_ok=True)
     return 0
+
+
+def write_page(folder: Path, url: str) -> Path:
+    """Write a page that leads to `url`, which only its owner can read.
+
+    What a program is started with, all users of a machine can see: a browser must not
+    be given the token there. (Not in a hidden folder of the home folder, where browsers
+    of Ubuntu may not look.)
+    """
+    page = folder / PAGE
+    page.unlink(missing_ok=True)
+    page.touch(mode=0o600)
+    page.write_text(f'<meta http-equiv="refresh" content="0;url={escape(url)}">\n')
+    return page
 
 
 def arguments(folder: Path, port: int | None, ip: str) -> list[str]:
@@ -77,6 +102,8 @@ def arguments(folder: Path, port: int | None, ip: str) -> list[str]:
     It takes `port`, or with None its usual one or the next that is free.
     """
     told = [*OPTIONS, f"--ServerApp.ip={ip}", f"--ServerApp.root_dir={folder}"]
+    if len(jupyter_runtime_dir()) < LONGEST:
+        told.append("--KernelManager.transport=ipc")
     if port is not None:
         told += [f"--ServerApp.port={port}", "--ServerApp.port_retries=0"]
     if hasattr(os, "geteuid") and os.geteuid() == 0:  # the usual user of a container
@@ -120,10 +147,12 @@ def address(server: str, token: str, notebook: Path) -> str:
 
 
 def open_or_say_how(url: str, port: int, browser: bool) -> str:
-    """Open `url` in a browser if there is one; return what the reader is to do."""
+    """Show `url` in a browser if there is one; return what the reader is to do."""
     obstacle = no_display(os.environ, sys.platform)
     if browser and not obstacle and webbrowser.open(url):
-        return "Your browser opens it now. Ctrl-C here ends it."
+        return (
+            "Your browser opens it now; if not, open the address. Ctrl-C here ends it."
+        )
     if obstacle:
         return f"{obstacle} {tunnel(port, os.environ)} Ctrl-C here ends it."
     return "Open this address in a browser. Ctrl-C here ends it."
