@@ -7,7 +7,8 @@ wrong numbers, and nothing says why. This backend carries everything over gloo, 
 * unbatched sends and receives of two ranks run one after the other; a send lasts until
   it is received;
 * messages match by their order alone, whatever their tags;
-* a batch (`batch_isend_irecv`) is one group, which meets the same group on the peer;
+* a batch (`batch_isend_irecv`) is one group. It meets the same group on the peer, and
+  never a message that is sent alone (over NCCL these take different communicators);
 * batches and collectives of a process group run one after the other;
 * tensors are contiguous, operations those that NCCL has.
 
@@ -361,11 +362,16 @@ dist.Backend.register_backend(NAME, StrictGroup, True, devices=["cpu"])
 
 def run_program(path: str, *arguments: str) -> None:
     """Run a Python program as if alone; whichever backend it asks for, it gets this."""
-    theirs = c10d.init_process_group
+    first_group, later_group = c10d.init_process_group, c10d.new_group
 
     def init_process_group(backend: str | None = None, *args: Any, **options: Any):
-        return theirs(NAME, *args, **options)
+        return first_group(NAME, *args, **options)
+
+    def new_group(ranks=None, timeout=None, backend=None, *args: Any, **options: Any):
+        over = NAME if backend == "nccl" else backend  # a group over gloo stays one
+        return later_group(ranks, timeout, over, *args, **options)
 
     c10d.init_process_group = dist.init_process_group = init_process_group
+    c10d.new_group = dist.new_group = new_group
     sys.argv = [path, *arguments]
     runpy.run_path(path, run_name="__main__")

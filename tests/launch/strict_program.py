@@ -54,7 +54,9 @@ if __name__ == "__main__":
     mine = {f"{rank}.{name}": p.grad for name, p in whole[rank].named_parameters()}
     same(mine, right)
 
+    group = dist.new_group([0, 1], backend="nccl")
     if rank == 0:
+        assert dist.get_backend(group) == "strict"
         print(f"DDP, FSDP and 1F1B over {dist.get_backend()}")
     dist.barrier()
     dist.destroy_process_group()
