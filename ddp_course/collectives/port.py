@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from datetime import timedelta
 from functools import cache
 from typing import Protocol
 
@@ -154,8 +155,8 @@ class _Landing:
     def __init__(self, handle: Handle, arrived: Tensor, tensor: Tensor) -> None:
         self.handle, self.arrived, self.tensor = handle, arrived, tensor
 
-    def wait(self) -> None:
-        self.handle.wait()
+    def wait(self, *patience: timedelta) -> None:
+        self.handle.wait(*patience)
         self.tensor.copy_(self.arrived)
 
 
@@ -188,6 +189,7 @@ class Line:
     def __init__(self, link: Link) -> None:
         self.link = link
         self.free = 0.0  # when the line has sent what was given to it so far
+        self.lock = threading.Lock()  # several threads may send
         self.waiting: queue.SimpleQueue = queue.SimpleQueue()
         threading.Thread(target=self._carry, daemon=True, name="slow line").start()
 
@@ -202,8 +204,10 @@ class Line:
         time.sleep(max(0.0, self._arrival(nbytes) - time.monotonic()))
 
     def _arrival(self, nbytes: int) -> float:
-        self.free = max(self.free, time.monotonic()) + nbytes / self.link.bandwidth
-        return self.free + self.link.latency
+        with self.lock:
+            start = max(self.free, time.monotonic())
+            self.free = start + nbytes / self.link.bandwidth
+            return self.free + self.link.latency
 
     def _carry(self) -> None:
         while True:
@@ -219,5 +223,5 @@ class _Delayed:
     def __init__(self, started: Future[Handle]) -> None:
         self.started = started
 
-    def wait(self) -> None:
-        self.started.result().wait()
+    def wait(self, *patience: timedelta) -> None:
+        self.started.result().wait(*patience)

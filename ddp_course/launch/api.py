@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ddp_course.launch import reports
@@ -33,6 +33,7 @@ def spawn(
     env: Mapping[str, str] | None = None,
     max_lines: int = 500,
     start_method: str | None = None,
+    may_fail: Iterable[int] = (),
 ) -> list[Any]:
     """Call `fn(*args)` on every rank and return what each returned, in rank order.
 
@@ -64,6 +65,8 @@ def spawn(
         env: more environment variables for the ranks.
         max_lines: lines shown of each rank's output; a report holds all of them.
         start_method: "forkserver" or "spawn"; None takes the best of this machine.
+        may_fail: ranks whose failure does not end the launch; in place of its value one
+            that failed has its `RankReport`. (torchrun's agent ends all.)
 
     Raises:
         LaunchArgumentError: an argument cannot be; nothing was started.
@@ -94,16 +97,17 @@ def spawn(
         max_lines=max_lines,
         env=variables(env),
         start_method=start_method,
+        may_fail=tuple(may_fail),
     )
     if output != "none":
         _tell_once(job.placement.sentence)
     told = Launch(job).run()
     if not check:
         return told
-    error = reports.failure(told) or reports.late(told, job.timeout)
+    error = reports.failure(told, job.may_fail) or reports.late(told, job.timeout)
     if error is not None:
         raise error
-    return [report.value for report in told]
+    return [report if report.failed else report.value for report in told]
 
 
 def _tell_once(sentence: str) -> None:

@@ -35,6 +35,7 @@ class Job:
     max_lines: int
     env: Mapping[str, str]
     start_method: str | None
+    may_fail: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Check what is not checked where it was made."""
@@ -52,6 +53,8 @@ class Job:
         if self.start_method not in (None, "forkserver", "spawn"):
             can = "'forkserver' or 'spawn'"
             _refuse("start_method", self.start_method, f"it can be {can}")
+        for rank in self.may_fail:
+            _whole("may_fail", rank, 0, self.world_size - 1)
         if not isinstance(self.links, Links):
             can = "Links(inside=..., between=...)"
             _refuse("links", self.links, f"it must be {can}")

@@ -142,17 +142,19 @@ class Launch:
         self.started_at = time.monotonic()
         deadline = self.started_at + self.job.timeout
         self._pump(
-            until=lambda: (
-                all(rank.report for rank in self.ranks)
-                or any(rank.report and rank.report.failed for rank in self.ranks)
-            ),
+            until=lambda: all(rank.report for rank in self.ranks) or self._has_failed(),
             deadline=deadline,
         )
-        if any(rank.report and rank.report.failed for rank in self.ranks):
+        if self._has_failed():
             self._pump(
                 until=lambda: all(rank.report for rank in self.ranks),
                 deadline=min(deadline, time.monotonic() + GRACE),
             )
+
+    def _has_failed(self) -> bool:
+        """Whether a rank has failed that may not."""
+        failed = {r.rank for r in self.ranks if r.report and r.report.failed}
+        return not failed <= set(self.job.may_fail)
 
     def _pump(self, until: Callable[[], bool], deadline: float) -> None:
         while not until() and not self.stop.pressed:

@@ -8,6 +8,7 @@ those frames tell a reader nothing about the mistake.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,13 +146,15 @@ class RankInterrupted(Story, KeyboardInterrupt):
 # ---- who is to blame -----------------------------------------------------------------
 
 
-def cause(reports: list[RankReport]) -> RankReport | None:
+def cause(
+    reports: list[RankReport], may_fail: Collection[int] = ()
+) -> RankReport | None:
     """Return the report of the rank that is to blame, or None if none failed.
 
-    That is the first rank that failed by itself; ranks which merely lost a peer, or
-    tired of waiting for one, come last.
+    That is the first rank that failed by itself and may not; ranks which merely lost a
+    peer, or tired of waiting for one, come last.
     """
-    failed = [report for report in reports if report.failed]
+    failed = [r for r in reports if r.failed and r.rank not in may_fail]
     first = min(failed, key=_blame, default=None)
     # If all make the same mistake, it is chance who does so first: take the lowest.
     alike = [report for report in failed if report.headline == first.headline]
@@ -163,9 +166,11 @@ def _blame(report: RankReport) -> tuple[bool, bool, float]:
     return report.lost_a_peer, waited, report.ended_at
 
 
-def failure(reports: list[RankReport]) -> RankError | None:
+def failure(
+    reports: list[RankReport], may_fail: Collection[int] = ()
+) -> RankError | None:
     """Return the exception that tells what went wrong, or None if nothing did."""
-    first = cause(reports)
+    first = cause(reports, may_fail)
     if first is None:
         return None
     left = [report.rank for report in reports if report.status == "ok"]

@@ -90,6 +90,8 @@ REFUSED = [
     ),
     ({"links": Link(latency=1e-3)}, ["links is Link(", "Links"]),
     ({"links": 3}, ["links is 3", "Links"]),
+    ({"may_fail": [4]}, ["may_fail is 4", "0 to 3"]),
+    ({"may_fail": "2"}, ["may_fail is '2'", "whole number"]),
     *(
         ({"fn": what}, [f"fn is {repr(what)[:50]}", "it must be a function"])
         for what in (4, None, "train", [print], list(range(10_000)))

@@ -241,6 +241,20 @@ def test_every_way_to_end_is_told_as_data(monkeypatch):
     assert all(report.seconds >= 0 for report in reports)
 
 
+def test_who_may_fail_ends_nobody_and_others_do():
+    def dies(who):
+        if dist.get_rank() in who:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(parent.GRACE + 0.3)  # whoever was ended for it would not come here
+        return dist.get_rank()
+
+    first, killed, last = spawn(dies, [1], world_size=3, may_fail=[1])
+    assert (first, last) == (0, 2)
+    assert (killed.status, killed.error) == ("killed", "killed by SIGKILL")
+    with pytest.raises(RankError, match="rank 2: killed by SIGKILL"):
+        spawn(dies, [1, 2], world_size=3, may_fail=[1])
+
+
 def test_a_mismatch_that_gloo_answers_with_an_abort_has_a_cause():
     def mismatch():
         dist.all_reduce(torch.ones(5 if dist.get_rank() == 1 else 500_000))

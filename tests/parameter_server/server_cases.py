@@ -1,0 +1,203 @@
+"""What runs on the ranks, and servers that are wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp_course.checkpoint import Checkpoints
+from ddp_course.parameter_server import (
+    ASYNCHRONOUS,
+    SYNCHRONOUS,
+    Book,
+    Server,
+    ServerGoneError,
+    Worker,
+    bounded,
+)
+
+
+def make_model() -> nn.Module:
+    """Return a model with a tied and a frozen weight."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 1))
+    model[2].weight = model[0].weight
+    model[2].bias.requires_grad_(False)
+    return model
+
+
+def gradient(model: nn.Module, worker: int, clock: int) -> None:
+    rows = torch.randn(
+        8, 6, generator=torch.Generator().manual_seed(97 * worker + clock)
+    )
+    ((model(rows) - rows.sum(1, keepdim=True)) ** 2).mean().backward()
+
+
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.005, momentum=0.9),
+    "adam": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "rms": lambda params: torch.optim.RMSprop(params, lr=0.01),
+}
+
+
+def run(case: dict, kind=Server) -> object:
+    """Train under one rule; on the server return (record, weights)."""
+    model, rank = make_model(), dist.get_rank()
+    case = dict(case)
+    optimizer, steps = OPTIMIZERS[case.pop("optimizer", "sgd")], case.pop("steps", 16)
+    if rank == 0:
+        made = optimizer(model.parameters())
+        server = kind(model.parameters(), made, steps=steps, **case)
+        return server.serve(), [p.detach().clone() for p in model.parameters()]
+    if rank in case.get("workers", [rank]):
+        with Worker(model.parameters()) as worker:
+            while worker.pull():
+                gradient(model, rank, worker.clock)
+                worker.push()
+    return None
+
+
+def all_of(cases: list[tuple[dict, type]]) -> list:
+    """Run all cases, one after the other, in one launch."""
+    return [run(case, kind) for case, kind in cases]
+
+
+# ---- servers that are wrong ----------------------------------------------------------
+
+
+class Twice(Server):
+    """Applies a gradient twice, now and then."""
+
+    def _step(self, taken):
+        super()._step(taken)
+        if self.book.version == 7:
+            self.row.step(self.optimizer, [self.arrived[worker] for worker in taken])
+
+
+class Forgets(Server):
+    """Notes a gradient and does not take it."""
+
+    def _step(self, taken):
+        if self.book.version == 7:
+            self.book.step(taken)
+        else:
+            super()._step(taken)
+
+
+class Torn(Server):
+    """Copies half of the weights, lets others step, and copies the other half."""
+
+    def _pull(self, worker):
+        answer = super()._pull(worker)
+        self.changed.wait(0.01)
+        half = len(self.row.weights) // 2
+        self.leaving[worker][half:] = self.row.weights[half:]
+        return answer
+
+
+class CountsByWorker(Book):
+    """Takes the clock of a worker for the version of its weights."""
+
+    def pull(self, worker):
+        super().pull(worker)
+        self.base[worker] = self.clock[worker]
+
+
+class WrongClock(Server):
+    def __init__(self, *args, **how):
+        super().__init__(*args, **how)
+        self.book.__class__ = CountsByWorker
+
+
+# ---- faults --------------------------------------------------------------------------
+
+
+def one_is_killed(rules: list) -> list:
+    """Rank 2 dies while it computes; the others go on."""
+    told = []
+    for rule in rules:
+        model, rank = make_model(), dist.get_rank()
+        if rank == 0:
+            made = OPTIMIZERS["sgd"](model.parameters())
+            told.append(Server(model.parameters(), made, rule, steps=20).serve())
+        else:
+            with Worker(model.parameters()) as worker:
+                while worker.pull():
+                    if rank == 2 and worker.version >= 5:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    gradient(model, rank, worker.clock)
+                    worker.push()
+    return told
+
+
+def slow_and_late() -> object:
+    """Rank 2 is silent for longer than patience, and comes back; rank 3 joins late."""
+    model, rank = make_model(), dist.get_rank()
+    if rank == 0:
+        made = OPTIMIZERS["sgd"](model.parameters())
+        how = {"late": [3], "patience": 0.4, "steps": 90}
+        return Server(model.parameters(), made, bounded(2), **how).serve()
+    if rank == 3:
+        time.sleep(0.2)
+    with Worker(model.parameters()) as worker:
+        for turn in range(10**6):
+            if not worker.pull():
+                return turn
+            if rank == 2 and turn == 3:
+                time.sleep(1.0)
+            gradient(model, rank, worker.clock)
+            time.sleep(0.02)
+            worker.push()
+    return None
+
+
+def server_is_killed() -> tuple[str, float] | None:
+    """Rank 0 dies at the fifth step; return what a worker was told, and when."""
+    model, rank = make_model(), dist.get_rank()
+    if rank == 0:
+        made = OPTIMIZERS["sgd"](model.parameters())
+
+        def die(version):
+            if version == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        Server(model.parameters(), made, ASYNCHRONOUS, after_step=die).serve()
+    last = time.monotonic()
+    try:
+        with Worker(model.parameters()) as worker:
+            while worker.pull():
+                gradient(model, rank, worker.clock)
+                last = time.monotonic()
+                worker.push()
+    except ServerGoneError as error:
+        return str(error), time.monotonic() - last
+    return None
+
+
+def saved(folder: str | None, steps: int, dies_at: int = 0) -> list | None:
+    """Go on from the newest checkpoint; the server writes one every fourth step."""
+    model, rank = make_model(), dist.get_rank()
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    checkpoints = Checkpoints(folder, 4, model, optimizer, {"case": "server"})
+    losses = checkpoints.load(steps)
+    if rank > 0:
+        with Worker(model.parameters()) as worker:
+            while worker.pull():
+                gradient(model, rank, worker.version)
+                worker.push()
+        return None
+
+    def after_step(version):
+        losses.append(0.0)
+        checkpoints.save(losses)
+        if version == dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    how = {"steps": steps, "version": len(losses), "after_step": after_step}
+    record = Server(model.parameters(), optimizer, SYNCHRONOUS, **how).serve()
+    return [record.steps, *(p.detach() for p in model.parameters())]

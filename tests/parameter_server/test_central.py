@@ -1,0 +1,161 @@
+"""A server on one rank, workers on the others: every run, replayed, is the same."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+import server_cases as cases
+import torch
+
+from ddp_course.launch import RankError, spawn
+from ddp_course.parameter_server import (
+    ASYNCHRONOUS,
+    SYNCHRONOUS,
+    Row,
+    Server,
+    backup,
+    bounded,
+    replay,
+)
+
+RULES = [SYNCHRONOUS, ASYNCHRONOUS, bounded(0), bounded(1), backup(1)]
+UNDER = [(SYNCHRONOUS, 1), (ASYNCHRONOUS, 1), (backup(1), 2), (bounded(0), 2)]
+
+
+def check_ages(record) -> None:
+    """Count versions again, from nothing but the order of things."""
+    version, has, pushed, found = 0, {}, {}, []
+    for event in record.events:
+        if event.kind == "pull":
+            has[event.worker] = version
+        if event.kind == "push":
+            pushed[event.worker] = has[event.worker]
+        if event.kind == "step":
+            found += [version - pushed[worker] for worker in event.taken]
+            version += 1
+    assert record.staleness() == found
+
+
+def check(case, record, weights) -> None:
+    """One process computes the same, bit by bit; and everything was counted."""
+    model = cases.make_model()
+    optimizer = cases.OPTIMIZERS[case.get("optimizer", "sgd")](model.parameters())
+    gradient = lambda worker, clock: cases.gradient(model, worker, clock)  # noqa: E731
+    replay(record, model.parameters(), optimizer, gradient, remedy=case.get("remedy"))
+    for ours, theirs in zip(weights, model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    check_ages(record)
+    assert record.steps == case.get("steps", 16)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "strict"])  # legal for NCCL, too
+def test_every_rule_with_several_optimizers_and_workers(backend):
+    names = itertools.cycle(cases.OPTIMIZERS)
+    todo = [{"rule": rule, "optimizer": next(names)} for rule in RULES]
+    if backend == "gloo":
+        todo += [{"rule": rule, "optimizer": next(names)} for rule in RULES]
+        todo += [{"rule": rule, "workers": [1, 2][:n]} for rule, n in UNDER]
+    every = [(case, Server) for case in todo]
+    found = spawn(cases.all_of, every, backend=backend, timeout=60)[0]
+    for case, (record, weights) in zip(todo, found, strict=True):
+        check(case, record, weights)
+        if case["rule"].together:
+            assert set(record.staleness()) == {0}
+
+
+@pytest.fixture(scope="module")
+def wrong():
+    kinds = [cases.Twice, cases.Forgets, cases.Torn, cases.WrongClock, Server]
+    every = [({"rule": ASYNCHRONOUS, "steps": 30}, kind) for kind in kinds]
+    found = spawn(cases.all_of, every, timeout=60)[0]
+    return dict(zip(kinds, zip(every, found, strict=True), strict=True))
+
+
+@pytest.mark.parametrize(
+    "kind", [cases.Twice, cases.Forgets, cases.Torn, cases.WrongClock]
+)
+def test_a_wrong_server_is_caught(kind, wrong):
+    (case, _), (record, weights) = wrong[kind]
+    with pytest.raises(AssertionError):
+        check(case, record, weights)
+
+
+def test_and_the_right_one_is_not(wrong):
+    (case, _), (record, weights) = wrong[Server]
+    check(case, record, weights)
+
+
+def test_an_optimizer_that_fails_is_told():
+    def fails():
+        def after_step(version):
+            raise RuntimeError("of the optimizer")
+
+        return cases.run({"rule": ASYNCHRONOUS, "after_step": after_step})
+
+    with pytest.raises(RankError, match="rank 0: RuntimeError: of the optimizer"):
+        spawn(fails, world_size=2, timeout=20)
+
+
+def test_a_killed_worker_keeps_nobody():
+    rules = [SYNCHRONOUS, bounded(1), ASYNCHRONOUS]
+    for rule in rules:
+        told = spawn(cases.one_is_killed, [rule], may_fail=[2], timeout=30)
+        (record,) = told[0]
+        assert told[2].status == "killed"
+        assert record.steps == 20
+        assert [event.worker for event in record.of("lost")] == [2]
+        assert {event.worker for event in record.of("leave")} == {1, 3}
+
+
+def test_a_silent_worker_may_come_back_and_another_joins_late():
+    record, *turns = spawn(cases.slow_and_late, timeout=30)
+    assert {event.worker for event in record.of("lost")} == {2}
+    joined = [event.worker for event in record.of("join")]
+    assert sorted(joined) == [1, 2, 2, 3]
+    assert all(turn > 4 for turn in turns)
+
+
+def test_without_a_server_workers_end_at_once():
+    told = spawn(cases.server_is_killed, world_size=3, may_fail=[0], timeout=20)
+    for worker in (1, 2):
+        words, seconds = told[worker]
+        assert re.fullmatch("rank 0, which serves the weights, is gone", words)
+        assert seconds < 2
+
+
+def test_a_server_that_is_silent_is_named():
+    def waits():
+        model = cases.make_model()
+        if torch.distributed.get_rank() == 1:
+            cases.Worker(model.parameters(), patience=0.3).pull()
+        torch.distributed.recv(torch.zeros(1), 1)
+
+    with pytest.raises(RankError, match="rank 0, which serves .* answered for 0.3 s"):
+        spawn(waits, world_size=2, timeout=20)
+
+
+def test_a_server_goes_on_from_its_checkpoint(tmp_path):
+    def launch(folder, steps, dies_at=0):
+        return spawn(cases.saved, folder, steps, dies_at, world_size=3, timeout=30)
+
+    through, *_ = launch(None, 16)
+    with pytest.raises(RankError, match="rank 0: killed by SIGKILL"):
+        launch(str(tmp_path), 16, dies_at=10)
+    again, *_ = launch(str(tmp_path), 16)
+    assert again[0] == 8  # steps 9 to 16
+    for ours, theirs in zip(again[1:], through[1:], strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ([], "0 kinds"),
+        ([torch.zeros(2), torch.zeros(2).double()], "2 kinds"),
+    ],
+)
+def test_parameters_that_make_no_row_are_refused(params, words):
+    with pytest.raises(ValueError, match=words):
+        Row([torch.nn.Parameter(p) for p in params])
