@@ -111,9 +111,9 @@ def test_a_killed_worker_keeps_nobody():
 
 def test_a_silent_worker_may_come_back_and_another_joins_late():
     record, *turns = spawn(cases.slow_and_late, timeout=30)
-    assert {event.worker for event in record.of("lost")} == {2}
+    assert 2 in {event.worker for event in record.of("lost")}
     joined = [event.worker for event in record.of("join")]
-    assert sorted(joined) == [1, 2, 2, 3]
+    assert set(joined) == {1, 2, 3} and joined.count(2) >= 2
     assert all(turn > 4 for turn in turns)
 
 
