@@ -176,10 +176,20 @@ class MemoryExchange(MessageExchange):
 
 
 def empty_for_all(group: dist.ProcessGroup | None) -> Callable[..., Tensor]:
-    """Return what makes memory that all ranks see, called as `torch.empty`."""
-    return lambda numel, dtype, device: shared_memory.empty(
-        numel, dtype=dtype, group=group
-    )
+    """Return what makes memory that all ranks see, called as `torch.empty`.
+
+    Raises ValueError for another device than the CPU.
+    """
+
+    def empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if device.type != "cpu":
+            raise ValueError(
+                f"buckets_in_shared_memory is True, but the model is on {device}, not "
+                "cpu"
+            )
+        return shared_memory.empty(numel, dtype=dtype, group=group)
+
+    return empty
 
 
 def memory_problem(group: dist.ProcessGroup | None, devices: set[str]) -> str | None:

@@ -15,6 +15,7 @@ from ddp_course.data_parallel.unused import UnusedParametersError
 from ddp_course.launch import spawn
 from ddp_course.measure import ByteMeter, TorchCollectives
 from ddp_course.mechanisms.agreement import ReplicaError, differences
+from ddp_course.mechanisms.memory_exchange import empty_for_all
 
 
 def error_of(call) -> str:
@@ -336,3 +337,8 @@ def on_two_nodes() -> str:
 def test_shared_memory_is_refused_between_nodes():
     for text in spawn(on_two_nodes, nnodes=2, nproc_per_node=1, output="none"):
         assert "memory is shared inside a node" in text
+
+
+def test_shared_memory_is_refused_on_gpus():
+    with pytest.raises(ValueError, match="True, but the model is on cuda:0, not cpu"):
+        empty_for_all(None)(4, torch.float32, torch.device("cuda:0"))

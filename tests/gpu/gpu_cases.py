@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import gc
 import os
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from everything import COMPOSED, SMALL, everything, layouts
+import torch.nn.functional as F
+from everything import COMPOSED, SMALL, everything, in_layouts, layouts
 from torch import Tensor, nn
 
 from ddp_course.collectives import port, ring
@@ -22,6 +23,7 @@ from ddp_course.data_parallel import DistributedDataParallel
 from ddp_course.launch import device
 from ddp_course.measure import EventLog, Ledger, MemoryLog, resident
 from ddp_course.model import build_gpt
+from ddp_course.precision import Autocast
 from ddp_course.zero import FullyShardedDataParallel, ZeroRedundancyOptimizer, stage3
 from ddp_course.zero.offload import OffloadedStorage
 
@@ -57,7 +59,9 @@ def as_on_gpus() -> ExitStack:
 
 
 def all_layouts(n: int) -> list[dict]:
-    return layouts(n) + COMPOSED * (n == 4)
+    """Return all but `ddp-shared`, whose memory is the CPU's."""
+    threads = [{"strategy": "dp", "replicas": GPUS or 2}] * (n == 1)
+    return layouts(n) + COMPOSED * (n == 4) + threads
 
 
 def all_of_it(n: int) -> tuple:
@@ -208,14 +212,83 @@ class Stream:
         self.ahead += cycles / 1e9
 
 
+# ---- precision -----------------------------------------------------------------------
+
+# How far losses may be from the CPU's, as in `test_train_precision`.
+FAR = {"bf16": 5e-3, "fp16": 5e-4, "bf16-pure": 8e-2}
+Rounded = dict[str, dict[str, tuple[list[float], set[torch.dtype]]]]
+
+
+def in_precisions(n: int) -> Rounded:
+    """Train in every layout, by precision; return losses, and the parameters' types."""
+    some = [way for way in all_layouts(n) if way.get("schedule") != "zero_bubble"]
+    found = {}
+    with as_on_gpus():
+        for name in ("fp32", *FAR):
+            runs = in_layouts([{**layout, "precision": name} for layout in some])
+            types = {run: {t.dtype for t in of[1].values()} for run, of in runs.items()}
+            found[name] = {run: (runs[run][0], types[run]) for run in runs}
+    return found
+
+
+def in_full() -> Rounded:
+    """Plant: an autocast that casts nothing."""
+    with mock.patch.object(Autocast, "_type_for", lambda *args: None):
+        return in_precisions(1)
+
+
+def ill_rounded(mine: Rounded, right: Rounded) -> list[str]:
+    """Return what is otherwise than on the CPU, or not rounded at all."""
+    wrong = []
+    for precision, far in FAR.items():
+        runs = [mine[precision], right[precision], mine["fp32"]]
+        for name, *each in zip(runs[0], *(run.values() for run in runs), strict=True):
+            (losses, types), (wanted, its_types), (exact, _) = each
+            gaps = [abs(a - b) for a, b in zip(losses, wanted, strict=True)]
+            if losses == exact or types != its_types or not max(gaps) < far:
+                wrong.append(name)
+    return wrong
+
+
+def types_in(block: AbstractContextManager) -> dict[str, torch.dtype]:
+    """Return what operations give in a block of autocast, by PyTorch's name."""
+    full = torch.rand(4, 4, device=KIND) + 0.1
+    half = full.bfloat16()
+    with block:
+        of_one = ("exp", "log", "sum", "norm", "relu")
+        found = {name: getattr(torch, name)(half) for name in of_one}
+        of_rows = ("softmax", "log_softmax", "cumsum")
+        found |= {name: getattr(torch, name)(half, -1) for name in of_rows}
+        found |= {"linear": F.linear(full, full), "pow": half**2}
+        found |= {"layer_norm": F.layer_norm(half, (4,)), "mixed": half + full}
+        found |= {"group_norm": F.group_norm(half, 2), "softplus": F.softplus(half)}
+        found |= {"mse_loss": F.mse_loss(half, half), "cat": torch.cat([full, half])}
+    return {name: result.dtype for name, result in found.items()}
+
+
+def scaled(scaler: object) -> tuple[float, list[float]]:
+    """Take four steps, one of them with an inf; return the scale and the weights."""
+    weights = nn.Parameter(torch.ones(3, device=KIND))
+    optimizer = torch.optim.SGD([weights], lr=0.1)
+    for factor in (1.0, torch.inf, 1.0, 1.0):
+        optimizer.zero_grad()
+        scaler.scale((factor * weights).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    state = scaler.state_dict()
+    return state.get("factor", state.get("scale")), weights.tolist()
+
+
 # ---- copies, types -------------------------------------------------------------------
 
 
-def sharded(**options) -> tuple[list[float], dict[str, Tensor], dict[str, object]]:
+def sharded(
+    whole: torch.dtype = torch.float32, **options
+) -> tuple[list[float], dict[str, Tensor], dict[str, object]]:
     """Train with stage 3; return losses, the state, and where and what things are."""
     seen = {}
     with as_on_gpus():
-        plain = build_gpt(SMALL, seed=0).to(device())
+        plain = build_gpt(SMALL, seed=0).to(device(), whole)
         plain.head.register_forward_hook(lambda *a: seen.update(logits=a[2].dtype))
         model = FullyShardedDataParallel(plain, **options)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -26,10 +26,15 @@ from gpu_cases import (
     backward_events,
     beside_a_stream,
     forgotten,
+    ill_rounded,
+    in_full,
+    in_precisions,
     memory,
     nothing_lands,
     planted_offload,
+    scaled,
     sharded,
+    types_in,
 )
 from written_down import WrittenDown
 
@@ -37,6 +42,7 @@ from ddp_course.collectives.communicator import in_this_stream
 from ddp_course.commands import doctor
 from ddp_course.launch import spawn
 from ddp_course.mechanisms.timeline import GpuClock
+from ddp_course.precision import Autocast, GradScaler, autocast
 from ddp_course.train import largest_difference
 
 pytestmark = [
@@ -155,11 +161,41 @@ def test_shards_on_the_cpu_train_as_those_on_the_gpu(way):
 
 @each_way
 def test_computing_in_bfloat16_keeps_shards_in_float32(way):
+    def is_mixed(half: tuple, full: tuple) -> bool:
+        (losses, _, seen), (wanted, _, _) = half, full
+        types = seen["logits"], seen["shard"]
+        near = losses == pytest.approx(wanted, rel=0.02) and losses != wanted
+        return near and types == (torch.bfloat16, torch.float32)
+
     types = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     full, half = run(way, sharded)[0], run(way, partial(sharded, **types))[0]
-    assert half[2]["logits"] == torch.bfloat16 and full[2]["logits"] == torch.float32
-    assert half[2]["shard"] == torch.float32
-    assert half[0] == pytest.approx(full[0], rel=0.02) and half[0] != full[0]
+    assert is_mixed(half, full)
+    assert not is_mixed(full, full)
+    assert not is_mixed(run(way, partial(sharded, torch.bfloat16))[0], full)
+
+
+@each_way
+def test_every_precision_as_on_the_cpu(way):
+    n = WAYS[way]["world_size"]
+    right = spawn(in_precisions, n, world_size=n, device="cpu", output="none")
+    for mine, its in zip(run(way, in_precisions, n), right, strict=True):
+        assert ill_rounded(mine, its) == []
+    if n == 1:
+        planted = str(ill_rounded(run(way, in_full)[0], right[0]))
+        assert "'bf16'" in planted and "'fp16'" in planted
+
+
+def test_autocast_and_its_scaler_do_as_pytorchs():
+    ours, theirs = Autocast(torch.bfloat16), torch.autocast(KIND, torch.bfloat16)
+    wanted = types_in(theirs)
+    assert types_in(ours) == wanted
+    with mock.patch.object(autocast, "WIDEST" if GPUS else "LOWER", frozenset()):
+        assert types_in(Autocast(torch.bfloat16)) != wanted
+    options = {"init_scale": 2.0**10, "growth_interval": 2}
+    right = scaled(torch.amp.GradScaler(KIND, **options))
+    assert scaled(GradScaler(**options)) == right
+    with mock.patch.object(GradScaler, "_unscale", lambda *args: torch.tensor(0.0)):
+        assert scaled(GradScaler(**options)) != right
 
 
 @needs_gpu
