@@ -102,7 +102,7 @@ def bits_that_differ() -> list[str]:
 
 
 NUMELS = [1, 5, 124, 125, 126, 1009, 3001]
-SHAPES = [(1, 2), (1, 3), (1, 4), (3, 1), (2, 2)]
+SHAPES = [(1, 2), (1, 3), (3, 1), (2, 2)]
 
 
 @pytest.mark.parametrize(("nnodes", "nproc"), SHAPES)
@@ -171,9 +171,8 @@ def planted() -> list[set[str]]:
     return seen
 
 
-@pytest.mark.parametrize("n", [3, 4])
-def test_planted_pieces_that_do_not_wait_are_seen(n):
-    for seen in zip(*spawn(planted, world_size=n, output="none"), strict=True):
+def test_planted_pieces_that_do_not_wait_are_seen():
+    for seen in zip(*spawn(planted, world_size=3, output="none"), strict=True):
         assert {"tree", "ring", "sharded"} <= set().union(*seen)
 
 

@@ -31,8 +31,8 @@ def clip(loss, ddp, model):
         torch.distributed.all_reduce(p.grad, op=torch.distributed.ReduceOp.AVG)
 
 
-def trained(path, world_size, batch_size, *changes, epochs=(1, 3)):
-    """Train with the script's `train`, in several launches; return what was saved."""
+def run(path, batch_size, epochs, *changes):
+    """On every rank: train with the script's `train`, up to each of `epochs` anew."""
     source = SOURCE
     for before, after in (PLAIN, *changes):
         assert source.count(before) == 1
@@ -40,15 +40,26 @@ def trained(path, world_size, batch_size, *changes, epochs=(1, 3)):
     space = {"__name__": "script", "clip": clip}
     exec(source, space)
     for last in epochs:
-        spawn(
-            lambda last=last: space["train"](
-                torch.device("cpu"), last, batch_size, path
-            ),
-            world_size=world_size,
-            device="cpu",
-            output="none",
-        )
-    return torch.load(path)
+        space["train"](torch.device("cpu"), last, batch_size, path)
+        torch.distributed.barrier()  # the file is written: who comes again reads it
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """What was saved, by name: by one process, by two, and by two with a mistake."""
+    folder = tmp_path_factory.mktemp("runs")
+
+    def run_all(batch_size, cases, epochs):
+        for name, changes in cases.items():
+            run(folder / name, batch_size, epochs, *changes)
+
+    mistakes = {name: [change] for name, change in MISTAKES.items()}
+    for n, *case in (
+        (1, 32, {"one process": []}, [3]),
+        (2, 16, {"two ranks": [], **mistakes}, [1, 3]),
+    ):
+        spawn(run_all, *case, world_size=n, device="cpu", output="none")
+    return {path.name: torch.load(path) for path in folder.iterdir()}
 
 
 def close(a, b):
@@ -58,20 +69,14 @@ def close(a, b):
     )
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """What one process trains with the batches of two, in one go."""
-    return trained(tmp_path_factory.mktemp("a") / "run.pt", 1, 32, epochs=(3,))
-
-
-def test_two_ranks_resumed_are_one_process(alone, tmp_path):
-    assert close(trained(tmp_path / "run.pt", 2, 16), alone)
-    assert [file.name for file in tmp_path.iterdir()] == ["run.pt"]
+def test_two_ranks_resumed_are_one_process(saved):
+    assert close(saved["two ranks"], saved["one process"])
+    assert set(saved) == {"one process", "two ranks", *MISTAKES}  # and no `.new`
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_seen(mistake, alone, tmp_path):
-    assert not close(trained(tmp_path / "run.pt", 2, 16, MISTAKES[mistake]), alone)
+def test_a_mistake_is_seen(mistake, saved):
+    assert not close(saved[mistake], saved["one process"])
 
 
 def test_the_file_under_torchrun(tmp_path):
