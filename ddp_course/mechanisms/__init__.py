@@ -9,10 +9,11 @@
     whole_state states and norms of the whole model, which follow from that
     saving      files that are whole or not there, and are what was written
     habits      what would be wrong in silence once parameters are divided
+    elementwise may an optimizer step parts of a tensor alone?
     exchange    parts are gathered and reduced, by messages or by shared memory
     recompute   backward that runs forward again, so that less is kept
     weight_gradients
                 the half of a layer's backward for which nobody waits
 
-Chapters 04 to 11 explain them.
+Chapters 04 to 13 explain them.
 """

@@ -5,12 +5,21 @@ Read the modules in this order:
     rules     who waits for whom: synchronous, asynchronous, bounded, backup; a ledger
     central   `Server`, on one rank, and `Worker`, on the others
     record    what happened, as data: `replay` it, or `simulate` what would happen
+    remedies  what a server may take in place of a stale gradient
+    hogwild   no server at all: everybody writes into the same memory
+    sharded   `ShardedServer`: every rank serves 1/N
 
 Chapter 13.
 """
 
 from ddp_course.parameter_server.central import Server, ServerGoneError, Worker
+from ddp_course.parameter_server.hogwild import hogwild
 from ddp_course.parameter_server.record import Record, Row, replay, simulate
+from ddp_course.parameter_server.remedies import (
+    DelayCompensation,
+    by_staleness,
+    corrected_momentum,
+)
 from ddp_course.parameter_server.rules import (
     ASYNCHRONOUS,
     SYNCHRONOUS,
@@ -20,20 +29,26 @@ from ddp_course.parameter_server.rules import (
     backup,
     bounded,
 )
+from ddp_course.parameter_server.sharded import ShardedServer
 
 __all__ = [
     "ASYNCHRONOUS",
     "SYNCHRONOUS",
     "Book",
+    "DelayCompensation",
     "Event",
     "Record",
     "Row",
     "Rule",
     "Server",
+    "ShardedServer",
     "ServerGoneError",
     "Worker",
     "backup",
     "bounded",
+    "by_staleness",
+    "corrected_momentum",
+    "hogwild",
     "replay",
     "simulate",
 ]

@@ -96,7 +96,7 @@ class Server:
 
     def serve(self) -> Record:
         """Serve until all workers have left; return what happened."""
-        for worker in self.workers:
+        for worker in set(self.workers) - {self.port.rank}:
             name = f"serves {worker}"
             threading.Thread(
                 target=self._attend, args=(worker,), name=name, daemon=True
@@ -116,26 +116,26 @@ class Server:
             while (what := self._listen(worker, envelope)) != LEAVE:
                 if what == PUSH:
                     self.port.receive(self.arrived[worker], worker).wait()
-                    self._do(self._push, worker)
+                    self.do(self.push, worker)
                 else:
-                    answer = self._do(self._pull, worker)
+                    answer = self.do(self.pull, worker)
                     self.envelopes.send(torch.tensor(answer), worker).wait()
                     if answer[0] == PULL:
                         self.port.send(self.leaving[worker], worker).wait()
-            self._do(self.book.gone, worker)
+            self.do(self.book.gone, worker)
         except RuntimeError:  # its connection is closed
-            self._do(self._lose, worker)
+            self.do(self.lose, worker)
 
     def _listen(self, worker: int, envelope: Tensor) -> int:
         self.envelopes.receive(envelope, worker).wait()
         return int(envelope[0])
 
-    def _do(self, act: Callable[[int], Any], worker: int) -> Any:
+    def do(self, act: Callable[[int], Any], worker: int) -> Any:
         """Act on a request with the lock held; then step, and wake all who wait."""
         with self.changed:
             self.heard[worker] = math.inf  # it is our turn now
             try:
-                if worker not in self.book.clock and act != self._lose:
+                if worker not in self.book.clock and act != self.lose:
                     self.book.join(worker)
                 answer = act(worker)
                 while taken := self.book.ready():
@@ -148,19 +148,22 @@ class Server:
                 self.changed.notify_all()
             return answer
 
-    def _pull(self, worker: int) -> tuple[int, int, int]:
+    def pull(self, worker: int) -> tuple[int, int, int]:
+        """Wait until this worker may have the weights; copy them, whole, for it."""
         book = self.book
         self.changed.wait_for(lambda: book.done or book.may_pull(worker))
         if book.done:
             return DONE, book.clock[worker], book.version
-        self.leaving[worker].copy_(self.row.weights)  # whole, whatever comes
+        self.leaving[worker].copy_(self.row.weights)
         book.pull(worker)
         return PULL, book.clock[worker], book.version
 
-    def _push(self, worker: int) -> None:
+    def push(self, worker: int) -> None:
+        """Note that this worker's gradient has arrived."""
         self.book.push(worker)
 
-    def _lose(self, worker: int) -> None:
+    def lose(self, worker: int) -> None:
+        """Go on without this worker."""
         self.book.gone(worker, "lost")
 
     def _step(self, taken: list[int]) -> None:
@@ -183,7 +186,7 @@ class Server:
         latest = time.monotonic() - self.patience
         for worker in [*self.book.clock, *self.book.missing]:
             if self.heard[worker] < latest:
-                self._do(self._lose, worker)
+                self.do(self.lose, worker)
 
 
 class Worker:
@@ -209,19 +212,25 @@ class Worker:
 
     def __init__(
         self,
-        params: Iterable[nn.Parameter],
+        params: Iterable[nn.Parameter] | Row,
         server: int = 0,
         *,
         patience: float = 300.0,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self.port, self.envelopes = Port(group), Port(group, ())
-        self.row, self.server, self.patience = Row(params), server, patience
+        self.row = params if isinstance(params, Row) else Row(params)
+        self.server, self.patience = server, patience
         self.clock = self.version = 0
 
     def pull(self) -> bool:
         """Get the weights; False, and nothing, if the server needs no gradient more."""
-        answer = self._ask(PULL)
+        self.ask(PULL)
+        return self.receive_weights()
+
+    def receive_weights(self) -> bool:
+        """Receive the answer to a pull."""
+        answer = torch.zeros(3, dtype=torch.int64)
         self._wait(self.envelopes.receive(answer, self.server))
         what, self.clock, self.version = answer.tolist()
         if what == DONE:
@@ -233,17 +242,16 @@ class Worker:
     def push(self) -> None:
         """Send the gradients off."""
         gradient = self.row.collect()
-        self._ask(PUSH)
+        self.ask(PUSH)
         self._wait(self.port.send(gradient, self.server))
 
     def leave(self) -> None:
         """Tell the server that nothing more will come."""
-        self._ask(LEAVE)
+        self.ask(LEAVE)
 
-    def _ask(self, what: int) -> Tensor:
-        envelope = torch.tensor([what, 0, 0])
-        self._wait(self.envelopes.send(envelope, self.server))
-        return envelope
+    def ask(self, what: int) -> None:
+        """Send a request."""
+        self._wait(self.envelopes.send(torch.tensor([what, 0, 0]), self.server))
 
     def _wait(self, handle: Any) -> None:
         start = time.monotonic()

@@ -9,7 +9,8 @@ any: `simulate` asks the same ledger. Chapter 13.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -67,27 +68,50 @@ class Row:
     """Parameters side by side, one row of weights and one of gradients; on the CPU.
 
     Each parameter, and its gradient, becomes a view of its part. Frozen parameters are
-    left alone, and a tied one is there once. Raises ValueError for parameters of
-    several types, not on the CPU, or none at all.
+    left alone, and a tied one is there once. The row is as long as a multiple of
+    `multiple_of`. Raises ValueError for parameters of several types, not on the CPU, or
+    none at all.
     """
 
-    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+    def __init__(self, params: Iterable[nn.Parameter], multiple_of: int = 1) -> None:
         params = dict.fromkeys(p for p in params if p.requires_grad)
         if len(kinds := {(p.dtype, p.device.type) for p in params}) != 1:
             raise ValueError(f"params are of {len(kinds)} kinds: {kinds or 'none'}")
         if {kind for _, kind in kinds} != {"cpu"}:
             raise ValueError("params are on a GPU; a server's are on the CPU")
         dtype, numel = next(iter(params)).dtype, sum(p.numel() for p in params)
-        self.weights = torch.zeros(numel, dtype=dtype)
-        self.gradient = torch.zeros(numel, dtype=dtype)
-        self.views: dict[nn.Parameter, Tensor] = {}
+        numel += -numel % multiple_of
+        self.views: dict[nn.Parameter, Tensor] = dict.fromkeys(params)
+        weights, gradient = torch.zeros(2, numel, dtype=dtype)
+        for parameter, view in self._places(weights):
+            view.copy_(parameter.detach())
+        self.lie_in(weights, gradient)
+
+    def _places(self, row: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield each parameter and its part of a row."""
         end = 0
-        for parameter in params:
-            view = view_of(self.weights, end, parameter)
-            parameter.data = view.copy_(parameter.detach())
-            self.views[parameter] = view_of(self.gradient, end, parameter)
+        for parameter in self.views:
+            yield parameter, view_of(row, end, parameter)
             end += parameter.numel()
+
+    def lie_in(self, weights: Tensor, gradient: Tensor) -> None:
+        """Let the parameters be what is in these two rows."""
+        self.weights, self.gradient = weights, gradient
+        for parameter, view in self._places(weights):
+            parameter.data = view
+        self.views = dict(self._places(gradient))
         self.clear()
+
+    def parts(self, count: int) -> list[Row]:
+        """Return the row, cut into equal parts, without any parameters."""
+        found = []
+        for pair in zip(
+            self.weights.chunk(count), self.gradient.chunk(count), strict=True
+        ):
+            part = copy(self)
+            part.views, (part.weights, part.gradient) = {}, pair
+            found.append(part)
+        return found
 
     def clear(self) -> None:
         """Begin a new gradient."""

@@ -13,6 +13,7 @@ need to all-reduce 1 MiB in a ring of such links. Read the modules in this order
                 what tensor parallelism sends in a step, and what it keeps (chapter 09)
     pipeline    time, bubble, activations and bytes of a pipeline (chapters 10 and 11)
     composition what a rank of dp x tp x pp keeps and sends along each axis
+    asynchrony  gradients per second, staleness, stable learning rates (chapter 13)
     checks: what the formulas ask of their arguments
 """
 
@@ -22,6 +23,13 @@ from ddp_course.theory.activations import (
     gpt_peak,
     layer_activations,
     model_activations,
+)
+from ddp_course.theory.asynchrony import (
+    async_staleness,
+    gradients_per_second,
+    implicit_momentum,
+    server_bytes,
+    stable_lr,
 )
 from ddp_course.theory.collectives import (
     ALGORITHMS,

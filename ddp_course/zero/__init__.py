@@ -11,8 +11,7 @@ Read the modules in this order:
     zero_redundancy_optimizer
                   `ZeroRedundancyOptimizer`, `ShardedGradientOptimizer`: the same with
                   all that one wants to train with
-    elementwise, arguments
-                  may parts be stepped alone? do all ranks mean the same?
+    arguments     do all ranks mean the same?
     units         stage 3: which parameters are gathered together: plain data
     unit_storage, sharded_module
                   their memory, which comes and goes; what all stage 3 modules are
@@ -26,7 +25,7 @@ Read the modules in this order:
 Chapters 07 and 08.
 """
 
-from ddp_course.zero.elementwise import NotElementwiseError
+from ddp_course.mechanisms.elementwise import NotElementwiseError
 from ddp_course.zero.freed import ShardedError
 from ddp_course.zero.naive import NaiveZeroRedundancyOptimizer
 from ddp_course.zero.shards import Piece, ShardedBucket, deal, shard_plan

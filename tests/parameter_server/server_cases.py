@@ -92,8 +92,8 @@ class Forgets(Server):
 class Torn(Server):
     """Copies half of the weights, lets others step, and copies the other half."""
 
-    def _pull(self, worker):
-        answer = super()._pull(worker)
+    def pull(self, worker):
+        answer = super().pull(worker)
         self.changed.wait(0.01)
         half = len(self.row.weights) // 2
         self.leaving[worker][half:] = self.row.weights[half:]

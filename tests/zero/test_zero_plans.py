@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import Optimizer
 
+from ddp_course.mechanisms.elementwise import check_elementwise
 from ddp_course.model import build_gpt
 from ddp_course.zero import NotElementwiseError, deal, shard_plan
-from ddp_course.zero.elementwise import check_elementwise
 
 CPU = torch.device("cpu")
 sizes = st.lists(st.integers(1, 40), min_size=1, max_size=12)

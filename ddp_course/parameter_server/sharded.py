@@ -1,0 +1,117 @@
+"""A server on every rank: each serves 1/N of the weights, and works for all of them.
+
+Through the link of one server pass 2 N S bytes while N workers work once. If the row of
+all weights is cut into N equal shards, and each rank serves one, then each rank sends
+
+    (N - 1) / N S   gradients, to the servers of the other shards
+    (N - 1) / N S   weights, of its own shard to the others
+
+which is what ZeRO-1 sends: pushing is a reduce-scatter, pulling an all-gather. What is
+not the same is who waits: that is a rule here. With another rule than SYNCHRONOUS each
+shard is as old as its server says, and weights of several ages come together.
+
+Two ranks serve each other, so their messages could cross. Each server has a process
+group of its own, on NCCL a communicator: there, too, a server and a worker take turns.
+Chapter 13.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from ddp_course.collectives.port import Port
+from ddp_course.mechanisms.elementwise import check_elementwise
+from ddp_course.parameter_server.central import PULL, Server, Worker
+from ddp_course.parameter_server.record import Record, Row
+from ddp_course.parameter_server.rules import ASYNCHRONOUS, Rule
+
+
+class ShardedServer:
+    """One rank's worker, and its server of 1/N of the weights. Made by all ranks.
+
+        server = ShardedServer(model.parameters(), torch.optim.Adam, SYNCHRONOUS)
+        for batch in batches:
+            server.pull()
+            loss(model, batch).backward()
+            server.push()
+        record = server.leave()
+
+    Args:
+        params: those that are trained, alike on all ranks. Each rank's shard begins
+            with its own values.
+        optimizer_class: any that treats each element alone (`elementwise`).
+        rule: who waits for whom, at every server.
+        group: the ranks; None are all.
+        more: arguments of `Server`: patience, remedy, after_step.
+        **defaults: arguments of `optimizer_class`.
+
+    Raises NotElementwiseError. `pull` and `push` raise ServerGoneError.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter],
+        optimizer_class: Callable[..., Optimizer],
+        rule: Rule = ASYNCHRONOUS,
+        group: dist.ProcessGroup | None = None,
+        more: dict[str, Any] | None = None,
+        **defaults: Any,
+    ) -> None:
+        port = Port(group)
+        self.rank, size = port.rank, port.size
+        self.row = Row(params, multiple_of=size)
+        device = self.row.weights.device
+        check_elementwise(optimizer_class, {}, defaults, device)
+        new = {"ranks": port.ranks, "use_local_synchronization": True}
+        groups = [dist.new_group(**new) for _ in range(size)]
+        parts = self.row.parts(size)
+        self.own = parts[self.rank]
+        shard = nn.Parameter(self.own.weights.clone())
+        optimizer = optimizer_class([shard], **defaults)
+        more = {"workers": range(size), "group": groups[self.rank], **(more or {})}
+        self.server = Server([shard], optimizer, rule, **more)
+        self.others = [
+            Worker(parts[peer], peer, group=groups[peer])
+            for peer in range(size)
+            if peer != self.rank
+        ]
+        self.record: Record | None = None
+        self.serving = threading.Thread(target=self._serve, daemon=True)
+        self.serving.start()
+
+    def _serve(self) -> None:
+        self.record = self.server.serve()
+
+    def pull(self) -> None:
+        """Get all shards of the weights."""
+        for worker in self.others:
+            worker.ask(PULL)
+        self.server.do(self.server.pull, self.rank)
+        self.own.weights.copy_(self.server.leaving[self.rank])
+        for worker in self.others:
+            worker.receive_weights()
+        self.row.clear()
+
+    def push(self) -> None:
+        """Send each shard of the gradients to its server."""
+        self.row.collect()
+        for worker in self.others:
+            worker.push()
+        self.server.arrived[self.rank].copy_(self.own.gradient)
+        self.server.do(self.server.push, self.rank)
+
+    def leave(self) -> Record:
+        """Serve until all have left; return what happened to this rank's shard."""
+        for worker in self.others:
+            worker.leave()
+        self.server.do(self.server.book.gone, self.rank)
+        self.serving.join()
+        if self.server.error is not None:
+            raise self.server.error
+        return self.record
