@@ -74,7 +74,8 @@ def sum_in_order(
         values: (N, n), what each rank has.
         order: "one by one": rank 0's and rank 1's, and so on, one after the other, as a
             naive all-reduce; "ring": the same, but chunk k of n/N elements begins
-            with rank k; "tree": neighbours, then neighbours of those: log2(N) deep.
+            with rank k + 1 (bit for bit `collectives.ring`, if N divides n); "tree":
+            neighbours, then neighbours of those: log2(N) deep.
 
     (n,), of `dtype`. Relative to the sum of all |values|, the error is at most about
     (N - 1) eps/2 one by one and in a ring, ceil(log2 N) eps/2 in a tree; with random
@@ -88,7 +89,7 @@ def sum_in_order(
         chunks = [row.tensor_split(count) for row in rows]
         return torch.cat(
             [
-                _one_by_one([chunks[(k + i) % count][k] for i in range(count)])
+                _one_by_one([chunks[(k + i) % count][k] for i in range(1, count + 1)])
                 for k in range(count)
             ]
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -165,13 +165,12 @@ def lost_in(values: Tensor, format: Format) -> tuple[float, float]:
 def errors_of_sums(
     simulated: Mapping[str, Mapping[int, float]],
     measured: Mapping[str, Mapping[int, float]],
-    eps: float,
+    expected: Mapping[str, Callable[[int], float]],
 ) -> tuple[Figure, str]:
-    """Draw the error of a sum against the number of ranks N, a curve for each order.
+    """Draw the relative error of a sum against the number of ranks N, by its order.
 
-    Both map an order to {N: relative error}; simulated in one process and measured on
-    real ranks. The thin lines are the bounds for numbers of one sign: N - 1 and log2(N)
-    times half of `eps`.
+    The first two map an order, of three at most, to {N: error}, simulated in one
+    process and measured on real ranks; `expected` has formulas of N, the thin lines.
     """
     from matplotlib import pyplot
 
@@ -179,16 +178,16 @@ def errors_of_sums(
     told, ranks = [], sorted({n for its in simulated.values() for n in its})
     for (order, points), look in zip(simulated.items(), CURVES, strict=False):
         axes.plot(points.keys(), points.values(), label=order, **look)
-        for n, error in measured.get(order, {}).items():
-            axes.plot([n], [error], "o", color=INK, markersize=6)
-        told.append(f"{order}: {points[ranks[-1]]:.1%} at {ranks[-1]} ranks")
-    for bound in ([n - 1 for n in ranks], [math.log2(n) for n in ranks]):
-        axes.plot(ranks, [b * eps / 2 for b in bound], color=PANEL_EDGE, linewidth=1)
-    axes.plot([], [], color=PANEL_EDGE, linewidth=1, label="at most")
-    axes.plot([], [], "o", color=INK, label="on real ranks")
+        told.append(f"{order}: {points[ranks[-1]]:.2%} at {ranks[-1]} ranks")
+        there = measured.get(order, {})
+        axes.plot(there.keys(), there.values(), "o", color=INK, markersize=5)
+    for formula in expected.values():
+        axes.plot(ranks, [formula(n) for n in ranks], color=INK, linewidth=0.8)
+    axes.plot([], [], color=INK, linewidth=0.8, label="expected")
+    axes.plot([], [], "o", color=INK, markersize=5, label="on real ranks")
     axes.set(xscale="log", yscale="log", xlabel="ranks N", ylabel="relative error")
-    axes.set_xticks(ranks, [str(n) for n in ranks], minor=False)
-    axes.xaxis.minorticks_off()
+    axes.set_xticks(ranks, [str(n) for n in ranks])
+    axes.minorticks_off()
     axes.grid(axis="y", **GRID)
     axes.legend()
     return figure, f"The error of a sum over ranks. {'; '.join(told)}."
