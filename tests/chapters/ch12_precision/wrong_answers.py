@@ -44,11 +44,6 @@ def without_a_sign(sign, exponent, fraction):
     return solutions.from_bits("0", exponent, fraction)
 
 
-def positive_infinity(sign, exponent, fraction):
-    number = solutions.from_bits(sign, exponent, fraction)
-    return abs(number) if math.isinf(number) else number
-
-
 # master_step
 
 
@@ -79,14 +74,6 @@ def new_copies(parameters, masters, lr):
         if p.grad is not None:
             masters[k] = masters[k] - lr * p.grad.float()
             p.data.copy_(masters[k])
-
-
-def wider_parameters(parameters, masters, lr):
-    for p, m in _each(parameters, masters):
-        m -= lr * p.grad.float()
-        gradient, p.grad = p.grad, None
-        p.data = m.clone()
-        p.grad = gradient.float()
 
 
 def none_without(parameters, masters, lr):
@@ -133,10 +120,6 @@ def never_shrinks(scale, clean, found, interval):
 
 def never_grows(scale, clean, found, interval):
     return (scale / 2, 0) if found else (scale, clean + 1)
-
-
-def inf_counts(scale, clean, found, interval):
-    return (scale / 2, 1) if found else solutions.next_scale(scale, clean, 0, interval)
 
 
 # agreed_step
@@ -187,15 +170,6 @@ def own_norm(weights, gradients, scale, max_norm, lr):
     return True
 
 
-def norms_added(weights, gradients, scale, max_norm, lr):
-    norm = _squares([g / scale for g in gradients]).sqrt().view(1)
-    dist.all_reduce(norm)
-    if not norm.isfinite():
-        return False
-    _step(weights, gradients, lr / scale * min(1.0, max_norm / (norm.item() or 1)))
-    return True
-
-
 def steps_anyway(weights, gradients, scale, max_norm, lr):
     clean = [g.nan_to_num(0, 0, 0) for g in gradients]
     return solutions.agreed_step(weights, clean, scale, max_norm, lr)
@@ -234,14 +208,12 @@ WRONG = {
         bias_of_float32: "what fp16 keeps of 1",
         all_ones_is_inf: "another fraction, is nan",
         without_a_sign: "what fp16 keeps of -2.5",
-        positive_infinity: "the sign is that of the infinity",
     },
     "master_step": {
         never_copied_back: "expected the copies, rounded",
         steps_the_parameters: "taken from the copy",
         multiplied_in_16_bits: "computed in 32 bits",
         new_copies: "change the tensors in place",
-        wider_parameters: "parameters stay in 16 bits",
         none_without: "AttributeError",
         gradients_scaled: "leave them as they are",
         all_are_rounded: "in `masters`",
@@ -252,14 +224,12 @@ WRONG = {
         goes_on_counting: "in a row",
         never_shrinks: "an inf was found",
         never_grows: "in a row",
-        inf_counts: "an inf was found",
     },
     "agreed_step": {
         known_to_one: "by all ranks or by none",
         clipped_before: "First divide by the scale",
         never_unscaled: "First divide by the scale",
         own_norm: "the norm of all ranks' gradients",
-        norms_added: "the norm of all ranks' gradients",
         steps_anyway: "by all ranks or by none",
         only_inf_is_seen: "by all ranks or by none",
         silent_without_gradients: "Every rank calls the same all_reduce",
