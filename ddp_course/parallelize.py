@@ -46,7 +46,7 @@ from ddp_course.model import GPTConfig
 from ddp_course.pipeline import SCHEDULES, PipelineParallel
 from ddp_course.precision import Autocast
 from ddp_course.tensor_parallel import tensor_parallel
-from ddp_course.tensor_parallel.gpt import indivisible
+from ddp_course.tensor_parallel.checks import indivisible
 from ddp_course.zero import (
     FullyShardedDataParallel,
     ShardedGradientOptimizer,

@@ -35,20 +35,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from ddp_course.collectives import communicator
-from ddp_course.mechanisms.agreement import (
-    check_same,
-    described,
-    digest,
-    form_of,
-    problem_with,
-)
+from ddp_course.mechanisms.agreement import described
 from ddp_course.mechanisms.exchange import MessageExchange
 from ddp_course.mechanisms.habits import check_first_order, leave_behind
-from ddp_course.mechanisms.memory_exchange import MemoryExchange, memory_problem
+from ddp_course.mechanisms.memory_exchange import MemoryExchange
 from ddp_course.mechanisms.placements import Replicate, Shard, place, placed
 from ddp_course.mechanisms.whole_state import PlainModel, WholeState
-from ddp_course.model import GPT, GPTConfig, check_tokens
+from ddp_course.model import GPT, check_tokens
+from ddp_course.tensor_parallel.checks import check_model
 from ddp_course.tensor_parallel.fused import (
     FusedColumnParallelLinear,
     FusedRowParallelLinear,
@@ -224,57 +218,7 @@ def tensor_parallel(
     cannot be cut so. As torch.distributed.tensor.parallel.parallelize_module. Chapter
     09.
     """
-    problem = _problem_with(model, group, all_reduce, in_shared_memory)
-    form = {}
-    if not problem:
-        form = form_of(
-            model,
-            config=model.config,
-            sequence_parallel=bool(sequence_parallel),
-            all_reduce=getattr(all_reduce, "__module__", None),
-            in_shared_memory=bool(in_shared_memory),
-        )
-        form |= {f"numbers of {n}": digest(p) for n, p in model.named_parameters()}
-    check_same(form, problem, group)
+    check_model(model, group, sequence_parallel, all_reduce, in_shared_memory)
     messages = partial(MessageExchange, all_reduce=all_reduce)
     exchange = MemoryExchange if in_shared_memory else messages
     return TensorParallelGPT(model, exchange(group), sequence_parallel)
-
-
-def _problem_with(
-    model: Any, group: dist.ProcessGroup | None, all_reduce: Any, in_shared_memory: bool
-) -> str | None:
-    """Return why this cannot be done, or None."""
-    if not isinstance(model, GPT) or isinstance(model, TensorParallelGPT):
-        return f"model is a {type(model).__name__}; it must be a plain GPT"
-    size = communicator(group).size
-    if wrong := problem_with(model) or indivisible(model.config, size):
-        return wrong
-    devices = {str(parameter.device) for parameter in model.parameters()}
-    if len(devices) > 1:
-        on = ", ".join(sorted(devices))
-        return f"the model is on {on}; it must be on one device"
-    if in_shared_memory and all_reduce is not None:
-        return "all_reduce and in_shared_memory are both given; it can be one of them"
-    return memory_problem(group, devices) if in_shared_memory else None
-
-
-def indivisible(config: GPTConfig, tp_size: int) -> str | None:
-    """Return why so many ranks cannot share a GPT of these sizes, or None."""
-    sizes = {
-        "n_head": config.n_head,
-        "vocab_size": config.vocab_size,
-        "4 * d_model": 4 * config.d_model,
-    }
-    fits = [
-        n
-        for n in range(1, config.n_head + 1)
-        if not any(size % n for size in sizes.values())
-    ]
-    for name, size in sizes.items():
-        if size % tp_size:
-            return (
-                f"{name} is {size}, which {tp_size} ranks cannot share equally; this "
-                f"model can be cut for {', '.join(map(str, fits))} ranks"
-            )
-    return None

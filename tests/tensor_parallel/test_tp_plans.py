@@ -10,7 +10,8 @@ import torch
 from ddp_course import theory
 from ddp_course.mechanisms.placements import Shard
 from ddp_course.model import PRESETS, GPTConfig, build_gpt
-from ddp_course.tensor_parallel.gpt import indivisible, placement_of
+from ddp_course.tensor_parallel.checks import indivisible
+from ddp_course.tensor_parallel.gpt import placement_of
 from ddp_course.tensor_parallel.naive import split_layers
 
 
