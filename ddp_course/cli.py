@@ -45,11 +45,13 @@ MODELS = (*PRESETS, "gpt2", "gpt2-xl", "gpt3-175b")
 OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum")
 PRECISIONS = {
     "fp32": "all in float32",
-    "autocast": "float32, and torch.autocast in forward and backward",
-    "mixed": "half, and the optimizer has a float32 copy (the ZeRO paper)",
-    "mixed-fp32-gradients": "as mixed, with gradients added up in float32",
+    "bf16": "float32, and products by autocast; ZeRO-3 gathers in 16 bits",
+    "fp16": "the same bytes",
+    "bf16-pure": "all in bfloat16, no copy",
     "fsdp-bf16": "float32 shards, gathered and reduced in bfloat16 (FSDP2)",
-    "bf16": "all in bfloat16, no copy",
+    "mixed": "half, and the optimizer has a float32 copy (the ZeRO paper)",
+    "mixed-fp32-gradients": "as mixed, gradients added up in float32 (Megatron-LM)",
+    "mixed-both-gradients": "as mixed, and a float32 copy of them (Megatron-LM, fp16)",
 }
 RECOMPUTE = ("none", "selective", "full")
 RANKS = ("lab", "train", "doctor", "report", "bench")  # who may start some

@@ -33,7 +33,8 @@ class Precision:
     Attributes:
         parameter: of the parameters that are kept.
         gradient: of the gradients that are kept.
-        master: of the optimizer's own copy of the parameters, 0 without one.
+        master: of the optimizer's own copies of the parameters, 0 without any, and of
+            the gradients.
         state: of each of the optimizer's states.
         gathered: of a parameter that stage 3 gathers.
         reduced: of a gradient that stage 3 sends to be added up.
@@ -49,13 +50,19 @@ class Precision:
     activation: int
 
 
-PRECISIONS = {  # what each is in words: `ddp-course plan --help`
+# What each is in words: `ddp-course plan --help`. The first four train (`train`).
+PRECISIONS = {
     "fp32": Precision(4, 4, 0, 4, 4, 4, 4),
-    "autocast": Precision(4, 4, 0, 4, 4, 4, 2),
-    "mixed": Precision(2, 2, 4, 4, 2, 2, 2),  # the ZeRO paper
-    "mixed-fp32-gradients": Precision(2, 4, 4, 4, 2, 4, 2),
+    "bf16": Precision(4, 4, 0, 4, 2, 4, 2),  # by autocast
+    "fp16": Precision(4, 4, 0, 4, 2, 4, 2),
+    "bf16-pure": Precision(2, 2, 0, 2, 2, 2, 2),
     "fsdp-bf16": Precision(4, 4, 0, 4, 2, 2, 2),
-    "bf16": Precision(2, 2, 0, 2, 2, 2, 2),
+    # With Adam 16 bytes a parameter, as in the ZeRO paper; Megatron-LM has 18 in bf16,
+    # and in fp16 20 (its README, "Distributed Optimizer"): beside the copy of a
+    # parameter, its optimizer has one of the gradient.
+    "mixed": Precision(2, 2, 4, 4, 2, 2, 2),
+    "mixed-fp32-gradients": Precision(2, 4, 4, 4, 2, 4, 2),
+    "mixed-both-gradients": Precision(2, 2, 8, 4, 2, 2, 2),
 }
 
 # How many numbers an optimizer keeps for each parameter.

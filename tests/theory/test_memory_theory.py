@@ -70,7 +70,7 @@ def one_stage_off(numel, world, stage):
 
 
 def no_master_copy(numel, world, stage):
-    return model_states(numel, world, stage, precision="bf16")
+    return model_states(numel, world, stage, precision="bf16-pure")
 
 
 def binary(numel, world, stage):
@@ -88,11 +88,13 @@ def test_wrong_formulas_are_off_the_table(wrong):
     ("precision", "optimizer", "per_parameter"),
     [
         ("fp32", "adamw", (4, 4, 8)),
-        ("autocast", "adam", (4, 4, 8)),
+        ("bf16", "adam", (4, 4, 8)),
+        ("fp16", "adam", (4, 4, 8)),
         ("mixed", "adamw", (2, 2, 12)),
         ("mixed-fp32-gradients", "adamw", (2, 4, 12)),
         ("fsdp-bf16", "adamw", (4, 4, 8)),
-        ("bf16", "adamw", (2, 2, 4)),
+        ("mixed-both-gradients", "adamw", (2, 2, 16)),
+        ("bf16-pure", "adamw", (2, 2, 4)),
         ("fp32", "sgd", (4, 4, 0)),
         ("mixed", "sgd", (2, 2, 4)),
         ("fp32", "sgd-momentum", (4, 4, 4)),
