@@ -304,7 +304,8 @@ def test_pytorchs_own_classes_run_by_these_rules():
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_the_package_is_legal_and_gives_the_same_as_over_gloo(n):
-    some = COMPOSED if n == 4 else layouts(n)
+    scaled = {"strategy": "zero2", "tp": 2, "precision": "fp16"}
+    some = [*COMPOSED, scaled] if n == 4 else layouts(n)
     over = {
         backend: spawn(everything, some, world_size=n, backend=backend)
         for backend in ("gloo", "strict")
