@@ -23,7 +23,17 @@ from ddp_course.lab.bench import plot_bench
 from ddp_course.launch import here, spawn
 
 KEYS = ["bench", "case", "metric", "ours", "theirs", "ratio"]
-NAMES = ["all-reduce", "ddp", "launch", "models", "pp", "precision", "tp", "zero"]
+NAMES = [
+    "all-reduce",
+    "async",
+    "ddp",
+    "launch",
+    "models",
+    "pp",
+    "precision",
+    "tp",
+    "zero",
+]
 
 
 # ---- the loop ------------------------------------------------------------------------

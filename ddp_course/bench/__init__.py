@@ -9,6 +9,7 @@
     zero            a training step under our ZeRO and FSDP beside PyTorch's
     tp              a training step under our tensor parallelism beside PyTorch's
     pp              a training step under our pipeline beside PyTorch's, and bubbles
+    async_          a parameter server beside its formulas, bare messages and rpc
     precision       a training step in 16 bits, ours beside PyTorch's
     models          fifty small models under every strategy, beside one process
     launch          `spawn` beside `torch.multiprocessing.spawn`
@@ -16,7 +17,8 @@
 
 A bench is a module here with ABOUT, a sentence; PAIRS, what is laid over what; and
 `bench(quick)`, which yields rows; with `shown(rows)` it prints a table of its own, and
-with `failed(row)` it may fail. It is found by looking: to add one is to add a file.
+with `failed(row)` it may fail. It is found by looking: to add one is to add a file. (A
+module cannot be imported as `async`, so that one ends in an underscore.)
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ def benches() -> dict[str, ModuleType]:
         for found in pkgutil.iter_modules(__path__)
     ]
     return {
-        module.__name__.rpartition(".")[2].replace("_", "-"): module
+        module.__name__.rpartition(".")[2].rstrip("_").replace("_", "-"): module
         for module in modules
         if all(hasattr(module, name) for name in ("ABOUT", "PAIRS", "bench"))
     }

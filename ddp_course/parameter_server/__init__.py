@@ -6,6 +6,8 @@ Read the modules in this order:
     central   `Server`, on one rank, and `Worker`, on the others
     record    what happened, as data: `replay` it, or `simulate` what would happen
     remedies  what a server may take in place of a stale gradient
+    memory    the same on one machine, through memory
+    rows      `RowServer`: only the rows of a table that are touched are sent
     hogwild   no server at all: everybody writes into the same memory
     sharded   `ShardedServer`: every rank serves 1/N
 
@@ -14,12 +16,14 @@ Chapter 13.
 
 from ddp_course.parameter_server.central import Server, ServerGoneError, Worker
 from ddp_course.parameter_server.hogwild import hogwild
+from ddp_course.parameter_server.memory import MemoryServer, MemoryWorker
 from ddp_course.parameter_server.record import Record, Row, replay, simulate
 from ddp_course.parameter_server.remedies import (
     DelayCompensation,
     by_staleness,
     corrected_momentum,
 )
+from ddp_course.parameter_server.rows import RowServer, RowWorker
 from ddp_course.parameter_server.rules import (
     ASYNCHRONOUS,
     SYNCHRONOUS,
@@ -37,8 +41,12 @@ __all__ = [
     "Book",
     "DelayCompensation",
     "Event",
+    "MemoryServer",
+    "MemoryWorker",
     "Record",
     "Row",
+    "RowServer",
+    "RowWorker",
     "Rule",
     "Server",
     "ShardedServer",

@@ -113,22 +113,31 @@ class Server:
         """Do what one worker asks for, one after the other, until it leaves."""
         envelope = torch.zeros(3, dtype=torch.int64)
         try:
-            while (what := self._listen(worker, envelope)) != LEAVE:
+            while (what := self.listen(worker, envelope)) != LEAVE:
                 if what == PUSH:
-                    self.port.receive(self.arrived[worker], worker).wait()
+                    self.take(worker)
                     self.do(self.push, worker)
                 else:
                     answer = self.do(self.pull, worker)
                     self.envelopes.send(torch.tensor(answer), worker).wait()
                     if answer[0] == PULL:
-                        self.port.send(self.leaving[worker], worker).wait()
+                        self.give(worker)
             self.do(self.book.gone, worker)
         except RuntimeError:  # its connection is closed
             self.do(self.lose, worker)
 
-    def _listen(self, worker: int, envelope: Tensor) -> int:
+    def listen(self, worker: int, envelope: Tensor) -> int:
+        """Receive a request."""
         self.envelopes.receive(envelope, worker).wait()
         return int(envelope[0])
+
+    def take(self, worker: int) -> None:
+        """Receive a gradient."""
+        self.port.receive(self.arrived[worker], worker).wait()
+
+    def give(self, worker: int) -> None:
+        """Send the weights that were copied."""
+        self.port.send(self.leaving[worker], worker).wait()
 
     def do(self, act: Callable[[int], Any], worker: int) -> Any:
         """Act on a request with the lock held; then step, and wake all who wait."""
@@ -138,10 +147,10 @@ class Server:
                 if worker not in self.book.clock and act != self.lose:
                     self.book.join(worker)
                 answer = act(worker)
-                while taken := self.book.ready():
+                while self.error is None and (taken := self.book.ready()):
                     self._step(taken)
             except BaseException as error:
-                self.error = error  # `serve` raises it
+                self.error = self.error or error  # `serve` raises it
                 raise
             finally:
                 self.heard[worker] = time.monotonic()
@@ -154,9 +163,13 @@ class Server:
         self.changed.wait_for(lambda: book.done or book.may_pull(worker))
         if book.done:
             return DONE, book.clock[worker], book.version
-        self.leaving[worker].copy_(self.row.weights)
+        self.copy(worker)
         book.pull(worker)
         return PULL, book.clock[worker], book.version
+
+    def copy(self, worker: int) -> None:
+        """Copy what a worker gets."""
+        self.leaving[worker].copy_(self.row.weights)
 
     def push(self, worker: int) -> None:
         """Note that this worker's gradient has arrived."""
@@ -167,13 +180,17 @@ class Server:
         self.book.gone(worker, "lost")
 
     def _step(self, taken: list[int]) -> None:
+        self.apply(taken)
+        self.book.step(taken)
+        if self.after_step is not None:
+            self.after_step(self.book.version)
+
+    def apply(self, taken: list[int]) -> None:
+        """Step the optimizer with the gradients of these workers."""
         gradients = [self.arrived[worker] for worker in taken]
         if self.remedy is not None:
             gradients = [self._remedied(worker) for worker in taken]
         self.row.step(self.optimizer, gradients)
-        self.book.step(taken)
-        if self.after_step is not None:
-            self.after_step(self.book.version)
 
     def _remedied(self, worker: int) -> Tensor:
         gradient, then = self.arrived[worker], self.leaving[worker]
@@ -235,7 +252,7 @@ class Worker:
         what, self.clock, self.version = answer.tolist()
         if what == DONE:
             return False
-        self._wait(self.port.receive(self.row.weights, self.server))
+        self.take()
         self.row.clear()
         return True
 
@@ -243,15 +260,25 @@ class Worker:
         """Send the gradients off."""
         gradient = self.row.collect()
         self.ask(PUSH)
+        self.give(gradient)
+        self.clock += 1
+
+    def take(self) -> None:
+        """Receive the weights."""
+        self._wait(self.port.receive(self.row.weights, self.server))
+
+    def give(self, gradient: Tensor) -> None:
+        """Send a gradient."""
         self._wait(self.port.send(gradient, self.server))
 
     def leave(self) -> None:
         """Tell the server that nothing more will come."""
         self.ask(LEAVE)
 
-    def ask(self, what: int) -> None:
+    def ask(self, what: int, count: int = 0) -> None:
         """Send a request."""
-        self._wait(self.envelopes.send(torch.tensor([what, 0, 0]), self.server))
+        envelope = torch.tensor([what, count, 0])
+        self._wait(self.envelopes.send(envelope, self.server))
 
     def _wait(self, handle: Any) -> None:
         start = time.monotonic()

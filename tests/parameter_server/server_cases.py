@@ -15,6 +15,8 @@ from ddp_course.parameter_server import (
     ASYNCHRONOUS,
     SYNCHRONOUS,
     Book,
+    MemoryServer,
+    MemoryWorker,
     Server,
     ServerGoneError,
     Worker,
@@ -38,6 +40,7 @@ def gradient(model: nn.Module, worker: int, clock: int) -> None:
     ((model(rows) - rows.sum(1, keepdim=True)) ** 2).mean().backward()
 
 
+WORKERS = {MemoryServer: MemoryWorker}
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.005, momentum=0.9),
     "adam": lambda params: torch.optim.AdamW(params, lr=0.01),
@@ -55,7 +58,7 @@ def run(case: dict, kind=Server) -> object:
         server = kind(model.parameters(), made, steps=steps, **case)
         return server.serve(), [p.detach().clone() for p in model.parameters()]
     if rank in case.get("workers", [rank]):
-        with Worker(model.parameters()) as worker:
+        with WORKERS.get(kind, Worker)(model.parameters()) as worker:
             while worker.pull():
                 gradient(model, rank, worker.clock)
                 worker.push()

@@ -13,6 +13,8 @@ from ddp_course.launch import RankError, spawn
 from ddp_course.parameter_server import (
     ASYNCHRONOUS,
     SYNCHRONOUS,
+    DelayCompensation,
+    MemoryServer,
     Row,
     Server,
     backup,
@@ -58,8 +60,11 @@ def test_every_rule_with_several_optimizers_and_workers(backend):
         todo += [{"rule": rule, "optimizer": next(names)} for rule in RULES]
         todo += [{"rule": rule, "workers": [1, 2][:n]} for rule, n in UNDER]
     every = [(case, Server) for case in todo]
+    remedied = {"rule": ASYNCHRONOUS, "remedy": DelayCompensation()}
+    every += [(remedied, Server), (remedied, MemoryServer)]
+    every += [({"rule": rule}, MemoryServer) for rule in RULES]
     found = spawn(cases.all_of, every, backend=backend, timeout=60)[0]
-    for case, (record, weights) in zip(todo, found, strict=True):
+    for (case, _), (record, weights) in zip(every, found, strict=True):
         check(case, record, weights)
         if case["rule"].together:
             assert set(record.staleness()) == {0}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import server_cases as cases
 import torch
@@ -14,6 +16,8 @@ from ddp_course.mechanisms.elementwise import NotElementwiseError
 from ddp_course.parameter_server import (
     ASYNCHRONOUS,
     SYNCHRONOUS,
+    RowServer,
+    RowWorker,
     Server,
     ShardedServer,
     Worker,
@@ -140,3 +144,73 @@ def test_hogwild_loses_little_and_all_see_the_same():
     first, *others = spawn(count, 64, world_size=3)
     assert all(torch.equal(first, other) for other in others)
     assert 0 < first.sum() / 4 <= 3 * 400  # never more than was added
+
+
+# ---- rows of a table -----------------------------------------------------------------
+
+TABLE, WIDTH = 1000, 8
+
+
+def batch(worker: int, clock: int) -> torch.Tensor:
+    """Return indices, one of them twice, and one that all workers have."""
+    return torch.tensor([[7, 7, 10 * worker], [clock, 3 * clock, 900 + worker]])
+
+
+class LastWins(RowServer):
+    """Where several touched a row, takes the gradient of one."""
+
+    def apply(self, taken):
+        for worker in taken[:-1]:
+            twice = (self.given[worker][:, None] == self.given[taken[-1]]).any(1)
+            self.arrived[worker][twice] = 0.0
+        super().apply(taken)
+
+
+def tables(kinds):
+    told, rank = [], dist.get_rank()
+    for kind, optimizer in kinds:
+        with ByteMeter() as meter:
+            if rank == 0:
+                torch.manual_seed(0)
+                table = nn.Parameter(torch.randn(TABLE, WIDTH))
+                made = optimizer([table])
+                kind(table, made, rule=SYNCHRONOUS, steps=STEPS).serve()
+                told.append((table.detach(), meter.report()))
+            else:
+                with RowWorker(WIDTH) as worker:
+                    while (x := worker.pull(batch(rank, worker.clock))) is not None:
+                        (x**2).sum().backward()
+                        worker.push()
+    return told
+
+
+def alone(optimizer) -> tuple[torch.Tensor, int, int]:
+    """Return the table after as many steps in one process, and the bytes both ways."""
+    torch.manual_seed(0)
+    table = nn.Parameter(torch.randn(TABLE, WIDTH))
+    made, indices, vectors = optimizer([table]), 0, 0
+    for clock in range(STEPS + 1):  # in the last pull indices are sent in vain
+        batches = torch.stack([batch(worker, clock) for worker in (1, 2)])
+        rows = sum(len(each.unique()) for each in batches)
+        indices += 8 * rows
+        if clock < STEPS:
+            looked_up = nn.functional.embedding(batches, table, sparse=True)
+            made.zero_grad()
+            ((looked_up**2).sum() / 2).backward()
+            made.step()
+            vectors += 4 * WIDTH * rows
+    return table.detach(), vectors, vectors + indices
+
+
+def test_only_rows_that_are_touched_are_sent():
+    names = ("SGD", "Adagrad", "SparseAdam")
+    optimizers = [partial(getattr(torch.optim, name), lr=0.1) for name in names]
+    kinds = [(RowServer, optimizer) for optimizer in optimizers]
+    wrong_one = (LastWins, optimizers[0])
+    *found, (wrong, _) = spawn(tables, [*kinds, wrong_one], world_size=3, timeout=30)[0]
+    for (ours, report), optimizer in zip(found, optimizers, strict=True):
+        table, sent, received = alone(optimizer)
+        torch.testing.assert_close(ours, table, rtol=1e-5, atol=1e-6)
+        assert (report.total_sent, report.total_received) == (sent, received)
+        assert sent < table.nbytes / 10
+    assert not torch.allclose(wrong, alone(optimizers[0])[0], rtol=1e-3)

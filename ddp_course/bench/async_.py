@@ -1,0 +1,199 @@
+"""A parameter server: how much faster nobody waits, and what a pull and a push cost.
+
+Workers wait for a stated time in place of computing, and one of them four times as
+long: seconds per gradient beside the formula. And 16 MiB of weights are pulled, and as
+much of gradients pushed, beside the same bytes by bare `send` and `recv`, and beside
+PyTorch's `torch.distributed.rpc`, if it was built with that. Chapter 13.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import rpc
+
+from ddp_course.bench import steps
+from ddp_course.bench.turns import Pair, Row, Told, row, rows_of
+from ddp_course.launch import spawn
+from ddp_course.parameter_server import (
+    ASYNCHRONOUS,
+    SYNCHRONOUS,
+    MemoryServer,
+    MemoryWorker,
+    Record,
+    Server,
+    Worker,
+    backup,
+    bounded,
+)
+from ddp_course.theory import gradients_per_second
+
+ABOUT = "A parameter server over the formula, and over bare messages."
+FORMULA, BARE = "formula", "send, recv"
+WAYS = {  # how much it may take over its formula
+    "synchronous": (SYNCHRONOUS, 1.05),
+    "asynchronous": (ASYNCHRONOUS, 1.05),
+    "bounded": (bounded(2), 1.05),
+    "backup": (backup(1), 1.05),
+}
+GAIN = "asynchronous over synchronous"
+PAIRS = (
+    *(Pair(way, FORMULA, bar) for way, (_, bar) in WAYS.items()),
+    Pair(GAIN, FORMULA, 1.10),
+    Pair("server", BARE, 1.10),
+    Pair("shared memory", BARE, 0.60),
+    Pair("rpc", BARE),
+)
+SECONDS, SLOWER, WORKERS = 0.1, 4, 3
+NUMEL = 4 << 20  # 16 MiB
+
+
+def bench(quick: bool) -> Iterator[Row]:
+    """Yield a row for each rule, one for the gain, and one for each way to pull."""
+    times = [SECONDS] * (WORKERS - 1) + [SECONDS * SLOWER]
+    told, took = {}, {}
+    for way, (rule, _) in WAYS.items():
+        spare = rule.spare
+        told[way] = gradients_per_second(way, times, spare)
+        count = 4 if quick else 16  # steps of the slowest
+        count = count if rule.together else round(told[way] * SECONDS * SLOWER * count)
+        record = spawn(straggle, rule, count, world_size=1 + WORKERS)[0]
+        took[way] = per_gradient(record, rule.bound)
+        yield beside_formula(way, took[way], 1 / told[way])
+    gain = took["asynchronous"] / took["synchronous"]
+    yield beside_formula(GAIN, gain, told["synchronous"] / told["asynchronous"])
+    pulls = spawn(pull_and_push, 4 if quick else 40, world_size=2)
+    yield from rows_of("async", "16 MiB", PAIRS, pulls)
+
+
+def beside_formula(variant: str, ours: float, theirs: float) -> Row:
+    """Return a row of what was measured beside what was told."""
+    case = f"{WORKERS} workers, one {SLOWER}x, {variant} beside {FORMULA}"
+    named = {"variant": variant, "beside": FORMULA}
+    return row("async", case, "seconds", ours, theirs, **named)
+
+
+def per_gradient(record: Record, bound: float) -> float:
+    """Return seconds per gradient, from the first pull to the last step.
+
+    If bounded, between two gradients of the slowest: before, the others get ahead.
+    """
+    steps = record.of("step")
+    if bound < math.inf:
+        slow = [k for k, step in enumerate(steps) if step.taken == (WORKERS,)]
+        first, last = slow[0], slow[-1]
+        return (steps[last].seconds - steps[first].seconds) / (last - first)
+    return record.seconds / record.gradients
+
+
+# ---- on the ranks --------------------------------------------------------------------
+
+
+def straggle(rule: object, count: int) -> Record | None:
+    """Train nothing: workers wait, the last one longer; return the server's record."""
+    weight, rank = nn.Parameter(torch.zeros(8)), dist.get_rank()
+    if rank == 0:
+        sgd = torch.optim.SGD([weight], lr=0.0)
+        return Server([weight], sgd, rule, steps=count).serve()
+    with Worker([weight]) as worker:
+        while worker.pull():
+            time.sleep(SECONDS * (SLOWER if rank == WORKERS else 1))
+            worker.push()
+    return None
+
+
+def pull_and_push(turns: int) -> Told:
+    """Rank 1 pulls and pushes; rank 0 serves, and waits until it has."""
+    torch.set_num_threads(1)
+    ways = {BARE: bare(), "server": served(Server, Worker)}
+    ways["shared memory"] = served(MemoryServer, MemoryWorker)
+    if rpc.is_available():
+        ways["rpc"] = remote()
+    steps.together(ways, 2, math.inf, 1)
+    return steps.together(ways, turns, 60.0, 1)
+
+
+def both(server: Callable[[], object], worker: Callable[[], object]) -> Callable:
+    """Return what a rank does; the server's ends when the worker's has."""
+    over = torch.zeros(1)
+
+    def server_side() -> None:
+        server()
+        dist.recv(over, 1)
+
+    def worker_side() -> None:
+        worker()
+        dist.send(over, 0)
+
+    return server_side if dist.get_rank() == 0 else worker_side
+
+
+def bare() -> Callable:
+    """Send the weights, receive gradients, and step."""
+    weight = nn.Parameter(torch.zeros(NUMEL))
+    gradient = weight.grad = torch.zeros(NUMEL)
+    weights, sgd = weight.detach(), torch.optim.SGD([weight], lr=0.1)
+
+    def server() -> None:
+        dist.send(weights, 1)
+        dist.recv(gradient, 1)
+        sgd.step()
+
+    def worker() -> None:
+        dist.recv(weights, 0)
+        dist.send(gradient, 0)
+
+    return both(server, worker)
+
+
+def served(server_kind: type[Server], worker_kind: type[Worker]) -> Callable:
+    """Pull and push."""
+    weight = nn.Parameter(torch.zeros(NUMEL))
+    group = dist.new_group()  # its messages are apart from the others'
+    if dist.get_rank() == 0:
+        sgd = torch.optim.SGD([weight], lr=0.1)
+        server = server_kind([weight], sgd, group=group)
+        threading.Thread(target=server.serve, daemon=True).start()
+        return both(lambda: None, lambda: None)
+    worker = worker_kind([weight], group=group)
+
+    def work() -> None:
+        worker.pull()
+        worker.push()
+
+    return both(lambda: None, work)
+
+
+kept: dict[str, object] = {}  # what rank 0 serves by remote procedure calls
+
+
+def remote() -> Callable:
+    """Pull and push by PyTorch's remote procedure calls."""
+    rank = dist.get_rank()
+    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=2)
+    weight = nn.Parameter(torch.zeros(NUMEL))
+    kept.update(weight=weight, sgd=torch.optim.SGD([weight], lr=0.1))
+    gradient = torch.zeros(NUMEL)
+
+    def work() -> None:
+        rpc.rpc_sync("rank0", remote_pull)
+        rpc.rpc_sync("rank0", remote_push, (gradient,))
+
+    return both(lambda: None, work)
+
+
+def remote_pull() -> Tensor:
+    """On rank 0: return the weights."""
+    return kept["weight"].detach()
+
+
+def remote_push(gradient: Tensor) -> None:
+    """On rank 0: step."""
+    kept["weight"].grad = gradient
+    kept["sgd"].step()
