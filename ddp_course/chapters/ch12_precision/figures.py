@@ -148,7 +148,7 @@ def exponents(values: Mapping[str, Tensor], format: str = "fp16") -> tuple[Figur
     axes.set(xlabel="exponent: the number is 1 to 2 times 2 to this power")
     axes.set(ylabel="share of the numbers [%]", ylim=(0, None), xlim=(least, most))
     axes.grid(axis="y", **GRID)
-    axes.legend(loc="upper right")
+    axes.legend(loc="center right")
     return figure, f"Exponents, and what {format} loses. {'; '.join(words)}."
 
 
@@ -187,6 +187,9 @@ def errors_of_sums(
     axes.plot([], [], "o", color=INK, markersize=5, label="on real ranks")
     axes.set(xscale="log", yscale="log", xlabel="ranks N", ylabel="relative error")
     axes.set_xticks(ranks, [str(n) for n in ranks])
+    axes.set_yticks(
+        [0.002, 0.005, 0.01, 0.02, 0.05], ["0.2%", "0.5%", "1%", "2%", "5%"]
+    )
     axes.minorticks_off()
     axes.grid(axis="y", **GRID)
     axes.legend()
