@@ -95,18 +95,18 @@ class GradScaler:
             for p in group["params"]
             if p.grad is not None
         ]
-        own = torch.stack(found).amax() if found else None
+        own = torch.stack(found).isnan().any().float() if found else None
         self.skipped[optimizer] = bool(seen_by_all(optimizer, own))
 
     def _unscale(self, gradient: Tensor) -> Tensor:
-        """Divide in place; return 1.0 if there is inf or nan, else 0.0."""
+        """Divide in place; return nan if there is inf or nan, else 0.0."""
         if gradient.dtype is torch.float16:
             raise ValueError(
                 "a gradient is torch.float16: divided, it could be lost again. Keep "
                 "parameters in float32 (autocast), or step MasterWeights"
             )
         gradient.mul_(1 / self.factor)
-        return (~gradient.isfinite()).any().float()
+        return (gradient * 0).sum().float()  # as 0 * inf is nan
 
     def step(self, optimizer: Optimizer) -> None:
         """Call `optimizer.step()`, unless a gradient of some rank is inf or nan."""
