@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 # Before PyTorch is there: its threads, in kernels, too, sleep while they wait. On two
@@ -10,6 +11,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import signal
 import time
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from ddp_course.launch import warm
 
 # Cheapest first: plain functions, then ranks, then kernels, then hundreds of launches.
 ORDER = ("kernel", "endurance")
+OUTCOMES = Path(__file__).with_name("endurance.json")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -54,6 +57,23 @@ def kernel_manager() -> type:
     from ddp_course.commands.execute import OwnSockets
 
     return type("KernelOfATest", (OwnSockets, KernelManager), {})
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Write down what a long form came to, and when: DDP_COURSE_ENDURANCE=1."""
+    long = os.environ.get("DDP_COURSE_ENDURANCE") and "endurance" in report.keywords
+    if long and (report.when == "call" or report.outcome == "failed"):
+        write_down(report)
+
+
+def write_down(report: pytest.TestReport, file: Path = OUTCOMES) -> None:
+    """Put the outcome of a test in the place of its last one; nothing else changes."""
+    known = json.loads(file.read_text()) if file.exists() else {}
+    told = {"date": date.today().isoformat(), "outcome": report.outcome}
+    told |= {"seconds": round(report.duration, 1), **dict(report.user_properties)}
+    known[report.nodeid.removeprefix("tests/")] = told
+    rows = (f"{json.dumps(name)}: {json.dumps(known[name])}" for name in sorted(known))
+    file.write_text("{\n" + ",\n".join(rows) + "\n}\n")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

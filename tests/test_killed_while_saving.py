@@ -27,6 +27,7 @@ from ddp_course.train import train
 from ddp_course.zero import FullyShardedDataParallel, sharded_checkpoint
 
 ENDURANCE = bool(os.environ.get("DDP_COURSE_ENDURANCE"))
+pytestmark = [pytest.mark.endurance, pytest.mark.timeout(3000)]
 GPT = GPTConfig(block_size=8, n_layer=2, n_head=2, d_model=8)
 RUN = {"batch_size": 4, "preset": GPT, "lr": 0.01, "every": 1}
 LAYOUTS = {  # ranks, options
@@ -121,10 +122,9 @@ def killed_in_a_row(fn, folder, steps, ranks, *args, kills=KILLS, seed=0):
     return spawn(fn, folder, steps, *args, world_size=ranks, timeout=120)
 
 
-@pytest.mark.timeout(3000)
 @pytest.mark.parametrize("name", CHOSEN)
 def test_a_run_whose_saves_were_killed_has_the_curve_of_one_that_was_not(
-    name, tmp_path
+    name, tmp_path, record_property
 ):
     ranks, layout = LAYOUTS[name]
     steps = 2 * KILLS + 2
@@ -134,16 +134,17 @@ def test_a_run_whose_saves_were_killed_has_the_curve_of_one_that_was_not(
     )
     assert (last.losses, last.checksum) == (whole.losses, whole.checksum)
     assert last.resumed_at >= KILLS  # every launch has come further
+    record_property("kills", KILLS)
 
 
-@pytest.mark.timeout(3000)
 def test_a_run_whose_sharded_saves_were_killed_has_the_weights_of_one_that_was_not(
-    tmp_path,
+    tmp_path, record_property
 ):
     steps = 2 * KILLS + 2
     whole, *_ = spawn(save_and_die, tmp_path / "whole", steps, world_size=2)
     last, *_ = killed_in_a_row(save_and_die, tmp_path / "killed", steps, 2)
     assert last[1] >= KILLS
+    record_property("kills", KILLS)
     assert all(torch.equal(last[0][name], value) for name, value in whole[0].items())
 
 

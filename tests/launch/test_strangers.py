@@ -132,8 +132,9 @@ def ends_of_launches(seconds: float) -> None:
         print(racer.stdout.read())
 
 
+@pytest.mark.endurance
 @pytest.mark.skipif(not ENDURANCE, reason="only with DDP_COURSE_ENDURANCE=1")
-def test_who_wins_the_race_for_a_peers_place_hears_nothing():
+def test_who_wins_the_race_for_a_peers_place_hears_nothing(record_property):
     """In a network of its own, in which no rank of another test is."""
     here = f"import sys; sys.path[:0] = {sys.path!r}; import test_strangers as t; "
     run = [sys.executable, "-c", f"{here}t.ends_of_launches(20)"]
@@ -143,8 +144,9 @@ def test_who_wins_the_race_for_a_peers_place_hears_nothing():
         text=True,
         timeout=120,
     )
-    print(done.stdout)
     counts, heard = done.stdout.splitlines()[-2:]
     summed, told, launches = map(int, re.findall(r"\d+", counts))
+    record_property("launches", launches)
+    record_property("refused a stranger", told)
     assert told > 0 and summed + told == launches, done
     assert heard == "b''", done

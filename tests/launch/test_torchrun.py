@@ -77,23 +77,53 @@ def test_two_agents_meet_and_restart(tmp_path):
 
 FAILS = "import os, time; time.sleep(0.2); os.environ['RANK'] == '1' and 1 / 0; "
 FAILS += "time.sleep(600)"
+TALKS = """
+import os, pathlib, time
+if {number} == 2:  # else PyTorch is not needed
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+while True:
+    {number} == 2 and dist.all_reduce(torch.ones(1))
+    pathlib.Path(__file__).with_name("talks " + os.environ["RANK"]).touch()
+    time.sleep(0.01)
+"""
 
 
+@pytest.mark.parametrize("number", [1, 2] if ENDURANCE else [1])
 @pytest.mark.parametrize("how", ["restarts are exhausted", "SIGTERM"])
-def test_no_rank_outlives_its_agent(how, tmp_path):
+def test_no_rank_outlives_its_agent(how, number, tmp_path):
+    """Nor ranks of the other machine, which only notice that their peers are gone."""
+    signalled = how == "SIGTERM"
     (tmp_path / "rank.py").write_text(
-        FAILS if how != "SIGTERM" else "import time; time.sleep(600)"
+        TALKS.format(number=number) if signalled else FAILS
     )
-    run = "--standalone", "--nproc-per-node=2", "--max-restarts=1"
-    agent = torchrun(*run, "--monitor-interval=0.1", str(tmp_path / "rank.py"))
-    seen: set[int] = set()
-    deadline = time.monotonic() + 100
-    while agent.poll() is None and time.monotonic() < deadline:
-        seen |= set(descendants(agent.pid))
-        if how == "SIGTERM" and len(seen) >= 2:
-            agent.terminate()
-        time.sleep(0.05)
-    _, err = agent.communicate(timeout=60)
-    assert agent.returncode, err[-3000:]
+    with two_machines() as machines:
+        meeting = [["--standalone"]]
+        if number == 2:
+            port = free_port()
+            meeting = [rendezvous_on(machines, agent, port) for agent in range(2)]
+        run = f"--max-restarts={1 - signalled}", "--nproc-per-node=2"
+        agents = [
+            torchrun(
+                *where, *run, "--monitor-interval=0.1", str(tmp_path / "rank.py"),
+                prefix=machine.prefix * (number == 2),
+                GLOO_SOCKET_IFNAME=machine.interface if number == 2 else "lo",
+            )
+            for where, machine in zip(meeting, machines, strict=False)
+        ]  # fmt: skip
+        seen: set[int] = set()
+        deadline = time.monotonic() + 100
+        while any(a.poll() is None for a in agents) and time.monotonic() < deadline:
+            seen |= {pid for agent in agents for pid in descendants(agent.pid)}
+            if len(list(tmp_path.glob("talks*"))) == 2 * number:
+                agents[-1].terminate()
+            time.sleep(0.05)
+        left = [agent.pid for agent in agents if agent.poll() is None]
+        for pid in [*left, *(seen if left else ())]:
+            with contextlib.suppress(ProcessLookupError):
+                end(pid)
+        ends = [agent.communicate()[1] for agent in agents]
+    assert not left, ends
+    assert all(agent.returncode for agent in agents), ends[0][-3000:]
     assert none_left(list(seen))
-    assert how == "SIGTERM" or "ZeroDivisionError" in err
+    assert signalled or "ZeroDivisionError" in "".join(ends)
