@@ -8,9 +8,11 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
+from conftest import OUTCOMES, write_down
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -237,6 +239,39 @@ def test_planted_notebook_mistakes_are_seen():
     assert len(told) == 3, told
     bad[0]["source"] = bad[1]["source"] = "short"
     assert "None" in lengths({"cells": bad})[0]  # no time is stated
+
+
+# ---- what the endurance tests came to ------------------------------------------------
+
+
+def unproven(file: Path) -> list[str]:
+    """Return the long forms that failed when they were last run, or are no more."""
+    wrong = []
+    for name, told in json.loads(file.read_text()).items():
+        where, _, test = name.partition("::")
+        there = ROOT / "tests" / where
+        known = there.exists() and f"def {test.partition('[')[0]}(" in there.read_text()
+        wrong += [name] * (told["outcome"] != "passed" or not known)
+    return wrong
+
+
+def test_all_long_forms_have_passed(tmp_path):
+    assert unproven(OUTCOMES) == []
+    file = tmp_path / "endurance.json"
+    file.write_text(OUTCOMES.read_text())
+    lines = {"nodeid": "tests/test_repository.py::test_gone", "duration": 1.26}
+    lines |= {"outcome": "passed", "user_properties": [("kills", 30)]}
+    write_down(SimpleNamespace(**lines), file)
+    name = "test_repository.py::test_code_is_formatted_and_linted"
+    write_down(
+        SimpleNamespace(**lines | {"nodeid": f"tests/{name}", "outcome": "failed"}),
+        file,
+    )
+    assert unproven(file) == [name, "test_repository.py::test_gone"]
+    told = json.loads(file.read_text())
+    gone = told["test_repository.py::test_gone"]
+    assert gone["seconds"] == 1.3 and gone["kills"] == 30
+    assert json.loads(OUTCOMES.read_text()).items() <= told.items()  # those stayed
 
 
 def test_code_is_formatted_and_linted():

@@ -61,7 +61,7 @@ class BucketedDistributedDataParallel(nn.Module):
         self.engine = Engine(ending)
         self.require_backward_grad_sync = True
         parameters = dict(module.named_parameters())
-        self.frozen = Frozen(parameters)
+        self.frozen = Frozen(module)
         for bucket in bucket_plan(parameters.items(), **caps):
             self.engine.add(bucket, parameters)
 

@@ -54,7 +54,7 @@ class NaiveDistributedDataParallel(Averager, nn.Module):
         self.module = module
         self.process_group = process_group
         self.all_reduce = all_reduce
-        self.frozen = Frozen(dict(module.named_parameters()))
+        self.frozen = Frozen(module)
         trained = (p for p in module.parameters() if p.requires_grad and p.numel())
         self.trained = list(trained)
         self.waiting = False  # for the end of backward

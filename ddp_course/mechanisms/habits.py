@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
@@ -54,20 +54,22 @@ class Weakly(weakref.ref):
 
 
 class Frozen:
-    """Which of some parameters were frozen when a strategy was made of them.
+    """Which parameters a strategy was made of, and which of them were frozen then.
 
-    What was is to stay so, since nobody would average it; and if what has these names
-    are `pieces`, with which nobody computes, what was not is to stay so, too.
+    Others that come later nobody would average, nor one that is trained later on. If
+    the parameters are `pieces`, with which nobody computes, what was trained is to stay
+    so, too; and a hook of theirs would never be called.
     """
 
-    def __init__(
-        self, parameters: Mapping[str, Tensor], *, pieces: bool = False
-    ) -> None:
-        told = ((name, p, p.requires_grad) for name, p in parameters.items())
+    def __init__(self, module: nn.Module, *, pieces: bool = False) -> None:
+        self.module = None if pieces else module  # else it would keep itself alive
+        self.parameters = dict(module.named_parameters())
+        self.present = self._present()
+        told = ((name, p, p.requires_grad) for name, p in self.parameters.items())
         self.kept = [(*of, trained) for *of, trained in told if pieces or not trained]
 
     def check(self) -> None:
-        """Raise RuntimeError for one that is not any more, or is now."""
+        """Raise RuntimeError for what is not as it was any more."""
         for name, parameter, trained in self.kept:
             if parameter.requires_grad != trained:
                 was, now = ("trained", "frozen") if trained else ("frozen", "trained")
@@ -75,6 +77,31 @@ class Frozen:
                     f"{name} was {was} when the model was wrapped, and is {now} now: "
                     "that comes too late for its gradients. Wrap the model again"
                 )
+            if self.module is None and (
+                parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+            ):
+                raise RuntimeError(
+                    f"{name} has a hook, which nobody would call: autograd computes "
+                    "with the whole parameter, and this is a piece of it. Register "
+                    "hooks before the model is wrapped"
+                )
+        if self._present() != self.present:
+            named = self.module.named_parameters()
+            new = (name for name, p in named if p is not self.parameters.get(name))
+            raise RuntimeError(came_later(next(new, "what is missing")))
+
+    def _present(self) -> list[int]:
+        """Return which parameters the module has; faster than `parameters()`."""
+        owners = () if self.module is None else self.module.modules()
+        return [id(p) for owner in owners for p in owner._parameters.values()]
+
+
+def came_later(name: str) -> str:
+    """Return what to say of a parameter that was put there when all were wrapped."""
+    return (
+        f"{name} was put into the model after it was wrapped, and nobody would look "
+        "after it: change numbers in place, or wrap the model again"
+    )
 
 
 def check_first_order() -> None:

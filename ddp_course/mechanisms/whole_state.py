@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from ddp_course.collectives import communicator
 from ddp_course.mechanisms.agreement import TOGETHER, check_along
+from ddp_course.mechanisms.habits import came_later
 from ddp_course.mechanisms.placements import (
     Flat,
     Placed,
@@ -96,6 +97,13 @@ class WholeState:
 
     plain: PlainModel
     groups: tuple[Group, ...]
+
+    def newcomer(self) -> str | None:
+        """Return what is wrong if it has a parameter that was never placed, or None."""
+        for name, parameter in nn.Module.named_parameters(self):  # those computed with
+            if isinstance(parameter, Tensor) and placed(parameter) is None:
+                return came_later(name.removeprefix("module."))
+        return None
 
     def full_state_dict(self, rank0_only: bool = False) -> dict[str, Tensor]:
         """Return what the plain module's `state_dict` would be, on the CPU.

@@ -227,7 +227,7 @@ class PipelineParallel(WholeState, Pipeline):
         """Compare what is to be done, with which batch, before anything is sent."""
         if self._broken:  # the others wait inside of that step, or have heard of it
             raise PipelineError(self._broken)
-        problem = problem or self._problem_with(x, y)
+        problem = problem or self.newcomer() or self._problem_with(x, y)
         self.comm.agree_now(f"{name}(x {described(x)}, y {described(y)})", problem)
         if hasattr(self.bare[0], "check_tokens"):
             self.bare[0].check_tokens(x, y)

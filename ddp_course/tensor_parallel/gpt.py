@@ -162,7 +162,7 @@ class TensorParallelGPT(WholeState, GPT):
         sentences: no shape is wrong, the loss even falls, and nobody notices.
         """
         given = {"idx": idx} if targets is None else {"idx": idx, "targets": targets}
-        size, problem = self.exchange.size, None
+        size, problem = self.exchange.size, self.newcomer()
         try:
             for name, tokens in given.items():
                 check_tokens(name, tokens, self.config)

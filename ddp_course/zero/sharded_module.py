@@ -22,9 +22,9 @@ from ddp_course.mechanisms.agreement import (
     problem_with,
 )
 from ddp_course.mechanisms.exchange import MessageExchange
-from ddp_course.mechanisms.habits import Frozen, leave_behind
+from ddp_course.mechanisms.habits import Frozen, came_later, leave_behind
 from ddp_course.mechanisms.whole_state import PlainModel, WholeState, groups_before
-from ddp_course.zero.freed import ShardedError, is_sharded
+from ddp_course.zero.freed import Freed, ShardedError, is_sharded
 from ddp_course.zero.unit_storage import FlatStorage, Place, Unit
 from ddp_course.zero.units import Chosen, UnitPlan, unit_plan
 
@@ -89,7 +89,15 @@ class ShardedModule(WholeState, nn.Module):
             for name, piece in flat.pieces.items()
         }
         self.pieces = {name: pieces[name] for name in parameters}  # in the plain order
-        self.frozen = Frozen(self.pieces, pieces=True)
+        self.frozen = Frozen(self, pieces=True)
+
+    def check_kept(self) -> None:
+        """Raise RuntimeError for other parameters than its own, which are freed now."""
+        self.frozen.check()
+        for owner, module in self.module.named_modules():
+            for name, parameter in module._parameters.items():
+                if not (parameter is None or isinstance(parameter, Freed)):
+                    raise RuntimeError(came_later(f"{owner}.{name}"))
 
     def _forget_unused(self) -> None:
         """Let pieces be without a gradient that no rank had one for; all ranks call it.

@@ -35,8 +35,8 @@ class NaiveFullyShardedDataParallel(ShardedModule):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Gather all units, and run the module."""
-        self.frozen.check()
         self._free_all()  # an earlier forward had no backward, and a step may have come
+        self.check_kept()
         for unit in self.units:
             unit.gather()
         output = self.module(*inputs, **kwargs)

@@ -59,7 +59,7 @@ class SimpleFullyShardedDataParallel(ShardedModule):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; its units are gathered and freed on the way."""
-        self.frozen.check()
+        self.check_kept()
         self._forward_comes(self.root, self.module, inputs, kwargs)
         output = self.module(*inputs, **kwargs)
         self._forward_leaves(self.root, self.module, inputs, output)

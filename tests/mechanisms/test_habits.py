@@ -30,6 +30,7 @@ from ddp_course.data_parallel import (
 from ddp_course.launch import RankError, spawn
 from ddp_course.mechanisms import engine, hooks
 from ddp_course.mechanisms import habits as guards
+from ddp_course.mechanisms.whole_state import WholeState
 from ddp_course.model import GPTConfig, build_gpt
 from ddp_course.pipeline import PipelineParallel
 from ddp_course.tensor_parallel import tensor_parallel
@@ -41,6 +42,7 @@ from ddp_course.zero import (
     ZeroRedundancyOptimizer,
     unit_storage,
 )
+from ddp_course.zero.sharded_module import ShardedModule
 
 GPT = GPTConfig(block_size=8, n_layer=2, n_head=2, d_model=16)
 SGD, ADAM = torch.optim.SGD, torch.optim.AdamW
@@ -245,6 +247,25 @@ def freezes(bed: Bed):
     return bed.train(optimizer)
 
 
+def replaces(bed: Bed):
+    layer, shape = bed.layer(), bed.layer().weight.shape
+    bed.wrap()
+    if bed.cut:  # its layers are other ones
+        layer, shape = bed.layer(), bed.layer().weight.shape
+    elif bed.name == "pp":  # likewise, and each rank has some
+        parts = [m for m in bed.model.modules() if isinstance(m, nn.Linear)]
+        layer, shape = parts[-1], parts[-1].weight.shape
+    layer.weight = nn.Parameter(torch.full(shape, 0.05))
+    return bed.train(bed.optimizer())
+
+
+def hooks_gradients(bed: Bed):
+    bed.wrap()
+    for parameter in bed.model.parameters():
+        parameter.register_hook(lambda gradient: gradient / 2)
+    return bed.train(bed.optimizer())
+
+
 def clamps(bed: Bed):
     def clamp(module: nn.Module, args: tuple) -> None:
         with torch.no_grad():
@@ -320,6 +341,8 @@ RUN = dict(
             pickles,
             unfreezes,
             freezes,
+            replaces,
+            hooks_gradients,
             clamps,
             penalizes,
             leaves_unused,
@@ -357,6 +380,7 @@ def without_guards() -> None:
     guards._put_around = lambda owner, name, make: None
     guards._check_step = lambda optimizer, args, kwargs: None
     guards.Frozen.check = lambda self: None
+    ShardedModule.check_kept = WholeState.newcomer = lambda self: None
     unit_storage.Unit.check_unchanged = lambda self: None
     engine.on_any_rank = lambda flags, group, failed: [True for _ in flags]
     hooks.Averager.__getstate__ = lambda self: {}
@@ -371,8 +395,11 @@ GUARDED = {  # habit, strategy -> what comes of it without
     (OTHERS[6], "flat"): "wrong",
     (OTHERS[6], "ddp"): "wrong",
     (OTHERS[7], "zero3"): "wrong",
-    (OTHERS[8], "zero3"): "wrong",
-    (OTHERS[10], "bucketed"): "wrong",
+    (OTHERS[8], "naive"): "wrong",
+    (OTHERS[8], "simple"): "wrong",
+    (OTHERS[9], "zero3"): "wrong",
+    (OTHERS[10], "zero3"): "wrong",
+    (OTHERS[12], "bucketed"): "wrong",
 }
 
 

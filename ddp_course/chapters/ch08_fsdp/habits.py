@@ -48,6 +48,12 @@ HABITS = MappingProxyType(
         "a layer frozen later": (
             "right    refused  right    refused  right    right    error    right"
         ),
+        "a parameter replaced later": (
+            "refused  refused  right    refused  refused  refused  error    error"
+        ),
+        "a hook on a gradient, made later": (
+            "right    right    right    refused  right    right    right    wrong"
+        ),
         "weights changed in `forward`": (
             "right    right    right    refused  right    right    right    wrong"
         ),
