@@ -575,13 +575,19 @@ def test_pytorchs_threads_sleep_while_they_wait(monkeypatch, capsys):
         assert os.environ["OMP_WAIT_POLICY"] == (chosen or "passive")
 
 
-def test_too_few_files_that_may_be_open_are_told():
-    few = "import resource as r, sys; r.setrlimit(r.RLIMIT_NOFILE, (64, 64)); "
-    call = "from ddp_course.cli import main; sys.exit(main(sys.argv[1:]))"
-    words = ["train", "--ranks", "16", "--steps", "1", "--batch-size", "16"]
+def test_too_few_files_that_may_be_open_are_told(tmp_path):
+    """And what lies in the current folder is imported by nobody."""
+    for name in ("random", "sympy", "cloudpickle", "typing_extensions"):
+        (tmp_path / f"{name}.py").write_text(f"open('{tmp_path}/ran', 'w'); 1 / 0")
+    command = Path(sys.executable).with_name("ddp-course")
+    words = "train --ranks 16 --steps 1 --batch-size 16"
     done = subprocess.run(
-        [sys.executable, "-c", few + call, *words], capture_output=True, text=True
+        ["sh", "-c", f"ulimit -n 64; exec {command} {words}"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
     )
+    assert not (tmp_path / "ran").exists(), done
     assert done.returncode == 1, done
     assert done.stderr.endswith("`ulimit -n 4096`: Too many open files\n"), done.stderr
     assert "Traceback" not in done.stderr
