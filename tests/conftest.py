@@ -11,6 +11,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import signal
 import time
+from collections import Counter
 from datetime import date
 from pathlib import Path
 
@@ -76,18 +77,26 @@ def write_down(report: pytest.TestReport, file: Path = OUTCOMES) -> None:
     file.write_text("{\n" + ",\n".join(rows) + "\n}\n")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run cheap tests before costly ones, and the notebooks last."""
+def file_of(item: pytest.Item) -> str:
+    return item.nodeid.split("::")[0]
 
-    def cost(item: pytest.Item) -> tuple[bool, int, bool]:
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run cheap tests before costly ones, and the notebooks last, the longest first.
+
+    So no long notebook begins when all others have ended.
+    """
+    cells = Counter(file_of(item) for item in items if ".ipynb::" in item.nodeid)
+
+    def cost(item: pytest.Item) -> tuple[bool, int, int, bool]:
         marks = [
             1 + ORDER.index(m.name) for m in item.iter_markers() if m.name in ORDER
         ]
-        is_notebook = item.nodeid.split("::")[0].endswith(".ipynb")
         starts_ranks = "spawn" in getattr(item, "fixturenames", ()) or "spawn" in (
             item.nodeid
         )
-        return is_notebook, max(marks, default=0), starts_ranks
+        file = file_of(item)
+        return file in cells, -cells[file], max(marks, default=0), starts_ranks
 
     items.sort(key=cost)
 

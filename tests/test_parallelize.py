@@ -30,14 +30,11 @@ LAYOUTS = {
     2: [
         {"strategy": "tp"},
         {"strategy": "pp", "schedule": "naive", "microbatches": 1},
-        {"strategy": "pp", "schedule": "gpipe", "microbatches": 8},
-        {"strategy": "pp"},
-        {"strategy": "pp", "schedule": "interleaved"},
-        {"strategy": "pp", "schedule": "zero_bubble"},
     ],
     4: [
         {"strategy": "tp"},
         {"strategy": "pp"},
+        {"strategy": "pp", "schedule": "gpipe", "microbatches": 8},
         {"strategy": "pp", "schedule": "interleaved"},
         {"strategy": "ddp", "tp": 2},
         {"strategy": "pp", "dp": 2, "schedule": "zero_bubble", "microbatches": 2},

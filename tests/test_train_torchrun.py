@@ -132,11 +132,13 @@ def test_shards_survive_a_killed_rank(strategy, tmp_path):
 
 
 def test_two_machines_train_together_and_survive(tmp_path):
-    """Four ranks of a machine share a model, and the machines share the batch.
+    """The ranks of a machine share a model, and the machines share the batch.
 
-    Each has its own disk, and only one of them has written checkpoints.
+    Each has its own disk, and only one of them has written checkpoints. A machine has
+    two ranks; four, with DDP_COURSE_ENDURANCE=1: then the mesh is dp 2 x tp 2 x pp 2.
     """
-    mesh = {"dp": 2, "tp": 2, "pp": 2, "microbatches": 2}
+    each = 4 if ENDURANCE else 2  # ranks of a machine
+    mesh = {"dp": 2, "tp": 2, "pp": each // 2, "microbatches": 2}
     words = [f"--{name}={size}" for name, size in mesh.items()]
     folders = [tmp_path / "disk a", tmp_path / "disk b"]
     file, port = tmp_path / "curve.json", free_port()
@@ -145,7 +147,7 @@ def test_two_machines_train_together_and_survive(tmp_path):
         agents = [
             stack.enter_context(
                 torchrun(
-                    *rendezvous_on(machines, number, port), "--nproc-per-node=4",
+                    *rendezvous_on(machines, number, port), f"--nproc-per-node={each}",
                     "--max-restarts=3", "-m", "ddp_course", "train", *SETTINGS,
                     *words, "--steps=12", f"--checkpoint={folder}", f"--json={file}",
                     prefix=machine.prefix, GLOO_SOCKET_IFNAME=machine.interface,
@@ -161,15 +163,17 @@ def test_two_machines_train_together_and_survive(tmp_path):
     for agent, (_, err) in zip(agents, told, strict=True):
         assert agent.returncode == 0, err[-3000:]
     lines = [line for out, _ in told for line in out.splitlines()]
-    assert sum("8 ranks, 12 steps (" in line for line in lines) == 1  # on rank 0 only
-    assert same_curve(file, uninterrupted(8, 12, **mesh))
+    assert (
+        sum(f"{2 * each} ranks, 12 steps (" in line for line in lines) == 1
+    )  # on rank 0 only
+    assert same_curve(file, uninterrupted(2 * each, 12, **mesh))
     assert json.loads(file.read_text())["resumed_at"] >= 4
 
 
 def test_a_rank_that_fails_ends_the_job_with_the_cause_first(monkeypatch):
     monkeypatch.chdir(Path(__file__).parent)
     with torchrun(
-        "--nproc-per-node=4", "-m", "ddp_course.launch",
+        "--nproc-per-node=2", "-m", "ddp_course.launch",
         "train_functions:bad_luck_on_rank_1",
     ) as run:  # fmt: skip
         _, err = run.communicate(timeout=120)

@@ -66,7 +66,7 @@ def everything() -> dict:
     return told
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("n", [2, 3])
 def test_uneven_batches_end_as_in_pytorch(n):
     told = spawn(everything, world_size=n, output="none")
     for case in CASES:
