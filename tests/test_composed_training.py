@@ -26,7 +26,7 @@ from ddp_course.data_parallel import DistributedDataParallel as Counted
 from ddp_course.launch import spawn
 from ddp_course.measure import ByteMeter, resident
 from ddp_course.mechanisms.placements import placed
-from ddp_course.mesh import make_groups
+from ddp_course.mesh import Axes, Mesh, make_groups
 from ddp_course.model import GPTConfig, build_gpt
 from ddp_course.parallelize import (
     Whole,
@@ -115,10 +115,20 @@ def flat(state: dict) -> dict[str, Tensor]:
     return told
 
 
+MADE: dict[str, Axes] = {}
+
+
+def axes_of(mesh: Mesh) -> Axes:
+    """Make the groups of a mesh, once: all compositions of it have the same."""
+    if str(mesh) not in MADE:
+        MADE[str(mesh)] = make_groups(mesh)
+    return MADE[str(mesh)]
+
+
 def together(told: dict, config: GPTConfig, wrong: str | None = None) -> Steps:
     """The same on all ranks, divided as told; perhaps with a mistake."""
     layout = choose_layout(dist.get_world_size(), **told)
-    axes = make_groups(layout.mesh)
+    axes = axes_of(layout.mesh)
     model = parallelize(frozen_in_part(config), layout, axes)
     optimizer = optimizer_for(model, layout, axes, LR)
     (states, optimizer_states), steps = whole(model, optimizer), []
@@ -140,7 +150,8 @@ def together(told: dict, config: GPTConfig, wrong: str | None = None) -> Steps:
             norm = clip_gradients(model, optimizer, MAX_NORM)
         optimizer.step()
         loss = average(loss.detach()).item()
-        steps.append((loss, norm.item(), {**states.state_dict()}))
+        state = states.state_dict()
+        steps.append((loss, norm.item(), {} if dist.get_rank() else {**state}))
     return [*steps, (0.0, 0.0, flat(states_of(optimizer_states, model)))]
 
 
@@ -252,7 +263,7 @@ def metered(told: dict) -> Metered:
     """Train three steps, and look at the third."""
     gc.collect()  # the model before this one
     layout = choose_layout(dist.get_world_size(), **told)
-    axes, rank = make_groups(layout.mesh), dist.get_rank()
+    axes, rank = axes_of(layout.mesh), dist.get_rank()
     dist.all_reduce = ring  # PyTorch's own are not counted
     parallelize_module.DistributedDataParallel = partial(Counted, all_reduce=ring)
     model = parallelize(build_gpt(SMALL), layout, axes)

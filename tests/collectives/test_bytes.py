@@ -130,7 +130,7 @@ def in_memory() -> dict[str, tuple[Bytes, int]]:
     return got
 
 
-@pytest.mark.parametrize("n", [2, 3, 5, 8])
+@pytest.mark.parametrize("n", [2, 3, 8])
 def test_every_rank_sends_what_the_formula_says(n):
     told = spawn(lambda: (counted(), uneven(), in_memory()), world_size=n)
     for name in told[0][0]:
@@ -238,11 +238,10 @@ RINGS = {
 }
 
 
-@pytest.mark.parametrize("n", [3, 4])
-def test_wrong_rings_are_rejected(n):
-    told = spawn(lambda: [judged(one) for one in RINGS], world_size=n, output="none")
+def test_wrong_rings_are_rejected():
+    told = spawn(lambda: [judged(one) for one in RINGS], world_size=3, output="none")
     for expected, facts in zip(RINGS.values(), zip(*told, strict=True), strict=True):
-        assert expected <= faults(n, facts), faults(n, facts)
-        assert bool(expected) == bool(faults(n, facts))
+        assert expected <= faults(3, facts), faults(3, facts)
+        assert bool(expected) == bool(faults(3, facts))
         if expected != {"numbers"}:
             assert all(rank["allclose"] for rank in facts)  # which sees none of it

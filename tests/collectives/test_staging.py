@@ -146,7 +146,7 @@ def compare(numels, dtypes, ops=(ReduceOp.SUM,), make=numbers) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("n", [1, 2, 5])
 def test_what_all_ranks_get_is_right(n):
     slab = SLOT // 4
     numels = {0, 1, n - 1, n, n + 1, 1009, slab - 1, slab, slab + 1, 1 << 20}
@@ -257,7 +257,7 @@ def races(rounds: int, barrier=Barrier, kind=Staging) -> int:
     return wrong
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 5])
+@pytest.mark.parametrize("world_size", [2, 5])
 def test_calls_back_to_back_do_not_disturb_each_other(world_size):
     assert sum(spawn(races, 200, world_size=world_size)) == 0
 
