@@ -180,7 +180,9 @@ def test_a_toy_chapter_is_found_everywhere(copy):
     assert "✓ **twice: passed.**" in (copy / "notebooks/99_toy.ipynb").read_text()
     tests = ["chapters/test_exercises.py", "chapters/test_figures.py"]
     tests += ["test_repository.py", "test_architecture.py", "chapters/test_rooms.py"]
-    chosen = "twice or hint[twice or readme or 99 or toy.ipynb or formatted"
+    chosen = (
+        "twice or hint[twice or up_to_date or readme or 99 or toy.ipynb or formatted"
+    )
     told = run(
         copy,
         *("-m", "pytest", "-n", "0", "-v", "-k", f"({chosen}) and not everywhere"),
@@ -193,6 +195,7 @@ def test_a_toy_chapter_is_found_everywhere(copy):
         "test_the_solution_is_shown[twice]",
         "test_two_hints_come_before_the_solution[twice]",
         "test_a_wrong_answer_gets_its_hint[twice-whole]",
+        "test_images_are_up_to_date",
         "test_notebooks_keep_the_house_rules[99_toy.ipynb]",
         "test_readme_lists_every_chapter_and_no_other",
         "[ddp_course.chapters.ch99_toy.figures]",
