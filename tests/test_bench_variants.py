@@ -8,12 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_course.bench import ddp, pp, steps, tp, zero
+from ddp_course.bench import async_, ddp, pp, steps, tp, zero
 from ddp_course.bench.turns import rows_of
 from ddp_course.launch import spawn
 from ddp_course.measure import resident
 from ddp_course.model import GPTConfig
+from ddp_course.parameter_server import simulate
 from ddp_course.tensor_parallel import TensorParallelGPT
+from ddp_course.theory import gradients_per_second
 
 TINY = GPTConfig(block_size=16, n_layer=1, d_model=24)
 CASE = steps.Case(2, TINY, 32, 2)
@@ -171,3 +173,25 @@ def test_bubbles_are_the_share_that_is_not_work():
     assert rows["gpipe", "ScheduleGPipe"]["ratio"] == pytest.approx(1)
     assert rows["1f1b", "Schedule1F1B"]["ours"] == pytest.approx(0.2)
     assert rows["1f1b", pp.ASKED]["theirs"] == pytest.approx(3 / 11)
+
+
+# ---- a parameter server --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", async_.WAYS)
+def test_seconds_per_gradient_are_those_of_the_formula_if_nothing_else_takes_time(way):
+    rule, _ = async_.WAYS[way]
+    times = [1.0] * (async_.WORKERS - 1) + [1.0 * async_.SLOWER]
+    record = simulate(rule, times, 60)
+    took = async_.per_gradient(record, rule.bound)
+    told = gradients_per_second(way, times, rule.spare)
+    assert took == pytest.approx(1 / told, rel=0.05)
+    every = record.seconds / record.steps  # steps are not what is counted
+    assert (took == pytest.approx(every)) == (way == "asynchronous")
+
+
+def test_what_is_pulled_and_pushed_is_told_by_all_contenders():
+    told = spawn(async_.pull_and_push, 3, 64, world_size=2, output="none", timeout=60)
+    rows = {row["variant"]: row for row in rows_of("async", "", async_.PAIRS, told)}
+    assert rows.keys() >= {"server", "shared memory"}
+    assert ("rpc" in rows) == torch.distributed.rpc.is_available()

@@ -108,13 +108,12 @@ def straggle(rule: object, count: int) -> Record | None:
     return None
 
 
-def pull_and_push(turns: int) -> Told:
+def pull_and_push(turns: int, numel: int = NUMEL) -> Told:
     """Rank 1 pulls and pushes; rank 0 serves, and waits until it has."""
-    torch.set_num_threads(1)
-    ways = {BARE: bare(), "server": served(Server, Worker)}
-    ways["shared memory"] = served(MemoryServer, MemoryWorker)
+    ways = {BARE: bare(numel), "server": served(numel, Server, Worker)}
+    ways["shared memory"] = served(numel, MemoryServer, MemoryWorker)
     if rpc.is_available():
-        ways["rpc"] = remote()
+        ways["rpc"] = remote(numel)
     steps.together(ways, 2, math.inf, 1)
     return steps.together(ways, turns, 60.0, 1)
 
@@ -134,10 +133,10 @@ def both(server: Callable[[], object], worker: Callable[[], object]) -> Callable
     return server_side if dist.get_rank() == 0 else worker_side
 
 
-def bare() -> Callable:
+def bare(numel: int) -> Callable:
     """Send the weights, receive gradients, and step."""
-    weight = nn.Parameter(torch.zeros(NUMEL))
-    gradient = weight.grad = torch.zeros(NUMEL)
+    weight = nn.Parameter(torch.zeros(numel))
+    gradient = weight.grad = torch.zeros(numel)
     weights, sgd = weight.detach(), torch.optim.SGD([weight], lr=0.1)
 
     def server() -> None:
@@ -152,9 +151,11 @@ def bare() -> Callable:
     return both(server, worker)
 
 
-def served(server_kind: type[Server], worker_kind: type[Worker]) -> Callable:
+def served(
+    numel: int, server_kind: type[Server], worker_kind: type[Worker]
+) -> Callable:
     """Pull and push."""
-    weight = nn.Parameter(torch.zeros(NUMEL))
+    weight = nn.Parameter(torch.zeros(numel))
     group = dist.new_group()  # its messages are apart from the others'
     if dist.get_rank() == 0:
         sgd = torch.optim.SGD([weight], lr=0.1)
@@ -173,13 +174,13 @@ def served(server_kind: type[Server], worker_kind: type[Worker]) -> Callable:
 kept: dict[str, object] = {}  # what rank 0 serves by remote procedure calls
 
 
-def remote() -> Callable:
+def remote(numel: int) -> Callable:
     """Pull and push by PyTorch's remote procedure calls."""
     rank = dist.get_rank()
     rpc.init_rpc(f"rank{rank}", rank=rank, world_size=2)
-    weight = nn.Parameter(torch.zeros(NUMEL))
+    weight = nn.Parameter(torch.zeros(numel))
     kept.update(weight=weight, sgd=torch.optim.SGD([weight], lr=0.1))
-    gradient = torch.zeros(NUMEL)
+    gradient = torch.zeros(numel)
 
     def work() -> None:
         rpc.rpc_sync("rank0", remote_pull)

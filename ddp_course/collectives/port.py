@@ -160,6 +160,9 @@ class _Landing:
         self.tensor.copy_(self.arrived)
 
 
+_making = threading.Lock()
+
+
 @cache
 def line_to(rank: int) -> Line | None:
     """Return the slow line that leads to `rank`; None if messages take no extra time.
@@ -169,7 +172,8 @@ def line_to(rank: int) -> Line | None:
     """
     if links_here() == Links():
         return None
-    return _line(outside=not here().same_node(rank))
+    with _making:  # threads that come together get the same line
+        return _line(outside=not here().same_node(rank))
 
 
 @cache

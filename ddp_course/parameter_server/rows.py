@@ -58,9 +58,10 @@ class RowServer(Server):
         """Let the optimizer take the mean; where several touched a row, their sum."""
         rows = torch.cat([self.given[worker] for worker in taken])
         values = torch.cat([self.arrived[worker] for worker in taken]) / len(taken)
-        sparse = torch.sparse_coo_tensor(rows[None], values, self.table.shape)
-        self.table.grad = sparse.coalesce()
-        self.optimizer.step()
+        with torch.sparse.check_sparse_tensor_invariants():
+            sparse = torch.sparse_coo_tensor(rows[None], values, self.table.shape)
+            self.table.grad = sparse.coalesce()
+            self.optimizer.step()
 
 
 class RowWorker(Worker):

@@ -143,7 +143,7 @@ def slow_and_late() -> object:
     model, rank = make_model(), dist.get_rank()
     if rank == 0:
         made = OPTIMIZERS["sgd"](model.parameters())
-        how = {"late": [3], "patience": 0.4, "steps": 90}
+        how = {"late": [3], "patience": 0.4, "steps": 150}
         return Server(model.parameters(), made, bounded(2), **how).serve()
     if rank == 3:
         time.sleep(0.2)
@@ -152,7 +152,7 @@ def slow_and_late() -> object:
             if not worker.pull():
                 return turn
             if rank == 2 and turn == 3:
-                time.sleep(1.0)
+                time.sleep(0.8)
             gradient(model, rank, worker.clock)
             time.sleep(0.02)
             worker.push()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_course.launch import spawn
+from ddp_course.launch import Link, Links, spawn
 from ddp_course.measure import ByteMeter
 from ddp_course.mechanisms.elementwise import NotElementwiseError
 from ddp_course.parameter_server import (
@@ -197,7 +198,8 @@ def alone(optimizer) -> tuple[torch.Tensor, int, int]:
             looked_up = nn.functional.embedding(batches, table, sparse=True)
             made.zero_grad()
             ((looked_up**2).sum() / 2).backward()
-            made.step()
+            with torch.sparse.check_sparse_tensor_invariants():
+                made.step()
             vectors += 4 * WIDTH * rows
     return table.detach(), vectors, vectors + indices
 
@@ -214,3 +216,37 @@ def test_only_rows_that_are_touched_are_sent():
         assert (report.total_sent, report.total_received) == (sent, received)
         assert sent < table.nbytes / 10
     assert not torch.allclose(wrong, alone(optimizers[0])[0], rtol=1e-3)
+
+
+# ---- over slow links -----------------------------------------------------------------
+
+
+def seconds_over_links(numel: int, rounds: int) -> tuple[float, float]:
+    """Return how long rounds of a central, and of a sharded server take."""
+    weight, rank = nn.Parameter(torch.ones(numel)), dist.get_rank()
+    start = time.perf_counter()
+    if rank == 0:
+        sgd = torch.optim.SGD([weight], lr=0.1)
+        Server([weight], sgd, SYNCHRONOUS, steps=rounds).serve()
+    else:
+        with Worker([weight]) as worker:
+            while worker.pull():
+                worker.push()
+    central = time.perf_counter() - start
+    start = time.perf_counter()
+    server = ShardedServer([weight], torch.optim.SGD, SYNCHRONOUS, lr=0.1)
+    for _ in range(rounds):
+        server.pull()
+        server.push()
+    server.leave()
+    return central, time.perf_counter() - start
+
+
+def test_all_that_a_server_sends_passes_one_link():
+    numel, rounds, bandwidth = 25_000, 3, 1e6
+    links = Links(inside=Link(bandwidth=bandwidth))
+    found = spawn(seconds_over_links, numel, rounds, links=links, timeout=40)
+    passed = rounds * 4 * numel / bandwidth  # seconds for S bytes in each round
+    central, sharded = found[0]
+    assert central >= (3 + 1) * passed  # three pulls through one link, and a push
+    assert sharded >= 2 * 3 / 4 * passed  # and how much more, the machine decides
