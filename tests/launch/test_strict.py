@@ -216,6 +216,7 @@ def too_late() -> list[str]:
     models = [DistributedDataParallel(nn.Linear(4, 1), process_group=g) for g in groups]
     backwards = [lambda m=m: m(torch.ones(4)).backward() for m in models]
     for backward in 2 * backwards:  # in the first, PyTorch's DDP makes new buckets
+        dist.barrier(groups[1])  # on a busy machine, too, nobody is late yet
         backward()
     if dist.get_rank() == 1:
         time.sleep(1.5)
