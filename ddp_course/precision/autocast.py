@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 LOWER = frozenset(
     (
@@ -108,8 +108,8 @@ class Autocast(TorchFunctionMode):
         if self.enabled and _here.modes[-1] is self and "out" not in kwargs:
             wanted = self._type_for(function, args, kwargs)
             if wanted is not None:
-                cast = lambda t: self._cast(t, wanted)  # noqa: E731
-                args, kwargs = tree_map_only(Tensor, cast, (args, kwargs))
+                args = self._cast(args, wanted)
+                kwargs = {name: self._cast(v, wanted) for name, v in kwargs.items()}
         return function(*args, **kwargs)
 
     def _type_for(self, function: Any, args: Any, kwargs: Any) -> torch.dtype | None:
@@ -126,14 +126,17 @@ class Autocast(TorchFunctionMode):
         on_gpu = any(t.is_cuda for t in given)
         return torch.float32 if name in (FULL_ON_GPUS if on_gpu else FULL) else None
 
-    def _cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        if tensor.dtype == dtype or not _can_be_cast(tensor):
-            return tensor
-        if not (tensor.is_leaf and tensor.requires_grad and torch.is_grad_enabled()):
-            return tensor.to(dtype)
-        key = id(tensor), dtype
+    def _cast(self, value: Any, dtype: torch.dtype) -> Any:
+        """Cast a tensor, or all tensors in a list; what is none stays as it is."""
+        if isinstance(value, (list, tuple)):
+            return [self._cast(each, dtype) for each in value]
+        if not _can_be_cast(value) or value.dtype == dtype:
+            return value
+        if not (value.is_leaf and value.requires_grad and torch.is_grad_enabled()):
+            return value.to(dtype)
+        key = id(value), dtype
         if key not in self.casts:
-            self.casts[key] = tensor, tensor.to(dtype)
+            self.casts[key] = value, value.to(dtype)
         return self.casts[key][1]
 
 
