@@ -1,17 +1,21 @@
 """What several chapters draw: memory."""
 
 import itertools
+from xml.etree import ElementTree
 
 import pytest
-from drawings import check_layout, no_texts_overlap
+from drawings import check_layout, elements, no_texts_overlap, problems
 from matplotlib.colors import to_hex
 
 from ddp_course.lab import rank_color
 from ddp_course.lab.draw.kinds import KIND_LOOKS, kinds_among
 from ddp_course.lab.draw.ledgers import ledgers, memory_against_communication
 from ddp_course.lab.draw.memory import plot_memory
-from ddp_course.lab.draw.shard_map import FlatRow, shard_map
+from ddp_course.lab.draw.shard_map import WIDE, FlatRow, flat_rows, shard_map
 from ddp_course.lab.palette import RANK_COLORS, contrast
+from ddp_course.model import build_gpt
+from ddp_course.zero.shards import shard_plan
+from ddp_course.zero.units import unit_plan
 
 MIB = 2**20
 
@@ -46,6 +50,50 @@ def test_kinds_are_no_ranks_and_can_be_told_apart_without_colours():
     assert len(set(patterns)) == len(patterns)
     hatched = [k for k, look in KIND_LOOKS.items() if look.pattern == "lines"]
     assert hatched == ["communication buffers"]  # as everywhere
+
+
+def owners(drawing):
+    """Width of the shards by rank: rectangles in the rank's colour."""
+    root = ElementTree.fromstring(drawing.svg())
+    found = {}
+    for e, _, _ in elements(root):
+        if e.tag.endswith("rect") and e.get("fill") in RANK_COLORS:
+            rank = RANK_COLORS.index(e.get("fill"))
+            found.setdefault(rank, []).append(float(e.get("width")))
+    return found
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_shards_are_as_wide_as_their_elements(name):
+    rows = ROWS[name]
+    shown = owners(shard_map(rows))
+    scale = WIDE / max(row.numel for row in rows)
+    for k, row in enumerate(rows):
+        real = row.numel - row.padding
+        for rank in range(row.world_size):
+            mine = min(real, (rank + 1) * row.shard) - rank * row.shard
+            if mine > 0:
+                assert shown[rank][k] == pytest.approx(mine * scale, abs=0.02)
+            else:
+                assert len(shown.get(rank, [])) <= k
+    said = shard_map(rows).description
+    for row in rows:
+        assert f"{row.padding} of {row.numel} elements are padding" in said
+
+
+def test_plans_of_both_kinds():
+    model = build_gpt("1m")
+    buckets = shard_plan(model.named_parameters(), 4, 1)
+    units = unit_plan(model, 3)
+    rows = flat_rows(buckets), flat_rows(units)
+    assert [row.name for row in rows[0]] == [f"bucket {k}" for k in range(len(buckets))]
+    assert [row.name for row in rows[1]] == ["root", *(f"blocks.{k}" for k in range(4))]
+    assert [row.padding for row in rows[0]] == [part.padding for part in buckets]
+    assert [row.numel for row in rows[1]] == [unit.numel for unit in units]
+    for parts, drawn in zip((buckets, units), rows, strict=True):
+        assert sum(n for row in drawn for _, n in row.parameters) == 1_038_240
+        assert list(problems(shard_map(parts))) == []
+    assert flat_rows(ROWS["cells"]) == ROWS["cells"]
 
 
 def test_a_row_knows_which_ranks_own_a_parameter():
@@ -107,6 +155,18 @@ STAGE_ROWS = [
     ("ZeRO-3, kept after forward", 4.4, 2), ("PyTorch's ZRO and DDP", 10, 3),
     ("PyTorch's fully_shard", 4.4, 4),
 ]  # fmt: skip
+
+
+def test_stages_stand_where_their_bytes_are():
+    (axes,) = memory_against_communication(STAGE_ROWS).axes
+    points = [line for line in axes.lines if line.get_marker() in "os"]
+    at = [(p.get_xdata()[0], p.get_ydata()[0]) for p in points]
+    assert at == [(sent / 2, has / 16) for _, has, sent in STAGE_ROWS]
+    hollow = [p.get_markerfacecolor() == "white" for p in points]
+    assert hollow == [False] * 5 + [True] * 2
+    assert {text.get_text() for text in axes.texts} == {n for n, *_ in STAGE_ROWS}
+    (axes,) = memory_against_communication(STAGE_ROWS, beside="ZeRO-3").axes
+    assert axes.lines[2].get_xdata()[0] == pytest.approx(2 / 3)
 
 
 PLOTS = {

@@ -20,28 +20,11 @@ from ddp_course.chapters.ch06_memory.figures import SIXTEEN, memory_of_a_step, m
 from ddp_course.chapters.ch08_fsdp.fsdp_schedule import fsdp_step
 from ddp_course.lab import explore, gallery
 from ddp_course.lab.draw.kinds import KIND_LOOKS
-from ddp_course.lab.draw.ledgers import memory_against_communication
 from ddp_course.lab.draw.memory import STACK, plot_memory
-from ddp_course.lab.draw.shard_map import WIDE, FlatRow, flat_rows, shard_map
-from ddp_course.lab.palette import RANK_COLORS
 from ddp_course.measure import KINDS, Event
-from ddp_course.model import build_gpt
 from ddp_course.theory import MODELS, Model, plan
-from ddp_course.zero.shards import shard_plan
-from ddp_course.zero.units import unit_plan
 
 MIB = 2**20
-
-
-ROWS = {
-    "one": [FlatRow("bucket 0", (("weight", 12), ("bias", 3)), 4, 4)],
-    "cells": [
-        FlatRow("bucket 0", (("1.bias", 4), ("1.weight", 20)), 8, 3),
-        FlatRow("bucket 1", (("0.bias", 5), ("0.weight", 14)), 7, 3),
-    ],
-    "large": [FlatRow("root", (("a.weight", 99_999), ("b.bias", 7)), 12_501, 8)],
-    "mostly padding": [FlatRow("u", (("w", 1),), 1, 4)],
-}
 
 
 def test_the_layout():
@@ -131,50 +114,6 @@ def test_bars_are_as_long_as_their_bytes():
         assert drawn == pytest.approx(want, abs=0.02)
 
 
-def owners(drawing):
-    """Width of the shards by rank: rectangles in the rank's colour."""
-    root = ElementTree.fromstring(drawing.svg())
-    found = {}
-    for e, _, _ in elements(root):
-        if e.tag.endswith("rect") and e.get("fill") in RANK_COLORS:
-            rank = RANK_COLORS.index(e.get("fill"))
-            found.setdefault(rank, []).append(float(e.get("width")))
-    return found
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_shards_are_as_wide_as_their_elements(name):
-    rows = ROWS[name]
-    shown = owners(shard_map(rows))
-    scale = WIDE / max(row.numel for row in rows)
-    for k, row in enumerate(rows):
-        real = row.numel - row.padding
-        for rank in range(row.world_size):
-            mine = min(real, (rank + 1) * row.shard) - rank * row.shard
-            if mine > 0:
-                assert shown[rank][k] == pytest.approx(mine * scale, abs=0.02)
-            else:
-                assert len(shown.get(rank, [])) <= k
-    said = shard_map(rows).description
-    for row in rows:
-        assert f"{row.padding} of {row.numel} elements are padding" in said
-
-
-def test_plans_of_both_kinds():
-    model = build_gpt("1m")
-    buckets = shard_plan(model.named_parameters(), 4, 1)
-    units = unit_plan(model, 3)
-    rows = flat_rows(buckets), flat_rows(units)
-    assert [row.name for row in rows[0]] == [f"bucket {k}" for k in range(len(buckets))]
-    assert [row.name for row in rows[1]] == ["root", *(f"blocks.{k}" for k in range(4))]
-    assert [row.padding for row in rows[0]] == [part.padding for part in buckets]
-    assert [row.numel for row in rows[1]] == [unit.numel for unit in units]
-    for parts, drawn in zip((buckets, units), rows, strict=True):
-        assert sum(n for row in drawn for _, n in row.parameters) == 1_038_240
-        assert list(problems(shard_map(parts))) == []
-    assert flat_rows(ROWS["cells"]) == ROWS["cells"]
-
-
 def ledger(parameters=0, gradients=0, states=0, activations=0, buffers=0, other=0):
     """A ledger, given in MiB."""
     sizes = parameters, gradients, states, activations, buffers, other
@@ -246,25 +185,6 @@ def test_two_logs_have_one_axis():
     peaks = [t.get_text() for axes in (left, right) for t in axes.texts]
     assert {"peak 24 MiB", "peak 16.8 MiB"} <= set(peaks)
     assert right.lines[0].get_xdata()[0] == pytest.approx(0)  # its own clock
-
-
-STAGE_ROWS = [
-    ("DDP", 16, 2), ("ZeRO-1", 10, 2), ("ZeRO-2", 7, 2), ("ZeRO-3", 4.4, 3),
-    ("ZeRO-3, kept after forward", 4.4, 2), ("PyTorch's ZRO and DDP", 10, 3),
-    ("PyTorch's fully_shard", 4.4, 4),
-]  # fmt: skip
-
-
-def test_stages_stand_where_their_bytes_are():
-    (axes,) = memory_against_communication(STAGE_ROWS).axes
-    points = [line for line in axes.lines if line.get_marker() in "os"]
-    at = [(p.get_xdata()[0], p.get_ydata()[0]) for p in points]
-    assert at == [(sent / 2, has / 16) for _, has, sent in STAGE_ROWS]
-    hollow = [p.get_markerfacecolor() == "white" for p in points]
-    assert hollow == [False] * 5 + [True] * 2
-    assert {text.get_text() for text in axes.texts} == {n for n, *_ in STAGE_ROWS}
-    (axes,) = memory_against_communication(STAGE_ROWS, beside="ZeRO-3").axes
-    assert axes.lines[2].get_xdata()[0] == pytest.approx(2 / 3)
 
 
 PLOTS = {
