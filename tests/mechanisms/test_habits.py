@@ -28,6 +28,7 @@ from ddp_course.data_parallel import (
     NaiveDistributedDataParallel,
 )
 from ddp_course.launch import RankError, spawn
+from ddp_course.measure import MemoryLog
 from ddp_course.mechanisms import engine, hooks
 from ddp_course.mechanisms import habits as guards
 from ddp_course.mechanisms.whole_state import WholeState
@@ -165,7 +166,8 @@ class Bed:
 def adds_up(bed: Bed):
     bed.wrap()
     optimizer = bed.optimizer()
-    bed.backward(0)
+    with MemoryLog(bed.model):  # which has hooks of its own
+        bed.backward(0)
     bed.backward(1)
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)
