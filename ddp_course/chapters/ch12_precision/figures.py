@@ -148,7 +148,7 @@ def exponents(values: Mapping[str, Tensor], format: str = "fp16") -> tuple[Figur
     axes.set(xlabel="exponent: the number is 1 to 2 times 2 to this power")
     axes.set(ylabel="share of the numbers [%]", ylim=(0, None), xlim=(least, most))
     axes.grid(axis="y", **GRID)
-    axes.legend(loc="center right")
+    axes.legend(loc="center", bbox_to_anchor=(0.75, 0.7))
     return figure, f"Exponents, and what {format} loses. {'; '.join(words)}."
 
 
