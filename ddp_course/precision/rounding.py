@@ -74,8 +74,8 @@ def sum_in_order(
         values: (N, n), what each rank has.
         order: "one by one": rank 0's and rank 1's, and so on, one after the other, as a
             naive all-reduce; "ring": the same, but chunk k of n/N elements begins
-            with rank k + 1 (bit for bit `collectives.ring`, if N divides n); "tree":
-            neighbours, then neighbours of those: log2(N) deep.
+            with rank k + 1, as in `collectives.ring`; "tree": neighbours, then
+            neighbours of those: log2(N) deep.
 
     (n,), of `dtype`. Relative to the sum of all |values|, the error is at most about
     (N - 1) eps/2 one by one and in a ring, ceil(log2 N) eps/2 in a tree; with random
@@ -83,17 +83,13 @@ def sum_in_order(
     """
     if order not in ORDERS:
         raise ValueError(f"order is {order!r}; it can be {', '.join(ORDERS)}")
-    rows = list(values.to(dtype))
     if order == "ring":
-        count = len(rows)
-        chunks = [row.tensor_split(count) for row in rows]
-        return torch.cat(
-            [
-                _one_by_one([chunks[(k + i) % count][k] for i in range(1, count + 1)])
-                for k in range(count)
-            ]
-        )
-    if order == "one by one":
+        count, numel = values.shape
+        chunk = ((torch.arange(numel) + 1) * count - 1) // numel  # of each element
+        ranks = (chunk + 1 + torch.arange(count)[:, None]) % count
+        values = values.gather(0, ranks)  # each chunk from its first rank on
+    rows = list(values.to(dtype))
+    if order != "tree":
         return _one_by_one(rows)
     while len(rows) > 1:
         odd = rows[-1:] if len(rows) % 2 else []
