@@ -103,4 +103,14 @@ BELIEFS: dict[str, dict[Guess, str]] = {
         1: "That is the last rank; rank 0 begins four before the first is back.",
         8: "That is GPipe's: here a backward frees one before the next one begins.",
     },
+    # 13: (1 / 0.1 + 1 / 0.1 + 1 / 0.4) / (3 / 0.4); 3 x 2 x 4,152,960 bytes
+    "Gradients used asynchronously, for each one synchronously": {
+        1: "The two fast ones need not wait for rank 3 any more.",
+        4: "Two of the three are four times as fast; rank 3 is as slow as before.",
+    },
+    "Through the link of a server with three workers": {
+        8_305_920: "That is one worker; all three meet at the same server.",
+        12_458_880: "Weights go out to three workers, and gradients come back.",
+        5_537_280: "That is what a ring of three sends from each rank.",
+    },
 }

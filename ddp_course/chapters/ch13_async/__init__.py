@@ -1,0 +1,1 @@
+"""Chapter 13: What if nobody waits?"""

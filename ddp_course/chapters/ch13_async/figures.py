@@ -1,0 +1,178 @@
+"""Who waits for whom in four ways to train, and curves with what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ddp_course.lab.draw.drawing import Drawing
+from ddp_course.lab.draw.lanes import Block, Lane, Run, draw_runs
+from ddp_course.lab.draw.plots import GRID, plot
+from ddp_course.lab.palette import INK, MUTED
+from ddp_course.parameter_server import (
+    ASYNCHRONOUS,
+    SYNCHRONOUS,
+    Record,
+    backup,
+    bounded,
+    simulate,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Points = Sequence[tuple[float, float]]
+LEGEND = {"F": "computes a gradient", "W": "its gradient is dropped", "waits": "waits"}
+WORKERS = 3  # ranks 1 to 3: rank 0 has the weights
+LONG = 12  # the time that is drawn
+MODES = {
+    "synchronous": lambda slack: SYNCHRONOUS,
+    "asynchronous": lambda slack: ASYNCHRONOUS,
+    "bounded": bounded,
+    "backup": backup,
+}
+LOOKS = (  # of curves: colours are for ranks
+    {"color": "#C3C9D1", "linewidth": 6.0},
+    {"color": INK, "linewidth": 1.5},
+    {"color": MUTED, "linewidth": 2.6, "linestyle": (0, (1, 1.5))},
+    {"color": INK, "linewidth": 1.5, "linestyle": (0, (5, 3))},
+)
+
+
+def two_ways() -> Drawing:
+    """Draw workers, one of them twice as slow, that wait and do not. Chapter 13."""
+    return _simulated(["synchronous", "asynchronous"], slow=2)
+
+
+def waiting(mode: str = "bounded", slow: int = 4, slack: int = 1) -> Drawing:
+    """Draw three workers of which the last is `slow` times slower than the others.
+
+    `mode` is "synchronous", "asynchronous", "bounded" (`slack` clocks ahead at most) or
+    "backup" (`slack` gradients are not waited for). Chapter 13.
+    """
+    return _simulated([mode], slow, slack)
+
+
+def _simulated(modes: Sequence[str], slow: int, slack: int = 1) -> Drawing:
+    seconds = [1] * (WORKERS - 1) + [slow]
+    records = {
+        mode.capitalize(): simulate(MODES[mode](slack), seconds, 3 * LONG)
+        for mode in modes
+    }
+    title = f"{WORKERS} workers; the last needs {slow} times as long as the others"
+    return timelines(
+        records,
+        LONG,
+        "time [a gradient of a fast worker = 1]",
+        title=title if slow > 1 else f"{WORKERS} workers, equally fast",
+    )
+
+
+def timelines(
+    records: Mapping[str, Record],
+    long: float,
+    label: str = "time [ms]",
+    *,
+    unit: float = 1.0,
+    title: str = "What each worker did",
+) -> Drawing:
+    """Draw what workers did up to time `long`: a title for each record.
+
+    `unit` is how many of the axis' units a record's second has, such as 1000 for ms. A
+    worker computes from a pull to the push that follows, and waits from there.
+    """
+    runs = []
+    for name, record in records.items():
+        steps = sum(step.seconds * unit <= long for step in record.of("step"))
+        workers = sorted({event.worker for event in record.of("pull")})
+        lanes = [_lane(record, worker, long, unit) for worker in workers]
+        runs.append(Run(lanes, name, f"{steps} updates by {long:g}"))
+    return draw_runs(title, runs, label, long, legend=LEGEND)
+
+
+def _lane(record: Record, worker: int, long: float, unit: float) -> Lane:
+    events = [event for event in record.events if event.worker == worker]
+    start = record.of("pull")[0].seconds
+    blocks, now, began = [], 0.0, 0.0
+    for event in events:
+        at = min((event.seconds - start) * unit, long)
+        if event.kind == "pull":
+            if at > now:
+                blocks.append(Block(now, at, "waits", ("waits",)))
+            began = at
+        elif event.kind in ("push", "drop"):
+            look = "F" if event.kind == "push" else "W"
+            names = (f"{event.clock}",) if look == "F" else ("dropped",)
+            blocks.append(Block(began, at, look, names))
+            now = at
+    return Lane(f"rank {worker}", worker, [b for b in blocks if b.start < long])
+
+
+@plot
+def curves(
+    formulas: Mapping[str, Points],
+    measured: Mapping[str, Points],
+    xlabel: str,
+    ylabel: str,
+    *,
+    log: bool = False,
+) -> tuple[Figure, str]:
+    """Draw lines of formulas, and the points that were measured on them.
+
+    Both map a name to (x, y) pairs; points have a line's name. Raises ValueError for
+    points without a line, and for more than four lines.
+    """
+    from matplotlib import pyplot
+
+    if not 1 <= len(formulas) <= len(LOOKS) or measured.keys() - formulas.keys():
+        raise ValueError(f"lines {list(formulas)}, points {list(measured)}")
+    figure, axes = pyplot.subplots(figsize=(7, 3.4), layout="constrained")
+    told = []
+    for look, (name, pairs) in zip(LOOKS, formulas.items(), strict=False):
+        axes.plot(*zip(*pairs, strict=True), label=name, **look)
+        for x, y in measured.get(name, ()):
+            axes.plot([x], [y], "o", color=INK, markersize=6)
+            told.append(f"{name}, at {x:g}: {y:.3g}")
+    axes.plot([], [], "o", color=INK, label="measured")
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+    if log:
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(0, None)
+    axes.grid(axis="y", **GRID)
+    axes.legend(handlelength=3)
+    return figure, f"{ylabel} against {xlabel}. Measured: {'; '.join(told)}."
+
+
+@plot
+def twice(
+    losses: Mapping[str, Sequence[tuple[int, float, float]]],
+) -> tuple[Figure, str]:
+    """Draw losses over updates, and the same losses over time beside them.
+
+    Of each run (updates so far, seconds so far, loss), in this order. Raises ValueError
+    for no run, or more than four.
+    """
+    from matplotlib import pyplot
+
+    if not 1 <= len(losses) <= len(LOOKS):
+        raise ValueError(f"{len(losses)} runs; 1 to {len(LOOKS)} can be told apart")
+    figure, both = pyplot.subplots(1, 2, figsize=(7.2, 3.4), sharey=True,
+                                   layout="constrained")  # fmt: skip
+    told = []
+    for look, (name, points) in zip(LOOKS, losses.items(), strict=False):
+        updates, seconds, values = zip(*points, strict=True)
+        for axes, x in zip(both, (updates, seconds), strict=True):
+            axes.plot(x, values, label=name, **look)
+        told.append(
+            f"{name}: {values[-1]:.2f} after {updates[-1]} updates, {seconds[-1]:.1f} s"
+        )
+    both[0].set(xlabel="updates of the weights", ylabel="loss [nats per character]")
+    both[1].set(xlabel="time [s]")
+    for axes in both:
+        axes.grid(axis="y", **GRID)
+    both[0].legend(handlelength=3)
+    return figure, f"The loss over updates, and over time. {'; '.join(told)}."
+
+
+IMAGES = {"13_async.svg": two_ways}

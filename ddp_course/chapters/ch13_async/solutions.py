@@ -1,0 +1,51 @@
+"""Solutions of the exercises of chapter 13."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def my_staleness(record: Sequence[tuple[str, int]]) -> list[int]:
+    """Of each push, count the pushes since its worker's newest pull."""
+    version, pulled, found = 0, {}, []
+    for what, worker in record:
+        if what == "pull":
+            pulled[worker] = version
+        else:
+            found.append(version - pulled[worker])
+            version += 1
+    return found
+
+
+def my_replay(
+    record: Sequence[tuple[str, int]],
+    weights: Tensor,
+    gradient: Callable[[int, Tensor], Tensor],
+    lr: float,
+) -> Tensor:
+    """Update weights in the order of the record, each time from what was pulled."""
+    weights, pulled = weights.clone(), {}
+    for what, worker in record:
+        if what == "pull":
+            pulled[worker] = weights.clone()
+        else:
+            weights -= lr * gradient(worker, pulled[worker])
+    return weights
+
+
+def my_may_begin(clocks: Mapping[int, int], worker: int, bound: float) -> bool:
+    """Compare a worker with the slowest that is still there."""
+    return clocks[worker] - min(clocks.values()) <= bound
+
+
+def my_server(weights: Tensor, lr: float, pushes: int) -> None:
+    """Serve whoever comes, one after the other."""
+    gradient = torch.empty_like(weights)
+    for _ in range(pushes):
+        worker = dist.recv(gradient)  # from any rank; it returns which
+        weights -= lr * gradient
+        dist.send(weights, worker)

@@ -1,0 +1,55 @@
+"""The figures of chapter 13."""
+
+import pytest
+from drawings import check_layout, no_texts_overlap, words
+
+from ddp_course.chapters.ch13_async.figures import (
+    curves,
+    timelines,
+    twice,
+    two_ways,
+    waiting,
+)
+from ddp_course.parameter_server import ASYNCHRONOUS, simulate
+
+
+@pytest.mark.parametrize("mode", ["synchronous", "asynchronous", "bounded", "backup"])
+def test_the_layout(mode):
+    for slow in (1, 4, 8):
+        check_layout(lambda slow=slow: waiting(mode, slow, 2))
+    check_layout(two_ways)
+
+
+def test_what_the_timelines_say():
+    told = two_ways().description
+    assert "rank 1: 0 waits 1 waits" in told.partition("Asynchronous")[0]
+    assert "waits" not in told.partition("Asynchronous")[2]
+    assert "dropped" in words(waiting("backup"))
+    assert "updates by 12" in waiting("bounded", 4, 3).description
+    record = simulate(ASYNCHRONOUS, [0.1, 0.1, 0.4], 20)
+    told = timelines({"as it was": record}, 400, unit=1000).description
+    assert told.startswith("as it was: 9 updates by 400. rank 1: 0 1 2 3; rank 2: 0")
+
+
+LINE = {"a": [(1, 2.0), (8, 16.0)], "b": [(1, 1.0), (8, 1.0)]}
+RUN = {"waits": [(0, 0.0, 4.0), (5, 2.0, 3.5)], "goes on": [(0, 0, 4.0), (9, 2, 3.7)]}
+
+
+def test_curves_and_points():
+    (axes,) = curves(LINE, {"a": [(4, 9.0)]}, "workers", "bytes [S]").axes
+    points = [tuple(map(float, line.get_xydata()[0])) for line in axes.lines
+              if line.get_marker() == "o" and len(line.get_xdata())]  # fmt: skip
+    assert points == [(4.0, 9.0)]
+    no_texts_overlap(lambda: curves(LINE, {}, "workers", "bytes [S]", log=True))
+    with pytest.raises(ValueError, match="points"):
+        curves(LINE, {"c": [(1, 1)]}, "x", "y")
+
+
+def test_the_same_losses_twice():
+    figure = twice(RUN)
+    for axes, column in zip(figure.axes, (0, 1), strict=True):
+        for line, points in zip(axes.lines, RUN.values(), strict=True):
+            assert list(line.get_xdata()) == [point[column] for point in points]
+            assert list(line.get_ydata()) == [point[2] for point in points]
+    with pytest.raises(ValueError, match="0 runs"):
+        twice({})
