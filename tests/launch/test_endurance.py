@@ -177,7 +177,11 @@ KILLED = COLLECTIVES if ENDURANCE else list(COLLECTIVES)[:2]
 
 
 def killed_inside(name: str, moment: float, told: str) -> None:
-    """Call it again and again; in the third call rank 1 is killed."""
+    """Call it again and again; in the third call rank 1 is killed.
+
+    Or in a later one, if fewer functions are called in that: who waits longer looks
+    more often whether others have come.
+    """
     calls = 0
 
     def count(*_) -> None:
@@ -189,8 +193,8 @@ def killed_inside(name: str, moment: float, told: str) -> None:
 
     last = float("inf")
     for time_of_the_call in range(10):
-        if dist.get_rank() == 1 and time_of_the_call in (1, 2):
-            last = moment * calls if time_of_the_call == 2 else last
+        if dist.get_rank() == 1 and time_of_the_call:
+            last = moment * calls if time_of_the_call > 1 else last
             calls = 0
             sys.setprofile(count)
         COLLECTIVES[name]()
