@@ -11,7 +11,9 @@ import torch.distributed as dist
 from ddp_course.collectives import communicator, patience, ring, runtime
 from ddp_course.launch import spawn
 
-pytestmark = pytest.mark.skipif(not patience.AVAILABLE, reason="not here")
+pytestmark = pytest.mark.skipif(
+    not patience.AVAILABLE, reason="wants Linux and PyTorch 2.13"
+)
 
 
 def policies() -> list[int]:
