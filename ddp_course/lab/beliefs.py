@@ -103,6 +103,17 @@ BELIEFS: dict[str, dict[Guess, str]] = {
         1: "That is the last rank; rank 0 begins four before the first is back.",
         8: "That is GPipe's: here a backward frees one before the next one begins.",
     },
+    # 12: 2 ** 8, and 2 (N - 1) / N of S
+    "The sum of 1,024 ones in bfloat16": {
+        1_024: "1,024 is a number of bfloat16, but 257, on the way to it, is none.",
+        128: "At 128 the neighbours are 1 apart: one more still fits.",
+        512: "At 256 the neighbours are 2 apart already, and half of that is lost.",
+    },
+    "Sent in a step of DDP with autocast": {
+        0.75: "Products are in 16 bits; the gradients of float32 weights are not.",
+        1: "Sums must come together and go out again: 2 (N - 1) / N of S.",
+        2: "In each of the two halves, one chunk of N need not be sent.",
+    },
     # 13: (1 / 0.1 + 1 / 0.1 + 1 / 0.4) / (3 / 0.4); 3 x 2 x 4,152,960 bytes
     "Gradients used asynchronously, for each one synchronously": {
         1: "The two fast ones need not wait for rank 3 any more.",

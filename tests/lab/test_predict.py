@@ -166,7 +166,7 @@ def predictions() -> dict[str, float]:
             for output in cell.get("outputs", ()):
                 text = "".join(output.get("data", {}).get("text/markdown", ()))
                 row = re.match(
-                    r"\| (.*) \| \| ratio to .*\| \w+ \| ([\d,.]+)", text, re.S
+                    r"\| (.*) \| \| ratio to .*\| [a-z]+ \| ([\d,.]+)", text, re.S
                 )
                 if row:
                     truths[row[1]] = float(row[2].replace(",", ""))
