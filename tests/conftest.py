@@ -37,7 +37,8 @@ def pytest_configure() -> None:
     """Let nbval start kernels whose ports no rank of another test can take.
 
     And let Hypothesis draw the same examples in every run: a change is judged by what
-    it changes. With DDP_COURSE_ENDURANCE=1 it draws others.
+    it changes. With DDP_COURSE_ENDURANCE=1 it draws others. No example has a deadline:
+    the machine may be busy.
     """
     import nbval.kernel  # not above: ranks of tests import this file, too
     from hypothesis import settings
@@ -46,9 +47,9 @@ def pytest_configure() -> None:
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     nbval.kernel.KernelManager = kernel_manager()
-    if not os.environ.get("DDP_COURSE_ENDURANCE"):
-        settings.register_profile("same", derandomize=True)
-        settings.load_profile("same")
+    same = not os.environ.get("DDP_COURSE_ENDURANCE")
+    settings.register_profile("course", derandomize=same, deadline=None)
+    settings.load_profile("course")
 
 
 def kernel_manager() -> type:
