@@ -171,6 +171,8 @@ def complaints(notebook: dict) -> list[str]:
         for bad in ("%%writefile", "%pip", "!pip", "sys.path", "import *", "/root/"):
             if bad in source:
                 wrong.append(f"{bad} in {source[:40]}")
+        if re.search(r"^show_\w+\([^()]*\)\n(?!\s)", source, re.M):
+            wrong.append(f"shown in the middle, so not seen: {source[-40:]}")
         if source.rstrip().endswith(";"):
             wrong.append(f"a semicolon at the end of {source[-40:]}")
     unchecked = [
@@ -228,10 +230,12 @@ def test_planted_notebook_mistakes_are_seen():
     bad = [
         cell("markdown", "few words"),
         cell("code", "x = 1;", ["nbval-ignore-output"]),
-        cell("code", "import sys; sys.path.append('.')\n" + "pass\n" * 21),
+        cell(
+            "code", "import sys; sys.path.append('.')\nshow_source(f)\n" + "pass\n" * 20
+        ),
     ]
     told = complaints({"cells": bad, "metadata": {"widgets": {}}})
-    assert len(told) == 7, told
+    assert len(told) == 8, told
     bad[0]["source"] = "**Time:** 30 minutes to read. " + "word " * 4500
     bad[1]["source"] = "pass\n" * 401
     bad[1]["outputs"] = [{"output_type": "stream", "name": "x", "text": "a  b" * 26}]

@@ -40,7 +40,6 @@ BELIEFS: dict[str, dict[Guess, str]] = {
     },
     # 04: 14 S through replica 0, and 1.75 S to and 1.75 S from a rank of DDP
     "Speed-up by two threads, many tiny operations": {
-        1: "They take turns; and to hand over the lock so often takes time, too.",
         (1.5, 2): "Two threads of one process take turns: one at a time has the lock.",
     },
     "DP's replica 0 against a rank of DDP, 8 replicas": {

@@ -150,8 +150,8 @@ def twice(
 ) -> tuple[Figure, str]:
     """Draw losses over updates, and the same losses over time beside them.
 
-    Of each run (updates so far, seconds so far, loss), in this order. Raises ValueError
-    for no run, or more than four.
+    Of each run (updates so far, time so far, loss), in this order; the unit of time is
+    a fast worker's gradient. Raises ValueError for no run, or more than four.
     """
     from matplotlib import pyplot
 
@@ -161,14 +161,14 @@ def twice(
                                    layout="constrained")  # fmt: skip
     told = []
     for look, (name, points) in zip(LOOKS, losses.items(), strict=False):
-        updates, seconds, values = zip(*points, strict=True)
-        for axes, x in zip(both, (updates, seconds), strict=True):
+        updates, times, values = zip(*points, strict=True)
+        for axes, x in zip(both, (updates, times), strict=True):
             axes.plot(x, values, label=name, **look)
         told.append(
-            f"{name}: {values[-1]:.2f} after {updates[-1]} updates, {seconds[-1]:.1f} s"
+            f"{name}: {values[-1]:.2f} after {updates[-1]} updates, at {times[-1]:g}"
         )
     both[0].set(xlabel="updates of the weights", ylabel="loss [nats per character]")
-    both[1].set(xlabel="time [s]")
+    both[1].set(xlabel="time [a gradient of a fast worker = 1]")
     for axes in both:
         axes.grid(axis="y", **GRID)
     both[0].legend(handlelength=3)

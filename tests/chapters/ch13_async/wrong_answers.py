@@ -247,12 +247,12 @@ WRONG = {
         of_the_others: "ValueError",
     },
     "my_server": {
-        in_the_order_of_ranks: "still waits to receive",
+        in_the_order_of_ranks: "still waits to ",
         answered_before_the_update: "the weights after its own gradient",
         used_twice: "Is each gradient used once",
-        never_answers: "still waits to receive",
+        never_answers: "still waits to ",
         another_tensor: "changed in place",
-        waits_for_all: "still waits to receive",
+        waits_for_all: "still waits to ",
         the_gradient_goes_back: "the weights after its own gradient",
     },
 }
