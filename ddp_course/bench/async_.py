@@ -12,6 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -53,6 +54,8 @@ PAIRS = (
 SECONDS, SLOWER, WORKERS = 0.1, 4, 3
 NUMEL = 4 << 20  # 16 MiB
 
+quietly = partial(spawn, output="none", device="cpu")
+
 
 def bench(quick: bool) -> Iterator[Row]:
     """Yield a row for each rule, one for the gain, and one for each way to pull."""
@@ -63,12 +66,12 @@ def bench(quick: bool) -> Iterator[Row]:
         told[way] = gradients_per_second(way, times, spare)
         count = 6 if quick else 16  # steps of the slowest
         count = count if rule.together else round(told[way] * SECONDS * SLOWER * count)
-        record = spawn(straggle, rule, count, world_size=1 + WORKERS)[0]
+        record = quietly(straggle, rule, count, world_size=1 + WORKERS)[0]
         took[way] = per_gradient(record, rule.bound)
         yield beside_formula(way, took[way], 1 / told[way])
     gain = took["asynchronous"] / took["synchronous"]
     yield beside_formula(GAIN, gain, told["synchronous"] / told["asynchronous"])
-    pulls = spawn(pull_and_push, 4 if quick else 40, world_size=2)
+    pulls = quietly(pull_and_push, 4 if quick else 40, world_size=2)
     yield from rows_of("async", "16 MiB", PAIRS, pulls)
 
 
