@@ -21,7 +21,10 @@ PACKAGE = ROOT / "ddp_course"
 FLOORS = [
     {"launch", "model", "data", "theory", "measure"},
     {"collectives", "mesh", "mechanisms", "precision"},
-    {"data_parallel", "zero", "tensor_parallel", "pipeline", "parameter_server"},
+    {
+        *("data_parallel", "zero", "tensor_parallel", "pipeline", "parameter_server"),
+        "communication_order",
+    },
     {"checkpoint", "parallelize", "train"},
     {"bench", "commands", "cli", "preload", "__main__"},
 ]

@@ -14,6 +14,7 @@ need to all-reduce 1 MiB in a ring of such links. Read the modules in this order
     pipeline    time, bubble, activations and bytes of a pipeline (chapters 10 and 11)
     composition what a rank of dp x tp x pp keeps and sends along each axis
     asynchrony  gradients per second, staleness, stable learning rates (chapter 13)
+    ordering    the next step's wait for gradients, in any order (chapter 15)
     checks: what the formulas ask of their arguments
 """
 
@@ -69,6 +70,16 @@ from ddp_course.theory.memory import (
     model_states,
     shard_numel,
     step_volume,
+)
+from ddp_course.theory.ordering import (
+    Layer,
+    binding_layer,
+    good_piece,
+    least_step_time,
+    ready_times,
+    seed_recurrence,
+    send_starts,
+    wait_for_all_time,
 )
 from ddp_course.theory.pipeline import (
     PIPELINES,

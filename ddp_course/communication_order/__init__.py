@@ -1,0 +1,27 @@
+"""Floor 2: in which order gradients travel, as data and on ranks. Read in this order:
+
+    schedule    layers, pieces, policies; a step played through in fractions
+    judge       is it legal, what holds it up, is there a better order?
+
+Formulas are in `theory.ordering`. Chapter 15.
+"""
+
+from ddp_course.communication_order.judge import (
+    best_order,
+    check,
+    critical_path,
+)
+from ddp_course.communication_order.schedule import (
+    FIFO,
+    WAIT_FOR_ALL,
+    OrderError,
+    Piece,
+    Played,
+    Policy,
+    Timed,
+    follow,
+    pieces_of,
+    priority,
+    simulate,
+)
+from ddp_course.theory import Layer
