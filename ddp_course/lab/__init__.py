@@ -3,7 +3,7 @@
 show_source, show_diff     the package's own source, and what changed
 Prediction                 a number that is written down before it is measured
 Drawing, gallery, explore  a schematic; for some settings; with sliders
-style, plot_losses         figures of measured data
+style, plot_losses, curves figures of measured data
 tell                       print a long text in lines that a page has room for
 
 `exercises`, `answers` and `messages` are what a check is made of; `draw/` is what more
@@ -12,7 +12,7 @@ than one chapter draws.
 
 from ddp_course.lab.answers import tell
 from ddp_course.lab.draw.drawing import Drawing
-from ddp_course.lab.draw.plots import plot_losses, style
+from ddp_course.lab.draw.plots import curves, plot_losses, style
 from ddp_course.lab.palette import RANK_COLORS, rank_color
 from ddp_course.lab.place import say_what_is_missing
 from ddp_course.lab.predict import Prediction
@@ -25,6 +25,7 @@ __all__ = [
     "RANK_COLORS",
     "Drawing",
     "Prediction",
+    "curves",
     "explore",
     "gallery",
     "plot_losses",

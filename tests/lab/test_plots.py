@@ -5,12 +5,13 @@ import io
 import matplotlib
 import pytest
 import torch
+from drawings import no_texts_overlap
 
 matplotlib.use("agg")
 
 from matplotlib import pyplot  # noqa: E402
 
-from ddp_course.lab import RANK_COLORS, plot_losses, style  # noqa: E402
+from ddp_course.lab import RANK_COLORS, curves, plot_losses, style  # noqa: E402
 
 LOSSES = [4.5, 3.2, 2.9]
 
@@ -73,3 +74,16 @@ def test_too_few_or_too_many_curves(curves):
 def test_an_empty_curve():
     with pytest.raises(ValueError, match="the curve 'b' has no values"):
         plot_losses({"a": LOSSES, "b": []})
+
+
+LINE = {"a": [(1, 2.0), (8, 16.0)], "b": [(1, 1.0), (8, 1.0)]}
+
+
+def test_curves_and_points():
+    (axes,) = curves(LINE, {"a": [(4, 9.0)]}, "workers", "bytes [S]").axes
+    points = [tuple(map(float, line.get_xydata()[0])) for line in axes.lines
+              if line.get_marker() == "o" and len(line.get_xdata())]  # fmt: skip
+    assert points == [(4.0, 9.0)]
+    no_texts_overlap(lambda: curves(LINE, {}, "workers", "bytes [S]", log=True))
+    with pytest.raises(ValueError, match="points"):
+        curves(LINE, {"c": [(1, 1)]}, "x", "y")

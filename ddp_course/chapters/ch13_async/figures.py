@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from ddp_course.lab.draw.drawing import Drawing
 from ddp_course.lab.draw.lanes import Block, Lane, Run, draw_runs
-from ddp_course.lab.draw.plots import GRID, plot
-from ddp_course.lab.palette import INK, MUTED
+from ddp_course.lab.draw.plots import GRID, LOOKS, plot
 from ddp_course.parameter_server import (
     ASYNCHRONOUS,
     SYNCHRONOUS,
@@ -31,12 +30,6 @@ MODES = {
     "bounded": bounded,
     "backup": backup,
 }
-LOOKS = (  # of curves: colours are for ranks
-    {"color": "#C3C9D1", "linewidth": 6.0},
-    {"color": INK, "linewidth": 1.5},
-    {"color": MUTED, "linewidth": 2.6, "linestyle": (0, (1, 1.5))},
-    {"color": INK, "linewidth": 1.5, "linestyle": (0, (5, 3))},
-)
 
 
 def two_ways() -> Drawing:
@@ -106,42 +99,6 @@ def _lane(record: Record, worker: int, long: float, unit: float) -> Lane:
             blocks.append(Block(began, at, look, names))
             now = at
     return Lane(f"rank {worker}", worker, [b for b in blocks if b.start < long])
-
-
-@plot
-def curves(
-    formulas: Mapping[str, Points],
-    measured: Mapping[str, Points],
-    xlabel: str,
-    ylabel: str,
-    *,
-    log: bool = False,
-) -> tuple[Figure, str]:
-    """Draw lines of formulas, and the points that were measured on them.
-
-    Both map a name to (x, y) pairs; points have a line's name. Raises ValueError for
-    points without a line, and for more than four lines.
-    """
-    from matplotlib import pyplot
-
-    if not 1 <= len(formulas) <= len(LOOKS) or measured.keys() - formulas.keys():
-        raise ValueError(f"lines {list(formulas)}, points {list(measured)}")
-    figure, axes = pyplot.subplots(figsize=(7, 3.4), layout="constrained")
-    told = []
-    for look, (name, pairs) in zip(LOOKS, formulas.items(), strict=False):
-        axes.plot(*zip(*pairs, strict=True), label=name, **look)
-        for x, y in measured.get(name, ()):
-            axes.plot([x], [y], "o", color=INK, markersize=6)
-            told.append(f"{name}, at {x:g}: {y:.3g}")
-    axes.plot([], [], "o", color=INK, label="measured")
-    axes.set(xlabel=xlabel, ylabel=ylabel)
-    if log:
-        axes.set_yscale("log")
-    else:
-        axes.set_ylim(0, None)
-    axes.grid(axis="y", **GRID)
-    axes.legend(handlelength=3)
-    return figure, f"{ylabel} against {xlabel}. Measured: {'; '.join(told)}."
 
 
 @plot

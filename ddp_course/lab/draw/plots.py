@@ -21,6 +21,12 @@ CURVES = (
     {"color": INK, "linewidth": 1.6, "linestyle": (0, (4, 3))},
     {"color": MUTED, "linewidth": 3.4, "linestyle": (0, (1, 2))},
 )
+LOOKS = (  # of curves: colours are for ranks
+    {"color": "#C3C9D1", "linewidth": 6.0},
+    {"color": INK, "linewidth": 1.5},
+    {"color": MUTED, "linewidth": 2.6, "linestyle": (0, (1, 1.5))},
+    {"color": INK, "linewidth": 1.5, "linestyle": (0, (5, 3))},
+)
 MIB = 2**20
 GRID = {"color": "#E3E6EA", "linewidth": 0.8}
 
@@ -110,3 +116,39 @@ def plot_losses(
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(handlelength=4)
     return figure, " ".join(words)
+
+
+@plot
+def curves(
+    formulas: Mapping[str, Sequence[tuple[float, float]]],
+    measured: Mapping[str, Sequence[tuple[float, float]]],
+    xlabel: str,
+    ylabel: str,
+    *,
+    log: bool = False,
+) -> tuple[Figure, str]:
+    """Draw lines of formulas, and the points that were measured on them.
+
+    Both map a name to (x, y) pairs; points have a line's name. Raises ValueError for
+    points without a line, and for more than four lines.
+    """
+    from matplotlib import pyplot
+
+    if not 1 <= len(formulas) <= len(LOOKS) or measured.keys() - formulas.keys():
+        raise ValueError(f"lines {list(formulas)}, points {list(measured)}")
+    figure, axes = pyplot.subplots(figsize=(7, 3.4), layout="constrained")
+    told = []
+    for look, (name, pairs) in zip(LOOKS, formulas.items(), strict=False):
+        axes.plot(*zip(*pairs, strict=True), label=name, **look)
+        for x, y in measured.get(name, ()):
+            axes.plot([x], [y], "o", color=INK, markersize=6)
+            told.append(f"{name}, at {x:g}: {y:.3g}")
+    axes.plot([], [], "o", color=INK, label="measured")
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+    if log:
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(0, None)
+    axes.grid(axis="y", **GRID)
+    axes.legend(handlelength=3)
+    return figure, f"{ylabel} against {xlabel}. Measured: {'; '.join(told)}."

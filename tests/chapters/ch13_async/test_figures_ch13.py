@@ -1,10 +1,9 @@
 """The figures of chapter 13."""
 
 import pytest
-from drawings import check_layout, no_texts_overlap, words
+from drawings import check_layout, words
 
 from ddp_course.chapters.ch13_async.figures import (
-    curves,
     timelines,
     twice,
     two_ways,
@@ -31,18 +30,7 @@ def test_what_the_timelines_say():
     assert told.startswith("as it was: 9 updates by 400. rank 1: 0 1 2 3; rank 2: 0")
 
 
-LINE = {"a": [(1, 2.0), (8, 16.0)], "b": [(1, 1.0), (8, 1.0)]}
 RUN = {"waits": [(0, 0.0, 4.0), (5, 2.0, 3.5)], "goes on": [(0, 0, 4.0), (9, 2, 3.7)]}
-
-
-def test_curves_and_points():
-    (axes,) = curves(LINE, {"a": [(4, 9.0)]}, "workers", "bytes [S]").axes
-    points = [tuple(map(float, line.get_xydata()[0])) for line in axes.lines
-              if line.get_marker() == "o" and len(line.get_xdata())]  # fmt: skip
-    assert points == [(4.0, 9.0)]
-    no_texts_overlap(lambda: curves(LINE, {}, "workers", "bytes [S]", log=True))
-    with pytest.raises(ValueError, match="points"):
-        curves(LINE, {"c": [(1, 1)]}, "x", "y")
 
 
 def test_the_same_losses_twice():
