@@ -1,0 +1,1 @@
+"""Chapter 15: In which order should gradients travel?"""

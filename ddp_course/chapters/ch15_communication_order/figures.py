@@ -1,0 +1,111 @@
+"""A step in two lanes, in any order of communication; gains over the link's speed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
+from numbers import Real
+
+from ddp_course.communication_order import (
+    FIFO,
+    WAIT_FOR_ALL,
+    Played,
+    Timed,
+    critical_path,
+    priority,
+    simulate,
+)
+from ddp_course.lab.draw.drawing import Drawing
+from ddp_course.lab.draw.lanes import Block, Lane, Run, draw_runs
+from ddp_course.theory import Layer
+
+LAYERS = (Layer(forward=1, backward=2, send=3),) * 4  # the example of the chapter
+LOOKS = {"forward": "F", "backward": "B", "update": "W", "send": "sent"}
+LEGEND = {"F": "forward", "B": "backward", "W": "update", "sent": "sends a gradient"}
+LANES = {"compute": "computes", "link": "sends", "path": "longest"}
+POLICIES = ("wait for all", "forward layer by layer", "priority")
+
+
+def steps(
+    played: Mapping[str, Played | Sequence[Timed]],
+    label: str = "time",
+    *,
+    unit: float = 1.0,
+    path: bool = False,
+    title: str = "One step: backward, and the next forward",
+) -> Drawing:
+    """Draw steps below each other, on one axis of time: what is computed, and sent.
+
+    Numbers are layers. `unit` is how many of the axis' units one of the steps' units
+    has, such as 1000 for seconds in ms; with `path` a third lane has what holds the
+    step up. Raises ValueError for no step.
+    """
+    if not played:
+        raise ValueError("there are no steps; at least one must be drawn")
+    runs = []
+    for name, one in played.items():
+        events = {"compute": list(_events(one)), "link": list(_events(one))}
+        for lane, its in events.items():
+            events[lane] = [event for event in its if event.lane == lane]
+        if path and isinstance(one, Played):
+            events["path"] = list(critical_path(one))
+        lanes = [
+            Lane(LANES[lane], 0, _blocks(its, unit), boxed=False)
+            for lane, its in events.items()
+        ]
+        runs.append(Run(lanes, name, f"{_end(one) * unit:.4g} in all"))
+    long = float(max(map(_end, played.values())) * unit)
+    return draw_runs(title, runs, label, long, legend=LEGEND, foot="Numbers: layers.")
+
+
+def _events(step: Played | Sequence[Timed]) -> Iterable[Timed]:
+    return step.events if isinstance(step, Played) else step
+
+
+def _end(step: Played | Sequence[Timed]) -> Real:
+    return max(event.end for event in _events(step))
+
+
+def _blocks(events: Sequence[Timed], unit: float) -> list[Block]:
+    """Make a block of each event; of neighbours that are alike, one."""
+    blocks: list[Block] = []
+    for event in events:
+        start, end = float(event.start * unit), float(event.end * unit)
+        if start == end:
+            continue
+        look, name = LOOKS[event.op], str(event.layer)
+        last = blocks[-1] if blocks else None
+        if last and (last.look, last.names, last.end) == (look, (name,), start):
+            start = blocks.pop().start
+        blocks.append(Block(start, end, look, (name,), f"{event.op} {name}"))
+    return blocks
+
+
+def step(
+    policy: str = "priority", send: int = 3, piece: int = 1, credit: int = 1
+) -> Drawing:
+    """Draw a step of four layers: 1 forward, 2 backward, `send` on the link.
+
+    `policy` is one of POLICIES; `piece` and `credit` are priority's. Chapter 15.
+    """
+    ways = (WAIT_FOR_ALL, FIFO, priority(piece, credit))
+    layers = [Layer(1, 2, send)] * len(LAYERS)
+    way = dict(zip(POLICIES, ways, strict=True))[policy]
+    return steps({policy.capitalize(): simulate(layers, way)})
+
+
+def two_orders() -> Drawing:
+    """Draw the order of backward above the other one, in no numbers. Chapter 15."""
+    layers = [Layer(Fraction(3, 2), 2, 3)] * 3
+    return steps(
+        {
+            "As they come, and all waited for": simulate(layers, WAIT_FOR_ALL),
+            "What is needed first goes first": simulate(
+                layers, priority(Fraction(1, 2))
+            ),
+        },
+        title="One step of three layers, in two orders",
+    )
+
+
+IMAGES = {"15_communication_order.svg": two_orders}

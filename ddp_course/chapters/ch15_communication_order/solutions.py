@@ -1,0 +1,60 @@
+"""Solutions of the exercises of chapter 15."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+def my_priority(
+    ready: Sequence[int], send: Sequence[int], piece: int
+) -> list[tuple[int, int, int]]:
+    """Whenever the link is free, send a piece of the first layer that is there."""
+    left, now, sent = list(send), 0, []
+    while any(left):
+        there = [k for k, rest in enumerate(left) if rest and ready[k] <= now]
+        if not there:
+            now = min(ready[k] for k, rest in enumerate(left) if rest)
+            continue
+        layer = there[0]
+        length = min(piece, left[layer])
+        sent.append((layer, now, now + length))
+        left[layer] -= length
+        now += length
+    return sent
+
+
+def my_least_time(
+    forward: Sequence[int], backward: Sequence[int], send: Sequence[int]
+) -> int:
+    """Take every layer's path: backward to it, sends up to it, forward from it on."""
+    return max(
+        sum(backward[c:]) + sum(send[: c + 1]) + sum(forward[c:])
+        for c in range(len(send))
+    )
+
+
+def my_late_steps(
+    layers: Sequence[nn.Module],
+    optimizers: Sequence[Optimizer],
+    send: Callable[[Tensor], Any],
+) -> None:
+    """Send everything, and leave a hook that waits and steps on each layer."""
+    for layer, optimizer in zip(layers, optimizers, strict=True):
+        there = [p for p in layer.parameters() if p.grad is not None]
+        _step_before_forward(layer, optimizer, [send(p.grad) for p in there])
+
+
+def _step_before_forward(
+    layer: nn.Module, optimizer: Optimizer, handles: Sequence[Any]
+) -> None:
+    def step(*_: object) -> None:
+        hook.remove()
+        for handle in handles:
+            handle.wait()
+        optimizer.step()
+
+    hook = layer.register_forward_pre_hook(step)
