@@ -123,4 +123,13 @@ BELIEFS: dict[str, dict[Guess, str]] = {
         12_458_880: "Weights go out to three workers, and gradients come back.",
         5_537_280: "That is what a ring of three sends from each rank.",
     },
+    # 15: 8 of backward, 3 of one gradient, 4 of forward; on fast links all is hidden
+    "A step in the best order of its gradients": {
+        12: "That is computing alone: layer 0's gradient cannot be hidden by anything.",
+        17: "So it is with whole gradients: one that has begun is not interrupted.",
+    },
+    "What the best order saves on faster links": {
+        1: "Layer 0's gradient is sent between backward and forward, in any order.",
+        3: "Backward hides all sends but one already; there is nothing left to hide.",
+    },
 }

@@ -1,0 +1,103 @@
+"""All ways of the course in one table: what a rank keeps and sends, by formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from IPython.display import Markdown
+
+from ddp_course import theory
+from ddp_course.model import GPTConfig
+
+NODE, LOCAL = 8, 8  # GPUs of a node; steps between two averages
+HEAD = ("way", "chapter", "keeps", "sends", "a rank waits", "take it if")
+
+DDP = "for the last bucket, once in a step"
+LAYOUTS = (  # name, chapter, axes, waits, take it if
+    ("DDP, 32 bits", "05", {"precision": "fp32"}, DDP, "you check something"),
+    ("DDP, mixed precision", "12", {}, DDP, "model and states fit on a GPU"),
+    ("ZeRO-1", "07", {"zero": 1}, DDP + "; then for weights", "Adam's states are "
+     "too much: it costs nothing more"),
+    ("ZeRO-2", "07", {"zero": 2}, "as ZeRO-1", "gradients are too much, and you do "
+     "not accumulate them"),
+    ("ZeRO-3, FSDP", "08", {"zero": 3}, "for the weights of every unit, unless "
+     "fetched ahead", "weights are too much, and links are fast"),
+    ("HSDP", "08", {"zero": 3, "replicas": None}, "as ZeRO-3 inside a node, as DDP "
+     "between nodes", "links between nodes are slow, and a node has room for a model"),
+    ("tp in a node, dp", "09", {"tp": NODE}, "in every layer, twice each way, and "
+     "hides little", "a layer is too large, or there are fewer rows than GPUs; in a "
+     "node only"),
+    ("pp over nodes, dp", "10, 11", {"pp": NODE}, "for its neighbours, and in the "
+     "bubble: {bubble:.0%}", "links are slow, and microbatches many"),
+    ("tp, pp, ZeRO-1", "11", {"tp": NODE, "pp": 4, "zero": 1}, "for all of these; "
+     "bubble {bubble:.0%}", "the model is too large for any one of them"),
+)  # fmt: skip
+
+
+def looking_back(config: GPTConfig, gpus: int = 64, rows: int = 64) -> Markdown:
+    """Return the table of `config` on so many GPUs, with `rows` in each step.
+
+    GB are decimal, states in mixed precision if nothing else is said; activations are
+    not counted. A step sends along all axes; the busiest rank's is shown. Raises
+    ValueError for what does not divide. Chapter 15.
+    """
+    lines = [f"| {' | '.join(HEAD)} |", "|:--|:--|--:|--:|:--|:--|"]
+    for name, chapter, keeps, sends, *words in _rows(config, gpus, rows):
+        numbers = f"{float(keeps) / 1e9:.1f} GB | {float(sends) / 1e9:.1f} GB"
+        lines.append(f"| {name} | {chapter} | {numbers} | {' | '.join(words)} |")
+    return Markdown("\n".join(lines))
+
+
+def _rows(config: GPTConfig, gpus: int, rows: int) -> Iterator[tuple[Any, ...]]:
+    """Yield name, chapter, bytes kept, bytes sent, and words."""
+    psi = config.num_parameters
+    weights, states = 2 * psi, theory.model_states(psi, 1, precision="mixed").total
+    ring = theory.bytes_sent("all_reduce_ring", gpus)[0]
+    out = max(theory.bytes_sent("broadcast_naive", NODE))
+    yield (
+        *("DP, threads", "04", states, out * weights),
+        *("for the first GPU, all the time", "no longer: DDP does the same, faster"),
+    )
+    for name, chapter, axes, waits, take in LAYOUTS:
+        keeps, sends, bubble = numbers(config, gpus, rows, **axes)
+        yield name, chapter, keeps, sends, waits.format(bubble=float(bubble)), take
+    server = theory.server_bytes(gpus, weights) / 1e9
+    yield (
+        *("a server's worker", "13", 2 * weights, weights),
+        f"for nobody but the server, whose link carries {server:,.0f} GB",
+        "workers are unequal, or of many rows few are touched",
+    )
+    yield (
+        *("DDP, 8 bits", "14", states, ring * psi),
+        *(DDP + ", half as long; and for packing", "links are slow, whatever you hide"),
+    )
+    yield (
+        *(f"local SGD, every {LOCAL} steps", "14", states, 2 * ring * weights / LOCAL),
+        *(f"every {LOCAL} steps, for weights", "links are slower still"),
+    )
+    yield (
+        *("DDP, first layers first", "15", states, ring * weights),
+        *("for each layer's own gradient", "sending is a little longer than backward"),
+    )
+
+
+def numbers(
+    config: GPTConfig,
+    gpus: int,
+    rows: int,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    zero: int = 0,
+    replicas: int | None = 1,
+    precision: str = "mixed",
+) -> tuple[int, Any, Any]:
+    """Return bytes that the first rank keeps and sends, and the share of the bubble."""
+    dp = gpus // (tp * pp)
+    stage = [range((config.n_layer + 2) // pp)]
+    how = (config, stage, dp, tp, replicas or dp // NODE, zero)
+    rank = theory.ComposedRank(*how, precision=precision)
+    mine = rows // dp
+    sends = sum(vars(rank.volume(mine)).values())
+    return rank.states().total, sends, theory.pipeline_bubble("1f1b", pp, mine)
