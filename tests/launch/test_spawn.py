@@ -140,7 +140,7 @@ def test_live_output_comes_as_it_is_printed(capsys):
     spawn(talk, output="live")
     lines = [x for x in capsys.readouterr().out.splitlines() if "I am" in x]
     assert sorted(lines) == [f"[rank {rank}] I am {rank}" for rank in range(4)]
-    assert lines[0] == "[rank 3] I am 3"
+    assert lines.index("[rank 3] I am 3") < lines.index("[rank 0] I am 0")
 
 
 def test_none_shows_nothing_and_seconds_are_those_of_the_function(capsys):
