@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "ddp_course"
 FLOORS = [
     {"launch", "model", "data", "theory", "measure"},
-    {"collectives", "mesh", "mechanisms", "precision"},
+    {"collectives", "mesh", "mechanisms", "precision", "compression"},
     {
         *("data_parallel", "zero", "tensor_parallel", "pipeline", "parameter_server"),
         "communication_order",

@@ -168,6 +168,11 @@ class DistributedDataParallel(BucketedDistributedDataParallel, Joinable):
         self.engine.recover()
         work = Join.notify_join_context(self)
         if work is not None and not self.divide_by_initial_world_size:
+            if self.ending.hook is not None:
+                raise RuntimeError(
+                    "a communication hook divides by the number of all ranks, so Join "
+                    "needs divide_by_initial_world_size=True with it"
+                )
             self.ending.scale = 1 / work.get_future().wait()[0].item()
         if self.will_sync_buffers():
             self.sync_buffers()

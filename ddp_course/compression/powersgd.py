@@ -1,0 +1,153 @@
+"""PowerSGD: a matrix of gradients as the product of two thin ones, P [n, r] Q [m, r]^T.
+
+One step of subspace iteration in every training step, from where the last one ended:
+
+    P = mean over ranks of M Q        an all-reduce of n r numbers
+    P = orthonormal columns of P      on all ranks alike, since all have the same P
+    Q = mean over ranks of M^T P      an all-reduce of m r numbers
+    M is taken to be P Q^T            the same on all ranks
+
+Both products are linear in M, so the mean of the products is the product of the mean:
+that is why an all-reduce can add them. Vogels et al. 2019, arXiv:1905.13727; in
+PyTorch, ddp_comm_hooks/powerSGD_hook.py. Chapter 14.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_course.compression.exchange import Exchange
+from ddp_course.compression.hook import Compressor
+
+WORTH = 2  # a matrix travels in factors only if that makes it so many times smaller
+
+
+class PowerSGD(Compressor):
+    """Sends matrices as factors of `rank` columns, and vectors as they are.
+
+    Args:
+        rank: of the approximation, 1 or more.
+        start: so many steps are averaged as they are, before it begins.
+        seed: of the first Q; the same on all ranks.
+
+    It keeps Q from step to step, and the errors, which it cannot do without.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        start: int = 0,
+        seed: int = 0,
+        feedback: bool = True,
+        exchange: Exchange | None = None,
+    ) -> None:
+        super().__init__(feedback, exchange)
+        for name, value, least in (("rank", rank, 1), ("start", start, 0)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(
+                    f"{name} is {value!r}; it must be a whole number, {least} or more"
+                )
+        self.rank, self.start, self.step = rank, start, 0
+        self.generator = torch.Generator().manual_seed(seed)
+        self.qs: dict[int, list[Tensor]] = {}  # for each bucket
+
+    def mean(self, bucket: Any) -> Tensor:
+        """Average matrices by their factors, the rest as it is."""
+        index, whole = bucket.index(), self.step < self.start
+        self.step += bucket.is_last()
+        if whole:
+            flat = bucket.buffer().clone()
+            self.exchange.add_up(flat)
+            return flat.div_(self.exchange.size)
+        v = self.feedback.add(index, bucket.buffer())
+        bucket.buffer().copy_(v)
+        stacks, rest = self.sorted_out(bucket.gradients())
+        matrices = [torch.stack([m.flatten(1) for m in stack]) for stack in stacks]
+        if index not in self.qs:
+            self.qs[index] = [self.random_q(m) for m in matrices]
+
+        ps = [m @ orthonormal(q) for m, q in zip(matrices, self.qs[index], strict=True)]
+        self.add_up(ps + rest)
+        for p in ps:
+            orthonormal(p)
+        qs = [m.mT @ p for m, p in zip(matrices, ps, strict=True)]
+        self.add_up(qs)
+
+        n = self.exchange.size
+        self.qs[index] = [q.div_(n) for q in qs]
+        for vector in rest:
+            vector.div_(n)
+        for stack, p, q in zip(stacks, ps, self.qs[index], strict=True):
+            for gradient, product in zip(stack, p @ q.mT, strict=True):
+                gradient.copy_(product.view(gradient.shape))
+        self.feedback.keep(index, v, bucket.buffer())
+        return bucket.buffer()
+
+    def sorted_out(
+        self, gradients: list[Tensor]
+    ) -> tuple[list[list[Tensor]], list[Tensor]]:
+        """Return the gradients that are worth it, stacked by shape, and the others."""
+        stacks: dict[torch.Size, list[Tensor]] = {}
+        rest = []
+        for gradient in gradients:
+            n, m = len(gradient), gradient.numel() // len(gradient)
+            if factors(n, m, self.rank) * WORTH < n * m:
+                stacks.setdefault(gradient.shape, []).append(gradient)
+            else:
+                rest.append(gradient)
+        return list(stacks.values()), rest
+
+    def random_q(self, matrices: Tensor) -> Tensor:
+        """Return the first Q of each of them: random directions."""
+        many, n, m = matrices.shape
+        shape = (many, m, min(n, m, self.rank))
+        drawn = torch.randn(shape, generator=self.generator, dtype=matrices.dtype)
+        return drawn.to(matrices.device)
+
+    def forget(self, index: int) -> None:
+        """Begin anew with this bucket: neither its errors nor its Q fit any more."""
+        super().forget(index)
+        self.qs.pop(index, None)
+
+    def add_up(self, tensors: list[Tensor]) -> None:
+        """All-reduce several tensors as one, in place."""
+        if tensors:
+            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+            self.exchange.add_up(flat)
+            parts = flat.split([tensor.numel() for tensor in tensors])
+            for tensor, part in zip(tensors, parts, strict=True):
+                tensor.copy_(part.view(tensor.shape))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the errors, Q and how far it is."""
+        qs = {i: [q.clone() for q in some] for i, some in self.qs.items()}
+        more = {"qs": qs, "step": self.step, "generator": self.generator.get_state()}
+        return super().state_dict() | more
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        super().load_state_dict(state)
+        self.qs = {i: [q.clone() for q in some] for i, some in state["qs"].items()}
+        self.step = state["step"]
+        self.generator.set_state(state["generator"])
+
+
+def factors(n: int, m: int, rank: int) -> int:
+    """Return how many numbers the factors of an n x m matrix have."""
+    return (n + m) * min(n, m, rank)
+
+
+def orthonormal(matrices: Tensor) -> Tensor:
+    """Make each matrix' columns, [..., n, r], orthonormal, in place.
+
+    Gram-Schmidt: make a column's length 1, and take its direction out of the next ones.
+    """
+    for i in range(matrices.shape[-1]):
+        column = matrices[..., i : i + 1]
+        column /= column.norm(dim=-2, keepdim=True).clamp_min(1e-30)
+        rest = matrices[..., i + 1 :]
+        rest -= column * (column * rest).sum(-2, keepdim=True)
+    return matrices
