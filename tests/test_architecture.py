@@ -24,6 +24,7 @@ FLOORS = [
     {
         *("data_parallel", "zero", "tensor_parallel", "pipeline", "parameter_server"),
         "communication_order",
+        "local_sgd",
     },
     {"checkpoint", "parallelize", "train"},
     {"bench", "commands", "cli", "preload", "__main__"},

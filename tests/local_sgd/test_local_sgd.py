@@ -1,0 +1,130 @@
+"""Local SGD is what one process computes, and what PyTorch does; mistakes are seen."""
+
+from __future__ import annotations
+
+import local_cases as cases
+import pytest
+import torch
+from local_cases import FORGETFUL, PAIRS, PLANTED, RANKS, STEPS, apart
+
+from ddp_course.launch import spawn
+from ddp_course.local_sgd import LocalSGD
+from ddp_course.theory import local_sgd_bytes
+
+ROUNDING = 1e-6  # who divides first, or adds in another order, rounds otherwise
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict]:
+    return spawn(cases.everything, world_size=RANKS, output="none")
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict:
+    return {pair: cases.played(*pair) for pair in PAIRS}
+
+
+def same(told: dict, run, rank: int) -> bool:
+    """Tell whether a rank has every bit that the same rank of a simulation has."""
+    return apart(told["model"], cases.copied(run.models[rank])) == 0
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_one_process_that_plays_all_ranks_has_every_bit(pair, ranks, runs):
+    for rank, told in enumerate(ranks):
+        assert same(told[pair], runs[pair], rank)
+        assert told[pair]["drift"] == runs[pair].drift
+
+
+def test_what_is_averaged_and_what_stays_each_ranks_own(ranks):
+    fresh = cases.Model().state_dict()
+    own = [told["local", "adam"] for told in ranks]
+    assert own[0]["model"]["norm.num_batches_tracked"] == STEPS
+    assert own[1]["model"]["norm.num_batches_tracked"] == STEPS + 1
+    assert torch.equal(own[0]["model"]["last.bias"], fresh["last.bias"])
+    first = own[0]["optimizer"][0]["exp_avg"]
+    assert not torch.equal(first, own[1]["optimizer"][0]["exp_avg"])
+    assert max(own[0]["drift"][cases.H]) < max(own[0]["drift"][cases.H - 1])
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+def test_planted_averages_are_seen(kind, ranks, runs):
+    run = runs[PLANTED[kind], "adam"]
+    right = [same(told[kind.__name__], run, rank) for rank, told in enumerate(ranks)]
+    assert not all(right)
+
+
+def test_resumed_between_two_averages_every_bit_is_there(ranks, runs):
+    for rank, told in enumerate(ranks):
+        for outer in ("local", "diloco"):
+            assert same(told["resumed", outer], runs[outer, "adam"], rank)
+        for kind, outer in FORGETFUL.items():
+            resumed = told["resumed", kind.__name__]
+            assert not same(resumed, runs[outer, "adam"], rank)
+
+
+def test_with_lr_1_and_no_momentum_diloco_is_local_sgd(runs):
+    ours, theirs = (
+        cases.copied(runs[outer, "adam"].models[0]) for outer in ("as local", "local")
+    )
+    short = ours.pop("short") - theirs.pop("short")  # bfloat16
+    assert apart(ours, theirs) < ROUNDING and short.abs().max() < 2**-7
+    diloco = cases.copied(runs["diloco", "adam"].models[0])
+    assert apart(diloco, ours | {"short": diloco["short"]}) > 1e-2
+
+
+def test_averaging_each_steps_parameters_is_averaging_gradients_if_steps_are_linear(
+    ranks,
+):
+    for told in ranks:
+        assert told["H 1, sgd"] < ROUNDING
+        assert told["H 1, momentum"] < ROUNDING
+        assert told["H 1, adam"] > 1e-3
+
+
+def test_it_is_what_pytorch_does(ranks):
+    for told in ranks:
+        assert apart(told["local"], told["PyTorch's"]) == 0
+        assert apart(told["local"], told["ten lines"]) == 0
+        theirs = told["post-local, PyTorch's"]
+        assert apart(told["post-local, torch"], theirs) < ROUNDING
+        assert apart(told["post-local, ddp_course"], theirs) < ROUNDING
+        assert apart(told["local"], theirs) > 1e-3
+
+
+def test_a_warm_up_without_end_is_data_parallelism():
+    how = {"build": cases.plain, "loss": cases.plain_loss}
+    run = cases.played("local", "adam", warmup=STEPS, **how)
+    assert max(map(max, run.drift)) == 0
+    assert max(cases.played("local", "adam", **how).drift[1]) > 1e-2
+
+
+def test_bytes_are_those_of_the_formula(ranks):
+    nbytes = 4 * sum(p.numel() for p in cases.plain().parameters())
+    for rank, told in enumerate(ranks):
+        for (outer, every), sent in told["bytes"].items():
+            wanted = local_sgd_bytes(RANKS, nbytes, every, steps=6)
+            assert abs(sent - wanted) <= 6 // every * 4 * RANKS, (rank, outer, every)
+    assert local_sgd_bytes(4, 100, 8, 80) * 8 == local_sgd_bytes(4, 100, 1, 80)
+    assert local_sgd_bytes(4, 100, 8, 17, warmup=2) == 3 * 150
+
+
+def test_what_cannot_be_is_refused_in_words(ranks):
+    for told in ranks:
+        warmup, foreign, every, lr = told["refused"]
+        assert "nobody averages gradients: the module must be a Distrib" in warmup
+        assert "has a parameter that is none of the module's" in foreign
+        assert "every is 2 on ranks 0, 1, 2, 3 on rank 3" in every
+        assert "lr is 0.5 on ranks 0, 1, 2, 1.5 on rank 3" in lr
+    model = cases.plain()
+    for wrong in ({"every": 0}, {"every": 2.0}, {"warmup": -1}):
+        with pytest.raises(ValueError, match="it must be [01] or more"):
+            LocalSGD(cases.INNER["sgd"](model.parameters()), model, **wrong)
+
+
+def test_a_rank_that_dies_leaves_the_others_what_they_have_learnt():
+    told = spawn(cases.one_dies, world_size=3, may_fail=[2], timeout=30)
+    for rank in (0, 1):
+        words, unchanged, steps = told[rank]
+        assert "could not be averaged after step 8: a rank is gone" in words
+        assert unchanged and steps == 8
