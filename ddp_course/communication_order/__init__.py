@@ -2,6 +2,9 @@
 
     schedule    layers, pieces, policies; a step played through in fractions
     judge       is it legal, what holds it up, is there a better order?
+    pieces      an ending of the engine: gradients leave in pieces, by an agreed order
+    scheduled   ScheduledDataParallel: the next forward begins layer by layer
+    naive       the same without an agreement, and what comes of it
 
 Formulas are in `theory.ordering`. Chapter 15.
 """
@@ -11,6 +14,7 @@ from ddp_course.communication_order.judge import (
     check,
     critical_path,
 )
+from ddp_course.communication_order.naive import NaiveScheduledDataParallel
 from ddp_course.communication_order.schedule import (
     FIFO,
     WAIT_FOR_ALL,
@@ -24,4 +28,5 @@ from ddp_course.communication_order.schedule import (
     priority,
     simulate,
 )
+from ddp_course.communication_order.scheduled import ScheduledDataParallel, recorded
 from ddp_course.theory import Layer

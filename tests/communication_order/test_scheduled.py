@@ -1,0 +1,199 @@
+"""Layer by layer on ranks: equal to DDP bit by bit, and what is wrong is seen."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+sys.path.append(str(Path(__file__).parents[1] / "data_parallel"))
+from ddp_cases import Small, batch
+
+from ddp_course.collectives import tree
+from ddp_course.communication_order import (
+    FIFO,
+    WAIT_FOR_ALL,
+    ScheduledDataParallel,
+    priority,
+)
+from ddp_course.data_parallel.ddp import DistributedDataParallel
+from ddp_course.launch import spawn
+
+OPTIMIZERS: dict[str, Callable] = {
+    "momentum": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01),
+    "adafactor": lambda ps: torch.optim.Adafactor(ps, lr=0.1),
+}
+STEPS = 5
+
+
+class Experts(nn.Module):
+    """One of two experts by turns; a third that nobody ever asks; a matrix lent out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.into = nn.Linear(7, 6)
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.lent = nn.Linear(6, 5)  # its forward is never called
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        h = torch.tanh(self.into(x))
+        h = h + self.experts[self.calls % 2](h)
+        return nn.functional.linear(h, self.lent.weight, self.lent.bias)
+
+
+# ---- wrong ones ----------------------------------------------------------------------
+
+
+class OldParameters(ScheduledDataParallel):
+    """The first layer waits for nothing, and is stepped when forward has ended.
+
+    (Of later layers autograd would see it: backward needs the weights of forward.)
+    """
+
+    def _before_layer(self, buckets):
+        first = "first.weight" in buckets[0].plan.parameters
+        due, self.due = self.due, None if first else self.due
+        super()._before_layer(buckets)
+        self.due = due if first else self.due
+
+    def _complain_about_unseen(self, output):
+        pass
+
+
+class LaterOptions(ScheduledDataParallel):
+    """The learning rate is the one that holds when a layer is stepped."""
+
+    def _receive(self, bucket):
+        if self.due is not None:
+            self.due = [{**group} for group in self.optimizer.param_groups]
+            for group in self.due:
+                del group["params"]
+        super()._receive(bucket)
+
+
+class Twice(ScheduledDataParallel):
+    """A piece is sent twice, and all ranks agree about that."""
+
+    def _plan(self):
+        super()._plan()
+        self.ending.order = (*self.ending.order, self.ending.order[0])
+
+
+class Lost(ScheduledDataParallel):
+    """A piece is never sent."""
+
+    def _plan(self):
+        super()._plan()
+        self.ending.order = self.ending.order[:-1]
+
+
+# ---- as DDP --------------------------------------------------------------------------
+
+
+def trained(
+    make: Callable, model: nn.Module, optimizer: str, group, accumulate: int, max_norm
+) -> tuple[list[Tensor], dict]:
+    """Train in a group of ranks; return parameters, and the optimizer's state."""
+    own = OPTIMIZERS[optimizer](model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(own, 1, gamma=0.5)
+    wrapped = make(model, own, group)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    for step in range(STEPS):
+        x, y = (t[rank::size] for t in batch(step))
+        for part in range(accumulate):
+            last = part == accumulate - 1
+            loss = lambda: nn.functional.mse_loss(wrapped(x), y)  # noqa: B023, E731
+            if last:
+                loss().backward()
+            else:
+                with wrapped.no_sync():
+                    loss().backward()
+        if isinstance(wrapped, ScheduledDataParallel):
+            wrapped.step(max_norm)
+        else:
+            if max_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            own.step()
+            own.zero_grad()
+        scheduler.step()
+        if step == 2:
+            model.eval()
+            with torch.no_grad():
+                wrapped(x)  # the parameters of this step, whatever is under way
+            model.train()
+    state = own.state_dict()["state"]
+    with_numbers = {k for k, p in enumerate(model.parameters()) if p.numel()}
+    state = {k: of for k, of in state.items() if k in with_numbers}
+    return [*model.state_dict().values()], state
+
+
+def ddp(model, optimizer, group):
+    return DistributedDataParallel(
+        model,
+        group,
+        find_unused_parameters=True,
+        broadcast_buffers=False,
+        all_reduce=tree.all_reduce,
+    )
+
+
+def scheduled(kind=ScheduledDataParallel, policy=FIFO, **more):
+    def make(model, optimizer, group):
+        how = {"process_group": group, "all_reduce": tree.all_reduce}
+        return kind(model, optimizer, policy, **how, **more)
+
+    return make
+
+
+def same(a, b) -> bool:
+    """Compare tensors in lists and dicts, bit by bit."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return torch.equal(a, b) if isinstance(a, Tensor) else a == b
+
+
+CASES = {  # model, optimizer, policy, accumulate, max_norm
+    "small": (Small, "momentum", priority(64), 1, None),
+    "adamw": (Small, "adamw", priority(40, 2), 2, None),
+    "whole": (Experts, "adafactor", FIFO, 1, None),
+    "waits": (Small, "momentum", WAIT_FOR_ALL, 1, None),
+    "clipped": (Small, "adamw", priority(64), 1, 0.1),
+    "experts": (Experts, "momentum", priority(64), 2, None),
+}
+WRONG = OldParameters, LaterOptions, Twice, Lost
+
+
+def as_ddp() -> dict[tuple, bool]:
+    """Train all cases in groups of 1 to 4 ranks; return which are equal to DDP."""
+    equal = {}
+    for first in (1, 2, 3, 4):
+        parts = [dist.new_group(range(first)), dist.new_group(range(first % 4, 4))]
+        group = parts[dist.get_rank() >= first]
+        size = dist.get_world_size(group)
+        for name, (model, optimizer, policy, *rest) in CASES.items():
+            right = trained(ddp, model(), optimizer, group, *rest)
+            wrong = WRONG if name == "small" and first == 3 else ()
+            for kind in (ScheduledDataParallel, *wrong):
+                make = scheduled(kind, policy)
+                told = trained(make, model(), optimizer, group, *rest)
+                equal[size, name, kind.__name__] = same(told, right)
+    return equal
+
+
+def test_equal_to_ddp_bit_by_bit_and_wrong_ones_are_not():
+    for equal in spawn(as_ddp, world_size=4, output="none", timeout=60):
+        for (size, name, kind), is_equal in equal.items():
+            hidden = kind in ("Twice", "Lost") and size == 1  # there is one to add
+            assert is_equal == (kind == "ScheduledDataParallel" or hidden), (
+                f"{name}, {kind}, {size} ranks"
+            )
