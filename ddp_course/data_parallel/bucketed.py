@@ -19,7 +19,6 @@ from torch import nn
 
 from ddp_course.mechanisms.agreement import start_as_replicas
 from ddp_course.mechanisms.buckets import BUCKET_CAP_MB, FIRST_BUCKET_MB, bucket_plan
-from ddp_course.mechanisms.comm_hook import CommHook, Hook
 from ddp_course.mechanisms.engine import AllReduce, Engine
 from ddp_course.mechanisms.habits import Frozen
 from ddp_course.mechanisms.hooks import Averager
@@ -65,24 +64,6 @@ class BucketedDistributedDataParallel(nn.Module):
         self.frozen = Frozen(module)
         for bucket in bucket_plan(parameters.items(), **caps):
             self.engine.add(bucket, parameters)
-
-    def register_comm_hook(self, state: Any, hook: Hook) -> None:
-        """Let `hook(state, bucket)` send the buckets, instead of `all_reduce`.
-
-        It returns a future of the mean; see `mechanisms.comm_hook`. All ranks register
-        the same, once, before the first backward. Raises RuntimeError, TypeError.
-        """
-        if self.engine.ending.hook is not None:
-            raise RuntimeError("this module has a communication hook already")
-        if any(slot.parameter.grad is not None for slot in self.engine.slots):
-            raise RuntimeError(
-                "register_comm_hook comes before the first backward: this module has "
-                "gradients already"
-            )
-        if not callable(hook):
-            raise TypeError(f"hook is {hook!r}; it must be a function (state, bucket)")
-        self.engine.ending.hook = CommHook(state, hook, self.engine.buckets)
-        self.engine.ending.scale = 1  # a hook divides by itself
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module, and note whether the backward that follows is averaged."""

@@ -47,6 +47,7 @@ from ddp_course.mechanisms.buckets import (
     Bucket,
     bucket_plan,
 )
+from ddp_course.mechanisms.comm_hook import CommHook, Hook
 from ddp_course.mechanisms.hooks import on_backward, tensors_in
 from ddp_course.mechanisms.memory_exchange import empty_for_all
 
@@ -168,7 +169,7 @@ class DistributedDataParallel(BucketedDistributedDataParallel, Joinable):
         self.engine.recover()
         work = Join.notify_join_context(self)
         if work is not None and not self.divide_by_initial_world_size:
-            if self.ending.hook is not None:
+            if isinstance(self.ending.launch, CommHook):
                 raise RuntimeError(
                     "a communication hook divides by the number of all ranks, so Join "
                     "needs divide_by_initial_world_size=True with it"
@@ -184,6 +185,25 @@ class DistributedDataParallel(BucketedDistributedDataParallel, Joinable):
         """A pass through an output begins; one beside the outputs is not averaged."""
         self.engine.expecting = False
         self.engine.begin()
+
+    def register_comm_hook(self, state: Any, hook: Hook) -> None:
+        """Let `hook(state, bucket)` send the buckets, in place of `all_reduce`.
+
+        It returns a future of the mean (`mechanisms.comm_hook`). All ranks register the
+        same, once, before the first backward. Raises RuntimeError, TypeError. Chapter
+        14.
+        """
+        if isinstance(self.ending.launch, CommHook):
+            raise RuntimeError("this module has a communication hook already")
+        if any(slot.parameter.grad is not None for slot in self.engine.slots):
+            raise RuntimeError(
+                "register_comm_hook comes before the first backward; there are "
+                "gradients already"
+            )
+        if not callable(hook):
+            raise TypeError(f"hook is {hook!r}; it must be a function (state, bucket)")
+        self.ending.launch = CommHook(state, hook, self.engine.buckets)
+        self.ending.scale = 1  # a hook divides by itself
 
     # ---- buffers -------------------------------------------------------------------
 

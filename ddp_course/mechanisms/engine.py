@@ -31,7 +31,6 @@ from torch.autograd import Variable
 
 from ddp_course.mechanisms.agreement import on_any_rank
 from ddp_course.mechanisms.buckets import Bucket, LiveBucket, Slot
-from ddp_course.mechanisms.comm_hook import CommHook
 from ddp_course.mechanisms.hooks import Averager, on_gradient
 from ddp_course.mechanisms.timeline import Timeline, span
 
@@ -53,7 +52,6 @@ class AllReduce:
     """
 
     unused: frozenset[Tensor] = frozenset()  # no rank has had a gradient of these
-    hook: CommHook | None = None  # what buckets are handed to in place of `all_reduce`
 
     def __init__(
         self,
@@ -87,8 +85,6 @@ class AllReduce:
 
     def launch(self, bucket: LiveBucket) -> Any:
         """Send a bucket that is full; return a handle, which has `wait()`, or None."""
-        if self.hook is not None:
-            return self.hook(bucket)
         return self.all_reduce(bucket.flat, group=self.group, async_op=True)
 
     def arrived(self, bucket: LiveBucket) -> None:
