@@ -41,6 +41,26 @@ class HasState(Protocol):
         """Go on from it."""
 
 
+class EachRanks:
+    """What every rank has of its own, as one state, which is whole on rank 0.
+
+    `own` is this rank's: a compressor, with what it has yet to send.
+    """
+
+    def __init__(self, own: HasState) -> None:
+        self.own = own
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return rank -> its state, on rank 0; called by all."""
+        of_all = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(on_cpu(self.own.state_dict()), of_all)
+        return dict(enumerate(of_all or ()))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take this rank's."""
+        self.own.load_state_dict(state_dict[dist.get_rank()])
+
+
 class Checkpoints:
     """The checkpoints of one run in one folder: `step-00000010.pt` and so on.
 
@@ -62,6 +82,7 @@ class Checkpoints:
         settings: what must be the same for a run to be the same: plain values by name.
         keep: how many of the newest stay.
         scaler: has the scale of the losses, the same on all ranks.
+        compressor: has what each rank has yet to send, of all ranks.
 
     `load` and then `save`, after every step, are called by all ranks.
     """
@@ -75,13 +96,15 @@ class Checkpoints:
         settings: Mapping[str, Any],
         keep: int = 2,
         scaler: HasState | None = None,
+        compressor: HasState | None = None,
     ) -> None:
         for name, value in (("every", every), ("keep", keep)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r}; it must be 1 or more")
         self.folder = None if folder is None else Path(folder).absolute()
         self.every, self.keep = every, keep
-        self.model, self.optimizer, self.scaler = model, optimizer, scaler
+        self.model, self.optimizer = model, optimizer
+        self.more = {"scaler": scaler, "compressor": compressor}
         self.settings = dict(settings)
 
     def load(self, steps: int) -> list[float]:
@@ -109,8 +132,8 @@ class Checkpoints:
         try:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
-            if self.scaler is not None:
-                self.scaler.load_state_dict(state["scaler"])
+            for name, kept in self._more():
+                kept.load_state_dict(state[name])
             return state["losses"]
         except (RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(
@@ -127,6 +150,7 @@ class Checkpoints:
         if self.folder is None or not due:
             return
         model, optimizer = self.model.state_dict(), self.optimizer.state_dict()
+        more = {name: on_cpu(kept.state_dict()) for name, kept in self._more()}
         if _rank() != 0:
             return
         state = {
@@ -134,8 +158,7 @@ class Checkpoints:
             "losses": losses,
             "model": on_cpu(model),
             "optimizer": on_cpu(optimizer),
-            "scaler": None if self.scaler is None else self.scaler.state_dict(),
-        }
+        } | more
         try:
             path = self._path(len(losses))
             write_whole({"format": FORMAT, "state": seal(state)}, path)
@@ -143,6 +166,9 @@ class Checkpoints:
                 old.unlink(missing_ok=True)
         except (OSError, RuntimeError) as error:  # torch.save's, if the disk is full
             raise CheckpointError(f"cannot write a checkpoint: {error}") from None
+
+    def _more(self) -> list[tuple[str, HasState]]:
+        return [(name, kept) for name, kept in self.more.items() if kept is not None]
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}.pt"

@@ -280,6 +280,12 @@ def _train(add: Callable[..., Parser]) -> None:
         help="the order of work in a pipeline; 1f1b",
     )
     train.add_argument(
+        "--compress",
+        metavar="HOW",
+        help="with ddp, gradients travel in fewer bytes: fp16, bf16, int8, sign, "
+        "topk:0.01, randomk:0.01, powersgd:4",
+    )
+    train.add_argument(
         "--checkpoint",
         metavar="FOLDER",
         help="save there, and go on from the newest checkpoint in it",

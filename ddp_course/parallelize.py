@@ -27,6 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp_course.checkpoint import EachRanks
+from ddp_course.compression import Exchange, compress, compressor
 from ddp_course.data_parallel import (
     DataParallel,
     DistributedDataParallel,
@@ -100,6 +102,7 @@ class Layout:
         schedule: the order in which the stages of a pipeline work.
         microbatches: the parts in which a pipeline takes its rows.
         precision: a name in PRECISIONS.
+        compress: how gradients travel in fewer bytes (`compression.named`), or None.
     """
 
     strategy: str
@@ -108,6 +111,7 @@ class Layout:
     schedule: str = "1f1b"
     microbatches: int = 4
     precision: str = "fp32"
+    compress: str | None = None
 
     @property
     def parameters_in(self) -> torch.dtype:
@@ -180,6 +184,7 @@ def choose_layout(
     schedule: str = "1f1b",
     microbatches: int = 4,
     precision: str = "fp32",
+    compress: str | None = None,
 ) -> Layout:
     """Return the layout of `world_size` ranks; pure.
 
@@ -190,7 +195,7 @@ def choose_layout(
             go to the axis of the strategy; if that one is told, to dp.
         shard: of the ranks along dp, how many share one copy; the others have
             replicas of their shards (HSDP). For the strategy "zero3"; None are all.
-        replicas, schedule, microbatches, precision: as in Layout.
+        replicas, schedule, microbatches, precision, compress: as in Layout.
 
     Raises ValueError, naming the value and what is allowed. Chapter 09.
     """
@@ -222,7 +227,12 @@ def choose_layout(
             f"precision {precision!r} cannot be with schedule 'zero_bubble', whose "
             "backward in two halves takes weights as they are; take bf16-pure, or 1f1b"
         )
-    return Layout(strategy, mesh, replicas, schedule, microbatches, precision)
+    layout = Layout(
+        strategy, mesh, replicas, schedule, microbatches, precision, compress
+    )
+    if compress is not None:
+        _check_compress(layout)
+    return layout
 
 
 def _check_strategy(strategy: str, mesh: Mesh) -> None:
@@ -243,6 +253,27 @@ def _check_strategy(strategy: str, mesh: Mesh) -> None:
         raise ValueError(
             f"the mesh is {mesh}; strategy {strategy!r} needs two ranks or more along "
             f"{strategy}"
+        )
+
+
+def _check_compress(layout: Layout) -> None:
+    """Raise ValueError unless gradients can travel compressed in this layout."""
+    compressor(layout.compress)
+    if layout.strategy != "ddp" or layout.mesh.axes != ("dp",):
+        raise ValueError(
+            f"compress is {layout.compress!r}, strategy {layout.strategy!r} and the "
+            f"mesh {layout.mesh}; compressing is for the strategy 'ddp', along dp alone"
+        )
+    if layout.mesh.size == 1:
+        raise ValueError(
+            f"compress is {layout.compress!r}, and one rank sends nothing; take two "
+            "ranks or more"
+        )
+    if layout.precision == "fp16":
+        raise ValueError(
+            f"compress {layout.compress!r} cannot be with precision 'fp16': what is "
+            "left out of a scaled gradient would be added to one of another scale; "
+            "take bf16"
         )
 
 
@@ -289,6 +320,9 @@ def parallelize(model: nn.Module, layout: Layout, axes: Axes | None) -> nn.Modul
         return wrap(model, axes.group("shard"), replicas=axes.group("replicate"))
     if "dp" in axes and layout.strategy not in ("average", *OPTIMIZERS):
         model = wrap(model, axes.group("dp"))
+    if layout.compress is not None:
+        exchange = Exchange(axes.group("dp"))
+        model.register_comm_hook(compressor(layout.compress, exchange), compress)
     return model
 
 
@@ -379,6 +413,13 @@ def whole(
             lambda state: load(state, *where),
         ),
     )
+
+
+def compressor_of(model: nn.Module, layout: Layout) -> EachRanks | None:
+    """Return the states of all ranks' compressors: what each has yet to send."""
+    if layout.compress is None:
+        return None
+    return EachRanks(model.engine.ending.hook.state)
 
 
 def _without_wrappers(model: nn.Module) -> nn.Module:

@@ -36,6 +36,7 @@ from ddp_course.model import GPTConfig, build_gpt
 from ddp_course.parallelize import (
     choose_layout,
     clip_gradients,
+    compressor_of,
     optimizer_for,
     parallelize,
     whole,
@@ -104,10 +105,10 @@ def train(
 
     Without a process group this is one process with the whole batch. `strategy` is a
     name of `STRATEGIES`; the other `layout_options` (replicas; dp, tp, pp, shard;
-    schedule, microbatches; precision) are those of `choose_layout`. With `clip`, the
-    norm of the whole model's gradient is at most that. With a folder `checkpoint`, the
-    run is saved after `every` so many steps and at its end, and goes on from the newest
-    checkpoint in it. Rank 0 calls `on_step(steps done, loss)`.
+    schedule, microbatches; precision; compress) are those of `choose_layout`. With
+    `clip`, the norm of the whole model's gradient is at most that. With a folder
+    `checkpoint`, the run is saved after `every` so many steps and at its end, and goes
+    on from the newest checkpoint in it. Rank 0 calls `on_step(steps done, loss)`.
 
     Raises ValueError, before any message, for what cannot be: rows that cannot be
     shared equally, a strategy that there is not, processes of a cluster that have not
@@ -130,9 +131,18 @@ def train(
     whole_model, whole_optimizer = whole(model, optimizer)
     settings = {"batch_size": batch_size, "lr": lr, "seed": seed, "clip": clip}
     settings |= {"precision": layout.precision, **asdict(config)}
+    if layout.compress is not None:  # each rank has errors of its own to save
+        settings |= {"compress": layout.compress, "ranks": world_size}
     scaler = GradScaler(enabled=layout.precision == "fp16")
     has_state = whole_model, whole_optimizer
-    checkpoints = Checkpoints(checkpoint, every, *has_state, settings, scaler=scaler)
+    checkpoints = Checkpoints(
+        checkpoint,
+        every,
+        *has_state,
+        settings,
+        scaler=scaler,
+        compressor=compressor_of(model, layout),
+    )
     losses = checkpoints.load(steps)  # of the steps that are done
     resumed_at = len(losses)
     share, shares = layout.share(rank)  # on ranks with parts of one model: the same

@@ -40,7 +40,7 @@ from ddp_course.train import History, train
 OF_TRAIN = ("steps", "batch_size", "preset", "lr", "seed", "clip")
 OF_TRAIN += ("checkpoint", "every")
 OF_LAYOUT = ("strategy", "replicas", "dp", "tp", "pp", "shard")
-OF_LAYOUT += ("schedule", "microbatches", "precision")
+OF_LAYOUT += ("schedule", "microbatches", "precision", "compress")
 DEFAULTS = {"replicas": 4, "schedule": "1f1b", "microbatches": 4, "every": 10}
 DEADLINE = 10**6  # seconds; a training ends when it is done
 

@@ -8,6 +8,7 @@
     sign        one bit a number
     sparse      the largest, or random ones
     powersgd    matrices of low rank: an all-reduce can add their factors
+    named       each of them by a word
 
     ddp.register_comm_hook(TopK(0.01), compress)
 
@@ -18,6 +19,7 @@ from ddp_course.compression.blocks import Int8
 from ddp_course.compression.exchange import Exchange, play
 from ddp_course.compression.feedback import ErrorFeedback
 from ddp_course.compression.hook import Compressor, compress
+from ddp_course.compression.named import compressor
 from ddp_course.compression.powersgd import PowerSGD
 from ddp_course.compression.sign import Sign
 from ddp_course.compression.sixteen import SixteenBits
@@ -34,5 +36,6 @@ __all__ = [
     "SixteenBits",
     "TopK",
     "compress",
+    "compressor",
     "play",
 ]

@@ -14,6 +14,7 @@ PyTorch, ddp_comm_hooks/powerSGD_hook.py. Chapter 14.
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -93,7 +94,8 @@ class PowerSGD(Compressor):
         stacks: dict[torch.Size, list[Tensor]] = {}
         rest = []
         for gradient in gradients:
-            n, m = len(gradient), gradient.numel() // len(gradient)
+            n = prod(gradient.shape[:1])  # 1, if it is one number
+            m = gradient.numel() // n
             if factors(n, m, self.rank) * WORTH < n * m:
                 stacks.setdefault(gradient.shape, []).append(gradient)
             else:

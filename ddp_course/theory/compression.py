@@ -1,0 +1,121 @@
+"""What compressed gradients cost on the wire: bytes that each rank sends, to the byte.
+
+For a bucket of d numbers on N ranks, of 4 bytes each unless told otherwise:
+
+                    what a rank sends                          can an all-reduce add it?
+    as it is        2 (N-1)/N of 4 d                           yes
+    16 bits         2 (N-1)/N of 2 d                           yes
+    8 bits          2 (N-1)/N of d + 4 d / block               no: scatter, add, gather
+    sign            (N-1) times d / 8 + 4                      no: all-gather
+    top-k           (N-1) times 8 k: indices, values           no: all-gather
+    random-k        2 (N-1)/N of 4 k                           yes: the same k for all
+    PowerSGD        2 (N-1)/N of 4 r (n + m), for a matrix     yes: linear in it
+
+What is gathered grows with N, what is reduced hardly does. So top-k, gathered, is less
+than the plain all-reduce only while 8 k (N-1) < 8 d (N-1) / N, that is k / d < 1 / N,
+and sign (32 times smaller, for ever) only up to some 64 ranks. Chapter 14.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import ceil, prod
+
+from ddp_course.theory.checks import (
+    check_choice,
+    check_positive,
+    check_world,
+)
+
+INT32 = FLOAT32 = 4  # bytes
+
+
+def reduced(numel: int, itemsize: int, world_size: int, rank: int) -> int:
+    """Return what a rank sends in a ring all-reduce, whatever `numel` can be cut into.
+
+    Of the N chunks it sends all but its own to be added, and then all but the next
+    rank's to be kept.
+    """
+    bounds = [c * numel // world_size for c in range(world_size + 1)]
+    own, next_one = (bounds[c + 1] - bounds[c] for c in (rank, (rank + 1) % world_size))
+    return (2 * numel - own - next_one) * itemsize
+
+
+def kept(density: float, numel: int) -> int:
+    """Return k: how many of `numel` numbers top-k and random-k send, at least one."""
+    return max(1, round(density * numel))
+
+
+def factored(shape: Sequence[int], rank: int) -> tuple[int, int]:
+    """Return the sizes of P and Q of a gradient, or (0, 0) if it goes as it is.
+
+    The first dimension is n, all others together are m. PyTorch's rule, too: factors
+    are sent if they are less than half of the matrix.
+    """
+    n, m = prod(shape[:1]), prod(shape[1:])
+    r = min(n, m, rank)
+    return (n * r, m * r) if 2 * r * (n + m) < n * m else (0, 0)
+
+
+def _eight_bits(numel: int, n: int, block: int) -> int:
+    blocks = -(-numel // (n * block))  # of each rank's part
+    return 2 * (n - 1) * blocks * (block + FLOAT32)
+
+
+def _power(shapes: Sequence[Sequence[int]], n: int, rank: int, r: int) -> int:
+    pairs = [factored(shape, r) for shape in shapes]
+    rest = sum(prod(s) for s, (p, _) in zip(shapes, pairs, strict=True) if not p)
+    ps, qs = (sum(sizes) for sizes in zip(*pairs, strict=True))
+    return reduced(ps + rest, FLOAT32, n, rank) + reduced(qs, FLOAT32, n, rank)
+
+
+# (shapes, d, N, rank, what stands after the colon) -> bytes
+METHODS: dict[str, Callable[..., int]] = {
+    "none": lambda shapes, d, n, rank, _: reduced(d, FLOAT32, n, rank),
+    "fp16": lambda shapes, d, n, rank, _: reduced(d, 2, n, rank),
+    "bf16": lambda shapes, d, n, rank, _: reduced(d, 2, n, rank),
+    "int8": lambda shapes, d, n, rank, block: _eight_bits(d, n, int(block or 256)),
+    "sign": lambda shapes, d, n, rank, _: (n - 1) * (-(-d // 8) + FLOAT32),
+    "topk": lambda shapes, d, n, rank, density: (
+        (n - 1) * (INT32 + FLOAT32) * kept(density, d)
+    ),
+    "randomk": lambda shapes, d, n, rank, density: reduced(
+        kept(density, d), FLOAT32, n, rank
+    ),
+    "powersgd": lambda shapes, d, n, rank, r: _power(shapes, n, rank, int(r)),
+}
+
+
+def compressed_bytes(
+    method: str, shapes: Sequence[Sequence[int]], world_size: int, rank: int = 0
+) -> int:
+    """Return how many bytes `rank` sends to average one bucket of float32 gradients.
+
+    Args:
+        method: as after `train --compress`: "fp16", "int8", "topk:0.01", "powersgd:4";
+            "none" is the plain all-reduce.
+        shapes: of the gradients in the bucket.
+        world_size: N.
+        rank: whose bytes; they differ where N does not divide what is reduced.
+
+    All by this course's collectives: all-reduces are rings. Raises ValueError for a
+    method that there is not, and for no rank. Chapter 14.
+    """
+    check_world(world_size)
+    name, _, amount = method.partition(":")
+    check_choice("method", name, METHODS)
+    value = float(amount) if amount else None
+    if name in ("topk", "randomk", "powersgd"):
+        check_positive(f"what stands after {name}:", value)
+    numel = sum(prod(shape) for shape in shapes)
+    return METHODS[name](shapes, numel, world_size, rank, value)
+
+
+def most_ranks(density: float) -> int:
+    """Return up to how many ranks top-k sends less than the plain all-reduce.
+
+    The largest N with density < 1 / N; 0 if there is none with two ranks or more.
+    """
+    check_positive("density", density)
+    n = ceil(1 / density) - 1
+    return n if n > 1 else 0

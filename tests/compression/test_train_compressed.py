@@ -1,0 +1,87 @@
+"""`train --compress` goes on bit for bit from a checkpoint, or says why it cannot."""
+
+from __future__ import annotations
+
+from functools import partial
+from unittest import mock
+
+import pytest
+
+from ddp_course.cli import main
+from ddp_course.compression import Compressor
+from ddp_course.launch import RankError, spawn
+from ddp_course.model import GPTConfig
+from ddp_course.parallelize import choose_layout
+from ddp_course.train import train
+
+GPT = GPTConfig(block_size=16, n_layer=1, n_head=2, d_model=24)
+ALL = ("fp16", "bf16", "int8", "sign", "topk:0.05", "randomk:0.05", "powersgd:2")
+WITH_MEMORY = ALL[3:]
+run = partial(train, batch_size=4, preset=GPT, lr=1e-2, strategy="ddp")
+
+
+def forgotten(words: str, folder: str) -> bool:
+    """Whether it is seen if the error memory is saved, and not taken back."""
+    run(2, compress=words, checkpoint=f"{folder}/planted-{words}")
+    with mock.patch.object(Compressor, "load_state_dict", lambda self, state: None):
+        again = run(3, compress=words, checkpoint=f"{folder}/planted-{words}")
+    return again.checksum != run(3, compress=words).checksum
+
+
+def job(folder: str) -> dict[str, tuple]:
+    told = {"as it is": (run(4).checksum,)}
+    for words in ALL:
+        whole = run(4, compress=words)
+        run(2, compress=words, checkpoint=f"{folder}/{words}")
+        again = run(4, compress=words, checkpoint=f"{folder}/{words}")
+        told[words] = whole.checksum, again.checksum, again.resumed_at, whole.losses
+    told["seen"] = [forgotten(words, folder) for words in ("topk:0.05", "powersgd:2")]
+    with pytest.raises(Exception, match="compress 'sign', here 'int8'"):
+        run(4, compress="int8", checkpoint=f"{folder}/sign")
+    return told
+
+
+def test_it_goes_on_bit_for_bit_with_what_was_not_yet_sent(tmp_path):
+    here, there = spawn(job, str(tmp_path), world_size=2, output="none")
+    assert here == there
+    assert all(here.pop("seen"))
+    (right,) = here.pop("as it is")
+    for words, (whole, again, resumed_at, losses) in here.items():
+        assert whole == again and resumed_at == 2, words
+        assert whole != right, "nothing was compressed"
+        assert losses[-1] < losses[0] or words in WITH_MEMORY
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("powersgd:0", "'powersgd:0': rank is 0; it must be a whole number, 1 or more"),
+        ("powersgd:1.5", "it can be fp16, bf16, int8, sign, topk:0.01, randomk:0.01"),
+        ("topk", "compress is 'topk'; it can be fp16"),
+        ("topk:1.5", "density is 1.5; it must be above 0, and at most 1"),
+        ("int8:4", "compress is 'int8:4'; it can be"),
+        ("int8 --zero 1", "compressing is for the strategy 'ddp', along dp alone"),
+        ("int8 --tp 2", "the mesh dp 2 x tp 2; compressing is for the strategy 'ddp'"),
+        ("int8 --ranks 1", "one rank sends nothing; take two ranks or more"),
+        ("sign --precision fp16", "left out of a scaled gradient would be added to"),
+    ],
+)
+def test_what_cannot_be_says_so_before_a_rank_starts(
+    words, message, capfd, monkeypatch
+):
+    monkeypatch.setattr(
+        "ddp_course.commands.train.spawn", lambda *_, **__: pytest.fail("started")
+    )
+    more = " --dp 2" if "tp" in words.split()[-2:][0] else " --ranks 2"
+    more *= "--ranks" not in words
+    assert main(["train", "--compress", *(words + more).split()]) == 1
+    out, err = capfd.readouterr()
+    assert (out, err.count("\n")) == ("", 1) and message in err
+
+
+def test_other_ranks_cannot_go_on_with_these_errors(tmp_path):
+    job = partial(run, 1, compress="sign", checkpoint=str(tmp_path))
+    spawn(job, world_size=2, output="none")
+    with pytest.raises(RankError, match="ranks 2, here 4"):
+        spawn(job, world_size=4, output="none")
+    assert choose_layout(2, "ddp", compress="sign").compress == "sign"

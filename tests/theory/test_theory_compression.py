@@ -1,0 +1,66 @@
+"""Bytes of compressed gradients by closed form: known cases; where it stops paying.
+
+That they are what ranks send is tests/compression's to show.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from ddp_course.theory import compressed_bytes, most_ranks
+from ddp_course.theory.compression import factored, reduced
+
+MATRIX = [(1024, 1024)]
+DENSE = compressed_bytes("none", MATRIX, 4)
+
+
+def test_known_ratios():
+    assert DENSE == 2 * 3 / 4 * 4 * 2**20
+    ratios = {
+        "fp16": 1 / 2,
+        "bf16": 1 / 2,
+        "int8": 1 / 4 * (1 + 4 / 256),
+        "powersgd:1": 2 * 1024 / 2**20,
+        "powersgd:4": 4 * 2 * 1024 / 2**20,
+    }
+    for method, ratio in ratios.items():
+        assert compressed_bytes(method, MATRIX, 4) == ratio * DENSE, method
+    assert compressed_bytes("sign", MATRIX, 4) == 3 * (2**17 + 4)
+    k = round(0.01 * 2**20)
+    assert compressed_bytes("topk:0.01", MATRIX, 4) == 3 * 8 * k
+    all_ranks = [compressed_bytes("randomk:0.01", MATRIX, 4, r) for r in range(4)]
+    assert sum(all_ranks) == 2 * 3 * 4 * k
+
+
+def test_one_rank_sends_nothing_and_uneven_chunks_add_up():
+    for method in ("none", "fp16", "int8", "sign", "topk:0.1", "powersgd:2"):
+        assert compressed_bytes(method, [(7, 5), (3,)], 1) == 0
+    for n in (2, 3, 5):
+        assert sum(reduced(7, 4, n, r) for r in range(n)) == 2 * (n - 1) * 7 * 4
+
+
+def test_what_is_too_small_goes_as_it_is():
+    assert factored((1024, 1024), 4) == (4096, 4096)
+    assert factored((64, 4, 4), 2) == (128, 32)
+    assert factored((8, 8), 2) == factored((1024,), 1) == factored((), 1) == (0, 0)
+    both = compressed_bytes("powersgd:2", [(8, 8), (1024,)], 2)
+    assert both == compressed_bytes("none", [(8, 8), (1024,)], 2)
+
+
+@pytest.mark.parametrize(("density", "ranks"), [(0.01, 99), (0.3, 3), (0.5, 0)])
+def test_top_k_pays_while_its_density_is_below_1_over_n(density, ranks):
+    assert most_ranks(density) == ranks
+    numel = [(2**20,)]
+    for n in range(2, 120):
+        dense = compressed_bytes("none", numel, n)
+        pays = compressed_bytes(f"topk:{density}", numel, n) < dense
+        assert pays == (n <= ranks), n
+
+
+def test_wrong_words():
+    with pytest.raises(ValueError, match="method is 'zip'; it can be 'none', 'fp16'"):
+        compressed_bytes("zip", MATRIX, 2)
+    with pytest.raises(ValueError, match="after topk: is None; it must be a finite"):
+        compressed_bytes("topk", MATRIX, 2)
+    with pytest.raises(ValueError, match="density is 0; it must be a finite number"):
+        most_ranks(0)
