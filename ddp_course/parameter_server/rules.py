@@ -136,8 +136,7 @@ class Book:
         """Return whose gradients make a step now; nobody's: nothing is to be done."""
         if self.rule.together:
             behind = [worker for worker in self.clock if worker not in self.waiting]
-            enough = len(behind) <= self.rule.spare and not self.missing
-            return sorted(self.waiting) if enough else []
+            return sorted(self.waiting) if len(behind) <= self.rule.spare else []
         return [worker for worker in self.waiting if self._seen_by_none(worker)][:1]
 
     def _seen_by_none(self, worker: int) -> bool:

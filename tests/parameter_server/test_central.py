@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
+import threading
+from types import SimpleNamespace
 
 import pytest
 import server_cases as cases
@@ -13,12 +16,14 @@ from ddp_course.launch import RankError, spawn
 from ddp_course.parameter_server import (
     ASYNCHRONOUS,
     SYNCHRONOUS,
+    Book,
     DelayCompensation,
     MemoryServer,
     Row,
     Server,
     backup,
     bounded,
+    by_staleness,
     replay,
 )
 
@@ -62,6 +67,7 @@ def test_every_rule_with_several_optimizers_and_workers(backend):
     every = [(case, Server) for case in todo]
     remedied = {"rule": ASYNCHRONOUS, "remedy": DelayCompensation()}
     every += [(remedied, Server), (remedied, MemoryServer)]
+    every += [({"rule": ASYNCHRONOUS, "remedy": by_staleness}, Server)]
     every += [({"rule": rule}, MemoryServer) for rule in RULES]
     found = spawn(cases.all_of, every, backend=backend, timeout=60)[0]
     for (case, _), (record, weights) in zip(every, found, strict=True):
@@ -152,6 +158,23 @@ def test_a_server_goes_on_from_its_checkpoint(tmp_path):
     assert again[0] == 8  # steps 9 to 16
     for ours, theirs in zip(again[1:], through[1:], strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_gradients_are_collected_wherever_they_lie():
+    a, b, c = (torch.nn.Parameter(torch.full((2,), x)) for x in (1.0, 2.0, 3.0))
+    row = Row([a, b, c])
+    (a * a + b * b + c * c).sum().backward()
+    a.grad, b.grad = None, torch.full((2,), 7.0)  # as `zero_grad` and hooks may do
+    assert row.collect().tolist() == [0, 0, 7, 7, 6, 6]
+    frozen = torch.nn.Parameter(torch.ones(9), requires_grad=False)
+    assert Row([a, frozen, b, a]).weights.tolist() == [1, 1, 2, 2]  # one is tied
+
+
+def test_who_waits_for_the_server_is_not_silent():
+    server = SimpleNamespace(changed=threading.Condition(), heard={1: 0.0}, error=None)
+    server.book, server.lose = Book(ASYNCHRONOUS, [1]), None
+    assert Server.do(server, lambda worker: server.heard[worker], 1) == math.inf
+    assert 0 < server.heard[1] < math.inf
 
 
 @pytest.mark.parametrize(

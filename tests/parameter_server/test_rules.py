@@ -15,6 +15,7 @@ from ddp_course.parameter_server import (
     ASYNCHRONOUS,
     SYNCHRONOUS,
     Book,
+    Record,
     Rule,
     backup,
     bounded,
@@ -110,7 +111,9 @@ def test_a_straggler_is_stale_and_backup_workers_do_not_wait_for_it():
     run = simulate(backup(1), [1.0, 1.0, 5.0], 100)
     assert {step.taken for step in run.of("step")} == {(1, 2)}
     assert {drop.worker for drop in run.of("drop")} == {3}
+    assert [drop.version for drop in run.of("drop")][:3] == [0, 5, 10]
     assert run.seconds == 100
+    assert simulate(backup(1), [1.0], 3).steps == 3  # nobody is left to be spared
 
 
 def test_who_comes_late_is_as_far_as_the_slowest_and_who_is_gone_keeps_nobody():
@@ -132,6 +135,34 @@ def test_who_comes_late_is_as_far_as_the_slowest_and_who_is_gone_keeps_nobody():
     assert book.may_pull(1) and not book.empty
     book.gone(1)
     assert book.empty
+
+
+def test_who_never_comes_keeps_nobody_and_gradients_are_added_by_rank():
+    book = Book(SYNCHRONOUS, expected=[1, 2, 3])
+    book.join(2)
+    book.join(1)
+    assert not book.may_pull(1)
+    book.gone(3, "lost")  # it was expected, and was never here
+    for worker in (2, 1):
+        assert book.may_pull(worker)
+        book.pull(worker)
+        book.push(worker)
+    assert book.ready() == [1, 2]
+
+
+def test_after_the_last_step_nothing_counts():
+    late = itertools.chain([0.0] * 4, [1.0] * 3, [3.0] * 9)  # made, joined, pulled
+    book = Book(bounded(1), [1, 2, 3], steps=1, now=lambda: next(late))
+    for act in (book.join, book.pull):
+        for worker in (1, 2, 3):
+            act(worker)
+    book.push(1)
+    book.push(2)
+    book.step(book.ready())
+    book.push(3)
+    assert book.done and book.ready() == []
+    assert Record(tuple(book.events)).seconds == 2.0
+    assert [event.kind for event in book.events][-3:] == ["push", "step", "drop"]
 
 
 def test_a_last_gradient_counts_although_its_worker_has_left():

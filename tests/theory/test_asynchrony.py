@@ -86,6 +86,8 @@ def test_the_bound_of_stability_is_where_runs_begin_to_diverge(workers):
 def test_remedies():
     lr = 1.2 * stable_lr(3.0, 3)
     assert after(4, lr) > 100 * after(4, lr, remedy=by_staleness)
+    six = torch.tensor(6.0)
+    assert [by_staleness(six, age, six, six) for age in (0, 1, 3)] == [6, 6, 2]
     # On this quadratic the guess is right where gradient**2 is the curvature.
     guess = DelayCompensation(1.0)(*map(torch.tensor, (3.0, 4, 0.5, 0.8)))
     assert guess.item() == pytest.approx(3.0 + 9.0 * (0.5 - 0.8))
