@@ -44,7 +44,9 @@ class HasState(Protocol):
 class EachRanks:
     """What every rank has of its own, as one state, which is whole on rank 0.
 
-    `own` is this rank's: a compressor, with what it has yet to send.
+    `own` is this rank's: a compressor, with what it has yet to send; the model of a
+    rank that steps alone. If fewer ranks go on, what the last ones had is lost; of more
+    some begin as others do.
     """
 
     def __init__(self, own: HasState) -> None:
@@ -52,13 +54,16 @@ class EachRanks:
 
     def state_dict(self) -> dict[str, Any]:
         """Return rank -> its state, on rank 0; called by all."""
+        own = on_cpu(self.own.state_dict())
+        if not dist.is_initialized():
+            return {0: own}
         of_all = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(on_cpu(self.own.state_dict()), of_all)
+        dist.gather_object(own, of_all)
         return dict(enumerate(of_all or ()))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take this rank's."""
-        self.own.load_state_dict(state_dict[dist.get_rank()])
+        self.own.load_state_dict(state_dict[_rank() % len(state_dict)])
 
 
 class Checkpoints:

@@ -263,6 +263,9 @@ def _train(add: Callable[..., Parser]) -> None:
         seed=(_whole(2**31, least=0), 0, "of the weights and the batches"),
         every=(many, None, "steps between two checkpoints; 10"),
         microbatches=(many, None, "parts in which a pipeline takes its rows; 4"),
+        local_steps=(many, None, "with ddp: steps alone, then the parameters' mean"),
+        outer_lr=(_positive, None, "of the outer optimizer; 0.7"),
+        outer_momentum=(float, None, "of the outer optimizer; 0.9"),
     )
     train.add_argument(
         "--preset", default="1m", choices=PRESETS, help="model; %(default)s"
@@ -278,6 +281,11 @@ def _train(add: Callable[..., Parser]) -> None:
         type=lambda text: text.replace("-", "_"),  # zero-bubble, too
         choices=SCHEDULES,
         help="the order of work in a pipeline; 1f1b",
+    )
+    train.add_argument(
+        "--outer",
+        choices=("average", "nesterov"),
+        help="what is done with the mean: taken; or an outer step (DiLoCo); average",
     )
     train.add_argument(
         "--compress",

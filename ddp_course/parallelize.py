@@ -15,9 +15,10 @@ Chapters 04 and 07 to 11.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from types import MappingProxyType
@@ -35,6 +36,7 @@ from ddp_course.data_parallel import (
     FlatDistributedDataParallel,
     NaiveDistributedDataParallel,
 )
+from ddp_course.local_sgd import DiLoCo, LocalSGD
 from ddp_course.mechanisms.agreement import ReplicaError, check_same
 from ddp_course.mechanisms.placements import clip_grad_norm_
 from ddp_course.mechanisms.whole_state import (
@@ -85,6 +87,7 @@ WRAPPERS: MappingProxyType[str, Callable[..., nn.Module]] = MappingProxyType(
         "zero3": FullyShardedDataParallel,
     }
 )
+OUTER = ("average", "nesterov")  # what is done with the mean of the parameters
 OPTIMIZERS = MappingProxyType(
     {"zero1": ZeroRedundancyOptimizer, "zero2": ShardedGradientOptimizer}
 )
@@ -103,6 +106,7 @@ class Layout:
         microbatches: the parts in which a pipeline takes its rows.
         precision: a name in PRECISIONS.
         compress: how gradients travel in fewer bytes (`compression.named`), or None.
+        local: arguments of LocalSGD, or of DiLoCo, if ranks step alone; or None.
     """
 
     strategy: str
@@ -112,6 +116,7 @@ class Layout:
     microbatches: int = 4
     precision: str = "fp32"
     compress: str | None = None
+    local: Mapping[str, Any] | None = None
 
     @property
     def parameters_in(self) -> torch.dtype:
@@ -185,6 +190,10 @@ def choose_layout(
     microbatches: int = 4,
     precision: str = "fp32",
     compress: str | None = None,
+    local_steps: int | None = None,
+    outer: str | None = None,
+    outer_lr: float | None = None,
+    outer_momentum: float | None = None,
 ) -> Layout:
     """Return the layout of `world_size` ranks; pure.
 
@@ -196,6 +205,8 @@ def choose_layout(
         shard: of the ranks along dp, how many share one copy; the others have
             replicas of their shards (HSDP). For the strategy "zero3"; None are all.
         replicas, schedule, microbatches, precision, compress: as in Layout.
+        local_steps: H, steps that ranks make alone before they average parameters.
+        outer: "average", or "nesterov" (DiLoCo), with outer_lr and outer_momentum.
 
     Raises ValueError, naming the value and what is allowed. Chapter 09.
     """
@@ -230,6 +241,8 @@ def choose_layout(
     layout = Layout(
         strategy, mesh, replicas, schedule, microbatches, precision, compress
     )
+    of_outer = {"lr": outer_lr, "momentum": outer_momentum}
+    layout = _alone(layout, local_steps, outer, of_outer)
     if compress is not None:
         _check_compress(layout)
     return layout
@@ -254,6 +267,35 @@ def _check_strategy(strategy: str, mesh: Mesh) -> None:
             f"the mesh is {mesh}; strategy {strategy!r} needs two ranks or more along "
             f"{strategy}"
         )
+
+
+def _alone(
+    layout: Layout, steps: int | None, outer: str | None, told: dict[str, float | None]
+) -> Layout:
+    """Return the layout with what LocalSGD or DiLoCo is given, or as it is."""
+    told = {name: value for name, value in told.items() if value is not None}
+    if steps is None and (outer or told):
+        raise ValueError("an outer optimizer is of no use without local_steps")
+    if outer not in (None, *OUTER):
+        raise ValueError(f"outer is {outer!r}; it can be {' or '.join(OUTER)}")
+    if told and outer != "nesterov":
+        raise ValueError(f"outer_{min(told)} is of no use without outer 'nesterov'")
+    if steps is None:
+        return layout
+    if layout.strategy != "ddp" or set(layout.mesh.axes) != {"dp"} or layout.compress:
+        raise ValueError(
+            f"local_steps is {steps}; ranks that step alone have whole models and send "
+            "no gradients: take the strategy 'ddp' along dp alone, without compress"
+        )
+    if type(steps) is not int or steps < 1:
+        raise ValueError(f"local_steps is {steps!r}; it must be 1 or more")
+    for name, value in told.items():
+        most = math.inf if name == "lr" else 1
+        if not 0 <= value < most:
+            raise ValueError(f"outer_{name} is {value!r}; it must be 0 to {most}")
+    if outer == "nesterov":
+        told = {"lr": 0.7, "momentum": 0.9} | told  # those of the paper
+    return replace(layout, local={"every": steps, **told})
 
 
 def _check_compress(layout: Layout) -> None:
@@ -318,6 +360,8 @@ def parallelize(model: nn.Module, layout: Layout, axes: Axes | None) -> nn.Modul
         wrap = partial(wrap, compute_dtype=dtype, reduce_dtype=torch.float32)
     if "shard" in axes:
         return wrap(model, axes.group("shard"), replicas=axes.group("replicate"))
+    if layout.local is not None:
+        return model
     if "dp" in axes and layout.strategy not in ("average", *OPTIMIZERS):
         model = wrap(model, axes.group("dp"))
     if layout.compress is not None:
@@ -352,7 +396,11 @@ def optimizer_for(
         shards = OPTIMIZERS[layout.strategy]
         group = axes.group("dp")
         return shards(model.parameters(), torch.optim.AdamW, group, lr=lr)
-    return torch.optim.AdamW(model.parameters(), lr=lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    if layout.local is not None:
+        kind = DiLoCo if "lr" in layout.local else LocalSGD
+        return kind(optimizer, model, **layout.local)
+    return optimizer
 
 
 # ---- what is of the whole model ------------------------------------------------------
@@ -390,8 +438,11 @@ def whole(
     """Return what has the whole states of a parallel model and of its optimizer.
 
     They have the names and shapes of the plain ones, so that a run can go on with
-    another strategy, or another number of ranks.
+    another strategy, or another number of ranks. Of ranks that step alone each has its
+    own.
     """
+    if isinstance(optimizer, LocalSGD):
+        return EachRanks(model), EachRanks(optimizer)
     inner, zero = _without_wrappers(model), type(optimizer) in OPTIMIZERS.values()
     if not isinstance(inner, WholeState):
         if zero:

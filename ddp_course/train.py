@@ -31,6 +31,7 @@ from ddp_course.checkpoint import Checkpoints
 from ddp_course.data import load_corpus, shard
 from ddp_course.launch import device
 from ddp_course.launch.torchrun import check_alone
+from ddp_course.local_sgd import average_parameters
 from ddp_course.mesh import make_groups
 from ddp_course.model import GPTConfig, build_gpt
 from ddp_course.parallelize import (
@@ -133,6 +134,7 @@ def train(
     settings |= {"precision": layout.precision, **asdict(config)}
     if layout.compress is not None:  # each rank has errors of its own to save
         settings |= {"compress": layout.compress, "ranks": world_size}
+    settings |= {} if layout.local is None else {"local": dict(layout.local)}
     scaler = GradScaler(enabled=layout.precision == "fp16")
     has_state = whole_model, whole_optimizer
     checkpoints = Checkpoints(
@@ -171,6 +173,9 @@ def train(
         if on_step is not None and rank == 0:
             on_step(step + 1, losses[-1])
     seconds = time.perf_counter() - start
+    if layout.local is not None:  # each rank is where its last steps have led it
+        average_parameters(model.parameters())
+        whole_model = model
     state = {name: value.cpu() for name, value in whole_model.state_dict().items()}
     kept = state if keep_state else None
     return History(losses, checksum(state), seconds, world_size, resumed_at, kept)

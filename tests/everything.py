@@ -19,7 +19,7 @@ from ddp_course import collectives
 from ddp_course.data import load_corpus
 from ddp_course.launch import device
 from ddp_course.model import GPTConfig, build_gpt
-from ddp_course.parallelize import STRATEGIES
+from ddp_course.parallelize import OUTER, STRATEGIES
 from ddp_course.pipeline import SCHEDULES, PipelineParallel
 from ddp_course.tensor_parallel import tensor_parallel
 from ddp_course.train import largest_difference, train
@@ -121,6 +121,7 @@ def layouts(n: int) -> list[dict]:
     of_memory = {"dp", "ddp-shared"}  # threads; memory that all ranks see
     names = [s for s in STRATEGIES if s not in of_memory | {"tp", "pp"}]
     fit = [{"strategy": s} for s in names]
+    fit += [{"strategy": "ddp", "local_steps": 1, "outer": name} for name in OUTER]
     if n > 1:
         fit += [{"strategy": "tp"}] * (SMALL.n_head % n == 0)
         stages = {name: n * (1 + (name == "interleaved")) for name in SCHEDULES}

@@ -41,6 +41,7 @@ OF_TRAIN = ("steps", "batch_size", "preset", "lr", "seed", "clip")
 OF_TRAIN += ("checkpoint", "every")
 OF_LAYOUT = ("strategy", "replicas", "dp", "tp", "pp", "shard")
 OF_LAYOUT += ("schedule", "microbatches", "precision", "compress")
+OF_LAYOUT += ("local_steps", "outer", "outer_lr", "outer_momentum")
 DEFAULTS = {"replicas": 4, "schedule": "1f1b", "microbatches": 4, "every": 10}
 DEADLINE = 10**6  # seconds; a training ends when it is done
 

@@ -35,7 +35,7 @@ from ddp_course.launch.deadlock import DeadlockError
 from ddp_course.launch.strict import StrictError
 from ddp_course.launch.strict_rules import STUCK
 from ddp_course.model import build_gpt
-from ddp_course.parallelize import STRATEGIES
+from ddp_course.parallelize import OUTER, STRATEGIES
 from ddp_course.pipeline import SCHEDULES, Pipeline, gpipe, one_f_one_b
 
 # ---- what is illegal -----------------------------------------------------------------
@@ -321,6 +321,7 @@ def test_what_is_run_by_these_rules_is_all_there_is():
     assert ours_are - {"communicator"} <= names and len(ours_are) == 12
     kinds = {layout["strategy"] for layout in layouts(2)}
     assert {*STRATEGIES} - kinds == {"dp", "ddp-shared"}
+    assert {layout.get("outer") for layout in layouts(2)} - {None} == {*OUTER}
     schedules = {layout.get("schedule") for layout in layouts(2)} - {None}
     assert schedules == {*SCHEDULES}
 
