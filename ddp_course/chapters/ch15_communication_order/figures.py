@@ -53,7 +53,7 @@ def steps(
             Lane(LANES[lane], 0, _blocks(its, unit), boxed=False)
             for lane, its in events.items()
         ]
-        runs.append(Run(lanes, name, f"{_end(one) * unit:.4g} in all"))
+        runs.append(Run(lanes, name, f"{float(_end(one) * unit):.4g} in all"))
     long = float(max(map(_end, played.values())) * unit)
     return draw_runs(title, runs, label, long, legend=LEGEND, foot="Numbers: layers.")
 
