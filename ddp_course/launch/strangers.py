@@ -23,8 +23,9 @@ import torch.distributed as dist
 
 PATIENCE = 0.5  # seconds after which ranks that still connect look who is there
 SOCK_DIAG, SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST = 4, 20, 1  # of linux/netlink.h
+FAMILIES = socket.AF_INET, socket.AF_INET6
 HEADER, ANY = 16, 0xFFFFFFFF
-Address = tuple[str, int]
+Address = tuple[Any, ...]  # host, port, and of IPv6 more
 Ends = tuple[Address, Address]
 
 
@@ -55,7 +56,8 @@ def connections() -> set[Ends]:
         with contextlib.suppress(OSError):  # not connected, or closed meanwhile
             if stat.S_ISSOCK(fd.stat().st_mode):
                 with socket.socket(fileno=os.dup(int(fd.name))) as end:
-                    if (end.family, end.type) == (socket.AF_INET, socket.SOCK_STREAM):
+                    tcp = end.family in FAMILIES and end.type == socket.SOCK_STREAM
+                    if tcp:
                         found.add((end.getsockname(), end.getpeername()))
     return found
 
@@ -63,13 +65,15 @@ def connections() -> set[Ends]:
 def far_user(near: Address, far: Address) -> int | None:
     """Return whose the far end of a connection is; None if nobody's on this machine.
 
-    The question and the answer are those of sock_diag(7).
+    The question and the answer are those of sock_diag(7). IPv4 addresses may be written
+    as IPv6 ones (::ffff:127.0.0.1), as sockets for both do.
     """
     ends = struct.pack("!HH", far[1], near[1])
-    for address, _ in (far, near):
-        ends += socket.inet_aton(address) + bytes(12)
+    family = FAMILIES[":" in far[0]]
+    for host, *_ in (far, near):
+        ends += socket.inet_pton(family, host.partition("%")[0]).ljust(16, b"\0")
     ends += struct.pack("=III", 0, ANY, ANY)
-    about = struct.pack("=BBxxI", socket.AF_INET, socket.IPPROTO_TCP, ANY)
+    about = struct.pack("=BBxxI", family, socket.IPPROTO_TCP, ANY)
     size = HEADER + len(about + ends)
     header = struct.pack("=IHHII", size, SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST, 0, 0)
     try:

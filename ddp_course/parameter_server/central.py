@@ -221,7 +221,7 @@ class Worker:
         group: the ranks; None are all.
 
     Attributes:
-        clock: how many gradients it has pushed.
+        clock: how many gradients it had pushed when it pulled.
         version: how many steps there are in the weights that it has.
 
     `pull` and `push` raise ServerGoneError.
@@ -261,7 +261,6 @@ class Worker:
         gradient = self.row.collect()
         self.ask(PUSH)
         self.give(gradient)
-        self.clock += 1
 
     def take(self) -> None:
         """Receive the weights."""

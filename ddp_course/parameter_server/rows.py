@@ -95,4 +95,3 @@ class RowWorker(Worker):
         """Send the gradients of these rows."""
         self.ask(PUSH)
         self.give(self.values.grad)
-        self.clock += 1

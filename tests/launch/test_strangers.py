@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ NOBODY = 65534
 AS_NOBODY = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
 AS_NOBODY += [sys.executable, "-I", "-c"]
 CONNECT = "import socket, sys, time; "
-CONNECT += "c = socket.create_connection(('127.0.0.1', sys.argv[1])); time.sleep(60)"
+CONNECT += "c = socket.create_connection(sys.argv[1:3]); time.sleep(60)"
 
 
 def another_user() -> bool:
@@ -40,21 +41,33 @@ def another_user() -> bool:
 pytestmark = pytest.mark.skipif(not another_user(), reason="nobody else is here")
 
 
-def test_a_connection_belongs_to_who_has_its_other_end():
-    with listening_socket() as listener:
-        address = listener.getsockname()
+@pytest.mark.parametrize(
+    ("host", "listen"),
+    [
+        ("127.0.0.1", listening_socket),
+        ("::1", partial(socket.create_server, ("::1", 0), family=socket.AF_INET6)),
+        ("127.0.0.1", partial(socket.create_server, ("", 0), dualstack_ipv6=True,
+                              family=socket.AF_INET6)),
+    ],
+    ids=["IPv4", "IPv6", "both"],
+)  # fmt: skip
+def test_a_connection_belongs_to_who_has_its_other_end(host, listen):
+    with listen() as listener:
+        address = host, listener.getsockname()[1]
         with socket.create_connection(address) as own, listener.accept()[0] as there:
-            assert far_user(own.getsockname(), own.getpeername()) == os.getuid()
+            for end in (own, there):
+                both = end.getsockname(), end.getpeername()
+                assert far_user(*both) == os.getuid()
+                assert both in connections()
             check_peers()
-            there.close()
-        command = [*AS_NOBODY, CONNECT, str(address[1])]
+        command = [*AS_NOBODY, CONNECT, *map(str, address)]
         with subprocess.Popen(command, cwd="/") as stranger, listener.accept()[0] as it:
             assert far_user(it.getsockname(), it.getpeername()) == NOBODY
             with pytest.raises(StrangerError, match="user id 65534"):
                 check_peers()
             check_peers(known=connections())
             stranger.kill()
-    assert far_user(("127.0.0.1", 1), ("127.0.0.1", 2)) is None  # nobody's
+    assert far_user((host, 1), (host, 2)) is None  # nobody's
 
 
 def met_by_a_stranger(late: float) -> None:
@@ -63,7 +76,7 @@ def met_by_a_stranger(late: float) -> None:
 
     class WithAStranger(module.ProcessGroupGloo):
         def __init__(self, *args, **options):
-            command = [*AS_NOBODY, CONNECT, str(listener.getsockname()[1])]
+            command = [*AS_NOBODY, CONNECT, *map(str, listener.getsockname())]
             subprocess.Popen(command, cwd="/")
             kept.append(listener.accept())  # as gloo does
             super().__init__(*args, **options)

@@ -6,6 +6,7 @@ import itertools
 import math
 import re
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -124,6 +125,8 @@ def test_a_silent_worker_may_come_back_and_another_joins_late():
     record, *turns = spawn(cases.slow_and_late, timeout=30)
     assert 2 in {event.worker for event in record.of("lost")}
     joined = [event.worker for event in record.of("join")]
+    told = [(event.kind, event.worker) for event in record.events]
+    assert [kind for kind, _ in told].index("pull") < told.index(("join", 3))
     assert set(joined) == {1, 2, 3} and joined.count(2) >= 2
     assert all(turn > 4 for turn in turns)
 
@@ -175,6 +178,13 @@ def test_who_waits_for_the_server_is_not_silent():
     server.book, server.lose = Book(ASYNCHRONOUS, [1]), None
     assert Server.do(server, lambda worker: server.heard[worker], 1) == math.inf
     assert 0 < server.heard[1] < math.inf
+    server.do, server.lose = partial(Server.do, server), partial(Server.lose, server)
+    server.book, server.heard[2] = Book(ASYNCHRONOUS, [1, 2]), 0.0  # it never came
+    server.book.join(1)
+    server.patience = 60.0
+    Server._strike_off_the_silent(server)
+    assert [event.kind for event in server.book.events] == ["join"]
+    assert server.book.may_pull(1)
 
 
 @pytest.mark.parametrize(
