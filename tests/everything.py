@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_course import collectives
+from ddp_course.communication_order import ScheduledDataParallel, priority
 from ddp_course.data import load_corpus
 from ddp_course.launch import device
 from ddp_course.model import GPTConfig, build_gpt
@@ -162,10 +163,25 @@ def divided(n: int) -> dict[str, Trained]:
     return own
 
 
+def scheduled() -> Trained:
+    """Train layer by layer, for two steps before there is an order, and two by it."""
+    model, losses = build_gpt(SMALL, seed=0).to(device()), []
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = ScheduledDataParallel(model, sgd, priority(4096))
+    for step in range(4):
+        x, y = (t.to(device()) for t in load_corpus().batch(step, 4, SMALL.block_size))
+        loss = wrapped(x, y)[1]
+        loss.backward()
+        wrapped.step()
+        losses.append(loss.item())
+    return losses, {name: t.cpu() for name, t in model.state_dict().items()}
+
+
 def everything(some: list[dict]) -> tuple[dict[str, list[Tensor]], dict[str, Trained]]:
     """Run it all on this rank: collectives, and training in `some` layouts."""
     n = dist.get_world_size()
     others = divided(n) if SMALL.n_head % n == 0 else {}
+    others["in order"] = scheduled()
     return all_collectives(), in_layouts(some) | others
 
 

@@ -108,7 +108,10 @@ class Policy:
             check_count("credit", self.credit)
 
     def choose(self, ready: Sequence[Piece]) -> Piece | None:
-        """Return the next of what is ready (longest ready first); None: not yet."""
+        """Return the next to be sent; None: nothing yet.
+
+        `ready` has the next piece of each layer that is ready, the last layer first.
+        """
         return min(ready) if self.priority else ready[0]
 
 
@@ -274,26 +277,34 @@ def _sends(
     launch: Real,
 ) -> Iterator[Timed]:
     """Hand over what is chosen, as long as there is credit; else let time pass."""
-    there, waiting = ready_times(layers), pieces_of(layers, policy.piece)
-    now = free = 0  # the link is free from then on
-    ends: list[Real] = []  # of what was handed over
+    there, now = ready_times(layers), 0
+    waiting: dict[int, list[tuple[Piece, Real]]] = {}  # by layer, the last one first
+    for piece, length in reversed(pieces_of(layers, policy.piece).items()):
+        waiting.setdefault(piece.layer, []).append((piece, length))
+    waiting = dict(reversed(waiting.items()))
+    free = 0  # the link is free from then on
+    under_way: list[Real] = []  # when that which was handed over will have been sent
     while waiting:
-        ready = [piece for piece in waiting if there[piece.layer] <= now]
-        under_way = [end for end in ends if end > now]
+        under_way = [end for end in under_way if end > now]
+        ready = [left[-1][0] for k, left in waiting.items() if there[k] <= now]
         chosen = None
         if ready and (policy.credit is None or len(under_way) < policy.credit):
             chosen = choose(ready)
         if chosen is not None:
+            _, length = waiting[chosen.layer].pop()
+            if not waiting[chosen.layer]:
+                del waiting[chosen.layer]
             start = max(free, now + launch)
-            free = start + each + waiting.pop(chosen)
-            ends.append(free)
+            free = start + each + length
+            under_way.append(free)
             yield Timed("send", *chosen, start, free, handed=now)
             continue
         later = [*under_way, *(time for time in there if time > now)]
         if not later:
             raise OrderError(
-                f"{policy.name}: after {now} nothing more is sent, and {len(waiting)} "
-                f"pieces wait for ever, {next(iter(waiting))} among them"
+                f"{policy.name}: after {now} nothing more is sent, and "
+                f"{sum(map(len, waiting.values()))} pieces wait for ever, "
+                f"{[*waiting.values()][0][-1][0]} among them"
             )
         now = min(later)
 

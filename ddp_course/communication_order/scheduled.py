@@ -68,8 +68,9 @@ class ScheduledDataParallel(nn.Module):
     that are used without their module's forward are waited for before the whole forward
     begins.
 
-    Made by all ranks together. On a GPU, where this was not run, moments are those of
-    its stream.
+    Made by all ranks together. Keep it as long as you train (its hooks go with it), and
+    `finish()` before you let it go: the last step may still be due. On a GPU, where
+    this was not run, moments are those of its stream.
 
     Args:
         module: the same on all ranks; rank 0's numbers are taken. Buffers stay each
@@ -270,7 +271,7 @@ class ScheduledDataParallel(nn.Module):
         own += [self.took["forward", bucket.index] for bucket in layers]
         own += [self.took["update", bucket.index] for bucket in layers]
         all_told = zip(*self.comm.exchange((*own, *self._link())), strict=True)
-        *told, each, per_byte = (Fraction(max(one)) for one in all_told)
+        *told, each, per_byte = (Fraction(f"{max(one):.12f}") for one in all_told)
         there, forward, update = (told[k * count : (k + 1) * count] for k in range(3))
         costs = [
             Layer(forward[k], before - after, bucket.flat.nbytes * per_byte, update[k])
@@ -298,7 +299,7 @@ class ScheduledDataParallel(nn.Module):
             return time.perf_counter() - start
 
         short, long = (min(seconds(n) for _ in range(3)) for n in (few, many))
-        return short, max(0.0, long - short) / (4 * many) or 1e-12
+        return short, max(0.0, long - short) / (4 * many) + 1e-12
 
     def _name_of(self, bucket: LiveBucket) -> str:
         return bucket.plan.parameters[0].rpartition(".")[0] or "the module itself"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,16 +13,20 @@ from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).parents[1] / "data_parallel"))
 from ddp_cases import Small, batch
+from sleeping import Sleep
 
-from ddp_course.collectives import tree
+from ddp_course.collectives import ring, tree
 from ddp_course.communication_order import (
     FIFO,
     WAIT_FOR_ALL,
+    NaiveScheduledDataParallel,
     ScheduledDataParallel,
     priority,
 )
+from ddp_course.communication_order.scheduled import problem_with
 from ddp_course.data_parallel.ddp import DistributedDataParallel
 from ddp_course.launch import spawn
+from ddp_course.measure import ByteMeter, SystemBytes
 
 OPTIMIZERS: dict[str, Callable] = {
     "momentum": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, weight_decay=0.1),
@@ -197,3 +202,143 @@ def test_equal_to_ddp_bit_by_bit_and_wrong_ones_are_not():
             assert is_equal == (kind == "ScheduledDataParallel" or hidden), (
                 f"{name}, {kind}, {size} ranks"
             )
+
+
+# ---- what is refused, and what goes wrong --------------------------------------------
+
+
+class Alike(nn.Module):
+    """Layers of one size, or of different ones; rank 1 is slower backward."""
+
+    def __init__(self, widths=(8, 8, 8, 8)) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.layers = nn.ModuleList(nn.Linear(width, 1) for width in widths)
+        self.without = False  # use the last layer's weight, but not its forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:-1]:
+            x = Sleep.apply(layer(x.expand(-1, layer.in_features)), 0.0, self.pause())
+        last, x = self.layers[-1], x.expand(-1, self.layers[-1].in_features)
+        return x @ last.weight.t() if self.without else last(x)
+
+    @staticmethod
+    def pause() -> float:
+        return 0.02 * dist.get_rank()
+
+
+def raised(function: Callable[[], object]) -> str:
+    """Return what an error says; "" if there is none."""
+    try:
+        function()
+    except (RuntimeError, TypeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def wrapped(kind=ScheduledDataParallel, model=None, policy=None, **how):
+    model = model or Alike()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    how = {"all_reduce": ring.all_reduce} | how
+    return kind(model, sgd, policy or priority(16), **how)
+
+
+def run(model: nn.Module, steps: int, x: Tensor | None = None) -> nn.Module:
+    x = torch.full((2, 1), 1.0 + dist.get_rank()) if x is None else x
+    for _ in range(steps):
+        model(x).sum().backward()
+        model.step()
+    return model
+
+
+def refused() -> dict[str, str]:
+    """Do what must not be done; return what is said."""
+    told, x = {}, torch.ones(2, 1)
+    model = run(wrapped(), 3)
+    model(x).sum().backward()
+    parameters, optimizer = list(model.parameters()), model.optimizer
+    told["clip"] = raised(lambda: nn.utils.clip_grad_norm_(parameters, 1.0))
+    told["step"] = raised(optimizer.step)
+    told["backward"] = raised(lambda: model.module(x).sum().backward())
+    model = run(wrapped(), 4)
+    model.module.without = True
+    told["without forward"] = raised(lambda: model(x))
+    told["copy"] = raised(lambda: copy.deepcopy(model))
+    lbfgs = torch.optim.LBFGS(parameters)
+    told["lbfgs"] = raised(lambda: ScheduledDataParallel(model.module, lbfgs))
+    differ = priority(16 + 16 * dist.get_rank())
+    told["differ"] = raised(lambda: wrapped(policy=differ))
+    model = run(wrapped(), 3)
+    if dist.get_rank() == 1:  # one rank skips a batch that it cannot read
+        told["alone"] = raised(lambda: model(torch.ones(2, 3, 5)))
+    told["went on"] = raised(lambda: run(model, 1))
+    sizes = Alike((8, 7, 6, 5))
+    told["disagree"] = raised(
+        lambda: run(wrapped(NaiveScheduledDataParallel, sizes, FIFO), 2)
+    )
+    return told
+
+
+def of_their_own() -> dict[str, object]:
+    """Return what training comes to, with an agreed order and without."""
+    right = run(wrapped(policy=FIFO), 4)
+    naive = run(wrapped(NaiveScheduledDataParallel, policy=FIFO), 4)
+    ring_model = run(wrapped(model=Alike((64000, 64000)), policy=priority(40000)), 3)
+    ring_model.finish()
+    with ByteMeter() as meter, SystemBytes() as system:
+        run(ring_model, 1).finish()
+    skipped = run(wrapped(policy=FIFO), 3)
+    bad = raised(lambda: skipped(torch.ones(2, 3, 5)))  # on all ranks
+    return {
+        "right": [*right.state_dict().values()],
+        "naive": [*naive.state_dict().values()],
+        "bytes": (meter.total_sent, system.written, meter.total_messages),
+        "skipped": (bool(bad), [*run(skipped, 1).state_dict().values()]),
+    }
+
+
+def both() -> tuple[dict, dict]:
+    return of_their_own(), refused()
+
+
+def test_ranks_that_disagree_are_wrong_and_what_cannot_be_is_refused():
+    ranks = spawn(both, world_size=2, output="none", timeout=40)
+    (told, _), (other, _) = ranks
+    assert same(told["right"], other["right"])
+    assert not same(told["naive"], told["right"])  # and nobody has said so
+    for own in (told, other):
+        assert same(own["skipped"], (True, told["right"]))
+        sent, written, messages = own["bytes"]
+        assert sent == 2 * (64000 + 1) * 4  # a ring of two sends what it adds
+        assert 0 <= written - sent <= 400 * messages < sent / 20
+    for _, words in ranks:
+        for name, part in {
+            "clip": "this gradient is still under way",
+            "step": "model.step(max_norm=...)",
+            "backward": "memory location",
+            "without forward": "layers.3.weight was used, but not by its module",
+            "copy": "cannot be copied or pickled",
+            "lbfgs": "LBFGS cannot step parameters one by one",
+            "differ": "the ranks differ. argument policy",
+            "went on": "forwards and backwards that ended in an error: 0 on rank 0",
+            "disagree": "the ranks do not call the same",
+        }.items():
+            assert part in words[name], (name, words[name])
+
+
+class Coupled(torch.optim.SGD):
+    """Steps all parameters by the norm of all gradients."""
+
+    def step(self, closure=None):
+        grads = [p.grad for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([grad.norm() for grad in grads]).norm()
+        for grad in grads:
+            grad.div_(norm)
+        super().step(closure)
+
+
+def test_optimizers_are_tried_out():
+    params = [nn.Parameter(torch.ones(3, 2))]
+    for make in (*OPTIMIZERS.values(), torch.optim.Muon, torch.optim.NAdam):
+        assert problem_with(make(params)) is None
+    assert "it made another step" in problem_with(Coupled(params, lr=0.0))
