@@ -470,7 +470,7 @@ def compressor_of(model: nn.Module, layout: Layout) -> EachRanks | None:
     """Return the states of all ranks' compressors: what each has yet to send."""
     if layout.compress is None:
         return None
-    return EachRanks(model.engine.ending.hook.state)
+    return EachRanks(model.ending.launch.state)
 
 
 def _without_wrappers(model: nn.Module) -> nn.Module:

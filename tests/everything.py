@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ddp_course import collectives
 from ddp_course.communication_order import ScheduledDataParallel, priority
+from ddp_course.compression.named import OF_AMOUNT, PLAIN
 from ddp_course.data import load_corpus
 from ddp_course.launch import device
 from ddp_course.model import GPTConfig, build_gpt
@@ -128,6 +129,8 @@ def layouts(n: int) -> list[dict]:
         stages = {name: n * (1 + (name == "interleaved")) for name in SCHEDULES}
         fits = [name for name in SCHEDULES if stages[name] <= SMALL.n_layer + 2]
         fit += [{"strategy": "pp", "schedule": name} for name in fits]
+        compressed = [*PLAIN, *(f"{name}:1" for name in OF_AMOUNT)]
+        fit += [{"strategy": "ddp", "compress": words} for words in compressed]
     return fit
 
 
