@@ -29,10 +29,11 @@ from ddp_course.local_sgd import (
     simulate,
     train_locally,
 )
-from ddp_course.measure import ByteMeter
+from ddp_course.measure import ByteMeter, SystemBytes
 from ddp_course.mechanisms.agreement import ReplicaError
 
 RANKS, STEPS, H = 4, 8, 3  # two averages, and two steps more
+WIDE = 8192  # outputs of what is metered: 5 * 4 bytes of parameters for each
 IN_ORDER = {"all_reduce": naive.all_reduce}  # which a simulation adds in, too
 
 
@@ -267,18 +268,18 @@ def as_pytorch() -> dict[str, Any]:
     return told | {"post-local, PyTorch's": copied(model)}
 
 
-def metered() -> dict[tuple[str, int], int]:
-    """Return the bytes that this rank sends in 6 steps."""
+def metered() -> dict[tuple[str, int], tuple[int, int]]:
+    """Return the bytes that this rank sends in 6 steps: by meter, by the system."""
     told = {}
     for outer in ("local", "diloco"):
         for every in (1, 3, 4):
             how = {"every": every, "all_reduce": ring.all_reduce}
-            local = wrapped(plain(), outer, **how)
-            with ByteMeter() as meter:
+            local = wrapped(nn.Linear(4, WIDE), outer, "sgd", **how)
+            with SystemBytes() as system, ByteMeter() as meter:
                 for step in range(6):
                     plain_loss(local.module, step).backward()
                     local.step()
-            told[outer, every] = meter.total_sent
+            told[outer, every] = meter.total_sent, system.written
     return told
 
 
