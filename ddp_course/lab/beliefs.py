@@ -123,6 +123,16 @@ BELIEFS: dict[str, dict[Guess, str]] = {
         12_458_880: "Weights go out to three workers, and gradients come back.",
         5_537_280: "That is what a ring of three sends from each rank.",
     },
+    # 14: 3 x 8 bytes x d / 100 against 2 x 3 / 4 x 4 d; 4 singular values of 144
+    "The largest 1 % of four ranks, against DDP's bytes": {
+        1: "The places travel, too; and all ranks' numbers come to all.",
+        2: "That would be so if an all-reduce could add them on the way.",
+        3: "A ring sends less than two gradients, too: 1.5 of them, with four ranks.",
+    },
+    "Of a layer's gradient, in the nearest matrix of rank 4": {
+        (2, 5): "So it is for random numbers; but the rows of a batch are alike.",
+        24: "So much is in as many of its largest numbers.",
+    },
     # 15: 8 of backward, 3 of one gradient, 4 of forward; on fast links all is hidden
     "A step in the best order of its gradients": {
         12: "That is computing alone: layer 0's gradient cannot be hidden by anything.",

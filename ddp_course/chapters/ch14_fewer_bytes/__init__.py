@@ -1,0 +1,1 @@
+"""Chapter 14: Must every gradient travel in every step?"""

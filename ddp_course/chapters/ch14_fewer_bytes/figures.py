@@ -1,0 +1,181 @@
+"""What travels of a gradient, how many bytes that is, and what it is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ddp_course.lab.draw.drawing import Drawing
+from ddp_course.lab.draw.plots import GRID, plot
+from ddp_course.lab.palette import INK, MUTED, PANEL_EDGE, WHOLE, rank_color
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+ROWS, COLUMNS, CELL = 6, 8, 14  # a gradient, and pixels of one of its numbers
+LARGE = ((0, 5), (2, 1), (3, 6), (5, 3))  # its largest numbers, as it were
+WAYS = {
+    "in full": "32 bits each",
+    "16 bits": "half of each",
+    "8 bits": "and a scale",
+    "a sign": "1 bit, and a scale",
+    "top-k": "numbers, and where",
+    "low rank": "two thin matrices",
+    "every 4th step": "weights, in full",
+}
+
+
+def what_travels() -> Drawing:
+    """Draw a gradient of 6 x 8 numbers, and what seven ways send of it. Chapter 14."""
+    wide, high = COLUMNS * CELL, ROWS * CELL
+    across, down = wide + 52, high + 66
+    d = Drawing(
+        4 * across + 8,
+        2 * down + 30,
+        title="What travels of a gradient",
+        description="; ".join(f"{name}: {what}" for name, what in WAYS.items()) + ".",
+    )
+    for k, (name, what) in enumerate(WAYS.items()):
+        with d.shifted(12 + k % 4 * across, 10 + k // 4 * down):
+            _draw_way(d, name)
+            d.text(wide / 2 + 6, high + 28, name, bold=True)
+            d.text(wide / 2 + 6, high + 46, what, size=12, fill=MUTED)
+    d.rect(12, 2 * down + 6, CELL, CELL, fill=INK)
+    d.text(12 + CELL + 8, 2 * down + 18, "travels", size=12, anchor="start")
+    d.rect(110, 2 * down + 6, CELL, CELL, fill="#FFFFFF", stroke=PANEL_EDGE)
+    d.text(110 + CELL + 8, 2 * down + 18, "stays", size=12, anchor="start")
+    return d
+
+
+def _draw_way(d: Drawing, name: str) -> None:
+    share = {"in full": 1.0, "16 bits": 1 / 2, "8 bits": 1 / 4, "a sign": 1 / 14}
+    if name == "every 4th step":
+        for step in range(4):
+            x, y = step % 2 * 66, step // 2 * 46
+            fill = INK if step == 3 else "#FFFFFF"
+            d.rect(x + 2, y, 58, 40, fill=fill, stroke=PANEL_EDGE)
+        return
+    for row in range(ROWS):
+        for column in range(COLUMNS):
+            x, y = 12 + column * CELL, 12 + row * CELL
+            d.rect(x, y, CELL, CELL, fill="#FFFFFF", stroke=PANEL_EDGE)
+            tall = CELL * share.get(name, name == "top-k" and (row, column) in LARGE)
+            if tall:
+                d.rect(x, y + CELL - tall, CELL, tall, fill=INK, stroke="none")
+    if name == "low rank":
+        d.rect(0, 12, 8, ROWS * CELL, fill=INK)
+        d.rect(12, 0, COLUMNS * CELL, 8, fill=INK)
+
+
+def bars(sent: Mapping[str, float], title: str) -> Drawing:
+    """Draw what each way sends, as a bar: name -> share of what DDP sends.
+
+    What is longer than DDP's bar, 1, is cut off, and says by how much.
+    """
+    left, unit, row = 130, 300, 26
+    d = Drawing(
+        left + unit + 150,
+        len(sent) * row + 40,
+        title=title,
+        description="Of the bytes that a rank sends in a step of DDP: "
+        + "; ".join(f"{name}: {share:.3g}" for name, share in sent.items()),
+    )
+    d.line((left + unit, 6), (left + unit, len(sent) * row + 10), dashed=True)
+    d.text(left + unit, len(sent) * row + 28, "what DDP sends", size=12)
+    for k, (name, share) in enumerate(sent.items()):
+        y, long = 10 + k * row, unit * min(share, 1.2)
+        d.text(left - 8, y + 14, name, anchor="end")
+        d.rect(left, y, max(long, 1), row - 8, fill=WHOLE if share <= 1 else MUTED)
+        says = f"{share:.2g}" if share < 100 else f"{share:.0f}"
+        d.text(left + long + 8, y + 14, says, anchor="start", size=12)
+    return d
+
+
+@plot
+def drift(
+    distances: Sequence[Sequence[float]], every: int, ylabel: str = "from the mean"
+) -> tuple[Figure, str]:
+    """Draw how far each replica is from the mean of all, step by step.
+
+    `distances[step][rank]`, measured after each step and before any average; the
+    replicas are averaged after every `every` steps, where a line stands.
+    """
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 3.2), layout="constrained")
+    steps = range(1, len(distances) + 1)
+    for rank, values in enumerate(zip(*distances, strict=True)):
+        look = {"color": rank_color(rank), "linewidth": 4.0 - rank, "marker": "."}
+        axes.plot(steps, values, label=f"rank {rank}", **look)
+    for step in range(every, len(distances) + 1, every):
+        axes.axvline(step + 0.5, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
+    axes.set(xlabel="step", ylabel=ylabel, ylim=(0, None))
+    axes.grid(axis="y", **GRID)
+    axes.legend(ncols=len(distances[0]), loc="lower right")
+    most = [max(row) for row in distances]
+    told = (
+        f"after step 1: {most[0]:.3g}, before the first average: {most[every - 1]:.3g}"
+    )
+    return figure, f"How far replicas are from their mean. The furthest, {told}."
+
+
+@plot
+def worth(points: Mapping[str, tuple[float, float]], base: str) -> tuple[Figure, str]:
+    """Draw losses against bytes: name -> (bytes that a rank sends in a step, loss).
+
+    `base` is the name whose loss is drawn as a line. Raises KeyError for no such name.
+    """
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7.2, 4.4), layout="constrained")
+    axes.axhline(points[base][1], color=PANEL_EDGE, linewidth=5)
+    for k, (name, (sent, loss)) in enumerate(
+        sorted(points.items(), key=lambda point: point[1])
+    ):
+        axes.plot([sent / 1e6], [loss], "o", color=INK, markersize=6)
+        way = 1 if k % 2 else -1
+        place = {"xytext": (0, way * 9), "textcoords": "offset points", "fontsize": 10}
+        va = "bottom" if way > 0 else "top"
+        axes.annotate(name, (sent / 1e6, loss), ha="center", va=va, **place)
+    axes.set(xlabel="sent by a rank in a step [MB]", ylabel="loss", xscale="log")
+    axes.margins(0.14)
+    marks = [m * 10.0**power for power in range(-3, 3) for m in (1, 2, 5)]
+    axes.set_xticks(marks, [f"{mark:g}" for mark in marks])
+    axes.minorticks_off()
+    sizes = [sent / 1e6 for sent, _ in points.values()]
+    axes.set_xlim(min(sizes) / 2, 2 * max(sizes))
+    axes.grid(**GRID)
+    told = [f"{name}: {sent:,.0f} bytes, {loss:.2f}"
+            for name, (sent, loss) in points.items()]  # fmt: skip
+    return figure, f"The loss against what is sent. {'; '.join(told)}."
+
+
+@plot
+def over_links(
+    losses: Mapping[str, Sequence[float]], links: Sequence[str], base: str
+) -> tuple[Figure, str]:
+    """Draw the loss after the same time, on each link: name -> a loss for each link.
+
+    `base` is drawn broad: who is above its line has lost.
+    """
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7.2, 4.4), layout="constrained")
+    ends = sorted(losses, key=lambda name: losses[name][-1])
+    low, high = (edge(x for y in losses.values() for x in y) for edge in (min, max))
+    gap, at = (high - low) / 22, low - 1
+    for k, name in enumerate(ends):
+        broad = {"color": PANEL_EDGE, "linewidth": 6}
+        thin = {"color": (INK, MUTED)[k % 2], "linewidth": 1.4}
+        thin["linestyle"] = ("-", (0, (5, 2)), (0, (1, 1.5)))[k % 3]
+        axes.plot(links, losses[name], marker=".", **(broad if name == base else thin))
+        at = max(losses[name][-1], at + gap)
+        axes.annotate(name, (len(links) - 0.96, at), va="center", fontsize=10)
+    axes.set(ylabel="loss", xlim=(-0.15, len(links) - 0.2))
+    axes.grid(axis="y", **GRID)
+    told = [f"{name}: {', '.join(f'{loss:.2f}' for loss in its)}"
+            for name, its in losses.items()]  # fmt: skip
+    return figure, f"The loss after the same time, on {links}. {'; '.join(told)}."
+
+
+IMAGES = {"14_fewer_bytes.svg": what_travels}

@@ -1,0 +1,53 @@
+"""Solutions of the exercises of chapter 14."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def my_memory(compress: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Add what was held back before, and keep what is held back now."""
+    memory: Tensor | None = None
+
+    def send(gradient: Tensor) -> Tensor:
+        nonlocal memory
+        wanted = gradient if memory is None else gradient + memory
+        sent = compress(wanted)
+        memory = wanted - sent
+        return sent
+
+    return send
+
+
+def my_topk_mean(gradient: Tensor, k: int) -> Tensor:
+    """Gather everybody's indices and values, and add each where it belongs."""
+    n, flat = dist.get_world_size(), gradient.flatten()
+    mine = flat.abs().topk(k).indices
+    indices = [torch.empty_like(mine) for _ in range(n)]
+    values = [torch.empty_like(flat[mine]) for _ in range(n)]
+    dist.all_gather(indices, mine)
+    dist.all_gather(values, flat[mine])
+    total = torch.zeros_like(flat)
+    for where, what in zip(indices, values, strict=True):
+        total[where] += what
+    return (total / n).view_as(gradient)
+
+
+def my_outer_step(
+    common: Sequence[Tensor],
+    replicas: Sequence[Sequence[Tensor]],
+    momentum: Sequence[Tensor],
+    lr: float,
+    mu: float,
+) -> None:
+    """Take the way back from the mean for a gradient, and step with Nesterov's."""
+    for here, there, velocity in zip(
+        common, zip(*replicas, strict=True), momentum, strict=True
+    ):
+        gradient = here - sum(there) / len(there)
+        velocity.mul_(mu).add_(gradient)
+        here.sub_(lr * (gradient + mu * velocity))

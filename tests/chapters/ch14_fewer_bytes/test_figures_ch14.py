@@ -1,0 +1,56 @@
+"""The figures of chapter 14."""
+
+from drawings import check_layout, no_texts_overlap, words
+
+from ddp_course.chapters.ch14_fewer_bytes.figures import (
+    LARGE,
+    bars,
+    drift,
+    over_links,
+    what_travels,
+    worth,
+)
+from ddp_course.lab.palette import INK, rank_color
+
+SHARES = {"16 bits": 0.5, "top-k": 4.0, "gathered": 1234.5}
+POINTS = {"DDP": (6e6, 2.3), "top-k": (2e5, 2.5), "local": (7.5e5, 2.31)}
+LOSSES = {"DDP": (2.3, 2.4, 2.9), "top-k": (2.5, 2.5, 2.51), "local": (2.3, 2.3, 2.3)}
+
+
+def test_what_travels():
+    check_layout(what_travels)
+    assert {"top-k", "two thin matrices", "travels", "stays"} <= set(
+        words(what_travels())
+    )
+    assert what_travels().svg().count(f'fill="{INK}"') > 3 * 48 + len(LARGE)
+
+
+def test_bars():
+    check_layout(lambda: bars(SHARES, "four ranks"))
+    told = bars(SHARES, "four ranks")
+    assert {"0.5", "4", "1234", "what DDP sends"} <= set(words(told))
+
+
+def test_drift():
+    (axes,) = drift([[0.1, 0.2], [0.3, 0.4], [0.1, 0.1], [0.2, 0.5]], 2).axes
+    ranks = [line for line in axes.lines if len(line.get_xdata()) == 4]
+    assert [line.get_color() for line in ranks] == [rank_color(0), rank_color(1)]
+    assert list(ranks[1].get_ydata()) == [0.2, 0.4, 0.1, 0.5]
+    averages = [line.get_xdata()[0] for line in axes.lines if line not in ranks]
+    assert averages == [2.5, 4.5]
+
+
+def test_what_it_is_worth():
+    no_texts_overlap(lambda: worth(POINTS, "DDP"))
+    (axes,) = worth(POINTS, "DDP").axes
+    dots = {tuple(map(float, line.get_xydata()[0])) for line in axes.lines[1:]}
+    assert dots == {(sent / 1e6, loss) for sent, loss in POINTS.values()}
+    assert {text.get_text() for text in axes.texts} == set(POINTS)
+
+
+def test_over_links():
+    no_texts_overlap(lambda: over_links(LOSSES, ["fast", "slow", "slower"], "DDP"))
+    (axes,) = over_links(LOSSES, ["fast", "slow", "slower"], "DDP").axes
+    drawn = sorted(tuple(map(float, line.get_ydata())) for line in axes.lines)
+    assert drawn == sorted(LOSSES.values())
+    assert max(line.get_linewidth() for line in axes.lines) == 6
