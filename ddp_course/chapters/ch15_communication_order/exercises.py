@@ -110,7 +110,7 @@ def check_my_least_time(answer: Answer) -> str:
 
 # ---- my_late_steps -------------------------------------------------------------------
 
-SIZES, RATE = (3, 2, 2, 3), 0.5  # of neighbouring layers; powers of 2: no rounding
+SIZES, RATE, MEAN = (3, 2, 2, 3), 0.5, 2.0  # of neighbouring layers; no rounding
 FROZEN = "2.bias"
 
 
@@ -154,7 +154,7 @@ class _Handle:
 
     def __init__(self, tensor: Tensor, name: str, log: list[Any]) -> None:
         self.tensor, self.name, self.log = tensor, name, log
-        self.mean = (tensor + 3) / 2  # another rank has 3
+        self.mean = torch.full_like(tensor, MEAN)
         tensor.fill_(torch.nan)
 
     def wait(self) -> None:
@@ -183,15 +183,15 @@ def check_my_late_steps(answer: Answer) -> str:
 
     answer(told.layers, told.optimizers, send)
     _judge_sent(told.log, sorted(names.values()))
-    _judge_values(told, -1, 2.0, "When your function returned")
+    _judge_values(told, -1, "When your function returned")
     x = torch.ones(1, SIZES[0])
     for number, layer in enumerate(told.layers):
         begin = len(told.log)
         x = Answer(answer.name, layer)(x)
         _judge_waits(told.log[begin:], number, names)
-        _judge_values(told, number, 2.0, f"When layer {number} ran")
+        _judge_values(told, number, f"When layer {number} ran")
     told.layers[0](torch.ones(1, SIZES[0]))
-    _judge_values(told, number, 2.0, "When layer 0 ran a second time")
+    _judge_values(told, number, "When layer 0 ran a second time")
     judge_ranks(REAL, _use, answer, worlds=(2,))
     return (
         "gradients are sent once, the first layer's first; each layer waits for its "
@@ -232,20 +232,15 @@ def _judge_waits(log: Sequence[str], number: int, names: dict[int, str]) -> None
     )
 
 
-def _judge_values(told: SimpleNamespace, last: int, mean: float, when: str) -> None:
+def _judge_values(told: SimpleNamespace, last: int, when: str) -> None:
     """Expect parameters of layers up to `last` after one step, of others before it."""
     for name, parameter in told.named.items():
         steps = int(name[0]) <= last and name != FROZEN
-        right = torch.full_like(parameter, 1 - RATE * mean * steps)
+        right, got = 1 - RATE * MEAN * steps, parameter.detach()
+        why = "after a step with the mean" if steps else "as its layer has not run yet"
         expect(
-            equal(parameter.detach(), right),
-            f"{when}, {name} was {parameter.detach().flatten()[0]:g}; expected "
-            f"{1 - RATE * mean * steps:g}, "
-            + (
-                "after one step with the mean of all ranks."
-                if steps
-                else "as before: its layer has not run yet."
-            ),
+            equal(got, torch.full_like(got, right)),
+            f"{when}, {name} was {got.flatten()[0]:g}; expected {right:g}, {why}.",
         )
 
 
@@ -253,7 +248,7 @@ REAL = {"right": "{why}"}
 
 
 def _use(my_late_steps: Callable) -> dict[str, Any]:
-    """On every rank: rank r has gradients of 1 + 2r, and their mean is 2."""
+    """On every rank: rank r has gradients of 1 + 2r."""
     told = _trained(1.0 + 2 * dist.get_rank())
 
     def send(tensor: Tensor) -> Any:
@@ -263,7 +258,7 @@ def _use(my_late_steps: Callable) -> dict[str, Any]:
     my_late_steps(told.layers, told.optimizers, send)
     nn.Sequential(*told.layers)(torch.ones(1, SIZES[0]))
     try:
-        _judge_values(told, len(SIZES), 2.0, "after a forward")
+        _judge_values(told, len(SIZES), "after a forward")
     except Exception as wrong:
         return {"right": False, "why": str(wrong)}
     return {"right": True, "why": ""}

@@ -28,7 +28,7 @@ POLICIES = ("wait for all", "forward layer by layer", "priority")
 
 def steps(
     played: Mapping[str, Played | Sequence[Timed]],
-    label: str = "time",
+    label: str = "time [any unit]",
     *,
     unit: float = 1.0,
     path: bool = False,
@@ -91,7 +91,8 @@ def step(
     ways = (WAIT_FOR_ALL, FIFO, priority(piece, credit))
     layers = [Layer(1, 2, send)] * len(LAYERS)
     way = dict(zip(POLICIES, ways, strict=True))[policy]
-    return steps({policy.capitalize(): simulate(layers, way)})
+    label = "time [a layer's forward = 1]"
+    return steps({policy.capitalize(): simulate(layers, way)}, label)
 
 
 def two_orders() -> Drawing:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from IPython.display import Markdown
 
 from ddp_course import theory
-from ddp_course.model import GPTConfig
+from ddp_course.model import GPT, GPTConfig
 
 NODE, LOCAL = 8, 8  # GPUs of a node; steps between two averages
 HEAD = ("way", "chapter", "keeps", "sends", "a rank waits", "take it if")
@@ -52,12 +53,17 @@ def looking_back(config: GPTConfig, gpus: int = 64, rows: int = 64) -> Markdown:
 def _rows(config: GPTConfig, gpus: int, rows: int) -> Iterator[tuple[Any, ...]]:
     """Yield name, chapter, bytes kept, bytes sent, and words."""
     psi = config.num_parameters
-    weights, states = 2 * psi, theory.model_states(psi, 1, precision="mixed").total
-    ring = theory.bytes_sent("all_reduce_ring", gpus)[0]
-    out = max(theory.bytes_sent("broadcast_naive", NODE))
+    states, weights = 16 * psi, 2 * psi  # in mixed precision, as chapter 06 counts
+    out = max(theory.bytes_sent("broadcast_naive", NODE)) * weights
     yield (
-        *("DP, threads", "04", states, out * weights),
-        *("for the first GPU, all the time", "no longer: DDP does the same, faster"),
+        *(
+            "DP, threads of a node",
+            "04",
+            states,
+            out,
+            "for the first GPU, all the time",
+        ),
+        "no longer: DDP does the same, faster",
     )
     for name, chapter, axes, waits, take in LAYOUTS:
         keeps, sends, bubble = numbers(config, gpus, rows, **axes)
@@ -65,21 +71,23 @@ def _rows(config: GPTConfig, gpus: int, rows: int) -> Iterator[tuple[Any, ...]]:
     server = theory.server_bytes(gpus, weights) / 1e9
     yield (
         *("a server's worker", "13", 2 * weights, weights),
-        f"for nobody but the server, whose link carries {server:,.0f} GB",
-        "workers are unequal, or of many rows few are touched",
+        f"for the server alone, whose link carries {server:,.0f} GB",
+        "workers are unequal, or of very many rows few are touched",
     )
-    yield (
-        *("DDP, 8 bits", "14", states, ring * psi),
-        *(DDP + ", half as long; and for packing", "links are slow, whatever you hide"),
-    )
-    yield (
-        *(f"local SGD, every {LOCAL} steps", "14", states, 2 * ring * weights / LOCAL),
-        *(f"every {LOCAL} steps, for weights", "links are slower still"),
-    )
-    yield (
-        *("DDP, first layers first", "15", states, ring * weights),
-        *("for each layer's own gradient", "sending is a little longer than backward"),
-    )
+    with torch.device("meta"):  # shapes alone
+        shapes = [parameter.shape for parameter in GPT(config).parameters()]
+    for name, method, memory in (("8 bits", "int8", 0), ("PowerSGD", "powersgd:4", 4)):
+        sends = theory.compressed_bytes(method, shapes, gpus)
+        waits = DDP + ", a shorter time; and for packing"
+        take = "links are slow, whatever you hide" + "; measure the loss" * (memory > 0)
+        yield f"DDP, {name}", "14", states + memory * psi, sends, waits, take
+    sends = theory.local_sgd_bytes(gpus, 4 * psi, LOCAL, LOCAL) / LOCAL
+    waits = f"every {LOCAL} steps, for weights"
+    take = "links are slower still; measure the loss"
+    yield f"local SGD, {LOCAL} steps", "14", states, sends, waits, take
+    _, sends, _ = numbers(config, gpus, rows)
+    waits, take = "for each layer's own gradient", "sending takes a little too long"
+    yield "DDP, first layers first", "15", states, sends, waits, take
 
 
 def numbers(

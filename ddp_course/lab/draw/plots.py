@@ -143,7 +143,8 @@ def curves(
         for x, y in measured.get(name, ()):
             axes.plot([x], [y], "o", color=INK, markersize=6)
             told.append(f"{name}, at {x:g}: {y:.3g}")
-    axes.plot([], [], "o", color=INK, label="measured")
+    if told:
+        axes.plot([], [], "o", color=INK, label="measured")
     axes.set(xlabel=xlabel, ylabel=ylabel)
     if log:
         axes.set_yscale("log")
@@ -151,4 +152,5 @@ def curves(
         axes.set_ylim(0, None)
     axes.grid(axis="y", **GRID)
     axes.legend(handlelength=3)
-    return figure, f"{ylabel} against {xlabel}. Measured: {'; '.join(told)}."
+    told = [f"Measured: {'; '.join(told)}."] if told else [*formulas]
+    return figure, f"{ylabel} against {xlabel}. {', '.join(told)}"

@@ -10,7 +10,9 @@ from ddp_course.chapters.ch15_communication_order.figures import (
     steps,
     two_orders,
 )
+from ddp_course.chapters.ch15_communication_order.ways import looking_back
 from ddp_course.communication_order import WAIT_FOR_ALL, priority, simulate
+from ddp_course.model import GPTConfig
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -38,3 +40,16 @@ def test_what_the_steps_say():
     assert alone.description.startswith("events: 150 in all.")
     with pytest.raises(ValueError, match="no steps"):
         steps({})
+
+
+def test_all_ways_in_one_table():
+    config = GPTConfig(1000, 64, n_layer=14, n_head=16, d_model=1024)
+    lines = looking_back(config, gpus=64, rows=64).data.splitlines()[2:]
+    rows = {row[1]: row[2:] for row in ([*map(str.strip, r.split("|"))] for r in lines)}
+    keeps, sends = ({n: float(r[k][:-3]) for n, r in rows.items()} for k in (1, 2))
+    gigabyte = config.num_parameters / 1e9
+    assert keeps["ZeRO-3, FSDP"] < keeps["ZeRO-2"] < keeps["ZeRO-1"] < 16 * gigabyte
+    assert sends["ZeRO-1"] == sends["DDP, mixed precision"] == sends["ZeRO-2"]
+    assert abs(sends["ZeRO-3, FSDP"] / sends["ZeRO-1"] - 1.5) < 0.2
+    assert sends["DDP, PowerSGD"] < sends["DDP, 8 bits"] < sends["ZeRO-1"]
+    assert "bubble: 47%" in rows["pp over nodes, dp"][3]

@@ -91,25 +91,31 @@ def without_its_own_forward(forward, backward, send):
 # my_late_steps
 
 
+def sent(layer, send):
+    return [send(p.grad) for p in layer.parameters() if p.requires_grad]
+
+
+def arrival(handles, optimizer):
+    def arrive(*_):
+        for handle in handles:
+            handle.wait()
+        optimizer.step()
+
+    return arrive
+
+
 def waits_at_once(layers, optimizers, send):
     for layer, optimizer in zip(layers, optimizers, strict=True):
-        for p in layer.parameters():
-            if p.grad is not None:
-                send(p.grad).wait()
-        optimizer.step()
+        arrival(sent(layer, send), optimizer)()
 
 
 def the_first_layer_waits_for_all(layers, optimizers, send):
-    handles = [
-        send(p.grad) for layer in layers for p in layer.parameters() if p.requires_grad
-    ]
+    handles = [handle for layer in layers for handle in sent(layer, send)]
 
     def arrive(*_):
         hook.remove()
-        for handle in handles:
-            handle.wait()
         for optimizer in optimizers:
-            optimizer.step()
+            arrival(handles, optimizer)()
 
     hook = layers[0].register_forward_pre_hook(arrive)
 
@@ -120,61 +126,34 @@ def as_backward_made_them(layers, optimizers, send):
 
 def steps_at_every_forward(layers, optimizers, send):
     for layer, optimizer in zip(layers, optimizers, strict=True):
-        handles = [send(p.grad) for p in layer.parameters() if p.requires_grad]
-
-        def arrive(*_, handles=handles, optimizer=optimizer):
-            for handle in handles:
-                handle.wait()
-            optimizer.step()
-
-        layer.register_forward_pre_hook(arrive)
+        layer.register_forward_pre_hook(arrival(sent(layer, send), optimizer))
 
 
 def after_the_layer_has_run(layers, optimizers, send):
     """A forward hook, not a pre-hook: the layer runs with old parameters."""
     for layer, optimizer in zip(layers, optimizers, strict=True):
-        handles = [send(p.grad) for p in layer.parameters() if p.requires_grad]
-
-        def arrive(*_, handles=handles, optimizer=optimizer):
-            for handle in handles:
-                handle.wait()
-            optimizer.step()
-
-        layer.register_forward_hook(arrive)
+        layer.register_forward_hook(arrival(sent(layer, send), optimizer))
 
 
 def steps_without_waiting(layers, optimizers, send):
     for layer, optimizer in zip(layers, optimizers, strict=True):
-        for p in layer.parameters():
-            if p.requires_grad:
-                send(p.grad)
-        layer.register_forward_pre_hook(lambda *_, its=optimizer: its.step())
+        sent(layer, send)
+        layer.register_forward_pre_hook(arrival([], optimizer))
 
 
 def the_last_layers_handles_for_all(layers, optimizers, send):
     """A closure sees its loop's variables as they are at the end."""
     for layer, optimizer in zip(layers, optimizers, strict=True):
-        handles = [send(p.grad) for p in layer.parameters() if p.requires_grad]
-
-        def arrive(*_):
-            for handle in handles:  # noqa: B023
-                handle.wait()
-            optimizer.step()  # noqa: B023
-
-        layer.register_forward_pre_hook(arrive)
+        handles = sent(layer, send)
+        layer.register_forward_pre_hook(lambda *_: arrival(handles, optimizer)())  # noqa: B023
 
 
 def sends_when_it_is_needed(layers, optimizers, send):
     """Nothing travels while anything is computed."""
     for layer, optimizer in zip(layers, optimizers, strict=True):
-
-        def arrive(layer, _, optimizer=optimizer):
-            for p in layer.parameters():
-                if p.requires_grad:
-                    send(p.grad).wait()
-            optimizer.step()
-
-        layer.register_forward_pre_hook(arrive)
+        layer.register_forward_pre_hook(
+            lambda layer, _, its=optimizer: arrival(sent(layer, send), its)()
+        )
 
 
 def weights_only(layers, optimizers, send):
