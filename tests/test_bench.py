@@ -29,6 +29,7 @@ NAMES = [
     "ddp",
     "launch",
     "models",
+    "order",
     "pp",
     "precision",
     "tp",

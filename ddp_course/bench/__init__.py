@@ -10,6 +10,7 @@
     tp              a training step under our tensor parallelism beside PyTorch's
     pp              a training step under our pipeline beside PyTorch's, and bubbles
     async_          a parameter server beside its formulas, bare messages and rpc
+    order           priority over our DDP on slow links, beside what was simulated
     precision       a training step in 16 bits, ours beside PyTorch's
     models          fifty small models under every strategy, beside one process
     launch          `spawn` beside `torch.multiprocessing.spawn`

@@ -4,6 +4,7 @@
     judge       is it legal, what holds it up, is there a better order?
     pieces      an ending of the engine: gradients leave in pieces, by an agreed order
     scheduled   ScheduledDataParallel: the next forward begins layer by layer
+    waiting     layers that wait for stated times, to lay the one beside the other
     naive       the same without an agreement, and what comes of it
 
 Formulas are in `theory.ordering`. Chapter 15.
@@ -29,4 +30,5 @@ from ddp_course.communication_order.schedule import (
     simulate,
 )
 from ddp_course.communication_order.scheduled import ScheduledDataParallel, recorded
+from ddp_course.communication_order.waiting import Waiting
 from ddp_course.theory import Layer

@@ -1,0 +1,129 @@
+"""Priority over our DDP, on slow links: what an order wins, beside what was simulated.
+
+Four ranks, a ring over links of 100 MB/s, as both have them. Layers that wait for
+stated times show the order alone; the GPT computes, which takes other times on every
+rank. What was simulated is told from the times of the first steps (`planned`): a step
+by the order over a step that waits for all. Chapter 15.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from ddp_course.bench import steps
+from ddp_course.bench.turns import Pair, Row, Told, row, rows_of, slowest
+from ddp_course.collectives import ring
+from ddp_course.communication_order import (
+    WAIT_FOR_ALL,
+    Policy,
+    ScheduledDataParallel,
+    Waiting,
+    priority,
+    simulate,
+)
+from ddp_course.data import load_corpus
+from ddp_course.data_parallel import DistributedDataParallel
+from ddp_course.launch import Link, Links, spawn
+from ddp_course.model import GPT, build_gpt
+
+ABOUT = "A step by priority over a step of our DDP, on links of 100 MB/s."
+DDP, GAIN, SIMULATED = "ddp", "gain", "simulated"
+RANKS, LINKS = 4, Links(inside=Link(0.0, 100e6))
+POLICIES: dict[str, Policy] = {
+    "wait for all": WAIT_FOR_ALL,
+    "whole layers": priority(),
+    "pieces": priority(1 << 20),
+}
+PAIRS = (
+    *(Pair(name, DDP) for name in POLICIES),
+    *(Pair(f"{GAIN}, {name}", SIMULATED, 1.05) for name in ("whole layers", "pieces")),
+)
+LAYERS = [(0.03, 0.05, 4 << 20)] * 6  # each is sent in 63 ms
+CASES: dict[str, tuple[float, Callable[[], nn.Module]]] = {  # MiB of a bucket; a model
+    "layers that wait": (1, partial(Waiting, LAYERS)),
+    "GPT 1m": (0.5, partial(build_gpt, "1m")),
+}
+
+
+def bench(quick: bool) -> Iterator[Row]:
+    """Yield for each case a row for each policy, and what was simulated beside two."""
+    for case, (bucket, make) in CASES.items():
+        turns = 3 if quick else 12
+        run = partial(spawn, world_size=RANKS, links=LINKS, output="none", device="cpu")
+        all_told, gains = zip(*run(side_by_side, make, bucket, turns), strict=True)
+        yield from rows_of("order", case, PAIRS, [*all_told], ranks=RANKS)
+        times, _ = slowest([*all_told])
+        for pair in (pair for pair in PAIRS if pair.beside == SIMULATED):
+            name = pair.variant.removeprefix(f"{GAIN}, ")
+            ratios = sorted(a / b for a, b in zip(times[name], times[DDP], strict=True))
+            words = f"{case}, {pair.variant} beside {SIMULATED}"
+            measured, told = ratios[len(ratios) // 2], gains[0][name]
+            named = {"variant": pair.variant, "beside": SIMULATED, "ranks": RANKS}
+            yield row("order", words, "ratio", measured, told, **named)
+
+
+# ---- on the ranks --------------------------------------------------------------------
+
+
+def side_by_side(
+    make: Callable[[], nn.Module], bucket: float, turns: int
+) -> tuple[Told, dict[str, float]]:
+    """Return the times of all contenders, and the gains that were simulated."""
+    model, optimizer = steps.with_adamw(make())
+    how = {"all_reduce": ring.all_reduce}
+    ddp = DistributedDataParallel(model, bucket_cap_mb=bucket, **how)
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    ways = {DDP: stepping(ddp, step, batch_of(model))}
+    scheduled = {}
+    for name, policy in POLICIES.items():
+        model, optimizer = steps.with_adamw(make())
+        layers = model.blocks if isinstance(model, GPT) else ()
+        own = ScheduledDataParallel(model, optimizer, policy, layers=layers, **how)
+        scheduled[name] = own
+        ways[name] = stepping(own, own.step, batch_of(model))
+    steps.together(ways, 3, math.inf, 1)  # until there is an order
+    told = steps.together(ways, turns, 60.0, 1)
+    gains = {}
+    for name, own in scheduled.items():
+        own.finish()
+        waited = simulate(own.planned.layers, WAIT_FOR_ALL, each=own.planned.each)
+        gains[name] = float(own.planned.step_time / waited.step_time)
+    return told, gains
+
+
+def batch_of(model: nn.Module) -> tuple[Tensor, ...]:
+    """Return what the model is called with: for a GPT two rows of tokens, and targets.
+
+    The same on all ranks: nothing depends on the numbers.
+    """
+    if not isinstance(model, GPT):
+        return (torch.ones(1),)
+    return load_corpus().batch(0, 2, model.config.block_size)
+
+
+def stepping(
+    model: nn.Module, step: Callable[[], None], batch: tuple[Tensor, ...]
+) -> Callable[[], None]:
+    """Return what does backward, step and the next forward: a step that is complete."""
+
+    def forward() -> Tensor:
+        output = model(*batch)
+        return output[1] if isinstance(output, tuple) else output
+
+    losses = [forward()]
+
+    def once() -> None:
+        losses.pop().backward()
+        step()
+        losses.append(forward())
+
+    return once
