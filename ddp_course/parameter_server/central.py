@@ -160,7 +160,9 @@ class Server:
     def pull(self, worker: int) -> tuple[int, int, int]:
         """Wait until this worker may have the weights; copy them, whole, for it."""
         book = self.book
-        self.changed.wait_for(lambda: book.done or book.may_pull(worker))
+        self.changed.wait_for(lambda: self.error or book.done or book.may_pull(worker))
+        if self.error is not None:
+            raise self.error
         if book.done:
             return DONE, book.clock[worker], book.version
         self.copy(worker)
@@ -221,7 +223,7 @@ class Worker:
         group: the ranks; None are all.
 
     Attributes:
-        clock: how many gradients it had pushed when it pulled.
+        clock: how many gradients it has pushed.
         version: how many steps there are in the weights that it has.
 
     `pull` and `push` raise ServerGoneError.
@@ -261,6 +263,7 @@ class Worker:
         gradient = self.row.collect()
         self.ask(PUSH)
         self.give(gradient)
+        self.clock += 1
 
     def take(self) -> None:
         """Receive the weights."""

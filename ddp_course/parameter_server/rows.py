@@ -59,8 +59,8 @@ class RowServer(Server):
         rows = torch.cat([self.given[worker] for worker in taken])
         values = torch.cat([self.arrived[worker] for worker in taken]) / len(taken)
         with torch.sparse.check_sparse_tensor_invariants():
-            sparse = torch.sparse_coo_tensor(rows[None], values, self.table.shape)
-            self.table.grad = sparse.coalesce()
+            size = self.table.shape
+            self.table.grad = torch.sparse_coo_tensor(rows[None], values, size)
             self.optimizer.step()
 
 
@@ -95,3 +95,4 @@ class RowWorker(Worker):
         """Send the gradients of these rows."""
         self.ask(PUSH)
         self.give(self.values.grad)
+        self.clock += 1

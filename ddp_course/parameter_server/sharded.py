@@ -72,7 +72,7 @@ class ShardedServer:
         groups = [dist.new_group(**new) for _ in range(size)]
         parts = self.row.parts(size)
         self.own = parts[self.rank]
-        shard = nn.Parameter(self.own.weights.clone())
+        shard = nn.Parameter(self.own.weights)
         optimizer = optimizer_class([shard], **defaults)
         more = {"workers": range(size), "group": groups[self.rank], **(more or {})}
         self.server = Server([shard], optimizer, rule, **more)

@@ -60,8 +60,9 @@ def run(case: dict, kind=Server) -> object:
     if rank in case.get("workers", [rank]):
         with WORKERS.get(kind, Worker)(model.parameters()) as worker:
             while worker.pull():
-                gradient(model, rank, worker.clock)
+                gradient(model, rank, before := worker.clock)
                 worker.push()
+                assert worker.clock == before + 1
     return None
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_course.launch import Link, Links, spawn
+from ddp_course.launch import Link, Links, RankError, spawn
 from ddp_course.measure import ByteMeter
 from ddp_course.mechanisms.elementwise import NotElementwiseError
 from ddp_course.parameter_server import (
@@ -38,6 +38,7 @@ def sharded(rule, kind=ShardedServer):
         server.pull()
         first = meter.report().total_sent  # the weights that all have already
         for clock in range(STEPS):
+            model.zero_grad()  # as people do: gradients are elsewhere, then
             cases.gradient(model, rank, clock)
             server.push()
             server.pull()
@@ -125,6 +126,26 @@ def test_an_optimizer_of_whole_tensors_is_refused():
             ShardedServer([weight], WholeNorm, lr=0.1)
 
     spawn(refused, world_size=1)
+
+
+@pytest.mark.parametrize("last", [1, 2])  # what rank 0 hears in `pull`, and in `leave`
+def test_a_step_that_fails_in_a_shard_ends_the_run(last):
+    def fails():
+        def after_step(version):
+            if dist.get_rank() == 0 and version == last:
+                raise RuntimeError("of the optimizer")
+
+        weight, more = nn.Parameter(torch.ones(4)), {"after_step": after_step}
+        how = {"rule": SYNCHRONOUS, "more": more, "lr": 0.1}
+        server = ShardedServer([weight], torch.optim.SGD, **how)
+        for _ in range(2):
+            server.pull()
+            time.sleep(0.3 * dist.get_rank())  # rank 0 waits already
+            server.push()
+        server.leave()
+
+    with pytest.raises(RankError, match="rank 0: RuntimeError: of the optimizer"):
+        spawn(fails, world_size=2, timeout=20, output="none")
 
 
 def test_hogwild_loses_little_and_all_see_the_same():
