@@ -20,7 +20,8 @@ torch.distributed.algorithms.model_averaging. Chapter 14.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -132,6 +133,8 @@ class LocalSGD:
     is none of the module's. Chapter 14.
     """
 
+    told: Mapping[str, Any] = MappingProxyType({})  # to be the same on all ranks, too
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -141,7 +144,6 @@ class LocalSGD:
         warmup: int = 0,
         group: Group = None,
         all_reduce: AllReduce = dist.all_reduce,
-        **told: Any,
     ) -> None:
         for name, value, least in (("every", every, 1), ("warmup", warmup, 0)):
             if type(value) is not int or value < least:
@@ -151,7 +153,7 @@ class LocalSGD:
         self.group, self.all_reduce = group, all_reduce
         self.trained = [p for p in module.parameters() if p.requires_grad]
         if dist.is_initialized():
-            told |= {"every": every, "warmup": warmup}
+            told = {"every": every, "warmup": warmup, **self.told}
             start_as_replicas(module, group, self._problem(), **told)
             self.groups = (group,)  # a scaler asks whether any of them has an inf
         self.frozen = Frozen(module)
@@ -197,13 +199,14 @@ class LocalSGD:
     def average(self) -> None:
         """Meet the other ranks, which all call this. Raises NotAveragedError."""
         try:
-            self.meet(means(self.place(), self.group, self.all_reduce))
+            mean = means(self.place(), self.group, self.all_reduce)
         except RuntimeError as error:
             raise NotAveragedError(
                 f"the ranks could not be averaged after step {self.steps}: a rank is "
                 "gone, or late. This one's parameters are its own, as they were: save "
                 f"them, or go on from a checkpoint ({error})"
             ) from error
+        self.meet(mean)
 
     def place(self) -> list[Tensor]:
         """Return what is averaged."""
@@ -266,10 +269,11 @@ class DiLoCo(LocalSGD):
         nesterov: bool = True,
         **options: Any,
     ) -> None:
-        outer = {"lr": lr, "momentum": momentum, "nesterov": nesterov and momentum > 0}
-        super().__init__(optimizer, module, every, **options, **outer)
+        nesterov = nesterov and momentum > 0
+        self.told = {"lr": lr, "momentum": momentum, "nesterov": nesterov}
+        super().__init__(optimizer, module, every, **options)
         self.common = [p.detach().clone() for p in self.trained]
-        self.outer = SGD(self.common, **outer)
+        self.outer = SGD(self.common, **self.told)
 
     @torch.no_grad()
     def begin(self) -> None:
