@@ -3,8 +3,8 @@
 `Exchange` makes them of this course's collectives. `play` lets N compressors run in N
 threads of one process, where a collective is a list and a barrier: the same numbers,
 bit by bit, as N ranks get if their all-reduce adds in the order of the ranks (as
-`collectives.naive` does; with two ranks every all-reduce does). So whoever wants loss
-curves and not milliseconds needs no ranks. Chapter 14.
+`naive.through_rank_0` does; with two ranks every all-reduce does). So whoever wants
+loss curves and not milliseconds needs no ranks. Chapter 14.
 """
 
 from __future__ import annotations

@@ -1,0 +1,240 @@
+"""Every compressor: the formula's bytes, the numbers of one process; and plants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_course.collectives import naive
+from ddp_course.compression import (
+    Compressor,
+    ErrorFeedback,
+    Exchange,
+    Int8,
+    PowerSGD,
+    RandomK,
+    Sign,
+    SixteenBits,
+    TopK,
+    compressor,
+    play,
+)
+from ddp_course.compression import powersgd as powersgd_module
+from ddp_course.compression.hook import as_bytes
+from ddp_course.launch import spawn
+from ddp_course.measure import ByteMeter, SystemBytes
+from ddp_course.mechanisms.comm_hook import GradBucket
+from ddp_course.theory import compressed_bytes
+
+SHAPES = [(37, 29), (), (5, 4, 3), (11,), (64, 33), (37, 29)]  # nothing divides by 3
+STEPS, RANKS = 3, 3
+ALL = ("fp16", "bf16", "int8", "int8:32", "sign", "topk:0.02", "randomk:0.02")
+ALL += ("powersgd:1", "powersgd:3")
+
+
+def made(words: str, exchange: Exchange | None = None) -> Compressor:
+    """Return a compressor by its name in `theory`, which knows blocks, too."""
+    if words == "int8:32":
+        return Int8(32, exchange)
+    return compressor(words, exchange)
+
+
+def gradients(rank: int, step: int) -> list[Tensor]:
+    seeded = torch.Generator().manual_seed(100 * rank + step)
+    return [torch.randn(shape, generator=seeded) for shape in SHAPES]
+
+
+def bucket_of(own: list[Tensor]) -> GradBucket:
+    flat = torch.cat([g.reshape(-1) for g in own])
+    parts = flat.split([g.numel() for g in own])
+    views = [part.view(g.shape) for part, g in zip(parts, own, strict=True)]
+    return GradBucket(0, flat, own, views, last=True)
+
+
+def as_ranks(make: Callable[[], Compressor]) -> tuple[list[Tensor], list[int]]:
+    """Average on this rank; return the means, and bytes by meter and by the system."""
+    one, found = make(), []
+    for step in range(STEPS):
+        bucket = bucket_of(gradients(dist.get_rank(), step))
+        with ByteMeter() as meter, SystemBytes() as system:
+            mean = one.mean(bucket)
+        found.append(mean.clone())
+    # gloo's own: 48 bytes for each message, and 48 that say a receiver is ready.
+    headers = 48 * 2 * sum(meter.messages.values())
+    return found, [meter.total_sent, system.written - headers]
+
+
+def as_one(make: Callable[[], Compressor], ranks: int = RANKS) -> list[Tensor]:
+    """Average in one process that plays all ranks, which must get the same bits."""
+    those, found = [make() for _ in range(ranks)], []
+    for step in range(STEPS):
+        means = play(those, [gradients(rank, step) for rank in range(ranks)])
+        flat = [torch.cat([g.reshape(-1) for g in mean]) for mean in means]
+        assert all(torch.equal(flat[0], other) for other in flat[1:])
+        found.append(flat[0])
+    return found
+
+
+def job() -> dict[str, tuple]:
+    told = {}
+    for words in ALL:
+        in_order = Exchange(all_reduce=naive.through_rank_0)  # adds as `play` does
+        means, _ = as_ranks(partial(made, words, in_order))
+        told[words] = means, as_ranks(partial(made, words))[1]
+    return told
+
+
+def test_bytes_are_the_formula_and_numbers_those_of_one_process():
+    told = spawn(job, world_size=RANKS, output="none")
+    for words in ALL:
+        right = as_one(partial(made, words))
+        for rank, (means, (metered, written)) in enumerate(t[words] for t in told):
+            assert all(map(torch.equal, means, right)), words
+            formula = compressed_bytes(words, SHAPES, RANKS, rank)
+            assert metered == formula, (words, rank)
+            assert 0 <= written - formula < 400, (words, rank, written, formula)
+
+
+# ---- what is lost --------------------------------------------------------------------
+
+
+def lost(make: Callable[[], Compressor], ranks: int = 2) -> list[float]:
+    """Return |sum of means - sum of true means| / |one gradient|, after each step."""
+    those, off, found = [make() for _ in range(ranks)], 0, []
+    for step in range(12):
+        own = [gradients(rank, step) for rank in range(ranks)]
+        flat = [torch.cat([g.reshape(-1) for g in each]) for each in own]
+        mean = torch.cat([g.reshape(-1) for g in play(those, own)[0]])
+        off = off + mean - torch.stack(flat).mean(0)
+        found.append(float(off.norm() / flat[0].norm()))
+    return found
+
+
+def test_with_feedback_what_is_lost_is_what_the_memories_hold():
+    """The sum of all that was sent is that of all gradients, less the last errors."""
+    for words in ("sign", "topk:0.1", "randomk:0.1", "powersgd:2"):
+        those, sums = [made(words) for _ in range(2)], []
+        for step in range(6):
+            own = [gradients(rank, step) for rank in range(2)]
+            true = sum(torch.cat([g.reshape(-1) for g in each]) for each in own) / 2
+            mean = torch.cat([g.reshape(-1) for g in play(those, own)[0]])
+            sums.append(true - mean)
+        errors = sum(one.feedback.memory[0] for one in those) / 2
+        assert torch.allclose(sum(sums), errors, atol=1e-4), words
+
+
+def test_feedback_bounds_what_is_lost_and_an_error_memory_that_forgets_does_not():
+    class Forgets(ErrorFeedback):
+        def add(self, bucket, gradient):
+            return gradient.clone()
+
+    def planted():
+        one = Sign()
+        one.feedback = Forgets()
+        return one
+
+    with_it, without, wrong = map(lost, (Sign, partial(Sign, feedback=False), planted))
+    assert with_it[-1] < 2 * with_it[3]
+    assert without[-1] > 1.5 * with_it[-1]
+    assert wrong == without
+
+
+def test_bias_and_its_absence():
+    """Random-k without feedback is right on average; top-k and sign are not."""
+    own = [gradients(rank, 0) for rank in range(2)]
+    true = sum(torch.cat([g.reshape(-1) for g in each]) for each in own) / 2
+
+    def far(make, times):
+        those = [make() for _ in range(2)]
+        drawn = [
+            torch.cat([g.reshape(-1) for g in play(those, own)[0]])
+            for _ in range(times)
+        ]
+        return float((torch.stack(drawn).mean(0) - true).norm() / true.norm())
+
+    unbiased = partial(RandomK, 0.25, feedback=False)
+    assert far(unbiased, 300) < 0.2 < 1.2 < far(unbiased, 1)  # as 1 / root of times
+    assert far(partial(TopK, 0.25, feedback=False), 3) > 0.3
+    assert far(partial(Sign, feedback=False), 3) > 0.3
+    assert far(Int8, 1) < 0.02
+    assert far(SixteenBits, 1) < 0.001
+
+
+# ---- plants --------------------------------------------------------------------------
+
+
+class OwnScale(Sign):
+    """Plant: the scale of one rank is used for all."""
+
+    def decode(self, sent, like):
+        self.first = getattr(self, "first", None)
+        self.first = sent[-4:] if self.first is None else self.first
+        return super().decode(torch.cat([sent[:-4], self.first]), like)
+
+
+class OwnOrder(TopK):
+    """Plant: indices are sorted, and the values stay in their old order."""
+
+    def encode(self, v, index):
+        k = round(self.density * v.numel())
+        where = v.abs().topk(k).indices
+        return as_bytes(where.sort().values.to(torch.int32), v[where])
+
+
+class NoMean(SixteenBits):
+    """Plant: the sum is taken for the mean."""
+
+    def mean(self, bucket):
+        return super().mean(bucket) * self.exchange.size
+
+
+PLANTS = {
+    "sign": OwnScale,
+    "topk:0.02": partial(OwnOrder, 0.02),
+    "fp16": NoMean,
+}
+
+
+@pytest.mark.parametrize("words", PLANTS)
+def test_a_wrong_compressor_is_seen(words):
+    """By what it gives after three steps; ranks that differ are seen by `as_one`."""
+    right = as_one(partial(made, words))
+    try:
+        wrong = as_one(PLANTS[words])
+    except AssertionError:
+        return
+    assert not all(map(torch.equal, wrong, right))
+
+
+def test_powersgd_that_orthogonalises_on_one_rank_is_seen(monkeypatch):
+    right = as_one(partial(PowerSGD, 2))
+    plain, calls = powersgd_module.orthonormal, []
+
+    def now_and_then(matrices):
+        calls.append(1)
+        return plain(matrices) if len(calls) % 2 else matrices
+
+    monkeypatch.setattr(powersgd_module, "orthonormal", now_and_then)
+    with pytest.raises(AssertionError):
+        wrong = as_one(partial(PowerSGD, 2))
+        assert all(map(torch.equal, wrong, right))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TopK(0), "density is 0; it must be above 0, and at most 1"),
+        (lambda: RandomK(True), "density is True; it must be a number"),
+        (lambda: PowerSGD(0), "rank is 0; it must be a whole number, 1 or more"),
+        (lambda: Int8(block=2.5), "block is 2.5; it must be a whole number above 0"),
+        (lambda: SixteenBits(torch.float32), "must be float16 or bfloat16"),
+    ],
+)
+def test_what_cannot_be_is_told(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
