@@ -49,14 +49,14 @@ def answers(*agents: subprocess.Popen) -> list[str]:
     return "".join(out for out, _ in told).splitlines()
 
 
+@pytest.mark.skipif(not ENDURANCE, reason="test_train_torchrun.py has two machines")
 def test_two_agents_meet_and_restart(tmp_path):
-    """Two machines with two ranks each; a rank of the second one fails.
+    """Two machines with two ranks each; a rank of the second one fails, twice.
 
-    Once; twice with DDP_COURSE_ENDURANCE=1. Each agent counts its own restarts, so the
-    counters of the two machines differ from what the ranks could agree on by
-    themselves.
+    Each agent counts its own restarts, so the counters of the two machines differ from
+    what the ranks could agree on by themselves.
     """
-    port, failures = free_port(), 2 if ENDURANCE else 1
+    port, failures = free_port(), 2
     with two_machines() as machines:
         agents = [
             torchrun(
