@@ -4,24 +4,21 @@
     step       notes that a step is due, and returns at once
     forward    before each layer: wait for its gradient alone, and step its parameters
 
-The order is made by `simulate`, from what the first passes took: all ranks show their
-times, the slowest counts, and all make the same plan of the same numbers (`pieces` has
-why). Until then gradients go as they come, and forward waits for all of them.
+The order is made of what the first passes took (`plan`), and all ranks keep it
+(`pieces` has why). Until then gradients go as they come, and forward waits for all.
 
-Wrong in PriorityDataParallel's place would be to wait in `step`, as DDP waits at the
-end of backward: then no order is better than any other. Chapter 15.
+Nothing of it may wait in `step`, or at the end of backward as DDP does: then no order
+would be better than any other. Chapter 15.
 """
 
 from __future__ import annotations
 
-import copy
 import time
 import weakref
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -29,23 +26,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp_course.collectives import communicator
+from ddp_course.communication_order.one_by_one import only, options_of, problem_with
 from ddp_course.communication_order.pieces import WARM, InPieces
-from ddp_course.communication_order.schedule import (
-    Piece,
-    Played,
-    Policy,
-    Timed,
-    priority,
-    simulate,
-)
-from ddp_course.measure import Event, active_logs
+from ddp_course.communication_order.plan import plan
+from ddp_course.communication_order.schedule import Piece, Played, Policy, priority
+from ddp_course.measure import active_logs
 from ddp_course.mechanisms.agreement import start_as_replicas
 from ddp_course.mechanisms.buckets import LiveBucket, bucket_plan
 from ddp_course.mechanisms.engine import Engine
 from ddp_course.mechanisms.habits import Frozen
 from ddp_course.mechanisms.hooks import Averager, leaves_below, on_backward, tensors_in
-from ddp_course.theory import Layer
 
 MIB = 1 << 20
 WHOLE = 1e9  # MiB: a bucket for each layer, however large
@@ -99,7 +89,6 @@ class ScheduledDataParallel(nn.Module):
         piece = policy.piece and max(16, int(policy.piece) // 16 * 16)  # whole numbers
         start_as_replicas(module, process_group, problem_with(optimizer), policy=policy)
         self.module, self.optimizer = module, optimizer
-        self.comm = communicator(process_group)
         self.policy = replace(policy, piece=piece)
         self.ending = self.make_ending(process_group, all_reduce, piece)
         self.engine = Engine(self.ending)
@@ -109,6 +98,7 @@ class ScheduledDataParallel(nn.Module):
         self.called: list[LiveBucket] = []  # by the last forward, in its order
         self.names: list[str] = []  # of the layers, in the order of `planned`
         self.took: Counter[tuple[str, int]] = Counter()  # (op, bucket) -> seconds
+        self.homes: list[str] = []  # by bucket: the module that it is of
         self._doing: tuple[str, LiveBucket, float] | None = None  # since when
         self._add_layers(layers)
         for has_state in (module, optimizer):
@@ -119,20 +109,20 @@ class ScheduledDataParallel(nn.Module):
     def _add_layers(self, whole: Sequence[nn.Module]) -> None:
         """Give every layer its bucket, and a hook before its forward."""
         names = {p: name for name, p in self.module.named_parameters()}
-        home: dict[Tensor, nn.Module] = {}
-        uses: dict[nn.Module, list[Tensor]] = {}
-        for layer in self.module.modules():
-            uses[layer] = list(layer.parameters(recurse=layer in whole))
-            for parameter in uses[layer]:
-                home.setdefault(parameter, layer)
+        layers = dict(self.module.named_modules())
+        uses = {n: list(m.parameters(recurse=m in whole)) for n, m in layers.items()}
+        home: dict[Tensor, str] = {}  # of a tied one the first module
+        for name, parameters in uses.items():
+            home = dict.fromkeys(parameters, name) | home
         of: dict[Tensor, LiveBucket] = {}
-        for layer in reversed(uses):
-            own = {names[p]: p for p in uses[layer] if home[p] is layer}
-            for plan in bucket_plan(own.items(), WHOLE, WHOLE):
-                bucket = self.engine.add(plan, own)
-                of |= {slot.parameter: bucket for slot in bucket.slots}
-        for layer, parameters in uses.items():
-            buckets = list(dict.fromkeys(of[p] for p in parameters if p in of))
+        for name in reversed(layers):
+            own = {names[p]: p for p in uses[name] if home[p] == name}
+            for bucket in bucket_plan(own.items(), WHOLE, WHOLE):
+                live = self.engine.add(bucket, own)
+                self.homes.append(name or "the module itself")
+                of |= {slot.parameter: live for slot in live.slots}
+        for name, layer in layers.items():
+            buckets = list(dict.fromkeys(of[p] for p in uses[name] if p in of))
             if buckets:
                 layer.register_forward_pre_hook(_weakly(self._before_layer, buckets))
 
@@ -263,129 +253,19 @@ class ScheduledDataParallel(nn.Module):
                 log.add(op, start, end, lane="compute", bucket=bucket.index)
 
     def _plan(self) -> None:
-        """Make the order: every rank of the same numbers, those of the slowest one."""
+        """Make the order that is kept from now on; a collective call."""
         unseen = [b for b in self.engine.buckets[::-1] if b not in self.called]
-        layers = unseen + self.called  # in the order of forward
-        ready, count = self.ending.ready_after(), len(layers)
-        own = [max(ready[b.index] for b in layers[k:]) for k in range(count)]
-        own += [self.took["forward", bucket.index] for bucket in layers]
-        own += [self.took["update", bucket.index] for bucket in layers]
-        all_told = zip(*self.comm.exchange((*own, *self._link())), strict=True)
-        *told, each, per_byte = (Fraction(f"{max(one):.12f}") for one in all_told)
-        there, forward, update = (told[k * count : (k + 1) * count] for k in range(3))
-        costs = [
-            Layer(forward[k], before - after, bucket.flat.nbytes * per_byte, update[k])
-            for k, bucket in enumerate(layers)
-            for before, after in [(there[k], (*there, 0)[k + 1])]
-        ]
-        piece = self.policy.piece and self.policy.piece * per_byte
-        self.planned = simulate(costs, replace(self.policy, piece=piece), each=each)
+        layers = unseen + self.called
+        self.planned = plan(layers, self.ending, self.took, self.policy)
         places = [bucket.index for bucket in layers]
         self.ending.order = tuple(Piece(places[k], i) for k, i in self.planned.order)
-        self.names = [self._name_of(bucket) for bucket in layers]
         self.places = {place: k for k, place in enumerate(places)}
-
-    def _link(self) -> tuple[float, float]:
-        """Measure what a piece takes beside its length, and what a byte takes."""
-        few, many = 1, max(cut[0].numel() for cut in self.ending.cut)
-        device = self.engine.buckets[0].flat.device
-
-        def seconds(numel: int) -> float:
-            tensor = torch.zeros(numel, device=device)
-            start = time.perf_counter()
-            self.ending.all_reduce(tensor, group=self.ending.sending)
-            if tensor.is_cuda:
-                torch.cuda.synchronize()
-            return time.perf_counter() - start
-
-        short, long = (min(seconds(n) for _ in range(3)) for n in (few, many))
-        return short, max(0.0, long - short) / (4 * many) + 1e-12
-
-    def _name_of(self, bucket: LiveBucket) -> str:
-        return bucket.plan.parameters[0].rpartition(".")[0] or "the module itself"
+        self.names = [self.homes[place] for place in places]
 
     @property
     def order(self) -> tuple[Piece, ...] | None:
         """The order that all ranks keep; None before there are times to make it of."""
         return self.planned and self.planned.order
-
-
-# ---- tools ---------------------------------------------------------------------------
-
-
-def recorded(events: Sequence[Event], model: ScheduledDataParallel) -> Played:
-    """Return what an `EventLog` has of backward, step and the next forward, as a step.
-
-    In seconds from the begin of backward; sends are there if the collective is one of
-    this course, and last from when it starts to when it has ended. Lay it beside
-    `model.planned`.
-    """
-    computed = [e for e in events if e.lane == "compute" and "bucket" in e.detail]
-    sends = [e for e in events if e.lane == "communication" and e.nbytes]
-    start = min(event.start for event in computed)
-    found = [(e, e.op, model.places[e.detail["bucket"]], 0) for e in computed]
-    found += [(e, "send", *p) for e, p in zip(sends, model.order, strict=False)]
-    timed = [Timed(op, *at, e.start - start, e.end - start) for e, op, *at in found]
-    timed.sort(key=lambda event: (event.start, event.end))
-    planned = model.planned
-    return Played(planned.layers, planned.policy, planned.each, tuple(timed))
-
-
-@contextmanager
-def only(
-    optimizer: Optimizer, parameters: set[Tensor], options: Sequence[dict[str, Any]]
-) -> Iterator[None]:
-    """Let an optimizer have these parameters alone, and its groups these options."""
-    groups = optimizer.param_groups
-    own = [[p for p in group["params"] if p in parameters] for group in groups]
-    pairs = zip(options, own, strict=True)
-    optimizer.param_groups = [{**o, "params": some} for o, some in pairs if some]
-    try:
-        yield
-    finally:
-        optimizer.param_groups = groups
-
-
-def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return a copy of the options of an optimizer's groups, as they are now."""
-    return [
-        copy.deepcopy({name: o for name, o in group.items() if name != "params"})
-        for group in optimizer.param_groups
-    ]
-
-
-def problem_with(optimizer: Optimizer) -> str | None:
-    """Return why an optimizer cannot step parameters one by one, or None: it is tried.
-
-    What looks at several at once, or keeps in its options what it learns, cannot.
-    """
-    start = torch.linspace(-1, 1, 12).view(3, 4)
-
-    def stepped(one_by_one: bool) -> list[Tensor]:
-        params = [nn.Parameter(start * k) for k in (1, 2)]
-        own = object.__new__(type(optimizer))
-        options = options_of(optimizer)[0]
-        if "lr" in options:
-            options["lr"] = options["lr"] * 0 + 0.1  # the real one may begin at 0
-        group = {**options, "params": params}
-        state = {"state": defaultdict(dict), "param_groups": [group]}
-        own.__dict__.update(vars(optimizer) | state)
-        for step in (1, 2, 3):
-            for k, parameter in enumerate(params):
-                parameter.grad = torch.cos(start * step + k)
-            for some in [{p} for p in params] if one_by_one else [set(params)]:
-                with only(own, some, options_of(own)):
-                    own.step()
-        return params
-
-    name = type(optimizer).__name__
-    try:
-        together, apart = stepped(False), stepped(True)
-    except Exception as error:  # whatever somebody's optimizer raises
-        return f"{name} cannot step parameters one by one: tried, it says {error!r}"
-    if all(map(torch.equal, together, apart)):
-        return None
-    return f"{name} cannot step parameters one by one: tried, it made another step"
 
 
 def _weakly(method: Callable[..., Any], *args: Any) -> Callable[..., None]:

@@ -26,7 +26,7 @@ from ddp_course.communication_order import (
     priority,
     recorded,
 )
-from ddp_course.communication_order.scheduled import problem_with
+from ddp_course.communication_order.one_by_one import problem_with
 from ddp_course.data_parallel.ddp import DistributedDataParallel
 from ddp_course.launch import Link, Links, spawn
 from ddp_course.measure import ByteMeter, EventLog, SystemBytes
@@ -394,7 +394,7 @@ def test_recorded_on_slow_links_is_what_was_simulated():
             break
     assert close < 0.05
     assert best <= ours.step_time < fifo.step_time
-    assert ours.order == planned.order and names == ["0", "1", "2", "3"]
+    assert ours.order == planned.order and names == [*"0123"]
     ends = {e.layer: e.end for e in ours.events if e.op == "send"}
     begun = {e.layer: e.start for e in ours.events if e.op == "forward"}
     assert all(ends[k] <= begun[k] for k in begun)
