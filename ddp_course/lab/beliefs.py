@@ -130,7 +130,7 @@ BELIEFS: dict[str, dict[Guess, str]] = {
         3: "A ring sends less than two gradients, too: 1.5 of them, with four ranks.",
     },
     "Of a layer's gradient, in the nearest matrix of rank 4": {
-        (2, 5): "So it is for random numbers; but the rows of a batch are alike.",
+        (2, 7): "So it is for random numbers; but the tokens of a batch are alike.",
         24: "So much is in as many of its largest numbers.",
     },
     # 15: 8 of backward, 3 of one gradient, 4 of forward; on fast links all is hidden

@@ -79,6 +79,11 @@ def test_an_empty_curve():
 LINE = {"a": [(1, 2.0), (8, 16.0)], "b": [(1, 1.0), (8, 1.0)]}
 
 
+def test_losses_of_every_20th_step():
+    figure = plot_losses({"seldom": [3.0, 2.5, 2.0]}, every=20)
+    assert list(figure.axes[0].lines[0].get_xdata()) == [20, 40, 60]
+
+
 def test_curves_and_points():
     (axes,) = curves(LINE, {"a": [(4, 9.0)]}, "workers", "bytes [S]").axes
     points = [tuple(map(float, line.get_xydata()[0])) for line in axes.lines

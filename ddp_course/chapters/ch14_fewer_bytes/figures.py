@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ddp_course.lab.draw.drawing import Drawing
 from ddp_course.lab.draw.plots import GRID, plot
 from ddp_course.lab.palette import INK, MUTED, PANEL_EDGE, WHOLE, rank_color
+from ddp_course.model import build_gpt
+from ddp_course.theory import compressed_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -91,6 +94,25 @@ def bars(sent: Mapping[str, float], title: str) -> Drawing:
     return d
 
 
+def bytes_sent(
+    ranks: int = 4, density: float = 0.01, rank: int = 4, every: int = 8
+) -> Drawing:
+    """Draw what a rank sends of the course's GPT, by the formulas of `theory`.
+
+    `density` is that of top-k and random-k, `rank` PowerSGD's, `every` local SGD's H.
+    """
+    names = ["fp16", "int8", "sign"]
+    names += [f"topk:{density:g}", f"randomk:{density:g}", f"powersgd:{rank}"]
+    in_full = compressed_bytes("none", _shapes(), ranks)
+    shares = {n: compressed_bytes(n, _shapes(), ranks) / in_full for n in names}
+    return bars(shares | {f"local, H = {every}": 1 / every}, f"With {ranks} ranks")
+
+
+@functools.cache
+def _shapes() -> list[tuple[int, ...]]:
+    return [tuple(parameter.shape) for parameter in build_gpt("1m").parameters()]
+
+
 @plot
 def drift(
     distances: Sequence[Sequence[float]], every: int, ylabel: str = "from the mean"
@@ -111,7 +133,7 @@ def drift(
         axes.axvline(step + 0.5, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
     axes.set(xlabel="step", ylabel=ylabel, ylim=(0, None))
     axes.grid(axis="y", **GRID)
-    axes.legend(ncols=len(distances[0]), loc="lower right")
+    axes.legend(loc="upper right")
     most = [max(row) for row in distances]
     told = (
         f"after step 1: {most[0]:.3g}, before the first average: {most[every - 1]:.3g}"

@@ -91,9 +91,14 @@ def _show(figure: Figure, words: str) -> None:
 
 @plot
 def plot_losses(
-    curves: Mapping[str, Sequence[float]], *, ylabel: str = "loss [nats per character]"
+    curves: Mapping[str, Sequence[float]],
+    *,
+    ylabel: str = "loss [nats per character]",
+    every: int = 1,
 ) -> tuple[Figure, str]:
     """Draw loss curves on top of each other: name -> the loss of every step.
+
+    With `every`, of each so-many-th step: the first value is that of step `every`.
 
     Raises ValueError for no curve, more than three, or one without values.
     """
@@ -108,8 +113,10 @@ def plot_losses(
     words = [f"Curves of the {ylabel.partition(' [')[0]} against the step."]
     for order, (name, losses) in enumerate(curves.items()):
         values = [float(loss) for loss in losses]
-        axes.plot(values, label=name, **CURVES[order])
-        steps = f"{len(values)} step{'s' * (len(values) > 1)}"
+        last = every * len(values)
+        at = range(len(values)) if every == 1 else range(every, last + 1, every)
+        axes.plot(at, values, label=name, **CURVES[order])
+        steps = f"{last} step{'s' * (last > 1)}"
         words.append(f"{name}: from {values[0]:.3g} to {values[-1]:.3g} in {steps}.")
     axes.set_xlabel("step")
     axes.set_ylabel(ylabel)

@@ -5,6 +5,7 @@ from drawings import check_layout, no_texts_overlap, words
 from ddp_course.chapters.ch14_fewer_bytes.figures import (
     LARGE,
     bars,
+    bytes_sent,
     drift,
     over_links,
     what_travels,
@@ -29,6 +30,14 @@ def test_bars():
     check_layout(lambda: bars(SHARES, "four ranks"))
     told = bars(SHARES, "four ranks")
     assert {"0.5", "4", "1234", "what DDP sends"} <= set(words(told))
+
+
+def test_what_is_sent():
+    check_layout(lambda: bytes_sent(256, 0.05, 1, 32))
+    four, many = words(bytes_sent(4)), words(bytes_sent(256, 0.05))
+    assert four[four.index("topk:0.01") + 1] == "0.04"
+    assert many[many.index("topk:0.05") + 1] == "13"  # density x ranks: cut off
+    assert many[many.index("local, H = 8") + 1] == "0.12"
 
 
 def test_drift():
