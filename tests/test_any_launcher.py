@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,12 +43,31 @@ def test_one_of_several_processes_does_not_train_as_if_alone(others):
     assert "Traceback" not in error
 
 
-def test_ranks_of_srun_that_know_where_to_meet_train_together():
+def run_by_srun(words_of_rank_1: tuple[str, ...] = ()) -> list[tuple[int, str, str]]:
+    """Train on two ranks that know where to meet; return code, output and errors."""
     meet = {**SRUN, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
-        python(*TRAIN, **{**meet, "SLURM_PROCID": r, "SLURM_LOCALID": r}) for r in "01"
+        python(
+            *TRAIN,
+            *words_of_rank_1 * int(rank),
+            **{**meet, "SLURM_PROCID": rank, "SLURM_LOCALID": rank},
+        )
+        for rank in "01"
     ]
     told = [rank.communicate(timeout=100) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], told
-    assert "2 ranks, 1 step" in told[0][0]
-    assert told[1][0] == ""
+    return [(r.returncode, *texts) for r, texts in zip(ranks, told, strict=True)]
+
+
+def test_ranks_that_were_told_different_things_say_so():
+    for code, _, error in run_by_srun(("--lr=0.2",)):
+        assert code == 1
+        assert re.search(r"ReplicaError: .* differ\. --lr is 0\.\d+ on rank", error), (
+            error
+        )
+
+
+def test_ranks_of_srun_that_know_where_to_meet_train_together():
+    told = run_by_srun()
+    assert [code for code, *_ in told] == [0, 0], told
+    assert "2 ranks, 1 step" in told[0][1]
+    assert told[1][1] == ""

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from conftest import descendants
-from machines import Machine, free_port, rendezvous_on, two_machines
+from machines import free_port, rendezvous_on, two_machines
 
 from ddp_course.launch import spawn
 from ddp_course.train import History, train
@@ -183,25 +183,6 @@ def test_a_rank_that_fails_ends_the_job_with_the_cause_first(monkeypatch):
     root = err.split("Root Cause")[1]
     assert "rank      : 1 " in root and "ZeroDivisionError" in root
     assert "Connection closed" not in err  # the others' errors are nobody's cause
-
-
-def test_machines_that_were_told_different_things_say_so(tmp_path):
-    port = free_port()
-    with contextlib.ExitStack() as stack:
-        machines = [Machine((), "127.0.0.1", "lo")] * 2
-        agents = [
-            stack.enter_context(
-                torchrun(
-                    *rendezvous_on(machines, number, port), "--nproc-per-node=1",
-                    "-m", "ddp_course", "train", f"--lr={lr}",
-                )
-            )
-            for number, lr in enumerate((0.1, 0.2))
-        ]  # fmt: skip
-        errors = [agent.communicate(timeout=120)[1] for agent in agents]
-    assert [agent.returncode for agent in agents] == [1, 1]
-    for err in errors:
-        assert re.search(r"ReplicaError: the ranks differ\. --lr is 0\.\d on rank", err)
 
 
 def test_the_readmes_slurm_script_runs(tmp_path):

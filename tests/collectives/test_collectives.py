@@ -30,8 +30,8 @@ ALL_REDUCES = ours.ALGORITHMS | {
 
 
 def longest(n: int) -> int:
-    """As many numbers for 8 ranks as for 2: two cores do the work of all of them."""
-    return 2_000_003 // max(n, 2)
+    """For two ranks more than travels in one piece; more ranks have two cores, too."""
+    return 1_100_003 if n == 2 else 100_003
 
 
 def sizes(n: int) -> list[int]:

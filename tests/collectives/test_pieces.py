@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from unittest.mock import patch
 
 import pytest
@@ -51,11 +50,11 @@ def brought(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     return (torch.arange(numel) % 11 + 100**rank).to(dtype)
 
 
-def wrong_sums(numels: list[int]) -> list[str]:
+def wrong_sums(cases: list[tuple[int, torch.dtype]]) -> list[str]:
     """On every rank: all-reduce in small pieces, now and under way; return mistakes."""
     me, n = dist.get_rank(), dist.get_world_size()
     wrong = []
-    for numel, dtype in product(numels, (torch.float64, torch.int64, torch.int32)):
+    for numel, dtype in cases:
         everyones = [brought(rank, numel, dtype) for rank in range(n)]
         total = torch.stack(everyones).sum(0, dtype=dtype)
         for name, (all_reduce, _) in PLANS.items():
@@ -101,14 +100,19 @@ def bits_that_differ() -> list[str]:
     return wrong
 
 
-NUMELS = [1, 5, 124, 125, 126, 1009, 3001]
+FLOAT64, INT64, INT32 = torch.float64, torch.int64, torch.int32
+CASES = [  # every length, and every type: pieces have 125 numbers, or 250
+    *((numel, FLOAT64) for numel in (1, 124, 125, 126, 1009, 3001)),
+    *((numel, INT64) for numel in (5, 125, 3001)),
+    *((numel, INT32) for numel in (249, 250, 251, 3001)),
+]
 SHAPES = [(1, 2), (1, 3), (3, 1), (2, 2)]
 
 
 @pytest.mark.parametrize(("nnodes", "nproc"), SHAPES)
 def test_all_reduces_in_pieces_give_the_exact_sums_and_the_bits_of_steps(nnodes, nproc):
     shape = {"nnodes": nnodes, "nproc_per_node": nproc, "output": "none"}
-    wrong = spawn(lambda: wrong_sums(NUMELS) + bits_that_differ(), **shape)
+    wrong = spawn(lambda: wrong_sums(CASES) + bits_that_differ(), **shape)
     assert wrong == [[]] * (nnodes * nproc)
 
 
@@ -167,7 +171,12 @@ def planted() -> list[set[str]]:
             return replace(todo, sends=tuple(sends))
 
         with patch.object(runtime, "messages_of", wrong):
-            seen.append({told.split(":")[0] for told in wrong_sums([3001])})
+            seen.append(
+                {
+                    told.split(":")[0]
+                    for told in wrong_sums([(3001, FLOAT64), (3001, INT32)])
+                }
+            )
     return seen
 
 
