@@ -15,6 +15,7 @@ torch.distributed.checkpoint.state_dict does this for DTensors. Chapter 08.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -218,10 +219,22 @@ def gathered(
 def from_first(value: Any, groups: Sequence[Group]) -> Any:
     """Send what the first rank along all groups has to all the others."""
     for group in groups:
-        box = [value]
+        first = communicator(group).rank == 0
+        box = [_packed(value) if first else None]
         dist.broadcast_object_list(box, communicator(group).ranks[0], group)
-        value = box[0]
+        value = value if first else _unpacked(box[0])
     return value
+
+
+def _packed(value: Any) -> bytes:
+    """Pickle `value`, all its tensors at once: one by one takes twice as long."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def _unpacked(told: bytes) -> Any:
+    return torch.load(io.BytesIO(told), weights_only=False)
 
 
 Steps = list[Step | None]  # what is to be undone: one for each group, the last first
@@ -237,9 +250,10 @@ def _along(
         for name, nbytes in theirs:
             sizes[name] = max(nbytes, sizes.get(name, 0))
     for some in _batches([name for name in names if name in sizes], sizes):
-        parts = [{}] * comm.size if comm.rank == 0 else None
+        parts = [b""] * comm.size if comm.rank == 0 else None
         part = {name: own[name] for name in some if name in own}
-        dist.gather_object(part, parts, comm.ranks[0], group)
+        dist.gather_object(_packed(part), parts, comm.ranks[0], group)
+        parts = [*map(_unpacked, parts or ())]
         for name in some if parts else ():
             found = [part[name] for part in parts if name in part]
             (*before, _), _ = found[0]
