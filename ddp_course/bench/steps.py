@@ -20,7 +20,7 @@ from torch.optim import AdamW, Optimizer
 from ddp_course.bench.turns import Contender, Pair, Row, Told, in_turns, rows_of
 from ddp_course.collectives import communicator
 from ddp_course.collectives.patience import patient
-from ddp_course.launch import here, spawn
+from ddp_course.launch import Links, here, spawn
 from ddp_course.model import GPTConfig, build_gpt
 
 Made = tuple[nn.Module, Optimizer]
@@ -115,11 +115,12 @@ def contest(
         yield from rows_of(bench, str(case), pairs, told, **case.fields)
 
 
-def on_ranks(ranks: int, function: Callable, *args: object) -> list:
+def on_ranks(
+    ranks: int, function: Callable, *args: object, links: Links | None = None
+) -> list:
     """Call `function` on so many ranks, on the CPU, and return all answers."""
-    return spawn(
-        function, *args, world_size=ranks, timeout=1200, device="cpu", output="none"
-    )
+    where = {"world_size": ranks, "device": "cpu", "links": links}
+    return spawn(function, *args, **where, timeout=1200, output="none")
 
 
 # ---- on the ranks ------------------------------------------------------------------

@@ -11,6 +11,7 @@ stays bounded. Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847. Cha
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -22,11 +23,14 @@ class ErrorFeedback:
         self.memory: dict[int, Tensor] = {}
 
     def add(self, bucket: int, gradient: Tensor) -> Tensor:
-        """Return v = g + e, in memory of its own."""
-        error = self.memory.get(bucket)
-        return gradient.clone() if error is None else gradient + error
+        """Return v = g + e; the memory holds it, until `keep`."""
+        if not self.on:
+            return gradient
+        if bucket not in self.memory:
+            self.memory[bucket] = torch.zeros_like(gradient)
+        return self.memory[bucket].add_(gradient)
 
     def keep(self, bucket: int, v: Tensor, sent: Tensor) -> None:
         """Remember e = v - C(v), where `sent` is what C(v) stands for."""
         if self.on:
-            self.memory[bucket] = v - sent
+            self.memory[bucket] = v.sub_(sent)

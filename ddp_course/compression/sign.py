@@ -32,8 +32,8 @@ class Sign(Gathered):
     def decode(self, sent: Tensor, like: Tensor) -> Tensor:
         """Return plus or minus the scale."""
         size = sent[-4:].clone().view(torch.float32)
-        positive = unpack(sent[:-4])[: like.numel()]
-        return (size * (2.0 * positive - 1)).to(like.dtype)
+        values = unpack(sent[:-4], torch.cat([-size, size]))
+        return values[: like.numel()].to(like.dtype)
 
 
 def pack(bits: Tensor) -> Tensor:
@@ -41,6 +41,8 @@ def pack(bits: Tensor) -> Tensor:
     return (bits.view(-1, 8) * BITS.to(bits.device)).sum(1, dtype=torch.uint8)
 
 
-def unpack(packed: Tensor) -> Tensor:
-    """Return the zeros and ones of n bytes, [8 n]."""
-    return (packed[:, None] & BITS.to(packed.device)).ne(0).to(torch.uint8).view(-1)
+def unpack(packed: Tensor, values: Tensor) -> Tensor:
+    """Return n bytes as 8 n numbers: `values[0]` for a zero, `values[1]` for a one."""
+    every = torch.arange(256, dtype=torch.uint8, device=packed.device)
+    bits = (every[:, None] & BITS.to(packed.device)).ne(0).int()  # [256, 8]
+    return values[bits][packed.int()].view(-1)  # eight at once: a row for each byte

@@ -1,0 +1,90 @@
+"""A training step whose gradients travel in fewer bytes, over one of our plain DDP.
+
+Four ranks whose links carry 100 MB/s each: a step waits for its bytes, and a compressor
+must win more of that wait than it takes in computing. Then the same without slow links,
+where compressing is all loss: our hooks beside PyTorch's, on the same DDP. Chapter 14.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    fp16_compress_hook,
+)
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
+    PowerSGDState,
+    powerSGD_hook,
+)
+
+from ddp_course.bench import steps
+from ddp_course.bench.turns import Row, against, rows_of
+from ddp_course.collectives import ring
+from ddp_course.compression import Compressor, Exchange, compress, compressor
+from ddp_course.data_parallel import DistributedDataParallel
+from ddp_course.launch import Link, Links
+
+ABOUT = "A training step with compressed gradients, over links of 100 MB/s and without."
+ONE_BUCKET = {"bucket_cap_mb": 100, "first_bucket_mb": 100}
+LINKS = Links(inside=Link(latency=50e-6, bandwidth=100e6))
+
+
+def hooked(model: nn.Module, state: Callable[[], Any], hook: Callable) -> steps.Made:
+    """Return the model under our DDP, with a hook, in one bucket.
+
+    With two, PyTorch's PowerSGD starts collectives in gloo's threads, on some ranks in
+    another order: they hang, or end.
+    """
+    ddp = DistributedDataParallel(model, **ONE_BUCKET)
+    ddp.register_comm_hook(state(), hook)
+    return steps.with_adamw(ddp)
+
+
+def made(words: str, all_reduce: Callable) -> Compressor:
+    """Return one of our compressors."""
+    return compressor(words, Exchange(all_reduce=all_reduce))
+
+
+def ours(words: str, all_reduce: Callable = ring.all_reduce) -> steps.Variant:
+    """Return a variant with one of our compressors."""
+    return partial(hooked, state=partial(made, words, all_reduce), hook=compress)
+
+
+def plain(model: nn.Module) -> steps.Made:
+    """Return the model under our DDP, over this course's ring."""
+    return steps.with_adamw(DistributedDataParallel(model, all_reduce=ring.all_reduce))
+
+
+BARS = {"fp16": 0.6, "int8": 0.4, "powersgd:4": 0.3}
+ALSO = ("sign", "topk:0.01", "randomk:0.01", "powersgd:1")
+SLOW: dict[str, steps.Variant] = {"ddp": plain, "again": plain}
+SLOW |= {words: ours(words) for words in (*BARS, *ALSO)}
+FAST: dict[str, steps.Variant] = {
+    "torch fp16": partial(hooked, state=lambda: None, hook=fp16_compress_hook),
+    "our fp16": ours("fp16", dist.all_reduce),
+    "torch powersgd": partial(
+        hooked,
+        state=lambda: PowerSGDState(None, 4, start_powerSGD_iter=2),
+        hook=powerSGD_hook,
+    ),
+    "our powersgd": ours("powersgd:4", dist.all_reduce),
+}
+PAIRS = (
+    *against("ddp", BARS | dict.fromkeys((*ALSO, "again"))),
+    *against("torch fp16", {"our fp16": 1.05}),
+    *against("torch powersgd", {"our powersgd": 1.05}),
+)
+
+
+def bench(quick: bool) -> Iterator[Row]:
+    """Yield the rows of both contests."""
+    case = steps.Case(4, "1m", 128, 5 if quick else 20)
+    seconds = steps.BUDGET[quick] / 2
+    for variants, links in ((SLOW, LINKS), (FAST, None)):
+        told = steps.on_ranks(4, steps.measure, variants, case, seconds, links=links)
+        words = f"{case}, {'100 MB/s' if links else 'no slow links'}"
+        yield from rows_of("compression", words, PAIRS, told, **case.fields)
