@@ -26,6 +26,7 @@ KEYS = ["bench", "case", "metric", "ours", "theirs", "ratio"]
 NAMES = [
     "all-reduce",
     "async",
+    "compression",
     "ddp",
     "launch",
     "models",
