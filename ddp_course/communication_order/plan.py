@@ -75,8 +75,10 @@ def recorded(events: Sequence[Event], model: ScheduledDataParallel) -> Played:
 
     In seconds from the begin of backward; sends are there if the collective is one of
     this course, and last from when it starts to when it has ended. Lay it beside
-    `model.planned`.
+    `model.planned`. Raises ValueError before there is a plan.
     """
+    if model.planned is None:
+        raise ValueError("there is no plan yet; it is made in the third forward")
     computed = [e for e in events if e.lane == "compute" and "bucket" in e.detail]
     sends = [e for e in events if e.lane == "communication" and e.nbytes]
     start = min(event.start for event in computed)

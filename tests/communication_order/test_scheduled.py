@@ -172,11 +172,11 @@ def same(a, b) -> bool:
 
 
 CASES = {  # model, optimizer, policy, accumulate, max_norm
-    "small": (Small, "momentum", priority(64), 1, None),
-    "adamw": (Small, "adamw", priority(40, 2), 2, None),
+    "small": (Small, "momentum", priority(128), 1, None),
+    "adamw": (Small, "adamw", priority(100, 2), 2, None),
     "whole": (Experts, "adafactor", FIFO, 1, None),
     "waits": (Small, "momentum", WAIT_FOR_ALL, 1, None),
-    "clipped": (Small, "adamw", priority(64), 1, 0.1),
+    "clipped": (Small, "adamw", priority(256), 1, 0.1),
     "experts": (Experts, "momentum", priority(64), 2, None),
 }
 WRONG = OldParameters, LaterOptions, Twice, Lost
@@ -185,7 +185,7 @@ WRONG = OldParameters, LaterOptions, Twice, Lost
 def as_ddp() -> dict[tuple, bool]:
     """Train all cases in groups of 1 to 4 ranks; return which are equal to DDP."""
     equal = {}
-    for first in (1, 2, 3, 4):
+    for first in (2, 3, 4):  # ranks in the first group; the others have one, too
         parts = [dist.new_group(range(first)), dist.new_group(range(first % 4, 4))]
         group = parts[dist.get_rank() >= first]
         size = dist.get_world_size(group)
