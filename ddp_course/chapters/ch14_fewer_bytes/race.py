@@ -1,0 +1,210 @@
+"""Loss over bytes and over time, for every way of sending less: one picture's data.
+
+    python -m ddp_course.chapters.ch14_fewer_bytes.race       (some minutes of a core)
+
+A small GPT is trained, as elsewhere in the chapter. One process plays four ranks, which
+is proved equal to real ones; so the curves are those of any machine. They are stored
+beside this file, with the date, the bytes of a step by the formulas of `theory`, and
+the CPU time that a step and a compressor took.
+From that follows the time on any link, as if nothing overlapped:
+
+    step = computing + encoding + bytes / bandwidth
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date
+from functools import partial
+from math import inf
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+from ddp_course.compression import TopK, compressor, play
+from ddp_course.data import load_corpus, shard
+from ddp_course.local_sgd import DiLoCo, LocalSGD, simulate
+from ddp_course.model import GPTConfig, build_gpt
+from ddp_course.theory import local_sgd_bytes
+from ddp_course.theory.compression import compressed_bytes
+
+SMALL = GPTConfig(block_size=32, n_layer=2, n_head=4, d_model=48)
+RANKS, ROWS, STEPS, LR, EVERY = 4, 16, 200, 1e-3, 8
+STORED = Path(__file__).with_suffix(".json")
+LINKS = {"100 MB/s": 1e8, "1 GB/s": 1e9, "10 GB/s, as in a machine": 1e10}
+COMPRESSORS = ("fp16", "int8", "sign", "topk:0.01", "randomk:0.01")
+COMPRESSORS += ("powersgd:4", "powersgd:1")
+LOCAL = {"ddp": None, "local sgd": LocalSGD, "diloco": DiLoCo}
+METHODS = ("ddp", *COMPRESSORS, "topk:0.01, no feedback", "local sgd", "diloco")
+
+
+def losses(method: str, seed: int, steps: int = STEPS, preset: Any = SMALL) -> list:
+    """Return the mean loss of all ranks before each step, in nats per character."""
+    corpus, build = load_corpus(), partial(build_gpt, preset, seed)
+
+    def loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        batch = corpus.batch(step, ROWS, model.config.block_size, seed)
+        return model(*(shard(t, rank, RANKS) for t in batch))[1]
+
+    if method in LOCAL:
+        kind = LOCAL[method] or partial(LocalSGD, warmup=steps)  # no end: that is DDP
+
+        def wrap(model: nn.Module) -> LocalSGD:
+            return kind(AdamW(model.parameters(), LR), model, EVERY)
+
+        return simulate(build, wrap, loss, RANKS, steps).losses
+    return compressed(method, build(), loss, steps)
+
+
+def compressed(method: str, model: nn.Module, loss: Callable, steps: int) -> list:
+    """Train by compressed gradients, with one model: all ranks have the same."""
+    optimizer, told = AdamW(model.parameters(), LR), []
+    ranks, parameters = compressors(method), list(model.parameters())
+    for step in range(steps):
+        each = [loss(model, step, rank) for rank in range(RANKS)]
+        gradients = [torch.autograd.grad(one, parameters) for one in each]
+        mean = play(ranks, gradients)[0]
+        for parameter, gradient in zip(parameters, mean, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        told.append(sum(one.item() for one in each) / RANKS)
+    return told
+
+
+def compressors(method: str) -> list:
+    """Return one for each rank."""
+    if method.endswith(", no feedback"):
+        return [TopK(0.01, feedback=False) for _ in range(RANKS)]
+    return [compressor(method) for _ in range(RANKS)]
+
+
+def step_bytes(method: str, preset: Any = SMALL) -> float:
+    """Return what rank 0 sends in a step, on average."""
+    shapes = [tuple(p.shape) for p in build_gpt(preset).parameters()]
+    if method in ("local sgd", "diloco"):
+        numel = sum(torch.Size(shape).numel() for shape in shapes)
+        return float(local_sgd_bytes(RANKS, 4 * numel, EVERY, EVERY)) / EVERY
+    name = "none" if method == "ddp" else method.partition(",")[0]
+    return compressed_bytes(name, shapes, RANKS)
+
+
+def cpu_seconds(method: str, preset: Any = SMALL, turns: int = 7) -> dict[str, float]:
+    """Return a rank's CPU time for forward, backward and step, and for compressing."""
+    model, took = build_gpt(preset), {"compute": [], "encode": []}
+    optimizer, parameters = AdamW(model.parameters(), LR), list(model.parameters())
+    x, y = load_corpus().batch(0, ROWS // RANKS, model.config.block_size)
+    ranks = None if method in LOCAL else compressors(method)
+    for _ in range(turns):
+        start = time.process_time()
+        gradients = torch.autograd.grad(model(x, y)[1], parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        took["compute"].append(time.process_time() - start)
+        start = time.process_time()
+        if ranks is not None:
+            play(ranks, [gradients] * RANKS)
+        took["encode"].append((time.process_time() - start) / RANKS)
+    return {name: min(seconds) for name, seconds in took.items()}
+
+
+# ---- what was measured ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Way:
+    """A method, as it was measured.
+
+    `losses` before each step, the mean of all seeds; `bytes` that rank 0 sends in a
+    step; CPU seconds of a rank for its part of a step, and to compress and decompress.
+    """
+
+    name: str
+    losses: list[float]
+    bytes: float
+    compute: float
+    encode: float
+
+    def seconds(self, bandwidth: float) -> float:
+        """Return how long a step takes on links of so many bytes/s, all in turn."""
+        return self.compute + self.encode + self.bytes / bandwidth
+
+    def loss_at(self, step: int) -> float:
+        """Return the mean loss of the ten steps that end with this one, from 1."""
+        return fmean(self.losses[max(0, step - 10) : step])
+
+    def loss_after(self, amount: float, of_a_step: float) -> float | None:
+        """Return the loss when `amount` is used up, of bytes or seconds; or None.
+
+        None is before the first ten steps, or after all that were measured.
+        """
+        step = int(amount / of_a_step)
+        return self.loss_at(step) if 10 <= step <= len(self.losses) else None
+
+    def pays_below(self, ddp: Way) -> float:
+        """Return the bandwidth, B/s, above which its step is longer than DDP's."""
+        return (ddp.bytes - self.bytes) / self.encode if self.encode else inf
+
+
+def ways() -> dict[str, Way]:
+    """Return every method by name, DDP first."""
+    rows, found = stored()["methods"], {}
+    compute = min(row["compute"] for row in rows.values())  # the same for all
+    for name, row in rows.items():
+        curve = [fmean(each) for each in zip(*row["losses"].values(), strict=True)]
+        encode = 0.0 if name in LOCAL else row["encode"]
+        found[name] = Way(name, curve, row["bytes"], compute, encode)
+    return found
+
+
+def table() -> dict[str, list[float]]:
+    """Return, by method and seed, the loss of the last ten steps less DDP's."""
+    rows = stored()["methods"]
+    last = {
+        name: [fmean(curve[-10:]) for curve in row["losses"].values()]
+        for name, row in rows.items()
+    }
+    return {
+        name: [a - b for a, b in zip(each, last["ddp"], strict=True)]
+        for name, each in last.items()
+    }
+
+
+def stored() -> dict[str, Any]:
+    """Return what was measured: method -> its row, and how it was done."""
+    return json.loads(STORED.read_text()) if STORED.exists() else {"methods": {}}
+
+
+def measure(seeds: list[int]) -> None:
+    """Measure what is not stored yet, and store it; seed by seed, so it can be cut."""
+    torch.set_num_threads(1)
+    for seed in seeds:
+        for method in METHODS:
+            told = stored()
+            row = told["methods"].setdefault(method, {"losses": {}})
+            if str(seed) in row["losses"]:
+                continue
+            row["losses"][str(seed)] = [round(x, 4) for x in losses(method, seed)]
+            row |= {"bytes": step_bytes(method), **cpu_seconds(method)}
+            how = {"date": date.today().isoformat(), "torch": torch.__version__}
+            write(told | how | {"steps": STEPS, "ranks": RANKS, "rows": ROWS})
+
+
+def write(told: dict[str, Any]) -> None:
+    """Store it, a method a line."""
+    rest = {name: value for name, value in told.items() if name != "methods"}
+    rows = (f"{json.dumps(n)}: {json.dumps(r)}" for n, r in told["methods"].items())
+    text = ",\n".join(rows)
+    STORED.write_text(json.dumps(rest)[:-1] + f', "methods": {{\n{text}\n}}}}\n')
+
+
+if __name__ == "__main__":
+    measure([int(word) for word in sys.argv[1:]] or [0, 1, 2])

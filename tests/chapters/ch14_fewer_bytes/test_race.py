@@ -1,0 +1,62 @@
+"""What the picture of all ways is drawn from: stored curves, and what follows."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+
+from ddp_course.chapters.ch14_fewer_bytes import race
+from ddp_course.model import GPTConfig
+from ddp_course.train import train
+
+TINY = GPTConfig(block_size=8, n_layer=1, n_head=2, d_model=16)
+
+
+def test_played_data_parallelism_is_one_process_with_all_rows():
+    alone = train(4, race.ROWS, TINY, race.LR).losses
+    assert race.losses("ddp", 0, 4, TINY) == pytest.approx(alone, abs=1e-5)
+    near = race.losses("fp16", 0, 4, TINY)
+    assert near != alone and near == pytest.approx(alone, abs=1e-2)
+    assert race.losses("diloco", 0, 4, TINY) != pytest.approx(alone, abs=1e-3)
+
+
+@pytest.mark.parametrize("method", race.METHODS)
+def test_the_stored_curves_are_of_this_code(method):
+    first = race.stored()["methods"][method]["losses"]["0"][:3]
+    assert race.losses(method, 0, 3) == pytest.approx(first, abs=2e-3)
+
+
+def test_all_is_stored_and_bytes_are_those_of_the_formulas():
+    rows = race.stored()["methods"]
+    assert [*rows] == [*race.METHODS]
+    seeds = rows["ddp"]["losses"].keys()
+    for name, row in rows.items():
+        assert row["losses"].keys() == seeds
+        assert {len(curve) for curve in row["losses"].values()} == {race.STEPS}
+        assert row["bytes"] == race.step_bytes(name)
+    share = {name: row["bytes"] / rows["ddp"]["bytes"] for name, row in rows.items()}
+    assert share["fp16"] == 1 / 2 and share["diloco"] == 1 / 8
+
+
+def test_the_training_table():
+    table = race.table()
+    for name in ("fp16", "int8"):
+        assert max(map(abs, table[name])) < 0.01, name  # the bar
+    for seed in range(len(table["ddp"])):
+        assert table["ddp"][seed] == 0
+        assert table["powersgd:1"][seed] > table["powersgd:4"][seed] > 0.01
+
+
+def test_what_follows_for_a_link():
+    ddp = race.Way("ddp", [3.0] * 10 + [2.0] * 10, bytes=800, compute=1, encode=0)
+    half = race.Way("half", ddp.losses, bytes=400, compute=1, encode=0.5)
+    assert (ddp.seconds(100), half.seconds(100)) == (9, 5.5)
+    assert half.pays_below(ddp) == 800
+    assert half.seconds(800) == ddp.seconds(800)
+    assert half.seconds(1600) > ddp.seconds(1600)
+    assert race.Way("local", [], 100, 1, 0).pays_below(ddp) == inf
+    assert ddp.loss_after(15 * 800, ddp.bytes) == pytest.approx(2.5)
+    assert ddp.loss_after(9 * 800, ddp.bytes) is None
+    assert ddp.loss_after(21 * 800, ddp.bytes) is None
+    assert half.loss_after(8000, half.bytes) == 2.0  # 20 steps, and DDP 10
