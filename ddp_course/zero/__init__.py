@@ -15,7 +15,8 @@ Read the modules in this order:
     units         stage 3: which parameters are gathered together: plain data
     unit_storage, sharded_module
                   their memory, which comes and goes; what all stage 3 modules are
-    freed         what stands in a module for a parameter that is in shards
+    freed         what stands in a module for a parameter that is in shards, and what
+                  such a module refuses
     stage3_naive  `NaiveFullyShardedDataParallel`: gather, use, free; nothing ahead
     stage3_simple `SimpleFullyShardedDataParallel`: one unit after the other
     stage3        `FullyShardedDataParallel`: the next unit is gathered meanwhile

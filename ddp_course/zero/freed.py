@@ -8,11 +8,12 @@ one is told what is wrong. Chapter 08.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 
@@ -53,3 +54,27 @@ def is_sharded(module: nn.Module) -> bool:
     """Tell whether parameters of `module` are in shards already."""
     owners = module.modules()
     return any(isinstance(p, Freed) for m in owners for p in m._parameters.values())
+
+
+class Divided:
+    """What a module cannot do any more, or not without more words, when in shards."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        raise ShardedError(
+            f"{type(self).__name__} cannot be moved or cast any more (to, cuda, half, "
+            "...): do that with the module before it is sharded"
+        )
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Raise ShardedError: which state is meant has to be said."""
+        raise ShardedError(
+            "state_dict() could be the whole state or this rank's part: call "
+            "full_state_dict(), or zero.sharded_checkpoint.save(folder, ...)"
+        )
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise ShardedError: which state is meant has to be said."""
+        raise ShardedError(
+            "call load_full_state_dict(state), or zero.sharded_checkpoint.load(folder, "
+            "...)"
+        )

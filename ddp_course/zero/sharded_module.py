@@ -10,26 +10,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from ddp_course.collectives import communicator
-from ddp_course.mechanisms.agreement import (
-    ReplicaError,
-    broadcast_all,
-    check_same,
-    form_of,
-    on_any_rank,
-    problem_with,
-)
+from ddp_course.mechanisms.agreement import broadcast_all, on_any_rank
 from ddp_course.mechanisms.exchange import MessageExchange
 from ddp_course.mechanisms.habits import Frozen, came_later, leave_behind
 from ddp_course.mechanisms.whole_state import PlainModel, WholeState, groups_before
-from ddp_course.zero.freed import Freed, ShardedError, is_sharded
+from ddp_course.zero.arguments import agreed_units
+from ddp_course.zero.freed import Divided, Freed
 from ddp_course.zero.unit_storage import FlatStorage, Place, Unit
-from ddp_course.zero.units import Chosen, UnitPlan, unit_plan
+from ddp_course.zero.units import Chosen
 
 
-class ShardedModule(WholeState, nn.Module):
+class ShardedModule(Divided, WholeState, nn.Module):
     """Holds `module` in shards: `parameters()` are this rank's pieces of its own.
 
     They have the plain names, and any elementwise optimizer can step them (SGD, AdamW,
@@ -65,7 +59,7 @@ class ShardedModule(WholeState, nn.Module):
         super().__init__()
         groups = [process_group] if replicas is None else [process_group, replicas]
         self.comms = [communicator(group) for group in groups]
-        self.plan = self._agreed_plan(module, units, problem, told or {})
+        self.plan = agreed_units(module, self.comms, units, problem, told or {})
         self.process_group, self.comm = process_group, self.comms[0]
         self.exchange = exchange or MessageExchange(process_group)
         self.plain = PlainModel.of(module)
@@ -115,29 +109,6 @@ class ShardedModule(WholeState, nn.Module):
         for flat in flats:
             flat.missed.clear()
 
-    def _agreed_plan(
-        self, module: Any, units: Chosen, problem: str | None, told: dict[str, Any]
-    ) -> tuple[UnitPlan, ...]:
-        """Return the plan, if all ranks make the same of it; else raise, on all."""
-        plan, form = (), {}
-        problem = _unfit(module) or problem_with(module) or problem
-        if not problem:
-            try:
-                plan = unit_plan(module, self.comms[0].size, units)
-            except ValueError as error:
-                problem = str(error)
-            form = form_of(module, **told)
-            form |= {f"unit {unit.name}": str(unit) for unit in plan}
-        failed: ReplicaError | None = None
-        for comm in self.comms:  # who hears of it from one group tells the next
-            try:
-                check_same(form, problem or (failed and str(failed)), comm.group)
-            except ReplicaError as error:
-                failed = failed or error
-        if failed:
-            raise failed
-        return plan
-
     # ---- what torch.nn.Module would do, were it whole --------------------------------
 
     def named_parameters(
@@ -147,41 +118,9 @@ class ShardedModule(WholeState, nn.Module):
         for name, piece in self.pieces.items():
             yield prefix + ("." if prefix else "") + name, piece
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        raise ShardedError(
-            f"{type(self).__name__} cannot be moved or cast any more (to, cuda, half, "
-            "...): do that with the module before it is sharded"
-        )
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Raise ShardedError: which state is meant has to be said."""
-        raise ShardedError(
-            "state_dict() could be the whole state or this rank's part: call "
-            "full_state_dict(), or zero.sharded_checkpoint.save(folder, ...)"
-        )
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise ShardedError: which state is meant has to be said."""
-        raise ShardedError(
-            "call load_full_state_dict(state), or zero.sharded_checkpoint.load(folder, "
-            "...)"
-        )
-
     def extra_repr(self) -> str:
         """Tell what is gathered together."""
         return "\n".join(map(str, self.plan))
-
-
-def _unfit(module: Any) -> str | None:
-    """Return why this module cannot be sharded, or None."""
-    if not isinstance(module, nn.Module):
-        return None  # `problem_with` says it
-    if is_sharded(module):
-        return "the module is sharded already"
-    devices = {p.device for p in module.parameters()}
-    if len(devices) > 1:
-        return f"the module is on {', '.join(map(str, devices))}; it must be on one"
-    return None
 
 
 def places_in(module: nn.Module) -> dict[str, list[Place]]:

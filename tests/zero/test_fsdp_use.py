@@ -20,8 +20,8 @@ from ddp_course.mechanisms.exchange import MessageExchange
 from ddp_course.mechanisms.placements import placed
 from ddp_course.mechanisms.recompute import recompute_blocks
 from ddp_course.model import build_gpt
+from ddp_course.zero.freed import ShardedError
 from ddp_course.zero.offload import OffloadedStorage, settle
-from ddp_course.zero.sharded_module import ShardedError
 from ddp_course.zero.units import unit_plan
 
 SHARED = {"in_shared_memory": True}
