@@ -172,12 +172,12 @@ def same(a, b) -> bool:
 
 
 CASES = {  # model, optimizer, policy, accumulate, max_norm
-    "small": (Small, "momentum", priority(128), 1, None),
-    "adamw": (Small, "adamw", priority(100, 2), 2, None),
+    "small": (Small, "momentum", priority(256), 1, None),
+    "adamw": (Small, "adamw", priority(200, 2), 2, None),
     "whole": (Experts, "adafactor", FIFO, 1, None),
     "waits": (Small, "momentum", WAIT_FOR_ALL, 1, None),
-    "clipped": (Small, "adamw", priority(256), 1, 0.1),
-    "experts": (Experts, "momentum", priority(64), 2, None),
+    "clipped": (Small, "adamw", priority(512), 1, 0.1),
+    "experts": (Experts, "momentum", priority(128), 2, None),
 }
 WRONG = OldParameters, LaterOptions, Twice, Lost
 
