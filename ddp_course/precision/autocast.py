@@ -71,9 +71,9 @@ class Autocast(TorchFunctionMode):
         dtype: torch.bfloat16 or torch.float16, for LOWER.
         enabled: False for a block, inside of another, in which nothing is cast.
 
-    A parameter is cast once, however often it is used; its casts are dropped at the end
-    of the outermost block, so do not change one inside. Raises ValueError for another
-    type. As torch.autocast.
+    A parameter is cast once, however often it is used, and its casts are dropped at the
+    end of the block, so do not change one inside. Raises ValueError for another type.
+    As torch.autocast.
     """
 
     def __init__(
@@ -96,8 +96,7 @@ class Autocast(TorchFunctionMode):
         """Cast no more, and drop the parameters' casts."""
         super().__exit__(*error)
         _here.modes = _here.modes[:-1]
-        if self not in _here.modes:
-            self.casts.clear()
+        self.casts.clear()
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None

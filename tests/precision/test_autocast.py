@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
@@ -21,6 +22,7 @@ W, X = torch.randn(4, 4), torch.rand(4, 4) / 2 + 0.2
 Z, C1, C2, C3 = X[None], X[None], X[None, None], X[None, None, None]
 CALLS = {  # one of each function of the table, and others that it leaves alone
     "linear": lambda x: F.linear(x, W),
+    "linear, by keyword": lambda x: F.linear(input=x, weight=W),
     "matmul": lambda x: x @ W,
     "rmatmul": lambda x: torch.Tensor.__rmatmul__(W, x),
     "mm": lambda x: torch.mm(x, W),
@@ -54,6 +56,7 @@ CALLS = {  # one of each function of the table, and others that it leaves alone
     "prod": lambda x: x.prod(),
     "cat": lambda x: torch.cat([x, X]),
     "stack": lambda x: torch.stack([x, X]),
+    "stack of one type": lambda x: torch.stack([x, x]),
     "layer_norm": lambda x: F.layer_norm(x, (4,)),
     "softmax": lambda x: x.softmax(-1),
     "gelu": F.gelu,
@@ -140,6 +143,18 @@ def test_a_parameter_is_cast_once_and_not_kept(monkeypatch):
     with torch.no_grad(), Autocast() as block:  # a cast without graph is not for later
         layer(X)
         assert not block.casts
+
+
+def test_casts_are_of_one_parameter_one_type_and_one_thread():
+    half = nn.Parameter(X.half())
+    with Autocast():
+        for number in range(9):  # each may get the address of the one before
+            own = nn.Parameter(W + number)
+            assert torch.equal(X @ own, (X.bfloat16() @ (W + number).bfloat16()))
+        types = (half @ W).dtype, F.mse_loss(half, X).dtype
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(autocast_dtype, "cpu").result() is None
+    assert types == (torch.bfloat16, torch.float32)
 
 
 def test_blocks_inside_of_blocks_and_other_types():

@@ -23,6 +23,7 @@ GPT = GPTConfig(block_size=16, n_layer=2, n_head=2, d_model=24)
 OPTIONS = {"init_scale": 8.0, "growth_interval": 3}
 # What one gradient is in each step.
 GRADIENTS = (1.0, torch.inf, 2.0, 3.0, torch.nan, 1.0, 2.0, 1e-3, -torch.inf, 5.0)
+GRADIENTS += (1.0,) * 7  # it grows twice
 
 
 def scales_and_weights(scaler) -> list[tuple[float, float]]:
@@ -61,6 +62,18 @@ def test_scales_and_skipped_steps_are_pytorchs():
     assert {scale for scale, _ in theirs} >= {4.0, 2.0}  # some were skipped
     for wrong in (NeverResets, StepsAnyway):
         assert str(scales_and_weights(wrong(**OPTIONS))) != str(theirs)
+
+
+def test_an_inf_is_seen_in_the_last_number_and_of_any_optimizer():
+    weights = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([weight], lr=0.5) for weight in weights]
+    scaler, last = GradScaler(init_scale=8.0), torch.tensor([1.0, 1.0, torch.inf])
+    scaler.scale((weights[0] + weights[1] * last).sum()).backward()
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    assert [weight.tolist() for weight in weights] == [[0.5] * 3, [1.0] * 3]
+    assert scaler.factor == 4.0
 
 
 def test_it_goes_on_from_its_state_and_can_be_off():

@@ -54,7 +54,7 @@ RECORDS = {
     "who does not pull again keeps what it has, and its own push counts, too": [
         *(("pull", 1), ("push", 1), ("push", 1)),
     ],
-    "only pushes change the weights": [
+    "pulls change no weights, and those of others give a worker nothing": [
         *(("pull", 3), ("pull", 1), ("pull", 2), ("push", 3), ("pull", 3), ("push", 1)),
     ],
     "each push changes the weights, whoever made it": _record(0, range(1, 13), 40),
@@ -80,6 +80,7 @@ def check_my_staleness(answer: Answer) -> str:
 # ---- my_replay -----------------------------------------------------------------------
 
 PLAYED = ((0, (1,), 3), (1, (1, 2), 6), (2, range(1, 13), 40))
+LR = 0.125  # a power of two: lr times a gradient is exact, in whatever order
 
 
 @exercise("my_replay", solution=solutions.my_replay)
@@ -97,8 +98,8 @@ def check_my_replay(answer: Answer) -> str:
             begin = (torch.arange(6.0) / 7 - 0.4).view(2, 3).to(dtype)
             calls: list[int] = []
             gradient = _gradients(calls)
-            right = solutions.my_replay(record, begin, _gradients([]), 0.1)
-            got = answer.pure(record, begin, gradient, 0.1)
+            right = solutions.my_replay(record, begin, _gradients([]), LR)
+            got = answer.pure(record, begin, gradient, LR)
             case = f"A record of {len(workers)} workers, {pushes} pushes and {dtype}"
             wanted = [worker for what, worker in record if what == "push"]
             expect(

@@ -44,6 +44,23 @@ def without_a_sign(sign, exponent, fraction):
     return solutions.from_bits("0", exponent, fraction)
 
 
+def fraction_as_decimal(sign, exponent, fraction):
+    """Reads the digits after the point as those of a decimal number."""
+    if "0" not in exponent:
+        return solutions.from_bits(sign, exponent, fraction)
+    f, bias = int(fraction, 2) / 10 ** len(fraction), 2 ** (len(exponent) - 1) - 1
+    size = (bool(int(exponent, 2)) + f) * 2.0 ** (max(1, int(exponent, 2)) - bias)
+    return -size if sign == "1" else size
+
+
+def infinity_has_no_sign(sign, exponent, fraction):
+    return (
+        abs(solutions.from_bits(sign, exponent, fraction))
+        if ("0" not in exponent)
+        else solutions.from_bits(sign, exponent, fraction)
+    )
+
+
 # master_step
 
 
@@ -79,6 +96,18 @@ def new_copies(parameters, masters, lr):
 def none_without(parameters, masters, lr):
     for p, m in zip(parameters, masters, strict=True):
         m -= lr * p.grad.float()
+
+
+def one_step_behind(parameters, masters, lr):
+    for p, m in _each(parameters, masters):
+        p.data.copy_(m)
+        m -= lr * p.grad.float()
+
+
+def added(parameters, masters, lr):
+    for p, m in _each(parameters, masters):
+        m += lr * p.grad.float()
+        p.data.copy_(m)
 
 
 def gradients_scaled(parameters, masters, lr):
@@ -120,6 +149,18 @@ def never_shrinks(scale, clean, found, interval):
 
 def never_grows(scale, clean, found, interval):
     return (scale / 2, 0) if found else (scale, clean + 1)
+
+
+def halves_once(scale, clean, found, interval):
+    """A second inf in a row changes nothing."""
+    if found and clean == 0:
+        return scale, 0
+    return solutions.next_scale(scale, clean, found, interval)
+
+
+def grows_by_one(scale, clean, found, interval):
+    new, count = solutions.next_scale(scale, clean, found, interval)
+    return (scale + 1 if new > scale else new), count
 
 
 # agreed_step
@@ -190,6 +231,26 @@ def silent_without_gradients(weights, gradients, scale, max_norm, lr):
     return solutions.agreed_step(weights, gradients, scale, max_norm, lr)
 
 
+def largest_norm_of_a_rank(weights, gradients, scale, max_norm, lr):
+    squares = _squares([g / scale for g in gradients]).view(1)
+    squares = squares.nan_to_num(torch.inf, torch.inf)
+    dist.all_reduce(squares, dist.ReduceOp.MAX)
+    norm = squares.sqrt().item()
+    if math.isfinite(norm):
+        _step(weights, gradients, lr / scale * min(1.0, max_norm / (norm or 1)))
+    return math.isfinite(norm)
+
+
+def mean_of_squares(weights, gradients, scale, max_norm, lr):
+    """As DDP would: but these are other gradients, not others' opinions of the same."""
+    squares = _squares([g / scale for g in gradients]).view(1)
+    dist.all_reduce(squares)
+    norm = (squares / dist.get_world_size()).sqrt().item()
+    if math.isfinite(norm):
+        _step(weights, gradients, lr / scale * min(1.0, max_norm / (norm or 1)))
+    return math.isfinite(norm)
+
+
 def everything_gathered(weights, gradients, scale, max_norm, lr):
     told = [None] * dist.get_world_size()
     dist.all_gather_object(told, gradients)
@@ -208,6 +269,8 @@ WRONG = {
         bias_of_float32: "what fp16 keeps of 1",
         all_ones_is_inf: "another fraction, is nan",
         without_a_sign: "what fp16 keeps of -2.5",
+        fraction_as_decimal: "what fp16 keeps of",
+        infinity_has_no_sign: "the sign is that of the infinity",
     },
     "master_step": {
         never_copied_back: "expected the copies, rounded",
@@ -216,6 +279,8 @@ WRONG = {
         new_copies: "change the tensors in place",
         none_without: "AttributeError",
         gradients_scaled: "leave them as they are",
+        one_step_behind: "expected the copies, rounded",
+        added: "taken from the copy",
         all_are_rounded: "in `masters`",
     },
     "next_scale": {
@@ -224,6 +289,8 @@ WRONG = {
         goes_on_counting: "in a row",
         never_shrinks: "an inf was found",
         never_grows: "in a row",
+        halves_once: "an inf was found",
+        grows_by_one: "in a row",
     },
     "agreed_step": {
         known_to_one: "by all ranks or by none",
@@ -233,6 +300,8 @@ WRONG = {
         steps_anyway: "by all ranks or by none",
         only_inf_is_seen: "by all ranks or by none",
         silent_without_gradients: "Every rank calls the same all_reduce",
+        largest_norm_of_a_rank: "the norm of all ranks' gradients",
+        mean_of_squares: "the norm of all ranks' gradients",
         everything_gathered: "at most two all_reduces",
     },
 }

@@ -37,14 +37,16 @@ def replay_by_versions(record, weights, gradient, lr):
 
 
 def replay_with_an_optimizer(record, weights, gradient, lr):
-    """SGD takes lr times the gradient with one rounding less where it can; not here."""
+    """It adds with one rounding less, which no last bit may depend on."""
     weights = weights.clone()
+    sgd = torch.optim.SGD([weights], lr=lr)
     pulled = dict.fromkeys({worker for _, worker in record}, weights.clone())
     for what, worker in record:
         if what == "pull":
             pulled[worker] = weights.clone()
         else:
-            weights.sub_(gradient(worker, pulled[worker]) * lr)
+            weights.grad = gradient(worker, pulled[worker])
+            sgd.step()
     return weights
 
 

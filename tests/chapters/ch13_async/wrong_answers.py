@@ -73,6 +73,27 @@ def on_average(record):
     return sum(found) / max(len(found), 1)
 
 
+def since_anybodys_pull(record):
+    version, newest, found = 0, 0, []
+    for what, _ in record:
+        if what == "pull":
+            newest = version
+        else:
+            found.append(version - newest)
+            version += 1
+    return found
+
+
+def how_many_others(record):
+    """Counts workers in between, not what they pushed."""
+    found = []
+    for at, (what, worker) in enumerate(record):
+        if what == "push":
+            since = max(k for k in range(at) if record[k] == ("pull", worker))
+            found.append(len({w for kind, w in record[since:at] if kind == "push"}))
+    return found
+
+
 # my_replay
 
 
@@ -119,6 +140,18 @@ def in_the_order_of_workers(record, weights, gradient, lr):
     return solutions.my_replay(record, weights, gradient, lr)
 
 
+def pulls_with_every_push(record, weights, gradient, lr):
+    both = [[one, ("pull", one[1])] if one[0] == "push" else [one] for one in record]
+    return solutions.my_replay(sum(both, []), weights, gradient, lr)
+
+
+def by_staleness(record, weights, gradient, lr):
+    """A remedy that nobody has asked for."""
+    ages = iter(solutions.my_staleness(record))
+    remedied = lambda *who: gradient(*who) / max(1, next(ages))  # noqa: E731
+    return solutions.my_replay(record, weights, remedied, lr)
+
+
 def in_more_digits(record, weights, gradient, lr):
     """Right but for the last bits."""
     exact = solutions.my_replay(
@@ -158,6 +191,15 @@ def numbered_without_gaps(clocks, worker, bound):
 
 def of_the_others(clocks, worker, bound):
     return clocks[worker] - min(c for w, c in clocks.items() if w != worker) <= bound
+
+
+def from_the_next_slowest(clocks, worker, bound):
+    return clocks[worker] - sorted(clocks.values())[:2][-1] <= bound
+
+
+def nobody_is_too_far_away(clocks, worker, bound):
+    """Whoever is behind may not begin either."""
+    return all(abs(clocks[worker] - clock) <= bound for clock in clocks.values())
 
 
 # my_server
@@ -216,6 +258,19 @@ def the_gradient_goes_back(weights, lr, pushes):
         dist.send(gradient, worker)
 
 
+def answers_all(weights, lr, pushes):
+    gradient = torch.empty_like(weights)
+    for _ in range(pushes):
+        dist.recv(gradient)
+        weights -= lr * gradient
+        for worker in range(1, dist.get_world_size()):
+            dist.isend(weights.clone(), worker)
+
+
+def one_too_few(weights, lr, pushes):
+    solutions.my_server(weights, lr, pushes - 1)
+
+
 WRONG = {
     "my_staleness": {
         by_its_own_clock: "worker 1 has pushed after worker 2 pulled",
@@ -226,6 +281,8 @@ WRONG = {
         pushes_of_others: "its own push counts, too",
         workers_less_one: "because",
         on_average: "expected `[0]`",
+        since_anybodys_pull: "those of others give a worker nothing",
+        how_many_others: "each push changes the weights",
     },
     "my_replay": {
         never_stale: "which its worker has pulled last",
@@ -236,6 +293,8 @@ WRONG = {
         all_at_the_end: "which its worker has pulled last",
         in_the_order_of_workers: "the record has pushes of",
         in_more_digits: "pulled last",
+        pulls_with_every_push: "which its worker has pulled last",
+        by_staleness: "is each used once",
     },
     "my_may_begin": {
         measured_from_the_fastest: "with bound 0 nobody begins before",
@@ -245,6 +304,8 @@ WRONG = {
         from_the_mean: "the slowest counts",
         numbered_without_gaps: "KeyError",
         of_the_others: "ValueError",
+        from_the_next_slowest: "with bound 0 nobody begins before",
+        nobody_is_too_far_away: "the slowest need not wait",
     },
     "my_server": {
         in_the_order_of_ranks: "still waits to ",
@@ -254,5 +315,7 @@ WRONG = {
         another_tensor: "changed in place",
         waits_for_all: "still waits to ",
         the_gradient_goes_back: "the weights after its own gradient",
+        answers_all: "one answer to each push",
+        one_too_few: "still waits to ",
     },
 }
