@@ -185,6 +185,11 @@ def test_who_waits_for_the_server_is_not_silent():
     Server._strike_off_the_silent(server)
     assert [event.kind for event in server.book.events] == ["join"]
     assert server.book.may_pull(1)
+    server.book.pull(1)
+    server.book.push(1)  # it waits for a step, and that fails
+    server.error = RuntimeError("of the optimizer")
+    with pytest.raises(RuntimeError, match="of the optimizer"):
+        server.do(partial(Server.pull, server), 1)
 
 
 @pytest.mark.parametrize(

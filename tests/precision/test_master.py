@@ -99,11 +99,28 @@ def test_small_updates_add_up_and_a_scheduler_is_obeyed():
         master.step()
     assert [w.item() for w in weights] == [1.0, 0.8984375]
     torch.optim.lr_scheduler.LambdaLR(master, lambda step: 0.0)  # sets it at once
-    (weights[1] * 1).sum().backward()
-    master.step()
+    for _ in range(20):
+        (weights[1] * 1).sum().backward()
+        master.step()
     assert weights[1].item() == 0.8984375
     loss = master.step(lambda: weights[1].sum())
     assert loss.item() == 0.8984375
+
+
+def test_copies_are_copies_and_gradients_are_those_of_this_step():
+    weight = nn.Parameter(torch.ones(1))  # in 32 bits already
+    master = MasterWeights([weight], SGD, lr=0.5)
+    with torch.no_grad():
+        weight.fill_(7.0)
+    assert master.state[weight]["master"].item() == 1.0
+    weight.grad = torch.ones(1)
+    assert master.unscaled is master.optim  # as a scaler asks, before it leaves out
+    master.zero_grad()
+    assert master.optim.param_groups[0]["params"][0].grad is None
+    weight.grad = torch.full((1,), 2.0)
+    master.step()
+    assert weight.item() == 0.0
+    assert master.optim.param_groups[0]["params"][0].grad is None  # 4 bytes fewer
 
 
 def test_saved_and_loaded_the_copies_keep_their_bits():
@@ -111,7 +128,8 @@ def test_saved_and_loaded_the_copies_keep_their_bits():
     saved = copy.deepcopy(optimizer.state_dict())
     for load in (MasterWeights.load_state_dict, Optimizer.load_state_dict):
         other = build_gpt(GPT).to(BF16)
-        other.load_state_dict(model.state_dict())
+        if load is Optimizer.load_state_dict:  # ours has the weights, too
+            other.load_state_dict(model.state_dict())
         again = MasterWeights(other.parameters(), AdamW, lr=1e-3)
         load(again, copy.deepcopy(saved))
         for _ in range(2):
