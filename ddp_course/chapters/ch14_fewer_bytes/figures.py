@@ -156,9 +156,9 @@ def worth(points: Mapping[str, tuple[float, float]], base: str) -> tuple[Figure,
     ):
         axes.plot([sent / 1e6], [loss], "o", color=INK, markersize=6)
         way = 1 if k % 2 else -1
-        place = {"xytext": (0, way * 9), "textcoords": "offset points", "fontsize": 10}
-        va = "bottom" if way > 0 else "top"
-        axes.annotate(name, (sent / 1e6, loss), ha="center", va=va, **place)
+        place = {"xytext": (way * 6, way * 6), "textcoords": "offset points"}
+        ha, va = ("left", "bottom") if way > 0 else ("right", "top")
+        axes.annotate(name, (sent / 1e6, loss), ha=ha, va=va, fontsize=10, **place)
     axes.set(xlabel="sent by a rank in a step [MB]", ylabel="loss", xscale="log")
     axes.margins(0.14)
     marks = [m * 10.0**power for power in range(-3, 3) for m in (1, 2, 5)]
