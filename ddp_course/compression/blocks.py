@@ -26,7 +26,7 @@ class Int8(Compressor):
     either side. PyTorch: `quantization_pertensor_hook` (one scale, and an all-gather).
     """
 
-    def __init__(self, block: int = 256, exchange: Exchange | None = None) -> None:
+    def __init__(self, block: int = 64, exchange: Exchange | None = None) -> None:
         super().__init__(exchange=exchange)
         if isinstance(block, bool) or not isinstance(block, int) or block < 1:
             raise ValueError(f"block is {block!r}; it must be a whole number above 0")

@@ -74,7 +74,7 @@ METHODS: dict[str, Callable[..., int]] = {
     "none": lambda shapes, d, n, rank, _: reduced(d, FLOAT32, n, rank),
     "fp16": lambda shapes, d, n, rank, _: reduced(d, 2, n, rank),
     "bf16": lambda shapes, d, n, rank, _: reduced(d, 2, n, rank),
-    "int8": lambda shapes, d, n, rank, block: _eight_bits(d, n, int(block or 256)),
+    "int8": lambda shapes, d, n, rank, block: _eight_bits(d, n, int(block or 64)),
     "sign": lambda shapes, d, n, rank, _: (n - 1) * (-(-d // 8) + FLOAT32),
     "topk": lambda shapes, d, n, rank, density: (
         (n - 1) * (INT32 + FLOAT32) * kept(density, d)

@@ -19,7 +19,7 @@ def test_known_ratios():
     ratios = {
         "fp16": 1 / 2,
         "bf16": 1 / 2,
-        "int8": 1 / 4 * (1 + 4 / 256),
+        "int8": 1 / 4 * (1 + 4 / 64),
         "powersgd:1": 2 * 1024 / 2**20,
         "powersgd:4": 4 * 2 * 1024 / 2**20,
     }
