@@ -1,11 +1,11 @@
 """Loss over bytes and over time, for every way of sending less: one picture's data.
 
-    python -m ddp_course.chapters.ch14_fewer_bytes.race       (some minutes of a core)
+    python -m ddp_course.chapters.ch14_fewer_bytes.race       (half an hour of a core)
 
-A small GPT is trained, as elsewhere in the chapter. One process plays four ranks, which
-is proved equal to real ones; so the curves are those of any machine. They are stored
-beside this file, with the date, the bytes of a step by the formulas of `theory`, and
-the CPU time that a step and a compressor took.
+The course's GPT is trained. One process plays four ranks, which is proved equal to real
+ones; so the curves are those of any machine. They are stored beside this file, with the
+date, the bytes of a step by the formulas of `theory`, and the CPU time that a step and
+a compressor took.
 From that follows the time on any link, as if nothing overlapped:
 
     step = computing + encoding + bytes / bandwidth
@@ -32,11 +32,11 @@ from torch.optim import AdamW
 from ddp_course.compression import TopK, compressor, play
 from ddp_course.data import load_corpus, shard
 from ddp_course.local_sgd import DiLoCo, LocalSGD, simulate
-from ddp_course.model import GPTConfig, build_gpt
+from ddp_course.model import build_gpt
 from ddp_course.theory import local_sgd_bytes
 from ddp_course.theory.compression import compressed_bytes
 
-SMALL = GPTConfig(block_size=32, n_layer=2, n_head=4, d_model=48)
+GPT = "1m"
 RANKS, ROWS, STEPS, LR, EVERY = 4, 16, 200, 1e-3, 8
 STORED = Path(__file__).with_suffix(".json")
 LINKS = {"100 MB/s": 1e8, "1 GB/s": 1e9, "10 GB/s, as in a machine": 1e10}
@@ -46,7 +46,7 @@ LOCAL = {"ddp": None, "local sgd": LocalSGD, "diloco": DiLoCo}
 METHODS = ("ddp", *COMPRESSORS, "topk:0.01, no feedback", "local sgd", "diloco")
 
 
-def losses(method: str, seed: int, steps: int = STEPS, preset: Any = SMALL) -> list:
+def losses(method: str, seed: int, steps: int = STEPS, preset: Any = GPT) -> list:
     """Return the mean loss of all ranks before each step, in nats per character."""
     corpus, build = load_corpus(), partial(build_gpt, preset, seed)
 
@@ -86,7 +86,7 @@ def compressors(method: str) -> list:
     return [compressor(method) for _ in range(RANKS)]
 
 
-def step_bytes(method: str, preset: Any = SMALL) -> float:
+def step_bytes(method: str, preset: Any = GPT) -> float:
     """Return what rank 0 sends in a step, on average."""
     shapes = [tuple(p.shape) for p in build_gpt(preset).parameters()]
     if method in ("local sgd", "diloco"):
@@ -96,7 +96,7 @@ def step_bytes(method: str, preset: Any = SMALL) -> float:
     return compressed_bytes(name, shapes, RANKS)
 
 
-def cpu_seconds(method: str, preset: Any = SMALL, turns: int = 7) -> dict[str, float]:
+def cpu_seconds(method: str, preset: Any = GPT, turns: int = 7) -> dict[str, float]:
     """Return a rank's CPU time for forward, backward and step, and for compressing."""
     model, took = build_gpt(preset), {"compute": [], "encode": []}
     optimizer, parameters = AdamW(model.parameters(), LR), list(model.parameters())
