@@ -23,7 +23,8 @@ from ddp_course.commands import CommandError, site
 ROOT = Path(__file__).parents[1]
 NAMES = ["index.html", "search.html", "CONTRIBUTING.html", "LICENSE.html"]
 NAMES += [f"notebooks/{path.stem}.html" for path in ROOT.glob("notebooks/*.*")]
-LOOKS = [(1366, "light"), (1366, "dark"), (390, "light"), (390, "dark")]
+LOOKS = [(1366, "light"), (1366, "dark"), (1000, "light")]
+LOOKS += [(390, "light"), (390, "dark")]
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 built = pytest.mark.skipif(
     any(find_spec(name) is None for name in site.NEEDS), reason="no .[site]"
@@ -82,6 +83,7 @@ def dead(folder: Path) -> list[str]:
 
 
 AXE = {"preload": False, "resultTypes": ["violations"]}  # a disk hands out no CSS
+TWO_FRAMES = "new Promise(go => requestAnimationFrame(() => requestAnimationFrame(go)))"
 WIDE = """() => {
     const wrong = [], page = document.documentElement;
     if (page.scrollWidth > innerWidth)
@@ -89,8 +91,12 @@ WIDE = """() => {
     for (const img of document.querySelectorAll("article img, article svg")) {
         const own = img.getBoundingClientRect();
         const box = img.parentElement.closest("p, div, figure, td, article");
-        if (own.right > box.getBoundingClientRect().right + 1)
+        const pane = img.closest(".picture[tabindex]");  // scrolls, also by keys
+        const inside = (pane || img).getBoundingClientRect();
+        if (inside.right > box.getBoundingClientRect().right + 1)
             wrong.push(`a picture of ${own.width} is wider than its column`);
+        const letters = 11 * own.width / img.naturalWidth;  // of a picture's smallest
+        if (letters < 8.99) wrong.push(`letters of ${letters.toFixed(1)} pixels`);
         if (img.complete === false || img.naturalWidth === 0)
             wrong.push(`not loaded: ${img.src.slice(-60)}`);
     }
@@ -116,6 +122,7 @@ def seen(page, folder: Path, path: Path, width: int, theme: str) -> list[str]:
     page.emulate_media(color_scheme=theme, reduced_motion="reduce")
     page.set_viewport_size({"width": width, "height": 900})
     page.goto(path.as_uri())
+    page.evaluate(TWO_FRAMES)  # in which boxes see how wide their pictures are
     wrong += page.evaluate(WIDE)
     for found in Axe().run(page, options=AXE).response["violations"]:
         if found["impact"] in ("serious", "critical"):
@@ -250,7 +257,13 @@ def test_a_planted_mistake_is_read(tmp_path, body, told):
 @pytest.mark.parametrize(
     ("body", "head", "told"),
     [
-        (IMG.format("style='max-width: 100%'"), "", ""),
+        (
+            "<span class='picture' style='display: block; overflow: auto' tabindex=0>"
+            f"{IMG.format('width=1640')}</span>",
+            "",
+            "",
+        ),
+        (IMG.format("style='max-width: 100%'"), "", "letters of 2."),
         (IMG.format(""), "", "the page is 20"),
         (
             f"<span style='display: block; overflow: auto' tabindex=0>{IMG.format('')}"

@@ -40,6 +40,7 @@ SETTINGS = {
     "html_math_renderer": "mathml",
     "html_static_path": ["static"],
     "html_css_files": ["course.css"],
+    "html_js_files": [("course.js", {"defer": "defer"})],
     "html_context": {"default_mode": "auto"},  # light or dark, as the reader's system
     "html_copy_source": False,
     "html_show_sourcelink": False,
@@ -59,13 +60,40 @@ SETTINGS = {
 }
 CSS = """\
 .bd-article img, .bd-article svg { max-width: 100%; height: auto; }
+.picture { display: block; overflow-x: auto; }
+.picture[tabindex]::before {
+  content: "Wider than the page: swipe it, or use arrow keys.";
+  position: sticky; left: 0; font-size: 0.85rem; }
 .bd-article code, code .pre { overflow-wrap: anywhere; white-space: pre-wrap; }
 .highlight .gd { background: #D55E0033; color: inherit !important; }
 .highlight .gi { background: #009E7333; color: inherit !important; }
 .formula { overflow-x: auto; overflow-y: hidden; }
+@media print { .bd-article img { min-width: 0 !important; } }
+@media print { .picture::before { display: none; } }
 @media print { details::details-content { content-visibility: visible; height: auto; } }
 @media print { .bd-article pre { white-space: pre-wrap; overflow-wrap: anywhere; } }
 @media (max-width: 600px) { .bd-article math { font-size: 80%; } }
+"""
+SMALLEST = 9 / 11  # of a picture's own size: its letters have 11 pixels or more
+SCRIPT = f"""\
+// A picture has a box of its own, in which it scrolls where it would be too small.
+const look = (box) => {{
+  const wide = box.scrollWidth > box.clientWidth;
+  if (wide) box.tabIndex = 0; else box.removeAttribute("tabindex");
+}};
+const boxes = new ResizeObserver((seen) => seen.forEach((one) => look(one.target)));
+addEventListener("load", () => document.querySelectorAll(".picture").forEach(look));
+for (const img of document.querySelectorAll(".bd-article img")) {{
+  const box = document.createElement("span");
+  box.className = "picture";
+  img.replaceWith(box);
+  box.append(img);
+  const fit = () => {{
+    img.style.minWidth = `${{img.naturalWidth * {SMALLEST}}}px`;
+    boxes.observe(box);
+  }};
+  if (img.complete) fit(); else img.addEventListener("load", fit);
+}}
 """
 
 
@@ -132,6 +160,7 @@ def collect(course: Path, source: Path) -> None:
     shutil.copytree(course / "images", source / "images")
     (source / "static").mkdir()
     (source / "static/course.css").write_text(CSS)
+    (source / "static/course.js").write_text(SCRIPT)
     (source / "notebooks").mkdir()
     notebooks = sorted((course / "notebooks").glob("[0-9][0-9]_*.ipynb"))
     for path in notebooks:
