@@ -68,7 +68,12 @@ class Compressor:
 def compress(
     state: Compressor, bucket: dist.GradBucket
 ) -> torch.futures.Future[Tensor]:
-    """Average a bucket as `state` does: `ddp.register_comm_hook(state, compress)`."""
+    """Average a bucket as `state` does: `ddp.register_comm_hook(state, compress)`.
+
+    Raises TypeError, on every rank, at the first backward if gradients are complex.
+    """
+    if (kind := bucket.buffer().dtype).is_complex:
+        raise TypeError(f"gradients are {kind}; compressors are for real numbers only")
     state.forget_if_rebuilt(bucket)
     future = torch.futures.Future()
     future.set_result(state.mean(bucket))

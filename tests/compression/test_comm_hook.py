@@ -191,6 +191,16 @@ def refused() -> dict[str, str]:
         bf16 = partial(trained, cls, nothing, torch_hooks.bf16_compress_hook)
         attempt(f"bf16, ours {cls is Ours}", bf16)
 
+    def of_complex():
+        filters = nn.Module()
+        filters.weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+        filters.forward = lambda x: (x * filters.weight).abs().sum()
+        model = Ours(filters)
+        model.register_comm_hook(compressor("fp16"), compress)
+        model(torch.ones(3)).backward()
+
+    attempt("complex", of_complex)
+
     def joined():
         with Join([twice], divide_by_initial_world_size=False):
             twice(torch.ones(2, 12))
@@ -226,6 +236,7 @@ def test_hooks_are_pytorchs_and_mistakes_are_told():
         "too_short": "it must hold a tensor of",
         "bf16, ours True": "nothing",
         "bf16, ours False": "nothing" if torch.version.cuda else WITHOUT_CUDA,
+        "complex": "gradients are torch.complex64; compressors are for real numbers",
         "join": "Join needs divide_by_initial_world_size=True with it",
     }.items():
         assert words in told[name], told[name]
