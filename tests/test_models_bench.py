@@ -104,7 +104,7 @@ def test_the_stored_table_has_all_models_and_strategies_and_no_failure(monkeypat
     assert not [row["case"] for row in rows if FAILS in "".join(map(str, row.values()))]
     text = shown(rows)
     assert max(map(len, text)) <= 100
-    assert text[-1].startswith("50 models under 12 strategies: ")
+    assert text[-1].startswith("50 models under 13 strategies: ")
     assert text[-1].endswith(" 0 FAILS")
     monkeypatch.setattr(models, "bench", lambda quick: rows)
     assert command("models", False, None, quick=False) == 0

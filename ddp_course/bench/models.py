@@ -11,7 +11,7 @@ are told in the same way in the last two columns, and judged by nobody.
 
 One launch goes through all cases. A case that hangs, or leaves ranks that do not
 understand each other any more, ends it; the next launch goes on with the next case.
-Chapters 04, 05 and 07 to 10.
+Chapters 04, 05, 07 to 10, and 15.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import make_dataclass
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +44,7 @@ import ddp_course
 from ddp_course import data_parallel, zero
 from ddp_course.bench.table import WIDTH, beside, column
 from ddp_course.bench.turns import Row
+from ddp_course.communication_order import ScheduledDataParallel, priority
 from ddp_course.launch import RankReport, spawn
 from ddp_course.mechanisms.agreement import digest, kind_of
 from ddp_course.mechanisms.hooks import tensors_in
@@ -212,7 +214,7 @@ MODELS: dict[str, Model] = {
     "Conv1d": Model(
         lambda: nn.Sequential(nn.Conv1d(2, 4, 3), nn.ReLU(), nn.Conv1d(4, 2, 3)),
         _SIGNALS),
-    "Conv2d, channels last": Model(
+    "Conv2d, NHWC": Model(
         lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), _linear(48))
         .to(memory_format=torch.channels_last), _IMAGES),
     "ConvTranspose2d": Model(
@@ -232,7 +234,7 @@ MODELS: dict[str, Model] = {
     "BatchNorm": Model(lambda: _chain(nn.BatchNorm1d(8)), per_rank=True),
     "SyncBatchNorm": Model(
         lambda: _chain(nn.SyncBatchNorm(8)), itself="SyncBatchNorm expected input"),
-    "LayerNorm, GroupNorm": Model(lambda: _chain(nn.LayerNorm(8), nn.GroupNorm(2, 8))),
+    "Layer-, GroupNorm": Model(lambda: _chain(nn.LayerNorm(8), nn.GroupNorm(2, 8))),
     "dict in": Model(
         lambda: Net(lambda m, given: m.net(given["a"] * given["b"][0]), net=_chain()),
         lambda: ({"a": torch.randn(ROWS, 6), "b": [torch.randn(ROWS, 6)]},)),
@@ -247,7 +249,7 @@ MODELS: dict[str, Model] = {
         lambda: _two(lambda m, x: Output(m.head(y := m.first(x)), y))),
     "None out": Model(
         lambda: _two(lambda m, x: (None, m.head(tanh(m.first(x))), "words", None))),
-    "ModuleList, residual": Model(lambda: _blocks(lambda block, x: block(x))),
+    "residual ModuleList": Model(lambda: _blocks(lambda block, x: block(x))),
     "ModuleDict, nested": Model(
         lambda: Net(
             lambda m, x: m.by["b"](x) + m.by["a"](x), by=nn.ModuleDict(
@@ -301,7 +303,9 @@ MODELS: dict[str, Model] = {
         lambda: nn.Sequential(
             nn.TransformerEncoderLayer(6, 2, 8, 0.0, batch_first=True), nn.Tanh(),
             nn.TransformerEncoderLayer(6, 2, 8, 0.0, batch_first=True)), _SEQUENCES),
-    "no parameters": Model(lambda: nn.Sequential(nn.Tanh(), nn.Tanh(), nn.Tanh())),
+    "no parameters": Model(
+        lambda: nn.Sequential(nn.Tanh(), nn.Tanh(), nn.Tanh()),
+        itself="optimizer got an empty parameter list"),
     "owner's hooks": Model(_hooked),
     "weights clamped": Model(lambda: _two(_clamped)),
     "gradient in forward": Model(lambda: Net(_forces, net=_chain())),
@@ -336,6 +340,13 @@ def sharding(kind: type[Optimizer]) -> Strategy:
     )
 
 
+def in_order(model: nn.Module, optim: Optim) -> tuple[nn.Module, Any]:
+    """Return a replica that steps layer by layer, and what stands for its optimizer."""
+    optimizer = optim(model.parameters())
+    replica = ScheduledDataParallel(model, optimizer, priority(64))  # small pieces
+    return replica, SimpleNamespace(step=replica.step, zero_grad=lambda: None)
+
+
 def members(model: nn.Module) -> list[nn.Module]:
     """Return the modules in lists and sequences: what is called one by one."""
     rows = [m for m in model.modules() if isinstance(m, (nn.Sequential, nn.ModuleList))]
@@ -367,6 +378,7 @@ OURS: dict[str, Strategy] = {
     "ddp unused": wrapped(
         data_parallel.DistributedDataParallel, find_unused_parameters=True
     ),
+    "order": in_order,
     "zero1": sharding(zero.ZeroRedundancyOptimizer),
     "zero2": sharding(zero.ShardedGradientOptimizer),
     "zero3 naive": wrapped(zero.NaiveFullyShardedDataParallel),
