@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from ddp_course.mechanisms.agreement import check_along
 from ddp_course.mechanisms.saving import (
-    WRITING,
     CheckpointError,
     attempt,
+    left_overs,
     on_cpu,
     read,
     seal,
@@ -111,6 +111,7 @@ class Checkpoints:
         self.model, self.optimizer = model, optimizer
         self.more = {"scaler": scaler, "compressor": compressor}
         self.settings = dict(settings)
+        self.known: set[str] = set()  # files that were there, or are of this run
 
     def load(self, steps: int) -> list[float]:
         """Put model and optimizer back as the newest checkpoint has them.
@@ -149,7 +150,8 @@ class Checkpoints:
         """Write a checkpoint if one is due after this step, or if it is the last.
 
         A rank that cannot write ends with CheckpointError; the others then find it
-        gone, as after any failure.
+        gone, as after any failure. So does one that finds what another run has written
+        meanwhile: each would overwrite what the other needs to go on.
         """
         due = last or len(losses) % self.every == 0
         if self.folder is None or not due:
@@ -164,9 +166,16 @@ class Checkpoints:
             "model": on_cpu(model),
             "optimizer": on_cpu(optimizer),
         } | more
+        for path in self._found():
+            if path.name not in self.known:
+                raise CheckpointError(
+                    f"{path} was written by another run while this one trained; "
+                    "take another folder for one of them"
+                )
         try:
             path = self._path(len(losses))
             write_whole({"format": FORMAT, "state": seal(state)}, path)
+            self.known.add(path.name)
             for old in self._found()[: -self.keep]:
                 old.unlink(missing_ok=True)
         except (OSError, RuntimeError) as error:  # torch.save's, if the disk is full
@@ -200,13 +209,14 @@ class Checkpoints:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if _rank() == 0:
-                for left_over in self.folder.glob(f"{WRITING}*"):
+                for left_over in left_overs(self.folder):
                     left_over.unlink(missing_ok=True)
                 tempfile.TemporaryFile(dir=self.folder).close()
         except OSError as error:
             raise CheckpointError(
                 f"the folder for checkpoints, {self.folder}, cannot be used: {error}"
             ) from None
+        self.known = {path.name for path in self._found()}
         return max(map(_step_of, self._found()), default=-1)
 
     def _read(self, step: int) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from ddp_course import checkpoint as module
 from ddp_course import parallelize
 from ddp_course.checkpoint import CheckpointError, Checkpoints, write_whole
 from ddp_course.launch import RankError, spawn
-from ddp_course.mechanisms.saving import seal
+from ddp_course.mechanisms.saving import WRITING, seal
 from ddp_course.model import GPTConfig
 from ddp_course.parallelize import STRATEGIES
 from ddp_course.train import History, largest_difference, train
@@ -201,6 +202,26 @@ def test_a_folder_that_cannot_be(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="file/a, cannot be used"):
         small(tmp_path / "file/a").load(9)
+
+
+def test_two_runs_in_one_folder_do_not_take_anything_from_each_other(tmp_path):
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    writes = tmp_path / f"{WRITING}{os.getppid()}"
+    for path in (writes, tmp_path / f"{WRITING}{gone.pid}", tmp_path / f"{WRITING}x"):
+        path.touch()
+    runs = small(tmp_path), small(tmp_path)
+    assert [run.load(9) for run in runs] == [[], []]
+    assert names(tmp_path) == [writes.name]  # whose process may still complete it
+    runs[0].save([1.0, 2.0])
+    with pytest.raises(CheckpointError, match="was written by another run while"):
+        runs[1].save([3.0, 4.0])
+    runs[0].save([1.0] * 4)
+    assert runs[1].load(9) == [1.0] * 4  # it may go on from there
+    runs[1].save([1.0] * 6)
+    runs[0].known.update(names(tmp_path))  # planted: a run that looks at nothing
+    runs[0].save([2.0] * 6)
+    assert runs[1].load(9) == [2.0] * 6  # what the other one had written is lost
 
 
 @pytest.mark.parametrize(("name", "value"), [("every", 0), ("keep", 0), ("every", 1.5)])

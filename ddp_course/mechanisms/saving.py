@@ -79,6 +79,22 @@ def rename(unfinished: Path, path: Path) -> None:
         os.close(folder)
 
 
+def left_overs(folder: Path) -> list[Path]:
+    """Return what nobody will complete: who wrote it, on this machine, has ended."""
+    return [path for path in folder.glob(f"{WRITING}*") if not _is_written(path)]
+
+
+def _is_written(path: Path) -> bool:
+    pid = path.name.removeprefix(WRITING).partition("-")[0]
+    if not pid.isdigit() or int(pid) == os.getpid():
+        return False
+    try:
+        os.kill(int(pid), 0)  # sends nothing, and tells whether that process is there
+    except OSError as error:
+        return isinstance(error, PermissionError)  # it is, and somebody else's
+    return True
+
+
 def read(path: Path, version: int, mmap: bool = False) -> dict[str, Any]:
     """Return what `write_whole` has written, a dict with its "format", on the CPU.
 

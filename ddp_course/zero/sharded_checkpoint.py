@@ -18,6 +18,7 @@ load. torch.distributed.checkpoint does all that for DTensors. Chapter 08.
 
 from __future__ import annotations
 
+import os
 import secrets
 import shutil
 from collections.abc import Mapping
@@ -35,6 +36,7 @@ from ddp_course.mechanisms.saving import (
     WRITING,
     CheckpointError,
     attempt,
+    left_overs,
     on_cpu,
     read,
     rename,
@@ -118,9 +120,9 @@ def _saves(folder: Path) -> list[Path]:
 def _begin(folder: Path) -> tuple[str, str]:
     """Make a folder for a new save; return its name, and the one it will have."""
     folder.mkdir(parents=True, exist_ok=True)
-    for left_over in folder.glob(f"{WRITING}*"):
+    for left_over in left_overs(folder):
         shutil.rmtree(left_over, ignore_errors=True)
-    unfinished = f"{WRITING}{secrets.token_hex(8)}"
+    unfinished = f"{WRITING}{os.getpid()}-{secrets.token_hex(8)}"
     (folder / unfinished).mkdir()
     number = max((int(path.name) for path in _saves(folder)), default=0) + 1
     return unfinished, f"{number:08d}"
