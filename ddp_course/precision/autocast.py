@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 LOWER = frozenset(
     (
@@ -103,12 +102,11 @@ class Autocast(TorchFunctionMode):
     ) -> Any:
         """Any function of PyTorch that is called in the block comes here."""
         kwargs = kwargs or {}
+        wanted = self._type_for(function, args, kwargs)
         # Of blocks inside of each other, the innermost decides.
-        if self.enabled and _here.modes[-1] is self and "out" not in kwargs:
-            wanted = self._type_for(function, args, kwargs)
-            if wanted is not None:
-                args = self._cast(args, wanted)
-                kwargs = {name: self._cast(v, wanted) for name, v in kwargs.items()}
+        if wanted and self.enabled and _here.modes[-1] is self and "out" not in kwargs:
+            args = self._cast(args, wanted)
+            kwargs = {name: self._cast(v, wanted) for name, v in kwargs.items()}
         return function(*args, **kwargs)
 
     def _type_for(self, function: Any, args: Any, kwargs: Any) -> torch.dtype | None:
@@ -116,20 +114,19 @@ class Autocast(TorchFunctionMode):
         name = getattr(function, "__name__", "").strip("_").removeprefix("r")
         if name in LOWER:
             return self.dtype
-        if name not in FULL_ON_GPUS and name not in WIDEST:
-            return None
-        given = [t for t in tree_leaves((args, kwargs)) if _can_be_cast(t)]
         if name in WIDEST:
-            mixed = len({t.dtype for t in given}) > 1
+            given = args[0] if args else kwargs["tensors"]
+            mixed = len({t.dtype for t in given if _can_be_cast(t)}) > 1
             return torch.float32 if mixed else None
-        on_gpu = any(t.is_cuda for t in given)
-        return torch.float32 if name in (FULL_ON_GPUS if on_gpu else FULL) else None
+        given = (*args, *kwargs.values()) if name in FULL_ON_GPUS else ()
+        on_gpu = any(getattr(value, "is_cuda", False) for value in given)
+        return torch.float32 if on_gpu or name in FULL else None
 
     def _cast(self, value: Any, dtype: torch.dtype) -> Any:
         """Cast a tensor, or all tensors in a list; what is none stays as it is."""
         if isinstance(value, (list, tuple)):
             return [self._cast(each, dtype) for each in value]
-        if not _can_be_cast(value) or value.dtype == dtype:
+        if not _can_be_cast(value) or value.dtype is dtype:
             return value
         if not (value.is_leaf and value.requires_grad and torch.is_grad_enabled()):
             return value.to(dtype)

@@ -18,6 +18,7 @@ Micikevicius et al. 2018, "Mixed Precision Training", section 3.1; Rajbhandari e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -129,9 +130,7 @@ class MasterWeights(Optimizer):
                         copy.copy_(value)
                         parameter.copy_(value)
                 else:
-                    like = isinstance(value, Tensor) and value.shape == copy.shape
-                    kept = value.clone() if isinstance(value, Tensor) else value
-                    self.optim.state[copy][name] = (
-                        kept.to(copy.device) if like else kept
-                    )
+                    like = getattr(value, "shape", None) == copy.shape  # no count
+                    own = value.to(copy.device, copy=True) if like else deepcopy(value)
+                    self.optim.state[copy][name] = own
             self.state[parameter] = {MASTER: copy, **self.optim.state[copy]}

@@ -93,7 +93,8 @@ def test_an_update_is_lost_below_half_a_spacing_and_three_cures():
 
 
 def test_stochastic_rounding_stays_between_neighbours_and_refuses_others():
-    x = torch.tensor([1.002, -1.002, 3.0, torch.inf, torch.nan, 0.0])
+    x = torch.tensor([1.002, -1.002, 3.0, torch.inf, torch.nan, 0.0, 0.0, 0.0])
+    x.view(torch.int32)[-2:] = torch.tensor([0x7F800001, -1])  # nan by their last bits
     drawn = torch.stack([stochastic_round(x, torch.bfloat16) for _ in range(400)])
     assert set(drawn[:, 0].tolist()) == {1.0, 1.0078125}
     assert abs(float(drawn[:, 0].double().mean()) - 1.002) < 1e-3
@@ -117,6 +118,11 @@ def test_the_error_of_a_sum_grows_with_the_ranks_and_with_the_order():
             errors[ranks, order] = float(error)
             exact = sum_in_order(values, torch.float32, order).double()
             assert ((exact - right).abs() / right).max() < 1e-5
+    rows = torch.randn(5, 5, generator=generator).bfloat16()
+    ring = sum_in_order(rows, torch.bfloat16, "ring")
+    from_next = [rows.roll(-1 - k, 0)[:, k] for k in range(5)]  # rank k + 1 begins
+    in_turn = [sum_in_order(row[:, None], torch.bfloat16) for row in from_next]
+    assert torch.equal(ring, torch.cat(in_turn))
     for order in ORDERS:
         assert errors[2, order] < errors[16, order] < errors[256, order]
     assert errors[256, "tree"] < errors[256, "ring"] / 4

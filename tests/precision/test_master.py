@@ -104,7 +104,7 @@ def test_small_updates_add_up_and_a_scheduler_is_obeyed():
         master.step()
     assert weights[1].item() == 0.8984375
     loss = master.step(lambda: weights[1].sum())
-    assert loss.item() == 0.8984375
+    assert (loss.item(), loss.requires_grad) == (0.8984375, True)
 
 
 def test_copies_are_copies_and_gradients_are_those_of_this_step():
@@ -113,6 +113,8 @@ def test_copies_are_copies_and_gradients_are_those_of_this_step():
     with torch.no_grad():
         weight.fill_(7.0)
     assert master.state[weight]["master"].item() == 1.0
+    master.step()
+    assert weight.item() == 7.0  # without a gradient it is left alone
     weight.grad = torch.ones(1)
     assert master.unscaled is master.optim  # as a scaler asks, before it leaves out
     master.zero_grad()
