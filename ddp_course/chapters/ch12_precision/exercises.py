@@ -68,6 +68,7 @@ STEPPED = {
     "same": "put another tensor into a list; change the tensors in place.",
     "types": "changed the type of a tensor: parameters stay in 16 bits, copies in 32.",
     "gradients": "changed the gradients; leave them as they are.",
+    "alone": "changed a parameter that has no gradient, or its copy; leave both alone.",
     "copies": "left {masters} in `masters`; expected {right}. Is it lr times the "
     "gradient, computed in 32 bits and taken from the copy?",
     "back": "left {parameters} in `parameters`; expected the copies, rounded: "
@@ -99,6 +100,7 @@ def _master_steps(answer: Answer, dtype: torch.dtype) -> Iterator[dict[str, Any]
     values = torch.tensor([[1.0, -3.0], [0.3, 0.0]]), torch.ones(0), torch.ones(2)
     parameters = [nn.Parameter(v.to(dtype)) for v in values]
     masters = [p.detach().float() + 2.0**-14 for p in parameters]
+    masters[2] += 1  # so that nobody rounds it back unseen
     right, rounded = [m.clone() for m in masters], [p.data.clone() for p in parameters]
     for step in range(3):
         gradients = [torch.full_like(p, 0.7 + step) for p in parameters[:2]]
@@ -115,6 +117,8 @@ def _master_steps(answer: Answer, dtype: torch.dtype) -> Iterator[dict[str, Any]
             "types": {p.dtype for p in parameters} == {dtype}
             and {m.dtype for m in masters} == {torch.float32},
             "gradients": left[2] is None and all(map(equal, left, gradients)),
+            "alone": equal(masters[2], right[2])
+            and equal(parameters[2].data, rounded[2]),
             "copies": all(map(partial(torch.allclose, rtol=1e-6), masters, right)),
             "back": all(map(equal, (p.data for p in parameters), rounded)),
             "masters": shown([m.tolist() for m in masters]),
@@ -140,13 +144,11 @@ def check_next_scale(answer: Answer) -> str:
     """
     for interval in (1, 3):
         scale, clean = 1024.0, 0
-        for step, found in enumerate(FOUND):
+        for found in FOUND:
             state = scale, clean, bool(found), interval
-            because = (
-                "an inf was found"
-                if found
-                else f"step {step} is clean, the {clean + 1}. in a row"
-            )
+            because = f"{clean + 1} clean in a row now, of {interval}"
+            if found:
+                because = "an inf was found"
             wanted = solutions.next_scale(*state)
             expect_call(answer, *state, returns=wanted, because=because)
             scale, clean = wanted
@@ -167,7 +169,8 @@ STEP = {
     "one": "returned {got}; expected {wanted}: whether the step was made, by all "
     "ranks or by none.",
     "right": "left weights of {weights}; expected {expected}. First divide by the "
-    "scale, then take the norm of all ranks' gradients, then clip.",
+    "scale, then take the norm of all ranks' gradients, then clip if it is above "
+    "`max_norm`; change the weights in place.",
     "few": "called {calls}; at most two all_reduces of a number each are needed.",
 }
 

@@ -100,18 +100,18 @@ def check_my_replay(answer: Answer) -> str:
             gradient = _gradients(calls)
             right = solutions.my_replay(record, begin, _gradients([]), LR)
             got = answer.pure(record, begin, gradient, LR)
-            case = f"A record of {len(workers)} workers, {pushes} pushes and {dtype}"
+            case = f"With {shown(record)} and {dtype}, your function"
             wanted = [worker for what, worker in record if what == "push"]
             expect(
                 calls == wanted,
-                f"{case}: asked for gradients of the workers {shown(calls)}; the "
+                f"{case} asked for gradients of the workers {shown(calls)}; the "
                 f"record has pushes of {shown(wanted)}.",
             )
             expect(
                 equal(got, right),
-                f"{case}: returned {shown(got)}; expected {shown(right)}. Is each "
+                f"{case} returned {shown(got)}; expected {shown(right)}. Is each "
                 "gradient that of the weights which its worker has pulled last, and is "
-                "each used once, in the order of the record?",
+                "lr times each taken off once, in the order of the record?",
             )
     return f"{2 * len(PLAYED)} records, two types of numbers, equal to the last bit"
 
@@ -136,6 +136,7 @@ CLOCKS = (
     ({1: 4, 2: 1, 3: 0}, 1, 3, "the slowest counts, and it is 4 behind"),
     ({1: 4, 2: 1, 3: 0}, 2, 0, "worker 2 has a lead of 1, if not on all"),
     ({1: 9, 2: 9, 4: 7}, 4, 1, "the slowest need not wait for anybody"),
+    ({1: 7, 2: 9, 4: 9}, 4, 1, "worker 1 is 2 behind, whatever its number"),
     ({1: 7, 3: 9, 11: 8}, 11, 1, "workers have left, and 1 is not too far behind"),
     ({1: 700, 2: 0}, 1, math.inf, "without a bound nobody waits"),
     ({5: 6}, 5, 0, "it is alone"),

@@ -117,9 +117,21 @@ def gradients_scaled(parameters, masters, lr):
         p.data.copy_(m)
 
 
-def all_are_rounded(parameters, masters, lr):
+def copied_without_a_gradient(parameters, masters, lr):
     solutions.master_step(parameters, masters, lr)
     for p, m in zip(parameters, masters, strict=True):
+        p.data.copy_(m)
+
+
+def from_what_is_rounded(parameters, masters, lr):
+    for p, m in _each(parameters, masters):
+        m.copy_(p.data.float() - lr * p.grad.float())
+        p.data.copy_(m)
+
+
+def all_are_rounded(parameters, masters, lr):
+    solutions.master_step(parameters, masters, lr)
+    for p, m in _each(parameters, masters):
         m.copy_(p.data)
 
 
@@ -241,6 +253,16 @@ def largest_norm_of_a_rank(weights, gradients, scale, max_norm, lr):
     return math.isfinite(norm)
 
 
+def always_of_the_norm(weights, gradients, scale, max_norm, lr):
+    """Small gradients are made larger, too."""
+    squares = _squares([g / scale for g in gradients]).view(1)
+    dist.all_reduce(squares)
+    norm = squares.sqrt().item()
+    if math.isfinite(norm):
+        _step(weights, gradients, lr / scale * max_norm / (norm or 1))
+    return math.isfinite(norm)
+
+
 def mean_of_squares(weights, gradients, scale, max_norm, lr):
     """As DDP would: but these are other gradients, not others' opinions of the same."""
     squares = _squares([g / scale for g in gradients]).view(1)
@@ -282,6 +304,8 @@ WRONG = {
         one_step_behind: "expected the copies, rounded",
         added: "taken from the copy",
         all_are_rounded: "in `masters`",
+        copied_without_a_gradient: "leave both alone",
+        from_what_is_rounded: "taken from the copy",
     },
     "next_scale": {
         never_resets: "an inf was found",
@@ -301,6 +325,7 @@ WRONG = {
         only_inf_is_seen: "by all ranks or by none",
         silent_without_gradients: "Every rank calls the same all_reduce",
         largest_norm_of_a_rank: "the norm of all ranks' gradients",
+        always_of_the_norm: "if it is above `max_norm`",
         mean_of_squares: "the norm of all ranks' gradients",
         everything_gathered: "at most two all_reduces",
     },

@@ -189,6 +189,10 @@ def numbered_without_gaps(clocks, worker, bound):
     return clocks[worker] - slowest <= bound
 
 
+def of_those_after_it(clocks, worker, bound):
+    return all(clocks[worker] - c <= bound for w, c in clocks.items() if w > worker)
+
+
 def of_the_others(clocks, worker, bound):
     return clocks[worker] - min(c for w, c in clocks.items() if w != worker) <= bound
 
@@ -288,13 +292,13 @@ WRONG = {
         never_stale: "which its worker has pulled last",
         a_second_name: "which its worker has pulled last",
         on_the_callers_weights: "work on a copy",
-        applied_twice: "is each used once",
+        applied_twice: "taken off once",
         the_last_is_forgotten: "the record has pushes of",
         all_at_the_end: "which its worker has pulled last",
         in_the_order_of_workers: "the record has pushes of",
         in_more_digits: "pulled last",
         pulls_with_every_push: "which its worker has pulled last",
-        by_staleness: "is each used once",
+        by_staleness: "taken off once",
     },
     "my_may_begin": {
         measured_from_the_fastest: "with bound 0 nobody begins before",
@@ -303,6 +307,7 @@ WRONG = {
         whoever_is_ahead: "the slowest need not wait",
         from_the_mean: "the slowest counts",
         numbered_without_gaps: "KeyError",
+        of_those_after_it: "whatever its number",
         of_the_others: "ValueError",
         from_the_next_slowest: "with bound 0 nobody begins before",
         nobody_is_too_far_away: "the slowest need not wait",
