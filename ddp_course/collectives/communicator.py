@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
@@ -68,6 +69,7 @@ class Communicator:
         self.rank, self.size = dist.get_rank(group), len(self.ranks)
         self._thread: ThreadPoolExecutor | None = None
         self._last: Future | None = None
+        self._of_thread: int | None = None
         store = dist.distributed_c10d._get_default_store()
         self.watch = Watch(store, self.ranks, dist.get_rank(), self._busy_elsewhere)
         self.exchange = exchange_by_store(group.group_name, self.watch)
@@ -140,19 +142,32 @@ class Communicator:
         return read(notes, self.ranks)
 
     def perform(self, job: Callable[[], None], async_op: bool) -> Work | None:
-        """Do `job` now, or in this group's thread, in the order of the calls."""
+        """Do `job` now, or in this group's thread, in the order of the calls.
+
+        What a job in the thread performs is part of it, and done at once.
+        """
         busy = self._last is not None and not self._last.done()
-        if not async_op and not busy:
+        if self.in_thread or (not async_op and not busy):
             job()
             return None
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="collectives")
+            self._thread = ThreadPoolExecutor(
+                1, "collectives", initializer=self._thread_begins
+            )
         self._last = self._thread.submit(in_this_stream(job))
         work = Work(self._last)
         if async_op:
             return work
         work.wait()
         return None
+
+    @property
+    def in_thread(self) -> bool:
+        """Whether the caller is this group's thread, where others compute meanwhile."""
+        return threading.get_ident() == self._of_thread
+
+    def _thread_begins(self) -> None:
+        self._of_thread = threading.get_ident()
 
     def _follow(self, late: list[int] | None) -> None:
         """See, while the barrier waits, whether those who are late can come."""

@@ -18,7 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_course.collectives import all_gather_single, all_to_all_single, ring
+from ddp_course.collectives import (
+    all_gather_single,
+    all_to_all_single,
+    communicator,
+    ring,
+)
 from ddp_course.mechanisms.comm_hook import GradBucket
 
 
@@ -41,6 +46,25 @@ class Exchange:
     def size(self) -> int:
         """The number of ranks."""
         return dist.get_world_size(self.group)
+
+    def meanwhile(self, job: Callable[[], Tensor]) -> torch.futures.Future[Tensor]:
+        """Return a future of what `job` returns, which is done while backward goes on.
+
+        In the group's thread, where collectives that are under way have one order on
+        all ranks. PyTorch's all-reduce has its order from who calls it: at once.
+        """
+        future = torch.futures.Future()
+
+        def work() -> None:
+            try:
+                future.set_result(job())
+            except BaseException as error:
+                future.set_exception(error)
+                raise
+
+        own = self.all_reduce is not dist.all_reduce
+        communicator(self.group).perform(work, async_op=own)
+        return future
 
     def add_up(self, tensor: Tensor) -> None:
         """Make of `tensor` the sum of all ranks', in place."""

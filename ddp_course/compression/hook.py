@@ -75,9 +75,7 @@ def compress(
     if (kind := bucket.buffer().dtype).is_complex:
         raise TypeError(f"gradients are {kind}; compressors are for real numbers only")
     state.forget_if_rebuilt(bucket)
-    future = torch.futures.Future()
-    future.set_result(state.mean(bucket))
-    return future
+    return state.exchange.meanwhile(lambda: state.mean(bucket))
 
 
 class Gathered(Compressor):

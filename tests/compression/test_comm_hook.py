@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks import (
 )
 from torch.nn.parallel import DistributedDataParallel as Theirs
 
-from ddp_course.compression import PowerSGD, compress, compressor
+from ddp_course.compression import PowerSGD, SixteenBits, compress, compressor
 from ddp_course.data_parallel import DistributedDataParallel as Ours
 from ddp_course.launch import spawn
 
@@ -121,6 +122,42 @@ def is_identity() -> dict[str, bool]:
     return told
 
 
+def at_once(state: Any, bucket: Any) -> torch.futures.Future:
+    """Plant: the same numbers, while backward waits."""
+    future = torch.futures.Future()
+    future.set_result(state.mean(bucket))
+    return future
+
+
+class Patient(SixteenBits):
+    """Averages nothing before backward has come to the first layer's gradient."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds, self.first_layer, self.seen = seconds, Event(), []
+
+    def mean(self, bucket: Any) -> Tensor:
+        self.seen.append(self.first_layer.wait(self.seconds))
+        return super().mean(bucket)
+
+
+def meanwhile() -> dict[str, bool]:
+    """Tell whether exchanges go on beside backward, and change no bit."""
+    told = {}
+    for hook, seconds in ((compress, 20), (at_once, 0.1)):
+        ddp, state = Ours(plain(), **CASES["small buckets"]), Patient(seconds)
+        ddp.register_comm_hook(state, hook)
+        first = next(ddp.parameters())
+        first.register_hook(lambda _, event=state.first_layer: event.set())
+        ddp(torch.ones(2, 12)).sum().backward()
+        told[hook.__name__] = state.seen[0]
+    for words in ALL:
+        make, small = partial(compressor, words), CASES["small buckets"]
+        runs = [trained(Ours, make, hook, **small) for hook in (compress, at_once)]
+        told[words] = torch.equal(*runs)
+    return told
+
+
 def there_and_here() -> dict[str, float]:
     """Return how far hooks on our DDP are from the same on PyTorch's."""
     told = {}
@@ -184,7 +221,13 @@ def refused() -> dict[str, str]:
 
     for hook in (no_future, too_short):
         attempt(hook.__name__, partial(trained, Ours, nothing, hook))
+
+    class Broken(PowerSGD):
+        def mean(self, bucket):
+            raise ValueError("no mean today")
+
     for cls in (Ours, Theirs):
+        attempt(f"broken, ours {cls is Ours}", partial(trained, cls, lambda: Broken(1)))
         for hook in (quantization_pertensor_hook, quantization_perchannel_hook):
             in_all = partial(trained, cls, lambda: dist.group.WORLD, hook)
             attempt(f"{hook.__name__}, ours {cls is Ours}", in_all)
@@ -210,7 +253,7 @@ def refused() -> dict[str, str]:
 
 
 def job() -> tuple:
-    return is_identity(), there_and_here(), refused()
+    return is_identity(), there_and_here(), meanwhile(), refused()
 
 
 WITHOUT_CUDA = "BF16 all reduce communication hook required CUDA 11+ and"  # a build
@@ -219,8 +262,9 @@ WITHOUT_CUDA = "BF16 all reduce communication hook required CUDA 11+ and"  # a b
 def test_hooks_are_pytorchs_and_mistakes_are_told():
     both = spawn(job, world_size=2, output="none")
     assert repr(both[0]) == repr(both[1])
-    identical, far, told = both[0]
+    identical, far, beside, told = both[0]
     assert all(identical.values()), identical
+    assert not beside.pop("at_once") and all(beside.values()), beside
     for name, gap in far.items():
         if "another" in name:
             assert gap > 1e-5, name
@@ -234,6 +278,8 @@ def test_hooks_are_pytorchs_and_mistakes_are_told():
         "late": "RuntimeError: register_comm_hook comes before the first backward",
         "no_future": "returned Tensor; a hook must return a torch.futures.Future",
         "too_short": "it must hold a tensor of",
+        "broken, ours True": "ValueError: no mean today",
+        "broken, ours False": "no mean today",
         "bf16, ours True": "nothing",
         "bf16, ours False": "nothing" if torch.version.cuda else WITHOUT_CUDA,
         "complex": "gradients are torch.complex64; compressors are for real numbers",
