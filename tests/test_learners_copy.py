@@ -20,7 +20,7 @@ from ddp_course.commands import CommandError, chapters, copy, progress
 
 ROOT = Path(__file__).parents[1]
 NAMES = ("00_start_here", "01_ranks")
-STUB = r"^def (\w+)\(.*\n    raise NotImplementedError"
+STUB = r"^def (\w+)\([^:]*:\n    raise NotImplementedError"
 ROOM = "ddp_course.chapters.ch00_start_here"
 
 
