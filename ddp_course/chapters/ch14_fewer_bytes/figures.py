@@ -73,11 +73,12 @@ def _draw_way(d: Drawing, name: str) -> None:
 def bars(sent: Mapping[str, float], title: str) -> Drawing:
     """Draw what each way sends, as a bar: name -> share of what DDP sends.
 
-    What is longer than DDP's bar, 1, is cut off, and says by how much.
+    The longest bar fills the drawing; those longer than DDP's, 1, are dark.
     """
-    left, unit, row = 130, 300, 26
+    left, wide, row = 130, 360, 26
+    unit = wide / max(1.2, *sent.values())
     d = Drawing(
-        left + unit + 150,
+        left + wide + 90,
         len(sent) * row + 40,
         title=title,
         description="Of the bytes that a rank sends in a step of DDP: "
@@ -86,7 +87,7 @@ def bars(sent: Mapping[str, float], title: str) -> Drawing:
     d.line((left + unit, 6), (left + unit, len(sent) * row + 10), dashed=True)
     d.text(left + unit, len(sent) * row + 28, "what DDP sends", size=12)
     for k, (name, share) in enumerate(sent.items()):
-        y, long = 10 + k * row, unit * min(share, 1.2)
+        y, long = 10 + k * row, unit * share
         d.text(left - 8, y + 14, name, anchor="end")
         d.rect(left, y, max(long, 1), row - 8, fill=WHOLE if share <= 1 else MUTED)
         says = f"{share:.2g}" if share < 100 else f"{share:.0f}"
@@ -165,7 +166,7 @@ def worth(points: Mapping[str, tuple[float, float]], base: str) -> tuple[Figure,
     axes.set_xticks(marks, [f"{mark:g}" for mark in marks])
     axes.minorticks_off()
     sizes = [sent / 1e6 for sent, _ in points.values()]
-    axes.set_xlim(min(sizes) / 2, 2 * max(sizes))
+    axes.set_xlim(min(sizes) / 3, 2 * max(sizes))
     axes.grid(**GRID)
     told = [f"{name}: {sent:,.0f} bytes, {loss:.2f}"
             for name, (sent, loss) in points.items()]  # fmt: skip

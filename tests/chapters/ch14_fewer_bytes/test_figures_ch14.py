@@ -1,5 +1,8 @@
 """The figures of chapter 14."""
 
+import re
+
+import pytest
 from drawings import check_layout, no_texts_overlap, words
 
 from ddp_course.chapters.ch14_fewer_bytes.figures import (
@@ -30,13 +33,16 @@ def test_bars():
     check_layout(lambda: bars(SHARES, "four ranks"))
     told = bars(SHARES, "four ranks")
     assert {"0.5", "4", "1234", "what DDP sends"} <= set(words(told))
+    drawn = bars({"half": 0.5, "top-k": 2.6, "sign": 4.0}, "256 ranks").svg()
+    wide = [float(w) for w in re.findall(r'width="([\d.]+)" height="18"', drawn)]
+    assert [w / wide[0] for w in wide] == pytest.approx([1, 5.2, 8])  # none is cut
 
 
 def test_what_is_sent():
     check_layout(lambda: bytes_sent(256, 0.05, 1, 32))
     four, many = words(bytes_sent(4)), words(bytes_sent(256, 0.05))
     assert four[four.index("topk:0.01") + 1] == "0.04"
-    assert many[many.index("topk:0.05") + 1] == "13"  # density x ranks: cut off
+    assert many[many.index("topk:0.05") + 1] == "13"  # density x ranks
     assert many[many.index("local, H = 8") + 1] == "0.12"
 
 
