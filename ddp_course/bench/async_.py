@@ -1,9 +1,9 @@
 """A parameter server: how much faster nobody waits, and what a pull and a push cost.
 
 Workers wait for a stated time in place of computing, and one of them four times as
-long: seconds per gradient beside the formula. And 16 MiB of weights are pulled, and as
-much of gradients pushed, beside the same bytes by bare `send` and `recv`, and beside
-PyTorch's `torch.distributed.rpc`, if it was built with that. Chapter 13.
+long (1 to 8 times, if not quick): seconds per gradient beside the formula. And 16 MiB
+of weights are pulled, and as much of gradients pushed, beside the same bytes by bare
+`send` and `recv`, and by PyTorch's `torch.distributed.rpc`, if there is. Chapter 13.
 """
 
 from __future__ import annotations
@@ -59,27 +59,27 @@ quietly = partial(spawn, output="none", device="cpu")
 
 def bench(quick: bool) -> Iterator[Row]:
     """Yield a row for each rule, one for the gain, and one for each way to pull."""
-    times = [SECONDS] * (WORKERS - 1) + [SECONDS * SLOWER]
-    told, took = {}, {}
-    for way, (rule, _) in WAYS.items():
-        spare = rule.spare
-        told[way] = gradients_per_second(way, times, spare)
-        count = 6 if quick else 16  # steps of the slowest
-        count = count if rule.together else round(told[way] * SECONDS * SLOWER * count)
-        record = quietly(straggle, rule, count, world_size=1 + WORKERS)[0]
-        took[way] = per_gradient(record, rule.bound)
-        yield beside_formula(way, took[way], 1 / told[way])
-    gain = took["asynchronous"] / took["synchronous"]
-    yield beside_formula(GAIN, gain, told["synchronous"] / told["asynchronous"])
+    for slower in (SLOWER,) if quick else (1, 2, SLOWER, 8):
+        yield from beside_formulas(slower, 6 if quick else 16)
     pulls = quietly(pull_and_push, 4 if quick else 40, world_size=2)
     yield from rows_of("async", "16 MiB", PAIRS, pulls)
 
 
-def beside_formula(variant: str, ours: float, theirs: float) -> Row:
-    """Return a row of what was measured beside what was told."""
-    case = f"{WORKERS} workers, one {SLOWER}x, {variant} beside {FORMULA}"
-    named = {"variant": variant, "beside": FORMULA}
-    return row("async", case, "seconds", ours, theirs, **named)
+def beside_formulas(slower: int, turns: int) -> Iterator[Row]:
+    """Yield a row for each rule and one for the gain, over `turns` of the slowest."""
+    times = [SECONDS] * (WORKERS - 1) + [SECONDS * slower]
+    told, took = {}, {}
+    for way, (rule, _) in WAYS.items():
+        told[way] = 1 / gradients_per_second(way, times, rule.spare)
+        count = turns if rule.together else round(times[-1] / told[way] * turns)
+        record = quietly(straggle, rule, count, slower, world_size=1 + WORKERS)[0]
+        took[way] = per_gradient(record, rule.bound)
+    for seconds in (told, took):
+        seconds[GAIN] = seconds["asynchronous"] / seconds["synchronous"]
+    for way in told:
+        case = f"{WORKERS} workers, one {slower}x, {way} beside {FORMULA}"
+        named = {"variant": way, "beside": FORMULA}
+        yield row("async", case, "seconds", took[way], told[way], **named)
 
 
 def per_gradient(record: Record, bound: float) -> float:
@@ -99,7 +99,7 @@ def per_gradient(record: Record, bound: float) -> float:
 # ---- on the ranks --------------------------------------------------------------------
 
 
-def straggle(rule: object, count: int) -> Record | None:
+def straggle(rule: object, count: int, slower: int) -> Record | None:
     """Train nothing: workers wait, the last one longer; return the server's record."""
     weight, rank = nn.Parameter(torch.zeros(8)), dist.get_rank()
     if rank == 0:
@@ -107,7 +107,7 @@ def straggle(rule: object, count: int) -> Record | None:
         return Server([weight], sgd, rule, steps=count).serve()
     with Worker([weight]) as worker:
         while worker.pull():
-            time.sleep(SECONDS * (SLOWER if rank == WORKERS else 1))
+            time.sleep(SECONDS * (slower if rank == WORKERS else 1))
             worker.push()
     return None
 
