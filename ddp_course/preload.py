@@ -16,6 +16,8 @@ with contextlib.suppress(Exception):
     import ddp_course.theory  # noqa: F401
 with contextlib.suppress(Exception):
     import ddp_course.launch.rank  # noqa: F401
+with contextlib.suppress(Exception):
+    import ddp_course.chapters  # noqa: F401  what every check is made of
 
 # What is there now stays. A rank's garbage collector would look at all of it and find
 # nothing, but a page that is looked at is written to, and so it is copied.

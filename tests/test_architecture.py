@@ -31,7 +31,7 @@ FLOORS = [
 ]
 STRATEGIES = FLOORS[2]
 BESIDE = {
-    "chapters": {"chapters"},
+    "chapters": {"chapters", "preload"},
     "lab": {"chapters", "lab", "commands", "cli"},
 }  # who may import it
 

@@ -8,7 +8,8 @@ locks would be copied in whatever state they are. So the standard library's
 
 The server imports nothing of the reader's: every rank imports that from disk, so edited
 code is never stale. Of this course it imports what ranks train with, which would take
-each of them a quarter of a second; when one of these files was edited, it is replaced.
+each of them a quarter of a second, and what checks of exercises are made of; when one
+of these files was edited, it is replaced.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from pathlib import Path
 import torch.multiprocessing as mp
 
 # torch._dynamo and sympy are what the first optimizer or DDP of a process imports, and
-# IPython.display what the exercises of `chapters` import in every rank.
+# torch.utils.serialization what packs the result of every rank.
 PRELOAD = [
     "torch",
     "torch.distributed",
@@ -47,12 +48,11 @@ PRELOAD = [
     "torch.distributed.checkpoint",
     "torch.distributed.pipelining",
     "torch._dynamo",
+    "torch.utils.serialization.config",
     "cloudpickle",
     "numpy",
     "sympy",
-    "IPython.display",
 ]
-NOT_FOR_RANKS = ("chapters", "lab", "commands", "bench")
 TESTING = ["pytest", "hypothesis"]  # if the launcher has them, its ranks will want them
 IN_SERVER = "DDP_COURSE_FORK_SERVER"  # set in the server's environment only
 COURSE = Path(__file__).parents[1]
@@ -98,10 +98,8 @@ def _last_edit() -> int:
 
 def _imported() -> Iterator[Path]:
     """Yield the files of the course that the server may have imported."""
-    yield from COURSE.glob("*.py")
-    for folder in COURSE.iterdir():
-        if folder.name not in NOT_FOR_RANKS:
-            yield from folder.glob("*.py")
+    for files in ("*.py", "*/*.py", "lab/draw/*.py"):
+        yield from COURSE.glob(files)
 
 
 def context(start_method: str | None = None) -> BaseContext:

@@ -536,7 +536,7 @@ def test_an_editors_lock_is_no_file_of_the_course(tmp_path, monkeypatch):
 
 
 def test_what_the_server_imports_is_watched():
-    """All that `preload` has imported, but the launcher's and the lab's."""
+    """All that `preload` has imported: of the kit of the chapters, too."""
     watched = {str(path) for path in server._imported()}
     look = (
         "import sys; import ddp_course.preload\n"
@@ -548,6 +548,7 @@ def test_what_the_server_imports_is_watched():
     )
     imported = set(told.stdout.split())
     assert len(imported) > 60
+    assert str(server.COURSE / "lab/exercises.py") in imported
     assert imported <= watched
 
 
