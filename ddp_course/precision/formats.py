@@ -15,6 +15,7 @@ Learning", table 1. PyTorch's numbers for the same: torch.finfo. Chapter 12.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -72,9 +73,7 @@ class Format:
     def spacing(self, x: Tensor) -> Tensor:
         """Return how far apart the numbers are where `x` lies; float64, any shape."""
         _, exponent = torch.frexp(x.double().abs().clamp(min=self.tiny))
-        return torch.ldexp(torch.ones_like(x, dtype=torch.float64), exponent - 1) * (
-            self.eps
-        )
+        return self.eps * 2.0 ** (exponent - 1).double()
 
     def round(self, x: Tensor) -> Tensor:
         """Return the number of this format next to each of `x`; float64, any shape.
@@ -109,22 +108,18 @@ FORMATS = MappingProxyType(
 def bits_of(x: float, format: Format) -> str:
     """Return the bits of `x`, rounded to the format, as "sign exponent fraction"."""
     value = float(format.round(torch.tensor(x, dtype=torch.float64)))
-    sign = int(torch.signbit(torch.tensor(value)))
-    highest = 2**format.exponent - 1
-    if value != value:
-        exponent, fraction = highest, 2**format.fraction - 1
-        if format.has_inf:
-            fraction = 2 ** (format.fraction - 1)  # a quiet one, as PyTorch makes it
-    elif value in (torch.inf, -torch.inf):
-        exponent, fraction = highest, 0
-    else:
-        size = abs(value)
-        step = float(format.spacing(torch.tensor(size, dtype=torch.float64)))
-        units = round(size / step)  # 2^f and more if it is normal
-        normal = units >= 2**format.fraction
-        power = int(torch.frexp(torch.tensor(step, dtype=torch.float64))[1]) - 1
-        exponent = power + format.fraction + format.bias if normal else 0
-        fraction = units - normal * 2**format.fraction
+    sign = int(math.copysign(1, value) < 0)
+    full = 2**format.fraction
+    highest = (2**format.exponent - 1) * full
+    if math.isnan(value):  # a quiet one, as PyTorch makes it
+        code = highest + (full // 2 if format.has_inf else full - 1)
+    elif math.isinf(value):
+        code = highest
+    else:  # codes are in the order of numbers, `full` of them for each spacing
+        step = float(format.spacing(torch.tensor(value, dtype=torch.float64)))
+        spacings = math.log2(step / format.smallest)
+        code = round(spacings) * full + round(abs(value) / step)
+    exponent, fraction = divmod(code, full)
     return f"{sign} {exponent:0{format.exponent}b} {fraction:0{format.fraction}b}"
 
 

@@ -77,26 +77,14 @@ def test_every_rule_with_several_optimizers_and_workers(backend):
             assert set(record.staleness()) == {0}
 
 
-@pytest.fixture(scope="module")
-def wrong():
+def test_a_wrong_server_is_caught_and_the_right_one_is_not():
     kinds = [cases.Twice, cases.Forgets, cases.Torn, cases.WrongClock, Server]
-    every = [({"rule": ASYNCHRONOUS, "steps": 30}, kind) for kind in kinds]
-    found = spawn(cases.all_of, every, timeout=60)[0]
-    return dict(zip(kinds, zip(every, found, strict=True), strict=True))
-
-
-@pytest.mark.parametrize(
-    "kind", [cases.Twice, cases.Forgets, cases.Torn, cases.WrongClock]
-)
-def test_a_wrong_server_is_caught(kind, wrong):
-    (case, _), (record, weights) = wrong[kind]
-    with pytest.raises(AssertionError):
-        check(case, record, weights)
-
-
-def test_and_the_right_one_is_not(wrong):
-    (case, _), (record, weights) = wrong[Server]
-    check(case, record, weights)
+    case = {"rule": ASYNCHRONOUS, "steps": 30}
+    found = spawn(cases.all_of, [(case, kind) for kind in kinds], timeout=60)[0]
+    check(case, *found.pop())
+    for record, weights in found:
+        with pytest.raises(AssertionError):
+            check(case, record, weights)
 
 
 def test_an_optimizer_that_fails_is_told():
@@ -111,11 +99,9 @@ def test_an_optimizer_that_fails_is_told():
 
 
 def test_a_killed_worker_keeps_nobody():
-    rules = [SYNCHRONOUS, bounded(1), ASYNCHRONOUS]
-    for rule in rules:
-        told = spawn(cases.one_is_killed, [rule], may_fail=[2], timeout=30)
-        (record,) = told[0]
-        assert told[2].status == "killed"
+    for rule in (SYNCHRONOUS, bounded(1), ASYNCHRONOUS):
+        record, _, dead, _ = spawn(cases.one_is_killed, rule, may_fail=[2], timeout=30)
+        assert dead.status == "killed"
         assert record.steps == 20
         assert [event.worker for event in record.of("lost")] == [2]
         assert {event.worker for event in record.of("leave")} == {1, 3}
@@ -194,10 +180,7 @@ def test_who_waits_for_the_server_is_not_silent():
 
 @pytest.mark.parametrize(
     ("params", "words"),
-    [
-        ([], "0 kinds"),
-        ([torch.zeros(2), torch.zeros(2).double()], "2 kinds"),
-    ],
+    [([], "0 kinds"), ([torch.zeros(2), torch.zeros(2).double()], "2 kinds")],
 )
 def test_parameters_that_make_no_row_are_refused(params, words):
     with pytest.raises(ValueError, match=words):

@@ -54,11 +54,8 @@ def fraction_as_decimal(sign, exponent, fraction):
 
 
 def infinity_has_no_sign(sign, exponent, fraction):
-    return (
-        abs(solutions.from_bits(sign, exponent, fraction))
-        if ("0" not in exponent)
-        else solutions.from_bits(sign, exponent, fraction)
-    )
+    number = solutions.from_bits(sign, exponent, fraction)
+    return number if "0" in exponent else abs(number)
 
 
 # master_step
