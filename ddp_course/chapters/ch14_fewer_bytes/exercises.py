@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,11 +72,20 @@ def _compare(
     rights = [solutions.my_memory(compress) for _ in range(ranks)]
     expect(all(map(callable, sends)), "my_memory must return a function to be called.")
     buckets = [torch.zeros(2, 3, dtype=dtype) for _ in range(ranks)]
+    held, rest = ([torch.zeros_like(bucket) for bucket in buckets] for _ in "12")
     for step in range(6):
         for rank, bucket in enumerate(buckets):
             numbers = torch.arange(6).view(2, 3) * (step + 2 + rank) % 7
             bucket.copy_((numbers - 2 - rank) / 8)
-            forgetful, right = compress(bucket), rights[rank](bucket)
+            right = rights[rank](bucket)
+            mistakes = {
+                "has forgotten what was held back": compress(bucket),
+                "takes off what it should add": compress(bucket - held[rank]),
+                "has kept the rest of the last gradient alone": compress(
+                    bucket + rest[rank]
+                ),
+                "adds it after compressing": compress(bucket) + held[rank],
+            }
             with unchanged(bucket) as told:
                 got = sends[rank](bucket).clone()
             where = f"{case}: in step {step} rank {rank} sent {shown(got)}; expected "
@@ -85,9 +95,16 @@ def _compare(
                 why = "the compressed gradient: nothing was held back before."
             if ranks == 2:
                 why += " Does each memory have a tensor of its own?"
-            elif equal(got, forgetful):
-                why += " Yours has forgotten what was held back."
+            elif like := _mistake(got, mistakes):
+                why += f" Yours {like}."
             expect(equal(got, right), f"{where}{shown(right)}, which is {why}")
+            rest[rank] = bucket - right
+            held[rank] = held[rank] + rest[rank]
+
+
+def _mistake(got: Any, mistakes: Mapping[str, Tensor]) -> str:
+    """Return which of `mistakes`, words -> what comes of it, gives `got`; or ""."""
+    return next((words for words, of_it in mistakes.items() if equal(got, of_it)), "")
 
 
 # ---- my_topk_mean --------------------------------------------------------------------
@@ -100,9 +117,7 @@ SHAPES = {
     "20,022 numbers": ((142, 141), torch.float32, 10),
 }
 TOPK = {
-    "right": "returned {got}; expected {wanted}. Are a rank's numbers its largest by "
-    "size, whatever their sign, does each go where *its* rank had it, do those in the "
-    "same place add up, and is it the mean?",
+    "right": "returned {got}; expected {wanted}. {why}",
     "kept": "changed {changed} that it was given; work on a copy.",
     "few": "handed {nbytes} bytes to collectives; {dense} are the whole gradient. Only "
     "indices and values should travel.",
@@ -127,37 +142,71 @@ def _topk(my_topk_mean: Callable) -> Iterator[dict[str, Any]]:
     """On every rank: its own gradient; multiples of 3 / 8, so that means are exact."""
     rank, n = dist.get_rank(), dist.get_world_size()
     for case, (shape, dtype, k) in SHAPES.items():
-        dice, total = torch.Generator().manual_seed(1), torch.zeros(shape, dtype=dtype)
-        for each in range(n):
-            size = 1 + torch.randperm(total.numel(), generator=dice)  # no two alike
+        dice, every = torch.Generator().manual_seed(1), []
+        for _ in range(n):
+            size = 1 + torch.randperm(math.prod(shape), generator=dice)  # no two alike
             numbers = 3 / 8 * torch.where(size % 2 == 0, size, -size)
-            numbers = numbers.to(dtype) * ("zeros" not in case)
-            places = numbers.abs().topk(k).indices
-            total.view(-1)[places] += numbers[places]
-            if each == rank:
-                mine = numbers.view(shape)
+            every.append(numbers.to(dtype) * ("zeros" not in case))
+        mine, outcomes = every[rank].view(shape), _outcomes(every, k, rank)
+        right = outcomes.pop("right").view(shape)
         barrier()
         with unchanged(mine) as told, TorchCollectives() as torchs:
             got = my_topk_mean(mine, k)
+        why = _mistake(got, {words: o.view(shape) for words, o in outcomes.items()})
         yield told | {
             "case": case,
-            "right": equal(got, total / n),
+            "right": equal(got, right),
             "got": shown(got),
-            "wanted": shown(total / n),
-            "few": total.numel() < 1000 or torchs.nbytes < total.nbytes / 10,
+            "wanted": shown(right),
+            "why": why or "Are these each rank's largest, where *it* had them?",
+            "few": mine.numel() < 1000 or torchs.nbytes < mine.nbytes / 10,
             "nbytes": torchs.nbytes,
-            "dense": total.nbytes,
+            "dense": mine.nbytes,
         }
+
+
+def _outcomes(every: Sequence[Tensor], k: int, rank: int) -> dict[str, Tensor]:
+    """Return the mean of every rank's largest numbers, and what mistakes give."""
+    n, mean = len(every), sum(every) / len(every)
+
+    def put(places: Sequence[Tensor], values: Any = None, add: bool = True) -> Tensor:
+        if values is None:
+            values = [x[where] for x, where in zip(every, places, strict=True)]
+        where, zeros = torch.cat([*places]), torch.zeros_like(mean)
+        return zeros.index_put_((where,), torch.cat([*values]) / n, accumulate=add)
+
+    places = [numbers.abs().topk(k).indices for numbers in every]
+    values = [x[where] for x, where in zip(every, places, strict=True)]
+    of_mean = mean.abs().topk(k).indices
+    senders = n * put(places, map(torch.ones_like, values))
+    return {
+        "right": put(places),
+        "That is the sum; is it the mean?": n * put(places),
+        "Divide by all ranks, also by those that did not send a place.": (
+            n * put(places) / senders.clamp(min=1)
+        ),
+        "Are these the largest by size, whatever their sign?": put(
+            [numbers.topk(k).indices for numbers in every]
+        ),
+        "The signs are lost.": put(places, map(torch.abs, values)),
+        "If two ranks send the same place, both add up.": put(places, add=False),
+        "The others' numbers were put where this rank had its own.": put(
+            [places[rank]], [sum(values)]
+        ),
+        "These are the largest of the mean, not each rank's.": put(
+            [of_mean], [n * mean[of_mean]]
+        ),
+    }
 
 
 # ---- my_outer_step -------------------------------------------------------------------
 
-OUTER = {
-    "common": "left {got} in `common`; expected {right}. Which way is it from the "
-    "common point to the mean, and which momentum does Nesterov's step take?",
-    "momentum": "left {has} in `momentum`; expected {wanted}: mu times the old one, "
-    "and the way *back* from the mean.",
+OUTER = {  # the momentum first: if that is right, only the step can be wrong
     "kept": "changed {changed} of the replicas; leave them as they are.",
+    "momentum": "left {has} in `momentum`; expected {wanted}: mu times the old one, "
+    "and the way *back* from the mean to the common point, in the tensors themselves.",
+    "common": "left {got} in `common`; expected {right}, in the tensors themselves: "
+    "lr times (the gradient plus mu times the *new* momentum) from the old point.",
 }
 
 
@@ -171,7 +220,7 @@ def check_my_outer_step(answer: Answer) -> str:
     becomes mu times itself, plus that. Then go lr times (gradient plus mu times the new
     momentum) against it. All of it in place, for each tensor.
     """
-    for lr, mu in ((1.0, 0.0), (0.7, 0.0), (1.0, 0.9), (0.7, 0.9)):
+    for lr, mu in ((1.0, 0.0), (0.5, 0.0), (1.0, 0.75), (0.5, 0.75)):
         for dtype in (torch.float32, torch.float64):
             case = f"lr {lr}, mu {mu}, {str(dtype).removeprefix('torch.')}"
             for told in _outer_steps(answer, lr, mu, dtype):
@@ -187,19 +236,19 @@ def _outer_steps(
     momentum = [torch.zeros(shape, dtype=dtype) for shape in shapes]
     right, wanted = [[t.clone() for t in ts] for ts in (common, momentum)]
     for number in range(3):
-        ways = (0.25 * rank - number - 0.1 for rank in range(3))
+        ways = (0.25 * rank - number - 0.125 for rank in range(3))
         replicas = [[tensor + way for tensor in right] for way in ways]
         solutions.my_outer_step(right, replicas, wanted, lr, mu)
         with unchanged(*replicas) as told:
-            answer(common, replicas, momentum, lr, mu)
+            answer([*common], replicas, [*momentum], lr, mu)  # lists of its own
         yield told | {
             "round": number,
             "common": _all_close(common, right),
-            "got": shown([t.tolist() for t in common]),
-            "right": shown([t.tolist() for t in right]),
+            "got": shown(common[1]),
+            "right": shown(right[1]),
             "momentum": _all_close(momentum, wanted),
-            "has": shown([t.tolist() for t in momentum]),
-            "wanted": shown([t.tolist() for t in wanted]),
+            "has": shown(momentum[1]),
+            "wanted": shown(wanted[1]),
         }
 
 

@@ -182,6 +182,17 @@ def all_of_it(gradient, k):
     return (mean / dist.get_world_size()).view_as(gradient)
 
 
+def signs_lost(gradient, k):
+    mine = gradient.flatten().abs().topk(k).indices
+    return gathered(gradient.abs(), mine)
+
+
+def largest_of_the_mean(gradient, k):
+    mean = gradient / dist.get_world_size()
+    dist.all_reduce(mean)
+    return mean * (mean.abs() >= mean.abs().flatten().topk(k).values[-1])
+
+
 def in_the_gradient(gradient, k):
     gradient.copy_(solutions.my_topk_mean(gradient, k))
     return gradient
@@ -249,7 +260,7 @@ def other_tensors(common, replicas, momentum, lr, mu):
     """The lists get new tensors, and whoever has the old ones sees nothing."""
     held = [t.clone() for t in common]
     solutions.my_outer_step(held, replicas, momentum, lr, mu)
-    common = held
+    common[:] = held
 
 
 def replicas_brought_back(common, replicas, momentum, lr, mu):
@@ -266,11 +277,11 @@ def mean_alone(common, replicas, momentum, lr, mu):
 WRONG = {
     "my_memory": {
         forgets: "has forgotten what was held back",
-        keeps_of_the_gradient_alone: "all that was held back before",
-        takes_it_off: "all that was held back before",
-        keeps_what_was_sent: "all that was held back before",
+        keeps_of_the_gradient_alone: "has kept the rest of the last gradient alone",
+        takes_it_off: "takes off what it should add",
+        keeps_what_was_sent: "has forgotten what was held back",
         fades: "all that was held back before",
-        adds_after_compressing: "compressed together",
+        adds_after_compressing: "adds it after compressing",
         one_memory_for_all: "a tensor of its own",
         in_the_bucket: "the gradient was changed",
         keeps_the_bucket: "all that was held back before",
@@ -279,22 +290,24 @@ WRONG = {
     },
     "my_topk_mean": {
         largest_with_their_sign: "largest by size",
-        the_first_k: "largest by size",
+        the_first_k: "each rank's largest",
         sum_for_mean: "is it the mean",
-        values_by_all_reduce: "where *its* rank had it",
-        places_sorted_alone: "where *its* rank had it",
-        the_last_one_wins: "add up",
+        values_by_all_reduce: "put where this rank had its own",
+        places_sorted_alone: "where *it* had them",
+        the_last_one_wins: "both add up",
+        signs_lost: "signs are lost",
+        largest_of_the_mean: "the largest of the mean",
         all_of_it: "indices and values should travel",
         in_the_gradient: "work on a copy",
     },
     "my_outer_step": {
-        the_wrong_way: "Which way is it",
-        without_a_look_ahead: "which momentum does Nesterov's step take",
-        with_the_old_momentum: "which momentum does Nesterov's step take",
+        the_wrong_way: "the way *back* from the mean",
+        without_a_look_ahead: "mu times the *new* momentum",
+        with_the_old_momentum: "mu times the *new* momentum",
         forgets_the_momentum: "mu times the old one",
-        sum_of_replicas: "to the mean",
+        sum_of_replicas: "from the mean",
         lr_in_the_momentum: "in `momentum`",
-        other_tensors: "in `common`",
+        other_tensors: "in the tensors themselves",
         replicas_brought_back: "leave them as they are",
         mean_alone: "in `common`",
     },
