@@ -1,13 +1,16 @@
 """A training step whose gradients travel in fewer bytes, over one of our plain DDP.
 
 Four ranks whose links carry 100 MB/s each: a step waits for its bytes, and a compressor
-must win more of that wait than it takes in computing. Then the same without slow links,
-where compressing is all loss: our hooks beside PyTorch's, on the same DDP. Chapter 14.
+must win more of that wait than it takes in computing. "Alone" sends nothing at all: no
+method can be faster. Local SGD and DiLoCo meet after 8 steps, and a step is an eighth
+of that round. Then the same without slow links, where compressing is all loss: our
+hooks beside PyTorch's, on the same DDP. Chapter 14.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -22,11 +25,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
 )
 
 from ddp_course.bench import steps
-from ddp_course.bench.turns import Row, against, rows_of
+from ddp_course.bench.turns import Row, Told, against, rows_of
 from ddp_course.collectives import ring
 from ddp_course.compression import Compressor, Exchange, compress, compressor
 from ddp_course.data_parallel import DistributedDataParallel
 from ddp_course.launch import Link, Links
+from ddp_course.local_sgd import DiLoCo, LocalSGD
 
 ABOUT = "A training step with compressed gradients, over links of 100 MB/s and without."
 ONE_BUCKET = {"bucket_cap_mb": 100, "first_bucket_mb": 100}
@@ -59,9 +63,18 @@ def plain(model: nn.Module) -> steps.Made:
     return steps.with_adamw(DistributedDataParallel(model, all_reduce=ring.all_reduce))
 
 
+def local(cls: type[LocalSGD], model: nn.Module) -> steps.Made:
+    """Return the model, and an optimizer that meets the others after H steps."""
+    model, optimizer = steps.with_adamw(model)
+    return model, cls(optimizer, model, H, all_reduce=ring.all_reduce)
+
+
+H = 8
+LOCAL = {"local": partial(local, LocalSGD), "diloco": partial(local, DiLoCo)}
 BARS = {"fp16": 0.6, "int8": 0.4, "powersgd:4": 0.3}
 ALSO = ("sign", "topk:0.01", "randomk:0.01", "powersgd:1")
 SLOW: dict[str, steps.Variant] = {"ddp": plain, "again": plain}
+SLOW |= {"alone": steps.with_adamw, **LOCAL}
 SLOW |= {words: ours(words) for words in (*BARS, *ALSO)}
 FAST: dict[str, steps.Variant] = {
     "torch fp16": partial(hooked, state=lambda: None, hook=fp16_compress_hook),
@@ -74,7 +87,8 @@ FAST: dict[str, steps.Variant] = {
     "our powersgd": ours("powersgd:4", dist.all_reduce),
 }
 PAIRS = (
-    *against("ddp", BARS | dict.fromkeys((*ALSO, "again"))),
+    *against("ddp", BARS | dict.fromkeys(ALSO)),
+    *against("ddp", {"local": None, "diloco": 0.3, "alone": None, "again": None}),
     *against("torch fp16", {"our fp16": 1.05}),
     *against("torch powersgd", {"our powersgd": 1.05}),
 )
@@ -85,6 +99,24 @@ def bench(quick: bool) -> Iterator[Row]:
     case = steps.Case(4, "1m", 128, 5 if quick else 20)
     seconds = steps.BUDGET[quick] / 2
     for variants, links in ((SLOW, LINKS), (FAST, None)):
-        told = steps.on_ranks(4, steps.measure, variants, case, seconds, links=links)
+        told = steps.on_ranks(4, measure, variants, case, seconds, links=links)
         words = f"{case}, {'100 MB/s' if links else 'no slow links'}"
         yield from rows_of("compression", words, PAIRS, told, **case.fields)
+
+
+def measure(variants: Mapping[str, steps.Variant], case: steps.Case, s: float) -> Told:
+    """On every rank: return seconds per step; a round of H steps counts as its mean."""
+    ways = {name: steps.step_of(make, case) for name, make in variants.items()}
+    ways |= {name: partial(mean_of_round, ways[name]) for name in LOCAL if name in ways}
+    for way in ways.values():
+        for _ in range(3):
+            way()
+    return steps.together(ways, case.turns, s)
+
+
+def mean_of_round(step: Callable[[], None]) -> float:
+    """Make H steps; return the seconds of one."""
+    start = time.perf_counter()
+    for _ in range(H):
+        step()
+    return (time.perf_counter() - start) / H
