@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -34,28 +35,29 @@ from ddp_course.model import GPT, build_gpt
 ABOUT = "A step by priority over a step of our DDP, on links of 100 MB/s."
 DDP, GAIN, SIMULATED = "ddp", "gain", "simulated"
 RANKS, LINKS = 4, Links(inside=Link(0.0, 100e6))
+PIECE = 1 << 20
 POLICIES: dict[str, Policy] = {
-    "wait for all": WAIT_FOR_ALL,
+    "wait for all": replace(WAIT_FOR_ALL, piece=PIECE),
     "whole layers": priority(),
-    "pieces": priority(1 << 20),
+    "pieces": priority(PIECE),
 }
 PAIRS = (
     *(Pair(name, DDP) for name in POLICIES),
     *(Pair(f"{GAIN}, {name}", SIMULATED, 1.05) for name in ("whole layers", "pieces")),
 )
 LAYERS = [(0.03, 0.05, 4 << 20)] * 6  # each is sent in 63 ms
-CASES: dict[str, tuple[float, Callable[[], nn.Module]]] = {  # MiB of a bucket; a model
-    "layers that wait": (1, partial(Waiting, LAYERS)),
-    "GPT 1m": (0.5, partial(build_gpt, "1m")),
+CASES: dict[str, Callable[[], nn.Module]] = {
+    "layers that wait": partial(Waiting, LAYERS),
+    "GPT 1m": partial(build_gpt, "1m"),
 }
 
 
 def bench(quick: bool) -> Iterator[Row]:
     """Yield for each case a row for each policy, and what was simulated beside two."""
-    for case, (bucket, make) in CASES.items():
+    for case, make in CASES.items():
         turns = 3 if quick else 12
         run = partial(spawn, world_size=RANKS, links=LINKS, output="none", device="cpu")
-        all_told, gains = zip(*run(side_by_side, make, bucket, turns), strict=True)
+        all_told, gains = zip(*run(side_by_side, make, turns), strict=True)
         yield from rows_of("order", case, PAIRS, [*all_told], ranks=RANKS)
         times, _ = slowest([*all_told])
         for pair in (pair for pair in PAIRS if pair.beside == SIMULATED):
@@ -71,12 +73,12 @@ def bench(quick: bool) -> Iterator[Row]:
 
 
 def side_by_side(
-    make: Callable[[], nn.Module], bucket: float, turns: int
+    make: Callable[[], nn.Module], turns: int
 ) -> tuple[Told, dict[str, float]]:
     """Return the times of all contenders, and the gains that were simulated."""
     model, optimizer = steps.with_adamw(make())
     how = {"all_reduce": ring.all_reduce}
-    ddp = DistributedDataParallel(model, bucket_cap_mb=bucket, **how)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=1, **how)
 
     def step() -> None:
         optimizer.step()
@@ -86,7 +88,9 @@ def side_by_side(
     scheduled = {}
     for name, policy in POLICIES.items():
         model, optimizer = steps.with_adamw(make())
-        layers = model.blocks if isinstance(model, GPT) else ()
+        layers = ()
+        if isinstance(model, GPT) and policy.piece is None:
+            layers = [model.embed, *model.blocks, model.head]
         own = ScheduledDataParallel(model, optimizer, policy, layers=layers, **how)
         scheduled[name] = own
         ways[name] = stepping(own, own.step, batch_of(model))

@@ -13,10 +13,11 @@ would be better than any other. Chapter 15.
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -54,9 +55,10 @@ class ScheduledDataParallel(nn.Module):
     DistributedDataParallel makes them, bit by bit if the collective adds in the same
     order wherever a gradient is cut (a ring of three ranks or more does not). Between
     `backward` and the next forward gradients are under way: who asks for one gets an
-    error that says so. A layer is a module that has parameters of its own. Parameters
-    that are used without their module's forward are waited for before the whole forward
-    begins.
+    error that says so. A layer is a module that has parameters of its own; small
+    neighbours travel together, up to a piece, as every message has its price.
+    Parameters that are used without their module's forward are waited for before the
+    whole forward begins.
 
     Made by all ranks together. Keep it as long as you train (its hooks go with it), and
     `finish()` before you let it go: the last step may still be due. On a GPU, where
@@ -98,7 +100,8 @@ class ScheduledDataParallel(nn.Module):
         self.called: list[LiveBucket] = []  # by the last forward, in its order
         self.names: list[str] = []  # of the layers, in the order of `planned`
         self.took: Counter[tuple[str, int]] = Counter()  # (op, bucket) -> seconds
-        self.homes: list[str] = []  # by bucket: the module that it is of
+        self.homes: list[list[str]] = []  # by bucket: the modules that it is of
+        self.begun: set[str] = set()  # modules that the last forward called
         self._doing: tuple[str, LiveBucket, float] | None = None  # since when
         self._add_layers(layers)
         for has_state in (module, optimizer):
@@ -107,24 +110,37 @@ class ScheduledDataParallel(nn.Module):
     make_ending = InPieces
 
     def _add_layers(self, whole: Sequence[nn.Module]) -> None:
-        """Give every layer its bucket, and a hook before its forward."""
+        """Give every layer a bucket, and a hook before its forward."""
         names = {p: name for name, p in self.module.named_parameters()}
         layers = dict(self.module.named_modules())
         uses = {n: list(m.parameters(recurse=m in whole)) for n, m in layers.items()}
         home: dict[Tensor, str] = {}  # of a tied one the first module
         for name, parameters in uses.items():
             home = dict.fromkeys(parameters, name) | home
+        own = {n: {names[p]: p for p in uses[n] if home[p] == n} for n in layers}
         of: dict[Tensor, LiveBucket] = {}
-        for name in reversed(layers):
-            own = {names[p]: p for p in uses[name] if home[p] == name}
-            for bucket in bucket_plan(own.items(), WHOLE, WHOLE):
-                live = self.engine.add(bucket, own)
-                self.homes.append(name or "the module itself")
+        for members in self._together(own):
+            parameters = {k: p for name in members for k, p in own[name].items()}
+            for bucket in bucket_plan(parameters.items(), WHOLE, WHOLE):
+                live = self.engine.add(bucket, parameters)
+                self.homes.append(members)
                 of |= {slot.parameter: live for slot in live.slots}
         for name, layer in layers.items():
             buckets = list(dict.fromkeys(of[p] for p in uses[name] if p in of))
             if buckets:
-                layer.register_forward_pre_hook(_weakly(self._before_layer, buckets))
+                hook = _weakly(self._before_layer, name, buckets)
+                layer.register_forward_pre_hook(hook)
+
+    def _together(self, own: Mapping[str, Mapping[str, Tensor]]) -> list[list[str]]:
+        """Return the layers, the last ones first; small neighbours fill up a piece."""
+        groups, filled = [], math.inf
+        for name in reversed([name for name in own if own[name]]):
+            nbytes = sum(p.nbytes for p in own[name].values())
+            filled += nbytes
+            if filled > (self.policy.piece or 0):
+                groups, filled = [*groups, []], nbytes
+            groups[-1].insert(0, name)
+        return groups
 
     # ---- the loop ----------------------------------------------------------------
 
@@ -139,11 +155,12 @@ class ScheduledDataParallel(nn.Module):
             self.finish()
         if self.ending.passes >= WARM and self.planned is None:
             self._plan()
-        self._doing, before, self.called = None, self.called, []
+        self._doing, self.called = None, []
+        before, self.begun = self.begun, set()
         self.took.clear()
         for bucket in self.engine.buckets:
-            if bucket not in before:  # its layer does not say when it begins
-                self._receive(bucket)
+            if not before.issuperset(self.homes[bucket.index]):
+                self._receive(bucket)  # a layer of it does not say when it begins
         with self.engine.counted():
             output = self.module(*inputs, **kwargs)
         self._computed()
@@ -193,11 +210,12 @@ class ScheduledDataParallel(nn.Module):
 
     # ---- layer by layer --------------------------------------------------------------
 
-    def _before_layer(self, buckets: Sequence[LiveBucket]) -> None:
+    def _before_layer(self, name: str, buckets: Sequence[LiveBucket]) -> None:
         """A layer is about to run: see that its parameters are those of this step."""
         if torch._C._current_graph_task_id() != -1:
             return
         self._computed()
+        self.begun.add(name)
         for bucket in buckets:
             if self.due is not None:
                 self._receive(bucket)
@@ -260,7 +278,10 @@ class ScheduledDataParallel(nn.Module):
         places = [bucket.index for bucket in layers]
         self.ending.order = tuple(Piece(places[k], i) for k, i in self.planned.order)
         self.places = {place: k for k, place in enumerate(places)}
-        self.names = [self.homes[place] for place in places]
+        ends = [(self.homes[k][0], self.homes[k][-1]) for k in places]
+        self.names = [
+            " ... ".join(dict.fromkeys(e)) or "the module itself" for e in ends
+        ]
 
     @property
     def order(self) -> tuple[Piece, ...] | None:

@@ -58,6 +58,18 @@ class Experts(nn.Module):
         return nn.functional.linear(h, self.lent.weight, self.lent.bias)
 
 
+class Lent(nn.Module):
+    """Lends a matrix to the first product, and is in one message with the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.lent, self.last = nn.Linear(7, 6, bias=False), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(nn.functional.linear(x, self.lent.weight)))
+
+
 # ---- wrong ones ----------------------------------------------------------------------
 
 
@@ -67,10 +79,10 @@ class OldParameters(ScheduledDataParallel):
     (Of later layers autograd would see it: backward needs the weights of forward.)
     """
 
-    def _before_layer(self, buckets):
+    def _before_layer(self, name, buckets):
         first = "first.weight" in buckets[0].plan.parameters
         due, self.due = self.due, None if first else self.due
-        super()._before_layer(buckets)
+        super()._before_layer(name, buckets)
         self.due = due if first else self.due
 
     def _complain_about_unseen(self, output):
@@ -102,6 +114,15 @@ class Lost(ScheduledDataParallel):
     def _plan(self):
         super()._plan()
         self.ending.order = self.ending.order[:-1]
+
+
+class OneIsAll(ScheduledDataParallel):
+    """Of layers that travel together it is enough if one says when it begins."""
+
+    def forward(self, *inputs):
+        for members in self.homes:
+            self.begun |= {*members} if self.begun & {*members} else set()
+        return super().forward(*inputs)
 
 
 # ---- as DDP --------------------------------------------------------------------------
@@ -178,8 +199,10 @@ CASES = {  # model, optimizer, policy, accumulate, max_norm
     "waits": (Small, "momentum", WAIT_FOR_ALL, 1, None),
     "clipped": (Small, "adamw", priority(512), 1, 0.1),
     "experts": (Experts, "momentum", priority(128), 2, None),
+    "together": (Experts, "adamw", priority(1 << 20), 1, None),
+    "lent": (Lent, "momentum", priority(1 << 20), 1, None),
 }
-WRONG = OldParameters, LaterOptions, Twice, Lost
+WRONG = {"small": (OldParameters, LaterOptions, Twice, Lost), "lent": (OneIsAll,)}
 
 
 def as_ddp() -> dict[tuple, bool]:
@@ -191,7 +214,7 @@ def as_ddp() -> dict[tuple, bool]:
         size = dist.get_world_size(group)
         for name, (model, optimizer, policy, *rest) in CASES.items():
             right = trained(ddp, model(), optimizer, group, *rest)
-            wrong = WRONG if name == "small" and first == 3 else ()
+            wrong = WRONG.get(name, ()) if first == 3 else ()
             for kind in (ScheduledDataParallel, *wrong):
                 make = scheduled(kind, policy)
                 told = trained(make, model(), optimizer, group, *rest)
