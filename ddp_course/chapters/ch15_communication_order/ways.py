@@ -34,6 +34,11 @@ LAYOUTS = (  # name, chapter, axes, waits, take it if
     ("tp, pp, ZeRO-1", "11", {"tp": NODE, "pp": 4, "zero": 1}, "for all of these; "
      "bubble {bubble:.0%}", "the model is too large for any one of them"),
 )  # fmt: skip
+COMPRESSED = (  # name, method, bytes of its memory for each parameter, take it if
+    ("8 bits", "int8", 0, "links are slow, whatever you hide"),
+    ("top 1 %", "topk:0.01", 4, "GPUs are few: this is gathered, and grows with them"),
+    ("PowerSGD", "powersgd:4", 4, "links are slow, and the loss is as good"),
+)
 
 
 def looking_back(config: GPTConfig, gpus: int = 64, rows: int = 64) -> Markdown:
@@ -55,35 +60,24 @@ def _rows(config: GPTConfig, gpus: int, rows: int) -> Iterator[tuple[Any, ...]]:
     psi = config.num_parameters
     states, weights = 16 * psi, 2 * psi  # in mixed precision, as chapter 06 counts
     out = max(theory.bytes_sent("broadcast_naive", NODE)) * weights
-    yield (
-        *(
-            "DP, threads of a node",
-            "04",
-            states,
-            out,
-            "for the first GPU, all the time",
-        ),
-        "no longer: DDP does the same, faster",
-    )
+    waits, take = "for the first GPU, all the time", "never: DDP is faster at the same"
+    yield "DP, threads of a node", "04", states, out, waits, take
     for name, chapter, axes, waits, take in LAYOUTS:
         keeps, sends, bubble = numbers(config, gpus, rows, **axes)
         yield name, chapter, keeps, sends, waits.format(bubble=float(bubble)), take
     server = theory.server_bytes(gpus, weights) / 1e9
-    yield (
-        *("a server's worker", "13", 2 * weights, weights),
-        f"for the server alone, whose link carries {server:,.0f} GB",
-        "workers are unequal, or of very many rows few are touched",
-    )
+    waits = f"for the server alone, whose link carries {server:,.0f} GB"
+    take = "workers are unequal, or of very many rows few are touched"
+    yield "a server's worker", "13", 2 * weights, weights, waits, take
     with torch.device("meta"):  # shapes alone
         shapes = [parameter.shape for parameter in GPT(config).parameters()]
-    for name, method, memory in (("8 bits", "int8", 0), ("PowerSGD", "powersgd:4", 4)):
+    waits = "as DDP; and for packing"
+    for name, method, memory, take in COMPRESSED:
         sends = theory.compressed_bytes(method, shapes, gpus)
-        waits = DDP + ", a shorter time; and for packing"
-        take = "links are slow, whatever you hide" + "; measure the loss" * (memory > 0)
         yield f"DDP, {name}", "14", states + memory * psi, sends, waits, take
     sends = theory.local_sgd_bytes(gpus, 4 * psi, LOCAL, LOCAL) / LOCAL
     waits = f"every {LOCAL} steps, for weights"
-    take = "links are slower still; measure the loss"
+    take = "links are slower still, and the loss is as good (DiLoCo keeps more)"
     yield f"local SGD, {LOCAL} steps", "14", states, sends, waits, take
     _, sends, _ = numbers(config, gpus, rows)
     waits, take = "for each layer's own gradient", "sending takes a little too long"
