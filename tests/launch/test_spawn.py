@@ -543,9 +543,8 @@ def test_what_the_server_imports_is_watched():
         "print(*{m.__file__ for n, m in sys.modules.items()"
         " if n.startswith('ddp_course') and m.__file__}, sep='\\n')"
     )
-    told = subprocess.run(
-        [sys.executable, "-c", look], capture_output=True, text=True, check=True
-    )
+    command, env = [sys.executable, "-c", look], {**os.environ, server.IN_SERVER: "1"}
+    told = subprocess.run(command, capture_output=True, env=env, text=True, check=True)
     imported = set(told.stdout.split())
     assert len(imported) > 60
     assert str(server.COURSE / "lab/exercises.py") in imported

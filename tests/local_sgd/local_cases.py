@@ -10,9 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as pytorchs
-from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel as PyTorchs
 from torch.optim import SGD, AdamW
 
@@ -237,6 +234,13 @@ def apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 def as_pytorch() -> dict[str, Any]:
     """Local SGD and post-local SGD: ours, the ten lines, and PyTorch's."""
+    # Not above: the import takes a quarter of a second, in every rank of these tests.
+    from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as hook
+    from torch.distributed.algorithms.model_averaging.averagers import (
+        PeriodicModelAverager,
+    )
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
     told = {}
     model = plain()
     train_locally(model, INNER["adam"](model.parameters()), plain_loss, STEPS, H)
@@ -260,8 +264,8 @@ def as_pytorch() -> dict[str, Any]:
         told[name] = trained(post, **of_gloo)["model"]
     model = PyTorchs(plain())
     alone, _ = dist.new_subgroups(1)
-    state = pytorchs.PostLocalSGDState(None, alone, start_localSGD_iter=2)
-    model.register_comm_hook(state, pytorchs.post_localSGD_hook)
+    state = hook.PostLocalSGDState(None, alone, start_localSGD_iter=2)
+    model.register_comm_hook(state, hook.post_localSGD_hook)
     averager = PeriodicModelAverager(H, warmup_steps=2 + H - 1)
     optimizer = PostLocalSGDOptimizer(INNER["adam"](model.parameters()), averager)
     train_locally(model, optimizer, plain_loss, STEPS, every=10**6)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, Adafactor, AdamW
 from torch.utils.checkpoint import checkpoint
-from zero_cases import Naive, Odd, PyTorchs, Stage1, Stage2
+from zero_cases import Naive, Odd, Stage1, Stage2, pytorchs
 
 from ddp_course.data_parallel import DistributedDataParallel as OurDDP
 from ddp_course.launch import spawn
@@ -413,7 +413,7 @@ def other_things() -> dict[str, object]:
     told["groups"] = [*mine.param_groups[0]] == [*theirs.param_groups[0]]
     told["defaults"] = mine.defaults == theirs.defaults
     model = Odd(one_type=True)
-    dealt = PyTorchs(model.parameters(), AdamW)._partition_parameters()
+    dealt = pytorchs(model.parameters(), AdamW)._partition_parameters()
     owners = deal([p.numel() for p in model.parameters()], [0] * dist.get_world_size())
     told["dealt as PyTorch deals"] = all(
         any(p is q for group in dealt[owner] for q in group["params"])

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.optim import ZeroRedundancyOptimizer as PyTorchs
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
@@ -177,6 +176,8 @@ def with_ddp(make: Make) -> dict[str, Any]:
 def pytorchs(params, cls, **defaults):
     """Make PyTorch's. With parameters_as_bucket_view=True, torch 2.13 trains parameters
     in channels_last wrongly, without a word."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer as PyTorchs  # 0.25 s
+
     return PyTorchs(params, cls, **defaults)
 
 
