@@ -347,10 +347,11 @@ def in_order(model: nn.Module, optim: Optim) -> tuple[nn.Module, Any]:
     return replica, SimpleNamespace(step=replica.step, zero_grad=lambda: None)
 
 
-def members(model: nn.Module) -> list[nn.Module]:
+def members(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules in lists and sequences: what is called one by one."""
     rows = [m for m in model.modules() if isinstance(m, (nn.Sequential, nn.ModuleList))]
-    return [m for row in rows for m in row if any(True for _ in m.parameters())]
+    inside = {m for row in rows for m in row if any(True for _ in m.parameters())}
+    return {name: m for name, m in model.named_modules() if m in inside}
 
 
 def in_units(kind: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
@@ -365,7 +366,7 @@ def in_stages(model: nn.Module) -> nn.Module:
 
 def by_fsdp(model: nn.Module) -> nn.Module:
     """Return what PyTorch's `fully_shard` makes of each member, and of the model."""
-    for child in members(model):
+    for child in members(model).values():
         fully_shard(child)
     return fully_shard(model)
 

@@ -10,7 +10,8 @@
     saving      files that are whole or not there, and are what was written
     habits      what would be wrong in silence once parameters are divided
     elementwise may an optimizer step parts of a tensor alone?
-    exchange    parts are gathered and reduced, by messages or by shared memory
+    exchange, shard_exchange, memory_exchange
+                parts are gathered and reduced, by messages or by shared memory
     recompute   backward that runs forward again, so that less is kept
     weight_gradients
                 the half of a layer's backward for which nobody waits

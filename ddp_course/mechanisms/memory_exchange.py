@@ -25,7 +25,8 @@ from torch import Tensor
 from ddp_course.collectives import ReduceOp, allocator, communicator, shared_memory
 from ddp_course.collectives.staging import combine
 from ddp_course.measure import active_logs, active_meters, label
-from ddp_course.mechanisms.exchange import MessageExchange, allocate
+from ddp_course.mechanisms.exchange import MessageExchange
+from ddp_course.mechanisms.shard_exchange import ShardMessages, allocate
 
 ONE_SHOT = 256 << 10  # bytes that each of more than two ranks adds up for itself
 KEPT = 256  # views of summands are kept for as many shapes
@@ -41,9 +42,6 @@ class MemoryExchange(MessageExchange):
         # The summands of all ranks on one page, by shape; and those written last.
         self._summands: dict[tuple, list[Tensor]] = {}
         self._written: list[Tensor] = []
-        self._wholes: dict[int, Tensor] = {}  # by the address of the own shard
-
-    # ---- activations -----------------------------------------------------------------
 
     def buffer(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """Return this rank's part of the page whose turn it is, for one summand."""
@@ -77,7 +75,8 @@ class MemoryExchange(MessageExchange):
     def _meet_with(self, what: str, summand: Tensor) -> list[Tensor]:
         """Wait until all ranks have written theirs; the same, and on the same page."""
         shape = [*self._own(summand).shape]
-        self.meet(f"{what} of {summand.dtype} {shape} on page {self._turn}")
+        words = f"{what} of {summand.dtype} {shape} on page {self._turn}"
+        self.comm.agree_now(words)
         return self._written
 
     def _own(self, summand: Tensor) -> Tensor:
@@ -140,7 +139,13 @@ class MemoryExchange(MessageExchange):
             end, sent = time.perf_counter(), nbytes * len(others)
             log.add(what, start, end, sent, lane="communication")
 
-    # ---- shards ----------------------------------------------------------------------
+
+class ShardMemory(ShardMessages):
+    """The ranks of a group (None: all) on one machine, whose shards lie together."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(group)
+        self._wholes: dict[int, Tensor] = {}  # by the address of the own shard
 
     def empty_shard(
         self, numel: int, dtype: torch.dtype, device: torch.device

@@ -159,8 +159,8 @@ def agreed_units(
     if not problem:
         try:
             plan = unit_plan(module, comms[0].size, units)
-        except ValueError as error:
-            problem = str(error)
+        except (TypeError, ValueError) as error:
+            problem = f"units: {error}"
         form = form_of(module, **told)
         form |= {f"unit {unit.name}": str(unit) for unit in plan}
     failed: ReplicaError | None = None

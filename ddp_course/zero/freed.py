@@ -10,11 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+
+from ddp_course.mechanisms.habits import came_later
+
+if TYPE_CHECKING:
+    from ddp_course.zero.unit_storage import Unit
 
 
 class ShardedError(RuntimeError):
@@ -58,6 +63,29 @@ def is_sharded(module: nn.Module) -> bool:
 
 class Divided:
     """What a module cannot do any more, or not without more words, when in shards."""
+
+    def check_kept(self) -> None:
+        """Raise RuntimeError for other parameters than its own, which are freed now."""
+        self.frozen.check()
+        for owner, module in self.module.named_modules():
+            for name, parameter in module._parameters.items():
+                if not (parameter is None or isinstance(parameter, Freed)):
+                    raise RuntimeError(came_later(f"{owner}.{name}"))
+
+    def check_unchanged(self, unit: Unit) -> None:
+        """Raise ShardedError if forward has changed a parameter, which would be lost.
+
+        What is kept are the pieces. (Each change in place is counted by autograd.)
+        """
+        for (_, parameter, freed), version in zip(
+            unit.places, unit.versions, strict=True
+        ):
+            if parameter._version != version:
+                raise ShardedError(
+                    f"{freed.name} was changed in place while its unit computed; the "
+                    "change would be lost when it is freed. Change what parameters() "
+                    "has, between steps"
+                )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         raise ShardedError(

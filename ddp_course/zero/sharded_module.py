@@ -14,11 +14,11 @@ from torch import nn
 
 from ddp_course.collectives import communicator
 from ddp_course.mechanisms.agreement import broadcast_all, on_any_rank
-from ddp_course.mechanisms.exchange import MessageExchange
-from ddp_course.mechanisms.habits import Frozen, came_later, leave_behind
+from ddp_course.mechanisms.habits import Frozen, leave_behind
+from ddp_course.mechanisms.shard_exchange import ShardMessages
 from ddp_course.mechanisms.whole_state import PlainModel, WholeState, groups_before
 from ddp_course.zero.arguments import agreed_units
-from ddp_course.zero.freed import Divided, Freed
+from ddp_course.zero.freed import Divided
 from ddp_course.zero.unit_storage import FlatStorage, Place, Unit
 from ddp_course.zero.units import Chosen
 
@@ -51,7 +51,7 @@ class ShardedModule(Divided, WholeState, nn.Module):
         *,
         units: Chosen = None,
         replicas: dist.ProcessGroup | None = None,
-        exchange: MessageExchange | None = None,
+        exchange: ShardMessages | None = None,
         storage: Callable[..., FlatStorage] = FlatStorage,
         problem: str | None = None,
         told: dict[str, Any] | None = None,
@@ -61,37 +61,24 @@ class ShardedModule(Divided, WholeState, nn.Module):
         self.comms = [communicator(group) for group in groups]
         self.plan = agreed_units(module, self.comms, units, problem, told or {})
         self.process_group, self.comm = process_group, self.comms[0]
-        self.exchange = exchange or MessageExchange(process_group)
+        self.exchange = exchange or ShardMessages(process_group)
         self.plain = PlainModel.of(module)
         self.groups = (*groups_before(module), self.comm.group)
         for comm in self.comms:
             broadcast_all(module.buffers(), comm.ranks[0], comm.group)
         parameters, places = dict(module.named_parameters()), places_in(module)
         self.units: list[Unit] = []
+        pieces: dict[str, nn.Parameter] = {}
+        how = self.exchange, replicas
         for unit in self.plan:  # one after the other: only one is there twice at a time
-            flats = [
-                storage(flat, parameters, self.exchange, replicas)
-                for flat in unit.flats
-            ]
+            flats = [storage(flat, parameters, *how) for flat in unit.flats]
             self.units.append(Unit(unit, flats, places))
+            for flat in flats:
+                pieces |= flat.pieces
         leave_behind(parameters.values(), f"{type(self).__name__}(module)")
         self.root, self.module = self.units[0], module
-        pieces = {
-            name: piece
-            for unit in self.units
-            for flat in unit.flats
-            for name, piece in flat.pieces.items()
-        }
         self.pieces = {name: pieces[name] for name in parameters}  # in the plain order
         self.frozen = Frozen(self, pieces=True)
-
-    def check_kept(self) -> None:
-        """Raise RuntimeError for other parameters than its own, which are freed now."""
-        self.frozen.check()
-        for owner, module in self.module.named_modules():
-            for name, parameter in module._parameters.items():
-                if not (parameter is None or isinstance(parameter, Freed)):
-                    raise RuntimeError(came_later(f"{owner}.{name}"))
 
     def _forget_unused(self) -> None:
         """Let pieces be without a gradient that no rank had one for; all ranks call it.
@@ -128,7 +115,6 @@ def places_in(module: nn.Module) -> dict[str, list[Place]]:
     names = {parameter: name for name, parameter in module.named_parameters()}
     found: dict[str, list[Place]] = {name: [] for name in names.values()}
     for owner in module.modules():
-        for name, parameter in owner._parameters.items():
-            if parameter is not None:
-                found[names[parameter]].append((owner, name))
+        for name, parameter in owner.named_parameters("", False, False):
+            found[names[parameter]].append((owner, name))
     return found

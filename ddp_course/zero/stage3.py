@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ddp_course.collectives.patience import patient
-from ddp_course.mechanisms.exchange import MessageExchange
 from ddp_course.mechanisms.habits import check_first_order
-from ddp_course.mechanisms.memory_exchange import MemoryExchange, memory_problem
+from ddp_course.mechanisms.memory_exchange import ShardMemory, memory_problem
+from ddp_course.mechanisms.shard_exchange import ShardMessages
 from ddp_course.mechanisms.timeline import Timeline, span
 from ddp_course.zero.offload import OffloadedStorage, settle
 from ddp_course.zero.order import Order
@@ -92,7 +92,7 @@ class FullyShardedDataParallel(SimpleFullyShardedDataParallel):
             **dtypes,
         }
         problem = _unusable(module, process_group, **told)
-        exchange = MemoryExchange if in_shared_memory else MessageExchange
+        exchange = ShardMemory if in_shared_memory else ShardMessages
         super().__init__(
             module,
             process_group,
@@ -252,8 +252,9 @@ class FullyShardedDataParallel(SimpleFullyShardedDataParallel):
         self._settle()
         for unit in self.units:
             unit.free()
-            if self.open:  # backward failed
-                unit.forget()
+            for flat in unit.trainable if self.open else ():  # backward failed
+                for parameter in (*flat.parameters, *flat.pieces.values()):
+                    parameter.grad = None
         self.open.clear()
 
     def _recomputing(self) -> bool:

@@ -41,7 +41,7 @@ class NaiveFullyShardedDataParallel(ShardedModule):
             unit.gather()
         output = self.module(*inputs, **kwargs)
         for unit in self.units:
-            unit.check_unchanged()
+            self.check_unchanged(unit)
         if any(tensor.requires_grad for tensor in tensors_in(output)):
             on_backward(tensors_in(output), self._backward_begins)
         else:

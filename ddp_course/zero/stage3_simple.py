@@ -11,8 +11,8 @@ Backward does last what forward has done first. So when it comes to a unit, it h
 the one before, and all gradients of that one are there. The *root* unit (embedding,
 head) is around the others: it is left when backward has ended. Read with it `units`
 (what is gathered together), `unit_storage` (memory that comes and goes),
-`sharded_module` (what all stage 3 modules are) and, if need be, `mechanisms.exchange`
-(messages). Chapter 08.
+`sharded_module` (what all stage 3 modules are) and, if need be, the messages in
+`mechanisms.shard_exchange`. Chapter 08.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class SimpleFullyShardedDataParallel(ShardedModule):
         made = {t.grad_fn for t in tensors_in(output)} - self.given.pop(unit)
         for node in made:
             node.register_prehook(partial(self._backward_comes, unit))
-        unit.check_unchanged()
+        self.check_unchanged(unit)
         self._used(unit, bool(made))
 
     def _backward_comes(self, unit: Unit, gradients: Any = None) -> None:

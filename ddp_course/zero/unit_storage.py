@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from ddp_course.collectives import communicator, ring
 from ddp_course.measure import label
 from ddp_course.mechanisms.buckets import view_of
-from ddp_course.mechanisms.exchange import MessageExchange, allocate
 from ddp_course.mechanisms.placements import Flat, place
-from ddp_course.zero.freed import Freed, ShardedError
+from ddp_course.mechanisms.shard_exchange import ShardMessages, allocate
+from ddp_course.zero.freed import Freed
 from ddp_course.zero.units import FlatPlan, UnitPlan
 
 Place = tuple[nn.Module, str]  # where a parameter is: module._parameters[name]
@@ -58,7 +58,7 @@ class FlatStorage:
         self,
         plan: FlatPlan,
         parameters: Mapping[str, nn.Parameter],
-        exchange: MessageExchange,
+        exchange: ShardMessages,
         replicas: dist.ProcessGroup | None = None,
         compute_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
@@ -77,9 +77,8 @@ class FlatStorage:
         lasting = exchange.lasting(self.shard) if dtype == first.dtype else None
         self.lasts = lasting is not None
         self.whole = lasting if self.lasts else first.to(dtype)
-        for parameter, view in zip(
-            self.parameters, self._views(self.whole), strict=True
-        ):
+        views = self._views(self.whole)
+        for parameter, view in zip(self.parameters, views, strict=True):
             parameter.data = view
         self.mine = self.whole[mine]
         # Gradients are collected in memory that comes and goes in the same way.
@@ -158,10 +157,8 @@ class FlatStorage:
             gradient, parameter.grad = parameter.grad, None
             if gradient is None:
                 view.zero_()
-            elif gradient.dtype == view.dtype:
-                torch.mul(gradient.detach(), self.scale, out=view)
-            else:  # scaled in the other, most often more precise, type
-                view.copy_(gradient.detach()).mul_(self.scale)
+            else:  # scaled in the type of the sum, if that is another
+                torch.mul(gradient.detach().to(view.dtype), self.scale, out=view)
         self.sum[self.plan.numel - self.plan.padding :].zero_()
 
     def reduce(self) -> Any:
@@ -239,21 +236,6 @@ class Unit:
         self.versions = [parameter._version for _, parameter, _ in self.places]
         self.here = True
 
-    def check_unchanged(self) -> None:
-        """Raise ShardedError if forward has changed a parameter, which would be lost.
-
-        What is kept are the pieces. (Each change in place is counted by autograd.)
-        """
-        for (_, parameter, freed), version in zip(
-            self.places, self.versions, strict=True
-        ):
-            if parameter._version != version:
-                raise ShardedError(
-                    f"{freed.name} was changed in place while its unit computed; the "
-                    "change would be lost when it is freed. Change what parameters() "
-                    "has, between steps"
-                )
-
     def free(self) -> None:
         """Give the memory back; what is on the way arrives first."""
         if self.under_way is not None:
@@ -284,12 +266,6 @@ class Unit:
         """Return when the sums are there, in the pieces' gradients."""
         sums, self.sums = self.sums, []
         _wait_for(sums)
-
-    def forget(self) -> None:
-        """Drop all gradients, those of the pieces, too."""
-        for flat in self.trainable:
-            for parameter in (*flat.parameters, *flat.pieces.values()):
-                parameter.grad = None
 
 
 def _wait_for(works: Iterable[Any]) -> None:

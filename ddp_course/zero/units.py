@@ -19,7 +19,7 @@ Zhao et al. 2023, "PyTorch FSDP", sections 3.2.1 and 4.2. Chapter 08.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -30,7 +30,7 @@ from ddp_course.zero.shards import ShardedBucket
 
 ROOT = "root"
 
-Chosen = Iterable["nn.Module | str"] | Callable[[str, nn.Module], bool] | None
+Chosen = Iterable[str] | None
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,6 @@ class UnitPlan:
         return self.name == ROOT or f"{other.name}.".startswith(f"{self.name}.")
 
     @property
-    def numel(self) -> int:
-        """Elements of all shards of all ranks, padding included."""
-        return sum(flat.numel for flat in self.flats)
-
-    @property
     def nbytes(self) -> int:
         """Bytes of all parameters, gathered in their own types, padding included."""
         return sum(flat.nbytes for flat in self.flats)
@@ -103,13 +98,13 @@ def unit_plan(
     Args:
         module: the whole model.
         world_size: the number of ranks.
-        units: modules, or names of modules, or `choose(name, module) -> bool`; None are
-            the modules in `nn.ModuleList`s, which is where a transformer has its blocks
-            (in PyTorch, one calls `fully_shard` on each of them).
+        units: names of modules; None are the modules in `nn.ModuleList`s, which is
+            where a transformer has its blocks (in PyTorch, one calls `fully_shard` on
+            each of them).
 
     Raises ValueError for a unit that is no module of `module`. Chapter 08.
     """
-    chosen = {id(unit): name for name, unit in _chosen(module, units).items()}
+    chosen = _chosen(module, units)
     homes: dict[Tensor, set[str]] = {}  # parameter -> the units it is in
     at = {"": ROOT}
     for path, child in module.named_modules(remove_duplicate=False):
@@ -117,25 +112,20 @@ def unit_plan(
         for parameter in child.parameters(recurse=False):
             homes.setdefault(parameter, set()).add(at[path])
     # Parameters of one type lie side by side.
-    members: dict[str, dict[tuple, list[tuple[str, int]]]] = {ROOT: {}}  # and elements
-    members |= {name: {} for name in chosen.values()}
+    members: dict[str, dict[tuple, list[tuple[str, int]]]]  # names, and elements
+    members = {unit: {} for unit in (ROOT, *chosen.values())}
     for name, p in module.named_parameters():
         (home, *others) = homes[p]
         kinds = members[ROOT if others else home]
         kind = p.dtype, p.device, p.requires_grad
         kinds.setdefault(kind, []).append((name, p.numel()))
-    filled = ((name, kinds) for name, kinds in members.items() if kinds or name == ROOT)
-    return tuple(
-        UnitPlan(
-            index,
-            unit,
-            tuple(
-                _flat(unit, kind, sizes, world_size, len(kinds) > 1)
-                for kind, sizes in kinds.items()
-            ),
-        )
-        for index, (unit, kinds) in enumerate(filled)
-    )
+    plan: list[UnitPlan] = []
+    for unit, kinds in members.items():
+        if kinds or unit == ROOT:
+            more = len(kinds) > 1
+            flats = (_flat(unit, *kind, world_size, more) for kind in kinds.items())
+            plan.append(UnitPlan(len(plan), unit, tuple(flats)))
+    return tuple(plan)
 
 
 def _flat(
@@ -150,30 +140,18 @@ def _flat(
     return FlatPlan(bucket, world_size, unit + told * more, trainable)
 
 
-def _chosen(module: nn.Module, units: Chosen) -> dict[str, nn.Module]:
-    """Return the modules of the units by name, in the order of the model."""
+def _chosen(module: nn.Module, units: Chosen) -> dict[int, str]:
+    """Return the id of each unit's module, and its name, in the order of the model."""
     named = {name: child for name, child in module.named_modules() if name}
     if units is None:  # a list in a list is no unit: it is never called
         lists = [m for m in module.modules() if isinstance(m, nn.ModuleList)]
-        units = [c for m in lists for c in m if not isinstance(c, nn.ModuleList)]
-    elif callable(units) and not isinstance(units, nn.Module):
-        units = [name for name, child in named.items() if units(name, child)]
-    elif isinstance(units, (str, nn.Module)) or not isinstance(units, Iterable):
-        raise ValueError(
-            f"units is {_told(units)}; it can be a list of modules or names, a "
-            "function (name, module) -> bool, or None"
-        )
-    wanted = {}
-    for unit in units:
-        found = named.get(unit) if isinstance(unit, str) else unit
-        if not any(found is child for child in named.values()):
+        members = {c for m in lists for c in m if not isinstance(c, nn.ModuleList)}
+        units = [name for name, child in named.items() if child in members]
+    units = list(units)
+    for name in units:
+        if name not in named:
             raise ValueError(
-                f"units has {_told(unit)}, which is no module of this model; its "
-                f"modules are {', '.join(list(named)[:8])}{', ...' * (len(named) > 8)}"
+                f"units has {name!r}, which is no module of this model; its modules "
+                f"are {', '.join(list(named)[:8])}{', ...' * (len(named) > 8)}"
             )
-        wanted[id(found)] = found
-    return {name: child for name, child in named.items() if id(child) in wanted}
-
-
-def _told(unit: object) -> str:
-    return f"a {type(unit).__name__}" if isinstance(unit, nn.Module) else repr(unit)
+    return {id(child): name for name, child in named.items() if name in units}

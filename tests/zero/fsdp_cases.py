@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from trained import Trained, own_norm_only
 
-from ddp_course.mechanisms.exchange import MessageExchange, _FollowedByWaiter
+from ddp_course.mechanisms.shard_exchange import ShardMessages, _FollowedByWaiter
 from ddp_course.mechanisms.timeline import span
 from ddp_course.model import GPTConfig, build_gpt
 from ddp_course.zero import FullyShardedDataParallel as Ours
@@ -197,7 +197,7 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "not resharded": lambda m: Ours(m, reshard_after_forward=False),
     "shared": lambda m: Ours(m, in_shared_memory=True),
     "one unit": lambda m: Ours(m, units=[]),
-    "by name": lambda m: Ours(m, units=lambda name, child: "." in name),
+    "by name": lambda m: Ours(m, units=[n for n, _ in m.named_modules() if "." in n]),
     "torch": fully_shard,
 }
 PYTORCH = {fully_shard}
@@ -297,7 +297,7 @@ class SumOfReplicas(Fake):
         flat.scale *= 2
 
 
-class NoMessages(MessageExchange):
+class NoMessages(ShardMessages):
     """Leaves this rank's own numbers where the sum should be."""
 
     def reduce(self, own, whole, then):

