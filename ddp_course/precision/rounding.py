@@ -90,15 +90,8 @@ def sum_in_order(
         values = values.gather(0, ranks)  # each chunk from its first rank on
     rows = list(values.to(dtype))
     if order != "tree":
-        return _one_by_one(rows)
+        return sum(rows[1:], start=rows[0])
     while len(rows) > 1:
         odd = rows[-1:] if len(rows) % 2 else []
         rows = [a + b for a, b in zip(rows[::2], rows[1::2], strict=False)] + odd
     return rows[0]
-
-
-def _one_by_one(rows: list[Tensor]) -> Tensor:
-    total = rows[0]
-    for row in rows[1:]:
-        total = total + row
-    return total

@@ -10,28 +10,26 @@ from ddp_course.chapters.ch12_precision import solutions
 # from_bits
 
 
+def _number(sign, whole, fraction, power):
+    size = (whole + int(fraction, 2) / 2 ** len(fraction)) * 2.0**power
+    return -size if sign == "1" else size
+
+
 def no_subnormals(sign, exponent, fraction):
     bias = 2 ** (len(exponent) - 1) - 1
-    size = (1 + int(fraction, 2) / 2 ** len(fraction)) * 2.0 ** (
-        int(exponent, 2) - bias
-    )
-    return -size if sign == "1" else size
+    return _number(sign, 1, fraction, int(exponent, 2) - bias)
 
 
 def one_power_too_low(sign, exponent, fraction):
     if "1" in exponent:
         return solutions.from_bits(sign, exponent, fraction)
-    size = (
-        int(fraction, 2) / 2 ** len(fraction) * 2.0 ** -(2 ** (len(exponent) - 1) - 1)
-    )
-    return -size if sign == "1" else size
+    return _number(sign, 0, fraction, 1 - 2 ** (len(exponent) - 1))
 
 
 def bias_of_float32(sign, exponent, fraction):
     if "0" not in exponent or "1" not in exponent:
         return solutions.from_bits(sign, exponent, fraction)
-    size = (1 + int(fraction, 2) / 2 ** len(fraction)) * 2.0 ** (int(exponent, 2) - 127)
-    return -size if sign == "1" else size
+    return _number(sign, 1, fraction, int(exponent, 2) - 127)
 
 
 def all_ones_is_inf(sign, exponent, fraction):
@@ -184,15 +182,19 @@ def _squares(gradients):
     return sum((g.double().square().sum() for g in gradients), torch.zeros(()).double())
 
 
+def _step_clipped(weights, gradients, scale, max_norm, lr, norm):
+    if math.isfinite(norm):
+        _step(weights, gradients, lr / scale * min(1.0, max_norm / (norm or 1)))
+    return math.isfinite(norm)
+
+
 def known_to_one(weights, gradients, scale, max_norm, lr):
     squares = _squares([g / scale for g in gradients]).view(1)
     mine = bool(squares.isfinite())
     squares = squares.nan_to_num(0, 0)
     dist.all_reduce(squares)
-    norm = squares.sqrt().item()
-    if mine:
-        _step(weights, gradients, lr / scale * min(1.0, max_norm / (norm or 1)))
-    return mine
+    norm = squares.sqrt().item() if mine else math.inf
+    return _step_clipped(weights, gradients, scale, max_norm, lr, norm)
 
 
 def clipped_before(weights, gradients, scale, max_norm, lr):
@@ -213,11 +215,8 @@ def own_norm(weights, gradients, scale, max_norm, lr):
     own = _squares([g / scale for g in gradients]).view(1)
     total = own.clone()
     dist.all_reduce(total)
-    if not total.isfinite():
-        return False
-    norm = own.sqrt().item()
-    _step(weights, gradients, lr / scale * min(1.0, max_norm / (norm or 1)))
-    return True
+    norm = own.sqrt().item() if total.isfinite() else math.inf
+    return _step_clipped(weights, gradients, scale, max_norm, lr, norm)
 
 
 def steps_anyway(weights, gradients, scale, max_norm, lr):
@@ -245,9 +244,7 @@ def largest_norm_of_a_rank(weights, gradients, scale, max_norm, lr):
     squares = squares.nan_to_num(torch.inf, torch.inf)
     dist.all_reduce(squares, dist.ReduceOp.MAX)
     norm = squares.sqrt().item()
-    if math.isfinite(norm):
-        _step(weights, gradients, lr / scale * min(1.0, max_norm / (norm or 1)))
-    return math.isfinite(norm)
+    return _step_clipped(weights, gradients, scale, max_norm, lr, norm)
 
 
 def always_of_the_norm(weights, gradients, scale, max_norm, lr):
@@ -265,9 +262,7 @@ def mean_of_squares(weights, gradients, scale, max_norm, lr):
     squares = _squares([g / scale for g in gradients]).view(1)
     dist.all_reduce(squares)
     norm = (squares / dist.get_world_size()).sqrt().item()
-    if math.isfinite(norm):
-        _step(weights, gradients, lr / scale * min(1.0, max_norm / (norm or 1)))
-    return math.isfinite(norm)
+    return _step_clipped(weights, gradients, scale, max_norm, lr, norm)
 
 
 def everything_gathered(weights, gradients, scale, max_norm, lr):
@@ -275,10 +270,7 @@ def everything_gathered(weights, gradients, scale, max_norm, lr):
     dist.all_gather_object(told, gradients)
     squares = sum(_squares([g / scale for g in its]) for its in told)
     norm = squares.sqrt().item()
-    if not math.isfinite(norm):
-        return False
-    _step(weights, gradients, lr / scale * min(1.0, max_norm / (norm or 1)))
-    return True
+    return _step_clipped(weights, gradients, scale, max_norm, lr, norm)
 
 
 WRONG = {
