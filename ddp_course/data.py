@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 VOCABULARY = "\n" + "".join(chr(code) for code in range(32, 127))
-MIN_CHARS = 10_000
+MIN_CHARS, MAX_CHARS = 10_000, 1_000_000
 
 # For bytes.translate: from ASCII code to token, and back.
 _TO_TOKEN = bytes(
@@ -138,23 +138,14 @@ def shard(batch: Tensor, rank: int, world_size: int) -> Tensor:
 
 
 @lru_cache(maxsize=4)
-def load_corpus(
-    folder: str | Path | None = None,
-    max_chars: int = 1_000_000,
-    validation: float = 0.1,
-) -> Corpus:
-    """Return the first `max_chars` characters of the `*.py` files in `folder`.
+def load_corpus(folder: str | Path | None = None) -> Corpus:
+    """Return the first MAX_CHARS characters of the `*.py` files in `folder`.
 
     `folder=None` is the standard library of the running Python. The files are taken in
-    the order of their names, subfolders are not entered, and the last fraction
-    `validation` of the characters becomes the validation part. The result is cached.
-    Raises CorpusError if fewer than MIN_CHARS characters are found, ValueError for an
-    impossible number.
+    the order of their names, subfolders are not entered, and the last tenth of the
+    characters becomes the validation part. The result is cached. Raises CorpusError if
+    fewer than MIN_CHARS characters are found.
     """
-    if max_chars < MIN_CHARS:
-        raise ValueError(f"max_chars is {max_chars}; it must be at least {MIN_CHARS:,}")
-    if not 0 < validation < 1:
-        raise ValueError(f"validation is {validation}; it must be between 0 and 1")
     where = Path(sysconfig.get_path("stdlib") if folder is None else folder)
     pieces, files, size = [], [], 0
     for path in sorted(where.glob("*.py")):
@@ -163,13 +154,12 @@ def load_corpus(
         pieces.append(path.read_text(encoding="utf-8", errors="replace"))
         files.append(path.name)
         size += len(pieces[-1])
-        if size >= max_chars:
+        if size >= MAX_CHARS:
             break
     if size < MIN_CHARS:
         raise CorpusError(_what_to_do(where, len(files), size))
-    tokens = encode("".join(pieces)[:max_chars]).to(torch.uint8)
-    train_size = round(len(tokens) * (1 - validation))
-    return Corpus(tokens, train_size, tuple(files))
+    tokens = encode("".join(pieces)[:MAX_CHARS]).to(torch.uint8)
+    return Corpus(tokens, round(0.9 * len(tokens)), tuple(files))
 
 
 def _what_to_do(where: Path, files: int, size: int) -> str:

@@ -62,7 +62,7 @@ from ddp_course.theory.composition import (
     AxisBytes,
     ComposedRank,
 )
-from ddp_course.theory.compression import compressed_bytes, most_ranks
+from ddp_course.theory.compression import compressed_bytes
 from ddp_course.theory.fit import Fit, fit
 from ddp_course.theory.local_sgd import local_sgd_bytes
 from ddp_course.theory.memory import (

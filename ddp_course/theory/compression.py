@@ -19,7 +19,7 @@ and sign (32 times smaller, for ever) only up to some 64 ranks. Chapter 14.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import ceil, prod
+from math import prod
 
 from ddp_course.theory.checks import (
     check_choice,
@@ -109,13 +109,3 @@ def compressed_bytes(
         check_positive(f"what stands after {name}:", value)
     numel = sum(prod(shape) for shape in shapes)
     return METHODS[name](shapes, numel, world_size, rank, value)
-
-
-def most_ranks(density: float) -> int:
-    """Return up to how many ranks top-k sends less than the plain all-reduce.
-
-    The largest N with density < 1 / N; 0 if there is none with two ranks or more.
-    """
-    check_positive("density", density)
-    n = ceil(1 / density) - 1
-    return n if n > 1 else 0
