@@ -169,33 +169,26 @@ def _outcomes(every: Sequence[Tensor], k: int, rank: int) -> dict[str, Tensor]:
     """Return the mean of every rank's largest numbers, and what mistakes give."""
     n, mean = len(every), sum(every) / len(every)
 
-    def put(places: Sequence[Tensor], values: Any = None, add: bool = True) -> Tensor:
-        if values is None:
-            values = [x[where] for x, where in zip(every, places, strict=True)]
-        where, zeros = torch.cat([*places]), torch.zeros_like(mean)
-        return zeros.index_put_((where,), torch.cat([*values]) / n, accumulate=add)
+    def put(places: list[Tensor], values: list[Tensor], add: bool = True) -> Tensor:
+        where, zeros = torch.cat(places), torch.zeros_like(mean)
+        return zeros.index_put_((where,), torch.cat(values) / n, accumulate=add)
 
-    places = [numbers.abs().topk(k).indices for numbers in every]
-    values = [x[where] for x, where in zip(every, places, strict=True)]
-    of_mean = mean.abs().topk(k).indices
-    senders = n * put(places, map(torch.ones_like, values))
+    def at(places: list[Tensor]) -> list[Tensor]:
+        return [x[where] for x, where in zip(every, places, strict=True)]
+
+    places = [x.abs().topk(k).indices for x in every]
+    signed, large = [x.topk(k).indices for x in every], mean.abs().topk(k).indices
+    values, right = at(places), put(places, at(places))
+    senders = n * put(places, [torch.ones_like(x) for x in values]).clamp(min=1 / n)
     return {
-        "right": put(places),
-        "That is the sum; is it the mean?": n * put(places),
-        "Divide by all ranks, also by those that did not send a place.": (
-            n * put(places) / senders.clamp(min=1)
-        ),
-        "Are these the largest by size, whatever their sign?": put(
-            [numbers.topk(k).indices for numbers in every]
-        ),
-        "The signs are lost.": put(places, map(torch.abs, values)),
-        "If two ranks send the same place, both add up.": put(places, add=False),
-        "The others' numbers were put where this rank had its own.": put(
-            [places[rank]], [sum(values)]
-        ),
-        "These are the largest of the mean, not each rank's.": put(
-            [of_mean], [n * mean[of_mean]]
-        ),
+        "right": right,
+        "That is the sum; is it the mean?": n * right,
+        "Divide by all ranks, also by those without this place.": n * right / senders,
+        "Are these the largest by size, whatever their sign?": put(signed, at(signed)),
+        "The signs are lost.": put(places, [x.abs() for x in values]),
+        "If two ranks send the same place, both add up.": put(places, values, False),
+        "All were put where this rank had its own.": put([places[rank]], [sum(values)]),
+        "These are the largest of the mean.": put([large], [n * mean[large]]),
     }
 
 

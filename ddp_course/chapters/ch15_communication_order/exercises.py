@@ -28,12 +28,7 @@ LINKS = (
     ([0], [2], 2, "it is there, and fits into one piece"),
     ([3], [5], 2, "nothing is there before 3, and the last piece is shorter"),
     ([4, 0], [2, 4], 2, "layer 1 is alone until 4"),
-    (
-        [3, 0],
-        [2, 6],
-        2,
-        "layer 0 is next from 3 on, and the piece on the link is not interrupted",
-    ),
+    ([3, 0], [2, 6], 2, "layer 0 is next from 3 on, behind the piece on the link"),
     ([1, 0], [1, 9], 10, "a whole layer is a piece, too, and layer 0 comes after it"),
     ([4, 2, 0], [3, 3, 3], 1, "whenever the link is free, the first layer goes on"),
     ([9, 1, 0], [2, 2, 2], 5, "the link waits until 9 for layer 0"),
@@ -52,23 +47,17 @@ def check_my_priority(answer: Answer) -> str:
     when the next one is there. Otherwise send a piece of the first of them, and go to
     its end.
     """
-    for ready, send, piece, because in LINKS:
-        right = solutions.my_priority(ready, send, piece)
-        given = list(ready), list(send)
-        expect_call(answer, *given, piece, returns=right, because=because)
-        expect(
-            given == (ready, send),
-            f"{answer.call(ready, send, piece)} changed the lists that it was given.",
-        )
+    cases, because = [*LINKS], "the first layer that is there goes on, piece by piece"
     for seed in range(20):
         _, backward, send = _times(seed, 2 + seed % 12)
         ready = [sum(backward[k:]) for k in range(len(backward))]
-        right = solutions.my_priority(ready, send, 1 + seed % 4)
-        because = "the first of the layers that are there goes on, a piece at a time"
-        expect_call(
-            *(answer, ready, send, 1 + seed % 4), returns=right, because=because
-        )
-    return f"{len(LINKS) + 20} models of up to 13 layers, and no byte sent twice"
+        cases.append((ready, send, 1 + seed % 4, because))
+    for ready, send, piece, because in cases:
+        right, given = solutions.my_priority(ready, send, piece), ([*ready], [*send])
+        expect_call(answer, *given, piece, returns=right, because=because)
+        changed = f"{answer.call(ready, send, piece)} changed the lists it was given."
+        expect(given == (ready, send), changed)
+    return f"{len(cases)} models of up to 13 layers, and no byte sent twice"
 
 
 # ---- my_least_time -------------------------------------------------------------------
@@ -97,15 +86,12 @@ def check_my_least_time(answer: Answer) -> str:
     c, none of which can begin earlier, then forward from c to the last layer. The
     longest of these.
     """
-    for *times, because in STEPS:
+    because = "the longest of all layers' paths counts"
+    cases = [*STEPS, *((*_times(seed, 1 + seed % 12), because) for seed in range(20))]
+    for *times, because in cases:
         right = solutions.my_least_time(*times)
         expect_call(answer, *map(list, times), returns=right, because=because)
-    for seed in range(20):
-        times = _times(seed, 1 + seed % 12)
-        right = solutions.my_least_time(*times)
-        because = "the longest of all layers' paths counts"
-        expect_call(answer, *times, returns=right, because=because)
-    return f"{len(STEPS) + 20} models of up to 12 layers"
+    return f"{len(cases)} models of up to 12 layers"
 
 
 # ---- my_late_steps -------------------------------------------------------------------
