@@ -97,6 +97,13 @@ WIDE = """() => {
             wrong.push(`a picture of ${own.width} is wider than its column`);
         const letters = 11 * own.width / img.naturalWidth;  // of a picture's smallest
         if (letters < 8.99) wrong.push(`letters of ${letters.toFixed(1)} pixels`);
+        const dark = page.dataset.theme === "dark";
+        for (let part = img; dark && part !== page; part = part.parentElement) {
+            const { backgroundColor, filter } = getComputedStyle(part);
+            const [red, , , alpha] = backgroundColor.match(/[\\d.]+/g).map(Number);
+            if (part === img ? filter !== "brightness(0.8)" : red > 150 && alpha !== 0)
+                wrong.push(`glares: ${part.tagName} ${backgroundColor} ${filter}`);
+        }
         if (img.complete === false || img.naturalWidth === 0)
             wrong.push(`not loaded: ${img.src.slice(-60)}`);
     }
@@ -219,6 +226,7 @@ WELL = """<!doctype html><html lang="en"><head><title>A page</title>{head}</head
 <body><main><article><h1 id="top">A page</h1><p>{body}</p></article></main></body>
 </html>
 """
+DARK = "document.documentElement.dataset.theme = 'dark'"
 IMG = '<img src="p.svg" alt="a square of one colour" {}>'
 
 
@@ -272,6 +280,13 @@ def test_a_planted_mistake_is_read(tmp_path, body, told):
             "a picture of 2000 is wider than its column",
         ),
         ("<img src='q.svg' alt='a square of no colour'>", "", "not loaded"),
+        (IMG.format("width=1640"), f"<script>{DARK}</script>", "glares: IMG"),
+        (
+            "<span style='background: #ccd'>"
+            f"{IMG.format('style=filter:brightness(0.8)')}</span>",
+            f"<script>{DARK}</script>",
+            "glares: SPAN",
+        ),
         ("text", "<script src='http://127.0.0.1:9/c.js'></script>", "asks elsewhere"),
         ("text", "<script>console.error('no!')</script>", "console: no!"),
         ("text", "<script>nothing.at.all</script>", "script: nothing is not defined"),
