@@ -531,7 +531,7 @@ def test_lab_really(clone, tmp_path):
         assert answers(contents + token) == 200
         assert answers(contents + "wrong") == 403
         shown = urllib.request.urlopen(url, timeout=30).read().decode()
-        assert '"news": {"disabled": true}' in shown  # no popup asks about it
+        assert f'"disabledExtensions": ["{lab.NEWS}"]' in shown  # no popup asks
 
         start = urllib.request.Request(f"{base}api/kernels?token={token}", data=b"{}")
         kernel = json.load(urllib.request.urlopen(start, timeout=30))["id"]

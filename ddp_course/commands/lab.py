@@ -14,6 +14,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote, urlencode
 
 from jupyter_core.paths import jupyter_runtime_dir
@@ -26,12 +27,10 @@ from ddp_course.commands.proofs import prove_training
 OPTIONS = (
     "--no-browser",  # `lab` opens one itself, if there is one
     "--Application.log_level=ERROR",
-    "--LabApp.news_url=None",  # nothing is downloaded, and nobody is asked about it
-    "--LabApp.check_for_updates_class="
-    "jupyterlab.handlers.announcements.NeverCheckForUpdate",
     "--LabApp.custom_css=True",  # that of this folder:
     f"--ServerApp.tornado_settings=static_custom_path={Path(__file__).parent}/jupyterlab",
 )
+NEWS = "@jupyterlab/apputils-extension:announcements"  # a popup that asks to download
 # Whoever is on this machine can listen to a kernel's ports, code and outputs. So they
 # are files in a private folder, unless its name is too long for those: `kernel-`, 36
 # characters and `-ipc-1` follow, and a socket's name has 107 at most.
@@ -59,9 +58,7 @@ def command(told: Namespace) -> int:
         return 0
     os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"  # this Python's kernel
     os.environ.setdefault("JUPYTER_TOKEN", secrets.token_hex(24))
-    from jupyterlab.labapp import LabApp
-
-    server = LabApp.initialize_server(arguments(root, told.port, told.ip))
+    server = initialized(arguments(root, told.port, told.ip))
     for name in ENDINGS:  # the server itself asks back; it ends its kernels
         number = getattr(signal, name, None)  # Windows has no SIGHUP
         if number and signal.getsignal(number) != signal.SIG_IGN:  # nohup
@@ -80,6 +77,19 @@ def command(told: Namespace) -> int:
     finally:
         (root / PAGE).unlink(missing_ok=True)
     return 0
+
+
+def initialized(told: list[str]) -> Any:
+    """Return a server of JupyterLab that can start."""
+    from jupyterlab.labapp import LabApp
+
+    def without_news(_: Any, page: dict[str, Any]) -> dict[str, Any]:
+        page["disabledExtensions"] = [*page.get("disabledExtensions", ()), NEWS]
+        return page
+
+    server = LabApp.initialize_server(told)
+    server.web_app.settings["page_config_hook"] = without_news
+    return server
 
 
 def write_page(folder: Path, url: str) -> Path:
