@@ -55,7 +55,7 @@ CALLS = {  # one of each function of the table, and others that it leaves alone
     "cosine_embedding_loss": lambda x: F.cosine_embedding_loss(x, x, torch.ones(4)),
     "prod": lambda x: x.prod(),
     "cat": lambda x: torch.cat([x, X]),
-    "stack": lambda x: torch.stack([x, X]),
+    "stack": lambda x: torch.stack(tensors=[x, X]),
     "stack of one type": lambda x: torch.stack([x, x]),
     "layer_norm": lambda x: F.layer_norm(x, (4,)),
     "softmax": lambda x: x.softmax(-1),
