@@ -12,7 +12,7 @@ from ddp_course import theory
 from ddp_course.model import GPT, GPTConfig
 
 NODE, LOCAL = 8, 8  # GPUs of a node; steps between two averages
-HEAD = ("way", "chapter", "keeps", "sends", "a rank waits", "take it if")
+HEAD = ("way", "chapter", "keeps [GB]", "sends [GB]", "a rank waits", "take it if")
 
 DDP = "for the last bucket, once in a step"
 LAYOUTS = (  # name, chapter, axes, waits, take it if
@@ -50,7 +50,7 @@ def looking_back(config: GPTConfig, gpus: int = 64, rows: int = 64) -> Markdown:
     """
     lines = [f"| {' | '.join(HEAD)} |", "|:--|:--|--:|--:|:--|:--|"]
     for name, chapter, keeps, sends, *words in _rows(config, gpus, rows):
-        numbers = f"{float(keeps) / 1e9:.1f} GB | {float(sends) / 1e9:.1f} GB"
+        numbers = f"{float(keeps) / 1e9:.1f} | {float(sends) / 1e9:.1f}"
         lines.append(f"| {name} | {chapter} | {numbers} | {' | '.join(words)} |")
     return Markdown("\n".join(lines))
 
