@@ -66,9 +66,10 @@ CSS = """\
   position: sticky; left: 0; font-size: 0.85rem; }
 .bd-article code, code .pre { overflow-wrap: anywhere; white-space: pre-wrap; }
 [data-theme="dark"] .bd-content .cell_output .text_html:has(img) {
-  background: none; color: inherit; padding: 0; }
+  background: none !important; color: inherit !important; padding: 0; }
+[data-theme="dark"] .bd-content .cell_output .text_html img,
 [data-theme="dark"] .bd-content .bd-article img {
-  background: none; filter: brightness(0.8); padding: 0; }
+  background: none !important; filter: brightness(0.8) !important; padding: 0; }
 .highlight .gd { background: #D55E0033; color: inherit !important; }
 .highlight .gi { background: #009E7333; color: inherit !important; }
 .formula { overflow-x: auto; overflow-y: hidden; }
