@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
+import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -27,8 +31,9 @@ from ddp_course.communication_order import (
     recorded,
 )
 from ddp_course.communication_order.one_by_one import problem_with
+from ddp_course.compression import Exchange, compress, compressor
 from ddp_course.data_parallel.ddp import DistributedDataParallel
-from ddp_course.launch import Link, Links, spawn
+from ddp_course.launch import Link, Links, RankError, spawn
 from ddp_course.measure import ByteMeter, EventLog, SystemBytes
 from ddp_course.theory import Layer, all_reduce_ring, least_step_time
 
@@ -351,6 +356,31 @@ def test_ranks_that_disagree_are_wrong_and_what_cannot_be_is_refused():
             "disagree": "the ranks do not call the same",
         }.items():
             assert re.search(part, words[name]), (name, words[name])
+
+
+def killed_in_a_step() -> None:
+    """Train in pairs, one by priority and one compressed; one of each dies."""
+    rank, model = dist.get_rank(), Alike((4000, 4000))
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    if rank < 2:
+        train = wrapped(model=model, policy=priority(4000), process_group=pairs[0])
+    else:
+        train = DistributedDataParallel(model, pairs[1], bucket_cap_mb=0.001)
+        exchange = Exchange(pairs[1])
+        train.register_comm_hook(compressor("powersgd:1", exchange), compress)
+        train.step = model.zero_grad
+    run(train, 3)
+    if rank % 2:  # gradients of the last layer are under way
+        first = model.layers[0].weight
+        first.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+    run(train, 2)
+
+
+def test_who_is_killed_within_a_step_is_named():
+    start = time.monotonic()
+    with pytest.raises(RankError, match=r"rank [13]: killed by SIGKILL"):
+        spawn(killed_in_a_step, world_size=4, output="none", timeout=60)
+    assert time.monotonic() - start < 30  # not by the timeout
 
 
 class Coupled(torch.optim.SGD):
