@@ -10,7 +10,7 @@ What else PyTorch's class can do is in `ddp`, on top of this. Chapter 05.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -72,16 +72,6 @@ class BucketedDistributedDataParallel(nn.Module):
             self.engine.expecting = self.require_backward_grad_sync
         with self.engine.counted():
             return self.module(*inputs, **kwargs)
-
-    def step(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the step of a module that goes backward by itself, such as a pipeline.
-
-        Its gradients are averaged when it has ended (`mechanisms.hooks.held`).
-        """
-        self.frozen.check()
-        averaged = self.require_backward_grad_sync
-        with nullcontext() if averaged else self.engine.hold():
-            return self.module.step(*inputs, **kwargs)
 
     __getstate__ = Averager.__getstate__
 

@@ -4,6 +4,7 @@
 
     parameters that get no gradient         `unused`, another ending of the engine
     passes that begin at the outputs        of what a forward outside of `no_sync` gave
+    modules that go backward by themselves  pipelines: `step`, averaged at its end
     buffers, such as BatchNorm's means      rank 0's are sent before each forward
     gradients outside of the buckets        for those who want to keep them
     buckets in shared memory                all ranks of one machine reduce them there
@@ -30,6 +31,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -158,9 +160,15 @@ class DistributedDataParallel(BucketedDistributedDataParallel, Joinable):
         return output
 
     def step(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the step of a module that goes backward by itself, such as a pipeline."""
-        self._get_ready(self.require_backward_grad_sync)
-        return super().step(*inputs, **kwargs)
+        """Run the step of a module that goes backward by itself, such as a pipeline.
+
+        Its gradients are averaged when it has ended (`mechanisms.hooks.held`).
+        """
+        averaged = self.require_backward_grad_sync
+        self._get_ready(averaged)
+        self.frozen.check()
+        with nullcontext() if averaged else self.engine.hold():
+            return self.module.step(*inputs, **kwargs)
 
     def _get_ready(self, averaged: bool) -> None:
         """Do what comes before a forward; all ranks do, also those without a batch."""

@@ -55,8 +55,7 @@ class NaiveDistributedDataParallel(Averager, nn.Module):
         self.process_group = process_group
         self.all_reduce = all_reduce
         self.frozen = Frozen(module)
-        trained = (p for p in module.parameters() if p.requires_grad and p.numel())
-        self.trained = list(trained)
+        self.trained = [p for p in module.parameters() if p.requires_grad and p.numel()]
         self.waiting = False  # for the end of backward
         self.timeline = Timeline(())
         for parameter in self.trained:
@@ -69,11 +68,6 @@ class NaiveDistributedDataParallel(Averager, nn.Module):
         self.waiting = False
         with self.counted():
             return self.module(*inputs, **kwargs)
-
-    def step(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the step of a module that goes backward by itself, such as a pipeline."""
-        self.frozen.check()
-        return self.module.step(*inputs, **kwargs)
 
     def _gradient_is_there(self) -> None:
         """Autograd calls this for every parameter; the first call asks for the end."""

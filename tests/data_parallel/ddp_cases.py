@@ -106,7 +106,8 @@ def train(
         opt.zero_grad()
         parts = list(zip(x.chunk(micro), y.chunk(micro), strict=True))
         if in_step:
-            ddp.step(x, y, micro)
+            step = getattr(ddp, "step", ddp.module.step)  # what `held` is told about
+            step(x, y, micro)
             parts = []
         for k, (some_x, some_y) in enumerate(parts):
             last = k == len(parts) - 1

@@ -84,7 +84,7 @@ def accumulated() -> dict[str, object]:
 def half_in_no_sync() -> dict[str, torch.Tensor | None]:
     """On every rank: the gradients of two `step`s, the first of them in no_sync."""
     rank, n, model = dist.get_rank(), dist.get_world_size(), Small()
-    ddp = Bucketed(model, **SMALL_BUCKETS)
+    ddp = Ours(model, **SMALL_BUCKETS)
     (x, y), rows = batch(0), ROWS // n
     x, y = (t[rank * rows : (rank + 1) * rows] for t in (x, y))
     with ddp.no_sync(), TorchCollectives() as calls:
