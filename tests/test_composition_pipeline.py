@@ -75,7 +75,7 @@ def composed(schedule: str, tied: bool) -> list[tuple[float, float, dict, dict]]
         grads = {name: state[""] for name, state in grads.items()}
         told.append((loss.item(), norm.item(), pipeline.full_state_dict(), grads))
     logits, loss = pipeline(batch(9)[0])[0], pipeline(*batch(9))[1]
-    state = pipeline.full_optimizer_state_dict(optimizer, rank0_only=True)
+    state = pipeline.full_optimizer_state_dict(optimizer)
     return [*told, (logits, loss.item(), len(state.get("state", ())))]
 
 

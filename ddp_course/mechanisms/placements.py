@@ -19,7 +19,6 @@ that a norm counts it once. DTensor has the same for its meshes, `Replicate()` a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -219,54 +218,36 @@ def groups_of(tensors: Iterable[Tensor]) -> list[dist.ProcessGroup]:
 
 
 def total_norm(
-    tensors: Iterable[Tensor],
-    norm_type: float = 2.0,
-    groups: Iterable[dist.ProcessGroup] | None = None,
-    error_if_nonfinite: bool = False,
+    tensors: Iterable[Tensor], groups: Iterable[dist.ProcessGroup] | None = None
 ) -> Tensor:
     """Return the norm of the whole model's gradient, in float64; for all ranks.
 
-    A norm of all is not the sum of the parts' norms. But the p-th powers can be added,
+    A norm of all is not the sum of the parts' norms. But their squares can be added,
     first of what this rank owns, then over the ranks along each group.
 
     Args:
         tensors: what this rank has, each with a `grad` or None.
-        norm_type: p of the p-norm, above 0; inf is the largest magnitude.
         groups: those that divide the model; None are those of the tensors. A rank that
             may have none has to be told.
-        error_if_nonfinite: raise RuntimeError, on all ranks, if it is inf or nan.
 
-    Raises ValueError for another `norm_type`. As torch.nn.utils.get_total_norm.
+    As torch.nn.utils.get_total_norm.
     """
-    p = float(norm_type)
-    if not p > 0:
-        raise ValueError(f"norm_type is {norm_type!r}; it must be above 0, or inf")
     tensors = list(tensors)
     groups = groups_of(tensors) if groups is None else groups
     own = [t for t in tensors if (way := placed(t)) is None or way.owned]
     grads = (t.grad for t in own if t.grad is not None)
-    norm = get_total_norm([grad for grad in grads if grad.numel()], p)
-    norm = norm.to(device(), torch.float64)
-    power = norm if p == math.inf else norm**p
+    norm = get_total_norm([grad for grad in grads if grad.numel()])
+    square = norm.to(device(), torch.float64) ** 2
     for group in groups:
-        op = dist.ReduceOp.MAX if p == math.inf else dist.ReduceOp.SUM
-        dist.all_reduce(power, op, group)
-    norm = power if p == math.inf else power ** (1 / p)
-    if error_if_nonfinite and not torch.isfinite(norm):
-        raise RuntimeError(
-            f"the norm of the gradients is {norm.item()}, so they cannot be clipped; "
-            "with error_if_nonfinite=False they would be scaled all the same"
-        )
-    return norm
+        dist.all_reduce(square, group=group)
+    return square.sqrt()
 
 
 @torch.no_grad()
 def clip_grad_norm_(
     tensors: Iterable[Tensor],
     max_norm: float,
-    norm_type: float = 2.0,
     groups: Iterable[dist.ProcessGroup] | None = None,
-    error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Scale all gradients so that the whole model's norm is at most `max_norm`.
 
@@ -275,6 +256,6 @@ def clip_grad_norm_(
     rank's part for the whole. Chapter 07.
     """
     tensors = list(tensors)
-    norm = total_norm(tensors, norm_type, groups, error_if_nonfinite)
+    norm = total_norm(tensors, groups)
     clip_grads_with_norm_(tensors, max_norm, norm)
     return norm.float()

@@ -53,16 +53,13 @@ class NaiveRecompute(torch.autograd.Function):
         return None, x.grad
 
 
-def recompute(
-    function: Callable[..., Any],
-    *args: Any,
-    preserve_rng_state: bool = True,
-    **kwargs: Any,
-) -> Any:
+def recompute(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return `function(*args, **kwargs)`, of which backward will run forward again.
 
-    Gradients are the same to the bit. They reach parameters through the graph outside,
-    so each comes once, hooks are called once, and DDP sees what it always sees.
+    Gradients are the same to the bit: random numbers (dropout) are drawn again as they
+    were, which keeps some 5 KB per call. They reach parameters through the graph
+    outside, so each comes once, hooks are called once, and DDP sees what it always
+    sees.
 
     A block whose parameters are gathered for its forward and freed after it (stage 3,
     PyTorch's `fully_shard`) can be recomputed, if `function` is called inside of the
@@ -75,8 +72,6 @@ def recompute(
         function: a module or a method of one; or a function that uses no parameters but
             those in its arguments. It must do the same when it is called again.
         args, kwargs: tensors, in lists and dicts, too, and anything else.
-        preserve_rng_state: draw the same random numbers again (dropout), of the CPU and
-            of the GPUs on which there are arguments. It keeps some 5 KB per call.
 
     Raises:
         TypeError: `function` cannot be called.
@@ -95,7 +90,7 @@ def recompute(
     needed = any(tensor.requires_grad for tensor in (*inputs, *parameters))
     if not (needed and torch.is_grad_enabled()):
         return function(*args, **kwargs)
-    call = Call(function, leaves, tree, preserve_rng_state)
+    call = Call(function, leaves, tree)
     return call.result_of(Recompute.apply(call, *inputs, *parameters))
 
 
@@ -196,12 +191,11 @@ class Call:
         function: Callable[..., Any],
         leaves: list[Any],
         tree: pytree.TreeSpec,
-        preserve_rng_state: bool,
     ) -> None:
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self.function, self.tree, self.num_inputs = function, tree, len(inputs)
         self.leaves = [_GAP if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self.surroundings = Surroundings(inputs, preserve_rng_state)
+        self.surroundings = Surroundings(inputs)
         self.results: tuple[list[Any], pytree.TreeSpec] | None = None
 
     def __call__(self, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
@@ -228,13 +222,11 @@ def _with_tensors(
 class Surroundings:
     """What a result depends on beside the arguments: random numbers and autocast."""
 
-    def __init__(self, tensors: Iterable[Tensor], preserve_rng_state: bool) -> None:
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
         devices = {tensor.device for tensor in tensors}
-        self.preserve = preserve_rng_state
-        if preserve_rng_state:
-            self.cpu = torch.get_rng_state()
-            gpus = sorted(d.index for d in devices if d.type == "cuda")
-            self.gpus = {index: torch.cuda.get_rng_state(index) for index in gpus}
+        self.cpu = torch.get_rng_state()
+        gpus = sorted(d.index for d in devices if d.type == "cuda")
+        self.gpus = {index: torch.cuda.get_rng_state(index) for index in gpus}
         self.modes = _get_current_function_mode_stack()  # such as our Autocast
         self.autocasts = [
             {
@@ -255,67 +247,31 @@ class Surroundings:
                 stack.enter_context(torch.autocast(**autocast))
             for mode in self.modes:
                 stack.enter_context(mode)
-            if self.preserve:
-                stack.enter_context(torch.random.fork_rng(devices=list(self.gpus)))
-                torch.set_rng_state(self.cpu)
-                for index, state in self.gpus.items():
-                    torch.cuda.set_rng_state(state, index)
+            stack.enter_context(torch.random.fork_rng(devices=list(self.gpus)))
+            torch.set_rng_state(self.cpu)
+            for index, state in self.gpus.items():
+                torch.cuda.set_rng_state(state, index)
             yield
 
 
 # ---- a whole model -----------------------------------------------------------------
 
 
-class Recomputed:
-    """The blocks that `recompute_blocks` has changed; `remove()` changes them back.
-
-    A context manager, too: then they are recomputed within its block. (Backward must
-    be, or not, as its forward was; that takes care of itself.)
-    """
-
-    def __init__(self, blocks: list[nn.Module]) -> None:
-        self.blocks = blocks
-
-    def remove(self) -> None:
-        """Let the blocks keep their activations again."""
-        for block in self.blocks:
-            vars(block).pop("forward", None)
-        self.blocks = []
-
-    def __enter__(self) -> Recomputed:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.remove()
-
-
-def recompute_blocks(
-    model: nn.Module,
-    blocks: Iterable[nn.Module] | None = None,
-    *,
-    preserve_rng_state: bool = True,
-) -> Recomputed:
-    """Make blocks of a model keep their inputs alone, and return a handle to undo it.
+def recompute_blocks(model: nn.Module) -> None:
+    """Make the blocks of a model keep their inputs alone.
 
     Their names, parameters and hooks stay as they are: only what `forward` does is
     changed, for the instance. Blocks are the members of all `nn.ModuleList`s of the
-    model unless given, as for stage 3. Raises ValueError if there are none, and if one
-    is recomputed already. Chapter 06.
+    model, as for stage 3. Raises ValueError if there are none, and if one is recomputed
+    already. Chapter 06.
     """
-    if blocks is None:
-        lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
-        blocks = {id(block): block for blocks in lists for block in blocks}.values()
-    chosen = list(blocks)
-    if not chosen:
-        raise ValueError("the model has no nn.ModuleList: say which blocks")
-    if len({id(block) for block in chosen}) < len(chosen):
-        raise ValueError("blocks has the same block twice")
-    for block in chosen:
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    blocks = dict.fromkeys(block for members in lists for block in members)
+    if not blocks:
+        raise ValueError("the model has no nn.ModuleList, so it has no blocks")
+    for block in blocks:
         if "forward" in vars(block):
             kind = type(block).__name__
             raise ValueError(f"a {kind} has a forward of its own already: recomputed?")
-    for block in chosen:
-        block.forward = partial(
-            recompute, block.forward, preserve_rng_state=preserve_rng_state
-        )
-    return Recomputed(chosen)
+    for block in blocks:
+        block.forward = partial(recompute, block.forward)

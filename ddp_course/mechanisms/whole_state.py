@@ -106,17 +106,14 @@ class WholeState:
                 return came_later(name.removeprefix("module."))
         return None
 
-    def full_state_dict(self, rank0_only: bool = False) -> dict[str, Tensor]:
-        """Return what the plain module's `state_dict` would be, on the CPU.
-
-        With `rank0_only`, all but the first rank along all groups get an empty dict.
-        """
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return what the plain module's `state_dict` would be, on the CPU."""
         own = {way_of(p).name: (way_of(p), {"": p.detach()}) for p in self.parameters()}
         own |= {k: (Placed(k, b.shape), {"": b}) for k, b in buffers_of(self).items()}
         whole = gathered(own, self.groups, self.plain.shapes)
         keys = self.plain.keys if whole else {}
         state = {key: whole[name or key][""] for key, name in keys.items()}
-        return state if rank0_only else from_first(state, self.groups)
+        return from_first(state, self.groups)
 
     @torch.no_grad()
     def load_full_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
@@ -132,13 +129,11 @@ class WholeState:
         for key, buffer in buffers_of(self).items():
             buffer.copy_(state_dict[key])
 
-    def full_optimizer_state_dict(
-        self, optimizer: Optimizer, rank0_only: bool = False
-    ) -> dict[str, Any]:
-        """As `full_optimizer_state`, of an optimizer of this module's parameters()."""
+    def full_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """As `full_optimizer_state`, for all ranks; it steps parameters() of this."""
         names = names_along(optimizer, self.plain.shapes, self.groups)
         state = full_optimizer_state(optimizer, names, self.groups)
-        return state if rank0_only else from_first(state, self.groups)
+        return from_first(state, self.groups)
 
     def load_full_optimizer_state_dict(
         self, optimizer: Optimizer, state_dict: Mapping[str, Any]
@@ -155,13 +150,13 @@ class WholeState:
             "full_state_dict(), and build the model from it"
         )
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their norm is at most `max_norm`; return it.
 
-        The norm is that of the whole model's gradient, as it was before. Raises
-        ValueError for a `norm_type` not above 0. As torch.nn.utils.clip_grad_norm_.
+        The norm is that of the whole model's gradient, as it was before. As
+        torch.nn.utils.clip_grad_norm_.
         """
-        return clip_grad_norm_(self.parameters(), max_norm, norm_type, self.groups)
+        return clip_grad_norm_(self.parameters(), max_norm, self.groups)
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor]:

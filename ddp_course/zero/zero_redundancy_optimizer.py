@@ -287,19 +287,15 @@ class ZeroRedundancyOptimizer(Zero1):
         super().zero_grad(set_to_none)
         self.ending.zero(set_to_none)
 
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients to a norm of at most `max_norm`; return what it was.
 
         The norm is that of the mean gradients of all parameters together, as of
         `torch.nn.utils.clip_grad_norm_` in one process; also if other parallelisms have
-        divided them. Called by all ranks, between `backward` and `step`. RuntimeError
-        if asked for and the norm is not finite.
+        divided them. Called by all ranks, between `backward` and `step`.
         """
         self.give_gradients()
-        how = norm_type, self.groups, error_if_nonfinite
-        return clip_grad_norm_(self.owned.values(), max_norm, *how)
+        return clip_grad_norm_(self.owned.values(), max_norm, self.groups)
 
     def give_gradients(self) -> None:
         """Let what this rank owns see its part of the gradients."""

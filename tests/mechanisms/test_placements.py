@@ -141,22 +141,17 @@ def divided():
     expected, expected_optimizer, norm = plain_run()
     model = Divided(axes)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    largest = total_norm(model.parameters(), torch.inf, model.groups)
     clipped = model.clip_grad_norm_(0.5)
     optimizer.step()
     for buffer in model.buffers():
         buffer += 1
     torch.testing.assert_close(clipped, norm)
-    grads = [gradient_of(n, p) for n, p in expected.named_parameters()]
-    assert largest == max(g.abs().max() for g in [*grads[:1], *grads[1:2], *grads[3:]])
-    # The plain states, by every rank or by the first alone
+    # The plain states, as every rank gets them
     whole, states = model.full_state_dict(), model.full_optimizer_state_dict(optimizer)
     torch.testing.assert_close(dict(whole), dict(expected.state_dict()))
     theirs = expected_optimizer.state_dict()
     torch.testing.assert_close(states["state"], theirs["state"])
     assert states["param_groups"] == theirs["param_groups"]
-    first = model.full_state_dict(rank0_only=True)
-    assert bool(first) is (dist.get_rank() == 0)
     # and back, into another model that has forgotten everything
     again = Divided(axes)
     other = torch.optim.AdamW(again.parameters(), lr=7.0)
@@ -212,7 +207,7 @@ def counted_twice(parameters, groups):
 
 def norms():
     model = Divided(make_groups(Mesh({"pp": 2, "dp": 2, "tp": 2})))
-    right = total_norm(model.parameters(), 2.0, model.groups)
+    right = total_norm(model.parameters(), model.groups)
     return right, counted_twice(list(model.parameters()), model.groups)
 
 

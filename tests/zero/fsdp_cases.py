@@ -341,7 +341,7 @@ class EverythingAtOnce(Ours):
 class NormPerShard(Ours):
     """Clips each rank's shards by their own norm."""
 
-    def clip_grad_norm_(self, max_norm, norm_type=2.0):
+    def clip_grad_norm_(self, max_norm):
         return own_norm_only(self.parameters(), max_norm)
 
 
