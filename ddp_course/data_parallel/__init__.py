@@ -5,7 +5,7 @@ Read the modules in this order:
     dp            `DataParallel`: one process, a thread for each replica
     scatter_gather, moves
                   its tools: cut and join a batch; count what passes replica 0
-    naive         `DistributedDataParallel`, step one and two: after backward
+    naive, flat   `DistributedDataParallel`, step one and two: after backward
     bucketed      step three: buckets that leave while backward still runs
     ddp           the same with all that PyTorch's can do; buffers, `Join`
     unused        parameters that get no gradient
@@ -14,7 +14,7 @@ Read the modules in this order:
     averages      loss, learning rate and seeds over all ranks
 
 `mechanisms` has what it shares with other strategies: agreement, buckets, engine,
-hooks, timeline. Chapters 04 (dp to naive) and 05.
+hooks, timeline. Chapters 04 (dp to flat) and 05.
 """
 
 from ddp_course.data_parallel.averages import (
@@ -27,11 +27,9 @@ from ddp_course.data_parallel.averages import (
 from ddp_course.data_parallel.bucketed import BucketedDistributedDataParallel
 from ddp_course.data_parallel.ddp import DistributedDataParallel
 from ddp_course.data_parallel.dp import DataParallel
+from ddp_course.data_parallel.flat import FlatDistributedDataParallel
 from ddp_course.data_parallel.moves import Move, Moves
-from ddp_course.data_parallel.naive import (
-    FlatDistributedDataParallel,
-    NaiveDistributedDataParallel,
-)
+from ddp_course.data_parallel.naive import NaiveDistributedDataParallel
 from ddp_course.data_parallel.recorded import record_pytorch
 from ddp_course.data_parallel.sampler import DistributedSampler, Share, shares
 from ddp_course.data_parallel.scatter_gather import part_sizes

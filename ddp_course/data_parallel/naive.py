@@ -1,13 +1,9 @@
-"""DistributedDataParallel in its first two steps: as simple as it can be, then flat.
+"""DistributedDataParallel in its first step: as simple as it can be.
 
 Every rank runs the same module on its own part of the batch. After backward the ranks
 average their gradients, so every optimizer takes the same step, and the replicas stay
-equal. That is all there is to data parallelism; the rest (`bucketed`) is speed.
-
-    NaiveDistributedDataParallel    one all-reduce for each parameter
-    FlatDistributedDataParallel     one for all parameters together
-
-Both begin when backward has ended. Explained in chapter 04.
+equal. That is all there is to data parallelism; the rest is speed: fewer messages
+(`flat`), and earlier ones (`bucketed`). Explained in chapter 04.
 """
 
 from __future__ import annotations
@@ -105,20 +101,3 @@ class NaiveDistributedDataParallel(Averager, nn.Module):
         self.timeline.sent(work, tensor.nbytes, start)
         work.wait()
         return tensor.div_(dist.get_world_size(self.process_group))
-
-
-class FlatDistributedDataParallel(NaiveDistributedDataParallel):
-    """The same with one all-reduce (one for each type) instead of hundreds.
-
-    It pays the latency once; the price is a copy there and back. Chapter 04.
-    """
-
-    def all_means(self, gradients: list[Tensor]) -> None:
-        """Replace gradients by their means, all at once."""
-        for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
-            members = [gradient for gradient in gradients if gradient.dtype == dtype]
-            flat = torch.cat([gradient.flatten() for gradient in members])
-            self.mean(flat)
-            parts = flat.split([gradient.numel() for gradient in members])
-            for gradient, part in zip(members, parts, strict=True):
-                gradient.copy_(part.view(gradient.shape))

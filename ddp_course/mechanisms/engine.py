@@ -34,11 +34,6 @@ from ddp_course.mechanisms.buckets import Bucket, LiveBucket, Slot
 from ddp_course.mechanisms.hooks import Averager, on_gradient
 from ddp_course.mechanisms.timeline import Timeline, span
 
-TWICE = (
-    "got its gradient twice in one backward pass, or from beside the module's outputs. "
-    "Checkpointing with use_reentrant=True does so; take use_reentrant=False."
-)
-
 
 class AllReduce:
     """The ending of data parallelism: every rank gets the mean of every gradient.
@@ -171,7 +166,11 @@ class Engine(Averager):
             return
         self.begin()
         if slot.here:
-            raise RuntimeError(f"parameter {slot.name} {TWICE}")
+            raise RuntimeError(
+                f"parameter {slot.name} got its gradient twice in one backward pass, "
+                "or from beside the module's outputs. Checkpointing with "
+                "use_reentrant=True does so; take use_reentrant=False."
+            )
         self._put(self.ending.pack, bucket, slot)
         if not bucket.missing:
             self.timeline.computed(bucket=bucket.index)

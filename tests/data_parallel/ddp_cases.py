@@ -17,12 +17,8 @@ from ddp_course.data_parallel.bucketed import (
     BucketedDistributedDataParallel as Bucketed,
 )
 from ddp_course.data_parallel.ddp import DistributedDataParallel as Ours
-from ddp_course.data_parallel.naive import (
-    FlatDistributedDataParallel as Flat,
-)
-from ddp_course.data_parallel.naive import (
-    NaiveDistributedDataParallel as Naive,
-)
+from ddp_course.data_parallel.flat import FlatDistributedDataParallel as Flat
+from ddp_course.data_parallel.naive import NaiveDistributedDataParallel as Naive
 from ddp_course.mechanisms.hooks import held
 
 ROWS, CHANNELS = 12, 7  # rows that 1, 2, 3 and 4 ranks can share
