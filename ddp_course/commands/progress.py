@@ -40,7 +40,7 @@ def command(told: Namespace) -> int:
         return 0
     for chapter, names in exercises().items():
         done = "   ".join(f"{SIGNS[found.get(name)]} {name}" for name in names)
-        print(f"{chapter:<20}  {done}")
+        print(f"{chapter:<22}  {done}")
     print(
         f"\n✓ passed   ✗ not yet   ○ run, not attempted   · not run\n{summary(found)}"
     )
