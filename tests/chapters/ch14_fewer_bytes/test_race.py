@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from math import inf
 from statistics import fmean
 
@@ -22,6 +23,10 @@ def test_played_data_parallelism_is_one_process_with_all_rows():
     assert race.losses("diloco", 0, 4, TINY) != pytest.approx(alone, abs=1e-3)
 
 
+@pytest.mark.skipif(
+    sys.version_info[:3] != (3, 11, 7),
+    reason="the text is Python's own source: stored were the curves of 3.11.7",
+)
 @pytest.mark.parametrize("method", race.METHODS)
 def test_the_stored_curves_are_of_this_code(method):
     first = race.stored()["methods"][method]["losses"]["0"][:2]
