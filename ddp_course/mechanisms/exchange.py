@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -35,16 +35,25 @@ from ddp_course.mechanisms.shard_exchange import suited
 
 
 class MessageExchange:
-    """The ranks of a group (None: all), and how they send each other tensors.
+    """The ranks of a group, and how they send each other tensors.
 
-    All-reduce is PyTorch's: gloo's on the CPU, which is the fastest for tensors of the
-    size of activations, and NCCL's on GPUs. The first one for a group is made by all
-    its ranks together.
+    Args:
+        group: the ranks; None are all.
+        all_reduce: called as `all_reduce(tensor, op, group=..., async_op=...)`, in
+            place. None is PyTorch's: gloo's on the CPU, which is the fastest for
+            tensors of the size of activations, and NCCL's on GPUs.
+
+    The first one for a group is made by all its ranks together.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        all_reduce: Callable[..., Any] | None = None,
+    ) -> None:
         self.group, self.comm, self.port = group, communicator(group), Port(group)
         self.rank, self.size = self.comm.rank, self.comm.size
+        self._all_reduce = all_reduce or dist.all_reduce
 
     def buffer(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """Return memory for a summand of this shape, of the type of `like`."""
@@ -64,7 +73,7 @@ class MessageExchange:
         # gloo's threads interrupt nobody while this rank waits for them.
         with nullcontext() if summand.is_cuda else patient(self.comm.threads):
             if self.size > 1:
-                work = dist.all_reduce(summand, op, group=self.group, async_op=later)
+                work = self._all_reduce(summand, op, group=self.group, async_op=later)
             if later:
                 meanwhile()
                 if self.size > 1:

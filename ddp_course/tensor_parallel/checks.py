@@ -17,6 +17,7 @@ def check_model(
     model: Any,
     group: dist.ProcessGroup | None,
     sequence_parallel: bool,
+    all_reduce: Any,
     in_shared_memory: bool,
 ) -> None:
     """Raise ReplicaError, on every rank, unless the ranks of `group` can share `model`.
@@ -24,12 +25,13 @@ def check_model(
     They must have the same model, in every number, and the same options
     (`tensor_parallel`).
     """
-    problem, form = _problem_with(model, group, in_shared_memory), {}
+    problem, form = _problem_with(model, group, all_reduce, in_shared_memory), {}
     if not problem:
         form = form_of(
             model,
             config=model.config,
             sequence_parallel=bool(sequence_parallel),
+            all_reduce=getattr(all_reduce, "__module__", None),
             in_shared_memory=bool(in_shared_memory),
         )
         form |= {f"numbers of {n}": digest(p) for n, p in model.named_parameters()}
@@ -37,7 +39,7 @@ def check_model(
 
 
 def _problem_with(
-    model: Any, group: dist.ProcessGroup | None, in_shared_memory: bool
+    model: Any, group: dist.ProcessGroup | None, all_reduce: Any, in_shared_memory: bool
 ) -> str | None:
     """Return why this cannot be done, or None."""
     if not isinstance(model, GPT) or isinstance(model, WholeState):  # a part already
@@ -49,6 +51,8 @@ def _problem_with(
     if len(devices) > 1:
         on = ", ".join(sorted(devices))
         return f"the model is on {on}; it must be on one device"
+    if in_shared_memory and all_reduce is not None:
+        return "all_reduce and in_shared_memory are both given; it can be one of them"
     return memory_problem(group, devices) if in_shared_memory else None
 
 

@@ -26,6 +26,7 @@ parallel region, and an all-gather where one enters the next. Chapter 09.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -196,6 +197,7 @@ def tensor_parallel(
     group: dist.ProcessGroup | None = None,
     *,
     sequence_parallel: bool = False,
+    all_reduce: Callable[..., Any] | None = None,
     in_shared_memory: bool = False,
 ) -> TensorParallelGPT:
     """Return this rank's part of `model`, to be called and trained like the whole.
@@ -207,6 +209,8 @@ def tensor_parallel(
         model: a plain GPT, on the CPU or on this rank's GPU.
         group: the ranks that share it; None are all.
         sequence_parallel: cut norms and residuals along the sequence, too.
+        all_reduce: called as `all_reduce(tensor, op, group=..., async_op=...)`; if
+            `async_op`, what it returns has a `wait()`. None is PyTorch's.
         in_shared_memory: exchange nothing by messages, all through memory that the
             ranks of one machine share; on the CPU only.
 
@@ -214,6 +218,7 @@ def tensor_parallel(
     cannot be cut so. As torch.distributed.tensor.parallel.parallelize_module. Chapter
     09.
     """
-    check_model(model, group, sequence_parallel, in_shared_memory)
-    exchange = MemoryExchange if in_shared_memory else MessageExchange
+    check_model(model, group, sequence_parallel, all_reduce, in_shared_memory)
+    messages = partial(MessageExchange, all_reduce=all_reduce)
+    exchange = MemoryExchange if in_shared_memory else messages
     return TensorParallelGPT(model, exchange(group), sequence_parallel)

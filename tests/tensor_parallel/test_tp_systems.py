@@ -105,6 +105,9 @@ def test_bytes_sent_and_kept_are_those_of_the_formulas(n):
         assert gloo["metered"] == 0  # these are gloo's
         # gloo's headers, and chunks that are rounded up.
         assert 0 <= gloo["written"] - ring.total < 0.25 * ring.total + 9000
+        # This course's ring: its chunks of odd sizes differ a little between ranks.
+        assert told["ring"]["metered"] == pytest.approx(float(ring.total), rel=0.01)
+        assert told["ring"]["all-reduces"] == 0
         assert told["shared"]["metered"] == told["shared"]["logged"] == shot.total
         assert told["shared"]["events"] == ring.all_reduces
         assert told["shared"]["written"] < 2000  # no message

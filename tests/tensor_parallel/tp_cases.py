@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ddp_course import collectives
 from ddp_course.bench.tp import styles
 from ddp_course.mechanisms.exchange import MessageExchange
 from ddp_course.mechanisms.placements import Shard, placed
@@ -176,6 +177,7 @@ WRAPPERS: dict[str, Callable[[GPT], nn.Module]] = {
     "shared sequence": partial(
         tensor_parallel, sequence_parallel=True, in_shared_memory=True
     ),
+    "ring": partial(tensor_parallel, all_reduce=collectives.ring.all_reduce),
 }
 
 
