@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -74,8 +76,8 @@ class Communicator:
         self.watch = Watch(store, self.ranks, dist.get_rank(), self._busy_elsewhere)
         self.exchange = exchange_by_store(group.group_name, self.watch)
         self.barrier: Barrier | None = None
-        where = self.exchange((container(), machine()))  # of each rank
-        containers, self.machines = zip(*where, strict=True)
+        where = self.exchange((container(), machine(), os.getpid()))  # of each rank
+        containers, self.machines, self._processes = zip(*where, strict=True)
         if self.size > 1 and None not in containers and len(set(containers)) == 1:
             with contextlib.suppress(OSError):  # on all ranks, or on none
                 self.barrier = Barrier(
@@ -173,12 +175,24 @@ class Communicator:
         """See, while the barrier waits, whether those who are late can come."""
         if late is None:
             self.watch.over()
-        else:
-            self.watch([self.ranks[index] for index in late])
+            return
+        self.watch([self.ranks[index] for index in late])
+        gone = [index for index in late if has_ended(self._processes[index])]
+        if gone and self.watch.is_long():
+            names = ranks_in_words([self.ranks[index] for index in gone])
+            raise RuntimeError(f"{names} of this group: the process has ended")
 
     def _busy_elsewhere(self) -> bool:
         others = [c for c in _KEPT.values() if c is not self and c._last is not None]
         return any(not c._last.done() for c in others)
+
+
+def has_ended(process: int) -> bool:
+    """Tell whether a process of this machine is no more, or waits to be buried."""
+    try:
+        return psutil.Process(process).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def in_this_stream(job: Callable[[], None]) -> Callable[[], None]:
