@@ -32,6 +32,7 @@ from torch.optim import AdamW
 from ddp_course.compression import TopK, compressor, play
 from ddp_course.data import load_corpus, shard
 from ddp_course.local_sgd import DiLoCo, LocalSGD, simulate
+from ddp_course.mechanisms.agreement import digest
 from ddp_course.model import build_gpt
 from ddp_course.theory import local_sgd_bytes
 from ddp_course.theory.compression import compressed_bytes
@@ -183,6 +184,11 @@ def stored() -> dict[str, Any]:
     return json.loads(STORED.read_text()) if STORED.exists() else {"methods": {}}
 
 
+def text() -> str:
+    """Return a fingerprint of the text: it is Python's own source, of this version."""
+    return digest(load_corpus().tokens)
+
+
 def measure(seeds: list[int]) -> None:
     """Measure what is not stored yet, and store it; seed by seed, so it can be cut."""
     torch.set_num_threads(1)
@@ -195,6 +201,7 @@ def measure(seeds: list[int]) -> None:
             row["losses"][str(seed)] = [round(x, 4) for x in losses(method, seed)]
             row |= {"bytes": step_bytes(method), **cpu_seconds(method)}
             how = {"date": date.today().isoformat(), "torch": torch.__version__}
+            how["text"] = text()
             write(told | how | {"steps": STEPS, "ranks": RANKS, "rows": ROWS})
 
 
