@@ -102,6 +102,8 @@ class ScheduledDataParallel(nn.Module):
         self.took: Counter[tuple[str, int]] = Counter()  # (op, bucket) -> seconds
         self.homes: list[list[str]] = []  # by bucket: the modules that it is of
         self.begun: set[str] = set()  # modules that the last forward called
+        self.stepped: list[LiveBucket] = []  # while it ran
+        self.users: dict[Tensor, set[str]] = {}  # the modules that a parameter is in
         self._doing: tuple[str, LiveBucket, float] | None = None  # since when
         self._add_layers(layers)
         for has_state in (module, optimizer):
@@ -117,6 +119,8 @@ class ScheduledDataParallel(nn.Module):
         home: dict[Tensor, str] = {}  # of a tied one the first module
         for name, parameters in uses.items():
             home = dict.fromkeys(parameters, name) | home
+            for parameter in parameters:
+                self.users.setdefault(parameter, set()).add(name)
         own = {n: {names[p]: p for p in uses[n] if home[p] == n} for n in layers}
         of: dict[Tensor, LiveBucket] = {}
         for members in self._together(own):
@@ -161,6 +165,7 @@ class ScheduledDataParallel(nn.Module):
         for bucket in self.engine.buckets:
             if not before.issuperset(self.homes[bucket.index]):
                 self._receive(bucket)  # a layer of it does not say when it begins
+        self.stepped.clear()
         with self.engine.counted():
             output = self.module(*inputs, **kwargs)
         self._computed()
@@ -231,6 +236,7 @@ class ScheduledDataParallel(nn.Module):
         if self.due is None:
             return
         self._note("update", bucket)
+        self.stepped.append(bucket)
         parameters = {slot.parameter for slot in bucket.slots}
         with only(self.optimizer, parameters, self.due):
             self.optimizer.step()
@@ -241,18 +247,25 @@ class ScheduledDataParallel(nn.Module):
             self.due = None
 
     def _complain_about_unseen(self, output: Any) -> None:
-        """Raise RuntimeError if forward used parameters that are still to be stepped.
+        """Raise RuntimeError if forward may have used parameters before their step.
 
-        Their module's forward was called the last time, and was not this time.
+        Their module's forward was called the last time, and was not this time. Their
+        step is still due, or was taken when a layer began that travels with them.
         """
-        left = self.ending.under_way if self.due is not None else ()
-        reached = leaves_below(tensors_in(output)) if left else ()
-        for slot in (slot for k in left for slot in self.engine.buckets[k].slots):
+        late, buckets = self.ending.under_way if self.due else (), self.engine.buckets
+        unseen = [
+            slot
+            for bucket in [*self.stepped, *(buckets[k] for k in late)]
+            for slot in bucket.slots
+            if self.begun.isdisjoint(self.users[slot.parameter])
+        ]
+        reached = leaves_below(tensors_in(output)) if unseen else ()
+        for slot in unseen:
             if id(slot.parameter) in reached:
                 raise RuntimeError(
                     f"{slot.name} was used, but not by its module's forward, as in the "
-                    "last pass: it has not been stepped yet, and this output is wrong. "
-                    "Name a module around it in `layers`"
+                    "last pass: it may have been stepped too late, and this output be "
+                    "wrong. Name a module around it in `layers`"
                 )
 
     # ---- what it takes ---------------------------------------------------------------

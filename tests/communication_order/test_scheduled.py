@@ -128,6 +128,9 @@ class OneIsAll(ScheduledDataParallel):
             self.begun |= {*members} if self.begun & {*members} else set()
         return super().forward(*inputs)
 
+    def _complain_about_unseen(self, output):
+        pass
+
 
 # ---- as DDP --------------------------------------------------------------------------
 
@@ -245,13 +248,15 @@ class Alike(nn.Module):
         super().__init__()
         torch.manual_seed(2)
         self.layers = nn.ModuleList(nn.Linear(width, 1) for width in widths)
-        self.without = False  # use the last layer's weight, but not its forward
+        self.without: nn.Module | None = None  # use its weight, but not its forward
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers[:-1]:
-            x = Sleep.apply(layer(x.expand(-1, layer.in_features)), 0.0, self.pause())
-        last, x = self.layers[-1], x.expand(-1, self.layers[-1].in_features)
-        return x @ last.weight.t() if self.without else last(x)
+        for layer in self.layers:
+            x = x.expand(-1, layer.in_features)
+            y = x @ layer.weight.t() if layer is self.without else layer(x)
+            last = layer is self.layers[-1]
+            x = y if last else Sleep.apply(y, 0.0, self.pause())
+        return x
 
     @staticmethod
     def pause() -> float:
@@ -291,9 +296,10 @@ def refused() -> dict[str, str]:
     told["clip"] = raised(lambda: nn.utils.clip_grad_norm_(parameters, 1.0))
     told["step"] = raised(optimizer.step)
     told["backward"] = raised(lambda: model.module(x).sum().backward())
-    model = run(wrapped(), 4)
-    model.module.without = True
-    told["without forward"] = raised(lambda: model(x))
+    for name, piece, layer in (("", 16, 3), (", together", 1 << 20, 0)):
+        model = run(wrapped(policy=priority(piece)), 4)
+        model.module.without = model.module.layers[layer]
+        told[f"without forward{name}"] = raised(lambda: model(x))  # noqa: B023
     told["copy"] = raised(lambda: copy.deepcopy(model))
     lbfgs = torch.optim.LBFGS(parameters)
     told["lbfgs"] = raised(lambda: ScheduledDataParallel(model.module, lbfgs))
@@ -348,6 +354,7 @@ def test_ranks_that_disagree_are_wrong_and_what_cannot_be_is_refused():
             "step": "model.step.max_norm=....,",
             "backward": "under way|memory location",  # who sees it first
             "without forward": "layers.3.weight was used, but not by its module",
+            "without forward, together": "layers.0.weight was used, but not by its",
             "copy": "cannot be copied or pickled",
             "lbfgs": "LBFGS cannot step parameters one by one",
             "differ": "the ranks differ. argument policy",
