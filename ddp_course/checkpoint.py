@@ -111,7 +111,7 @@ class Checkpoints:
         self.model, self.optimizer = model, optimizer
         self.more = {"scaler": scaler, "compressor": compressor}
         self.settings = dict(settings)
-        self.known: set[str] = set()  # files that were there, or are of this run
+        self.known: set[int] = set()  # steps that were there, or are of this run
 
     def load(self, steps: int) -> list[float]:
         """Put model and optimizer back as the newest checkpoint has them.
@@ -124,6 +124,7 @@ class Checkpoints:
         if self.folder is None:
             return []
         newest, holder = self._newest()
+        self.known = set(range(newest + 1))
         if newest < 0:
             return []
         if newest > steps:
@@ -167,7 +168,7 @@ class Checkpoints:
             "optimizer": on_cpu(optimizer),
         } | more
         for path in self._found():
-            if path.name not in self.known:
+            if _step_of(path) not in self.known:
                 raise CheckpointError(
                     f"{path} was written by another run while this one trained; "
                     "take another folder for one of them"
@@ -175,7 +176,7 @@ class Checkpoints:
         try:
             path = self._path(len(losses))
             write_whole({"format": FORMAT, "state": seal(state)}, path)
-            self.known.add(path.name)
+            self.known.add(len(losses))
             for old in self._found()[: -self.keep]:
                 old.unlink(missing_ok=True)
         except (OSError, RuntimeError) as error:  # torch.save's, if the disk is full
@@ -216,7 +217,6 @@ class Checkpoints:
             raise CheckpointError(
                 f"the folder for checkpoints, {self.folder}, cannot be used: {error}"
             ) from None
-        self.known = {path.name for path in self._found()}
         return max(map(_step_of, self._found()), default=-1)
 
     def _read(self, step: int) -> dict[str, Any]:
