@@ -46,7 +46,7 @@ def test_memory_is_counted_once():
 @pytest.mark.endurance
 @pytest.mark.kernel
 @pytest.mark.skipif(
-    "DDP_COURSE_ENDURANCE" not in os.environ, reason="takes half an hour of the machine"
+    "DDP_COURSE_ENDURANCE" not in os.environ, reason="takes the machine"
 )
 def test_thirty_seats(tmp_path):
     notebook = nbformat.read(CHAPTER, as_version=4)
