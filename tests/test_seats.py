@@ -1,7 +1,7 @@
 """Thirty seats on one machine: as many kernels of chapter 05 at once all end right.
 
 Memory is what a seat's processes have for themselves and their share of what they have
-together (PSS). It takes half an hour of a machine with two cores, and all of it:
+together (PSS). It takes ten minutes of a machine with two cores:
 
     DDP_COURSE_ENDURANCE=1 pytest -n 0 -s --timeout=0 tests/test_seats.py
 """
