@@ -14,6 +14,8 @@ import pytest
 import yaml
 from conftest import OUTCOMES, write_down
 
+from ddp_course.lab.draw.drawing import ROOM
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -221,6 +223,9 @@ def lengths(notebook: dict) -> list[str]:
                 widest = max(text.splitlines(), key=len, default="")
                 if len(widest) > 100:
                     wrong.append(f"{len(widest)} characters: {widest[:40]}")
+            for wide in re.findall('<svg[^>]* width="([0-9]+)', str(data)):
+                if int(wide) > 1.1 * ROOM:  # letters of 11 pixels would be under 10
+                    wrong.append(f"a drawing of {wide} pixels")
     return wrong
 
 
@@ -251,8 +256,11 @@ def test_planted_notebook_mistakes_are_seen():
     bad[0]["source"] = "**Time:** 30 minutes to read. " + "word " * 4500
     bad[1]["source"] = "pass\n" * 401
     bad[1]["outputs"] = [{"output_type": "stream", "name": "x", "text": "a  b" * 26}]
+    bad[2]["outputs"] = [
+        {"data": {"text/html": ["<img src='<svg x='' width=\"793\"'>"]}}
+    ]
     told = lengths({"cells": bad})
-    assert len(told) == 3, told
+    assert len(told) == 4, told
     bad[0]["source"] = bad[1]["source"] = "short"
     assert "None" in lengths({"cells": bad})[0]  # no time is stated
 

@@ -15,8 +15,8 @@ from ddp_course.chapters.ch09_tensor_parallel.cut_product import (
     Message,
     cut_product,
 )
-from ddp_course.lab.draw.drawing import Drawing
-from ddp_course.lab.draw.kinds import room
+from ddp_course.lab.draw.drawing import ROOM, Drawing
+from ddp_course.lab.draw.kinds import room, wrapped
 from ddp_course.lab.palette import (
     INK,
     MUTED,
@@ -28,6 +28,7 @@ from ddp_course.lab.palette import (
 )
 
 MARGIN, NAME_W, GAP, HEADER = 16, 66, 18, 56
+NEXT = 14  # pixels between two lines
 LONGEST = {1: 120, 2: 120, 4: 92, 8: 62}  # pixels of the longest side, by ranks
 CELLS = 16  # up to so many rows and columns, every number is a cell
 SYMBOL_W, MESSAGE_W = 26, 26
@@ -60,7 +61,7 @@ def matrix_cut(
     """
     cut = cut_product(rows, inner, columns, ranks, how)
     picture = CutPicture(cut)
-    told = _told(cut)
+    told = [w for line in _told(cut) for w in wrapped(line, ROOM - 2 * MARGIN)]
     wide = max(picture.width, *(room(line, 12) for line in told), 420)
     d = Drawing(
         math.ceil(wide + 2 * MARGIN),
@@ -82,7 +83,8 @@ class CutPicture:
 
     `longest` are the pixels of the longest side of a matrix. Sides of equal length are
     equal; from `CELLS` numbers on, a side that is four times as long is drawn about
-    twice as long, so that small matrices can be seen beside large ones.
+    twice as long, so that small matrices can be seen beside large ones. What is wider
+    than a page goes on in the next line; no line ends with a symbol.
     """
 
     def __init__(self, cut: CutProduct, longest: float | None = None) -> None:
@@ -93,9 +95,16 @@ class CutPicture:
         self.longest = longest
         self.most = max(max(m.rows, m.columns) for m in cut.matrices)
         self.high = max(self.side(m.rows) for m in cut.matrices)  # of a rank's row
-        self.wide = [self._width(term) for term in cut.terms]
-        self.width = NAME_W + sum(self.wide)
-        self.height = HEADER + cut.ranks * (self.high + GAP) - GAP
+        self.lines: list[list[tuple[Matrix | Message | str, float]]] = [[]]
+        for term in cut.terms:
+            line, wide = self.lines[-1], self._width(term)
+            if NAME_W + wide + sum(w for _, w in line) > ROOM - 2 * MARGIN:
+                last = [line.pop()] if isinstance(line[-1][0], str) else []
+                self.lines.append(last)
+            self.lines[-1].append((term, wide))
+        self.width = NAME_W + max(sum(w for _, w in line) for line in self.lines)
+        self.line = HEADER + cut.ranks * (self.high + GAP) - GAP  # its height
+        self.height = len(self.lines) * (self.line + NEXT) - NEXT
 
     def side(self, numbers: int) -> float:
         """Return the pixels of a side of so many numbers."""
@@ -105,15 +114,23 @@ class CutPicture:
         return self.longest * share
 
     def draw(self, d: Drawing) -> None:
+        """Draw line after line."""
+        for number, line in enumerate(self.lines):
+            with d.shifted(0, number * (self.line + NEXT)):
+                self._line(d, line)
+
+    def _line(
+        self, d: Drawing, line: list[tuple[Matrix | Message | str, float]]
+    ) -> None:
         """Draw the headings and every rank's row."""
         for rank in range(self.cut.ranks):
             y = self._top(rank) + self.high / 2 - 12
             d.block(0, y, 54, 24, f"rank {rank}", fill=rank_color(rank), size=12)
         x = float(NAME_W)
-        for term, wide in zip(self.cut.terms, self.wide, strict=True):
+        for term, wide in line:
             middle = x + wide / 2
-            for line, text in enumerate(_heading(term, self.cut.ranks)):
-                bold, y = line == 0, 12 + 16 * line
+            for k, text in enumerate(_heading(term, self.cut.ranks)):
+                bold, y = k == 0, 12 + 16 * k
                 ink, size = (INK, 12) if bold else (MUTED, 11)
                 if text:
                     d.text(middle, y, text, size=size, bold=bold, fill=ink)
@@ -179,7 +196,7 @@ class CutPicture:
 
     def _message(self, d: Drawing, middle: float) -> None:
         """Draw a collective: hatched, through the rows of all ranks."""
-        x, high = middle - MESSAGE_W / 2, self.height - HEADER
+        x, high = middle - MESSAGE_W / 2, self.line - HEADER
         d.rect(x, HEADER, MESSAGE_W, high, fill="#FFFFFF", stroke=MUTED)
         d.hatch(x, HEADER, MESSAGE_W, high, stroke=MUTED)
 
