@@ -70,11 +70,12 @@ class PowerSGD(Compressor):
         if index not in self.qs:
             self.qs[index] = [self.random_q(m) for m in matrices]
 
-        ps = [m @ orthonormal(q) for m, q in zip(matrices, self.qs[index], strict=True)]
+        first = map(orthonormal, self.qs[index])
+        ps = [product(m, q) for m, q in zip(matrices, first, strict=True)]
         self.add_up(ps + rest)
         for p in ps:
             orthonormal(p)
-        qs = [m.mT @ p for m, p in zip(matrices, ps, strict=True)]
+        qs = [product(m.mT, p) for m, p in zip(matrices, ps, strict=True)]
         self.add_up(qs)
 
         n = self.exchange.size
@@ -82,8 +83,8 @@ class PowerSGD(Compressor):
         for vector in rest:
             vector.div_(n)
         for stack, p, q in zip(stacks, ps, self.qs[index], strict=True):
-            for gradient, product in zip(stack, p @ q.mT, strict=True):
-                gradient.copy_(product.view(gradient.shape))
+            for gradient, *factors in zip(stack, p, q.mT, strict=True):
+                gradient.copy_(torch.mm(*factors).view(gradient.shape))
         self.feedback.keep(index, v, bucket.buffer())
         return bucket.buffer()
 
@@ -142,14 +143,16 @@ def factors(n: int, m: int, rank: int) -> int:
     return (n + m) * min(n, m, rank)
 
 
-def orthonormal(matrices: Tensor) -> Tensor:
-    """Make each matrix' columns, [..., n, r], orthonormal, in place.
+def product(matrices: Tensor, thin: Tensor) -> Tensor:
+    """Return matrices @ thin; the other way round BLAS takes a third of the time."""
+    return (thin.mT @ matrices.mT).mT
 
-    Gram-Schmidt: make a column's length 1, and take its direction out of the next ones.
+
+def orthonormal(matrices: Tensor) -> Tensor:
+    """Make each matrix' columns, [..., n, r], orthonormal, in place: Q of Q R.
+
+    They span what they have spanned. Of zeros it makes columns, too: a matrix that is
+    zero in one step can be sent in the next.
     """
-    for i in range(matrices.shape[-1]):
-        column = matrices[..., i : i + 1]
-        column /= column.norm(dim=-2, keepdim=True).clamp_min(1e-30)
-        rest = matrices[..., i + 1 :]
-        rest -= column * (column * rest).sum(-2, keepdim=True)
-    return matrices
+    least = torch.promote_types(matrices.dtype, torch.float32)  # not of 16 bits
+    return matrices.copy_(torch.linalg.qr(matrices.to(least)).Q)

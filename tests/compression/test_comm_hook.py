@@ -106,8 +106,8 @@ CASES["copied"] = {"gradient_as_bucket_view": False}
 CASES["small buckets"] = {"bucket_cap_mb": 0.004, "first_bucket_mb": 0.001}
 
 
-def power_sgd(rank: int) -> PowerSGDState:
-    how = {"start_powerSGD_iter": 2, "batch_tensors_with_same_shape": True}
+def power_sgd(rank: int, start: int) -> PowerSGDState:
+    how = {"start_powerSGD_iter": start, "batch_tensors_with_same_shape": True}
     return PowerSGDState(None, rank, **how)
 
 
@@ -176,19 +176,21 @@ def there_and_here() -> dict[str, float]:
         # PyTorch's has other buckets in its first step, and forgets their errors.
         told[words] = float((both[0] - both[1]).abs().max())
         trained(Ours, make, **ODD)
-    for rank in (1, 2):
+    for rank, start in ((1, 4), (4, 2)):
         runs = [
             trained(c, make, hook, steps=6, **ONE_BUCKET)
             for c in (Ours, Theirs)
             for make, hook in (
-                (partial(power_sgd, rank), powerSGD_hook),
-                (partial(PowerSGD, rank, start=2, seed=SEED), compress),
+                (partial(power_sgd, rank, start), powerSGD_hook),
+                (partial(PowerSGD, rank, start=start, seed=SEED), compress),
             )
         ]
         gaps = [float((run - runs[0]).abs().max()) for run in runs]
         told[f"powersgd {rank}"] = max(gaps)
-        other = trained(Ours, partial(PowerSGD, rank, start=2), steps=6, **ONE_BUCKET)
-        told[f"another start {rank}"] = float((other - runs[0]).abs().max())
+        for name, how in (("Q", {"seed": 0}), ("step", {"start": start + 1})):
+            wrong = partial(PowerSGD, rank, **{"start": start, "seed": SEED} | how)
+            other = trained(Ours, wrong, steps=6, **ONE_BUCKET)
+            told[f"another {name} {rank}"] = float((other - runs[0]).abs().max())
     return told
 
 
@@ -271,7 +273,7 @@ def test_hooks_are_pytorchs_and_mistakes_are_told():
         elif name in ALL:
             assert gap < 0.2, name  # a first step in other buckets
         else:
-            assert gap == 0, (name, gap)
+            assert gap <= 1e-6 * name.startswith("powersgd"), (name, gap)
     for name, words in {
         "twice": "RuntimeError: this module has a communication hook already",
         "no hook": "TypeError: hook is 5; it must be a function (state, bucket)",

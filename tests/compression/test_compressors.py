@@ -225,6 +225,17 @@ def test_powersgd_that_orthogonalises_on_one_rank_is_seen(monkeypatch):
         assert all(map(torch.equal, wrong, right))
 
 
+def test_a_matrix_that_is_zero_in_powersgds_first_step_is_sent_in_the_next(monkeypatch):
+    def second() -> float:
+        one, matrix = [PowerSGD(1)], torch.arange(1.0, 13).outer(torch.ones(15))
+        return [play(one, [[scale * matrix]])[0][0] for scale in (0, 1)][1].norm()
+
+    assert second() > 40
+    divided = lambda m: m.div_(m.norm(dim=-2, keepdim=True) + 1e-30)  # noqa: E731
+    monkeypatch.setattr(powersgd_module, "orthonormal", divided)
+    assert second() == 0  # planted: Gram and Schmidt make nothing of nothing
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
