@@ -130,13 +130,13 @@ def test_shards_survive_a_killed_rank(strategy, tmp_path):
 
 
 def test_two_machines_train_together_and_survive(tmp_path):
-    """The ranks of a machine share a model, and the machines share the batch.
+    """Each machine has its own disk, and only one of them has written checkpoints.
 
-    Each has its own disk, and only one of them has written checkpoints. A machine has
-    two ranks; four, with DDP_COURSE_ENDURANCE=1: then the mesh is dp 2 x tp 2 x pp 2.
+    A machine has one rank; four, with DDP_COURSE_ENDURANCE=1: then these share a model,
+    the machines share the batch, and the mesh is dp 2 x tp 2 x pp 2.
     """
-    each = 4 if ENDURANCE else 2  # ranks of a machine
-    mesh = {"dp": 2, "tp": 2} | ({"pp": 2, "microbatches": 2} if ENDURANCE else {})
+    each = 4 if ENDURANCE else 1  # ranks of a machine
+    mesh = {"dp": 2} | ({"tp": 2, "pp": 2, "microbatches": 2} if ENDURANCE else {})
     words = [f"--{name}={size}" for name, size in mesh.items()]
     folders = [tmp_path / "disk a", tmp_path / "disk b"]
     file, port = tmp_path / "curve.json", free_port()

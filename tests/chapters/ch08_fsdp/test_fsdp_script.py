@@ -1,8 +1,7 @@
-"""The script to copy: sharded, resumed on other ranks, under torchrun; mistakes too."""
+"""The script to copy: sharded, resumed on other ranks, as a program; mistakes too."""
 
-import os
+import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -101,14 +100,16 @@ def test_a_mistake_is_seen(mistake, ranks):
     assert not close(ranks[mistake][0][0], ranks["1"][0][0])
 
 
-def test_the_file_under_torchrun(tmp_path):
-    command = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
-    told = subprocess.run(
-        [sys.executable, *command, FILE, "--epochs=2"],
-        cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=180,
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert told.returncode == 0, told.stderr[-2000:]
-    for epoch, line in enumerate(told.stdout.splitlines()):  # one rank speaks
+def test_the_file_itself_where_ranks_are_told_what_torchrun_tells(tmp_path):
+    """Chapter 05's, which begins alike, is run by torchrun."""
+
+    def as_a_program():
+        sys.argv = [FILE, "--epochs=2", f"--checkpoints={tmp_path}"]
+        runpy.run_path(FILE, run_name="__main__")
+
+    told = spawn(as_a_program, world_size=2, init=False, check=False, **CPU)
+    assert [rank.status for rank in told] == ["ok", "ok"], told
+    assert not told[1].output  # one rank speaks
+    for epoch, line in enumerate(told[0].output.splitlines()):
         assert line.startswith(f"epoch {epoch}: mean loss ")
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"000001", "000002"}
+    assert {path.name for path in tmp_path.iterdir()} == {"000001", "000002"}
