@@ -340,6 +340,23 @@ def test_every_page_is_well_in_a_browser(page, edition, name):
     assert [wrong for look in LOOKS for wrong in seen(page, edition, path, *look)] == []
 
 
+LOST_ON_PAPER = """() => [...document.querySelectorAll('.bd-article :is(pre, img)')]
+  .filter((e) => e.scrollWidth > e.clientWidth + 1 || e.tagName == 'PRE' &&
+          [e, ...document.querySelectorAll('details')].some((box) =>
+            getComputedStyle(box).breakInside == 'avoid'))
+  .map((e) => e.textContent || e.alt)"""
+
+
+@built
+@browsed
+def test_on_paper_no_line_is_cut_off_and_no_listing_leaves_a_page_empty(page, edition):
+    page.set_viewport_size({"width": 740, "height": 1000})
+    page.goto((edition / "notebooks/10_pipeline_parallel.html").as_uri())
+    assert page.evaluate(LOST_ON_PAPER)  # as on a screen: long lines are scrolled
+    page.emulate_media(media="print")
+    assert page.evaluate(LOST_ON_PAPER) == []
+
+
 @built
 @browsed
 def test_the_search_finds_without_a_network(page, edition):

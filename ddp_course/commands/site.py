@@ -76,7 +76,12 @@ CSS = """\
 @media print { .bd-article img { min-width: 0 !important; } }
 @media print { .picture::before { display: none; } }
 @media print { details::details-content { content-visibility: visible; height: auto; } }
-@media print { .bd-article pre { white-space: pre-wrap; overflow-wrap: anywhere; } }
+@media print {
+  .bd-article pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: 72%; }
+  .bd-article pre, .bd-article details, .bd-article details * {
+    break-inside: auto !important; }
+  .bd-article .cell_input:not(:has(details)), .bd-article img { break-inside: avoid; }
+}
 @media (max-width: 600px) { .bd-article math { font-size: 80%; } }
 """
 SMALLEST = 9 / 11  # of a picture's own size: its letters have 11 pixels or more
