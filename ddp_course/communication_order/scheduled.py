@@ -51,14 +51,15 @@ class ScheduledDataParallel(nn.Module):
             loss.backward()
             model.step()  # in the place of optimizer.step() and zero_grad()
 
-    After `finish()`, or when a state is saved, parameters are what
+    After `finish()`, or when a state is saved or loaded, parameters are what
     DistributedDataParallel makes them, bit by bit if the collective adds in the same
     order wherever a gradient is cut (a ring of three ranks or more does not). Between
     `backward` and the next forward gradients are under way: who asks for one gets an
     error that says so. A layer is a module that has parameters of its own; small
     neighbours travel together, up to a piece, as every message has its price.
     Parameters that are used without their module's forward are waited for before the
-    whole forward begins.
+    whole forward begins. What uses them so and calls the module later is not seen: name
+    a module around both in `layers`. Who changes them by hand calls `finish()` first.
 
     Made by all ranks together. Keep it as long as you train (its hooks go with it), and
     `finish()` before you let it go: the last step may still be due. On a GPU, where
@@ -97,6 +98,7 @@ class ScheduledDataParallel(nn.Module):
         self.frozen = Frozen(module)
         self.planned: Played | None = None
         self.due: list[dict[str, Any]] | None = None  # of a step: the options then
+        self.versions: dict[Tensor, int] = {}  # of the parameters then
         self.called: list[LiveBucket] = []  # by the last forward, in its order
         self.names: list[str] = []  # of the layers, in the order of `planned`
         self.took: Counter[tuple[str, int]] = Counter()  # (op, bucket) -> seconds
@@ -106,8 +108,9 @@ class ScheduledDataParallel(nn.Module):
         self.users: dict[Tensor, set[str]] = {}  # the modules that a parameter is in
         self._doing: tuple[str, LiveBucket, float] | None = None  # since when
         self._add_layers(layers)
-        for has_state in (module, optimizer):
+        for has_state in (*module.modules(), optimizer):
             has_state.register_state_dict_pre_hook(_weakly(self.finish))
+            has_state.register_load_state_dict_pre_hook(_weakly(self.finish))
 
     make_ending = InPieces
 
@@ -181,10 +184,13 @@ class ScheduledDataParallel(nn.Module):
         Each layer when it is next used, with the options (`lr`, ...) that hold now. A
         norm over all gradients needs all of them: with `max_norm` they are waited for,
         clipped as by `torch.nn.utils.clip_grad_norm_`, and stepped at once.
+
+        When the step is taken: RuntimeError if a parameter was changed meanwhile.
         """
         self.optimizer._opt_called = True  # what a scheduler of PyTorch wants to see
         if max_norm is None and self.ending.under_way:
             self.due = options_of(self.optimizer)
+            self.versions = {p: p._version for p in self.users}
             return
         self.finish()
         if max_norm is not None:
@@ -235,6 +241,12 @@ class ScheduledDataParallel(nn.Module):
         self.ending.give(bucket)
         if self.due is None:
             return
+        for slot in bucket.slots:
+            if slot.parameter._version != self.versions[slot.parameter]:
+                raise RuntimeError(
+                    f"{slot.name} was changed while a step was due, which would be "
+                    "taken from there; call finish() before"
+                )
         self._note("update", bucket)
         self.stepped.append(bucket)
         parameters = {slot.parameter for slot in bucket.slots}

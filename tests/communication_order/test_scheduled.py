@@ -301,6 +301,10 @@ def refused() -> dict[str, str]:
         model.module.without = model.module.layers[layer]
         told[f"without forward{name}"] = raised(lambda: model(x))  # noqa: B023
     told["copy"] = raised(lambda: copy.deepcopy(model))
+    model = run(wrapped(), 4)
+    with torch.no_grad():
+        model.module.layers[1].weight.mul_(0.5)
+    told["changed"] = raised(lambda: model(x))
     lbfgs = torch.optim.LBFGS(parameters)
     told["lbfgs"] = raised(lambda: ScheduledDataParallel(model.module, lbfgs))
     differ = priority(16 + 16 * dist.get_rank())
@@ -314,6 +318,21 @@ def refused() -> dict[str, str]:
         lambda: run(wrapped(NaiveScheduledDataParallel, sizes, FIFO), 2)
     )
     return told
+
+
+def loaded(by: Callable[[nn.Module, dict[str, Tensor]], object]) -> bool:
+    """Load zeros while a step is due; tell whether they are there when it is over."""
+    model = run(wrapped(policy=priority(16)), 3)
+    for layer in model.module.layers:
+        by(layer, {name: torch.zeros_like(p) for name, p in layer.named_parameters()})
+    model.finish()
+    return not any(map(torch.any, model.parameters()))
+
+
+def in_secret(layer: nn.Module, state: dict[str, Tensor]) -> None:
+    """Plant: nobody hears of it."""
+    for name, parameter in layer.named_parameters():
+        parameter.data = state[name]
 
 
 def of_their_own() -> dict[str, object]:
@@ -331,6 +350,7 @@ def of_their_own() -> dict[str, object]:
         "naive": [*naive.state_dict().values()],
         "bytes": (meter.total_sent, system.written, meter.total_messages),
         "skipped": (bool(bad), [*run(skipped, 1).state_dict().values()]),
+        "loaded": (loaded(nn.Module.load_state_dict), loaded(in_secret)),
     }
 
 
@@ -345,6 +365,7 @@ def test_ranks_that_disagree_are_wrong_and_what_cannot_be_is_refused():
     assert not same(told["naive"], told["right"])  # and nobody has said so
     for own in (told, other):
         assert same(own["skipped"], (True, told["right"]))
+        assert own["loaded"] == (True, False)
         sent, written, messages = own["bytes"]
         assert sent == 2 * (64000 + 1) * 4  # a ring of two sends what it adds
         assert 0 <= written - sent <= 400 * messages < sent / 20
@@ -356,6 +377,7 @@ def test_ranks_that_disagree_are_wrong_and_what_cannot_be_is_refused():
             "without forward": "layers.3.weight was used, but not by its module",
             "without forward, together": "layers.0.weight was used, but not by its",
             "copy": "cannot be copied or pickled",
+            "changed": "layers.1.weight was changed while a step was due",
             "lbfgs": "LBFGS cannot step parameters one by one",
             "differ": "the ranks differ. argument policy",
             "went on": "forwards and backwards that ended in an error: 0 on rank 0",
