@@ -520,6 +520,7 @@ def test_an_edited_file_of_the_course_replaces_the_server(tmp_path, monkeypatch)
     edited = tmp_path / "edited.py"
     edited.write_text("")
     monkeypatch.setattr(server, "_imported", lambda: [edited])
+    monkeypatch.setitem(server._served, "version", server._last_edit())
     [before], [still] = (spawn(whose_child, world_size=1) for _ in range(2))
     os.utime(edited, ns=(1, 1))
     [after] = spawn(whose_child, world_size=1)
