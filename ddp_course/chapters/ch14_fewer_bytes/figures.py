@@ -143,34 +143,38 @@ def drift(
 
 
 @plot
-def worth(points: Mapping[str, tuple[float, float]], base: str) -> tuple[Figure, str]:
-    """Draw losses against bytes: name -> (bytes that a rank sends in a step, loss).
+def worth(
+    curves: Mapping[str, Sequence[tuple[float, float]]], base: str
+) -> tuple[Figure, str]:
+    """Draw losses over bytes: name -> (bytes that a rank has sent so far, loss), ....
 
-    `base` is the name whose loss is drawn as a line. Raises KeyError for no such name.
+    `base` is drawn broad, and its last loss as a line. Raises KeyError for another.
     """
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7.2, 4.4), layout="constrained")
-    axes.axhline(points[base][1], color=PANEL_EDGE, linewidth=5)
-    for k, (name, (sent, loss)) in enumerate(
-        sorted(points.items(), key=lambda point: point[1])
-    ):
-        axes.plot([sent / 1e6], [loss], "o", color=INK, markersize=6)
-        way = 1 if k % 2 else -1
-        place = {"xytext": (way * 6, way * 6), "textcoords": "offset points"}
-        ha, va = ("left", "bottom") if way > 0 else ("right", "top")
-        axes.annotate(name, (sent / 1e6, loss), ha=ha, va=va, fontsize=10, **place)
-    axes.set(xlabel="sent by a rank in a step [MB]", ylabel="loss", xscale="log")
-    axes.margins(0.14)
-    marks = [m * 10.0**power for power in range(-3, 3) for m in (1, 2, 5)]
-    axes.set_xticks(marks, [f"{mark:g}" for mark in marks])
+    figure, axes = pyplot.subplots(figsize=(7.2, 5.2), layout="constrained")
+    axes.axhline(curves[base][-1][1], color=PANEL_EDGE, linewidth=5)
+    ends = {name: curve[-1] for name, curve in curves.items()}
+    for k, name in enumerate(sorted(ends, key=ends.get)):
+        sent, losses = zip(*curves[name], strict=True)
+        look = {"color": (INK, MUTED)[k % 2], "linewidth": 3 if name == base else 1.2}
+        megabytes = [each / 1e6 for each in sent]
+        axes.plot(megabytes, losses, "-o", markevery=[-1], markersize=6, **look)
+        low = losses[-1] < ends[base][1] + 0.15  # then nothing is below, to the left
+        place = {"xytext": (-4, -5) if low else (4, 4), "textcoords": "offset points"}
+        place |= {"ha": "right", "va": "top"} if low else {"ha": "left", "va": "bottom"}
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.8}
+        axes.annotate(name, (megabytes[-1], losses[-1]), bbox=box, **place)
+    axes.set(xlabel="sent by a rank so far [MB]", ylabel="loss", xscale="log")
+    ticks = [10.0**power for power in range(-2, 5)]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
-    sizes = [sent / 1e6 for sent, _ in points.values()]
-    axes.set_xlim(min(sizes) / 3, 2 * max(sizes))
+    megabytes = [sent / 1e6 for curve in curves.values() for sent, _ in curve]
+    axes.set_xlim(min(megabytes) / 1.5, 2 * max(megabytes))
     axes.grid(**GRID)
     told = [f"{name}: {sent:,.0f} bytes, {loss:.2f}"
-            for name, (sent, loss) in points.items()]  # fmt: skip
-    return figure, f"The loss against what is sent. {'; '.join(told)}."
+            for name, (sent, loss) in ends.items()]  # fmt: skip
+    return figure, f"The loss over what was sent. At the end {'; '.join(told)}."
 
 
 @plot
