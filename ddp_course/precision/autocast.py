@@ -3,8 +3,8 @@
     LOWER     products of matrices: most of the time, and their sums are kept in float32
               inside; computed in 16 bits
     FULL      what adds up many numbers, or takes exponentials: computed in float32
-    WIDEST    what joins tensors: in the widest type among them
-    others    as they come, whatever that is
+    others    as they come, whatever that is; tensors that are joined take the widest
+              type among them, as everywhere in PyTorch
 
 The table is about operations, not about layers or ranks, and it is the same in every
 step. What is cast is what an operation is given: parameters stay float32, and so do
@@ -42,7 +42,6 @@ FULL_ON_GPUS = FULL | {
     *("softmax", "log_softmax", "layer_norm", "group_norm", "exp", "log", "pow"),
     *("sum", "cumsum", "norm", "cosine_similarity", "softplus"),
 }
-WIDEST = frozenset(("cat", "stack"))
 
 _here = threading.local()  # a mode is a thread's own
 
@@ -114,10 +113,6 @@ class Autocast(TorchFunctionMode):
         name = getattr(function, "__name__", "").strip("_").removeprefix("r")
         if name in LOWER:
             return self.dtype
-        if name in WIDEST:
-            given = args[0] if args else kwargs["tensors"]
-            mixed = len({t.dtype for t in given if _can_be_cast(t)}) > 1
-            return torch.float32 if mixed else None
         given = (*args, *kwargs.values()) if name in FULL_ON_GPUS else ()
         on_gpu = any(getattr(value, "is_cuda", False) for value in given)
         return torch.float32 if on_gpu or name in FULL else None

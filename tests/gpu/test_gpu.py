@@ -189,7 +189,7 @@ def test_autocast_and_its_scaler_do_as_pytorchs():
     ours, theirs = Autocast(torch.bfloat16), torch.autocast(KIND, torch.bfloat16)
     wanted = types_in(theirs)
     assert types_in(ours) == wanted
-    with mock.patch.object(autocast, "WIDEST" if GPUS else "LOWER", frozenset()):
+    with mock.patch.object(autocast, "FULL_ON_GPUS" if GPUS else "LOWER", frozenset()):
         assert types_in(Autocast(torch.bfloat16)) != wanted
     options = {"init_scale": 2.0**10, "growth_interval": 2}
     right = scaled(torch.amp.GradScaler(KIND, **options))
