@@ -170,16 +170,12 @@ def _without_interrupts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _environment_of_the_server() -> Iterator[None]:
-    """What must be set when PyTorch is imported: pools of one thread, no CUDA call.
-
-    And huge pages: the fewer pages a process has, the sooner it is forked, and gone.
-    """
+    """What must be set when PyTorch is imported: pools of one thread, no CUDA call."""
     settings = {
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
         IN_SERVER: "1",
-        "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"),
         "PYTHONSAFEPATH": "1",  # not a random.py of the current folder
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # a fork after a CUDA call is broken
     }
