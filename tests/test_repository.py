@@ -199,11 +199,27 @@ def complaints(notebook: dict) -> list[str]:
     return wrong
 
 
-def lengths(notebook: dict) -> list[str]:
-    """Return where a chapter is longer than it may be, or than it says, or too wide.
+def minutes_without(notebook: dict, left_out: set[str]) -> float:
+    """Return how long one reads all but these sections, exercises and literature.
 
     One reads about 180 words and 12 lines of code a minute.
     """
+    section, minutes, left_out = "", 0.0, left_out | {"Exercises", "Read next"}
+    for cell in notebook["cells"]:
+        for part in re.split("^(?=###? )", "".join(cell["source"]), flags=re.M):
+            if cell["cell_type"] == "markdown":
+                section = (
+                    part.partition("\n")[0].lstrip("# ") if part[:1] == "#" else section
+                )
+            words = len(re.sub(r"[#|*`$\-:>]", " ", part).split()) / 180
+            lines = sum(bool(line.strip()) for line in part.splitlines()) / 12
+            one = words if cell["cell_type"] == "markdown" else lines
+            minutes += one * (section not in left_out)
+    return minutes
+
+
+def lengths(notebook: dict) -> list[str]:
+    """Return where a chapter is longer than it may be, or than it says, or too wide."""
     texts = {"code": "", "markdown": ""}
     for cell in notebook["cells"]:
         texts[cell["cell_type"]] += "".join(cell["source"]) + "\n"
@@ -215,6 +231,13 @@ def lengths(notebook: dict) -> list[str]:
         wrong.append(f"{words} words and {lines} lines; 4,500 and 400 at most")
     if not stated or abs(int(stated[1]) - measured) > 10 or int(stated[1]) > 60:
         wrong.append(f"{stated and stated[0]}; measured {measured:.0f}, 60 at most")
+    shorter = re.search(r"to read, or (\d+) without (.*?); ", texts["markdown"])
+    if shorter:
+        left_out = set(re.findall(r"\*(.*?)\*", shorter[2]))
+        missing = [name for name in left_out if f"## {name}\n" not in texts["markdown"]]
+        left = minutes_without(notebook, left_out)
+        if missing or abs(int(shorter[1]) - left) > 2:
+            wrong.append(f"{shorter[0]} measured {left:.0f}, missing {missing}")
     for cell in notebook["cells"]:
         for output in cell.get("outputs", ()):
             data = output.get("data", output)
@@ -261,6 +284,9 @@ def test_planted_notebook_mistakes_are_seen():
     ]
     told = lengths({"cells": bad})
     assert len(told) == 4, told
+    short = "**Time:** 1 minutes to read, or 9 without *Words*; no more.\n\n## Words\n"
+    bad[0]["source"], bad[1]["source"] = short + "word " * 1800, "pass"
+    assert "measured 0, missing []" in lengths({"cells": bad[:2]})[0]
     bad[0]["source"] = bad[1]["source"] = "short"
     assert "None" in lengths({"cells": bad})[0]  # no time is stated
 
