@@ -180,10 +180,9 @@ kept: dict[str, object] = {}  # what rank 0 serves by remote procedure calls
 
 def remote(numel: int) -> Callable:
     """Pull and push by PyTorch's remote procedure calls."""
-    rank = dist.get_rank()
-    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=2)
-    weight = nn.Parameter(torch.zeros(numel))
+    rank, weight = dist.get_rank(), nn.Parameter(torch.zeros(numel))
     kept.update(weight=weight, sgd=torch.optim.SGD([weight], lr=0.1))
+    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=2)  # from here on it is asked
     gradient = torch.zeros(numel)
 
     def work() -> None:
