@@ -247,7 +247,7 @@ def lengths(notebook: dict) -> list[str]:
                 if len(widest) > 100:
                     wrong.append(f"{len(widest)} characters: {widest[:40]}")
             for wide in re.findall('<svg[^>]* width="([0-9]+)', str(data)):
-                if int(wide) > 1.1 * ROOM:  # letters of 11 pixels would be under 10
+                if int(wide) > 1.08 * ROOM:  # letters of 11 pixels would be under 10
                     wrong.append(f"a drawing of {wide} pixels")
     return wrong
 

@@ -355,6 +355,13 @@ def test_on_paper_no_line_is_cut_off_and_no_listing_leaves_a_page_empty(page, ed
     assert page.evaluate(LOST_ON_PAPER)  # as on a screen: long lines are scrolled
     page.emulate_media(media="print")
     assert page.evaluate(LOST_ON_PAPER) == []
+    for event, theme in (
+        ("", "dark"),
+        ("beforeprint", "light"),
+        ("afterprint", "dark"),
+    ):
+        page.evaluate(f"dispatchEvent(new Event('{event}'))" if event else DARK)
+        assert page.evaluate("document.documentElement.dataset.theme") == theme
 
 
 @built

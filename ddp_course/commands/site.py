@@ -104,6 +104,14 @@ for (const img of document.querySelectorAll(".bd-article img")) {{
   }};
   if (img.complete) fit(); else img.addEventListener("load", fit);
 }}
+// On paper it is light, whatever it is on the screen.
+const root = document.documentElement;
+let theme;
+addEventListener("beforeprint", () => {{
+  theme = root.dataset.theme;
+  root.dataset.theme = "light";
+}});
+addEventListener("afterprint", () => {{ root.dataset.theme = theme; }});
 """
 
 
