@@ -11,10 +11,12 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from slips import slip
 
 from ddp_course.chapters import all_exercises, hint, show_solution
 from ddp_course.lab import answers
@@ -97,6 +99,36 @@ def test_an_answer_that_hangs(name, wrong, hanging):
     verdict = hanging[name, wrong].result()
     assert verdict.status == NOT_YET, verdict
     assert WRONG[name][wrong] in verdict.message
+
+
+@pytest.mark.parametrize(
+    ("wrong", "after"),
+    [
+        ("dist.all_reduce(tensor) => if True:\n=>     tensor += 1", [0.25, 0.25]),
+        ("    dist.all_reduce(tensor)\n    => tensor += 4", [1, 1]),
+        ("tensor /= dist.get_world_size() =>\ndist.all_reduce => len", [0, 0]),
+        ("if True:\n    tensor += added", [2, 2]),  # another body; a name of the file
+    ],
+)
+def test_a_slip_is_the_solution_but_for_what_is_wrong(wrong, after):
+    slipped = slip(EXERCISES["my_average"].reference, "another", wrong, {"added": 2})
+    tensor = torch.zeros(2)
+    with mock.patch.multiple(dist, get_world_size=lambda: 4, all_reduce=len):
+        slipped(tensor)
+    assert (slipped.__name__, tensor.tolist()) == ("another", after)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ("tensr => t", "0 times 'tensr'"),
+        ("tensor => t", ". times 'tensor'"),
+        ("dist.all_reduce => len\ntensor", "no => after 'tensor'"),
+    ],
+)
+def test_a_slip_that_changes_nothing_is_refused(wrong, told):
+    with pytest.raises(AssertionError, match=f"wrong: {told}"):
+        slip(EXERCISES["my_average"].reference, "wrong", wrong, {})
 
 
 def test_every_exercise_has_wrong_answers():

@@ -2,28 +2,24 @@
 
 import re
 
-import numpy as np
 import pytest
 from drawings import check_layout, no_texts_overlap, words
 
 from ddp_course.chapters.ch14_fewer_bytes.figures import (
     LARGE,
-    bars,
     bytes_sent,
     drift,
-    over_links,
+    over_time,
     what_travels,
     worth,
 )
 from ddp_course.lab.palette import INK, rank_color
 
-SHARES = {"16 bits": 0.5, "top-k": 4.0, "gathered": 1234.5}
 SENT = {"DDP": 6e6, "top-k": 2e5, "local": 7.5e5}
 CURVES = {
     name: [(sent, 4.0), (9 * sent, 3.0), (20 * sent, loss)]
     for (name, sent), loss in zip(SENT.items(), (2.3, 2.5, 2.31), strict=True)
 }
-LOSSES = {"DDP": (2.3, 2.4, 2.9), "top-k": (2.5, 2.5, 2.51), "local": (2.3, 2.3, 2.3)}
 
 
 def test_what_travels():
@@ -34,21 +30,20 @@ def test_what_travels():
     assert what_travels().svg().count(f'fill="{INK}"') > 3 * 48 + len(LARGE)
 
 
-def test_bars():
-    check_layout(lambda: bars(SHARES, "four ranks"))
-    told = bars(SHARES, "four ranks")
-    assert {"0.5", "4", "1234", "what DDP sends"} <= set(words(told))
-    drawn = bars({"half": 0.5, "top-k": 2.6, "sign": 4.0}, "256 ranks").svg()
-    wide = [float(w) for w in re.findall(r'width="([\d.]+)" height="18"', drawn)]
-    assert [w / wide[0] for w in wide] == pytest.approx([1, 5.2, 8])  # none is cut
-
-
 def test_what_is_sent():
     check_layout(lambda: bytes_sent(256, 0.05, 1, 32))
+    check_layout(bytes_sent)
     four, many = words(bytes_sent(4)), words(bytes_sent(256, 0.05))
+    assert {"0.5", "what DDP sends"} <= set(four)
     assert four[four.index("topk:0.01") + 1] == "0.04"
     assert many[many.index("topk:0.05") + 1] == "13"  # density x ranks
     assert many[many.index("local, H = 8") + 1] == "0.12"
+    assert "128" in words(bytes_sent(256, 0.5))
+    wide = re.findall(r'width="([\d.]+)" height="18"', bytes_sent(256).svg())
+    half, _, sign, topk, *_, local = map(float, wide)  # none is cut
+    assert [sign / half, topk / half, local / half] == pytest.approx(
+        [8, 5.12, 0.25], 0.01
+    )
 
 
 def test_drift():
@@ -63,15 +58,22 @@ def test_drift():
 def test_what_it_is_worth():
     no_texts_overlap(lambda: worth(CURVES, "DDP"))
     (axes,) = worth(CURVES, "DDP").axes
-    drawn = sorted([(1e6 * x, y) for x, y in line.get_xydata()]
-                   for line in axes.lines[1:])  # fmt: skip
-    assert np.allclose(drawn, sorted(CURVES.values()))
+    assert [[*map(tuple, line.get_xydata())] for line in axes.lines] == [
+        *CURVES.values()
+    ]
     assert {text.get_text() for text in axes.texts} == set(CURVES)
 
 
-def test_over_links():
-    no_texts_overlap(lambda: over_links(LOSSES, ["fast", "slow", "slower"], "DDP"))
-    (axes,) = over_links(LOSSES, ["fast", "slow", "slower"], "DDP").axes
-    drawn = sorted(tuple(map(float, line.get_ydata())) for line in axes.lines)
-    assert drawn == sorted(LOSSES.values())
-    assert max(line.get_linewidth() for line in axes.lines) == 6
+def test_over_time():
+    links = {
+        link: {n: [(x * slow, y) for x, y in curve] for n, curve in CURVES.items()}
+        for link, slow in {"fast": 1e-6, "slow": 2e-6}.items()
+    }
+    no_texts_overlap(lambda: over_time(links, "DDP"))
+    for axes, curves in zip(over_time(links, "DDP").axes, links.values(), strict=True):
+        drawn = [[*map(tuple, line.get_xydata())] for line in axes.lines]
+        assert drawn == [*curves.values()]
+        assert axes.lines[0].get_linewidth() == 5 > axes.lines[1].get_linewidth()
+        named = sorted(axes.texts, key=lambda text: text.get_position()[1])
+        assert [text.get_text() for text in named] == ["DDP", "local", "top-k"]
+        assert all(text.xy == curves[text.get_text()][-1] for text in named)
