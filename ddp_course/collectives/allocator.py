@@ -4,8 +4,6 @@ The memory is a file without a name: nothing is ever to be found in /dev/shm, an
 gone when the last rank is gone, even after `kill -9`. Explained in chapter 03.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 from collections.abc import Callable, Sequence
@@ -37,25 +35,17 @@ def container() -> tuple[str, str] | None:
 def allocate(nbytes: int, rank: int, exchange: Exchange) -> Tensor:
     """Return the same `nbytes` bytes of zeros in every rank; called by all ranks.
 
-    Rank 0 makes a file without a name and tells its process number and file
-    descriptor; the others open it through /proc. When all have mapped it, it is closed:
-    the mapping remains until the last tensor that looks into it is gone.
+    As a tensor of uint8, which begins with a page of the memory; `nbytes`, 1 or more,
+    are the same on all ranks. Rank 0 makes a file without a name and tells its process
+    number and file descriptor; the others open it through /proc. When all have mapped
+    it, it is closed: the mapping remains until the last tensor that looks into it is
+    gone. `exchange` is such as `all_gather_object`.
 
-    Args:
-        nbytes: the number of bytes, the same on all ranks, 1 or more.
-        rank: the calling rank.
-        exchange: shows an object to all ranks and returns everyone's, in rank order,
-            such as `all_gather_object`.
-
-    Returns:
-        a tensor of `nbytes` uint8, at the beginning of a page of the memory.
-
-    Raises:
-        OSError: on all ranks, if one cannot have the memory; says which one, and why.
-
-    Chapter 03.
+    Raises OSError, on all ranks, if one cannot have the memory; says which one, and
+    why. Chapter 03.
     """
     fd, memory, offer, problem = -1, None, None, None
+    how = {"shared": True, "size": nbytes, "dtype": torch.uint8}
     try:
         if rank == 0:
             try:
@@ -67,9 +57,7 @@ def allocate(nbytes: int, rank: int, exchange: Exchange) -> Tensor:
             try:
                 fd = fd if rank == 0 else _open(*offer)
                 # Unlike Python's mmap, from_file keeps no file descriptor of its own.
-                memory = torch.from_file(
-                    f"/proc/self/fd/{fd}", shared=True, size=nbytes, dtype=torch.uint8
-                )
+                memory = torch.from_file(f"/proc/self/fd/{fd}", **how)
             except Exception as error:
                 problem = f"cannot map it: {error}"
         problems = {r: p for r, p in enumerate(exchange(problem)) if p is not None}

@@ -12,11 +12,9 @@ If one rank's tensor is unusable, or if the calls differ, every rank raises the 
 `CollectiveError`, and nothing has been sent.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -69,12 +67,8 @@ class Collective:
                 f"{role} has {len(tensors)} tensors; the group has {self.size} ranks"
             )
         else:
-            if like is None:
-                self.tensor(f"{role}[0]", tensors[0])
             for k, tensor in enumerate(tensors):
-                self.usable(
-                    f"{role}[{k}]", tensor, tensors[0] if like is None else like
-                )
+                self.usable(f"{role}[{k}]", tensor, like)
 
     def usable(self, role: str, tensor: Any, like: Any = None) -> bool:
         """Check that a tensor can be sent, and is of the type and shape of `like`."""
@@ -95,10 +89,8 @@ class Collective:
         elif isinstance(like, Tensor) and (
             (tensor.shape, tensor.dtype) != (like.shape, like.dtype)
         ):
-            self.refuse(
-                f"{role} is {tensor.dtype} {list(tensor.shape)}; it must be "
-                f"{like.dtype} {list(like.shape)}"
-            )
+            it_is, must = (f"{t.dtype} {list(t.shape)}" for t in (tensor, like))
+            self.refuse(f"{role} is {it_is}; it must be {must}")
         else:
             return True
         return False
@@ -180,10 +172,7 @@ class Collective:
         if like.is_cuda or self.port.strict:
             runtime.step_by_step(plan, buffer, self.port, op)
             return
-
-        def scratch(numel: int) -> Tensor:
-            return self.comm.scratch(numel, like)
-
+        scratch = partial(self.comm.scratch, like=like)
         with patient(self.threads):
             runtime.pipelined(plan, buffer, self.port, op, scratch)
 

@@ -1,7 +1,5 @@
 """Every plan of the course by its name, for figures, widgets and tests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from ddp_course.collectives import halving_doubling, naive, ring, rooted, tree, unrooted

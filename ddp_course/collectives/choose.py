@@ -6,11 +6,10 @@ spared. `all_reduce` chooses by a rule; `Selector` chooses by what was measured 
 machine. Explained in chapter 03.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Self
 
 from torch import Tensor
 
@@ -88,7 +87,7 @@ class Selector:
     best: tuple[tuple[int, str], ...]
 
     @classmethod
-    def of(cls, seconds: Mapping[str, Mapping[int, float]]) -> Selector:
+    def of(cls, seconds: Mapping[str, Mapping[int, float]]) -> Self:
         """Make a selector of measured times: name -> size in bytes -> seconds.
 
         Only sizes that were measured for every name count. Raises ValueError if there
@@ -97,12 +96,8 @@ class Selector:
         common = set.intersection(*(set(times) for times in seconds.values()))
         if not common:
             raise ValueError("no size was measured for all of them")
-        return cls(
-            tuple(
-                (size, min(seconds, key=lambda name: seconds[name][size]))
-                for size in sorted(common)
-            )
-        )
+        names = {size: min(seconds, key=lambda n: seconds[n][size]) for size in common}
+        return cls(tuple(sorted(names.items())))
 
     def __call__(self, nbytes: int) -> str:
         """Return the name of the fastest for `nbytes` bytes."""

@@ -5,8 +5,6 @@ thread in which collectives can be under way (`async_op=True`), and memory to re
 into. It lives as long as the process group. Explained in chapter 02.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import os
@@ -121,9 +119,7 @@ class Communicator:
         with the same text on every rank. Chapter 02.
         """
         shown: list[Any] = []
-        self.perform(
-            lambda: shown.extend(self.agree(words, problem, show)), async_op=False
-        )
+        self.perform(lambda: shown.extend(self.agree(words, problem, show)), False)
         return shown
 
     def agree(
@@ -149,24 +145,18 @@ class Communicator:
         What a job in the thread performs is part of it, and done at once.
         """
         busy = self._last is not None and not self._last.done()
-        if self.in_thread or (not async_op and not busy):
+        in_thread = threading.get_ident() == self._of_thread
+        if in_thread or (not async_op and not busy):
             job()
             return None
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(
-                1, "collectives", initializer=self._thread_begins
-            )
+            self._thread = ThreadPoolExecutor(1, "collectives", self._thread_begins)
         self._last = self._thread.submit(in_this_stream(job))
         work = Work(self._last)
         if async_op:
             return work
         work.wait()
         return None
-
-    @property
-    def in_thread(self) -> bool:
-        """Whether the caller is this group's thread, where others compute meanwhile."""
-        return threading.get_ident() == self._of_thread
 
     def _thread_begins(self) -> None:
         self._of_thread = threading.get_ident()
@@ -256,21 +246,28 @@ def read(notes: Sequence[str], ranks: Sequence[int]) -> list[Any]:
 
     Raises CollectiveError if a rank has a problem, or if the words differ.
     """
-    problems = {r: n for r, n in zip(ranks, notes, strict=True) if n[:1] == PROBLEM}
-    if problems:
-        told = by_text({rank: text[1:] for rank, text in problems.items()})
-        raise CollectiveError(f"{told}. Nothing was sent.")
+    problems = [note[1:] if note[:1] == PROBLEM else "" for note in notes]
+    if any(problems):
+        raise CollectiveError(f"{by_text(problems, ranks)}. Nothing was sent.")
     words, shown = zip(*(n.partition(SHOWN)[::2] for n in notes), strict=True)
     if len(set(words)) > 1:
-        told = by_text(dict(zip(ranks, words, strict=True)))
-        wrong = f"the ranks do not call the same. {told}"
-        raise CollectiveError(f"{wrong}. Nothing was sent.")
+        told = f"the ranks do not call the same. {by_text(words, ranks)}"
+        raise CollectiveError(f"{told}. Nothing was sent.")
     return [ast.literal_eval(value) if value else None for value in shown]
 
 
-def by_text(told: dict[int, str]) -> str:
-    """Write who says what, ranks with the same text together."""
+def by_text(
+    texts: Sequence[str], ranks: Sequence[int], text_first: bool = False
+) -> str:
+    """Write who says what, ranks with the same text together; who says "" is left out.
+
+    As "rank 0: yes; ranks 1, 2: no", or "yes on rank 0, no on ranks 1, 2".
+    """
     who: dict[str, list[int]] = {}
-    for rank, text in told.items():
-        who.setdefault(text, []).append(rank)
-    return "; ".join(f"{ranks_in_words(those)}: {text}" for text, those in who.items())
+    for rank, text in zip(ranks, texts, strict=True):
+        if text:
+            who.setdefault(text, []).append(rank)
+    told = [(text, ranks_in_words(those)) for text, those in who.items()]
+    if text_first:
+        return ", ".join(f"{text} on {named}" for text, named in told)
+    return "; ".join(f"{named}: {text}" for text, named in told)

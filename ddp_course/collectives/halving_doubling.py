@@ -6,8 +6,6 @@ on a cluster whose links get slower with distance, a ring may be better. `by_hal
 all of it; `all_reduce` does the same by a plan (as in `ring`). Chapter 03.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache, partial
 
@@ -15,16 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_course.collectives import plan as plans
 from ddp_course.collectives.call import all_reduce_by
-from ddp_course.collectives.plan import (
-    Plan,
-    Transfer,
-    among,
-    backwards,
-    bounds,
-    chain,
-    make_plan,
-)
+from ddp_course.collectives.plan import Plan, Transfer, among, bounds, make_plan
 from ddp_course.collectives.port import Port
 
 
@@ -98,15 +89,15 @@ def plan(world_size: int) -> Plan:
     p = 1 << (world_size.bit_length() - 1)
     extra = range(world_size - p)
     halving = halving_plan(p)
-    doubling = backwards(halving, "doubling", reduce=False)
+    doubling = plans.backwards(halving, "doubling", reduce=False)
     phases = [
         [Transfer(0, p + i, i, 0, p, True) for i in extra],
         among(halving, range(p)),
         among(doubling, range(p)),
         [Transfer(0, i, p + i, 0, p, False) for i in extra],
     ]
-    plans = [make_plan("part", world_size, p, phase) for phase in phases]
-    return chain("all_reduce, halving-doubling", *plans)
+    parts = [make_plan("part", world_size, p, phase) for phase in phases]
+    return plans.chain("all_reduce, halving-doubling", *parts)
 
 
 all_reduce = partial(all_reduce_by, "halving_doubling", plan)

@@ -7,8 +7,6 @@ With `sharded_plan` every rank carries its part, so each node's network cards al
 of that; `all_reduce` does the same by a plan (as in `ring`). Chapter 03.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 

@@ -14,14 +14,13 @@ written again only behind one more barrier, at which all have arrived that read 
 place is ever written and read at once. Explained in chapter 03.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import os
 import time
 from collections.abc import Callable
 from functools import cache, lru_cache
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -138,10 +137,8 @@ class Barrier:
             TimeoutError: some did not arrive within `timeout` seconds; names them.
             RuntimeError: a rank has left (see `leave`), or this one did, earlier.
         """
-        if self._broken:
-            raise RuntimeError(
-                f"this shared memory can no longer be used: {self._broken}"
-            )
+        if why := self._broken:
+            raise RuntimeError(f"this shared memory can no longer be used: {why}")
         self.count += 1
         self._arrived[self.rank] = self.count
         post, take = self._post, self._try
@@ -176,18 +173,15 @@ class Barrier:
         self.wait()
         if self._hashes[page] == digest * self.size:
             return None
-        lengths = [int.from_bytes(place[:8], "little") for place in self._texts[page]]
-        return [
-            bytes(place[8 : 8 + length]).decode(errors="ignore")
-            for place, length in zip(self._texts[page], lengths, strict=True)
-        ]
+        ends = [8 + int.from_bytes(place[:8], "little") for place in self._texts[page]]
+        shown = zip(self._texts[page], ends, strict=True)
+        return [bytes(text[8:end]).decode(errors="ignore") for text, end in shown]
 
-    def __enter__(self) -> Barrier:
+    def __enter__(self) -> Self:
         """Begin what the other ranks rely on: see `leave`."""
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        """Leave if that failed."""
         if error is not None:
             self.leave(error)
 
@@ -216,9 +210,8 @@ class Barrier:
                 return
             gone = [r for r in range(self.size) if self._left[r]]
             if gone:
-                raise RuntimeError(
-                    f"{ranks_in_words(gone)} failed and left this shared memory"
-                )
+                who = ranks_in_words(gone)
+                raise RuntimeError(f"{who} failed and left this shared memory")
             late = [r for r in range(self.size) if self._arrived[r] < self.count]
             if self.watch:
                 self.watch(late)

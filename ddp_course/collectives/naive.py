@@ -5,8 +5,6 @@ the number of ranks. `through_rank_0` is all of it; `all_reduce` does the same b
 (as in `ring`). Explained in chapter 03.
 """
 
-from __future__ import annotations
-
 from functools import cache, partial
 
 import torch

@@ -17,8 +17,6 @@ only from PyTorch 2.13 on: in 2.12 the thread has no name by which to find it.
 measures that, too, as "gloo, patient".)
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

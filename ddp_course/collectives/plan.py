@@ -10,8 +10,6 @@ Within one step all transfers happen together: what is sent is what was there be
 the step. Explained in chapter 02.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -98,16 +96,9 @@ def make_plan(
     idempotent: bool = False,
 ) -> Plan:
     """Return a plan; by default every rank starts and ends with every chunk."""
-    everything = [range(chunks)] * world_size
-    return Plan(
-        name,
-        world_size,
-        chunks,
-        tuple(sorted(transfers)),
-        tuple(map(frozenset, start or everything)),
-        tuple(map(frozenset, end or everything)),
-        idempotent,
-    )
+    everything, transfers = [range(chunks)] * world_size, tuple(sorted(transfers))
+    ends = [tuple(map(frozenset, chunks or everything)) for chunks in (start, end)]
+    return Plan(name, world_size, chunks, transfers, *ends, idempotent)
 
 
 def chain(name: str, *plans: Plan) -> Plan:
@@ -120,10 +111,8 @@ def chain(name: str, *plans: Plan) -> Plan:
     for plan in plans:
         transfers += [replace(t, step=t.step + step) for t in plan.transfers]
         step += plan.steps
-    first, last = plans[0], plans[-1]
-    return make_plan(
-        name, first.world_size, first.chunks, transfers, first.start, last.end
-    )
+    first, end = plans[0], plans[-1].end
+    return make_plan(name, first.world_size, first.chunks, transfers, first.start, end)
 
 
 def backwards(plan: Plan, name: str, reduce: bool) -> Plan:
@@ -148,16 +137,12 @@ def among(
     What `plan` calls rank i is rank `ranks[i]` there. Each of its chunks is `times`
     chunks there, and the first of them has the number `skip`.
     """
-    return [
-        replace(
-            t,
-            src=ranks[t.src],
-            dst=ranks[t.dst],
-            first=skip + t.first * times,
-            last=skip + t.last * times,
-        )
-        for t in plan.transfers
-    ]
+
+    def there(t: Transfer) -> Transfer:
+        first, last = (skip + chunk * times for chunk in (t.first, t.last))
+        return Transfer(t.step, ranks[t.src], ranks[t.dst], first, last, t.reduce)
+
+    return [there(t) for t in plan.transfers]
 
 
 def bounds(numel: int, chunks: int) -> list[int]:
@@ -207,9 +192,7 @@ def mistakes(plan: Plan) -> list[str]:
     for rank, wanted in enumerate(plan.end):
         for chunk in sorted(wanted):
             right = tuple(r for r, has in enumerate(plan.start) if chunk in has)
-            if outcome[rank][chunk] != right:
-                wrong.append(
-                    f"rank {rank} ends with {outcome[rank][chunk]} in chunk {chunk}; "
-                    f"it should have {right}"
-                )
+            if (has := outcome[rank][chunk]) != right:
+                told = f"rank {rank} ends with {has} in chunk {chunk}"
+                wrong.append(f"{told}; it should have {right}")
     return wrong

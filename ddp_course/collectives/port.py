@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from typing import Protocol
 
 import torch
@@ -79,26 +79,22 @@ class Port:
         """Start to send a contiguous tensor; do not change it before `wait()`."""
         to = self.ranks[peer]
         self._count_sent(tensor, to)
-        line = line_to(to)
         leaving = tensor.to("cpu", copy=True) if self.staged(tensor) else tensor
-        if line is not None and not self.in_order(tensor):
-            start = lambda: dist.isend(leaving, to, self.group, TAG)  # noqa: E731
-            return line.send(start, tensor.nbytes)
-        if line is not None:
+        send = partial(dist.isend, leaving, to, self.group, TAG)
+        if line := line_to(to):
+            if not self.in_order(tensor):
+                return line.send(send, tensor.nbytes)
             line.pass_by(tensor.nbytes)
-        return dist.isend(leaving, to, self.group, TAG)
+        return send()
 
     def receive(self, tensor: Tensor, peer: int) -> Handle:
         """Start to receive into a contiguous tensor; it is complete after `wait()`."""
         source = self.ranks[peer]
         self._count_received(tensor, source)
-        if self.staged(tensor):
-            arriving = torch.empty_like(tensor, device="cpu")
-            return _Landing(self._receive(arriving, source), arriving, tensor)
-        return self._receive(tensor, source)
-
-    def _receive(self, tensor: Tensor, source: int) -> Handle:
-        return dist.irecv(tensor, source, self.group, TAG)
+        staged = self.staged(tensor)
+        arriving = torch.empty_like(tensor, device="cpu") if staged else tensor
+        handle = dist.irecv(arriving, source, self.group, TAG)
+        return _Landing(handle, arriving, tensor) if staged else handle
 
     def exchange(
         self,

@@ -1,7 +1,5 @@
 """How two numbers become one: the reduce operations, and what they can be used on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache
 

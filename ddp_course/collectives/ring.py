@@ -9,8 +9,6 @@ the same messages: it has them as a plan, compares with the other ranks what the
 about to do, cuts long messages into pieces, and can go on while others compute.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache, partial
 

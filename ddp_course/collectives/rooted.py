@@ -4,8 +4,6 @@ One rank, the root, has something for all others or gets something from all of t
 is a rank of the whole job, as in `torch.distributed`. Explained in chapter 02.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from typing import Any

@@ -11,12 +11,11 @@ added while the next is still on its way. Both are given
 Explained in chapters 02 (step by step) and 03 (pieces).
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -44,12 +43,12 @@ class Buffer:
             self.starts.append(self.starts[-1] + part.numel())
 
     @classmethod
-    def flat(cls, tensor: Tensor, chunks: int) -> Buffer:
+    def flat(cls, tensor: Tensor, chunks: int) -> Self:
         """Divide one contiguous tensor into `chunks` chunks of (nearly) equal size."""
         return cls(bounds(tensor.numel(), chunks), [tensor.view(-1)])
 
     @classmethod
-    def pieces(cls, tensors: Sequence[Tensor | None]) -> Buffer:
+    def pieces(cls, tensors: Sequence[Tensor | None]) -> Self:
         """Use `tensors[c]` as chunk c; None is a chunk that is never on this rank."""
         here = next(t for t in tensors if t is not None)
         parts = [here.new_empty(0) if t is None else t.view(-1) for t in tensors]

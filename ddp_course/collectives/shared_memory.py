@@ -11,11 +11,10 @@ NCCL does something like it inside a node for small messages, or where GPUs have
 and, below it, `memory_barrier` and `allocator`. Explained in chapter 03.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from operator import methodcaller
 
 import torch
 import torch.distributed as dist
@@ -135,13 +134,11 @@ def all_reduce(
     call.reduction(op, tensor)
     memory = _memory_of(call, tensor)
 
-    def work(way: Staging | SymmetricMemory) -> None:
-        way.all_reduce(tensor, call.op, call.agree)
-
     def moved() -> list[int]:
         how = tensor.element_size(), call.size, call.rank, memory is not None
         return volumes(tensor.numel(), *how)
 
+    work = methodcaller("all_reduce", tensor, call.op, call.agree)
     return _start(call, tensor, tensor, memory, work, moved, async_op)
 
 
@@ -165,12 +162,10 @@ def reduce_scatter_single(
     call.reduction(op, output)
     memory = _memory_of(call, input)
 
-    def work(way: Staging | SymmetricMemory) -> None:
-        way.reduce_scatter(output, input, call.op, call.agree)
-
     def moved() -> list[int]:
         return [output.nbytes] * call.size
 
+    work = methodcaller("reduce_scatter", output, input, call.op, call.agree)
     return _start(call, output, input, memory, work, moved, async_op)
 
 
@@ -192,12 +187,10 @@ def all_gather_single(
         in_place = own.data_ptr() == input.data_ptr()
         memory = _memory_of(call, output if in_place else input)
 
-    def work(way: Staging | SymmetricMemory) -> None:
-        way.all_gather(output, input, call.agree)
-
     def moved() -> list[int]:
         return [input.nbytes] * call.size
 
+    work = methodcaller("all_gather", output, input, call.agree)
     return _start(call, output, input, memory, work, moved, async_op)
 
 
@@ -210,7 +203,7 @@ def _start(
     moved: Callable[[], Sequence[int]],
     async_op: bool,
 ) -> Work | None:
-    """Do `work` in `memory`; if that is None, in the group's staging buffer.
+    """Do `work` with `memory`; if that is None, with the group's staging buffer.
 
     That is made at the first call, on which its ranks must agree before. `moved()` are
     the bytes that others read of this rank's memory, or that it writes into theirs, by

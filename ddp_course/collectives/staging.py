@@ -7,20 +7,12 @@ same order, however it gets there: the same bits on all ranks and in both of
     Staging          any tensor goes through slots in shared memory, in slabs
     SymmetricMemory  tensors that lie in shared memory already
 
-Both have, of contiguous tensors of any type and shape,
-
-    all_reduce(tensor, op)              in place
-    reduce_scatter(output, input, op)   chunk r of all ranks' `input` in rank r's
-                                        `output`, which may be its own chunk of `input`
-    all_gather(output, input)           the `input` of rank r in chunk r of all ranks'
-                                        `output`; it may be its own chunk of that
-
-Each begins with one barrier, which may be the caller's own `meet` (that of ranks that
-agree, say). If it raises, no tensor has been changed. Errors: as `Barrier.wait`, and
-what `meet` raises. Chapter 03.
+Both take contiguous tensors of any type and shape; the smaller one of `output` and
+`input` may be this rank's own chunk of the larger one. Each collective begins with one
+barrier, which may be the caller's own `meet` (that of ranks that agree, say). If it
+raises, no tensor has been changed. Errors: as `Barrier.wait`, and what `meet` raises.
+Chapter 03.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache

@@ -5,8 +5,6 @@ log2(N) of them, others one. Good for small tensors. `along_a_tree` is all of it
 `all_reduce` does the same by a plan (as in `ring`). Explained in chapter 03.
 """
 
-from __future__ import annotations
-
 from functools import cache, partial
 
 import torch

@@ -5,8 +5,6 @@ do with sharded weights and gradients (chapters 07 and 08). All-to-all brings th
 of a mixture of experts to the ranks that have them. Explained in chapter 02.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -149,11 +147,9 @@ def reduce_scatter_single(
     call = Collective(group, "reduce_scatter_single")
     call.tensor("output", output)
     call.times("input", input, "output", output)
-
-    def inputs() -> Sequence[Tensor]:
-        return input.view(-1).tensor_split(call.size)
-
-    return _reduce_scatter(call, output, inputs, op, async_op)
+    return _reduce_scatter(
+        call, output, lambda: input.view(-1).tensor_split(call.size), op, async_op
+    )
 
 
 def _reduce_scatter(

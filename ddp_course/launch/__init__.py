@@ -36,23 +36,3 @@ from ddp_course.launch.reports import (
 )
 from ddp_course.launch.server import warm
 from ddp_course.launch.topology import Place, Topology, here
-
-__all__ = [
-    "CannotSendError",
-    "LaunchArgumentError",
-    "LaunchError",
-    "Link",
-    "Links",
-    "Place",
-    "RankError",
-    "RankInterrupted",
-    "RankReport",
-    "RankTimeout",
-    "Topology",
-    "device",
-    "here",
-    "links_here",
-    "send_over_link",
-    "spawn",
-    "warm",
-]

@@ -21,8 +21,6 @@ runs any program that makes its process group itself:
 Restarts (`--max-restarts 3`) work: each attempt meets afresh.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import importlib
@@ -64,9 +62,8 @@ def main(argv: list[str] | None = None) -> None:
     except ValueError as error:
         parser.error(str(error))
     if not under_torchrun():
-        parser.error(
-            "RANK and MASTER_ADDR are not set: start it with torchrun, which sets them"
-        )
+        unset = "RANK and MASTER_ADDR are not set"
+        parser.error(f"{unset}: start it with torchrun, which sets them")
     with cause_first():
         store = join(backend=strict.NAME) if told.strict else join()
         value = fn(*args, **kwargs)

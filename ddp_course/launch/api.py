@@ -1,7 +1,5 @@
 """`spawn`: call a function on every rank, and get back what it returned."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -78,10 +76,9 @@ def spawn(
     Chapters 00 and 01.
     """
     topology = cluster(world_size, nnodes, nproc_per_node)
+    wanted = {"device": device, "backend": backend, "share_gpus": share_gpus}
     try:
-        placement = choose(
-            topology, device=device, backend=backend, share_gpus=share_gpus
-        )
+        placement = choose(topology, **wanted)
     except ValueError as error:
         raise LaunchArgumentError(str(error)) from None
     job = Job(

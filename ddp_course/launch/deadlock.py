@@ -6,12 +6,11 @@ where it waits, and for whom, in the store at which the ranks met, and follows w
 others say. If that leads back to itself, nobody will ever come. Chapter 02.
 """
 
-from __future__ import annotations
-
 import ast
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
@@ -26,6 +25,7 @@ class DeadlockError(RuntimeError):
 EACH_OTHER = "these wait for each other: "
 
 
+@dataclass(eq=False)
 class Watch:
     """Looks after one rank while it waits for others of the group `ranks`.
 
@@ -34,21 +34,14 @@ class Watch:
     While this process is `busy` with other collectives, too, nothing is certain.
     """
 
-    def __init__(
-        self,
-        store: dist.Store,
-        ranks: Sequence[int],
-        rank: int,
-        busy: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self.store = store
-        self.ranks = list(ranks)
-        self.rank = rank
-        self.busy = busy
-        self.doing = "its first collective"
-        self.since: float | None = None
-        self.seen: list[str] = []
-        self.failed = ""  # why others may wait for this one in what it has left
+    store: dist.Store
+    ranks: list[int]
+    rank: int
+    busy: Callable[[], bool] = lambda: False
+    doing: str = "its first collective"
+    since: float | None = None
+    seen: list[str] = field(default_factory=list)
+    failed: str = ""  # why others may wait for this one in what it has left
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -75,9 +68,8 @@ class Watch:
             circle = told[over[0]].get("circle", [])  # it was told before this rank
             if any(name.startswith(f"rank {self.rank} at ") for name in circle):
                 raise DeadlockError(EACH_OTHER + "; ".join(circle))
-            raise DeadlockError(
-                f"ranks {over} have returned, and come to no collective"
-            )
+            why = f"ranks {over} have returned, and come to no collective"
+            raise DeadlockError(why)
         own = {"group": self.ranks, "late": list(late), "doing": self.doing}
         self._say(own)
         circle = self._circle(list(late))

@@ -6,8 +6,6 @@ enough, otherwise the CPU and gloo, in both cases with one line that says so. Se
 ranks share a GPU only when asked to. Explained in chapter 01.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,13 +40,12 @@ class Placement:
             return {"DDP_COURSE_DEVICE": "cpu"}
         first = place.node_rank * place.topology.nproc_per_node
         mine = self.gpus[first : first + place.topology.nproc_per_node]
-        seen = sorted(set(mine))
-        visible = _visible_gpus()
+        told = os.environ.get("CUDA_VISIBLE_DEVICES", "")  # the numbers refer to these
+        visible, seen = [gpu for gpu in told.split(",") if gpu], sorted(set(mine))
+        names = [visible[gpu] if visible else str(gpu) for gpu in seen]
         return {
             "DDP_COURSE_DEVICE": f"cuda:{seen.index(self.gpus[place.rank])}",
-            "CUDA_VISIBLE_DEVICES": ",".join(
-                visible[gpu] if visible else str(gpu) for gpu in seen
-            ),
+            "CUDA_VISIBLE_DEVICES": ",".join(names),
         }
 
 
@@ -67,17 +64,14 @@ def choose(
     """
     n = topology.world_size
     have = torch.cuda.device_count() if gpus is None else gpus
-    if device not in DEVICES:
-        raise ValueError(f"device is {device!r}; it can be one of {_listed(DEVICES)}")
-    if backend not in BACKENDS:
-        raise ValueError(
-            f"backend is {backend!r}; it can be one of {_listed(BACKENDS)}"
-        )
+    asked = ("device", device, DEVICES), ("backend", backend, BACKENDS)
+    for name, value, known in asked:
+        if value not in known:
+            can = ", ".join(map(repr, known))
+            raise ValueError(f"{name} is {value!r}; it can be one of {can}")
     if backend in ("mpi", "ucc") and not _built_in(backend):
-        raise ValueError(
-            f"backend is {backend!r}, but this PyTorch was built without it; 'gloo' "
-            "works everywhere"
-        )
+        told = f"backend is {backend!r}, but this PyTorch was built without it"
+        raise ValueError(f"{told}; 'gloo' works everywhere")
     if device == "cuda" and have == 0:
         raise ValueError("device is 'cuda', but this machine has no GPU; use 'cpu'")
     if backend == "strict" and device != "cuda":
@@ -91,12 +85,9 @@ def choose(
         return _on_cpu(n, backend, why)
     if share_gpus and n > have:
         backend = "gloo" if backend == "auto" else backend
-        return Placement(
-            backend,
-            tuple(rank % have for rank in range(n)),
-            f"{_ranks(n)} share {_gpus(have)} and talk over {backend}, since NCCL "
-            f"wants a GPU for each rank.",
-        )
+        told = f"{_ranks(n)} share {_gpus(have)} and talk over {backend}, since NCCL "
+        told += "wants a GPU for each rank."
+        return Placement(backend, tuple(rank % have for rank in range(n)), told)
     if n > have:
         if device == "cuda":
             raise ValueError(
@@ -107,9 +98,8 @@ def choose(
     if backend == "auto":
         # Both: NCCL for tensors on the GPUs, gloo for those on the CPU.
         backend = "cpu:gloo,cuda:nccl"
-    return Placement(
-        backend, tuple(range(n)), f"{_ranks(n)} on {_gpus(n)}, talking over {backend}."
-    )
+    told = f"{_ranks(n)} on {_gpus(n)}, talking over {backend}."
+    return Placement(backend, tuple(range(n)), told)
 
 
 def device(environ: Mapping[str, str] = os.environ) -> torch.device:
@@ -128,32 +118,22 @@ def device(environ: Mapping[str, str] = os.environ) -> torch.device:
 
 
 def _demand_gpus_for_nccl(n: int, have: int, device: str, share_gpus: bool) -> None:
-    needs = "backend is 'nccl', which needs a GPU for each"
-    if have == 0:
-        raise ValueError(f"{needs} rank, but this machine has none; use 'gloo'")
-    if device == "cpu":
-        raise ValueError(f"{needs} rank, but device is 'cpu'; use 'gloo'")
-    if share_gpus:
-        raise ValueError(
-            f"{needs} rank, but share_gpus is True; this machine has {have}. Use 'gloo'"
-        )
-    if n > have:
-        raise ValueError(
-            f"{needs} of the {n} ranks; this machine has {have}. Start at most {have}, "
-            "or use 'gloo'"
-        )
+    told = f"of the {n} ranks; this machine has {have}. Start at most {have}, or use"
+    refused = {
+        "rank, but this machine has none; use": have == 0,
+        "rank, but device is 'cpu'; use": device == "cpu",
+        f"rank, but share_gpus is True; this machine has {have}. Use": share_gpus,
+        told: n > have,
+    }
+    for why in (why for why, is_so in refused.items() if is_so):
+        needs = "backend is 'nccl', which needs a GPU for each"
+        raise ValueError(f"{needs} {why} 'gloo'")
 
 
 def _on_cpu(n: int, backend: str, why: str) -> Placement:
     backend = "gloo" if backend == "auto" else backend
-    return Placement(
-        backend, (), f"{_ranks(n)} on the CPU, talking over {backend}: {why}."
-    )
-
-
-def _visible_gpus() -> list[str]:
-    """The names in CUDA_VISIBLE_DEVICES, which the caller's own numbers refer to."""
-    return [g for g in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if g]
+    told = f"{_ranks(n)} on the CPU, talking over {backend}: {why}."
+    return Placement(backend, (), told)
 
 
 def _built_in(backend: str) -> bool:
@@ -166,7 +146,3 @@ def _ranks(count: int) -> str:
 
 def _gpus(count: int) -> str:
     return "1 GPU" if count == 1 else f"{count} GPUs"
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    return ", ".join(repr(name) for name in names)

@@ -1,7 +1,5 @@
 """What a launch is to do: every argument checked, before anything is started."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -41,8 +39,7 @@ class Job:
         """Check what is not checked where it was made."""
         _whole("threads", self.threads, 1, 1024)
         _whole("max_lines", self.max_lines, 0, 10**9)
-        number = isinstance(self.timeout, (int, float))
-        number = number and not isinstance(self.timeout, bool)
+        number = isinstance(self.timeout, (int, float)) and self.timeout is not True
         if not number or not 0 < self.timeout < sys.float_info.max:
             _refuse("timeout", self.timeout, "it must be a number of seconds above 0")
         if not callable(self.fn):
@@ -69,11 +66,8 @@ def cluster(
     world_size: int | None, nnodes: int | None, nproc_per_node: int | None
 ) -> Topology:
     """Return the shape that was asked for, 4 ranks by default."""
-    for name, value in (
-        ("world_size", world_size),
-        ("nnodes", nnodes),
-        ("nproc_per_node", nproc_per_node),
-    ):
+    asked = {"world_size": world_size, "nnodes": nnodes}
+    for name, value in {**asked, "nproc_per_node": nproc_per_node}.items():
         if value is not None:
             _whole(name, value, 1, MAX_WORLD_SIZE)
     nodes = nnodes or 1
@@ -111,7 +105,7 @@ def variables(env: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def _whole(name: str, value: Any, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
+    if type(value) is not int:
         _refuse(name, value, f"it must be a whole number, {low} to {high}")
     if not low <= value <= high:
         _refuse(name, value, f"it can be {low} to {high}")

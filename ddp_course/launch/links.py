@@ -8,8 +8,6 @@ that, `latency + bytes / bandwidth` (Hockney 1994, the "alpha-beta model" of cha
 two cores still see honest links.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -5,8 +5,6 @@ value, with everything it refers to; one that lives in a module goes by name, an
 rank imports that module from disk. Results come back as `torch.save` writes them.
 """
 
-from __future__ import annotations
-
 import dis
 import functools
 import importlib
@@ -110,15 +108,10 @@ def pack_value(value: Any) -> bytes:
 def unpack_value(data: bytes) -> Any:
     """Return the result; tensors arrive on the CPU, wherever they were."""
     try:
-        return torch.load(
-            io.BytesIO(data),
-            map_location="cpu",
-            weights_only=False,
-            pickle_module=pickle,
-        )
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
     except Exception as error:
         raise CannotSendError(
-            f"the function returned something that cannot be read back: "
+            "the function returned something that cannot be read back: "
             f"{type(error).__name__}: {error}"
         ) from None
 
@@ -196,9 +189,5 @@ def _can_be_pickled(part: Any) -> bool:
 
 
 def _type_name(part: Any) -> str:
-    kind = type(part)
-    return (
-        kind.__name__
-        if kind.__module__ == "builtins"
-        else (f"{kind.__module__}.{kind.__qualname__}")
-    )
+    room, name = type(part).__module__, type(part).__qualname__
+    return name if room == "builtins" else f"{room}.{name}"

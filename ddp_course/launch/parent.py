@@ -5,15 +5,13 @@ large result nor ten megabytes of output can block it; and whatever happens, the
 are gone when it ends.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing import connection
 from multiprocessing.connection import Connection
@@ -36,40 +34,13 @@ TICK = 0.1  # seconds after which the loop looks at the clock and the stop butto
 class Rank:
     """What the launcher knows of one rank."""
 
-    rank: int
+    rank: int  # its number
     process: BaseProcess
     result: Connection
     streams: dict[Connection, str]  # "stdout", "stderr", "stacks"
     answer: bytearray = field(default_factory=bytearray)
     stacks: bytearray = field(default_factory=bytearray)
     report: RankReport | None = None
-
-
-class StopButton:
-    """Remembers an interrupt instead of raising it in the middle of something.
-
-    A KeyboardInterrupt can come between any two lines; one that came between starting
-    a process and noting that it was started would leave it behind.
-    """
-
-    def __init__(self) -> None:
-        self.pressed = False
-
-    def __call__(self, *_: object) -> None:
-        """Handle SIGINT."""
-        self.pressed = True
-
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        """Take SIGINT over for a while. Only the main thread gets signals."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = signal.signal(signal.SIGINT, self)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
 
 
 class Launch:
@@ -79,7 +50,7 @@ class Launch:
         self.job = job
         self.ranks: list[Rank] = []
         self.transcript = Transcript(job.world_size, job.output, job.max_lines)
-        self.stop = StopButton()
+        self.stopped = False  # by hand
         self.labels = cell_labels()
         self.started_at = time.monotonic()
         self.asked = False  # whether the unfinished ranks were asked where they stand
@@ -88,7 +59,7 @@ class Launch:
         """Do it all. Raises RankInterrupted if it was stopped by hand."""
         call = pack_call(self.job.fn, self.job.args)
         server.warm()
-        with self.stop.listening(), scratch_files("call", "store") as (file, store):
+        with self._noting_a_stop(), scratch_files("call", "store") as (file, store):
             Path(file.path).write_bytes(call)
             try:
                 self._start(file, store)
@@ -97,16 +68,37 @@ class Launch:
             finally:
                 self._end()
             told = [self._report(rank) for rank in self.ranks]
-        if self.stop.pressed:
+        if self.stopped:
             raise reports.stopped(told)
         return told
+
+    @contextlib.contextmanager
+    def _noting_a_stop(self) -> Iterator[None]:
+        """Remember an interrupt instead of raising it in the middle of something.
+
+        A KeyboardInterrupt can come between any two lines; one that came between
+        starting a process and noting that it was started would leave it behind. Only
+        the main thread gets signals.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def note(*_: object) -> None:
+            self.stopped = True
+
+        before = signal.signal(signal.SIGINT, note)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     def _start(self, call: object, store: object) -> None:
         context = server.context(self.job.start_method)
         with rendezvous.listening_socket() as listener:
             port = str(listener.getsockname()[1])
             for place in self.job.topology.places():
-                if self.stop.pressed:
+                if self.stopped:
                     return
                 orders = rank_side.Orders(
                     call=call,
@@ -121,47 +113,33 @@ class Launch:
 
     def _start_rank(self, context, number: int, orders: rank_side.Orders) -> None:
         result, its_result = context.Pipe()
-        pairs = {
-            name: context.Pipe(duplex=False) for name in ("stdout", "stderr", "stacks")
-        }
-        pipes = rank_side.Pipes(
-            its_result, **{name: its_end for name, (_, its_end) in pairs.items()}
-        )
-        process = context.Process(
-            target=rank_side.main, args=(orders, pipes), name=f"rank {number}"
-        )
-        streams = {our_end: name for name, (our_end, _) in pairs.items()}
+        streams, its_ends = {}, {"result": its_result}
+        for name in ("stdout", "stderr", "stacks"):
+            our_end, its_ends[name] = context.Pipe(duplex=False)
+            streams[our_end] = name
+        args = orders, rank_side.Pipes(**its_ends)
+        process = context.Process(None, rank_side.main, f"rank {number}", args)
         self.ranks.append(Rank(number, process, result, streams))
         server.start(process)
-        its_result.close()
-        for _, its_end in pairs.values():
+        for its_end in its_ends.values():
             its_end.close()
 
     def _listen(self) -> None:
         """Take in what the ranks send until all are done, one fails, or time is up."""
         self.started_at = time.monotonic()
-        deadline = self.started_at + self.job.timeout
-        self._pump(
-            until=lambda: all(rank.report for rank in self.ranks) or self._has_failed(),
-            deadline=deadline,
-        )
-        if self._has_failed():
-            self._pump(
-                until=lambda: all(rank.report for rank in self.ranks),
-                deadline=min(deadline, time.monotonic() + GRACE),
-            )
+        deadline, failed = self.started_at + self.job.timeout, False
+        while not (self.stopped or all(rank.report for rank in self.ranks)):
+            if not failed and self._has_failed():
+                failed, deadline = True, min(deadline, time.monotonic() + GRACE)
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            self._take_in(min(left, TICK))
 
     def _has_failed(self) -> bool:
         """Whether a rank has failed that may not."""
         failed = {r.rank for r in self.ranks if r.report and r.report.failed}
         return not failed <= set(self.job.may_fail)
-
-    def _pump(self, until: Callable[[], bool], deadline: float) -> None:
-        while not until() and not self.stop.pressed:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                break
-            self._take_in(min(left, TICK))
 
     def _take_in(self, seconds: float) -> None:
         """Read once from every pipe that has something, and show what may be shown."""
@@ -199,16 +177,9 @@ class Launch:
         rank.answer += data
         size = int.from_bytes(rank.answer[:8], "big")
         if len(rank.answer) >= 8 + size > 8:
-            status, seconds, what = pickle.loads(rank.answer[8:])
+            what = pickle.loads(rank.answer[8:])
             rank.answer.clear()
-            now = time.monotonic()
-            rank.report = RankReport(rank.rank, status, seconds=seconds, ended_at=now)
-            if status == "ok":
-                rank.report.value = what
-            else:
-                if what.pop("kind") == "SystemExit":
-                    rank.report.status = "exited"
-                vars(rank.report).update(what)
+            rank.report = RankReport(rank.rank, ended_at=time.monotonic(), **what)
         elif not data:
             rank.report = self._obituary(rank)
 
@@ -297,14 +268,9 @@ def _last_words(code: int) -> str:
 
 def environment(job: Job, rank: int, port: str) -> dict[str, str]:
     """Return the environment of a rank: ours, and on top what torchrun would set."""
-    place = job.topology.place(rank)
-    ours = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("TORCHELASTIC_", "PET_"))  # if we run under torchrun
-    }
+    place, torchruns = job.topology.place(rank), ("TORCHELASTIC_", "PET_")
     return {
-        **ours,
+        **{k: v for k, v in os.environ.items() if not k.startswith(torchruns)},
         "GLOO_SOCKET_IFNAME": rendezvous.loopback_interface(),
         "OMP_NUM_THREADS": str(job.threads),
         "MASTER_ADDR": "127.0.0.1",

@@ -4,8 +4,6 @@ This is the whole life of a rank, from the fork to the exit. The steps have name
 each is a function of a few lines.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import datetime
@@ -28,12 +26,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from ddp_course.launch import (
-    rendezvous,
-    stacks,
-    strangers,
-    strict,  # noqa: F401 (registers)
-)
+import ddp_course.launch.strict  # noqa: F401 (registers)
+from ddp_course.launch import rendezvous, stacks, strangers
 from ddp_course.launch.deadlock import say_returned
 from ddp_course.launch.packing import pack_value, unpack_call
 from ddp_course.launch.scratch import NamedFile, OpenFile
@@ -82,21 +76,20 @@ def main(orders: Orders, pipes: Pipes) -> None:
         started = time.monotonic()
         value = fn(*args)
         seconds = time.monotonic() - started
-        message = ("ok", seconds, pack_value(value))
+        report = {"status": "ok", "value": pack_value(value)}
         say_returned()
     except BaseException as error:
-        message = ("raised", time.monotonic() - started, _describe(error, labels))
+        seconds, report = time.monotonic() - started, _describe(error, labels)
     _flush()
-    send_frame(pipes.result.fileno(), pickle.dumps(message))
-    if message[0] == "ok":
+    send_frame(pipes.result.fileno(), pickle.dumps({**report, "seconds": seconds}))
+    if report["status"] == "ok":
         time.sleep(STAY)  # most often the launcher ends us here, when all are done
     os._exit(0)  # straight out: the peers of one that failed notice it at once
 
 
 def _give_up(error: Exception, pipes: Pipes) -> None:
     """End at once with an error, from any thread."""
-    message = "raised", 0.0, _describe(error, {})
-    send_frame(pipes.result.fileno(), pickle.dumps(message))
+    send_frame(pipes.result.fileno(), pickle.dumps(_describe(error, {})))
     os._exit(0)
 
 
@@ -201,7 +194,7 @@ def _join_process_group(orders: Orders) -> None:
 
 
 def _describe(error: BaseException, labels: dict[str, str]) -> dict[str, Any]:
-    """Return what to tell about an exception, as plain strings."""
+    """Return what a `RankReport` tells about an exception, as plain strings."""
     told = traceback.TracebackException.from_exception(error)
     stacks.drop_launcher(told)
     frames = [(f.filename, f.lineno, f.line) for f in told.stack]
@@ -209,8 +202,8 @@ def _describe(error: BaseException, labels: dict[str, str]) -> dict[str, Any]:
     if isinstance(error, SyntaxError):  # Python tells the file first
         what = f"{type(error).__name__}: {error.msg}"
     return {
+        "status": "exited" if isinstance(error, SystemExit) else "raised",
         "error": what,
-        "kind": type(error).__name__,
         "traceback": stacks.relabel("".join(told.format()), labels),
         "where": stacks.innermost(frames, labels),
     }

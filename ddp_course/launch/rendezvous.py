@@ -10,8 +10,6 @@ bound that port, and rank 0 serves a TCPStore on it for whoever asks for one.
 Explained in chapter 01.
 """
 
-from __future__ import annotations
-
 import datetime
 import itertools
 import os

@@ -5,8 +5,6 @@ returns the story of the ranks, the cause first, and not the launcher's own fram
 those frames tell a reader nothing about the mistake.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -77,8 +75,6 @@ class RankReport:
         lines = (self.error or self.status).strip().splitlines()
         return lines[0] if len(lines) == 1 else f"{lines[0]} ..."
 
-
-# ---- errors --------------------------------------------------------------------------
 
 RED, PLAIN = "\x1b[31m", "\x1b[0m"
 
@@ -154,24 +150,23 @@ def cause(
     That is the first rank that failed by itself and may not; ranks which merely lost a
     peer, or tired of waiting for one, come last.
     """
+
+    def blame(report: RankReport) -> tuple[bool, bool, float]:
+        waited = WAITED.search(report.error or "") is not None
+        return report.lost_a_peer, waited, report.ended_at
+
     failed = [r for r in reports if r.failed and r.rank not in may_fail]
-    first = min(failed, key=_blame, default=None)
+    first = min(failed, key=blame, default=None)
     # If all make the same mistake, it is chance who does so first: take the lowest.
     alike = [report for report in failed if report.headline == first.headline]
     return min(alike, key=lambda report: report.rank, default=None)
-
-
-def _blame(report: RankReport) -> tuple[bool, bool, float]:
-    waited = bool(WAITED.search(report.error or ""))
-    return report.lost_a_peer, waited, report.ended_at
 
 
 def failure(
     reports: list[RankReport], may_fail: Collection[int] = ()
 ) -> RankError | None:
     """Return the exception that tells what went wrong, or None if nothing did."""
-    first = cause(reports, may_fail)
-    if first is None:
+    if (first := cause(reports, may_fail)) is None:
         return None
     left = [report.rank for report in reports if report.status == "ok"]
     if first.lost_a_peer and left:
@@ -185,10 +180,8 @@ def late(reports: list[RankReport], timeout: float) -> RankTimeout | None:
     busy = [report.rank for report in reports if report.status == "unfinished"]
     if not busy:
         return None
-    have = "has" if len(busy) == 1 else "have"
-    return RankTimeout(
-        f"{_named(busy)} {have} not returned after {timeout:g} s", reports
-    )
+    who = f"{_named(busy)} {'has' if len(busy) == 1 else 'have'}"
+    return RankTimeout(f"{who} not returned after {timeout:g} s", reports)
 
 
 def stopped(reports: list[RankReport]) -> RankInterrupted:
@@ -197,6 +190,5 @@ def stopped(reports: list[RankReport]) -> RankInterrupted:
 
 
 def _named(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+    *first, last = map(str, ranks)
+    return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"

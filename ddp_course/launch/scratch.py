@@ -5,8 +5,6 @@ the last process that has it open is gone, even after `kill -9`. Elsewhere it is
 in a temporary folder, which the launcher removes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -12,8 +12,6 @@ each of them a quarter of a second, and what checks of exercises are made of; wh
 of these files was edited, it is replaced.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """Where in the reader's code a rank stands: read from tracebacks and stack dumps."""
 
-from __future__ import annotations
-
 import linecache
 import re
 import sysconfig
@@ -11,12 +9,8 @@ from traceback import TracebackException
 
 LAUNCHER = Path(__file__).resolve().parent
 PACKAGE = LAUNCHER.parent
-_LIBRARIES = tuple(
-    {
-        sysconfig.get_path(name)
-        for name in ("stdlib", "platstdlib", "purelib", "platlib")
-    }
-)
+_KINDS = ("stdlib", "platstdlib", "purelib", "platlib")
+_LIBRARIES = tuple(map(sysconfig.get_path, _KINDS))
 _NOISE = ("torch/distributed/c10d_logger.py",)
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
 _ESCAPE = re.compile(r"\\(?:x(..)|u(....)|U(.{8}))")
@@ -63,11 +57,8 @@ def innermost(
 def where(dump: str, labels: dict[str, str]) -> str | None:
     """Read faulthandler's newest dump: where the main thread of the process stands."""
     main_thread = _THREAD.split(dump)[-1]  # faulthandler writes the main thread last
-    frames = [
-        (_unescaped(file), int(line), None)
-        for file, line in _FRAME.findall(main_thread)
-    ]
-    return innermost(reversed(frames), labels)
+    frames = _FRAME.findall(main_thread)[::-1]  # the innermost was the first
+    return innermost([(_unescaped(f), int(line), None) for f, line in frames], labels)
 
 
 def _unescaped(file: str) -> str:
@@ -75,21 +66,15 @@ def _unescaped(file: str) -> str:
     return _ESCAPE.sub(lambda found: chr(int(found[found.lastindex], 16)), file)
 
 
-def drop_launcher(told: TracebackException) -> None:
+def drop_launcher(told: TracebackException | None) -> None:
     """Remove the launcher's frames, which say nothing about the mistake, in place."""
-    while told is not None:
-        kept = [
-            frame
-            for frame in told.stack
-            if LAUNCHER not in Path(frame.filename).parents
-            and not frame.filename.endswith(_NOISE)
-        ]
-        told.stack[:] = kept
-        for part in getattr(told, "exceptions", None) or ():  # of an ExceptionGroup
-            drop_launcher(part)
-        if told.__context__ is not None:
-            drop_launcher(told.__context__)
-        told = told.__cause__
+    if told is None:
+        return
+    kept = (f for f in told.stack if LAUNCHER not in Path(f.filename).parents)
+    told.stack[:] = [frame for frame in kept if not frame.filename.endswith(_NOISE)]
+    inner = getattr(told, "exceptions", None) or ()  # of an ExceptionGroup
+    for part in (*inner, told.__context__, told.__cause__):
+        drop_launcher(part)
 
 
 def relabel(text: str, labels: dict[str, str]) -> str:

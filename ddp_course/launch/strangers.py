@@ -7,8 +7,6 @@ end of a connection belongs. So whenever ranks of `spawn` have connected, each a
 before any tensor is sent. Chapter 01.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -352,7 +352,6 @@ def _batch_of_the_caller() -> tuple[list[dist.P2POp], dist.P2POp] | None:
 
 
 def _check(told: str, tensors: Iterable[Tensor], op: str = "SUM") -> None:
-    """Raise StrictError for what NCCL refuses."""
     if problem := problem_with(tensors, op):
         raise StrictError(f"{told}: {problem}")
 

@@ -135,21 +135,15 @@ def here(environ: Mapping[str, str] = os.environ) -> Place:
             f"WORLD_SIZE is {world_size}, but there are {nnodes} nodes and {per_node} "
             f"ranks on this one: every node must run as many"
         )
-    topology = Topology(nnodes, per_node)
-    return Place(
-        rank=rank,
-        local_rank=int(told.get("LOCAL_RANK", rank % per_node)),
-        node_rank=int(told.get("GROUP_RANK", rank // per_node)),
-        topology=topology,
-    )
+    local_rank = int(told.get("LOCAL_RANK", rank % per_node))
+    node_rank = int(told.get("GROUP_RANK", rank // per_node))
+    return Place(rank, local_rank, node_rank, Topology(nnodes, per_node))
 
 
 def _as_torchrun_says_it(environ: Mapping[str, str]) -> Mapping[str, str]:
     """Return the variables that say who this process is, under torchrun's names."""
-    for theirs in OTHERS:
-        if "RANK" not in environ and {theirs["RANK"], theirs["WORLD_SIZE"]} <= set(
-            environ
-        ):
+    for theirs in OTHERS if "RANK" not in environ else ():
+        if {theirs["RANK"], theirs["WORLD_SIZE"]} <= environ.keys():
             return {n: environ[name] for n, name in theirs.items() if name in environ}
     return environ
 

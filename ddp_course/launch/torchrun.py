@@ -5,8 +5,6 @@ where its store is. `join` does with that what `spawn` does for its ranks.
 Explained in chapter 01.
 """
 
-from __future__ import annotations
-
 import datetime
 import os
 import time

@@ -5,8 +5,6 @@ rank it is the same every time: rank 0's lines appear as they come, those of ran
 all lower ranks are done. With "live" every line appears when it is printed.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import defaultdict
 from typing import TextIO

@@ -91,7 +91,8 @@ def deaf():
 def stops_at_random_moments(times: int) -> tuple[int, list[int]]:
     """Press stop, once or hammered, during start, run or end of `times` launches.
 
-    Return how many were stopped, and the process ids of their ranks.
+    Return how many were stopped, and the process ids of their ranks. Where ranks start
+    late, later stops follow until one is seen.
     """
 
     def work(seconds):
@@ -105,9 +106,10 @@ def stops_at_random_moments(times: int) -> tuple[int, list[int]]:
             time.sleep(0.001)
 
     dice = random.Random(0)
-    stopped, pids = 0, []
-    for _ in range(times):
-        how = dice.uniform(0, 0.2), dice.choice([1, 1, 5])
+    stopped, pids, latest = 0, [], 0.2
+    while times > 0 or not pids:
+        times, latest = times - 1, latest * (1 if times > 0 else 2)
+        how = dice.uniform(0, latest), dice.choice([1, 1, 5])
         finger = threading.Thread(target=press, args=how)
         finger.start()
         try:

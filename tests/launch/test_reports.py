@@ -394,16 +394,21 @@ def framed(message: tuple) -> bytes:
 
 @given(st.lists(st.integers(0, 10**6), max_size=6), st.binary(max_size=300))
 def test_an_answer_may_come_in_any_pieces(cuts, value):
-    report = told_by(framed(("ok", 1.5, value)), cuts)
+    answer = {"status": "ok", "seconds": 1.5, "value": value}
+    report = told_by(framed(answer), cuts)
     assert (report.status, report.seconds, report.value) == ("ok", 1.5, value)
 
 
-@pytest.mark.parametrize("kind", ["SystemExit", "ValueError"])
-def test_an_exception_arrives_as_a_report(kind):
-    what = {"kind": kind, "error": f"{kind}: 3", "traceback": "t", "where": "w"}
-    report = told_by(framed(("raised", 0.5, what)), [])
-    assert report.status == ("exited" if kind == "SystemExit" else "raised")
-    assert (report.error, report.seconds) == (f"{kind}: 3", 0.5)
+@pytest.mark.parametrize(
+    ("kind", "status"), [(SystemExit, "exited"), (ValueError, "raised")]
+)
+def test_an_exception_arrives_as_a_report(kind, status):
+    from ddp_course.launch.rank import _describe
+
+    what = {**_describe(kind(3), {}), "seconds": 0.5, "traceback": "t", "where": "w"}
+    report = told_by(framed(what), [])
+    assert report.status == status
+    assert (report.error, report.seconds) == (f"{kind.__name__}: 3", 0.5)
     assert (report.traceback, report.where) == ("t", "w")
 
 
@@ -419,7 +424,7 @@ def test_an_exception_arrives_as_a_report(kind):
 )
 @pytest.mark.parametrize(
     "pieces",
-    [b"", b"\0\0", framed(("ok", 1.0, b"x" * 50))[:-1]],
+    [b"", b"\0\0", framed({"status": "ok", "value": b"x" * 50})[:-1]],
     ids=["nothing", "half a length", "half an answer"],
 )
 def test_a_rank_that_ends_without_an_answer(code, status, words, pieces, monkeypatch):

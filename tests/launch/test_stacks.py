@@ -303,7 +303,7 @@ def test_what_a_rank_tells_of_an_exception():
     except ValueError as error:
         what = _describe(error, LABELS)
     assert what["error"] == "ValueError: at the bottom"
-    assert what["kind"] == "ValueError"
+    assert what["status"] == "raised"
     assert "launch/rank.py" not in what["traceback"]
     assert "Cell In[5], line 2" in what["traceback"]
     assert what["where"].startswith("test_stacks.py, line ")
