@@ -20,18 +20,3 @@ from ddp_course.lab.source import show_diff, show_source
 from ddp_course.lab.widgets import explore, gallery
 
 say_what_is_missing()
-
-__all__ = [
-    "RANK_COLORS",
-    "Drawing",
-    "Prediction",
-    "curves",
-    "explore",
-    "gallery",
-    "plot_losses",
-    "rank_color",
-    "show_diff",
-    "show_source",
-    "style",
-    "tell",
-]

@@ -89,17 +89,13 @@ class Exercise:
         try:
             verified = self.check(Answer(self.name, answer))
         except Untouched:
-            todo = (
-                "Put your code in place of `raise NotImplementedError`, and run again."
-            )
-            return Verdict(self.name, UNTOUCHED, todo)
+            todo = "Put your code in place of `raise NotImplementedError`, and run "
+            return Verdict(self.name, UNTOUCHED, f"{todo}again.")
         except Hint as hint:
             return Verdict(self.name, NOT_YET, str(hint))
         except Exception as error:  # of the check, about what it was given
-            what = (
-                f"The check cannot use what your function returned: {error_line(error)}"
-            )
-            return Verdict(self.name, NOT_YET, code(what))
+            what = "The check cannot use what your function returned: "
+            return Verdict(self.name, NOT_YET, code(what + error_line(error)))
         return Verdict(self.name, PASSED, f"Verified: {verified}.")
 
     def hint(self, step: int = 1) -> Markdown:

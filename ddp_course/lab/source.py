@@ -48,12 +48,8 @@ def show_diff(
     The lines around a change are shown, too: all of them, or `context` many.
     """
     before, after = (source(thing, docstring).splitlines() for thing in (a, b))
-    lines = difflib.unified_diff(
-        before,
-        after,
-        n=max(len(before), len(after)) if context is None else context,
-        lineterm="",
-    )
+    around = max(len(before), len(after)) if context is None else context
+    lines = difflib.unified_diff(before, after, n=around, lineterm="")
     # The first two lines would name files, and "@@ -3,5 +3,7 @@" counts lines.
     body = ["..." if line.startswith("@@") else line for line in list(lines)[2:]]
     if body and context is None:

@@ -20,11 +20,9 @@ def course_map() -> Drawing:
         WIDTH,
         HEIGHT,
         title="One model, cut in five ways, and always the same loss curve",
-        description=(
-            "Four ranks train one model. Cut by batch: DP and DDP. By optimizer state: "
-            "ZeRO-1 and ZeRO-2. By weight: FSDP. By column: tensor parallel. By layer: "
-            "pipeline. Every way leads to the same loss curve."
-        ),
+        description="Four ranks train one model. Cut by batch: DP and DDP. By "
+        "optimizer state: ZeRO-1 and ZeRO-2. By weight: FSDP. By column: tensor "
+        "parallel. By layer: pipeline. Every way leads to the same loss curve.",
     )
     cards = (
         ("by batch", "DP, DDP", "of the batch", _rows),
@@ -102,14 +100,8 @@ def _curve(d: Drawing) -> None:
     points = [(left + 6 + 5 * i, bottom - 6 - 38 / (1 + i / 4)) for i in range(21)]
     d.line(*points, stroke="#B9C0C9", stroke_width=7)
     d.line(*points, stroke_width=1.5, dashed=True)
-    d.text(
-        left + 132,
-        bottom - 18,
-        "every time the same loss curve",
-        anchor="start",
-        bold=True,
-        size=14,
-    )
+    words = "every time the same loss curve"
+    d.text(left + 132, bottom - 18, words, anchor="start", bold=True, size=14)
 
 
 IMAGES = {"course_map.svg": course_map}

@@ -22,12 +22,10 @@ def one_or_four() -> Drawing:
         RIGHT + right_w + LEFT,
         HEIGHT,
         title="One process or four: the same loss curve",
-        description=(
-            "Left: one process trains on a batch of eight samples. Right: four "
-            "processes with the same model, each with its own 2 of the eight samples, "
-            "average their gradients, and all make the same step. Below: both give the "
-            "same loss curve."
-        ),
+        description="Left: one process trains on a batch of eight samples. Right: four "
+        "processes with the same model, each with its own 2 of the eight samples, "
+        "average their gradients, and all make the same step. Below: both give the "
+        "same loss curve.",
     )
     d.text(LEFT + CARD_W / 2, 24, "one process", size=15, bold=True)
     _process(d, LEFT, "whole batch", range(SAMPLES), WHOLE, alone=True)

@@ -15,13 +15,9 @@ from ddp_course.lab.answers import Answer, on_ranks, one_line
 from ddp_course.lab.exercises import exercise, expect, expect_call, judge
 from ddp_course.launch import Topology, here
 
-CLUSTERS = [
-    Topology(*shape) for shape in ((3, 4), (2, 3), (3, 2), (1, 4), (5, 1), (1, 1))
-]
+CLUSTERS = ((3, 4), (2, 3), (3, 2), (1, 4), (5, 1), (1, 1))
 SHAPES = f"{len(CLUSTERS)} clusters, from 1 x 1 to 3 x 4"
-
-
-PLACES = [(p, p.topology) for cluster in CLUSTERS for p in cluster.places()]
+PLACES = [(p, p.topology) for it in CLUSTERS for p in Topology(*it).places()]
 
 
 @exercise("global_rank", solution=solutions.global_rank)
@@ -37,9 +33,8 @@ def check_global_rank(answer: Answer) -> str:
         size = cluster.nproc_per_node
         before = f"before it come {p.node_rank} whole nodes of {size}"
         why = f"{before}, and {p.local_rank} on its own node"
-        expect_call(
-            answer, p.node_rank, p.local_rank, size, returns=p.rank, because=why
-        )
+        place = p.node_rank, p.local_rank, size
+        expect_call(answer, *place, returns=p.rank, because=why)
     for rank, got in enumerate(on_ranks(_my_rank, answer, nnodes=2, nproc_per_node=3)):
         says = f"On a real rank with RANK={rank} your function returned {got!r}."
         expect(got == rank, says)

@@ -7,6 +7,8 @@ from functools import partial
 from itertools import combinations
 
 from ddp_course.lab.draw.drawing import Drawing
+from ddp_course.lab.draw.kinds import counted
+from ddp_course.lab.draw.steps import count
 from ddp_course.lab.palette import MUTED, PANEL, PANEL_EDGE, rank_color
 
 MARGIN, GAP, PAD = 16, 8, 13
@@ -25,9 +27,9 @@ def cluster(
     `ddp_course.launch`, a node with fewer GPUs than ranks runs them on its CPU. Below
     stands the `formula` of the rank, unless the reader is still to find it.
     """
-    _count("nnodes", nnodes, 1)
-    _count("nproc_per_node", nproc_per_node, 1)
-    on_gpu = gpus is None or _count("gpus", gpus, 0) >= nproc_per_node
+    count("nnodes", nnodes, 1)
+    count("nproc_per_node", nproc_per_node, 1)
+    on_gpu = gpus is None or count("gpus", gpus, 0) >= nproc_per_node
     world_size = nnodes * nproc_per_node
 
     columns = nproc_per_node if nproc_per_node <= 3 else math.ceil(nproc_per_node / 2)
@@ -47,19 +49,13 @@ def cluster(
     d = Drawing(
         width,
         height,
-        title=f"{_of(nnodes, 'node')} with {_of(nproc_per_node, 'rank')} each",
-        description=(
-            f"Ranks 0 to {world_size - 1}. On node n, the rank with local_rank l has "
-            f"rank n * {nproc_per_node} + l and uses "
-            + ("the GPU cuda:l of its node." if on_gpu else "the CPU of its node.")
-        ),
+        title=f"{counted(nnodes, 'node')} with {counted(nproc_per_node, 'rank')} each",
+        description=f"Ranks 0 to {world_size - 1}. On node n, the rank with local_rank "
+        f"l has rank n * {nproc_per_node} + l and uses the "
+        f"{'GPU cuda:l' if on_gpu else 'CPU'} of its node.",
     )
-    d.text(
-        width / 2,
-        23,
-        f"world_size = {nnodes} × {nproc_per_node} = {world_size}",
-        bold=True,
-    )
+    size = f"world_size = {nnodes} × {nproc_per_node} = {world_size}"
+    d.text(width / 2, 23, size, bold=True)
     for node_rank in range(nnodes):
         row, column = divmod(node_rank, per_row)
         x = (width - used) / 2 + column * (node_w + MARGIN)
@@ -104,8 +100,8 @@ def _device(d: Drawing, x: float, y: float, width: float, name: str) -> None:
 
 def groups(nnodes: int, nproc_per_node: int) -> Drawing:
     """Draw the grid of ranks twice: a group per node, and a group per local_rank."""
-    _count("nnodes", nnodes, 1)
-    _count("nproc_per_node", nproc_per_node, 1)
+    count("nnodes", nnodes, 1)
+    count("nproc_per_node", nproc_per_node, 1)
     side, left, top = 44, 84, 62
     grid_w, grid_h = nproc_per_node * side, nnodes * side
     panel = left + max(grid_w, grid_w / 2 + 92)  # as wide as its title
@@ -114,20 +110,14 @@ def groups(nnodes: int, nproc_per_node: int) -> Drawing:
         width,
         height,
         title="Process groups: one per node, one per local_rank",
-        description=(
-            f"A grid of {nnodes} rows (nodes) and {nproc_per_node} columns "
-            f"(local ranks), drawn twice. On the left each row is outlined as one "
-            f"process group, on the right each column."
-        ),
+        description=f"A grid of {nnodes} rows (nodes) and {nproc_per_node} columns "
+        "(local ranks), drawn twice. On the left each row is outlined as one process "
+        "group, on the right each column.",
     )
     for x, by_node in ((MARGIN, True), (MARGIN + panel + 28, False)):
         with d.shifted(x, 0):
-            d.text(
-                left + grid_w / 2,
-                20,
-                "one group per " + ("node" if by_node else "local_rank"),
-                bold=True,
-            )
+            words = f"one group per {'node' if by_node else 'local_rank'}"
+            d.text(left + grid_w / 2, 20, words, bold=True)
             with d.shifted(left, top):
                 _grid(d, nnodes, nproc_per_node, side, by_node)
     return d
@@ -154,7 +144,7 @@ def _grid(d: Drawing, nnodes: int, columns: int, side: float, by_node: bool) -> 
 
 def rendezvous(world_size: int = 4) -> Drawing:
     """Draw ranks that meet at a store and then talk to each other directly."""
-    _count("world_size", world_size, 2)
+    count("world_size", world_size, 2)
     label, step, store_w = 168, 104, 216
     block_w, block_h, store_h, ranks_y = 84, 36, 44, 146
     wide = max(store_w, world_size * step)
@@ -163,32 +153,22 @@ def rendezvous(world_size: int = 4) -> Drawing:
         2 * MARGIN + label + wide,
         ranks_y + block_h + deep + MARGIN,
         title=f"Rendezvous of {world_size} ranks",
-        description=(
-            "First every rank tells its own address to one store, whose address is "
-            "MASTER_ADDR:MASTER_PORT, and reads the addresses of the others. Then "
-            "every pair is connected directly: no tensor goes through the store."
-        ),
+        description="First every rank tells its own address to one store, whose "
+        "address is MASTER_ADDR:MASTER_PORT, and reads the addresses of the others. "
+        "Then every pair is connected directly: no tensor goes through the store.",
     )
     middle = MARGIN + label + wide / 2
     centers = [middle + (r - (world_size - 1) / 2) * step for r in range(world_size)]
-    d.rect(
-        middle - store_w / 2,
-        MARGIN,
-        store_w,
-        store_h,
-        fill=PANEL,
-        stroke=PANEL_EDGE,
-        radius=8,
-    )
+    box = middle - store_w / 2, MARGIN, store_w, store_h
+    d.rect(*box, fill=PANEL, stroke=PANEL_EDGE, radius=8)
     d.text(middle, MARGIN + 18, "store", bold=True)
     d.text(middle, MARGIN + 35, "MASTER_ADDR:MASTER_PORT", size=11)
     for x in centers:
         at = middle + (x - middle) * 0.8 * store_w / wide
         d.arrow((x, ranks_y - 5), (at, MARGIN + store_h + 5), both=True)
     for a, b in combinations(range(world_size), 2):
-        xa, xb = (
-            centers[r] + _port(r, p, world_size, block_w) for r, p in ((a, b), (b, a))
-        )
+        xa = centers[a] + _port(a, b, world_size, block_w)
+        xb = centers[b] + _port(b, a, world_size, block_w)
         y = ranks_y + block_h
         control = (xa + xb) / 2, y + 2 * (4 + 22 * (b - a))
         d.curve((xa, y), control, (xb, y), stroke_width=5, dashed="1.5 2.5")
@@ -212,18 +192,6 @@ def _step(d: Drawing, y: float, name: str, *lines: str) -> None:
     d.text(MARGIN, y, name, size=15, anchor="start", bold=True)
     for i, line in enumerate(lines):
         d.text(MARGIN, y + 20 + 16 * i, line, size=12, anchor="start", fill=MUTED)
-
-
-def _count(name: str, value: int, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(
-            f"{name} is {value!r}; it must be a whole number, {least} or more"
-        )
-    return value
-
-
-def _of(count: int, noun: str) -> str:
-    return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
 IMAGES = {

@@ -37,12 +37,11 @@ def deadlock() -> Drawing:
         3 * CARD_W + 2 * GAP + 2 * MARGIN,
         252,
         title="A deadlock of two ranks, and two cures",
-        description=(
-            "Left: ranks 0 and 1 both call send first. Each send waits until the other "
-            "rank receives, so neither ever comes to its recv. Middle: rank 1 receives "
-            "first, and both messages arrive. Right: both call isend, which returns at "
-            "once, then recv, and then wait for what they have sent; not on NCCL."
-        ),
+        description="Left: ranks 0 and 1 both call send first. Each send waits until "
+        "the other rank receives, so neither ever comes to its recv. Middle: rank 1 "
+        "receives first, and both messages arrive. Right: both call isend, which "
+        "returns at once, then recv, and then wait for what they have sent; not on "
+        "NCCL.",
     )
     for i, (name, *calls, outcome) in enumerate(tales):
         with d.shifted(MARGIN + i * (CARD_W + GAP), 0):

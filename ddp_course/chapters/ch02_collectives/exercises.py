@@ -64,26 +64,20 @@ def check_swap(answer: Answer) -> str:
         "the two it is, both must know without a message."
     )
     for peers in PEERS:
-        pairs = " and ".join(f"{r} <-> {p}" for r, p in enumerate(peers) if r < p)
-        real = on_ranks(_swap, answer, peers, world_size=len(peers), hint=hint)
-        for rank, told in enumerate(real):
-            for one in told:
-                judge(f"With the pairs {pairs}, rank {rank}", one, SWAP)
+        judge_ranks(SWAP, _swap, answer, peers, worlds=[len(peers)], hint=hint)
     return "on 2 and 4 real ranks, for all pairs that there are, nobody waits for ever"
 
 
-def _swap(function: Callable, peers: Sequence[int]) -> list[dict[str, Any]]:
-    return until_wrong(_swaps(function, peers), SWAP)
-
-
-def _swaps(function: Callable, peers: Sequence[int]) -> Iterator[dict[str, Any]]:
+def _swap(function: Callable, peers: Sequence[int]) -> Iterator[dict[str, Any]]:
     rank, n = dist.get_rank(), dist.get_world_size()
     peer = peers[rank]
+    pairs = " and ".join(f"{r} <-> {p}" for r, p in enumerate(peers) if r < p)
     for mine, wanted in zip(_tensors(rank, n), _tensors(peer, n), strict=True):
         told = call_late(function, mine, peer)
         told |= {"right": equal(told["got"], wanted), "shown": shown(told["got"])}
         told |= {"wanted": shown(wanted), "peer": peer, "numel": mine.numel()}
         told["lengths"] = [numel for _, numel in told["sent"]]
+        told["case"] = f"in the pairs {pairs}"
         told["once"] = told["sent"] == [(peer, mine.numel())]
         yield told
 

@@ -15,14 +15,7 @@ from ddp_course.collectives import barrier
 from ddp_course.collectives.call import all_reduce_by
 from ddp_course.collectives.plan import Plan, Transfer, make_plan, mistakes
 from ddp_course.lab.answers import Answer, on_ranks
-from ddp_course.lab.exercises import (
-    equal,
-    exercise,
-    expect,
-    judge,
-    shown,
-    written_by,
-)
+from ddp_course.lab.exercises import equal, exercise, expect, judge, shown, written_by
 from ddp_course.lab.messages import MESSAGES, WAITED, copied, messages_of
 from ddp_course.launch import Topology, here
 from ddp_course.measure import ByteMeter, EventLog
@@ -100,11 +93,8 @@ def _run(plan: Plan) -> dict[str, Any]:
     with ByteMeter() as meter:
         all_reduce_by("ring_transfers", lambda world_size: plan, x)
     sent, wanted = meter.total_sent / x.nbytes, theory.least_bytes("all_reduce", n, 1)
-    told = {
-        "numbers": x[::1000].tolist(),
-        "total": total,
-        "right": bool((x == total).all()),
-    }
+    told = {"numbers": x[::1000].tolist(), "total": total}
+    told["right"] = bool((x == total).all())
     return told | {"sent": sent, "wanted": wanted, "least": abs(sent - wanted) < 1e-9}
 
 
@@ -174,10 +164,8 @@ def _scatter(function: Callable, shapes: list, dtype: torch.dtype) -> dict[str, 
     def number(c: int, r: int) -> float:
         return ((c + 1) * 10**r + 2**-20 if r != 1 else 0) if fine else (c + 1) * 10**r
 
-    chunks = [
-        torch.full(shape, number(c, rank), dtype=dtype)
-        for c, shape in enumerate(shapes)
-    ]
+    values = [number(c, rank) for c in range(n)]
+    chunks = [torch.full(*one, dtype=dtype) for one in zip(shapes, values, strict=True)]
     before = [chunk.clone() for chunk in chunks]
     barrier()
     told: dict[str, Any] = {}
@@ -275,10 +263,8 @@ def _sum_over_nodes(function: Callable) -> dict[str, Any]:
     told["first"] += f"{total.flatten()[first]}"
     report, least = meter.report(), theory.hierarchical_bytes_sent(shape.nnodes, g)
     for way in ("between", "inside"):
-        told[way], wanted = (
-            getattr(report, way) / x.nbytes,
-            getattr(least[me.rank], way),
-        )
+        told[way] = getattr(report, way) / x.nbytes
+        wanted = getattr(least[me.rank], way)
         told[f"{way}_right"] = Fraction(told[way]).limit_denominator(1000) == wanted
         told[f"{way}_least"] = float(wanted)
     # Inside a node messages are cheap: a whole all-reduce there is no mistake.

@@ -19,38 +19,28 @@ def dp_and_ddp() -> Drawing:
         SIDE_W + 2 * MARGIN,
         2 * SIDE_H + 3 * MARGIN + 42,
         title="DataParallel is a star around replica 0, DDP a ring of equals",
-        description=(
-            "Above, DataParallel: one process with four threads. Replica 0 has the "
-            "model and the optimizer. It exchanges S out and S back with each of the "
-            "replicas 1, 2 and 3, which have copies for one step: 6 S pass replica 0. "
-            "Below, DistributedDataParallel: four processes in a ring. Each has a "
-            "model, an optimizer and rows of its own, and sends 3/2 S to the next. "
-            "Together both carry 6 S."
-        ),
+        description="Above, DataParallel: one process with four threads. Replica 0 has "
+        "the model and the optimizer. It exchanges S out and S back with each of the "
+        "replicas 1, 2 and 3, which have copies for one step: 6 S pass replica 0. "
+        "Below, DistributedDataParallel: four processes in a ring. Each has a model, "
+        "an optimizer and rows of its own, and sends 3/2 S to the next. Together both "
+        "carry 6 S.",
     )
     with d.shifted(MARGIN, MARGIN):
-        _side(
-            d,
-            "DataParallel",
-            "one process, four threads",
-            "6 S pass replica 0: 3 S out, 3 S in",
-        )
+        cost = "6 S pass replica 0: 3 S out, 3 S in"
+        _side(d, "DataParallel", "one process, four threads", cost)
         for place in STAR[1:]:
             _out_and_back(d, STAR[0], place)
-        for k, place in enumerate(STAR):
-            has = (
-                ("model", "optimizer", "all outputs")
-                if k == 0
-                else ("a copy", "of the model", "for one step")
-            )
-            _card(d, k, place, has)
+        _card(d, 0, STAR[0], ("model", "optimizer", "all outputs"))
+        for k, place in enumerate(STAR[1:], start=1):
+            _card(d, k, place, ("a copy", "of the model", "for one step"))
         d.text(STAR[1][0] + 4, 186, "S out, S back", size=12)
         d.text(STAR[3][0] - 4, 186, "S out, S back", size=12)
         for y, words in ((202, "S out,"), (216, "S back")):  # between two arrows
             d.text(STAR[2][0] + 8, y, words, size=12, anchor="start")
     with d.shifted(MARGIN, 2 * MARGIN + SIDE_H):
-        _side(d, "DistributedDataParallel", "four processes",
-              "3 S pass each rank: 3/2 S out, 3/2 S in")  # fmt: skip
+        cost = "3 S pass each rank: 3/2 S out, 3/2 S in"
+        _side(d, "DistributedDataParallel", "four processes", cost)
         for k in range(REPLICAS):
             _next(d, RING[k], RING[(k + 1) % REPLICAS])
         for k, place in enumerate(RING):
@@ -97,12 +87,8 @@ def _next(d: Drawing, a: tuple[float, float], b: tuple[float, float]) -> None:
     cut_x, cut_y = ux * (CARD_W / 2 + 6), uy * (CARD_H / 2 + 6)
     d.arrow((x0 + cut_x, y0 + cut_y), (x1 - cut_x, y1 - cut_y), stroke_width=2)
     x, y = (x0 + x1) / 2, (y0 + y1) / 2
-    d.text(
-        x + 26 * abs(uy) * (1 if x > SIDE_W / 2 else -1),
-        y - 9 * abs(ux) + 4 * abs(uy),
-        "3/2 S",
-        size=12,
-    )
+    x += 26 * abs(uy) * (1 if x > SIDE_W / 2 else -1)
+    d.text(x, y - 9 * abs(ux) + 4 * abs(uy), "3/2 S", size=12)
 
 
 IMAGES = {"04_dp_vs_ddp.svg": dp_and_ddp}

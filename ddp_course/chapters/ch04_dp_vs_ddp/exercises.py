@@ -68,10 +68,8 @@ def _sending(told: dict[str, Any], fine: bool, op: str, most: int, nbytes: int) 
     n, ops = dist.get_world_size(), told["ops"]
     everyones: list[Any] = [None] * n
     dist.all_gather_object(everyones, (told["sent"], fine))
-    sent, skip = (
-        sum(s for s, _ in everyones),
-        n == 1 or not all(f for _, f in everyones),
-    )
+    sent = sum(s for s, _ in everyones)
+    skip = n == 1 or not all(f for _, f in everyones)
     times = {"broadcast": [n - 1], "all_reduce": [2 * (n - 1), n * (n - 1)]}[op]
     carried = [told["torchs"] + sent // max(1, k) for k in times]
     counts = [f"{ops.count(one)} x {one}" for one in dict.fromkeys(ops)]
@@ -137,20 +135,13 @@ def _replicate(function: Callable) -> dict[str, Any]:
         for name in before
         if now.get(name) is not before[name] or now[name].data_ptr() != places[name]
     ]
-    told |= {
-        "right": not wrong,
-        "many": f"{len(wrong)} of {len(wanted)} tensors",
-        "first": (wrong or [""])[0],
-        "how": "is not rank 0's" if dist.get_rank() else "has changed",
-        "in_place": not moved,
-        "moved": (moved or [""])[0],
-        "learns": flags == [p.requires_grad for p in model.parameters()],
-    }
-    types, nbytes = (
-        {t.dtype for t in wanted.values()},
-        sum(t.nbytes for t in wanted.values()),
-    )
-    _sending(told, not wrong and not moved, "broadcast", len(types), nbytes)
+    how = "is not rank 0's" if dist.get_rank() else "has changed"
+    told |= {"right": not wrong, "first": (wrong or [""])[0], "how": how}
+    told |= {"many": f"{len(wrong)} of {len(wanted)} tensors"}
+    told |= {"in_place": not moved, "moved": (moved or [""])[0]}
+    told["learns"] = flags == [p.requires_grad for p in model.parameters()]
+    types, fine = {t.dtype for t in wanted.values()}, not wrong and not moved
+    _sending(told, fine, "broadcast", len(types), _size(wanted))
     return told
 
 
@@ -236,8 +227,6 @@ def _average(function: Callable) -> dict[str, Any]:
 
 WIDE = 256  # the model of this exercise has WIDE x WIDE numbers and a few more
 ENOUGH = 20_000  # bytes that a rank may write for all that
-
-
 AGREE = {
     "is_bool": "returned {got}; expected True or False.",
     "right": "returned {got}; expected {agree} on every rank.",
@@ -288,18 +277,11 @@ def _agree(function: Callable) -> list[dict[str, Any]]:
         barrier()
         got, written = written_by(function, model)
         after = {name: _bits(t) for name, t in model.state_dict().items()}
-        told.append(
-            {
-                "case": what,
-                "is_bool": isinstance(got, bool),
-                "right": got == agree,
-                "got": code(one_line(got)),
-                "agree": agree,
-                "untouched": all(torch.equal(after[k], before[k]) for k in before),
-                "short": written is None or written <= ENOUGH,
-                "written": written,
-            }
-        )
+        one = {"case": what, "got": code(one_line(got)), "agree": agree}
+        one |= {"is_bool": isinstance(got, bool), "right": got == agree}
+        one["untouched"] = all(torch.equal(after[k], before[k]) for k in before)
+        one |= {"short": written is None or written <= ENOUGH, "written": written}
+        told.append(one)
     return told
 
 

@@ -64,16 +64,14 @@ def _models() -> dict[str, Pairs]:
     two_types.blocks[0].double()
     two_types.head.norm.double()
     sizes = (4, 1, 3, 0, 36, 4, 10, 26, 0, 14, 10)
+    filling = [nn.Parameter(torch.zeros(25 * size)) for size in sizes]
     return {
         "a small GPT": list(build_gpt(small).named_parameters()),
-        "a GPT with a tied parameter": list(
-            tied.named_parameters(remove_duplicate=False)
-        ),
+        "a GPT with a tied parameter": [*tied.named_parameters(remove_duplicate=False)],
         "a GPT with a frozen block": list(frozen.named_parameters()),
         "a GPT with parameters of two types": list(two_types.named_parameters()),
         "parameters that fill buckets to the byte": [
-            (f"p{k}", nn.Parameter(torch.zeros(25 * size)))
-            for k, size in enumerate(sizes)
+            (f"p{k}", parameter) for k, parameter in enumerate(filling)
         ],
     }
 
@@ -233,13 +231,10 @@ def _use_mini_ddp(mini_ddp: Callable) -> list[dict[str, Any]]:
         barrier()
         with TorchCollectives() as torchs:
             sum(parts).backward()
-        told.append(_launches(events) | _means([w.grad for w in weights], step, n))
+        one = _launches(events) | _means([w.grad for w in weights], step, n)
         calls = [call.op for call in torchs.calls]
-        told[-1] |= {
-            "case": f"in step {step}",
-            "alone": not calls,
-            "other": (calls or [""])[0],
-        }
+        one |= {"alone": not calls, "other": (calls or [""])[0]}
+        told.append(one | {"case": f"in step {step}"})
     return told
 
 
@@ -301,14 +296,10 @@ def _launches(events: list[tuple[str, int]]) -> dict[str, Any]:
             late, sum(ready < at < events.index(("launch", bucket)) for at in came)
         )
     waits = [(at, k) for at, (what, k) in enumerate(events) if what == "wait"]
-    return {
-        "all_sent": launched == [0, 1, 2],
-        "sent": len(launched),
-        "at_once": not late,
-        "late": f"{late} gradient{'s' * (late > 1)}",
-        "goes_on": all(at > max(came) for at, _ in waits),
-        "waited": {k for _, k in waits} == {0, 1, 2},
-    }
+    told = {"all_sent": launched == [0, 1, 2], "sent": len(launched)}
+    told |= {"at_once": not late, "late": f"{late} gradient{'s' * (late > 1)}"}
+    told["goes_on"] = all(at > max(came) for at, _ in waits)
+    return told | {"waited": {k for _, k in waits} == {0, 1, 2}}
 
 
 def _means(gradients: list[Tensor], step: int, n: int) -> dict[str, Any]:
@@ -317,14 +308,10 @@ def _means(gradients: list[Tensor], step: int, n: int) -> dict[str, Any]:
         total = sum(_share(k, rank, step, n) for rank in range(n))
         if got.shape != total.shape or not torch.allclose(got, total / n, rtol=1e-6):
             is_sum = got.shape == total.shape and torch.allclose(got, total, rtol=1e-6)
-            told = {
-                "means": False,
-                "got": code(one_line(got.tolist())),
-                "wanted": code(one_line((total / n).tolist())),
-                "why": ": this is the sum; divide by the number of ranks"
-                if is_sum
-                else ": is the mean back in `grad` when backward returns?",
-            }
+            why = ": is the mean back in `grad` when backward returns?"
+            why = ": this is the sum; divide by the number of ranks" if is_sum else why
+            told = {"means": False, "got": code(one_line(got.tolist())), "why": why}
+            told["wanted"] = code(one_line((total / n).tolist()))
     return told
 
 
@@ -426,19 +413,13 @@ def _accumulate(accumulate: Callable, parts: Sequence[Sequence[int]]) -> dict[st
     order = [event for event in events if event != "all_reduce"]
     passes = [part.count("a") for part in "".join(e[0] for e in events).split("f")[1:]]
     got, wanted, buckets = model.gradient(), _gradient_of_all(parts), len(ddp.buckets)
-    return {
-        "case": f"with microbatches of {sizes} rows",
-        "in_turns": order == ["forward", "backward"] * len(sizes),
-        "order": code(", ".join(order)),
-        "micro": len(sizes),
-        "quiet": not any(passes[:-1]),
-        "passes": passes,
-        "sends": passes[-1:] == [buckets],
-        "last": passes[-1] if passes else 0,
-        "buckets": buckets,
-        "no_more": torchs.count() == buckets,
-        "more": torchs.count() - buckets,
-        "untouched": [*map(id, given)] == [*map(id, microbatches)],
-        "right": torch.allclose(got, wanted, rtol=1e-4, atol=1e-6),
-        "ratio": (got / wanted).median().item(),
-    }
+    told = {"case": f"with microbatches of {sizes} rows", "micro": len(sizes)}
+    told |= {"order": code(", ".join(order)), "passes": passes, "buckets": buckets}
+    told["in_turns"] = order == ["forward", "backward"] * len(sizes)
+    told["quiet"] = not any(passes[:-1])
+    told |= {"sends": passes[-1:] == [buckets], "last": passes[-1] if passes else 0}
+    more = torchs.count() - buckets
+    told |= {"no_more": not more, "more": more}
+    told["untouched"] = [*map(id, given)] == [*map(id, microbatches)]
+    told["right"] = torch.allclose(got, wanted, rtol=1e-4, atol=1e-6)
+    return told | {"ratio": (got / wanted).median().item()}

@@ -9,6 +9,7 @@ from itertools import groupby
 import torch
 
 from ddp_course.lab.draw.drawing import Drawing
+from ddp_course.lab.draw.kinds import counted
 from ddp_course.lab.draw.lanes import Block, Lane, Run, draw_runs
 from ddp_course.lab.palette import MUTED, WHOLE
 from ddp_course.mechanisms.buckets import MIB, Bucket, bucket_plan
@@ -42,7 +43,7 @@ def buckets(
     below = TOP + len(lines) * ROW + 16
     first = f", first_bucket_mb = {first_bucket_mb:g}" * (first_bucket_mb != 1)
     caps = f"bucket_cap_mb = {bucket_cap_mb:g}{first}"
-    head = f"GPT {preset}, {caps}: {_of(len(plan), 'bucket')}"
+    head = f"GPT {preset}, {caps}: {counted(len(plan), 'bucket')}"
     d = Drawing(
         LABEL_W + STRIP_W + 2 * MARGIN,
         below + 88,
@@ -50,10 +51,8 @@ def buckets(
         description=" ".join(f"{bucket}." for bucket in plan),
     )
     d.text(MARGIN, 26, head, size=15, bold=True, anchor="start")
-    words = (
-        "Backward goes down, and in a line nearly from left to right. "
-        "Hairlines: biases and norms."
-    )
+    words = "Backward goes down, and in a line nearly from left to right. "
+    words += "Hairlines: biases and norms."
     d.text(MARGIN, 46, words, size=12, anchor="start", fill=MUTED)
     for i, line in enumerate(lines):
         with d.shifted(MARGIN, TOP + i * ROW):
@@ -78,9 +77,8 @@ def cells_of(plan: Sequence[Bucket]) -> list[Cell]:
     cells = []
     for bucket in plan:
         ends = [*bucket.offsets[1:], bucket.numel]
-        for name, start, end in zip(
-            bucket.parameters, bucket.offsets, ends, strict=True
-        ):
+        places = zip(bucket.parameters, bucket.offsets, ends, strict=True)
+        for name, start, end in places:
             words = name.split(".")
             layer = ".".join(words[: 1 + words[1].isdigit()])
             short = words[-2] if words[-1] == "weight" else ""
@@ -104,10 +102,8 @@ def _draw_line(d: Drawing, line: Sequence[Cell], scale: float) -> None:
                 unnamed.append(cell.name)
             x += wide
         d.line((left + 1, 14), (x - 1, 14), stroke_width=2)
-        label = next(
-            (w for w in (f"bucket {index}", f"{index}") if x - left > 7.6 * len(w)), ""
-        )
-        if label:
+        labels = (f"bucket {index}", f"{index}")
+        for label in [w for w in labels if x - left > 7.6 * len(w)][:1]:
             d.text((left + x) / 2, 10, label, size=11, bold=True)
     if words := ", ".join(unnamed):
         d.text(x + 8, 18 + CELL_H / 2 + 4, words, size=11, anchor="start", fill=MUTED)
@@ -116,7 +112,7 @@ def _draw_line(d: Drawing, line: Sequence[Cell], scale: float) -> None:
 def _draw_sent(d: Drawing, plan: Sequence[Bucket]) -> None:
     """Draw the buckets as they are sent, one all-reduce after the other."""
     total = sum(bucket.nbytes for bucket in plan)
-    words = f"sent in this order, in {_of(len(plan), 'all-reduce')}:"
+    words = f"sent in this order, in {counted(len(plan), 'all-reduce')}:"
     d.text(0, 4, words, size=12, anchor="start", bold=True)
     d.text(0, 30, "bucket", size=12, anchor="start")
     fits = all(STRIP_W * bucket.nbytes / total > 30 for bucket in plan)
@@ -128,8 +124,8 @@ def _draw_sent(d: Drawing, plan: Sequence[Bucket]) -> None:
         number, size = f"{bucket.index}", f"{bucket.nbytes / MIB:.2f}"
         half = 2 + 3.7 * len(number)
         if wide > 2 * half + 1:
-            d.block(x + wide / 2 - half, 18, 2 * half, 16, number, fill="#FFFFFF",
-                    size=11, radius=0)  # fmt: skip
+            box = x + wide / 2 - half, 18, 2 * half, 16
+            d.block(*box, number, fill="#FFFFFF", size=11, radius=0)
         if fits:
             d.text(x + wide / 2, 52, size, size=11)
         x += wide
@@ -137,10 +133,6 @@ def _draw_sent(d: Drawing, plan: Sequence[Bucket]) -> None:
         d.text(0, 52, "MiB", size=12, anchor="start")
     words = f"{total / MIB:.2f} MiB in all; the widths are in proportion to bytes."
     d.text(0, 72 if fits else 56, words, size=11, anchor="start", fill=MUTED)
-
-
-def _of(count: int, noun: str) -> str:
-    return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
 # ---- what buckets gain -------------------------------------------------------------
@@ -163,8 +155,8 @@ def schedule(messages: int) -> Run:
             sends.append(Block(start, free, "sent", names))
     computes.append(Block(ready, free, "waits", ("waits",)))
     computes.append(Block(free, free + UPDATE, names=("update",)))
-    lanes = [Lane("compute", 0, computes, boxed=False)]
-    lanes += [Lane("network", 0, sends, boxed=False)]
+    both = ("compute", computes), ("network", sends)
+    lanes = [Lane(name, 0, blocks, boxed=False) for name, blocks in both]
     if messages == 1:
         return Run(lanes, "flat", "one all-reduce, after backward")
     says = "bucket k travels while earlier layers are still in backward"
@@ -174,14 +166,10 @@ def schedule(messages: int) -> Run:
 def overlapped() -> Drawing:
     """Draw a step with one all-reduce after backward, and one with buckets. Ch. 05."""
     runs = [schedule(1), schedule(LAYERS)]
-    return draw_runs(
-        "One step of a rank, without and with overlap",
-        runs,
-        "time, in units of a layer's backward",
-        runs[0].lanes[0].blocks[-1].end,
-        legend=LOOKS,
-        foot="All ranks do the same at the same time.",
-    )
+    title, end = "One step of a rank, without and with overlap", runs[0].lanes[0].blocks
+    label = "time, in units of a layer's backward"
+    more = {"legend": LOOKS, "foot": "All ranks do the same at the same time."}
+    return draw_runs(title, runs, label, end[-1].end, **more)
 
 
 IMAGES = {"05_overlap.svg": overlapped}

@@ -163,9 +163,8 @@ def check_largest_batch(answer: Answer) -> str:
         for memory, rows in [*fitting, (always // 2, 0)]:
             got = answer(config, memory)
             where = f"For {code(str(config))} and {memory:,} bytes,"
-            fine = isinstance(got, int) and not isinstance(got, bool) and got >= 0
             expect(
-                fine,
+                type(got) is int and got >= 0,
                 f"{where} your function returned {code(one_line(got))}; expected a "
                 "whole number, 0 if not even one row fits.",
             )
@@ -174,15 +173,14 @@ def check_largest_batch(answer: Answer) -> str:
                 f"forward with {got} rows keeps {kept:,} bytes: {always:,} of them "
                 f"always, and {of_a_row:,} for each row, as measured."
             )
-            little = rows < got < 1.1 * rows
+            missing = "Parameters, optimizer states, blocks, head: what is missing?"
+            if rows < got < 1.1 * rows:
+                missing = "You are close: LayerNorms and heads keep a few numbers "
+                missing += "per token."
             expect(
                 got <= rows,
                 f"{where} your function says {got} rows, which do not fit: {measured} "
-                + (
-                    "You are close: LayerNorms and heads keep a few numbers per token."
-                    if little
-                    else "Parameters, optimizer states, blocks, head: what is missing?"
-                ),
+                f"{missing}",
             )
             expect(
                 got == rows,

@@ -69,16 +69,14 @@ def memory_of_a_step() -> Drawing:
         right + MARGIN,
         bottom + 278,
         title="What a training step keeps alive, and when",
-        description=(
-            "Above, a step of a model with four layers, one column after each "
-            "operation. Parameters and optimizer states are there all the time. "
-            "Forward adds the activations of layers 0 to 3; the peak is about at its "
-            "end. Backward frees them, layer 3 first, and adds that layer's gradients, "
-            "which stay until zero_grad. Below, the 16 bytes of a parameter with "
-            "Adam: in fp32 4 for the parameter, 4 for the gradient, 4 for exp_avg and "
-            "4 for exp_avg_sq; in mixed precision 2, 2, and 12 for the optimizer: an "
-            "fp32 copy of the parameter, exp_avg and exp_avg_sq."
-        ),
+        description="Above, a step of a model with four layers, one column after each "
+        "operation. Parameters and optimizer states are there all the time. Forward "
+        "adds the activations of layers 0 to 3; the peak is about at its end. Backward "
+        "frees them, layer 3 first, and adds that layer's gradients, which stay until "
+        "zero_grad. Below, the 16 bytes of a parameter with Adam: in fp32 4 for the "
+        "parameter, 4 for the gradient, 4 for exp_avg and 4 for exp_avg_sq; in mixed "
+        "precision 2, 2, and 12 for the optimizer: an fp32 copy of the parameter, "
+        "exp_avg and exp_avg_sq.",
     )
     d.text(MARGIN, 24, d.title, size=15, bold=True, anchor="start")
     with d.shifted(MARGIN + NAME_W, 0):

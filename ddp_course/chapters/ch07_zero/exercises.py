@@ -13,27 +13,15 @@ from torch import Tensor
 from ddp_course.chapters.ch07_zero import solutions
 from ddp_course.collectives import barrier
 from ddp_course.lab.answers import Answer, code, on_ranks, one_line
-from ddp_course.lab.exercises import (
-    exercise,
-    judge,
-    judge_ranks,
-    living_bytes,
-    shown,
-)
+from ddp_course.lab.exercises import exercise, judge, judge_ranks, living_bytes, shown
 from ddp_course.measure import ByteMeter, EventLog, TorchCollectives
 
 # ---- my_pieces ---------------------------------------------------------------------
 
 ROWS = (
-    ([4, 2], 2),
-    ([2, 6, 3, 12], 4),
-    ([5, 1, 1, 7, 3], 3),
-    ([1000, 3, 1], 4),
-    ([7], 3),
-    ([2, 1], 5),  # more ranks than elements
-    ([3, 0, 4], 2),
-    ([], 2),
-    ([3, 4, 5], 1),
+    *(([4, 2], 2), ([2, 6, 3, 12], 4), ([5, 1, 1, 7, 3], 3), ([1000, 3, 1], 4)),
+    *(([7], 3), ([2, 1], 5)),  # more ranks than elements
+    *(([3, 0, 4], 2), ([], 2), ([3, 4, 5], 1)),
 )
 
 
@@ -175,25 +163,18 @@ def _steps(sharded_step: Callable) -> Iterator[dict[str, Any]]:
                 sharded_step(weights, mine, momentum, LR, BETA)
             more = living_bytes() - before
             calls = len([e for e in log.events if e.lane == "communication"])
-            yield {
-                "case": f"in step {number + 1} of {str(dtype).removeprefix('torch.')}",
-                "ours": not torchs.calls,
-                "by_torch": ", ".join(call.op for call in torchs.calls),
-                "untouched": torch.equal(mine, gradients[rank]),
-                "mine": torch.equal(weights[part], right[part]),
-                "all": torch.equal(weights, right),
-                "weights": shown(weights.tolist(), 60),
-                "right": shown(right.tolist(), 60),
-                "kept": torch.equal(momentum, velocity[part]),
-                "least": meter.total_sent <= most,
-                "sent": meter.total_sent,
-                "S": weights.nbytes,
-                "most": most,
-                "few": calls <= 2,
-                "calls": calls,
-                "more": more,
-                "no_more": more < weights.nbytes // max(n, 2),
-            }
+            by_torch, sent = ", ".join(c.op for c in torchs.calls), meter.total_sent
+            told = {"case": f"in step {number + 1} of {str(dtype)[len('torch.') :]}"}
+            told |= {"ours": not by_torch, "by_torch": by_torch}
+            told["untouched"] = torch.equal(mine, gradients[rank])
+            told["mine"] = torch.equal(weights[part], right[part])
+            told["all"] = torch.equal(weights, right)
+            told["kept"] = torch.equal(momentum, velocity[part])
+            told |= {"weights": shown(weights.tolist(), 60)}
+            told |= {"right": shown(right.tolist(), 60), "S": weights.nbytes}
+            told |= {"least": sent <= most, "sent": sent, "most": most}
+            told |= {"few": calls <= 2, "calls": calls, "more": more}
+            yield told | {"no_more": more < weights.nbytes // max(n, 2)}
 
 
 def _gradient(rank: int, number: int, numel: int, n: int, dtype: torch.dtype) -> Tensor:
@@ -253,9 +234,8 @@ def _clip(clip_shards: Callable, shards: tuple, max_norm: float) -> dict[str, An
     """On every rank: clip this rank's part of the case."""
     flat = [x for rank in shards for one in rank for x in one]
     norm = math.sqrt(sum(x * x for x in flat))
-    scale, dtype = min(1.0, max_norm / (norm or 1)), torch.float32
-    if max(flat) > 100:
-        dtype = torch.float16
+    scale = min(1.0, max_norm / (norm or 1))
+    dtype = torch.float16 if max(flat) > 100 else torch.float32
     own = shards[dist.get_rank()]  # each a column of a matrix, beside zeros
     mine = [torch.tensor([one, [0.0] * len(one)], dtype=dtype).T for one in own]
     given = list(mine)
@@ -268,14 +248,10 @@ def _clip(clip_shards: Callable, shards: tuple, max_norm: float) -> dict[str, An
     after = [shard[:, 0].tolist() for shard in mine]
     tolerance = 1e-4 if dtype == torch.float32 else 1e-2
     pairs = zip(sum(after, []), sum(wanted, []), strict=True)
-    return {
-        "one": calls == ["all_reduce"] and nbytes <= 16,
-        "calls": code(", ".join(calls + ours) or "no collective"),
-        "nbytes": nbytes,
-        "norm": isinstance(got, float) and math.isclose(got, norm, rel_tol=1e-4),
-        "norm_got": shown(got),
-        "norm_wanted": code(f"{norm:.4g}"),
-        "close": all(math.isclose(x, y, rel_tol=tolerance) for x, y in pairs),
-        "after": shown(after),
-        "wanted": shown([[round(x, 4) for x in one] for one in wanted]),
-    }
+    told = {"one": calls == ["all_reduce"] and nbytes <= 16, "nbytes": nbytes}
+    told["calls"] = code(", ".join(calls + ours) or "no collective")
+    told["norm"] = isinstance(got, float) and math.isclose(got, norm, rel_tol=1e-4)
+    told |= {"norm_got": shown(got), "norm_wanted": code(f"{norm:.4g}")}
+    told["close"] = all(math.isclose(x, y, rel_tol=tolerance) for x, y in pairs)
+    wanted = [[round(x, 4) for x in one] for one in wanted]
+    return told | {"after": shown(after), "wanted": shown(wanted)}

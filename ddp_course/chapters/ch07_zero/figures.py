@@ -45,12 +45,10 @@ def zero_stages() -> Drawing:
         2 * MARGIN + 3 * wide + 2 * PANEL_GAP,
         TOP + high + 84,
         title="What every rank stores: DDP, ZeRO-1, ZeRO-2",
-        description=(
-            "Four ranks, a row each. DDP: each rank stores all parameters, gradients "
-            "and optimizer states, 16 bytes for every parameter of the model. ZeRO-1: "
-            "each rank stores only its own quarter of the optimizer states, 10 bytes. "
-            "ZeRO-2: and only its own quarter of the gradients, 7 bytes."
-        ),
+        description="Four ranks, a row each. DDP: each rank stores all parameters, "
+        "gradients and optimizer states, 16 bytes for every parameter of the model. "
+        "ZeRO-1: each rank stores only its own quarter of the optimizer states, 10 "
+        "bytes. ZeRO-2: and only its own quarter of the gradients, 7 bytes.",
     )
     d.text(MARGIN, 26, d.title, size=15, bold=True, anchor="start")
     for i, stage in enumerate(ZERO_STAGES):

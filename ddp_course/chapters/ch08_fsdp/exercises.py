@@ -16,7 +16,6 @@ from ddp_course.lab.answers import Answer, code, one_line
 from ddp_course.lab.exercises import (
     equal,
     exercise,
-    expect,
     judge,
     judge_ranks,
     living_bytes,
@@ -290,25 +289,18 @@ def _two_layers(
     large = [shape for shape in saved if n > 1 and shape in wholes]
     least = min(w.nbytes for w in weights)
     wanted = inputs[rank].detach() @ weights[0].T @ weights[1].T
+    left = resident()["communication buffers"]
+    told |= {"output": torch.equal(hidden, wanted), "freed": told["kept"] == 0}
+    told |= {"saved": not large, "shape": large[0] if large else ""}
+    told |= {"copy": n == 1 or told["more"] < least, "least": least}
+    told |= {"left": left == 0, "left_over": left, "reduced": tools.reduces}
     told |= {
-        "output": torch.equal(hidden, wanted),
-        "freed": told["kept"] == 0,
-        "saved": not large,
-        "shape": large[0] if large else "",
-        "copy": n == 1 or told["more"] < least,
-        "least": least,
         "gathers": bool(frozen) or (told["gathered"], told["again"]) == (2, 2),
         "x": frozen == "x" or equal(x.grad, inputs[rank].grad),
         "reduces": bool(frozen) or tools.reduces == 2 * passes,
-        "reduced": tools.reduces,
         "frozen": (x if frozen == "x" else shards[0]).grad is None or not frozen,
         "mean": True,
-        "left": resident()["communication buffers"] == 0,
-        "left_over": resident()["communication buffers"],
-        "untouched": all(
-            torch.equal(shard, w.chunk(n)[rank])
-            for shard, w in zip(shards, weights, strict=True)
-        ),
+        "untouched": all(map(torch.equal, shards, (w.chunk(n)[rank] for w in weights))),
         "ours": not torchs.calls,
         "others": torchs.calls[0].op if torchs.calls else "",
     }
@@ -345,6 +337,15 @@ CASES = (
     ([1025], 8 * 1025 + 16, 0),  # one more
     ([300, 20, 200], 3700, 3),
 )
+NEEDED = {
+    "number": "returned {got}; expected a number of ranks, 1 to 1024, or None.",
+    "there_is": "returned {got}, but no number of ranks is enough: what is whole, "
+    "gradients and activations do not get less with more ranks.",
+    "fits": "returned {got}, but with {got} a rank needs {needs} bytes and has "
+    "{memory}.",
+    "least": "returned {got}, but {wanted} are enough: each needs {needs} of {memory} "
+    "bytes.",
+}
 
 
 @exercise("ranks_needed", solution=solutions.ranks_needed)
@@ -363,33 +364,14 @@ def check_ranks_needed(answer: Answer) -> str:
         wanted = solutions.ranks_needed(list(units), memory, activations)
         if got == wanted and type(got) is type(wanted):
             continue
-        call = answer.call(units, memory, activations)
-        expect(
-            got is None or type(got) is int and 1 <= got <= 1024,
-            f"{call} returned {code(one_line(got))}; expected a number of ranks, 1 to "
-            "1024, or None.",
-        )
-        expect(
-            got is None or wanted is not None,
-            f"{call} returned {code(one_line(got))}, but no number of ranks is enough: "
-            "what is whole, gradients and activations do not get less with more ranks.",
-        )
-        needs = _needs(units, activations, wanted if got is None else got)
-        expect(
-            got is not None,
-            f"{call} returned `None`, but {wanted} ranks are enough: each needs "
-            f"{needs} of {memory} bytes.",
-        )
-        expect(
-            got > wanted,
-            f"{call} returned {got}, but with {got} a rank needs {needs} bytes and has "
-            f"{memory}.",
-        )
-        expect(
-            False,
-            f"{call} returned {got}, but {wanted} are enough: each needs "
-            f"{_needs(units, activations, wanted)} of {memory} bytes.",
-        )
+        told = {"got": code(one_line(got)), "wanted": wanted, "memory": memory}
+        told["number"] = got is None or type(got) is int and 1 <= got <= 1024
+        told["there_is"] = got is None or wanted is not None
+        if told["number"] and told["there_is"]:
+            told["fits"] = got is None or got > wanted
+            ranks = wanted if told["fits"] else got
+            told |= {"needs": _needs(units, activations, ranks), "least": False}
+        judge(answer.call(units, memory, activations), told, NEEDED)
     return (
         f"{len(CASES)} models, among them some that fit on no number of ranks: the "
         "least that is enough"

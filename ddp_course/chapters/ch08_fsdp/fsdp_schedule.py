@@ -162,12 +162,6 @@ def fsdp_step(
         f"{units} units whole; not computing: {idle / end:.0%} of the time"
     )
     kept = "" if reshard_after_forward else ", kept after forward"
-    return draw_runs(
-        f"Stage 3, {units} units, prefetch {prefetch}{kept}",
-        [Run(lanes_of(ops))],
-        "time [a unit's forward]",
-        end,
-        says=told,
-        foot=FOOT,
-        name_w=NAME_W,
-    )
+    title, runs = f"Stage 3, {units} units, prefetch {prefetch}{kept}", lanes_of(ops)
+    words = {"says": told, "foot": FOOT, "name_w": NAME_W}
+    return draw_runs(title, [Run(runs)], "time [a unit's forward]", end, **words)

@@ -59,35 +59,22 @@ COPY = {
     "is_tensor": "was returned {shown}, no tensor.",
     "silent": "sent something in forward; all ranks have x already.",
     "same": "was returned {shown}, which is not x: forward changes nothing.",
-    "way_back": (
-        "was returned a tensor with no way back to x (`requires_grad` is False): x "
-        "would get no gradient at all."
-    ),
-    "asked": (
-        "called `all_reduce` 0 times in backward: the gradient of x is then that of "
-        "this rank's use of it alone. All ranks have used x."
-    ),
-    "once": (
-        "sent {numels} numbers in backward, by `all_reduce` (and other collectives: "
-        "{others}); one all-reduce of the {numel} numbers of x's gradient is enough."
-    ),
-    "sum": (
-        "has the mean as the gradient of x; each rank's use of x counts fully, so it "
-        "is the sum."
-    ),
-    "copy": (
-        "has summed the gradient of x wherever x is used, as in `x + copy_to_ranks(x, "
-        "all_reduce)`; only what comes back through the copy is summed. A hook on x "
-        "itself sees both."
-    ),
-    "right": (
-        "has {got} as the gradient of x, and not {wanted}, the sum of what the use of "
-        "the copy on each rank gives, and once what its use beside it gives."
-    ),
-    "beside": (
-        "has another gradient of b in `y = b + copy_to_ranks(x, all_reduce)`: autograd "
-        "hands the same tensor to both. Sum a copy of it."
-    ),
+    "way_back": "was returned a tensor with no way back to x (`requires_grad` is "
+    "False): x would get no gradient at all.",
+    "asked": "called `all_reduce` 0 times in backward: the gradient of x is then that "
+    "of this rank's use of it alone. All ranks have used x.",
+    "once": "sent {numels} numbers in backward, by `all_reduce` (and other "
+    "collectives: {others}); one all-reduce of the {numel} numbers of x's gradient is "
+    "enough.",
+    "sum": "has the mean as the gradient of x; each rank's use of x counts fully, so "
+    "it is the sum.",
+    "copy": "has summed the gradient of x wherever x is used, as in `x + "
+    "copy_to_ranks(x, all_reduce)`; only what comes back through the copy is summed. A "
+    "hook on x itself sees both.",
+    "right": "has {got} as the gradient of x, and not {wanted}, the sum of what the "
+    "use of the copy on each rank gives, and once what its use beside it gives.",
+    "beside": "has another gradient of b in `y = b + copy_to_ranks(x, all_reduce)`: "
+    "autograd hands the same tensor to both. Sum a copy of it.",
     "untouched": "has another x: your function changed it.",
 }
 
@@ -131,13 +118,9 @@ def _copies(copy: Callable) -> Iterator[dict[str, Any]]:
         beside = 1 * b  # one tensor is the gradient of both sides of a sum
         with sums:
             copied = copy(x, sums)
-        told = {
-            "case": case,
-            "numel": x.numel(),
-            "shown": shown(copied),
-            "is_tensor": isinstance(copied, Tensor),
-            "silent": not sums.numels and not sums.others,
-        }
+        told = {"case": case, "numel": x.numel(), "shown": shown(copied)}
+        told["is_tensor"] = isinstance(copied, Tensor)
+        told["silent"] = not sums.numels and not sums.others
         told["same"] = told["is_tensor"] and equal(copied.detach(), given)
         told["way_back"] = told["same"] and copied.requires_grad
         if told["way_back"]:
@@ -145,20 +128,16 @@ def _copies(copy: Callable) -> Iterator[dict[str, Any]]:
             right = total + own
             with sums:
                 ((beside + copied) * uses[rank] + x * own).sum().backward()
-            told |= {
-                "numels": sum(sums.numels),
-                "others": sums.others,
-                "asked": n == 1 or sums.numels or sums.others,
-                "once": not sums.others
-                and sums.numels in ([x.numel()], *([[]] if n == 1 else [])),
-                "sum": n == 1 or x.grad is None or not equal((x.grad - own) * n, total),
-                "copy": n == 1 or not equal(x.grad, total + n * own),
-                "right": equal(x.grad, right),
-                "got": shown(x.grad),
-                "wanted": shown(right),
-                "beside": equal(b.grad, uses[rank]),
-                "untouched": equal(x.detach(), given),
-            }
+            once = [x.numel()], *([[]] if n == 1 else [])
+            is_mean = x.grad is not None and equal((x.grad - own) * n, total)
+            told |= {"numels": sum(sums.numels), "others": sums.others}
+            told["asked"] = n == 1 or sums.numels or sums.others
+            told["once"] = not sums.others and sums.numels in once
+            told["sum"] = n == 1 or not is_mean
+            told["copy"] = n == 1 or not equal(x.grad, total + n * own)
+            told |= {"got": shown(x.grad), "wanted": shown(right)}
+            told |= {"right": equal(x.grad, right), "beside": equal(b.grad, uses[rank])}
+            told["untouched"] = equal(x.detach(), given)
         yield told
 
 
@@ -168,22 +147,14 @@ ROW = {
     "is_tensor": "was returned {shown}, no tensor.",
     "shape": "has an output of the shape {got}; expected {wanted}.",
     "bias_once": "has the bias in the output {times:g} times; it is added once.",
-    "output": (
-        "has an output that is not X @ W.T + bias; its columns of X and W give one "
-        "summand of it."
-    ),
-    "one_sum": (
-        "called `reduce_sum` for {numels} numbers (and other collectives: {others}); "
-        "one of the {numel} numbers of the output is enough."
-    ),
-    "trained": (
-        "has no gradient of {untrained}. Each rank steps its own copy of it; one that "
-        "is not trained drifts apart from the others."
-    ),
-    "gradients": (
-        "has a gradient of {wrong} that is not that of one process (in the median "
-        "{ratio:.2g} times as large)."
-    ),
+    "output": "has an output that is not X @ W.T + bias; its columns of X and W give "
+    "one summand of it.",
+    "one_sum": "called `reduce_sum` for {numels} numbers (and other collectives: "
+    "{others}); one of the {numel} numbers of the output is enough.",
+    "trained": "has no gradient of {untrained}. Each rank steps its own copy of it; "
+    "one that is not trained drifts apart from the others.",
+    "gradients": "has a gradient of {wrong} that is not that of one process (in the "
+    "median {ratio:.2g} times as large).",
     "untouched": "has other arguments: your function changed what it was given.",
 }
 
@@ -242,26 +213,17 @@ def _rows(row_linear: Callable) -> Iterator[dict[str, Any]]:
         right = whole[0] @ whole[1].T + whole[2]
         right.square().sum().backward()
         grads = [whole[0].grad.chunk(n, -1)[rank], whole[1].grad.chunk(n, 1)[rank]]
-        told = {
-            "case": case,
-            "shown": shown(y),
-            "is_tensor": isinstance(y, Tensor),
-            "got": tuple(getattr(y, "shape", ())),
-            "wanted": tuple(right.shape),
-            "shape": getattr(y, "shape", None) == right.shape,
-            "numel": right.numel(),
-            "numels": sums.numels[:] or "no",
-            "others": sums.others,
-            "one_sum": not sums.others and sums.numels == [right.numel()],
-        }
+        told = {"case": case, "shown": shown(y), "is_tensor": isinstance(y, Tensor)}
+        told |= {"got": tuple(getattr(y, "shape", ())), "wanted": tuple(right.shape)}
+        told["shape"] = getattr(y, "shape", None) == right.shape
+        told |= {"numel": right.numel(), "numels": sums.numels[:] or "no"}
+        told["one_sum"] = not sums.others and sums.numels == [right.numel()]
+        told["others"] = sums.others
         if told["shape"]:
             times = ((y - right + whole[2]) / whole[2]).detach().unique()
-            pairs = {
-                name: (part.grad, wanted)
-                for name, part, wanted in zip(
-                    ("x", "weight", "bias"), parts, [*grads, whole[2].grad], strict=True
-                )
-            }
+            found = [part.grad for part in parts]
+            both = zip(found, [*grads, whole[2].grad], strict=True)
+            pairs = dict(zip(("x", "weight", "bias"), both, strict=True))
             untrained = [name for name, (got, _) in pairs.items() if got is None]
             wrong = [
                 name
@@ -269,17 +231,12 @@ def _rows(row_linear: Callable) -> Iterator[dict[str, Any]]:
                 if name not in untrained and not torch.allclose(got, wanted, rtol=near)
             ]
             got, wanted = pairs[wrong[0]] if wrong else (torch.ones(1), torch.ones(1))
-            told |= {
-                "times": times[0].item(),
-                "bias_once": len(times) > 1 or times[0] == 1,
-                "output": torch.allclose(y, right, rtol=near),
-                "untrained": " and ".join(untrained),
-                "trained": not untrained,
-                "wrong": " and ".join(wrong),
-                "ratio": (got / wanted).nanmedian().item(),
-                "gradients": not wrong,
-                "untouched": all(map(equal, [p.detach() for p in parts], given)),
-            }
+            told["bias_once"] = len(times) > 1 or times[0] == 1
+            told["output"] = torch.allclose(y, right, rtol=near)
+            told |= {"times": times[0].item(), "untrained": " and ".join(untrained)}
+            told |= {"trained": not untrained, "wrong": " and ".join(wrong)}
+            told |= {"gradients": not wrong, "ratio": (got / wanted).nanmedian().item()}
+            told["untouched"] = all(map(equal, [p.detach() for p in parts], given))
         yield told
 
 
@@ -288,32 +245,21 @@ def _rows(row_linear: Callable) -> Iterator[dict[str, Any]]:
 WORDS = 8  # of each rank
 LOSS = {
     "is_pair": "was returned {shown}, not (loss, gradient).",
-    "few": (
-        "sent {sent} numbers in all by `all_reduce` (and other collectives: {others}). "
-        "For {tokens} tokens {most} are enough, however many words there are: a few "
-        "numbers for each token."
-    ),
-    "finite": (
-        "has the loss {loss}: exp of a large logit, or log of 0. Subtract the largest "
-        "of all words first."
-    ),
-    "common": (
-        "never called `all_reduce` with 'max', and has the loss {loss:.4f} in place of "
-        "{right:.4f}. Exponentials that are added must all be relative to the same "
-        "number, and each rank knows the largest logit of its own words only."
-    ),
-    "loss_right": (
-        "has the loss {loss:.9g}; with all words in one place it is {right:.9g}. Is it "
-        "the mean over the tokens? Of each token, which rank has the target's logit, "
-        "and at which place?"
-    ),
-    "shape": (
-        "has a gradient of the shape {got}; expected that of its logits, {wanted}."
-    ),
-    "gradient_right": (
-        "has a gradient that is not (softmax - 1 at the target) / {tokens}, for its "
-        "own words."
-    ),
+    "few": "sent {sent} numbers in all by `all_reduce` (and other collectives: "
+    "{others}). For {tokens} tokens {most} are enough, however many words there are: a "
+    "few numbers for each token.",
+    "finite": "has the loss {loss}: exp of a large logit, or log of 0. Subtract the "
+    "largest of all words first.",
+    "common": "never called `all_reduce` with 'max', and has the loss {loss:.4f} in "
+    "place of {right:.4f}. Exponentials that are added must all be relative to the "
+    "same number, and each rank knows the largest logit of its own words only.",
+    "loss_right": "has the loss {loss:.9g}; with all words in one place it is "
+    "{right:.9g}. Is it the mean over the tokens? Of each token, which rank has the "
+    "target's logit, and at which place?",
+    "shape": "has a gradient of the shape {got}; expected that of its logits, "
+    "{wanted}.",
+    "gradient_right": "has a gradient that is not (softmax - 1 at the target) / "
+    "{tokens}, for its own words.",
     "untouched": "has other arguments: your function changed what it was given.",
 }
 
@@ -376,24 +322,14 @@ def _losses(vocab_loss: Callable) -> Iterator[dict[str, Any]]:
         near = math.isclose(loss, right.item(), rel_tol=1e-9 if double else 1e-4)
         close = (1e-9, 1e-12) if double else (1e-3, 1e-6)
         same = gradient.shape == wanted.shape
-        yield {
-            "case": case,
-            "shown": shown(answer),
-            "is_pair": pair,
-            "sent": sum(sums.numels),
-            "others": sums.others,
-            "tokens": len(targets),
-            "most": 4 * len(targets),
-            "few": not sums.others and sum(sums.numels) <= 4 * len(targets),
-            "loss": loss,
-            "right": right.item(),
-            "finite": math.isfinite(loss),
-            "common": near or n == 1 or "max" in sums.ops,
-            "loss_right": near,
-            "got": tuple(gradient.shape),
-            "wanted": tuple(wanted.shape),
-            "shape": same,
-            "gradient_right": same
-            and torch.allclose(gradient.to(wanted.dtype), wanted, *close),
-            "untouched": equal(given[0], own) and equal(given[1], targets),
-        }
+        sent, most = sum(sums.numels), 4 * len(targets)
+        told = {"case": case, "shown": shown(answer), "is_pair": pair}
+        told |= {"few": not sums.others and sent <= most, "sent": sent, "most": most}
+        told |= {"others": sums.others, "tokens": len(targets)}
+        told |= {"loss": loss, "right": right.item(), "finite": math.isfinite(loss)}
+        told |= {"common": near or n == 1 or "max" in sums.ops, "loss_right": near}
+        told |= {"got": tuple(gradient.shape), "wanted": tuple(wanted.shape)}
+        alike = same and torch.allclose(gradient.to(wanted.dtype), wanted, *close)
+        told |= {"shape": same, "gradient_right": alike}
+        untouched = equal(given[0], own) and equal(given[1], targets)
+        yield told | {"untouched": untouched}

@@ -73,16 +73,13 @@ COSTS = (
     ([2, 3, 5, 7, 11, 13, 17, 19, 23], 4),
 )
 CUT = {
-    "numbers": (
-        "returned {got}; expected a list with the number of layers of each stage."
-    ),
+    "numbers": "returned {got}; expected a list with the number of layers of each "
+    "stage.",
     "as_many": "returned {got}, which has {found} stages; expected {stages}.",
     "no_empty": "returned {got}: a stage without layers is a rank without work.",
     "all_layers": "returned {got}, together {total} layers; the model has {layers}.",
-    "best": (
-        "returned {got}: the dearest stage costs {dearest}, and all others wait for "
-        "it; it can be {least}."
-    ),
+    "best": "returned {got}: the dearest stage costs {dearest}, and all others wait "
+    "for it; it can be {least}.",
     "untouched": "changed the list that it was given.",
 }
 
@@ -104,21 +101,13 @@ def check_my_cut(answer: Answer) -> str:
         numbers = isinstance(got, list) and all(type(size) is int for size in got)
         sizes = got if numbers else []
         dearest, least = _dearest(costs, sizes), _least(costs, stages)
-        told = {
-            "got": shown(got),
-            "numbers": numbers,
-            "found": len(sizes),
-            "stages": stages,
-            "as_many": len(sizes) == stages,
-            "no_empty": all(size > 0 for size in sizes),
-            "total": sum(sizes),
-            "layers": len(costs),
-            "all_layers": sum(sizes) == len(costs),
-            "dearest": dearest,
-            "least": least,
-            "best": dearest == least,
-            "untouched": given == costs,
-        }
+        told = {"got": shown(got), "numbers": numbers, "untouched": given == costs}
+        told |= {"found": len(sizes), "stages": stages}
+        told["as_many"] = len(sizes) == stages
+        told["no_empty"] = all(size > 0 for size in sizes)
+        told |= {"total": sum(sizes), "layers": len(costs)}
+        told |= {"all_layers": sum(sizes) == len(costs)}
+        told |= {"dearest": dearest, "least": least, "best": dearest == least}
         judge(answer.call(costs, stages), told, CUT)
     return f"{len(COSTS)} models, each with the smallest possible dearest stage"
 
@@ -143,52 +132,32 @@ def _least(costs: Sequence[float], stages: int) -> float:
 SAMPLES, WIDE, WORDS = 2, 4, 8  # of a microbatch; channels; tokens that there are
 MICROBATCHES = {1: 2, 2: 11, 3: 4}  # by ranks
 STEP = {
-    "each_once": (
-        "called `{way}_in` for the microbatches {order}; each of the {m} has one {way}."
-    ),
-    "in_turn": (
-        "went in the order {events}; hand a result on before the next microbatch "
-        "begins."
-    ),
-    "flush": (
-        "went in the order {events}; in GPipe the forwards of all microbatches come "
-        "before the first backward."
-    ),
-    "same_order": (
-        "took the microbatches in the order {numbers}, and another rank in the order "
-        "{others}. On NCCL messages have no names and are matched by their order: "
-        "gradients would go back through the wrong microbatch."
-    ),
-    "no_graph": (
-        "handed on an output with its graph: all that the graph has saved lives as "
-        "long as the message travels. Hand on `y.detach()`."
-    ),
-    "none": (
-        "handed back {handed} as the gradient of tokens. They are integers and have "
-        "none: on the first rank it is None."
-    ),
-    "own_messages": (
-        "sent {sent} messages and called {collectives} collectives; expected {wanted} "
-        "messages, by the four functions that you are given, and nothing else."
-    ),
+    "each_once": "called `{way}_in` for the microbatches {order}; each of the {m} has "
+    "one {way}.",
+    "in_turn": "went in the order {events}; hand a result on before the next "
+    "microbatch begins.",
+    "flush": "went in the order {events}; in GPipe the forwards of all microbatches "
+    "come before the first backward.",
+    "same_order": "took the microbatches in the order {numbers}, and another rank in "
+    "the order {others}. On NCCL messages have no names and are matched by their "
+    "order: gradients would go back through the wrong microbatch.",
+    "no_graph": "handed on an output with its graph: all that the graph has saved "
+    "lives as long as the message travels. Hand on `y.detach()`.",
+    "none": "handed back {handed} as the gradient of tokens. They are integers and "
+    "have none: on the first rank it is None.",
+    "own_messages": "sent {sent} messages and called {collectives} collectives; "
+    "expected {wanted} messages, by the four functions that you are given, and nothing "
+    "else.",
     "mode": "has put the stage into evaluation mode; it trains, with dropout and all.",
     "reached": "has a weight without gradient: backward did not reach it.",
-    "added": (
-        "has lost what was in `grad` before the step: gradients add up, until the "
-        "optimizer's owner calls `zero_grad`."
-    ),
-    "gradients": (
-        "has {got} as a weight's gradient; one process has {right}. Does each "
-        "microbatch go back through its own forward, and do all of them add up?"
-    ),
-    "freed": (
-        "keeps {left} tensors that autograd has saved when the last backward is done. "
-        "What keeps a graph that is not needed any more?"
-    ),
-    "freed_in_turn": (
-        "keeps {alive} tensors that autograd has saved, after each backward: one "
-        "backward should free what one forward has kept."
-    ),
+    "added": "has lost what was in `grad` before the step: gradients add up, until the "
+    "optimizer's owner calls `zero_grad`.",
+    "gradients": "has {got} as a weight's gradient; one process has {right}. Does each "
+    "microbatch go back through its own forward, and do all of them add up?",
+    "freed": "keeps {left} tensors that autograd has saved when the last backward is "
+    "done. What keeps a graph that is not needed any more?",
+    "freed_in_turn": "keeps {alive} tensors that autograd has saved, after each "
+    "backward: one backward should free what one forward has kept.",
 }
 
 
@@ -347,35 +316,28 @@ def _step_on_rank(my_stage_step: Callable) -> dict[str, Any]:
     peers = [peer for peer in (rank + 1, rank - 1) if 0 <= peer < n]
     got, right = _gradients(stage), _gradients_alone(n, m)[rank]
     reached = all(gradient is not None for gradient in got)
-    same = [reached and torch.equal(a, b) for a, b in zip(got, right, strict=True)]
+    pairs = list(zip(got, right, strict=True))
+    same = [reached and torch.equal(a, b) for a, b in pairs]
+    lost = reached and not all(same) and all(torch.equal(a + 1, b) for a, b in pairs)
     wrong = same.index(False) if False in same else 0
-    return _orders_of(ends.events, m) | {
-        "numbers": numbers[rank],
-        "others": next((its for its in numbers if its != numbers[rank]), None),
-        "same_order": all(its == numbers[rank] for its in numbers),
-        "no_graph": not ends.graph,
-        "handed": shown(ends.handed),
-        "none": ends.handed is None,
-        "sent": len(told["sent"]),
-        "collectives": len(told["collectives"]),
-        "wanted": m * len(peers),
-        "own_messages": not told["collectives"]
-        and sorted(told["sent"]) == sorted([(p, SAMPLES * WIDE) for p in peers] * m),
-        "mode": all(module.training for module in stage.modules()),
-        "reached": reached,
-        "added": not reached
-        or all(same)
-        or not all(torch.equal(a + 1, b) for a, b in zip(got, right, strict=True)),
-        "gradients": all(same),
-        "got": shown(got[wrong]),
-        "right": shown(right[wrong]),
-        "left": (ends.alive or [0])[-1],
-        "freed": not ends.alive or ends.alive[-1] == 0,
-        "alive": ends.alive,
-        "freed_in_turn": not any(ends.alive)  # recomputed
-        or (ends.alive == sorted(ends.alive, reverse=True))
-        and len(set(ends.alive)) == m,
-    }
+    others = [its for its in numbers if its != numbers[rank]]
+    messages = sorted([(p, SAMPLES * WIDE) for p in peers] * m)
+    alive, left = ends.alive, (ends.alive or [0])[-1]
+    in_turn = alive == sorted(alive, reverse=True) and len(set(alive)) == m
+    result = _orders_of(ends.events, m) | {"numbers": numbers[rank]}
+    result |= {"same_order": not others, "others": (others or [None])[0]}
+    result |= {"no_graph": not ends.graph, "none": ends.handed is None}
+    result |= {"handed": shown(ends.handed), "wanted": m * len(peers)}
+    result |= {key: len(told[key]) for key in ("sent", "collectives")}
+    result["own_messages"] = (sorted(told["sent"]), told["collectives"]) == (
+        messages,
+        [],
+    )
+    result["mode"] = all(module.training for module in stage.modules())
+    result |= {"reached": reached, "added": not lost, "gradients": all(same)}
+    result |= {"got": shown(got[wrong]), "right": shown(right[wrong])}
+    result |= {"freed": left == 0, "left": left, "alive": alive}
+    return result | {"freed_in_turn": in_turn or not any(alive)}  # or recomputed
 
 
 def _orders_of(events: list[tuple[str, int]], m: int) -> dict[str, Any]:

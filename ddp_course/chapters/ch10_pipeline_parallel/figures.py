@@ -33,18 +33,16 @@ def staircase() -> Drawing:
     whole = [replace(work, microbatch=None) for work in whole]
     parts = works_of(simulate(named("gpipe", STAGES, MICROBATCHES)).events)
     long = max(work.end for work in whole)
-    titles = {
-        f"The whole batch at once: at any time {STAGES - 1} of {STAGES} ranks wait": (
-            whole
-        ),
-        f"The same batch in {MICROBATCHES} microbatches: the next one follows": parts,
-    }
+    waiting = f"at any time {STAGES - 1} of {STAGES} ranks wait"
+    follows = f"The same batch in {MICROBATCHES} microbatches: the next one follows"
+    titles = {f"The whole batch at once: {waiting}": whole, follows: parts}
+    runs = [
+        run_of(works, long, title, f"waiting: {idle_share(works):.0%}")
+        for title, works in titles.items()
+    ]
     return draw_runs(
         "Stages of a model, and microbatches of a batch",
-        [
-            run_of(works, long, title, f"waiting: {idle_share(works):.0%}")
-            for title, works in titles.items()
-        ],
+        runs,
         "time [one microbatch forward through one stage = 1]",
         long,
         head=(STAGE_H + 50, _draw_stages),

@@ -56,15 +56,8 @@ def check_my_one_f_one_b(answer: Answer) -> str:
 
 # ---- place_weights -----------------------------------------------------------------
 
-SPLIT = (
-    (2, 3),
-    (4, 8),
-    (3, 3),
-    (4, 5),
-    (1, 2),
-    (5, 9),
-    (2, 12),
-)  # as many microbatches, or more
+# As many microbatches, or more.
+SPLIT = ((2, 3), (4, 8), (3, 3), (4, 5), (1, 2), (5, 9), (2, 12))
 
 
 @exercise("place_weights", solution=solutions.place_weights)
@@ -89,9 +82,8 @@ def check_place_weights(answer: Answer) -> str:
                 f"W; 1F1B's rank 0 has {p}, and that is enough here. Do not put off "
                 "more W's than the rank has to wait.",
             )
-        orders.judge_bubble(
-            where, played, Fraction(p - 1, 3 * m + p - 1), "zero-bubble's"
-        )
+        share = Fraction(p - 1, 3 * m + p - 1)
+        orders.judge_bubble(where, played, share, "zero-bubble's")
     orders.judge_training(_placed(answer, 4, 8))
     return (
         f"{len(SPLIT)} pipelines: legal, the order of F and I unchanged, bubble "
@@ -182,14 +174,8 @@ def _judge(where: str, got: dict[int, str], wanted: dict[int, str], rows: Rows) 
 
 def _schedules() -> Iterator[tuple[str, Rows]]:
     """Return schedules by what is to be said about them."""
-    made = [
-        naive(3, 2),
-        gpipe(2, 3),
-        one_f_one_b(4, 6),
-        interleaved(2, 4, 2),
-        gpipe(1, 2),
-        one_f_one_b(2, 12),
-    ]
+    made = [naive(3, 2), gpipe(2, 3), one_f_one_b(4, 6), interleaved(2, 4, 2)]
+    made += [gpipe(1, 2), one_f_one_b(2, 12)]
     for schedule in made:
         yield f"{schedule.name} as it should be", _rows(schedule)
         yield f"{schedule.name} with the ranks in reverse order", _rows(schedule)[::-1]

@@ -198,9 +198,7 @@ def _steps(agreed_step: Callable) -> Iterator[dict[str, Any]]:
     """On every rank: each case, with what it should have come to."""
     rank, n = dist.get_rank(), dist.get_world_size()
     for case, shards in CASES.items():
-        if n < 3 and "last" in case:
-            shards = shards[3 - n :]
-        shards = shards[:n]
+        shards = shards[3 - n :] if "last" in case else shards[:n]
         numbers = [x for its in shards for shard in its for x in shard]
         norm = math.sqrt(sum(x * x for x in numbers))
         wanted = math.isfinite(norm)
@@ -213,22 +211,19 @@ def _steps(agreed_step: Callable) -> Iterator[dict[str, Any]]:
         with TorchCollectives() as torchs:
             got = agreed_step(*lists, SCALE, 1.0, 0.5)
         calls = [call.op for call in torchs.calls]
-        expected = [
-            [1 - 0.5 * factor * x if wanted else 1.0 for x in shard] for shard in mine
-        ]
+        step = 0.5 * factor if wanted else 0.0
+        expected = [[1 - step * x if step else 1.0 for x in shard] for shard in mine]
         pairs = zip(weights, expected, strict=True)
-        yield {
-            "case": case,
-            "one": got is wanted,
-            "got": code(one_line(got)),
+        few = len(calls) <= 2 and torchs.nbytes <= 32
+        told = {"case": case, "calls": code(", ".join(calls) or "no collective")}
+        told |= {"one": got is wanted, "got": code(one_line(got))}
+        told |= {
             "wanted": code(str(wanted)),
-            "right": all(_close(weight, right) for weight, right in pairs),
             "weights": shown([w.tolist() for w in weights]),
-            "expected": shown([[round(x, 4) for x in shard] for shard in expected]),
-            "few": set(calls) <= {"all_reduce"} and len(calls) <= 2
-            and torchs.nbytes <= 32,
-            "calls": code(", ".join(calls) or "no collective"),
-        }  # fmt: skip
+        }
+        told["expected"] = shown([[round(x, 4) for x in shard] for shard in expected])
+        told["right"] = all(_close(weight, right) for weight, right in pairs)
+        yield told | {"few": few and set(calls) <= {"all_reduce"}}
 
 
 def _close(weight: Tensor, right: list[float]) -> bool:

@@ -47,19 +47,12 @@ def _legend(d: Drawing, y: float) -> None:
 def formats_and_a_step() -> Drawing:
     """Draw the bits of six formats, and where a step in mixed precision has which."""
     row, foot = HIGH + 12, 40 + len(FORMATS) * (HIGH + 12)
-    d = Drawing(
-        LEFT + 32 * BIT + 12,
-        foot + 152,
-        title="Formats of numbers, and a step in mixed precision",
-        description="Above, bits of six formats: a sign, exponent bits and fraction "
-        "bits. "
-        + " ".join(
-            f"{f.name}: {f.exponent} and {f.fraction}." for f in FORMATS.values()
-        )
-        + " Below, a step: "
-        + ", ".join(f"{name} ({how})" for name, how in STEP)
-        + ".",
-    )
+    bits = [f"{f.name}: {f.exponent} and {f.fraction}." for f in FORMATS.values()]
+    words = "Above, bits of six formats: a sign, exponent bits and fraction bits. "
+    words += f"{' '.join(bits)} Below, a step: "
+    words += f"{', '.join(f'{name} ({how})' for name, how in STEP)}."
+    title = "Formats of numbers, and a step in mixed precision"
+    d = Drawing(LEFT + 32 * BIT + 12, foot + 152, title=title, description=words)
     for k, format in enumerate(FORMATS.values()):
         y = 10 + k * row
         d.text(4, y + 17, format.name, size=12, bold=True, anchor="start")
@@ -76,8 +69,8 @@ def formats_and_a_step() -> Drawing:
         d.text(x + wide / 2, foot + 95, how, size=11)
         if k:
             d.arrow((x - gap, foot + 81), (x, foot + 81))
-    d.text(4, foot + 132, "Dashed: rounded to 16 bits. Grey: as precise as before.",
-           size=12, anchor="start", fill=MUTED)  # fmt: skip
+    words = "Dashed: rounded to 16 bits. Grey: as precise as before."
+    d.text(4, foot + 132, words, size=12, anchor="start", fill=MUTED)
     return d
 
 
@@ -101,9 +94,8 @@ def taken_apart(digits: float = 1.1, power: int = 0, format: str = "fp16") -> Dr
         says += [f"{gone}; {near}"]
     else:
         says += [f"the largest number is {its.max:.6g}"]
-    d = Drawing(
-        32 * BIT + 16, 122, title=f"{x:.6g} in {format}", description="; ".join(says)
-    )
+    title = f"{x:.6g} in {format}"
+    d = Drawing(32 * BIT + 16, 122, title=title, description="; ".join(says))
     with d.shifted(8, 8):
         _draw_bits(d, its, sign + exponent + fraction)
     for k, words in enumerate(says):
@@ -187,9 +179,8 @@ def errors_of_sums(
     axes.plot([], [], "o", color=INK, markersize=5, label="on real ranks")
     axes.set(xscale="log", yscale="log", xlabel="ranks N", ylabel="relative error")
     axes.set_xticks(ranks, [str(n) for n in ranks])
-    axes.set_yticks(
-        [0.002, 0.005, 0.01, 0.02, 0.05], ["0.2%", "0.5%", "1%", "2%", "5%"]
-    )
+    marks = [0.002, 0.005, 0.01, 0.02, 0.05]
+    axes.set_yticks(marks, [f"{share:.1g}%" for share in (0.2, 0.5, 1, 2, 5)])
     axes.minorticks_off()
     axes.grid(axis="y", **GRID)
     axes.legend()

@@ -53,12 +53,9 @@ def _simulated(modes: Sequence[str], slow: int, slack: int = 1) -> Drawing:
         for mode in modes
     }
     title = f"{WORKERS} workers; the last needs {slow} times as long as the others"
-    return timelines(
-        records,
-        LONG,
-        "time [a gradient of a fast worker = 1]",
-        title=title if slow > 1 else f"{WORKERS} workers, equally fast",
-    )
+    title = title if slow > 1 else f"{WORKERS} workers, equally fast"
+    label = "time [a gradient of a fast worker = 1]"
+    return timelines(records, LONG, label, title=title)
 
 
 def timelines(

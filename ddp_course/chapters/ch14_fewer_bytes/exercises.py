@@ -13,14 +13,7 @@ from torch import Tensor
 from ddp_course.chapters.ch14_fewer_bytes import solutions
 from ddp_course.collectives import barrier
 from ddp_course.lab.answers import Answer
-from ddp_course.lab.exercises import (
-    equal,
-    exercise,
-    expect,
-    judge,
-    judge_ranks,
-    shown,
-)
+from ddp_course.lab.exercises import equal, exercise, expect, judge, judge_ranks, shown
 from ddp_course.lab.hard import unchanged
 from ddp_course.measure import TorchCollectives
 

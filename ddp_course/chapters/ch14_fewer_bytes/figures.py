@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 from ddp_course.lab.draw.drawing import Drawing
 from ddp_course.lab.draw.plots import GRID, plot
@@ -70,17 +71,25 @@ def _draw_way(d: Drawing, name: str) -> None:
         d.rect(12, 0, COLUMNS * CELL, 8, fill=INK)
 
 
-def bars(sent: Mapping[str, float], title: str) -> Drawing:
-    """Draw what each way sends, as a bar: name -> share of what DDP sends.
+def bytes_sent(
+    ranks: int = 4, density: float = 0.01, rank: int = 4, every: int = 8
+) -> Drawing:
+    """Draw what a rank sends of the course's GPT, by the formulas of `theory`, as bars.
 
+    `density` is that of top-k and random-k, `rank` PowerSGD's, `every` local SGD's H.
     The longest bar fills the drawing; those longer than DDP's, 1, are dark.
     """
+    names = ["fp16", "int8", "sign"]
+    names += [f"topk:{density:g}", f"randomk:{density:g}", f"powersgd:{rank}"]
+    in_full = compressed_bytes("none", _shapes(), ranks)
+    sent = {n: compressed_bytes(n, _shapes(), ranks) / in_full for n in names}
+    sent[f"local, H = {every}"] = 1 / every
     left, wide, row = 130, 360, 26
     unit = wide / max(1.2, *sent.values())
     d = Drawing(
         left + wide + 90,
         len(sent) * row + 40,
-        title=title,
+        title=f"With {ranks} ranks",
         description="Of the bytes that a rank sends in a step of DDP: "
         + "; ".join(f"{name}: {share:.3g}" for name, share in sent.items()),
     )
@@ -93,20 +102,6 @@ def bars(sent: Mapping[str, float], title: str) -> Drawing:
         says = f"{share:.2g}" if share < 100 else f"{share:.0f}"
         d.text(left + long + 8, y + 14, says, anchor="start", size=12)
     return d
-
-
-def bytes_sent(
-    ranks: int = 4, density: float = 0.01, rank: int = 4, every: int = 8
-) -> Drawing:
-    """Draw what a rank sends of the course's GPT, by the formulas of `theory`.
-
-    `density` is that of top-k and random-k, `rank` PowerSGD's, `every` local SGD's H.
-    """
-    names = ["fp16", "int8", "sign"]
-    names += [f"topk:{density:g}", f"randomk:{density:g}", f"powersgd:{rank}"]
-    in_full = compressed_bytes("none", _shapes(), ranks)
-    shares = {n: compressed_bytes(n, _shapes(), ranks) / in_full for n in names}
-    return bars(shares | {f"local, H = {every}": 1 / every}, f"With {ranks} ranks")
 
 
 @functools.cache
@@ -135,10 +130,8 @@ def drift(
     axes.set(xlabel="step", ylabel=ylabel, ylim=(0, None))
     axes.grid(axis="y", **GRID)
     axes.legend(loc="upper right")
-    most = [max(row) for row in distances]
-    told = (
-        f"after step 1: {most[0]:.3g}, before the first average: {most[every - 1]:.3g}"
-    )
+    first, last = (f"{max(distances[step]):.3g}" for step in (0, every - 1))
+    told = f"after step 1: {first}, before the first average: {last}"
     return figure, f"How far replicas are from their mean. The furthest, {told}."
 
 
@@ -148,29 +141,21 @@ def worth(
 ) -> tuple[Figure, str]:
     """Draw losses over bytes: name -> (bytes that a rank has sent so far, loss), ....
 
-    `base` is drawn broad, and its last loss as a line. Raises KeyError for another.
+    `base` is drawn broad. Raises KeyError for another.
     """
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7.2, 5.2), layout="constrained")
-    axes.axhline(curves[base][-1][1], color=PANEL_EDGE, linewidth=5)
     ends = {name: curve[-1] for name, curve in curves.items()}
-    for k, name in enumerate(sorted(ends, key=ends.get)):
-        sent, losses = zip(*curves[name], strict=True)
-        look = {"color": (INK, MUTED)[k % 2], "linewidth": 3 if name == base else 1.2}
-        megabytes = [each / 1e6 for each in sent]
-        axes.plot(megabytes, losses, "-o", markevery=[-1], markersize=6, **look)
-        low = losses[-1] < ends[base][1] + 0.15  # then nothing is below, to the left
+    for (name, curve), look in zip(curves.items(), _looks(curves, base), strict=True):
+        axes.plot(*zip(*curve, strict=True), marker="o", markevery=[-1], **look)
+        low = ends[name][1] < ends[base][1] + 0.15  # then nothing is below, to the left
         place = {"xytext": (-4, -5) if low else (4, 4), "textcoords": "offset points"}
         place |= {"ha": "right", "va": "top"} if low else {"ha": "left", "va": "bottom"}
         box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.8}
-        axes.annotate(name, (megabytes[-1], losses[-1]), bbox=box, **place)
+        axes.annotate(name, ends[name], bbox=box, **place)
     axes.set(xlabel="sent by a rank so far [MB]", ylabel="loss", xscale="log")
-    ticks = [10.0**power for power in range(-2, 5)]
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.minorticks_off()
-    megabytes = [sent / 1e6 for curve in curves.values() for sent, _ in curve]
-    axes.set_xlim(min(megabytes) / 1.5, 2 * max(megabytes))
+    axes.xaxis.set_major_formatter(lambda sent, _: f"{sent / 1e6:g}")
     axes.grid(**GRID)
     told = [f"{name}: {sent:,.0f} bytes, {loss:.2f}"
             for name, (sent, loss) in ends.items()]  # fmt: skip
@@ -178,31 +163,49 @@ def worth(
 
 
 @plot
-def over_links(
-    losses: Mapping[str, Sequence[float]], links: Sequence[str], base: str
+def over_time(
+    links: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], base: str
 ) -> tuple[Figure, str]:
-    """Draw the loss after the same time, on each link: name -> a loss for each link.
+    """Draw losses over time, a panel a link: link -> name -> (seconds, loss), ....
 
-    `base` is drawn broad: who is above its line has lost.
+    Names stand at the ends of their curves, and `base` is drawn broad.
     """
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7.2, 4.4), layout="constrained")
-    ends = sorted(losses, key=lambda name: losses[name][-1])
-    low, high = (edge(x for y in losses.values() for x in y) for edge in (min, max))
-    gap, at = (high - low) / 22, low - 1
-    for k, name in enumerate(ends):
-        broad = {"color": PANEL_EDGE, "linewidth": 6}
-        thin = {"color": (INK, MUTED)[k % 2], "linewidth": 1.4}
-        thin["linestyle"] = ("-", (0, (5, 2)), (0, (1, 1.5)))[k % 3]
-        axes.plot(links, losses[name], marker=".", **(broad if name == base else thin))
-        at = max(losses[name][-1], at + gap)
-        axes.annotate(name, (len(links) - 0.96, at), va="center", fontsize=10)
-    axes.set(ylabel="loss", xlim=(-0.15, len(links) - 0.2))
-    axes.grid(axis="y", **GRID)
-    told = [f"{name}: {', '.join(f'{loss:.2f}' for loss in its)}"
-            for name, its in losses.items()]  # fmt: skip
-    return figure, f"The loss after the same time, on {links}. {'; '.join(told)}."
+    size = {"figsize": (7.2, 2.6 * len(links)), "layout": "constrained"}
+    figure, panels = pyplot.subplots(len(links), squeeze=False, **size)
+    told, line = [], {"arrowstyle": "-", "color": PANEL_EDGE, "relpos": (0, 0.5)}
+    for axes, (link, curves) in zip(panels.flat, links.items(), strict=True):
+        for look, curve in zip(_looks(curves, base), curves.values(), strict=True):
+            axes.plot(*zip(*curve, strict=True), **look)
+        ends = {name: curve[-1][1] for name, curve in curves.items()}
+        right, lowest = max(x for (*_, (x, _)) in curves.values()), min(ends.values())
+        for name, y in _apart(ends, 0.095).items():
+            at = 1.05 * right, y
+            axes.annotate(name, curves[name][-1], at, va="center", arrowprops=line)
+        axes.set(title=link, ylabel="loss", xlim=(0, 1.2 * right))
+        axes.set_ylim(lowest - 0.25, lowest + 0.85)
+        axes.grid(**GRID)
+        told.append(f"{link}: {', '.join(f'{n} {y:.2f}' for n, y in ends.items())}")
+    axes.set_xlabel("time [s]")
+    return figure, f"The loss over time. At the end, at {'; at '.join(told)}."
+
+
+def _apart(at: Mapping[str, float], gap: float) -> dict[str, float]:
+    """Move names up and down, until no two are nearer to each other than `gap`."""
+    names = sorted(at, key=at.get)
+    up = accumulate(map(at.get, names), lambda below, y: max(y, below + gap))
+    down = accumulate(map(at.get, names[::-1]), lambda above, y: min(y, above - gap))
+    return {n: (a + b) / 2 for n, a, b in zip(names, up, [*down][::-1], strict=True)}
+
+
+def _looks(names: Iterable[str], base: str) -> Iterator[dict[str, Any]]:
+    """Yield a look for each: fewer numbers are dashed, fewer steps dotted."""
+    dashes = {"topk": (5, 2), "powersgd": (5, 2), "local": (1, 1.5), "diloco": (1, 1.5)}
+    for k, name in enumerate(names):
+        own = next((d for start, d in dashes.items() if name.startswith(start)), None)
+        thin = {"color": (INK, MUTED)[k % 2], "linewidth": 1.5, "linestyle": (0, own)}
+        yield {"color": PANEL_EDGE, "linewidth": 5} if name == base else thin
 
 
 IMAGES = {"14_fewer_bytes.svg": what_travels}

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from ddp_course.compression import TopK, compressor, play
+from ddp_course.compression import PowerSGD, TopK, compressor, play
 from ddp_course.data import load_corpus, shard
 from ddp_course.local_sgd import DiLoCo, LocalSGD, simulate
 from ddp_course.mechanisms.agreement import digest
@@ -44,7 +44,11 @@ LINKS = {"100 MB/s": 1e8, "1 GB/s": 1e9, "10 GB/s, as in a machine": 1e10}
 COMPRESSORS = ("fp16", "int8", "sign", "topk:0.01", "randomk:0.01")
 COMPRESSORS += ("powersgd:4", "powersgd:1")
 LOCAL = {"ddp": None, "local sgd": LocalSGD, "diloco": DiLoCo}
-METHODS = ("ddp", *COMPRESSORS, "topk:0.01, no feedback", "local sgd", "diloco")
+OTHERS = {
+    "topk:0.01, no feedback": partial(TopK, 0.01, feedback=False),
+    "powersgd:1, start=2": partial(PowerSGD, 1, start=2),
+}
+METHODS = ("ddp", *COMPRESSORS, *OTHERS, "local sgd", "diloco")
 
 
 def losses(method: str, seed: int, steps: int = STEPS, preset: Any = GPT) -> list:
@@ -82,13 +86,12 @@ def compressed(method: str, model: nn.Module, loss: Callable, steps: int) -> lis
 
 def compressors(method: str) -> list:
     """Return one for each rank."""
-    if method.endswith(", no feedback"):
-        return [TopK(0.01, feedback=False) for _ in range(RANKS)]
-    return [compressor(method) for _ in range(RANKS)]
+    make = OTHERS.get(method, partial(compressor, method))
+    return [make() for _ in range(RANKS)]
 
 
 def step_bytes(method: str, preset: Any = GPT) -> float:
-    """Return what rank 0 sends in a step, on average."""
+    """Return what rank 0 sends in a step, on average; after the start of `start=`."""
     shapes = [tuple(p.shape) for p in build_gpt(preset).parameters()]
     if method in ("local sgd", "diloco"):
         numel = sum(torch.Size(shape).numel() for shape in shapes)
@@ -128,7 +131,6 @@ class Way:
     step; CPU seconds of a rank for its part of a step, and to compress and decompress.
     """
 
-    name: str
     losses: list[float]
     bytes: float
     compute: float
@@ -142,14 +144,6 @@ class Way:
         """Return the mean loss of the ten steps that end with this one, from 1."""
         return fmean(self.losses[max(0, step - 10) : step])
 
-    def loss_after(self, amount: float, of_a_step: float) -> float | None:
-        """Return the loss when `amount` is used up, of bytes or seconds; or None.
-
-        None is before the first ten steps, or after all that were measured.
-        """
-        step = int(amount / of_a_step)
-        return self.loss_at(step) if 10 <= step <= len(self.losses) else None
-
     def pays_below(self, ddp: Way) -> float:
         """Return the bandwidth, B/s, above which its step is longer than DDP's."""
         return (ddp.bytes - self.bytes) / self.encode if self.encode else inf
@@ -162,7 +156,7 @@ def ways() -> dict[str, Way]:
     for name, row in rows.items():
         curve = [fmean(each) for each in zip(*row["losses"].values(), strict=True)]
         encode = 0.0 if name in LOCAL else row["encode"]
-        found[name] = Way(name, curve, row["bytes"], compute, encode)
+        found[name] = Way(curve, row["bytes"], compute, encode)
     return found
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from numbers import Real
 
 from ddp_course.communication_order import (
     FIFO,
@@ -27,7 +26,7 @@ POLICIES = ("wait for all", "forward layer by layer", "priority")
 
 
 def steps(
-    played: Mapping[str, Played | Sequence[Timed]],
+    played: Mapping[str, Played],
     label: str = "time [any unit]",
     *,
     unit: float = 1.0,
@@ -44,26 +43,16 @@ def steps(
         raise ValueError("there are no steps; at least one must be drawn")
     runs = []
     for name, one in played.items():
-        events = {"compute": list(_events(one)), "link": list(_events(one))}
-        for lane, its in events.items():
-            events[lane] = [event for event in its if event.lane == lane]
-        if path and isinstance(one, Played):
-            events["path"] = list(critical_path(one))
-        lanes = [
-            Lane(LANES[lane], 0, _blocks(its, unit), boxed=False)
-            for lane, its in events.items()
-        ]
-        runs.append(Run(lanes, name, f"{float(_end(one) * unit):.4g} in all"))
-    long = float(max(map(_end, played.values())) * unit)
+        events = {"compute": [], "link": []}
+        for event in one.events:
+            events[event.lane].append(event)
+        if path:
+            events["path"] = critical_path(one)
+        lanes = [Lane(LANES[lane], 0, _blocks(its, unit), boxed=False)
+                 for lane, its in events.items()]  # fmt: skip
+        runs.append(Run(lanes, name, f"{float(one.step_time * unit):.4g} in all"))
+    long = float(max(one.step_time for one in played.values()) * unit)
     return draw_runs(title, runs, label, long, legend=LEGEND, foot="Numbers: layers.")
-
-
-def _events(step: Played | Sequence[Timed]) -> Iterable[Timed]:
-    return step.events if isinstance(step, Played) else step
-
-
-def _end(step: Played | Sequence[Timed]) -> Real:
-    return max(event.end for event in _events(step))
 
 
 def _blocks(events: Sequence[Timed], unit: float) -> list[Block]:
@@ -98,15 +87,12 @@ def step(
 def two_orders() -> Drawing:
     """Draw the order of backward above the other one, in no numbers. Chapter 15."""
     layers = [Layer(Fraction(3, 2), 2, 3)] * 3
-    return steps(
-        {
-            "As they come, and all waited for": simulate(layers, WAIT_FOR_ALL),
-            "What is needed first goes first": simulate(
-                layers, priority(Fraction(1, 2))
-            ),
-        },
-        title="One step of three layers, in two orders",
-    )
+    two = {
+        "As they come, and all waited for": WAIT_FOR_ALL,
+        "What is needed first goes first": priority(Fraction(1, 2)),
+    }
+    played = {name: simulate(layers, policy) for name, policy in two.items()}
+    return steps(played, title="One step of three layers, in two orders")
 
 
 IMAGES = {"15_communication_order.svg": two_orders}

@@ -106,16 +106,10 @@ def draw_cell(
     slot_w, slot_h = (w - 2 * INSET) / look.across, (h - 2 * INSET) / look.down
     for rank, often in Counter(has).items():
         across, down = divmod(rank, look.down)
-        d.block(
-            x + INSET + across * slot_w,
-            y + INSET + down * slot_h,
-            slot_w,
-            slot_h,
-            f"{rank}" if often == 1 else f"{rank}×{often}",
-            fill=rank_color(rank),
-            size=11,
-            radius=0,
-        )
+        at = x + INSET + across * slot_w, y + INSET + down * slot_h
+        words = f"{rank}" if often == 1 else f"{rank}×{often}"
+        fill = rank_color(rank)
+        d.block(*at, slot_w, slot_h, words, fill=fill, size=11, radius=0)
     if whole:
         d.rect(x, y, w, h, stroke_width=2.5)
 

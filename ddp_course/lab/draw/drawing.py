@@ -55,16 +55,9 @@ class Drawing:
         dashed: bool = False,
     ) -> None:
         """Draw a rectangle with its top left corner at (x, y)."""
-        self._add(
-            "rect",
-            x=x,
-            y=y,
-            width=width,
-            height=height,
-            rx=radius or None,
-            fill=fill,
-            **_stroke(stroke, stroke_width, dashed),
-        )
+        look = {"rx": radius or None, "fill": fill}
+        look |= _stroke(stroke, stroke_width, dashed)
+        self._add("rect", x=x, y=y, width=width, height=height, **look)
 
     def hatch(
         self, x: float, y: float, width: float, height: float, *, stroke: str = INK
@@ -129,12 +122,8 @@ class Drawing:
             bx, by = x - way * ux * head, y - way * uy * head
             inner[way] = (bx, by)
             wide = head * 0.45
-            corners = (
-                (x, y),
-                (bx - uy * wide, by + ux * wide),
-                (bx + uy * wide, by - ux * wide),
-            )
-            path = " ".join(f"{number(p)},{number(q)}" for p, q in corners)
+            beside = [(bx - k * uy * wide, by + k * ux * wide) for k in (1, -1)]
+            path = " ".join(f"{number(p)},{number(q)}" for p, q in [(x, y), *beside])
             self._add("polygon", points=path, fill=stroke)
         self.line(inner[-1], inner[1], stroke=stroke, stroke_width=stroke_width)
 
@@ -150,16 +139,9 @@ class Drawing:
         fill: str = INK,
     ) -> None:
         """Write one line whose baseline is at `y`; `anchor`: start, middle or end."""
-        self._add(
-            "text",
-            escape(text),
-            x=x,
-            y=y,
-            font_size=size,
-            text_anchor=anchor,
-            font_weight="bold" if bold else None,
-            fill=fill,
-        )
+        look = {"font_size": size, "text_anchor": anchor}
+        look |= {"font_weight": "bold" if bold else None, "fill": fill}
+        self._add("text", escape(text), x=x, y=y, **look)
 
     def block(
         self,

@@ -106,6 +106,11 @@ def room(text: str, size: float = 11, bold: bool = False) -> float:
     return size * (0.67 * (len(text) - narrow) + 0.4 * narrow) * (1.1 if bold else 1)
 
 
+def counted(count: int, noun: str) -> str:
+    """Write how many there are: "1 step", "2 steps"."""
+    return f"{count} {noun}" + ("" if count == 1 else "s")
+
+
 def wrapped(text: str, width: float, size: float = 12) -> list[str]:
     """Return `text` in lines that take at most `width` pixels each."""
     lines: list[str] = []

@@ -267,12 +267,7 @@ def _samples(
 
 
 def draw_axis(
-    d: Drawing,
-    x: float,
-    y: float,
-    wide: float,
-    long: float,
-    label: str,
+    d: Drawing, x: float, y: float, wide: float, long: float, label: str
 ) -> None:
     """Draw an axis of time from 0 to `long`, with about ten round numbers."""
     power = 10 ** math.floor(math.log10(long / 10))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_course.lab.draw.kinds import KIND_LOOKS, kinds_among
 from ddp_course.lab.draw.memory import STACK, samples_of, total_of, unit_of
-from ddp_course.lab.draw.plots import GRID, plot
+from ddp_course.lab.draw.plots import GRID, draw_mark, name_below, plot
 from ddp_course.lab.palette import INK, MUTED, darker, rank_color, text_color
 
 if TYPE_CHECKING:
@@ -137,10 +137,8 @@ def _draw_marks(
             low += says.get(kind, 0) / size
             if says.get(kind, 0):
                 ends.append(low)
-    half = width / 2 + 0.06
     for end in ends:
-        for color, line in (("white", 4.5), (INK, 2.2)):  # seen on dark, too
-            axes.plot([x - half, x + half], [end] * 2, color=color, linewidth=line)
+        draw_mark(axes, x, end, width / 2 + 0.06)
 
 
 def _name_ledgers(axes: Axes, places: Mapping[str, range]) -> None:
@@ -158,9 +156,7 @@ def _name_ledgers(axes: Axes, places: Mapping[str, range]) -> None:
         box = {"fc": color, "ec": darker(color), "boxstyle": "round,pad=0.25"}
         tick.label1.set(bbox=box, color=text_color(color), fontsize=9)
     for name, xs in places.items():
-        axes.annotate(name, ((xs[0] + xs[-1]) / 2, 0),
-                      xycoords=axes.get_xaxis_transform(), xytext=(0, -24),
-                      textcoords="offset points", ha="center", va="top")  # fmt: skip
+        name_below(axes, name, xs)
 
 
 # ---- memory against communication ----------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ddp_course.lab.draw.plots import plot
+from ddp_course.lab.draw.plots import GRID, draw_mark, name_below, plot
 from ddp_course.lab.palette import INK, WHOLE, darker, rank_color
 
 if TYPE_CHECKING:
@@ -36,20 +36,9 @@ def plot_bytes(
         colors = [rank_color(rank) for rank in range(len(xs))]
         edges = [darker(color) for color in colors]
         axes.bar(xs, [*map(float, measured[name])], 0.86, color=colors, ec=edges)
-        marks = [(i - 0.5, i + 0.5) for i in xs]
-        for (low, high), value in zip(marks, theory[name], strict=True):
-            for color, width in (("white", 5), (INK, 2.4)):  # seen on black, too
-                ends = [float(value)] * 2
-                axes.plot([low, high], ends, color=color, linewidth=width)
-        axes.annotate(
-            name.replace(", ", ",\n"),
-            ((xs[0] + xs[-1]) / 2, 0),
-            xycoords=axes.get_xaxis_transform(),
-            xytext=(0, -22),
-            textcoords="offset points",
-            ha="center",
-            va="top",
-        )
+        for x, value in zip(xs, theory[name], strict=True):
+            draw_mark(axes, x, float(value), 0.5)
+        name_below(axes, name.replace(", ", ",\n"), xs)
     axes.plot([], [], color=INK, linewidth=2.4, label="theory")
     axes.bar([0], [0], color=WHOLE, ec=darker(WHOLE), label="measured")
     _label_ranks(axes, places)
@@ -73,7 +62,7 @@ def _label_ranks(axes: Axes, places: Mapping[str, range]) -> None:
     axes.tick_params(axis="x", length=0)
     axes.set_ylabel("sent by each rank [S]")
     axes.set_ylim(0, axes.get_ylim()[1] * 1.02)
-    axes.grid(axis="y", color="#E3E6EA", linewidth=0.8)
+    axes.grid(axis="y", **GRID)
     axes.set_axisbelow(True)
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0.2)
 

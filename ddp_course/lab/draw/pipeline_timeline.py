@@ -55,11 +55,10 @@ def pipeline_timeline(
     return draw_runs(title, drawn, "time [ms]", width, legend=legend)
 
 
-def who_works(events: Iterable[Any], width: float | None = None) -> Drawing:
+def who_works(events: Iterable[Any]) -> Drawing:
     """Draw which rank computes and which ones wait, for one run. Chapter 09.
 
-    `events` are `measure.Event`s of which those of the lane "compute" count. The axis
-    ends at `width` in ms or with the last event. Raises ValueError for no events and a
-    width that is not above 0.
+    `events` are `measure.Event`s of which those of the lane "compute" count. Raises
+    ValueError for no events.
     """
-    return pipeline_timeline({"": events}, 1.0, width, "Who works, and who waits")
+    return pipeline_timeline({"": events}, title="Who works, and who waits")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ddp_course.lab.draw.plots import plot
+from ddp_course.lab.draw.plots import GRID, plot
 from ddp_course.lab.palette import INK, MUTED
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def log_log(axes: Axes, sizes: Sequence[float]) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("size of the tensor")
-    axes.grid(axis="y", color="#E3E6EA", linewidth=0.8)
+    axes.grid(axis="y", **GRID)
     axes.set_axisbelow(True)
 
 

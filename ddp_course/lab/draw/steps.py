@@ -13,6 +13,7 @@ from ddp_course.collectives.plan import Plan, Transfer
 from ddp_course.lab.draw.cells import HALO, MOST_RANKS, draw_halo, whole_buffer
 from ddp_course.lab.draw.drawing import ROOM, Drawing
 from ddp_course.lab.draw.grid import Buffers, Grid
+from ddp_course.lab.draw.kinds import counted
 from ddp_course.lab.draw.layout import layout
 from ddp_course.lab.palette import MUTED, PANEL_EDGE, rank_color
 
@@ -59,10 +60,11 @@ def plan_steps(plan: Plan, columns: int | None = None) -> Drawing:
         columns = max(1, int((ROOM - 2 * MARGIN + PANEL_GAP) // w))
     columns = min(count("columns", columns, 1), len(panels))
     rows = -(-len(panels) // columns)
+    size = f"{counted(plan.steps, 'step')} among {plan.world_size} ranks"
     d = Drawing(
         max(360, columns * w - PANEL_GAP + 2 * MARGIN),
         40 + rows * h + legend_height(plan) + 12,
-        title=f"{plan.name}: {_of(plan.steps, 'step')} among {plan.world_size} ranks",
+        title=f"{plan.name}: {size}",
         description=in_words(plan, plan.transfers),
     )
     d.text(MARGIN, 26, plan.name, size=15, bold=True, anchor="start")
@@ -95,12 +97,12 @@ def _picture(plan: Plan, step: int) -> Drawing:
     """Draw the buffers after `step` steps, with names, bytes and a legend."""
     buffers, shown = layout(plan), min(step, plan.steps)
     moved = [t for t in plan.transfers if t.step == shown - 1]
-    where = f"after {shown} of {_of(plan.steps, 'step')}" if shown else _after(0)
+    where = f"after {shown} of {counted(plan.steps, 'step')}" if shown else _after(0)
     below = TOP + buffers.height + 12
     d = Drawing(
         max(400, 2 * MARGIN + NAME_W + HALO + buffers.width + SENT_W),
         below + legend_height(plan) + 26,
-        title=f"{plan.name}, {_of(plan.world_size, 'rank')}: {where}",
+        title=f"{plan.name}, {counted(plan.world_size, 'rank')}: {where}",
         description=in_words(plan, moved),
     )
     right = d.width - MARGIN
@@ -181,15 +183,16 @@ def plan_named(name: str, world_size: int) -> Plan:
 def in_words(plan: Plan, transfers: Sequence[Transfer]) -> str:
     """Return the description of a picture of `plan` that shows `transfers`."""
     says = "; ".join(map(str, transfers)).replace("step", "in step")
+    ranks = counted(plan.world_size, "rank")
     return (
-        f"The buffers of {_of(plan.world_size, 'rank')}, one row each, rank 0 on top, "
-        "and whose numbers are in each of their chunks. "
+        f"The buffers of {ranks}, one row each, rank 0 on top, and whose numbers are "
+        "in each of their chunks. "
         + (f"Messages, the first step being 0: {says}." if says else "No message.")
     )
 
 
 def _after(step: int) -> str:
-    return f"after {_of(step, 'step')}" if step else "at the start"
+    return f"after {counted(step, 'step')}" if step else "at the start"
 
 
 def _note(plan: Plan, step: int, moved: list[Transfer]) -> str:
@@ -207,7 +210,7 @@ def _note(plan: Plan, step: int, moved: list[Transfer]) -> str:
         what = "is joined with what was there"
     elif len(ways) == 2:
         what = "is added, or replaces what was there"
-    return f"{_of(len(moved), 'message')}: what arrives {what}"
+    return f"{counted(len(moved), 'message')}: what arrives {what}"
 
 
 def count(name: str, value: int, least: int, most: int | None = None) -> int:
@@ -217,7 +220,3 @@ def count(name: str, value: int, least: int, most: int | None = None) -> int:
         allowed = f"{least} or more" if most is None else f"{least} to {most}"
         raise ValueError(f"{name} is {value!r}; it must be a whole number, {allowed}")
     return value
-
-
-def _of(count: int, noun: str) -> str:
-    return f"{count} {noun}" + ("" if count == 1 else "s")
