@@ -116,13 +116,25 @@ class Parser(argparse.ArgumentParser):
     def numbers(self, **about: tuple[Callable, Any, str]) -> None:
         """Add an option for each number: how it is read, its default, what it is."""
         for name, (read, default, text) in about.items():
-            self.add_argument(
-                f"--{name.replace('_', '-')}",
-                type=read,
-                default=default,
-                metavar="N",
-                help=text if default is None else f"{text}; {default}",
-            )
+            told = text if default is None else f"{text}; {default}"
+            how = {"type": read, "default": default, "metavar": "N", "help": told}
+            self.add_argument(_option(name), **how)
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _flags(where: Any, **about: str) -> None:
+    """Add options that stand alone to a parser, or a group: name -> what it is."""
+    for name, text in about.items():
+        where.add_argument(_option(name), action="store_true", help=text)
+
+
+def _files(where: Any, metavar: str = "FILE", **about: str) -> None:
+    """Add options that name a file, likewise."""
+    for name, text in about.items():
+        where.add_argument(_option(name), type=Path, metavar=metavar, help=text)
 
 
 def parser() -> Parser:
@@ -143,7 +155,12 @@ def parser() -> Parser:
 
 
 def _command(
-    commands: Any, module: str, name: str, about: str, *examples: str, more: str = ""
+    commands: Any,
+    name: str,
+    about: str,
+    *examples: str,
+    module: str = "",
+    more: str = "",
 ) -> Parser:
     command = commands.add_parser(
         name,
@@ -152,7 +169,7 @@ def _command(
         epilog="\n  ".join(["examples:", *examples]) + more,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.set_defaults(module=module, name=name)
+    command.set_defaults(module=module or name, name=name)
     return command
 
 
@@ -167,45 +184,38 @@ def _list(head: str, table: dict[str, str], width: int) -> str:
 def _lab(add: Callable[..., Parser]) -> None:
     lab = add(
         "lab",
-        "lab",
         "prove that ranks run on this machine, then open a copy of the course in "
         "JupyterLab",
         "ddp-course lab",
         "ddp-course lab my-course --no-browser --port 8890",
     )
-    lab.add_argument(
-        "folder",
-        nargs="?",
-        metavar="FOLDER",
-        help="your copy, made or brought up to date; what you have changed stays; "
-        "ddp-course",
+    about = "your copy, made or brought up to date; what you have changed stays; "
+    lab.add_argument("folder", nargs="?", metavar="FOLDER", help=f"{about}ddp-course")
+    _flags(
+        lab,
+        here="edit the course itself, as its authors do",
+        no_browser="only print the address",
     )
-    lab.add_argument(
-        "--here", action="store_true", help="edit the course itself, as its authors do"
-    )
-    lab.add_argument("--no-browser", action="store_true", help="only print the address")
     lab.numbers(port=(_whole(65535), None, "default: 8888, or the next free one"))
     lab.add_argument("--ip", default="localhost", help="listen here; %(default)s")
 
 
 def _run(add: Callable[..., Parser]) -> None:
     run = add(
-        "notebooks",
         "run",
         "execute chapters without a browser, and store nothing",
         "ddp-course run 00",
         "ddp-course run all",
         "ddp-course run notebooks/01_ranks.ipynb",
+        module="notebooks",
     )
-    run.add_argument(
-        "chapters", nargs="+", metavar="CHAPTER", help="00, all, or a path"
-    )
+    about = "00, all, or a path"
+    run.add_argument("chapters", nargs="+", metavar="CHAPTER", help=about)
     run.numbers(timeout=_TIMEOUT)
 
 
 def _progress(add: Callable[..., Parser]) -> None:
     progress = add(
-        "progress",
         "progress",
         "show which exercises of your copy have passed, and what is next",
         "ddp-course progress",
@@ -214,14 +224,12 @@ def _progress(add: Callable[..., Parser]) -> None:
     )
     what = progress.add_mutually_exclusive_group()
     about = "write it there without your name; into a folder, under any name"
-    what.add_argument("--report", **_FILE, help=about)
-    about = "count the reports of a class"
-    what.add_argument("--collect", type=Path, metavar="FOLDER", help=about)
+    _files(what, report=about)
+    _files(what, "FOLDER", collect="count the reports of a class")
 
 
 def _train(add: Callable[..., Parser]) -> None:
     train = add(
-        "train",
         "train",
         "train the course's GPT with a strategy, on one process or many",
         "ddp-course train --strategy ddp --ranks 4",
@@ -232,29 +240,18 @@ def _train(add: Callable[..., Parser]) -> None:
         "torchrun --nproc-per-node 4 -m ddp_course train --strategy ddp",
         more=_list("strategies", STRATEGIES, 11),
     )
-    train.add_argument(
-        "--strategy",
-        choices=tuple(STRATEGIES),
-        metavar="NAME",
-        help="how the work is divided, see below; ddp",
-    )
-    train.add_argument(
-        "--zero",
-        type=int,
-        choices=(0, 1, 2, 3),
-        help="the stage of ZeRO along dp: --strategy zero1, zero2, zero3; 0 is ddp",
-    )
+    about = "how the work is divided, see below; ddp"
+    names = tuple(STRATEGIES)
+    train.add_argument("--strategy", choices=names, metavar="NAME", help=about)
+    about = "the stage of ZeRO along dp: --strategy zero1, zero2, zero3; 0 is ddp"
+    train.add_argument("--zero", type=int, choices=(0, 1, 2, 3), help=about)
     ranks, many = _whole(64), _whole(10**9)
     train.numbers(
         ranks=(ranks, None, "1 to 64 processes; by default as many as these say, or 1"),
         dp=(ranks, None, "ranks with other rows of the batch"),
         pp=(ranks, None, "ranks with other layers"),
         tp=(ranks, None, "ranks with other parts of every matrix"),
-        shard=(
-            ranks,
-            None,
-            "with --zero 3: ranks along dp that have one copy together; all",
-        ),
+        shard=(ranks, None, "with --zero 3: ranks of dp that share one copy; all"),
         replicas=(many, None, "threads of the strategy dp; 4"),
         steps=(many, 20, "steps of AdamW"),
         batch_size=(many, 8, "rows of a step, shared by all ranks"),
@@ -267,51 +264,32 @@ def _train(add: Callable[..., Parser]) -> None:
         outer_lr=(_positive, None, "of the outer optimizer; 0.7"),
         outer_momentum=(float, None, "of the outer optimizer; 0.9"),
     )
-    train.add_argument(
-        "--preset", default="1m", choices=PRESETS, help="model; %(default)s"
-    )
-    train.add_argument(
-        "--precision",
-        default="fp32",
-        choices=OF_TRAIN,
-        help="fp32; bf16 or fp16: products by autocast; bf16-pure: everything",
-    )
-    train.add_argument(
-        "--schedule",
-        type=lambda text: text.replace("-", "_"),  # zero-bubble, too
-        choices=SCHEDULES,
-        help="the order of work in a pipeline; 1f1b",
-    )
-    train.add_argument(
-        "--outer",
-        choices=("average", "nesterov"),
-        help="what is done with the mean: taken; or an outer step (DiLoCo); average",
-    )
-    train.add_argument(
-        "--compress",
-        metavar="HOW",
-        help="with ddp, gradients travel in fewer bytes: fp16, bf16, int8, sign, "
-        "topk:0.01, randomk:0.01, powersgd:4",
-    )
-    train.add_argument(
-        "--checkpoint",
-        metavar="FOLDER",
-        help="save there, and go on from the newest checkpoint in it",
-    )
-    train.add_argument("--json", **_FILE, help="write the loss curve there")
+    about = "model; %(default)s"
+    train.add_argument("--preset", default="1m", choices=PRESETS, help=about)
+    about = "fp32; bf16 or fp16: products by autocast; bf16-pure: everything"
+    train.add_argument("--precision", default="fp32", choices=OF_TRAIN, help=about)
+    about = "the order of work in a pipeline; 1f1b"
+    read = {"type": lambda text: text.replace("-", "_")}  # zero-bubble, too
+    train.add_argument("--schedule", **read, choices=SCHEDULES, help=about)
+    about = "what is done with the mean: taken; or an outer step (DiLoCo); average"
+    train.add_argument("--outer", choices=("average", "nesterov"), help=about)
+    about = "with ddp, gradients travel in fewer bytes: fp16, bf16, int8, sign, "
+    about += "topk:0.01, randomk:0.01, powersgd:4"
+    train.add_argument("--compress", metavar="HOW", help=about)
+    about = "save there, and go on from the newest checkpoint in it"
+    train.add_argument("--checkpoint", metavar="FOLDER", help=about)
+    _files(train, json="write the loss curve there")
 
 
 def _notebooks(add: Callable[..., Parser]) -> None:
     notebooks = add(
-        "notebooks",
         "notebooks",
         "execute chapters and store clean outputs, or check that they are stored so",
         "ddp-course notebooks --save 00 01",
         "ddp-course notebooks --check",
     )
     what = notebooks.add_mutually_exclusive_group(required=True)
-    what.add_argument("--save", action="store_true", help="execute and store")
-    what.add_argument("--check", action="store_true", help="report what is not clean")
+    _flags(what, save="execute and store", check="report what is not clean")
     about = "00, or a path; all by default"
     notebooks.add_argument("chapters", nargs="*", metavar="CHAPTER", help=about)
     notebooks.numbers(timeout=_TIMEOUT)
@@ -320,36 +298,29 @@ def _notebooks(add: Callable[..., Parser]) -> None:
 def _site(add: Callable[..., Parser]) -> None:
     site = add(
         "site",
-        "site",
         "make web pages of the course, from the stored notebooks",
         "ddp-course site",
         "ddp-course site --out /srv/www/ddp-course",
     )
     about = "a new folder, or one with an older edition; %(default)s"
-    site.add_argument("--out", **(_FILE | {"metavar": "FOLDER"}), help=about)
+    _files(site, "FOLDER", out=about)
     site.set_defaults(out=Path("ddp-course-site"))
 
 
 def _doctor(add: Callable[..., Parser]) -> None:
     doctor = add(
         "doctor",
-        "doctor",
         "say what this machine has and what will run how on it, and prove it",
         "ddp-course doctor",
         "ddp-course doctor --report",
     )
-    doctor.add_argument(
-        "--report",
-        dest="module",
-        action="store_const",
-        const="report",
-        help="as text to send when asking for help: no names, no folders",
-    )
+    about = "as text to send when asking for help: no names, no folders"
+    instead = {"dest": "module", "action": "store_const", "const": "report"}
+    doctor.add_argument("--report", **instead, help=about)
 
 
 def _bench(add: Callable[..., Parser]) -> None:
     bench = add(
-        "bench",
         "bench",
         "measure the course's code beside PyTorch's own, in one run",
         "ddp-course bench launch",
@@ -358,17 +329,14 @@ def _bench(add: Callable[..., Parser]) -> None:
         "ddp-course bench --list",
     )
     bench.add_argument("bench", nargs="?", metavar="NAME", help="which bench")
-    about = "list the benches, and what each compares"
-    bench.add_argument("--list", action="store_true", help=about)
-    bench.add_argument("--json", **_FILE, help="write the rows there")
+    _flags(bench, list="list the benches, and what each compares")
     about = "draw the rows there (svg, png, pdf)"
-    bench.add_argument("--figure", **_FILE, help=about)
-    bench.add_argument("--quick", action="store_true", help="few turns of few cases")
+    _files(bench, json="write the rows there", figure=about)
+    _flags(bench, quick="few turns of few cases")
 
 
 def _plan(add: Callable[..., Parser]) -> None:
     plan = add(
-        "plan",
         "plan",
         "tell which ZeRO stage fits on which GPUs, and what it sends",
         "ddp-course plan --preset gpt2-xl --gpus 8 --memory 24",
@@ -378,9 +346,8 @@ def _plan(add: Callable[..., Parser]) -> None:
     )
     model = plan.add_mutually_exclusive_group(required=True)
     model.add_argument("--preset", choices=MODELS, help="a model by name")
-    model.add_argument(
-        "--parameters", type=_many, metavar="N", help="how many; 7.5e9, 7.5b, 350m"
-    )
+    about = "how many; 7.5e9, 7.5b, 350m"
+    model.add_argument("--parameters", type=_many, metavar="N", help=about)
     many = _whole(10**9)
     plan.numbers(
         layers=(many, None, "of the model, with --hidden: then activations count, too"),
@@ -399,10 +366,8 @@ def _plan(add: Callable[..., Parser]) -> None:
         ("--recompute", RECOMPUTE, "none"),
     ):
         plan.add_argument(name, choices=among, default=default, help="%(default)s")
-    plan.add_argument(
-        "--scores", action="store_true", help="attention is not fused: it keeps scores"
-    )
-    plan.add_argument("--json", **_FILE, help="write the rows there")
+    _flags(plan, scores="attention is not fused: it keeps scores")
+    _files(plan, json="write the rows there")
 
 
 # How what was typed is read
@@ -437,7 +402,6 @@ def _many(text: str) -> int:
     return round(value)
 
 
-_FILE = {"type": Path, "metavar": "FILE"}
 _TIMEOUT = (_whole(10**6), 600, "seconds that a cell may run")
 
 

@@ -18,15 +18,13 @@ process groups. PyTorch's `DeviceMesh` (torch/distributed/device_mesh.py) is bot
 and has the same numbering. Explained in chapter 09.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
 import torch.distributed as dist
 
-from ddp_course.mechanisms.agreement import check_same
+from ddp_course.mechanisms.agreement import attempt, check_same
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -71,10 +69,9 @@ class Mesh:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return where `rank` (0 to size - 1) is on each axis."""
-        if not 0 <= rank < self.size:
-            raise ValueError(
-                f"rank is {rank}; in a mesh {self} it can be 0 to {self.size - 1}"
-            )
+        last = self.size - 1
+        if not 0 <= rank <= last:
+            raise ValueError(f"rank is {rank}; in a mesh {self} it can be 0 to {last}")
         found = {}
         for axis, size in reversed(self.sizes.items()):
             rank, found[axis] = divmod(rank, size)
@@ -95,10 +92,8 @@ class Mesh:
     def check(self, world_size: int) -> None:
         """Raise ValueError unless `world_size` ranks make this mesh."""
         if world_size != self.size:
-            s = "" if world_size == 1 else "s"
-            raise ValueError(
-                f"{world_size} rank{s} cannot be a mesh {self}, which has {self.size}"
-            )
+            have = "1 rank" if world_size == 1 else f"{world_size} ranks"
+            raise ValueError(f"{have} cannot be a mesh {self}, which has {self.size}")
 
     def check_axis(self, axis: str) -> None:
         """Raise ValueError unless there is such an axis."""
@@ -164,10 +159,10 @@ def make_groups(mesh: Mesh) -> Axes:
     different ones. As torch.distributed.device_mesh.init_device_mesh. Chapter 09.
     """
     if not dist.is_initialized():
-        raise ValueError(
-            f"a mesh {mesh} needs ranks: call this under spawn or torchrun"
-        )
-    check_same({"the mesh": repr(mesh)}, _problem_with(mesh), None)
+        how = "call this under spawn or torchrun"
+        raise ValueError(f"a mesh {mesh} needs ranks: {how}")
+    problem, _ = attempt(lambda: mesh.check(dist.get_world_size()))
+    check_same({"the mesh": repr(mesh)}, problem, None)
     me, mine = dist.get_rank(), {}
     for axis in mesh.axes:
         for ranks in mesh.groups(axis):
@@ -176,11 +171,3 @@ def make_groups(mesh: Mesh) -> Axes:
             if me in ranks:
                 mine[axis] = group
     return Axes(mesh, me, mine)
-
-
-def _problem_with(mesh: Mesh) -> str | None:
-    try:
-        mesh.check(dist.get_world_size())
-    except ValueError as error:
-        return str(error)
-    return None

@@ -13,8 +13,6 @@ is all that combining takes: what was applied before has made the parameters loc
 Chapters 04 and 07 to 11.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -37,7 +35,7 @@ from ddp_course.data_parallel import (
     NaiveDistributedDataParallel,
 )
 from ddp_course.local_sgd import DiLoCo, LocalSGD
-from ddp_course.mechanisms.agreement import ReplicaError, check_same
+from ddp_course.mechanisms.agreement import ReplicaError, attempt, check_same
 from ddp_course.mechanisms.placements import clip_grad_norm_
 from ddp_course.mechanisms.whole_state import (
     WholeState,
@@ -216,9 +214,8 @@ def choose_layout(
         ("precision", precision, PRECISIONS),
     ):
         if value not in known:
-            raise ValueError(
-                f"{name} is {value!r}; it can be one of {', '.join(known)}"
-            )
+            can = ", ".join(known)
+            raise ValueError(f"{name} is {value!r}; it can be one of {can}")
     sizes = {"dp": dp, "pp": pp, "tp": tp}  # tp is innermost: it talks most
     told = {axis: size for axis, size in sizes.items() if size is not None}
     counts = {**told, "replicas": replicas, "microbatches": microbatches}
@@ -238,9 +235,8 @@ def choose_layout(
             f"precision {precision!r} cannot be with schedule 'zero_bubble', whose "
             "backward in two halves takes weights as they are; take bf16-pure, or 1f1b"
         )
-    layout = Layout(
-        strategy, mesh, replicas, schedule, microbatches, precision, compress
-    )
+    cut = schedule, microbatches
+    layout = Layout(strategy, mesh, replicas, *cut, precision, compress)
     of_outer = {"lr": outer_lr, "momentum": outer_momentum}
     layout = _alone(layout, local_steps, outer, of_outer)
     if compress is not None:
@@ -249,12 +245,9 @@ def choose_layout(
 
 
 def _check_strategy(strategy: str, mesh: Mesh) -> None:
-    """Raise ValueError unless `strategy` can be on `mesh`."""
-    if strategy == "dp" and mesh.size > 1:
-        raise ValueError(
-            f"strategy 'dp' is one process with threads, and here are {mesh.size} "
-            f"ranks; start one, or take another strategy"
-        )
+    if strategy == "dp" and (n := mesh.size) > 1:
+        told = f"strategy 'dp' is one process with threads, and here are {n} ranks"
+        raise ValueError(f"{told}; start one, or take another strategy")
     allowed = BESIDE.get(strategy, ())
     if wrong := set(mesh.axes) - {"dp", *allowed}:
         with_others = " and ".join(("dp", *allowed)) if allowed else "dp alone"
@@ -263,10 +256,8 @@ def _check_strategy(strategy: str, mesh: Mesh) -> None:
             f"{' and '.join(sorted(wrong))}: {WHY_NOT[strategy]}"
         )
     if strategy in BOTH and mesh.size > 1 and strategy not in mesh.axes:
-        raise ValueError(
-            f"the mesh is {mesh}; strategy {strategy!r} needs two ranks or more along "
-            f"{strategy}"
-        )
+        needs = f"needs two ranks or more along {strategy}"
+        raise ValueError(f"the mesh is {mesh}; strategy {strategy!r} {needs}")
 
 
 def _alone(
@@ -299,7 +290,6 @@ def _alone(
 
 
 def _check_compress(layout: Layout) -> None:
-    """Raise ValueError unless gradients can travel compressed in this layout."""
     compressor(layout.compress)
     if layout.strategy != "ddp" or layout.mesh.axes != ("dp",):
         raise ValueError(
@@ -307,10 +297,8 @@ def _check_compress(layout: Layout) -> None:
             f"mesh {layout.mesh}; compressing is for the strategy 'ddp', along dp alone"
         )
     if layout.mesh.size == 1:
-        raise ValueError(
-            f"compress is {layout.compress!r}, and one rank sends nothing; take two "
-            "ranks or more"
-        )
+        told = f"compress is {layout.compress!r}, and one rank sends nothing"
+        raise ValueError(f"{told}; take two ranks or more")
     if layout.precision == "fp16":
         raise ValueError(
             f"compress {layout.compress!r} cannot be with precision 'fp16': what is "
@@ -375,12 +363,8 @@ def _everywhere(make: Callable[..., nn.Module], *args: Any) -> nn.Module:
 
     Otherwise the ranks of another replica would go on, and wait for those of this one.
     """
-    made, problem = None, None
-    try:
-        made = make(*args)
-    except ReplicaError as error:
-        problem = str(error).removesuffix(". Nothing was sent.")
-    check_same({}, problem, None)
+    problem, made = attempt(lambda: make(*args), ReplicaError)
+    check_same({}, problem.removesuffix(". Nothing was sent."), None)
     return made
 
 
@@ -446,9 +430,8 @@ def whole(
     inner, zero = _without_wrappers(model), type(optimizer) in OPTIMIZERS.values()
     if not isinstance(inner, WholeState):
         if zero:
-            optimizer = Whole(
-                partial(_consolidated, optimizer), optimizer.load_state_dict
-            )
+            state = partial(_consolidated, optimizer)
+            optimizer = Whole(state, optimizer.load_state_dict)
         return inner, optimizer
     names = names_along(optimizer, inner.plain.shapes, inner.groups)
     groups, steps = inner.groups, optimizer
@@ -457,12 +440,10 @@ def whole(
         groups, steps = (*groups, optimizer.process_group), optimizer.optim
         load = optimizer.load_parts
     where = names, inner.plain.shapes, groups
+    state = partial(full_optimizer_state, steps, names, groups)
     return (
         Whole(inner.full_state_dict, inner.load_full_state_dict),
-        Whole(
-            partial(full_optimizer_state, steps, names, groups),
-            lambda state: load(state, *where),
-        ),
+        Whole(state, lambda state: load(state, *where)),
     )
 
 
@@ -481,6 +462,5 @@ def _without_wrappers(model: nn.Module) -> nn.Module:
 
 
 def _consolidated(optimizer: Any) -> dict[str, Any]:
-    """Return all ranks' states on rank 0."""
     optimizer.consolidate_state_dict(to=0)
     return optimizer.state_dict() if dist.get_rank() == 0 else {}

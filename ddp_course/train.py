@@ -137,14 +137,8 @@ def train(
     settings |= {} if layout.local is None else {"local": dict(layout.local)}
     scaler = GradScaler(enabled=layout.precision == "fp16")
     has_state = whole_model, whole_optimizer
-    checkpoints = Checkpoints(
-        checkpoint,
-        every,
-        *has_state,
-        settings,
-        scaler=scaler,
-        compressor=compressor_of(model, layout),
-    )
+    more = {"scaler": scaler, "compressor": compressor_of(model, layout)}
+    checkpoints = Checkpoints(checkpoint, every, *has_state, settings, **more)
     losses = checkpoints.load(steps)  # of the steps that are done
     resumed_at = len(losses)
     share, shares = layout.share(rank)  # on ranks with parts of one model: the same

@@ -122,25 +122,15 @@ STAGE_3: dict[str, steps.Variant] = {
     "zero3 shared kept": partial(stage3, shared=True, reshard_after_forward=False),
     "bound": bound,
 }
+BEST = "fully_shard best"
 OURS = dict.fromkeys(("zero1 gloo", "zero1 shared", "zero2 gloo", "zero2 shared"))
 TIMES = (
     *against("ZRO default", {"ZRO again": None, "ZRO best": None, **OURS}),
     *against("ZRO best", {"bound": None, **OURS, "zero1 gloo": 1, "zero1 shared": 0.8}),
-    *against(
-        "fully_shard default",
-        dict.fromkeys(
-            ("fully_shard again", "fully_shard best", "zero3 gloo", "zero3 shared")
-        ),
-    ),
-    *against(
-        "fully_shard best",
-        {
-            "bound": None,
-            "fully_shard patient": None,
-            "zero3 gloo": {128: 0.6, 1024: 0.87},
-            "zero3 shared": {128: 0.45},
-        },
-    ),
+    *against("fully_shard default", dict.fromkeys(("fully_shard again", BEST))),
+    *against("fully_shard default", {"zero3 gloo": None, "zero3 shared": None}),
+    *against(BEST, {"bound": None, "fully_shard patient": None}),
+    *against(BEST, {"zero3 gloo": {128: 0.6, 1024: 0.87}, "zero3 shared": {128: 0.45}}),
     *against("fully_shard kept", {"zero3 gloo kept": None, "zero3 shared kept": None}),
 )
 PEAKS = tuple(
@@ -194,14 +184,8 @@ def _peak(make: steps.Variant, case: steps.Case) -> int:
 def peak_rows(case: steps.Case, told: list[dict[str, int]]) -> Iterator[Row]:
     """Yield the rows of one case: the rank that needs most counts."""
     for pair in PEAKS:
-        ours = pair.variant.removeprefix("peak of ")
-        yield row(
-            "zero",
-            f"{case}, {pair.variant} beside {pair.beside}",
-            "bytes",
-            max(rank[ours] for rank in told),
-            max(rank[pair.beside] for rank in told),
-            **case.fields,
-            variant=pair.variant,
-            beside=pair.beside,
-        )
+        words = f"{case}, {pair.variant} beside {pair.beside}"
+        both = pair.variant.removeprefix("peak of "), pair.beside
+        peaks = (max(rank[name] for rank in told) for name in both)
+        more = case.fields | {"variant": pair.variant, "beside": pair.beside}
+        yield row("zero", words, "bytes", *peaks, **more)

@@ -40,10 +40,7 @@ def learners_copy(name: str | None) -> tuple[Path, list[str]]:
         new = refresh(chapters.course(), folder)
     except OSError as error:
         raise CommandError(f"cannot write your copy of the course: {error}") from None
-    return folder, [
-        f"Your copy of the course: {folder}",
-        *(f"  {what}" for what in new),
-    ]
+    return folder, [f"Your copy of the course: {folder}", *(f"  {w}" for w in new)]
 
 
 def refresh(original: Path, folder: Path) -> list[str]:

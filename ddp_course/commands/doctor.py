@@ -54,22 +54,17 @@ def this_machine() -> Machine:
         all_cores=os.cpu_count() or 1,
         memory=memory(),
         all_memory=physical_memory(),
-        gpus=tuple(
-            torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())
-        ),
-        backends=tuple(
-            name for name in BACKENDS if getattr(dist, f"is_{name}_available")()
-        ),
+        gpus=tuple(map(torch.cuda.get_device_name, range(torch.cuda.device_count()))),
+        backends=tuple(b for b in BACKENDS if getattr(dist, f"is_{b}_available")()),
         shared_memory=shared_memory(),
     )
 
 
 def cores(root: Path = ROOT) -> float:
     """Return how many cores this process may use; a quota can be 1.5 cores."""
+    allowed = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         allowed = len(os.sched_getaffinity(0))
-    else:
-        allowed = os.cpu_count() or 1
     return min([allowed, *_limits("cpu", _cpu_quota, root)])
 
 

@@ -133,9 +133,8 @@ def is_free(port: int, ip: str) -> bool:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except PermissionError:
-        raise CommandError(
-            f"port {port} is for administrators; take 1024 or above"
-        ) from None
+        told = f"port {port} is for administrators; take 1024 or above"
+        raise CommandError(told) from None
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return False
@@ -145,9 +144,8 @@ def is_free(port: int, ip: str) -> bool:
 
 def next_free(port: int, ip: str) -> int:
     """Return the first free port above `port`, or the first of all."""
-    return next(
-        p for p in (*range(port + 1, 65536), *range(1024, port)) if is_free(p, ip)
-    )
+    ports = (*range(port + 1, 65536), *range(1024, port))
+    return next(p for p in ports if is_free(p, ip))
 
 
 def address(server: str, token: str, notebook: Path) -> str:

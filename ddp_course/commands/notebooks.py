@@ -52,14 +52,9 @@ def _run(path: Path, timeout: int) -> tuple[NotebookNode, list[str]]:
     cells = len(code_cells(notebook))
     started = time.monotonic()
     console = Console(stderr=True)
-    with Progress(
-        "{task.description}",
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    ) as progress:
+    columns = "{task.description}", BarColumn(), MofNCompleteColumn()
+    where = {"console": console, "disable": not console.is_terminal}
+    with Progress(*columns, TimeElapsedColumn(), **where) as progress:
         bar = progress.add_task(path.stem, total=cells)
         failure = execute(notebook, path.parent, timeout, lambda: progress.advance(bar))
     if failure is None:

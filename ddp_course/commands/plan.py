@@ -29,13 +29,9 @@ KINDS = {
 def command(told: Namespace) -> int:
     """Print the table for what was `told`, advice, and what it leaves out."""
     check_file(told.json)
-    options = {
-        "optimizer": told.optimizer,
-        "precision": told.precision,
-        "batch": told.batch,
-        "recompute": told.recompute,
-        "fused_attention": not told.scores,
-    }
+    names = "optimizer", "precision", "batch", "recompute"
+    options = {name: getattr(told, name) for name in names}
+    options["fused_attention"] = not told.scores
     memory = told.memory * GB
     bandwidth = None if told.bandwidth is None else told.bandwidth * GB
     try:

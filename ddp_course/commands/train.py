@@ -78,9 +78,8 @@ def command(told: Namespace) -> int:
         except (CheckpointError, ValueError) as error:
             raise CommandError(str(error)) from None
     else:
-        history = spawn(
-            partial(run, settings), world_size=ranks, output="live", timeout=DEADLINE
-        )[0]
+        where = {"world_size": ranks, "output": "live", "timeout": DEADLINE}
+        history = spawn(partial(run, settings), **where)[0]
     write(told.json, contents(history, settings))
     return 0
 
@@ -99,13 +98,10 @@ def summary(history: History) -> str:
     steps = f"{len(history.losses)} step{'s' * (len(history.losses) != 1)}"
     if history.resumed_at:
         steps += f" ({history.resumed_at} of them by an earlier run)"
-    course = ""
     if history.losses:
-        course = f", loss {history.losses[0]:.4f} -> {history.losses[-1]:.4f}"
-    return (
-        f"{ranks}, {steps}{course}, {history.seconds:.1f} s, "
-        f"parameters {history.checksum}"
-    )
+        steps += f", loss {history.losses[0]:.4f} -> {history.losses[-1]:.4f}"
+    seconds = f"{history.seconds:.1f} s"
+    return f"{ranks}, {steps}, {seconds}, parameters {history.checksum}"
 
 
 @dataclass

@@ -24,18 +24,3 @@ from ddp_course.compression.powersgd import PowerSGD
 from ddp_course.compression.sign import Sign
 from ddp_course.compression.sixteen import SixteenBits
 from ddp_course.compression.sparse import RandomK, TopK
-
-__all__ = [
-    "Compressor",
-    "ErrorFeedback",
-    "Exchange",
-    "Int8",
-    "PowerSGD",
-    "RandomK",
-    "Sign",
-    "SixteenBits",
-    "TopK",
-    "compress",
-    "compressor",
-    "play",
-]

@@ -36,27 +36,3 @@ from ddp_course.data_parallel.scatter_gather import part_sizes
 from ddp_course.data_parallel.unused import UnusedParametersError
 from ddp_course.mechanisms.agreement import ReplicaError
 from ddp_course.mechanisms.buckets import Bucket, bucket_plan
-
-__all__ = [
-    "Average",
-    "Bucket",
-    "BucketedDistributedDataParallel",
-    "DataParallel",
-    "DistributedDataParallel",
-    "DistributedSampler",
-    "FlatDistributedDataParallel",
-    "MeanOverRanks",
-    "Move",
-    "Moves",
-    "NaiveDistributedDataParallel",
-    "ReplicaError",
-    "Share",
-    "UnusedParametersError",
-    "bucket_plan",
-    "loss_weight",
-    "part_sizes",
-    "record_pytorch",
-    "scaled_lr",
-    "seed_for",
-    "shares",
-]

@@ -8,8 +8,6 @@
 Explained in chapter 05.
 """
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 from math import inf
@@ -22,8 +20,6 @@ from torch import Tensor
 from ddp_course.collectives import communicator
 from ddp_course.data_parallel.sampler import check_integer
 from ddp_course.launch import device as device_of_rank
-
-# ---- loss and metrics ----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -140,8 +136,6 @@ def _sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return tensor
 
 
-# ---- learning rate -------------------------------------------------------------------
-
 RULES = {"linear": 1.0, "sqrt": 0.5}  # the power of world_size
 
 
@@ -186,8 +180,6 @@ def scaled_lr(
     warmed = min(1.0, step / warmup_steps) if warmup_steps else 1.0
     return base_lr * (1 + (factor - 1) * warmed)
 
-
-# ---- random numbers ------------------------------------------------------------------
 
 PURPOSES = {
     "weights": "same",  # replicas begin alike

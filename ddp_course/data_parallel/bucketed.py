@@ -7,8 +7,6 @@ this class gives it the buckets, and tells it which backward passes are to be av
 What else PyTorch's class can do is in `ddp`, on top of this. Chapter 05.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -32,14 +30,8 @@ class BucketedDistributedDataParallel(nn.Module):
     no gradient on some ranks, zero counts; if on none, the parameter is left alone.
     Buffers stay each rank's own.
 
-    Args:
-        module: the same on all ranks; rank 0's numbers are taken.
-        process_group: the ranks that share a batch; None are all.
-        bucket_cap_mb: MiB at which a bucket is closed (`buckets`).
-        first_bucket_mb: the same for the first bucket.
-        all_reduce: any of this course, or PyTorch's.
-
-    Raises ReplicaError, on every rank, if the modules differ. Chapter 05.
+    Arguments are as of `ddp.DistributedDataParallel`. Raises ReplicaError, on every
+    rank, if the modules differ. Chapter 05.
     """
 
     def __init__(

@@ -27,8 +27,6 @@ The order of the collectives of a step, which both sides must keep to:
 Explained in chapter 05.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -42,7 +40,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from ddp_course.collectives import communicator, shared_memory
 from ddp_course.data_parallel.bucketed import BucketedDistributedDataParallel
 from ddp_course.data_parallel.unused import AllReduceUsed
-from ddp_course.mechanisms.agreement import broadcast_all, start_as_replicas
+from ddp_course.mechanisms.agreement import attempt, broadcast_all, start_as_replicas
 from ddp_course.mechanisms.buckets import (
     BUCKET_CAP_MB,
     FIRST_BUCKET_MB,
@@ -108,11 +106,9 @@ class DistributedDataParallel(BucketedDistributedDataParallel, Joinable):
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
-        empty = torch.empty
-        if buckets_in_shared_memory:
-            empty = empty_for_all(process_group)
+        in_memory = buckets_in_shared_memory
+        empty = empty_for_all(process_group) if in_memory else torch.empty
         if all_reduce is None:
-            in_memory = buckets_in_shared_memory
             all_reduce = shared_memory.all_reduce if in_memory else dist.all_reduce
         caps = {"bucket_cap_mb": bucket_cap_mb, "first_bucket_mb": first_bucket_mb}
         start_as_replicas(
@@ -131,13 +127,8 @@ class DistributedDataParallel(BucketedDistributedDataParallel, Joinable):
         self.has_buffers = any(True for _ in module.buffers())
         self.require_forward_param_sync = True
         self.divide_by_initial_world_size = True
-        self.ending = AllReduceUsed(
-            process_group,
-            all_reduce,
-            empty,
-            find_unused_parameters,
-            gradient_as_bucket_view,
-        )
+        how = all_reduce, empty, find_unused_parameters, gradient_as_bucket_view
+        self.ending = AllReduceUsed(process_group, *how)
         self.fill_buckets(module, self.ending, **caps)
         self.engine.expecting = False
 
@@ -217,11 +208,8 @@ class DistributedDataParallel(BucketedDistributedDataParallel, Joinable):
 
     def will_sync_buffers(self) -> bool:
         """Tell whether the next forward begins with sending the buffers."""
-        return (
-            self.broadcast_buffers
-            and self.require_forward_param_sync
-            and self.has_buffers
-        )
+        has_any = self.broadcast_buffers and self.has_buffers
+        return has_any and self.require_forward_param_sync
 
     def sync_buffers(self, trains: bool = True) -> None:
         """Give every rank the buffers of rank 0, or of one that still has batches."""
@@ -232,15 +220,17 @@ class DistributedDataParallel(BucketedDistributedDataParallel, Joinable):
 
     # ---- torch.distributed.algorithms.Join -----------------------------------------
 
-    def join_hook(self, **kwargs: Any) -> ShadowHook:
-        """Return what this rank does when it has run out of batches.
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return what this rank does when it has run out of batches, and when all have.
 
         `divide_by_initial_world_size`: a mean is over all ranks, so that every batch
-        counts the same; otherwise over those that still train.
+        counts the same; otherwise over those that still train. As `_DDPJoinHook` in
+        torch/nn/parallel/distributed.py.
         """
-        name = "divide_by_initial_world_size"
+        name, hook = "divide_by_initial_world_size", JoinHook()
         self.divide_by_initial_world_size = kwargs.get(name, True)
-        return ShadowHook(self)
+        hook.main_hook, hook.post_hook = self.shadow, self.take_over
+        return hook
 
     @property
     def join_device(self) -> torch.device:
@@ -260,12 +250,12 @@ class DistributedDataParallel(BucketedDistributedDataParallel, Joinable):
         if self.require_forward_param_sync:
             self.ending.shadow(self.engine)
 
-    def take_over(self, candidate: bool) -> None:
-        """Take the numbers of the highest rank that is a candidate."""
+    def take_over(self, is_last_joiner: bool) -> None:
+        """Take the numbers of the highest of the ranks that have trained longest."""
         states = list(self.module.parameters())
         if self.broadcast_buffers:
             states += self.module.buffers()
-        broadcast_all(states, self._common_rank(candidate), self.process_group)
+        broadcast_all(states, self._common_rank(is_last_joiner), self.process_group)
 
     def _is_averaged(self, trains: bool) -> bool:
         """Say whether this forward's backward is averaged, and hear it."""
@@ -282,34 +272,10 @@ class DistributedDataParallel(BucketedDistributedDataParallel, Joinable):
         return int(rank)
 
 
-class ShadowHook(JoinHook):
-    """What a rank does that has no batch any more, and when nobody has.
-
-    PyTorch: torch/distributed/algorithms/join.py, and `_DDPJoinHook` in
-    torch/nn/parallel/distributed.py.
-    """
-
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        self.ddp = ddp
-
-    def main_hook(self) -> None:
-        """Shadow one forward and one backward of the others."""
-        self.ddp.shadow()
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """All have run out: take over what the last one has."""
-        self.ddp.take_over(is_last_joiner)
-
-
 def _problem(all_reduce: Any, **caps: float) -> str | None:
-    """Return what is wrong with the arguments, or None."""
     if not callable(all_reduce):
         return f"all_reduce is {all_reduce!r}; it must be a function"
-    try:
-        bucket_plan((), **caps)
-    except ValueError as error:
-        return str(error)
-    return None
+    return attempt(lambda: bucket_plan((), **caps))[0]
 
 
 def _name_of(function: Any) -> str:

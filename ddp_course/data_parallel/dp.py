@@ -26,8 +26,6 @@ PyTorch: torch/nn/parallel/data_parallel.py, replicate.py and parallel_apply.py.
 Explained in chapter 04.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from threading import Thread
@@ -100,9 +98,6 @@ class DataParallel(nn.Module):
         return gather(outputs, self.devices[0])
 
 
-# ---- replicate -----------------------------------------------------------------------
-
-
 def copy_states(module: nn.Module, devices: Sequence[Device]) -> list[Copies]:
     """Return what each replica has in place of the module's parameters and buffers.
 
@@ -137,9 +132,6 @@ def replicate(module: nn.Module, copies: Copies) -> nn.Module:
         for name, buffer in original._buffers.items():
             twin._buffers[name] = None if buffer is None else copies[buffer]
     return twins[module]
-
-
-# ---- parallel_apply ------------------------------------------------------------------
 
 
 def parallel_apply(
@@ -207,9 +199,6 @@ def modes_of_this_thread(device: Device) -> Callable[[], AbstractContextManager]
             yield
 
     return modes
-
-
-# ---- what can be used ----------------------------------------------------------------
 
 
 def usable_devices(devices: Sequence[int | str | Device] | None) -> list[Device]:

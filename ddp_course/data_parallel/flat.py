@@ -3,8 +3,6 @@
 As `naive` it begins when backward has ended. Explained in chapter 04.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

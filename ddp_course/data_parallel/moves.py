@@ -1,7 +1,5 @@
 """What DataParallel carries to and from replica 0, in bytes. Chapter 04."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

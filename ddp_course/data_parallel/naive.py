@@ -6,8 +6,6 @@ equal. That is all there is to data parallelism; the rest is speed: fewer messag
 (`flat`), and earlier ones (`bucketed`). Explained in chapter 04.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import compress
 from typing import Any

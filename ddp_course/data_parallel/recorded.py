@@ -3,10 +3,9 @@
 Chapter 05.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
@@ -40,7 +39,7 @@ def record_pytorch(ddp: PyTorchDDP) -> None:
         with span(timeline, "wait"):
             timeline.all_ended()
 
-    def launch(group, bucket):  # DDP refuses annotations that are strings
+    def launch(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         if now:
             now[0].computed(bucket=bucket.index())
         flat = bucket.buffer().div_(dist.get_world_size(group))

@@ -12,8 +12,6 @@ PyTorch: torch/utils/data/distributed.py; the indices are the same, one by one.
 Explained in chapter 05.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sized
 from dataclasses import dataclass
 from itertools import cycle, islice

@@ -6,8 +6,6 @@ gradients flow back through them. PyTorch: torch/nn/parallel/scatter_gather.py.
 Explained in chapter 04.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

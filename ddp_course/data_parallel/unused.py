@@ -15,8 +15,6 @@ If all ranks miss the same gradients in a pass, another pass may bring them (two
 two calls of `backward`); if it does not, the next forward raises. Chapter 05.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

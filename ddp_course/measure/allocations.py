@@ -3,8 +3,6 @@
 Explained in chapter 06.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -40,7 +38,6 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run an operation, and tell what went in and what came out."""
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             # A DTensor or another wrapper: let it come back with what it is made of.
             return NotImplemented
@@ -50,8 +47,6 @@ class Operations(TorchDispatchMode):
         self.log.operated(str(func), () if made else (args, kwargs), result)
         return result
 
-
-# ---- resizes -----------------------------------------------------------------------
 
 _lock = threading.Lock()
 _watchers = 0
@@ -82,9 +77,6 @@ def _resize_and_tell(storage: torch.UntypedStorage, nbytes: int) -> Any:
     for log in open_logs.now:
         log.resized(storage)
     return result
-
-
-# ---- hooks -------------------------------------------------------------------------
 
 
 @contextmanager

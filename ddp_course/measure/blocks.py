@@ -5,8 +5,6 @@ list belongs to the process and not to a thread, since autograd calls DDP's hook
 thread of its own, and what they send belongs to the step that is being measured.
 """
 
-from __future__ import annotations
-
 import threading
 from typing import Any, Generic, TypeVar
 
@@ -28,10 +26,8 @@ class OpenBlocks(Generic[T]):
         """Add `block`. RuntimeError if it is open already: it would count twice."""
         with self._lock:
             if any(other is block for other in self.now):
-                raise RuntimeError(
-                    f"this {type(block).__name__} is open already; "
-                    "to measure a block within its block, open a second one"
-                )
+                told = f"this {type(block).__name__} is open already; to measure a "
+                raise RuntimeError(f"{told}block within its block, open a second one")
             self.now = (*self.now, block)
 
     def close(self, block: T) -> None:

@@ -11,8 +11,6 @@ machine's start and is the same clock in all processes of one machine, so the ev
 its ranks can be laid on one time-line as they are. Explained in chapters 02 and 05.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 import time
@@ -20,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ddp_course.launch import here
 from ddp_course.measure.blocks import OpenBlocks, WithoutLock
@@ -68,7 +66,7 @@ class EventLog(WithoutLock):
         self._events: list[Event] = []
         self._lock = threading.Lock()
 
-    def __enter__(self) -> EventLog:
+    def __enter__(self) -> Self:
         _open.open(self)
         return self
 

@@ -17,8 +17,6 @@ memory in which no tensor lies. `memory_log` follows the same ledger through a s
 Explained in chapter 06.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -72,9 +70,6 @@ class Ledger(Mapping[str, int]):
         cells = [(kind, f"{nbytes:,}" if nbytes else "-") for kind, nbytes in rows]
         wide = max(len(number) for _, number in cells)
         return "\n".join(f"{kind:<21}  {number:>{wide}}" for kind, number in cells)
-
-
-# ---- the census --------------------------------------------------------------------
 
 
 def resident(*modules_and_optimizers: Any) -> Ledger:

@@ -95,8 +95,7 @@ class MemoryLog:
             with self._lock:
                 self._storages, self._forwards = Storages(), 0
                 changes = self._found()
-                begin = time.perf_counter(), "begin", changes
-                self._storages.changes.append(begin)
+                self._storages.changes.append((time.perf_counter(), "begin", changes))
             stack.enter_context(watched_resizes())
             stack.enter_context(hooks(self, self._watched))
             stack.enter_context(Operations(self))

@@ -10,11 +10,10 @@ is what the formulas speak of; that no byte is forgotten is seen from outside, b
 operating system's count (`SystemBytes`). Explained in chapter 02.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Self
 
 from ddp_course.launch import Place, here
 from ddp_course.measure.blocks import OpenBlocks, WithoutLock
@@ -51,6 +50,31 @@ class Totals:
         return sum(self.sent.get(peer, 0) for peer in set(peers))
 
 
+@dataclass(frozen=True)
+class Bytes(Totals):
+    """What one rank's meter counted, in bytes (`messages`: how many were sent).
+
+    `inside` and `between` split the bytes sent by whether the peer is on this rank's
+    node. Two reports are equal if all their numbers are.
+    """
+
+    rank: int
+    sent: dict[int, int]
+    received: dict[int, int]
+    messages: dict[int, int]
+    inside: int
+    between: int
+
+    def __repr__(self) -> str:
+        to = "".join(f", {n:,} to {peer}" for peer, n in self.sent.items())
+        links = f"inside the node: {self.inside:,}, between nodes: {self.between:,}"
+        return (
+            f"rank {self.rank} sent {self.total_sent:,} bytes{to} (messages: "
+            f"{self.total_messages:,}, bytes {links}) and received "
+            f"{self.total_received:,}"
+        )
+
+
 class ByteMeter(Totals, WithoutLock):
     """Counts the bytes that this rank sends and receives, to and from each peer.
 
@@ -73,7 +97,7 @@ class ByteMeter(Totals, WithoutLock):
         self.messages: dict[int, int] = {}
         self._lock = threading.Lock()
 
-    def __enter__(self) -> ByteMeter:
+    def __enter__(self) -> Self:
         _open.open(self)
         return self
 
@@ -107,13 +131,9 @@ class ByteMeter(Totals, WithoutLock):
     def report(self) -> Bytes:
         """Return what was counted so far, as plain data to be returned from a rank."""
         with self._lock:
-            return Bytes(
-                rank=self.place.rank,
-                sent=dict(sorted(self.sent.items())),
-                received=dict(sorted(self.received.items())),
-                messages=dict(sorted(self.messages.items())),
-                **self.by_link(),
-            )
+            by_peer = self.sent, self.received, self.messages
+            in_order = (dict(sorted(counts.items())) for counts in by_peer)
+            return Bytes(self.place.rank, *in_order, **self.by_link())
 
     def __repr__(self) -> str:
         return f"<ByteMeter of rank {self.place.rank}: {self.total_sent:,} bytes sent>"
@@ -129,31 +149,6 @@ def active_meters() -> tuple[ByteMeter, ...]:
     be it later or in another thread.
     """
     return _open.now
-
-
-@dataclass(frozen=True)
-class Bytes(Totals):
-    """What one rank's meter counted, in bytes (`messages`: how many were sent).
-
-    `inside` and `between` split the bytes sent by whether the peer is on this rank's
-    node. Two reports are equal if all their numbers are.
-    """
-
-    rank: int
-    sent: dict[int, int]
-    received: dict[int, int]
-    messages: dict[int, int]
-    inside: int
-    between: int
-
-    def __repr__(self) -> str:
-        to = "".join(f", {n:,} to {peer}" for peer, n in self.sent.items())
-        return (
-            f"rank {self.rank} sent {self.total_sent:,} bytes{to}"
-            f" (messages: {self.total_messages:,}, bytes inside the node: "
-            f"{self.inside:,}, between nodes: {self.between:,})"
-            f" and received {self.total_received:,}"
-        )
 
 
 def table(reports: Iterable[Bytes]) -> str:

@@ -20,14 +20,12 @@ under gloo it needs no setting. What it holds, found with torch 2.13 and gloo:
 Explained in chapters 02 and 05.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import warnings
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -101,7 +99,7 @@ class TorchCollectives:
             )
         return self._calls
 
-    def __enter__(self) -> TorchCollectives:
+    def __enter__(self) -> Self:
         _check_recorder()
         self._calls = None
         self._last = max((e["record_id"] for e in _entries()), default=-1)
@@ -159,10 +157,8 @@ def call_of(entry: dict[str, Any], sizes: dict[str, int]) -> Call:
             f"a {op} of group {group!r} was recorded, but that group is gone: destroy "
             "process groups after the block that measures them, not within it"
         )
-    into, out_of = (
-        _nbytes(entry[f"{side}_sizes"], entry[f"{side}_dtypes"])
-        for side in ("input", "output")
-    )
+    sides = ("input", "output")
+    into, out_of = (_nbytes(entry[f"{s}_sizes"], entry[f"{s}_dtypes"]) for s in sides)
     # The inputs of an all-gather are of one size. A scatter's input is there on the
     # root only, and so is a gather's output.
     nbytes = sizes[group] * into if op == "all_gather" else max(into, out_of)
@@ -170,7 +166,6 @@ def call_of(entry: dict[str, Any], sizes: dict[str, int]) -> Call:
 
 
 def _nbytes(shapes: list[list[int]], dtypes: list[str]) -> int:
-    """Return the bytes of some tensors together."""
     both = zip(shapes, dtypes, strict=True)
     return sum(prod(shape) * _dtype(name).itemsize for shape, name in both)
 

@@ -4,8 +4,6 @@ A storage lives as long as the last tensor that looks at it, and so does its lab
 Explained in chapter 06.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -101,8 +99,6 @@ def uncovered(parts: Iterable[Part], start: int, stop: int) -> list[tuple[int, i
         left = [(a, b) for a, b in pieces if a < b]
     return left
 
-
-# ---- labels ------------------------------------------------------------------------
 
 # By storage, for as long as it lives: an entry goes with the last tensor that looks at
 # it. It belongs to the process, as memory does.

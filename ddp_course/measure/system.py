@@ -23,9 +23,8 @@ and held by the tests:
 Explained in chapter 02.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
+from typing import Self
 
 
 class SystemBytes:
@@ -45,7 +44,7 @@ class SystemBytes:
             raise RuntimeError("SystemBytes has its number when the block has ended")
         return self._written
 
-    def __enter__(self) -> SystemBytes:
+    def __enter__(self) -> Self:
         self._before, self._written = _count(), None
         return self
 

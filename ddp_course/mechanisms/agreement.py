@@ -14,10 +14,9 @@ or hang; the numbers are sent by rank 0. Afterwards nobody is special: equal par
 and equal gradients stay equal. Chapter 04.
 """
 
-from __future__ import annotations
-
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_course.collectives import CollectiveError, communicator
+from ddp_course.collectives.communicator import by_text
 
 TOGETHER = 25 << 20  # bytes
 SHOWN = 5  # of more differences only the number is told
@@ -63,10 +63,8 @@ def form_of(module: nn.Module, **options: Any) -> Form:
     """Return what must be the same on all ranks, in words: name -> description."""
     form = {f"argument {name}": repr(value) for name, value in options.items()}
     for name, p in module.named_parameters():
-        form[name] = (
-            f"{_told(p)}, requires_grad={p.requires_grad}"
-            + f", strides {list(p.stride())}" * (not p.is_contiguous())
-        )
+        strides = "" if p.is_contiguous() else f", strides {list(p.stride())}"
+        form[name] = f"{_told(p)}, requires_grad={p.requires_grad}{strides}"
     return form | {f"buffer {name}": _told(b) for name, b in module.named_buffers()}
 
 
@@ -104,17 +102,12 @@ def check_same(
     """
     comm = communicator(group)
     digest = hashlib.sha256(repr(form).encode()).hexdigest()
-    shown = comm.exchange((problem or "", digest))
-    if len(set(shown)) == 1 and not problem:
-        return
-    if any(told for told, _ in shown):
-        by_text = [told for told, _ in shown]
-        wrong = _by_rank(by_text, comm.ranks)
-    else:
-        wrong = differences(
-            [dict(pairs) for pairs in comm.exchange(tuple(form.items()))], comm.ranks
-        )
-    raise ReplicaError(f"{wrong}. Nothing was sent.")
+    problems, digests = zip(*comm.exchange((problem or "", digest)), strict=True)
+    if any(problems):
+        raise ReplicaError(f"{by_text(problems, comm.ranks)}. Nothing was sent.")
+    if len(set(digests)) > 1:
+        forms = [dict(pairs) for pairs in comm.exchange(tuple(form.items()))]
+        raise ReplicaError(f"{differences(forms, comm.ranks)}. Nothing was sent.")
 
 
 def check_along(
@@ -144,25 +137,25 @@ def differences(forms: Sequence[Form], ranks: Sequence[int]) -> str:
     for name in names:
         told = [form.get(name, "missing") for form in forms]
         if len(set(told)) > 1:
-            found.append(f"{name} is {_by_rank(told, ranks, reverse=True)}")
+            found.append(f"{name} is {by_text(told, ranks, text_first=True)}")
     if not found:
         order = [" ".join(form) for form in forms]
-        return f"the parameters are in another order: {_by_rank(order, ranks)}"
+        return f"the parameters are in another order: {by_text(order, ranks)}"
     more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
     return f"the ranks differ. {'; '.join(found[:SHOWN])}{more}"
 
 
-def _by_rank(texts: Sequence[str], ranks: Sequence[int], reverse: bool = False) -> str:
-    """Gather ranks with the same text; those without one are not mentioned."""
-    who: dict[str, list[int]] = {}
-    for rank, text in zip(ranks, texts, strict=True):
-        if text:
-            who.setdefault(text, []).append(rank)
-    told = []
-    for text, those in who.items():
-        named = f"rank{'s' * (len(those) > 1)} {', '.join(map(str, those))}"
-        told.append(f"{text} on {named}" if reverse else f"{named}: {text}")
-    return (", " if reverse else "; ").join(told)
+def attempt(
+    work: Callable[[], Any], errors: Any = (ValueError, TypeError)
+) -> tuple[str, Any]:
+    """Do `work`; return why it failed, or "", and what it returned.
+
+    A rank that failed must still talk, or the others would wait for it.
+    """
+    try:
+        return "", work()
+    except errors as error:
+        return str(error), None
 
 
 @torch.no_grad()
@@ -175,7 +168,8 @@ def broadcast_all(
     one type and device travel together, in messages of about 25 MiB. All ranks give the
     same shapes in the same order.
     """
-    for members in _together(tensors):
+    full, kind = (t for t in tensors if t.numel()), attrgetter("dtype", "device")
+    for members in in_batches(full, attrgetter("nbytes"), kind):
         flat = torch.cat([tensor.detach().flatten() for tensor in members])
         dist.broadcast(flat, src, group)
         if dist.get_rank() == src:
@@ -187,16 +181,18 @@ def broadcast_all(
             tensor.data.copy_(part.view(tensor.shape))
 
 
-def _together(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Gather tensors of one type and device, until they are `TOGETHER` bytes."""
-    open_lists: dict[tuple, list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            kind = tensor.dtype, tensor.device
-            members = open_lists.setdefault(kind, [])
-            members.append(tensor)
-            if sum(member.nbytes for member in members) >= TOGETHER:
-                yield open_lists.pop(kind)
+def in_batches(
+    items: Iterable[Any],
+    nbytes: Callable[[Any], int],
+    kind: Callable[[Any], Any] = lambda _: None,
+) -> Iterator[list[Any]]:
+    """Gather what is of one kind, until it is `TOGETHER` bytes."""
+    open_lists: dict[Any, list[Any]] = {}
+    for item in items:
+        members = open_lists.setdefault(kind(item), [])
+        members.append(item)
+        if sum(map(nbytes, members)) >= TOGETHER:
+            yield open_lists.pop(kind(item))
     yield from open_lists.values()
 
 
@@ -223,7 +219,7 @@ def shown_by_all(
     comm = communicator(group)
     shown, counts = zip(*comm.agree_now("flags", show=(own, failed)), strict=True)
     if len(set(counts)) > 1:
-        told = _by_rank([str(count) for count in counts], comm.ranks, reverse=True)
+        told = by_text([*map(str, counts)], comm.ranks, text_first=True)
         raise CollectiveError(
             f"forwards and backwards that ended in an error: {told}. The gradients are "
             "of different steps: let all ranks skip a batch, or none"

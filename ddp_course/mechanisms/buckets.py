@@ -11,10 +11,9 @@ closed as soon as it holds its cap or more, so a parameter is never cut in two, 
 first bucket is a small one, so that the first message leaves early. Chapter 05.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -51,7 +50,6 @@ class Bucket:
         return self.numel * self.dtype.itemsize
 
     def __str__(self) -> str:
-        """One line for a reader."""
         dtype, count = str(self.dtype).removeprefix("torch."), len(self.parameters)
         names = " ... ".join(dict.fromkeys((self.parameters[0], self.parameters[-1])))
         return (
@@ -110,12 +108,9 @@ def _trainable(pairs: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
 
 def _bucket(index: int, members: list[tuple[str, Tensor]]) -> Bucket:
     """Lay the gradients of a bucket one after the other."""
-    offsets, numel = [], 0
-    for _, parameter in members:
-        offsets.append(numel)
-        numel += parameter.numel()
-    first = members[0][1]
-    names = tuple(name for name, _ in members)
+    names, parameters = zip(*members, strict=True)
+    *offsets, numel = accumulate((p.numel() for p in parameters), initial=0)
+    first = parameters[0]
     return Bucket(index, names, tuple(offsets), numel, first.dtype, first.device)
 
 

@@ -8,8 +8,6 @@ for, what it holds is written into the bucket. Chapter 14; in PyTorch: `GradBuck
 torch/distributed/algorithms/ddp_comm_hooks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,15 +31,10 @@ class GradBucket:
     """
 
     def __init__(
-        self,
-        index: int,
-        flat: Tensor,
-        parameters: Sequence[Tensor],
-        views: Sequence[Tensor],
-        last: bool,
+        self, index: int, flat: Tensor, parameters: list, views: list, last: bool
     ) -> None:
         self._index, self._flat, self._last = index, flat, last
-        self._parameters, self._views = list(parameters), list(views)
+        self._parameters, self._views = parameters, views
 
     def index(self) -> int:
         """Return the bucket's number."""
@@ -68,28 +61,6 @@ class GradBucket:
         self._flat = tensor
 
 
-class CommHook:
-    """`hook` with its `state`, as something that an ending launches."""
-
-    def __init__(self, state: Any, hook: Hook, buckets: Sequence[LiveBucket]) -> None:
-        self.state, self.hook, self.buckets = state, hook, buckets
-
-    def __call__(self, bucket: LiveBucket) -> Answer:
-        """Hand a full bucket to the hook; return what is to be waited for."""
-        flat = bucket.flat[: bucket.plan.numel]
-        parameters = [slot.parameter for slot in bucket.slots]
-        views = [slot.view for slot in bucket.slots]
-        last = bucket is self.buckets[-1]
-        shown = GradBucket(bucket.index, flat, parameters, views, last)
-        future = self.hook(self.state, shown)
-        if not isinstance(future, torch._C.Future):  # the base of torch.futures.Future
-            raise TypeError(
-                f"{name_of(self.hook)} returned {type(future).__name__}; a hook must "
-                "return a torch.futures.Future of a tensor"
-            )
-        return Answer(future, flat, name_of(self.hook))
-
-
 class Answer:
     """A hook's future: once it is waited for, its tensor is in the bucket."""
 
@@ -112,6 +83,28 @@ class Answer:
             )
         if mean.data_ptr() != self.flat.data_ptr() or mean.dtype != self.flat.dtype:
             self.flat.copy_(mean.view(-1))
+
+
+class CommHook:
+    """`hook` with its `state`, as something that an ending launches."""
+
+    def __init__(self, state: Any, hook: Hook, buckets: Sequence[LiveBucket]) -> None:
+        self.state, self.hook, self.buckets = state, hook, buckets
+
+    def __call__(self, bucket: LiveBucket) -> Answer:
+        """Hand a full bucket to the hook; return what is to be waited for."""
+        flat = bucket.flat[: bucket.plan.numel]
+        parameters = [slot.parameter for slot in bucket.slots]
+        views = [slot.view for slot in bucket.slots]
+        last = bucket is self.buckets[-1]
+        shown = GradBucket(bucket.index, flat, parameters, views, last)
+        future = self.hook(self.state, shown)
+        if not isinstance(future, torch._C.Future):  # the base of torch.futures.Future
+            raise TypeError(
+                f"{name_of(self.hook)} returned {type(future).__name__}; a hook must "
+                "return a torch.futures.Future of a tensor"
+            )
+        return Answer(future, flat, name_of(self.hook))
 
 
 def name_of(hook: Any) -> str:

@@ -10,8 +10,6 @@ No list of names could be complete, as everybody may write an optimizer. So a sm
 matrix is stepped as a whole, and in two parts: is that the same? Chapter 07.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

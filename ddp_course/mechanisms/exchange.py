@@ -7,18 +7,9 @@
 Both have the same functions, and who calls them need not know which it is. What they
 exchange are activations, which come and go; how shards do is in `shard_exchange`. A
 *summand* is a tensor of which only the sum over the ranks means anything; it is
-computed where it is sent from:
-
-    buffer(shape, like)            where to write a summand
-    all_reduce(summand)            the sum of all ranks' summands, on every rank
-    sum(x)                         the same of any tensor, which stays as it is
-    reduce_scatter(summand, dim)   this rank's part of that sum
-    all_gather(x, dim)             the parts of all ranks, side by side
-
-All ranks get the same bits, as they add in the same order. Chapter 09.
+computed where it is sent from, in a `buffer`. All ranks get the same bits, as they add
+in the same order. Chapter 09.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext

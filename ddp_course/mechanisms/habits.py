@@ -14,8 +14,6 @@ For optimizers PyTorch has a hook. The two others have none, so each has a funct
 around one of its own. And `Frozen` parameters are to stay so. Chapters 05 and 07 to 10.
 """
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Callable, Iterable
@@ -49,7 +47,6 @@ class Weakly(weakref.ref):
     """A reference that nobody takes along: of a pickled one, None is left."""
 
     def __reduce__(self) -> tuple[type, tuple]:
-        """Tell pickle and copy so."""
         return type(None), ()
 
 

@@ -9,8 +9,6 @@ And those who average gradients can be found by the parameters (`held`): whateve
 backward several times for one step need not know who they are.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager

@@ -11,8 +11,6 @@ nothing to gather, unless they are to be of another type. Nobody may step its sh
 while another rank computes with it: for that they `meet`. Chapter 08.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -188,10 +186,8 @@ def empty_for_all(group: dist.ProcessGroup | None) -> Callable[..., Tensor]:
 
     def empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         if device.type != "cpu":
-            raise ValueError(
-                f"buckets_in_shared_memory is True, but the model is on {device}, not "
-                "cpu"
-            )
+            told = f"buckets_in_shared_memory is True, but the model is on {device}"
+            raise ValueError(f"{told}, not cpu")
         return shared_memory.empty(numel, dtype=dtype, group=group)
 
     return empty

@@ -17,8 +17,6 @@ that a norm counts it once. DTensor has the same for its meshes, `Replicate()` a
 `Shard(dim)` (torch/distributed/tensor/placement_types.py). Chapters 08 and 09.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 

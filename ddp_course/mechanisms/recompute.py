@@ -136,14 +136,9 @@ def _gradients(
             "recompute has no gradient of its gradient (create_graph=True); take "
             "torch.utils.checkpoint with use_reentrant=False"
         )
-    pairs = [
-        (output, gradient)
-        for output, gradient in zip(outputs, gradients, strict=True)
-        if output.requires_grad and gradient is not None
-    ]
-    known = {id(tensor) for tensor in wanted}
-    lost = leaves_below(output for output, _ in pairs) - known
-    if lost:
+    both = zip(outputs, gradients, strict=True)
+    pairs = [(o, g) for o, g in both if o.requires_grad and g is not None]
+    if lost := leaves_below(output for output, _ in pairs) - {*map(id, wanted)}:
         raise RuntimeError(
             f"{function!r} used {len(lost)} parameter(s) that are neither its own nor "
             "in its arguments, so they would get no gradient. Give recompute the "
@@ -187,10 +182,7 @@ class Call:
     """
 
     def __init__(
-        self,
-        function: Callable[..., Any],
-        leaves: list[Any],
-        tree: pytree.TreeSpec,
+        self, function: Callable[..., Any], leaves: list[Any], tree: pytree.TreeSpec
     ) -> None:
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self.function, self.tree, self.num_inputs = function, tree, len(inputs)
@@ -252,9 +244,6 @@ class Surroundings:
             for index, state in self.gpus.items():
                 torch.cuda.set_rng_state(state, index)
             yield
-
-
-# ---- a whole model -----------------------------------------------------------------
 
 
 def recompute_blocks(model: nn.Module) -> None:

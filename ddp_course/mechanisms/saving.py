@@ -10,11 +10,10 @@ fingerprint, which is computed again when it is read. Reading runs no code that 
 file (`weights_only`): it may come from anybody. Chapters 05 and 08.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +21,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ddp_course.mechanisms.agreement import described
+from ddp_course.mechanisms import agreement
 
 WRITING = ".being-written-"  # how the names of unfinished files and folders begin
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written, read, or continued; every rank raises it."""
-
-
-# ---- one file ------------------------------------------------------------------------
 
 
 def seal(value: Any) -> dict[str, Any]:
@@ -51,7 +47,8 @@ def unsealed(sealed: Mapping[str, Any]) -> Any:
 def fingerprint(value: Any) -> str:
     """Return 32 hexadecimal digits that change with any name, number, type or shape."""
     leaves, structure = pytree.tree_flatten(value)
-    told = [described(x) if isinstance(x, Tensor) else repr(x) for x in leaves]
+    words = agreement.described
+    told = [words(x) if isinstance(x, Tensor) else repr(x) for x in leaves]
     return hashlib.blake2b(f"{structure} {told}".encode(), digest_size=16).hexdigest()
 
 
@@ -124,12 +121,4 @@ def on_cpu(state: Any) -> Any:
     return state
 
 
-def attempt(work: Callable[[], Any]) -> tuple[str, Any]:
-    """Do `work`; return why it failed, or "", and what it returned.
-
-    A rank that failed must still talk, or the others would wait for it.
-    """
-    try:
-        return "", work()
-    except (CheckpointError, OSError, RuntimeError) as error:
-        return str(error), None
+attempt = partial(agreement.attempt, errors=(OSError, RuntimeError))  # so all hear it

@@ -1,21 +1,10 @@
 """How ranks bring shards together for a while, and sum gradients into them.
 
-Shards last; what is whole comes and goes:
-
-    empty_shard(numel, ...)        memory for this rank's shard
-    lasting(shard)                 all shards, if they are together all the time
-    gather(whole, own, shard)      every rank's shard into its place in `whole`, of
-                                   which `own` is this rank's part
-    reduce(own, whole, then)       the sum of all ranks' `whole` into `own`, no more
-                                   than this rank's part; then call `then`
-    meet(words)                    until all ranks are here
-
-`gather` and `reduce` may go on meanwhile: they return something to wait for, or None.
-Here they are messages; `memory_exchange.ShardMemory` does the same in memory that all
-ranks of one machine see. Chapter 08.
+Shards last; what is whole comes and goes. `gather` and `reduce` may go on meanwhile:
+they return something to wait for, or None. Here they are messages;
+`memory_exchange.ShardMemory` does the same in memory that all ranks of one machine see.
+Chapter 08.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
@@ -53,10 +42,11 @@ class ShardMessages:
     ) -> Any:
         """Put every rank's shard into its place in `whole`, whose memory is made.
 
-        The own one is cast, and taken to the GPU, on the way to its place; from there
-        it is sent. Collectives of this course that go on meanwhile follow each other in
-        a thread. So does the memory for a gather: it is made when the reduce-scatter
-        before it has ended and given back its own, and not already when it is called.
+        The own one is cast, and taken to the GPU, on the way to its place, `own`; from
+        there it is sent. Collectives of this course that go on meanwhile follow each
+        other in a thread. So does the memory for a gather: it is made when the
+        reduce-scatter before it has ended and given back its own, and not already when
+        it is called.
         """
 
         @torch.no_grad()
@@ -70,7 +60,7 @@ class ShardMessages:
         return all_gather(whole, own, group=self.group, async_op=async_op)
 
     def reduce(self, own: Tensor, whole: Tensor, then: Callable[[], None]) -> Any:
-        """Sum `whole` over all ranks, into `own`; then call `then`."""
+        """Sum `whole` over all ranks, this rank's part into `own`; then call `then`."""
         reduce_scatter = suited("reduce_scatter", whole, self.port)
         work = reduce_scatter(own, whole, group=self.group, async_op=True)
         return self._followed(work, then)

@@ -12,12 +12,10 @@ host only queues what is to be computed and sent: there, "compute" and "communic
 are between CUDA events (`GpuClock`), which tell when a stream came to them. Chapter 05.
 """
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Self
 
 import torch
 
@@ -53,9 +51,7 @@ class Timeline:
     GPU, and are recorded when all has ended.
     """
 
-    def __init__(
-        self, logs: tuple[EventLog, ...], clock: GpuClock | None = None
-    ) -> None:
+    def __init__(self, logs: Sequence[EventLog], clock: GpuClock | None = None) -> None:
         self.logs, self.clock = logs, clock
         self.now = clock.now if clock else time.perf_counter
         self.since = self.now()
@@ -63,7 +59,7 @@ class Timeline:
         self._noted: list[tuple[str, Any, Any, dict[str, Any]]] = []
 
     @classmethod
-    def begin(cls) -> Timeline:
+    def begin(cls) -> Self:
         """Return a time-line of what happens from now on, for those who keep a log."""
         logs = active_logs()
         return cls(logs, GpuClock() if logs and torch.cuda.is_initialized() else None)
@@ -115,13 +111,9 @@ class Timeline:
 
 
 @contextmanager
-def _span(timeline: Timeline, op: str, **detail: Any) -> Iterator[None]:
+def span(timeline: Timeline | None, op: str, **detail: Any) -> Iterator[None]:
+    """Add an event that lasts as long as this block, if anybody keeps a log."""
     start = time.perf_counter()
     yield
-    timeline.add(op, start, op, **detail)
-
-
-def span(timeline: Timeline | None, op: str, **detail: Any):
-    """Return a context manager that adds an event, if anybody keeps a log."""
-    keeps = timeline is not None and timeline.logs
-    return _span(timeline, op, **detail) if keeps else nullcontext()
+    if timeline is not None:
+        timeline.add(op, start, op, **detail)

@@ -18,8 +18,6 @@ Qi et al. 2024, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241, section 2,
 WeightGradStore of its code. Chapter 11.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial

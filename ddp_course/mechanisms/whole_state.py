@@ -13,20 +13,20 @@ To load is easier: everybody is given the whole state, and keeps its own part.
 torch.distributed.checkpoint.state_dict does this for DTensors. Chapter 08.
 """
 
-from __future__ import annotations
-
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from ddp_course.collectives import communicator
-from ddp_course.mechanisms.agreement import TOGETHER, check_along
+from ddp_course.mechanisms.agreement import attempt, check_along, in_batches
 from ddp_course.mechanisms.habits import came_later
 from ddp_course.mechanisms.placements import (
     Flat,
@@ -56,7 +56,7 @@ class PlainModel:
     shapes: Mapping[str, torch.Size]
 
     @classmethod
-    def of(cls, module: nn.Module) -> PlainModel:
+    def of(cls, module: nn.Module) -> Self:
         """Describe a plain module; of one that is divided, say what it was before."""
         if isinstance(before := getattr(module, "plain", None), cls):
             return before
@@ -73,10 +73,8 @@ class PlainModel:
             return f"state_dict is a {type(state).__name__}; it must be a dict"
         if missing := [key for key in self.keys if key not in state]:
             return f"the state_dict has no {', '.join(missing[:3])}"
-        if more := [key for key in state if key not in self.keys]:
-            return (
-                f"the state_dict has {', '.join(map(str, more[:3]))}: no such name here"
-            )
+        if more := [str(key) for key in state if key not in self.keys]:
+            return f"the state_dict has {', '.join(more[:3])}: no such name here"
         for key, name in self.keys.items():
             shape = self.shapes[key if name is None else name]
             found = getattr(state[key], "shape", type(state[key]).__name__)
@@ -139,9 +137,9 @@ class WholeState:
         self, optimizer: Optimizer, state_dict: Mapping[str, Any]
     ) -> None:
         """As `load_full_optimizer_state`."""
-        names = names_along(optimizer, self.plain.shapes, self.groups)
-        where = names, self.plain.shapes, self.groups
-        load_full_optimizer_state(optimizer, state_dict, *where)
+        shapes, groups = self.plain.shapes, self.groups
+        names = names_along(optimizer, shapes, groups)
+        load_full_optimizer_state(optimizer, state_dict, names, shapes, groups)
 
     def __getstate__(self) -> Any:
         """Raise TypeError: a copy would have neither ranks nor numbers."""
@@ -202,8 +200,9 @@ def gathered(
     The first rank along all groups gets it, the others get nothing.
     """
     names, items = list(order), {}
+    copy = partial(tree_map_only, Tensor, lambda t: t.detach().to("cpu", copy=True))
     for name, (way, state) in own.items():
-        items[name] = [way.step_along(group) for group in groups], _on_cpu(state)
+        items[name] = [way.step_along(group) for group in groups], copy(state)
     for group in reversed(groups):
         items = _along(group, items, names)
         if communicator(group).rank > 0:
@@ -214,10 +213,10 @@ def gathered(
 def from_first(value: Any, groups: Sequence[Group]) -> Any:
     """Send what the first rank along all groups has to all the others."""
     for group in groups:
-        first = communicator(group).rank == 0
-        box = [_packed(value) if first else None]
-        dist.broadcast_object_list(box, communicator(group).ranks[0], group)
-        value = value if first else _unpacked(box[0])
+        comm = communicator(group)
+        box = [_packed(value) if comm.rank == 0 else None]
+        dist.broadcast_object_list(box, comm.ranks[0], group)
+        value = _unpacked(box[0]) if comm.rank else value
     return value
 
 
@@ -232,7 +231,7 @@ def _unpacked(told: bytes) -> Any:
     return torch.load(io.BytesIO(told), weights_only=False)
 
 
-Steps = list[Step | None]  # what is to be undone: one for each group, the last first
+Steps = list[Step | None]  # what is to be undone: one for each group
 
 
 def _along(
@@ -244,7 +243,7 @@ def _along(
     for theirs in comm.exchange(mine):
         for name, nbytes in theirs:
             sizes[name] = max(nbytes, sizes.get(name, 0))
-    for some in _batches([name for name in names if name in sizes], sizes):
+    for some in in_batches([name for name in names if name in sizes], sizes.get):
         parts = [b""] * comm.size if comm.rank == 0 else None
         part = {name: own[name] for name in some if name in own}
         dist.gather_object(_packed(part), parts, comm.ranks[0], group)
@@ -254,18 +253,6 @@ def _along(
             (*before, _), _ = found[0]
             joined[name] = before, _join([(steps[-1], s) for steps, s in found])
     return joined
-
-
-def _batches(names: list[str], sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Yield names, so many that a rank's parts are about 25 MiB together."""
-    batch: list[str] = []
-    for name in names:
-        batch.append(name)
-        if sum(sizes[one] for one in batch) >= TOGETHER:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
 
 
 def _nbytes(state: State) -> int:
@@ -342,12 +329,10 @@ def load_full_optimizer_state(
     check_along(groups, problem_with(state_dict, names, shapes))
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
     known = dict(zip((n for those in names for n in those), keys, strict=True))
-    own = optimizer.state_dict()
-    for group, saved in zip(
-        own["param_groups"], state_dict["param_groups"], strict=True
-    ):
+    own = {**optimizer.state_dict(), "state": {}}
+    groups_of_both = own["param_groups"], state_dict["param_groups"]
+    for group, saved in zip(*groups_of_both, strict=True):
         group.update(options_of(saved))
-    own["state"] = {}
     stepped = (p for group in optimizer.param_groups for p in group["params"])
     for number, parameter in enumerate(stepped):
         way = way_of(parameter)
@@ -365,18 +350,15 @@ def names_along(
 
     Called by all ranks. Raises ReplicaError, on every rank, for other tensors.
     """
-    own, problem = [], None
-    try:
-        own = [
-            {way_of(p).name for p in group["params"]}
-            for group in optimizer.param_groups
-        ]
-    except ValueError as error:
-        problem = f"the optimizer steps what it should not: {error}"
+    stepped = [group["params"] for group in optimizer.param_groups]
+    problem, own = attempt(lambda: [{way_of(p).name for p in ps} for ps in stepped])
+    problem = problem and f"the optimizer steps what it should not: {problem}"
     check_along(groups, problem)
     for group in groups:
         parts = communicator(group).exchange(tuple(tuple(names) for names in own))
-        check_along(groups, _unequal(parts))
+        counts = [len(part) for part in parts]
+        unequal = f"the ranks' optimizers have {counts} parameter groups"
+        check_along(groups, unequal if len(set(counts)) > 1 else None)
         own = [set().union(*those) for those in zip(*parts, strict=True)]
     order = list(order)
     return [[name for name in order if name in names] for names in own]
@@ -396,13 +378,6 @@ def _partless(optimizer: Optimizer) -> str | None:
     return None
 
 
-def _unequal(parts: Sequence[Sequence]) -> str | None:
-    counts = [len(part) for part in parts]
-    if len(set(counts)) == 1:
-        return None
-    return f"the ranks' optimizers have {counts} parameter groups"
-
-
 def problem_with(
     state_dict: Any, names: list[list[str]], shapes: Mapping[str, torch.Size]
 ) -> str | None:
@@ -416,10 +391,10 @@ def problem_with(
         states = {key: dict(state) for key, state in state_dict["state"].items()}
     except Exception as error:
         return f"this is no state_dict of an optimizer: {error!r}"
-    if lengths != [len(those) for those in names]:
+    if lengths != (own := [len(those) for those in names]):
         return (
             f"the state_dict has groups of {lengths} parameters; this optimizer has "
-            f"groups of {[len(those) for those in names]}"
+            f"groups of {own}"
         )
     known = dict(zip(keys, (n for those in names for n in those), strict=True))
     for key, state in states.items():
@@ -441,7 +416,6 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _part(key: str, value: Any, steps: Sequence[Step]) -> Any:
-    """Return what this rank keeps of a state."""
     if not isinstance(value, Tensor):
         return value
     if steps and key != "step" and value.shape == steps[0].shape:
@@ -453,11 +427,3 @@ def _part(key: str, value: Any, steps: Sequence[Step]) -> Any:
 def _has_dims(value: Any) -> bool:
     """Tell whether a state has a number for each element, as "step" has not."""
     return isinstance(value, Tensor) and value.dim() > 0
-
-
-def _on_cpu(state: State) -> State:
-    """Return a state with its tensors on the CPU: copies."""
-    return {
-        key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-        for key, value in state.items()
-    }

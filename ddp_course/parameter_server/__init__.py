@@ -34,29 +34,3 @@ from ddp_course.parameter_server.rules import (
     bounded,
 )
 from ddp_course.parameter_server.sharded import ShardedServer
-
-__all__ = [
-    "ASYNCHRONOUS",
-    "SYNCHRONOUS",
-    "Book",
-    "DelayCompensation",
-    "Event",
-    "MemoryServer",
-    "MemoryWorker",
-    "Record",
-    "Row",
-    "RowServer",
-    "RowWorker",
-    "Rule",
-    "Server",
-    "ShardedServer",
-    "ServerGoneError",
-    "Worker",
-    "backup",
-    "bounded",
-    "by_staleness",
-    "corrected_momentum",
-    "hogwild",
-    "replay",
-    "simulate",
-]

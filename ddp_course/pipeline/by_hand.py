@@ -6,8 +6,6 @@ ends and begins again, how microbatches add up. `runtime` does the same for any 
 Chapter 10.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn

@@ -13,8 +13,6 @@ A schedule is legal if
 Chapter 11.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -42,7 +40,6 @@ class Proof:
     peak_activations: tuple[Fraction, ...]
 
     def __str__(self) -> str:
-        """A sentence and the order."""
         schedule = self.program.schedule
         peaks = ", ".join(map(str, self.peak_activations))
         sends = "blocking" if self.blocking else "buffered"
@@ -109,13 +106,8 @@ def activations(schedule: Schedule, rank: int) -> list[Fraction]:
 
 def peak_activations(schedule: Schedule) -> tuple[Fraction, ...]:
     """Return for each rank the most that it keeps at a time, see `activations`."""
-    ranks = range(schedule.num_ranks)
-    return tuple(
-        max(activations(schedule, rank), default=Fraction(0)) for rank in ranks
-    )
-
-
-# ---- what is wrong ------------------------------------------------------------------
+    kept = (activations(schedule, rank) for rank in range(schedule.num_ranks))
+    return tuple(max(of_rank, default=Fraction(0)) for of_rank in kept)
 
 
 def _incomplete(schedule: Schedule) -> Iterator[str]:
@@ -163,16 +155,12 @@ def _too_much(
         return
     if not isinstance(limits, Sequence):
         limits = [limits] * schedule.num_ranks
-    if len(limits) != schedule.num_ranks:
-        raise ValueError(
-            f"max_activations has {len(limits)} limits; there are "
-            f"{schedule.num_ranks} ranks"
-        )
+    if len(limits) != (n := schedule.num_ranks):
+        told = f"max_activations has {len(limits)} limits"
+        raise ValueError(f"{told}; there are {n} ranks")
     for rank, limit in enumerate(limits):
         kept = activations(schedule, rank)
         for action, now in zip(schedule.ranks[rank], kept, strict=True):
             if now > limit:
-                yield (
-                    f"rank {rank} keeps the activations of {now} microbatches after "
-                    f"{action}; its limit is {limit}"
-                )
+                much = f"the activations of {now} microbatches after {action}"
+                yield f"rank {rank} keeps {much}; its limit is {limit}"

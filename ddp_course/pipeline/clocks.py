@@ -9,8 +9,6 @@ Clocks, and the Ordering of Events"). Or let them not compute at all: layers tha
 10.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -71,15 +69,11 @@ def bubble(events: Iterable[Event]) -> float:
         if event.lane == COMPUTE:
             steps.setdefault(event.detail["step"], []).append(event)
     if not steps:
-        raise ValueError(
-            f"there are no events of the lane {COMPUTE!r}: was a log open?"
-        )
-    ranks = {event.rank for step in steps.values() for event in step}
-    busy = sum(event.seconds for step in steps.values() for event in step)
-    spans = [
-        max(event.end for event in step) - min(event.start for event in step)
-        for step in steps.values()
-    ]
+        none = f"there are no events of the lane {COMPUTE!r}"
+        raise ValueError(f"{none}: was a log open?")
+    spans = [max(e.end for e in s) - min(e.start for e in s) for s in steps.values()]
+    computed = [event for step in steps.values() for event in step]
+    ranks, busy = {e.rank for e in computed}, sum(e.seconds for e in computed)
     return 1 - busy / (len(ranks) * sum(spans))
 
 

@@ -19,8 +19,6 @@ stages that keep nothing but their input (`recompute`), and events on a clock. C
 10 and 11.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
@@ -166,17 +164,10 @@ class OverlappedRuntime(Runtime):
         self, op: str, start: float, lane: str, action: Action, nbytes: int = 0
     ) -> None:
         """Write an event that ends now into the open logs."""
+        end, which = self.clock.now(), {"step": self.pipeline.steps}
+        which |= {"stage": action.stage, "microbatch": action.microbatch}
         for log in self.logs:
-            log.add(
-                op,
-                start,
-                self.clock.now(),
-                nbytes,
-                lane=lane,
-                step=self.pipeline.steps,
-                stage=action.stage,
-                microbatch=action.microbatch,
-            )
+            log.add(op, start, end, nbytes, lane=lane, **which)
 
 
 def horizons(groups: Sequence[Group], ahead: int) -> list[int]:

@@ -4,8 +4,6 @@
 (`layer_costs`), or seconds, which one can measure. Chapter 10.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
@@ -27,11 +25,9 @@ def partition(costs: Sequence[Real], num_stages: int) -> tuple[int, ...]:
     more stages than layers. Source: dynamic programming, Bellman 1957. Chapter 10.
     """
     check_count("num_stages", num_stages)
-    if num_stages > len(costs):
-        raise ValueError(
-            f"num_stages is {num_stages}; there are {len(costs)} layers, and each "
-            "stage needs one"
-        )
+    if num_stages > (layers := len(costs)):
+        why = f"there are {layers} layers, and each stage needs one"
+        raise ValueError(f"num_stages is {num_stages}; {why}")
     for layer, cost in enumerate(costs):
         check_not_negative(f"costs[{layer}]", cost)
     upto = [0, *accumulate(costs)]  # upto[i]: the cost of layers 0 to i - 1
@@ -68,9 +64,6 @@ def _best(
             for last in range(k, count + 1)
         }
     return best[count]
-
-
-# ---- what a layer costs -------------------------------------------------------------
 
 
 def layer_costs(config: GPTConfig, tokens: int | None = None) -> list[int]:

@@ -16,8 +16,6 @@ parallelism between several pipelines, is held until the last microbatch is thro
 Chapters 10 and 11.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
@@ -189,7 +187,6 @@ class PipelineParallel(WholeState, Pipeline):
         return add_messages(Schedule(s.name, s.num_stages, s.num_microbatches, rows))
 
     def _run(self, program: Program, x: Tensor, y: Tensor | None) -> OverlappedRuntime:
-        """Carry out this rank's row of a program."""
         self._broken = "an earlier step failed: this pipeline cannot be used any more"
         runtime = OverlappedRuntime(self, program, x, y)
         runtime.run()
@@ -201,11 +198,9 @@ class PipelineParallel(WholeState, Pipeline):
         """Tell all ranks the loss; the last stage's, which has it, does not wait."""
         if self._loss_under_way is not None:
             self._loss_under_way[0].wait()
-        last, loss = self.plan.ranks[-1], self.own_loss(runtime)
-        work = dist.broadcast(
-            loss, self.comm.ranks[last], self.comm.group, async_op=True
-        )
-        if self.comm.rank == last:
+        comm, last, loss = self.comm, self.plan.ranks[-1], self.own_loss(runtime)
+        work = dist.broadcast(loss, comm.ranks[last], comm.group, async_op=True)
+        if comm.rank == last:
             self._loss_under_way = work, loss
             return loss.clone()
         work.wait()
@@ -243,7 +238,6 @@ class PipelineParallel(WholeState, Pipeline):
         return None
 
     def _problem_with(self, x: Any, y: Any) -> str | None:
-        """Return why this batch cannot be used, or None."""
         least = self.schedule.num_microbatches
         if not isinstance(x, Tensor) or x.dim() == 0 or len(x) < least:
             return (

@@ -35,12 +35,11 @@ for each other in a circle, and will in every run. Messages are of two kinds:
 Chapters 10 and 11.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from numbers import Real
+from operator import itemgetter
 
 from ddp_course.pipeline.schedule import Action, Schedule, ScheduleError
 from ddp_course.theory.checks import check_not_negative
@@ -81,7 +80,6 @@ class Program:
     ranks: tuple[tuple[Group, ...], ...]
 
     def __str__(self) -> str:
-        """A row of text for each rank."""
         rows = ("  ".join("+".join(map(str, g)) for g in row) for row in self.ranks)
         return "\n".join(f"rank {rank} | {row}" for rank, row in enumerate(rows))
 
@@ -105,7 +103,6 @@ class Costs:
     send: Real = 0
 
     def __post_init__(self) -> None:
-        """Check every number."""
         check_not_negative("send", self.send)
         total = 0
         for op in "FIW":
@@ -173,7 +170,8 @@ def add_messages(schedule: Schedule, *, fused: bool = True) -> Program:
             made = event.end, 0, number
             rows[rank].append((*made, Instruction("send", action, peer)))
             rows[peer].append((*made, Instruction("recv", action, rank)))
-    return Program(schedule, tuple(_grouped(sorted(row, key=_when)) for row in rows))
+    when = itemgetter(0, 1, 2)
+    return Program(schedule, tuple(_grouped(sorted(row, key=when)) for row in rows))
 
 
 def _one_by_one(schedule: Schedule, rank: int) -> tuple[Group, ...]:
@@ -188,10 +186,6 @@ def _one_by_one(schedule: Schedule, rank: int) -> tuple[Group, ...]:
         if peer is not None:
             groups.append((Instruction("send", action, peer),))
     return tuple(groups)
-
-
-def _when(item: tuple[Real, int, int, Instruction]) -> tuple[Real, int, int]:
-    return item[:3]
 
 
 def _grouped(items: list[tuple[Real, int, int, Instruction]]) -> tuple[Group, ...]:
@@ -262,9 +256,8 @@ class _Play:
         start = self.clock[rank]
         for need in self.schedule.needs(action):
             if self.blocking and need not in self.has[rank]:
-                raise ScheduleError(
-                    f"rank {rank} runs {action} without {need}, which it needs"
-                )
+                lacks = f"without {need}, which it needs"
+                raise ScheduleError(f"rank {rank} runs {action} {lacks}")
             if need not in self.done:
                 return False
             made = self.done[need]
@@ -290,9 +283,8 @@ class _Play:
     def _post(self, rank: int, step: Instruction) -> int:
         """Put a message on its link; return its number there."""
         if step.kind == "send" and step.action not in self.has[rank]:
-            raise ScheduleError(
-                f"rank {rank} sends {step.action}, which it has not made"
-            )
+            which = f"{step.action}, which it has not made"
+            raise ScheduleError(f"rank {rank} sends {which}")
         mine = self.posted.setdefault((*_ends(rank, step), step.kind), [])
         mine.append((step.action, self.clock[rank]))
         return len(mine) - 1
@@ -308,10 +300,8 @@ class _Play:
                 continue
             (sent, start), (received, ready) = (those[number] for those in both)
             if sent != received:
-                raise ScheduleError(
-                    f"rank {dst} receives {received} from rank {src}, which sends "
-                    f"{sent}"
-                )
+                what = f"{received} from rank {src}, which sends {sent}"
+                raise ScheduleError(f"rank {dst} receives {what}")
             arrivals.append(max(start, ready) + self.costs.send)
         return arrivals
 
@@ -323,11 +313,9 @@ class _Play:
             verb = "sends {} to" if step.kind == "send" else "receives {} from"
             return f"{verb.format(step.action)} rank {step.peer}", step.peer
         action = next(g[0].action for g in groups if g[0].kind == "compute")
-        needs = self.schedule.needs(action)
+        needs, rows = self.schedule.needs(action), self.schedule.ranks
         need = next(need for need in needs if need not in self.done)
-        home = next(
-            (r for r, row in enumerate(self.schedule.ranks) if need in row), None
-        )
+        home = next((r for r, row in enumerate(rows) if need in row), None)
         if home == rank:
             return f"runs {action} before {need}, which it needs", home
         of_rank = "" if home is None else f" of rank {home}"
@@ -335,7 +323,6 @@ class _Play:
 
 
 def _ends(rank: int, step: Instruction) -> tuple[int, int]:
-    """Return who sends and who receives."""
     return (rank, step.peer) if step.kind == "send" else (step.peer, rank)
 
 

@@ -33,12 +33,11 @@ The notation is that of PyTorch's torch/distributed/pipelining/schedules.py; `sc
 has more of them. Chapters 10 and 11.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 
 from ddp_course.theory.checks import check_count
 
@@ -66,18 +65,16 @@ class Action:
     microbatch: int
 
     def __post_init__(self) -> None:
-        """Check every value."""
         if self.op not in OPS:
             raise ValueError(f"op is {self.op!r}; it can be one of {', '.join(OPS)}")
         for name in ("stage", "microbatch"):
             value = getattr(self, name)
             if type(value) is not int or value < 0:
-                raise ValueError(
-                    f"{name} is {value!r}; it must be an integer, 0 or more"
-                )
+                must = "it must be an integer, 0 or more"
+                raise ValueError(f"{name} is {value!r}; {must}")
 
     @classmethod
-    def parse(cls, text: str) -> Action:
+    def parse(cls, text: str) -> Self:
         """Return the action that is written `text`. Raises ValueError if none is."""
         found = re.fullmatch(r"(\d+)([FBIW])(\d+)", text)
         if not found:
@@ -186,11 +183,8 @@ class Schedule:
         return frozenset(a for row in self.ranks for a in row if a.op == "I")
 
     def __str__(self) -> str:
-        """A row of text for each rank."""
-        head = (
-            f"{self.name}: {self.num_stages} stages on {self.num_ranks} ranks, "
-            f"{self.num_microbatches} microbatches"
-        )
+        head = f"{self.name}: {self.num_stages} stages on {self.num_ranks} ranks, "
+        head += f"{self.num_microbatches} microbatches"
         width = max((len(str(a)) for row in self.ranks for a in row), default=0)
         rows = (" ".join(str(a).ljust(width) for a in row) for row in self.ranks)
         lines = (f"rank {rank} | {row}".rstrip() for rank, row in enumerate(rows))
@@ -205,12 +199,9 @@ def parse(name: str, rows: Iterable[str]) -> Schedule:
     """
     ranks = tuple(tuple(map(Action.parse, row.split())) for row in rows)
     actions = [action for row in ranks for action in row]
-    return Schedule(
-        name,
-        max((action.stage for action in actions), default=-1) + 1,
-        max((action.microbatch for action in actions), default=-1) + 1,
-        ranks,
-    )
+    stages = max((action.stage for action in actions), default=-1) + 1
+    microbatches = max((action.microbatch for action in actions), default=-1) + 1
+    return Schedule(name, stages, microbatches, ranks)
 
 
 # ---- one stage on each rank ----------------------------------------------------------

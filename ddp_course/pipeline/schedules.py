@@ -11,8 +11,6 @@ equal time and v = 1,
 Chapter 11.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 

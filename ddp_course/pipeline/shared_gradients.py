@@ -4,8 +4,6 @@ The tied GPT's output matrix is its token embedding, so the first and the last r
 pipeline both have it, and half of its gradient each. Chapter 10.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -9,13 +9,12 @@
 Chapters 10 and 11.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Rational, Real
+from operator import attrgetter
 
 from ddp_course.pipeline.checker import peak_activations
 from ddp_course.pipeline.program import Costs, Timed, add_messages, play
@@ -64,17 +63,13 @@ class Simulated:
         return _share(sum(self.idle), self.schedule.num_ranks)
 
     def __str__(self) -> str:
-        """A row of text for each rank: columns of time, or the times as numbers."""
         head = str(self.schedule).partition("\n")[0]
         head += f"; {_text(self.bubble)} of the time idle"
         return "\n".join([head, *_chart(self.schedule.num_ranks, self.events)])
 
 
 def simulate(
-    schedule: Schedule,
-    costs: Costs | None = None,
-    *,
-    blocking: bool = False,
+    schedule: Schedule, costs: Costs | None = None, *, blocking: bool = False
 ) -> Simulated:
     """Return what happens when, on ranks that each compute as fast as `costs` say.
 
@@ -84,14 +79,8 @@ def simulate(
     comes to no end, ValueError for costs that do not fit. Chapters 10 and 11.
     """
     events = play(add_messages(schedule), costs, blocking=blocking)
-    return Simulated(
-        schedule,
-        tuple(sorted(events, key=lambda event: (event.start, event.end, event.rank))),
-        peak_activations(schedule),
-    )
-
-
-# ---- how it is written --------------------------------------------------------------
+    events = sorted(events, key=attrgetter("start", "end", "rank"))
+    return Simulated(schedule, tuple(events), peak_activations(schedule))
 
 
 def _share(part: Real, whole: Real) -> Real:

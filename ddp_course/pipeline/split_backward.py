@@ -16,8 +16,6 @@ walks through autograd's graph instead, and cuts it where the paths to inputs an
 weights part (torch/distributed/pipelining, _backward.py). Chapter 11.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

@@ -12,8 +12,6 @@ token embedding. Then both have it, and it stays the same on both if the two gra
 are summed before each step (`shared_gradients`). Chapter 10.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -62,11 +60,10 @@ class StagePlan:
         return {name: ranks for name, ranks in self.holders.items() if len(ranks) > 1}
 
     def __str__(self) -> str:
+        each = enumerate(zip(self.ranks, self.layers, self.numel, strict=True))
         lines = [
             f"stage {stage} on rank {rank}: {', '.join(names)} ({numel:,} parameters)"
-            for stage, (rank, names, numel) in enumerate(
-                zip(self.ranks, self.layers, self.numel, strict=True)
-            )
+            for stage, (rank, names, numel) in each
         ]
         lines += [
             f"{name} on ranks {', '.join(map(str, ranks))}: gradients are summed"
@@ -90,11 +87,9 @@ def stage_plan(
     do not fit the model or each other.
     """
     layers = spine(model)
-    if len(sizes) != len(ranks):
-        raise ValueError(
-            f"sizes {list(sizes)} is for {len(sizes)} stages; the schedule has "
-            f"{len(ranks)}"
-        )
+    if len(sizes) != (n := len(ranks)):
+        told = f"sizes {list(sizes)} is for {len(sizes)} stages"
+        raise ValueError(f"{told}; the schedule has {n}")
     if min(sizes, default=0) < 1 or sum(sizes) != len(layers):
         raise ValueError(
             f"sizes is {list(sizes)}; it must be a number of layers for each stage, 1 "

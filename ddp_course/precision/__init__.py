@@ -13,13 +13,3 @@ from ddp_course.precision.autocast import Autocast
 from ddp_course.precision.formats import FORMATS, Format, bits_of, take_apart
 from ddp_course.precision.master import MasterWeights
 from ddp_course.precision.scaler import GradScaler
-
-__all__ = [
-    "FORMATS",
-    "Autocast",
-    "Format",
-    "GradScaler",
-    "MasterWeights",
-    "bits_of",
-    "take_apart",
-]

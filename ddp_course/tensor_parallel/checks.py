@@ -1,7 +1,5 @@
 """Whether a GPT can be cut, and all ranks have asked for the same. Chapter 09."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.distributed as dist
@@ -41,7 +39,6 @@ def check_model(
 def _problem_with(
     model: Any, group: dist.ProcessGroup | None, all_reduce: Any, in_shared_memory: bool
 ) -> str | None:
-    """Return why this cannot be done, or None."""
     if not isinstance(model, GPT) or isinstance(model, WholeState):  # a part already
         return f"model is a {type(model).__name__}; it must be a plain GPT"
     size = communicator(group).size
@@ -63,11 +60,8 @@ def indivisible(config: GPTConfig, tp_size: int) -> str | None:
         "vocab_size": config.vocab_size,
         "4 * d_model": 4 * config.d_model,
     }
-    fits = [
-        n
-        for n in range(1, config.n_head + 1)
-        if not any(size % n for size in sizes.values())
-    ]
+    each = range(1, config.n_head + 1)
+    fits = [n for n in each if not any(size % n for size in sizes.values())]
     for name, size in sizes.items():
         if size % tp_size:
             return (

@@ -14,8 +14,6 @@ LinearWithGradAccumulationAndAsyncCommunication in Megatron-LM's
 megatron/core/tensor_parallel/layers.py. Chapter 09.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -23,8 +23,6 @@ T/tp tokens on each rank; each all-reduce becomes a reduce-scatter where one lea
 parallel region, and an all-gather where one enters the next. Chapter 09.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

@@ -19,8 +19,6 @@ Shoeybi et al. 2019, "Megatron-LM", section 3; megatron/core/tensor_parallel/
 {mappings,layers}.py. `fused` makes the same faster. Chapter 09.
 """
 
-from __future__ import annotations
-
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -31,8 +29,6 @@ from torch.autograd import Function
 
 from ddp_course.mechanisms.exchange import Group, MessageExchange, exchange_of
 from ddp_course.model import MLP
-
-# ---- f and g -------------------------------------------------------------------------
 
 
 def copy_to_group(x: Tensor, group: Group = None) -> Tensor:
@@ -79,9 +75,6 @@ class ReduceFromGroup(Function):
         return copy_to_group(gradient, ctx.group), None
 
 
-# ---- layers --------------------------------------------------------------------------
-
-
 class ParallelLayer(nn.Module):
     """A layer with this rank's slices of a full layer's parameters.
 
@@ -103,9 +96,8 @@ class ParallelLayer(nn.Module):
             parameter = getattr(full, name)
             if parameter is not None:  # a linear layer's bias may be missing
                 own, dim = parameter.detach(), self.CUTS[name]
-                own = (
-                    own if dim is None else self.group.parts(own, dim)[self.group.rank]
-                )
+                if dim is not None:
+                    own = self.group.parts(own, dim)[self.group.rank]
                 own = own.clone(memory_format=torch.contiguous_format)
                 parameter = nn.Parameter(own, parameter.requires_grad)
             self.register_parameter(name, parameter)

@@ -8,10 +8,9 @@ begin here. The second computes on all ranks at once; `layers` has a better way 
 Chapter 09.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -26,21 +25,17 @@ from ddp_course.model import GPT, MLP, cross_entropy
 from ddp_course.tensor_parallel.layers import ColumnParallelLinear
 from ddp_course.tensor_parallel.ops import gather_from_group
 
-# ---- by layer ------------------------------------------------------------------------
-
 
 def split_layers(num_layers: int, size: int) -> list[range]:
     """Return which layers each of `size` ranks has: as many as the others, or one more.
 
     Pure. Raises ValueError if there are more ranks than layers.
     """
-    if not 1 <= size <= num_layers:
-        raise ValueError(
-            f"{num_layers} layers are for 1 to {num_layers} ranks, not for {size}"
-        )
+    if not 1 <= size <= (n := num_layers):
+        raise ValueError(f"{n} layers are for 1 to {n} ranks, not for {size}")
     each, more = divmod(num_layers, size)
     ends = [rank * each + min(rank, more) for rank in range(size + 1)]
-    return [range(a, b) for a, b in zip(ends, ends[1:], strict=False)]
+    return [range(a, b) for a, b in pairwise(ends)]
 
 
 class NaiveModelParallel(nn.Module):
@@ -110,9 +105,6 @@ def _event(op: str, lane: str) -> Iterator[None]:
         for log in active_logs():
             stack.enter_context(log.span(op, lane=lane))
         yield
-
-
-# ---- by column -----------------------------------------------------------------------
 
 
 class NaiveParallelMLP(nn.Module):

@@ -26,8 +26,6 @@ megatron/core/tensor_parallel/mappings.py; Korthikanti et al. 2022, "Reducing Ac
 Recomputation in Large Transformer Models", section 4.2.2. Chapter 09.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

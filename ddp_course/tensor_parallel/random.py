@@ -17,8 +17,6 @@ megatron/core/tensor_parallel/random.py, whose state recomputation has to put ba
 too.) Chapter 09.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -10,8 +10,6 @@ summed over the group. That is easily forgotten, and nothing but the numbers sho
 Korthikanti et al. 2022, section 4.2.2. Chapter 09.
 """
 
-from __future__ import annotations
-
 from types import MappingProxyType
 
 import torch

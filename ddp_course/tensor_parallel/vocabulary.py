@@ -8,8 +8,6 @@ ranks together: the largest logit, the sum of the exponentials, and the logit of
 target. Chapter 09.
 """
 
-from __future__ import annotations
-
 from types import MappingProxyType
 from typing import Any
 

@@ -58,10 +58,7 @@ from ddp_course.theory.collectives import (
     reduce_tree,
     scatter,
 )
-from ddp_course.theory.composition import (
-    AxisBytes,
-    ComposedRank,
-)
+from ddp_course.theory.composition import AxisBytes, ComposedRank
 from ddp_course.theory.compression import compressed_bytes
 from ddp_course.theory.fit import Fit, fit
 from ddp_course.theory.local_sgd import local_sgd_bytes

@@ -312,13 +312,9 @@ def _inside(nnodes: int, nproc_per_node: int, variant: str) -> tuple[str, int]:
 
 # ---- how good it can be, how good a measured one is, which is better when ------------
 
-BUS_FACTORS = {
-    "all_reduce": 2,
-    **dict.fromkeys(
-        ("all_gather", "reduce_scatter", "all_to_all", "scatter", "gather"), 1
-    ),
-    **dict.fromkeys(("broadcast", "reduce"), None),  # all of it
-}
+BUS_FACTORS = {"all_reduce": 2, "broadcast": None, "reduce": None}  # None: all of it
+BUS_FACTORS |= {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
+BUS_FACTORS |= {"scatter": 1, "gather": 1}
 
 
 def bus_factor(collective: str, world_size: int) -> Fraction:

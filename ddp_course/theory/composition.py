@@ -94,9 +94,8 @@ class ComposedRank:
         check_count("dp", self.dp)
         check_count("replicas", self.replicas)
         if self.dp % self.replicas:
-            raise ValueError(
-                f"replicas is {self.replicas}; it must divide dp, {self.dp}"
-            )
+            told = f"replicas is {self.replicas}; it must divide dp, {self.dp}"
+            raise ValueError(told)
         units = self.units()
         if self.buffers is None:
             buffers = units if self.zero == 3 else [sum(units)]

@@ -162,12 +162,12 @@ def model_states(
     bytes_of = precision_named(precision)
     kept = bytes_of.master + states_of(optimizer) * bytes_of.state
     whole, shard = sum(buffers(numel)), shard_numel(numel, world_size)
+    states = kept * (shard if stage >= 1 else whole) + STEP_BYTES * step_counts
     return Ledger(
         {
             "parameters": bytes_of.parameter * (shard if stage >= 3 else whole),
             "gradients": bytes_of.gradient * (shard if stage >= 2 else whole),
-            "optimizer states": kept * (shard if stage >= 1 else whole)
-            + STEP_BYTES * step_counts,
+            "optimizer states": states,
         }
     )
 

@@ -22,11 +22,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Rational, Real
 
-from ddp_course.theory.checks import (
-    check_choice,
-    check_count,
-    check_not_negative,
-)
+from ddp_course.theory.checks import check_choice, check_count, check_not_negative
 
 PIPELINES = ("naive", "gpipe", "1f1b", "interleaved", "zero_bubble")
 STAGES_PER_RANK = {"interleaved": 2, "zero_bubble": 1}  # the others have always one

@@ -106,18 +106,10 @@ class Model:
             return gpt_peak(self.config, batch, recompute=how)
         if not (self.layers and self.hidden and self.heads and self.sequence):
             return 0
-        return model_activations(
-            self.layers,
-            batch,
-            self.sequence,
-            self.hidden,
-            self.heads,
-            self.vocab,
-            recompute=recompute,
-            itemsize=itemsize,
-            dropout=self.config is None,
-            fused_attention=fused_attention,
-        )
+        shape = self.layers, batch, self.sequence, self.hidden, self.heads, self.vocab
+        how = {"recompute": recompute, "fused_attention": fused_attention}
+        dropout = self.config is None
+        return model_activations(*shape, itemsize=itemsize, dropout=dropout, **how)
 
     @classmethod
     def gpt(
@@ -130,15 +122,9 @@ class Model:
     @classmethod
     def of(cls, config: GPTConfig) -> Model:
         """Return one of the course's GPTs."""
-        return cls(
-            config.num_parameters,
-            config.n_layer,
-            config.d_model,
-            config.n_head,
-            config.block_size,
-            config.vocab_size,
-            config,
-        )
+        shape = config.n_layer, config.d_model, config.n_head
+        text = config.block_size, config.vocab_size
+        return cls(config.num_parameters, *shape, *text, config)
 
 
 MODELS = {
@@ -160,24 +146,24 @@ class Row:
             are what stage 3 holds gathered: what belongs to no layer, one layer that
             computes, one that is fetched, and the gradients of one layer and of what
             belongs to none.
-        on_host: bytes that its part takes in the host's memory, 0 without offload.
         fits: whether the ledger's total is at most the GPU's memory; None if it is, but
             activations are not known: then nobody can tell.
         bytes_sent: to other GPUs, in a step, per GPU.
-        host_bytes: over PCIe, in a step, per GPU; 0 without offload.
         times_ddp: `bytes_sent` over that of DDP; None on one GPU, which sends nothing.
         seconds: `bytes_sent` at the bandwidth; None without one. Nothing overlaps here.
+        on_host: bytes that its part takes in the host's memory, 0 without offload.
+        host_bytes: over PCIe, in a step, per GPU; 0 without offload.
     """
 
     name: str
     stage: int
     ledger: Ledger
-    on_host: int
     fits: bool | None
     bytes_sent: float
-    host_bytes: int
     times_ddp: float | None
     seconds: float | None
+    on_host: int = 0
+    host_bytes: int = 0
 
 
 def plan(
@@ -229,21 +215,9 @@ def plan(
         sent = float(step_volume(numel, gpus, stage, precision).total)
         parts = {"activations": kept, "communication buffers": gathered}
         ledger = Ledger({**states, **parts})
-        rows.append(
-            Row(
-                name=name,
-                stage=stage,
-                ledger=ledger,
-                on_host=0,
-                fits=fits(ledger),
-                bytes_sent=sent,
-                host_bytes=0,
-                times_ddp=sent / (rows[0].bytes_sent if rows else sent)
-                if sent
-                else None,
-                seconds=None if bandwidth is None else sent / bandwidth,
-            )
-        )
+        times_ddp = sent / (rows[0].bytes_sent if rows else sent) if sent else None
+        seconds = None if bandwidth is None else sent / bandwidth
+        rows.append(Row(name, stage, ledger, fits(ledger), sent, times_ddp, seconds))
     return [*rows, _offloaded(rows[3], fits)]
 
 

@@ -39,20 +39,3 @@ from ddp_course.zero.zero_redundancy_optimizer import (
     ShardedGradientOptimizer,
     ZeroRedundancyOptimizer,
 )
-
-__all__ = [
-    "FullyShardedDataParallel",
-    "NaiveFullyShardedDataParallel",
-    "NaiveZeroRedundancyOptimizer",
-    "NotElementwiseError",
-    "Piece",
-    "ShardedBucket",
-    "ShardedError",
-    "ShardedGradientOptimizer",
-    "SimpleFullyShardedDataParallel",
-    "Zero1",
-    "Zero2",
-    "ZeroRedundancyOptimizer",
-    "deal",
-    "shard_plan",
-]

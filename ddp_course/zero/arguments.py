@@ -5,8 +5,6 @@ each rank was given is compared first, and whatever is wrong on one rank, every 
 raises the same `ReplicaError`; nothing has been sent by then. Chapters 07 and 08.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -175,7 +173,6 @@ def agreed_units(
 
 
 def _unfit(module: Any) -> str | None:
-    """Return why this module cannot be sharded, or None."""
     if not isinstance(module, nn.Module):
         return None  # `problem_with` says it
     if is_sharded(module):

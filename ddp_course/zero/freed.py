@@ -77,9 +77,8 @@ class Divided:
 
         What is kept are the pieces. (Each change in place is counted by autograd.)
         """
-        for (_, parameter, freed), version in zip(
-            unit.places, unit.versions, strict=True
-        ):
+        for place, version in zip(unit.places, unit.versions, strict=True):
+            _, parameter, freed = place
             if parameter._version != version:
                 raise ShardedError(
                     f"{freed.name} was changed in place while its unit computed; the "
@@ -102,7 +101,5 @@ class Divided:
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Raise ShardedError: which state is meant has to be said."""
-        raise ShardedError(
-            "call load_full_state_dict(state), or zero.sharded_checkpoint.load(folder, "
-            "...)"
-        )
+        load = "zero.sharded_checkpoint.load(folder, ...)"
+        raise ShardedError(f"call load_full_state_dict(state), or {load}")

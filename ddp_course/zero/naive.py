@@ -6,8 +6,6 @@ the work for nothing. Here every parameter has one owner, which steps it and sen
 result to the others. This is what PyTorch's ZeroRedundancyOptimizer does. Chapter 07.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable
 from typing import Any

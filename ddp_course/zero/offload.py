@@ -6,8 +6,6 @@ copy to the GPU of this rank's 1/N, every reduce-scatter ends with one back, and
 CPU does the optimizer's step. Ren et al. 2021, "ZeRO-Offload", section 4. Chapter 08.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -7,8 +7,6 @@ and backward is expected to go the same way back. A wrong guess costs a gather t
 not needed, and nothing else. Chapter 08.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

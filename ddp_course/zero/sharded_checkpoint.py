@@ -16,8 +16,6 @@ parallelism has cut before is told by its placement, and must be cut alike by th
 load. torch.distributed.checkpoint does all that for DTensors. Chapter 08.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import shutil
@@ -28,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ddp_course.collectives import communicator
 from ddp_course.mechanisms.agreement import check_along
@@ -52,9 +51,7 @@ NUMBERS = "numbers"  # of a piece, among its optimizer's states
 
 
 def save(
-    folder: str | Path,
-    sharded: ShardedModule,
-    optimizer: torch.optim.Optimizer | None = None,
+    folder: str | Path, sharded: ShardedModule, optimizer: Optimizer | None = None
 ) -> None:
     """Write pieces, buffers and the optimizer's states; called by all ranks.
 
@@ -80,9 +77,7 @@ def save(
 
 
 def load(
-    folder: str | Path,
-    sharded: ShardedModule,
-    optimizer: torch.optim.Optimizer | None = None,
+    folder: str | Path, sharded: ShardedModule, optimizer: Optimizer | None = None
 ) -> None:
     """Read what `save` has written, on any number of ranks; called by all of them.
 
@@ -136,10 +131,7 @@ def _end(unfinished: Path, path: Path) -> None:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def _own(
-    sharded: ShardedModule, optimizer: torch.optim.Optimizer | None
-) -> dict[str, Any]:
-    """Return what this rank saves."""
+def _own(sharded: ShardedModule, optimizer: Optimizer | None) -> dict[str, Any]:
     pieces = {}
     for name, piece in sharded.pieces.items():
         state = {} if optimizer is None else optimizer.state.get(piece, {})
@@ -168,7 +160,7 @@ def _key(name: str, piece: Tensor) -> str:
     return f"{name} ({before})" if before else name
 
 
-def _strange(sharded: ShardedModule, optimizer: torch.optim.Optimizer | None) -> str:
+def _strange(sharded: ShardedModule, optimizer: Optimizer | None) -> str:
     """Return what is wrong with an optimizer of something else, or ""."""
     own = set(sharded.pieces.values())
     groups = [] if optimizer is None else optimizer.param_groups
@@ -177,9 +169,7 @@ def _strange(sharded: ShardedModule, optimizer: torch.optim.Optimizer | None) ->
     return told if strange else ""
 
 
-def _options(
-    sharded: ShardedModule, optimizer: torch.optim.Optimizer
-) -> list[dict[str, Any]]:
+def _options(sharded: ShardedModule, optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return of each group the names of what it steps, and its options."""
     names = {piece: name for name, piece in sharded.pieces.items()}
     return [
@@ -192,7 +182,7 @@ def _options(
 
 
 def _found(
-    folder: Path, sharded: ShardedModule, optimizer: torch.optim.Optimizer | None
+    folder: Path, sharded: ShardedModule, optimizer: Optimizer | None
 ) -> tuple[dict[Tensor, dict[str, Tensor]], list[tuple[Tensor, Tensor]], Any]:
     """Return all states of the own pieces, the buffers, and the optimizer's options."""
     files = [read(path, FORMAT, mmap=True) for path in sorted(folder.glob("rank-*"))]
@@ -217,7 +207,7 @@ def _found(
 def _check_alike(
     files: list[Mapping[str, Any]],
     sharded: ShardedModule,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: Optimizer | None,
     options: Any,
 ) -> None:
     """Raise CheckpointError if it is of another model, or of other groups."""
@@ -225,10 +215,9 @@ def _check_alike(
     for name, piece in sharded.pieces.items():
         if (key := _key(name, piece)) not in saved:
             raise CheckpointError(f"it has no {key}, but {', '.join(list(saved)[:5])}")
-        if (there := saved[key]["elements"][2]) != _numel(piece):
-            raise CheckpointError(
-                f"its {key} has {there} elements; here it has {_numel(piece)}"
-            )
+        here, there = _numel(piece), saved[key]["elements"][2]
+        if there != here:
+            raise CheckpointError(f"its {key} has {there} elements; here it has {here}")
     names = {key.partition(" ")[0] for key in saved} | {*files[0]["buffers"]}
     here = {*sharded.pieces, *buffers_of(sharded)}
     if names != here:
@@ -277,7 +266,7 @@ def _elements(
 
 
 def _go_on(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     states: Mapping[Tensor, dict[str, Tensor]],
     options: list[dict[str, Any]],
 ) -> None:

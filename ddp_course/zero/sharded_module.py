@@ -4,8 +4,6 @@ How it comes to that, and what others see of it. When units are gathered and fre
 what `stage3_naive`, `stage3_simple` and `stage3` differ in. Chapter 08.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,13 +31,8 @@ class ShardedModule(Divided, WholeState, nn.Module):
     whole state has the first rank's.
 
     Args:
-        module: on the CPU or on this rank's GPU. What another parallelism has cut
-            before is a module like any other.
-        process_group: the ranks that divide it; None are all.
-        units: what is gathered together (`unit_plan`); None are the modules in
-            `nn.ModuleList`s, and the rest.
-        replicas: the ranks that have the same shard as this one, each in a group of
-            its own (hybrid sharding): gradients are averaged over them, too.
+        module: what another parallelism has cut before is a module like any other.
+        process_group, units, replicas: as of `stage3.FullyShardedDataParallel`.
         exchange, storage: how shards come together, and their memory.
         problem, told: why this cannot be, and what else all ranks must have equal.
     """

@@ -13,8 +13,6 @@ How parameters are divided, and how the first and the last line are done, is wha
 classes in `naive`, `stage1` and `stage2` differ in. Chapter 07.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -57,15 +55,8 @@ class ShardedOptimizer(Optimizer):
         problem: str | None = None,
         **options: Any,
     ) -> None:
-        groups, filled = agreed_arguments(
-            params,
-            optimizer_class,
-            defaults,
-            process_group,
-            self.in_pieces,
-            problem,
-            **options,
-        )
+        given = params, optimizer_class, defaults, process_group, self.in_pieces
+        groups, filled = agreed_arguments(*given, problem, **options)
         super().__init__(groups, filled)
         comm = communicator(process_group)
         self.process_group = process_group or dist.group.WORLD

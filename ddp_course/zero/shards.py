@@ -17,8 +17,6 @@ Rank 1 owns a *piece* of b: its elements 3 to 4. Rajbhandari et al. 2020, "ZeRO"
 sections 5.1 and 5.2. Chapter 07.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -110,7 +108,6 @@ class ShardedBucket:
         return tuple(piece for piece in found if empty or piece.first < piece.last)
 
     def __str__(self) -> str:
-        """One line for the bucket, and one for each rank's shard."""
         lines = [f"{self.bucket}; {self.padding} elements of padding"]
         for rank in range(self.world_size):
             pieces = self.pieces(rank)

@@ -47,12 +47,8 @@ class Zero1(ShardedOptimizer):
     for has `ZeroRedundancyOptimizer`, which stands on this one.
 
     Args:
-        params: as of any optimizer: parameters, names and parameters, or groups.
-        optimizer_class: any that treats each element alone (`elementwise`).
-        process_group: the ranks that share the states; None are all.
-        bucket_cap_mb: MiB at which a bucket is closed (`mechanisms.buckets`).
         ending: what becomes of gradients; None is `ReduceScatter`.
-        **defaults: arguments of `optimizer_class`.
+        params and all others: as of `ZeroRedundancyOptimizer`.
     """
 
     def __init__(

@@ -24,8 +24,6 @@ them on every rank. Every backward pass costs its reduce-scatter. Rajbhandari et
 2020, "ZeRO", sections 5.2 and 7.2.1. Chapter 07.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -7,8 +7,6 @@ stay whole, other types, shards in shared memory or on the CPU (`offload`),
 accumulation, recomputation; and after an error all is well. Explained in chapter 08.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -193,7 +191,6 @@ class FullyShardedDataParallel(SimpleFullyShardedDataParallel):
             self.reduced.append(unit.plan.index)
 
     def _settle(self) -> None:
-        """Wait for the gradients that are on their way."""
         unit, self.in_flight = self.in_flight, None
         if unit is not None:
             with span(self.timeline, "wait", reduced=unit.plan.name):
@@ -213,8 +210,6 @@ class FullyShardedDataParallel(SimpleFullyShardedDataParallel):
         self._patience.close()
         self._same_on_all_ranks("backward", self.reduced)
         self.exchange.meet("a backward has ended")
-
-    # ---- accumulation ----------------------------------------------------------------
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -270,16 +265,10 @@ class FullyShardedDataParallel(SimpleFullyShardedDataParallel):
         threads = [thread for comm in self.comms for thread in comm.threads]
         self._patience.enter_context(patient(threads))
 
-    # ---- small things ----------------------------------------------------------------
-
     def _cast(self, values: Any) -> Any:
-        """Cast floating tensors to the type of computing."""
         dtype = self.compute_dtype
-        if dtype is None:
-            return values
-        return tree_map_only(
-            Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values
-        )
+        cast = lambda t: t.to(dtype) if t.is_floating_point() else t  # noqa: E731
+        return values if dtype is None else tree_map_only(Tensor, cast, values)
 
     def _computed(self, op: str, unit: Unit) -> None:
         since = self._since.pop(unit, None)
@@ -296,12 +285,8 @@ def _unusable(
     in_shared_memory: bool,
     **dtypes: Any,
 ) -> str | None:
-    """Return which argument cannot be used, and why; or None."""
-    if reshard_after_forward not in (True, False, None):
-        return (
-            f"reshard_after_forward is {reshard_after_forward!r}; it can be True, "
-            "False or None"
-        )
+    if (value := reshard_after_forward) not in (True, False, None):
+        return f"reshard_after_forward is {value!r}; it can be True, False or None"
     if type(prefetch) is not int or prefetch < 0:
         return f"prefetch is {prefetch!r}; it must be a whole number, 0 or more"
     for name, dtype in dtypes.items():

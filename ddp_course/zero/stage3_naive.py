@@ -5,8 +5,6 @@ has all parameters and all gradients, as in data parallelism, and so its peak is
 lower. What to do about that is in `stage3_simple`. Chapter 08.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -15,8 +15,6 @@ head) is around the others: it is left when backward has ended. Read with it `un
 `mechanisms.shard_exchange`. Chapter 08.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -17,8 +17,6 @@ so a gather needs no copies, and an optimizer steps parameters that have their p
 names. Chapter 08.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 

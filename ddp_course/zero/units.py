@@ -17,11 +17,10 @@ What they have in memory, and when, is in `unit_storage`.
 Zhao et al. 2023, "PyTorch FSDP", sections 3.2.1 and 4.2. Chapter 08.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Self
 
 from torch import Tensor, nn
 
@@ -46,7 +45,6 @@ class FlatPlan(ShardedBucket):
     trainable: bool
 
     def __str__(self) -> str:
-        """One line for a reader."""
         of, count = self.bucket, len(self.parameters)
         dtype = str(of.dtype).removeprefix("torch.")
         return (
@@ -72,7 +70,7 @@ class UnitPlan:
     name: str
     flats: tuple[FlatPlan, ...]
 
-    def encloses(self, other: UnitPlan) -> bool:
+    def encloses(self, other: Self) -> bool:
         """Tell whether the module of `other` is this one's, or inside of it."""
         return self.name == ROOT or f"{other.name}.".startswith(f"{self.name}.")
 
@@ -82,7 +80,6 @@ class UnitPlan:
         return sum(flat.nbytes for flat in self.flats)
 
     def __str__(self) -> str:
-        """A line for each flat."""
         return "\n".join(map(str, self.flats)) or f"{self.name}: nothing"
 
 

@@ -11,8 +11,6 @@ What is added to the readable classes:
 Chapter 07.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable, Iterable
@@ -206,9 +204,6 @@ class InTurns(Watchful, ReduceScatterAndFree):
         self.stepped, self.adding = False, self.adding and not set_to_none
 
 
-# ---- the optimizers ------------------------------------------------------------------
-
-
 class ZeroRedundancyOptimizer(Zero1):
     """Runs `optimizer_class` on 1/N of all elements, with 1/N of its states.
 
@@ -314,15 +309,11 @@ class ZeroRedundancyOptimizer(Zero1):
         for parameter, name in names_of(self.param_groups).items():
             place = places.get(parameter)
             if place is None and parameter.grad is not None and parameter.numel():
-                raise RuntimeError(
-                    f"parameter {name} was frozen when this optimizer was made, and "
-                    "has a gradient now; make it anew"
-                )
+                was = "was frozen when this optimizer was made, and has a gradient now"
+                raise RuntimeError(f"parameter {name} {was}; make it anew")
             if place is not None and place != parameter.data_ptr():
-                raise RuntimeError(
-                    f"parameter {name} has been moved, to another device or type; make "
-                    "the optimizer anew"
-                )
+                was = "has been moved, to another device or type"
+                raise RuntimeError(f"parameter {name} {was}; make the optimizer anew")
 
 
 class ShardedGradientOptimizer(ZeroRedundancyOptimizer, Zero2):
@@ -399,10 +390,8 @@ def check_alone(slots: Iterable[Slot]) -> None:
         gc.collect()  # it may be one that is only waiting to be collected
     for slot in shared:
         if len(listeners(slot.parameter)) > 1:
-            raise RuntimeError(
-                f"the gradient of parameter {slot.name} is averaged by something "
-                f"else, too. {ADVICE}"
-            )
+            who = f"the gradient of parameter {slot.name} is averaged by something else"
+            raise RuntimeError(f"{who}, too. {ADVICE}")
 
 
 def check_alone_later(engine: Engine) -> None:
