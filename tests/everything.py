@@ -3,8 +3,6 @@
 The collectives are found, not listed: a new one is called here, or fails here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module

@@ -1,7 +1,5 @@
 """Two machines, as near as one machine gets to them; and a free port."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

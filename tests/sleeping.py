@@ -1,7 +1,5 @@
 """Models that compute for a while on no core, and an engine that is late."""
 
-from __future__ import annotations
-
 import time
 
 import torch

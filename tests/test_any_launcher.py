@@ -1,7 +1,5 @@
 """Ranks that our launcher did not start: `mp.spawn`, SLURM, MPI."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

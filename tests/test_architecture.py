@@ -4,8 +4,6 @@ Every import counts: also within a function, and by `import_module`. Only what i
 `if TYPE_CHECKING` is not there when the program runs.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch

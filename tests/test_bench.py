@@ -1,7 +1,5 @@
 """The benches: what they return is what was measured, and the two sides are fair."""
 
-from __future__ import annotations
-
 import builtins
 import json
 import runpy
@@ -12,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from drawings import no_texts_overlap
+from refusals import answered
 
 from ddp_course import bench
 from ddp_course.bench import all_reduce, steps, table, turns
@@ -23,19 +22,8 @@ from ddp_course.lab.bench import plot_bench
 from ddp_course.launch import here, spawn
 
 KEYS = ["bench", "case", "metric", "ours", "theirs", "ratio"]
-NAMES = [
-    "all-reduce",
-    "async",
-    "compression",
-    "ddp",
-    "launch",
-    "models",
-    "order",
-    "pp",
-    "precision",
-    "tp",
-    "zero",
-]
+NAMES = ["all-reduce", "async", "compression", "ddp", "launch", "models", "order"]
+NAMES += ["pp", "precision", "tp", "zero"]
 
 
 # ---- the loop ------------------------------------------------------------------------
@@ -189,23 +177,23 @@ def test_a_quick_bench_measures_real_cases_and_a_full_one_more():
     assert max(all_reduce.QUICK) == 1 << 24
 
 
-@pytest.mark.parametrize(
-    ("typed", "words"),
-    [
-        ("nix", f"there are: {', '.join(NAMES)}, tiny"),
-        ("", f"which bench? there are: {', '.join(NAMES)}, tiny"),
-        ("tiny --json no/such/f", "cannot write no/such/f: there is no folder"),
-        ("tiny --json /tmp", "cannot write /tmp: it is a folder"),
-        ("models --figure x.svg", "models has a table, and nothing to draw"),
-        ("tiny --figure /tmp/x.doc", "its name must end in .svg, .png, .pdf"),
-    ],
-)
-def test_bench_refuses_before_it_measures(typed, words, tiny_bench, capsys):
-    assert main(["bench", *typed.split()]) == 1
-    told = capsys.readouterr().err
-    assert told.startswith("ddp-course: ") and told.count("\n") == 1
-    assert words in told
+@pytest.fixture
+def nothing_is_measured(tiny_bench):
+    yield
     assert tiny_bench == []
+
+
+test_bench_refuses_before_it_measures = answered(
+    "bench",
+    1,
+    ("nix", f"there are: {', '.join(NAMES)}, tiny"),
+    ("", f"which bench? there are: {', '.join(NAMES)}, tiny"),
+    ("tiny --json no/such/f", "cannot write no/such/f: there is no folder"),
+    ("tiny --json /tmp", "cannot write /tmp: it is a folder"),
+    ("models --figure x.svg", "models has a table, and nothing to draw"),
+    ("tiny --figure /tmp/x.doc", "its name must end in .svg, .png, .pdf"),
+    given=["nothing_is_measured"],
+)
 
 
 # ---- launches ------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """What the benches of training steps compare does the same work, and shards."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

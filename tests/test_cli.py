@@ -1,7 +1,5 @@
 """The command: what is typed, what is answered, and how it ends."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -23,6 +21,7 @@ import cloudpickle
 import nbformat
 import pytest
 from conftest import alive, descendants, names_in, none_left
+from refusals import answered, complaint
 
 import ddp_course
 from ddp_course import cli, model, parallelize, theory
@@ -48,13 +47,6 @@ def clone(tmp_path, monkeypatch):
         nbformat.write(nbformat.v4.new_notebook(), folder / f"{name}.ipynb")
     monkeypatch.chdir(folder.parent)
     return folder.parent
-
-
-def one_line(capsys) -> str:
-    """Return what stands on stderr, which must be one line that says who speaks."""
-    told = capsys.readouterr().err
-    assert told.startswith("ddp-course: ") and told.count("\n") == 1, told
-    return told
 
 
 # What is typed
@@ -112,9 +104,9 @@ def test_ctrl_c_while_pytorch_is_imported(tmp_path):
 
 
 def test_what_nobody_can_write_is_told(capsys):
-    assert main(["plan", "--preset", "1m", "--json", "/dev/full"]) == 1
+    told = complaint("plan --preset 1m --json /dev/full", capsys, shows=True)
     full = "No space left on device\n"
-    assert one_line(capsys) == f"ddp-course: cannot write /dev/full: {full}"
+    assert told == (1, f"ddp-course: cannot write /dev/full: {full}")
     with Path("/dev/full").open("w") as nowhere:
         typed = [sys.executable, "-m", "ddp_course.cli", "plan", "--preset", "1m"]
         done = subprocess.run(typed, stdout=nowhere, stderr=subprocess.PIPE, text=True)
@@ -122,50 +114,48 @@ def test_what_nobody_can_write_is_told(capsys):
     assert done.returncode == 1
 
 
-@pytest.mark.parametrize(
-    ("typed", "answer"),
-    [
-        ("fly", "'train', 'notebooks', 'site', 'doctor', 'bench', 'plan'"),
-        ("run", "CHAPTER"),
-        ("lab --port 0", "'0' is not a whole number from 1 to 65535"),
-        ("lab --port http", "'http' is not a whole number"),
-        ("run 00 --timeout -1", "--timeout"),
-        ("notebooks", "--save --check"),
-        ("notebooks --save --check", "not allowed with"),
-        ("train --strategy dpp", "choose from 'average', 'dp', 'naive', 'flat', 'ddp'"),
-        ("train --ranks 65", "'65' is not a whole number from 1 to 64"),
-        ("train --lr nan", "'nan' is not a number above 0"),
-        ("train --seed -1", "--seed"),
-    ],
+test_what_is_typed_wrongly_is_answered_in_one_line = answered(
+    "",
+    2,
+    ("fly", "'train', 'notebooks', 'site', 'doctor', 'bench', 'plan'"),
+    ("run", "CHAPTER"),
+    ("lab --port 0", "'0' is not a whole number from 1 to 65535"),
+    ("lab --port http", "'http' is not a whole number"),
+    ("run 00 --timeout -1", "--timeout"),
+    ("notebooks", "--save --check"),
+    ("notebooks --save --check", "not allowed with"),
+    ("train --strategy dpp", "choose from 'average', 'dp', 'naive', 'flat', 'ddp'"),
+    ("train --ranks 65", "'65' is not a whole number from 1 to 64"),
+    ("train --lr nan", "'nan' is not a number above 0"),
+    ("train --seed -1", "--seed"),
+    ("plan", "--preset --parameters is required"),
+    ("plan --preset gpt5", "invalid choice: 'gpt5'"),
+    ("plan --preset 1m --parameters 7b", "not allowed with"),
+    ("plan --parameters 7q", "'7q' is not a number"),
+    ("plan --parameters 0", "is not a number above 0"),
+    ("plan --parameters 0.2", "'0.2' is not a number from 1 to 1000t"),
+    ("plan --parameters 1e30", "'1e30' is not a number from 1"),
+    ("plan --parameters 7b --gpus 0", "'0' is not a whole number from 1"),
+    ("plan --parameters 7b --memory nan", "'nan' is not a number above 0"),
+    ("plan --parameters 7b --precision fp8", "invalid choice: 'fp8'"),
 )
-def test_what_is_typed_wrongly_is_answered_in_one_line(typed, answer, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(typed.split())
-    told = one_line(capsys)
-    assert answer in told and "--help" in told
-
-
-@pytest.mark.parametrize(
-    ("typed", "answer"),
-    [
-        ("run 7", "no chapter '7'; there are 00_start_here, 01_ranks"),
-        ("run 00 nix", "no chapter 'nix'"),
-        ("run nix.ipynb", "no file nix.ipynb"),
-        ("lab --ip no.such.host.invalid", "no.such.host.invalid"),
-        ("lab --ip 192.0.2.1", "192.0.2.1"),  # an address of no machine (RFC 5737)
-    ],
+test_what_does_not_exist_is_answered_in_one_line = answered(
+    "",
+    1,
+    ("run 7", "no chapter '7'; there are 00_start_here, 01_ranks"),
+    ("run 00 nix", "no chapter 'nix'"),
+    ("run nix.ipynb", "no file nix.ipynb"),
+    ("lab --ip no.such.host.invalid", "no.such.host.invalid"),
+    ("lab --ip 192.0.2.1", "192.0.2.1"),  # an address of no machine (RFC 5737)
+    given=["clone"],
 )
-def test_what_does_not_exist_is_answered_in_one_line(typed, answer, clone, capsys):
-    assert main(typed.split()) == 1
-    assert answer in one_line(capsys)
 
 
 def test_without_a_clone_lab_says_where_to_run_it(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("ddp_course.commands.chapters.PACKAGE", tmp_path / "site/pkg")
     monkeypatch.setattr("importlib.metadata.files", lambda name: None)  # no wheel
-    assert main(["lab"]) == 1
-    assert "run it in a clone" in one_line(capsys)
+    assert "run it in a clone" in complaint("lab", capsys)[1]
 
 
 @pytest.mark.parametrize(
@@ -180,8 +170,7 @@ def test_what_a_command_raises_is_one_line(raised, code, line, monkeypatch, caps
         raise raised
 
     monkeypatch.setattr(doctor, "command", fail)
-    assert main(["doctor"]) == code
-    assert one_line(capsys) == f"ddp-course: {line}\n"
+    assert complaint("doctor", capsys) == (code, f"ddp-course: {line}\n")
 
 
 # What a machine has
@@ -335,8 +324,8 @@ def test_spawn_the_doctor_fails_when_the_ranks_do_not_talk(monkeypatch, capsys):
 
     wrong = lambda: proofs.prove_all_reduce(fn=alone)  # noqa: E731
     monkeypatch.setattr(doctor, "prove_all_reduce", wrong)
-    assert main(["doctor"]) == 1
-    assert "the ranks got [1, 2, 3, 4]; each should have got 10" in one_line(capsys)
+    code, told = complaint("doctor", capsys, shows=True)
+    assert code == 1 and "the ranks got [1, 2, 3, 4]; each should have got 10" in told
 
 
 def tiny_training(spoil=lambda module: None):
@@ -411,9 +400,8 @@ def no_server(monkeypatch):
 def test_a_port_that_is_taken(clone, no_server, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert main(["lab", "--port", str(port)]) == 1
-        told = one_line(capsys)
-    assert f"port {port} is taken" in told
+        code, told = complaint(f"lab --port {port}", capsys)
+    assert code == 1 and f"port {port} is taken" in told
     instead = int(re.search(r"ddp-course lab --port (\d+)$", told)[1])
     assert lab.is_free(instead, "localhost") and instead > port
     assert lab.is_free(port, "localhost")  # given up, so it is free

@@ -5,8 +5,6 @@ all parameters are those of one process. An average over the wrong ranks, a sum 
 place of a mean, a part counted twice in the norm: each shows in one of the three.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """A pipeline of a tensor-parallel model trains as one process does."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import weakref

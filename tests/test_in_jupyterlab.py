@@ -1,7 +1,5 @@
 """Chapters as JupyterLab shows them, stored: nothing is cut off, all pictures told."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -5,8 +5,6 @@ in `save`: collecting states, writing, flushing, renaming, removing what is old.
 DDP_COURSE_ENDURANCE=1 there are 30 of them in every layout; else a few.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import os

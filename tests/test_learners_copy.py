@@ -1,7 +1,5 @@
 """The learner's copy: what is new arrives, and what a learner wrote stays."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Small models under every strategy: equal, or refused; what is neither is found."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

@@ -1,7 +1,5 @@
 """`run`, `notebooks --save` and `--check`, on tiny notebooks made here."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re
@@ -19,6 +17,7 @@ from conftest import descendants, names_in, none_left
 from jupyter_client import AsyncKernelManager, LocalProvisioner
 from jupyter_client.connect import port_names
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from refusals import complaint
 
 from ddp_course.cli import main
 from ddp_course.commands import CommandError, chapters, clean, execute
@@ -200,9 +199,8 @@ def test_check_tells_which_and_why(tmp_path, capsys):
 def test_what_is_not_a_notebook_is_told(text, command, tmp_path, capsys):
     path = tmp_path / "n.ipynb"
     path.write_text(text)
-    assert main([*command.split(), str(path)]) == 1
-    told = capsys.readouterr().err
-    assert told.startswith("ddp-course: n, not a notebook") and told.count("\n") == 1
+    code, told = complaint([*command.split(), str(path)], capsys)
+    assert code == 1 and told.startswith("ddp-course: n, not a notebook")
     assert path.read_text() == text
 
 
@@ -231,11 +229,9 @@ def not_a_terminal(monkeypatch):
 def failure_of(path: Path, capsys, *options: str) -> str:
     """Run a notebook that must fail; return the one line that says so."""
     before = path.read_bytes()
-    assert main(["run", str(path), *options]) == 1
-    shown = capsys.readouterr()
-    assert shown.out == "" and shown.err.count("\n") == 1
-    assert path.read_bytes() == before
-    return shown.err.removeprefix("ddp-course: ").rstrip()
+    code, told = complaint(["run", str(path), *options], capsys)
+    assert (code, path.read_bytes()) == (1, before)
+    return told.removeprefix("ddp-course: ").rstrip()
 
 
 @pytest.mark.kernel

@@ -1,14 +1,14 @@
 """Parts of a model, and replicas of them: one process's training in any layout."""
 
-from __future__ import annotations
-
 import gc
 import weakref
+from functools import partial
 from math import prod
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from refusals import refused
 
 from ddp_course import train as train_module
 from ddp_course.launch import RankError, spawn
@@ -41,6 +41,8 @@ LAYOUTS = {
     ],  # test_composed_training.py has more of them
 }
 
+HYBRID = {"strategy": "zero3", "tp": 2, "shard": 2}
+
 # Plain data
 
 
@@ -63,11 +65,7 @@ LAYOUTS = {
         (8, {"strategy": "zero1", "tp": 2, "pp": 2}, {"dp": 2, "pp": 2, "tp": 2}),
         (4, {"strategy": "zero3", "shard": 4}, {"dp": 4}),
         (4, {"strategy": "zero3", "shard": 2}, {"replicate": 2, "shard": 2}),
-        (
-            8,
-            {"strategy": "zero3", "tp": 2, "shard": 2},
-            {"replicate": 2, "shard": 2, "tp": 2},
-        ),
+        (8, HYBRID, {"replicate": 2, "shard": 2, "tp": 2}),
     ],
 )
 def test_ranks_that_are_not_told_about_go_to_the_strategys_axis(ranks, told, mesh):
@@ -78,71 +76,50 @@ def test_ranks_that_are_not_told_about_go_to_the_strategys_axis(ranks, told, mes
     assert shares == [(rank * dp // ranks, dp) for rank in range(ranks)]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "told", "message"),
-    [
-        (3, {"strategy": "tp", "dp": 2}, "3 ranks cannot be a mesh dp 2, which has 2"),
-        (4, {"strategy": "ddp", "dp": 2}, "4 ranks cannot be a mesh dp 2"),
-        (3, {"strategy": "ddp", "dp": 2, "tp": 2}, "cannot be a mesh dp 2 x tp 2"),
-        (1, {"strategy": "tp", "tp": 2}, "1 rank cannot be a mesh tp 2, which has 2"),
-        (4, {"strategy": "tp", "tp": 0}, "tp is 0; it must be 1 or more"),
-        (4, {"strategy": "pp", "dp": 2.0}, "dp is 2.0; it must be 1 or more"),
-        (4, {"strategy": "pp", "microbatches": 0}, "microbatches is 0; it must be 1"),
-        (4, {"strategy": "pp", "schedule": "2f"}, "schedule is '2f'; it can be one of"),
-        (4, {"strategy": "tpp"}, "strategy is 'tpp'; it can be one of average, dp,"),
-        (4, {"strategy": "dp"}, "'dp' is one process with threads, and here are 4"),
-        (4, {"tp": 2}, "mesh is dp 2 x tp 2; strategy 'average' can have dp alone"),
-        (4, {"strategy": "zero3", "pp": 4}, "can have dp and tp, not pp: every unit"),
-        (8, {"strategy": "naive", "tp": 2, "pp": 2}, "not pp: it would average once"),
-        (4, {"strategy": "pytorch", "tp": 2}, "not tp: it is there to be compared"),
-        (4, {"strategy": "tp", "pp": 4}, "mesh is pp 4; strategy 'tp' needs two ra"),
-        (4, {"strategy": "zero3", "shard": 3}, "shard is 3, strategy 'zero3' and dp 4"),
-        (4, {"strategy": "zero1", "shard": 2}, "shard must be a divisor of dp, and is"),
-        (4, {"strategy": "zero3", "shard": 0}, "shard is 0; it must be 1 or more"),
-        (4, {"strategy": "tp", "dp": 4}, "'tp' needs two ranks or more along tp"),
-        (2, {"strategy": "pp", "pp": 1}, "'pp' needs two ranks or more along pp"),
-    ],
-)
-def test_what_is_no_layout_is_refused_with_what_is_allowed(ranks, told, message):
-    with pytest.raises(ValueError, match=message):
-        choose_layout(ranks, **told)
+choose = partial(partial, choose_layout)
 
 
-@pytest.mark.parametrize(
-    ("told", "rows", "message"),
-    [
-        ({"strategy": "tp"}, 1, None),  # all have the same rows
-        ({"strategy": "pp"}, 6, None),  # microbatches of 2, 2, 1 and 1 rows
-        (
-            {"strategy": "tp", "dp": 2},
-            3,
-            "cannot be shared equally by 2 replicas; make",
-        ),
-        (
-            {"strategy": "pp", "dp": 2},
-            7,
-            "7 rows cannot be shared equally by 2 replica",
-        ),
-        (
-            {"strategy": "pp", "dp": 2},
-            6,
-            "3 rows cannot be cut into 4 microbatches; ma",
-        ),
-        ({"strategy": "pp", "dp": 2}, 6, "make the batch size 8 or more"),
-        (
-            {"strategy": "pp", "microbatches": 1},
-            0,
-            "0 rows cannot be shared equally by",
-        ),
-    ],
+test_what_is_no_layout_is_refused_with_what_is_allowed = refused(
+    (choose(3, "tp", dp=2), "3 ranks cannot be a mesh dp 2, which has 2"),
+    (choose(4, "ddp", dp=2), "4 ranks cannot be a mesh dp 2"),
+    (choose(3, "ddp", dp=2, tp=2), "cannot be a mesh dp 2 x tp 2"),
+    (choose(1, "tp", tp=2), "1 rank cannot be a mesh tp 2, which has 2"),
+    (choose(4, "tp", tp=0), "tp is 0; it must be 1 or more"),
+    (choose(4, "pp", dp=2.0), "dp is 2.0; it must be 1 or more"),
+    (choose(4, "pp", microbatches=0), "microbatches is 0; it must be 1"),
+    (choose(4, "pp", schedule="2f"), "schedule is '2f'; it can be one of"),
+    (choose(4, "tpp"), "strategy is 'tpp'; it can be one of average, dp,"),
+    (choose(4, "dp"), "'dp' is one process with threads, and here are 4"),
+    (choose(4, tp=2), "mesh is dp 2 x tp 2; strategy 'average' can have dp alone"),
+    (choose(4, "zero3", pp=4), "can have dp and tp, not pp: every unit"),
+    (choose(8, "naive", tp=2, pp=2), "not pp: it would average once"),
+    (choose(4, "pytorch", tp=2), "not tp: it is there to be compared"),
+    (choose(4, "tp", pp=4), "mesh is pp 4; strategy 'tp' needs two ra"),
+    (choose(4, "zero3", shard=3), "shard is 3, strategy 'zero3' and dp 4"),
+    (choose(4, "zero1", shard=2), "shard must be a divisor of dp, and is"),
+    (choose(4, "zero3", shard=0), "shard is 0; it must be 1 or more"),
+    (choose(4, "tp", dp=4), "'tp' needs two ranks or more along tp"),
+    (choose(2, "pp", pp=1), "'pp' needs two ranks or more along pp"),
 )
-def test_rows_are_shared_along_dp_and_among_microbatches(told, rows, message):
-    layout = choose_layout(4, **told)
-    if message is None:
-        layout.check(1, rows)
-        return
-    with pytest.raises(ValueError, match=message):
-        layout.check(1, rows)
+
+
+def rows_of(rows, *words, **told):
+    """Return a call that asks whether 4 ranks in a layout can have so many rows."""
+    return partial(choose_layout(4, *words, **told).check, 1, rows)
+
+
+test_rows_are_shared_along_dp_and_among_microbatches = refused(
+    (rows_of(3, "tp", dp=2), "3 rows cannot be shared equally by 2 replicas; make"),
+    (rows_of(7, "pp", dp=2), "7 rows cannot be shared equally by 2 replica"),
+    (rows_of(6, "pp", dp=2), "3 rows cannot be cut into 4 microbatches; ma"),
+    (rows_of(6, "pp", dp=2), "make the batch size 8 or more"),
+    (rows_of(0, "pp", microbatches=1), "0 rows cannot be shared equally by"),
+)
+
+
+def test_rows_that_are_enough_are_not_refused():
+    rows_of(1, "tp")()  # all have the same rows
+    rows_of(6, "pp")()  # microbatches of 2, 2, 1 and 1 rows
 
 
 def test_every_strategy_is_a_layout():

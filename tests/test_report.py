@@ -1,7 +1,5 @@
 """`doctor --report`: one block of text, and nobody's name in it."""
 
-from __future__ import annotations
-
 import getpass
 import re
 import socket

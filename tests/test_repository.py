@@ -1,7 +1,5 @@
 """What a newcomer meets first: README, environments, CI, links, notebooks."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -6,8 +6,6 @@ together (PSS). It takes ten minutes of a machine with two cores:
     DDP_COURSE_ENDURANCE=1 pytest -n 0 -s --timeout=0 tests/test_seats.py
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -3,8 +3,6 @@
 What needs Sphinx or a browser is skipped where `.[site-test]` is not installed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,10 +1,9 @@
 """`ddp-course train`: what is typed, what is printed, what is refused."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
+from refusals import answered, complaint
 
 from ddp_course.cli import main
 from ddp_course.commands.train import Progress
@@ -69,58 +68,47 @@ def test_it_goes_on_from_where_it_was(tmp_path, capfd):
     assert sum("step" in line and "of 4" in line for line in lines) == 1
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            "--ranks 3",
-            "8 rows cannot be shared equally by 3 ranks; make the batch size",
-        ),
-        ("--strategy dp --ranks 2", "'dp' is one process with threads"),
-        ("--strategy dp --replicas 3", "8 rows cannot be shared equally by 3 replicas"),
-        ("--dp 3 --tp 2 --ranks 4", "4 ranks cannot be a mesh dp 3 x tp 2, which has"),
-        ("--strategy naive --tp 2 --pp 2", "'naive' can have dp and tp, not pp: it w"),
-        ("--zero 3 --dp 2 --pp 2", "strategy 'zero3' can have dp and tp, not pp: eve"),
-        ("--zero 1 --strategy flat", "--zero 1 is the strategy 'zero1', and --strat"),
-        ("--zero 3 --dp 4 --shard 3", "shard must be a divisor of dp, and is for"),
-        ("--dp 2 --shard 2", "--shard is of no use without --zero 3"),
-        ("--pp 2 --microbatches 9", "8 rows cannot be cut into 9 microbatches; make"),
-        ("--json no/such/folder/file", "there is no folder"),
-        ("--json /tmp", "cannot write /tmp: it is a folder"),
-        ("--strategy tp --dp 2", "mesh is dp 2; strategy 'tp' needs two ranks or more"),
-        ("--strategy pp --ranks 4 --pp 1", "'pp' needs two ranks or more along pp"),
-        ("--strategy pp --schedule gpipe", "strategy 'pp' needs two ranks or more"),
-        ("--ranks 4 --microbatches 8", "--microbatches is of no use without a pipe"),
-        ("--strategy tp --ranks 2 --schedule gpipe", "--schedule is of no use without"),
-        ("--replicas 2", "--replicas is of no use without --strategy dp"),
-        ("--every 5", "--every is of no use without --checkpoint"),
-        ("--strategy tp --ranks 8", "n_head is 12, which 8 ranks cannot share equally"),
-        ("--strategy pp --ranks 8", "has 8 stages, and the model has 6 layers"),
-        (
-            "--pp 4 --schedule interleaved",
-            "'interleaved' on 4 ranks has 8 stages, and the model has 6 layers",
-        ),
-        ("--checkpoint /proc/nowhere", "/proc/nowhere, cannot be used"),
-    ],
+@pytest.fixture
+def nothing_starts(monkeypatch):
+    starts = lambda *_, **__: pytest.fail("started")  # noqa: E731
+    monkeypatch.setattr("ddp_course.commands.train.spawn", starts)
+
+
+test_what_cannot_be_is_one_line_and_nothing_is_started = answered(
+    "train",
+    1,
+    ("--ranks 3", "8 rows cannot be shared equally by 3 ranks; make the batch size"),
+    ("--strategy dp --ranks 2", "'dp' is one process with threads"),
+    ("--strategy dp --replicas 3", "8 rows cannot be shared equally by 3 replicas"),
+    ("--dp 3 --tp 2 --ranks 4", "4 ranks cannot be a mesh dp 3 x tp 2, which has"),
+    ("--strategy naive --tp 2 --pp 2", "'naive' can have dp and tp, not pp: it w"),
+    ("--zero 3 --dp 2 --pp 2", "strategy 'zero3' can have dp and tp, not pp: eve"),
+    ("--zero 1 --strategy flat", "--zero 1 is the strategy 'zero1', and --strat"),
+    ("--zero 3 --dp 4 --shard 3", "shard must be a divisor of dp, and is for"),
+    ("--dp 2 --shard 2", "--shard is of no use without --zero 3"),
+    ("--pp 2 --microbatches 9", "8 rows cannot be cut into 9 microbatches; make"),
+    ("--json no/such/folder/file", "there is no folder"),
+    ("--json /tmp", "cannot write /tmp: it is a folder"),
+    ("--strategy tp --dp 2", "mesh is dp 2; strategy 'tp' needs two ranks or more"),
+    ("--strategy pp --ranks 4 --pp 1", "'pp' needs two ranks or more along pp"),
+    ("--strategy pp --schedule gpipe", "strategy 'pp' needs two ranks or more"),
+    ("--ranks 4 --microbatches 8", "--microbatches is of no use without a pipe"),
+    ("--strategy tp --ranks 2 --schedule gpipe", "--schedule is of no use without"),
+    ("--replicas 2", "--replicas is of no use without --strategy dp"),
+    ("--every 5", "--every is of no use without --checkpoint"),
+    ("--strategy tp --ranks 8", "n_head is 12, which 8 ranks cannot share equally"),
+    ("--strategy pp --ranks 8", "has 8 stages, and the model has 6 layers"),
+    ("--pp 4 --schedule interleaved", "'interleaved' on 4 ranks has 8 stages, and th"),
+    ("--checkpoint /proc/nowhere", "/proc/nowhere, cannot be used"),
+    given=["nothing_starts"],
 )
-def test_what_cannot_be_is_one_line_and_nothing_is_started(
-    words, message, capfd, monkeypatch
-):
-    monkeypatch.setattr(
-        "ddp_course.commands.train.spawn", lambda *_, **__: pytest.fail("started")
-    )
-    code, lines, err = typed(words, capfd)
-    assert (code, lines) == (1, [])
-    assert err.startswith("ddp-course: ") and err.count("\n") == 1
-    assert message in err
 
 
-def test_ranks_are_torchruns_business_under_torchrun(monkeypatch, capfd):
+def test_ranks_are_torchruns_business_under_torchrun(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    code, _, err = typed("--ranks 2", capfd)
-    assert code == 1
-    assert "--ranks is for a run without torchrun" in err
+    code, told = complaint("train --ranks 2", capsys)
+    assert code == 1 and "--ranks is for a run without torchrun" in told
 
 
 @pytest.mark.parametrize(("steps", "lines"), [(1, 1), (7, 7), (20, 20), (399, 22)])

@@ -1,7 +1,5 @@
 """Every strategy in every precision trains as one process does in that precision."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

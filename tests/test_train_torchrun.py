@@ -3,8 +3,6 @@
 The commands are those of the README, typed as a user would.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The page for teachers names parts that there are, and the minutes that they take."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

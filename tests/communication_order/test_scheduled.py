@@ -254,8 +254,7 @@ class Alike(nn.Module):
         for layer in self.layers:
             x = x.expand(-1, layer.in_features)
             y = x @ layer.weight.t() if layer is self.without else layer(x)
-            last = layer is self.layers[-1]
-            x = y if last else Sleep.apply(y, 0.0, self.pause())
+            x = Sleep.apply(y, 0.0, self.pause())  # before this layer's gradient
         return x
 
     @staticmethod
@@ -314,8 +313,8 @@ def refused() -> dict[str, str]:
         told["alone"] = raised(lambda: model(torch.ones(2, 3, 5)))
     told["went on"] = raised(lambda: run(model, 1))
     sizes = Alike((8, 7, 6, 5))
-    told["disagree"] = raised(
-        lambda: run(wrapped(NaiveScheduledDataParallel, sizes, FIFO), 2)
+    told["disagree"] = raised(  # on a busy machine ranks may agree for some steps
+        lambda: run(wrapped(NaiveScheduledDataParallel, sizes, FIFO), 30)
     )
     return told
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from sleeping import send_after_backward
 from torch import Tensor, nn
 from torch.autograd import Variable
+from trained import Trained
 
 from ddp_course.collectives import ring
 from ddp_course.data_parallel.bucketed import (
@@ -69,15 +69,6 @@ OPTIMIZERS: dict[str, Callable] = {
 }
 
 
-@dataclass
-class Trained:
-    """Parameters and gradients after each step: step -> name -> numbers."""
-
-    parameters: list[dict[str, Tensor]]
-    gradients: list[dict[str, Tensor | None]]
-    buffers: dict[str, Tensor]
-
-
 def train(
     wrap: Callable[[nn.Module], nn.Module] | None,
     optimizer: str = "sgd",
@@ -96,7 +87,7 @@ def train(
     model = Small(rank if seed is None else seed)
     ddp = model if alone else wrap(model)
     opt = OPTIMIZERS[optimizer](model.parameters())
-    told = Trained([], [], {})
+    told = Trained()
     for step in range(steps):
         x, y = (t[rank * ROWS // n : (rank + 1) * ROWS // n] for t in batch(step))
         opt.zero_grad()
@@ -111,44 +102,10 @@ def train(
                 out = ddp(some_x)
                 loss = nn.functional.mse_loss(out, some_y) / micro
                 loss.backward()
-        named = dict(model.named_parameters())
         opt.step()
-        told.parameters.append({k: p.detach().clone() for k, p in named.items()})
-        told.gradients.append(
-            {k: None if p.grad is None else p.grad.clone() for k, p in named.items()}
-        )
+        told.note(model.named_parameters())
     told.buffers = {k: b.clone() for k, b in model.named_buffers()}
     return told
-
-
-def far_apart(a: Trained, b: Trained) -> list[str]:
-    """Return where two trainings differ by more than rounding.
-
-    Float32 has a relative step of 1.2e-7. A mean over ranks adds the same numbers in
-    another order, and AdamW divides by the root of what may be small: 1e-5 is about a
-    hundred roundings. A wrong scale or a missing rank is off by more than 1e-2.
-    """
-    found = []
-    for step, pairs in enumerate(
-        (
-            *zip(a.parameters, b.parameters, strict=True),
-            *zip(a.gradients, b.gradients, strict=True),
-        )
-    ):
-        for name in pairs[0]:
-            x, y = pairs[0][name], pairs[1][name]
-            if (x is None) != (y is None) or (
-                x is not None and not torch.allclose(x, y, rtol=1e-4, atol=1e-5)
-            ):
-                found.append(f"{step} {name}")
-    return found
-
-
-def bits(a: Trained) -> bytes:
-    """Return all numbers of a training: equal bytes are equal bits."""
-    told = [t for step in (*a.parameters, *a.gradients) for t in step.values()]
-    told += [b for name, b in a.buffers.items() if name != "calls"]
-    return b"".join(t.numpy().tobytes() for t in told if t is not None)
 
 
 SMALL_BUCKETS = {"bucket_cap_mb": 0.0006, "first_bucket_mb": 0.0003}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from functools import partial
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import trained
 from torch import Tensor, nn
+from trained import Trained
 
 from ddp_course.model import GPT, GPTConfig, build_gpt
 from ddp_course.pipeline import PipelineParallel, overlapped
@@ -22,6 +24,8 @@ ROWS, TOKENS, CHARACTERS = 8, 5, 11  # rows that 3, 5, 6 and 7 cannot share equa
 GPT_TIED = GPTConfig(CHARACTERS, TOKENS, n_layer=6, n_head=2, d_model=14, tied=True)
 GPT_UNTIED = GPTConfig(CHARACTERS, TOKENS, n_layer=6, n_head=2, d_model=14)
 CLIP = 1.0
+
+far_apart = partial(trained.far_apart, losses=True)  # every rank has the mean
 
 
 def tied(seed: int = 0) -> GPT:
@@ -45,25 +49,6 @@ def batch(step: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
     drawn = torch.randint(CHARACTERS, (rows, TOKENS + 1), generator=generator)
     return drawn[:, :-1], drawn[:, 1:]
-
-
-@dataclass
-class Trained:
-    """After each step: parameters and gradients by name, the norm and the loss."""
-
-    states: list[dict[str, Tensor]] = field(default_factory=list)
-    gradients: list[dict[str, Tensor]] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-
-    def note(self, named: Iterable[tuple[str, nn.Parameter]], norm, loss) -> None:
-        named = dict(named)
-        self.states.append({n: p.detach().clone() for n, p in named.items()})
-        self.gradients.append(
-            {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
-        )
-        self.norms.append(float(norm))
-        self.losses.append(float(loss.detach()))
 
 
 def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -114,29 +99,6 @@ def whole(ranks: list[Trained]) -> Trained:
     for rank in ranks:
         assert (rank.norms, rank.losses) == (told.norms, told.losses)
     return told
-
-
-def far_apart(a: Trained, b: Trained) -> list[str]:
-    """Return where two trainings differ by more than rounding.
-
-    Microbatches add the same numbers in another order, and AdamW divides by the root of
-    what may be small. A wrong scale or a missing part is off by more than 1e-3.
-    """
-    found = []
-    for kind in ("states", "gradients"):
-        pairs = zip(getattr(a, kind), getattr(b, kind), strict=True)
-        for step, (x, y) in enumerate(pairs):
-            if x.keys() != y.keys():
-                return [f"{kind} {step}: {sorted(x.keys() ^ y.keys())}"]
-            found += [
-                f"{kind} {step} {name}"
-                for name in x
-                if not torch.allclose(x[name], y[name], rtol=1e-4, atol=1e-5)
-            ]
-    for kind in ("norms", "losses"):
-        pairs = zip(getattr(a, kind), getattr(b, kind), strict=True)
-        found += [f"{kind} {x} {y}" for x, y in pairs if not abs(x - y) < 1e-4 * abs(y)]
-    return found
 
 
 # ---- PyTorch's -----------------------------------------------------------------------

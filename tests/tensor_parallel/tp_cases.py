@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import trained
 from torch import Tensor, nn
+from trained import Trained
 
 from ddp_course import collectives
 from ddp_course.bench.tp import styles
@@ -61,17 +63,6 @@ def refused(attempts: list[Callable], expected: list[str]) -> list[str]:
             told.append(str(error))
         assert text in told[-1], (text, told[-1])
     return told
-
-
-@dataclass
-class Trained:
-    """Losses, whole gradients, norms and whole states of each step."""
-
-    losses: list[float] = field(default_factory=list)
-    gradients: list[dict[str, Tensor]] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    states: list[dict[str, Tensor]] = field(default_factory=list)
-    common: bytes = b""  # the bits of what every rank has whole, at the end
 
 
 def gradients(gpt: nn.Module) -> dict[str, Tensor]:
@@ -136,29 +127,8 @@ def train(
     return told
 
 
-def far_apart(a: Trained, b: Trained) -> list[str]:
-    """Return where two trainings differ by more than rounding.
-
-    Sums over ranks add in another order: some 1e-6 of a gradient. A plant is off by
-    more than 1e-3 of one.
-    """
-    found = []
-    for what, atol in (("gradients", 2e-5), ("states", 1e-4)):
-        for step, (x, y) in enumerate(
-            zip(getattr(a, what), getattr(b, what), strict=True)
-        ):
-            if x.keys() != y.keys():
-                found.append(f"{what} {step}: {x.keys() ^ y.keys()}")
-                continue
-            found += [
-                f"{what} {step} {k}: {(x[k] - y[k]).abs().max():.1e}"
-                for k in x
-                if not torch.allclose(x[k], y[k], rtol=1e-4, atol=atol)
-            ]
-    for what in ("losses", "norms"):
-        pairs = zip(getattr(a, what), getattr(b, what), strict=True)
-        found += [f"{what} {x} {y}" for x, y in pairs if abs(x - y) > 1e-4 * abs(y)]
-    return found
+# Sums over ranks add in another order: some 1e-6 of a gradient.
+far_apart = partial(trained.far_apart, atol=1e-4, of_gradients=2e-5, losses=True)
 
 
 def dtensor(gpt: GPT, sequence: bool = False) -> nn.Module:

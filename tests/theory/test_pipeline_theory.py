@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refused
 
 from ddp_course.pipeline import SCHEDULES
 from ddp_course.theory import (
@@ -96,22 +96,16 @@ def test_messages_and_bytes():
     assert half.total * 2 == volume.total
 
 
-@pytest.mark.parametrize(
-    ("of", "arguments", "options", "message"),
-    [
-        (pipeline_time, ("GPipe", 2, 2), {}, "schedule is 'GPipe'; it can be 'naive'"),
-        (pipeline_bubble, ("gpipe", 0, 2), {}, "num_ranks is 0"),
-        (pipeline_activations, ("gpipe", 2, 0), {}, "num_microbatches is 0"),
-        (pipeline_time, ("gpipe", 2, 2, 2), {}, "stages_per_rank is 2; with schedule"),
-        (pipeline_bubble, ("interleaved", 2, 2, 0), {}, "stages_per_rank is 0"),
-        (pipeline_time, ("zero_bubble", 3, 2, 2), {}, "is 2; with 2 stages on"),
-        (pipeline_time, ("gpipe", 2, 2), {"W": -1}, "W is -1"),
-        (pipeline_bubble, ("gpipe", 2, 2), {"F": 0, "I": 0, "W": 0}, "are all 0"),
-        (pipeline_activations, ("gpipe", 2, 2, 2), {}, "rank is 2; it can be 0 to 1"),
-        (pipeline_volume, (2, 9, 8, 1, 1), {}, "num_microbatches is 9; batch is 8"),
-        (pipeline_volume, (2, 1, 8, 1, 0), {}, "hidden is 0"),
-    ],
+test_bad_values_are_named = refused(
+    (lambda: pipeline_time("GPipe", 2, 2), "schedule is 'GPipe'; it can be 'naive'"),
+    (lambda: pipeline_bubble("gpipe", 0, 2), "num_ranks is 0"),
+    (lambda: pipeline_activations("gpipe", 2, 0), "num_microbatches is 0"),
+    (lambda: pipeline_time("gpipe", 2, 2, 2), "stages_per_rank is 2; with schedule"),
+    (lambda: pipeline_bubble("interleaved", 2, 2, 0), "stages_per_rank is 0"),
+    (lambda: pipeline_time("zero_bubble", 3, 2, 2), "is 2; with 2 stages on"),
+    (lambda: pipeline_time("gpipe", 2, 2, W=-1), "W is -1"),
+    (lambda: pipeline_bubble("gpipe", 2, 2, F=0, I=0, W=0), "are all 0"),
+    (lambda: pipeline_activations("gpipe", 2, 2, 2), "rank is 2; it can be 0 to 1"),
+    (lambda: pipeline_volume(2, 9, 8, 1, 1), "num_microbatches is 9; batch is 8"),
+    (lambda: pipeline_volume(2, 1, 8, 1, 0), "hidden is 0"),
 )
-def test_bad_values_are_named(of, arguments, options, message):
-    with pytest.raises(ValueError, match=message):
-        of(*arguments, **options)

@@ -1,0 +1,49 @@
+"""Tests that calls and commands are refused: tables of them, and what each is told."""
+
+from collections.abc import Callable
+
+import pytest
+
+from ddp_course.cli import main
+
+
+def refused(*cases: tuple[Callable[[], object], str]) -> Callable:
+    """Return a test that each call raises a ValueError which matches the words."""
+
+    @pytest.mark.parametrize(("call", "told"), cases, ids=[told for _, told in cases])
+    def test(call, told):
+        with pytest.raises(ValueError, match=told):
+            call()
+
+    return test
+
+
+def complaint(typed: list[str] | str, capsys, shows=False) -> tuple[int, str]:
+    """Type a command that ends badly; return its exit code and the line that says why.
+
+    It must be one line on stderr that says who speaks; and all, unless it `shows` more.
+    """
+    try:
+        code = main(typed.split() if isinstance(typed, str) else typed)
+    except SystemExit as end:  # argparse has answered
+        code = end.code
+    out, err = capsys.readouterr()
+    assert err.startswith("ddp-course: ") and err.count("\n") == 1, err
+    assert shows or not out, out
+    return code, err
+
+
+def answered(command, code: int, *cases: tuple[str, str], given=("capsys",)):
+    """Return a test that a command, typed so, ends with `code` and a line with words.
+
+    `given` are the fixtures under which all of it is typed.
+    """
+
+    @pytest.mark.usefixtures(*given)
+    @pytest.mark.parametrize(("typed", "told"), cases, ids=[c for c, _ in cases])
+    def test(typed, told, capsys):
+        ended, line = complaint(f"{command} {typed}", capsys)
+        assert ended == code and told in line, line
+        assert ("--help" in line) == (code == 2), line
+
+    return test
