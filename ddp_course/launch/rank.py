@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import datetime
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -110,6 +111,7 @@ def send_frame(fd: int, payload: bytes) -> None:
 
 def _live_and_die_alone() -> None:
     """Be immune to the notebook's stop button, and die when the notebook dies."""
+    gc.enable()  # the server, of which this is a fork, did without while it imported
     os.setpgid(0, 0)  # own group: the launcher can end the rank's children with it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     server = forkserver._forkserver
