@@ -27,13 +27,16 @@ from ddp_course.zero import sharded_checkpoint
 
 CLIP = 0.05
 EVEN = GPTConfig(block_size=16, n_layer=2, n_head=2, d_model=24)
+# AdamW moves a weight whose gradient is hardly more than rounding by what rounding
+# says: by 1.5e-5, of a step of .01, on one kind of CPU, and by less on others.
+CLOSE = {"sgd": 1e-5, "adamw": 1e-4}
 alone = functools.cache(functools.partial(train, None, clip=CLIP))
 
 
 def different(ranks: list[Trained], optimizer: str, model: str) -> list[str]:
     """Return where the ranks' training is not one process's."""
     one = alone(optimizer, model)
-    wrong = far_apart(ranks[0], one)
+    wrong = far_apart(ranks[0], one, CLOSE[optimizer])
     for step, loss in enumerate(one.losses):
         mean = sum(rank.losses[step] for rank in ranks) / len(ranks)
         if abs(mean - loss) > 1e-5:
@@ -69,6 +72,7 @@ def replicas(folder: str) -> dict[tuple, Trained]:
         ("shared", "sgd", "odd"): hybrid(Ours, axes, in_shared_memory=True),
         ("simple", "sgd", "gpt"): hybrid(Simple, axes),
         ("fake", "sgd", "forgotten"): hybrid(ReplicasForgotten, axes),
+        ("fake", "adamw", "forgotten"): hybrid(ReplicasForgotten, axes),
         ("fake", "sgd", "sum"): hybrid(SumOfReplicas, axes),
     }
     told = {
@@ -144,7 +148,7 @@ def test_beside_other_axes_it_trains_as_one_process_and_as_pytorchs(tmp_path):
         wrong = different(got, optimizer, "odd" if what == "odd" else "gpt")
         assert bool(wrong) == (who == "fake"), (who, what, wrong)
     theirs = first["torch", "adamw", "gpt"]
-    assert not far_apart(first["ours", "adamw", "gpt"], theirs)
+    assert not far_apart(first["ours", "adamw", "gpt"], theirs, CLOSE["adamw"])
     for rank in ranks:
         assert "weight is float32 [4, 3] on cpu" in rank["error"]
         assert "rank 3" in rank["error"]
@@ -153,4 +157,4 @@ def test_beside_other_axes_it_trains_as_one_process_and_as_pytorchs(tmp_path):
         got = [rank["tp"][who, optimizer] for rank in ranks]
         assert not different(got, optimizer, "even"), (who, optimizer)
     mine, theirs = (ranks[0]["tp"][who, "adamw"] for who in ("ours", "torch"))
-    assert not far_apart(mine, theirs, atol=3e-5)  # each is 1e-5 from one process
+    assert not far_apart(mine, theirs, CLOSE["adamw"])
