@@ -43,12 +43,15 @@ def innermost(
 ) -> str | None:
     """Return "Cell In[5], line 3: dist.recv(x)" for the last frame of the reader's.
 
-    `frames` are (file, line number, source line or None), outermost first.
+    Of this course's, if there is none of another file: who calls our `all_reduce` asks
+    which of these calls it was. `frames` are (file, line number, source line or None),
+    outermost first.
     """
     readers = [frame for frame in frames if is_readers(frame[0])]
     if not readers:
         return None
-    file, line, source = readers[-1]
+    own = [frame for frame in readers if PACKAGE not in Path(frame[0]).parents]
+    file, line, source = (own or readers)[-1]
     source = (source or linecache.getline(file, line or 0)).strip()
     place = f"{label(file, labels)}, line {line}"
     return f"{place}: {source}" if source else place

@@ -45,9 +45,13 @@ WRONG = collected("wrong_answers", "WRONG")
 RIGHT = collected("right_answers", "RIGHT")
 PLANTS = [(name, wrong) for name in WRONG for wrong in WRONG[name]]
 # Their ranks wait for messages that never come: for many of them at once, that takes no
-# longer than for one, and no more computing.
-HANGS = re.compile("still waits to|have not returned after|still wanted to communicate")
-HANGING = [(name, wrong) for name, wrong in PLANTS if HANGS.search(WRONG[name][wrong])]
+# longer than for one, and no more computing. Their hints say so, or their names.
+HANGS = re.compile("still waits to|not returned after|still wanted to com|^silent_")
+HANGING = [
+    (name, wrong)
+    for name, wrong in PLANTS
+    if HANGS.search(WRONG[name][wrong]) or HANGS.search(wrong.__name__)
+]
 OTHERS = [plant for plant in PLANTS if plant not in HANGING]
 
 

@@ -183,6 +183,8 @@ def test_lines_are_called_as_a_reader_knows_them():
     linecache.checkcache()  # as tracebacks do: a cell's source is not dropped
     frames = [("/home/ada/train.py", 1, "main()"), (CELL, 3, None), (TORCH, 1, "x()")]
     assert stacks.innermost(frames, LABELS) == HERE
+    assert stacks.innermost([*frames, (stage1, 9, "y()")], LABELS) == HERE
+    assert "stage1.py, line 9: y" in stacks.innermost([(stage1, 9, "y()")], LABELS)
     assert stacks.innermost([("/gone/train.py", 9, None)], {}) == "train.py, line 9"
     assert stacks.innermost([("/gone/a.py", 9, "  f()  ")], {}) == "a.py, line 9: f()"
     assert stacks.innermost([], {}) is None

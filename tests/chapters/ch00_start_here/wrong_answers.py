@@ -40,10 +40,10 @@ WRONG = slips(
         mean = tensor.bfloat16()
         solutions.my_average(mean)
         tensor.copy_(mean)
-    silent_without_a_number: On real ranks
+    silent_without_a_number: returned while rank 0 still wanted to communicate
         if tensor.any():
             solutions.my_average(tensor)
-    rank_0_stays_away: rank 0 returned while rank
+    rank_0_stays_away: rank 0 returned while rank 1 still wanted to communicate
         if dist.get_rank() > 0:
             dist.all_reduce(tensor)
         tensor /= dist.get_world_size()

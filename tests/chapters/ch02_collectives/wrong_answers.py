@@ -216,7 +216,7 @@ WRONG = slips(
     turned_in_32_bits: a row of float64, rank
         got = solutions.my_transpose(rows if len(rows) == 60 else rows.float())
         return got.to(rows.dtype)
-    of_two_ranks: On real ranks
+    of_two_ranks: has not returned after
     gathers_everything: bytes by the operating system's count
         rank, n = _me()
         everyones = [torch.empty_like(rows) for _ in range(n)]
