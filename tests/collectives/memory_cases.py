@@ -1,7 +1,5 @@
 """What tests of collectives share: how ranks meet, what they have mapped, errors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

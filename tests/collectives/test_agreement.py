@@ -1,7 +1,5 @@
 """Calls that do not fit together: one clear error on every rank, and nothing sent."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Bytes: what the meter counts is the formula, and what the system counted."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from fractions import Fraction
 from functools import partial

@@ -1,7 +1,5 @@
 """Every collective on real ranks, against `torch.distributed`, and bit by bit."""
 
-from __future__ import annotations
-
 import os
 import time
 import zlib

@@ -1,7 +1,5 @@
 """Shared memory on real ranks: the same bytes, barriers that hold, nothing left."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import os

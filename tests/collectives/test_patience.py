@@ -1,7 +1,5 @@
 """gloo's threads are held back while we only wait, and never afterwards."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Long messages travel in pieces: the same sums, and each piece waits for its turn."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """Plans as data: right for every number of ranks, and wrong ones are seen."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

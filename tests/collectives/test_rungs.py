@@ -1,7 +1,5 @@
 """The all-reduces that are read first: right by themselves, and as those by plans."""
 
-from __future__ import annotations
-
 from unittest.mock import patch
 
 import pytest

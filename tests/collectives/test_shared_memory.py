@@ -1,7 +1,5 @@
 """The public side of shared memory: registered tensors, and nothing left behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

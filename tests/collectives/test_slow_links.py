@@ -1,7 +1,5 @@
 """Slow links between nodes: the hierarchy wins, as the theory says."""
 
-from __future__ import annotations
-
 import time
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Collectives in shared memory: as PyTorch's own, bit by bit, and without races."""
 
-from __future__ import annotations
-
 import gc
 import random
 import time

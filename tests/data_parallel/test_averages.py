@@ -1,7 +1,5 @@
 """Averages over ranks equal those of one process that has all samples."""
 
-from __future__ import annotations
-
 import math
 import re
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """DistributedDataParallel trains as one process does, and as PyTorch's class does."""
 
-from __future__ import annotations
-
 import weakref
 from fractions import Fraction
 

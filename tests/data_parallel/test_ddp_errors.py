@@ -1,7 +1,5 @@
 """What cannot be averaged is refused on every rank, and nothing hangs."""
 
-from __future__ import annotations
-
 import fnmatch
 
 import pytest

@@ -4,8 +4,6 @@ Nothing here depends on how fast the machine is. The layers' backward sleeps, wh
 takes no core, and where the link matters it is an emulated one, which waits, too.
 """
 
-from __future__ import annotations
-
 import torch
 from ddp_cases import AfterBackward, Flat, Naive, Ours
 from sleeping import SLEEP, Sleeping, check_phases, launched_early

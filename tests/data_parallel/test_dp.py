@@ -1,7 +1,5 @@
 """DataParallel is one plain call on the whole batch, for outputs and gradients."""
 
-from __future__ import annotations
-
 import re
 import threading
 from collections import OrderedDict, namedtuple

@@ -1,7 +1,5 @@
 """Uneven numbers of batches: ours under Join ends where PyTorch's ends."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """The sampler's indices are PyTorch's, one by one; and samplers that are not, fail."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Which GPU or CPU each rank gets: on machines with 0, 1, 2, 4 and 8 GPUs."""
 
-from __future__ import annotations
-
 import os
 from unittest import mock
 

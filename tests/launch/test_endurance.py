@@ -6,8 +6,6 @@ Of most of it there is a short form, which runs without that, too. What the long
 came to, and when, is written into tests/endurance.json.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

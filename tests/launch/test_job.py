@@ -1,7 +1,5 @@
 """The arguments of a launch: checked, with a clear word, before anything starts."""
 
-from __future__ import annotations
-
 import math
 import multiprocessing
 import os

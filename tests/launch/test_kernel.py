@@ -1,7 +1,5 @@
 """The launcher inside a real Jupyter kernel: cells, the stop button, sudden death."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

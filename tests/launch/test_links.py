@@ -1,7 +1,5 @@
 """Links: how long a message takes, and that `send_over_link` takes that long."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

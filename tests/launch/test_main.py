@@ -1,7 +1,5 @@
 """`python -m ddp_course.launch`, as torchrun calls it: what it is told to call."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

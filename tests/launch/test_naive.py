@@ -1,7 +1,5 @@
 """The naive launcher works, and lacks what its docstring and chapter 01 say."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """What travels between processes, and the name of what cannot."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import io

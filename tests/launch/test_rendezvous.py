@@ -1,7 +1,5 @@
 """How ranks find each other: a port that is really theirs, a meeting without ghosts."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import os

@@ -1,7 +1,5 @@
 """Who is to blame, and how it is told: the same on every run, the cause first."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import pickle

@@ -1,7 +1,5 @@
 """Files of a launch, in memory and in a folder: afterwards nothing is left."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from pathlib import Path

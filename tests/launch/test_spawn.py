@@ -1,7 +1,5 @@
 """`spawn` on real ranks: what comes back, what is shown, what is told of failures."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import dataclasses

@@ -1,7 +1,5 @@
 """Stack dumps and tracebacks: from the text to the line of the reader's own code."""
 
-from __future__ import annotations
-
 import faulthandler
 import linecache
 import sys

@@ -1,7 +1,5 @@
 """Another user of this machine, a real one, connects to ranks: they refuse."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

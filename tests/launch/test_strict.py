@@ -1,7 +1,5 @@
 """NCCL's rules on the CPU: what is legal goes through, and what is not is named."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Who is who: every rank has one place, and the place says what torchrun would."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

@@ -3,8 +3,6 @@
 Chapter 01 runs one on one machine, and test_train_torchrun.py kills ranks there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What the ranks print: the same text in whatever order and pieces it arrives."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import time

@@ -1,7 +1,5 @@
 """The bucket plan: PyTorch's rules, checked against PyTorch's own function."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

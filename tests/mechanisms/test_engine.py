@@ -1,7 +1,5 @@
 """The engine's promises about order, by what it does with its buckets, on one rank."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -4,8 +4,6 @@ Every entry of chapter 08's table is run here on two ranks, and compared with on
 process. Then once more with the guards taken away: there the harm is done.
 """
 
-from __future__ import annotations
-
 import copy
 import datetime
 import io

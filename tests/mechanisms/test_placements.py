@@ -1,7 +1,5 @@
 """Placements: parts of parts come together again, whatever was combined."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import sys

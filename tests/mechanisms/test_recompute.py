@@ -1,7 +1,5 @@
 """Recomputation: the same gradients to the bit, less memory, and nothing lost."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import sys

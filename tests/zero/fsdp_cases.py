@@ -1,7 +1,5 @@
 """What the tests of FullyShardedDataParallel share: models, training, planted fakes."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace

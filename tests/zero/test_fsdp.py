@@ -1,7 +1,5 @@
 """FullyShardedDataParallel trains as one process does, and as fully_shard does."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """Stage 3 beside other axes: replicas of the shards, and tensor parallelism below."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -1,7 +1,5 @@
 """Units, shards and their order, as plain data; and what cannot be sharded."""
 
-from __future__ import annotations
-
 import fnmatch
 
 import pytest

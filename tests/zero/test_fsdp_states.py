@@ -1,7 +1,5 @@
 """States of stage 3: whole ones for one process, and shards for any number of ranks."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

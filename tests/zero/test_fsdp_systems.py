@@ -1,7 +1,5 @@
 """What a step of stage 3 sends and keeps, in which order, and what overlaps."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

@@ -1,7 +1,5 @@
 """Stage 3 in use: evaluation, errors, recomputation, bf16; on two ranks, one launch."""
 
-from __future__ import annotations
-
 import functools
 import os
 

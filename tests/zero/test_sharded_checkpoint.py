@@ -1,7 +1,5 @@
 """A sharded checkpoint is one save of all ranks, as it was written, or a sentence."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import shutil

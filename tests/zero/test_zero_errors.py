@@ -1,7 +1,5 @@
 """What cannot be sharded is refused on every rank, and nothing hangs; and oddities."""
 
-from __future__ import annotations
-
 import fnmatch
 import gc
 import weakref

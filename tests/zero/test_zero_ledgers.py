@@ -1,7 +1,5 @@
 """Bytes that are kept, bytes that are sent, collectives, overlap: all as computed."""
 
-from __future__ import annotations
-
 import gc
 from fractions import Fraction
 

@@ -1,7 +1,5 @@
 """Who owns what, which optimizers can be cut, states in parts: all without a rank."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

@@ -1,7 +1,5 @@
 """What an optimizer saves: one process, and any number of ranks, go on from it."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

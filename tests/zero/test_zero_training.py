@@ -1,7 +1,5 @@
 """Stages 1 and 2 train as one process does, and as PyTorch's class does."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack, nullcontext
 
 import pytest

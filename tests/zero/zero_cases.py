@@ -1,7 +1,5 @@
 """What the tests of ZeRO share: a model, training in many ways, planted fakes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
