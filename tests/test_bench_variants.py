@@ -141,14 +141,14 @@ def test_rows_compare_the_slowest_ranks_and_pair_the_turns():
     slow = base | {"gloo": [8.0, 3.0, 1.0]}
     calm = [(1.0, 2.0, 1.0)] * 3  # own, busy, wall: the machine is ours
     case = steps.Case(2, "1m", 128, 3)
-    found = partial(rows_of, "ddp", str(case), ddp.PAIRS)
+    found = partial(rows_of, str(case), ddp.PAIRS)
     rows = list(found([(base, calm), (slow, calm)], **case.fields))
     assert len(rows) == len(ddp.PAIRS)
     ours = next(r for r in rows if (r["variant"], r["beside"]) == ("gloo", "default"))
     # The slowest rank of each turn: 8, 3 and 2 s beside 4, 2 and 2.
     assert (ours["ours"], ours["theirs"], ours["paired"]) == (3.0, 2.0, 1.5)
     assert (ours["ranks"], ours["tokens"], ours["turns"]) == (2, 128, 3)
-    assert ours["case"] == "2 ranks, 1m, 128 tokens, gloo beside default"
+    assert ours["case"] == "2 ranks, 1m, 128 tokens"
 
 
 def test_peaks_are_those_of_the_rank_that_needs_most():
@@ -167,10 +167,10 @@ def test_bubbles_are_the_share_that_is_not_work():
     }
     times["1f1b ours"] = [busy / 0.8]
     told = [(times, [(1.0, 1.0, 1.0)])] * 4
-    rows = {(r["schedule"], r["beside"]): r for r in pp.bubble_rows(4, told, 0.03)}
-    assert rows["gpipe", "ScheduleGPipe"]["ratio"] == pytest.approx(1)
-    assert rows["1f1b", "Schedule1F1B"]["ours"] == pytest.approx(0.2)
-    assert rows["1f1b", pp.ASKED]["theirs"] == pytest.approx(3 / 11)
+    rows = {(r["variant"], r["beside"]): r for r in pp.bubble_rows(4, told, 0.03)}
+    assert rows["bubble of gpipe", "ScheduleGPipe"]["ratio"] == pytest.approx(1)
+    assert rows["bubble of 1f1b", "Schedule1F1B"]["ours"] == pytest.approx(0.2)
+    assert rows["bubble of 1f1b", pp.ASKED]["theirs"] == pytest.approx(3 / 11)
 
 
 # ---- a parameter server --------------------------------------------------------------
@@ -191,6 +191,6 @@ def test_seconds_per_gradient_are_those_of_the_formula_if_nothing_else_takes_tim
 
 def test_what_is_pulled_and_pushed_is_told_by_all_contenders():
     told = spawn(async_.pull_and_push, 3, 64, world_size=2, output="none", timeout=60)
-    rows = {row["variant"]: row for row in rows_of("async", "", async_.PAIRS, told)}
+    rows = {row["variant"]: row for row in rows_of("", async_.PAIRS, told)}
     assert rows.keys() >= {"server", "shared memory"}
     assert ("rpc" in rows) == torch.distributed.rpc.is_available()

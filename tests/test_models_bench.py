@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ddp_course.bench import command, models
+from ddp_course.bench import models
 from ddp_course.bench.models import (
     EQUAL,
     FAILS,
@@ -20,6 +20,7 @@ from ddp_course.bench.models import (
     outcomes,
     shown,
 )
+from ddp_course.cli import main
 from ddp_course.data_parallel import NaiveDistributedDataParallel
 from ddp_course.mechanisms.buckets import bucket_plan
 
@@ -105,11 +106,11 @@ def test_the_stored_table_has_all_models_and_strategies_and_no_failure(monkeypat
     assert text[-1].startswith("50 models under 13 strategies: ")
     assert text[-1].endswith(" 0 FAILS")
     monkeypatch.setattr(models, "bench", lambda quick: rows)
-    assert command("models", False, None, quick=False) == 0
+    assert main(["bench", "models"]) == 0
     rows[3]["DDP"] = "raises TypeError: told, but not judged"
-    assert command("models", False, None, quick=False) == 0
+    assert main(["bench", "models"]) == 0
     rows[3]["ddp"] = f"{FAILS}: hangs"
-    assert command("models", False, None, quick=False) == 1
+    assert main(["bench", "models"]) == 1
     text = shown(rows)
     assert text[-1].endswith(" 1 FAILS")
     assert [line for line in text if "!" in line][1].startswith(rows[3]["case"])

@@ -25,18 +25,8 @@ module cannot be imported as `async`, so that one ends in an underscore.)
 from __future__ import annotations
 
 import importlib
-import json
 import pkgutil
-from collections.abc import Callable, Iterable
-from functools import partial
-from pathlib import Path
 from types import ModuleType
-from typing import Any
-
-from rich.console import Console
-
-from ddp_course.bench.table import lines
-from ddp_course.commands import CommandError, check_file
 
 
 def benches() -> dict[str, ModuleType]:
@@ -50,43 +40,3 @@ def benches() -> dict[str, ModuleType]:
         for module in modules
         if all(hasattr(module, name) for name in ("ABOUT", "PAIRS", "bench"))
     }
-
-
-def command(
-    name: str | None,
-    names_only: bool,
-    file: Path | None,
-    quick: bool,
-    figure: Path | None = None,
-    draw: Callable[[Iterable, list], Any] | None = None,
-) -> int:
-    """Run one bench, print a table of its rows, and write them to `file` as JSON.
-
-    `figure` is a file to draw the rows into, by `draw(pairs, rows)`, which returns a
-    figure of matplotlib. Returns the exit code: 1 if a row says that something failed.
-    """
-    known = benches()
-    if names_only:
-        for each, module in known.items():
-            print(f"{each:<12}{module.ABOUT}")
-        return 0
-    if name not in known:
-        wrong = "which bench?" if name is None else f"there is no bench {name!r};"
-        raise CommandError(f"{wrong} there are: {', '.join(known)}")
-    check_file(file)
-    check_file(figure, (".svg", ".png", ".pdf"))
-    module, rows = known[name], []
-    if figure is not None and not module.PAIRS:
-        raise CommandError(f"{name} has a table, and nothing to draw")
-    with Console(stderr=True).status("measuring") as status:
-        for row in module.bench(quick):
-            rows.append(row)
-            status.update(f"measuring; done: {row['case']}")
-    shown = getattr(module, "shown", partial(lines, module.ABOUT, module.PAIRS))
-    print("\n".join(shown(rows)))
-    if file is not None:
-        each = ",\n".join(map(json.dumps, rows))
-        file.write_text(f"[\n{each}\n]\n")
-    if figure is not None:
-        draw(module.PAIRS, rows).savefig(figure)
-    return int(any(map(getattr(module, "failed", lambda row: False), rows)))

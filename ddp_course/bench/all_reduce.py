@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ddp_course import collectives
 from ddp_course.bench import steps
-from ddp_course.bench.turns import Pair, Row, Times, Told, row, slowest
+from ddp_course.bench.turns import Pair, Row, Told, against, row, rows_of, slowest
 from ddp_course.collectives import patience, shared_memory
 from ddp_course.theory import bus_factor
 
@@ -34,21 +34,17 @@ CALLED = 8 * MIB  # small tensors are reduced until so many bytes are done
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 P2P = ("naive", "tree", "halving_doubling", "ring")
-OWN = "gloo's own"
-LIMITED = {"ring": "loopback", "registered": "memory"}  # what each cannot outrun
-TITLES = "shared_memory", "registered", "chosen", "reduce_scatter", "all_gather"
+OURS = "shared_memory", "registered", "chosen"
+LIMITED = tuple(  # what each cannot outrun
+    Pair(ours, limit, title=f"{ours} over {limit}", over="the bandwidth that there is")
+    for ours, limit in (("ring", "loopback"), ("registered", "memory"))
+)
 PAIRS = (
-    Pair("again", "", control=True, over=OWN),
-    *(
-        Pair(name, "", over=OWN, title=name.replace("_", " ").replace(",", ""))
-        for name in ("gloo, patient", *P2P, *TITLES)
-    ),
-    *(
-        Pair(f"{name} beside {limit}", "", over="the bandwidth that there is",
-             title=f"{name} over {limit}")
-        for name, limit in LIMITED.items()
-    ),
-)  # fmt: skip
+    *against("gloo all_reduce", dict.fromkeys(("again", "gloo, patient", *P2P, *OURS))),
+    *against("gloo reduce_scatter", {"reduce_scatter": None}),
+    *against("gloo all_gather", {"all_gather": None}),
+    *LIMITED,
+)
 
 
 def bench(quick: bool) -> Iterator[Row]:
@@ -57,30 +53,25 @@ def bench(quick: bool) -> Iterator[Row]:
     for ranks in steps.RANKS:
         seconds = steps.BUDGET[quick] / 2 / len(sizes)
         told = steps.on_ranks(ranks, measure, sizes, seconds)
-        limits = {name: min(r["limits"][name] for r in told) for name in LIMITS}
+        limits = {p.beside: min(r["limits"][p.beside] for r in told) for p in LIMITED}
         for nbytes in sizes:
-            times, others = slowest([r["times"][nbytes] for r in told])
-            yield from rows_of(ranks, nbytes, times, limits, others)
+            times = [r["times"][nbytes] for r in told]
+            yield from rows_of_size(ranks, nbytes, times, limits)
 
 
-def rows_of(
-    ranks: int, nbytes: int, times: Times, limits: dict[str, float], others: float
+def rows_of_size(
+    ranks: int, nbytes: int, told: list[Told], limits: dict[str, float]
 ) -> Iterator[Row]:
     """Yield the rows of one size: seconds, and the bandwidth beside its limits."""
     case = f"{ranks} ranks, {size_name(nbytes)}"
-    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
-
-    def made(name: str, metric: str, ours: float, theirs: float) -> Row:
-        where = {"ranks": ranks, "nbytes": nbytes, "others": others, "algorithm": name}
-        return row("all-reduce", f"{case}, {name}", metric, ours, theirs, **where)
-
-    for name, ours in medians.items():
-        if not name.startswith("gloo "):
-            collective = name if f"gloo {name}" in medians else "all_reduce"
-            yield made(name, "seconds", ours, medians[f"gloo {collective}"])
-    for name, limit in LIMITED.items():
-        ours = bus_factor("all_reduce", ranks) * nbytes / medians[name]
-        yield made(f"{name} beside {limit}", "bytes/s", ours, limits[limit])
+    where = {"ranks": ranks, "nbytes": nbytes}
+    yield from rows_of(case, PAIRS, told, **where)
+    times, others = slowest(told)
+    for pair in LIMITED:
+        seconds = statistics.median(times[pair.variant])
+        ours = bus_factor("all_reduce", ranks) * nbytes / seconds
+        theirs = limits[pair.beside]
+        yield row(case, pair, "bytes/s", ours, theirs, **where, others=others)
 
 
 def size_name(nbytes: int) -> str:
@@ -93,7 +84,7 @@ def size_name(nbytes: int) -> str:
 
 def measure(sizes: dict[int, int], seconds: float) -> dict:
     """On every rank: return the limits, and the times of every turn, by size."""
-    limits = {name: limit() for name, limit in LIMITS.items()}
+    limits = {"memory": memory_bandwidth(), "loopback": loopback_bandwidth()}
     times = {nbytes: of_size(nbytes, sizes[nbytes], seconds) for nbytes in sizes}
     return {"limits": limits, "times": times}
 
@@ -168,6 +159,3 @@ def _median_of(repetitions: int, once: Callable[[], object]) -> float:
         once()
         times.append(time.perf_counter() - start)
     return statistics.median(times)
-
-
-LIMITS = {"memory": memory_bandwidth, "loopback": loopback_bandwidth}

@@ -62,7 +62,7 @@ def bench(quick: bool) -> Iterator[Row]:
     for slower in (SLOWER,) if quick else (1, 2, SLOWER, 8):
         yield from beside_formulas(slower, 6 if quick else 16)
     pulls = quietly(pull_and_push, 4 if quick else 40, world_size=2)
-    yield from rows_of("async", "16 MiB", PAIRS, pulls)
+    yield from rows_of("16 MiB", PAIRS, pulls)
 
 
 def beside_formulas(slower: int, turns: int) -> Iterator[Row]:
@@ -77,9 +77,8 @@ def beside_formulas(slower: int, turns: int) -> Iterator[Row]:
     for seconds in (told, took):
         seconds[GAIN] = seconds["asynchronous"] / seconds["synchronous"]
     for way in told:
-        case = f"{WORKERS} workers, one {slower}x, {way} beside {FORMULA}"
-        named = {"variant": way, "beside": FORMULA}
-        yield row("async", case, "seconds", took[way], told[way], **named)
+        case = f"{WORKERS} workers, one {slower}x"
+        yield row(case, Pair(way, FORMULA), "seconds", took[way], told[way])
 
 
 def per_gradient(record: Record, bound: float) -> float:

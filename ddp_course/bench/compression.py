@@ -115,7 +115,7 @@ def bench(quick: bool) -> Iterator[Row]:
     for variants, links in ((SLOW, LINKS), (FAST, None)):
         told = steps.on_ranks(4, measure, variants, case, seconds, links=links)
         words = f"{case}, {'100 MB/s' if links else 'no slow links'}"
-        yield from rows_of("compression", words, PAIRS, told, **case.fields)
+        yield from rows_of(words, PAIRS, told, **case.fields)
 
 
 def measure(variants: Mapping[str, steps.Variant], case: steps.Case, s: float) -> Told:

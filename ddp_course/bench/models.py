@@ -614,7 +614,7 @@ def bench(quick: bool) -> Iterator[Row]:
     told = {n: outcomes(cases, n) for n in ((2,) if quick else (2, 3))}
     for name in names:
         date = datetime.date.today().isoformat()
-        row = {"bench": "models", "case": name, "date": date, "ranks": [*told]}
+        row = {"case": name, "date": date, "ranks": [*told]}
         for strategy in STRATEGIES:
             kinds = [in_short(found[name, strategy]) for found in told.values()]
             each = (f"{n} ranks: {kind}" for n, kind in zip(told, kinds, strict=True))

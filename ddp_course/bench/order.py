@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_course.bench import steps
-from ddp_course.bench.turns import Pair, Row, Told, row, rows_of, slowest
+from ddp_course.bench.turns import Pair, Row, Told, against, row, rows_of
 from ddp_course.collectives import ring
 from ddp_course.communication_order import (
     WAIT_FOR_ALL,
@@ -41,10 +41,8 @@ POLICIES: dict[str, Policy] = {
     "whole layers": priority(),
     "pieces": priority(PIECE),
 }
-PAIRS = (
-    *(Pair(name, DDP) for name in POLICIES),
-    *(Pair(f"{GAIN}, {name}", SIMULATED, 1.05) for name in ("whole layers", "pieces")),
-)
+GAINS = {n: Pair(f"{GAIN}, {n}", SIMULATED, 1.05) for n in ("whole layers", "pieces")}
+PAIRS = (*against(DDP, dict.fromkeys(POLICIES)), *GAINS.values())
 LAYERS = [(0.03, 0.05, 4 << 20)] * 6  # each is sent in 63 ms
 CASES: dict[str, Callable[[], nn.Module]] = {
     "layers that wait": partial(Waiting, LAYERS),
@@ -58,15 +56,11 @@ def bench(quick: bool) -> Iterator[Row]:
         turns = 3 if quick else 12
         run = partial(spawn, world_size=RANKS, links=LINKS, output="none", device="cpu")
         all_told, gains = zip(*run(side_by_side, make, turns), strict=True)
-        yield from rows_of("order", case, PAIRS, [*all_told], ranks=RANKS)
-        times, _ = slowest([*all_told])
-        for pair in (pair for pair in PAIRS if pair.beside == SIMULATED):
-            name = pair.variant.removeprefix(f"{GAIN}, ")
-            ratios = sorted(a / b for a, b in zip(times[name], times[DDP], strict=True))
-            words = f"{case}, {pair.variant} beside {SIMULATED}"
-            measured, told = ratios[len(ratios) // 2], gains[0][name]
-            named = {"variant": pair.variant, "beside": SIMULATED, "ranks": RANKS}
-            yield row("order", words, "ratio", measured, told, **named)
+        rows = {r["variant"]: r for r in rows_of(case, PAIRS, all_told, ranks=RANKS)}
+        yield from rows.values()
+        for name, pair in GAINS.items():
+            measured, told = rows[name]["paired"], gains[0][name]
+            yield row(case, pair, "ratio", measured, told, ranks=RANKS)
 
 
 # ---- on the ranks --------------------------------------------------------------------

@@ -132,7 +132,7 @@ def fits(case: steps.Case, name: str) -> bool:
 
 def bench(quick: bool) -> Iterator[Row]:
     """Yield a row for each number of ranks, model and pair; then the bubbles."""
-    yield from steps.contest("pp", quick, VARIANTS, PAIRS, fits=fits)
+    yield from steps.contest(quick, VARIANTS, PAIRS, fits=fits)
     for ranks in steps.RANKS:
         told = steps.on_ranks(ranks, waits, WAIT, 1 if quick else 3)
         yield from bubble_rows(ranks, told, WAIT)
@@ -216,7 +216,5 @@ def bubble_rows(ranks: int, told: list[Told], seconds: float) -> Iterator[Row]:
         )
         simulated = float(simulate(SCHEDULES[schedule](ranks, MICROBATCHES)).bubble)
         for beside, other in ((made.__name__, theirs), (ASKED, simulated)):
-            case = f"{ranks} ranks, idle share of {schedule} beside {beside}"
-            more = {"ranks": ranks, "schedule": schedule, "beside": beside}
-            more["variant"] = f"bubble of {schedule}"
-            yield row("pp", case, "share", ours, other, **more)
+            pair = Pair(f"bubble of {schedule}", beside)
+            yield row(f"{ranks} ranks", pair, "share", ours, other, ranks=ranks)

@@ -82,4 +82,4 @@ PAIRS = (
 
 def bench(quick: bool) -> Iterator[Row]:
     """Yield a row for each number of ranks, preset, number of tokens and pair."""
-    yield from steps.contest("precision", quick, VARIANTS, PAIRS)
+    yield from steps.contest(quick, VARIANTS, PAIRS)

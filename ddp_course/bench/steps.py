@@ -97,7 +97,6 @@ def cases(quick: bool) -> list[Case]:
 
 
 def contest(
-    bench: str,
     quick: bool,
     variants: Mapping[str, Variant],
     pairs: Iterable[Pair],
@@ -112,7 +111,7 @@ def contest(
     for case in cases(quick):
         there = {name: make for name, make in variants.items() if fits(case, name)}
         told = on_ranks(case.ranks, measure, there, case, each)
-        yield from rows_of(bench, str(case), pairs, told, **case.fields)
+        yield from rows_of(str(case), pairs, told, **case.fields)
 
 
 def on_ranks(

@@ -44,26 +44,11 @@ def grouped(pairs: Iterable[Pair], rows: Rows) -> dict[str, list[tuple[Pair, Fou
     """Return what is laid over -> the pairs that are, and their rows by case."""
     panels: dict[str, list[tuple[Pair, Found]]] = {}
     for pair in pairs:
-        found = {
-            case_of(row): row
-            for row in rows
-            if (variant_of(row), row.get("beside", "")) == (pair.variant, pair.beside)
-        }
+        both = pair.variant, pair.beside
+        found = {r["case"]: r for r in rows if (r["variant"], r["beside"]) == both}
         if found:
             panels.setdefault(pair.over or pair.beside, []).append((pair, found))
     return panels
-
-
-def variant_of(row: Mapping[str, Any]) -> str:
-    """Return whose time it is that a row divides."""
-    return row.get("variant", row.get("algorithm", ""))
-
-
-def case_of(row: Mapping[str, Any]) -> str:
-    """Return which case a row is of: what its rows have in common."""
-    variant, case = variant_of(row), row["case"]
-    before, found, _ = case.partition(f", {variant}" if variant else "\n")
-    return before if found or "variant" not in row else case.rpartition(", ")[0]
 
 
 def ratio_of(row: Mapping[str, Any]) -> float:
@@ -75,7 +60,7 @@ def title_of(pair: Pair) -> str:
     """Return the head of a column: the variant, without what both are called."""
     own, other = pair.variant.split(), pair.beside.split()
     shared = own[:-1] == other[:-1] or own[: len(other)] == other
-    return pair.title or (" ".join(own[-1:]) if shared else pair.variant)
+    return pair.title or (own[-1] if shared else pair.variant).replace("_", " ")
 
 
 def _grid(columns: list[tuple[Pair, Found]]) -> list[str]:
@@ -128,7 +113,7 @@ def _held(columns: list[tuple[Pair, Found]]) -> list[str]:
             if bar is None:
                 continue
             ratios = [ratio_of(found[case]) for case in cases]
-            words = f"{pair.variant} over {pair.beside or pair.over}"
+            words = f"{pair.variant} over {pair.beside}"
             if pair.control:
                 answer, words = "noise", f"{words}, the same twice"
             else:

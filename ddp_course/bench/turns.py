@@ -15,7 +15,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,15 +69,16 @@ def against(
 
 
 def row(
-    bench: str, case: str, metric: str, ours: float, theirs: float, **more: Any
+    case: str, pair: Pair, metric: str, ours: float, theirs: float, **more: Any
 ) -> Row:
     """Return a row; its ratio is ours / theirs: below 1 is better for times.
 
     `metric` is the unit of `ours` and `theirs`: "seconds", "bytes". A bench adds what
     else a table or a figure wants to know, such as a size.
     """
-    told = {"bench": bench, "case": case, "metric": metric}
-    return told | {"ours": ours, "theirs": theirs, "ratio": ours / theirs} | more
+    told = {"case": case, "variant": pair.variant, "beside": pair.beside}
+    told |= {"metric": metric, "ours": ours, "theirs": theirs}
+    return told | {"ratio": ours / theirs} | more
 
 
 def in_turns(
@@ -119,7 +120,7 @@ def in_turns(
     return times, told
 
 
-def slowest(told: list[Told]) -> tuple[Times, float]:
+def slowest(told: Sequence[Told]) -> tuple[Times, float]:
     """Return the times of the slowest rank in the turns that count; others' share."""
     shares = [share(list(turn)) for turn in zip(*(o for _, o in told), strict=True)]
     calm = [turn for turn, others in enumerate(shares) if others <= LOUD]
@@ -132,7 +133,7 @@ def slowest(told: list[Told]) -> tuple[Times, float]:
 
 
 def rows_of(
-    bench: str, case: str, pairs: Iterable[Pair], told: list[Told], **more: Any
+    case: str, pairs: Iterable[Pair], told: Sequence[Told], **more: Any
 ) -> Iterator[Row]:
     """Yield the rows of one case: those of `pairs` of which both were measured.
 
@@ -142,11 +143,9 @@ def rows_of(
     for pair in pairs:
         if pair.variant in times and pair.beside in times:
             both = times[pair.variant], times[pair.beside]
-            words = f"{case}, {pair.variant} beside {pair.beside}"
             paired = statistics.median(a / b for a, b in zip(*both, strict=True))
-            named = {"variant": pair.variant, "beside": pair.beside, "paired": paired}
-            also = more | named | {"turns": len(both[0]), "others": others}
-            yield row(bench, words, "seconds", *map(statistics.median, both), **also)
+            also = more | {"paired": paired, "turns": len(both[0]), "others": others}
+            yield row(case, pair, "seconds", *map(statistics.median, both), **also)
 
 
 # ---- how much of the machine other programs took -----------------------------------

@@ -145,8 +145,8 @@ PAIRS = (*TIMES, *PEAKS)
 
 def bench(quick: bool) -> Iterator[Row]:
     """Yield a row for each case and pair; then those of memory."""
-    yield from steps.contest("zero", quick, STAGES_1_AND_2, TIMES, of=2)
-    yield from steps.contest("zero", quick, STAGE_3, TIMES, of=2)
+    yield from steps.contest(quick, STAGES_1_AND_2, TIMES, of=2)
+    yield from steps.contest(quick, STAGE_3, TIMES, of=2)
     for case in steps.cases(quick):
         yield from peak_rows(case, steps.on_ranks(case.ranks, peaks, case))
 
@@ -184,8 +184,6 @@ def _peak(make: steps.Variant, case: steps.Case) -> int:
 def peak_rows(case: steps.Case, told: list[dict[str, int]]) -> Iterator[Row]:
     """Yield the rows of one case: the rank that needs most counts."""
     for pair in PEAKS:
-        words = f"{case}, {pair.variant} beside {pair.beside}"
         both = pair.variant.removeprefix("peak of "), pair.beside
         peaks = (max(rank[name] for rank in told) for name in both)
-        more = case.fields | {"variant": pair.variant, "beside": pair.beside}
-        yield row("zero", words, "bytes", *peaks, **more)
+        yield row(str(case), pair, "bytes", *peaks, **case.fields)
