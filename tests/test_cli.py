@@ -12,10 +12,14 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from dataclasses import replace
 from datetime import date
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from textwrap import dedent
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import cloudpickle
 import nbformat
@@ -27,7 +31,7 @@ import ddp_course
 from ddp_course import cli, model, parallelize, theory
 from ddp_course.cli import main
 from ddp_course.commands import CommandError, doctor, lab, proofs
-from ddp_course.launch import LaunchError
+from ddp_course.launch import LaunchError, here
 from ddp_course.model import GPTConfig
 
 COMMANDS = ["lab", "run", "progress", "train", "notebooks", "site", "doctor", "bench"]
@@ -47,6 +51,13 @@ def clone(tmp_path, monkeypatch):
         nbformat.write(nbformat.v4.new_notebook(), folder / f"{name}.ipynb")
     monkeypatch.chdir(folder.parent)
     return folder.parent
+
+
+def begun(typed: str, environ: dict[str, str], **options) -> subprocess.Popen:
+    """Start a command in a process of its own."""
+    words = [sys.executable, "-m", "ddp_course", *typed.split()]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(words, env=environ, **pipes, **options)
 
 
 # What is typed
@@ -90,13 +101,7 @@ def test_help_does_not_wait_for_pytorch_and_yet_names_what_there_is():
 
 def test_ctrl_c_while_pytorch_is_imported(tmp_path):
     (tmp_path / "torch.py").write_text("print(flush=True)\nimport time; time.sleep(60)")
-    command = subprocess.Popen(
-        [sys.executable, "-m", "ddp_course", "plan", "--preset", "1m"],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = begun("plan --preset 1m", os.environ | {"PYTHONPATH": str(tmp_path)})
     assert command.stdout.readline() == "\n"
     command.send_signal(signal.SIGINT)
     told = command.communicate(timeout=30)[1]
@@ -158,19 +163,11 @@ def test_without_a_clone_lab_says_where_to_run_it(tmp_path, monkeypatch, capsys)
     assert "run it in a clone" in complaint("lab", capsys)[1]
 
 
-@pytest.mark.parametrize(
-    ("raised", "code", "line"),
-    [
-        (LaunchError("rank 1: it went wrong"), 1, "rank 1: it went wrong"),
-        (KeyboardInterrupt(), 130, "stopped"),
-    ],
-)
-def test_what_a_command_raises_is_one_line(raised, code, line, monkeypatch, capsys):
-    def fail(_):
-        raise raised
-
-    monkeypatch.setattr(doctor, "command", fail)
-    assert complaint("doctor", capsys) == (code, f"ddp-course: {line}\n")
+def test_what_a_command_raises_is_one_line(monkeypatch, capsys):
+    wrong = LaunchError("rank 1: it went wrong"), KeyboardInterrupt()
+    monkeypatch.setattr(doctor, "command", Mock(side_effect=wrong))
+    for answer in ((1, "rank 1: it went wrong"), (130, "stopped")):
+        assert complaint("doctor", capsys) == (answer[0], f"ddp-course: {answer[1]}\n")
 
 
 # What a machine has
@@ -187,6 +184,11 @@ def control_group(root: Path, mine: str, files: dict[str, str]) -> Path:
     return root
 
 
+def version_1(quota: str) -> dict[str, str]:
+    cpu, memory = "cpu/cpu.cfs", "memory/memory.limit_in_bytes"
+    return {f"{cpu}_quota_us": quota, f"{cpu}_period_us": "100000", memory: "4096"}
+
+
 @pytest.mark.parametrize(
     ("mine", "files", "cores", "memory"),
     [
@@ -194,38 +196,11 @@ def control_group(root: Path, mine: str, files: dict[str, str]) -> Path:
         ("0::/", {"cpu.max": "max 100000", "memory.max": "max"}, None, None),
         ("0::/", {"cpu.max": "50000 100000", "memory.max": "1048576"}, 0.5, 2**20),
         # a limit above one's own group counts too; the smallest wins
-        (
-            "0::/a/b",
-            {
-                "a/cpu.max": "25000 100000",
-                "a/b/cpu.max": "50000 100000",
-                "a/memory.max": "4096",
-                "a/b/memory.max": "8192",
-            },
-            0.25,
-            4096,
-        ),
+        ("0::/a/b", {"a/cpu.max": "1 4", "a/b/cpu.max": "1 2"}, 0.25, None),
+        ("0::/a/b", {"a/memory.max": "4096", "a/b/memory.max": "8192"}, None, 4096),
         # version 1, and a container that sees its path outside
-        (
-            "3:memory:/docker/ab\n1:cpu,cpuacct:/docker/ab\n0::/",
-            {
-                "cpu/cpu.cfs_quota_us": "75000",
-                "cpu/cpu.cfs_period_us": "100000",
-                "memory/memory.limit_in_bytes": "4096",
-            },
-            0.75,
-            4096,
-        ),
-        (
-            "1:cpu:/",
-            {
-                "cpu/cpu.cfs_quota_us": "-1",
-                "cpu/cpu.cfs_period_us": "100000",
-                "memory/memory.limit_in_bytes": "4096",  # not our controller's tree
-            },
-            None,
-            None,
-        ),
+        ("3:memory:/docker/a\n1:cpu,cpuacct:/docker/a", version_1("75000"), 0.75, 4096),
+        ("1:cpu:/", version_1("-1"), None, None),  # the memory's tree is not ours
     ],
 )
 def test_limits_of_control_groups_and_of_affinity(
@@ -238,32 +213,13 @@ def test_limits_of_control_groups_and_of_affinity(
     assert doctor.cores(root) == min(cores or 1, 1)
 
 
-@pytest.mark.parametrize(
-    ("size", "words"),
-    [
-        (None, "unknown"),
-        (0, "0 B"),
-        (1000, "1000 B"),
-        (64 * 2**20, "64 MiB"),
-        (1.5 * 2**30, "1.5 GiB"),
-        (2**50, "1024 TiB"),
-    ],
-)
-def test_sizes_in_words(size, words):
-    assert doctor.in_words(size) == words
+def test_sizes_in_words():
+    sizes = (None, 0, 1000, 64 * 2**20, 1.5 * 2**30, 2**50)
+    words = ["unknown", "0 B", "1000 B", "64 MiB", "1.5 GiB", "1024 TiB"]
+    assert [doctor.in_words(size) for size in sizes] == words
 
 
-def a_machine(**differences) -> doctor.Machine:
-    usual = {
-        "cores": 2,
-        "all_cores": 2,
-        "memory": 2**34,
-        "all_memory": 2**34,
-        "gpus": (),
-        "backends": ("gloo",),
-        "shared_memory": 2**33,
-    }
-    return doctor.Machine(**usual | differences)
+USUAL = doctor.Machine(2, 2, 2**34, 2**34, (), ("gloo",), shared_memory=2**33)
 
 
 @pytest.mark.parametrize(
@@ -281,14 +237,14 @@ def a_machine(**differences) -> doctor.Machine:
     ],
 )
 def test_the_doctor_says_what_runs_how(differences, phrases):
-    told = doctor.advice(a_machine(**differences))
+    told = doctor.advice(replace(USUAL, **differences))
     assert [phrase for phrase in phrases if phrase not in " ".join(told)] == []
     scarce = any(differences.get(name) for name in ("memory", "shared_memory"))
     assert len(told) == 1 + scarce  # it warns only when there is a reason
 
 
 def test_the_doctor_tells_what_a_container_takes_away():
-    facts = doctor.facts(a_machine(cores=1.5, memory=2**30))
+    facts = doctor.facts(replace(USUAL, cores=1.5, memory=2**30))
     assert facts["cores"] == "1.5 of the machine's 2"
     assert facts["memory"] == "1 GiB of the machine's 16 GiB"
     assert facts["backends"] == "gloo (not in this PyTorch: nccl, mpi, ucc)"
@@ -317,13 +273,8 @@ def test_spawn_doctor_proves_itself(capsys):
 
 
 def test_spawn_the_doctor_fails_when_the_ranks_do_not_talk(monkeypatch, capsys):
-    def alone():
-        import torch.distributed as dist
-
-        return dist.get_rank() + 1
-
-    wrong = lambda: proofs.prove_all_reduce(fn=alone)  # noqa: E731
-    monkeypatch.setattr(doctor, "prove_all_reduce", wrong)
+    alone = partial(proofs.prove_all_reduce, fn=lambda: here().rank + 1)
+    monkeypatch.setattr(doctor, "prove_all_reduce", alone)
     code, told = complaint("doctor", capsys, shows=True)
     assert code == 1 and "the ranks got [1, 2, 3, 4]; each should have got 10" in told
 
@@ -358,7 +309,7 @@ def same_rows_for_all(module):
 
 
 def everyone_alone(module):
-    module.dist = type("dist", (), {"is_initialized": staticmethod(lambda: False)})
+    module.dist = SimpleNamespace(is_initialized=lambda: False)
 
 
 def nothing_but_nan(module):
@@ -366,15 +317,15 @@ def nothing_but_nan(module):
     module.average = lambda tensor: original(tensor).mul_(float("nan"))
 
 
-@pytest.mark.parametrize(
-    ("spoil", "answer"),
-    [
-        (no_average, "the 4 ranks differ"),
-        (same_rows_for_all, "and one do not train the same model"),
-        (everyone_alone, "did not find each other"),
-        (nothing_but_nan, "differ by nan"),
-    ],
-)
+WRONG = {
+    no_average: "the 4 ranks differ",
+    same_rows_for_all: "and one do not train the same model",
+    everyone_alone: "did not find each other",
+    nothing_but_nan: "differ by nan",
+}
+
+
+@pytest.mark.parametrize(("spoil", "answer"), WRONG.items())
 def test_spawn_a_training_that_is_wrong_is_found(spoil, answer):
     with pytest.raises(CommandError, match=answer):
         proofs.prove_training(steps=2, fn=tiny_training(spoil))
@@ -391,10 +342,8 @@ def proven(monkeypatch):
 
 @pytest.fixture
 def no_server(monkeypatch):
-    def start(*_):
-        raise AssertionError("a server was started")
-
-    monkeypatch.setattr("jupyterlab.labapp.LabApp.initialize_server", start)
+    start = "jupyterlab.labapp.LabApp.initialize_server"
+    monkeypatch.setattr(start, lambda *_: pytest.fail("a server was started"))
 
 
 def test_a_port_that_is_taken(clone, no_server, capsys):
@@ -425,11 +374,7 @@ def test_in_a_jupyterhub_seat_there_is_no_second_server(
         ({}, "linux", "no display"),
         ({"DISPLAY": ":0"}, "linux", None),
         ({"WAYLAND_DISPLAY": "wayland-0"}, "linux", None),
-        (
-            {"DISPLAY": ":10", "SSH_CONNECTION": "10.0.0.9 1 10.0.0.5 22"},
-            "linux",
-            "SSH",
-        ),
+        ({"DISPLAY": ":10", "SSH_CONNECTION": "10.0.0.9 1 10.0.0.5"}, "linux", "SSH"),
         ({"SSH_TTY": "/dev/pts/1"}, "darwin", "SSH"),
         ({}, "darwin", None),
         ({}, "win32", None),
@@ -442,9 +387,8 @@ def test_where_a_browser_can_be_shown(environ, platform, obstacle):
 
 def test_the_tunnel_leads_to_the_address_that_ssh_used():
     environ = {"SSH_CONNECTION": "10.0.0.9 50000 10.0.0.5 22"}
-    assert re.search(
-        r"`ssh -L 8889:localhost:8889 \S+@10.0.0.5`", lab.tunnel(8889, environ)
-    )
+    told = lab.tunnel(8889, environ)
+    assert re.search(r"`ssh -L 8889:localhost:8889 \S+@10.0.0.5`", told)
     assert f"@{socket.gethostname()}`" in lab.tunnel(8889, {})
 
 
@@ -477,11 +421,8 @@ def test_the_address_is_escaped_and_has_the_token_if_there_is_one():
         assert lab.address("http://localhost:8888/", token, path) == url
 
 
-def answers(url: str) -> int:
-    try:
-        return urllib.request.urlopen(url, timeout=30).status
-    except urllib.error.HTTPError as error:
-        return error.code
+def asked(url: str, data: bytes | None = None) -> bytes:
+    return urllib.request.urlopen(url, data, timeout=30).read()
 
 
 @pytest.mark.kernel
@@ -494,15 +435,8 @@ def test_lab_really(clone, tmp_path):
     hidden = ("DISPLAY", "WAYLAND_DISPLAY", "JUPYTERHUB_SERVICE_PREFIX")
     environ = {k: v for k, v in os.environ.items() if k not in hidden}
     environ |= {name: str(place) for name, place in places.items()}
-    command = subprocess.Popen(
-        [sys.executable, "-m", "ddp_course.cli", "lab", "--no-browser"],
-        env=environ | {"JUPYTER_RUNTIME_DIR": str(runtime)},
-        cwd=clone,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    environ["JUPYTER_RUNTIME_DIR"] = str(runtime)
+    command = begun("lab --no-browser", environ, cwd=clone, start_new_session=True)
     try:
         proof = [command.stdout.readline(), command.stdout.readline()]
         assert "4 processes trained" in proof[0] and "They agree" in proof[1]
@@ -515,14 +449,13 @@ def test_lab_really(clone, tmp_path):
         assert url.replace("&", "&amp;") in page.read_text()
         assert page.stat().st_mode & 0o777 == 0o600
         contents = f"{base}api/contents/notebooks/00_start_here.ipynb?token="
-        assert answers(url) == 200
-        assert answers(contents + token) == 200
-        assert answers(contents + "wrong") == 403
-        shown = urllib.request.urlopen(url, timeout=30).read().decode()
+        assert asked(contents + token)
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            asked(contents + "wrong")
+        shown = asked(url).decode()
         assert f'"disabledExtensions": ["{lab.NEWS}"]' in shown  # no popup asks
 
-        start = urllib.request.Request(f"{base}api/kernels?token={token}", data=b"{}")
-        kernel = json.load(urllib.request.urlopen(start, timeout=30))["id"]
+        kernel = json.loads(asked(f"{base}api/kernels?token={token}", b"{}"))["id"]
         family = descendants(command.pid)
         assert [pid for pid in family if kernel in command_line(pid)]
         assert names_in(runtime) > {"jupyter_cookie_secret"}

@@ -6,7 +6,9 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import pytest
@@ -48,6 +50,13 @@ def course(tmp_path, monkeypatch):
     monkeypatch.chdir(home)
     monkeypatch.setattr(chapters, "PACKAGE", folder / "ddp_course")
     return folder
+
+
+def run(*words, cwd=ROOT):
+    """Run a program that must succeed; return what it prints."""
+    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def files(folder):
@@ -141,10 +150,7 @@ def test_a_folder_that_is_something_else_is_left_alone(course):
 def test_a_clone_stays_clean(course, capsys, monkeypatch):
     """The course is done in the copy, and git has nothing to say in the clone."""
 
-    def git(*words):
-        done = subprocess.run(["git", *words], cwd=course, capture_output=True)
-        return done.stdout.decode()
-
+    git = partial(run, "git", cwd=course)
     shutil.copy(ROOT / ".gitignore", course)
     git("init", "-q")
     git("add", ".")
@@ -167,8 +173,8 @@ def test_a_clone_stays_clean(course, capsys, monkeypatch):
 @pytest.mark.timeout(3000)
 def test_the_whole_course_is_done_and_the_clone_stays_clean(tmp_path, monkeypatch):
     """As the test above, with all chapters themselves and every exercise solved."""
-    clone, git = tmp_path / "clone", ["git", "-C", str(tmp_path / "clone")]
-    subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
+    clone = tmp_path / "clone"
+    run("git", "clone", "-q", str(ROOT), str(clone))
     monkeypatch.chdir(clone)
     mine, _ = copy.learners_copy(None)
     chapters = sorted(path.stem for path in mine.glob("notebooks/*.ipynb"))
@@ -186,30 +192,18 @@ def test_the_whole_course_is_done_and_the_clone_stays_clean(tmp_path, monkeypatc
         done = progress.reached(mine)
         names = progress.exercises()[chapter]
         assert [done.get(name) for name in names] == ["passed"] * len(names)
-    told = subprocess.run([*git, "status", "--short"], capture_output=True, text=True)
-    assert told.stdout == ""
+    assert run("git", "status", "--short", cwd=clone) == ""
 
 
 def test_a_wheel_brings_notebooks_and_pictures(tmp_path):
     """No clone is needed: what pip installs has all that `lab` copies."""
     pytest.importorskip("setuptools", "77", reason="pip brings it when it builds")
-    listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    ).stdout.split()
+    listed = run("git", "ls-files", "-co", "--exclude-standard").split()
     for file in filter(lambda file: (ROOT / file).is_file(), listed):
         (tmp_path / "tree" / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / file, tmp_path / "tree" / file)
     build = "from setuptools.build_meta import build_wheel as b; print(b('.'))"
-    done = subprocess.run(
-        [sys.executable, "-c", build],
-        cwd=tmp_path / "tree",
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    run(sys.executable, "-c", build, cwd=tmp_path / "tree")
     (wheel,) = (tmp_path / "tree").glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     for file in listed:
@@ -219,14 +213,9 @@ def test_a_wheel_brings_notebooks_and_pictures(tmp_path):
 
 
 def test_the_notebooks_of_a_wheel_are_found(course, tmp_path, monkeypatch):
-    class Installed:
-        name = "00_start_here.ipynb"
-
-        @staticmethod
-        def locate():
-            return course / "notebooks/00_start_here.ipynb"
-
-    monkeypatch.setattr(chapters.metadata, "files", lambda _: [Installed])
+    file = course / "notebooks/00_start_here.ipynb"
+    installed = SimpleNamespace(name=file.name, locate=lambda: file)
+    monkeypatch.setattr(chapters.metadata, "files", lambda _: [installed])
     monkeypatch.setattr(chapters, "PACKAGE", tmp_path / "site-packages/ddp_course")
     assert chapters.course() == course
     monkeypatch.setattr(chapters.metadata, "files", lambda _: None)

@@ -14,8 +14,7 @@ need to all-reduce 1 MiB in a ring of such links. Read the modules in this order
     pipeline    time, bubble, activations and bytes of a pipeline (chapters 10 and 11)
     composition what a rank of dp x tp x pp keeps and sends along each axis
     asynchrony  gradients per second, staleness, stable learning rates (chapter 13)
-    local_sgd   what averaging parameters now and then sends (chapter 14)
-    compression bytes of compressed gradients on the wire (chapter 14)
+    compression bytes of compressed gradients, and of averages now and then (chapter 14)
     ordering    the next step's wait for gradients, in any order (chapter 15)
     checks: what the formulas ask of their arguments
 """
@@ -59,9 +58,8 @@ from ddp_course.theory.collectives import (
     scatter,
 )
 from ddp_course.theory.composition import AxisBytes, ComposedRank
-from ddp_course.theory.compression import compressed_bytes
+from ddp_course.theory.compression import compressed_bytes, local_sgd_bytes
 from ddp_course.theory.fit import Fit, fit
-from ddp_course.theory.local_sgd import local_sgd_bytes
 from ddp_course.theory.memory import (
     OPTIMIZERS,
     PRECISIONS,

@@ -8,6 +8,8 @@ Models", arXiv:2205.05198, sections 4 and 5. Explained in chapter 06.
 
 from __future__ import annotations
 
+from functools import partial
+
 from ddp_course.model import GPTConfig
 from ddp_course.theory.checks import check_choice, check_count
 
@@ -110,17 +112,13 @@ def model_activations(
     as `layer_activations`. Source: Korthikanti et al. 2022, section 4.3. Chapter 06.
     """
     check_count("layers", layers)
-
-    shape = batch, sequence, hidden, heads
     options = {"itemsize": itemsize, "dropout": dropout}
+    options["fused_attention"] = fused_attention
+    layer = partial(layer_activations, batch, sequence, hidden, heads, **options)
 
     def kept(how: str) -> int:
-        parts = layer_activations(
-            *shape, recompute=how, fused_attention=fused_attention, **options
-        )
-        return sum(parts.values())
+        return sum(layer(recompute=how).values())
 
-    check_choice("recompute", recompute, RECOMPUTE)
     again = kept("none") - kept(recompute)
     sb = sequence * batch
     beside = sb * ((2 * itemsize + int(dropout)) * hidden + 4 * vocab) if vocab else 0

@@ -54,13 +54,10 @@ def async_staleness(seconds: Sequence[float], worker: int | None = None) -> floa
     Of all, N - 1; or of those of one worker, counted from 0. Raises ValueError for no
     worker and times that are not above 0. Chapter 13.
     """
-    check_count("the number of workers", len(seconds))
-    for each in seconds:
-        check_positive("seconds", each)
+    of_all = gradients_per_second("asynchronous", seconds)
     if worker is None:
         return len(seconds) - 1.0
-    others = sum(1 / each for each in seconds) - 1 / seconds[worker]
-    return seconds[worker] * others
+    return seconds[worker] * (of_all - 1 / seconds[worker])
 
 
 def stable_lr(curvature: float, staleness: int = 0) -> float:

@@ -1,4 +1,4 @@
-"""What compressed gradients cost on the wire: bytes that each rank sends, to the byte.
+"""What fewer bytes cost on the wire: compressed gradients, and averages now and then.
 
 For a bucket of d numbers on N ranks, of 4 bytes each unless told otherwise:
 
@@ -19,13 +19,16 @@ and sign (32 times smaller, for ever) only up to some 64 ranks. Chapter 14.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from math import prod
 
 from ddp_course.theory.checks import (
     check_choice,
+    check_count,
     check_positive,
     check_world,
 )
+from ddp_course.theory.collectives import bytes_sent
 
 INT32 = FLOAT32 = 4  # bytes
 
@@ -109,3 +112,19 @@ def compressed_bytes(
         check_positive(f"what stands after {name}:", value)
     numel = sum(prod(shape) for shape in shapes)
     return METHODS[name](shapes, numel, world_size, rank, value)
+
+
+def local_sgd_bytes(
+    world_size: int, nbytes: float, every: int, steps: int, warmup: int = 0
+) -> Fraction:
+    """Return the bytes that each rank sends in `steps` steps, in rings.
+
+    In `warmup` steps at first gradients travel, then parameters, after each `every`
+    steps: both are `nbytes`, so it is 1 / `every` of what data parallelism sends, and
+    nothing for steps that end before the next average. Chapter 14.
+    """
+    check_world(world_size, nbytes)
+    check_count("every", every)
+    alone = max(0, steps - warmup)
+    times = min(steps, warmup) + alone // every
+    return times * bytes_sent("all_reduce_ring", world_size)[0] * Fraction(nbytes)

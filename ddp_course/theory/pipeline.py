@@ -85,10 +85,7 @@ def pipeline_bubble(
     num_ranks: int,
     num_microbatches: int,
     stages_per_rank: int | None = None,
-    *,
-    F: Real = 1,
-    I: Real = 1,  # noqa: E741
-    W: Real = 1,
+    **times: Real,
 ) -> Real:
     """Return the share of the time in which a rank waits: 1 - m (F+B) / time.
 
@@ -97,13 +94,11 @@ def pipeline_bubble(
     all ranks. Arguments and errors as `pipeline_time`, and ValueError if all three
     times are 0. Chapters 10 and 11.
     """
-    times = {"F": F, "I": I, "W": W}
-    whole = pipeline_time(
-        schedule, num_ranks, num_microbatches, stages_per_rank, **times
-    )
+    m = num_microbatches
+    whole = pipeline_time(schedule, num_ranks, m, stages_per_rank, **times)
     if not whole:
         raise ValueError("F, I and W are all 0; one at least must take time")
-    idle = whole - num_microbatches * (F + I + W)
+    idle = whole - pipeline_time("naive", 1, m, **times)  # who is alone never waits
     return Fraction(idle) / whole if isinstance(whole, Rational) else idle / whole
 
 

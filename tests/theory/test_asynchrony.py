@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from refusals import refused
 from torch import nn
 
 from ddp_course.parameter_server import (
@@ -66,13 +67,8 @@ def after(workers: int, lr: float, steps: int = 400, remedy=None) -> float:
     weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
     optimizer = torch.optim.SGD([weight], lr=lr)
     run = simulate(ASYNCHRONOUS, [1.0] * workers, steps)
-    replay(
-        run,
-        [weight],
-        optimizer,
-        lambda worker, clock: (1.5 * weight**2).sum().backward(),
-        remedy=remedy,
-    )
+    backward = lambda worker, clock: (1.5 * weight**2).sum().backward()  # noqa: E731
+    replay(run, [weight], optimizer, backward, remedy=remedy)
     return weight.abs().item()
 
 
@@ -95,15 +91,12 @@ def test_remedies():
     assert server_bytes(4, 1000) == 8000
 
 
-def test_what_no_formula_is_for():
-    for wrong in (
-        lambda: gradients_per_second("slow", [1.0]),
-        lambda: gradients_per_second("backup", [1.0], spare=1),
-        lambda: gradients_per_second("synchronous", [1.0, 1.0], spare=1),
-        lambda: gradients_per_second("asynchronous", []),
-        lambda: async_staleness([0.0]),
-        lambda: stable_lr(0.0),
-        lambda: stable_lr(1.0, -1),
-    ):
-        with pytest.raises(ValueError):
-            wrong()
+test_what_no_formula_is_for = refused(
+    (lambda: gradients_per_second("slow", [1.0]), "way is 'slow'; it can be 'sync"),
+    (lambda: gradients_per_second("backup", [1], spare=1), "spare is 1; backup with 1"),
+    (lambda: gradients_per_second("bounded", [1, 1], 1), "bounded with 2 workers has"),
+    (lambda: gradients_per_second("asynchronous", []), "the number of workers is 0"),
+    (lambda: async_staleness([0.0]), "seconds is 0.0; it must be"),
+    (lambda: stable_lr(0.0), "curvature is 0.0; it must be"),
+    (lambda: stable_lr(1.0, -1), "staleness . 1 is 0; it must be"),
+)

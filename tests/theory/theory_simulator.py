@@ -7,6 +7,7 @@ a clock per rank, and counts what every rank sends.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -18,8 +19,8 @@ FREE = (0, 0)
 class Program:
     n: int
     chunk: Fraction  # of S
-    start: list[dict]  # rank -> {chunk: set of ranks whose numbers it holds}
-    end: list[dict]
+    start: Callable[[int], dict]  # rank -> {chunk: ranks whose numbers it holds}
+    end: Callable[[int], dict]
     rounds: list[list[tuple]]  # (src, dst, chunks, add)
     per_node: int = 0  # ranks per node; 0: all on one
 
@@ -27,7 +28,10 @@ class Program:
 def play(program, inside, between=FREE):
     """Return (time, bytes sent inside, bytes sent between), at these prices."""
     n, per_node = program.n, program.per_node or program.n
-    data = [dict(held) for held in program.start]
+    data, wanted = (
+        [{c: frozenset(ranks) for c, ranks in held(r).items()} for r in range(n)]
+        for held in (program.start, program.end)
+    )
     clock, sent = [Fraction(0)] * n, {True: [Fraction(0)] * n, False: [Fraction(0)] * n}
     for messages in program.rounds:
         assert len({m[0] for m in messages}) == len(messages), "two sends at once"
@@ -39,35 +43,17 @@ def play(program, inside, between=FREE):
             alpha, beta = inside if near else between
             size = program.chunk * len(chunks)
             sent[near][src] += size
-            end = max(then[src], then[dst]) + alpha + beta * size
-            clock[src], clock[dst] = max(clock[src], end), max(clock[dst], end)
+            done = max(then[src], then[dst]) + alpha + beta * size
+            clock[src], clock[dst] = max(clock[src], done), max(clock[dst], done)
             for c in chunks:
                 new = before[src][c]
                 if add:
                     assert not new & data[dst][c], "something is added twice"
                     new = new | data[dst][c]
                 data[dst][c] = new
-    for rank, wanted in enumerate(program.end):
-        for c, origins in wanted.items():
-            assert data[rank][c] == origins, (rank, c, data[rank].get(c), origins)
+    for rank, (held, wants) in enumerate(zip(data, wanted, strict=True)):
+        assert wants.items() <= held.items(), (rank, held, wants)
     return max(clock), sent[True], sent[False]
-
-
-def one_by_one(messages):
-    return [[m] for m in messages]
-
-
-def everyone(n, chunks):
-    return [{c: frozenset([r]) for c in range(chunks)} for r in range(n)]
-
-
-def the_sum(n, chunks):
-    return [{c: frozenset(range(n)) for c in range(chunks)} for _ in range(n)]
-
-
-def all_reduce(n, chunks, rounds, per_node=0):
-    size = Fraction(1, chunks)
-    return Program(n, size, everyone(n, chunks), the_sum(n, chunks), rounds, per_node)
 
 
 def tree_up(ranks):
@@ -91,10 +77,14 @@ def from_root(n, root):
     return [(root + k) % n for k in range(n)]
 
 
+def at(root, held):
+    """The root holds this, and the others nothing."""
+    return lambda r: held if r == root else {}
+
+
 def broadcast(n, root, edges):
-    start = [{0: frozenset([root])} if r == root else {} for r in range(n)]
-    end = [{0: frozenset([root])}] * n
-    return Program(n, Fraction(1), start, end, messages(edges, [0], False))
+    rounds = messages(edges, [0], False)
+    return Program(n, 1, at(root, {0: [root]}), lambda r: {0: [root]}, rounds)
 
 
 def broadcast_naive(n, root=0):
@@ -106,9 +96,8 @@ def broadcast_tree(n, root=0):
 
 
 def reduce(n, root, edges):
-    end = [{} for _ in range(n)]
-    end[root] = {0: frozenset(range(n))}
-    return Program(n, Fraction(1), everyone(n, 1), end, messages(edges, [0], True))
+    rounds = messages(edges, [0], True)
+    return Program(n, 1, lambda r: {0: [r]}, at(root, {0: range(n)}), rounds)
 
 
 def reduce_naive(n, root=0):
@@ -120,54 +109,49 @@ def reduce_tree(n, root=0):
 
 
 def scatter(n, root=0):
-    start = [{} for _ in range(n)]
-    start[root] = {c: frozenset([root]) for c in range(n)}
-    end = [{r: frozenset([root])} for r in range(n)]
-    rounds = one_by_one((root, r, [r], False) for r in range(n) if r != root)
-    return Program(n, Fraction(1, n), start, end, rounds)
+    start = at(root, {c: [root] for c in range(n)})
+    rounds = [[(root, r, [r], False)] for r in range(n) if r != root]
+    return Program(n, Fraction(1, n), start, lambda r: {r: [root]}, rounds)
 
 
 def gather(n, root=0):
-    end = [{} for _ in range(n)]
-    end[root] = {c: frozenset([c]) for c in range(n)}
-    start = [{r: frozenset([r])} for r in range(n)]
-    rounds = one_by_one((r, root, [r], False) for r in range(n) if r != root)
-    return Program(n, Fraction(1, n), start, end, rounds)
+    end = at(root, {c: [c] for c in range(n)})
+    rounds = [[(r, root, [r], False)] for r in range(n) if r != root]
+    return Program(n, Fraction(1, n), lambda r: {r: [r]}, end, rounds)
 
 
-def ring_reduce_scatter(ranks, parts):
-    """Part i, a list of chunks, ends complete on ranks[i]."""
+def ring(ranks, parts, add):
+    """Around a ring: part i, a list of chunks, is added up on its way to ranks[i].
+
+    If nothing is added it goes from there to all.
+    """
     n = len(ranks)
     return [
-        [(ranks[i], ranks[(i + 1) % n], parts[(i - k - 1) % n], True) for i in range(n)]
-        for k in range(n - 1)
-    ]
-
-
-def ring_all_gather(ranks, parts):
-    n = len(ranks)
-    return [
-        [(ranks[i], ranks[(i + 1) % n], parts[(i - k) % n], False) for i in range(n)]
+        [
+            (ranks[i], ranks[(i + 1) % n], parts[(i - k - add) % n], add)
+            for i in range(n)
+        ]
         for k in range(n - 1)
     ]
 
 
 def all_gather(n):
-    start = [{r: frozenset([r])} for r in range(n)]
-    end = [{c: frozenset([c]) for c in range(n)}] * n
-    rounds = ring_all_gather(range(n), [[c] for c in range(n)])
-    return Program(n, Fraction(1, n), start, end, rounds)
+    rounds = ring(range(n), [[c] for c in range(n)], add=False)
+    end = {c: [c] for c in range(n)}
+    return Program(n, Fraction(1, n), lambda r: {r: [r]}, lambda r: end, rounds)
 
 
 def reduce_scatter(n):
-    end = [{r: frozenset(range(n))} for r in range(n)]
-    rounds = ring_reduce_scatter(range(n), [[c] for c in range(n)])
-    return Program(n, Fraction(1, n), everyone(n, n), end, rounds)
+    rounds = ring(range(n), [[c] for c in range(n)], add=True)
+    start, end = lambda r: {c: [r] for c in range(n)}, lambda r: {r: range(n)}
+    return Program(n, Fraction(1, n), start, end, rounds)
 
 
 def all_to_all(n):
-    start = [{(r, d): frozenset([r]) for d in range(n)} for r in range(n)]
-    end = [{(s, r): frozenset([s]) for s in range(n)} for r in range(n)]
+    start, end = (
+        lambda r: {(r, d): [r] for d in range(n)},
+        lambda r: {(s, r): [s] for s in range(n)},
+    )
     rounds = [
         [(r, (r + k) % n, [(r, (r + k) % n)], False) for r in range(n)]
         for k in range(1, n)
@@ -175,22 +159,26 @@ def all_to_all(n):
     return Program(n, Fraction(1, n), start, end, rounds)
 
 
+def all_reduce(n, chunks, rounds, per_node=0):
+    start, end = (
+        lambda r: {c: [r] for c in range(chunks)},
+        lambda r: {c: range(n) for c in range(chunks)},
+    )
+    return Program(n, Fraction(1, chunks), start, end, rounds, per_node)
+
+
 def all_reduce_naive(n, root=0):
-    up = one_by_one((r, root, [0], True) for r in range(n) if r != root)
-    down = one_by_one((root, r, [0], False) for r in range(n) if r != root)
-    return all_reduce(n, 1, up + down)
+    up, down = reduce_naive(n, root), broadcast_naive(n, root)
+    return all_reduce(n, 1, up.rounds + down.rounds)
 
 
 def all_reduce_tree(n, root=0):
-    ranks = from_root(n, root)
-    up, down = tree_up(ranks), tree_down(ranks)
-    return all_reduce(n, 1, messages(up, [0], True) + messages(down, [0], False))
+    up, down = reduce_tree(n, root), broadcast_tree(n, root)
+    return all_reduce(n, 1, up.rounds + down.rounds)
 
 
 def all_reduce_ring(n):
-    parts = [[c] for c in range(n)]
-    rounds = ring_reduce_scatter(range(n), parts) + ring_all_gather(range(n), parts)
-    return all_reduce(n, n, rounds)
+    return all_reduce(n, n, reduce_scatter(n).rounds + all_gather(n).rounds)
 
 
 def all_reduce_halving_doubling(n):
@@ -221,8 +209,8 @@ def hierarchical_leader(nnodes, g):
     parts = [[c] for c in every]
     rounds = (
         together(messages(tree_up(node), every, True) for node in nodes)
-        + ring_reduce_scatter(leaders, parts)
-        + ring_all_gather(leaders, parts)
+        + ring(leaders, parts, add=True)
+        + ring(leaders, parts, add=False)
         + together(messages(tree_down(node), every, False) for node in nodes)
     )
     return all_reduce(nnodes * g, nnodes, rounds, per_node=g)
@@ -235,9 +223,9 @@ def hierarchical_sharded(nnodes, g):
     parts = [[[c] for c in shard] for shard in shards]
     pairs = list(zip(across, parts, strict=True))
     rounds = (
-        together(ring_reduce_scatter(node, shards) for node in nodes)
-        + together(ring_reduce_scatter(*pair) for pair in pairs)
-        + together(ring_all_gather(*pair) for pair in pairs)
-        + together(ring_all_gather(node, shards) for node in nodes)
+        together(ring(node, shards, add=True) for node in nodes)
+        + together(ring(*pair, add=True) for pair in pairs)
+        + together(ring(*pair, add=False) for pair in pairs)
+        + together(ring(node, shards, add=False) for node in nodes)
     )
     return all_reduce(nnodes * g, nnodes * g, rounds, per_node=g)
