@@ -1,6 +1,10 @@
-"""Wrong answers as text: most are slips, the solution with some of its text exchanged.
+"""Answers as text: most wrong ones are slips, the solution with some text exchanged.
 
-A line names the answer and words of its hint; what is wrong stands indented below it:
+A line names the answer and words of its hint; what is wrong stands indented below it.
+A right answer has no words, and most often another body than the solution:
+
+    divides_first:
+        dist.all_reduce(tensor.div_(dist.get_world_size()))
 
     the_sum: That is the sum
         tensor /= dist.get_world_size() =>
@@ -12,9 +16,9 @@ A line names the answer and words of its hint; what is wrong stands indented bel
         dist.reduce(tensor, 0)
     never_ends: have not returned after
 
-The first two exchange `old => new`, where lines that begin with `=>` go on with the
-new text; the third has another body than the solution; the fourth, with nothing below
-it, is a function of the file.
+`the_sum` and the next one exchange `old => new`, where lines that begin with `=>` go on
+with the new text; then come another body, and, with nothing below it, a function of the
+file.
 """
 
 import ast
@@ -27,35 +31,35 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 
 
-def slips(solutions: ModuleType, own: dict, **texts: str) -> dict[str, dict]:
-    """Return each exercise's wrong answers, with their hints; `own`: the file's names.
+def answers(solutions: ModuleType, own: dict, **texts: str) -> dict[str, dict]:
+    """Return each exercise's answers, with their hints; `own`: the file's names.
 
     What is written in the texts sees the names of the solution and those in `own`.
     """
     return {
-        name: dict(answers(getattr(solutions, name), own, text))
+        name: dict(told(getattr(solutions, name), own, text))
         for name, text in texts.items()
     }
 
 
-def answers(solution: Callable, own: dict, text: str) -> Iterator[tuple[Callable, str]]:
-    """Yield the wrong answers that `text` tells, each with words of its hint."""
+def told(solution: Callable, own: dict, text: str) -> Iterator[tuple[Callable, str]]:
+    """Yield the answers that `text` tells, each with words of its hint, "" if right."""
     for block in re.split(r"\n(?=\S)", textwrap.dedent(text).strip()):
-        first, _, wrong = block.partition("\n")
-        name, hint = first.split(": ", 1)
-        yield slip(solution, name, wrong, own) if wrong else own[name], hint
+        first, _, other = block.partition("\n")
+        name, _, hint = first.partition(":")
+        yield slip(solution, name, other, own) if other else own[name], hint.strip()
 
 
-def slip(solution: Callable, name: str, wrong: str, own: dict) -> Callable:
-    """Return `solution` under another name, with what is `wrong` with it."""
+def slip(solution: Callable, name: str, other: str, own: dict) -> Callable:
+    """Return `solution` under another name, with what is `other` in it."""
     source = textwrap.dedent(inspect.getsource(solution))
-    wrong = textwrap.dedent(wrong)
-    if "=>" in wrong:
-        source = exchanged(source, name, wrong)
+    other = textwrap.dedent(other)
+    if "=>" in other:
+        source = exchanged(source, name, other)
     else:
         first = ast.parse(source).body[0].body[0].lineno
         head = source.splitlines(keepends=True)[: first - 1]
-        source = "".join(head) + textwrap.indent(wrong, "    ") + "\n"
+        source = "".join(head) + textwrap.indent(other, "    ") + "\n"
     file = f"slip {name} of {solution.__name__}"
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
     names = vars(sys.modules[solution.__module__])

@@ -8,6 +8,7 @@ import runpy
 import sys
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -34,25 +35,23 @@ from ddp_course.launch import RankInterrupted
 EXERCISES = all_exercises()
 
 
-def collected(file: str, name: str) -> dict:
-    """Return a dictionary that every chapter's folder has its part of."""
-    files = sorted(Path(__file__).parent.glob(f"ch*/{file}.py"))
-    parts = [runpy.run_path(str(file))[name] for file in files]
-    return {exercise: answers for part in parts for exercise, answers in part.items()}
-
-
-WRONG = collected("wrong_answers", "WRONG")
-RIGHT = collected("right_answers", "RIGHT")
-PLANTS = [(name, wrong) for name in WRONG for wrong in WRONG[name]]
+ANSWERS = {
+    name: answers
+    for file in sorted(Path(__file__).parent.glob("ch*/answers.py"))
+    for name, answers in runpy.run_path(str(file))["ANSWERS"].items()
+}
+ALL = [(name, answer) for name in ANSWERS for answer in ANSWERS[name]]
+RIGHT = [(name, answer) for name, answer in ALL if not ANSWERS[name][answer]]
+WRONG = [plant for plant in ALL if plant not in RIGHT]
 # Their ranks wait for messages that never come: for many of them at once, that takes no
 # longer than for one, and no more computing. Their hints say so, or their names.
 HANGS = re.compile("still waits to|not returned after|still wanted to com|^silent_")
 HANGING = [
     (name, wrong)
-    for name, wrong in PLANTS
-    if HANGS.search(WRONG[name][wrong]) or HANGS.search(wrong.__name__)
+    for name, wrong in WRONG
+    if HANGS.search(ANSWERS[name][wrong]) or HANGS.search(wrong.__name__)
 ]
-OTHERS = [plant for plant in PLANTS if plant not in HANGING]
+OTHERS = [plant for plant in WRONG if plant not in HANGING]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -77,32 +76,30 @@ def test_the_solution_passes(name):
     assert re.fullmatch(r"Verified: .{20,}\.", verdict.message)
 
 
-@pytest.mark.parametrize(
-    ("name", "right"),
-    [(name, right) for name in RIGHT for right in RIGHT[name]],
-    ids=lambda p: getattr(p, "__name__", p),
-)
+def each(answer: str, plants: list[tuple[str, Callable]]) -> pytest.MarkDecorator:
+    """Let a test look at each of the answers, by their names."""
+    ids = [f"{name}-{getattr(one, '__name__', one)}" for name, one in plants]
+    return pytest.mark.parametrize(("name", answer), plants, ids=ids)
+
+
+@each("right", RIGHT)
 def test_a_right_answer_in_another_style_passes(name, right):
     verdict = EXERCISES[name](right)
     assert verdict.status == PASSED, verdict
 
 
-@pytest.mark.parametrize(
-    ("name", "wrong"), OTHERS, ids=lambda p: getattr(p, "__name__", p)
-)
+@each("wrong", OTHERS)
 def test_a_wrong_answer_gets_its_hint(name, wrong):
     verdict = EXERCISES[name](wrong)
     assert verdict.status == NOT_YET, verdict
-    assert WRONG[name][wrong] in verdict.message
+    assert ANSWERS[name][wrong] in verdict.message
 
 
-@pytest.mark.parametrize(
-    ("name", "wrong"), HANGING, ids=lambda p: getattr(p, "__name__", p)
-)
+@each("wrong", HANGING)
 def test_an_answer_that_hangs(name, wrong, hanging):
     verdict = hanging[name, wrong].result()
     assert verdict.status == NOT_YET, verdict
-    assert WRONG[name][wrong] in verdict.message
+    assert ANSWERS[name][wrong] in verdict.message
 
 
 @pytest.mark.parametrize(
@@ -135,9 +132,11 @@ def test_a_slip_that_changes_nothing_is_refused(wrong, told):
         slip(EXERCISES["my_average"].reference, "wrong", wrong, {})
 
 
-def test_every_exercise_has_wrong_answers():
-    assert set(WRONG) == set(EXERCISES)
-    assert all(len(wrong) >= 3 for wrong in WRONG.values())
+def test_every_exercise_has_answers():
+    """Two right ones, or more; wrong ones, three or more."""
+    count = Counter(name for name, _ in RIGHT), Counter(name for name, _ in WRONG)
+    assert set(ANSWERS) == set(count[0]) == set(EXERCISES)
+    assert min(count[0].values()) >= 2 and min(count[1].values()) >= 3
 
 
 @pytest.mark.parametrize("name", EXERCISES)

@@ -30,7 +30,7 @@ def faults(root: Path) -> list[str]:
         if room not in notebooks:
             found.append(f"{room} has no notebooks/{room[2:]}.ipynb")
         wanted = [f"ddp_course/chapters/{room}/{file}" for file in FILES]
-        for file in (*wanted, f"tests/chapters/{room}/wrong_answers.py"):
+        for file in (*wanted, f"tests/chapters/{room}/answers.py"):
             if not (root / file).is_file():
                 found.append(f"{room} has no {file}")
     return found
@@ -110,8 +110,8 @@ def square(side: int) -> Drawing:
 
 IMAGES = {"99_square.svg": partial(square, 60)}
 ''',
-    "tests/chapters/ch99_toy/wrong_answers.py": '''\
-"""Wrong answers to the exercise of chapter 99."""
+    "tests/chapters/ch99_toy/answers.py": '''\
+"""Answers to the exercise of chapter 99."""
 
 
 def square(number):
@@ -126,8 +126,13 @@ def nothing(number):
     return None
 
 
-WRONG = {
+def shifted(number):
+    return 2 * number
+
+
+ANSWERS = {
     "twice": {
+        shifted: "",
         square: "because 3 + 3 is 6",
         whole: "need not be whole",
         nothing: "`None`",
@@ -193,6 +198,7 @@ def test_a_toy_chapter_is_found_everywhere(copy):
         "test_an_untouched_stub_is_not_attempted_yet[twice]",
         "test_the_solution_is_shown[twice]",
         "test_two_hints_come_before_the_solution[twice]",
+        "test_a_right_answer_in_another_style_passes[twice-shifted]",
         "test_a_wrong_answer_gets_its_hint[twice-whole]",
         "test_images_are_up_to_date",
         "test_notebooks_keep_the_house_rules[99_toy.ipynb]",

@@ -1,16 +1,62 @@
-"""Wrong answers to the exercises of chapter 07, each with a word of its hint."""
+"""Answers to the exercises of chapter 07, right ones and wrong ones."""
 
-from slips import slips
+# ruff: noqa: F401 (the texts use what is imported)
+
+import math
+from itertools import accumulate, pairwise
+
+import torch
+import torch.distributed as dist
+from slips import answers
 
 from ddp_course.chapters.ch07_zero import solutions
+from ddp_course.collectives import all_gather_single, reduce_scatter_single
+
+
+def with_an_optimizer(weights, gradient, momentum, lr, beta):
+    """SGD of PyTorch, on this rank's part."""
+    mine = torch.nn.Parameter(weights.view(dist.get_world_size(), -1)[dist.get_rank()])
+    mine.grad = torch.empty_like(momentum)
+    reduce_scatter_single(mine.grad, gradient)
+    mine.grad /= dist.get_world_size()
+    sgd = torch.optim.SGD([mine], lr=lr, momentum=beta)
+    sgd.state[mine]["momentum_buffer"] = momentum
+    sgd.step()
+    all_gather_single(weights, mine.detach().clone())
+
+
+def norm_of_norms(shards, max_norm):
+    norms = [torch.linalg.vector_norm(s, dtype=torch.float64) for s in shards]
+    squares = torch.stack([torch.zeros((), dtype=torch.float64), *norms]).square().sum()
+    dist.all_reduce(squares)
+    norm = squares.sqrt()
+    for shard in shards:
+        shard *= torch.clamp(max_norm / norm, max=1.0).to(shard.dtype)
+    return float(norm)
+
 
 EVERYTHING = {}
 
 
-WRONG = slips(
+ANSWERS = answers(
     solutions,
     globals(),
     my_pieces="""
+    element_by_element:
+        row = [(k, i) for k, numel in enumerate(numels) for i in range(numel)]
+        length = -(-len(row) // world_size)
+        mine, found = row[rank * length : (rank + 1) * length], []
+        for k in dict.fromkeys(k for k, _ in mine):
+            elements = [i for its, i in mine if its == k]
+            found.append((k, elements[0], elements[-1] + 1))
+        return found
+    by_overlaps:
+        length = math.ceil(sum(numels) / world_size)
+        begin, end, found = rank * length, (rank + 1) * length, []
+        for k, (first, last) in enumerate(pairwise(accumulate(numels, initial=0))):
+            if max(first, begin) < min(last, end):
+                found.append((k, max(begin - first, 0), min(end, last) - first))
+        return found
     fails_without_parameters: raised `ValueError
         length = => assert max(numels) >= 0; length =
     zero_lengths_too: is empty
@@ -51,6 +97,15 @@ WRONG = slips(
         return found
     """,
     sharded_step="""
+    scaled_before_it_is_summed:
+        # As the package does it: small summands, no overflow in 16 bits.
+        n, rank = dist.get_world_size(), dist.get_rank()
+        mean = torch.zeros_like(momentum)
+        reduce_scatter_single(mean, gradient / n)
+        momentum[:] = beta * momentum + mean
+        stepped = weights.chunk(n)[rank] - lr * momentum
+        all_gather_single(weights, stepped)
+    with_an_optimizer:
     rate_for_momentum: your part of `weights` is wrong
         mul_(beta) => mul_(lr)
         lr * momentum => beta * momentum
@@ -111,6 +166,15 @@ WRONG = slips(
         whole.chunk(dist.get_world_size())[dist.get_rank()].copy_(momentum)
     """,
     clip_shards="""
+    norm_of_norms:
+    squares_of_python:
+        squares = [float(x) ** 2 for shard in shards for x in shard.flatten()]
+        total = torch.tensor(math.fsum(squares), dtype=torch.float64)
+        dist.all_reduce(total)
+        norm = math.sqrt(total)
+        for shard in shards if norm > max_norm else []:
+            shard.copy_(shard * (max_norm / norm))
+        return norm
     views_them: view size is not compatible
         shard.float() => shard.view(-1).float()
     the_largest_number: the root of the sum of all squares

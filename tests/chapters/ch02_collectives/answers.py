@@ -1,8 +1,11 @@
-"""Wrong answers to the exercises of chapter 02, each with a word its hint must say."""
+"""Answers to the exercises of chapter 02, right ones and wrong ones."""
+
+# ruff: noqa: F401 (the texts use what is imported)
 
 import torch
 import torch.distributed as dist
-from slips import slips
+from slips import answers
+from torch.distributed import P2POp, batch_isend_irecv, irecv, isend
 
 from ddp_course import collectives
 from ddp_course.chapters.ch02_collectives import solutions
@@ -29,49 +32,10 @@ def along_a_chain(tensor):
         dist.send(tensor, rank + 1)
 
 
-def near_first(tensor):
-    rank, n = _me()
-    distance = rank & -rank if rank else n
-    if rank:
-        dist.recv(tensor, rank - distance)
-    step = 1
-    while step < distance:
-        if rank + step < n:
-            dist.send(tensor, rank + step)
-        step *= 2
-
-
-def not_contiguous(rows):
-    columns = rows.T  # the blocks lie one below the other, but not in memory
-    got = torch.empty(columns.shape, dtype=rows.dtype)
-    collectives.all_to_all_single(got, columns)
-    return torch.cat(got.chunk(dist.get_world_size()), dim=1)
-
-
-def through_shared_memory(rows):
-    rank, n = _me()
-    matrix = torch.zeros(n * len(rows), n * len(rows), dtype=rows.dtype)
-    matrix[len(rows) * rank : len(rows) * (rank + 1)] = rows
-    collectives.all_reduce(matrix)
-    return matrix.T.chunk(n)[rank].contiguous()
-
-
 def sends_and_forgets(tensor, peer):
     got = torch.empty_like(tensor)
     dist.isend(tensor, peer)
     dist.recv(got, peer)
-    return got
-
-
-def looks_once(tensor, peer):
-    got = torch.empty_like(tensor)
-    sending = dist.isend(tensor, peer)
-    if dist.get_rank() > peer:
-        sending.is_completed()
-        dist.recv(got, peer)
-    else:
-        dist.recv(got, peer)
-        sending.wait()
     return got
 
 
@@ -83,10 +47,23 @@ def of_two_ranks(rows):
     return torch.cat((own.T, got) if other else (got, own.T), dim=1)
 
 
-WRONG = slips(
+ANSWERS = answers(
     solutions,
     globals(),
     swap="""
+    swap_in_a_batch:
+        got = torch.empty_like(tensor)
+        for handle in batch_isend_irecv(
+            [P2POp(isend, tensor, peer), P2POp(dist.irecv, got, peer)]
+        ):
+            handle.wait()
+        return got
+    swap_with_handles:
+        got = torch.empty_like(tensor)
+        receiving, sending = irecv(got, peer), isend(tensor, peer)
+        receiving.wait()
+        sending.wait()
+        return got
     nothing_for_zeros: rank 0
         got = torch.empty_like(tensor) => if not tensor.any():
         =>     return tensor.clone()
@@ -121,6 +98,15 @@ WRONG = slips(
         dist.send(tensor, peer)
         return got
     looks_once: rank 1 never waits for what it began: `send to rank 0`
+        got = torch.empty_like(tensor)
+        sending = dist.isend(tensor, peer)
+        if dist.get_rank() > peer:
+            sending.is_completed()
+            dist.recv(got, peer)
+        else:
+            dist.recv(got, peer)
+            sending.wait()
+        return got
     from_the_rank_after_the_last: ValueError: there is no rank 3: the last is 1
         got = torch.empty_like(tensor)
         dist.irecv(got, peer + dist.get_world_size()).wait()
@@ -156,6 +142,29 @@ WRONG = slips(
         return got
     """,
     my_broadcast="""
+    broadcast_from_whoever_comes:
+        # Who serves a rank is not its business; all messages are started at once.
+        rank, n = dist.get_rank(), dist.get_world_size()
+        if rank:
+            dist.recv(tensor)
+        distance = (rank & -rank) if rank else 1 << n.bit_length()
+        handles = []
+        while distance > 1:
+            distance //= 2
+            if rank + distance < n:
+                handles.append(dist.isend(tensor, rank + distance))
+        for handle in handles:
+            handle.wait()
+    broadcast_by_halves:
+        # The first rank of a part serves the first of its second half.
+        rank, first, last = dist.get_rank(), 0, dist.get_world_size()
+        while last - first > 1:
+            middle = first + (last - first + 1) // 2
+            if rank == first:
+                dist.send(tensor, middle)
+            elif rank == middle:
+                dist.recv(tensor, first)
+            first, last = (first, middle) if rank < middle else (middle, last)
     a_barrier_in_each_step: the collective `barrier`
         distance = 1 => dist.barrier(); distance = 1
     nothing_sent_if_zero: expected `[0.0, 0.0, 0.0]`
@@ -184,6 +193,15 @@ WRONG = slips(
     from_rank_0_to_all: With 4 ranks, rank 3 gets its message in step 3
     along_a_chain: With 4 ranks, rank 3 gets its message in step 3
     near_first: With 4 ranks, rank 3 gets its message in step 3
+        rank, n = _me()
+        distance = rank & -rank if rank else n
+        if rank:
+            dist.recv(tensor, rank - distance)
+        step = 1
+        while step < distance:
+            if rank + step < n:
+                dist.send(tensor, rank + step)
+            step *= 2
     the_wrong_way: rank 0's numbers, in the tensor that was given
         rank, n = _me()
         if rank == 0:
@@ -196,6 +214,24 @@ WRONG = slips(
         from_rank_0_to_all(tensor)
     """,
     my_transpose="""
+    transpose_in_one_tensor:
+        n = dist.get_world_size()
+        blocks = torch.stack([block.T for block in rows.chunk(n, dim=1)])
+        got = torch.empty_like(blocks)
+        dist.all_to_all_single(got, blocks)
+        return got.transpose(0, 1).reshape(rows.shape)
+    transpose_with_messages:
+        rank, n = dist.get_rank(), dist.get_world_size()
+        if not len(rows):
+            return rows.clone()
+        sent = [block.T.contiguous() for block in rows.chunk(n, dim=1)]
+        got = [block.clone() for block in sent]
+        others = [other for other in range(n) if other != rank]
+        handles = [isend(sent[other], other) for other in others]
+        handles += [irecv(got[other], other) for other in others]
+        for handle in handles:
+            handle.wait()
+        return torch.cat(got, dim=1)
     blocks_of_60: RuntimeError: shape '[60, -1]' is invalid
         n = dist.get_world_size() => rows = rows.view(60, -1); n = dist.get_world_size()
     turned_in_64_bits: of int64
@@ -223,6 +259,15 @@ WRONG = slips(
         dist.all_gather(everyones, rows)
         return torch.cat(everyones).T.chunk(n)[rank].contiguous()
     not_contiguous: input is not contiguous
+        columns = rows.T  # the blocks lie one below the other, but not in memory
+        got = torch.empty(columns.shape, dtype=rows.dtype)
+        collectives.all_to_all_single(got, columns)
+        return torch.cat(got.chunk(dist.get_world_size()), dim=1)
     through_shared_memory: bytes by the operating system's count
+        rank, n = _me()
+        matrix = torch.zeros(n * len(rows), n * len(rows), dtype=rows.dtype)
+        matrix[len(rows) * rank : len(rows) * (rank + 1)] = rows
+        collectives.all_reduce(matrix)
+        return matrix.T.chunk(n)[rank].contiguous()
     """,
 )

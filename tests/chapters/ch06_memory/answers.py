@@ -1,56 +1,62 @@
-"""Wrong answers to the exercises of chapter 06, each with a word of its hint."""
+"""Answers to the exercises of chapter 06, right ones and wrong ones."""
 
-import torch
-from slips import slips
+# ruff: noqa: F401 (the texts use what is imported)
 
+from slips import answers
+
+from ddp_course import theory
 from ddp_course.chapters.ch06_memory import solutions
 
 
-def tied_ones_twice(model, make_optimizer):
-    for _, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.requires_grad:
-            optimizer = make_optimizer([parameter])
-
-            def hook(p, optimizer=optimizer):
-                if p.grad is None:
-                    p.grad = torch.zeros_like(p)
-                optimizer.step()
-                p.grad = None
-
-            parameter.register_post_accumulate_grad_hook(hook)
-
-
-def all_at_the_last_one(model, make_optimizer):
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer, came = make_optimizer(trained), []
-
-    def hook(parameter):
-        came.append(parameter)
-        if len(came) == len(trained):
-            optimizer.step()
-            optimizer.zero_grad()
-            came.clear()
-
-    for parameter in trained:
-        parameter.register_post_accumulate_grad_hook(hook)
-
-
-def in_a_hook_of_the_tensor(model, make_optimizer):
+def behind_the_node(model, make_optimizer):
+    """Hooks on the nodes of autograd that add to `grad`, as DDP has them."""
+    model.nodes = []  # autograd itself does not keep them
     for parameter in (p for p in model.parameters() if p.requires_grad):
+        model.nodes.append(parameter.view_as(parameter).grad_fn.next_functions[0][0])
         optimizer = make_optimizer([parameter])
 
-        def hook(gradient, parameter=parameter, optimizer=optimizer):
-            parameter.grad = gradient
+        def hook(*_, parameter=parameter, optimizer=optimizer):
             optimizer.step()
             parameter.grad = None
 
-        parameter.register_hook(hook)
+        model.nodes[-1].register_hook(hook)
 
 
-WRONG = slips(
+ANSWERS = answers(
     solutions,
     globals(),
     my_ledger="""
+    my_ledger_by_object:
+        parameters = list(model.parameters())
+        kinds = {
+            "parameters": parameters,
+            "gradients": [p.grad for p in parameters if p.grad is not None],
+            "optimizer states": [
+                t for p in parameters for t in optimizer.state.get(p, {}).values()
+            ],
+        }
+        return {
+            kind: sum(s.nbytes() for s in {t.untyped_storage() for t in tensors})
+            for kind, tensors in kinds.items()
+        }
+    my_ledger_in_one_loop:
+        told = dict.fromkeys(("parameters", "gradients", "optimizer states"), 0)
+        seen = set()
+
+        def add(kind, tensor):
+            place = kind, tensor.untyped_storage().data_ptr()
+            told[kind] += (place not in seen) * tensor.untyped_storage().nbytes()
+            seen.add(place)
+
+        for parameter in model.parameters():
+            add("parameters", parameter)
+            if parameter.grad is not None:
+                add("gradients", parameter.grad)
+            if parameter in optimizer.state:
+                for state in optimizer.state[parameter].values():
+                    if hasattr(state, "untyped_storage"):
+                        add("optimizer states", state)
+        return told
     looks_up_every_state: makes an empty one
         optimizer.state.values() => [optimizer.state[p] for p in parameters]
     of_half_of_the_types: Not every number has four bytes
@@ -93,6 +99,22 @@ WRONG = slips(
         return told
     """,
     largest_batch="""
+    largest_batch_by_trying:
+        def kept(rows):
+            t, c = config.block_size, config.d_model
+            per_token = config.n_layer * (16 * c + 4 + config.n_head)
+            per_token += 2 * c + 2 + config.vocab_size
+            return 12 * config.num_parameters + 4 * rows * t * per_token
+
+        rows = 0
+        while kept(rows + 1) <= memory:
+            rows += 1
+        return rows
+    largest_batch_by_the_formula:
+        one, two = (sum(theory.gpt_activations(config, b).values()) for b in (1, 2))
+        of_a_row = two - one - 2 * 8 * config.block_size  # without tokens and targets
+        left = memory - 12 * config.num_parameters - 8 * config.block_size
+        return int(left / of_a_row) if left > 0 else 0
     not_below_zero_forgotten: 0 if not even one row fits
         max(0, (memory - always) // of_a_row) => (memory - always) // of_a_row
     without_heads: a few numbers per token
@@ -128,6 +150,17 @@ WRONG = slips(
         (0, (memory - always) // of_a_row) => (0, (memory - always) // of_a_row) / 1
     """,
     step_in_backward="""
+    one_optimizer_for_all:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = make_optimizer(trained)
+
+        def hook(parameter):
+            optimizer.step()  # the others have no gradient
+            parameter.grad = None
+
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(hook)
+    behind_the_node:
     matrices_alone: stepped once in a step
         optimizers[parameter].step() => if parameter.dim() > 1:
         =>     optimizers[parameter].step()
@@ -146,7 +179,39 @@ WRONG = slips(
     frees_without_a_step: stepped once in a step
         optimizers[parameter].step() => pass
     in_a_hook_of_the_tensor: still have a gradient
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            optimizer = make_optimizer([parameter])
+
+            def hook(gradient, parameter=parameter, optimizer=optimizer):
+                parameter.grad = gradient
+                optimizer.step()
+                parameter.grad = None
+
+            parameter.register_hook(hook)
     tied_ones_twice: stepped once in a step
+        for _, parameter in model.named_parameters(remove_duplicate=False):
+            if parameter.requires_grad:
+                optimizer = make_optimizer([parameter])
+
+                def hook(p, optimizer=optimizer):
+                    if p.grad is None:
+                        p.grad = torch.zeros_like(p)
+                    optimizer.step()
+                    p.grad = None
+
+                parameter.register_post_accumulate_grad_hook(hook)
     all_at_the_last_one: Who keeps the others?
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer, came = make_optimizer(trained), []
+
+        def hook(parameter):
+            came.append(parameter)
+            if len(came) == len(trained):
+                optimizer.step()
+                optimizer.zero_grad()
+                came.clear()
+
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(hook)
     """,
 )

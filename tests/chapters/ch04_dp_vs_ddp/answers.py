@@ -1,13 +1,46 @@
-"""Wrong answers to the exercises of chapter 04, each with a word its hint must say."""
+"""Answers to the exercises of chapter 04, right ones and wrong ones."""
 
 import hashlib
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
-from slips import slips
+from slips import answers
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from ddp_course.chapters.ch04_dp_vs_ddp import solutions
 from ddp_course.collectives import all_reduce, broadcast
+
+
+@torch.no_grad()
+def flattened_by_pytorch(model):
+    states = sorted([*model.buffers(), *model.parameters()], key=lambda s: str(s.dtype))
+    for _, members in groupby(states, key=lambda s: s.dtype):
+        members = list(members)
+        flat = _flatten_dense_tensors(members)
+        broadcast(flat, src=0)
+        torch._foreach_copy_(members, _unflatten_dense_tensors(flat, members))
+
+
+def by_vectors(model):
+    trained = [p for p in model.parameters() if p.requires_grad]
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+    vector = parameters_to_vector([g.contiguous() for g in gradients])
+    vector /= dist.get_world_size()  # before the sum
+    dist.all_reduce(vector)
+    vector_to_parameters(vector, gradients)
+    for p, gradient in zip(trained, gradients, strict=True):
+        p.grad = gradient
+
+
+def _hash(model):
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(
+            name.encode() + tensor.flatten().view(torch.uint8).numpy().tobytes()
+        )
+    return digest.digest()
 
 
 @torch.no_grad()
@@ -24,16 +57,6 @@ def a_leaf_in_place(model):
         new = p.detach().clone()
         dist.broadcast(new, 0)
         p.copy_(new)
-
-
-def everything_as_floats(model):
-    with torch.no_grad():
-        states = [*model.parameters(), *model.buffers()]
-        flat = torch.cat([state.flatten().double() for state in states])
-        broadcast(flat, 0)
-        parts = flat.split([state.numel() for state in states])
-        for state, part in zip(states, parts, strict=True):
-            state.copy_(part.view(state.shape))
 
 
 def _trained(model):
@@ -62,19 +85,24 @@ def mean_over_those_that_have_one(model):
         gradient.copy_(part.view(gradient.shape) / n)
 
 
-@torch.no_grad()
-@torch.no_grad()
-def by_their_print(model):
-    seen = hashlib.sha256(str(model.state_dict()).encode())
-    everyones = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, seen.hexdigest())
-    return len(set(everyones)) == 1
-
-
-WRONG = slips(
+ANSWERS = answers(
     solutions,
     globals(),
     make_replicas="""
+    a_box_for_each_type:
+        boxes = {}
+        for state in [*model.buffers(), *model.parameters()]:
+            boxes.setdefault(state.dtype, []).append(state.data)
+        for members in boxes.values():
+            box = torch.empty(sum(s.numel() for s in members), dtype=members[0].dtype)
+            if dist.get_rank() == 0:
+                torch.cat([s.reshape(-1) for s in members], out=box)
+            dist.broadcast(box, src=0)
+            start = 0
+            for s in members:
+                s[...] = box[start : start + s.numel()].reshape(s.shape)
+                start += s.numel()
+    flattened_by_pytorch:
     counters_as_float32: norm.num_batches_tracked, for one, has changed
         state.flatten() for => state.flatten().float() for
     into_new_memory: has another tensor than before as
@@ -115,8 +143,24 @@ WRONG = slips(
         model.tied.hidden.copy_(box[0]["tied.hidden"])
     a_leaf_in_place: leaf
     everything_as_floats: Is something sent twice
+        states = [*model.parameters(), *model.buffers()]
+        flat = torch.cat([state.flatten().double() for state in states])
+        broadcast(flat, 0)
+        parts = flat.split([state.numel() for state in states])
+        for state, part in zip(states, parts, strict=True):
+            state.copy_(part.view(state.shape))
     """,
     average_gradients_flat="""
+    by_vectors:
+    by_our_ring:
+        trained = {p: p.grad for p in model.parameters() if p.requires_grad}
+        parts = [torch.zeros_like(p) if g is None else g for p, g in trained.items()]
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        all_reduce(flat)
+        flat *= 1 / dist.get_world_size()
+        for p in trained:
+            p.grad = flat[: p.numel()].reshape(p.shape).clone()
+            flat = flat[p.numel() :]
     in_float32: the mean over the ranks is
         p.grad.flatten() for => p.grad.flatten().float() for
     gradients_as_rows: view size is not compatible
@@ -158,6 +202,17 @@ WRONG = slips(
     mean_over_those_that_have_one: which counts as zero
     """,
     replicas_agree="""
+    hashes_as_bytes:
+        everyones = [None] * dist.get_world_size()
+        dist.all_gather_object(everyones, _hash(model))
+        return all(one == everyones[0] for one in everyones)
+    all_must_vote:
+        mine = torch.tensor(list(_hash(model)))
+        first = mine.clone()
+        dist.broadcast(first, 0)
+        vote = torch.tensor([int(torch.equal(mine, first))])
+        dist.all_reduce(vote, op=dist.ReduceOp.MIN)
+        return bool(vote.item())
     as_float32: a number of float64
         (model.state_dict()) => ({k: v.float() for k, v in model.state_dict().items()})
     first_and_last: a rank in the middle
@@ -177,6 +232,10 @@ WRONG = slips(
     a_number: expected True or False
         len(set(everyones)) == 1 => len(set(everyones))
     by_their_print: differs in its last bit
+        seen = hashlib.sha256(str(model.state_dict()).encode())
+        everyones = [None] * dist.get_world_size()
+        dist.all_gather_object(everyones, seen.hexdigest())
+        return len(set(everyones)) == 1
     always: differs in its last bit
         return True
     compares_sums: two weights have changed places

@@ -1,13 +1,52 @@
-"""Wrong answers to the exercises of chapter 12, each with a word of its hint."""
+"""Answers to the exercises of chapter 12, right ones and wrong ones."""
 
-from slips import slips
+import math
+from fractions import Fraction
+
+import torch
+from slips import answers
 
 from ddp_course.chapters.ch12_precision import solutions
 
-WRONG = slips(
+
+def bit_by_bit(sign, exponent, fraction):
+    power = sum(2**k for k, bit in enumerate(reversed(exponent)) if bit == "1")
+    highest = power == 2 ** len(exponent) - 1
+    digits = Fraction(0 if power == 0 else 1)
+    for k, bit in enumerate(fraction, 1):
+        digits += Fraction(int(bit), 2**k)
+    minus = -1.0 if sign == "1" else 1.0
+    if highest:
+        return minus * float("inf") if digits == 1 else float("nan")
+    bias = int("0" + "1" * (len(exponent) - 1), 2)
+    return math.copysign(float(digits * Fraction(2) ** (max(power, 1) - bias)), minus)
+
+
+@torch.no_grad()
+def with_sgd(parameters, masters, lr):
+    trained = [
+        (p, m) for p, m in zip(parameters, masters, strict=True) if p.grad is not None
+    ]
+    for p, m in trained:
+        m.grad = p.grad.float()
+    torch.optim.SGD([m for _, m in trained], lr=lr).step()
+    for p, m in trained:
+        m.grad = None
+        p.copy_(m)
+
+
+ANSWERS = answers(
     solutions,
     globals(),
     from_bits="""
+    bit_by_bit:
+    by_ldexp:
+        e, f, width = int(exponent, 2), int(fraction, 2), len(fraction)
+        if e == 2 ** len(exponent) - 1:
+            return [float("inf"), float("-inf")][int(sign)] if f == 0 else math.nan
+        units = f + (2**width if e else 0)
+        size = math.ldexp(units, max(e, 1) - (2 ** (len(exponent) - 1) - 1) - width)
+        return -size if int(sign) else size
     no_subnormals: what fp16 keeps of 3e-05
         1 + f) * 2.0 ** (e - bias) if e else f * 2.0 ** (1 - => 1 + f) * 2.0 ** (e -
         if "0" not in exponent => if False
@@ -25,6 +64,13 @@ WRONG = slips(
         if sign == "1" else => if sign == "1" and "0" in exponent else
     """,
     master_step="""
+    with_sgd:
+    by_index:
+        for k in range(len(parameters)):
+            if parameters[k].grad is None:
+                continue
+            masters[k].add_(parameters[k].grad.float(), alpha=-lr)
+            parameters[k].data[...] = masters[k].to(parameters[k].dtype)
     never_copied_back: expected the copies, rounded
         parameter.data.copy_(master) => pass
     steps_the_parameters: taken from the copy
@@ -57,6 +103,19 @@ WRONG = slips(
             p.data.copy_(m)
     """,
     next_scale="""
+    in_one_line:
+        full = not found and (clean + 1) % interval == 0
+        return (
+            scale * (0.5 if found else 2 if full else 1),
+            0 if found or full else clean + 1,
+        )
+    by_cases:
+        match bool(found), clean == interval - 1:
+            case True, _:
+                return scale * 0.5, 0
+            case False, True:
+                return scale + scale, 0
+        return scale, clean + 1
     never_resets: an inf was found
         scale / 2, 0 => scale / 2, clean
     grows_too_late: in a row
@@ -73,6 +132,32 @@ WRONG = slips(
         scale * 2, 0 => scale + 1, 0
     """,
     agreed_step="""
+    two_messages:
+        found = torch.zeros(1)
+        for g in gradients:
+            found = torch.maximum(found, (~g.isfinite()).any().float().view(1))
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        squares = torch.zeros(1)
+        for g in gradients:
+            squares += (g / scale).pow(2).sum()
+        dist.all_reduce(squares)
+        if found.item():
+            return False
+        shrink = (max_norm / (squares.sqrt() + 1e-9)).clamp(max=1.0)
+        for w, g in zip(weights, gradients, strict=True):
+            w.sub_(lr * shrink * g / scale)
+        return True
+    one_row:
+        row = torch.cat([torch.zeros(0), *gradients]) / scale
+        square = row.double().dot(row.double())
+        dist.all_reduce(square)
+        if not square.isfinite():
+            return False
+        norm = square.sqrt().item()
+        row *= max_norm / norm if norm > max_norm else 1.0
+        for w, step in zip(weights, row.split([len(w) for w in weights]), strict=True):
+            w -= lr * step
+        return True
     known_to_one: by all ranks or by none
         dist. => mine = squares.isfinite(); squares.nan_to_num_(0, 0); dist.
         float(squares.sqrt()) => float(squares.sqrt()) if mine else math.inf

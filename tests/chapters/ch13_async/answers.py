@@ -1,26 +1,30 @@
-"""Wrong answers to the exercises of chapter 13, each with a word of its hint."""
+"""Answers to the exercises of chapter 13, right ones and wrong ones."""
 
-from slips import slips
+from slips import answers
 
 from ddp_course.chapters.ch13_async import solutions
 
-
-def by_its_own_clock(record):
-    """Counts the worker's own pushes, as if they were all."""
-    pushed, pulled, found = {}, {}, []
-    for what, worker in record:
-        if what == "pull":
-            pulled[worker] = pushed.get(worker, 0)
-        else:
-            found.append(pushed.get(worker, 0) - pulled[worker])
-            pushed[worker] = pushed.get(worker, 0) + 1
-    return found
-
-
-WRONG = slips(
+ANSWERS = answers(
     solutions,
     globals(),
     my_staleness="""
+    staleness_by_looking_back:
+        found = []
+        for at, (what, worker) in enumerate(record):
+            if what == "push":
+                since = max(k for k in range(at) if record[k] == ("pull", worker))
+                found.append(sum(one == "push" for one, _ in record[since:at]))
+        return found
+    staleness_of_tensors_versions:
+        # PyTorch counts the changes of a tensor, too.
+        weights, pulled, found = torch.zeros(1), {}, []
+        for what, worker in record:
+            if what == "pull":
+                pulled[worker] = weights._version
+                continue
+            found += [weights._version - pulled[worker]]
+            weights += 1
+        return found
     its_own_push_counts: nobody else has pushed in between
         version - pulled[worker] => version - pulled[worker] + 1
     pulls_count: worker 1 has pushed after
@@ -37,6 +41,15 @@ WRONG = slips(
     since_anybodys_pull: those of others give a worker nothing
         version - pulled[worker] => version - max(pulled.values())
     by_its_own_clock: worker 1 has pushed after worker 2 pulled
+        # Counts the worker's own pushes, as if they were all.
+        pushed, pulled, found = {}, {}, []
+        for what, worker in record:
+            if what == "pull":
+                pulled[worker] = pushed.get(worker, 0)
+            else:
+                found.append(pushed.get(worker, 0) - pulled[worker])
+                pushed[worker] = pushed.get(worker, 0) + 1
+        return found
     pushes_of_others: its own push counts, too
         found = []
         for at, (what, worker) in enumerate(record):
@@ -55,6 +68,27 @@ WRONG = slips(
         return found
     """,
     my_replay="""
+    replay_by_versions:
+        versions, pulled = [weights], {}
+        for what, worker in record:
+            if what == "pull":
+                pulled[worker] = len(versions) - 1
+            else:
+                newest = versions[-1] - lr * gradient(worker, versions[pulled[worker]])
+                versions.append(newest)
+        return versions[-1].clone()
+    replay_with_an_optimizer:
+        # It adds with one rounding less, which no last bit may depend on.
+        weights = weights.clone()
+        sgd = torch.optim.SGD([weights], lr=lr)
+        pulled = dict.fromkeys({worker for _, worker in record}, weights.clone())
+        for what, worker in record:
+            if what == "pull":
+                pulled[worker] = weights.clone()
+            else:
+                weights.grad = gradient(worker, pulled[worker])
+                sgd.step()
+        return weights
     never_stale: which its worker has pulled last
         gradient(worker, pulled[worker]) => gradient(worker, weights)
     a_second_name: which its worker has pulled last
@@ -86,6 +120,11 @@ WRONG = slips(
         return solutions.my_replay(record, weights, remedied, lr)
     """,
     my_may_begin="""
+    may_begin_as_all_allow:
+        return all(clocks[worker] <= clock + bound for clock in clocks.values())
+    may_begin_sorted:
+        slowest, *_ = sorted(clocks.values())
+        return not clocks[worker] > slowest + bound
     measured_from_the_fastest: with bound 0 nobody begins before
         clocks[worker] - min(clocks.values()) => max(clocks.values()) - clocks[worker]
     less_than_the_bound: nobody is ahead
@@ -109,6 +148,19 @@ WRONG = slips(
         => all(abs(clocks[worker] - c) <= bound for c in clocks.values())
     """,
     my_server="""
+    server_that_sends_copies:
+        for _ in range(pushes):
+            gradient = torch.zeros_like(weights)
+            worker = dist.recv(gradient)
+            weights.add_(gradient, alpha=-lr)
+            dist.isend(weights.clone(), worker).wait()
+    server_that_asks_its_work:
+        while pushes:
+            work = dist.irecv(gradient := torch.empty_like(weights))
+            work.wait()
+            weights -= gradient * lr
+            dist.send(weights, work._source_rank())
+            pushes -= 1
     in_the_order_of_ranks: still waits to
         for _ in => for push in
         worker = dist.recv(gradient)

@@ -1,10 +1,13 @@
-"""Wrong answers to the exercises of chapter 03, each with a word of its hint."""
+"""Answers to the exercises of chapter 03, right ones and wrong ones."""
+
+# ruff: noqa: F401 (the texts use what is imported)
 
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from slips import slips
+from slips import answers
+from torch.distributed import P2POp, batch_isend_irecv, irecv, isend
 
 from ddp_course import collectives
 from ddp_course.chapters.ch03_all_reduce import solutions
@@ -19,39 +22,6 @@ def _pass(outgoing, like, by=1):
     dist.recv(arrived, (rank - by) % n)
     sending.wait()
     return arrived
-
-
-def through_the_store(chunks):
-    """The ring is for show: the numbers come from the store in which ranks meet."""
-    store = dist.distributed_c10d._get_default_store()
-    rank, n = dist.get_rank(), dist.get_world_size()
-    for c, chunk in enumerate(chunks):
-        store.set(f"{rank}: {c}", chunk.numpy().tobytes().hex())
-    solutions.ring_reduce_scatter(chunks)
-    given = [bytes.fromhex(store.get(f"{r}: {rank}").decode()) for r in range(n)]
-    return sum(torch.frombuffer(bytearray(g), dtype=chunks[0].dtype) for g in given)
-
-
-def a_flat_ring(tensor, node, peers):
-    ring.all_reduce(tensor)
-
-
-def leaders_only(tensor, node, peers):
-    hierarchical.all_reduce(tensor, variant="leader")
-
-
-def on_node_0_only(tensor, node, peers):
-    if dist.get_rank(peers) == 0:
-        collectives.all_reduce(tensor, group=node)
-    raise RuntimeError("nothing to do here")
-
-
-def every_other_chunk_whole(world_size):
-    n = world_size
-    return [
-        replace(t, first=0, last=n) if n % 2 == 0 and n > 4 else t
-        for t in solutions.ring_transfers(n)
-    ]
 
 
 def without_empty_ones(chunks):
@@ -69,17 +39,24 @@ def without_empty_ones(chunks):
     return passing_by
 
 
-def the_shard_of_rank_0(tensor, node, peers):
-    collectives.all_reduce(tensor, group=node)
-    shard = tensor.flatten().chunk(dist.get_world_size(node))[0].clone()
-    collectives.all_reduce(shard, group=peers)
-    collectives.all_gather_single(tensor, shard, group=node)
-
-
-WRONG = slips(
+ANSWERS = answers(
     solutions,
     globals(),
     ring_transfers="""
+    two_halves:
+        n = world_size
+        first = [
+            Transfer(k, r, (r + 1) % n, (r - k) % n, (r - k) % n + 1, True)
+            for r in range(n)
+            for k in range(n - 1)
+        ]
+        return first + [
+            Transfer(n - 1 + t.step, t.src, t.dst, c, c + 1, False)
+            for t in first
+            for c in [(t.first + 1) % n]
+        ]
+    by_the_package:
+        return list(collectives.ring.plan(world_size).transfers)
     adds_once_too_often: With 2 ranks, rank 0 ends with
         step < world_size - 1 => step < world_size
     up_to_eight_ranks: With 11 ranks
@@ -104,6 +81,11 @@ WRONG = slips(
     tuples: expected a list of `Transfer`s
         return transfers => return [(0, 0, 1, 0, 1, True)]
     every_other_chunk_whole: With 8 ranks
+        n = world_size
+        return [
+            replace(t, first=0, last=n) if n % 2 == 0 and n > 4 else t
+            for t in solutions.ring_transfers(n)
+        ]
     all_through_rank_0: in this ring it sends to rank
         n = world_size
         up = [Transfer(r - 1, r, 0, 0, n, True) for r in range(1, n)]
@@ -116,6 +98,32 @@ WRONG = slips(
         ]
     """,
     ring_reduce_scatter="""
+    ring_in_batches:
+        rank, n = dist.get_rank(), dist.get_world_size()
+        passing_by = chunks[(rank - 1) % n]
+        for k in range(n - 1):
+            arrived = torch.empty_like(chunks[(rank - 2 - k) % n])
+            batch = [
+                P2POp(dist.isend, passing_by, (rank + 1) % n),
+                P2POp(dist.irecv, arrived, (rank - 1) % n),
+            ]
+            for handle in batch_isend_irecv(batch):
+                handle.wait()
+            passing_by = arrived + chunks[(rank - 2 - k) % n]
+        return passing_by
+    ring_with_receives_posted_ahead:
+        rank, n = dist.get_rank(), dist.get_world_size()
+        order = [chunks[(rank - 1 - k) % n] for k in range(n)]
+        arrived = [torch.empty_like(chunk) for chunk in order[1:]]
+        receiving = [irecv(chunk, (rank - 1) % n) for chunk in arrived]
+        total, sending = order[0], []
+        for own, chunk, handle in zip(order[1:], arrived, receiving, strict=True):
+            sending.append(isend(total, (rank + 1) % n))
+            handle.wait()
+            total = chunk.add_(own)
+        for handle in sending:
+            handle.wait()
+        return total
     nothing_sent_of_zeros: On real ranks: `rank
         (rank + 1) % n) => (rank + 1) % n) if passing_by.any() else None
         sending.wait() => if sending:
@@ -172,6 +180,14 @@ WRONG = slips(
         solutions.ring_reduce_scatter(chunks)
         return totals[dist.get_rank()]
     through_the_store: there were other messages
+        # The ring is for show: the numbers come from the store in which ranks meet.
+        store = dist.distributed_c10d._get_default_store()
+        rank, n = dist.get_rank(), dist.get_world_size()
+        for c, chunk in enumerate(chunks):
+            store.set(f"{rank}: {c}", chunk.numpy().tobytes().hex())
+        solutions.ring_reduce_scatter(chunks)
+        given = [bytes.fromhex(store.get(f"{r}: {rank}").decode()) for r in range(n)]
+        return sum(torch.frombuffer(bytearray(g), dtype=chunks[0].dtype) for g in given)
     never_ends: still waits to receive from rank
         # Everybody receives before anybody sends.
         rank, n = dist.get_rank(), dist.get_world_size()
@@ -181,6 +197,21 @@ WRONG = slips(
         return arrived
     """,
     hierarchical_sum="""
+    all_inside_and_a_shard_between:
+        # Inside the node, all-reduce everything; among the peers, a shard each.
+        collectives.all_reduce(tensor, group=node)
+        shard = tensor.flatten().chunk(dist.get_world_size(node))[dist.get_rank(node)]
+        shard = shard.clone()
+        collectives.all_reduce(shard, group=peers)
+        collectives.all_gather_single(tensor, shard, group=node)
+    by_lists_of_pytorch_and_ours:
+        # A list of views for the tensor, and the hierarchy's three steps.
+        n = dist.get_world_size(node)
+        pieces = list(tensor.view(-1).chunk(n))
+        shard = torch.zeros_like(pieces[0])
+        collectives.reduce_scatter(shard, pieces, group=node)
+        collectives.all_reduce(shard, group=peers)
+        collectives.all_gather(pieces, shard, group=node)
     in_floats: On real ranks
         , dtype=tensor.dtype =>
     of_one_dimension: On real ranks: `rank
@@ -206,8 +237,17 @@ WRONG = slips(
     one_line_of_the_package: the package's own hierarchy
         shard = torch.empty => return all_reduce(tensor); shard = torch.empty
     the_shard_of_rank_0: of the sums
+        collectives.all_reduce(tensor, group=node)
+        shard = tensor.flatten().chunk(dist.get_world_size(node))[0].clone()
+        collectives.all_reduce(shard, group=peers)
+        collectives.all_gather_single(tensor, shard, group=node)
     a_flat_ring: to other nodes; expected 0.5 S
+        ring.all_reduce(tensor)
     leaders_only: rank 0 sent 1 S to other nodes
+        hierarchical.all_reduce(tensor, variant="leader")
     on_node_0_only: RuntimeError: nothing to do here
+        if dist.get_rank(peers) == 0:
+            collectives.all_reduce(tensor, group=node)
+        raise RuntimeError("nothing to do here")
     """,
 )

@@ -1,24 +1,25 @@
-"""Wrong answers to the exercises of chapter 10, each with a word of its hint."""
+"""Answers to the exercises of chapter 10, right ones and wrong ones."""
 
 import itertools
 
 import torch
-from slips import slips
+from slips import answers
 
 from ddp_course.chapters.ch10_pipeline_parallel import solutions
 
 
-def until_the_mean_is_reached(costs, num_stages):
-    mean, sizes, full = sum(costs) / num_stages, [0], 0
+def _filled(costs, num_stages, limit):
+    sizes, full = [0], 0
     for k, cost in enumerate(costs):
-        left = len(costs) - k
-        stages_left = num_stages - len(sizes)
-        if sizes[-1] and stages_left and (full >= mean or left == stages_left):
+        must = len(costs) - k <= num_stages - len(sizes)  # a layer for each stage
+        if sizes[-1] and (full + cost > limit or must):
             sizes.append(0)
             full = 0
         sizes[-1] += 1
         full += cost
-    return sizes
+        if full > limit:
+            return None
+    return sizes if len(sizes) == num_stages else None
 
 
 def _best(costs, num_stages, badness):
@@ -46,10 +47,20 @@ def gradients_of_all_parameters(stage, m, forward_in, forward_out, back_in, back
         back_out(k, found[-1] if x.requires_grad else None)
 
 
-WRONG = slips(
+ANSWERS = answers(
     solutions,
     globals(),
     my_gpipe="""
+    gpipe_backwards_in_reverse:
+        # As the figure of the paper has it: the last microbatch goes back first.
+        ks = range(num_microbatches)
+        return [f"{rank}F{k}" for k in ks] + [f"{rank}B{k}" for k in ks[::-1]]
+    gpipe_action_by_action:
+        row = []
+        for place in range(2 * num_microbatches):
+            back, microbatch = divmod(place, num_microbatches)
+            row.append(str(rank) + ("B" if back else "F") + str(microbatch))
+        return row
     of_one_digit: With 2 stages and 12 microbatches
         {microbatch} => {microbatch % 10}
     one_microbatch_at_a_time: the forwards of all microbatches come first
@@ -81,6 +92,19 @@ WRONG = slips(
         return row
     """,
     my_cut="""
+    cut_by_filling:
+        # The least limit for which stages filled one after the other are enough.
+        n = len(costs)
+        sums = {sum(costs[a:b]) for a in range(n) for b in range(a + 1, n + 1)}
+        fitting = (_filled(costs, num_stages, limit) for limit in sorted(sums))
+        return next(sizes for sizes in fitting if sizes)
+    cut_of_all_cuts:
+        def dearest(ends):
+            return max(sum(costs[a:b]) for a, b in itertools.pairwise(ends))
+
+        inner = itertools.combinations(range(1, len(costs)), num_stages - 1)
+        ends = min(((0, *cuts, len(costs)) for cuts in inner), key=dearest)
+        return [b - a for a, b in itertools.pairwise(ends)]
     whole_costs: the dearest stage costs
         accumulate(costs => accumulate(map(int, costs)
     where_the_stages_begin: without layers
@@ -98,6 +122,16 @@ WRONG = slips(
         share, more = divmod(len(costs), num_stages)
         return [share + (stage < more) for stage in range(num_stages)]
     until_the_mean_is_reached: all others wait for it
+        mean, sizes, full = sum(costs) / num_stages, [0], 0
+        for k, cost in enumerate(costs):
+            left = len(costs) - k
+            stages_left = num_stages - len(sizes)
+            if sizes[-1] and stages_left and (full >= mean or left == stages_left):
+                sizes.append(0)
+                full = 0
+            sizes[-1] += 1
+            full += cost
+        return sizes
     nearest_to_the_mean: all others wait for it
         mean = sum(costs) / num_stages
         return _best(
@@ -107,6 +141,32 @@ WRONG = slips(
         return _best(costs, num_stages, lambda parts: -min(sum(p) for p in parts))
     """,
     my_stage_step="""
+    stage_step_last_first:
+        # Go back through the last microbatch first.
+        kept = []
+        for k in range(num_microbatches):
+            x = forward_in(k)
+            x = x.requires_grad_() if x.is_floating_point() else x
+            kept.append((x, stage(x)))
+            forward_out(k, kept[k][1].detach())
+        while kept:
+            x, y = kept.pop()
+            k = len(kept)
+            y.backward(backward_in(k))
+            backward_out(k, x.grad)
+    stage_step_recomputed:
+        # Keep what has entered, and go forward again when the gradient is there.
+        entered = []
+        for k in range(num_microbatches):
+            entered.append(forward_in(k))
+            with torch.no_grad():
+                forward_out(k, stage(entered[k]))
+        for k, x in enumerate(entered):
+            gradient = backward_in(k)
+            if x.is_floating_point():
+                x.requires_grad_()
+            stage(x).backward(gradient)
+            backward_out(k, x.grad)
     input_without_gradient: must require a gradient before
         x.requires_grad_() => pass
     through_the_last_forward: go back through its own forward

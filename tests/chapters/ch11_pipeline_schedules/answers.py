@@ -1,8 +1,34 @@
-"""Wrong answers to the exercises of chapter 11, each with a word of its hint."""
+"""Answers to the exercises of chapter 11, right ones and wrong ones."""
 
-from slips import slips
+# ruff: noqa: F401 (the texts use what is imported)
+
+from slips import answers
 
 from ddp_course.chapters.ch11_pipeline_schedules import solutions
+from ddp_course.pipeline import parse
+
+
+def by_striking_out(rows):
+    """Strikes actions out of what is needed, until nothing changes."""
+    left = {rank: list(row) for rank, row in enumerate(rows)}
+    stages = {action.split("F")[0] for row in rows for action in row if "F" in action}
+    end, before = max(map(int, stages)), None
+
+    def needs(action):
+        op = "F" if "F" in action else "B"
+        stage, _, k = action.partition(op)
+        if op == "F":
+            return {f"{int(stage) - 1}F{k}"} if stage != "0" else set()
+        later = {f"{int(stage) + 1}B{k}"} if int(stage) < end else set()
+        return {f"{stage}F{k}"} | later
+
+    done = set()
+    while before != len(done):
+        before = len(done)
+        for row in left.values():
+            while row and needs(row[0]) <= done:
+                done.add(row.pop(0))
+    return {rank: row[0] for rank, row in left.items() if row}
 
 
 def _walk(rows, can_run, stop_early=False):
@@ -29,22 +55,6 @@ def _last(rows):
     return max(_parts(a)[1] for row in rows for a in row)
 
 
-def any_microbatch(rows):
-    last = _last(rows)
-
-    def can_run(action, done, rank):
-        op, stage, k = _parts(action)
-        count = sum(a.startswith(f"{stage}{op}") for a in done)
-        near = stage - 1 if op == "F" else stage + 1
-        there = sum(a.startswith(f"{near}{op}") for a in done)
-        if op == "F":
-            return stage == 0 or there > count
-        own = sum(a.startswith(f"{stage}F") for a in done) > count
-        return own and (stage == last or there > count)
-
-    return _walk(rows, can_run)
-
-
 def stage_s_on_rank_s_mod_p(rows):
     """Looks for what a stage has done on the rank where it usually is."""
     last, at, going = _last(rows), [0] * len(rows), True
@@ -69,10 +79,26 @@ def stage_s_on_rank_s_mod_p(rows):
     return {r: row[at[r]] for r, row in enumerate(rows) if at[r] < len(row)}
 
 
-WRONG = slips(
+ANSWERS = answers(
     solutions,
     globals(),
     my_one_f_one_b="""
+    three_phases:
+        # Warm-up, one forward and one backward in turns, and what is left.
+        warm_up = min(num_microbatches, num_ranks - rank)
+        row = [f"{rank}F{k}" for k in range(warm_up)]
+        for k in range(num_microbatches - warm_up):
+            row += [f"{rank}B{k}", f"{rank}F{warm_up + k}"]
+        backwards = range(num_microbatches - warm_up, num_microbatches)
+        return row + [f"{rank}B{k}" for k in backwards]
+    sorted_by_time:
+        # Every action has its time: forwards follow at once, then every second moment.
+        p, m = num_ranks, num_microbatches
+        forward = [k if k < p - rank else 2 * k - (p - rank) + 0.5 for k in range(m)]
+        backward = [p - rank + 2 * k for k in range(m)]
+        times = [(time, f"{rank}F{k}") for k, time in enumerate(forward)]
+        times += [(time, f"{rank}B{k}") for k, time in enumerate(backward)]
+        return [action for _, action in sorted(times)]
     of_one_digit: For 2 ranks and 12 microbatches
         return row => return [action[:2] + action[-1] for action in row]
     gpipes_order: are enough to keep it busy
@@ -109,6 +135,25 @@ WRONG = slips(
         return row
     """,
     place_weights="""
+    the_newest_first:
+        # Takes the W's from the other end of the list, which costs no more.
+        placed, due = [], []
+        for action in row:
+            placed.append(action)
+            if "I" in action:
+                due.append(action.replace("I", "W"))
+                if len(due) > rank:
+                    placed.append(due.pop())
+        return placed + due[::-1]
+    w_after_a_later_i:
+        ks = [action.split("I")[1] for action in row if "I" in action]
+        placed = []
+        for action in row:
+            placed.append(action)
+            if "I" in action:
+                place = ks.index(action.split("I")[1])
+                placed += [f"{rank}W{ks[place - rank]}"] if place >= rank else []
+        return placed + [f"{rank}W{k}" for k in ks[len(ks) - rank :]]
     ws_of_one_digit: For 2 ranks and 12 microbatches
         placed + due => [a[:2] + a[-1] if "W" in a else a for a in placed + due]
     as_far_behind_as_the_first_rank: Do not put off more
@@ -140,6 +185,16 @@ WRONG = slips(
         return [x for a in row for x in ([a.replace("I", "W"), a] if "I" in a else [a])]
     """,
     who_waits="""
+    by_rounds:
+        # Plays round after round, one action each, with what the package knows.
+        schedule = parse("", [" ".join(row) for row in rows])
+        left, done = [list(row) for row in schedule.ranks], set()
+        while True:
+            able = [r for r in left if r and done.issuperset(schedule.needs(r[0]))]
+            if not able:
+                return {rank: str(row[0]) for rank, row in enumerate(left) if row}
+            done.update([row.pop(0) for row in able])
+    by_striking_out:
     last_rank_has_the_last_stage: in reverse order
         done: set[str] = set() => last, done = int(rows[-1][0].split("F")[0]), set()
     none_for_the_finished: is not named
@@ -178,5 +233,18 @@ WRONG = slips(
         return solutions.who_waits([[a[:2] + a[-1] for a in row] for row in rows])
     stage_s_on_rank_s_mod_p: comes to its end
     any_microbatch: for ever, which needs
+        last = _last(rows)
+
+        def can_run(action, done, rank):
+            op, stage, k = _parts(action)
+            count = sum(a.startswith(f"{stage}{op}") for a in done)
+            near = stage - 1 if op == "F" else stage + 1
+            there = sum(a.startswith(f"{near}{op}") for a in done)
+            if op == "F":
+                return stage == 0 or there > count
+            own = sum(a.startswith(f"{stage}F") for a in done) > count
+            return own and (stage == last or there > count)
+
+        return _walk(rows, can_run)
     """,
 )

@@ -1,44 +1,30 @@
-"""Wrong answers to the exercises of chapter 01, each with a word its hint must say."""
+"""Answers to the exercises of chapter 01, right ones and wrong ones."""
 
-import os
+# ruff: noqa: F401 (the texts use what is imported)
+
 import time
 
-import torch.distributed as dist
-from slips import slips
+from slips import answers
+from torch.distributed.device_mesh import init_device_mesh
 
 from ddp_course.chapters.ch01_ranks import solutions
-
-# global_rank
-
-
-def asks_the_environment(node_rank, local_rank, nproc_per_node):
-    return int(os.environ["RANK"])
+from ddp_course.launch import Topology, here
 
 
 def two_arguments(node_rank, local_rank):
     return node_rank + local_rank
 
 
-def crashes_on_a_rank(node_rank, local_rank, nproc_per_node):
-    if dist.is_initialized() and dist.get_rank() == 4:
-        raise RuntimeError("no such node")
-    return solutions.global_rank(node_rank, local_rank, nproc_per_node)
-
-
-# peer_on_next_node
-
-
-# node_group
-
-
-def never_ends():
-    time.sleep(1000)
-
-
-WRONG = slips(
+ANSWERS = answers(
     solutions,
     globals(),
     global_rank="""
+    counted_one_by_one:
+        return sum(1 for _ in range(node_rank * nproc_per_node)) + local_rank
+    looked_up:
+        places = Topology(node_rank + 1, nproc_per_node).places()
+        same = {"node_rank": node_rank, "local_rank": local_rank}
+        return next(p.rank for p in places if same.items() <= vars(p).items())
     rank_is_local_rank: `global_rank(1, 0, 4)` returned `0`; expected `4`
         node_rank * nproc_per_node + local_rank => local_rank
     nodes_count_fastest: expected
@@ -55,11 +41,21 @@ WRONG = slips(
         return node_rank * nproc_per_node + local_rank => pass
     wrong_on_a_rank: On a real rank with RANK=0 your function returned 1
         + local_rank => + local_rank + dist.is_initialized()
-    asks_the_environment: raised `KeyError: 'RANK'`, in wrong_answers.py, line
+    asks_the_environment: raised `KeyError: 'RANK'`, in slip
+        return int(os.environ["RANK"])
     two_arguments: takes 2 positional arguments but 3 were given
-    crashes_on_a_rank: RuntimeError: no such node`, in wrong_answers.py, line
+    crashes_on_a_rank: RuntimeError: no such node`, in slip
+        if dist.is_initialized() and dist.get_rank() == 4:
+            raise RuntimeError("no such node")
+        return solutions.global_rank(node_rank, local_rank, nproc_per_node)
     """,
     peer_on_next_node="""
+    back_to_the_first:
+        peer = rank + nproc_per_node
+        return peer if peer < nnodes * nproc_per_node else rank % nproc_per_node
+    through_its_place:
+        node_rank, local_rank = divmod(rank, nproc_per_node)
+        return (node_rank + 1) % nnodes * nproc_per_node + local_rank
     no_way_back: `peer_on_next_node(8, 3, 4)` returned `12`; expected `0`
         (rank + nproc_per_node) % (nnodes * nproc_per_node) => rank + nproc_per_node
     node_before: returned `8`; expected `4`
@@ -80,6 +76,22 @@ WRONG = slips(
         return solutions.peer_on_next_node(rank, nnodes, nproc_per_node)
     """,
     node_group="""
+    subgroups:
+        return dist.new_subgroups(here().topology.nproc_per_node)[0]
+    by_enumeration:
+        lists = [
+            [p.rank for p in here().topology.places() if p.node_rank == node]
+            for node in range(here().topology.nnodes)
+        ]
+        return dist.new_subgroups_by_enumeration(lists)[0]
+    from_a_mesh:
+        shape = here().topology.nnodes, here().topology.nproc_per_node
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("node", "local"))
+        return mesh.get_group("local")
+    by_its_members_alone:
+        size, first = here().topology.nproc_per_node, here().rank - here().local_rank
+        ranks = list(range(first, first + size))
+        return dist.new_group(ranks, use_local_synchronization=True)
     own: rank 0 called `new_group([0, 1, 2])` while rank 3 called `new_group([3, 4, 5])`
         range(0, dist.get_world_size(), size) => (int(os.environ["GROUP_RANK"]) * size,)
         groups[int(os.environ["GROUP_RANK"])] => groups[0]
@@ -128,6 +140,7 @@ WRONG = slips(
         dist.all_reduce = lambda tensor, group=None: None
         return solutions.node_group()
     never_ends: have not returned after
+        time.sleep(1000)
     waits_on_one_rank_only: have not returned after
         if dist.get_rank() == 0:
             dist.barrier()

@@ -1,19 +1,23 @@
-"""Wrong answers to the exercises of chapter 00, each with a word its hint must say."""
+"""Answers to the exercises of chapter 00, right ones and wrong ones."""
+
+# ruff: noqa: F401 (the texts use what is imported)
 
 import torch
-from slips import slips
+from slips import answers
 
 from ddp_course.chapters.ch00_start_here import solutions
 
-
-def through_a_list(batch, rank, world_size):
-    return torch.tensor(solutions.my_slice(batch, rank, world_size).tolist())
-
-
-WRONG = slips(
+ANSWERS = answers(
     solutions,
     globals(),
     my_average="""
+    divides_first:
+        tensor.div_(dist.get_world_size())
+        dist.all_reduce(tensor)
+    gathers_and_stacks:
+        everyones = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyones, tensor)
+        tensor.copy_(torch.stack(everyones).mean(dim=0))
     the_first_row: 2 x 3 numbers, rank 0 has
         dist.all_reduce(tensor) => tensor = tensor[0]; dist.all_reduce(tensor)
     averaged_twice: With 4 ranks, a tensor of 2 x 3 numbers, rank 0 has
@@ -49,6 +53,11 @@ WRONG = slips(
         tensor /= dist.get_world_size()
     """,
     my_slice="""
+    in_chunks:
+        return batch.chunk(world_size)[rank]
+    chosen_by_number:
+        each = len(batch) // world_size
+        return batch.index_select(0, torch.arange(each) + rank * each)
     in_32_bits: of torch.float64 as the batch
         rows : (rank + 1) * rows] => rows : (rank + 1) * rows].float().to(batch.dtype)
     of_two_dimensions: IndexError: too many indices
@@ -87,5 +96,6 @@ WRONG = slips(
         batch[rank * rows : (rank + 1) * rows]
         => batch.chunk(world_size)[0 if dist.is_initialized() else rank]
     through_a_list: of torch.float64 as the batch
+        return torch.tensor(solutions.my_slice(batch, rank, world_size).tolist())
     """,
 )

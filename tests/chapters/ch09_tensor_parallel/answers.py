@@ -1,29 +1,28 @@
-"""Wrong answers to the exercises of chapter 09, each with a word of its hint."""
+"""Answers to the exercises of chapter 09, right ones and wrong ones."""
+
+# ruff: noqa: F401 (the texts use what is imported)
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from slips import slips
+from slips import answers
 
 from ddp_course import collectives
 from ddp_course.chapters.ch09_tensor_parallel import solutions
 
 
-def summed_by_the_course(x, weight, bias, reduce_sum):
-    y = F.linear(x, weight)
-    collectives.all_reduce(y.data)
-    return y + bias
-
-
-def input_gathered(x, weight, bias, reduce_sum):
-    n, rank = dist.get_world_size(), dist.get_rank()
-
-    def whole(part):
-        parts = [torch.zeros_like(part) for _ in range(n)]
-        parts[rank] = part
-        return reduce_sum(torch.cat(parts, dim=-1))
-
-    return F.linear(whole(x), whole(weight), bias)
+def loss_with_a_mask(logits, targets, all_reduce):
+    tokens, words = logits.shape
+    with torch.no_grad():
+        word = torch.arange(words) + words * dist.get_rank()
+        one_hot = (targets.view(-1, 1) == word).to(logits.dtype)
+        most = logits.amax(1)
+        all_reduce(most, "max")
+        powers = torch.exp(logits - most.view(-1, 1))
+        both = torch.stack([powers.sum(1), (one_hot * logits).sum(1)])
+        all_reduce(both, "sum")
+        loss = both[0].log() + most - both[1]
+        return loss.sum() / tokens, (powers / both[0].view(-1, 1) - one_hot) / tokens
 
 
 def _of_whole(whole, targets):
@@ -32,45 +31,33 @@ def _of_whole(whole, targets):
     return loss.item(), whole.grad.chunk(dist.get_world_size(), 1)[dist.get_rank()]
 
 
-def gathered_by_the_course(logits, targets, all_reduce):
-    parts = [torch.empty_like(logits) for _ in range(dist.get_world_size())]
-    collectives.all_gather(parts, logits)
-    return _of_whole(torch.cat(parts, dim=-1), targets)
-
-
-def first_word_of_the_next(logits, targets, all_reduce):
-    """`<=` for `<` at the end of the rank's words."""
-    padded = torch.cat([logits, torch.full((len(logits), 1), -1e9)], 1)
-    words = logits.shape[1]
-    place = targets - words * dist.get_rank()
-    mine = (place >= 0) & (place <= words)
-    most = logits.amax(1)
-    all_reduce(most, "max")
-    powers = (logits - most[:, None]).exp()
-    sums = torch.stack([powers.sum(1), torch.zeros(len(targets))])
-    sums[1, mine] = (padded - most[:, None])[mine, place[mine]]
-    all_reduce(sums, "sum")
-    return (sums[0].log() - sums[1]).mean(), powers / sums[0, :, None]
-
-
-def own_maximum_added(logits, targets, all_reduce):
-    """The exponentials of different ranks, each relative to its own maximum."""
-    most = logits.amax(1)
-    powers = (logits - most[:, None]).exp()
-    total = powers.sum(1)
-    all_reduce(total, "sum")
-    place = targets - logits.shape[1] * dist.get_rank()
-    mine = (place >= 0) & (place < logits.shape[1])
-    target = torch.zeros(len(targets))
-    target[mine] = (logits - most[:, None])[mine, place[mine]].float()
-    all_reduce(target, "sum")
-    return (total.log() - target).mean(), powers / total[:, None] / len(targets)
-
-
-WRONG = slips(
+ANSWERS = answers(
     solutions,
     globals(),
     copy_to_ranks="""
+    copy_with_a_hook:
+        def add_up(gradient):
+            total = gradient.clone()
+            all_reduce(total)
+            return total
+
+        y = x.clone()
+        y.register_hook(add_up)
+        return y
+    copy_once_differentiable:
+        class Copy(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x.clone()
+
+            @staticmethod
+            @torch.autograd.function.once_differentiable
+            def backward(ctx, gradient):
+                total = gradient.contiguous().clone()
+                all_reduce(total)
+                return total
+
+        return Copy.apply(x)
     silent_without_gradient: also one whose gradient is zero
         all_reduce(total) => if total.any():
         =>     all_reduce(total)
@@ -108,6 +95,11 @@ WRONG = slips(
         => total = x.clone(); all_reduce(total); return total / dist.get_world_size()
     """,
     row_linear="""
+    row_as_a_product:
+        return reduce_sum(x @ weight.T).add(bias)
+    row_as_an_einsum:
+        y = reduce_sum(torch.einsum("...i,oi->...o", x, weight))
+        return torch.add(y, bias)
     of_two_dimensions: self must be a matrix
         reduce_sum(F.linear(x, weight)) + bias => reduce_sum(x.mm(weight.T)) + bias
     summed_in_16_bits: tokens in float64
@@ -132,13 +124,37 @@ WRONG = slips(
         reduce_sum(F.linear(x, weight)) + bias
         => (reduce_sum(F.linear(x, weight)) + bias).T
     summed_by_the_course: other collectives: 1
+        y = F.linear(x, weight)
+        collectives.all_reduce(y.data)
+        return y + bias
     summed_by_torch: other collectives: 1
         y = F.linear(x, weight)
         dist.all_reduce(y.data)
         return y + bias
     input_gathered: one of the 30
+        n, rank = dist.get_world_size(), dist.get_rank()
+
+        def whole(part):
+            parts = [torch.zeros_like(part) for _ in range(n)]
+            parts[rank] = part
+            return reduce_sum(torch.cat(parts, dim=-1))
+
+        return F.linear(whole(x), whole(weight), bias)
     """,
     vocab_loss="""
+    loss_in_three_messages:
+        tokens, words = logits.shape
+        first = words * dist.get_rank()
+        highest = logits.amax(1, keepdim=True)
+        all_reduce(highest, "max")
+        total = (logits - highest).exp().sum(1, keepdim=True)
+        all_reduce(total, "sum")
+        log_softmax = logits - highest - total.log()
+        mine = targets[:, None] == torch.arange(first, first + words)
+        right = torch.where(mine, log_softmax, 0.0).sum(1)
+        all_reduce(right, "sum")
+        return -right.mean(), (log_softmax.exp() - mine.float()) / tokens
+    loss_with_a_mask:
     not_the_first_word: has the loss
         (place >= 0) => (place > 0)
     loss_in_float32: strided logits of float64
@@ -166,7 +182,30 @@ WRONG = slips(
     the_loss_alone: not (loss, gradient)
         , gradient / tokens =>
     first_word_of_the_next: has the loss
+        # `<=` for `<` at the end of the rank's words.
+        padded = torch.cat([logits, torch.full((len(logits), 1), -1e9)], 1)
+        words = logits.shape[1]
+        place = targets - words * dist.get_rank()
+        mine = (place >= 0) & (place <= words)
+        most = logits.amax(1)
+        all_reduce(most, "max")
+        powers = (logits - most[:, None]).exp()
+        sums = torch.stack([powers.sum(1), torch.zeros(len(targets))])
+        sums[1, mine] = (padded - most[:, None])[mine, place[mine]]
+        all_reduce(sums, "sum")
+        return (sums[0].log() - sums[1]).mean(), powers / sums[0, :, None]
     own_maximum_added: relative to the same number
+        # The exponentials of different ranks, each relative to its own maximum.
+        most = logits.amax(1)
+        powers = (logits - most[:, None]).exp()
+        total = powers.sum(1)
+        all_reduce(total, "sum")
+        place = targets - logits.shape[1] * dist.get_rank()
+        mine = (place >= 0) & (place < logits.shape[1])
+        target = torch.zeros(len(targets))
+        target[mine] = (logits - most[:, None])[mine, place[mine]].float()
+        all_reduce(target, "sum")
+        return (total.log() - target).mean(), powers / total[:, None] / len(targets)
     silent_without_targets: also one that has none of the targets
         if not (targets // logits.shape[1] == dist.get_rank()).any():
             return 0.0, torch.zeros_like(logits)
@@ -182,6 +221,9 @@ WRONG = slips(
         dist.all_gather(parts, logits)
         return _of_whole(torch.cat(parts, dim=-1), targets)
     gathered_by_the_course: other collectives: 1
+        parts = [torch.empty_like(logits) for _ in range(dist.get_world_size())]
+        collectives.all_gather(parts, logits)
+        return _of_whole(torch.cat(parts, dim=-1), targets)
     own_words_only: with 'max'
         inside = targets % logits.shape[1]
         logits = logits.clone().requires_grad_()

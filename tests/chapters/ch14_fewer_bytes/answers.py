@@ -1,15 +1,40 @@
-"""Wrong answers to the exercises of chapter 14, each with a word of its hint."""
+"""Answers to the exercises of chapter 14, right ones and wrong ones."""
 
-from slips import slips
+from slips import answers
 
 from ddp_course.chapters.ch14_fewer_bytes import solutions
 
+
+class memory_as_a_class:
+    def __init__(self, compress):
+        self.compress, self.held_back = compress, 0
+
+    def __call__(self, gradient):
+        wanted = self.held_back + gradient
+        sent = self.compress(wanted)
+        self.held_back = wanted - sent
+        return sent
+
+
 SHARED = {}  # two ranks of one process have the same compressor, and so the same memory
 
-WRONG = slips(
+
+ANSWERS = answers(
     solutions,
     globals(),
     my_memory="""
+    memory_as_a_class:
+    memory_in_place:
+        kept = {}
+
+        def send(gradient):
+            memory = kept.setdefault("memory", torch.zeros_like(gradient))
+            memory += gradient
+            sent = compress(memory).clone()
+            memory -= sent
+            return sent
+
+        return send
     forgets: has forgotten what was held back
         return compress
     keeps_of_the_gradient_alone: has kept the rest of the last gradient alone
@@ -43,6 +68,25 @@ WRONG = slips(
         return torch.zeros(3)
     """,
     my_topk_mean="""
+    topk_as_one_message:
+        # Places travel as numbers: float64 has them all.
+        flat = gradient.reshape(-1)
+        places = flat.abs().argsort(descending=True)[:k]
+        mine = torch.stack([places.double(), flat[places].double()])
+        messages = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(messages, mine)
+        places, values = torch.cat(messages, dim=1)
+        mean = torch.zeros(flat.numel(), dtype=torch.float64)
+        mean.index_add_(0, places.long(), values / len(messages))
+        return mean.to(gradient.dtype).view_as(gradient)
+    topk_by_a_sparse_tensor:
+        flat, n = gradient.flatten(), dist.get_world_size()
+        places = flat.abs().topk(k, sorted=False).indices
+        all_places, all_values = places.new_empty(n * k), flat.new_empty(n * k)
+        dist.all_gather(list(all_places.split(k)), places)
+        dist.all_gather(list(all_values.split(k)), flat[places])
+        sparse = torch.sparse_coo_tensor(all_places[None], all_values, flat.shape)
+        return (sparse.to_dense() / n).reshape(gradient.shape)
     largest_with_their_sign: largest by size
         flat.abs() => flat
     the_first_k: each rank's largest
@@ -77,6 +121,23 @@ WRONG = slips(
         => return gradient.copy_((total / n).view_as(gradient))
     """,
     my_outer_step="""
+    outer_step_by_pytorch:
+        sgd = torch.optim.SGD(common, lr=lr, momentum=mu, nesterov=mu > 0)
+        for number, (here, velocity) in enumerate(zip(common, momentum, strict=True)):
+            here.grad = here - torch.stack([each[number] for each in replicas]).mean(0)
+            sgd.state[here]["momentum_buffer"] = velocity
+        sgd.step()
+        if mu == 0:  # then SGD keeps none
+            for here, velocity in zip(common, momentum, strict=True):
+                velocity.copy_(here.grad)
+        for here in common:
+            here.grad = None
+    outer_step_forward:
+        for number, here in enumerate(common):
+            mean = sum(each[number] for each in replicas) / len(replicas)
+            forward = mean - here
+            momentum[number].copy_(mu * momentum[number] - forward)
+            here += lr * forward - lr * mu * momentum[number]
     the_wrong_way: the way *back* from the mean
         here - sum(there) / len(there) => sum(there) / len(there) - here
     without_a_look_ahead: mu times the *new* momentum
