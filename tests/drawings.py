@@ -2,10 +2,12 @@
 
 import itertools
 import re
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
 import matplotlib
+import pytest
 from PIL import ImageFont
 
 matplotlib.use("agg")
@@ -13,42 +15,49 @@ matplotlib.use("agg")
 from matplotlib import pyplot  # noqa: E402
 from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: E402
 
+from ddp_course.lab import explore, gallery  # noqa: E402
+
 FONTS = Path(matplotlib.get_data_path()) / "fonts" / "ttf"  # the widest sans-serif
 
 # Schematics: SVG
 
 
-def elements(node, x=0.0, y=0.0):
-    """All elements of a drawing with the shift that applies to them."""
+def elements(drawing):
+    """All elements of a drawing: what they are, the element, where it begins."""
+    return _elements(ElementTree.fromstring(drawing.svg()), 0.0, 0.0)
+
+
+def _elements(node, x, y):
     for child in node:
         shift = re.fullmatch(r"translate\((\S+) (\S+)\)", child.get("transform", ""))
         if shift:
-            yield from elements(child, x + float(shift[1]), y + float(shift[2]))
+            yield from _elements(child, x + float(shift[1]), y + float(shift[2]))
         else:
-            yield child, x, y
+            at = x + float(child.get("x", 0)), y + float(child.get("y", 0))
+            yield child.tag.partition("}")[2], child, *at
+
+
+def rects(drawing):
+    """All rectangles in drawing order: x, y, width, height, and the element."""
+    for kind, e, x, y in elements(drawing):
+        if kind == "rect":
+            yield x, y, float(e.get("width")), float(e.get("height")), e
 
 
 def boxes(drawing):
     """Texts and rectangles as boxes (left, top, right, bottom), in drawing order."""
-    texts, rects, opaque = [], [], []
-    root = ElementTree.fromstring(drawing.svg())
-    for e, x, y in elements(root):
-        kind = e.tag.partition("}")[2]
+    texts = []
+    for kind, e, left, base in elements(drawing):
         if kind == "text":
             size = float(e.get("font-size"))
             bold = "-Bold" if e.get("font-weight") else ""
             font = ImageFont.truetype(FONTS / f"DejaVuSans{bold}.ttf", 100)
             wide = font.getlength(e.text) * size / 100
-            left = x + float(e.get("x"))
             left -= wide * {"start": 0, "middle": 0.5, "end": 1}[e.get("text-anchor")]
-            base = y + float(e.get("y"))
             texts.append((e.text, size, (left, base - 0.75 * size, left + wide, base)))
-        elif kind == "rect":
-            x, y = x + float(e.get("x")), y + float(e.get("y"))
-            right, bottom = x + float(e.get("width")), y + float(e.get("height"))
-            rects.append((x, y, right, bottom))
-            opaque.append(e.get("fill") != "none")
-    return texts, rects, opaque
+    found = list(rects(drawing))
+    opaque = [e.get("fill") != "none" for *_, e in found]
+    return texts, [(x, y, x + w, y + h) for x, y, w, h, _ in found], opaque
 
 
 def overlap(a, b):
@@ -80,18 +89,16 @@ def problems(drawing):
 
 
 def words(drawing):
-    root = ElementTree.fromstring(drawing.svg())
-    return [e.text for e, _, _ in elements(root) if e.tag.endswith("text")]
+    return [e.text for kind, e, *_ in elements(drawing) if kind == "text"]
 
 
 def fills(drawing, name):
     """The fill of the block on which `name` is written, for every such block."""
-    root = ElementTree.fromstring(drawing.svg())
     found, rect = [], None
-    for e, _, _ in elements(root):
-        if e.tag.endswith("rect"):
+    for kind, e, *_ in elements(drawing):
+        if kind == "rect":
             rect = e
-        elif e.tag.endswith("text") and e.text == name:
+        elif kind == "text" and e.text == name:
             found.append(rect.get("fill"))
     return found
 
@@ -103,6 +110,37 @@ def check_layout(draw):
     assert drawing.svg() == draw().svg()
     assert len(drawing.description) > 60
     assert drawing.width <= 1100
+
+
+def laid_out(*figures):
+    """Return a test of the layout of figures: a function, or one and all its settings.
+
+    A setting is an argument, or a tuple of several.
+    """
+    cases = []
+    for figure in figures:
+        draw, settings = figure if isinstance(figure, tuple) else (figure, [()])
+        for one in settings:
+            cases.append(partial(draw, *(one if isinstance(one, tuple) else (one,))))
+
+    def name(call):
+        return f"{call.func.__name__} {call.args} {call.keywords}"[:80]
+
+    @pytest.mark.parametrize("draw", cases, ids=name)
+    def test(draw):
+        check_layout(draw)
+
+    return test
+
+
+def check_sliders(draw, settings, **controls):
+    """Sliders begin with a picture; a gallery is narrow, and nothing overlaps in it."""
+    view = explore(draw, **controls)
+    assert view.children[-1].value.startswith("<img ")
+    drawing = gallery(draw, settings)
+    assert list(problems(drawing)) == []
+    assert drawing.width <= 1000
+    return view
 
 
 # Plots: matplotlib

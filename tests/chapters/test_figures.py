@@ -2,10 +2,12 @@
 
 import itertools
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
-from drawings import check_layout, fills, problems, words
+from drawings import fills, laid_out, problems, words
+from refusals import refused
 
 from ddp_course.chapters import images, write_images
 from ddp_course.chapters.ch00_start_here.course_map import course_map
@@ -16,14 +18,6 @@ from ddp_course.lab.palette import rank_color
 
 FOLDER = Path(__file__).parents[2] / "images"
 SHAPES = list(itertools.product((1, 2, 3, 4, 5, 8), repeat=2))
-FIGURES = {
-    "course_map": course_map,
-    "one_or_four": one_or_four,
-    **{f"cluster {a} x {b}": lambda a=a, b=b: cluster(a, b) for a, b in SHAPES},
-    **{f"groups {a} x {b}": lambda a=a, b=b: groups(a, b) for a, b in SHAPES},
-    "cluster on CPUs": lambda: cluster(2, 8, gpus=0),
-    **{f"rendezvous {n}": lambda n=n: rendezvous(n) for n in range(2, 9)},
-}
 
 
 # images/
@@ -52,41 +46,33 @@ def test_a_stale_a_missing_and_an_unregistered_image_are_seen(tmp_path):
 # The layout: every text is large enough, in the picture, and on nothing else.
 
 
-@pytest.mark.parametrize("name", FIGURES)
-def test_the_layout(name):
-    check_layout(FIGURES[name])
-
-
-def plant_small(d):
-    d.text(50, 50, "x", size=10)
-
-
-def plant_outside(d):
-    d.text(95, 50, "too wide for this")
-
-
-def plant_overlap(d):
-    d.text(50, 50, "one")
-    d.text(55, 52, "two")
-
-
-def plant_on_an_edge(d):
-    d.rect(0, 0, 50, 50)
-    d.text(50, 25, "name")
-
-
-def plant_rect_outside(d):
-    d.rect(60, 0, 50, 50)
+test_the_layout = laid_out(
+    course_map,
+    one_or_four,
+    (cluster, SHAPES),
+    partial(cluster, 2, 8, gpus=0),
+    (groups, SHAPES),
+    (rendezvous, range(2, 9)),
+)
 
 
 @pytest.mark.parametrize(
-    "plant",
-    [plant_small, plant_outside, plant_overlap, plant_on_an_edge, plant_rect_outside],
+    ("texts", "rects", "says"),
+    [
+        ([(50, 50, "x", 10)], [], "'x' is 10.0 px small"),
+        ([(95, 50, "too wide for this", 13)], [], "leaves the picture"),
+        ([(50, 50, "one", 13), (55, 52, "two", 13)], [], "'one' overlaps 'two'"),
+        ([(50, 25, "name", 13)], [(0, 0, 50, 50)], "crosses the edge of a rectangle"),
+        ([], [(60, 0, 50, 50)], "a rectangle leaves the picture"),
+    ],
 )
-def test_a_bad_layout_is_seen(plant):
+def test_a_bad_layout_is_seen(texts, rects, says):
     drawing = Drawing(100, 100, title="t")
-    plant(drawing)
-    assert list(problems(drawing))
+    for rect in rects:
+        drawing.rect(*rect)
+    for x, y, text, size in texts:
+        drawing.text(x, y, text, size=size)
+    assert any(says in told for told in problems(drawing))
 
 
 # What the figures say.
@@ -148,19 +134,13 @@ def test_course_map_names_every_way():
         assert way in said
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        lambda: cluster(0, 4),
-        lambda: cluster(2, -1),
-        lambda: cluster(2.5, 4),
-        lambda: cluster(True, 4),
-        lambda: cluster(2, 4, gpus=-1),
-        lambda: groups(0, 1),
-        lambda: groups(2, "4"),
-        lambda: rendezvous(1),
-    ],
+test_what_cannot_be_drawn = refused(
+    (lambda: cluster(0, 4), "nnodes is 0; it must be a whole number, 1 or more"),
+    (lambda: cluster(2, -1), "nproc_per_node is -1; it must be a whole number"),
+    (lambda: cluster(2.5, 4), "nnodes is 2.5; it must be a whole number"),
+    (lambda: cluster(True, 4), "nnodes is True; it must be a whole number"),
+    (lambda: cluster(2, 4, gpus=-1), "gpus is -1; it must be a whole number, 0 or"),
+    (lambda: groups(0, 1), "nnodes is 0; it must be a whole number"),
+    (lambda: groups(2, "4"), "nproc_per_node is '4'; it must be a whole number"),
+    (lambda: rendezvous(1), "world_size is 1; it must be a whole number, 2 or more"),
 )
-def test_what_cannot_be_drawn(bad):
-    with pytest.raises(ValueError, match="must be a whole number"):
-        bad()

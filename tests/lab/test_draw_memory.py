@@ -1,10 +1,9 @@
 """What several chapters draw: memory."""
 
 import itertools
-from xml.etree import ElementTree
 
 import pytest
-from drawings import check_layout, elements, no_texts_overlap, problems
+from drawings import laid_out, no_texts_overlap, problems, rects
 from matplotlib.colors import to_hex
 from refusals import refused
 
@@ -30,16 +29,7 @@ ROWS = {
     "large": [FlatRow("root", (("a.weight", 99_999), ("b.bias", 7)), 12_501, 8)],
     "mostly padding": [FlatRow("u", (("w", 1),), 1, 4)],
 }
-
-
-DRAWINGS = {
-    **{f"shards, {k}": lambda rows=rows: shard_map(rows) for k, rows in ROWS.items()},
-}
-
-
-@pytest.mark.parametrize("name", DRAWINGS)
-def test_the_layout(name):
-    check_layout(DRAWINGS[name])
+test_the_layout = laid_out((shard_map, ROWS.values()))
 
 
 def test_kinds_are_no_ranks_and_can_be_told_apart_without_colours():
@@ -55,12 +45,11 @@ def test_kinds_are_no_ranks_and_can_be_told_apart_without_colours():
 
 def owners(drawing):
     """Width of the shards by rank: rectangles in the rank's colour."""
-    root = ElementTree.fromstring(drawing.svg())
     found = {}
-    for e, _, _ in elements(root):
-        if e.tag.endswith("rect") and e.get("fill") in RANK_COLORS:
+    for _, _, wide, _, e in rects(drawing):
+        if e.get("fill") in RANK_COLORS:
             rank = RANK_COLORS.index(e.get("fill"))
-            found.setdefault(rank, []).append(float(e.get("width")))
+            found.setdefault(rank, []).append(wide)
     return found
 
 

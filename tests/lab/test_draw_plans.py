@@ -1,10 +1,11 @@
 """What several chapters draw: plans."""
 
+import itertools
 import re
 from fractions import Fraction
 
 import pytest
-from drawings import boxes, check_layout, fills, words
+from drawings import boxes, fills, laid_out, words
 from refusals import refused
 
 from ddp_course.collectives.catalog import PLANS
@@ -22,11 +23,6 @@ from ddp_course.lab.draw.steps import (
 from ddp_course.lab.palette import rank_color
 
 RING = PLANS["all_reduce, ring"](4)
-
-
-SIZES = (1, 2, 3, 4, 5, 8)
-
-
 PIPELINE = make_plan(  # a broadcast of 64 chunks that follow each other down a line
     "pipeline",
     8,
@@ -34,39 +30,18 @@ PIPELINE = make_plan(  # a broadcast of 64 chunks that follow each other down a 
     [Transfer(c + r, r, r + 1, c, c + 1, False) for c in range(64) for r in range(7)],
     start=[range(64), *[()] * 7],
 )
-
-
 SUM = make_plan("sum", 8, 64, [Transfer(0, r, 0, 0, 64, True) for r in range(1, 8)])
-
-
 TWICE = make_plan("twice", 2, 2, [Transfer(s, 0, 1, 0, 2, True) for s in range(2)])
-
-
 SPARSE = make_plan(
     "sparse", 2, 9, [Transfer(0, 0, 1, 3, 4, False)], [{3}, ()], [{3}] * 2
 )
 
 
-FIGURES = {
-    **{
-        f"{name} {n} {step}": lambda name=name, n=n, step=step: collective(
-            name, n, step
-        )
-        for name in PLANS
-        for n in SIZES
-        for step in (0, 1, 2, 99)
-    },
-    **{f"all steps of {n}": lambda n=n: plan_steps(PLANS[n](4)) for n in PLANS},
-    "64 chunks": lambda: plan_step(PIPELINE, 40),
-    "64 sums": lambda: plan_step(SUM, 1),
-    "added twice": lambda: plan_step(TWICE, 2),
-    "hidden chunks": lambda: plan_step(SPARSE, 1),
-}
-
-
-@pytest.mark.parametrize("name", FIGURES)
-def test_the_layout(name):
-    check_layout(FIGURES[name])
+test_the_layout = laid_out(
+    (collective, itertools.product(PLANS, (1, 2, 3, 4, 5, 8), (0, 1, 2, 99))),
+    (plan_steps, [make(4) for make in PLANS.values()]),
+    (plan_step, [(PIPELINE, 40), (SUM, 1), (TWICE, 2), (SPARSE, 1)]),
+)
 
 
 def cells(drawing, plan):

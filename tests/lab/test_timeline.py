@@ -1,10 +1,9 @@
 """The timeline of recorded events, and the lanes of which all timelines are made."""
 
 from dataclasses import dataclass, replace
-from xml.etree import ElementTree
 
 import pytest
-from drawings import elements, fills, problems, words
+from drawings import fills, problems, rects, words
 
 from ddp_course.lab import rank_color
 from ddp_course.lab.draw.lanes import (
@@ -49,14 +48,13 @@ class Plain:
 
 def drawn(drawing, unit):
     """The blocks of a picture: (y, start, end, dashed), in the events' time."""
-    left, found = MARGIN + NAME_W, []
-    for e, x, y in elements(ElementTree.fromstring(drawing.svg())):
-        if e.tag.endswith("rect") and float(e.get("height")) == BLOCK:
-            x, y = x + float(e.get("x")) - left, y + float(e.get("y"))
-            if not e.get("rx") and x > -0.1 and y < drawing.height - 60:
-                wide, dashed = float(e.get("width")), bool(e.get("stroke-dasharray"))
-                found.append((y, x * unit, (x + wide) * unit, dashed))
-    return found
+    left = MARGIN + NAME_W
+    return [
+        (y, (x - left) * unit, (x - left + wide) * unit, "stroke-dasharray" in e.attrib)
+        for x, y, wide, high, e in rects(drawing)
+        if high == BLOCK and not e.get("rx")
+        if x > left - 0.1 and y < drawing.height - 60
+    ]
 
 
 def faults(drawing, events):

@@ -1,9 +1,10 @@
 """The figures of chapter 02 show what they are about, and nothing else."""
 
+import itertools
 import re
 
 import pytest
-from drawings import check_layout, words
+from drawings import laid_out, words
 from refusals import refused
 
 from ddp_course.chapters.ch02_collectives.deadlock import deadlock
@@ -17,18 +18,12 @@ from ddp_course.collectives.catalog import PLANS
 SIZES = (1, 2, 3, 4, 5, 8)
 
 
-FIGURES = {
-    **{f"{n} before and after": lambda n=n: before_after(n) for n in COLLECTIVES},
-    **{f"eight of {n}": lambda n=n: before_after("all_reduce, ring", n) for n in SIZES},
-    **{f"all to all {n}": lambda n=n: before_after("all_to_all", n) for n in SIZES},
-    "collectives": collectives,
-    "deadlock": deadlock,
-}
-
-
-@pytest.mark.parametrize("name", FIGURES)
-def test_the_layout(name):
-    check_layout(FIGURES[name])
+test_the_layout = laid_out(
+    collectives,
+    deadlock,
+    (before_after, COLLECTIVES),
+    (before_after, itertools.product(("all_reduce, ring", "all_to_all"), SIZES)),
+)
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)

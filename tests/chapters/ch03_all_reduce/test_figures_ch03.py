@@ -1,30 +1,19 @@
 """The figures of chapter 03 show what they are about, and nothing else."""
 
-import pytest
-from drawings import check_layout, fills, words
+import itertools
+
+from drawings import fills, laid_out, words
 from refusals import refused
 
 from ddp_course.chapters.ch03_all_reduce.figures import hierarchy, ring
 from ddp_course.chapters.ch03_all_reduce.six_ways import six_ways
 from ddp_course.lab.palette import rank_color
 
-SIZES = (1, 2, 3, 4, 5, 8)
-
-
-FIGURES = {
-    **{
-        f"hierarchy {g} x {n}": lambda g=g, n=n: hierarchy(g, n)
-        for g in (1, 2, 3, 4)
-        for n in SIZES
-    },
-    "ring": ring,
-    "six ways": six_ways,
-}
-
-
-@pytest.mark.parametrize("name", FIGURES)
-def test_the_layout(name):
-    check_layout(FIGURES[name])
+test_the_layout = laid_out(
+    ring,
+    six_ways,
+    (hierarchy, itertools.product((1, 2, 3, 4), (1, 2, 3, 4, 5, 8))),
+)
 
 
 def test_six_ways_tells_the_plans_numbers():

@@ -4,7 +4,7 @@ import itertools
 import re
 
 import pytest
-from drawings import boxes, check_layout, words
+from drawings import laid_out, rects, words
 from refusals import refused
 
 from ddp_course.chapters.ch05_ddp_internals.figures import (
@@ -17,24 +17,9 @@ from ddp_course.data_parallel import bucket_plan
 from ddp_course.model import build_gpt
 
 GPT = dict(build_gpt("1m").named_parameters())
-
-
 CAPS = (0.02, 0.25, 0.5, 1, 2, 4, 25)
-
-
-DRAWINGS = {
-    **{
-        f"{preset}, {cap} MiB": lambda preset=preset, cap=cap: buckets(preset, cap)
-        for preset, cap in itertools.product(("1m", "8m"), CAPS)
-    },
-    "another first bucket": lambda: buckets("8m", 0.25, 0.25),
-    "overlap": overlapped,
-}
-
-
-@pytest.mark.parametrize("name", DRAWINGS)
-def test_the_layout(name):
-    check_layout(DRAWINGS[name])
+SETTINGS = [*itertools.product(("1m", "8m"), CAPS), ("8m", 0.25, 0.25)]
+test_the_layout = laid_out(overlapped, (buckets, SETTINGS))
 
 
 @pytest.mark.parametrize("cap", CAPS)
@@ -54,10 +39,9 @@ def test_every_parameter_is_drawn_once_with_its_bytes(cap):
     assert f"bucket_cap_mb = {cap:g}: {len(plan)} bucket" in drawing.title
     assert any(f"in {len(plan)} all-reduce" in text for text in words(drawing))
     # A white sheet, the 49 parameters, the buckets that are sent; and numbers on them.
-    _, rects, _ = boxes(drawing)
-    high = [rect for rect in rects[1:] if rect[3] - rect[1] == 24]
-    assert len(high) == 49 + len(plan)
-    sent = [rect[2] - rect[0] for rect in high[49:]]
+    wide = [width for _, _, width, high, _ in rects(drawing) if high == 24]
+    assert len(wide) == 49 + len(plan)
+    sent = wide[49:]
     total = sum(bucket.nbytes for bucket in plan)
     shares = [bucket.nbytes / total for bucket in plan]
     assert [w / sum(sent) for w in sent] == pytest.approx(shares, abs=1e-3)

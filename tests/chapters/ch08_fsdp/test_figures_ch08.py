@@ -4,7 +4,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from drawings import check_layout, fills, words
+from drawings import fills, laid_out, words
 from refusals import refused
 
 from ddp_course.chapters.ch08_fsdp.figures import fully_sharded
@@ -17,17 +17,7 @@ from ddp_course.chapters.ch08_fsdp.fsdp_schedule import (
 from ddp_course.lab import rank_color
 
 SETTINGS = list(itertools.product((1, 2, 5, 8), (0, 1, 3), (True, False), (0.2, 2)))
-
-
-DRAWINGS = {
-    "08": fully_sharded,
-    **{f"step {s}": lambda s=s: fsdp_step(*s) for s in SETTINGS},
-}
-
-
-@pytest.mark.parametrize("name", DRAWINGS)
-def test_the_layout(name):
-    check_layout(DRAWINGS[name])
+test_the_layout = laid_out(fully_sharded, (fsdp_step, SETTINGS))
 
 
 def faults(ops):

@@ -2,11 +2,10 @@
 
 from dataclasses import replace
 from fractions import Fraction
-from xml.etree import ElementTree
 
 import pytest
 import torch
-from drawings import check_layout, elements, fills, problems, words
+from drawings import check_sliders, fills, laid_out, rects, words
 from refusals import refused
 from torch.nn.functional import gelu
 
@@ -18,7 +17,7 @@ from ddp_course.chapters.ch09_tensor_parallel.cut_product import (
 )
 from ddp_course.chapters.ch09_tensor_parallel.figures import cut_products
 from ddp_course.chapters.ch09_tensor_parallel.matrix_cut import CutPicture, matrix_cut
-from ddp_course.lab import explore, gallery, rank_color
+from ddp_course.lab import rank_color
 from ddp_course.lab.draw.drawing import ROOM, Drawing
 from ddp_course.lab.palette import WHOLE
 
@@ -26,23 +25,9 @@ SHAPES = [
     (128, 144, 576, 2), (128, 144, 576, 4), (8, 8, 8, 8), (1, 3, 300, 3),
     (4, 6, 8, 2), (4096, 24, 96, 8), (3, 5, 7, 1),
 ]  # fmt: skip
-
-
 CUTS = [(*shape, how) for shape in SHAPES for how in HOW]
-
-
 CUTS = [c for c in CUTS if c[1] % c[3] == 0 and c[2] % c[3] == 0]
-
-
-DRAWINGS = {
-    "09": cut_products,
-    **{f"cut {c}": lambda c=c: matrix_cut(*c) for c in CUTS},
-}
-
-
-@pytest.mark.parametrize("name", DRAWINGS)
-def test_the_layout(name):
-    check_layout(DRAWINGS[name])
+test_the_layout = laid_out(cut_products, (matrix_cut, CUTS))
 
 
 def carried_out(cut, x, weights):
@@ -164,11 +149,10 @@ def test_the_bytes_are_those_of_the_formulas():
 
 def areas(drawing, color):
     """The areas of rectangles of a colour, without the blocks with a rank's name."""
-    root = ElementTree.fromstring(drawing.svg())
     return [
-        float(e.get("width")) * float(e.get("height"))
-        for e, _, _ in elements(root)
-        if e.tag.endswith("rect") and e.get("fill") == color and not e.get("rx")
+        wide * high
+        for _, _, wide, high, e in rects(drawing)
+        if e.get("fill") == color and not e.get("rx")
     ]
 
 
@@ -236,10 +220,8 @@ def test_sides_of_equal_length_are_equal():
 
 def test_sliders_and_galleries():
     controls = {"ranks": [1, 2, 3, 4], "inner": (12, 288, 12), "columns": (12, 576, 12)}
-    view = explore(matrix_cut, how=list(HOW), **controls)
-    assert view.children[-1].value.startswith("<img ")
-    drawing = gallery(matrix_cut, [{"how": how} for how in ("column", "row")])
-    assert list(problems(drawing)) == []
+    settings = [{"how": how} for how in ("column", "row")]
+    check_sliders(matrix_cut, settings, how=list(HOW), **controls)
 
 
 test_what_cannot_be_drawn = refused(

@@ -2,13 +2,11 @@
 
 import re
 
-from drawings import check_layout, words
+from drawings import laid_out, words
 
 from ddp_course.chapters.ch11_pipeline_schedules.figures import two_orders
 
-
-def test_the_layout():
-    check_layout(two_orders)
+test_the_layout = laid_out(two_orders)
 
 
 def test_the_opening_of_chapter_11_does_not_tell_what_is_to_be_predicted():

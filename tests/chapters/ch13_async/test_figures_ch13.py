@@ -1,9 +1,12 @@
 """The figures of chapter 13."""
 
+import itertools
+
 import pytest
-from drawings import check_layout, words
+from drawings import laid_out, words
 
 from ddp_course.chapters.ch13_async.figures import (
+    MODES,
     timelines,
     twice,
     two_ways,
@@ -11,12 +14,9 @@ from ddp_course.chapters.ch13_async.figures import (
 )
 from ddp_course.parameter_server import ASYNCHRONOUS, simulate
 
-
-@pytest.mark.parametrize("mode", ["synchronous", "asynchronous", "bounded", "backup"])
-def test_the_layout(mode):
-    for slow in (1, 4, 8):
-        check_layout(lambda slow=slow: waiting(mode, slow, 2))
-    check_layout(two_ways)
+test_the_layout = laid_out(
+    two_ways, (waiting, itertools.product(MODES, (1, 4, 8), (2,)))
+)
 
 
 def test_what_the_timelines_say():

@@ -1,7 +1,9 @@
 """The figures of chapter 15."""
 
+import itertools
+
 import pytest
-from drawings import check_layout
+from drawings import laid_out
 
 from ddp_course.chapters.ch15_communication_order.figures import (
     LAYERS,
@@ -14,12 +16,7 @@ from ddp_course.chapters.ch15_communication_order.ways import looking_back
 from ddp_course.communication_order import WAIT_FOR_ALL, priority, simulate
 from ddp_course.model import GPTConfig
 
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_layout(policy):
-    for send in (0, 1, 8):
-        check_layout(lambda send=send: step(policy, send))
-    check_layout(two_orders)
+test_the_layout = laid_out(two_orders, (step, itertools.product(POLICIES, (0, 1, 8))))
 
 
 def test_what_the_steps_say():
