@@ -153,8 +153,8 @@ def _draw_bar(d: Drawing, ledger: Ledger, scale: float, amount: Unit) -> None:
         if wide < 0.3:
             continue
         cut = x + ledger[kind] * scale > PLOT + 0.5
-        short = [] if cut else [amount.number(ledger[kind])]
-        kind_block(d, x, 0, wide, BAR, kind, *short)
+        short = "" if cut else amount.number(ledger[kind])
+        kind_block(d, (x, 0, wide, BAR), kind, short)
         x += wide
     if ledger.total * scale > PLOT + 0.5:  # torn off
         for at in (PLOT - 14, PLOT - 7):

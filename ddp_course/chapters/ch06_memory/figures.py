@@ -87,9 +87,9 @@ def memory_of_a_step() -> Drawing:
         wide = len(columns) * COLUMN - GAP
         y = bottom - STATES - PARAMETERS
         words = "optimizer states: since the first step, all the time"
-        kind_block(d, 0, y, wide, STATES, "optimizer states", words, size=12)
-        kind_block(d, 0, y + STATES, wide, PARAMETERS, "parameters",
-                   "parameters: all the time", size=12)  # fmt: skip
+        kind_block(d, (0, y, wide, STATES), "optimizer states", words, size=12)
+        box, words = (0, y + STATES, wide, PARAMETERS), "parameters: all the time"
+        kind_block(d, box, "parameters", words, size=12)
     _draw_height(d, top, bottom)
     draw_kinds_legend(d, MARGIN + NAME_W, bottom + 40, ("activations", "gradients"))
     words = "The number is the layer's."
@@ -113,10 +113,10 @@ def _draw_column(d: Drawing, x: float, bottom: float, moment: Moment) -> None:
     y, wide = bottom - STATES - PARAMETERS, COLUMN - GAP
     for layer in moment.gradients:
         y -= GRADIENT
-        kind_block(d, x, y, wide, GRADIENT, "gradients", f"{layer}")
+        kind_block(d, (x, y, wide, GRADIENT), "gradients", f"{layer}")
     for layer in moment.activations:
         y -= ACTIVATION
-        kind_block(d, x, y, wide, ACTIVATION, "activations", f"{layer}")
+        kind_block(d, (x, y, wide, ACTIVATION), "activations", f"{layer}")
     d.text(x + wide / 2, bottom + 17, moment.name, size=11)
 
 
@@ -171,7 +171,7 @@ def sixteen_bytes(d: Drawing) -> None:
         x = 0
         for part in parts:
             wide = part.count * BYTE
-            kind_block(d, x, y, wide, BOX_H, part.kind, part.name, size=12)
+            kind_block(d, (x, y, wide, BOX_H), part.kind, part.name, size=12)
             ink = PANEL_EDGE if part.kind == "parameters" else INK
             for tick in range(1, part.count):
                 for edge in (y, y + BOX_H - 5):

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 from xml.sax.saxutils import escape, quoteattr
 
@@ -19,6 +20,8 @@ from ddp_course.lab.palette import INK, darker, text_color
 LINE = 1.35  # distance of two lines of text, in font sizes
 ROOM = 720  # pixels: in a narrow window, what is wider has letters too small to read
 PLAIN = ' \n"(),:;<=>/'  # what stays as it is in an address made of an SVG
+Point = tuple[float, float]
+Box = tuple[float, float, float, float]  # x and y of the top left corner, width, height
 
 
 class Drawing:
@@ -26,7 +29,7 @@ class Drawing:
 
     `title` says in a few words what it shows and `description` says it in full: both
     are for readers who cannot see it. A notebook shows a drawing that is a cell's last
-    value.
+    value. The `look` of rectangles, lines and curves is that of `_look`.
     """
 
     def __init__(
@@ -42,22 +45,10 @@ class Drawing:
         self.rect(0, 0, width, height, fill="#FFFFFF", stroke="none")
 
     def rect(
-        self,
-        x: float,
-        y: float,
-        width: float,
-        height: float,
-        *,
-        fill: str = "none",
-        stroke: str = INK,
-        stroke_width: float = 1,
-        radius: float = 0,
-        dashed: bool = False,
+        self, x: float, y: float, width: float, height: float, **look: Any
     ) -> None:
         """Draw a rectangle with its top left corner at (x, y)."""
-        look = {"rx": radius or None, "fill": fill}
-        look |= _stroke(stroke, stroke_width, dashed)
-        self._add("rect", x=x, y=y, width=width, height=height, **look)
+        self._add("rect", x=x, y=y, width=width, height=height, **_look(**look))
 
     def hatch(
         self, x: float, y: float, width: float, height: float, *, stroke: str = INK
@@ -72,43 +63,20 @@ class Drawing:
                 f"M{number(x + left)} {number(y + top)}"
                 f"L{number(x + right)} {number(y + bottom)}"
             )
-        self._add("path", d="".join(lines), fill="none", **_stroke(stroke, 1, False))
+        self._add("path", d="".join(lines), **_look(stroke=stroke))
 
-    def line(
-        self,
-        *points: tuple[float, float],
-        stroke: str = INK,
-        stroke_width: float = 1,
-        dashed: bool | str = False,
-    ) -> None:
+    def line(self, *points: Point, **look: Any) -> None:
         """Draw straight lines from point to point."""
         path = " ".join(f"{number(x)},{number(y)}" for x, y in points)
-        look = _stroke(stroke, stroke_width, dashed)
-        self._add("polyline", points=path, fill="none", **look)
+        self._add("polyline", points=path, **_look(**look))
 
-    def curve(
-        self,
-        start: tuple[float, float],
-        control: tuple[float, float],
-        end: tuple[float, float],
-        *,
-        stroke: str = INK,
-        stroke_width: float = 1,
-        dashed: bool | str = False,
-    ) -> None:
+    def curve(self, start: Point, control: Point, end: Point, **look: Any) -> None:
         """Draw a curve that leaves `start` towards `control` and bends to `end`."""
         (a, b), (c, d), (e, f) = ([number(v) for v in p] for p in (start, control, end))
-        look = _stroke(stroke, stroke_width, dashed)
-        self._add("path", d=f"M{a} {b}Q{c} {d} {e} {f}", fill="none", **look)
+        self._add("path", d=f"M{a} {b}Q{c} {d} {e} {f}", **_look(**look))
 
     def arrow(
-        self,
-        start: tuple[float, float],
-        end: tuple[float, float],
-        *,
-        stroke: str = INK,
-        stroke_width: float = 1.5,
-        both: bool = False,
+        self, start: Point, end: Point, *, stroke_width: float = 1.5, both: bool = False
     ) -> None:
         """Draw an arrow whose tip is at `end`; with `both`, one at `start` as well."""
         head = 4 + 2.5 * stroke_width
@@ -124,8 +92,8 @@ class Drawing:
             wide = head * 0.45
             beside = [(bx - k * uy * wide, by + k * ux * wide) for k in (1, -1)]
             path = " ".join(f"{number(p)},{number(q)}" for p, q in [(x, y), *beside])
-            self._add("polygon", points=path, fill=stroke)
-        self.line(inner[-1], inner[1], stroke=stroke, stroke_width=stroke_width)
+            self._add("polygon", points=path, fill=INK)
+        self.line(inner[-1], inner[1], stroke_width=stroke_width)
 
     def text(
         self,
@@ -234,11 +202,18 @@ def number(value: float) -> str:
     return "0" if text in ("-0", "") else text
 
 
-def _stroke(
-    color: str, width: float, dashed: bool | str
+def _look(
+    fill: str = "none",
+    stroke: str = INK,
+    stroke_width: float = 1,
+    radius: float = 0,
+    dashed: bool | str = False,
 ) -> dict[str, float | str | None]:
+    """Return the attributes of a look; `dashed` may be lengths, as in "3 3"."""
     return {
-        "stroke": color,
-        "stroke_width": None if width == 1 else width,
+        "rx": radius or None,
+        "fill": fill,
+        "stroke": stroke,
+        "stroke_width": None if stroke_width == 1 else stroke_width,
         "stroke_dasharray": "5 4" if dashed is True else dashed or None,
     }

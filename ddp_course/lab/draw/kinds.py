@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ddp_course.lab.draw.drawing import Drawing
+from ddp_course.lab.draw.drawing import Box, Drawing
 from ddp_course.lab.palette import INK, MUTED, darker, text_color
 
 DOTS = 6  # pixels between two dots, as between two lines of `Drawing.hatch`
@@ -47,22 +47,19 @@ KIND_LOOKS = {
 }
 
 
-def draw_kind(
-    d: Drawing, x: float, y: float, width: float, height: float, kind: str
-) -> None:
+def draw_kind(d: Drawing, box: Box, kind: str) -> None:
     """Draw a rectangle of memory of a kind, without a name."""
     look = KIND_LOOKS[kind]
-    d.rect(x, y, width, height, fill=look.fill, stroke=look.edge)
+    d.rect(*box, fill=look.fill, stroke=look.edge)
     if look.pattern == "lines":
-        d.hatch(x, y, width, height, stroke=look.edge)
+        d.hatch(*box, stroke=look.edge)
     elif look.pattern == "dots":
-        dots(d, x, y, width, height, look.edge)
+        dots(d, box, look.edge)
 
 
-def dots(
-    d: Drawing, x: float, y: float, width: float, height: float, color: str
-) -> None:
+def dots(d: Drawing, box: Box, color: str) -> None:
     """Fill a rectangle with dots, each a short dash of a line."""
+    x, y, width, height = box
     rows = max(1, int((height - 2) // DOTS))
     top = y + (height - (rows - 1) * DOTS) / 2
     for row in range(rows):
@@ -72,32 +69,19 @@ def dots(
             d.line(*line, stroke=color, stroke_width=1.4, dashed=f"1.4 {DOTS - 1.4:g}")
 
 
-def kind_block(
-    d: Drawing,
-    x: float,
-    y: float,
-    width: float,
-    height: float,
-    kind: str,
-    *names: str,
-    size: float = 11,
-    bold: bool = False,
-) -> bool:
-    """Draw memory of a kind with the first of `names` that fits; return if one does."""
-    draw_kind(d, x, y, width, height, kind)
-    look = KIND_LOOKS[kind]
-    for name in names:
-        wide, high = room(name, size, bold), 0.75 * size
-        if not name or wide + 6 > width or high + 4 > height:
-            continue
-        middle, base = x + width / 2, y + height / 2 + 0.36 * size
-        if look.pattern:
-            box = middle - wide / 2 - 2, base - high - 2, wide + 4, high + 4
-            d.rect(*box, fill=look.fill, stroke="none")
-        ink = INK if look.pattern else text_color(look.fill)
-        d.text(middle, base, name, size=size, bold=bold, fill=ink)
-        return True
-    return False
+def kind_block(d: Drawing, box: Box, kind: str, name: str, size: float = 11) -> None:
+    """Draw memory of a kind, with its `name` if that fits."""
+    draw_kind(d, box, kind)
+    x, y, width, height = box
+    look, wide, high = KIND_LOOKS[kind], room(name, size), 0.75 * size
+    if not name or wide + 6 > width or high + 4 > height:
+        return
+    middle, base = x + width / 2, y + height / 2 + 0.36 * size
+    if look.pattern:
+        ground = middle - wide / 2 - 2, base - high - 2, wide + 4, high + 4
+        d.rect(*ground, fill=look.fill, stroke="none")
+    ink = INK if look.pattern else text_color(look.fill)
+    d.text(middle, base, name, size=size, fill=ink)
 
 
 def room(text: str, size: float = 11, bold: bool = False) -> float:
@@ -122,18 +106,12 @@ def wrapped(text: str, width: float, size: float = 12) -> list[str]:
     return lines
 
 
-def draw_kinds_legend(
-    d: Drawing, x: float, y: float, kinds: Iterable[str], gap: float = 16
-) -> float:
-    """Draw small samples of `kinds` with their names in a line; return where it ends.
-
-    `y` is the middle of the line.
-    """
+def draw_kinds_legend(d: Drawing, x: float, y: float, kinds: Iterable[str]) -> None:
+    """Draw small samples of `kinds` with their names in a line; `y` is its middle."""
     for kind in kinds:
-        draw_kind(d, x, y - 7, 22, 14, kind)
+        draw_kind(d, (x, y - 7, 22, 14), kind)
         d.text(x + 28, y + 4, kind, size=11, anchor="start")
-        x += 28 + room(kind) + gap
-    return x
+        x += 44 + room(kind)
 
 
 def kinds_among(ledgers: Iterable[Any]) -> list[str]:

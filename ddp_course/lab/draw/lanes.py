@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from ddp_course.lab.draw.drawing import Drawing
+from ddp_course.lab.draw.drawing import Box, Drawing
 from ddp_course.lab.draw.kinds import dots, room, wrapped
 from ddp_course.lab.palette import (
     MUTED,
@@ -141,7 +141,7 @@ def draw_runs(
         x = float(MARGIN)
         for look, words in row:
             if look:
-                draw_block(d, x, y - BLOCK / 2, 26, BLOCK, look, SAMPLE)
+                draw_block(d, (x, y - BLOCK / 2, 26, BLOCK), look, SAMPLE)
             x += 32 * bool(look)
             d.text(x, y + 4, words, size=11, anchor="start")
             x += 8 + room(words)
@@ -181,7 +181,7 @@ def _draw_lane(
     for left, right, block in _visible(lane.blocks, scale):
         tall = high if block.look == "waits" else BLOCK
         at = name_w + left, LOWER * block.lower, right - left, tall
-        draw_block(d, *at, block.look, rank_color(lane.rank), block.names)
+        draw_block(d, at, block.look, rank_color(lane.rank), block.names)
     if lane.note:
         d.text(name_w, high + 13, lane.note, size=12, anchor="start", fill=MUTED)
 
@@ -208,30 +208,24 @@ def _visible(blocks: Iterable[Block], scale: float) -> list[tuple[float, float, 
 
 
 def draw_block(
-    d: Drawing,
-    x: float,
-    y: float,
-    wide: float,
-    tall: float,
-    look: str,
-    color: str,
-    names: Iterable[str] = (),
+    d: Drawing, box: Box, look: str, color: str, names: Iterable[str] = ()
 ) -> None:
     """Draw a block, and the first of `names` for which there is room."""
+    x, y, wide, tall = box
     spare, fill, ink = 0, "#FFFFFF", ""
     if look == "waits":
         spare, fill, ink = 8, PANEL, MUTED
-        d.rect(x, y, wide, tall, fill=fill, stroke=PANEL_EDGE, dashed=True)
+        d.rect(*box, fill=fill, stroke=PANEL_EDGE, dashed=True)
     elif look == "sent":
         spare = 8  # must stay hatched
-        d.rect(x, y, wide, tall, fill=fill, stroke=darker(color, 0.3))
+        d.rect(*box, fill=fill, stroke=darker(color, 0.3))
         if wide >= 3:
-            d.hatch(x, y, wide, tall, stroke=darker(color, 0.3))
+            d.hatch(*box, stroke=darker(color, 0.3))
     else:
         fill = lighter(color, PALER[look]) if PALER[look] else color
-        d.rect(x, y, wide, tall, fill=fill, stroke=darker(color))
+        d.rect(*box, fill=fill, stroke=darker(color))
         if look == "W" and wide > 6:
-            dots(d, x, y, wide, tall, darker(color, 0.2))
+            dots(d, box, darker(color, 0.2))
     for name in names:
         half = room_for(name) / 2
         if 2 * half + spare <= wide:

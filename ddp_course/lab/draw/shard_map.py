@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ddp_course.lab.draw.drawing import Drawing
+from ddp_course.lab.draw.drawing import Box, Drawing
 from ddp_course.lab.draw.kinds import room
 from ddp_course.lab.palette import (
     INK,
@@ -114,12 +114,12 @@ def _draw_row(d: Drawing, row: FlatRow, scale: float) -> None:
     for k, (name, numel) in enumerate(row.parameters):
         wide = numel * scale
         d.rect(x, y, wide, NAME_H, fill=FILLS[k % 2])
-        _write(d, x, y, wide, NAME_H, _names(name, numel))
+        _write(d, (x, y, wide, NAME_H), *_names(name, numel))
         x += wide
     if row.padding:
-        wide = row.padding * scale
-        d.rect(x, y, wide, NAME_H, fill="#FFFFFF", stroke=PANEL_EDGE, dashed=True)
-        _write(d, x, y, wide, NAME_H, ("padding",), MUTED)
+        box = x, y, row.padding * scale, NAME_H
+        d.rect(*box, fill="#FFFFFF", stroke=PANEL_EDGE, dashed=True)
+        _write(d, box, "padding", fill=MUTED)
     y += NAME_H
     real = row.numel - row.padding
     for rank in range(row.world_size):
@@ -129,23 +129,17 @@ def _draw_row(d: Drawing, row: FlatRow, scale: float) -> None:
             left = max(first, real) * scale
             d.rect(left, y, last * scale - left, CELL_H, fill="#FFFFFF",
                    stroke=PANEL_EDGE, dashed=True)  # fmt: skip
-        if end > x:
-            _draw_shard(d, x, y, end - x, rank)
-        if single and end > x:
-            color = darker(rank_color(rank))
+        if end <= x:
+            continue
+        fill, names = rank_color(rank), (f"rank {rank}", f"{rank}")
+        d.rect(x, y, end - x, CELL_H, fill=fill, stroke=darker(fill))
+        box = x - 1, y, end - x + 2, CELL_H  # a rank's name may touch the edge
+        _write(d, box, *names, fill=text_color(fill), size=12, bold=True)
+        if single:
+            color = darker(fill)
             for cell in range(first + 1, min(last, real)):
                 for edge in (y, y + CELL_H - 4):
                     d.line((cell * scale, edge), (cell * scale, edge + 4), stroke=color)
-
-
-def _draw_shard(d: Drawing, x: float, y: float, wide: float, rank: int) -> None:
-    """Draw what a rank owns of a buffer."""
-    fill = rank_color(rank)
-    d.rect(x, y, wide, CELL_H, fill=fill, stroke=darker(fill))
-    names = [n for n in (f"rank {rank}", f"{rank}") if room(n, 12, True) < wide]
-    for name in names[:1]:
-        d.text(x + wide / 2, y + CELL_H / 2 + 4, name, size=12, bold=True,
-               fill=text_color(fill))  # fmt: skip
 
 
 def _names(name: str, numel: int) -> tuple[str, ...]:
@@ -157,17 +151,18 @@ def _names(name: str, numel: int) -> tuple[str, ...]:
 
 def _write(
     d: Drawing,
-    x: float,
-    y: float,
-    wide: float,
-    high: float,
-    names: Sequence[str],
+    box: Box,
+    *names: str,
     fill: str = INK,
+    size: int = 11,
+    bold: bool = False,
 ) -> None:
     """Write the longest name that fits into a box."""
+    x, y, wide, high = box
     for name in names:
-        if room(name) < wide - 2:
-            d.text(x + wide / 2, y + high / 2 + 4, name, size=11, fill=fill)
+        if room(name, size, bold) < wide - 2:
+            look = {"size": size, "bold": bold, "fill": fill}
+            d.text(x + wide / 2, y + high / 2 + 4, name, **look)
             return
 
 
