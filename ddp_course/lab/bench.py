@@ -7,29 +7,24 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_course.bench.table import grouped, ratio_of, title_of
 from ddp_course.bench.turns import Pair
-from ddp_course.lab.draw.plots import GRID, plot
+from ddp_course.lab.draw.plots import GRID, Drawn, canvas, plot
 from ddp_course.lab.palette import INK, MUTED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 MARKERS = "osv^PpDX<>*hd8H"
 CONTROL = "#9AA2AD"
 
 
 @plot
-def plot_bench(
-    pairs: Iterable[Pair], rows: Sequence[Mapping[str, Any]]
-) -> tuple[Figure, str]:
+def plot_bench(pairs: Iterable[Pair], rows: Sequence[Mapping[str, Any]]) -> Drawn:
     """Draw the rows of a bench: ratios, a panel for each thing that others lie over.
 
     A line for each case, a mark for each pair, in greys: colours are for ranks. A short
     upright dash is what is asked for. The control (grey) is the same thing twice: as
     far as it is from 1, differences are noise. Raises ValueError for no rows.
     """
-    from matplotlib import pyplot
-
     panels = grouped(pairs, rows)
     if not panels:
         raise ValueError("there are no rows; at least one must be drawn")
@@ -37,10 +32,8 @@ def plot_bench(
         0.9 + 0.34 * max(len({c for _, found in columns for c in found}), len(columns))
         for columns in panels.values()
     ]
-    figure, grid = pyplot.subplots(
-        len(panels), 1, figsize=(9.5, sum(heights)), height_ratios=heights,
-        layout="constrained", squeeze=False,
-    )  # fmt: skip
+    below = {"nrows": len(panels), "height_ratios": heights, "squeeze": False}
+    figure, grid = canvas((9.5, sum(heights)), **below)
     for axes, (over, columns) in zip(grid[:, 0], panels.items(), strict=True):
         _draw_panel(axes, columns)
         axes.set_xlabel(f"over {over}")

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ddp_course.lab.draw.drawing import Drawing
 from ddp_course.lab.draw.lanes import draw_runs
-from ddp_course.lab.draw.plots import GRID, plot
+from ddp_course.lab.draw.plots import GRID, Drawn, canvas, plot
 from ddp_course.lab.draw.schedule_view import named
 from ddp_course.lab.draw.work import idle_share, run_of, works_of
 from ddp_course.lab.palette import INK, MUTED, rank_color
 from ddp_course.pipeline.simulate import Costs, simulate
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 STAGES, MICROBATCHES = 4, 4
 PARTS = ("embed, block 0", "block 1", "block 2", "block 3, head")
@@ -71,20 +67,18 @@ def bubble_curve(
     measured: Mapping[int, Mapping[int, float]],
     formula: Callable[[int, int], float],
     most: int,
-) -> tuple[Figure, str]:
+) -> Drawn:
     """Draw the bubble against the number of microbatches, a curve for each p.
 
     `measured` maps a number of ranks p to {number of microbatches m: share of time}; a
     p without points is a curve alone. `formula` is called with p and m, for m from 1 to
     `most`. Raises ValueError for what is no share.
     """
-    from matplotlib import pyplot
-
     for p, points in measured.items():
         for m, share in points.items():
             if not 0 <= share <= 1:
                 raise ValueError(f"p = {p}, m = {m}: {share} is no share of time")
-    figure, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
+    figure, axes = canvas((7, 3.6))
     ms = range(1, most + 1)
     for p, points in measured.items():
         curve = [100 * float(formula(p, m)) for m in ms]

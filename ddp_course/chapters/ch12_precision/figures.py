@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ddp_course.lab.draw.drawing import Drawing
-from ddp_course.lab.draw.plots import CURVES, GRID, plot
+from ddp_course.lab.draw.plots import CURVES, GRID, Drawn, canvas, plot
 from ddp_course.lab.palette import INK, MUTED, PANEL, PANEL_EDGE, WHOLE
 from ddp_course.precision import FORMATS, Format, bits_of
 from ddp_course.theory.checks import check_choice
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 PARTS = {"sign": "#FFFFFF", "exponent": MUTED, "fraction": WHOLE}
 BIT, HIGH, LEFT = 17, 24, 100
@@ -104,17 +100,15 @@ def taken_apart(digits: float = 1.1, power: int = 0, format: str = "fp16") -> Dr
 
 
 @plot
-def exponents(values: Mapping[str, Tensor], format: str = "fp16") -> tuple[Figure, str]:
+def exponents(values: Mapping[str, Tensor], format: str = "fp16") -> Drawn:
     """Draw histograms of the exponents of numbers, and what a format loses of them.
 
     `values` maps at most three names to tensors of any shape; zeros do not count.
     Raises ValueError for a name that is not in FORMATS.
     """
-    from matplotlib import pyplot
-
     check_choice("format", format, FORMATS)
     its, words = FORMATS[format], []
-    figure, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
+    figure, axes = canvas((7, 3.6))
     low, high = math.log2(its.smallest), math.log2(its.max)
     least, most = low - 18, high + 5
     for (name, numbers), look in zip(values.items(), CURVES, strict=False):
@@ -158,15 +152,13 @@ def errors_of_sums(
     simulated: Mapping[str, Mapping[int, float]],
     measured: Mapping[str, Mapping[int, float]],
     expected: Mapping[str, Callable[[int], float]],
-) -> tuple[Figure, str]:
+) -> Drawn:
     """Draw the relative error of a sum against the number of ranks N, by its order.
 
     The first two map an order, of three at most, to {N: error}, simulated in one
     process and measured on real ranks; `expected` has formulas of N, the thin lines.
     """
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 3.8), layout="constrained")
+    figure, axes = canvas((7, 3.8))
     told, ranks = [], sorted({n for its in simulated.values() for n in its})
     for (order, points), look in zip(simulated.items(), CURVES, strict=False):
         axes.plot(points.keys(), points.values(), label=order, **look)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from ddp_course.lab.draw.drawing import Drawing
 from ddp_course.lab.draw.lanes import Block, Lane, Run, draw_runs
-from ddp_course.lab.draw.plots import GRID, LOOKS, plot
+from ddp_course.lab.draw.plots import GRID, LOOKS, Drawn, canvas, plot
 from ddp_course.parameter_server import (
     ASYNCHRONOUS,
     SYNCHRONOUS,
@@ -16,9 +15,6 @@ from ddp_course.parameter_server import (
     bounded,
     simulate,
 )
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 Points = Sequence[tuple[float, float]]
 LEGEND = {"F": "computes a gradient", "W": "its gradient is dropped", "waits": "waits"}
@@ -101,18 +97,15 @@ def _lane(record: Record, worker: int, long: float, unit: float) -> Lane:
 @plot
 def twice(
     losses: Mapping[str, Sequence[tuple[int, float, float]]],
-) -> tuple[Figure, str]:
+) -> Drawn:
     """Draw losses over updates, and the same losses over time beside them.
 
     Of each run (updates so far, time so far, loss), in this order; the unit of time is
     a fast worker's gradient. Raises ValueError for no run, or more than four.
     """
-    from matplotlib import pyplot
-
     if not 1 <= len(losses) <= len(LOOKS):
         raise ValueError(f"{len(losses)} runs; 1 to {len(LOOKS)} can be told apart")
-    figure, both = pyplot.subplots(1, 2, figsize=(7.2, 3.4), sharey=True,
-                                   layout="constrained")  # fmt: skip
+    figure, both = canvas((7.2, 3.4), ncols=2, sharey=True)
     told = []
     for look, (name, points) in zip(LOOKS, losses.items(), strict=False):
         updates, times, values = zip(*points, strict=True)

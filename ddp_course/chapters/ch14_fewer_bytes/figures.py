@@ -5,16 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddp_course.lab.draw.drawing import Drawing
-from ddp_course.lab.draw.plots import GRID, plot
+from ddp_course.lab.draw.plots import GRID, Drawn, canvas, plot
 from ddp_course.lab.palette import INK, MUTED, PANEL_EDGE, WHOLE, rank_color
 from ddp_course.model import build_gpt
 from ddp_course.theory import compressed_bytes
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 ROWS, COLUMNS, CELL = 6, 8, 14  # a gradient, and pixels of one of its numbers
 LARGE = ((0, 5), (2, 1), (3, 6), (5, 3))  # its largest numbers, as it were
@@ -112,15 +109,13 @@ def _shapes() -> list[tuple[int, ...]]:
 @plot
 def drift(
     distances: Sequence[Sequence[float]], every: int, ylabel: str = "from the mean"
-) -> tuple[Figure, str]:
+) -> Drawn:
     """Draw how far each replica is from the mean of all, step by step.
 
     `distances[step][rank]`, measured after each step and before any average; the
     replicas are averaged after every `every` steps, where a line stands.
     """
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 3.2), layout="constrained")
+    figure, axes = canvas((7, 3.2))
     steps = range(1, len(distances) + 1)
     for rank, values in enumerate(zip(*distances, strict=True)):
         look = {"color": rank_color(rank), "linewidth": 4.0 - rank, "marker": "."}
@@ -136,16 +131,12 @@ def drift(
 
 
 @plot
-def worth(
-    curves: Mapping[str, Sequence[tuple[float, float]]], base: str
-) -> tuple[Figure, str]:
+def worth(curves: Mapping[str, Sequence[tuple[float, float]]], base: str) -> Drawn:
     """Draw losses over bytes: name -> (bytes that a rank has sent so far, loss), ....
 
     `base` is drawn broad. Raises KeyError for another.
     """
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7.2, 5.2), layout="constrained")
+    figure, axes = canvas((7.2, 5.2))
     ends = {name: curve[-1] for name, curve in curves.items()}
     for (name, curve), look in zip(curves.items(), _looks(curves, base), strict=True):
         axes.plot(*zip(*curve, strict=True), marker="o", markevery=[-1], **look)
@@ -165,15 +156,13 @@ def worth(
 @plot
 def over_time(
     links: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], base: str
-) -> tuple[Figure, str]:
+) -> Drawn:
     """Draw losses over time, a panel a link: link -> name -> (seconds, loss), ....
 
     Names stand at the ends of their curves, and `base` is drawn broad.
     """
-    from matplotlib import pyplot
-
-    size = {"figsize": (7.2, 2.6 * len(links)), "layout": "constrained"}
-    figure, panels = pyplot.subplots(len(links), squeeze=False, **size)
+    size = (7.2, 2.6 * len(links))
+    figure, panels = canvas(size, nrows=len(links), squeeze=False)
     told, line = [], {"arrowstyle": "-", "color": PANEL_EDGE, "relpos": (0, 0.5)}
     for axes, (link, curves) in zip(panels.flat, links.items(), strict=True):
         for look, curve in zip(_looks(curves, base), curves.values(), strict=True):

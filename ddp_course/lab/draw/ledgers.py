@@ -8,18 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_course.lab.draw.kinds import KIND_LOOKS, kinds_among
 from ddp_course.lab.draw.memory import STACK, samples_of, total_of, unit_of
-from ddp_course.lab.draw.plots import GRID, draw_mark, name_below, plot
+from ddp_course.lab.draw.plots import GRID, Drawn, canvas, draw_mark, name_below, plot
 from ddp_course.lab.palette import INK, MUTED, darker, rank_color, text_color
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 
 @plot
 def ledgers(
     measured: Mapping[str, Any], theory: Mapping[str, Any] | None = None
-) -> tuple[Figure, str]:
+) -> Drawn:
     """Draw ledgers side by side, kinds upon each other, and theory as marks.
 
     `measured` maps a name such as "ZeRO-1" to a `measure.Ledger`, or to one for each
@@ -27,8 +26,6 @@ def ledgers(
     all; for each rank or once for all. Raises ValueError for an empty ledger, unknown
     kinds and names, and numbers of ranks that differ. Chapters 06 and 07.
     """
-    from matplotlib import pyplot
-
     bars = {name: _per_rank(has) for name, has in measured.items()}
     marks = {
         name: _per_rank(says, len(bars.get(name, ())))
@@ -42,7 +39,7 @@ def ledgers(
     wide = len(every) == len(bars)  # one for each name: room for numbers
     width, each = (0.7, 1.35) if wide else (0.86, 0.44)
     shape = (max(6.0, 3.2 + each * (len(every) + len(bars) * (not wide))), 4)
-    figure, axes = pyplot.subplots(figsize=shape, layout="constrained")
+    figure, axes = canvas(shape)
     axes.set_ylim(0, 1.12 * max(every) / size)
     x, places = 0, {}
     for name, group in bars.items():
@@ -165,19 +162,17 @@ def _name_ledgers(axes: Axes, places: Mapping[str, range]) -> None:
 @plot
 def memory_against_communication(
     rows: Iterable[Sequence[Any]], beside: str = "DDP"
-) -> tuple[Figure, str]:
+) -> Drawn:
     """Draw what strategies store against what they send, both relative to `beside`.
 
     A row is (name, bytes resident on a rank, bytes that it sends in a step). Names that
     begin with "PyTorch" are drawn hollow. Raises ValueError if `beside` is not among
     the names, for a name twice, and for what is not above 0. Chapter 08.
     """
-    from matplotlib import pyplot
-
     rows = [(f"{name}", float(has), float(sent)) for name, has, sent in rows]
     unit = _check_stages(rows, beside)
     points = {n: (sent / unit[1], has / unit[0]) for n, has, sent in rows}
-    figure, axes = pyplot.subplots(figsize=(7.5, 4.2), layout="constrained")
+    figure, axes = canvas((7.5, 4.2))
     look = {"color": MUTED, "linewidth": 1, "linestyle": (0, (4, 3))}
     axes.axhline(1, **look)
     axes.axvline(1, **look)

@@ -7,12 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ddp_course.lab.draw.kinds import KIND_LOOKS, kinds_among
-from ddp_course.lab.draw.plots import plot
+from ddp_course.lab.draw.plots import Drawn, canvas, plot
 from ddp_course.lab.palette import INK, MUTED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 MS = 1e3
 # From the bottom: what stays, then what comes and goes.
@@ -27,7 +26,7 @@ Moments = Sequence[tuple[float, Mapping[str, float], Any]]
 @plot
 def plot_memory(
     logs: Any, events: Any = (), *, title: str = "", clock: str = "time"
-) -> tuple[Figure, str]:
+) -> Drawn:
     """Draw the memory that was recorded in a step, by kind, and mark the peak.
 
     `logs` is a `measure.MemoryLog`, its `moments`, or up to three of either by name,
@@ -37,8 +36,6 @@ def plot_memory(
     "count", the number of the moment: so the same step gives the same picture. Raises
     ValueError if nothing was recorded, and for names that do not match. Chapter 06.
     """
-    from matplotlib import pyplot
-
     runs = _by_name(logs, title)
     spans = events if isinstance(events, Mapping) else dict.fromkeys(runs, events)
     spans = {name: list(getattr(of, "events", of)) for name, of in spans.items()}
@@ -48,10 +45,8 @@ def plot_memory(
     top = max(total_of(ledger) for run in runs.values() for _, ledger, _ in run)
     unit, size = unit_of(top)
     longest = max(run[-1][0] - run[0][0] for run in runs.values()) * MS or 1
-    figure, panels = pyplot.subplots(
-        1, len(runs), figsize=(8.5 if len(runs) == 1 else 11, 3.8), sharey=True,
-        layout="constrained", squeeze=False,
-    )  # fmt: skip
+    inches = (8.5 if len(runs) == 1 else 11, 3.8)
+    figure, panels = canvas(inches, ncols=len(runs), sharey=True, squeeze=False)
     for axes, (name, run) in zip(panels[0], runs.items(), strict=True):
         _draw_moments(axes, run, kinds, size, clock)
         axes.set_xlim(0, longest if clock == "time" else max(1, len(run) - 1))

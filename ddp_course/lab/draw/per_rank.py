@@ -5,25 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ddp_course.lab.draw.plots import GRID, draw_mark, name_below, plot
+from ddp_course.lab.draw.plots import GRID, Drawn, canvas, draw_mark, name_below, plot
 from ddp_course.lab.palette import INK, WHOLE, darker, rank_color
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 
 @plot
 def plot_bytes(
     measured: Mapping[str, Sequence[float]], theory: Mapping[str, Sequence[float]]
-) -> tuple[Figure, str]:
+) -> Drawn:
     """Draw what each rank sent, in whole tensors S, and what theory says, as a mark.
 
     Both map an algorithm to a value for each rank. Raises ValueError if they are not of
     the same algorithms and as many ranks.
     """
-    from matplotlib import pyplot
-
     _check_bytes(measured, theory)
     bars = sum(map(len, measured.values())) + len(measured)
     places, x = {}, 0
@@ -31,7 +28,7 @@ def plot_bytes(
         places[name] = range(x, x + len(values))
         x += len(values) + 1
     size = (max(4.5, 1.2 + 0.36 * bars), 3.4)
-    figure, axes = pyplot.subplots(figsize=size, layout="constrained")
+    figure, axes = canvas(size)
     for name, xs in places.items():
         colors = [rank_color(rank) for rank in range(len(xs))]
         edges = [darker(color) for color in colors]

@@ -28,8 +28,8 @@ LOOKS = (  # of curves: colours are for ranks
     {"color": MUTED, "linewidth": 2.6, "linestyle": (0, (1, 1.5))},
     {"color": INK, "linewidth": 1.5, "linestyle": (0, (5, 3))},
 )
-MIB = 2**20
 GRID = {"color": "#E3E6EA", "linewidth": 0.8}
+Drawn = tuple["Figure", str]  # a plot, and words for those who do not see it
 
 
 def style() -> None:
@@ -58,7 +58,14 @@ def style() -> None:
     )
 
 
-def plot(draw: Callable[..., tuple[Figure, str]]) -> Callable[..., Figure]:
+def canvas(size: tuple[float, float] | None = None, **more: Any) -> tuple[Figure, Any]:
+    """Return a figure of so many inches and its axes; `more` as for `subplots`."""
+    from matplotlib import pyplot
+
+    return pyplot.subplots(figsize=size, layout="constrained", **more)
+
+
+def plot(draw: Callable[..., Drawn]) -> Callable[..., Figure]:
     """Let `draw`, which returns a figure and words for it, draw in the course's look.
 
     What it becomes returns the figure alone. A notebook shows it once, and tells the
@@ -113,21 +120,19 @@ def plot_losses(
     *,
     ylabel: str = "loss [nats per character]",
     every: int = 1,
-) -> tuple[Figure, str]:
+) -> Drawn:
     """Draw loss curves on top of each other: name -> the loss of every step.
 
     With `every`, of each so-many-th step: the first value is that of step `every`.
 
     Raises ValueError for no curve, more than three, or one without values.
     """
-    from matplotlib import pyplot
-
     if not 1 <= len(curves) <= len(CURVES):
         raise ValueError(f"{len(curves)} curves; 1 to {len(CURVES)} can be told apart")
     empty = [name for name, losses in curves.items() if len(losses) == 0]
     if empty:
         raise ValueError(f"the curve {empty[0]!r} has no values")
-    figure, axes = pyplot.subplots(layout="constrained")
+    figure, axes = canvas()
     words = [f"Curves of the {ylabel.partition(' [')[0]} against the step."]
     for order, (name, losses) in enumerate(curves.items()):
         values = [float(loss) for loss in losses]
@@ -151,17 +156,15 @@ def curves(
     ylabel: str,
     *,
     log: bool = False,
-) -> tuple[Figure, str]:
+) -> Drawn:
     """Draw lines of formulas, and the points that were measured on them.
 
     Both map a name to (x, y) pairs; points have a line's name. Raises ValueError for
     points without a line, and for more than four lines.
     """
-    from matplotlib import pyplot
-
     if not 1 <= len(formulas) <= len(LOOKS) or measured.keys() - formulas.keys():
         raise ValueError(f"lines {list(formulas)}, points {list(measured)}")
-    figure, axes = pyplot.subplots(figsize=(7, 3.4), layout="constrained")
+    figure, axes = canvas((7, 3.4))
     told = []
     for look, (name, pairs) in zip(LOOKS, formulas.items(), strict=False):
         axes.plot(*zip(*pairs, strict=True), label=name, **look)

@@ -6,25 +6,21 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ddp_course.lab.draw.plots import GRID, plot
+from ddp_course.lab.draw.memory import unit_of
+from ddp_course.lab.draw.plots import GRID, Drawn, canvas, plot
 from ddp_course.lab.palette import INK, MUTED
+from ddp_course.theory.checks import check_positive
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 MS = 1e3
 
 
-def _check_positive(name: str, value: float) -> None:
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name} is {value}; it must be above 0 and finite")
-
-
 def size_name(nbytes: float) -> str:
     """Write a number of bytes as B, KiB, MiB or GiB: 65536 is "64 KiB"."""
-    power = min(3, max(0, int(math.log2(max(nbytes, 1)) // 10)))
-    return f"{nbytes / 1024**power:.3g} {('B', 'KiB', 'MiB', 'GiB')[power]}"
+    unit, size = unit_of(nbytes)
+    return f"{nbytes / size:.3g} {unit}"
 
 
 def log_log(axes: Axes, sizes: Sequence[float]) -> None:
@@ -52,23 +48,21 @@ def log_log(axes: Axes, sizes: Sequence[float]) -> None:
 @plot
 def plot_fit(
     sizes: Sequence[float], seconds: Sequence[float], line: Callable[[float], float]
-) -> tuple[Figure, str]:
+) -> Drawn:
     """Draw measured times against sizes, and the time in s that a model `line` gives.
 
     Raises ValueError unless there are as many sizes as times, all above 0.
     """
-    from matplotlib import pyplot
-
     if len(sizes) != len(seconds) or not len(sizes):
         raise ValueError(
             f"{len(sizes)} sizes, {len(seconds)} times; must be as many, at least one"
         )
     for size, time in zip(sizes, seconds, strict=True):
-        _check_positive("a size", size)
-        _check_positive(f"the time of {size_name(size)}", time)
+        check_positive("a size", size)
+        check_positive(f"the time of {size_name(size)}", time)
     low, high = min(sizes), max(sizes)
     grid = [low * (high / low) ** (k / 100) for k in range(101)]
-    figure, axes = pyplot.subplots(layout="constrained")
+    figure, axes = canvas()
     model = [line(size) * MS for size in grid]
     axes.plot(grid, model, color=INK, linewidth=1.6, label="model: α + β × bytes")
     look = {"color": MUTED, "marker": "o", "linestyle": "", "fillstyle": "none"}
