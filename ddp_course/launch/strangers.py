@@ -50,10 +50,10 @@ def check_peers(known: Iterable[Ends] = ()) -> None:
 def connections() -> set[Ends]:
     """Return both ends, ours first, of all TCP connections that this process has."""
     found = set()
-    for fd in Path("/proc/self/fd").glob("*"):
+    for path in Path("/proc/self/fd").glob("*"):
         with contextlib.suppress(OSError):  # not connected, or closed meanwhile
-            if stat.S_ISSOCK(fd.stat().st_mode):
-                with socket.socket(fileno=os.dup(int(fd.name))) as end:
+            if stat.S_ISSOCK(os.fstat(fd := int(path.name)).st_mode):
+                with socket.socket(fileno=os.dup(fd)) as end:
                     tcp = end.family in FAMILIES and end.type == socket.SOCK_STREAM
                     if tcp:
                         found.add((end.getsockname(), end.getpeername()))

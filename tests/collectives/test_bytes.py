@@ -15,7 +15,7 @@ from ddp_course.collectives.port import Port
 from ddp_course.launch import spawn
 from ddp_course.measure import ByteMeter, Bytes, SystemBytes
 
-PER_RANK = 84_000  # of 8 bytes: all world sizes, their squares, cache lines divide it
+PER_RANK = 16_800  # of 8 bytes: all world sizes, their squares, cache lines divide it
 
 
 def all_calls() -> dict[str, Callable[[], object]]:

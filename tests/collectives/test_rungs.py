@@ -31,7 +31,7 @@ def given(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 def cases(n: int) -> list[tuple[int, torch.dtype]]:
     dtypes = torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool
-    numels = 0, 1, n - 1, n + 1, 100_003
+    numels = 0, 1, n - 1, n + 1, 40_009
     return [(1009, d) for d in dtypes] + [(k, torch.float32) for k in numels]
 
 
@@ -75,7 +75,7 @@ def all_of_it() -> tuple[list[str], list[str], list[bool]]:
     return differences(), differences(mine), with_gaps()
 
 
-@pytest.mark.parametrize("nodes", [(1, 1), (1, 2), (1, 3), (1, 5), (2, 2), (3, 2)])
+@pytest.mark.parametrize("nodes", [(1, 1), (1, 2), (1, 5), (2, 2), (3, 2)])
 def test_each_rung_gives_the_bits_and_sends_the_messages_of_the_full_one(nodes):
     told = spawn(all_of_it, nnodes=nodes[0], nproc_per_node=nodes[1], output="none")
     assert told == [([], [], [True] * 4)] * len(told)

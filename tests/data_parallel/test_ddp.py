@@ -2,6 +2,7 @@
 
 import weakref
 from fractions import Fraction
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from ddp_cases import (
     batch,
     train,
 )
+from on_ranks import launched
 from torch import nn
 from trained import bits, far_apart
 
@@ -67,14 +69,16 @@ def test_the_same_training_as_one_process_and_as_pytorch(n):
 def accumulated() -> dict[str, object]:
     """On every rank: four microbatches in all, by ranks, by no_sync, or both."""
     n = dist.get_world_size()
-    told = {"ranks": train(WRAPPERS["ours"])}
+    told = {"ranks": train(WRAPPERS["ours"], steps=3)}
     for name in ("ours", "small buckets", "shared", "copied", "find", "torch"):
         micro = {1: 4, 2: 2, 4: 3}[n]
-        told[name] = train(WRAPPERS[name], micro=micro)
+        told[name] = train(WRAPPERS[name], steps=3, micro=micro)
     for name in ("naive", "flat", "bucketed", "small buckets", "copied", "find"):
-        told[f"{name}, held"] = train(WRAPPERS[name], micro=12 // n, in_step=True)
+        how = {"micro": 12 // n, "in_step": True}
+        told[f"{name}, held"] = train(WRAPPERS[name], steps=3, **how)
     if n == 2:
-        told["fake"] = train(lambda m: OneTooEarly(m, **SMALL_BUCKETS), micro=2)
+        fake = partial(OneTooEarly, **SMALL_BUCKETS)
+        told["fake"] = train(fake, steps=3, micro=2)
     return told
 
 
@@ -102,7 +106,7 @@ def test_a_step_in_no_sync_only_adds_up():
 
 
 def test_more_ranks_a_larger_batch_and_accumulation_are_the_same():
-    alone = train(None)
+    alone = train(None, steps=3)
     for n in (1, 2, 4):
         told = spawn(accumulated, world_size=n, output="none")
         for name in told[0]:
@@ -283,20 +287,9 @@ def ways_to_go_backward() -> dict[str, dict]:
     return told
 
 
-def on_every_rank() -> dict[str, object]:
-    """One launch, for several of the tests below."""
-    told = {"ways": ways_to_go_backward(), "order": in_another_order()}
-    return told | {"names": like_pytorch()}
-
-
-@pytest.fixture(scope="module")
-def launched() -> list[dict]:
-    return spawn(on_every_rank, world_size=3, output="none")
-
-
-def test_several_forwards_and_backwards(launched):
+def test_several_forwards_and_backwards(three_ranks):
     n = 3
-    told = [rank["ways"] for rank in launched]
+    told = three_ranks["ways_to_go_backward"]
 
     def alone(rank, a=1.0, b=1.0):
         model = TwoHeads()
@@ -357,8 +350,8 @@ def in_another_order() -> list[torch.Tensor]:
     return [came, *(p.grad for p in ddp.parameters())]
 
 
-def test_buckets_are_sent_in_one_order_whatever_the_order_of_the_gradients(launched):
-    told = [rank["order"] for rank in launched]
+def test_buckets_are_sent_in_one_order_whatever_the_order_of_the_gradients(three_ranks):
+    told = three_ranks["in_another_order"]
     assert len({tuple(came) for came, *_ in told}) == 3
     for _, *gradients in told:
         for k, gradient in enumerate(gradients):
@@ -390,7 +383,10 @@ def like_pytorch() -> dict[str, object]:
     return told
 
 
-def test_names_attributes_and_memory_are_as_in_pytorch(launched):
-    for got in (rank["names"] for rank in launched):
+def test_names_attributes_and_memory_are_as_in_pytorch(three_ranks):
+    for got in three_ranks["like_pytorch"]:
         assert "has no attribute 'first'" in got.pop("attribute")
         assert all(got.values()), got
+
+
+three_ranks = launched(3, ways_to_go_backward, in_another_order, like_pytorch)

@@ -1,30 +1,16 @@
 """What cannot be averaged is refused on every rank, and nothing hangs."""
 
-import fnmatch
-
 import pytest
 import torch
 import torch.distributed as dist
 from ddp_cases import Naive, Ours, Small, UnusedIgnored, batch
+from on_ranks import assert_refused, error_of, launched, tried
 from torch import nn
 
-from ddp_course.collectives import CollectiveError, ring
-from ddp_course.data_parallel.unused import UnusedParametersError
+from ddp_course.collectives import ring
 from ddp_course.launch import spawn
-from ddp_course.measure import ByteMeter, TorchCollectives
-from ddp_course.mechanisms.agreement import ReplicaError, differences
+from ddp_course.mechanisms.agreement import differences
 from ddp_course.mechanisms.memory_exchange import empty_for_all
-
-
-def error_of(call) -> str:
-    """Return the error of a call, in words, and what was sent before it."""
-    told = ""
-    with TorchCollectives() as calls, ByteMeter() as meter:
-        try:
-            call()
-        except (ReplicaError, UnusedParametersError, CollectiveError) as error:
-            told = f"{type(error).__name__}: {error}"
-    return f"{told}|{calls.count()}|{meter.total_sent}" if told else "no error"
 
 
 def frozen(model: nn.Module, odd: bool) -> nn.Module:
@@ -33,98 +19,60 @@ def frozen(model: nn.Module, odd: bool) -> nn.Module:
 
 
 def constructions(odd: bool) -> dict:
-    """Return what cannot be constructed, with words of the error. Rank 1 is odd."""
-
-    def linear(*layers):
-        return nn.Sequential(*layers)
-
+    """Return what cannot be constructed, by words of the error. Rank 1 is odd."""
     two = [nn.Linear(3, 4), nn.Linear(4, 2)]
     other = nn.Linear(3, 5) if odd else two[0]
     buffered = nn.BatchNorm1d(3, track_running_stats=not odd)
+    in_turn = ring.all_reduce if odd else None
+
+    def one(module=two[0], cls=Ours, **options):
+        return lambda: cls(module, **options)
+
     return {
-        "shape": (
-            lambda: Ours(linear(other)),
-            "*ranks differ*0.weight is float32 `[4, 3`] on cpu, requires_grad=True on "
-            "ranks 0, 2, float32 `[5, 3`]*on rank 1; 0.bias is*",
+        "*ranks differ*0.weight is float32 [4, 3] on cpu, requires_grad=True on "
+        "ranks 0, 2, float32 [5, 3]*on rank 1; 0.bias is*": one(nn.Sequential(other)),
+        "*1.weight is float32*on ranks 0, 2, missing on rank 1*": one(
+            nn.Sequential(*two[: 1 if odd else 2])
         ),
-        "missing": (
-            lambda: Ours(linear(*two[: 1 if odd else 2])),
-            "*1.weight is float32*on ranks 0, 2, missing on rank 1*",
+        "*weight is float32*on ranks 0, 2, float64*on rank 1*": one(
+            nn.Linear(3, 4, dtype=torch.float64 if odd else None)
         ),
-        "dtype": (
-            lambda: Ours(two[0].double() if odd else two[0]),
-            "*weight is float32*on ranks 0, 2, float64*on rank 1*",
+        "*0.bias is *=True on ranks 0, 2*requires_grad=False on rank 1*": one(
+            frozen(nn.Sequential(nn.Linear(3, 4)), odd)
         ),
-        "frozen": (
-            lambda: Ours(frozen(linear(nn.Linear(3, 4)), odd)),
-            "*0.bias is *=True on ranks 0, 2*requires_grad=False on rank 1*",
+        "*weight is*on ranks 0, 2*on rank 1*": one(other, cls=Naive),
+        "*buffer running_mean*missing on rank 1*": one(buffered),
+        "*argument bucket_cap_mb is 25 on ranks 0, 2, 5 on rank 1*": one(
+            bucket_cap_mb=5 if odd else 25
         ),
-        "naive": (lambda: Naive(other), "*weight is*on ranks 0, 2*on rank 1*"),
-        "buffer": (lambda: Ours(buffered), "*buffer running_mean*missing on rank 1*"),
-        "caps": (
-            lambda: Ours(nn.Linear(3, 3), bucket_cap_mb=5 if odd else 25),
-            "*argument bucket_cap_mb is 25 on ranks 0, 2, 5 on rank 1*",
+        "*argument all_reduce is*all_reduce*on ranks 0, 2*(*ring*rank 1*": one(
+            all_reduce=in_turn
         ),
-        "all_reduce": (
-            lambda: Ours(nn.Linear(3, 3), all_reduce=ring.all_reduce if odd else None),
-            "*argument all_reduce is*all_reduce*on ranks 0, 2*(*ring*rank 1*",
+        "*rank 1: module is a list; it must be a torch.nn.Module*": one(
+            [] if odd else nn.Linear(3, 3)
         ),
-        "no module": (
-            lambda: Ours([] if odd else nn.Linear(3, 3)),
-            "*rank 1: module is a list; it must be a torch.nn.Module*",
+        "*ranks 0, 1, 2: the module has no parameter that requires a gradient*": one(
+            nn.ReLU()
         ),
-        "nothing to train": (
-            lambda: Ours(nn.ReLU()),
-            "*ranks 0, 1, 2: the module has no parameter that requires a gradient*",
+        "*bucket_cap_mb is 0; it must be a number of MiB above 0*": one(
+            bucket_cap_mb=0
         ),
-        "cap 0": (
-            lambda: Ours(nn.Linear(3, 3), bucket_cap_mb=0),
-            "*bucket_cap_mb is 0; it must be a number of MiB above 0*",
+        "*all_reduce is 'ring'; it must be a function*": one(all_reduce="ring"),
+        "*rank 1: weight has no shape yet*": one(
+            nn.LazyLinear(3) if odd else nn.Linear(3, 3)
         ),
-        "no function": (
-            lambda: Ours(nn.Linear(3, 3), all_reduce="ring"),
-            "*all_reduce is 'ring'; it must be a function*",
-        ),
-        "lazy": (
-            lambda: Ours(nn.LazyLinear(3) if odd else nn.Linear(3, 3)),
-            "*rank 1: weight has no shape yet*",
-        ),
-        "meta": (lambda: Ours(nn.Linear(3, 3, device="meta")), "*meta device*"),
-        "sparse": (
-            lambda: Ours(linear(nn.Embedding(3, 3, sparse=True))),
-            "*0 has sparse gradients*",
-        ),
+        "*meta device*": one(nn.Linear(3, 3, device="meta")),
+        "*0 has sparse gradients*": one(nn.Sequential(nn.Embedding(3, 3, sparse=True))),
     }
 
 
 def refused() -> dict[str, str]:
-    """On every rank: the errors of all wrong constructions, then one that is right."""
-    cases = constructions(dist.get_rank() == 1)
-    told = {name: error_of(call) for name, (call, _) in cases.items()}
-    told["right"] = error_of(lambda: Ours(nn.Linear(3, 3)))
-    return told
+    return tried(constructions(dist.get_rank() == 1))
 
 
-def on_every_rank() -> dict[str, object]:
-    """One launch, for several of the tests below."""
-    told = {"refused": refused(), "unused": unused(), "found": found()}
-    return told | {"failed": after_an_error(), "buffers": buffers_and_small_things()}
-
-
-@pytest.fixture(scope="module")
-def launched() -> list[dict]:
-    return spawn(on_every_rank, world_size=3, output="none")
-
-
-def test_wrong_constructions_are_refused_on_every_rank_and_nothing_is_sent(launched):
-    told = [rank["refused"] for rank in launched]
-    assert [rank.pop("right") for rank in told] == ["no error"] * 3
-    for name, (_, words) in constructions(False).items():
-        texts = {rank[name] for rank in told}
-        assert len(texts) == 1, (name, texts)
-        (text,) = texts
-        pattern = "ReplicaError: " + words.replace("`[", "[[]").replace("`]", "]")
-        assert fnmatch.fnmatchcase(text, f"{pattern}|0|0"), (name, text)
+def test_wrong_constructions_are_refused_on_every_rank_and_nothing_is_sent(three_ranks):
+    """And the ranks can go on: what the tests below look at comes after that."""
+    assert_refused(three_ranks["refused"])
 
 
 def test_differences_are_told_in_order_and_not_all_of_them():
@@ -193,8 +141,8 @@ def none_of(ddp: nn.Module) -> list[str]:
     return [name for name, p in ddp.module.named_parameters() if p.grad is None]
 
 
-def test_unused_parameters_are_named_on_every_rank(launched):
-    told = [rank["unused"] for rank in launched]
+def test_unused_parameters_are_named_on_every_rank(three_ranks):
+    told = three_ranks["unused"]
     for name in told[0]:
         assert len({str(rank[name]) for rank in told}) == 1, name
     got = told[0]
@@ -247,8 +195,8 @@ def found() -> list[dict]:
     return told
 
 
-def test_found_unused_parameters_are_handled_as_in_pytorch(launched):
-    told = [rank["found"] for rank in launched]
+def test_found_unused_parameters_are_handled_as_in_pytorch(three_ranks):
+    told = three_ranks["found"]
     theirs, *mine = told[0]
     nones = [[k for k, g in step.items() if g is None] for step in theirs["history"]]
     assert any(nones) and not all(nones)  # the case is there at all
@@ -298,8 +246,8 @@ def after_an_error() -> bool:
     )
 
 
-def test_a_backward_that_fails_does_not_spoil_the_next_one(launched):
-    assert all(rank["failed"] for rank in launched)
+def test_a_backward_that_fails_does_not_spoil_the_next_one(three_ranks):
+    assert all(three_ranks["after_an_error"])
 
 
 def buffers_and_small_things() -> dict[str, bool]:
@@ -321,8 +269,8 @@ def buffers_and_small_things() -> dict[str, bool]:
     return told
 
 
-def test_buffers_are_sent_when_pytorch_sends_them(launched):
-    told = [rank["buffers"] for rank in launched]
+def test_buffers_are_sent_when_pytorch_sends_them(three_ranks):
+    told = three_ranks["buffers_and_small_things"]
     assert told[0][True] == told[0][False] == [0.0, 10.0, 20.0, 30.0]
     # After a forward in no_sync nothing is sent: rank 1 keeps its own in the third.
     assert told[1][True] == told[1][False] == [0.0, 10.0, 21.0, 30.0]
@@ -340,3 +288,8 @@ def test_shared_memory_is_refused_between_nodes():
 def test_shared_memory_is_refused_on_gpus():
     with pytest.raises(ValueError, match="True, but the model is on cuda:0, not cpu"):
         empty_for_all(None)(4, torch.float32, torch.device("cuda:0"))
+
+
+three_ranks = launched(
+    3, refused, unused, found, after_an_error, buffers_and_small_things
+)

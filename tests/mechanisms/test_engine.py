@@ -1,9 +1,9 @@
 """The engine's promises about order, by what it does with its buckets, on one rank."""
 
 import torch
+from on_ranks import launched
 from torch import nn
 
-from ddp_course.launch import spawn
 from ddp_course.mechanisms.buckets import Bucket
 from ddp_course.mechanisms.engine import AllReduce, Engine
 
@@ -56,9 +56,9 @@ def buckets_that_are_full_before_their_turn():
     return log
 
 
-def test_buckets_that_waited_for_their_turn_leave_at_once():
+def test_buckets_that_waited_for_their_turn_leave_at_once(one_rank):
     """c and b come before a, whose bucket is the first to be sent; d comes last."""
-    [log] = spawn(buckets_that_are_full_before_their_turn, world_size=1)
+    [log] = one_rank["buckets_that_are_full_before_their_turn"]
     assert log == [
         *("pack c", "pack b", "pack a", "launch 0", "launch 1", "launch 2"),
         *("pack d", "launch 3", "wait 0", "wait 1", "wait 2", "wait 3"),
@@ -88,10 +88,17 @@ def a_pass_that_fails_and_another():
     return log, [parameter.grad.item() for parameter in parameters.values()]
 
 
-def test_what_a_failed_pass_has_left_is_sent_and_arrives_before_it_is_overwritten():
-    [(log, gradients)] = spawn(a_pass_that_fails_and_another, world_size=1)
+def test_what_a_failed_pass_has_left_is_sent_and_arrives_before_it_is_overwritten(
+    one_rank,
+):
+    [(log, gradients)] = one_rank["a_pass_that_fails_and_another"]
     assert log == [
         *("pack a", "launch 0", "failed", "launch 1", "wait 0", "wait 1"),
         *("pack a", "launch 0", "pack b", "launch 1", "wait 0", "wait 1"),
     ]
     assert gradients == [1.0, 1.0]
+
+
+one_rank = launched(
+    1, buckets_that_are_full_before_their_turn, a_pass_that_fails_and_another
+)

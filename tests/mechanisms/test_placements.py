@@ -8,9 +8,9 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import launched
 from torch import Tensor, nn
 
-from ddp_course.launch import spawn
 from ddp_course.mechanisms.agreement import ReplicaError
 from ddp_course.mechanisms.placements import (
     Flat,
@@ -183,8 +183,8 @@ def refusals(model, optimizer, whole, states):
     return told
 
 
-def test_a_model_in_stages_in_parts_in_pieces_is_whole_again():
-    told = spawn(divided, world_size=8, output="none", timeout=120)
+def test_a_model_in_stages_in_parts_in_pieces_is_whole_again(eight_ranks):
+    told = eight_ranks["divided"]
     for texts in zip(*told, strict=True):
         assert len(set(texts)) == 1
         assert texts[0].startswith("rank 7: ")
@@ -209,10 +209,13 @@ def norms():
     return right, counted_twice(list(model.parameters()), model.groups)
 
 
-def test_a_norm_that_counts_replicas_is_seen():
+def test_a_norm_that_counts_replicas_is_seen(eight_ranks):
     plain = Plain()
     grads = [gradient_of(n, p) for n, p in plain.named_parameters() if p.requires_grad]
     expected = nn.utils.get_total_norm(grads).double()
-    for right, planted in spawn(norms, world_size=8, output="none", timeout=120):
+    for right, planted in eight_ranks["norms"]:
         torch.testing.assert_close(right, expected, rtol=1e-6, atol=0)
         assert planted > 1.05 * expected
+
+
+eight_ranks = launched(8, divided, norms, timeout=120)

@@ -9,10 +9,10 @@ from functools import partial
 import cloudpickle
 import pytest
 import torch
+from on_ranks import launched
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ddp_course.launch import spawn
 from ddp_course.measure import MemoryLog
 from ddp_course.mechanisms.recompute import (
     NaiveRecompute,
@@ -278,8 +278,8 @@ def under_ddp() -> list:
     return told
 
 
-def test_spawn_ddp_averages_recomputed_blocks_but_not_naive_ones():
-    for told in spawn(under_ddp, world_size=2):
+def test_ddp_averages_recomputed_blocks_but_not_naive_ones(two_ranks):
+    for told in two_ranks["under_ddp"]:
         assert torch.equal(told[0], told[1]) and torch.equal(told[0], told[2])
         assert "got its gradient twice in one backward pass" in told[3]
 
@@ -315,13 +315,18 @@ def under_fully_shard(how: str) -> tuple[list[float], int] | str:
     return losses, log.peak_of("activations")
 
 
-def test_spawn_inside_of_blocks_of_fully_shard_and_not_outside():
-    plain = spawn(under_fully_shard, "plain", world_size=2)
-    inside = spawn(under_fully_shard, "inside", world_size=2)
-    for (losses, peak), (expected, before) in zip(inside, plain, strict=True):
+def recomputed_in_places() -> list:
+    return [under_fully_shard(how) for how in ("plain", "inside", "outside")]
+
+
+def test_inside_of_blocks_of_fully_shard_and_not_outside(two_ranks):
+    for plain, inside, outside in two_ranks["recomputed_in_places"]:
+        (expected, before), (losses, peak) = plain, inside
         assert losses == expected and peak < 0.8 * before
-    for told in spawn(under_fully_shard, "outside", world_size=2):
-        assert "that are neither its own nor in its arguments" in told
+        assert "that are neither its own nor in its arguments" in outside
+
+
+two_ranks = launched(2, under_ddp, recomputed_in_places)
 
 
 # ---- a whole model -----------------------------------------------------------------
@@ -450,20 +455,24 @@ class _Once(nn.Module):
 # ---- planted wrong versions --------------------------------------------------------
 
 
-def test_a_version_that_forgets_random_numbers_is_caught(monkeypatch):
-    monkeypatch.setattr(torch, "set_rng_state", lambda state: None)
+def nothing_around(*_, **__):
+    return contextlib.nullcontext()
+
+
+ROOM = "ddp_course.mechanisms.recompute"
+SAME_BITS = partial(test_gradients_are_the_same_to_the_bit, plainly)
+HOOKS = test_hooks_are_called_once_and_tied_parameters_add_up
+
+
+@pytest.mark.parametrize(
+    ("replaced", "by", "seen_by"),
+    [
+        ("torch.set_rng_state", lambda state: None, SAME_BITS),  # forgets the numbers
+        ("torch.random.fork_rng", nothing_around, SAME_BITS),  # moves the generator
+        (f"{ROOM}._without_hooks", nothing_around, HOOKS),  # calls hooks twice
+    ],
+)
+def test_wrong_versions_are_caught(replaced, by, seen_by, monkeypatch):
+    monkeypatch.setattr(replaced, by)
     with pytest.raises(AssertionError):
-        test_gradients_are_the_same_to_the_bit(plainly)
-
-
-def test_a_version_that_moves_the_generator_is_caught(monkeypatch):
-    monkeypatch.setattr(torch.random, "fork_rng", lambda **_: contextlib.nullcontext())
-    with pytest.raises(AssertionError):
-        test_gradients_are_the_same_to_the_bit(plainly)
-
-
-def test_a_version_that_calls_hooks_twice_is_caught(monkeypatch):
-    room = "ddp_course.mechanisms.recompute._without_hooks"
-    monkeypatch.setattr(room, lambda _: contextlib.nullcontext())
-    with pytest.raises(AssertionError):
-        test_hooks_are_called_once_and_tied_parameters_add_up()
+        seen_by()

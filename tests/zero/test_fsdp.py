@@ -10,7 +10,8 @@ from trained import bits, far_apart
 from ddp_course.launch import spawn
 
 alone = functools.cache(functools.partial(train, None))  # one process, whole batch
-SGD, ODD = {"optimizer": "sgd"}, {"optimizer": "sgd", "model": "odd"}
+SGD = {"optimizer": "sgd", "steps": 3}
+ODD = {**SGD, "model": "odd"}
 CLIP = {**SGD, "clip": 0.05}
 
 

@@ -28,7 +28,8 @@ EVEN = GPTConfig(block_size=16, n_layer=2, n_head=2, d_model=24)
 # AdamW moves a weight whose gradient is hardly more than rounding by what rounding
 # says: by 1.5e-5, of a step of .01, on one kind of CPU, and by less on others.
 CLOSE = {"sgd": 1e-5, "adamw": 1e-4}
-alone = functools.cache(functools.partial(train, None, clip=CLIP))
+HOW = {"steps": 3, "clip": CLIP, "states": True}
+alone = functools.cache(functools.partial(train, None, **HOW))
 
 
 def different(ranks: list[Trained], optimizer: str, model: str) -> list[str]:
@@ -75,7 +76,7 @@ def replicas(folder: str) -> dict[tuple, Trained]:
     }
     told = {
         (who, optimizer, what): train(
-            wrap, optimizer, "odd" if what == "odd" else "gpt", clip=CLIP, states=True
+            wrap, optimizer, "odd" if what == "odd" else "gpt", **HOW
         )
         for (who, optimizer, what), wrap in wraps.items()
     }
@@ -117,7 +118,7 @@ def below_is_tensor_parallelism(folder: str) -> dict[str, object]:
 
     axes = make_groups(Mesh({"dp": 2, "tp": 2}))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    how = {"clip": CLIP, "share": (axes.index("dp"), 2), "states": True}
+    how = {**HOW, "share": (axes.index("dp"), 2)}
 
     def ours(model: nn.Module) -> nn.Module:
         return Ours(tensor_parallel(model, axes.group("tp")), axes.group("dp"))

@@ -1,16 +1,13 @@
 """Units, shards and their order, as plain data; and what cannot be sharded."""
 
-import fnmatch
-
 import pytest
 import torch
 import torch.distributed as dist
 from fsdp_cases import GPT, Naive, Odd, Ours
+from on_ranks import assert_refused, tried
 from torch import nn
 
 from ddp_course.launch import spawn
-from ddp_course.measure import ByteMeter
-from ddp_course.mechanisms.agreement import ReplicaError
 from ddp_course.model import build_gpt
 from ddp_course.zero.order import Order
 from ddp_course.zero.units import unit_plan
@@ -125,61 +122,51 @@ def test_the_order_is_learnt_and_a_unit_may_be_used_twice():
 
 
 def constructions(odd: bool) -> dict:
-    """Return what cannot be constructed, with words of the error. Rank 1 is odd."""
+    """Return what cannot be constructed, by words of the error. Rank 1 is odd."""
     layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
     layers[0].requires_grad_(not odd)
     gpt = build_gpt(GPT)
-    return {
-        "shape": (lambda: Ours(nn.Linear(3, 5 if odd else 4)), "*weight is float32 *"),
-        "frozen": (lambda: Ours(layers), "*requires_grad=True on rank*"),
-        "units": (
-            lambda: Ours(gpt, units=["blocks.0"] if odd else ["blocks.1"]),
-            "*unit blocks.1 is blocks.1: * on ranks 0, 2, missing on rank 1*",
+
+    def one(module=gpt, cls=Ours, **options):
+        return lambda: cls(module, **options)
+
+    of_rank_1 = {
+        "*weight is float32 *": one(nn.Linear(3, 5 if odd else 4)),
+        "*requires_grad=True on rank*": one(layers),
+        "*unit blocks.1 is blocks.1: * on ranks 0, 2, missing on rank 1*": one(
+            units=["blocks.0"] if odd else ["blocks.1"]
         ),
-        "prefetch": (
-            lambda: Ours(gpt, prefetch=2 if odd else 1),
-            "*argument prefetch is 1 on ranks 0, 2, 2 on rank 1*",
-        ),
-        "no module": (lambda: Ours([]), "*module is a list; it must be*"),
-        "no unit": (lambda: Naive(gpt, units=["x"]), "*units has 'x', which is no*"),
-        "no units": (lambda: Naive(gpt, units=3), "*units: 'int' object is not *"),
-        "meta": (lambda: Ours(nn.Linear(3, 3, device="meta")), "*on the meta device*"),
-        "ahead": (lambda: Ours(gpt, prefetch=-1), "*prefetch is -1; it must be*"),
-        "reshard": (
-            lambda: Ours(gpt, reshard_after_forward=2),
-            "*reshard_after_forward is 2; it can be True, False or None*",
-        ),
-        "dtype": (
-            lambda: Ours(gpt, compute_dtype=torch.int8),
-            "*compute_dtype is torch.int8; it must be a floating-point dtype*",
-        ),
-        "reduce": (lambda: Ours(gpt, reduce_dtype="bf16"), "*reduce_dtype is 'bf16'*"),
-        "offload": (
-            lambda: Ours(gpt, cpu_offload=True),
-            "*cpu_offload is True, but the module computes on the CPU: *",
-        ),
-        "twice": (lambda: Ours(Ours(build_gpt(GPT))), "*is sharded already*"),
-        "machines": (
-            lambda: Ours(gpt, in_shared_memory=True),
-            "*in_shared_memory is True, but these ranks share no*",
+        "*argument prefetch is 1 on ranks 0, 2, 2 on rank 1*": one(
+            prefetch=2 if odd else 1
         ),
     }
+    calls = of_rank_1 | {
+        "*module is a list; it must be*": one([]),
+        "*units has 'x', which is no*": one(cls=Naive, units=["x"]),
+        "*units: 'int' object is not *": one(cls=Naive, units=3),
+        "*on the meta device*": one(nn.Linear(3, 3, device="meta")),
+        "*prefetch is -1; it must be*": one(prefetch=-1),
+        "*reshard_after_forward is 2; it can be True, False or None*": one(
+            reshard_after_forward=2
+        ),
+        "*compute_dtype is torch.int8; it must be a floating-point dtype*": one(
+            compute_dtype=torch.int8
+        ),
+        "*reduce_dtype is 'bf16'*": one(reduce_dtype="bf16"),
+        "*cpu_offload is True, but the module computes on the CPU: *": one(
+            cpu_offload=True
+        ),
+        "*is sharded already*": one(Ours(build_gpt(GPT))),
+        "*in_shared_memory is True, but these ranks share no*": one(
+            in_shared_memory=True
+        ),
+    }
+    return {f"{words}Nothing was sent.": call for words, call in calls.items()}
 
 
 def refused() -> dict[str, str]:
-    told = {}
-    for name, (call, _) in constructions(dist.get_rank() == 1).items():
-        with ByteMeter() as meter:
-            try:
-                call()
-                told[name] = "no error"
-            except ReplicaError as error:
-                told[name] = f"{error}|{meter.total_sent}"
-    return told
+    return tried(constructions(dist.get_rank() == 1))
 
 
 def test_wrong_constructions_are_refused_on_every_rank_and_nothing_is_sent():
-    told = spawn(refused, nnodes=3, nproc_per_node=1, output="none")
-    for name, (_, words) in constructions(False).items():
-        (text,) = {rank[name] for rank in told}
-        assert fnmatch.fnmatchcase(text, f"{words}Nothing was sent.|0"), (name, text)
+    assert_refused(spawn(refused, nnodes=3, nproc_per_node=1, output="none"))

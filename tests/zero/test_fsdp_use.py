@@ -3,22 +3,19 @@
 import functools
 import os
 
-import pytest
 import torch
 import torch.distributed as dist
 from fsdp_cases import GPT, Ours, Simple, batch, fully_shard, whole_state
+from on_ranks import error_of, launched
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ddp_course.collectives import CollectiveError
 from ddp_course.collectives.patience import AVAILABLE, socket_threads
-from ddp_course.launch import spawn
 from ddp_course.measure import ByteMeter, resident
 from ddp_course.mechanisms.placements import placed
 from ddp_course.mechanisms.recompute import recompute_blocks
 from ddp_course.mechanisms.shard_exchange import ShardMessages
 from ddp_course.model import build_gpt
-from ddp_course.zero.freed import ShardedError
 from ddp_course.zero.offload import OffloadedStorage, settle
 from ddp_course.zero.units import unit_plan
 
@@ -42,19 +39,6 @@ def gradients(sharded: nn.Module) -> dict[str, torch.Tensor]:
         for piece, numbers in zip(pieces, kept, strict=True):
             piece.copy_(numbers)
     return got
-
-
-def everything() -> dict[str, object]:
-    """On both ranks: what the tests below look at, in one launch."""
-    of_models = forwards_and_backwards, passed, parts, recomputed, mixed
-    return {part.__name__: part() for part in (*of_models, failures, offloaded)}
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> dict[str, list]:
-    """By part, what each of two ranks tells."""
-    ranks = spawn(everything, world_size=2, output="none")
-    return {part: [rank[part] for rank in ranks] for part in ranks[0]}
 
 
 # ---- several forwards and backwards, none, and parts ---------------------------------
@@ -214,14 +198,6 @@ def input_gradient(sharded: nn.Module) -> torch.Tensor:
     x = torch.ones(2, 3, requires_grad=True)
     (gradient,) = torch.autograd.grad(sharded(x, [0])[0].sum(), x)
     return gradient
-
-
-def error_of(call) -> str:
-    try:
-        call()
-    except (ShardedError, CollectiveError, ValueError, ZeroDivisionError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def test_parts_of_a_model_and_another_order_on_each_rank(two_ranks):
@@ -463,3 +439,8 @@ def offloaded() -> list:
 
 def test_offloaded_gradients_are_copied_home_and_added(two_ranks):
     assert two_ranks["offloaded"] == [[[0, 1, 2, 3], [1, 2, 3, 4]]] * 2
+
+
+two_ranks = launched(
+    2, forwards_and_backwards, passed, parts, recomputed, mixed, failures, offloaded
+)

@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import assert_refused, error_of, launched, tried
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, Adafactor, AdamW
@@ -14,21 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from zero_cases import Naive, Odd, Stage1, Stage2, pytorchs
 
 from ddp_course.data_parallel import DistributedDataParallel as OurDDP
-from ddp_course.launch import spawn
-from ddp_course.measure import ByteMeter, TorchCollectives
-from ddp_course.mechanisms.agreement import ReplicaError
 from ddp_course.zero import deal
-
-
-def error_of(call) -> str:
-    """Return the error of a call, in words, and what was sent before it."""
-    told = ""
-    with TorchCollectives() as calls, ByteMeter() as meter:
-        try:
-            call()
-        except (ReplicaError, RuntimeError, ValueError) as error:
-            told = f"{type(error).__name__}: {error}"
-    return f"{told}|{calls.count()}|{meter.total_sent}" if told else "no error"
 
 
 def linear(*shape) -> list[nn.Parameter]:
@@ -52,11 +39,11 @@ def constructions(odd: bool) -> dict:
         return lambda: cls(given, of, **{**of_sgd, **more})
 
     return {
-        "*ranks differ*0 is float32 `[4, 3`] on cpu, requires_grad=True on ranks "
-        "0, 2, float32 `[5, 3`]*on rank 1; 1 is*": one(linear(3, 5 if odd else 4)),
+        "*ranks differ*0 is float32 [4, 3] on cpu, requires_grad=True on ranks "
+        "0, 2, float32 [5, 3]*on rank 1; 1 is*": one(linear(3, 5 if odd else 4)),
         "*1 is*=True on ranks 0, 2*=False on rank 1*": one(frozen),
         "*group 0 is *'lr': 0.1*'lr': 0.2*rank 1*": one(lr=0.2 if odd else 0.1),
-        "*b is float32 `[2`]*on ranks 0, 2, missing on rank 1; c is*": one(named),
+        "*b is float32 [2]*on ranks 0, 2, missing on rank 1; c is*": one(named),
         "*bucket_cap_mb is 25 on ranks 0, 2, 5 on*": one(
             bucket_cap_mb=5 if odd else 25
         ),
@@ -92,46 +79,29 @@ def constructions(odd: bool) -> dict:
 
 
 def refused() -> dict[str, str]:
-    """On every rank: the errors of all wrong constructions, then one that is right."""
-    cases = constructions(dist.get_rank() == 1)
-    told = {f"ReplicaError: {words}": error_of(call) for words, call in cases.items()}
+    """On every rank: the errors of all wrong constructions, then of what is made."""
+    odd = dist.get_rank() == 1
     right = Stage1(linear(3, 3), SGD, lr=0.1)
-    wrong = {"params": linear(3, 5 if dist.get_rank() == 1 else 4)}
-    return told | {
-        "ReplicaError: *the ranks differ*2 is float32*0, 2*on rank 1*": error_of(
-            lambda: right.add_param_group(wrong)
-        ),
-        "ReplicaError: rank 0: this is no state_dict of an optimizer*": error_of(
-            lambda: right.load_state_dict({"state": {}})
-        ),
-        "ValueError: to is 3; it can be 0 to 2": error_of(
-            lambda: right.consolidate_state_dict(to=3)
-        ),
-        "right": error_of(lambda: Stage1(linear(3, 3), SGD, lr=0.1)),
-    }
-
-
-def everything() -> dict[str, object]:
-    """On every rank: what the tests look at that go well on three, in one launch."""
-    parts = refused, going_well, with_whole_tensors, other_things
-    return {part.__name__: part() for part in parts}
-
-
-@pytest.fixture(scope="module")
-def three_ranks() -> dict[str, list]:
-    """By part, what each of three ranks tells."""
-    ranks = spawn(everything, world_size=3, output="none", timeout=120)
-    return {part: [rank[part] for rank in ranks] for part in ranks[0]}
+    wrong = {"params": linear(3, 5 if odd else 4)}
+    return tried(
+        {f"ReplicaError: {words}": call for words, call in constructions(odd).items()}
+        | {
+            "ReplicaError: *the ranks differ*2 is float32*0, 2*on rank 1*": (
+                lambda: right.add_param_group(wrong)
+            ),
+            "ReplicaError: rank 0: this is no state_dict of an optimizer*": (
+                lambda: right.load_state_dict({"state": {}})
+            ),
+            "ValueError: to is 3; it can be 0 to 2": (
+                lambda: right.consolidate_state_dict(to=3)
+            ),
+        }
+    )
 
 
 def test_wrong_constructions_are_refused_on_every_rank_and_nothing_is_sent(three_ranks):
-    told = three_ranks["refused"]
-    assert all(rank.pop("right").startswith("no error") for rank in told)
-    for words in told[0]:
-        texts = {rank[words] for rank in told}
-        pattern = words.replace("`[", "[[]").replace("`]", "]")
-        assert len(texts) == 1, (words, texts)
-        assert fnmatch.fnmatchcase(*texts, f"{pattern}|0|0"), (words, texts)
+    """And the ranks can go on: what the tests below look at comes after that."""
+    assert_refused(three_ranks["refused"], kind="")
 
 
 # ---- in the middle of training -------------------------------------------------------
@@ -219,11 +189,10 @@ def in_training() -> dict[str, str]:
     return told
 
 
-def test_wrong_steps_are_refused_on_every_rank():
-    told = spawn(in_training, world_size=2, output="none", timeout=60)
-    for rank in told:
+def test_wrong_steps_are_refused_on_every_rank(three_ranks):
+    for rank in three_ranks["in_training"]:
         for words in IN_TRAINING:
-            text = rank.pop(words).rsplit("|", 2)[0]
+            text = rank.pop(words)
             assert fnmatch.fnmatchcase(text, f"RuntimeError: {words}"), (words, text)
         assert len(rank) == 12
         for name, text in rank.items():
@@ -440,3 +409,8 @@ def test_optimizers_of_whole_tensors(three_ranks):
 def test_other_things(three_ranks):
     for told in three_ranks["other_things"]:
         assert all(told.values()), told
+
+
+three_ranks = launched(
+    3, refused, going_well, with_whole_tensors, other_things, in_training, timeout=120
+)

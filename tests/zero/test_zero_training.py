@@ -5,6 +5,7 @@ from contextlib import ExitStack, nullcontext
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import launched
 from torch import nn
 from torch.optim import SGD
 from trained import Trained, bits, far_apart
@@ -100,19 +101,6 @@ def test_the_same_training_as_one_process_and_as_pytorch(n):
 # ---- how gradients add up ------------------------------------------------------------
 
 
-def how_gradients_come() -> dict[str, object]:
-    """On every rank: what the tests below look at, in one launch."""
-    parts = adding_up, in_another_order_every_way, windows
-    return {part.__name__: part() for part in parts}
-
-
-@pytest.fixture(scope="module")
-def three_ranks() -> dict[str, list]:
-    """By part, what each of three ranks tells."""
-    ranks = spawn(how_gradients_come, world_size=3, output="none")
-    return {part: [rank[part] for rank in ranks] for part in ranks[0]}
-
-
 class Branches(nn.Module):
     """Layers of which a rank may use any."""
 
@@ -148,8 +136,11 @@ def layers_of(used, rank: int) -> list[int]:
 
 
 def steps_of(make: Make | None, name: str, set_to_none: bool = True) -> list:
-    """Return the parameters after each of three steps; momentum and decay tell."""
-    model, n = Branches(), dist.get_world_size()
+    """Return the parameters after each of three steps; momentum and decay tell.
+
+    Without `make`: of one process that does what three ranks do.
+    """
+    model, n = Branches(), 3
     kwargs = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1}
     make = make or (lambda params, cls, **defaults: cls(params, **defaults))
     opt = make(model.parameters(), SGD, **kwargs)
@@ -183,11 +174,7 @@ def adding_up() -> dict:
     told = {}
     for name, passes in STEPS.items():
         for to_none in (True, False):
-            ways = {
-                "one process": None,
-                "one bucket": Stage1,
-                "small": options(Stage1, **SMALL),
-            }
+            ways = {"one bucket": Stage1, "small": options(Stage1, **SMALL)}
             for fake, cases in SEEN_IN.items():
                 if to_none and name in cases:
                     ways[fake.__name__] = fake
@@ -204,7 +191,7 @@ def adding_up() -> dict:
 def test_passes_add_up_and_what_is_unused_is_not_touched(three_ranks):
     told, fakes = three_ranks["adding_up"], {fake.__name__ for fake in SEEN_IN}
     for case in told[0]:
-        oracle = told[0][case]["one process"]
+        oracle = steps_of(None, *case)
         for way, mine in told[0][case].items():
             if way in fakes:
                 assert not same(mine, oracle), (case, way)
@@ -304,3 +291,6 @@ def test_no_more_buckets_than_allowed_have_memory_and_none_afterwards(three_rank
                 assert all(moved for _, moved in seen[5:]), (limit, seen)
             elif limit == 1:
                 assert parked > 0
+
+
+three_ranks = launched(3, adding_up, in_another_order_every_way, windows)
