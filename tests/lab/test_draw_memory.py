@@ -174,7 +174,7 @@ def test_texts_do_not_overlap(name):
 
 test_what_cannot_be_drawn = refused(
     (lambda: kinds_among([{"weights": 1}]), "is 'weights'; it can be 'parameters'"),
-    (lambda: kinds_among([{"other": -1}]), "other has -1 bytes"),
+    (lambda: kinds_among([{"other": -1}]), "bytes of other is -1; .* 0 or more"),
     (lambda: shard_map([]), "no parts"),
     (lambda: plot_memory([]), "no moment"),
     (lambda: plot_memory([(0, ledger(), "")]), "no moment in which"),
@@ -186,5 +186,5 @@ test_what_cannot_be_drawn = refused(
     (lambda: ledgers({"a": [ledger(1)]}, {"a": [1, 2]}), "of 1 ranks, .* of 2"),
     (lambda: memory_against_communication([]), "beside is 'DDP'"),
     (lambda: memory_against_communication(STAGE_ROWS * 2), "may be there once"),
-    (lambda: memory_against_communication([("DDP", 0, 1)]), "'DDP' has 0.0 bytes"),
+    (lambda: memory_against_communication([("DDP", 0, 1)]), "of 'DDP' is 0.0; it must"),
 )

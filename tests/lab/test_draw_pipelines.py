@@ -12,9 +12,16 @@ from refusals import refused
 
 from ddp_course.lab import rank_color
 from ddp_course.lab.draw.lanes import BLOCK, LOWER, PALER, PLOT_W, ROW, SAMPLE
-from ddp_course.lab.draw.pipeline_timeline import pipeline_timeline, who_works
+from ddp_course.lab.draw.pipeline_timeline import (
+    Work,
+    chunks_of,
+    gaps,
+    idle_share,
+    pipeline_timeline,
+    who_works,
+    works_of,
+)
 from ddp_course.lab.draw.schedule_view import equal_costs, named, schedule_view
-from ddp_course.lab.draw.work import Work, chunks_of, gaps, idle_share, works_of
 from ddp_course.lab.palette import contrast, lighter
 from ddp_course.measure import Event
 from ddp_course.pipeline.clocks import bubble

@@ -11,8 +11,7 @@ from refusals import refused
 from ddp_course.collectives.catalog import PLANS
 from ddp_course.collectives.plan import Transfer, make_plan, simulate
 from ddp_course.lab import explore
-from ddp_course.lab.draw.grid import Grid
-from ddp_course.lab.draw.layout import labels, layout
+from ddp_course.lab.draw.grid import Grid, labels, layout
 from ddp_course.lab.draw.steps import (
     collective,
     in_buffers,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddp_course.lab.draw.drawing import Drawing
+from ddp_course.lab.draw.drawing import Drawing, Point
 from ddp_course.lab.palette import MUTED, PANEL, PANEL_EDGE, WHOLE, rank_color
 
 MARGIN, GAP, CARD_W, CARD_H = 16, 10, 150, 194
@@ -12,6 +12,12 @@ CARDS = 152  # y of the cards' top
 END = CARDS + CARD_H + 36  # y where the five ways meet again
 HEIGHT = END + 72
 SIDE = 84  # what is cut is a square: four bars of 21, or of 18 with gaps of 4
+# The boxes of a square, by the rank that has them, and how round their corners are.
+ROWS = [(i, (0, 21 * i, SIDE, 21), 0) for i in range(4)]
+COLUMNS = [(i, (21 * i, 0, 21, SIDE), 0) for i in range(4)]
+QUADRANTS = [(i, (42 * (i % 2), 42 * (i // 2), 42, 42), 0) for i in range(4)]
+LAYERS = [(i, (0, 22 * i, SIDE, 18), 4) for i in range(4)]
+CELLS = [(i, (21 * i, 22 * j, 21, 18), 0) for j in range(4) for i in range(4)]
 
 
 def course_map() -> Drawing:
@@ -25,11 +31,11 @@ def course_map() -> Drawing:
         "parallel. By layer: pipeline. Every way leads to the same loss curve.",
     )
     cards = (
-        ("by batch", "DP, DDP", "of the batch", _rows),
-        ("by optimizer state", "ZeRO-1, ZeRO-2", "of the optimizer state", _quadrants),
-        ("by weight", "FSDP", "of every layer's weights", _cells),
-        ("by column", "tensor parallel", "of every layer's columns", _columns),
-        ("by layer", "pipeline", "of the layers", _layers),
+        ("by batch", "DP, DDP", "of the batch", ROWS),
+        ("by optimizer state", "ZeRO-1, ZeRO-2", "of the optimizer state", QUADRANTS),
+        ("by weight", "FSDP", "of every layer's weights", CELLS),
+        ("by column", "tensor parallel", "of every layer's columns", COLUMNS),
+        ("by layer", "pipeline", "of the layers", LAYERS),
     )
     for i in range(len(cards)):
         x = MARGIN + i * (CARD_W + GAP) + CARD_W / 2
@@ -40,7 +46,7 @@ def course_map() -> Drawing:
             d.rect(0, 0, CARD_W, CARD_H, fill=PANEL, stroke=PANEL_EDGE, radius=8)
             d.text(CARD_W / 2, 22, cut, size=12)
             with d.shifted((CARD_W - SIDE) / 2, 36):
-                glyph(d, [rank_color(rank) for rank in range(4)], "0123")
+                _glyph(d, glyph, [rank_color(rank) for rank in range(4)], "0123")
             d.text(CARD_W / 2, 143, name, size=14, bold=True)
             d.text(CARD_W / 2, 163, "each rank: a quarter", size=11, fill=MUTED)
             d.text(CARD_W / 2, 179, share, size=11, fill=MUTED)
@@ -52,45 +58,25 @@ def course_map() -> Drawing:
 def _model(d: Drawing) -> None:
     """Draw the whole thing, in grey: the batch, the layers, the optimizer's state."""
     grey, blank = [WHOLE] * 4, " " * 4
-    parts = (("batch", _rows), ("one model", _layers), ("optimizer state", _quadrants))
+    parts = (("batch", ROWS), ("one model", LAYERS), ("optimizer state", QUADRANTS))
     for i, (name, glyph) in enumerate(parts):
         x = MIDDLE + (i - 1) * 140
         with d.shifted(x - SIDE / 2, 8):
-            glyph(d, grey, blank)
+            _glyph(d, glyph, grey, blank)
         d.text(x, 108, name, size=12)
     d.arrow((MIDDLE - 140 + SIDE / 2 + 5, 50), (MIDDLE - SIDE / 2 - 5, 50))
     d.arrow((MIDDLE + 140 - SIDE / 2 - 5, 50), (MIDDLE + SIDE / 2 + 5, 50))
 
 
-def _way(d: Drawing, start: tuple[float, float], end: tuple[float, float]) -> None:
+def _way(d: Drawing, start: Point, end: Point) -> None:
     control = end[0], start[1]
     d.curve(start, control, end, stroke=PANEL_EDGE, stroke_width=2)
 
 
-def _rows(d: Drawing, fills: list[str], names: str) -> None:
-    for i, (fill, name) in enumerate(zip(fills, names, strict=True)):
-        d.block(0, 21 * i, SIDE, 21, name, fill=fill, radius=0)
-
-
-def _columns(d: Drawing, fills: list[str], names: str) -> None:
-    for i, (fill, name) in enumerate(zip(fills, names, strict=True)):
-        d.block(21 * i, 0, 21, SIDE, name, fill=fill, radius=0)
-
-
-def _quadrants(d: Drawing, fills: list[str], names: str) -> None:
-    for i, (fill, name) in enumerate(zip(fills, names, strict=True)):
-        d.block(42 * (i % 2), 42 * (i // 2), 42, 42, name, fill=fill, radius=0)
-
-
-def _layers(d: Drawing, fills: list[str], names: str) -> None:
-    for i, (fill, name) in enumerate(zip(fills, names, strict=True)):
-        d.block(0, 22 * i, SIDE, 18, name, fill=fill)
-
-
-def _cells(d: Drawing, fills: list[str], names: str) -> None:
-    for layer in range(4):
-        for i, (fill, name) in enumerate(zip(fills, names, strict=True)):
-            d.block(21 * i, 22 * layer, 21, 18, name, fill=fill, radius=0)
+def _glyph(d: Drawing, parts: list, fills: list[str], names: str) -> None:
+    """Draw a square, cut into parts."""
+    for rank, box, radius in parts:
+        d.block(*box, names[rank], fill=fills[rank], radius=radius)
 
 
 def _curve(d: Drawing) -> None:

@@ -8,9 +8,10 @@ from ddp_course.collectives.catalog import PLANS
 from ddp_course.collectives.plan import Plan
 from ddp_course.lab.draw.cells import Look, complete, draw_cell, look_of
 from ddp_course.lab.draw.drawing import Drawing
-from ddp_course.lab.draw.layout import labels, shares_columns
+from ddp_course.lab.draw.grid import labels, shares_columns
 from ddp_course.lab.draw.steps import plan_named
 from ddp_course.lab.palette import MUTED, PANEL_EDGE, rank_color
+from ddp_course.theory.checks import check_choice
 
 MARGIN = 12
 NAME_W, ARROW_W, ROW_GAP, GAP, TOP = 26, 30, 7, 3, 18
@@ -125,12 +126,9 @@ def _row(
 
 def _plan(name: str, world_size: int) -> Plan:
     """Return the first plan of the catalog that is the collective `name`."""
-    found = [plan for plan in PLANS if name in (plan, plan.partition(",")[0])]
-    if not found:
-        known = dict.fromkeys([plan.partition(",")[0] for plan in PLANS] + list(PLANS))
-        allowed = ", ".join(map(repr, known))
-        raise ValueError(f"name is {name!r}; it can be one of {allowed}")
-    return plan_named(found[0], world_size)
+    first = {plan.partition(",")[0]: plan for plan in reversed(PLANS)}
+    check_choice("name", name, first | {plan: plan for plan in PLANS})
+    return plan_named(first.get(name, name), world_size)
 
 
 def _short(plan: Plan) -> str:

@@ -7,7 +7,7 @@ from fractions import Fraction
 from functools import partial
 
 from ddp_course.collectives.catalog import PLANS
-from ddp_course.lab.draw.drawing import Drawing
+from ddp_course.lab.draw.drawing import Drawing, Point
 from ddp_course.lab.draw.steps import count, draw_legend, in_buffers, in_words, panel
 from ddp_course.lab.palette import MUTED, PANEL, PANEL_EDGE, rank_color
 
@@ -60,7 +60,7 @@ def ring() -> Drawing:
 def _circle(d: Drawing, ranks: int) -> None:
     """Draw ranks around the origin, and an arrow from each to the next."""
 
-    def at(turn: float) -> tuple[float, float]:  # 0 at the top, 1 once around
+    def at(turn: float) -> Point:  # 0 at the top, 1 once around
         angle = 2 * math.pi * (turn - 0.25)
         return RADIUS * math.cos(angle), RADIUS * math.sin(angle)
 
@@ -133,12 +133,7 @@ def _nodes(d: Drawing, nnodes: int, size: int, wide: float, between: bool) -> No
             draw_rank(d, x, y, node * size + i)
 
 
-def _links(
-    d: Drawing,
-    places: list[tuple[float, float]],
-    aside: tuple[float, float],
-    slow: bool,
-) -> None:
+def _links(d: Drawing, places: list[Point], aside: Point, slow: bool) -> None:
     """Draw a ring of ranks in a line; the way back runs `aside` from their edges."""
     for start, end in zip(places, places[1:], strict=False):
         link(d, *edge_to_edge(start, end), slow=slow, both=len(places) == 2)
@@ -152,9 +147,7 @@ def _links(
         d.arrow(turn[1], (x1 + ex + ax / 11, y1 + ey + ay / 11), **look)
 
 
-def edge_to_edge(
-    start: tuple[float, float], end: tuple[float, float]
-) -> tuple[tuple[float, float], tuple[float, float]]:
+def edge_to_edge(start: Point, end: Point) -> tuple[Point, Point]:
     """Return the line between two ranks' blocks, from edge to edge with some room."""
     (x0, y0), (x1, y1) = start, end
     dx, dy = x1 - x0, y1 - y0
@@ -163,12 +156,7 @@ def edge_to_edge(
 
 
 def link(
-    d: Drawing,
-    start: tuple[float, float],
-    end: tuple[float, float],
-    *,
-    slow: bool = False,
-    both: bool = False,
+    d: Drawing, start: Point, end: Point, *, slow: bool = False, both: bool = False
 ) -> None:
     """Draw an arrow along a link; a slow link is thin and dashed."""
     if not slow:

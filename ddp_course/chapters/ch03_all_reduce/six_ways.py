@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import combinations
 
 from ddp_course.chapters.ch03_all_reduce.figures import draw_rank, edge_to_edge, link
 from ddp_course.collectives.catalog import PLANS
 from ddp_course.collectives.hierarchical import sharded_plan
 from ddp_course.collectives.plan import Plan
-from ddp_course.lab.draw.drawing import Drawing
+from ddp_course.lab.draw.drawing import Drawing, Point
 from ddp_course.lab.palette import MUTED, PANEL, PANEL_EDGE
 
-Point = tuple[float, float]
 MARGIN, GAP, CARD_W, CARD_H, FIELD_W, FIELD_TOP = 16, 14, 300, 250, 240, 54
 NODES = "hierarchical: 2 nodes"
 SQUARE = ((60, 15), (180, 15), (60, 115), (180, 115))
@@ -85,33 +83,26 @@ def _field(d: Drawing, name: str, plan: Plan | None) -> None:
             link(d, start, end, both=True)
     else:
         for pair, steps in _pairs(plan).items():
-            _link(d, plan, places, pair, steps, name == NODES)
+            ways = {(t.src, t.dst) for t in plan.transfers if {t.src, t.dst} == {*pair}}
+            ends = edge_to_edge(*(places[rank] for rank in min(ways)))
+            slow = name == NODES and pair[0] // 2 != pair[1] // 2
+            link(d, *ends, slow=slow, both=len(ways) == 2)
+            _name_link(d, *ends, _listed(steps))
     for rank, (x, y) in enumerate(places):
         draw_rank(d, x, y, rank)
 
 
-def _link(
-    d: Drawing,
-    plan: Plan,
-    places: Sequence[Point],
-    pair: tuple[int, int],
-    steps: list[int],
-    nodes: bool,
-) -> None:
-    """Draw the link of two ranks, and beside it the steps in which they talk."""
-    ways = sorted({(t.src, t.dst) for t in plan.transfers if {t.src, t.dst} == {*pair}})
-    start, end = edge_to_edge(*(places[rank] for rank in ways[0]))
-    slow = nodes and pair[0] // 2 != pair[1] // 2
-    link(d, start, end, slow=slow, both=len(ways) == 2)
+def _name_link(d: Drawing, start: Point, end: Point, steps: str) -> None:
+    """Write the steps in which two ranks talk beside their link."""
     (x0, y0), (x1, y1) = start, end
     x, y = (x0 + x1) / 2, (y0 + y1) / 2
     if y0 == y1:
-        d.text(x, y - 9, _listed(steps), size=12)
+        d.text(x, y - 9, steps, size=12)
     else:
         y += 4 if x0 == x1 else -3
         left = (x1 - x0) * (y1 - y0) < 0
         x, anchor = (x - 9, "end") if left else (x + 9, "start")
-        d.text(x, y, _listed(steps), size=12, anchor=anchor)
+        d.text(x, y, steps, size=12, anchor=anchor)
 
 
 def _pairs(plan: Plan) -> dict[tuple[int, int], list[int]]:

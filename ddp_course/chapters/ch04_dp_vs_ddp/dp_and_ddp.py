@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddp_course.lab.draw.drawing import Drawing
+from ddp_course.lab.draw.drawing import Drawing, Point
 from ddp_course.lab.palette import MUTED, PANEL, PANEL_EDGE, rank_color
 
 MARGIN, REPLICAS = 16, 4
@@ -63,7 +63,7 @@ def _side(d: Drawing, name: str, what: str, cost: str) -> None:
     d.text(SIDE_W / 2, SIDE_H - 20, cost, bold=True)
 
 
-def _card(d: Drawing, k: int, at: tuple[float, float], has: Sequence[str]) -> None:
+def _card(d: Drawing, k: int, at: Point, has: Sequence[str]) -> None:
     """Draw a replica around the point `at`, and what it has."""
     x, y = at[0] - CARD_W / 2, at[1] - CARD_H / 2
     d.rect(x, y, CARD_W, CARD_H, fill=PANEL, stroke=PANEL_EDGE, radius=6)
@@ -72,7 +72,7 @@ def _card(d: Drawing, k: int, at: tuple[float, float], has: Sequence[str]) -> No
         d.text(x + 31, y + 22 + 18 * i, line, size=11, anchor="start")
 
 
-def _out_and_back(d: Drawing, a: tuple[float, float], b: tuple[float, float]) -> None:
+def _out_and_back(d: Drawing, a: Point, b: Point) -> None:
     """Draw an arrow with two heads from card `a` down to card `b`."""
     (x0, y0), (x1, y1) = a, b
     shift = 0.28 * CARD_W * ((x1 > x0) - (x1 < x0))
@@ -80,7 +80,7 @@ def _out_and_back(d: Drawing, a: tuple[float, float], b: tuple[float, float]) ->
     d.arrow(start, end, stroke_width=2, both=True)
 
 
-def _next(d: Drawing, a: tuple[float, float], b: tuple[float, float]) -> None:
+def _next(d: Drawing, a: Point, b: Point) -> None:
     """Draw an arrow along the ring from card `a` to card `b`, with what it carries."""
     (x0, y0), (x1, y1) = a, b
     ux, uy = (x1 > x0) - (x1 < x0), (y1 > y0) - (y1 < y0)

@@ -14,6 +14,7 @@ from ddp_course.lab.draw.lanes import Block, Lane, Run, draw_runs
 from ddp_course.lab.palette import MUTED, WHOLE
 from ddp_course.mechanisms.buckets import MIB, Bucket, bucket_plan
 from ddp_course.model import GPT, PRESETS
+from ddp_course.theory.checks import check_choice
 
 MARGIN, LABEL_W, STRIP_W, LEAST = 16, 66, 540, 2.5  # LEAST: of a tiny parameter
 TOP, ROW, CELL_H = 62, 50, 24
@@ -30,9 +31,7 @@ def buckets(
     Caps are in MiB. Raises ValueError for an unknown preset and a cap of 0 or less.
     Chapter 05.
     """
-    if preset not in PRESETS:
-        known = ", ".join(map(repr, PRESETS))
-        raise ValueError(f"the preset is {preset!r}; it can be {known}")
+    check_choice("the preset", preset, PRESETS)
     with torch.device("meta"):  # shapes, and no numbers
         parameters = dict(GPT(PRESETS[preset]).named_parameters())
     plan = bucket_plan(parameters.items(), bucket_cap_mb, first_bucket_mb)

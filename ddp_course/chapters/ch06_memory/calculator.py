@@ -11,6 +11,7 @@ from ddp_course.lab.draw.kinds import draw_kinds_legend, kind_block, kinds_among
 from ddp_course.lab.palette import INK, MUTED, PANEL, PANEL_EDGE
 from ddp_course.measure import Ledger
 from ddp_course.theory import MODELS, Model, plan
+from ddp_course.theory.checks import check_choice
 from ddp_course.theory.memory import check_stage, precision_named, states_of
 
 GB = 1e9  # as GPUs are sold
@@ -74,8 +75,7 @@ def _model(model: str | float | Model) -> Model:
     if isinstance(model, Model):
         return model
     if isinstance(model, str):
-        if model not in MODELS:
-            raise ValueError(f"model is {model!r}; it can be {', '.join(MODELS)}")
+        check_choice("model", model, MODELS)
         return MODELS[model]
     if not 1 <= model < 1e18:
         raise ValueError(f"model is {model!r}; it must be 1 parameter or more")
@@ -90,11 +90,7 @@ def _per_parameter(optimizer: str, precision: str) -> str:
 
 
 def _draw(
-    title: str,
-    says: Sequence[str],
-    rows: Sequence[Any],
-    memory: float,
-    stage: int | None,
+    title: str, says: Sequence[str], rows: Sequence[Any], memory: float, stage: Any
 ) -> Drawing:
     """Draw a bar for each row of a plan, against the memory of a GPU."""
     most = max(row.ledger.total for row in rows)

@@ -7,6 +7,7 @@ from fractions import Fraction
 
 from ddp_course import theory
 from ddp_course.lab.draw.steps import count
+from ddp_course.theory.checks import check_choice
 
 FLOAT = 4  # bytes of a number in float32
 MOST_RANKS = 8
@@ -57,6 +58,9 @@ class Message:
         return theory.bytes_sent(ALGORITHMS[self.op], ranks)[0] * self.nbytes
 
 
+Term = Matrix | Message | str
+
+
 @dataclass(frozen=True)
 class CutProduct:
     """One product or two, the second of the first's result, shared by `ranks` ranks.
@@ -68,7 +72,7 @@ class CutProduct:
 
     how: str
     ranks: int
-    terms: tuple[Matrix | Message | str, ...]
+    terms: tuple[Term, ...]
     backward: tuple[Message, ...]
 
     @property
@@ -132,10 +136,9 @@ def cut_product(
     for name, value in numbers.items():
         count(name, value, 1)
     count("ranks", ranks, 1, MOST_RANKS)
-    if how not in HOW:
-        raise ValueError(f"how is {how!r}; it can be {', '.join(map(repr, HOW))}")
+    check_choice("how", how, HOW)
     shapes = SHAPES | ({"Y": SHAPES["X"]} if "then" in how else {})
-    terms: list[Matrix | Message | str] = []
+    terms: list[Term] = []
     for word in TERMS[how].split(", "):
         name, _, cut = word.partition(" ")
         if not cut:

@@ -13,6 +13,7 @@ from ddp_course.chapters.ch09_tensor_parallel.cut_product import (
     CutProduct,
     Matrix,
     Message,
+    Term,
     cut_product,
 )
 from ddp_course.lab.draw.drawing import ROOM, Drawing
@@ -95,7 +96,7 @@ class CutPicture:
         self.longest = longest
         self.most = max(max(m.rows, m.columns) for m in cut.matrices)
         self.high = max(self.side(m.rows) for m in cut.matrices)  # of a rank's row
-        self.lines: list[list[tuple[Matrix | Message | str, float]]] = [[]]
+        self.lines: list[list[tuple[Term, float]]] = [[]]
         for term in cut.terms:
             line, wide = self.lines[-1], self._width(term)
             if NAME_W + wide + sum(w for _, w in line) > ROOM - 2 * MARGIN:
@@ -119,9 +120,7 @@ class CutPicture:
             with d.shifted(0, number * (self.line + NEXT)):
                 self._line(d, line)
 
-    def _line(
-        self, d: Drawing, line: list[tuple[Matrix | Message | str, float]]
-    ) -> None:
+    def _line(self, d: Drawing, line: list[tuple[Term, float]]) -> None:
         """Draw the headings and every rank's row."""
         for rank in range(self.cut.ranks):
             y = self._top(rank) + self.high / 2 - 12
@@ -148,7 +147,7 @@ class CutPicture:
     def _top(self, rank: int) -> float:
         return HEADER + rank * (self.high + GAP)
 
-    def _width(self, term: Matrix | Message | str) -> float:
+    def _width(self, term: Term) -> float:
         """Return the pixels of a term's column, its heading included."""
         body = SYMBOL_W if isinstance(term, str) else MESSAGE_W
         if isinstance(term, Matrix):
@@ -167,32 +166,18 @@ class CutPicture:
         fill = WHOLE if m.cut == "whole" else rank_color(rank)
         d.rect(left + p, top + a, q - p, b - a, fill=fill, stroke=darker(fill))
         if self.most <= CELLS:
-            self._cells(d, m, has_rows, has_columns, left, top, darker(fill, 0.25))
+            cell, color = self.longest / self.most, darker(fill, 0.25)
+            for row in range(has_rows.start + 1, has_rows.stop):
+                at = top + row * cell
+                d.line((left + p, at), (left + q, at), stroke=color)
+            for column in range(has_columns.start + 1, has_columns.stop):
+                at = left + column * cell
+                d.line((at, top + a), (at, top + b), stroke=color)
         elif m.cut != "whole" and min(q - p, b - a) >= 10:
             d.text(left + (p + q) / 2, top + (a + b) / 2 + 4, f"{rank}", size=12,
                    bold=True, fill=text_color(fill))  # fmt: skip
         if m.cut == "sum" and rank:
             d.text(x, self._top(rank) - GAP / 2 + 5, "+", size=15, bold=True)
-
-    def _cells(
-        self,
-        d: Drawing,
-        m: Matrix,
-        rows: slice,
-        columns: slice,
-        left: float,
-        top: float,
-        color: str,
-    ) -> None:
-        """Draw the lines between the numbers that a rank has."""
-        cell = self.longest / self.most
-        x0, x1 = left + columns.start * cell, left + columns.stop * cell
-        y0, y1 = top + rows.start * cell, top + rows.stop * cell
-        for row in range(rows.start + 1, rows.stop):
-            d.line((x0, top + row * cell), (x1, top + row * cell), stroke=color)
-        for column in range(columns.start + 1, columns.stop):
-            x = left + column * cell
-            d.line((x, y0), (x, y1), stroke=color)
 
     def _message(self, d: Drawing, middle: float) -> None:
         """Draw a collective: hatched, through the rows of all ranks."""
@@ -201,7 +186,7 @@ class CutPicture:
         d.hatch(x, HEADER, MESSAGE_W, high, stroke=MUTED)
 
 
-def _heading(term: Matrix | Message | str, ranks: int) -> tuple[str, ...]:
+def _heading(term: Term, ranks: int) -> tuple[str, ...]:
     """Return the lines above a term."""
     if isinstance(term, Matrix):
         size = f"{term.rows} × {term.columns}"

@@ -100,7 +100,8 @@ def check_my_cut(answer: Answer) -> str:
         got = answer(given, stages)
         numbers = isinstance(got, list) and all(type(size) is int for size in got)
         sizes = got if numbers else []
-        dearest, least = _dearest(costs, sizes), _least(costs, stages)
+        best = solutions.my_cut(costs, stages)
+        dearest, least = _dearest(costs, sizes), _dearest(costs, best)
         told = {"got": shown(got), "numbers": numbers, "untouched": given == costs}
         told |= {"found": len(sizes), "stages": stages}
         told["as_many"] = len(sizes) == stages
@@ -116,15 +117,6 @@ def _dearest(costs: Sequence[float], sizes: Sequence[int]) -> float:
     ends = itertools.accumulate(sizes)
     stages = (costs[end - size : end] for size, end in zip(sizes, ends, strict=True))
     return max(map(sum, stages), default=0)
-
-
-def _least(costs: Sequence[float], stages: int) -> float:
-    """Return the least cost of the dearest stage, by trying all cuts."""
-    found = []
-    for cuts in itertools.combinations(range(1, len(costs)), stages - 1):
-        ends = (0, *cuts, len(costs))
-        found.append(_dearest(costs, [b - a for a, b in itertools.pairwise(ends)]))
-    return min(found)
 
 
 # ---- my_stage_step -------------------------------------------------------------------

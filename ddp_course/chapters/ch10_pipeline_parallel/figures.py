@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from ddp_course.lab.draw.drawing import Drawing
 from ddp_course.lab.draw.lanes import draw_runs
+from ddp_course.lab.draw.pipeline_timeline import idle_share, run_of, works_of
 from ddp_course.lab.draw.plots import GRID, Drawn, canvas, plot
 from ddp_course.lab.draw.schedule_view import named
-from ddp_course.lab.draw.work import idle_share, run_of, works_of
 from ddp_course.lab.palette import INK, MUTED, rank_color
 from ddp_course.pipeline.simulate import Costs, simulate
 

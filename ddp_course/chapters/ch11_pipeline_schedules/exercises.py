@@ -132,7 +132,7 @@ def check_who_waits(answer: Answer) -> str:
     for told, rows in _schedules():
         given = [list(row) for row in rows]
         got = answer(given)
-        wanted = _stuck(rows)
+        wanted = solutions.who_waits(rows)
         shown = "; ".join(" ".join(row) for row in rows)
         where = f"For {told} (the ranks' rows are {code(one_line(shown, 300))})"
         expect(given == rows, f"{where} your function changed the lists.")
@@ -200,20 +200,3 @@ def _needs(action: Action, rows: Rows) -> tuple[Action, ...]:
     ranks = tuple(tuple(map(Action.parse, row)) for row in rows)
     stages = 1 + max(a.stage for row in ranks for a in row)
     return Schedule("", stages, 99, ranks).needs(action)
-
-
-def _stuck(rows: Rows) -> dict[int, str]:
-    """Say where each rank stands for ever."""
-    done: set[str] = set()
-    at = [0] * len(rows)
-    going = True
-    while going:
-        going = False
-        for rank, row in enumerate(rows):
-            if at[rank] < len(row):
-                needs = set(map(str, _needs(Action.parse(row[at[rank]]), rows)))
-                if needs <= done:
-                    done.add(row[at[rank]])
-                    at[rank] += 1
-                    going = True
-    return {r: row[at[r]] for r, row in enumerate(rows) if at[r] < len(row)}

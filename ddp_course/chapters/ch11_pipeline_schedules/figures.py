@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from ddp_course.lab.draw.drawing import Drawing
 from ddp_course.lab.draw.lanes import draw_runs
+from ddp_course.lab.draw.pipeline_timeline import legend_of, run_of, works_of
 from ddp_course.lab.draw.schedule_view import TITLES, equal_costs, named
-from ddp_course.lab.draw.work import legend_of, run_of, works_of
 from ddp_course.pipeline.simulate import simulate
 
 RANKS, MICROBATCHES = 4, 8

@@ -1,6 +1,7 @@
 """Every rank's buffer and what travels between them: the layout of a plan's pictures.
 
-One row for each rank, rank 0 on top; in a `Grid`, a column is a chunk.
+One row for each rank, rank 0 on top; in a `Grid`, a column is a chunk. An `Exchange` is
+for an all_to_all. `layout` knows which suits a plan.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ GAP, ROW_GAP = 10, 24
 LANE, HEAD = 8, 9  # distance of lines beside each other, length of an arrow's head
 WIDEST = 800  # more chunks than fit stand in several lines
 ARROW = 1.2
+LABEL_W = 36  # a chunk with a label such as "0→1"
 
 
 class Buffers:
@@ -205,3 +207,83 @@ def _lanes(pieces: Iterator[Piece]) -> dict[Piece, int]:
         taken = {lane for q, lane in lanes.items() if p.meets(q)}
         lanes[p] = min(set(range(len(taken) + 1)) - taken)
     return lanes
+
+
+class Exchange(Buffers):
+    """On the left what each rank starts with, on the right what it gets.
+
+    For plans in which no rank ever has all chunks: each row shows only its own ones.
+    """
+
+    BETWEEN = 92  # room for arrows
+
+    def __init__(self, plan: Plan, buffer_width: float) -> None:
+        ranks, states = range(plan.world_size), simulate(plan)
+        ever = [
+            {c for state in states for c, has in enumerate(state[r]) if has}
+            for r in ranks
+        ]
+        self.before = [sorted(plan.start[r]) for r in ranks]
+        self.after = [sorted(plan.end[r] | (ever[r] - plan.start[r])) for r in ranks]
+        left, right = (max(map(len, side)) for side in (self.before, self.after))
+        look = look_of(plan, max(buffer_width, LABEL_W * left))
+        self.pitch = look.width + GAP
+        self.right = left * self.pitch - GAP + self.BETWEEN
+        width = self.right + right * self.pitch - GAP
+        super().__init__(plan, look, width, look.height)
+        self.labels = labels(plan)
+
+    def draw(self, d: Drawing, state: State, step: int) -> None:
+        """Draw `state`, and the transfers that led to it if it is the `step`-th."""
+        self._heading(d, 0, "starts with")
+        self._heading(d, self.right, "gets")
+        moved = [t for t in self.plan.transfers if t.step == step - 1]
+        for rank in range(self.plan.world_size):
+            sent = {c for t in moved if t.src == rank for c in range(t.first, t.last)}
+            got = {c for t in moved if t.dst == rank for c in range(t.first, t.last)}
+            own, there = self.before[rank], self.after[rank]
+            cells = [(i * self.pitch, c, c in sent) for i, c in enumerate(own)]
+            cells += [(self.right + i * self.pitch, c, c in got)
+                      for i, c in enumerate(there)]  # fmt: skip
+            for x, chunk, travels in cells:
+                if travels:
+                    draw_halo(d, x, self.top(rank), self.look.width, self.look.height)
+                has, label = state[rank][chunk], self.labels[chunk]
+                draw_cell(d, x, self.top(rank), self.look, has, label=label)
+        middle = self.look.height / 2
+        for t in moved:
+            start = self.right - self.BETWEEN + 12, self.top(t.src) + middle
+            end = self.right - 12, self.top(t.dst) + middle
+            d.arrow(start, end, stroke_width=ARROW)
+
+    def _heading(self, d: Drawing, x: float, words: str) -> None:
+        d.text(x, self.top(0) - 11, words, size=11, anchor="start", fill=MUTED)
+
+
+def layout(plan: Plan, buffer_width: float = 160) -> Buffers:
+    """Return the layout that suits a plan.
+
+    A grid, if some rank has all chunks at the start or at the end. ValueError for a
+    plan with more ranks or chunks than can be drawn.
+    """
+    return (Grid if shares_columns(plan) else Exchange)(plan, buffer_width)
+
+
+def shares_columns(plan: Plan) -> bool:
+    """Return whether some rank has all chunks that there are, first or last."""
+    everything = frozenset().union(*plan.start, *plan.end)
+    return any(has == everything for has in (*plan.start, *plan.end))
+
+
+def labels(plan: Plan) -> list[str]:
+    """Return a name for each chunk: "0→1" if it is on its way from rank 0 to rank 1.
+
+    Where every chunk is of use to several ranks, or columns are shared, there is none.
+    """
+    names = []
+    for chunk in range(plan.chunks):
+        first = [r for r, has in enumerate(plan.start) if chunk in has]
+        last = [r for r, has in enumerate(plan.end) if chunk in has]
+        alone = len(first) == len(last) == 1 and not shares_columns(plan)
+        names.append(f"{first[0]}→{last[0]}" if alone else "")
+    return names

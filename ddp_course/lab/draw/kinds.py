@@ -14,6 +14,7 @@ from typing import Any
 
 from ddp_course.lab.draw.drawing import Box, Drawing
 from ddp_course.lab.palette import INK, MUTED, darker, text_color
+from ddp_course.theory.checks import check_choice, check_not_negative
 
 DOTS = 6  # pixels between two dots, as between two lines of `Drawing.hatch`
 
@@ -122,13 +123,8 @@ def kinds_among(ledgers: Iterable[Any]) -> list[str]:
     seen: set[str] = set()
     for ledger in ledgers:
         for kind in ledger:
-            if kind not in KIND_LOOKS:
-                known = ", ".join(map(repr, KIND_LOOKS))
-                raise ValueError(f"a kind of memory is {kind!r}; it can be {known}")
-            if not ledger[kind] >= 0:
-                raise ValueError(
-                    f"{kind} has {ledger[kind]} bytes; it must be 0 or more"
-                )
+            check_choice("a kind of memory", kind, KIND_LOOKS)
+            check_not_negative(f"bytes of {kind}", ledger[kind])
             if ledger[kind]:
                 seen.add(kind)
     return [kind for kind in KIND_LOOKS if kind in seen]

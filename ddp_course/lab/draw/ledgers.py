@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,7 @@ from ddp_course.lab.draw.kinds import KIND_LOOKS, kinds_among
 from ddp_course.lab.draw.memory import STACK, samples_of, total_of, unit_of
 from ddp_course.lab.draw.plots import GRID, Drawn, canvas, draw_mark, name_below, plot
 from ddp_course.lab.palette import INK, MUTED, darker, rank_color, text_color
+from ddp_course.theory.checks import check_positive
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -205,8 +205,7 @@ def _check_stages(
         raise ValueError(f"the rows are of {names}; each name may be there once")
     for name, *numbers in rows:
         for value in numbers:
-            if not 0 < value < math.inf:
-                raise ValueError(f"{name!r} has {value} bytes; it must be above 0")
+            check_positive(f"bytes of {name!r}", value)
     return next((has, sent) for name, has, sent in rows if name == beside)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ddp_course.lab.draw.kinds import KIND_LOOKS, kinds_among
 from ddp_course.lab.draw.plots import Drawn, canvas, plot
 from ddp_course.lab.palette import INK, MUTED
+from ddp_course.theory.checks import check_choice
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -86,8 +87,7 @@ def _check_runs(
 ) -> None:
     if not 1 <= len(runs) <= 3:
         raise ValueError(f"{len(runs)} logs; 1 to 3 can be drawn beside each other")
-    if clock not in ("time", "count"):
-        raise ValueError(f"clock is {clock!r}; it can be 'time' or 'count'")
+    check_choice("clock", clock, ("time", "count"))
     if set(spans) != set(runs):
         raise ValueError(f"logs are {sorted(runs)}, events are of {sorted(spans)}")
     for name, run in runs.items():

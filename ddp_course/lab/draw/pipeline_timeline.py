@@ -1,21 +1,162 @@
-"""Recorded pipelines, and simulated ones on the same axis. Chapters 09, 10 and 11."""
+"""What the ranks of a pipeline did when, simulated or recorded, and lanes of it.
+
+Recorded pipelines, and simulated ones on the same axis. Chapters 09, 10 and 11.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ddp_course.lab.draw.drawing import Drawing
-from ddp_course.lab.draw.lanes import draw_runs
-from ddp_course.lab.draw.work import (
-    idle_share,
-    legend_of,
-    ranks_of,
-    run_of,
-    window,
-    works_of,
-)
+from ddp_course.lab.draw.lanes import PLOT_W, Block, Lane, Run, draw_runs, room_for
+from ddp_course.theory.checks import check_positive
+
+OPS = {  # of `pipeline.Action`: in words
+    "F": "forward",
+    "B": "backward",
+    "I": "input's gradient",
+    "W": "weights' gradients",
+}
+SHORT = {word: op for op, word in OPS.items()}  # a recorded event may say "forward"
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a rank computed from `start` to `end`.
+
+    `op` is one of `OPS`, or the name of anything else. `stage` and `microbatch` are
+    None if it is about none.
+    """
+
+    rank: int
+    op: str
+    stage: int | None
+    microbatch: int | None
+    start: float
+    end: float
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What may be written on it, from long to short."""
+        if self.microbatch is None:
+            word = OPS.get(self.op, self.op)
+            return (word,) if word == self.op else (word, self.op)
+        return f"{self.op}{self.microbatch}", f"{self.microbatch}"
+
+
+def works_of(events: Iterable[Any], unit: float = 1.0) -> list[Work]:
+    """Return what ranks computed, by rank and start.
+
+    Events are those of `pipeline.simulate`, which have an action, and whose time 1 is
+    `unit` here; or `measure.Event`s with the lane "compute", in ms then, whose `detail`
+    may name the stage and the microbatch; or `Work`. What only waits or sends is left
+    out. Raises ValueError if nothing is left, or if `unit` is not above 0.
+    """
+    check_positive("unit", unit)
+    works = []
+    for event in events:
+        if isinstance(event, Work):
+            works.append(event)
+        elif hasattr(event, "action"):
+            a, start, end = event.action, float(event.start), float(event.end)
+            about = a.op, a.stage, a.microbatch
+            works.append(Work(event.rank, *about, start * unit, end * unit))
+        elif event.lane == "compute":
+            op = SHORT.get(event.op, event.op)
+            about = op, event.detail.get("stage"), event.detail.get("microbatch")
+            works.append(Work(event.rank, *about, event.start * 1e3, event.end * 1e3))
+    if not works:
+        raise ValueError("nothing was computed; there must be an event to draw")
+    return sorted(works, key=lambda work: (work.rank, work.start, work.end))
+
+
+def window(works: Sequence[Work]) -> tuple[float, float]:
+    """Return when the first work starts and the last one ends, on any rank."""
+    return min(work.start for work in works), max(work.end for work in works)
+
+
+def gaps(works: Sequence[Work], rank: int) -> list[tuple[float, float]]:
+    """Return when `rank` did nothing while the window of all ranks was open."""
+    now, end = window(works)
+    found = []
+    for work in works:
+        if work.rank == rank:
+            if work.start > now:
+                found.append((now, work.start))
+            now = max(now, work.end)
+    return [*found, (now, end)] if end > now else found
+
+
+def idle_share(works: Sequence[Work], rank: int | None = None) -> float:
+    """Return which share of the window a rank idles, or all ranks on average."""
+    start, end = window(works)
+    ranks = ranks_of(works) if rank is None else [rank]
+    idle = sum(b - a for one in ranks for a, b in gaps(works, one))
+    return idle / (len(ranks) * (end - start)) if end > start else 0.0
+
+
+def ranks_of(works: Sequence[Work]) -> list[int]:
+    """Return the ranks that computed anything, smallest first."""
+    return sorted({work.rank for work in works})
+
+
+def chunks_of(works: Sequence[Work]) -> Mapping[tuple[int, int | None], int]:
+    """Return the how-manyth stage of its rank each is: (rank, stage) -> 0, 1, ..."""
+    own: dict[int, set[int]] = {}
+    for work in works:
+        if work.stage is not None:
+            own.setdefault(work.rank, set()).add(work.stage)
+    return {
+        (rank, stage): chunk
+        for rank, stages in own.items()
+        for chunk, stage in enumerate(sorted(stages))
+    }
+
+
+def run_of(
+    works: Sequence[Work],
+    long: float,
+    title: str = "",
+    says: str = "",
+    notes: Mapping[int, str] | None = None,
+) -> Run:
+    """Return a lane for each rank, with its waiting; the first work begins at 0.
+
+    `long` is the time that the axis has, `notes` are by rank. A rank's second stage
+    hangs lower than its first. Letters are on all blocks, or on none.
+    """
+    begin, chunks = window(works)[0], chunks_of(works)
+    numbered = [work for work in works if work.microbatch is not None]
+    letters = all(
+        room_for(work.names[0]) + 2 < (work.end - work.start) * PLOT_W / long
+        for work in numbered
+    )
+    lanes = []
+    for rank in ranks_of(works):
+        blocks = [
+            Block(a - begin, b - begin, "waits", ("waits",))
+            for a, b in gaps(works, rank)
+            if b - a > 1e-9 * long  # not a rounding
+        ]
+        for work in (work for work in works if work.rank == rank):
+            names = work.names[not letters and work in numbered :]
+            alt = f"{work.stage}{work.names[0]}" if work in numbered else ""
+            look = work.op if work.op in OPS else "F"
+            times = work.start - begin, work.end - begin
+            lower = chunks.get((rank, work.stage), 0)
+            blocks.append(Block(*times, look, names, alt, lower))
+        blocks.sort(key=lambda block: block.start)
+        lanes.append(Lane(f"rank {rank}", rank, blocks, (notes or {}).get(rank, "")))
+    return Run(lanes, title, says)
+
+
+def legend_of(works: Iterable[Work]) -> dict[str, str]:
+    """Return what is said about the looks of blocks."""
+    halves = any(work.op == "I" for work in works)
+    words = OPS | ({"B": "whole backward"} if halves else {})
+    return {op: f"{op}: {word}" for op, word in words.items()} | {"waits": "waits"}
 
 
 def pipeline_timeline(
@@ -39,8 +180,7 @@ def pipeline_timeline(
     works = {name: works_of(events, unit * 1e3) for name, events in named.items()}
     longest = max(b - a for a, b in map(window, works.values()))
     width = longest if width is None else width
-    if not 0 < width < math.inf:
-        raise ValueError(f"width is {width!r}; it must be a time in ms, above 0")
+    check_positive("width", width)
     if width < longest * (1 - 1e-9):
         raise ValueError(
             f"width is {width:g} ms, but a run lasts {longest:.4g} ms: draw all of it"

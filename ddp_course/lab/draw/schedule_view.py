@@ -7,8 +7,13 @@ from fractions import Fraction
 from ddp_course import theory
 from ddp_course.lab.draw.drawing import Drawing
 from ddp_course.lab.draw.lanes import draw_runs
+from ddp_course.lab.draw.pipeline_timeline import (
+    idle_share,
+    legend_of,
+    run_of,
+    works_of,
+)
 from ddp_course.lab.draw.steps import count
-from ddp_course.lab.draw.work import idle_share, legend_of, run_of, works_of
 from ddp_course.pipeline.schedule import Schedule
 from ddp_course.pipeline.schedules import SCHEDULES
 from ddp_course.pipeline.simulate import Costs, Simulated, simulate

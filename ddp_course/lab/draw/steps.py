@@ -12,10 +12,10 @@ from ddp_course.collectives.catalog import PLANS
 from ddp_course.collectives.plan import Plan, Transfer
 from ddp_course.lab.draw.cells import HALO, MOST_RANKS, draw_halo, whole_buffer
 from ddp_course.lab.draw.drawing import ROOM, Drawing
-from ddp_course.lab.draw.grid import Buffers, Grid
+from ddp_course.lab.draw.grid import Buffers, Grid, layout
 from ddp_course.lab.draw.kinds import counted
-from ddp_course.lab.draw.layout import layout
 from ddp_course.lab.palette import MUTED, PANEL_EDGE, rank_color
+from ddp_course.theory.checks import check_choice
 
 MARGIN, TOP = 16, 66
 NAME_W, SMALL_NAME_W, SENT_W = 66, 30, 84  # beside the cells: ranks, and their bytes
@@ -174,9 +174,7 @@ def in_buffers(amount: Fraction) -> str:
 
 def plan_named(name: str, world_size: int) -> Plan:
     """Return a plan of the catalog; ValueError says what there is."""
-    if name not in PLANS:
-        allowed = ", ".join(map(repr, PLANS))
-        raise ValueError(f"name is {name!r}; it can be one of {allowed}")
+    check_choice("name", name, PLANS)
     return PLANS[name](count("world_size", world_size, 1, MOST_RANKS))
 
 
