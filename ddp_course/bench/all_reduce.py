@@ -93,8 +93,7 @@ def of_size(nbytes: int, turns: int, seconds: float = math.inf) -> Told:
     """Measure everything on tensors of `nbytes`."""
     contenders, registered = all_contenders(nbytes)
     calls = max(1, min(20, CALLED // nbytes))
-    steps.together(contenders, 2, math.inf, 1)  # to warm up
-    told = steps.together(contenders, turns, seconds, calls)
+    told = steps.together(contenders, turns, seconds, calls, warm=4)
     shared_memory.free(registered)
     return told
 

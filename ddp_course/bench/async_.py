@@ -117,8 +117,7 @@ def pull_and_push(turns: int, numel: int = NUMEL) -> Told:
     ways["shared memory"] = served(numel, MemoryServer, MemoryWorker)
     if rpc.is_available():
         ways["rpc"] = remote(numel)
-    steps.together(ways, 2, math.inf, 1)
-    return steps.together(ways, turns, 60.0, 1)
+    return steps.together(ways, turns, 60.0, 1, warm=4)
 
 
 def both(server: Callable[[], object], worker: Callable[[], object]) -> Callable:

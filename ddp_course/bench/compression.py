@@ -25,7 +25,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
 )
 
 from ddp_course.bench import steps
-from ddp_course.bench.turns import Row, Told, against, rows_of
+from ddp_course.bench.turns import Contender, Row, against, rows_of
 from ddp_course.collectives import ring
 from ddp_course.compression import Compressor, Exchange, compress, compressor
 from ddp_course.data_parallel import DistributedDataParallel
@@ -113,22 +113,18 @@ def bench(quick: bool) -> Iterator[Row]:
     case = steps.Case(4, "1m", 128, 5 if quick else 20)
     seconds = steps.BUDGET[quick] / 2
     for variants, links in ((SLOW, LINKS), (FAST, None)):
-        told = steps.on_ranks(4, measure, variants, case, seconds, links=links)
+        how = variants, case, seconds, of_round
+        told = steps.on_ranks(4, steps.measure, *how, links=links)
         words = f"{case}, {'100 MB/s' if links else 'no slow links'}"
         yield from rows_of(words, PAIRS, told, **case.fields)
 
 
-def measure(variants: Mapping[str, steps.Variant], case: steps.Case, s: float) -> Told:
-    """On every rank: return seconds per step; a round of H steps counts as its mean."""
-    ways = {name: steps.step_of(make, case) for name, make in variants.items()}
-    ways |= {name: partial(mean_of_round, ways[name]) for name in LOCAL if name in ways}
-    for way in ways.values():
-        for _ in range(3):
-            way()
-    return steps.together(ways, case.turns, s)
+def of_round(name: str, step: Contender) -> Contender:
+    """Return what is measured: a round of H steps, if so many make one."""
+    return partial(mean_of_round, step) if name in LOCAL else step
 
 
-def mean_of_round(step: Callable[[], None]) -> float:
+def mean_of_round(step: Contender) -> float:
     """Make H steps; return the seconds of one."""
     start = time.perf_counter()
     for _ in range(H):

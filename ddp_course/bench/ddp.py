@@ -5,14 +5,13 @@ All of them use the fused AdamW, the faster of PyTorch's. Chapter 05.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as PyTorchDDP
 
 from ddp_course.bench import steps
-from ddp_course.bench.turns import Row, against
+from ddp_course.bench.turns import against
 from ddp_course.data_parallel.ddp import DistributedDataParallel
 
 ABOUT = "A training step under our DDP over one under PyTorch's."
@@ -42,8 +41,4 @@ PAIRS = (
     *against("best", {"gloo": 1.05, "shared": {128: 0.9}}),
     *against("default", {"best": None, "bound": None}),
 )
-
-
-def bench(quick: bool) -> Iterator[Row]:
-    """Yield a row for each number of ranks, preset, number of tokens and pair."""
-    yield from steps.contest(quick, VARIANTS, PAIRS)
+bench = partial(steps.contest, variants=VARIANTS, pairs=PAIRS)

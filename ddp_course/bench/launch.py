@@ -54,15 +54,16 @@ def first_launch(side: str) -> float:
         return process.since_start
 
 
-class LaunchProcess:
+class LaunchProcess(subprocess.Popen):
     """A fresh Python that launches ranks in "our" or in "their" way when told to.
 
     `since_start` are the seconds from its first import to the end of the last launch.
+    It ends when its input does: at the end of a `with`.
     """
 
     def __init__(self, side: str) -> None:
         self.side, self.since_start = side, 0.0
-        self.process = subprocess.Popen(
+        super().__init__(
             [sys.executable, str(SCRIPT), side],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -75,17 +76,8 @@ class LaunchProcess:
     def launch(self, case: str, ranks: int) -> float:
         """Return the seconds of one launch. CommandError if it failed: see stderr."""
         try:
-            print(case, ranks, file=self.process.stdin, flush=True)
-            told = self.process.stdout.readline().split()
-            seconds, self.since_start = map(float, told)
+            print(case, ranks, file=self.stdin, flush=True)
+            seconds, self.since_start = map(float, self.stdout.readline().split())
         except (BrokenPipeError, ValueError):
             raise CommandError(f"a launch of {self.side} failed") from None
         return seconds
-
-    def __enter__(self) -> LaunchProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.stdin.close()  # no more launches: it ends
-        self.process.stdout.close()
-        self.process.wait()

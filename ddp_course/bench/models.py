@@ -19,14 +19,13 @@ from __future__ import annotations
 import datetime
 import faulthandler
 import json
-import linecache
 import re
 import textwrap
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import make_dataclass
 from functools import cache, partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -566,12 +565,8 @@ def trained(
 
 def refusal(error: Exception, itself: str = "") -> str | None:
     """Return what this course says when it refuses, or None: somebody else did."""
-    end = error.__traceback__
-    while end.tb_next:
-        end = end.tb_next
-    file, package = end.tb_frame.f_code.co_filename, Path(ddp_course.__file__).parent
-    line = linecache.getline(file, end.tb_lineno)
-    ours = file.startswith(str(package)) and line.strip().startswith("raise")
+    end, package = traceback.extract_tb(error.__traceback__)[-1], ddp_course.__path__[0]
+    ours = end.filename.startswith(package) and end.line.startswith("raise")
     if not (ours and " " in str(error) or itself and itself in str(error)):
         return None
     return f"{REFUSED}: {_in_words(error)}"

@@ -8,7 +8,6 @@ by the order over a step that waits for all. Chapter 15.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -88,8 +87,7 @@ def side_by_side(
         own = ScheduledDataParallel(model, optimizer, policy, layers=layers, **how)
         scheduled[name] = own
         ways[name] = stepping(own, own.step, batch_of(model))
-    steps.together(ways, 3, math.inf, 1)  # until there is an order
-    told = steps.together(ways, turns, 60.0, 1)
+    told = steps.together(ways, turns, 60.0, 1, warm=6)  # then there is an order
     gains = {}
     for name, own in scheduled.items():
         own.finish()

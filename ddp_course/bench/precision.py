@@ -6,7 +6,7 @@ shows what 16 bits win on this machine, or lose. Chapter 12.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_course.bench import steps
-from ddp_course.bench.turns import Row, against
+from ddp_course.bench.turns import against
 from ddp_course.precision import Autocast, GradScaler
 
 ABOUT = "A training step in 16 bits, ours over PyTorch's."
@@ -78,8 +78,4 @@ PAIRS = (
     *against("torch.autocast", {"autocast": 1.05, "fp32": None, "again": None}),
     *against("torch.amp.GradScaler", {"GradScaler": 1.05}),
 )
-
-
-def bench(quick: bool) -> Iterator[Row]:
-    """Yield a row for each number of ranks, preset, number of tokens and pair."""
-    yield from steps.contest(quick, VARIANTS, PAIRS)
+bench = partial(steps.contest, variants=VARIANTS, pairs=PAIRS)

@@ -103,9 +103,10 @@ def contest(
     of: int = 1,
     fits: Callable[[Case, str], bool] = lambda case, name: True,
 ) -> Iterator[Row]:
-    """Yield the rows of every case; `of` so many contests share the bench's time.
+    """Yield a row for each case (ranks, preset, tokens) and pair.
 
-    `fits(case, name)` tells whether a variant can be run in a case.
+    `of` so many contests share the bench's time. `fits(case, name)` tells whether a
+    variant can be run in a case.
     """
     each = BUDGET[quick] / of / len(cases(quick))
     for case in cases(quick):
@@ -125,13 +126,19 @@ def on_ranks(
 # ---- on the ranks ------------------------------------------------------------------
 
 
-def measure(variants: Mapping[str, Variant], case: Case, seconds: float) -> Told:
-    """On every rank: return seconds per step, by variant and turn, and the CPU used."""
-    steps = {name: step_of(make, case) for name, make in variants.items()}
-    for step in steps.values():
-        for _ in range(3):  # PyTorch's DDP arranges its buckets anew after the first
-            step()
-    return together(steps, case.turns, seconds)
+def measure(
+    variants: Mapping[str, Variant],
+    case: Case,
+    seconds: float,
+    as_one: Callable[[str, Contender], Contender] = lambda name, step: step,
+) -> Told:
+    """On every rank: return seconds per step, by variant and turn, and the CPU used.
+
+    `as_one(name, step)` is what is measured of a variant.
+    """
+    steps = {name: as_one(name, step_of(v, case)) for name, v in variants.items()}
+    # PyTorch's DDP arranges its buckets anew after the first.
+    return together(steps, case.turns, seconds, warm=3)
 
 
 def together(
@@ -139,12 +146,17 @@ def together(
     turns: int,
     seconds: float,
     repeat: int | None = None,
+    warm: int = 0,
 ) -> Told:
     """On every rank: measure in turns that begin at the same time on all of them.
 
-    Ends early if about so many `seconds` have passed; rank 0's clock counts, for that
-    and for how often the first contender fits into a turn (unless `repeat` says).
+    Before, each is called `warm` times. Ends early if about so many `seconds` have
+    passed; rank 0's clock counts, for that and for how often the first contender fits
+    into a turn (unless `repeat` says).
     """
+    for call in contenders.values():
+        for _ in range(warm):
+            call()
     end = time.perf_counter() + seconds
     if repeat is None:
         one = in_turns(dict([*contenders.items()][:1]), 1)[0].popitem()[1][0]

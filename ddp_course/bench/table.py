@@ -106,24 +106,16 @@ def _held(columns: list[tuple[Pair, Found]]) -> list[str]:
     """Return a line for each ratio that is asked for, and one for each control."""
     told = []
     for pair, found in columns:
-        asked: dict[float | None, list[str]] = {}
-        for case, row in found.items():
-            asked.setdefault(1.0 if pair.control else pair.bar(row), []).append(case)
-        for bar, cases in asked.items():
-            if bar is None:
-                continue
-            ratios = [ratio_of(found[case]) for case in cases]
-            words = f"{pair.variant} over {pair.beside}"
+        asked = {c: 1.0 if pair.control else pair.bar(r) for c, r in found.items()}
+        for bar in dict.fromkeys(bar for bar in asked.values() if bar is not None):
+            ratios = {c: ratio_of(r) for c, r in found.items() if asked[c] == bar}
+            missed = [case for case, ratio in ratios.items() if ratio > bar]
+            seen = f"{min(ratios.values()):.2f}"
+            seen += f" to {max(ratios.values()):.2f}" if len(ratios) > 1 else ""
+            answer, limit = "no" if missed else "yes", f" at most {bar:g}"
             if pair.control:
-                answer, words = "noise", f"{words}, the same twice"
-            else:
-                answer = "no" if max(ratios) > bar else "yes"
-                words += f" at most {bar:g}"
-            words += f": {min(ratios):.2f}"
-            words += f" to {max(ratios):.2f}" if len(ratios) > 1 else ""
-            missed = [c for c, r in zip(cases, ratios, strict=True) if r > bar]
-            words += f"; not in {'; '.join(missed)}" if answer == "no" else ""
-            told += textwrap.wrap(
-                f"  {answer:6} {words}", WIDTH, subsequent_indent=" " * 9
-            )
+                answer, limit, missed = "noise", ", the same twice", []
+            words = f"  {answer:6} {pair.variant} over {pair.beside}{limit}: {seen}"
+            words += f"; not in {'; '.join(missed)}" if missed else ""
+            told += textwrap.wrap(words, WIDTH, subsequent_indent=" " * 9)
     return told

@@ -5,7 +5,6 @@ All ranks work on the same batch; `tokens` are those of all together. Chapter 09
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -24,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 from torch.optim import AdamW
 
 from ddp_course.bench import steps
-from ddp_course.bench.turns import Pair, Row, against
+from ddp_course.bench.turns import Pair, against
 from ddp_course.model import GPT
 from ddp_course.tensor_parallel import tensor_parallel
 
@@ -127,8 +126,4 @@ PAIRS = (
     ),
     *against(BEST, {"one rank alone": None}),
 )
-
-
-def bench(quick: bool) -> Iterator[Row]:
-    """Yield a row for each number of ranks, preset, number of tokens and pair."""
-    yield from steps.contest(quick, VARIANTS, PAIRS)
+bench = partial(steps.contest, variants=VARIANTS, pairs=PAIRS)

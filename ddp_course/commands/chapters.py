@@ -18,9 +18,8 @@ def folder() -> Path:
 
     Raises CommandError if there is none.
     """
-    here = Path.cwd()
-    around = (place for place in (here, *here.parents) if _holds_chapters(place))
-    return (next(around, None) or course()) / "notebooks"
+    found = (place for place in _around() if _holds_chapters(place))
+    return (next(found, None) or course()) / "notebooks"
 
 
 def course() -> Path:
@@ -28,8 +27,7 @@ def course() -> Path:
 
     It is the clone we stand in, or that of the package, or what a wheel has brought.
     """
-    here = Path.cwd()
-    for place in (here, *here.parents, PACKAGE.parent, *_from_a_wheel()):
+    for place in (*_around(), PACKAGE.parent, *_from_a_wheel()):
         if _holds_chapters(place) and not (place / RECORD).exists():
             return place
     raise CommandError(
@@ -54,14 +52,12 @@ def _from_a_wheel() -> list[Path]:
 
 def copy_around() -> Path | None:
     """Return the learner's copy that we stand in; None if we stand in none."""
-    here = Path.cwd()
-    around = (place for place in (here, *here.parents) if (place / RECORD).is_file())
-    return next(around, None)
+    return next((p for p in _around() if (p / RECORD).is_file()), None)
 
 
-def all_chapters() -> list[Path]:
-    """Return the notebooks of all chapters, in order."""
-    return sorted(folder().glob("[0-9][0-9]_*.ipynb"))
+def _around() -> list[Path]:
+    """Return the folder in which we stand, and those above it."""
+    return [Path.cwd(), *Path.cwd().parents]
 
 
 def find(names: list[str]) -> list[Path]:
@@ -80,7 +76,7 @@ def _find_one(name: str) -> list[Path]:
         if not path.is_file():
             raise CommandError(f"there is no file {name}")
         return [path.resolve()]
-    chapters = all_chapters()
+    chapters = sorted(folder().glob("[0-9][0-9]_*.ipynb"))
     if name == "all":
         return chapters
     number = f"{int(name):02d}" if re.fullmatch("[0-9]{1,2}", name) else None

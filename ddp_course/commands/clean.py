@@ -137,16 +137,14 @@ def _widget_views(notebook: NotebookNode) -> None:
 def _streams(notebook: NotebookNode) -> None:
     """Join what a cell printed: in how many pieces it came differs from run to run."""
     for cell in code_cells(notebook):
-        first: dict[str, NotebookNode] = {}
-        whole = []
-        for output in cell.outputs:
-            if output.output_type == "stream" and output.name in first:
-                first[output.name].text += output.text
-            else:
-                whole.append(output)
-                if output.output_type == "stream":
-                    first[output.name] = output
-        cell.outputs = whole
+        pieces, cell.outputs, first = cell.outputs, [], {}
+        for piece in pieces:
+            if piece.output_type == "stream" and piece.name in first:
+                first[piece.name].text += piece.text
+                continue
+            cell.outputs.append(piece)
+            if piece.output_type == "stream":
+                first[piece.name] = piece
 
 
 def _tracebacks(notebook: NotebookNode) -> None:
@@ -158,13 +156,10 @@ def _tracebacks(notebook: NotebookNode) -> None:
         f"{sys.prefix}/": "",
         f"{Path.home()}/": "~/",
     }
-    for cell in code_cells(notebook):
-        for output in cell.outputs:
-            if output.output_type == "error":
-                for folder, name in names.items():
-                    output.traceback = [
-                        part.replace(folder, name) for part in output.traceback
-                    ]
+    outputs = (output for cell in code_cells(notebook) for output in cell.outputs)
+    for output in (o for o in outputs if o.output_type == "error"):
+        for folder, name in names.items():
+            output.traceback = [t.replace(folder, name) for t in output.traceback]
 
 
 def _texts(outputs: list[NotebookNode]) -> Iterator[str]:

@@ -8,6 +8,7 @@ import contextlib
 import re
 import signal
 import tempfile
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,7 +171,8 @@ def execute(
             raise KeyboardInterrupt from None
         error = str(raised)  # "Kernel died", or that it did not start
     if error:
-        return Failure(len(begun), _one_line(error), place, _line(begun, place))
+        error = textwrap.shorten(error, 300, placeholder="...")  # one line
+        return Failure(len(begun), error, place, _line(begun, place))
     for number, cell in enumerate(code_cells(notebook), start=1):
         if must_raise(cell) and all(o.output_type != "error" for o in cell.outputs):
             story = "its tag says that it raises an exception, but it did not"
@@ -194,8 +196,3 @@ def _line(cells: list[NotebookNode], place: tuple[int, int] | None) -> str:
     cell, line = place or (0, 0)
     lines = cells[cell - 1].source.split("\n") if 0 < cell <= len(cells) else []
     return lines[line - 1].strip() if 0 < line <= len(lines) else ""
-
-
-def _one_line(text: str, most: int = 300) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= most else line[: most - 3] + "..."

@@ -78,33 +78,27 @@ def table(rows: list[Row]) -> Table:
     for row in rows:
         shown.add_column(row.name.replace(" + ", "\n+ "), justify="right", no_wrap=True)
 
-    def line(name: str, cells: list[str], last: bool = False) -> None:
-        shown.add_row(name, *cells, end_section=last)
-
-    for name, kind in KINDS.items():
-        last = name == "gathered"
-        line(name, [_number(row.ledger[kind] / size) for row in rows], last)
-    line("total", [_number(row.ledger.total / size) for row in rows])
-    line(
-        "fits", [{True: "yes", False: "no", None: "?"}[row.fits] for row in rows], True
-    )
-    line("sent in a step", [_number(row.bytes_sent / size) for row in rows])
-    times = [row.times_ddp for row in rows]
-    line("times DDP", ["-" if x is None else f"{x:.2f}" for x in times])
+    lines = {
+        name: [_number(row.ledger[kind] / size) for row in rows]
+        for name, kind in KINDS.items()
+    }
+    lines["total"] = [_number(row.ledger.total / size) for row in rows]
+    lines["fits"] = [{True: "yes", False: "no", None: "?"}[row.fits] for row in rows]
+    lines["sent in a step"] = [_number(row.bytes_sent / size) for row in rows]
+    lines["times DDP"] = [_number(row.times_ddp) for row in rows]
     if rows[0].seconds is not None:
-        line("seconds for it", [f"{row.seconds:.3g}" for row in rows])
+        lines["seconds for it"] = [f"{row.seconds:.3g}" for row in rows]
+    for name, cells in lines.items():
+        shown.add_row(name, *cells, end_section=name in ("gathered", "fits"))
     return shown
 
 
 def notes(rows: list[Row], assumed: str) -> list[str]:
     """Return what a number leaves out or stands for, in sentences."""
-    offload = rows[-1]
-    (host, host_unit), (bus, bus_unit) = map(
-        _scaled, (offload.on_host, offload.host_bytes)
-    )
+    host, bus = _in_words(rows[-1].on_host), _in_words(rows[-1].host_bytes)
     told = [
-        f"With offload each GPU's {host} {host_unit} of shards are in the host's "
-        f"memory, and {bus} {bus_unit} pass PCIe in a step."
+        f"With offload each GPU's {host} of shards are in the host's memory, and {bus} "
+        "pass PCIe in a step."
     ]
     if assumed:
         told.append(f"Taken as usual: {assumed}.")
@@ -167,10 +161,10 @@ def _unit(nbytes: float) -> tuple[float, str]:
     return 1.0, "bytes"
 
 
-def _scaled(nbytes: float) -> tuple[str, str]:
+def _in_words(nbytes: float) -> str:
     size, unit = _unit(nbytes)
-    return _number(nbytes / size), unit
+    return f"{_number(nbytes / size)} {unit}"
 
 
-def _number(value: float) -> str:
+def _number(value: float | None) -> str:
     return "-" if not value else f"{value:,.2f}"

@@ -58,12 +58,9 @@ def command(told: Namespace) -> int:
             raise CommandError("--ranks is for a run without torchrun, which says it")
         record(_one_of_torchruns_ranks)(settings, told.json)
         return 0
-    try:
-        check_alone()
-    except ValueError as error:
-        raise CommandError(str(error)) from None
     ranks = told.ranks or prod(n or 1 for n in (told.dp, told.tp, told.pp))
     try:
+        check_alone()
         layout = choose_layout(ranks, **{name: settings[name] for name in OF_LAYOUT})
         layout.check(told.steps, told.batch_size, PRESETS[told.preset])
     except ValueError as error:

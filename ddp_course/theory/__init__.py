@@ -27,7 +27,6 @@ from ddp_course.theory.activations import (
     model_activations,
 )
 from ddp_course.theory.asynchrony import (
-    async_staleness,
     gradients_per_second,
     implicit_momentum,
     server_bytes,

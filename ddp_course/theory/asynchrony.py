@@ -48,18 +48,6 @@ def gradients_per_second(way: str, seconds: Sequence[float], spare: int = 0) -> 
     return (n - spare) / sorted(seconds)[n - 1 - spare]
 
 
-def async_staleness(seconds: Sequence[float], worker: int | None = None) -> float:
-    """Return the mean staleness of asynchronous gradients, in steps of the server.
-
-    Of all, N - 1; or of those of one worker, counted from 0. Raises ValueError for no
-    worker and times that are not above 0. Chapter 13.
-    """
-    of_all = gradients_per_second("asynchronous", seconds)
-    if worker is None:
-        return len(seconds) - 1.0
-    return seconds[worker] * (of_all - 1 / seconds[worker])
-
-
 def stable_lr(curvature: float, staleness: int = 0) -> float:
     """Return the learning rate below which delayed gradient descent converges.
 

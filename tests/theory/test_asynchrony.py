@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from statistics import fmean
 
 import pytest
 import torch
@@ -21,7 +22,6 @@ from ddp_course.parameter_server import (
     simulate,
 )
 from ddp_course.theory import (
-    async_staleness,
     gradients_per_second,
     server_bytes,
     stable_lr,
@@ -52,14 +52,15 @@ def test_throughput_with_a_straggler(way, slow):
 
 @pytest.mark.parametrize("seconds", [[1.0], [1.0] * 3, [1, 1, 5], [1, 2, 3, 8.5]])
 def test_mean_staleness_is_workers_minus_1_whoever_is_slow(seconds):
+    """And of one worker, t_k times what the others make in a second."""
     run = simulate(ASYNCHRONOUS, seconds, 3000)
     ages = run.staleness()
-    assert sum(ages) / len(ages) == pytest.approx(async_staleness(seconds), abs=0.03)
+    assert fmean(ages) == pytest.approx(len(seconds) - 1, abs=0.03)
     takers = [worker - 1 for step in run.of("step") for worker in step.taken]
-    for worker in range(len(seconds)):
+    for worker, own in enumerate(seconds):
         mine = [age for age, taker in zip(ages, takers, strict=True) if taker == worker]
-        told = async_staleness(seconds, worker)
-        assert sum(mine) / len(mine) == pytest.approx(told, rel=0.05)
+        others = gradients_per_second("asynchronous", seconds) - 1 / own
+        assert fmean(mine) == pytest.approx(own * others, rel=0.05)
 
 
 def after(workers: int, lr: float, steps: int = 400, remedy=None) -> float:
@@ -96,7 +97,7 @@ test_what_no_formula_is_for = refused(
     (lambda: gradients_per_second("backup", [1], spare=1), "spare is 1; backup with 1"),
     (lambda: gradients_per_second("bounded", [1, 1], 1), "bounded with 2 workers has"),
     (lambda: gradients_per_second("asynchronous", []), "the number of workers is 0"),
-    (lambda: async_staleness([0.0]), "seconds is 0.0; it must be"),
+    (lambda: gradients_per_second("backup", [0.0]), "seconds is 0.0; it must be"),
     (lambda: stable_lr(0.0), "curvature is 0.0; it must be"),
     (lambda: stable_lr(1.0, -1), "staleness . 1 is 0; it must be"),
 )
