@@ -23,7 +23,12 @@ from ddp_course.mechanisms.placements import (
     placed,
     total_norm,
 )
-from ddp_course.mechanisms.whole_state import PlainModel, WholeState
+from ddp_course.mechanisms.whole_state import (
+    PlainModel,
+    WholeState,
+    _packed,
+    _unpacked,
+)
 from ddp_course.mesh import Mesh, make_groups
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -216,6 +221,27 @@ def test_a_norm_that_counts_replicas_is_seen(eight_ranks):
     for right, planted in eight_ranks["norms"]:
         torch.testing.assert_close(right, expected, rtol=1e-6, atol=0)
         assert planted > 1.05 * expected
+
+
+def test_what_ranks_send_each_other_comes_back_bit_by_bit():
+    there = {
+        "turned": torch.randn(3, 4).t(),
+        "a window": torch.arange(9)[3:5],
+        "short": torch.tensor(0.1, dtype=torch.bfloat16),
+        "nothing": torch.empty(0, 3),
+        "truth": torch.tensor([True, False]),
+        "conjugate": torch.randn(2, dtype=torch.complex64).conj(),
+        "sparse": torch.eye(3).to_sparse(),
+        "a parameter": torch.nn.Parameter(torch.ones(2)),
+    }
+    there["tied"] = there["turned"]
+    here = _unpacked(_packed(there))
+    assert here["tied"] is here["turned"]
+    assert here["a window"].untyped_storage().nbytes() == 16
+    for name, tensor in there.items():
+        assert type(here[name]) is type(tensor) and here[name].dtype == tensor.dtype
+        assert torch.equal(here[name].to_dense(), tensor.to_dense()), name
+    here["turned"].zero_()  # it can be written into
 
 
 eight_ranks = launched(8, divided, norms, timeout=120)
