@@ -10,7 +10,16 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
-from pipeline_cases import GPT_TIED, ROWS, TOKENS, PipelineParallel, batch, tied, untied
+from pipeline_cases import (
+    GPT_TIED,
+    ROWS,
+    TOKENS,
+    PipelineParallel,
+    batch,
+    mse,
+    tied,
+    untied,
+)
 from torch import nn
 
 from ddp_course.launch import spawn
@@ -139,10 +148,6 @@ class Counted(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-def mse(output, target):
-    return (output - target).square().mean()
-
-
 def done_and_kept(m: int) -> dict:
     told, p = {}, dist.get_world_size()
     gc.disable()  # so that all is dropped when it should be, not when it may be
@@ -205,13 +210,17 @@ def test_bytes_of_activations_follow_the_schedule_and_recomputation():
 # ---- the bubble ----------------------------------------------------------------------
 
 
+WRONG = "gpipe, its last stage slower"  # planted
+
+
 def waited(names: list[str], m: int, seconds: float) -> dict:
     told, p = {}, dist.get_world_size()
     for name in names:
         stages = 2 * p if name == "interleaved" else p
-        each = seconds * p / stages
-        model = nn.Sequential(*(Waiting(each, each, each) for _ in range(stages)))
-        pipeline = PipelineParallel(model, name, m, loss_fn=mse)
+        each = [seconds * p / stages] * stages
+        each[-1] *= 1 + (name == WRONG)
+        model = nn.Sequential(*(Waiting(time, time, time) for time in each))
+        pipeline = PipelineParallel(model, name.partition(",")[0], m, loss_fn=mse)
         x = torch.ones(m, 1)
         pipeline.step(x, x)
         with EventLog() as log:
@@ -221,19 +230,24 @@ def waited(names: list[str], m: int, seconds: float) -> dict:
 
 
 def test_the_bubble_is_what_was_predicted():
+    """A busy machine adds milliseconds to what is computed, and to what is waited for.
+
+    So a bubble may come out larger, or smaller; when all takes longer, they matter
+    less. The bubbles that are predicted differ by 0.057 and more.
+    """
     p, m = 3, 4
     expected = {n: float(simulate(SCHEDULES[n](p, m)).bubble) for n in SCHEDULES}
-    least = dict.fromkeys(SCHEDULES, 1.0)
-    for seconds in (0.03, 0.06, 0.12, 0.24):  # a busy machine adds milliseconds
-        open_ = [n for n in SCHEDULES if least[n] - expected[n] >= 0.02]
-        if not open_:
-            break
-        told = spawn(waited, open_, m, seconds, world_size=p, output="none")
-        for n in open_:
-            least[n] = min(least[n], bubble(e for rank in told for e in rank[n]))
-    order = ["naive", "gpipe", "interleaved", "zero_bubble"]
-    assert order == sorted(order, key=least.__getitem__, reverse=True), least
-    assert all(-0.001 < least[n] - expected[n] < 0.03 for n in SCHEDULES), least
+    expected[WRONG] = expected["gpipe"]
+    far = dict.fromkeys(expected, 1.0)
+    for seconds in (0.03, 0.06, 0.12, 0.24):
+        if names := [n for n in SCHEDULES if far[n] > 0.025]:
+            names += [WRONG] * (seconds == 0.03)
+            told = spawn(waited, names, m, seconds, world_size=p, output="none")
+            for n in names:
+                found = bubble(event for rank in told for event in rank[n])
+                far[n] = min(far[n], abs(found - expected[n]))
+    assert far.pop(WRONG) > 0.05
+    assert max(far.values()) <= 0.025, far
 
 
 def on_a_virtual_clock() -> list:
