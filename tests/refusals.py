@@ -4,8 +4,6 @@ from collections.abc import Callable
 
 import pytest
 
-from ddp_course.cli import main
-
 
 def refused(*cases: tuple[Callable[[], object], str]) -> Callable:
     """Return a test that each call raises a ValueError which matches the words."""
@@ -18,11 +16,22 @@ def refused(*cases: tuple[Callable[[], object], str]) -> Callable:
     return test
 
 
+def said(kinds, call: Callable, *args, **options) -> str:
+    """Call it, and return what an error of these kinds says; "" if there is none."""
+    try:
+        call(*args, **options)
+    except kinds as error:
+        return str(error)
+    return ""
+
+
 def complaint(typed: list[str] | str, capsys, shows=False) -> tuple[int, str]:
     """Type a command that ends badly; return its exit code and the line that says why.
 
     It must be one line on stderr that says who speaks; and all, unless it `shows` more.
     """
+    from ddp_course.cli import main  # not above: ranks import this file, too
+
     try:
         code = main(typed.split() if isinstance(typed, str) else typed)
     except SystemExit as end:  # argparse has answered

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from refusals import refused
+from refusals import refused, said
+from trained import same
 
 from ddp_course import checkpoint as module
 from ddp_course import parallelize
@@ -138,15 +139,8 @@ def test_a_disk_that_is_full_leaves_nothing_behind(tmp_path, monkeypatch):
 def changed(checkpoints: Checkpoints) -> bool:
     fresh = torch.nn.Linear(2, 1)
     fresh.load_state_dict(checkpoints.model.state_dict())
-    try:
-        checkpoints.load(2)
-    except CheckpointError as error:
-        checkpoints.error = str(error)
-    same = [
-        torch.equal(a, b)
-        for a, b in zip(fresh.parameters(), checkpoints.model.parameters(), strict=True)
-    ]
-    return not all(same)
+    checkpoints.error = said(CheckpointError, checkpoints.load, 2)
+    return not same(fresh.state_dict(), checkpoints.model.state_dict())
 
 
 def flip(path: Path) -> None:
@@ -335,30 +329,6 @@ def test_the_newest_checkpoint_is_found_on_any_machine(tmp_path):
         spawn(planted, timeout=30)
 
 
-def test_another_number_of_ranks_goes_on_within_rounding(tmp_path):
-    whole = train(6, **CURVE)
-    spawn(lambda: train(2, **CURVE, strategy="ddp", checkpoint=tmp_path))
-    spawn(lambda: train(4, **CURVE, strategy="flat", checkpoint=tmp_path), world_size=3)
-    last = train(6, **CURVE, checkpoint=tmp_path)
-    assert last.resumed_at == 4
-    assert last.losses == pytest.approx(whole.losses, abs=1e-5)
-
-
-def test_sharded_states_are_saved_whole_for_whoever_goes_on(tmp_path):
-    whole = train(6, **CURVE, keep_state=True)
-    run = (("zero3", 4), ("zero1", 3), ("zero2", 2), ("ddp", 3), ("zero3", 2))
-    for steps, (strategy, ranks) in enumerate(run, start=1):
-
-        def part(strategy=strategy, steps=steps):
-            return train(steps, **CURVE, strategy=strategy, checkpoint=tmp_path)
-
-        spawn(part, world_size=ranks, output="none", timeout=60)
-    last = train(6, **CURVE, checkpoint=tmp_path, keep_state=True)
-    assert last.resumed_at == 5
-    assert last.losses == pytest.approx(whole.losses, abs=1e-5)
-    assert largest_difference(last.state, whole.state) < 1e-5
-
-
 def only_half(optimizer):
     """The plant: states of which other ranks' parts are missing."""
     optimizer.consolidate_state_dict(to=0)
@@ -387,10 +357,8 @@ def test_all_ranks_say_what_is_wrong_with_a_checkpoint(tmp_path):
     (tmp_path / "step-00000002.pt").write_bytes(b"spoilt")
 
     def told():
-        try:
-            train(4, **CURVE, strategy="ddp", checkpoint=tmp_path)
-        except CheckpointError as error:
-            return str(error)
+        how = {"strategy": "ddp", "checkpoint": tmp_path}
+        return said(CheckpointError, train, 4, **CURVE, **how)
 
     texts = spawn(told, world_size=3, timeout=60)
     assert len(set(texts)) == 1

@@ -103,6 +103,8 @@ MISTAKES = [
     forgets_the_head,
     takes_rank_0s_gradient,
 ]
+# By number of ranks: Adam hides a missing division from any number of them.
+PLANTS = {2: [forgets_the_division], 3: MISTAKES, 4: [forgets_the_division]}
 
 
 def gradients(config, average):
@@ -144,7 +146,7 @@ def on_every_rank():
 
     It changes the module `train` for as long as this process lives: not for long.
     """
-    averages = (average_gradients, *MISTAKES)
+    averages = (average_gradients, *PLANTS[dist.get_world_size()])
     averaged = {
         average.__name__: {
             config: gradients(config, average) for config in (SMALL, TIED)
@@ -209,11 +211,10 @@ def test_averaged_gradients_are_those_of_the_full_batch(ranks, one):
     assert same_gradients([by["average_gradients"] for _, by, _ in ranks], one[1])
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_wrong_averages_are_caught(ranks, one, mistake):
-    name = mistake.__name__
-    assert not same_gradients([by[name] for _, by, _ in ranks], one[1])
-    assert not same_training([trained[name] for trained, _, _ in ranks], one[0])
+def test_wrong_averages_are_caught(ranks, one):
+    for name in (mistake.__name__ for mistake in PLANTS[len(ranks)]):
+        assert not same_gradients([by[name] for _, by, _ in ranks], one[1]), name
+        assert not same_training([told[name] for told, _, _ in ranks], one[0]), name
 
 
 def test_adam_hides_a_missing_division_from_losses_and_replicas(ranks, one):

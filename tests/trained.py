@@ -1,7 +1,8 @@
 """What a training was, and whether two are the same."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +57,18 @@ def far_apart(
         pairs = zip(getattr(a, kind), getattr(b, kind), strict=True)
         found += [f"{kind} {x} {y}" for x, y in pairs if not abs(x - y) < 1e-4 * abs(y)]
     return found + ([] if a.rates == b.rates else [f"rates {a.rates} {b.rates}"])
+
+
+def same(a: object, b: object, **close: float) -> bool:
+    """Tell whether states of any depth are equal, bit by bit, or as close as that."""
+    if isinstance(a, Tensor):
+        equal = partial(torch.allclose, **close) if close else torch.equal
+        return a.shape == b.shape and equal(a, b)
+    if isinstance(a, Mapping):
+        return a.keys() == b.keys() and all(same(a[k], b[k], **close) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(partial(same, **close), a, b))
+    return a == b
 
 
 def bits(trained: Trained) -> bytes:

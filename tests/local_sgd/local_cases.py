@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from refusals import said
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as PyTorchs
 from torch.optim import SGD, AdamW
@@ -289,18 +290,13 @@ def metered() -> dict[tuple[str, int], tuple[int, int]]:
 
 def refused() -> list[str]:
     """Return what is said of calls that all ranks refuse."""
-    told = []
-    for make in (
-        lambda: wrapped(plain(), "local", warmup=3),
-        lambda: LocalSGD(INNER["sgd"](plain().parameters()), plain()),
-        lambda: wrapped(plain(), "local", every=2 + dist.get_rank() // 3),
-        lambda: wrapped(plain(), "diloco", lr=0.5 + dist.get_rank() // 3),
-    ):
-        try:
-            make()
-        except ReplicaError as error:
-            told.append(str(error))
-    return told
+    of_another, last = INNER["sgd"](plain().parameters()), dist.get_rank() // 3
+    return [
+        said(ReplicaError, wrapped, plain(), "local", warmup=3),
+        said(ReplicaError, LocalSGD, of_another, plain()),
+        said(ReplicaError, wrapped, plain(), "local", every=2 + last),
+        said(ReplicaError, wrapped, plain(), "diloco", lr=0.5 + last),
+    ]
 
 
 def one_dies() -> tuple[str, bool, int]:

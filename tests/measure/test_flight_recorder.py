@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from refusals import said
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -121,15 +122,10 @@ WHOLE = 4 * ELEMENTS
 
 
 def asked_too_early() -> tuple[list[str], int]:
-    x, errors = torch.ones(1), []
     with TorchCollectives() as torchs:
-        dist.all_reduce(x)
-        for ask in (torchs.count, lambda: torchs.nbytes):
-            try:
-                ask()
-            except RuntimeError as error:
-                errors.append(str(error))
-        errors.append(repr(torchs))
+        dist.all_reduce(torch.ones(1))
+        asked = torchs.count, lambda: torchs.nbytes
+        errors = [said(RuntimeError, ask) for ask in asked] + [repr(torchs)]
     return errors, torchs.count()
 
 
@@ -224,18 +220,15 @@ def full_recorder() -> dict:
             for _ in range(19):
                 dist.all_reduce(x)
     told["counts"] = outer.count(), inner.count()
-    try:
+
+    def calls(number: int) -> None:
         with TorchCollectives():
-            for _ in range(21):
+            for _ in range(number):
                 dist.all_reduce(x)
-    except RuntimeError as error:
-        told["lost"] = str(error)
+
+    told["lost"] = said(RuntimeError, calls, 21)
     os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
-    try:
-        with TorchCollectives():
-            pass
-    except RuntimeError as error:
-        told["off"] = str(error)
+    told["off"] = said(RuntimeError, calls, 0)
     return told
 
 

@@ -55,6 +55,10 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
+def mse(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
 def alone(model: str = "tied", steps: int = 5, clip: bool = True) -> Trained:
     """Train in one process with the whole batch."""
     plain, told = MODELS[model](), Trained()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
-from pipeline_cases import PipelineParallel, adamw, batch, tied
+from pipeline_cases import PipelineParallel, adamw, batch, mse, tied
+from refusals import said
 from torch import nn
+from trained import same
 
 from ddp_course.collectives import CollectiveError
 from ddp_course.data_parallel import DistributedDataParallel
@@ -14,14 +18,18 @@ from ddp_course.launch import RankError, spawn
 from ddp_course.mechanisms.agreement import ReplicaError
 from ddp_course.pipeline import interleaved, parse
 
+CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 
-def two_groups(named) -> list[dict]:
-    """Return parameter groups in the order of the model: with weight decay, without."""
-    named = list(named)
-    return [
-        {"params": [p for _, p in named if p.dim() > 1], "weight_decay": 0.1},
-        {"params": [p for _, p in named if p.dim() <= 1], "weight_decay": 0.0},
+
+def optimizer_of(model: nn.Module, grouped: bool) -> torch.optim.Optimizer:
+    """Return AdamW; `grouped`: of matrices, in their order, and of the rest."""
+    params = list(model.parameters())
+    rest = [p for p in params if p.dim() <= 1]
+    groups = [
+        {"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1},
+        {"params": rest, "weight_decay": 0.0},
     ]
+    return adamw(groups if grouped else params)
 
 
 def steps(model: nn.Module, optimizer, numbers) -> None:
@@ -37,26 +45,12 @@ def steps(model: nn.Module, optimizer, numbers) -> None:
 def there_and_back(schedule: str, state, optimizer_state, grouped: bool):
     """On every rank: go on from a state for two steps, and return the whole state."""
     pipeline = PipelineParallel(tied(5), schedule, 3)
-    params = pipeline.parameters()
-    if grouped:
-        params = two_groups(pipeline.named_parameters())
-    optimizer = adamw(params)
-    if state is not None:
-        pipeline.load_full_state_dict(state)
-        pipeline.load_full_optimizer_state_dict(optimizer, optimizer_state)
+    optimizer = optimizer_of(pipeline, grouped)
+    pipeline.load_full_state_dict(state)
+    pipeline.load_full_optimizer_state_dict(optimizer, optimizer_state)
     steps(pipeline, optimizer, (2, 3))
     full = pipeline.full_optimizer_state_dict(optimizer)
     return pipeline.full_state_dict(), full
-
-
-def same(a, b) -> bool:
-    if isinstance(a, torch.Tensor):
-        return torch.allclose(a, b, rtol=1e-4, atol=1e-6)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a == b
 
 
 @pytest.mark.parametrize(
@@ -64,8 +58,7 @@ def same(a, b) -> bool:
 )
 def test_a_run_goes_on_in_a_pipeline_and_back_in_one_process(n, schedule, grouped):
     plain = tied()
-    params = two_groups(plain.named_parameters()) if grouped else plain.parameters()
-    optimizer = adamw(params)
+    optimizer = optimizer_of(plain, grouped)
     steps(plain, optimizer, (0, 1))
     state = {k: v.clone() for k, v in plain.state_dict().items()}
     told = spawn(
@@ -81,20 +74,15 @@ def test_a_run_goes_on_in_a_pipeline_and_back_in_one_process(n, schedule, groupe
     steps(plain, optimizer, (2, 3))
     for found, found_optimizer in told:
         assert list(found) == list(plain.state_dict())
-        assert same(found, dict(plain.state_dict()))
-        assert same(found_optimizer, optimizer.state_dict())
+        assert same(found, plain.state_dict(), **CLOSE)
+        assert same(found_optimizer, optimizer.state_dict(), **CLOSE)
         optimizer.load_state_dict(found_optimizer)  # and back
 
 
 # ---- what cannot be ------------------------------------------------------------------
 
 
-def refused(kind, *args, **options) -> str:
-    try:
-        kind(*args, **options)
-    except (ReplicaError, CollectiveError) as error:
-        return str(error)
-    return "nothing"
+refused = partial(said, (ReplicaError, CollectiveError))
 
 
 def refusals() -> dict[str, str]:
@@ -188,10 +176,6 @@ class Breaks(nn.Module):
         return x * self.scale
 
 
-def mse(output, target):
-    return (output - target).square().mean()
-
-
 def sum_of_squares(output, target):
     return (output - target).square().sum()
 
@@ -278,7 +262,7 @@ def test_a_stage_may_have_no_parameters():
             optimizer.step()
         for told in ranks:
             found, its, whole, own, states = told[empty]
-            right = loss.detach(), norm, dict(plain.state_dict())
-            assert same((found, its, whole), right), empty
-            assert own and all(same(value, whole[n]) for n, value in own.items())
+            right = loss.detach(), norm, plain.state_dict()
+            assert same((found, its, whole), right, **CLOSE), empty
+            assert own and same(own, {name: whole[name] for name in own}, **CLOSE)
             assert states == len(whole)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
+from trained import same
 
 from ddp_course.launch import spawn
 from ddp_course.model import GPTConfig, build_gpt
@@ -22,10 +23,6 @@ BF16 = torch.bfloat16
 
 def state(model: nn.Module) -> dict[str, torch.Tensor]:
     return {n: t.clone() for n, t in model.state_dict().items()}
-
-
-def same(a: dict, b: dict) -> bool:
-    return all(torch.equal(a[n], b[n]) for n in a)
 
 
 def by_hand(steps: int) -> dict[str, torch.Tensor]:

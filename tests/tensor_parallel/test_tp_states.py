@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from tp_cases import batch, model, refused
+from trained import same
 
 from ddp_course.launch import spawn
 from ddp_course.mechanisms.recompute import recompute, recompute_blocks
@@ -50,8 +51,8 @@ def continued(before: dict[str, tuple[dict, dict]]) -> dict[str, tuple]:
     for name, (state, optimizer_state) in before.items():
         options = {"sequence_parallel": True, "in_shared_memory": name == "tied"}
         module = tensor_parallel(model(name, seed=5), **options)  # other numbers
-        fresh = module.full_state_dict()
-        assert same(fresh, model(name, seed=5).state_dict())
+        fresh, plain = module.full_state_dict(), model(name, seed=5).state_dict()
+        assert same(fresh, plain) and list(fresh) == list(plain)
         optimizer = adamw(module)
         module.load_full_state_dict(state)
         module.load_full_optimizer_state_dict(optimizer, optimizer_state)
@@ -60,19 +61,6 @@ def continued(before: dict[str, tuple[dict, dict]]) -> dict[str, tuple]:
         after = module.full_state_dict(), module.full_optimizer_state_dict(optimizer)
         told[name] = read, after
     return told
-
-
-def same(a, b, **close) -> bool:
-    """Tell whether two states of any depth are equal, or close."""
-    if isinstance(a, torch.Tensor):
-        return a.shape == b.shape and (
-            torch.allclose(a, b, **close) if close else torch.equal(a, b)
-        )
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(same(a[k], b[k], **close) for k in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(functools.partial(same, **close), a, b))
-    return a == b
 
 
 def test_states_go_on_from_one_process_and_back():
