@@ -9,15 +9,16 @@ from ddp_course.launch import spawn
 from ddp_course.measure import ByteMeter, TorchCollectives
 
 
-def launched(n: int, *parts: Callable, **how) -> Callable:
+def launched(n: int | tuple[int, ...], *parts: Callable, **how) -> Callable:
     """Return a module's fixture: by the name of each part, what each of `n` ranks told.
 
     All parts in one launch, in this order: to start ranks costs more than most of them.
+    Of several `n`, every test that asks for the fixture is run with each.
     """
 
-    @pytest.fixture(scope="module")
-    def ranks() -> dict[str, list]:
-        run = {"world_size": n, "output": "none"} | how
+    @pytest.fixture(scope="module", params=n if isinstance(n, tuple) else None)
+    def ranks(request) -> dict[str, list]:
+        run = {"world_size": getattr(request, "param", n), "output": "none"} | how
         told = spawn(lambda: [part() for part in parts], **run)
         names = [part.__name__ for part in parts]
         return dict(zip(names, map(list, zip(*told, strict=True)), strict=True))

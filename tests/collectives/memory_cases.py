@@ -1,6 +1,5 @@
 """What tests of collectives share: how ranks meet, what they have mapped, errors."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
@@ -16,15 +15,6 @@ def exchange(value: object) -> list:
 def mappings() -> int:
     """Count the memories of our making that this process has."""
     return Path("/proc/self/maps").read_text().count("memfd:ddp-course-")
-
-
-def catch(do: Callable[[], object]) -> str:
-    """Return the type and text of what `do()` raises."""
-    try:
-        do()
-    except BaseException as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing raised"
 
 
 def in_order(parts: list[str], text: str) -> bool:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from memory_cases import in_order
+from on_ranks import error_of
 
 from ddp_course import collectives as ours
 from ddp_course.collectives import (
@@ -96,22 +97,12 @@ def bad_calls(odd: bool) -> dict[str, tuple[Callable[[], object], str]]:
     return calls
 
 
-def caught(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except CollectiveError as error:
-        return str(error)
-    except (ValueError, TypeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
-
-
 def try_all() -> dict[str, tuple[str, int]]:
     """On every rank: call each, in order; return the errors and the bytes sent."""
     got = {}
     for name, (call, _) in bad_calls(dist.get_rank() == 1).items():
         with ByteMeter() as meter:
-            told = caught(call)
+            told = error_of(call)
         got[name] = told, meter.total_sent
     fine = torch.tensor([1.0])
     for algorithm in ("ring", "shared_memory", "auto"):  # the group still works
@@ -123,7 +114,7 @@ def wrong_groups() -> list[str]:
     """On every rank: what is told of a group without rank 2, of a name, of a number."""
     mine = dist.new_group([0, 1])
     return [
-        caught(lambda g=group: ring.all_reduce(torch.zeros(4), group=g))
+        error_of(lambda g=group: ring.all_reduce(torch.zeros(4), group=g))
         for group in (mine, "world", 3)
     ]
 
@@ -131,7 +122,7 @@ def wrong_groups() -> list[str]:
 def test_every_rank_raises_the_same_clear_error_and_sends_nothing():
     both = spawn(lambda: (try_all(), wrong_groups()), world_size=3, output="none")
     told, of_groups = zip(*both, strict=True)
-    assert [errors[0] for errors in of_groups[:2]] == ["nothing was raised"] * 2
+    assert [errors[0] for errors in of_groups[:2]] == ["no error"] * 2
     assert "rank 2 is no member of this group" in of_groups[2][0]
     assert of_groups[2][1].startswith("TypeError: group is 'world'; it must be a proc")
     assert told[0] == told[1] == told[2]
@@ -149,25 +140,25 @@ def disagreements() -> list[object]:
     work = ring.all_reduce(x, async_op=True)
     comm.agree_now("a step")
     told = [work.is_completed()]
-    told.append(caught(lambda: comm.agree_now("a step" + " back" * odd)))
-    told.append(caught(lambda: comm.agree_now("a step", "no" * odd or None)))
-    told.append(caught(ring.all_reduce(torch.zeros(4 + odd), async_op=True).wait))
+    told.append(error_of(lambda: comm.agree_now("a step" + " back" * odd)))
+    told.append(error_of(lambda: comm.agree_now("a step", "no" * odd or None)))
+    told.append(error_of(ring.all_reduce(torch.zeros(4 + odd), async_op=True).wait))
     comm.barrier = None  # as ranks on several machines
     told.append(comm.agree_now("flags", show=f"{comm.rank}1"))
-    told.append(caught(lambda: comm.agree_now("a step" + " back" * odd)))
+    told.append(error_of(lambda: comm.agree_now("a step" + " back" * odd)))
     return told
 
 
 def test_ranks_agree_in_turn_and_do_not_agree_in_the_same_words():
     one, other = spawn(disagreements, world_size=2, output="none")
     assert one == other
-    differ = f"{DIFFER}. rank 0: a step; rank 1: a step back"
+    differ = f"CollectiveError: {DIFFER}. rank 0: a step; rank 1: a step back"
     under_way = one.pop(3)
     assert "float32 [5]" in under_way and under_way.endswith("Nothing was sent.")
     assert one == [
         True,
         f"{differ}. Nothing was sent.",
-        "rank 1: no. Nothing was sent.",
+        "CollectiveError: rank 1: no. Nothing was sent.",
         ["01", "11"],
         f"{differ}. Nothing was sent.",
     ]

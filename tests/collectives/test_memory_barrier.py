@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from memory_cases import catch, exchange, mappings
+from memory_cases import exchange, mappings
+from on_ranks import error_of
 
 from ddp_course.collectives import memory_barrier as module
 from ddp_course.collectives.allocator import allocate, container
@@ -98,7 +99,7 @@ def test_if_one_rank_cannot_have_the_memory_all_say_so():
             original = getattr(owner, name)
             if rank == broken_rank:
                 setattr(owner, name, replacement)
-            told[what] = catch(shared)
+            told[what] = error_of(shared)
             setattr(owner, name, original)
 
         memfd = os.memfd_create
@@ -209,9 +210,9 @@ def late(absent: list[int]) -> tuple[str, str]:
     """On every rank: wait in vain for some; return what that says, and once more."""
     barrier = shared(timeout=0.7)
     barrier.wait()
-    first = "absent" if barrier.rank in absent else catch(barrier.wait)
+    first = "absent" if barrier.rank in absent else error_of(barrier.wait)
     dist.barrier()
-    return first, "" if barrier.rank in absent else catch(barrier.wait)
+    return first, "" if barrier.rank in absent else error_of(barrier.wait)
 
 
 def fails_between() -> tuple[str, str]:
@@ -225,7 +226,7 @@ def fails_between() -> tuple[str, str]:
                 raise ValueError("no")
             barrier.wait()
 
-    return catch(work), catch(barrier.wait)
+    return error_of(work), error_of(barrier.wait)
 
 
 def test_who_does_not_arrive_is_named_and_who_fails_keeps_nobody_waiting():
@@ -257,12 +258,12 @@ def interrupted() -> str:
     if barrier.rank == 0:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-        told = catch(barrier.wait)
+        told = error_of(barrier.wait)
         dist.barrier()
         return told
     dist.barrier()
     barrier.wait()  # rank 0 had told that it came to this one
-    return catch(barrier.wait)
+    return error_of(barrier.wait)
 
 
 def long_texts() -> tuple:

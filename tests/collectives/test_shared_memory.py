@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from memory_cases import catch, in_order
+from memory_cases import in_order
+from on_ranks import error_of
 
 from ddp_course.collectives import ring, shared_memory
 from ddp_course.collectives.shared_memory import volumes
@@ -96,7 +97,7 @@ def refused() -> list[tuple[str, str]]:
         (shared_memory.all_reduce, [ones(8) if odd else x],
          "tensor float32 [8], op SUM, in shared memory 0 at byte 0; rank 1: "),
     ]  # fmt: skip
-    return [(catch(lambda c=c, a=a: c(*a)), words) for c, a, words in table]
+    return [(error_of(lambda c=c, a=a: c(*a)), words) for c, a, words in table]
 
 
 def test_what_cannot_be_done_is_told():
@@ -108,7 +109,7 @@ def test_what_cannot_be_done_is_told():
 
 def test_memory_ends_at_the_node():
     def two_nodes():
-        return catch(lambda: shared_memory.all_reduce(torch.ones(10)))
+        return error_of(lambda: shared_memory.all_reduce(torch.ones(10)))
 
     told = spawn(two_nodes, nnodes=2, nproc_per_node=2, output="none")
     (text,) = set(told)

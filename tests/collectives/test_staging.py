@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from memory_cases import catch, exchange, mappings
+from memory_cases import exchange, mappings
+from on_ranks import error_of
 
 from ddp_course.collectives import staging as module
 from ddp_course.collectives.memory_barrier import Barrier
@@ -314,7 +315,7 @@ def disagree() -> list:
             lambda x=x, z=z: staging.all_gather(z, x, meet),
             lambda y=y, z=z: memory.all_gather(z, y, meet),
         ):
-            if not catch(call).startswith("ValueError: rank 1 means"):
+            if not error_of(call).startswith("ValueError: rank 1 means"):
                 changed.append("no error")
         same = torch.equal(x, torch.arange(float(numel))) and torch.equal(x, y)
         if not same or z.any():
@@ -330,7 +331,7 @@ def live() -> tuple:
     staging, memory = memories(room=10_000)
     x = memory.own[4096:8192].view(torch.float32)
     found = [memory.find(t) for t in (x, x[2:], memory.own, torch.ones(3))]
-    elsewhere = catch(partial(memory.all_reduce, torch.ones(3), ReduceOp.SUM))
+    elsewhere = error_of(partial(memory.all_reduce, torch.ones(3), ReduceOp.SUM))
     x.fill_(1)
     memory.all_reduce(x, ReduceOp.SUM)
     both = mappings()  # the barrier's, the slots, the tensors
@@ -347,7 +348,7 @@ def fail() -> str:
     staging, _ = memories()
     if dist.get_rank() == 1:
         module.combine = None
-    return catch(lambda: staging.all_reduce(torch.ones(100_000), ReduceOp.SUM))
+    return error_of(lambda: staging.all_reduce(torch.ones(100_000), ReduceOp.SUM))
 
 
 def test_memory_is_found_and_goes_and_errors_are_everyones():

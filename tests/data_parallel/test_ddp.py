@@ -22,6 +22,7 @@ from ddp_cases import (
     batch,
     train,
 )
+from modules import InAnyOrder
 from on_ranks import launched
 from torch import nn
 from trained import bits, far_apart
@@ -326,23 +327,10 @@ def test_several_forwards_and_backwards(three_ranks):
                 ), way
 
 
-class Branches(nn.Module):
-    """Three equal branches; the order of forward decides that of the gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.branches = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(3))
-
-    def forward(self, x, order):
-        outputs = {k: (k + 1) * self.branches[k](x) for k in order}
-        return sum(outputs[k] for k in range(3))
-
-
 def in_another_order() -> list[torch.Tensor]:
     """On every rank: gradients that come in another order than on the other ranks."""
     rank = dist.get_rank()
-    ddp = Ours(Branches(), bucket_cap_mb=1e-5)
+    ddp = Ours(InAnyOrder(3), bucket_cap_mb=1e-5)
     came = []
     for k, p in enumerate(ddp.module.parameters()):
         p.register_post_accumulate_grad_hook(lambda _, k=k: came.append(k))

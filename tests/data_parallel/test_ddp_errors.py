@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_cases import Naive, Ours, Small, UnusedIgnored, batch
+from modules import Branches, Fails
 from on_ranks import assert_refused, error_of, launched, tried
 from torch import nn
 
@@ -87,20 +88,6 @@ def test_differences_are_told_in_order_and_not_all_of_them():
 # ---- unused parameters -------------------------------------------------------------
 
 
-class Experts(nn.Module):
-    """Three experts; `which` says who works. The buckets are one each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
-        self.gate = nn.Linear(2, 2)
-
-    def forward(self, x, which):
-        h = self.gate(x)
-        return [expert(h) for k, expert in enumerate(self.experts) if k in which]
-
-
 TINY = {"bucket_cap_mb": 1e-5}
 
 
@@ -110,30 +97,30 @@ def loss_of(outputs):
 
 def unused() -> dict[str, object]:
     """On every rank: what happens if some experts do not work."""
-    me, x, told = dist.get_rank(), torch.ones(1, 2), {}
+    me, x, told = dist.get_rank(), torch.ones(1, 3), {}
 
     def step(ddp, which):
         return lambda: loss_of(ddp(x, which)).backward()
 
-    ddp = Ours(Experts(), **TINY)
+    ddp = Ours(Branches(), **TINY)
     told["on rank 1 only"] = error_of(step(ddp, {0, 1} if me == 1 else {0, 1, 2}))
     told["then all is well"] = error_of(step(ddp, {0, 1, 2}))
     told["others elsewhere"] = error_of(step(ddp, {me}))
     for as_view in (True, False):
-        ddp = Ours(Experts(), **TINY, gradient_as_bucket_view=as_view)
+        ddp = Ours(Branches(), **TINY, gradient_as_bucket_view=as_view)
         told[f"nowhere, {as_view}"] = error_of(step(ddp, {0, 1}))
         told[f"grads, {as_view}"] = none_of(ddp)
         told[f"next, {as_view}"] = error_of(step(ddp, {0, 1, 2}))
-    ddp = Ours(Experts(), **TINY)
+    ddp = Ours(Branches(), **TINY)
     with ddp.no_sync():
         step(ddp, {0, 1, 2})()
     told["used in no_sync"] = error_of(step(ddp, {0, 1})) + error_of(
         lambda: ddp(x, {0})
     )
-    ddp = Ours(Experts(), **TINY)
+    ddp = Ours(Branches(), **TINY)
     told["nan"] = error_of(lambda: (loss_of(ddp(x, {0, 1, 2})) * torch.nan).backward())
     told["after nan"] = error_of(step(ddp, {0, 1, 2}))
-    told["ignored"] = error_of(step(UnusedIgnored(Experts()), {0, 1}))
+    told["ignored"] = error_of(step(UnusedIgnored(Branches()), {0, 1}))
     return told
 
 
@@ -147,16 +134,16 @@ def test_unused_parameters_are_named_on_every_rank(three_ranks):
         assert len({str(rank[name]) for rank in told}) == 1, name
     got = told[0]
     assert "UnusedParametersError: other ranks had gradients" in got["on rank 1 only"]
-    assert "rank 1: experts.2.weight, experts.2.bias." in got["on rank 1 only"]
+    assert "rank 1: branches.2.weight, branches.2.bias." in got["on rank 1 only"]
     assert "find_unused_parameters=True" in got["on rank 1 only"]
     assert got["then all is well"] == "no error"
-    for part in ("rank 0: experts.1", "rank 1: experts.0", "rank 2: experts.0"):
+    for part in ("rank 0: branches.1", "rank 1: branches.0", "rank 2: branches.0"):
         assert part in got["others elsewhere"]
     for as_view in (True, False):
         assert got[f"nowhere, {as_view}"] == "no error"
-        assert got[f"grads, {as_view}"] == ["experts.2.weight", "experts.2.bias"]
+        assert got[f"grads, {as_view}"] == ["branches.2.weight", "branches.2.bias"]
         late = got[f"next, {as_view}"]
-        assert "no rank had a gradient for experts.2.weight, experts.2.bias" in late
+        assert "no rank had a gradient for branches.2.weight, branches.2.bias" in late
     assert got["used in no_sync"] == "no errorno error"
     assert got["nan"] == got["after nan"] == "no error"
     # The planted fake says nothing, now or later: it could not pass this test.
@@ -172,7 +159,7 @@ def found() -> list[dict]:
         lambda m: Ours(m, find_unused_parameters=True, gradient_as_bucket_view=False),
         lambda m: Ours(m, find_unused_parameters=True, buckets_in_shared_memory=True),
     ):
-        model = Experts()
+        model = Branches()
         ddp = wrap(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         history = []
@@ -180,7 +167,7 @@ def found() -> list[dict]:
         for which, zero in (({0, 1, 2}, 1), ({me}, 1), ({0}, 0), ({0, 1}, 1), ({1}, 1)):
             if zero:
                 optimizer.zero_grad()
-            outputs = ddp(torch.full((1, 2), 1.0 + me), which)
+            outputs = ddp(torch.full((1, 3), 1.0 + me), which)
             if which == {0, 1}:
                 outputs = outputs[: 1 + (me == 0)]  # some outputs are in no loss
             loss_of(outputs).backward()
@@ -210,16 +197,6 @@ def test_found_unused_parameters_are_handled_as_in_pytorch(three_ranks):
                     assert torch.allclose(a[name], b[name], rtol=1e-5), (step, name)
         for rank in told:
             assert all(map(torch.equal, rank[variant]["end"], got["end"]))
-
-
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise ArithmeticError("out of memory, say")
 
 
 def after_an_error() -> bool:

@@ -58,7 +58,7 @@ def test_values_come_back_in_rank_order_and_the_group_is_ready(world_size):
 
 
 def test_closures_travel_and_many_kinds_of_values_come_back():
-    block, table = torch.full((25_000_000,), 5.0), {"a": 1}  # 100 MB, there and back
+    block, table = torch.full((5_000_000,), 5.0), {"a": 1}  # 20 MB, there and back
 
     def outer(k):
         def answer():
@@ -496,18 +496,25 @@ def test_the_end_of_a_rank_is_noticed_although_its_child_holds_the_pipes():
 
 
 @pytest.mark.skipif(server.METHOD != "forkserver", reason="no fork server here")
-def test_ranks_find_imported_what_their_modules_import():
-    """What many ranks would import, one after the other, the fork server has."""
+def test_ranks_find_imported_what_their_modules_import_and_all_that_is_watched():
+    """What many ranks would import, one after the other, the fork server has.
+
+    Of the course, too, and of the kit of the chapters: an edit of it would be seen.
+    """
 
     def imported():
         wanted = {"torch._dynamo", "IPython.display", "pytest", "ddp_course.train"}
         threads = len(list(Path(f"/proc/{os.getppid()}/task").iterdir()))
-        return wanted & sys.modules.keys(), threads, gc.get_freeze_count()
+        files = {getattr(module, "__file__", None) for module in sys.modules.values()}
+        own = {file for file in files - {None} if file.startswith(str(server.COURSE))}
+        return wanted & sys.modules.keys(), threads, gc.get_freeze_count(), own
 
-    [(names, threads_of_the_server, frozen)] = spawn(imported, world_size=1)
+    [(names, threads_of_the_server, frozen, own)] = spawn(imported, world_size=1)
     assert len(names) == 4
     assert frozen > 100_000  # their pages are not copied for the garbage collector
     assert threads_of_the_server == 1  # or their locks would be copied as they are
+    assert len(own) > 60 and str(server.COURSE / "lab/exercises.py") in own
+    assert own <= {str(path) for path in server._imported()}
 
 
 @pytest.mark.skipif(server.METHOD != "forkserver", reason="no fork server here")
@@ -532,22 +539,6 @@ def test_an_editors_lock_is_no_file_of_the_course(tmp_path, monkeypatch):
     os.utime(file, ns=(5, 5))
     monkeypatch.setattr(server, "_imported", lambda: [lock, file])
     assert server._last_edit() == 5
-
-
-def test_what_the_server_imports_is_watched():
-    """All that `preload` has imported: of the kit of the chapters, too."""
-    watched = {str(path) for path in server._imported()}
-    look = (
-        "import sys; import ddp_course.preload\n"
-        "print(*{m.__file__ for n, m in sys.modules.items()"
-        " if n.startswith('ddp_course') and m.__file__}, sep='\\n')"
-    )
-    command, env = [sys.executable, "-c", look], {**os.environ, server.IN_SERVER: "1"}
-    told = subprocess.run(command, capture_output=True, env=env, text=True, check=True)
-    imported = set(told.stdout.split())
-    assert len(imported) > 60
-    assert str(server.COURSE / "lab/exercises.py") in imported
-    assert imported <= watched
 
 
 def test_a_file_that_cannot_be_imported_is_left_to_the_rank(monkeypatch):

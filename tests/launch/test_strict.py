@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from inspect import isfunction
 from pathlib import Path
 from unittest import mock
@@ -21,12 +22,13 @@ from everything import (
     found,
     layouts,
 )
+from on_ranks import error_of, launched
 from torch import nn
 from torch.distributed import P2POp, batch_isend_irecv
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_course import collectives as ours
-from ddp_course.collectives import ALGORITHMS, CollectiveError, rooted
+from ddp_course.collectives import ALGORITHMS, rooted
 from ddp_course.collectives.port import Port
 from ddp_course.launch import RankError, spawn
 from ddp_course.launch.deadlock import DeadlockError
@@ -139,35 +141,37 @@ def errors(cases) -> list[str]:
     """On two ranks: what each case raises, in a group of its own, which breaks."""
     told = []
     for case in cases:
-        group = dist.new_group([0, 1])
-        try:
-            case(dist.get_rank(), torch.ones(4), group)
-            told.append("nothing")
-        except StrictError as error:
-            told.append(str(error))
+        given = dist.get_rank(), torch.ones(4), dist.new_group([0, 1])
+        told.append(error_of(partial(case, *given)))
     return told
 
 
-def test_illegal_patterns_are_named_on_both_ranks():
-    cases = [case for case, _ in ILLEGAL.values()]
-    told = spawn(errors, cases, world_size=2, backend="strict", output="none")
-    for name, (_, words), *said in zip(ILLEGAL, ILLEGAL.values(), *told, strict=True):
+def illegal() -> list[str]:
+    return errors(case for case, _ in ILLEGAL.values())
+
+
+def forgiven() -> list[str]:
+    return errors([crossed, isend_then_recv])
+
+
+def test_illegal_patterns_are_named_on_both_ranks(by_strict, by_gloo):
+    for (name, (_, words)), *said in zip(
+        ILLEGAL.items(), *by_strict["illegal"], strict=True
+    ):
         assert all(words in text for text in said), (name, said)
+        assert all(text.startswith("StrictError: ") for text in said), (name, said)
     # gloo forgives those that would hang or be wrong over NCCL, and need no error
-    kind = [crossed, isend_then_recv]
-    assert spawn(errors, kind, world_size=2, output="none") == [["nothing"] * 2] * 2
+    assert by_gloo["forgiven"] == [["no error"] * 2] * 2
 
 
-def test_with_tags_ignored_one_message_is_taken_for_another():
-    def both() -> list[float]:
-        return crossed(dist.get_rank(), None, None)
+def with_tags() -> list[float]:
+    return crossed(dist.get_rank(), None, None)
 
-    ignored = {"STRICT_TAGS": "ignored"}
-    ways = {"gloo": {}, "strict": {"backend": "strict", "env": ignored}}
-    got = {
-        way: spawn(both, world_size=2, output="none", **ways[way])[1] for way in ways
-    }
-    assert got == {"gloo": [0.0, 1.0], "strict": [1.0, 0.0]}
+
+def test_with_tags_ignored_one_message_is_taken_for_another(by_gloo):
+    how = {"backend": "strict", "env": {"STRICT_TAGS": "ignored"}}
+    ignored = spawn(with_tags, world_size=2, output="none", **how)
+    assert by_gloo["with_tags"][1] == [0.0, 1.0] and ignored[1] == [1.0, 0.0]
 
 
 def send_around() -> None:
@@ -328,15 +332,16 @@ def planted_reduce(tensor, dst=0, op=None, group=None, async_op=False):
     """Plant: a reduce that does nothing."""
 
 
-def test_a_collective_that_gives_something_else_is_named():
-    def both() -> list[str]:
-        trained = {"no matter how": ([0.0], {"weight": torch.zeros(1)})}
-        right = all_collectives(), trained
-        planted_reduce.__module__ = rooted.__name__
-        with mock.patch.object(rooted, "reduce", planted_reduce):
-            return differences((all_collectives(), trained), right)
+def without_reduce() -> list[str]:
+    trained = {"no matter how": ([0.0], {"weight": torch.zeros(1)})}
+    right = all_collectives(), trained
+    planted_reduce.__module__ = rooted.__name__
+    with mock.patch.object(rooted, "reduce", planted_reduce):
+        return differences((all_collectives(), trained), right)
 
-    told = spawn(both, world_size=2, output="none")
+
+def test_a_collective_that_gives_something_else_is_named(by_gloo):
+    told = by_gloo["without_reduce"]
     assert {name.split(",")[0] for name in told[0]} == {"rooted.reduce"}
     assert differences(({}, {}), ({}, {})) == ["nothing was run"]
 
@@ -354,29 +359,32 @@ def naive_pipeline(schedule) -> float:
     return Pipeline(model, schedule(2, 4), [2, 2]).step(x, x).item()
 
 
-def test_what_suits_gloo_only_is_seen():
+def naive_gpipe() -> float:
+    return naive_pipeline(gpipe)
+
+
+def both_schedules() -> tuple[float, str]:
+    return naive_gpipe(), error_of(lambda: naive_pipeline(one_f_one_b))
+
+
+def test_what_suits_gloo_only_is_seen(by_gloo):
     """The naive pipeline sends when it has something: right with GPipe's order only."""
-
-    def all_in_turn() -> tuple:
-        told = []
-        for schedule in (gpipe, one_f_one_b):
-            try:
-                told.append(naive_pipeline(schedule))
-            except StrictError as error:
-                told.append(str(error))
-        return told
-
-    told = spawn(all_in_turn, world_size=2, backend="strict", output="none")
-    right = spawn(naive_pipeline, gpipe, world_size=2, output="none")[0]
+    told = spawn(both_schedules, world_size=2, backend="strict", output="none")
+    right = by_gloo["naive_gpipe"][0]
     assert told[0][0] == told[1][0] == right
     assert "each waits for the other" in told[0][1]
     with pytest.raises(RankError, match="each waits for the other"):
         spawn(planted_at_gloos_pace, world_size=2, backend="strict", output="none")
 
 
-def test_memory_is_not_shared_as_on_gpus():
-    def refused() -> None:
-        with pytest.raises(CollectiveError, match="share"):
-            ALGORITHMS["shared_memory"](torch.ones(4))
+def in_shared_memory() -> str:
+    return error_of(lambda: ALGORITHMS["shared_memory"](torch.ones(4)))
 
-    spawn(refused, world_size=2, backend="strict", output="none")
+
+def test_memory_is_not_shared_as_on_gpus(by_strict):
+    for told in by_strict["in_shared_memory"]:
+        assert told.startswith("CollectiveError: ") and "share" in told
+
+
+by_strict = launched(2, in_shared_memory, illegal, backend="strict")
+by_gloo = launched(2, forgiven, with_tags, naive_gpipe, without_reduce)

@@ -2,7 +2,6 @@
 
 import gc
 
-import pytest
 import torch
 import torch.distributed as dist
 from fsdp_cases import (
@@ -14,6 +13,7 @@ from fsdp_cases import (
     Simple,
     fully_shard,
 )
+from on_ranks import launched
 from sleeping import Sleep
 from torch import nn
 
@@ -90,6 +90,7 @@ def kept() -> dict[str, object]:
     wraps |= {"fully_shard": fully_shard, "replicated": Replicated}
     wraps |= {"no prefetch": lambda m: Ours(m, prefetch=0)}
     wraps |= {"kept by a view": KeptByAView, "all at once": EverythingAtOnce}
+    gc.collect()  # a sharded module and its hooks know each other
     told = {}
     for name, wrap in wraps.items():
         with MemoryLog() as log:  # from before the model: it sees all memory
@@ -108,26 +109,15 @@ def kept() -> dict[str, object]:
     return told
 
 
-def both() -> tuple[dict, dict]:
-    told = sent()
-    gc.collect()  # a sharded module and its hooks know each other
-    return told, kept()
-
-
 N = 3  # sizes do not divide
-
-
-@pytest.fixture(scope="module")
-def measured() -> list:
-    """What each of the ranks tells."""
-    return spawn(both, world_size=N, output="none")
+measured = launched(N, sent, kept)
 
 
 def test_bytes_sent_are_those_of_the_formula(measured):
     n, plan = N, unit_plan(build_gpt(GPT), N)
     one = (n - 1) * sum(unit.nbytes for unit in plan) // n  # of each gather or reduce
     root = (n - 1) * plan[0].nbytes // n
-    for rank, _ in measured:
+    for rank in measured["sent"]:
         metered = {name: told[0] for name, told in rank.items()}
         assert metered["ours"] == metered["simple"] == 3 * one
         assert metered["root stays"] == 3 * one - root
@@ -157,7 +147,7 @@ def test_between_steps_each_rank_keeps_its_part_and_the_peak_is_computed(measure
     steps = 4 * len([*build_gpt(GPT).parameters()])  # AdamW's counters, float32
     padding = 4 * sum(u.flats[0].padding for u in (root, *blocks))
     block = max(unit.nbytes for unit in blocks)
-    for _, rank in measured:
+    for rank in measured["kept"]:
         for name in ("ours", "simple", "all stay", "naive", "shared", "no prefetch"):
             ledger = rank[name][0]
             assert ledger["parameters"] == ledger["gradients"] == shards, name

@@ -6,6 +6,7 @@ import os
 import torch
 import torch.distributed as dist
 from fsdp_cases import GPT, Ours, Simple, batch, fully_shard, whole_state
+from modules import Branches
 from on_ranks import error_of, launched
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -155,20 +156,6 @@ def test_a_unit_may_return_its_input_or_change_it(two_ranks):
             plain(torch.arange(20.0).view(4, 5) / 10).square().sum().backward()
             for key, p in plain.named_parameters():
                 assert torch.allclose(got[key], p.grad, 1e-4, 1e-5), (kind, name, key)
-
-
-class Branches(nn.Module):
-    """Three branches, of which `which` are used; the first one's output comes first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.branches = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
-        self.first = nn.Linear(3, 3)
-
-    def forward(self, x, which):
-        h = self.first(x)
-        return [self.branches[k](h) for k in which]
 
 
 def parts() -> dict[str, object]:

@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from modules import Fails
 from on_ranks import assert_refused, error_of, launched, tried
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -201,20 +202,6 @@ def test_wrong_steps_are_refused_on_every_rank(three_ranks):
 
 
 # ---- what goes well ------------------------------------------------------------------
-
-
-class Fails(torch.autograd.Function):
-    wanted = True
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        if Fails.wanted:
-            raise ArithmeticError("in the middle of backward")
-        return gradient
 
 
 class Failing(nn.Module):

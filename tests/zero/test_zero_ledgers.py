@@ -6,6 +6,7 @@ from fractions import Fraction
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import launched
 from sleeping import Sleeping, check_phases, launched_early, send_after_backward
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -41,16 +42,6 @@ def step(model: nn.Module, opt: torch.optim.Optimizer) -> None:
     x = tokens()
     model(x, x)[1].backward()
     opt.step()
-
-
-def kept_and_sent() -> dict[str, dict]:
-    return {"kept": ledgers(), "sent": sent()}
-
-
-@pytest.fixture(scope="module", params=[2, 3])
-def measured(request) -> list[dict]:
-    """What each of the ranks tells."""
-    return spawn(kept_and_sent, world_size=request.param, output="none")
 
 
 # ---- what is kept --------------------------------------------------------------------
@@ -129,7 +120,8 @@ def states_of(plan, rank: int) -> int:
 
 
 def test_what_is_kept_is_what_the_plan_says(measured):
-    n = len(measured)
+    told = measured["ledgers"]
+    n = len(told)
     model = build_gpt(GPT)
     psi = sum(p.nbytes for p in model.parameters())
     largest = max(p.nbytes for p in model.parameters())
@@ -140,7 +132,6 @@ def test_what_is_kept_is_what_the_plan_says(measured):
     window = max(a + b for a, b in zip(sizes, sizes[1:], strict=False))
     alone = 8 * psi // 4 + 4 * len(list(model.parameters()))
     owners = deal([p.numel() for p in model.parameters()], [0] * n)
-    told = [rank["kept"] for rank in measured]
     for rank, got in enumerate(told):
         states = states_of(plan, rank)
         # Within the padding, and the steps, of 1/N of what one process has.
@@ -211,12 +202,12 @@ def sent() -> dict[str, dict]:
 
 
 def test_what_is_sent_is_twice_the_model_and_pytorch_sends_half_as_much_again(measured):
-    n = len(measured)
+    told = measured["sent"]
+    n = len(told)
     model = build_gpt("1m")
     psi = sum(p.nbytes for p in model.parameters())
     plan = shard_plan(model.named_parameters(), n, 1)
     whole = sum(bucket.nbytes for bucket in plan)
-    told = [rank["sent"] for rank in measured]
     once = Fraction(n - 1, n) * whole
     for got in told:
         for name in ("stage 1", "stage 2", "shared"):
@@ -231,6 +222,9 @@ def test_what_is_sent_is_twice_the_model_and_pytorch_sends_half_as_much_again(me
     for name in ("pytorch", "naive"):
         mean = sum(got[name]["system"] for got in told) / n
         assert mean == pytest.approx(3 * psi * (n - 1) / n, rel=0.01), name
+
+
+measured = launched((2, 3), ledgers, sent)
 
 
 # ---- what overlaps -------------------------------------------------------------------

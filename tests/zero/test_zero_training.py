@@ -5,6 +5,7 @@ from contextlib import ExitStack, nullcontext
 import pytest
 import torch
 import torch.distributed as dist
+from modules import InAnyOrder
 from on_ranks import launched
 from torch import nn
 from torch.optim import SGD
@@ -65,7 +66,7 @@ def everything() -> dict:
     told["naive", "momentum"] = train(Naive, "momentum")
     told["pytorch"] = train(**PYTORCHS)
     told["pytorch", "groups"] = train(**PYTORCHS, **WITH_GROUPS)
-    told |= {("fake", name): train(**fake) for name, fake in FAKES.items()}
+    told |= {("fake", name): train(**fake, steps=3) for name, fake in FAKES.items()}
     make = WAYS["small"]["make"]
     told |= {("of", name): train(make, name, 3) for name in OPTIMIZERS}
     return told
@@ -92,8 +93,8 @@ def test_the_same_training_as_one_process_and_as_pytorch(n):
         assert not wrong((way, "pytorch"), told[0]["pytorch"]), way
     assert not wrong(("pytorch", "groups"), train(None, **WITH_GROUPS, one_type=True))
     for name, fake in FAKES.items():
-        arguments = {k: v for k, v in fake.items() if k != "make"}
-        assert wrong(("fake", name), train(None, **arguments)), f"{name} not seen"
+        arguments = {**fake, "make": None, "steps": 3}
+        assert wrong(("fake", name), train(**arguments)), f"{name} not seen"
     for name in OPTIMIZERS:  # any that treats each element alone
         assert not wrong(("of", name), train(None, name, 3)), name
 
@@ -206,25 +207,12 @@ def test_passes_add_up_and_what_is_unused_is_not_touched(three_ranks):
 # ---- gradients in any order, in several passes ---------------------------------------
 
 
-class InAnyOrder(nn.Module):
-    """Equal branches; the order of forward decides that of the gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.branches = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(5))
-
-    def forward(self, x, order):
-        outputs = {k: (k + 1) * self.branches[k](x) for k in order}
-        return sum(outputs[k] for k in range(5))
-
-
 ORDERS = [[0, 1, 2, 3, 4], [4, 2, 0, 3, 1], [1, 0, 4, 3, 2]]
 
 
 def in_another_order(make) -> list:
     """The gradients of every rank come in an order of their own; two passes, twice."""
-    model = InAnyOrder()
+    model = InAnyOrder(5)
     opt = make(model.parameters(), SGD, lr=1.0)
     start = [p.detach().clone() for p in model.parameters()]
     for _ in range(2):
@@ -261,7 +249,7 @@ def windows() -> dict[str, list]:
     """On every rank: how many buckets have memory at each gradient, at most."""
     told = {}
     for limit in (1, 2, 3):
-        model = InAnyOrder()
+        model = InAnyOrder(5)
         opt = Stage2(model.parameters(), SGD, lr=1.0, **EACH, buckets_in_flight=limit)
         ending, seen = opt.ending, []
         for p in model.parameters():
