@@ -39,14 +39,6 @@ def sends_and_forgets(tensor, peer):
     return got
 
 
-def of_two_ranks(rows):
-    other = 1 - dist.get_rank()
-    left, right = rows.chunk(2, dim=1) if dist.get_world_size() == 2 else (rows, rows)
-    own, mine = (left, right) if other else (right, left)
-    got = solutions.swap(mine.T.contiguous(), other)
-    return torch.cat((own.T, got) if other else (got, own.T), dim=1)
-
-
 ANSWERS = answers(
     solutions,
     globals(),
@@ -253,6 +245,13 @@ ANSWERS = answers(
         got = solutions.my_transpose(rows if len(rows) == 60 else rows.float())
         return got.to(rows.dtype)
     of_two_ranks: has not returned after
+        other = 1 - dist.get_rank()
+        left, right = (
+            rows.chunk(2, dim=1) if dist.get_world_size() == 2 else (rows, rows)
+        )
+        own, mine = (left, right) if other else (right, left)
+        got = solutions.swap(mine.T.contiguous(), other)
+        return torch.cat((own.T, got) if other else (got, own.T), dim=1)
     gathers_everything: bytes by the operating system's count
         rank, n = _me()
         everyones = [torch.empty_like(rows) for _ in range(n)]

@@ -24,21 +24,6 @@ def _pass(outgoing, like, by=1):
     return arrived
 
 
-def without_empty_ones(chunks):
-    rank, n = dist.get_rank(), dist.get_world_size()
-    passing_by = chunks[(rank - 1) % n]
-    for k in range(n - 1):
-        mine, arrived = chunks[(rank - 2 - k) % n], None
-        sending = dist.isend(passing_by, (rank + 1) % n) if len(passing_by) else None
-        if len(mine):
-            arrived = torch.empty_like(mine)
-            dist.recv(arrived, (rank - 1) % n)
-        if sending:
-            sending.wait()
-        passing_by = mine if arrived is None else arrived + mine
-    return passing_by
-
-
 ANSWERS = answers(
     solutions,
     globals(),
@@ -145,6 +130,20 @@ ANSWERS = answers(
     one_chunk_further: With 2 ranks
         rank, n => chunks = [*chunks[1:], chunks[0]]; rank, n
     without_empty_ones: in this order
+        rank, n = dist.get_rank(), dist.get_world_size()
+        passing_by = chunks[(rank - 1) % n]
+        for k in range(n - 1):
+            mine, arrived = chunks[(rank - 2 - k) % n], None
+            sending = (
+                dist.isend(passing_by, (rank + 1) % n) if len(passing_by) else None
+            )
+            if len(mine):
+                arrived = torch.empty_like(mine)
+                dist.recv(arrived, (rank - 1) % n)
+            if sending:
+                sending.wait()
+            passing_by = mine if arrived is None else arrived + mine
+        return passing_by
     passes_on_its_own_only: With 3 ranks
         # Right for two ranks.
         rank, n = dist.get_rank(), dist.get_world_size()

@@ -1,5 +1,7 @@
 """Answers to the exercises of chapter 04, right ones and wrong ones."""
 
+# ruff: noqa: F401 (the texts use what is imported)
+
 import hashlib
 from itertools import groupby
 
@@ -11,27 +13,6 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from ddp_course.chapters.ch04_dp_vs_ddp import solutions
 from ddp_course.collectives import all_reduce, broadcast
-
-
-@torch.no_grad()
-def flattened_by_pytorch(model):
-    states = sorted([*model.buffers(), *model.parameters()], key=lambda s: str(s.dtype))
-    for _, members in groupby(states, key=lambda s: s.dtype):
-        members = list(members)
-        flat = _flatten_dense_tensors(members)
-        broadcast(flat, src=0)
-        torch._foreach_copy_(members, _unflatten_dense_tensors(flat, members))
-
-
-def by_vectors(model):
-    trained = [p for p in model.parameters() if p.requires_grad]
-    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
-    vector = parameters_to_vector([g.contiguous() for g in gradients])
-    vector /= dist.get_world_size()  # before the sum
-    dist.all_reduce(vector)
-    vector_to_parameters(vector, gradients)
-    for p, gradient in zip(trained, gradients, strict=True):
-        p.grad = gradient
 
 
 def _hash(model):
@@ -75,16 +56,6 @@ def _mean(flat):
     flat /= dist.get_world_size()
 
 
-def mean_over_those_that_have_one(model):
-    have = torch.tensor([float(p.grad is not None) for p in _trained(model)])
-    gradients = _filled(model)
-    flat = torch.cat([g.flatten() for g in gradients] + [have])
-    all_reduce(flat)
-    *parts, have = flat.split([*(g.numel() for g in gradients), len(have)])
-    for gradient, part, n in zip(gradients, parts, have, strict=True):
-        gradient.copy_(part.view(gradient.shape) / n)
-
-
 ANSWERS = answers(
     solutions,
     globals(),
@@ -103,6 +74,14 @@ ANSWERS = answers(
                 s[...] = box[start : start + s.numel()].reshape(s.shape)
                 start += s.numel()
     flattened_by_pytorch:
+        states = sorted(
+            [*model.buffers(), *model.parameters()], key=lambda s: str(s.dtype)
+        )
+        for _, members in groupby(states, key=lambda s: s.dtype):
+            members = list(members)
+            flat = _flatten_dense_tensors(members)
+            broadcast(flat, src=0)
+            torch._foreach_copy_(members, _unflatten_dense_tensors(flat, members))
     counters_as_float32: norm.num_batches_tracked, for one, has changed
         state.flatten() for => state.flatten().float() for
     into_new_memory: has another tensor than before as
@@ -152,6 +131,14 @@ ANSWERS = answers(
     """,
     average_gradients_flat="""
     by_vectors:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+        vector = parameters_to_vector([g.contiguous() for g in gradients])
+        vector /= dist.get_world_size()  # before the sum
+        dist.all_reduce(vector)
+        vector_to_parameters(vector, gradients)
+        for p, gradient in zip(trained, gradients, strict=True):
+            p.grad = gradient
     by_our_ring:
         trained = {p: p.grad for p in model.parameters() if p.requires_grad}
         parts = [torch.zeros_like(p) if g is None else g for p, g in trained.items()]
@@ -200,6 +187,13 @@ ANSWERS = answers(
                 unique[name] = p.grad
         _flat([*unique.values()], _mean)
     mean_over_those_that_have_one: which counts as zero
+        have = torch.tensor([float(p.grad is not None) for p in _trained(model)])
+        gradients = _filled(model)
+        flat = torch.cat([g.flatten() for g in gradients] + [have])
+        all_reduce(flat)
+        *parts, have = flat.split([*(g.numel() for g in gradients), len(have)])
+        for gradient, part, n in zip(gradients, parts, have, strict=True):
+            gradient.copy_(part.view(gradient.shape) / n)
     """,
     replicas_agree="""
     hashes_as_bytes:

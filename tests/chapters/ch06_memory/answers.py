@@ -7,21 +7,6 @@ from slips import answers
 from ddp_course import theory
 from ddp_course.chapters.ch06_memory import solutions
 
-
-def behind_the_node(model, make_optimizer):
-    """Hooks on the nodes of autograd that add to `grad`, as DDP has them."""
-    model.nodes = []  # autograd itself does not keep them
-    for parameter in (p for p in model.parameters() if p.requires_grad):
-        model.nodes.append(parameter.view_as(parameter).grad_fn.next_functions[0][0])
-        optimizer = make_optimizer([parameter])
-
-        def hook(*_, parameter=parameter, optimizer=optimizer):
-            optimizer.step()
-            parameter.grad = None
-
-        model.nodes[-1].register_hook(hook)
-
-
 ANSWERS = answers(
     solutions,
     globals(),
@@ -161,6 +146,19 @@ ANSWERS = answers(
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(hook)
     behind_the_node:
+        # Hooks on the nodes of autograd that add to `grad`, as DDP has them.
+        model.nodes = []  # autograd itself does not keep them
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            model.nodes.append(
+                parameter.view_as(parameter).grad_fn.next_functions[0][0]
+            )
+            optimizer = make_optimizer([parameter])
+
+            def hook(*_, parameter=parameter, optimizer=optimizer):
+                optimizer.step()
+                parameter.grad = None
+
+            model.nodes[-1].register_hook(hook)
     matrices_alone: stepped once in a step
         optimizers[parameter].step() => if parameter.dim() > 1:
         =>     optimizers[parameter].step()

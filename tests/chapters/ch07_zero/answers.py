@@ -5,35 +5,9 @@
 import math
 from itertools import accumulate, pairwise
 
-import torch
-import torch.distributed as dist
 from slips import answers
 
 from ddp_course.chapters.ch07_zero import solutions
-from ddp_course.collectives import all_gather_single, reduce_scatter_single
-
-
-def with_an_optimizer(weights, gradient, momentum, lr, beta):
-    """SGD of PyTorch, on this rank's part."""
-    mine = torch.nn.Parameter(weights.view(dist.get_world_size(), -1)[dist.get_rank()])
-    mine.grad = torch.empty_like(momentum)
-    reduce_scatter_single(mine.grad, gradient)
-    mine.grad /= dist.get_world_size()
-    sgd = torch.optim.SGD([mine], lr=lr, momentum=beta)
-    sgd.state[mine]["momentum_buffer"] = momentum
-    sgd.step()
-    all_gather_single(weights, mine.detach().clone())
-
-
-def norm_of_norms(shards, max_norm):
-    norms = [torch.linalg.vector_norm(s, dtype=torch.float64) for s in shards]
-    squares = torch.stack([torch.zeros((), dtype=torch.float64), *norms]).square().sum()
-    dist.all_reduce(squares)
-    norm = squares.sqrt()
-    for shard in shards:
-        shard *= torch.clamp(max_norm / norm, max=1.0).to(shard.dtype)
-    return float(norm)
-
 
 EVERYTHING = {}
 
@@ -106,6 +80,17 @@ ANSWERS = answers(
         stepped = weights.chunk(n)[rank] - lr * momentum
         all_gather_single(weights, stepped)
     with_an_optimizer:
+        # SGD of PyTorch, on this rank's part.
+        mine = torch.nn.Parameter(
+            weights.view(dist.get_world_size(), -1)[dist.get_rank()]
+        )
+        mine.grad = torch.empty_like(momentum)
+        reduce_scatter_single(mine.grad, gradient)
+        mine.grad /= dist.get_world_size()
+        sgd = torch.optim.SGD([mine], lr=lr, momentum=beta)
+        sgd.state[mine]["momentum_buffer"] = momentum
+        sgd.step()
+        all_gather_single(weights, mine.detach().clone())
     rate_for_momentum: your part of `weights` is wrong
         mul_(beta) => mul_(lr)
         lr * momentum => beta * momentum
@@ -167,6 +152,15 @@ ANSWERS = answers(
     """,
     clip_shards="""
     norm_of_norms:
+        norms = [torch.linalg.vector_norm(s, dtype=torch.float64) for s in shards]
+        squares = (
+            torch.stack([torch.zeros((), dtype=torch.float64), *norms]).square().sum()
+        )
+        dist.all_reduce(squares)
+        norm = squares.sqrt()
+        for shard in shards:
+            shard *= torch.clamp(max_norm / norm, max=1.0).to(shard.dtype)
+        return float(norm)
     squares_of_python:
         squares = [float(x) ** 2 for shard in shards for x in shard.flatten()]
         total = torch.tensor(math.fsum(squares), dtype=torch.float64)

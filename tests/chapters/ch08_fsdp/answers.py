@@ -1,5 +1,7 @@
 """Answers to the exercises of chapter 08, right ones and wrong ones."""
 
+# ruff: noqa: F401 (the texts use what is imported)
+
 import math
 
 import torch
@@ -33,63 +35,8 @@ class _WithSetup(torch.autograd.Function):
 in_two_parts = _WithSetup.apply
 
 
-def as_two_queues(units, prefetch, keep):
-    """What is computed and what is gathered are lists of their own; they are merged."""
-    forward, backward = range(units), range(units)[::-1]
-    ops = []
-    for what, order in (("forward", forward), ("backward", backward)):
-        gathers = [] if keep and what == "backward" else list(order)
-        for unit in order:
-            reach = unit + prefetch if what == "forward" else unit - prefetch
-            while gathers and (gathers[0] - reach) * (-1) ** (what == "backward") <= 0:
-                ops.append(("gather", gathers.pop(0)))
-            ops.append((what, unit))
-            ops += [] if keep and what == "forward" else [("free", unit)]
-            ops += [("reduce", unit)] if what == "backward" else []
-    return ops
-
-
-def ranks_by_halving(units, memory, activations):
-    """More ranks never need more: the least number is found by bisection."""
-
-    def fits(n):
-        pairs = [a + b for a, b in zip(units, units[1:], strict=False)] or units
-        whole = 4 * (max(pairs) + max(units))
-        return 16 * sum(-(-k // n) for k in units) + whole + activations <= memory
-
-    low, high = 1, 1024
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle + 1, high)
-    return low if fits(low) else None
-
-
-def first_that_fits(units, memory, activations):
-    neighbours = [sum(units[k : k + 2]) for k in range(max(1, len(units) - 1))]
-    left = memory - activations - 4 * max(neighbours) - 4 * max(units)
-    shards = (sum(math.ceil(unit / n) for unit in units) for n in range(1, 1025))
-    return next((n for n, each in enumerate(shards, 1) if 16 * each <= left), None)
-
-
-def all_divided_by_n(units, memory, activations):
-    need = 16 * sum(units) + activations
-    return -(-need // memory)
-
-
 class _Keeps:
     """Where a wrong answer hides a weight."""
-
-
-def a_copy_of_the_weight(x, shard, gather, reduce_scatter, world_size):
-    _Keeps.weights = [*getattr(_Keeps, "weights", ()), gather(shard).clone()]
-    again = iter([_Keeps.weights[-1], None])
-    return solutions.sharded_linear(
-        x,
-        shard,
-        lambda shard: found if (found := next(again)) is not None else gather(shard),
-        reduce_scatter,
-        world_size,
-    )
 
 
 class _AsIfAlone(torch.autograd.Function):
@@ -108,12 +55,6 @@ class _AsIfAlone(torch.autograd.Function):
             out = x @ weight.T
         grads = torch.autograd.grad(out, (x, weight), gradient)
         return grads[0], reduce_scatter(grads[1]) / n, None, None, None, None
-
-
-def sorts_its_input(units, memory, activations):
-    found = solutions.ranks_needed(list(units), memory, activations)
-    units.sort()
-    return found
 
 
 ANSWERS = answers(
@@ -139,6 +80,21 @@ ANSWERS = answers(
                 ops.append(["reduce", unit])
         return ops
     as_two_queues:
+        # What is computed and what is gathered are lists of their own; they are merged.
+        forward, backward = range(units), range(units)[::-1]
+        ops = []
+        for what, order in (("forward", forward), ("backward", backward)):
+            gathers = [] if keep and what == "backward" else list(order)
+            for unit in order:
+                reach = unit + prefetch if what == "forward" else unit - prefetch
+                while (
+                    gathers and (gathers[0] - reach) * (-1) ** (what == "backward") <= 0
+                ):
+                    ops.append(("gather", gathers.pop(0)))
+                ops.append((what, unit))
+                ops += [] if keep and what == "forward" else [("free", unit)]
+                ops += [("reduce", unit)] if what == "backward" else []
+        return ops
     farthest_first: what is needed first is gathered first
         order[k : k + 1 + prefetch] => order[k : k + 1 + prefetch][::-1]
     one_digit: the order of computing
@@ -247,6 +203,17 @@ ANSWERS = answers(
     fails_with_a_frozen_input: One of the differentiated Tensors does not
         return _AsIfAlone.apply(x, shard, gather, reduce_scatter, world_size, "x")
     a_copy_of_the_weight: Who keeps a copy of it?
+        _Keeps.weights = [*getattr(_Keeps, "weights", ()), gather(shard).clone()]
+        again = iter([_Keeps.weights[-1], None])
+        return solutions.sharded_linear(
+            x,
+            shard,
+            lambda shard: (
+                found if (found := next(again)) is not None else gather(shard)
+            ),
+            reduce_scatter,
+            world_size,
+        )
     through_a_clone: autograd keeps
         weight = gather(shard)
         rank = torch.distributed.get_rank()
@@ -256,7 +223,22 @@ ANSWERS = answers(
     """,
     ranks_needed="""
     ranks_by_halving:
+        # More ranks never need more: the least number is found by bisection.
+        def fits(n):
+            pairs = [a + b for a, b in zip(units, units[1:], strict=False)] or units
+            whole = 4 * (max(pairs) + max(units))
+            return 16 * sum(-(-k // n) for k in units) + whole + activations <= memory
+
+        low, high = 1, 1024
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if fits(middle) else (middle + 1, high)
+        return low if fits(low) else None
     first_that_fits:
+        neighbours = [sum(units[k : k + 2]) for k in range(max(1, len(units) - 1))]
+        left = memory - activations - 4 * max(neighbours) - 4 * max(units)
+        shards = (sum(math.ceil(unit / n) for unit in units) for n in range(1, 1025))
+        return next((n for n, each in enumerate(shards, 1) if 16 * each <= left), None)
     up_to_1023: but 1024 are enough
         most + 1 => most
     without_an_end: expected a number of ranks, 1 to 1024
@@ -280,6 +262,11 @@ ANSWERS = answers(
     below_and_not_at: are enough
         <= memory => < memory
     sorts_its_input: work on a copy
+        found = solutions.ranks_needed(list(units), memory, activations)
+        units.sort()
+        return found
     all_divided_by_n: bytes and has
+        need = 16 * sum(units) + activations
+        return -(-need // memory)
     """,
 )

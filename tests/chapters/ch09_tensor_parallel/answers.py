@@ -2,27 +2,12 @@
 
 # ruff: noqa: F401 (the texts use what is imported)
 
-import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from slips import answers
 
 from ddp_course import collectives
 from ddp_course.chapters.ch09_tensor_parallel import solutions
-
-
-def loss_with_a_mask(logits, targets, all_reduce):
-    tokens, words = logits.shape
-    with torch.no_grad():
-        word = torch.arange(words) + words * dist.get_rank()
-        one_hot = (targets.view(-1, 1) == word).to(logits.dtype)
-        most = logits.amax(1)
-        all_reduce(most, "max")
-        powers = torch.exp(logits - most.view(-1, 1))
-        both = torch.stack([powers.sum(1), (one_hot * logits).sum(1)])
-        all_reduce(both, "sum")
-        loss = both[0].log() + most - both[1]
-        return loss.sum() / tokens, (powers / both[0].view(-1, 1) - one_hot) / tokens
 
 
 def _of_whole(whole, targets):
@@ -155,6 +140,19 @@ ANSWERS = answers(
         all_reduce(right, "sum")
         return -right.mean(), (log_softmax.exp() - mine.float()) / tokens
     loss_with_a_mask:
+        tokens, words = logits.shape
+        with torch.no_grad():
+            word = torch.arange(words) + words * dist.get_rank()
+            one_hot = (targets.view(-1, 1) == word).to(logits.dtype)
+            most = logits.amax(1)
+            all_reduce(most, "max")
+            powers = torch.exp(logits - most.view(-1, 1))
+            both = torch.stack([powers.sum(1), (one_hot * logits).sum(1)])
+            all_reduce(both, "sum")
+            loss = both[0].log() + most - both[1]
+            return loss.sum() / tokens, (
+                powers / both[0].view(-1, 1) - one_hot
+            ) / tokens
     not_the_first_word: has the loss
         (place >= 0) => (place > 0)
     loss_in_float32: strided logits of float64

@@ -8,29 +8,6 @@ from ddp_course.chapters.ch11_pipeline_schedules import solutions
 from ddp_course.pipeline import parse
 
 
-def by_striking_out(rows):
-    """Strikes actions out of what is needed, until nothing changes."""
-    left = {rank: list(row) for rank, row in enumerate(rows)}
-    stages = {action.split("F")[0] for row in rows for action in row if "F" in action}
-    end, before = max(map(int, stages)), None
-
-    def needs(action):
-        op = "F" if "F" in action else "B"
-        stage, _, k = action.partition(op)
-        if op == "F":
-            return {f"{int(stage) - 1}F{k}"} if stage != "0" else set()
-        later = {f"{int(stage) + 1}B{k}"} if int(stage) < end else set()
-        return {f"{stage}F{k}"} | later
-
-    done = set()
-    while before != len(done):
-        before = len(done)
-        for row in left.values():
-            while row and needs(row[0]) <= done:
-                done.add(row.pop(0))
-    return {rank: row[0] for rank, row in left.items() if row}
-
-
 def _walk(rows, can_run, stop_early=False):
     done, at, going = set(), [0] * len(rows), True
     while going:
@@ -53,30 +30,6 @@ def _parts(action):
 
 def _last(rows):
     return max(_parts(a)[1] for row in rows for a in row)
-
-
-def stage_s_on_rank_s_mod_p(rows):
-    """Looks for what a stage has done on the rank where it usually is."""
-    last, at, going = _last(rows), [0] * len(rows), True
-
-    def has(action):
-        rank = _parts(action)[1] % len(rows)
-        return action in rows[rank][: at[rank]]
-
-    while going:
-        going = False
-        for rank, row in enumerate(rows):
-            while at[rank] < len(row):
-                op, stage, k = _parts(row[at[rank]])
-                needs = [f"{stage - 1}F{k}"] if op == "F" and stage else []
-                if op == "B":
-                    needs = [f"{stage}F{k}"]
-                    needs += [f"{stage + 1}B{k}"] if stage != last else []
-                if not all(map(has, needs)):
-                    break
-                at[rank] += 1
-                going = True
-    return {r: row[at[r]] for r, row in enumerate(rows) if at[r] < len(row)}
 
 
 ANSWERS = answers(
@@ -195,6 +148,28 @@ ANSWERS = answers(
                 return {rank: str(row[0]) for rank, row in enumerate(left) if row}
             done.update([row.pop(0) for row in able])
     by_striking_out:
+        # Strikes actions out of what is needed, until nothing changes.
+        left = {rank: list(row) for rank, row in enumerate(rows)}
+        stages = {
+            action.split("F")[0] for row in rows for action in row if "F" in action
+        }
+        end, before = max(map(int, stages)), None
+
+        def needs(action):
+            op = "F" if "F" in action else "B"
+            stage, _, k = action.partition(op)
+            if op == "F":
+                return {f"{int(stage) - 1}F{k}"} if stage != "0" else set()
+            later = {f"{int(stage) + 1}B{k}"} if int(stage) < end else set()
+            return {f"{stage}F{k}"} | later
+
+        done = set()
+        while before != len(done):
+            before = len(done)
+            for row in left.values():
+                while row and needs(row[0]) <= done:
+                    done.add(row.pop(0))
+        return {rank: row[0] for rank, row in left.items() if row}
     last_rank_has_the_last_stage: in reverse order
         done: set[str] = set() => last, done = int(rows[-1][0].split("F")[0]), set()
     none_for_the_finished: is not named
@@ -232,6 +207,27 @@ ANSWERS = answers(
     waits_of_one_digit: For 1f1b
         return solutions.who_waits([[a[:2] + a[-1] for a in row] for row in rows])
     stage_s_on_rank_s_mod_p: comes to its end
+        # Looks for what a stage has done on the rank where it usually is.
+        last, at, going = _last(rows), [0] * len(rows), True
+
+        def has(action):
+            rank = _parts(action)[1] % len(rows)
+            return action in rows[rank][: at[rank]]
+
+        while going:
+            going = False
+            for rank, row in enumerate(rows):
+                while at[rank] < len(row):
+                    op, stage, k = _parts(row[at[rank]])
+                    needs = [f"{stage - 1}F{k}"] if op == "F" and stage else []
+                    if op == "B":
+                        needs = [f"{stage}F{k}"]
+                        needs += [f"{stage + 1}B{k}"] if stage != last else []
+                    if not all(map(has, needs)):
+                        break
+                    at[rank] += 1
+                    going = True
+        return {r: row[at[r]] for r, row in enumerate(rows) if at[r] < len(row)}
     any_microbatch: for ever, which needs
         last = _last(rows)
 

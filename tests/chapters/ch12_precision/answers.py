@@ -1,25 +1,13 @@
 """Answers to the exercises of chapter 12, right ones and wrong ones."""
 
-import math
+# ruff: noqa: F401 (the texts use what is imported)
+
 from fractions import Fraction
 
 import torch
 from slips import answers
 
 from ddp_course.chapters.ch12_precision import solutions
-
-
-def bit_by_bit(sign, exponent, fraction):
-    power = sum(2**k for k, bit in enumerate(reversed(exponent)) if bit == "1")
-    highest = power == 2 ** len(exponent) - 1
-    digits = Fraction(0 if power == 0 else 1)
-    for k, bit in enumerate(fraction, 1):
-        digits += Fraction(int(bit), 2**k)
-    minus = -1.0 if sign == "1" else 1.0
-    if highest:
-        return minus * float("inf") if digits == 1 else float("nan")
-    bias = int("0" + "1" * (len(exponent) - 1), 2)
-    return math.copysign(float(digits * Fraction(2) ** (max(power, 1) - bias)), minus)
 
 
 @torch.no_grad()
@@ -40,6 +28,18 @@ ANSWERS = answers(
     globals(),
     from_bits="""
     bit_by_bit:
+        power = sum(2**k for k, bit in enumerate(reversed(exponent)) if bit == "1")
+        highest = power == 2 ** len(exponent) - 1
+        digits = Fraction(0 if power == 0 else 1)
+        for k, bit in enumerate(fraction, 1):
+            digits += Fraction(int(bit), 2**k)
+        minus = -1.0 if sign == "1" else 1.0
+        if highest:
+            return minus * float("inf") if digits == 1 else float("nan")
+        bias = int("0" + "1" * (len(exponent) - 1), 2)
+        return math.copysign(
+            float(digits * Fraction(2) ** (max(power, 1) - bias)), minus
+        )
     by_ldexp:
         e, f, width = int(exponent, 2), int(fraction, 2), len(fraction)
         if e == 2 ** len(exponent) - 1:
