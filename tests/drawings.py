@@ -16,6 +16,9 @@ from matplotlib import pyplot  # noqa: E402
 from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: E402
 
 from ddp_course.lab import explore, gallery  # noqa: E402
+from ddp_course.measure import KINDS  # noqa: E402
+
+MIB = 2**20
 
 FONTS = Path(matplotlib.get_data_path()) / "fonts" / "ttf"  # the widest sans-serif
 
@@ -144,6 +147,22 @@ def check_sliders(draw, settings, **controls):
 
 
 # Plots: matplotlib
+
+
+def apart(*calls):
+    """Return a test that no texts of any of these plots overlap."""
+
+    @pytest.mark.parametrize("draw", calls)
+    def test(draw):
+        no_texts_overlap(draw)
+
+    return test
+
+
+def ledger(parameters=0, gradients=0, states=0, activations=0, buffers=0, other=0):
+    """A ledger, given in MiB."""
+    sizes = parameters, gradients, states, activations, buffers, other
+    return {kind: n * MIB for kind, n in zip(KINDS, sizes, strict=True)}
 
 
 def texts(figure):

@@ -150,19 +150,21 @@ def judge_ranks(
     *args: Any,
     worlds: Sequence[int] = (2, 3, 1),
     hint: str = "",
-) -> None:
+) -> list[Any]:
     """Let `use(answer, *args)` run on real ranks, and judge what each rank tells.
 
     That is a dictionary, or a list of them, one for each case: `case` is its name. If
-    it yields them, the cases end where one is wrong on any rank.
+    it yields them, the cases end where one is wrong on any rank. Return what the ranks
+    of the last of `worlds` tell.
     """
     for n in worlds:
-        given = use, table, answer, *args
-        for rank, told in enumerate(on_ranks(_told, *given, world_size=n, hint=hint)):
+        real = on_ranks(_told, use, table, answer, *args, world_size=n, hint=hint)
+        for rank, told in enumerate(real):
             for one in told if isinstance(told, list) else [told]:
                 case = f" {one['case']}," if "case" in one else ""
                 where = f"With {n} ranks,{case} rank {rank}"
                 judge(where, {"rank": rank, "n": n, "hint": hint} | one, table)
+    return real
 
 
 def _told(use: Callable, table: Mapping[str, str], *args: Any) -> Any:

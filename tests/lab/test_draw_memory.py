@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from drawings import laid_out, no_texts_overlap, problems, rects
+from drawings import MIB, apart, laid_out, ledger, problems, rects
 from matplotlib.colors import to_hex
 from refusals import refused
 
@@ -16,9 +16,6 @@ from ddp_course.lab.palette import RANK_COLORS, contrast
 from ddp_course.model import build_gpt
 from ddp_course.zero.shards import shard_plan
 from ddp_course.zero.units import unit_plan
-
-MIB = 2**20
-
 
 ROWS = {
     "one": [FlatRow("bucket 0", (("weight", 12), ("bias", 3)), 4, 4)],
@@ -93,12 +90,6 @@ def test_a_row_knows_which_ranks_own_a_parameter():
     assert "2 of 21 elements are padding" in said
 
 
-def ledger(parameters=0, gradients=0, states=0, activations=0, buffers=0, other=0):
-    """A ledger, given in MiB."""
-    sizes = parameters, gradients, states, activations, buffers, other
-    return {kind: n * MIB for kind, n in zip(KIND_LOOKS, sizes, strict=True)}
-
-
 LEDGERS = {
     "DDP": [ledger(4, 4, 8)] * 4,
     "ZeRO-1": [ledger(4, 4, 2)] * 4,
@@ -159,17 +150,12 @@ def test_stages_stand_where_their_bytes_are():
     assert axes.lines[2].get_xdata()[0] == pytest.approx(2 / 3)
 
 
-PLOTS = {
-    "ledgers": lambda: ledgers(LEDGERS, THEORY),
-    "one each": lambda: ledgers({name: group[0] for name, group in LEDGERS.items()}),
-    "two ranks": lambda: ledgers({"a": [ledger(1)] * 2, "b": [ledger(1, 2)] * 2}),
-    "stages": lambda: memory_against_communication(STAGE_ROWS),
-}
-
-
-@pytest.mark.parametrize("name", PLOTS)
-def test_texts_do_not_overlap(name):
-    no_texts_overlap(PLOTS[name])
+test_texts_do_not_overlap = apart(
+    lambda: ledgers(LEDGERS, THEORY),
+    lambda: ledgers({name: group[0] for name, group in LEDGERS.items()}),
+    lambda: ledgers({"a": [ledger(1)] * 2, "b": [ledger(1, 2)] * 2}),
+    lambda: memory_against_communication(STAGE_ROWS),
+)
 
 
 test_what_cannot_be_drawn = refused(

@@ -11,15 +11,13 @@ from torch import Tensor
 
 from ddp_course.chapters.ch02_collectives import solutions
 from ddp_course.collectives import barrier
-from ddp_course.lab.answers import Answer, on_ranks
+from ddp_course.lab.answers import Answer
 from ddp_course.lab.exercises import (
     equal,
     exercise,
     expect,
-    judge,
     judge_ranks,
     shown,
-    until_wrong,
     written_by,
 )
 from ddp_course.lab.hard import hard_tensors, unchanged
@@ -105,10 +103,8 @@ def check_my_broadcast(answer: Answer) -> str:
     """
     hint = "Who has the numbers already, and whom does each of them serve next?"
     for n in (2, 3, 4, 5, 8, 1):
-        real = on_ranks(_spread, answer, world_size=n, hint=hint)
+        real = judge_ranks(SPREAD, _spread, answer, worlds=[n], hint=hint)
         for case in zip(*real, strict=True):
-            for rank, told in enumerate(case):
-                judge(f"With {n} ranks, rank {rank}", told, SPREAD)
             _judge_tree(f"With {n} ranks,", n, case, hint)
     return (
         "1 to 8 ranks have rank 0's numbers; each received them once, and after "
@@ -116,11 +112,7 @@ def check_my_broadcast(answer: Answer) -> str:
     )
 
 
-def _spread(function: Callable) -> list[dict[str, Any]]:
-    return until_wrong(_spreads(function), SPREAD)
-
-
-def _spreads(function: Callable) -> Iterator[dict[str, Any]]:
+def _spread(function: Callable) -> Iterator[dict[str, Any]]:
     rank, n = dist.get_rank(), dist.get_world_size()
     for wanted in _tensors(0, n):
         given = wanted.clone() if rank == 0 else torch.full_like(wanted, -1)

@@ -15,7 +15,15 @@ from ddp_course.collectives import barrier
 from ddp_course.collectives.call import all_reduce_by
 from ddp_course.collectives.plan import Plan, Transfer, make_plan, mistakes
 from ddp_course.lab.answers import Answer, on_ranks
-from ddp_course.lab.exercises import equal, exercise, expect, judge, shown, written_by
+from ddp_course.lab.exercises import (
+    equal,
+    exercise,
+    expect,
+    judge,
+    judge_ranks,
+    shown,
+    written_by,
+)
 from ddp_course.lab.messages import MESSAGES, WAITED, copied, messages_of
 from ddp_course.launch import Topology, here
 from ddp_course.measure import ByteMeter, EventLog
@@ -144,11 +152,8 @@ def check_ring_reduce_scatter(answer: Answer) -> str:
         "to what arrives from the left. Start to send (`isend`), then receive."
     )
     for shapes, dtype in CHUNKS:
-        n, sizes = len(shapes), [torch.Size(shape).numel() for shape in shapes]
-        real = on_ranks(_scatter, answer, shapes, dtype, world_size=n, hint=hint)
-        where = f"With {n} ranks and chunks of {', '.join(map(str, sizes))} numbers,"
-        for rank, told in enumerate(real):
-            judge(f"{where} rank {rank}", told | {"hint": hint}, RING)
+        given = answer, shapes, dtype
+        judge_ranks(RING, _scatter, *given, worlds=[len(shapes)], hint=hint)
     return (
         "2 to 5 ranks, chunks of equal and of different lengths, an empty one, two "
         "types: right sums, untouched inputs, and every message a chunk to the right "
@@ -180,7 +185,9 @@ def _scatter(function: Callable, shapes: list, dtype: torch.dtype) -> dict[str, 
     lengths = [length for _, length in told["sent"]]
     wanted = [chunks[c].numel() for c in order]
     strangers = [dst for dst, _ in told["sent"] if dst != (rank + 1) % n]
-    told |= {"rank": rank, "to_the_right": not strangers, "right_one": (rank + 1) % n}
+    sizes = ", ".join(str(chunk.numel()) for chunk in chunks)
+    told["case"] = f"of chunks of {sizes} numbers"
+    told |= {"to_the_right": not strangers, "right_one": (rank + 1) % n}
     told |= {"stranger": strangers[:1], "total": sum(lengths), "enough": sum(wanted)}
     told |= {"as_many": sum(lengths) == sum(wanted), "in_order": lengths == wanted}
     told |= {"lengths": lengths, "wanted_lengths": wanted, "written": written}

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 
-from ddp_course.chapters.ch09_tensor_parallel.cut_product import CutProduct, cut_product
-from ddp_course.chapters.ch09_tensor_parallel.matrix_cut import CutPicture, in_words
+from ddp_course.chapters.ch09_tensor_parallel.matrix_cut import (
+    CutPicture,
+    CutProduct,
+    cut_product,
+    in_words,
+)
 from ddp_course.lab.draw.drawing import Drawing
 from ddp_course.lab.palette import MUTED
 

@@ -5,8 +5,7 @@ import itertools
 from drawings import fills, laid_out, words
 from refusals import refused
 
-from ddp_course.chapters.ch03_all_reduce.figures import hierarchy, ring
-from ddp_course.chapters.ch03_all_reduce.six_ways import six_ways
+from ddp_course.chapters.ch03_all_reduce.figures import hierarchy, ring, six_ways
 from ddp_course.lab.palette import rank_color
 
 test_the_layout = laid_out(

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 import pytest
 from drawings import (
+    MIB,
+    apart,
     check_sliders,
     laid_out,
-    no_texts_overlap,
+    ledger,
     problems,
     rects,
     words,
@@ -29,9 +31,6 @@ from ddp_course.lab.draw.kinds import KIND_LOOKS
 from ddp_course.lab.draw.memory import STACK, plot_memory
 from ddp_course.measure import KINDS, Event
 from ddp_course.theory import MODELS, Model, plan
-
-MIB = 2**20
-
 
 test_the_layout = laid_out(memory_of_a_step)
 
@@ -119,12 +118,6 @@ def test_bars_are_as_long_as_their_bytes():
         assert drawn == pytest.approx(want, abs=0.02)
 
 
-def ledger(parameters=0, gradients=0, states=0, activations=0, buffers=0, other=0):
-    """A ledger, given in MiB."""
-    sizes = parameters, gradients, states, activations, buffers, other
-    return {kind: n * MIB for kind, n in zip(KIND_LOOKS, sizes, strict=True)}
-
-
 def recorded(most=12, at=7.0):
     """The moments of a step and its events: a moment every 10 ms."""
     has = [ledger(4, 0, 8, k) for k in (0, most / 2, most)]
@@ -192,16 +185,11 @@ def test_two_logs_have_one_axis():
     assert right.lines[0].get_xdata()[0] == pytest.approx(0)  # its own clock
 
 
-PLOTS = {
-    "memory": lambda: plot_memory(KEPT, SPANS, title="a step"),
-    "memory, without events": lambda: plot_memory(Log(KEPT)),
-    "two memories": lambda: plot_memory(BOTH, BOTH_SPANS, clock="count"),
-}
-
-
-@pytest.mark.parametrize("name", PLOTS)
-def test_texts_do_not_overlap(name):
-    no_texts_overlap(PLOTS[name])
+test_texts_do_not_overlap = apart(
+    lambda: plot_memory(KEPT, SPANS, title="a step"),
+    lambda: plot_memory(Log(KEPT)),
+    lambda: plot_memory(BOTH, BOTH_SPANS, clock="count"),
+)
 
 
 def test_sliders_and_galleries():

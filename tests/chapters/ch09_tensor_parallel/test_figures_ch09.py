@@ -9,14 +9,15 @@ from drawings import check_sliders, fills, laid_out, rects, words
 from refusals import refused
 from torch.nn.functional import gelu
 
-from ddp_course.chapters.ch09_tensor_parallel.cut_product import (
+from ddp_course.chapters.ch09_tensor_parallel.figures import cut_products
+from ddp_course.chapters.ch09_tensor_parallel.matrix_cut import (
     HOW,
+    CutPicture,
     Matrix,
     Message,
     cut_product,
+    matrix_cut,
 )
-from ddp_course.chapters.ch09_tensor_parallel.figures import cut_products
-from ddp_course.chapters.ch09_tensor_parallel.matrix_cut import CutPicture, matrix_cut
 from ddp_course.lab import rank_color
 from ddp_course.lab.draw.drawing import ROOM, Drawing
 from ddp_course.lab.palette import WHOLE

@@ -173,9 +173,7 @@ ANSWERS = answers(
     last_rank_has_the_last_stage: in reverse order
         done: set[str] = set() => last, done = int(rows[-1][0].split("F")[0]), set()
     none_for_the_finished: is not named
-        return {r: row[at[r]] for r, row in enumerate(rows) if at[r] < len(row)}
-        => waits = {r: row[at[r]] for r, row in enumerate(rows) if at[r] < len(row)}
-        => return dict.fromkeys(range(len(rows))) | waits
+        return dict.fromkeys(range(len(rows))) | solutions.who_waits(rows)
     looks_once: Look at a rank again
         while going => for _ in range(1)
     own_forward_forgotten: for ever, which needs
@@ -190,20 +188,15 @@ ANSWERS = answers(
     yes_or_no: expected a dictionary
         return {r: row[at[r]] for r, row in => return not {r: row[at[r]] for r, row in
     the_first_one_only: that it comes to its end
-        return {r: row[at[r]] for r, row in enumerate(rows) if at[r] < len(row)}
-        => waits = {r: row[at[r]] for r, row in enumerate(rows) if at[r] < len(row)}
-        => return dict(list(waits.items())[:1])
+        return dict(list(solutions.who_waits(rows).items())[:1])
     everybody: comes to its end
-        return {r: row[at[r]] for r, row in enumerate(rows) if at[r] < len(row)}
-        => waits = {r: row[at[r]] for r, row in enumerate(rows) if at[r] < len(row)}
-        => at_last = {r: row[-1] for r, row in enumerate(rows)}
-        => return waits and at_last | waits
+        waits = solutions.who_waits(rows)
+        return waits and {r: row[-1] for r, row in enumerate(rows)} | waits
     uses_up_its_input: changed the lists
-        return {r: row[at[r]] for r, row in enumerate(rows) if at[r] < len(row)}
-        => waits = {r: row[at[r]] for r, row in enumerate(rows) if at[r] < len(row)}
-        => for row in rows:
-        =>     row.clear()
-        => return waits
+        waits = solutions.who_waits(rows)
+        for row in rows:
+            row.clear()
+        return waits
     waits_of_one_digit: For 1f1b
         return solutions.who_waits([[a[:2] + a[-1] for a in row] for row in rows])
     stage_s_on_rank_s_mod_p: comes to its end
