@@ -27,7 +27,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
 from ddp_course.bench import steps
 from ddp_course.bench.turns import Contender, Row, against, rows_of
 from ddp_course.collectives import ring
-from ddp_course.compression import Compressor, Exchange, compress, compressor
+from ddp_course.compression import Exchange, compress, compressor
 from ddp_course.data_parallel import DistributedDataParallel
 from ddp_course.launch import Link, Links
 from ddp_course.local_sgd import DiLoCo, LocalSGD
@@ -53,14 +53,10 @@ def hooked(
     return steps.with_adamw(ddp)
 
 
-def made(words: str, all_reduce: Callable) -> Compressor:
-    """Return one of our compressors."""
-    return compressor(words, Exchange(all_reduce=all_reduce))
-
-
-def ours(words: str, all_reduce: Callable) -> steps.Variant:
+def ours(words: str, all_reduce: Callable, **caps: Any) -> steps.Variant:
     """Return a variant with one of our compressors."""
-    return partial(hooked, state=partial(made, words, all_reduce), hook=compress)
+    state = partial(compressor, words, Exchange(all_reduce=all_reduce))
+    return partial(hooked, state=state, hook=compress, **caps)
 
 
 def meanwhile(words: str) -> steps.Variant:
@@ -68,8 +64,7 @@ def meanwhile(words: str) -> steps.Variant:
 
     PowerSGD's in one: a message of so few bytes is nearly all latency.
     """
-    caps = ONE_BUCKET if "powersgd" in words else {}
-    return partial(ours(words, ring.all_reduce), caps=caps)
+    return ours(words, ring.all_reduce, caps=ONE_BUCKET if "powersgd" in words else {})
 
 
 def plain(model: nn.Module) -> steps.Made:
@@ -90,14 +85,11 @@ ALSO = ("sign", "topk:0.01", "randomk:0.01", "powersgd:1")
 SLOW: dict[str, steps.Variant] = {"ddp": plain, "again": plain}
 SLOW |= {"alone": steps.with_adamw, **LOCAL}
 SLOW |= {words: meanwhile(words) for words in (*BARS, *ALSO)}
+power = partial(PowerSGDState, None, 4, start_powerSGD_iter=2)
 FAST: dict[str, steps.Variant] = {
     "torch fp16": partial(hooked, state=lambda: None, hook=fp16_compress_hook),
     "our fp16": ours("fp16", dist.all_reduce),
-    "torch powersgd": partial(
-        hooked,
-        state=lambda: PowerSGDState(None, 4, start_powerSGD_iter=2),
-        hook=powerSGD_hook,
-    ),
+    "torch powersgd": partial(hooked, state=power, hook=powerSGD_hook),
     "our powersgd": ours("powersgd:4", dist.all_reduce),
 }
 PAIRS = (

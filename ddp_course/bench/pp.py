@@ -29,9 +29,7 @@ from ddp_course.bench.turns import Pair, Row, Told, row, slowest
 from ddp_course.model import PRESETS, cross_entropy
 from ddp_course.pipeline import SCHEDULES, PipelineParallel, Waiting, simulate
 
-ABOUT = (
-    "A training step under our pipeline over one under PyTorch's; and their bubbles."
-)
+ABOUT = "A training step under our pipeline over one under PyTorch's; their bubbles."
 MICROBATCHES = 8
 WAIT = 0.03  # seconds of F, of I and of W on each rank
 
@@ -86,10 +84,8 @@ def theirs_step(
         pipelining.PipelineStage(stage, index, number, torch.device("cpu"))
         for index, stage in pipeline.stages.items()
     ]
-    several = schedule in ("interleaved", "zero_bubble")
-    made = THEIRS[schedule](
-        stages if several else stages[0], MICROBATCHES, loss_fn=loss_fn
-    )
+    given = stages if schedule in ("interleaved", "zero_bubble") else stages[0]
+    made = THEIRS[schedule](given, MICROBATCHES, loss_fn=loss_fn)
     first, last = 0 in pipeline.stages, number - 1 in pipeline.stages
 
     def step(x: Tensor, y: Tensor) -> object:
@@ -98,17 +94,15 @@ def theirs_step(
     return step
 
 
+AGAIN = "Schedule1F1B again"  # how much is noise
 VARIANTS: dict[str, steps.Variant] = {
-    "Schedule1F1B": partial(theirs, schedule="1f1b"),
-    "Schedule1F1B again": partial(theirs, schedule="1f1b"),  # how much is noise
-    "1f1b gloo": partial(ours, schedule="1f1b"),
+    **{made.__name__: partial(theirs, schedule=name) for name, made in THEIRS.items()},
+    **{f"{name} gloo": partial(ours, schedule=name) for name in THEIRS},
+    AGAIN: partial(theirs, schedule="1f1b"),
 }
-for _schedule in [name for name in THEIRS if name != "1f1b"]:
-    VARIANTS[THEIRS[_schedule].__name__] = partial(theirs, schedule=_schedule)
-    VARIANTS[f"{_schedule} gloo"] = partial(ours, schedule=_schedule)
 ASKED, OWN = "what it asks for", "PyTorch's own"
 PAIRS = (
-    Pair("Schedule1F1B again", "Schedule1F1B", control=True, over=OWN),
+    Pair(AGAIN, "Schedule1F1B", control=True, over=OWN),
     *(
         Pair(f"{name} gloo", made.__name__, 1.05 if name == "1f1b" else None, over=OWN)
         for name, made in THEIRS.items()
@@ -193,13 +187,14 @@ def waiting_step(
     p = dist.get_world_size()
     stages = 2 * p if schedule == "interleaved" else p
     each = seconds * p / stages
-    times = (each, each, each) if layer is Waiting else (each,)
+    times = [each] * (3 if layer is Waiting else 1)
     model = nn.Sequential(*(layer(*times) for _ in range(stages)))
     pipeline = PipelineParallel(model, schedule, MICROBATCHES, loss_fn=mean_square)
     # PyTorch goes back to a stage's input only if that requires a gradient.
     x = torch.ones(MICROBATCHES, 1, requires_grad=whose == "theirs")
-    own = whose == "ours"
-    step = pipeline.step if own else theirs_step(pipeline, schedule, mean_square)
+    step = pipeline.step
+    if whose == "theirs":
+        step = theirs_step(pipeline, schedule, mean_square)
     return lambda: step(x, x)
 
 

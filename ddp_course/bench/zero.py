@@ -29,9 +29,7 @@ from ddp_course.zero import (
     ZeroRedundancyOptimizer,
 )
 
-ABOUT = (
-    "A step under our ZeRO over one under ZeroRedundancyOptimizer (ZRO), fully_shard."
-)
+ABOUT = "A step under our ZeRO over ZeroRedundancyOptimizer (ZRO), over fully_shard."
 
 
 # ---- PyTorch's -----------------------------------------------------------------------
@@ -46,10 +44,8 @@ def zero_default(model: nn.Module) -> steps.Made:
 def zero_best(model: nn.Module) -> steps.Made:
     """Return both with everything that makes them faster."""
     replica = PyTorchDDP(model, static_graph=True, gradient_as_bucket_view=True)
-    optimizer = PyTorchZeRO(
-        replica.parameters(), AdamW, parameters_as_bucket_view=True, **steps.ADAMW
-    )
-    return replica, optimizer
+    options = steps.ADAMW | {"parameters_as_bucket_view": True}
+    return replica, PyTorchZeRO(replica.parameters(), AdamW, **options)
 
 
 def fully_sharded(
@@ -134,11 +130,8 @@ TIMES = (
     *against("fully_shard kept", {"zero3 gloo kept": None, "zero3 shared kept": None}),
 )
 PEAKS = tuple(
-    Pair(f"peak of {ours}", theirs, at_most=1.05, title=title, over="peak of PyTorch's")
-    for ours, theirs, title in (
-        ("zero3 gloo", "fully_shard best", "zero3"),
-        ("zero3 gloo kept", "fully_shard kept", "zero3 kept"),
-    )
+    Pair(f"peak of {own}", theirs, at_most=1.05, title=own, over="peak of PyTorch's")
+    for own, theirs in (("zero3 gloo", BEST), ("zero3 gloo kept", "fully_shard kept"))
 )
 PAIRS = (*TIMES, *PEAKS)
 
@@ -159,10 +152,8 @@ def peaks(case: steps.Case) -> dict[str, int]:
 
     Counted from storages (`measure.memory_log`), in the third step.
     """
-    names = [
-        name for p in PEAKS for name in (p.variant.removeprefix("peak of "), p.beside)
-    ]
-    return {name: _peak(STAGE_3[name], case) for name in names}
+    both = [name for p in PEAKS for name in (p.title, p.beside)]
+    return {name: _peak(STAGE_3[name], case) for name in both}
 
 
 def _peak(make: steps.Variant, case: steps.Case) -> int:
@@ -184,6 +175,6 @@ def _peak(make: steps.Variant, case: steps.Case) -> int:
 def peak_rows(case: steps.Case, told: list[dict[str, int]]) -> Iterator[Row]:
     """Yield the rows of one case: the rank that needs most counts."""
     for pair in PEAKS:
-        both = pair.variant.removeprefix("peak of "), pair.beside
+        both = pair.title, pair.beside
         peaks = (max(rank[name] for rank in told) for name in both)
         yield row(str(case), pair, "bytes", *peaks, **case.fields)
