@@ -56,14 +56,13 @@ from ddp_course.theory.collectives import (
     reduce_tree,
     scatter,
 )
-from ddp_course.theory.composition import AxisBytes, ComposedRank
+from ddp_course.theory.composition import ComposedRank
 from ddp_course.theory.compression import compressed_bytes, local_sgd_bytes
 from ddp_course.theory.fit import Fit, fit
 from ddp_course.theory.memory import (
     OPTIMIZERS,
     PRECISIONS,
     Precision,
-    StepVolume,
     gathered_bytes,
     model_states,
     shard_numel,
@@ -81,7 +80,6 @@ from ddp_course.theory.ordering import (
 )
 from ddp_course.theory.pipeline import (
     PIPELINES,
-    PipelineVolume,
     pipeline_activations,
     pipeline_bubble,
     pipeline_time,
@@ -89,8 +87,6 @@ from ddp_course.theory.pipeline import (
 )
 from ddp_course.theory.plan import MODELS, Model, Row, fewest_gpus, plan
 from ddp_course.theory.tensor_parallel import (
-    TensorParallelVolume,
-    layer_parameters,
     mlp_volume,
     replicated_parameters,
     tensor_parallel_parameters,

@@ -56,21 +56,25 @@ def play(program, inside, between=FREE):
     return max(clock), sent[True], sent[False]
 
 
-def tree_up(ranks):
-    """Reduce to ranks[0]: neighbours first, then those that are left."""
-    rounds, left = [], list(ranks)
-    while len(left) > 1:
-        rounds.append(list(zip(left[1::2], left[::2], strict=False)))
-        left = left[::2]
-    return rounds
+def star(ranks):
+    """Rounds of pairs, from ranks[0] to one after the other."""
+    return [[(ranks[0], rank)] for rank in ranks[1:]]
 
 
-def tree_down(ranks):
-    return [[(b, a) for a, b in edges] for edges in reversed(tree_up(ranks))]
+def tree(ranks):
+    """Rounds of pairs, from ranks[0]: the last one is between neighbours."""
+    if len(ranks) < 2:
+        return []
+    return [*tree(ranks[::2]), [*zip(ranks[::2], ranks[1::2], strict=False)]]
 
 
-def messages(edges, chunks, add):
-    return [[(a, b, chunks, add) for a, b in step] for step in edges]
+def down(edges, chunks):
+    return [[(a, b, chunks, False) for a, b in pairs] for pairs in edges]
+
+
+def up(edges, chunks):
+    """The same backwards, to be added."""
+    return [[(b, a, chunks, True) for a, b in pairs] for pairs in reversed(edges)]
 
 
 def from_root(n, root):
@@ -82,30 +86,29 @@ def at(root, held):
     return lambda r: held if r == root else {}
 
 
-def broadcast(n, root, edges):
-    rounds = messages(edges, [0], False)
+def broadcast(n, root, way):
+    rounds = down(way(from_root(n, root)), [0])
     return Program(n, 1, at(root, {0: [root]}), lambda r: {0: [root]}, rounds)
 
 
-def broadcast_naive(n, root=0):
-    return broadcast(n, root, [[(root, r)] for r in range(n) if r != root])
-
-
-def broadcast_tree(n, root=0):
-    return broadcast(n, root, tree_down(from_root(n, root)))
-
-
-def reduce(n, root, edges):
-    rounds = messages(edges, [0], True)
+def reduce(n, root, way):
+    rounds = up(way(from_root(n, root)), [0])
     return Program(n, 1, lambda r: {0: [r]}, at(root, {0: range(n)}), rounds)
 
 
-def reduce_naive(n, root=0):
-    return reduce(n, root, [[(r, root)] for r in range(n) if r != root])
+def all_reduce_rooted(n, root, way):
+    rounds = reduce(n, root, way).rounds + broadcast(n, root, way).rounds
+    return all_reduce(n, 1, rounds)
 
 
-def reduce_tree(n, root=0):
-    return reduce(n, root, tree_up(from_root(n, root)))
+def rooted(collective, way):
+    return lambda n, root=0: collective(n, root, way)
+
+
+broadcast_naive, broadcast_tree = rooted(broadcast, star), rooted(broadcast, tree)
+reduce_naive, reduce_tree = rooted(reduce, star), rooted(reduce, tree)
+all_reduce_naive = rooted(all_reduce_rooted, star)
+all_reduce_tree = rooted(all_reduce_rooted, tree)
 
 
 def scatter(n, root=0):
@@ -167,16 +170,6 @@ def all_reduce(n, chunks, rounds, per_node=0):
     return Program(n, Fraction(1, chunks), start, end, rounds, per_node)
 
 
-def all_reduce_naive(n, root=0):
-    up, down = reduce_naive(n, root), broadcast_naive(n, root)
-    return all_reduce(n, 1, up.rounds + down.rounds)
-
-
-def all_reduce_tree(n, root=0):
-    up, down = reduce_tree(n, root), broadcast_tree(n, root)
-    return all_reduce(n, 1, up.rounds + down.rounds)
-
-
 def all_reduce_ring(n):
     return all_reduce(n, n, reduce_scatter(n).rounds + all_gather(n).rounds)
 
@@ -186,16 +179,16 @@ def all_reduce_halving_doubling(n):
     while 2 * p <= n:
         p *= 2
     mine = [list(range(p)) for _ in range(p)]  # the chunks a rank still works on
-    down, up, distance = [], [], p // 2
+    there, back, distance = [], [], p // 2
     while distance:
         halves = [[c for c in mine[r] if (c ^ r) & distance == 0] for r in range(p)]
         partner = [r ^ distance for r in range(p)]
-        down.append([(r, partner[r], halves[partner[r]], True) for r in range(p)])
-        up.append([(r, partner[r], halves[r], False) for r in range(p)])
+        there.append([(r, partner[r], halves[partner[r]], True) for r in range(p)])
+        back.append([(r, partner[r], halves[r], False) for r in range(p)])
         mine, distance = halves, distance // 2
     fold = [[(r, r - p, list(range(p)), True) for r in range(p, n)]]
     unfold = [[(r - p, r, list(range(p)), False) for r in range(p, n)]]
-    return all_reduce(n, p, fold + down + up[::-1] + unfold)
+    return all_reduce(n, p, fold + there + back[::-1] + unfold)
 
 
 def together(programs):
@@ -208,10 +201,10 @@ def hierarchical_leader(nnodes, g):
     every, leaders = list(range(nnodes)), [node[0] for node in nodes]
     parts = [[c] for c in every]
     rounds = (
-        together(messages(tree_up(node), every, True) for node in nodes)
+        together(up(tree(node), every) for node in nodes)
         + ring(leaders, parts, add=True)
         + ring(leaders, parts, add=False)
-        + together(messages(tree_down(node), every, False) for node in nodes)
+        + together(down(tree(node), every) for node in nodes)
     )
     return all_reduce(nnodes * g, nnodes, rounds, per_node=g)
 
