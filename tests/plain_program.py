@@ -126,8 +126,9 @@ def wrong_here() -> list[str]:
             all_reduce(x := torch.full((5,), rank + 1.0))
             if x.tolist() != [3.0] * 5:
                 wrong.append(f"all_reduce {name}: {x.tolist()}")
-    if meter.by_link()["between"] or not meter.by_link()["inside"]:
-        wrong.append(f"bytes {meter.by_link()}")
+    report = meter.report()
+    if report.between or not report.inside:
+        wrong.append(f"bytes {report}")
     for name in MODELS:
         right = trained(name, None)
         for strategy in STRATEGIES:

@@ -4,8 +4,9 @@
     judge       is it legal, what holds it up, is there a better order?
     pieces      an ending of the engine: gradients leave in pieces, by an agreed order
     one_by_one  an optimizer that steps some parameters now, and others later
-    plan        from measured times to the order; a recorded step as a schedule
-    scheduled   ScheduledDataParallel: the next forward begins layer by layer
+    plan        from measured times to the order
+    scheduled   ScheduledDataParallel: the next forward begins layer by layer;
+                a recorded step, as a schedule
     waiting     layers that wait for stated times, to lay the one beside the other
     naive       the same without an agreement, and what comes of it
 
@@ -18,7 +19,6 @@ from ddp_course.communication_order.judge import (
     critical_path,
 )
 from ddp_course.communication_order.naive import NaiveScheduledDataParallel
-from ddp_course.communication_order.plan import recorded
 from ddp_course.communication_order.schedule import (
     FIFO,
     WAIT_FOR_ALL,
@@ -32,6 +32,6 @@ from ddp_course.communication_order.schedule import (
     priority,
     simulate,
 )
-from ddp_course.communication_order.scheduled import ScheduledDataParallel
+from ddp_course.communication_order.scheduled import ScheduledDataParallel, recorded
 from ddp_course.communication_order.waiting import Waiting
 from ddp_course.theory import Layer

@@ -5,8 +5,6 @@ recorded on ranks. `critical_path` goes back from the end of the step through wh
 was waited for. `best_order` tries all orders. Chapter 15.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise

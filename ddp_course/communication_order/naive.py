@@ -7,8 +7,6 @@ these are of one size, they are added to each other and nobody notices; if not, 
 collectives of this course say so, gloo may not, and NCCL hangs. Chapter 15.
 """
 
-from __future__ import annotations
-
 from ddp_course.communication_order.pieces import InPieces
 from ddp_course.communication_order.scheduled import ScheduledDataParallel
 from ddp_course.mechanisms.engine import Engine

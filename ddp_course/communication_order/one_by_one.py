@@ -4,8 +4,6 @@ Its groups are narrowed for a moment: so it stays the one whose state is saved, 
 whose `lr` a scheduler changes. Chapter 15.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import defaultdict
 from collections.abc import Iterator, Sequence

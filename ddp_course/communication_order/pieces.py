@@ -14,8 +14,6 @@ before it in the order. (The credit has been spent when the order was made.) The
 if times change, a piece that is ready may wait for one that is not. Chapter 15.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from typing import Any

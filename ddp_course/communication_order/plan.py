@@ -1,29 +1,22 @@
-"""From what the first passes took to an order, the same on all ranks; and back again.
+"""From what the first passes took to an order, the same on all ranks.
 
 All ranks show their times, the slowest counts, and each makes the same plan of the same
 numbers. Chapter 15.
 """
-
-from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 
 from ddp_course.collectives import communicator
 from ddp_course.communication_order.pieces import InPieces
-from ddp_course.communication_order.schedule import Played, Policy, Timed, simulate
-from ddp_course.measure import Event
+from ddp_course.communication_order.schedule import Played, Policy, simulate
 from ddp_course.mechanisms.buckets import LiveBucket
 from ddp_course.theory import Layer
-
-if TYPE_CHECKING:
-    from ddp_course.communication_order.scheduled import ScheduledDataParallel
 
 
 def plan(
@@ -71,23 +64,3 @@ def measure_link(ending: InPieces) -> tuple[float, float]:
 
     short, long = (min(seconds(n) for _ in range(2)) for n in (1, largest.numel()))
     return short, max(0.0, long - short) / largest.nbytes + 1e-12
-
-
-def recorded(events: Sequence[Event], model: ScheduledDataParallel) -> Played:
-    """Return what an `EventLog` has of backward, step and the next forward, as a step.
-
-    In seconds from the begin of backward; sends are there if the collective is one of
-    this course, and last from when it starts to when it has ended. Lay it beside
-    `model.planned`. Raises ValueError before there is a plan.
-    """
-    if model.planned is None:
-        raise ValueError("there is no plan yet; it is made in the third forward")
-    computed = [e for e in events if e.lane == "compute" and "bucket" in e.detail]
-    sends = [e for e in events if e.lane == "communication" and e.nbytes]
-    start = min(event.start for event in computed)
-    found = [(e, e.op, model.places[e.detail["bucket"]], 0) for e in computed]
-    found += [(e, "send", *p) for e, p in zip(sends, model.order, strict=False)]
-    timed = [Timed(op, *at, e.start - start, e.end - start) for e, op, *at in found]
-    timed.sort(key=lambda event: (event.start, event.end))
-    planned = model.planned
-    return Played(planned.layers, planned.policy, planned.each, tuple(timed))

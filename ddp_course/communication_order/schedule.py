@@ -23,10 +23,8 @@ SOSP 2019) has pieces and a credit for any framework, and searches for their siz
 Chapter 15.
 """
 
-from __future__ import annotations
-
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -101,7 +99,6 @@ class Policy:
     wait_for_all: bool = False
 
     def __post_init__(self) -> None:
-        """Check what is given."""
         if self.piece is not None:
             check_positive("piece", self.piece)
         if self.credit is not None:
@@ -278,20 +275,19 @@ def _sends(
 ) -> Iterator[Timed]:
     """Hand over what is chosen, as long as there is credit; else let time pass."""
     there, now = ready_times(layers), 0
-    waiting: dict[int, list[tuple[Piece, Real]]] = {}  # by layer, the last one first
-    for piece, length in reversed(pieces_of(layers, policy.piece).items()):
-        waiting.setdefault(piece.layer, []).append((piece, length))
-    waiting = dict(reversed(waiting.items()))
+    waiting: dict[int, deque[tuple[Piece, Real]]] = {}  # by layer, the last one first
+    for piece, length in pieces_of(layers, policy.piece).items():
+        waiting.setdefault(piece.layer, deque()).append((piece, length))
     free = 0  # the link is free from then on
     under_way: list[Real] = []  # when that which was handed over will have been sent
     while waiting:
         under_way = [end for end in under_way if end > now]
-        ready = [left[-1][0] for k, left in waiting.items() if there[k] <= now]
+        ready = [left[0][0] for k, left in waiting.items() if there[k] <= now]
         chosen = None
         if ready and (policy.credit is None or len(under_way) < policy.credit):
             chosen = choose(ready)
         if chosen is not None:
-            _, length = waiting[chosen.layer].pop()
+            _, length = waiting[chosen.layer].popleft()
             if not waiting[chosen.layer]:
                 del waiting[chosen.layer]
             start = max(free, now + launch)
@@ -304,7 +300,7 @@ def _sends(
             raise OrderError(
                 f"{policy.name}: after {now} nothing more is sent, and "
                 f"{sum(map(len, waiting.values()))} pieces wait for ever, "
-                f"{[*waiting.values()][0][-1][0]} among them"
+                f"{[*waiting.values()][0][0][0]} among them"
             )
         now = min(later)
 

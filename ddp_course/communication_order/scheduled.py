@@ -11,8 +11,6 @@ Nothing of it may wait in `step`, or at the end of backward as DDP does: then no
 would be better than any other. Chapter 15.
 """
 
-from __future__ import annotations
-
 import math
 import time
 import weakref
@@ -20,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -30,8 +28,14 @@ from torch.optim import Optimizer
 from ddp_course.communication_order.one_by_one import only, options_of, problem_with
 from ddp_course.communication_order.pieces import WARM, InPieces
 from ddp_course.communication_order.plan import plan
-from ddp_course.communication_order.schedule import Piece, Played, Policy, priority
-from ddp_course.measure import active_logs
+from ddp_course.communication_order.schedule import (
+    Piece,
+    Played,
+    Policy,
+    Timed,
+    priority,
+)
+from ddp_course.measure import Event, active_logs
 from ddp_course.mechanisms.agreement import start_as_replicas
 from ddp_course.mechanisms.buckets import LiveBucket, bucket_plan
 from ddp_course.mechanisms.engine import Engine
@@ -211,7 +215,7 @@ class ScheduledDataParallel(nn.Module):
             self._receive(bucket)
         self.due = None
 
-    def train(self, mode: bool = True) -> ScheduledDataParallel:
+    def train(self, mode: bool = True) -> Self:
         """Set the mode, as of every module; before evaluation all is waited for."""
         if not mode:
             self.finish()
@@ -312,6 +316,26 @@ class ScheduledDataParallel(nn.Module):
     def order(self) -> tuple[Piece, ...] | None:
         """The order that all ranks keep; None before there are times to make it of."""
         return self.planned and self.planned.order
+
+
+def recorded(events: Sequence[Event], model: ScheduledDataParallel) -> Played:
+    """Return what an `EventLog` has of backward, step and the next forward, as a step.
+
+    In seconds from the begin of backward; sends are there if the collective is one of
+    this course, and last from when it starts to when it has ended. Lay it beside
+    `model.planned`. Raises ValueError before there is a plan.
+    """
+    if model.planned is None:
+        raise ValueError("there is no plan yet; it is made in the third forward")
+    computed = [e for e in events if e.lane == "compute" and "bucket" in e.detail]
+    sends = [e for e in events if e.lane == "communication" and e.nbytes]
+    start = min(event.start for event in computed)
+    found = [(e, e.op, model.places[e.detail["bucket"]], 0) for e in computed]
+    found += [(e, "send", *p) for e, p in zip(sends, model.order, strict=False)]
+    timed = [Timed(op, *at, e.start - start, e.end - start) for e, op, *at in found]
+    timed.sort(key=lambda event: (event.start, event.end))
+    planned = model.planned
+    return Played(planned.layers, planned.policy, planned.each, tuple(timed))
 
 
 def _weakly(method: Callable[..., Any], *args: Any) -> Callable[..., None]:

@@ -4,8 +4,6 @@ Waiting takes no core, so four ranks on two cores compute at the same time, and 
 recorded can be laid beside what was simulated. Chapter 15.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -34,20 +32,17 @@ class WaitingLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Wait, and add."""
-        return _Wait.apply(x.sum(), self.weight, self.seconds)
+        return _Wait.apply(x.sum() + self.weight.mean(), *self.seconds)
 
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, seconds: tuple[float, float]
-    ) -> Tensor:
-        forward, ctx.backward_seconds = seconds
-        ctx.numel = weight.numel()
+    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
+        ctx.seconds = backward
         time.sleep(forward)
-        return x + weight.mean()
+        return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        time.sleep(ctx.backward_seconds)
-        return gradient, (gradient / ctx.numel).expand(ctx.numel), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.seconds)
+        return gradient, None, None

@@ -6,7 +6,7 @@ thread of its own, and what they send belongs to the step that is being measured
 """
 
 import threading
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 T = TypeVar("T")
 
@@ -36,11 +36,26 @@ class OpenBlocks(Generic[T]):
             self.now = tuple(other for other in self.now if other is not block)
 
 
-class WithoutLock:
-    """An object with a `_lock` that pickles without it, to be returned from a rank."""
+class Block:
+    """What measures while its `with` block is open, and is told by any thread.
+
+    It pickles without its lock, to be returned from a rank.
+    """
+
+    opened: ClassVar[OpenBlocks[Any]]  # of each kind of meter
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        self.opened.open(self)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.opened.close(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        with self._lock:  # type: ignore[attr-defined]
+        with self._lock:
             return {
                 name: value.copy() if isinstance(value, (dict, list)) else value
                 for name, value in self.__dict__.items()

@@ -12,16 +12,15 @@ its ranks can be laid on one time-line as they are. Explained in chapters 02 and
 """
 
 import json
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar
 
 from ddp_course.launch import here
-from ddp_course.measure.blocks import OpenBlocks, WithoutLock
+from ddp_course.measure.blocks import Block, OpenBlocks
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,6 @@ class Event:
     detail: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        """Give it a lane, and refuse what no clock shows."""
         if not self.end >= self.start:
             raise ValueError(f"{self.op} starts at {self.start} and ends at {self.end}")
         if not self.lane:
@@ -54,24 +52,19 @@ class Event:
         return self.end - self.start
 
 
-class EventLog(WithoutLock):
+class EventLog(Block):
     """Collects what this rank does; a context manager like `ByteMeter`.
 
     The collectives of this course add an event to every log that is open when they are
     called. `rank` is the calling process's unless given. Any thread may add.
     """
 
+    opened: ClassVar = OpenBlocks()
+
     def __init__(self, rank: int | None = None) -> None:
+        super().__init__()
         self.rank = here().rank if rank is None else rank
         self._events: list[Event] = []
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> Self:
-        _open.open(self)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        _open.close(self)
 
     def add(
         self,
@@ -106,12 +99,9 @@ class EventLog(WithoutLock):
             return sorted(self._events, key=lambda event: (event.start, event.end))
 
 
-_open: OpenBlocks[EventLog] = OpenBlocks()
-
-
 def active_logs() -> tuple[EventLog, ...]:
     """Return the logs whose `with` block is open now in this process."""
-    return _open.now
+    return EventLog.opened.now
 
 
 # ---- how long, and how long at the same time ---------------------------------------
@@ -182,7 +172,7 @@ def chrome_trace(events: Iterable[Event]) -> dict[str, Any]:
     events = sorted(events, key=lambda event: (event.rank, event.start, event.end))
     first = min((event.start for event in events), default=0)
     trace: list[dict[str, Any]] = []
-    lines: dict[tuple[int, str], float] = {}  # of a rank, by name: when it is free
+    lines: dict[int, dict[str, float]] = {}  # of each rank: until when they are full
 
     def name(kind: str, of: str, pid: int, tid: int = 0) -> None:
         named = {"name": f"{kind}_name", "ph": "M", "pid": pid, "tid": tid}
@@ -190,23 +180,22 @@ def chrome_trace(events: Iterable[Event]) -> dict[str, Any]:
 
     for event in events:
         rank, line, number = event.rank, event.lane, 1
-        while lines.get((rank, line), event.start) > event.start:
+        if rank not in lines:
+            name("process", f"rank {rank}", rank)
+        full = lines.setdefault(rank, {})
+        while full.get(line, event.start) > event.start:
             number += 1
             line = f"{event.lane} {number}"
-        of_rank = [known for known in lines if known[0] == rank]
-        if not of_rank:
-            name("process", f"rank {rank}", rank)
-        if (rank, line) not in lines:
-            name("thread", line, rank, len(of_rank))
-            of_rank.append((rank, line))
-        lines[rank, line] = event.end
+        if line not in full:
+            name("thread", line, rank, len(full))
+        full[line] = event.end
         trace.append(
             {
                 "name": event.op,
                 "cat": event.lane,
                 "ph": "X",
                 "pid": rank,
-                "tid": of_rank.index((rank, line)),
+                "tid": list(full).index(line),
                 "ts": (event.start - first) * 1e6,
                 "dur": event.seconds * 1e6,
                 "args": {"bytes": event.nbytes, **event.detail},

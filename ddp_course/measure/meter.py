@@ -10,13 +10,12 @@ is what the formulas speak of; that no byte is forgotten is seen from outside, b
 operating system's count (`SystemBytes`). Explained in chapter 02.
 """
 
-import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar
 
 from ddp_course.launch import Place, here
-from ddp_course.measure.blocks import OpenBlocks, WithoutLock
+from ddp_course.measure.blocks import Block, OpenBlocks
 
 
 class Totals:
@@ -75,7 +74,7 @@ class Bytes(Totals):
         )
 
 
-class ByteMeter(Totals, WithoutLock):
+class ByteMeter(Totals, Block):
     """Counts the bytes that this rank sends and receives, to and from each peer.
 
     A context manager. Several may be open at once, each in its own block or one inside
@@ -90,19 +89,14 @@ class ByteMeter(Totals, WithoutLock):
         place: whose meter it is; the calling process unless given.
     """
 
+    opened: ClassVar = OpenBlocks()
+
     def __init__(self, place: Place | None = None) -> None:
+        super().__init__()
         self.place = here() if place is None else place
         self.sent: dict[int, int] = {}
         self.received: dict[int, int] = {}
         self.messages: dict[int, int] = {}
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> Self:
-        _open.open(self)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        _open.close(self)
 
     def count_sent(self, peer: int, nbytes: int) -> None:
         """Count one message of `nbytes` bytes to rank `peer`. Any thread may call.
@@ -118,28 +112,20 @@ class ByteMeter(Totals, WithoutLock):
         with self._lock:
             self.received[peer] = self.received.get(peer, 0) + _checked(nbytes)
 
-    def by_link(self) -> dict[str, int]:
-        """Return the bytes sent "inside" this rank's node and "between" nodes.
+    def report(self) -> Bytes:
+        """Return what was counted so far, as plain data to be returned from a rank.
 
         ValueError if a peer is no rank of this job.
         """
-        sums = {"inside": 0, "between": 0}
-        for peer, nbytes in self.sent.items():
-            sums["inside" if self.place.same_node(peer) else "between"] += nbytes
-        return sums
-
-    def report(self) -> Bytes:
-        """Return what was counted so far, as plain data to be returned from a rank."""
         with self._lock:
+            inside = self.sent_to(filter(self.place.same_node, self.sent))
             by_peer = self.sent, self.received, self.messages
             in_order = (dict(sorted(counts.items())) for counts in by_peer)
-            return Bytes(self.place.rank, *in_order, **self.by_link())
+            links = inside, self.total_sent - inside
+            return Bytes(self.place.rank, *in_order, *links)
 
     def __repr__(self) -> str:
         return f"<ByteMeter of rank {self.place.rank}: {self.total_sent:,} bytes sent>"
-
-
-_open: OpenBlocks[ByteMeter] = OpenBlocks()
 
 
 def active_meters() -> tuple[ByteMeter, ...]:
@@ -148,7 +134,7 @@ def active_meters() -> tuple[ByteMeter, ...]:
     A collective asks once, when it is called, and counts into these until it is done,
     be it later or in another thread.
     """
-    return _open.now
+    return ByteMeter.opened.now
 
 
 def table(reports: Iterable[Bytes]) -> str:

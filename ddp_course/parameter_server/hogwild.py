@@ -7,8 +7,6 @@ dense ones more is lost, and training goes on all the same. Within one machine o
 Source: Recht et al. 2011, arXiv:1106.5730. Chapter 13.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch.distributed as dist

@@ -6,8 +6,6 @@ and the worker writes the next one after its next pull, when it has been. Envelo
 still sent, and meters see no bytes. Chapter 13.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -6,12 +6,11 @@ by bit, in one process. And what a server would write down can be worked out wit
 any: `simulate` asks the same ledger. Chapter 13.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -102,7 +101,7 @@ class Row:
         self.views = dict(self._places(gradient))
         self.clear()
 
-    def parts(self, count: int) -> list[Row]:
+    def parts(self, count: int) -> list[Self]:
         """Return the row, cut into equal parts, without any parameters."""
         found = []
         for pair in zip(

@@ -4,8 +4,6 @@ A remedy is called as `remedy(gradient, staleness, now, then)`, with the weights
 those that the gradient was computed with, and returns what is to be taken. Chapter 13.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -8,8 +8,6 @@ all-reduce of the table would send zeros above all. Li et al. 2014, section 3.1.
 Chapter 13.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -22,8 +22,6 @@ et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel Par
 Server"; Chen et al. 2016, arXiv:1604.00981 (backup workers). Chapter 13.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -45,7 +43,6 @@ class Rule:
     bound: float = math.inf
 
     def __post_init__(self) -> None:
-        """Refuse what is no rule."""
         if not isinstance(self.spare, int) or self.spare < 0:
             raise ValueError(f"spare is {self.spare!r}; it must be 0 or more workers")
         if not self.bound >= 0:

@@ -15,8 +15,6 @@ group of its own, on NCCL a communicator: there, too, a server and a worker take
 Chapter 13.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any

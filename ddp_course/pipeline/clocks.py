@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ddp_course.measure import Event
 from ddp_course.mechanisms.weight_gradients import WeightGradStore
+from ddp_course.theory.checks import check_not_negative
 
 COMPUTE = "compute"  # the lane of F, B, I and W
 
@@ -89,8 +90,7 @@ class Waiting(nn.Module):
     def __init__(self, F: float = 0.03, I: float = 0.03, W: float = 0.03) -> None:  # noqa: E741
         super().__init__()
         for name, seconds in (("F", F), ("I", I), ("W", W)):
-            if not seconds >= 0:
-                raise ValueError(f"{name} is {seconds!r}; it must be 0 or more seconds")
+            check_not_negative(name, seconds)
         self.seconds = F, I, W
         self.weight = nn.Parameter(torch.ones(()))
         self.weight_grads = WeightGradStore()

@@ -37,9 +37,7 @@ Chapters 10 and 11.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from numbers import Real
-from operator import itemgetter
 
 from ddp_course.pipeline.schedule import Action, Schedule, ScheduleError
 from ddp_course.theory.checks import check_not_negative
@@ -170,8 +168,8 @@ def add_messages(schedule: Schedule, *, fused: bool = True) -> Program:
             made = event.end, 0, number
             rows[rank].append((*made, Instruction("send", action, peer)))
             rows[peer].append((*made, Instruction("recv", action, rank)))
-    when = itemgetter(0, 1, 2)
-    return Program(schedule, tuple(_grouped(sorted(row, key=when)) for row in rows))
+    in_time = ([step for *_, step in sorted(row)] for row in rows)
+    return Program(schedule, tuple(map(_grouped, in_time)))
 
 
 def _one_by_one(schedule: Schedule, rank: int) -> tuple[Group, ...]:
@@ -188,13 +186,13 @@ def _one_by_one(schedule: Schedule, rank: int) -> tuple[Group, ...]:
     return tuple(groups)
 
 
-def _grouped(items: list[tuple[Real, int, int, Instruction]]) -> tuple[Group, ...]:
+def _grouped(steps: Sequence[Instruction]) -> tuple[Group, ...]:
     """Put all messages between two actions into one group."""
-    together = groupby(items, key=lambda item: item[3].kind == "compute")
     groups: list[Group] = []
-    for computes, members in together:
-        steps = tuple(item[3] for item in members)
-        groups += [(step,) for step in steps] if computes else [steps]
+    for step in steps:
+        messages = groups and "compute" not in (step.kind, groups[-1][0].kind)
+        before = groups.pop() if messages else ()
+        groups.append((*before, step))
     return tuple(groups)
 
 

@@ -39,7 +39,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
 
-from ddp_course.theory.checks import check_count
+from ddp_course.theory.checks import check_choice, check_count
 
 OPS = ("F", "B", "I", "W")
 
@@ -65,8 +65,7 @@ class Action:
     microbatch: int
 
     def __post_init__(self) -> None:
-        if self.op not in OPS:
-            raise ValueError(f"op is {self.op!r}; it can be one of {', '.join(OPS)}")
+        check_choice("op", self.op, OPS)
         for name in ("stage", "microbatch"):
             value = getattr(self, name)
             if type(value) is not int or value < 0:

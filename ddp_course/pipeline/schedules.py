@@ -12,6 +12,7 @@ Chapter 11.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from ddp_course.pipeline.schedule import (
@@ -50,15 +51,7 @@ def interleaved(
     arXiv:2205.05198, section 4.2.3; PyTorch's ScheduleInterleaved1F1B. Chapter 11.
     """
     p, m, v = num_ranks, num_microbatches, stages_per_rank
-    check_count("stages_per_rank", v)
-    sizes = _groups(p, m)
-    rows = []
-    for rank in range(p):
-        own = range(rank, p * v, p)
-        limit = (v - 1) * sizes[0] + 2 * (p - 1 - rank) + 1
-        forwards = _in_groups("F", own, sizes)
-        rows.append(at_most(limit, forwards, _in_groups("B", own[::-1], sizes)))
-    return Schedule("interleaved", p * v, m, rows)
+    return _in_turns("interleaved", p, m, v, "B", lambda r: 2 * (p - 1 - r) + 1)
 
 
 def zero_bubble(
@@ -79,16 +72,9 @@ def zero_bubble(
     ScheduleInterleavedZeroBubble. Chapter 11.
     """
     p, m, v = num_ranks, num_microbatches, stages_per_rank
-    check_count("stages_per_rank", v)
-    sizes = _groups(p, m)
-    rows = []
-    for rank in range(p):
-        own = range(rank, p * v, p)
-        limit = (v - 1) * sizes[0] + p - rank
-        forwards = _in_groups("F", own, sizes)
-        row = at_most(limit, forwards, _in_groups("I", own[::-1], sizes))
-        rows.append(weights_behind(row, rank))
-    return Schedule("zero_bubble", p * v, m, rows)
+    halves = _in_turns("zero_bubble", p, m, v, "I", lambda r: p - r)
+    rows = [weights_behind(row, r) for r, row in enumerate(halves.ranks)]
+    return replace(halves, ranks=rows)
 
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
@@ -100,12 +86,25 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 }
 
 
-def _groups(p: int, m: int) -> list[int]:
-    """Divide m microbatches into groups of at least p, as equal as they can be."""
+def _in_turns(
+    name: str, p: int, m: int, v: int, backward: str, ahead: Callable[[int], int]
+) -> Schedule:
+    """Apply the rule to v stages on each rank, with `ahead(r)` in flight in the last.
+
+    The m microbatches go in groups of at least p, as equal as they can be.
+    """
+    check_count("stages_per_rank", v)
     check_count("num_ranks", p)
     check_count("num_microbatches", m)
     count = max(1, m // p)
-    return [m // count + (group < m % count) for group in range(count)]
+    sizes = [m // count + (group < m % count) for group in range(count)]
+    rows = []
+    for rank in range(p):
+        own = range(rank, p * v, p)
+        limit = (v - 1) * sizes[0] + ahead(rank)
+        forwards = _in_groups("F", own, sizes)
+        rows.append(at_most(limit, forwards, _in_groups(backward, own[::-1], sizes)))
+    return Schedule(name, p * v, m, rows)
 
 
 def _in_groups(op: str, stages: Sequence[int], sizes: Sequence[int]) -> list[Action]:

@@ -13,8 +13,6 @@ IEEE 754-2019, section 3; for 8 bits Micikevicius et al. 2022, "FP8 Formats for 
 Learning", table 1. PyTorch's numbers for the same: torch.finfo. Chapter 12.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from types import MappingProxyType

@@ -15,8 +15,6 @@ Micikevicius et al. 2018, "Mixed Precision Training", section 3.1; Rajbhandari e
 2020, "ZeRO", section 3.1. Chapter 12.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from typing import Any

@@ -14,10 +14,10 @@ Higham 2002, "Accuracy and Stability of Numerical Algorithms", sections 4.2 and 
 Gupta et al. 2015, "Deep Learning with Limited Numerical Precision". Chapter 12.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
+
+from ddp_course.theory.checks import check_choice
 
 ORDERS = ("one by one", "tree", "ring")
 
@@ -81,8 +81,7 @@ def sum_in_order(
     (N - 1) eps/2 one by one and in a ring, ceil(log2 N) eps/2 in a tree; with random
     signs it is about the root of that. Raises ValueError for another order.
     """
-    if order not in ORDERS:
-        raise ValueError(f"order is {order!r}; it can be {', '.join(ORDERS)}")
+    check_choice("order", order, ORDERS)
     if order == "ring":
         count, numel = values.shape
         chunk = ((torch.arange(numel) + 1) * count - 1) // numel  # of each element

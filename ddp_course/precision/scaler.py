@@ -18,8 +18,6 @@ torch/amp/grad_scaler.py. bfloat16 has the exponents of float32, and needs none 
 Chapter 12.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

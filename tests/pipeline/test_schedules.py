@@ -181,7 +181,7 @@ def test_a_schedule_is_read_as_it_is_written():
             (lambda text=text: Action.parse(text), "is no action")
             for text in ("", "F0", "0F", "0X1", "0f1", "-1F0", "0F0 ", "0F1.5")
         ),
-        (lambda: Action("X", 0, 0), "op is 'X'; it can be one of F, B, I, W"),
+        (lambda: Action("X", 0, 0), "op is 'X'; it can be 'F', 'B', 'I', 'W'"),
         (lambda: Action("F", -1, 0), "stage is -1"),
         (lambda: Action("F", 0, 1.5), "microbatch is 1.5"),
         (lambda: Action("F", True, 0), "stage is True"),
