@@ -13,7 +13,6 @@ would be better than any other. Chapter 15.
 
 import math
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -40,7 +39,13 @@ from ddp_course.mechanisms.agreement import start_as_replicas
 from ddp_course.mechanisms.buckets import LiveBucket, bucket_plan
 from ddp_course.mechanisms.engine import Engine
 from ddp_course.mechanisms.habits import Frozen
-from ddp_course.mechanisms.hooks import Averager, leaves_below, on_backward, tensors_in
+from ddp_course.mechanisms.hooks import (
+    Averager,
+    leaves_below,
+    on_backward,
+    tensors_in,
+    while_alive,
+)
 
 MIB = 1 << 20
 WHOLE = 1e9  # MiB: a bucket for each layer, however large
@@ -113,8 +118,8 @@ class ScheduledDataParallel(nn.Module):
         self._doing: tuple[str, LiveBucket, float] | None = None  # since when
         self._add_layers(layers)
         for has_state in (*module.modules(), optimizer):
-            has_state.register_state_dict_pre_hook(_weakly(self.finish))
-            has_state.register_load_state_dict_pre_hook(_weakly(self.finish))
+            while_alive(has_state.register_state_dict_pre_hook, self.finish)
+            while_alive(has_state.register_load_state_dict_pre_hook, self.finish)
 
     make_ending = InPieces
 
@@ -139,8 +144,8 @@ class ScheduledDataParallel(nn.Module):
         for name, layer in layers.items():
             buckets = list(dict.fromkeys(of[p] for p in uses[name] if p in of))
             if buckets:
-                hook = _weakly(self._before_layer, name, buckets)
-                layer.register_forward_pre_hook(hook)
+                register = layer.register_forward_pre_hook
+                while_alive(register, self._before_layer, name, buckets)
 
     def _together(self, own: Mapping[str, Mapping[str, Tensor]]) -> list[list[str]]:
         """Return the layers, the last ones first; small neighbours fill up a piece."""
@@ -336,14 +341,3 @@ def recorded(events: Sequence[Event], model: ScheduledDataParallel) -> Played:
     timed.sort(key=lambda event: (event.start, event.end))
     planned = model.planned
     return Played(planned.layers, planned.policy, planned.each, tuple(timed))
-
-
-def _weakly(method: Callable[..., Any], *args: Any) -> Callable[..., None]:
-    """Return a hook that calls the bound `method(*args)` while its object lives."""
-    weak = weakref.WeakMethod(method)
-
-    def hook(*_: Any) -> None:
-        if (alive := weak()) is not None:
-            alive(*args)
-
-    return hook

@@ -25,26 +25,26 @@ def on_gradient(parameter: Tensor, method: Callable[..., None], *args: Any) -> N
     averaged twice.
     """
     register = parameter.register_post_accumulate_grad_hook
-    _while_alive(register, method, *args)
+    while_alive(register, method, *args)
 
 
 def before_gradient(parameter: Tensor, method: Callable[..., None], *args: Any) -> None:
     """Call the bound `method(*args)` whenever a gradient is about to be accumulated."""
-    _while_alive(parameter.register_hook, method, *args)
+    while_alive(parameter.register_hook, method, *args)
 
 
 def on_backward(tensors: Iterable[Tensor], method: Callable[[], None]) -> None:
     """Call the bound `method()` when a backward pass reaches one of the tensors."""
     for tensor in tensors:
         if tensor.grad_fn is not None:  # not an input, or a parameter as it is
-            _while_alive(tensor.register_hook, method)
+            while_alive(tensor.register_hook, method)
 
 
-def _while_alive(register: Callable, method: Callable[..., None], *args: Any) -> None:
+def while_alive(register: Callable, method: Callable[..., None], *args: Any) -> None:
     """Register a hook that calls `method(*args)`; it goes with the method's object."""
     weak = weakref.WeakMethod(method, lambda _: handle.remove())
 
-    def hook(_: Tensor) -> None:
+    def hook(*_: Any) -> None:
         alive = weak()
         if alive is not None:
             alive(*args)

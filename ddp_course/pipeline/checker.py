@@ -16,6 +16,7 @@ Chapter 11.
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import accumulate
 from numbers import Real
 
 from ddp_course.pipeline.program import Program, add_messages, play
@@ -96,12 +97,9 @@ def activations(schedule: Schedule, rank: int) -> list[Fraction]:
     F adds what its stage keeps, 1 / the number of the rank's stages; B takes it away,
     or W: until then the weights' gradients need it.
     """
-    change = {"F": Fraction(1), "B": Fraction(-1), "I": Fraction(0), "W": Fraction(-1)}
-    kept, now = [], Fraction(0)
-    for action in schedule.ranks[rank]:
-        now += change[action.op] / len(schedule.stages_of(rank))
-        kept.append(now)
-    return kept
+    change = {"F": 1, "B": -1, "I": 0, "W": -1}
+    row, stages = schedule.ranks[rank], len(schedule.stages_of(rank))
+    return list(accumulate(Fraction(change[action.op], stages) for action in row))
 
 
 def peak_activations(schedule: Schedule) -> tuple[Fraction, ...]:

@@ -35,6 +35,7 @@ for each other in a circle, and will in every run. Messages are of two kinds:
 Chapters 10 and 11.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -63,6 +64,7 @@ class Instruction:
 
 
 Group = tuple[Instruction, ...]  # one action, or messages that are posted together
+Sides = dict[str, tuple[Action, Real]]  # "send", "recv" -> what is posted, and when
 
 
 @dataclass(frozen=True)
@@ -115,15 +117,13 @@ class Costs:
         """Return how long `action` takes. Raises ValueError for an unknown stage."""
         total = 0
         for op in "IW" if action.op == "B" else action.op:
-            cost = getattr(self, op)
-            if not isinstance(cost, Sequence):
-                total += cost
-            elif action.stage < len(cost):
-                total += cost[action.stage]
-            else:
-                raise ValueError(
-                    f"{op} has {len(cost)} costs; there is a stage {action.stage}"
-                )
+            cost, stage = getattr(self, op), action.stage
+            if isinstance(cost, Sequence):
+                if stage >= len(cost):
+                    had = f"{op} has {len(cost)} costs"
+                    raise ValueError(f"{had}; there is a stage {stage}")
+                cost = cost[stage]
+            total += cost
         return total
 
 
@@ -221,12 +221,11 @@ class _Play:
         self.at = [0] * len(self.rows)  # which group comes next
         self.clock: list[Real] = [0] * len(self.rows)
         self.done: dict[Action, Timed] = {}
-        # Blocking: what a rank has made or received; what was posted, (sender,
-        # receiver, "send" or "recv") -> messages with their times, in order; and for a
-        # rank that waits at a group, which of these are its messages.
+        # Blocking: what a rank has made or received; by sender and receiver, messages
+        # of which one side is posted; and the messages of a rank that waits for them.
         self.has: list[set[Action]] = [set() for _ in self.rows]
-        self.posted: dict[tuple[int, int, str], list[tuple[Action, Real]]] = {}
-        self.waiting: dict[int, list[int]] = {}
+        self.half: dict[tuple[int, int], deque[Sides]] = {}
+        self.waiting: dict[int, list[Sides]] = {}
 
     def run(self) -> tuple[Timed, ...]:
         """Let the ranks go on in turns until none can."""
@@ -270,44 +269,37 @@ class _Play:
         """Post all messages, the first time; return whether all have arrived."""
         if rank not in self.waiting:
             self.waiting[rank] = [self._post(rank, step) for step in group]
-        arrivals = self._arrivals(rank, group)
-        if None in arrivals:
+        if any(len(sides) < 2 for sides in self.waiting[rank]):
             return False
-        self.clock[rank] = max(arrivals)
+        posted = (side for sides in self.waiting.pop(rank) for side in sides.values())
+        self.clock[rank] = max(when for _, when in posted) + self.costs.send
         self.has[rank].update(step.action for step in group if step.kind == "recv")
-        del self.waiting[rank]
         return True
 
-    def _post(self, rank: int, step: Instruction) -> int:
-        """Put a message on its link; return its number there."""
+    def _post(self, rank: int, step: Instruction) -> Sides:
+        """Post a side of a message: of a new one, or of that which waits for it."""
+        link = (rank, step.peer) if step.kind == "send" else (step.peer, rank)
         if step.kind == "send" and step.action not in self.has[rank]:
             which = f"{step.action}, which it has not made"
             raise ScheduleError(f"rank {rank} sends {which}")
-        mine = self.posted.setdefault((*_ends(rank, step), step.kind), [])
-        mine.append((step.action, self.clock[rank]))
-        return len(mine) - 1
-
-    def _arrivals(self, rank: int, group: Group) -> list[Real | None]:
-        """Return when each message arrives, None if only one side has posted it."""
-        arrivals: list[Real | None] = []
-        for step, number in zip(group, self.waiting[rank], strict=True):
-            src, dst = _ends(rank, step)
-            both = [self.posted.get((src, dst, kind), []) for kind in ("send", "recv")]
-            if number >= min(map(len, both)):
-                arrivals.append(None)
-                continue
-            (sent, start), (received, ready) = (those[number] for those in both)
-            if sent != received:
-                what = f"{received} from rank {src}, which sends {sent}"
-                raise ScheduleError(f"rank {dst} receives {what}")
-            arrivals.append(max(start, ready) + self.costs.send)
-        return arrivals
+        half = self.half.setdefault(link, deque())
+        if not half or step.kind in half[0]:
+            half.append({step.kind: (step.action, self.clock[rank])})
+            return half[-1]
+        sides = half.popleft()
+        sides[step.kind] = step.action, self.clock[rank]
+        (sent, _), (received, _) = sides["send"], sides["recv"]
+        if sent != received:
+            what = f"{received} from rank {link[0]}, which sends {sent}"
+            raise ScheduleError(f"rank {link[1]} receives {what}")
+        return sides
 
     def _waits(self, rank: int) -> tuple[str, int | None]:
         """Return what a rank is at and lacks, in words, and whose it is."""
         groups = self.rows[rank][self.at[rank] :]
         if self.blocking:
-            step = groups[0][self._arrivals(rank, groups[0]).index(None)]
+            both = zip(groups[0], self.waiting[rank], strict=True)
+            step = next(step for step, sides in both if len(sides) < 2)
             verb = "sends {} to" if step.kind == "send" else "receives {} from"
             return f"{verb.format(step.action)} rank {step.peer}", step.peer
         action = next(g[0].action for g in groups if g[0].kind == "compute")
@@ -318,10 +310,6 @@ class _Play:
             return f"runs {action} before {need}, which it needs", home
         of_rank = "" if home is None else f" of rank {home}"
         return f"is at {action}, which needs {need}{of_rank}", home
-
-
-def _ends(rank: int, step: Instruction) -> tuple[int, int]:
-    return (rank, step.peer) if step.kind == "send" else (step.peer, rank)
 
 
 def circle(waits: Mapping[int, tuple[str, int | None]]) -> str:

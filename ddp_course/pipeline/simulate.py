@@ -55,12 +55,12 @@ class Simulated:
     def idle(self) -> tuple[Real, ...]:
         """The share of the makespan in which each rank does not compute."""
         whole = self.makespan
-        return tuple(_share(whole - busy, whole) for busy in self.busy)
+        return tuple((whole - busy) / Fraction(whole) for busy in self.busy)
 
     @property
     def bubble(self) -> Real:
         """The share of all ranks' time in which they do not compute: mean of `idle`."""
-        return _share(sum(self.idle), self.schedule.num_ranks)
+        return sum(self.idle) / self.schedule.num_ranks
 
     def __str__(self) -> str:
         head = str(self.schedule).partition("\n")[0]
@@ -81,11 +81,6 @@ def simulate(
     events = play(add_messages(schedule), costs, blocking=blocking)
     events = sorted(events, key=attrgetter("start", "end", "rank"))
     return Simulated(schedule, tuple(events), peak_activations(schedule))
-
-
-def _share(part: Real, whole: Real) -> Real:
-    """Divide; integers and fractions exactly."""
-    return part / Fraction(whole) if isinstance(whole, Rational) else part / whole
 
 
 def _text(number: Real) -> str:

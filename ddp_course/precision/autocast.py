@@ -15,8 +15,10 @@ Here a TorchFunctionMode casts, which sees the functions that a program calls. P
 casts one floor below, in its dispatcher: aten/src/ATen/autocast_mode.h. Chapter 12.
 """
 
+from __future__ import annotations
+
 import threading
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,7 +85,7 @@ class Autocast(TorchFunctionMode):
         self.dtype, self.enabled = dtype, enabled
         self.casts: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Autocast:
         """Cast from now on, in this thread."""
         _here.modes = [*getattr(_here, "modes", ()), self]
         return super().__enter__()
