@@ -13,8 +13,8 @@ from torch.autograd import Variable
 from ddp_course.chapters.ch05_ddp_internals import solutions
 from ddp_course.collectives import barrier, ring
 from ddp_course.data_parallel import DistributedDataParallel, bucket_plan
-from ddp_course.lab.answers import Answer, Hint, code, one_line
-from ddp_course.lab.exercises import exercise, expect, judge_ranks
+from ddp_course.lab.answers import Answer, code, one_line
+from ddp_course.lab.exercises import exercise, expect, judge, judge_ranks
 from ddp_course.measure import TorchCollectives
 from ddp_course.model import GPTConfig, build_gpt
 
@@ -44,8 +44,7 @@ def check_my_bucket_plan(answer: Answer) -> str:
             where = f"For {told}, cap = {cap} and first = {first},"
             before = list(parameters)
             got = answer(parameters, cap, first)
-            for fault in _faults(got, before, cap, first):
-                raise Hint(f"{where} {fault}")
+            _judge_plan(where, got, before, cap, first)
             same = [id(p) for _, p in parameters] == [id(p) for _, p in before]
             expect(same, f"{where} your function changed the list `parameters`.")
     return (
@@ -76,87 +75,83 @@ def _models() -> dict[str, Pairs]:
     }
 
 
-def _faults(got: Any, parameters: Pairs, cap: int, first: int) -> Iterator[str]:
-    """Yield what is wrong with a plan, the plainest first."""
-    if not isinstance(got, list) or not all(
+NAMED = {  # of each name in a bucket
+    "known": "there is no parameter {name}.",
+    "trained": "{name} is in a bucket, but it is frozen: no gradient of it will ever "
+    "come, and the bucket will never be full.",
+    "some": "{name} is in a bucket, but it has no numbers.",
+    "first": "{name} is the same parameter as {other}: it has one gradient, which "
+    "travels once, under its first name.",
+    "once": "{name} is in two places.",
+}
+PLAN = {
+    "all": "{left_out} is in no bucket: it would never be averaged.",
+    "one_type": "a bucket holds gradients of the types {types}; one all-reduce adds "
+    "numbers of one type.",
+}
+OF_A_TYPE = {
+    "in_order": "{begin} comes first and {end} last of its type, and in between the "
+    "order is not that of the gradients: they become ready in the opposite order of "
+    "registration.",
+    "closed": "{which} holds {nbytes} bytes; it held its {limit} already before {last} "
+    "came, and is closed then.",
+    "full": "{which} holds {nbytes} bytes only; it is closed as soon as it holds "
+    "{limit} or more, and not before.",
+}
+
+
+def _judge_plan(where: str, got: Any, parameters: Pairs, cap: int, first: int) -> None:
+    """Expect a plan to be right; tell the plainest fault first."""
+    lists = isinstance(got, list) and all(
         isinstance(b, list) and all(isinstance(name, str) for name in b) for b in got
-    ):
-        yield (
-            f"your function returned {code(one_line(got))}; expected a list of lists "
-            "of names."
-        )
-    if not all(got):
-        yield "a bucket is empty."
+    )
+    says = f"your function returned {code(one_line(got))}; expected a list of lists of"
+    expect(lists, f"{where} {says} names.")
+    expect(all(got), f"{where} a bucket is empty.")
     known, names = dict(parameters), [name for bucket in got for name in bucket]
     first_name: dict[int, str] = {}
     for name, parameter in parameters:
         first_name.setdefault(id(parameter), name)
     for name in names:
-        if name not in known:
-            yield f"there is no parameter {code(name)}."
-        if not known[name].requires_grad:
-            yield (
-                f"{code(name)} is in a bucket, but it is frozen: no gradient of it "
-                "will ever come, and the bucket will never be full."
-            )
-        if not known[name].numel():
-            yield f"{code(name)} is in a bucket, but it has no numbers."
-        if (other := first_name[id(known[name])]) != name:
-            yield (
-                f"{code(name)} is the same parameter as {code(other)}: it has one "
-                "gradient, which travels once, under its first name."
-            )
-        if names.count(name) > 1:
-            yield f"{code(name)} is in two places."
+        told = {"name": code(name), "known": name in known}
+        if told["known"]:
+            p, other = known[name], first_name[id(known[name])]
+            told |= {
+                "trained": p.requires_grad,
+                "some": p.numel(),
+                "other": code(other),
+            }
+            told |= {"first": other == name, "once": names.count(name) == 1}
+        judge(where, told, NAMED)
     right = bucket_plan(parameters, cap / MIB, first / MIB)
-    for name in (name for bucket in right for name in bucket.parameters):
-        if name not in names:
-            yield f"{code(name)} is in no bucket: it would never be averaged."
-    yield from _wrong_sizes(got, known, cap, first)
-    if got != [list(bucket.parameters) for bucket in right]:
-        yield (
-            f"the buckets are right, but their order is not: {code(one_line(got))}. "
-            "The bucket whose last gradient is ready first comes first, whatever its "
-            "type."
-        )
+    left_out = [n for b in right for n in b.parameters if n not in names]
+    types = [{str(known[n].dtype).removeprefix("torch.") for n in b} for b in got]
+    mixed = next((its for its in types if len(its) > 1), ())
+    told = {"all": not left_out, "left_out": code((left_out or [""])[0])}
+    judge(where, told | {"one_type": not mixed, "types": " and ".join(mixed)}, PLAN)
+    for dtype in dict.fromkeys(known[name].dtype for name in names):
+        buckets = [bucket for bucket in got if known[bucket[0]].dtype == dtype]
+        for told in _each_bucket(buckets, known, cap, first):
+            judge(where, told, OF_A_TYPE)
+    says = f"the buckets are right, but their order is not: {code(one_line(got))}. The"
+    says += " bucket whose last gradient is ready first comes first, whatever its type."
+    expect(got == [list(b.parameters) for b in right], f"{where} {says}")
 
 
-def _wrong_sizes(
-    got: list[list[str]], known: dict[str, Tensor], cap: int, first: int
-) -> Iterator[str]:
-    """Yield which bucket is not of one type, in order, and closed at its cap."""
-    place = {name: k for k, name in enumerate(known)}
-    of_type: dict[torch.dtype, list[list[str]]] = {}
-    for bucket in got:
-        types = {str(known[name].dtype).removeprefix("torch.") for name in bucket}
-        if len(types) > 1:
-            yield (
-                f"a bucket holds gradients of the types {' and '.join(types)}; one "
-                "all-reduce adds numbers of one type."
-            )
-        of_type.setdefault(known[bucket[0]].dtype, []).append(bucket)
-    for buckets in of_type.values():
-        names = [name for bucket in buckets for name in bucket]
-        if names != sorted(names, key=place.get, reverse=True):
-            yield (
-                f"{code(names[0])} comes first and {code(names[-1])} last of its type, "
-                "and in between the order is not that of the gradients: they become "
-                "ready in the opposite order of registration."
-            )
-        for k, bucket in enumerate(buckets):
-            limit = cap if k else min(first, cap)
-            nbytes = sum(known[name].nbytes for name in bucket)
-            which = f"{f'bucket {k}' if k else 'the first bucket'} of its type"
-            if nbytes - known[bucket[-1]].nbytes >= limit:
-                yield (
-                    f"{which} holds {nbytes} bytes; it held its {limit} already before "
-                    f"{code(bucket[-1])} came, and is closed then."
-                )
-            if nbytes < limit and k < len(buckets) - 1:
-                yield (
-                    f"{which} holds {nbytes} bytes only; it is closed as soon as it "
-                    f"holds {limit} or more, and not before."
-                )
+def _each_bucket(
+    buckets: list[list[str]], known: dict[str, Tensor], cap: int, first: int
+) -> Iterator[dict[str, Any]]:
+    """Tell of the buckets of one type whether they are in order, and closed at caps."""
+    names = [name for bucket in buckets for name in bucket]
+    in_order = names == sorted(names, key=[*known].index, reverse=True)
+    ends = {"begin": code(names[0]), "end": code(names[-1]), "in_order": in_order}
+    for k, bucket in enumerate(buckets):
+        limit, last = cap if k else min(first, cap), bucket[-1]
+        nbytes = sum(known[name].nbytes for name in bucket)
+        which = f"{f'bucket {k}' if k else 'the first bucket'} of its type"
+        told = {"which": which, "nbytes": nbytes, "limit": limit, "last": code(last)}
+        told["closed"] = nbytes - known[last].nbytes < limit
+        yield ends | told | {"full": nbytes >= limit or k == len(buckets) - 1}
 
 
 # ---- mini_ddp ----------------------------------------------------------------------

@@ -220,11 +220,6 @@ def _integers(seed: int, *shape: int) -> Tensor:
     return torch.randint(-3, 4, shape, generator=dice).float()
 
 
-def _weights() -> list[Tensor]:
-    shapes = zip(WIDTHS[1:], WIDTHS, strict=False)
-    return [_integers(k, *shape) for k, shape in enumerate(shapes)]
-
-
 class _Tools:
     """The gather and the reduce-scatter that the reader's function is given."""
 
@@ -251,7 +246,8 @@ def _two_layers(
 ) -> dict[str, Any]:
     """On a rank: two layers, forward and backward, and what is kept in between."""
     rank, n, tools = dist.get_rank(), dist.get_world_size(), _Tools()
-    weights = [w.to(dtype).requires_grad_() for w in _weights()]
+    shapes = enumerate(itertools.pairwise(WIDTHS))
+    weights = [_integers(k, b, a).to(dtype).requires_grad_() for k, (a, b) in shapes]
     inputs = [_integers(9 + r, ROWS, WIDTHS[0]).to(dtype) for r in range(n)]
     shards = [w.detach().chunk(n)[rank].clone().requires_grad_() for w in weights]
     x, saved = inputs[rank].clone().requires_grad_(frozen != "x"), []

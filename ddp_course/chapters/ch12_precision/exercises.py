@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from ddp_course.chapters.ch12_precision import solutions
 from ddp_course.collectives import barrier
@@ -213,18 +213,12 @@ def _steps(agreed_step: Callable) -> Iterator[dict[str, Any]]:
         calls = [call.op for call in torchs.calls]
         step = 0.5 * factor if wanted else 0.0
         expected = [[1 - step * x if step else 1.0 for x in shard] for shard in mine]
-        pairs = zip(weights, expected, strict=True)
+        pairs = zip(weights, map(torch.tensor, expected), strict=True)
         few = len(calls) <= 2 and torchs.nbytes <= 32
         told = {"case": case, "calls": code(", ".join(calls) or "no collective")}
         told |= {"one": got is wanted, "got": code(one_line(got))}
-        told |= {
-            "wanted": code(str(wanted)),
-            "weights": shown([w.tolist() for w in weights]),
-        }
+        told |= {"wanted": code(str(wanted))}
+        told["weights"] = shown([w.tolist() for w in weights])
         told["expected"] = shown([[round(x, 4) for x in shard] for shard in expected])
-        told["right"] = all(_close(weight, right) for weight, right in pairs)
+        told["right"] = all(torch.allclose(w, right, rtol=1e-4) for w, right in pairs)
         yield told | {"few": few and set(calls) <= {"all_reduce"}}
-
-
-def _close(weight: Tensor, right: list[float]) -> bool:
-    return torch.allclose(weight, torch.tensor(right), rtol=1e-4)

@@ -34,12 +34,6 @@ def _draw_bits(d: Drawing, format: Format, digits: str = "") -> None:
         d.block(k * BIT, 0, BIT, HIGH, digit, fill=PARTS[part], size=12, radius=0)
 
 
-def _legend(d: Drawing, y: float) -> None:
-    for k, (part, color) in enumerate(PARTS.items()):
-        d.rect(LEFT + 120 * k, y, 14, 14, fill=color)
-        d.text(LEFT + 120 * k + 20, y + 12, part, size=12, anchor="start")
-
-
 def formats_and_a_step() -> Drawing:
     """Draw the bits of six formats, and where a step in mixed precision has which."""
     row, foot = HIGH + 12, 40 + len(FORMATS) * (HIGH + 12)
@@ -54,7 +48,9 @@ def formats_and_a_step() -> Drawing:
         d.text(4, y + 17, format.name, size=12, bold=True, anchor="start")
         with d.shifted(LEFT, y):
             _draw_bits(d, format)
-    _legend(d, foot - 24)
+    for k, (part, color) in enumerate(PARTS.items()):
+        d.rect(LEFT + 120 * k, foot - 24, 14, 14, fill=color)
+        d.text(LEFT + 120 * k + 20, foot - 12, part, size=12, anchor="start")
     d.text(4, foot + 40, "A step in mixed precision", bold=True, anchor="start")
     gap, wide = 14, (d.width - 8 - 4 * 14) / 5
     for k, (name, how) in enumerate(STEP):

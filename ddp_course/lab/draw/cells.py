@@ -77,11 +77,6 @@ def complete(plan: Plan, chunk: int) -> Contributions:
     return tuple(rank for rank, has in enumerate(plan.start) if chunk in has)
 
 
-def is_complete(plan: Plan, chunk: int, has: Contributions) -> bool:
-    """Return whether a chunk that holds the numbers of the ranks `has` is complete."""
-    return has == complete(plan, chunk)
-
-
 def draw_cell(
     d: Drawing,
     x: float,

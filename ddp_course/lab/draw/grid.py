@@ -13,9 +13,9 @@ from ddp_course.collectives.plan import Plan, State, Transfer, simulate
 from ddp_course.lab.draw.cells import (
     HALO,
     Look,
+    complete,
     draw_cell,
     draw_halo,
-    is_complete,
     look_of,
 )
 from ddp_course.lab.draw.drawing import Drawing
@@ -45,10 +45,6 @@ class Buffers:
     def top(self, rank: int) -> float:
         """Return the y at which the row of `rank` begins."""
         return HEADER + rank * (self.row_height + ROW_GAP)
-
-    def draw(self, d: Drawing, state: State, step: int) -> None:
-        """Draw `state`, and the transfers that led to it if it is the `step`-th."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -116,8 +112,8 @@ class Grid(Buffers):
             for i, chunk in enumerate(self.chunks):
                 line, column = divmod(i, self.columns)
                 y = self.top(rank) + line * (self.look.height + GAP)
-                whole = is_complete(self.plan, chunk, holds[chunk])
                 x, has = self.x[column], holds[chunk]
+                whole = has == complete(self.plan, chunk)
                 draw_cell(d, x, y, self.look, has, whole=whole)
         for piece in self.pieces[step - 1] if step else ():
             if self._bends(piece):

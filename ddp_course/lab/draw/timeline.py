@@ -42,14 +42,13 @@ def timeline(events: Iterable[Any]) -> Drawing:
     )
 
 
-def block_of(event: Any, first: float, names: Sequence[str] | None = None) -> Block:
+def block_of(event: Any, first: float) -> Block:
     """Return the block of an event, in ms since `first`."""
     waits = getattr(event, "lane", "") == "wait" or event.op in ("wait", "idle")
     look = "B" if "backward" in event.op else "F"
     look = "sent" if communicates(event) else "waits" if waits else look
     times = (event.start - first) * 1e3, (event.end - first) * 1e3
-    names = (event.op, event.op.rpartition(".")[2]) if names is None else names
-    return Block(*times, look, tuple(names), alt=(*names, event.op)[0])
+    return Block(*times, look, (event.op, event.op.rpartition(".")[2]))
 
 
 def communicates(event: Any) -> bool:

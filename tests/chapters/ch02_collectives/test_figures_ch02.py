@@ -7,11 +7,11 @@ import pytest
 from drawings import laid_out, words
 from refusals import refused
 
-from ddp_course.chapters.ch02_collectives.deadlock import deadlock
 from ddp_course.chapters.ch02_collectives.figures import (
     COLLECTIVES,
     before_after,
     collectives,
+    deadlock,
 )
 from ddp_course.collectives.catalog import PLANS
 

@@ -6,8 +6,7 @@ import pytest
 from drawings import check_sliders, laid_out
 from refusals import refused
 
-from ddp_course.chapters.ch04_dp_vs_ddp.dp_and_ddp import dp_and_ddp
-from ddp_course.chapters.ch04_dp_vs_ddp.figures import DP_STEPS, dp_step
+from ddp_course.chapters.ch04_dp_vs_ddp.figures import DP_STEPS, dp_and_ddp, dp_step
 
 test_the_layout = laid_out(dp_and_ddp, (dp_step, range(len(DP_STEPS))))
 
