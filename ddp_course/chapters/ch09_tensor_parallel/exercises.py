@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,18 +34,14 @@ class _AllReduces:
         self.ops.add(op)
         dist.all_reduce(tensor.detach(), OPS[op])
 
-    def __enter__(self) -> _AllReduces:
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Note what is sent inside: by this all-reduce, and by `others`."""
         self.numels.clear()
-        self.torchs, self.ours = TorchCollectives(), ByteMeter()
-        self.torchs.__enter__()
-        self.ours.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.ours.__exit__(*error)
-        self.torchs.__exit__(*error)
-        others = len(self.torchs.calls) - len(self.numels)
-        self.others = max(others, int(self.ours.total_sent > 0))
+        with TorchCollectives() as torchs, ByteMeter() as ours:
+            yield
+        others = len(torchs.calls) - len(self.numels)
+        self.others = max(others, int(ours.total_sent > 0))
 
 
 def quarters(seed: int, *shape: int) -> Tensor:
@@ -116,7 +113,7 @@ def _copies(copy: Callable) -> Iterator[dict[str, Any]]:
         uses = [(quarters(r, *x.shape) * (r != 1)).to(x.dtype) * fine for r in range(n)]
         own = quarters(9, *x.shape).to(x.dtype)  # how all use x beside its copy
         beside = 1 * b  # one tensor is the gradient of both sides of a sum
-        with sums:
+        with sums.watched():
             copied = copy(x, sums)
         told = {"case": case, "numel": x.numel(), "shown": shown(copied)}
         told["is_tensor"] = isinstance(copied, Tensor)
@@ -126,7 +123,7 @@ def _copies(copy: Callable) -> Iterator[dict[str, Any]]:
         if told["way_back"]:
             total = torch.stack(uses).sum(0)
             right = total + own
-            with sums:
+            with sums.watched():
                 ((beside + copied) * uses[rank] + x * own).sum().backward()
             once = [x.numel()], *([[]] if n == 1 else [])
             is_mean = x.grad is not None and equal((x.grad - own) * n, total)
@@ -205,7 +202,7 @@ def _rows(row_linear: Callable) -> Iterator[dict[str, Any]]:
         whole = [x, weight.to(kind), (1 + quarters(7, out).abs()).to(kind)]
         given = [whole[0].chunk(n, -1)[rank], whole[1].chunk(n, 1)[rank], whole[2]]
         parts = [part.clone().requires_grad_() for part in given]
-        with sums:
+        with sums.watched():
             y = row_linear(*parts, lambda summand: _Reduce.apply(summand, sums))
             if isinstance(y, Tensor) and y.requires_grad:
                 y.square().sum().backward()
@@ -308,7 +305,7 @@ def _losses(vocab_loss: Callable) -> Iterator[dict[str, Any]]:
     for case, logits, targets in _texts(n):
         own = logits.chunk(n, 1)[rank]
         given = own.clone(memory_format=torch.preserve_format), targets.clone()
-        with sums:
+        with sums.watched():
             answer = vocab_loss(*given, sums)
         whole = logits.double().requires_grad_()
         right = F.cross_entropy(whole, targets)
