@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from on_ranks import error_of
 from refusals import refused
 from torch import nn
 
@@ -115,10 +116,10 @@ def test_what_is_computed_over_all_ranks(world_size):
             assert (plain - full).abs().max() > 0.01
     for number, rank in enumerate(told):
         first, second, third = rank["nobody"]
-        assert first == "no rank has a sample: there is nothing to average"
-        assert second.startswith("n is 0 on this rank, and 0 on all together")
+        assert first == "ValueError: no rank has a sample: there is nothing to average"
+        assert second.startswith("ValueError: n is 0 on this rank, and 0 on all toget")
         mine = -3 if number == world_size - 1 else 2
-        assert third.startswith(f"n is {mine} on this rank, and inf on all")
+        assert third.startswith(f"ValueError: n is {mine} on this rank, and inf on all")
     weights, masks = zip(*(rank["seeded"] for rank in told), strict=True)
     assert all(torch.equal(w, weights[0]) for w in weights)
     assert len({tuple(mask.tolist()) for mask in masks}) == world_size
@@ -151,17 +152,9 @@ def test_what_update_refuses_and_what_it_does_not_look_at():
 
 
 def nobody_has_samples() -> list[str]:
-    messages = []
-    for call in (MeanOverRanks().compute, lambda: loss_weight(0)):
-        try:
-            call()
-        except ValueError as error:
-            messages.append(str(error))
-    try:
-        loss_weight(-3 if here().rank == here().topology.world_size - 1 else 2)
-    except ValueError as error:
-        messages.append(str(error))
-    return messages
+    n = -3 if here().rank == here().topology.world_size - 1 else 2
+    calls = MeanOverRanks().compute, partial(loss_weight, 0), partial(loss_weight, n)
+    return [error_of(call) for call in calls]
 
 
 # ---- gradients of unequal batches ----------------------------------------------------

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_cases import SMALL_BUCKETS, Ours, Small
+from on_ranks import error_of
 from torch import nn
 from torch.distributed.algorithms.join import Join
 
@@ -57,10 +58,9 @@ def everything() -> dict:
         told[case] = {"theirs": trained(THEIRS, **how)}
         for name, wrap in MINE.items():
             told[case][name] = trained(wrap, **how)
-    try:
-        trained(MINE["gloo"], throw_on_early_termination=True)
-    except RuntimeError as error:
-        told["thrown"] = str(error)
+    told["thrown"] = error_of(
+        lambda: trained(MINE["gloo"], throw_on_early_termination=True)
+    )
     return told
 
 

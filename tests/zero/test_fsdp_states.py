@@ -6,11 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_cases import CLASSES, GPT, MODELS, OPTIMIZERS, ROWS, Ours, batch
+from on_ranks import error_of
 from torch import nn
 
 from ddp_course.launch import spawn
-from ddp_course.mechanisms.agreement import ReplicaError
-from ddp_course.mechanisms.saving import CheckpointError
 from ddp_course.model import GPTConfig, build_gpt
 from ddp_course.zero import sharded_checkpoint
 from ddp_course.zero.stage3 import FullyShardedDataParallel
@@ -143,24 +142,17 @@ def groups() -> dict:
     run(module, optimizer, range(2))
     state, model = module.full_optimizer_state_dict(optimizer), module.full_state_dict()
 
-    def refused(call, *args) -> str:
-        try:
-            call(*args)
-        except ReplicaError as error:
-            return str(error)
-        return "no error"
-
     other = build_gpt(GPTConfig(vocab_size=CLASSES, n_layer=3, d_model=12), 0)
     less = {k: v for k, v in model.items() if k != "head.norm.bias"}
     odd = less if dist.get_rank() == 1 else model
     strange = torch.optim.AdamW(other.parameters())
-    load = module.load_full_optimizer_state_dict
+    load, shapes = module.load_full_optimizer_state_dict, other.state_dict()
     errors = {
-        "missing": refused(module.load_full_state_dict, odd),
-        "shape": refused(module.load_full_state_dict, other.state_dict() | less),
-        "no dict": refused(module.load_full_state_dict, 3),
-        "groups": refused(load, optimizer, strange.state_dict()),
-        "stranger": refused(load, strange, state),
+        "missing": error_of(lambda: module.load_full_state_dict(odd)),
+        "shape": error_of(lambda: module.load_full_state_dict(shapes | less)),
+        "no dict": error_of(lambda: module.load_full_state_dict(3)),
+        "groups": error_of(lambda: load(optimizer, strange.state_dict())),
+        "stranger": error_of(lambda: load(strange, state)),
     }
     return {
         "state": state,
@@ -188,7 +180,7 @@ def test_parameter_groups_and_states_that_do_not_fit(ranks):
         assert plain.param_groups[0]["weight_decay"] == 0.0
         errors = rank["errors"]
         assert errors["missing"].startswith(
-            "rank 1: the state_dict has no head.norm.bias"
+            "ReplicaError: rank 1: the state_dict has no head.norm.bias"
         )
         assert "has head.norm.bias as [12]; it must be" in errors["shape"]
         assert "state_dict is a int; it must be a dict" in errors["no dict"]
@@ -243,12 +235,9 @@ def in_two_groups():
 
 def refusal(folder: str, module, optimizer) -> str:
     before = module.full_state_dict()
-    try:
-        sharded_checkpoint.load(folder, module, optimizer)
-    except CheckpointError as error:
-        assert not differ(before, module.full_state_dict())
-        return str(error)
-    return "no error"
+    told = error_of(lambda: sharded_checkpoint.load(folder, module, optimizer))
+    assert not differ(before, module.full_state_dict())
+    return told
 
 
 def rank_0_only(folder: str) -> bool:
@@ -279,6 +268,7 @@ def test_saved_on_4_ranks_and_loaded_on_4_3_and_1(ranks, saved_on_4):
             same = n == 4 and case != CASES[1]  # that one has other units
             exact = {} if same else {"rtol": 1e-4, "atol": 1e-5}
             assert not differ(without(after), without(rank[case][1]), **exact)
+        assert all(text.startswith("CheckpointError: ") for text in errors.values())
         assert "holds no checkpoint" in errors["no folder"]
         assert "it has no optimizer" in errors["no optimizer"]
         assert "cannot be loaded: it" in errors["model"]

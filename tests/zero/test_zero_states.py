@@ -4,6 +4,7 @@ import copy
 
 import torch
 import torch.distributed as dist
+from on_ranks import error_of
 from torch import nn
 from zero_cases import (
     OPTIMIZERS,
@@ -45,11 +46,7 @@ def saved(make: Make, name: str, to: int) -> tuple:
     opt.consolidate_state_dict(to=to)
     state = opt.state_dict() if dist.get_rank() == to else None
     after = go_on(opt, model, range(2, 4), False)
-    try:
-        opt.state_dict()
-        return weights, state, after, "no error"
-    except RuntimeError as error:
-        return weights, state, after, str(error)
+    return weights, state, after, error_of(opt.state_dict)
 
 
 def loaded(make: Make, name: str, weights, state) -> list:
