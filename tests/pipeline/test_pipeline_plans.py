@@ -35,9 +35,9 @@ def test_the_spine_called_layer_by_layer_is_the_model():
 def test_a_cut_can_be_printed_and_says_who_has_what():
     plan = stage_plan(tied(), [3, 5], [0, 1])
     assert str(plan).splitlines() == [
-        "stage 0 on rank 0: embed, blocks.0, blocks.1 (5,208 parameters)",
+        "stage 0 on rank 0: embed, blocks.0, blocks.1 (5,222 parameters)",
         "stage 1 on rank 1: blocks.2, blocks.3, blocks.4, blocks.5, head "
-        "(10,150 parameters)",
+        "(10,164 parameters)",
         "embed.tokens.weight on ranks 0, 1: gradients are summed",
     ]
     assert stage_plan(tied(), [3, 4, 1], [0, 1, 0]).shared == {}

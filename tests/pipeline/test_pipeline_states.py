@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from pipeline_cases import PipelineParallel, adamw, batch, mse, tied
+from pipeline_cases import CLOSE, PipelineParallel, adamw, batch, mse, tied
 from refusals import said
 from torch import nn
 from trained import same
@@ -17,8 +17,6 @@ from ddp_course.data_parallel import DistributedDataParallel
 from ddp_course.launch import RankError, spawn
 from ddp_course.mechanisms.agreement import ReplicaError
 from ddp_course.pipeline import interleaved, parse
-
-CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 
 
 def optimizer_of(model: nn.Module, grouped: bool) -> torch.optim.Optimizer:

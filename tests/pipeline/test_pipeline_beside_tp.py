@@ -1,0 +1,143 @@
+"""A pipeline of a tensor-parallel model trains as one process does."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+from on_ranks import launched
+from pipeline_cases import (
+    CLOSE,
+    GPT_UNTIED,
+    adamw,
+    alone,
+    batch,
+    train,
+    untied,
+)
+from torch import nn
+from trained import far_apart, same
+
+from ddp_course.mechanisms.agreement import ReplicaError
+from ddp_course.mechanisms.placements import placed
+from ddp_course.mechanisms.whole_state import gathered
+from ddp_course.mesh import Axes, Mesh, make_groups
+from ddp_course.model import GPT, build_gpt
+from ddp_course.parallelize import choose_layout, parallelize
+from ddp_course.pipeline import PipelineParallel
+from ddp_course.tensor_parallel import tensor_parallel
+
+CASES = {"interleaved": "tied", "zero_bubble": "untied"}  # the rest is on 8 ranks
+
+
+@functools.cache
+def axes() -> Axes:
+    return make_groups(Mesh({"pp": 2, "tp": 2}))
+
+
+def beside_tp(gpt: GPT, schedule: str, m: int) -> PipelineParallel:
+    gpt = tensor_parallel(gpt, axes().group("tp"))
+    return PipelineParallel(gpt, schedule, m, axes().group("pp"))
+
+
+def whole_parts(pipeline: PipelineParallel) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the plain model's parameters, and their gradients; on rank 0."""
+    own = {placed(p).name: p for p in pipeline.parameters()}
+    items = {
+        name: (placed(p), {"": p.detach()} | ({} if p.grad is None else {"g": p.grad}))
+        for name, p in own.items()
+    }
+    for name, state in gathered(items, pipeline.groups, pipeline.plain.shapes).items():
+        parameter = nn.Parameter(state[""])
+        parameter.grad = state.get("g")
+        yield name, parameter
+
+
+def trained() -> dict:
+    """Train on this rank, under two schedules."""
+    how = {"m": 3, "seed": 0, "parts": whole_parts}
+    return {s: train(beside_tp, s, model=CASES[s], **how) for s in CASES}
+
+
+def one_step() -> tuple:
+    """Return what an evaluation gives, and the optimizer's whole state after a step."""
+    pipeline = beside_tp(untied(), "1f1b", 3)
+    optimizer = adamw(pipeline.parameters())
+    logits, loss = pipeline(batch(9)[0])[0], pipeline(*batch(9))[1]
+    pipeline.step(*batch(0))
+    optimizer.step()
+    return logits, loss, pipeline.full_optimizer_state_dict(optimizer)
+
+
+def one_of_two_pipelines_cannot_be() -> str:
+    layout = choose_layout(4, "ddp", pp=2)
+    other = replace(GPT_UNTIED, n_layer=6 + (dist.get_rank() == 3))
+    with pytest.raises(ReplicaError) as told:
+        parallelize(build_gpt(other), layout, make_groups(layout.mesh))
+    return str(told.value)
+
+
+def weights_are_split() -> tuple[int, int, int]:
+    """Return how many gradients of this rank's weights came with W, and of how many.
+
+    And how many blocks there are when the model has been let go of.
+    """
+    gpt, came = tensor_parallel(untied(), axes().group("tp")), set()
+    pipeline = PipelineParallel(gpt, "zero_bubble", 2, axes().group("pp"))
+    blocks, inside = [weakref.ref(block) for block in gpt.blocks], pipeline.weight_grads
+    del gpt
+    gc.collect()
+    for name, parameter in pipeline.named_parameters():
+
+        def note(_, name=name):
+            if inside.tasks is None:  # nobody collects: it is W, not I
+                came.add(name)
+
+        parameter.register_post_accumulate_grad_hook(note)
+    pipeline.step(*batch(0))
+    dist.barrier()
+    layers = ("qkv.weight", "proj.weight", "up.weight", "down.weight", "out.weight")
+    linear = {n for n, _ in pipeline.named_parameters() if n.endswith(layers)}
+    return len(linear & came), len(linear), sum(ref() is not None for ref in blocks)
+
+
+ranks = launched(
+    4, trained, one_step, weights_are_split, one_of_two_pipelines_cannot_be, timeout=250
+)
+
+
+def test_tensor_parallel_stages_train_as_one_process(ranks):
+    for schedule, model in CASES.items():
+        first, *others = (told[schedule] for told in ranks["trained"])
+        wrong = far_apart(first, alone(model), 1e-4, of_gradients=1e-5, losses=True)
+        assert not wrong, (schedule, wrong[:3])
+        for told in others:
+            assert (told.losses, told.norms) == (first.losses, first.norms)
+
+
+def test_evaluation_and_the_optimizers_state_are_those_of_one_process(ranks):
+    plain = untied()
+    optimizer = adamw(plain.parameters())
+    logits, loss = plain(*batch(9))
+    plain(*batch(0))[1].backward()
+    optimizer.step()
+    for rank, (its_logits, its_loss, state) in enumerate(ranks["one_step"]):
+        right = logits.detach() if rank > 1 else None  # where the last stage is
+        assert same((its_logits, its_loss), (right, loss.detach()), **CLOSE)
+        assert same(state, optimizer.state_dict(), **CLOSE)
+
+
+def test_a_pipeline_that_cannot_be_made_is_told_to_the_other_replica_too(ranks):
+    told = ranks["one_of_two_pipelines_cannot_be"]
+    assert len(set(told)) == 1 and "ranks 2, 3: the ranks differ" in told[0], told
+
+
+def test_linear_layers_that_are_cut_are_split_by_zero_bubble(ranks):
+    told = ranks["weights_are_split"]
+    assert all(split == linear > 8 for split, linear, _ in told)
+    assert [blocks for *_, blocks in told] == [3, 3, 3, 3]
