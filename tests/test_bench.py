@@ -148,9 +148,7 @@ def test_bench_lists_what_there_is_with_a_sentence_each(tiny_bench, capsys):
 
 
 def test_a_bench_is_found_by_looking(tmp_path, monkeypatch):
-    (tmp_path / "two_words.py").write_text(
-        "ABOUT, PAIRS = 'New.', ()\ndef bench(quick):\n    yield from ()\n"
-    )
+    (tmp_path / "two_words.py").write_text("ABOUT, PAIRS, bench = 'New.', (), iter")
     (tmp_path / "helper.py").write_text("ABOUT = 'not a bench'\n")
     monkeypatch.setattr(bench, "__path__", [*bench.__path__, str(tmp_path)])
     assert sorted(bench.benches()) == sorted([*NAMES, "two-words"])
@@ -196,11 +194,10 @@ def script(side, monkeypatch):
             names.add(name.partition(".")[0])
         return real(name, globals, *rest)
 
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), side])
-    monkeypatch.setattr(builtins, "__import__", noting)
-    defined = runpy.run_path(str(SCRIPT), run_name="not main")
-    monkeypatch.undo()
-    return defined, names
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "argv", [str(SCRIPT), side])
+        patch.setattr(builtins, "__import__", noting)
+        return runpy.run_path(str(SCRIPT), run_name="not main"), names
 
 
 def test_nothing_of_the_course_is_imported_on_their_side(monkeypatch):
@@ -260,12 +257,10 @@ def test_what_others_took_is_neither_idle_nor_ours(tmp_path):
 
 @pytest.fixture(scope="module")
 def measured_rows():
-    sizes, patch = {4096: 3, 1 << 20: 1}, pytest.MonkeyPatch()
-    patch.setattr(all_reduce, "QUICK", sizes)
-    patch.setattr(steps, "RANKS", (2,))
-    rows = list(all_reduce.bench(True))
-    patch.undo()
-    return rows
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(all_reduce, "QUICK", {4096: 3, 1 << 20: 1})
+        patch.setattr(steps, "RANKS", (2,))
+        return list(all_reduce.bench(True))
 
 
 def test_every_all_reduce_is_measured_beside_gloos(measured_rows):

@@ -169,7 +169,7 @@ def test_bubbles_are_the_share_that_is_not_work():
 
 @pytest.mark.parametrize("way", async_.WAYS)
 def test_seconds_per_gradient_are_those_of_the_formula_if_nothing_else_takes_time(way):
-    rule, _ = async_.WAYS[way]
+    rule = async_.WAYS[way]
     for slower in (1.0, 2.0, 4.0, 8.0):
         times = [1.0] * (async_.WORKERS - 1) + [slower]
         record = simulate(rule, times, 240)

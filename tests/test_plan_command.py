@@ -33,28 +33,20 @@ def test_the_zero_papers_example(capsys):
     assert "yes" not in text
 
 
-@pytest.mark.parametrize(
-    ("typed", "advice"),
-    [
-        ("--preset 1m", "DDP fits: nothing need be sharded."),
-        ("--preset gpt2-xl --memory 24", "ZeRO-1 is the first that fits."),
-        (
-            "--parameters 7.5b --gpus 4 --memory 16",
-            "the states of ZeRO-3 would fit on 8 GPUs.",
-        ),
-        (
-            "--preset gpt3-175b --gpus 16 --recompute full",
-            "Only ZeRO-3 + CPU offload fits: ZeRO-3 would fit on 46 GPUs.",
-        ),
-        ("--preset gpt3-175b", "on any number of GPUs (try --recompute full)."),
-        (
-            "--preset gpt3-175b --memory 10 --recompute full --batch 2",
-            "on any number of GPUs (try a smaller --batch).",
-        ),
-    ],
-)
-def test_advice(typed, advice, capsys):
-    assert shown(capsys, typed).splitlines()[-1].endswith(advice)
+BIG = "--preset gpt3-175b --recompute full"
+ADVICE = {
+    "--preset 1m": "DDP fits: nothing need be sharded.",
+    "--preset gpt2-xl --memory 24": "ZeRO-1 is the first that fits.",
+    "--parameters 7.5b --gpus 4 --memory 16": "of ZeRO-3 would fit on 8 GPUs.",
+    f"{BIG} --gpus 16": "Only ZeRO-3 + CPU offload fits: ZeRO-3 would fit on 46 GPUs.",
+    "--preset gpt3-175b": "on any number of GPUs (try --recompute full).",
+    f"{BIG} --memory 10 --batch 2": "number of GPUs (try a smaller --batch).",
+}
+
+
+@pytest.mark.parametrize("typed", ADVICE)
+def test_advice(typed, capsys):
+    assert shown(capsys, typed).splitlines()[-1].endswith(ADVICE[typed])
 
 
 def test_the_rows_can_be_written(tmp_path, capsys):

@@ -9,7 +9,6 @@ how fast two ranks send over loopback. Chapter 03.
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from ddp_course import collectives
 from ddp_course.bench import steps
 from ddp_course.bench.turns import Pair, Row, Told, against, row, rows_of, slowest
 from ddp_course.collectives import patience, shared_memory
+from ddp_course.commands.doctor import in_words
 from ddp_course.theory import bus_factor
 
 ABOUT = "Every all-reduce, all-gather and reduce-scatter of the course over gloo's."
@@ -63,7 +63,7 @@ def rows_of_size(
     ranks: int, nbytes: int, told: list[Told], limits: dict[str, float]
 ) -> Iterator[Row]:
     """Yield the rows of one size: seconds, and the bandwidth beside its limits."""
-    case = f"{ranks} ranks, {size_name(nbytes)}"
+    case = f"{ranks} ranks, {in_words(nbytes)}"
     where = {"ranks": ranks, "nbytes": nbytes}
     yield from rows_of(case, PAIRS, told, **where)
     times, others = slowest(told)
@@ -74,28 +74,19 @@ def rows_of_size(
         yield row(case, pair, "bytes/s", ours, theirs, **where, others=others)
 
 
-def size_name(nbytes: int) -> str:
-    """Write a size: "64 KiB"."""
-    return f"{nbytes // MIB} MiB" if nbytes >= MIB else f"{nbytes // KIB} KiB"
-
-
 # ---- on the ranks ------------------------------------------------------------------
 
 
 def measure(sizes: dict[int, int], seconds: float) -> dict:
     """On every rank: return the limits, and the times of every turn, by size."""
     limits = {"memory": memory_bandwidth(), "loopback": loopback_bandwidth()}
-    times = {nbytes: of_size(nbytes, sizes[nbytes], seconds) for nbytes in sizes}
+    times = {}
+    for nbytes, turns in sizes.items():
+        contenders, registered = all_contenders(nbytes)
+        calls = max(1, min(20, CALLED // nbytes))
+        times[nbytes] = steps.together(contenders, turns, seconds, calls, warm=4)
+        shared_memory.free(registered)
     return {"limits": limits, "times": times}
-
-
-def of_size(nbytes: int, turns: int, seconds: float = math.inf) -> Told:
-    """Measure everything on tensors of `nbytes`."""
-    contenders, registered = all_contenders(nbytes)
-    calls = max(1, min(20, CALLED // nbytes))
-    told = steps.together(contenders, turns, seconds, calls, warm=4)
-    shared_memory.free(registered)
-    return told
 
 
 def all_contenders(nbytes: int) -> tuple[dict[str, Callable[[], object]], torch.Tensor]:

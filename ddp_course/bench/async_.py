@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import rpc
 
 from ddp_course.bench import steps
-from ddp_course.bench.turns import Pair, Row, Told, row, rows_of
+from ddp_course.bench.turns import Pair, Row, Told, against, row, rows_of
 from ddp_course.launch import spawn
 from ddp_course.parameter_server import (
     ASYNCHRONOUS,
@@ -37,19 +37,12 @@ from ddp_course.theory import gradients_per_second
 
 ABOUT = "A parameter server over the formula, and over bare messages."
 FORMULA, BARE = "formula", "send, recv"
-WAYS = {  # how much it may take over its formula
-    "synchronous": (SYNCHRONOUS, 1.05),
-    "asynchronous": (ASYNCHRONOUS, 1.05),
-    "bounded": (bounded(2), 1.05),
-    "backup": (backup(1), 1.05),
-}
+WAYS = {"synchronous": SYNCHRONOUS, "asynchronous": ASYNCHRONOUS}
+WAYS |= {"bounded": bounded(2), "backup": backup(1)}
 GAIN = "asynchronous over synchronous"
 PAIRS = (
-    *(Pair(way, FORMULA, bar) for way, (_, bar) in WAYS.items()),
-    Pair(GAIN, FORMULA, 1.10),
-    Pair("server", BARE, 1.10),
-    Pair("shared memory", BARE, 0.60),
-    Pair("rpc", BARE),
+    *against(FORMULA, dict.fromkeys(WAYS, 1.05) | {GAIN: 1.10}),
+    *against(BARE, {"server": 1.10, "shared memory": 0.60, "rpc": None}),
 )
 SECONDS, SLOWER, WORKERS = 0.1, 4, 3
 NUMEL = 4 << 20  # 16 MiB
@@ -69,7 +62,7 @@ def beside_formulas(slower: int, turns: int) -> Iterator[Row]:
     """Yield a row for each rule and one for the gain, over `turns` of the slowest."""
     times = [SECONDS] * (WORKERS - 1) + [SECONDS * slower]
     told, took = {}, {}
-    for way, (rule, _) in WAYS.items():
+    for way, rule in WAYS.items():
         told[way] = 1 / gradients_per_second(way, times, rule.spare)
         count = turns if rule.together else round(times[-1] / told[way] * turns)
         record = quietly(straggle, rule, count, slower, world_size=1 + WORKERS)[0]

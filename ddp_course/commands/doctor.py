@@ -165,19 +165,19 @@ def facts(machine: Machine) -> dict[str, str]:
     memory = in_words(machine.memory)
     if machine.memory != machine.all_memory:
         memory += f" of the machine's {in_words(machine.all_memory)}"
-    missing = [name for name in BACKENDS if name not in machine.backends]
+    backends = ", ".join(machine.backends)
+    if missing := [name for name in BACKENDS if name not in machine.backends]:
+        backends += f" (not in this PyTorch: {', '.join(missing)})"
+    shared, versions = "no /dev/shm", [f"Python {platform.python_version()}"]
+    if machine.shared_memory is not None:
+        shared = f"{in_words(machine.shared_memory)} in /dev/shm"
     return {
         "cores": cores,
         "memory": memory,
         "GPUs": ", ".join(machine.gpus) or "none",
-        "backends": ", ".join(machine.backends)
-        + (f" (not in this PyTorch: {', '.join(missing)})" if missing else ""),
-        "shared memory": "no /dev/shm"
-        if machine.shared_memory is None
-        else f"{in_words(machine.shared_memory)} in /dev/shm",
-        "versions": ", ".join(
-            [f"Python {platform.python_version()}", *map(_version, PACKAGES)]
-        ),
+        "backends": backends,
+        "shared memory": shared,
+        "versions": ", ".join([*versions, *map(_version, PACKAGES)]),
     }
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import partial
 
 from ddp_course.model import GPTConfig
-from ddp_course.theory.checks import check_choice, check_count
+from ddp_course.theory.checks import check_choice, check_counts
 
 RECOMPUTE = ("none", "selective", "full")
 
@@ -61,11 +61,8 @@ def layer_activations(
 
     Chapter 06.
     """
-    for name, value in (
-        *(("batch", batch), ("sequence", sequence), ("hidden", hidden)),
-        *(("heads", heads), ("tp", tp), ("itemsize", itemsize)),
-    ):
-        check_count(name, value)
+    check_counts(batch=batch, sequence=sequence, hidden=hidden)
+    check_counts(heads=heads, tp=tp, itemsize=itemsize)
     check_choice("recompute", recompute, RECOMPUTE)
     if hidden % heads or heads % tp:
         raise ValueError(
@@ -111,7 +108,7 @@ def model_activations(
     `vocab`, nothing); and later what is computed again for one layer. Raises ValueError
     as `layer_activations`. Source: Korthikanti et al. 2022, section 4.3. Chapter 06.
     """
-    check_count("layers", layers)
+    check_counts(layers=layers)
     options = {"itemsize": itemsize, "dropout": dropout}
     options["fused_attention"] = fused_attention
     layer = partial(layer_activations, batch, sequence, hidden, heads, **options)
@@ -162,8 +159,7 @@ def gpt_activations(
     Chapter 06.
     """
     tokens = config.block_size if tokens is None else tokens
-    check_count("batch", batch)
-    check_count("tokens", tokens)
+    check_counts(batch=batch, tokens=tokens)
     if tokens > config.block_size:
         raise ValueError(f"tokens is {tokens}; block_size is {config.block_size}")
     check_choice("recompute", recompute, ("none", "full"))

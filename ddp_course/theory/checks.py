@@ -13,6 +13,12 @@ def check_count(name: str, value: int) -> None:
         raise ValueError(f"{name} is {value!r}; it must be an integer of 1 or more")
 
 
+def check_counts(**counts: int) -> None:
+    """Raise ValueError unless each of them counts something."""
+    for name, value in counts.items():
+        check_count(name, value)
+
+
 def check_world(world_size: int, nbytes: float = 0) -> None:
     """Raise ValueError unless there is a rank and `nbytes` is a number of bytes."""
     check_count("world_size", world_size)

@@ -24,7 +24,7 @@ from fractions import Fraction
 from ddp_course.launch import Link, Links
 from ddp_course.theory.checks import (
     check_choice,
-    check_count,
+    check_counts,
     check_not_negative,
     check_root,
     check_world,
@@ -302,8 +302,7 @@ def hierarchical_bytes_sent(
 
 def _inside(nnodes: int, nproc_per_node: int, variant: str) -> tuple[str, int]:
     """Return the algorithm inside a node, and how many of its ranks send to others."""
-    check_count("nnodes", nnodes)
-    check_count("nproc_per_node", nproc_per_node)
+    check_counts(nnodes=nnodes, nproc_per_node=nproc_per_node)
     check_choice("variant", variant, ("leader", "sharded"))
     if variant == "leader":
         return "all_reduce_tree", 1

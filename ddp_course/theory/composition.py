@@ -31,7 +31,7 @@ from fractions import Fraction
 
 from ddp_course.measure import Ledger
 from ddp_course.model import GPTConfig
-from ddp_course.theory.checks import check_count
+from ddp_course.theory.checks import check_counts
 from ddp_course.theory.memory import (
     Precision,
     model_states,
@@ -91,8 +91,7 @@ class ComposedRank:
                 f"{layers - 1}"
             )
         object.__setattr__(self, "stages", stages)
-        check_count("dp", self.dp)
-        check_count("replicas", self.replicas)
+        check_counts(dp=self.dp, replicas=self.replicas)
         if self.dp % self.replicas:
             told = f"replicas is {self.replicas}; it must divide dp, {self.dp}"
             raise ValueError(told)

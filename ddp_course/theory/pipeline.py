@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Rational, Real
 
-from ddp_course.theory.checks import check_choice, check_count, check_not_negative
+from ddp_course.theory.checks import check_choice, check_counts, check_not_negative
 
 PIPELINES = ("naive", "gpipe", "1f1b", "interleaved", "zero_bubble")
 STAGES_PER_RANK = {"interleaved": 2, "zero_bubble": 1}  # the others have always one
@@ -174,12 +174,8 @@ def pipeline_volume(
     both. Raises ValueError for a count below 1 and more microbatches than rows. Source:
     Narayanan et al. 2021, arXiv:2104.04473, section 2.2. Chapter 10.
     """
-    for name, value in (
-        *(("num_stages", num_stages), ("num_microbatches", num_microbatches)),
-        *(("batch", batch), ("sequence", sequence), ("hidden", hidden)),
-        ("itemsize", itemsize),
-    ):
-        check_count(name, value)
+    check_counts(num_stages=num_stages, num_microbatches=num_microbatches)
+    check_counts(batch=batch, sequence=sequence, hidden=hidden, itemsize=itemsize)
     if num_microbatches > batch:
         raise ValueError(
             f"num_microbatches is {num_microbatches}; batch is {batch}, and each "
@@ -193,11 +189,10 @@ def pipeline_volume(
 def _checked(schedule: str, p: int, m: int, v: int | None) -> int:
     """Check what all formulas ask for; return v."""
     check_choice("schedule", schedule, PIPELINES)
-    check_count("num_ranks", p)
-    check_count("num_microbatches", m)
+    check_counts(num_ranks=p, num_microbatches=m)
     if v is None:
         return STAGES_PER_RANK.get(schedule, 1)
-    check_count("stages_per_rank", v)
+    check_counts(stages_per_rank=v)
     if v > 1 and schedule not in STAGES_PER_RANK:
         raise ValueError(
             f"stages_per_rank is {v}; with schedule {schedule!r} each rank has 1 stage"

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from ddp_course.model import GPTConfig
-from ddp_course.theory.checks import check_count, check_world
+from ddp_course.theory.checks import check_counts, check_world
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,7 @@ def tensor_parallel_volume(
     """
     check_world(tp_size)
     sequence = config.block_size if sequence is None else sequence
-    for name, count in (("batch", batch), ("sequence", sequence)):
-        check_count(name, count)
+    check_counts(batch=batch, sequence=sequence)
     tokens, last = batch * sequence, config.n_layer + 1
     mine = set(range(last + 1) if layers is None else layers)
     ends = (0 in mine) + (last in mine)
@@ -112,7 +111,7 @@ def mlp_volume(
     backward: (5 + 2 * 5)(n - 1)/n. Chapter 09.
     """
     check_world(tp_size)
-    check_count("numel", numel)
+    check_counts(numel=numel)
     times = 15 if naive else 4
     return times * Fraction(tp_size - 1, tp_size) * numel * itemsize
 

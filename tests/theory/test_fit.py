@@ -38,17 +38,11 @@ def check_fit(fit, seeds=range(20), tolerance=0.1, **kwargs):
 NOISY = {"outliers": 0, "tolerance": 0.05}
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        NOISY,
-        {},  # and one time in five is far too long
-        {"repetitions": 1, "tolerance": 0.2},
-        {"repetitions": 15, "outliers": 0.3},
-    ],
-)
-def test_noise_is_averaged_out_and_outliers_do_not_count(how):
-    check_fit(fit, **how)
+def test_noise_is_averaged_out_and_outliers_do_not_count():
+    check_fit(fit, **NOISY)
+    check_fit(fit)  # and one time in five is far too long
+    check_fit(fit, repetitions=1, tolerance=0.2)
+    check_fit(fit, repetitions=15, outliers=0.3)
 
 
 def least_squares(sizes, seconds, weights):
@@ -169,10 +163,7 @@ def test_a_fit_is_a_link():
 
 test_bad_measurements_are_named = refused(
     (lambda: fit([], []), r"the different sizes are \[\]; a line needs at least two"),
-    (
-        lambda: fit([8, 8], [1, 2]),
-        r"the different sizes are \[8.0\]; a line needs at least two",
-    ),
+    (lambda: fit([8, 8], [1, 2]), r"the different sizes are \[8.0\]; a line needs"),
     (lambda: fit([1, 2], [1, 2, 3]), "there are 2 sizes and 3 times"),
     (lambda: fit([1, 2], [1, 0]), r"seconds\[1\] is 0; it must be"),
     (lambda: fit([1, 2], [-1, 1]), r"seconds\[0\] is -1; it must be"),

@@ -78,11 +78,9 @@ def binary(numel, world, stage):
     return Ledger({"other": int(model_states(numel, world, stage).total / 1.0737)})
 
 
-@pytest.mark.parametrize(
-    "wrong", [nothing_sharded, one_stage_off, no_master_copy, binary]
-)
-def test_wrong_formulas_are_off_the_table(wrong):
-    assert len(off_the_table(wrong)) > 10
+def test_wrong_formulas_are_off_the_table():
+    for wrong in (nothing_sharded, one_stage_off, no_master_copy, binary):
+        assert len(off_the_table(wrong)) > 10, wrong
 
 
 @pytest.mark.parametrize(
