@@ -144,6 +144,20 @@ CONFIGS = (
     GPTConfig(vocab_size=40, block_size=64, n_layer=3, n_head=8, d_model=16),
 )
 ROWS = (0, 1, 5, 17, 1234)  # of the last one, a number per token makes some rows
+MEASURED = (
+    "forward with {got} rows keeps {kept:,} bytes: {always:,} of them always, and "
+    "{of_a_row:,} for each row, as measured."
+)
+MISSING = (
+    "Parameters, optimizer states, blocks, head: what is missing?",
+    "You are close: LayerNorms and heads keep a few numbers per token.",
+)
+BATCH = {
+    "whole": "returned {shown}; expected a whole number, 0 if not even one row fits.",
+    "fits": "says {got} rows, which do not fit: " + MEASURED + " {missing}",
+    "all": "says {got} rows, but {rows} would fit: " + MEASURED + " Do you count "
+    "something that is not there at the end of forward?",
+}
 
 
 @exercise("largest_batch", solution=solutions.largest_batch)
@@ -162,32 +176,14 @@ def check_largest_batch(answer: Answer) -> str:
         fitting = [(always + r * of_a_row + of_a_row // 2, r) for r in ROWS]
         for memory, rows in [*fitting, (always // 2, 0)]:
             got = answer(config, memory)
-            where = f"For {code(str(config))} and {memory:,} bytes,"
-            expect(
-                type(got) is int and got >= 0,
-                f"{where} your function returned {code(one_line(got))}; expected a "
-                "whole number, 0 if not even one row fits.",
-            )
-            kept = always + got * of_a_row
-            measured = (
-                f"forward with {got} rows keeps {kept:,} bytes: {always:,} of them "
-                f"always, and {of_a_row:,} for each row, as measured."
-            )
-            missing = "Parameters, optimizer states, blocks, head: what is missing?"
-            if rows < got < 1.1 * rows:
-                missing = "You are close: LayerNorms and heads keep a few numbers "
-                missing += "per token."
-            expect(
-                got <= rows,
-                f"{where} your function says {got} rows, which do not fit: {measured} "
-                f"{missing}",
-            )
-            expect(
-                got == rows,
-                f"{where} your function says {got} rows, but {rows} would fit: "
-                f"{measured} Do you count something that is not there at the end of "
-                "forward?",
-            )
+            told = {"whole": type(got) is int and got >= 0, "rows": rows, "got": got}
+            told |= {"shown": code(one_line(got)), "always": always}
+            if told["whole"]:
+                told |= {"kept": always + got * of_a_row, "of_a_row": of_a_row}
+                told |= {"fits": got <= rows, "all": got == rows}
+                told["missing"] = MISSING[rows < got < 1.1 * rows]
+            where = f"For {code(str(config))} and {memory:,} bytes, your function"
+            judge(where, told, BATCH)
     return (
         f"{len(CONFIGS) * (len(ROWS) + 1)} cases, held against real forwards of "
         f"{len(CONFIGS)} models under a `MemoryLog`"
