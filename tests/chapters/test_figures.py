@@ -10,8 +10,7 @@ from drawings import fills, laid_out, problems, words
 from refusals import refused
 
 from ddp_course.chapters import images, write_images
-from ddp_course.chapters.ch00_start_here.course_map import course_map
-from ddp_course.chapters.ch00_start_here.figures import one_or_four
+from ddp_course.chapters.ch00_start_here.figures import course_map, one_or_four
 from ddp_course.chapters.ch01_ranks.figures import cluster, groups, rendezvous
 from ddp_course.lab.draw.drawing import Drawing
 from ddp_course.lab.palette import rank_color

@@ -50,7 +50,6 @@ def check_my_slice(answer: Answer) -> str:
 
 
 def _slice(my_slice: Callable, batch: Tensor) -> Tensor:
-    """On every rank: take the slice."""
     return my_slice(batch, dist.get_rank(), dist.get_world_size())
 
 

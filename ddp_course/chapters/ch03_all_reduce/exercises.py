@@ -94,7 +94,6 @@ RAN = {
 
 
 def _run(plan: Plan) -> dict[str, Any]:
-    """On every rank: carry the plan out."""
     n = plan.world_size
     total = sum(10**rank for rank in range(n))
     x = torch.full((1000 * n,), 10 ** dist.get_rank())

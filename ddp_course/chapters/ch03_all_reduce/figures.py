@@ -231,7 +231,6 @@ def _plan(name: str) -> Plan | None:
 
 
 def _field(d: Drawing, name: str, plan: Plan | None) -> None:
-    """Draw the ranks and the links that they use."""
     places = PLACES[name]
     if name == NODES:
         for y in (-6, 94):

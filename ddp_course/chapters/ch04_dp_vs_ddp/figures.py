@@ -146,7 +146,6 @@ def _sum(d: Drawing, x: float, y: float, parts: Sequence[int], travels: bool) ->
 
 
 def _other(d: Drawing, now: DPStep, k: int, x: float, y: float) -> None:
-    """Draw what replica k has."""
     _panel(d, x, y, SMALL, SMALL_H, k)
     if not now.at_others:
         d.text(x + 32, y + 46, "nothing", size=11, anchor="start", fill=MUTED)

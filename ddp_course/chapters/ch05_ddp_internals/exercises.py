@@ -373,7 +373,6 @@ class _Regression(nn.Module):
 
 
 def _rows(rank: int, sizes: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-    """Return the microbatches of a rank."""
     dice = torch.Generator().manual_seed(rank)
     numbers = [torch.randn(size, 5, generator=dice) for size in sizes]
     return [(t[:, :4], t[:, 4:] + 3 * k) for k, t in enumerate(numbers)]

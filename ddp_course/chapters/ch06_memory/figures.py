@@ -100,7 +100,6 @@ def memory_of_a_step() -> Drawing:
 
 
 def _draw_phases(d: Drawing, columns: Sequence[Moment], top: float) -> None:
-    """Name the phases above the columns."""
     for phase in ("forward", "backward", "step"):
         at = [i for i, moment in enumerate(columns) if moment.phase == phase]
         left, right = at[0] * COLUMN, (at[-1] + 1) * COLUMN - GAP
@@ -126,7 +125,6 @@ def _draw_peak(d: Drawing, x: float, y: float) -> None:
 
 
 def _draw_height(d: Drawing, top: float, bottom: float) -> None:
-    """Draw the upright axis."""
     x = MARGIN + NAME_W - 12
     d.line((x, bottom), (x, top + 10))
     d.arrow((x, bottom), (x, top - 4))

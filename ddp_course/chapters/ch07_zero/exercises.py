@@ -231,7 +231,6 @@ def check_clip_shards(answer: Answer) -> str:
 
 
 def _clip(clip_shards: Callable, shards: tuple, max_norm: float) -> dict[str, Any]:
-    """On every rank: clip this rank's part of the case."""
     flat = [x for rank in shards for one in rank for x in one]
     norm = math.sqrt(sum(x * x for x in flat))
     scale = min(1.0, max_norm / (norm or 1))

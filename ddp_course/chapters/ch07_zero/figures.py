@@ -59,7 +59,6 @@ def zero_stages() -> Drawing:
 
 
 def _draw_stage(d: Drawing, stage: Stage, wide: float, high: float) -> None:
-    """Draw the ranks' rows of a stage, what they take."""
     d.text(NAME_W, 56, stage.name, size=14, bold=True, anchor="start")
     d.text(NAME_W, 74, stage.says, size=12, anchor="start", fill=MUTED)
     x = float(NAME_W)

@@ -134,7 +134,6 @@ def lanes_of(ops: Sequence[UnitOp]) -> list[Lane]:
 
 
 def _block(op: UnitOp) -> Block:
-    """Return what is drawn of an operation."""
     sent = op.op in ("all-gather", "reduce-scatter")
     look = "sent" if sent else {"backward": "B", "whole": "W"}.get(op.op, "F")
     names = (f"{op.op} {op.unit}", f"{SHORT.get(op.op, op.op)} {op.unit}", f"{op.unit}")

@@ -273,7 +273,6 @@ class CutPicture:
                 self._line(d, line)
 
     def _line(self, d: Drawing, line: list[tuple[Term, float]]) -> None:
-        """Draw the headings and every rank's row."""
         for rank in range(self.cut.ranks):
             y = self._top(rank) + self.high / 2 - 12
             d.block(0, y, 54, 24, f"rank {rank}", fill=rank_color(rank), size=12)
@@ -339,7 +338,6 @@ class CutPicture:
 
 
 def _heading(term: Term, ranks: int) -> tuple[str, ...]:
-    """Return the lines above a term."""
     if isinstance(term, Matrix):
         size = f"{term.rows} × {term.columns}"
         return term.name, size, IN_WORDS[term.cut]

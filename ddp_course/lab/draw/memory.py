@@ -74,7 +74,6 @@ def _in_words(
 
 
 def _by_name(logs: Any, title: str) -> dict[str, Moments]:
-    """Return the moments of each log by its name."""
     named = logs if isinstance(logs, Mapping) else {title: logs}
     return {
         name: list(getattr(log, "moments", log))  # a log, or its moments
@@ -109,7 +108,6 @@ def unit_of(nbytes: float) -> tuple[str, float]:
 
 
 def _places(run: Moments, clock: str) -> list[float]:
-    """Return where the moments are on the axis."""
     if clock == "count":
         return [float(k) for k in range(len(run))]
     return [(time - run[0][0]) * MS for time, *_ in run]

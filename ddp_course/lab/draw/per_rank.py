@@ -51,7 +51,6 @@ def _list(values: Iterable[float]) -> str:
 
 
 def _label_ranks(axes: Axes, places: Mapping[str, range]) -> None:
-    """Write each rank's number below its bar."""
     axes.set_xticks(
         [x for xs in places.values() for x in xs],
         [f"{rank}" for xs in places.values() for rank in range(len(xs))],

@@ -107,7 +107,6 @@ def shard_map(plan: Iterable[Any], title: str = "Who owns which elements") -> Dr
 
 
 def _draw_row(d: Drawing, row: FlatRow, scale: float) -> None:
-    """Draw one flat buffer: its name, its parameters, its shards."""
     says = f"{row.name}: {row.numel:,} elements, {row.shard:,} for each rank"
     d.text(0, 0, says, size=12, anchor="start", bold=True)
     x, y, single = 0.0, 10, scale >= LEAST
