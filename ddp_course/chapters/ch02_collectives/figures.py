@@ -6,9 +6,15 @@ from collections.abc import Iterable, Sequence
 
 from ddp_course.collectives.catalog import PLANS
 from ddp_course.collectives.plan import Plan
-from ddp_course.lab.draw.cells import Look, complete, draw_cell, look_of
 from ddp_course.lab.draw.drawing import Drawing
-from ddp_course.lab.draw.grid import labels, shares_columns
+from ddp_course.lab.draw.grid import (
+    Look,
+    complete,
+    draw_cell,
+    labels,
+    look_of,
+    shares_columns,
+)
 from ddp_course.lab.draw.steps import plan_named
 from ddp_course.lab.palette import INK, MUTED, PANEL, PANEL_EDGE, rank_color
 from ddp_course.theory.checks import check_choice

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ddp_course.lab.draw.cells import draw_halo
 from ddp_course.lab.draw.drawing import Drawing, Point
+from ddp_course.lab.draw.grid import draw_halo
 from ddp_course.lab.draw.steps import count
 from ddp_course.lab.palette import (
     MUTED,

@@ -40,7 +40,6 @@ def log_log(axes: Axes, sizes: Sequence[float]) -> None:
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if narrow else (1,)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("size of the tensor")
     axes.grid(axis="y", **GRID)
     axes.set_axisbelow(True)
 

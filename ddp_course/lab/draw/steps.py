@@ -10,9 +10,16 @@ from fractions import Fraction
 
 from ddp_course.collectives.catalog import PLANS
 from ddp_course.collectives.plan import Plan, Transfer
-from ddp_course.lab.draw.cells import HALO, MOST_RANKS, draw_halo, whole_buffer
 from ddp_course.lab.draw.drawing import ROOM, Drawing
-from ddp_course.lab.draw.grid import Buffers, Grid, layout
+from ddp_course.lab.draw.grid import (
+    HALO,
+    MOST_RANKS,
+    Buffers,
+    Grid,
+    draw_halo,
+    layout,
+    whole_buffer,
+)
 from ddp_course.lab.draw.kinds import counted
 from ddp_course.lab.palette import MUTED, PANEL_EDGE, rank_color
 from ddp_course.theory.checks import check_choice

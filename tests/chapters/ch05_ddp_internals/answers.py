@@ -11,70 +11,6 @@ from slips import answers
 from ddp_course.chapters.ch05_ddp_internals import solutions
 from ddp_course.data_parallel import bucket_plan
 
-
-def views_of_buffers(buckets, launch, at_the_end):
-    """Divide first, into a buffer made once; `grad` becomes a view of it at the end."""
-    n, turn, state = dist.get_world_size(), {}, {"next": 0, "works": []}
-    flats = [torch.empty(sum(p.numel() for p in b), dtype=b[0].dtype) for b in buckets]
-    places, here = {}, set()
-    for k, members in enumerate(buckets):
-        for p, place in zip(
-            members, flats[k].split([p.numel() for p in members]), strict=True
-        ):
-            places[p], turn[p] = place.view(p.shape), k
-
-    def hook(p):
-        if not here:
-            at_the_end(finish)
-        here.add(p)
-        places[p].copy_(p.grad / n)
-        while state["next"] < len(buckets) and here.issuperset(buckets[state["next"]]):
-            state["works"].append(launch(flats[state["next"]]))
-            state["next"] += 1
-
-    def finish():
-        for work in state["works"]:
-            work.wait()
-        for p, place in places.items():
-            p.grad = place.clone()
-        state.update(next=0, works=[])
-        here.clear()
-
-    for p in places:
-        p.register_post_accumulate_grad_hook(hook)
-
-
-def one_walk_for_each_backward(buckets, launch, at_the_end):
-    """Go through the buckets in turn, and sleep where one is not full."""
-    n, come, walks = dist.get_world_size(), set(), []
-
-    def walk():
-        sent = []
-        for members in buckets:
-            while not come.issuperset(members):
-                yield
-            flat = torch.cat([p.grad.reshape(-1) for p in members]).div_(n)
-            sent.append((members, flat, launch(flat)))
-        yield
-        for members, flat, handle in sent:
-            handle.wait()
-            for p in members:
-                p.grad, flat = flat[: p.numel()].view(p.shape), flat[p.numel() :]
-        come.clear()
-        walks.clear()
-        yield
-
-    def hook(p):
-        if not walks:
-            walks.append(walk())
-            at_the_end(lambda: next(walks[0]))
-        come.add(p)
-        next(walks[0])
-
-    for p in (p for members in buckets for p in members):
-        p.register_post_accumulate_grad_hook(hook)
-
-
 ANSWERS = answers(
     solutions,
     globals(),
@@ -136,7 +72,68 @@ ANSWERS = answers(
     """,
     mini_ddp="""
     views_of_buffers:
+        # Divide first, into a buffer made once; `grad` becomes a view of it at the end.
+        n, turn, state = dist.get_world_size(), {}, {"next": 0, "works": []}
+        flats = [
+            torch.empty(sum(p.numel() for p in b), dtype=b[0].dtype) for b in buckets
+        ]
+        places, here = {}, set()
+        for k, members in enumerate(buckets):
+            for p, place in zip(
+                members, flats[k].split([p.numel() for p in members]), strict=True
+            ):
+                places[p], turn[p] = place.view(p.shape), k
+
+        def hook(p):
+            if not here:
+                at_the_end(finish)
+            here.add(p)
+            places[p].copy_(p.grad / n)
+            while state["next"] < len(buckets) and here.issuperset(
+                buckets[state["next"]]
+            ):
+                state["works"].append(launch(flats[state["next"]]))
+                state["next"] += 1
+
+        def finish():
+            for work in state["works"]:
+                work.wait()
+            for p, place in places.items():
+                p.grad = place.clone()
+            state.update(next=0, works=[])
+            here.clear()
+
+        for p in places:
+            p.register_post_accumulate_grad_hook(hook)
     one_walk_for_each_backward:
+        # Go through the buckets in turn, and sleep where one is not full.
+        n, come, walks = dist.get_world_size(), set(), []
+
+        def walk():
+            sent = []
+            for members in buckets:
+                while not come.issuperset(members):
+                    yield
+                flat = torch.cat([p.grad.reshape(-1) for p in members]).div_(n)
+                sent.append((members, flat, launch(flat)))
+            yield
+            for members, flat, handle in sent:
+                handle.wait()
+                for p in members:
+                    p.grad, flat = flat[: p.numel()].view(p.shape), flat[p.numel() :]
+            come.clear()
+            walks.clear()
+            yield
+
+        def hook(p):
+            if not walks:
+                walks.append(walk())
+                at_the_end(lambda: next(walks[0]))
+            come.add(p)
+            next(walks[0])
+
+        for p in (p for members in buckets for p in members):
+            p.register_post_accumulate_grad_hook(hook)
     only_for_vectors: must match
         mean.view_as(parameter) => mean
     in_buffers_of_float32: launch got
