@@ -56,3 +56,10 @@ def answered(command, code: int, *cases: tuple[str, str], given=("capsys",)):
         assert ("--help" in line) == (code == 2), line
 
     return test
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch) -> None:
+    """`ddp-course train` starts no rank: the test fails if it would."""
+    starts = lambda *_, **__: pytest.fail("started")  # noqa: E731
+    monkeypatch.setattr("ddp_course.commands.train.spawn", starts)

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from refusals import answered, complaint
+from refusals import answered, complaint, nothing_starts  # noqa: F401
 
 from ddp_course.cli import main
 from ddp_course.commands.train import Progress
@@ -18,7 +18,7 @@ def typed(words: str, capfd) -> tuple[int, list[str], str]:
 
 
 def test_one_process_or_many_the_same_curve_goes_to_the_file(tmp_path, capfd):
-    """One strategy of each kind: test_composition.py trains with the others."""
+    """One strategy of each kind: test_parallelize.py trains with the others."""
     curves = {}
     runs = [(1, "ddp"), (1, "dp"), (2, "ddp"), (2, "ddp-shared"), (2, "zero3")]
     runs += [(2, "tp"), (2, "pp")]
@@ -63,12 +63,6 @@ def test_it_goes_on_from_where_it_was(tmp_path, capfd):
     assert code == 0
     assert "2 ranks, 4 steps (3 of them by an earlier run)" in lines[-1]
     assert sum("step" in line and "of 4" in line for line in lines) == 1
-
-
-@pytest.fixture
-def nothing_starts(monkeypatch):
-    starts = lambda *_, **__: pytest.fail("started")  # noqa: E731
-    monkeypatch.setattr("ddp_course.commands.train.spawn", starts)
 
 
 test_what_cannot_be_is_one_line_and_nothing_is_started = answered(

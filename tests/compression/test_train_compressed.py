@@ -6,8 +6,8 @@ from functools import partial
 from unittest import mock
 
 import pytest
+from refusals import answered, nothing_starts  # noqa: F401
 
-from ddp_course.cli import main
 from ddp_course.compression import Compressor
 from ddp_course.launch import RankError, spawn
 from ddp_course.model import GPTConfig
@@ -52,31 +52,25 @@ def test_it_goes_on_bit_for_bit_with_what_was_not_yet_sent(tmp_path):
         assert losses[-1] < losses[0] or words in WITH_MEMORY
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("powersgd:0", "'powersgd:0': rank is 0; it must be a whole number, 1 or more"),
-        ("powersgd:1.5", "it can be fp16, bf16, int8, sign, topk:0.01, randomk:0.01"),
-        ("topk", "compress is 'topk'; it can be fp16"),
-        ("topk:1.5", "density is 1.5; it must be above 0, and at most 1"),
-        ("int8:4", "compress is 'int8:4'; it can be"),
-        ("int8 --zero 1", "compressing is for the strategy 'ddp', along dp alone"),
-        ("int8 --tp 2", "the mesh dp 2 x tp 2; compressing is for the strategy 'ddp'"),
-        ("int8 --ranks 1", "one rank sends nothing; take two ranks or more"),
-        ("sign --precision fp16", "left out of a scaled gradient would be added to"),
-    ],
+test_what_cannot_be_says_so_before_a_rank_starts = answered(
+    "train --ranks 2 --compress",
+    1,
+    ("powersgd:0", "'powersgd:0': rank is 0; it must be a whole number, 1 or more"),
+    ("powersgd:1.5", "it can be fp16, bf16, int8, sign, topk:0.01, randomk:0.01"),
+    ("topk", "compress is 'topk'; it can be fp16"),
+    ("topk:1.5", "density is 1.5; it must be above 0, and at most 1"),
+    ("int8:4", "compress is 'int8:4'; it can be"),
+    ("int8 --zero 1", "compressing is for the strategy 'ddp', along dp alone"),
+    ("sign --precision fp16", "left out of a scaled gradient would be added to"),
+    given=["nothing_starts"],
 )
-def test_what_cannot_be_says_so_before_a_rank_starts(
-    words, message, capfd, monkeypatch
-):
-    monkeypatch.setattr(
-        "ddp_course.commands.train.spawn", lambda *_, **__: pytest.fail("started")
-    )
-    more = " --dp 2" if "tp" in words.split()[-2:][0] else " --ranks 2"
-    more *= "--ranks" not in words
-    assert main(["train", "--compress", *(words + more).split()]) == 1
-    out, err = capfd.readouterr()
-    assert (out, err.count("\n")) == ("", 1) and message in err
+test_nor_do_other_meshes = answered(
+    "train --compress",
+    1,
+    ("int8 --tp 2 --dp 2", "mesh dp 2 x tp 2; compressing is for the strategy 'ddp'"),
+    ("int8 --ranks 1", "one rank sends nothing; take two ranks or more"),
+    given=["nothing_starts"],
+)
 
 
 def test_other_ranks_cannot_go_on_with_these_errors(tmp_path):

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from refusals import answered, nothing_starts  # noqa: F401
 
 from ddp_course import parallelize
 from ddp_course.checkpoint import CheckpointError, EachRanks
-from ddp_course.cli import main
 from ddp_course.data import load_corpus, shard
 from ddp_course.launch import RankError, spawn
 from ddp_course.local_sgd import DiLoCo, simulate
@@ -102,26 +102,20 @@ def test_the_rest_goes_on_when_one_has_died_between_two_averages(tmp_path):
         run(STEPS, tmp_path, **DILOCO)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--zero 1 --local-steps 2", "whole models and send no gradients: take the st"),
-        ("--tp 2 --local-steps 2", "take the strategy 'ddp' along dp alone, without"),
-        ("--compress int8 --local-steps 2", "along dp alone, without compress"),
-        ("--outer nesterov", "an outer optimizer is of no use without local_steps"),
-        ("--local-steps 2 --outer-lr 1", "outer_lr is of no use without outer 'nest"),
-        (
-            "--local-steps 2 --outer nesterov --outer-momentum 1",
-            "outer_momentum is 1.0; it must be",
-        ),
-    ],
+test_what_cannot_be_is_one_line_before_anything_starts = answered(
+    "train --ranks 2",
+    1,
+    ("--zero 1 --local-steps 2", "whole models and send no gradients: take the st"),
+    ("--tp 2 --local-steps 2", "take the strategy 'ddp' along dp alone, without"),
+    ("--compress int8 --local-steps 2", "along dp alone, without compress"),
+    ("--outer nesterov", "an outer optimizer is of no use without local_steps"),
+    ("--local-steps 2 --outer-lr 1", "outer_lr is of no use without outer 'nest"),
+    (
+        "--local-steps 2 --outer nesterov --outer-momentum 1",
+        "outer_momentum is 1.0; it",
+    ),
+    given=["nothing_starts"],
 )
-def test_what_cannot_be_is_one_line_before_anything_starts(words, message, capfd):
-    assert main(["train", "--ranks", "2", *words.split()]) == 1
-    assert message in capfd.readouterr().err
-
-
-def test_no_steps_alone_are_no_option(capfd):
-    with pytest.raises(SystemExit):
-        main(["train", "--local-steps", "0"])
-    assert "'0' is not" in capfd.readouterr().err
+test_no_steps_alone_are_no_option = answered(
+    "train", 2, ("--local-steps 0", "'0' is not")
+)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from pipeline_cases import batch, tied, untied
+from refusals import refused
 from torch import nn
 
 from ddp_course.measure import Event
@@ -44,10 +47,12 @@ def test_a_cut_can_be_printed_and_says_who_has_what():
     assert stage_plan(untied(), [3, 5], [0, 1]).shared == {}
 
 
-@pytest.mark.parametrize("sizes", [[4, 5], [8, 0], [8], []])
-def test_a_cut_that_does_not_fit_is_refused(sizes):
-    with pytest.raises(ValueError, match="sizes"):
-        stage_plan(tied(), sizes, [0, 1])
+test_a_cut_that_does_not_fit_is_refused = refused(
+    *(
+        (partial(stage_plan, tied(), sizes, [0, 1]), "sizes")
+        for sizes in ([4, 5], [8, 0], [8], [])
+    )
+)
 
 
 def test_receives_are_posted_ahead_and_never_behind():

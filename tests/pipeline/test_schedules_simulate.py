@@ -6,6 +6,7 @@ import math
 from fractions import Fraction
 
 import pytest
+from refusals import refused
 
 from ddp_course.pipeline import (
     SCHEDULES,
@@ -98,24 +99,14 @@ def test_a_schedule_that_comes_to_no_end():
         simulate(half)
 
 
-@pytest.mark.parametrize(
-    ("costs", "message"),
-    [
-        ({"F": -1}, "F is -1"),
-        ({"I": [1, math.inf]}, "I is inf"),
-        ({"W": "1"}, "W is '1'"),
-        ({"send": math.nan}, "send is nan"),
-        ({"F": 0, "I": 0, "W": 0}, "F, I and W are all 0"),
-    ],
+test_costs_say_what_is_wrong = refused(
+    (lambda: Costs(F=-1), "F is -1"),
+    (lambda: Costs(I=[1, math.inf]), "I is inf"),
+    (lambda: Costs(W="1"), "W is '1'"),
+    (lambda: Costs(send=math.nan), "send is nan"),
+    (lambda: Costs(F=0, I=0, W=0), "F, I and W are all 0"),
+    (lambda: simulate(gpipe(3, 2), Costs(F=[1, 2])), "F has 2 costs; there is a stage"),
 )
-def test_costs_say_what_is_wrong(costs, message):
-    with pytest.raises(ValueError, match=message):
-        Costs(**costs)
-
-
-def test_every_stage_has_costs():
-    with pytest.raises(ValueError, match="F has 2 costs; there is a stage 2"):
-        simulate(gpipe(3, 2), Costs(F=[1, 2]))
 
 
 # ---- as it is printed ---------------------------------------------------------------
