@@ -25,7 +25,7 @@ from ddp_cases import (
 from modules import InAnyOrder
 from on_ranks import launched
 from torch import nn
-from trained import bits, far_apart
+from trained import bits, far_apart, same
 
 from ddp_course.collectives import ring
 from ddp_course.launch import spawn
@@ -302,29 +302,25 @@ def test_several_forwards_and_backwards(three_ranks):
         each = [alone(rank, a, b) for rank in range(n)]
         return {k: sum(g[k] for g in each) / n for k in each[0]}
 
-    def same(got, wanted):
-        return all(torch.allclose(got[k], wanted[k], rtol=1e-5) for k in wanted)
-
+    close = partial(same, rtol=1e-5)
     once, both = mean(), mean(2.0, 2.0)
     both = {k: once[k] + both[k] for k in once}
     twice = {k: 2 * g for k, g in once.items()}
     for rank, got in enumerate(told):
         mine = alone(rank)
         for way in ("sum", "two backwards", "backward in no_sync", "create_graph"):
-            assert same(got[way], once), way
-            assert not same(got[way], mine), way
-        assert same(got["a of one, b of the other"], mean(1.0, 2.0))
-        assert same(got["again"], once) and got["calls"] == [1, True, True]
+            assert close(got[way], once), way
+            assert not close(got[way], mine), way
+        assert close(got["a of one, b of the other"], mean(1.0, 2.0))
+        assert close(got["again"], once) and got["calls"] == [1, True, True]
         for find in (False, True):
-            assert same(got[f"twice, {find}"], twice)
-            assert same(got[f"two forwards, {find}"], both)
+            assert close(got[f"twice, {find}"], twice)
+            assert close(got[f"two forwards, {find}"], both)
         for way in ("forward in no_sync", "module"):
-            assert same(got[way], mine), way
+            assert close(got[way], mine), way
         for way, gradient in got.items():
             if way != "calls" and way not in ("forward in no_sync", "module"):
-                assert all(
-                    torch.equal(gradient[k], told[0][way][k]) for k in gradient
-                ), way
+                assert same(gradient, told[0][way]), way
 
 
 def in_another_order() -> list[torch.Tensor]:

@@ -127,9 +127,9 @@ def test_many_launches_in_a_row_beside_others_that_are_stopped(
 ):
     """The stop button is the main thread's: launches of another thread go on.
 
-    20 and 10 of them; 2,000 and 800 with DDP_COURSE_ENDURANCE=1. No memory is lost.
+    12 and 8 of them; 2,000 and 800 with DDP_COURSE_ENDURANCE=1. No memory is lost.
     """
-    launches, stops = (2000, 800) if ENDURANCE else (20, 10)
+    launches, stops = (2000, 800) if ENDURANCE else (12, 8)
     spawn(add_ranks, output="none")
     before = psutil.Process().memory_info().rss
     with ThreadPoolExecutor(1) as other:

@@ -12,6 +12,7 @@ import torch
 from on_ranks import launched
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from trained import same
 
 from ddp_course.measure import MemoryLog
 from ddp_course.mechanisms.recompute import (
@@ -80,8 +81,7 @@ def test_gradients_are_the_same_to_the_bit(theirs):
     found, here, next_drawn = gradients(recompute, block, x)
     assert block.calls - before == 4  # twice forward, twice again
     assert torch.equal(here, at_x) and torch.equal(drawn, next_drawn)
-    for a, b in zip(found, expected, strict=True):
-        assert (a is None) == (b is None) and (a is None or torch.equal(a, b))
+    assert same(found, expected)
     assert [g is None for g in found].count(True) == 2  # frozen and unused
 
 
@@ -165,10 +165,7 @@ def test_nested():
     expected, at_x, _ = gradients(plainly, blocks, x)
     found, here, _ = gradients(recompute, Outer(), x)
     assert torch.equal(at_x, here)
-    assert all(
-        a is b is None or torch.equal(a, b)
-        for a, b in zip(found, expected, strict=True)
-    )
+    assert same(found, expected)
 
 
 def test_hooks_are_called_once_and_tied_parameters_add_up():
@@ -190,7 +187,7 @@ def test_hooks_are_called_once_and_tied_parameters_add_up():
     seen, found = counted(recompute)
     expected_seen, expected = counted(plainly)
     assert sorted(seen) == sorted(expected_seen) and len(seen) == 4
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert same(found, expected)
 
 
 def test_part_of_the_graph_can_be_asked_for():
@@ -356,8 +353,7 @@ def test_blocks_of_a_model_keep_their_inputs_alone():
     with pytest.raises(ValueError, match=r"no nn.ModuleList"):
         recompute_blocks(nn.Linear(1, 1))
     assert list(model.state_dict()) == names
-    for grads in (found, copied):
-        assert all(torch.equal(grads[name], expected[name]) for name in expected)
+    assert same(found, expected) and same(copied, expected)
     whole = sum(gpt_activations(TINY, 2).values())
     less = sum(gpt_activations(TINY, 2, recompute="full").values())
     assert before.kept - with_it.kept == whole - less
@@ -374,7 +370,7 @@ def test_as_much_is_kept_as_by_torch(use_reentrant):
             block.forward = partial(how, plain)
         found.append(trained(model))
     (grads, ours), (their_grads, theirs) = found
-    assert all(torch.equal(grads[name], their_grads[name]) for name in grads)
+    assert same(grads, their_grads)
     assert ours.kept == theirs.kept
     # Without use_reentrant, theirs does not compute again the block's last sum and what
     # is added there: nobody has saved them.
@@ -436,8 +432,7 @@ def test_a_block_whose_parameters_come_and_go():
     count = len(comes.stored)
     found, here, _ = gradients(plainly, _Once(comes), x)
     assert torch.equal(at_x, here) and comes.gathers == 2 * count
-    for a, b in zip(found, expected, strict=True):
-        assert a is b is None or torch.equal(a, b)
+    assert same(found, expected)
 
 
 class _Once(nn.Module):

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from fsdp_cases import CLASSES, GPT, MODELS, OPTIMIZERS, ROWS, Ours, batch
 from on_ranks import error_of
 from torch import nn
+from trained import same
 
 from ddp_course.launch import spawn
 from ddp_course.model import GPTConfig, build_gpt
@@ -64,24 +65,6 @@ def continued(before: dict) -> dict:
     return told
 
 
-def differ(a, b, rtol: float = 0.0, atol: float = 0.0) -> list[str]:
-    """Return where two states of any depth are different."""
-    if isinstance(a, torch.Tensor):
-        fits = isinstance(b, torch.Tensor) and (a.shape, a.dtype) == (b.shape, b.dtype)
-        return [] if fits and torch.allclose(a, b, rtol=rtol, atol=atol) else [""]
-    if isinstance(a, (dict, list)):
-        pairs = dict(enumerate(a)) if isinstance(a, list) else a
-        others = dict(enumerate(b)) if isinstance(b, list) else b
-        if pairs.keys() != others.keys():
-            return [f": {list(pairs)} and {list(others)}"]
-        return [
-            f".{key}{where}"
-            for key in pairs
-            for where in differ(pairs[key], others[key], rtol, atol)
-        ]
-    return [] if a == b else [f": {a} and {b}"]
-
-
 def without(state: dict) -> dict:
     """Leave out the counters that each process counts for itself."""
     return {key: value for key, value in state.items() if "calls" not in key}
@@ -114,19 +97,19 @@ def test_one_process_and_many_ranks_go_on_from_each_other(ranks):
     told = [rank["continued"] for rank in ranks]
     for case in CASES:
         for rank in told:
-            same, (state, opt) = rank[case]
-            assert not differ(before[case][0], same[0]), case
-            assert not differ(before[case][1], same[1]), case
+            kept, (state, opt) = rank[case]
+            assert same(before[case][0], kept[0]), case
+            assert same(before[case][1], kept[1]), case
             model, optimizer = of_one_process(*case, 4)
-            assert not differ(without(model), without(state), 1e-4, 1e-5)
-            assert not differ(optimizer, opt, 1e-3, 1e-5)
+            assert same(without(model), without(state), rtol=1e-4, atol=1e-5)
+            assert same(optimizer, opt, rtol=1e-3, atol=1e-5)
         # And one process goes on from the ranks.
         module, optimizer = plain(*case, seed=5)
         module.load_state_dict(told[0][case][1][0])
         optimizer.load_state_dict(told[0][case][1][1])
         run(module, optimizer, range(4, 6))
         model, _ = of_one_process(*case, 6)
-        assert not differ(without(model), without(module.state_dict()), 1e-4, 1e-5)
+        assert same(without(model), without(module.state_dict()), rtol=1e-4, atol=1e-5)
 
 
 def groups() -> dict:
@@ -186,7 +169,7 @@ def test_parameter_groups_and_states_that_do_not_fit(ranks):
         assert "state_dict is a int; it must be a dict" in errors["no dict"]
         assert "has groups of [" in errors["groups"]
         assert "is no part of this model" in errors["stranger"]
-        assert not differ(rank["after"], rank["m"])  # nothing was changed
+        assert same(rank["after"], rank["m"])  # nothing was changed
 
 
 # ---- sharded checkpoints -------------------------------------------------------------
@@ -236,7 +219,7 @@ def in_two_groups():
 def refusal(folder: str, module, optimizer) -> str:
     before = module.full_state_dict()
     told = error_of(lambda: sharded_checkpoint.load(folder, module, optimizer))
-    assert not differ(before, module.full_state_dict())
+    assert same(before, module.full_state_dict())
     return told
 
 
@@ -254,7 +237,7 @@ def rank_0_only(folder: str) -> bool:
     sharded_checkpoint.on_cpu = honest
     before = module.full_state_dict()
     sharded_checkpoint.load(f"{folder}/fake", module)
-    return not differ(before, module.full_state_dict())
+    return same(before, module.full_state_dict())
 
 
 def test_saved_on_4_ranks_and_loaded_on_4_3_and_1(ranks, saved_on_4):
@@ -263,11 +246,11 @@ def test_saved_on_4_ranks_and_loaded_on_4_3_and_1(ranks, saved_on_4):
         errors = rank["errors"]
         for case in CASES:
             middle, after = told[case]
-            assert not differ(middle[0], rank[case][0][0]), (n, case)
-            assert not differ(middle[1], rank[case][0][1]), (n, case)
-            same = n == 4 and case != CASES[1]  # that one has other units
-            exact = {} if same else {"rtol": 1e-4, "atol": 1e-5}
-            assert not differ(without(after), without(rank[case][1]), **exact)
+            assert same(middle[0], rank[case][0][0]), (n, case)
+            assert same(middle[1], rank[case][0][1]), (n, case)
+            exactly = n == 4 and case != CASES[1]  # that one has other units
+            exact = {} if exactly else {"rtol": 1e-4, "atol": 1e-5}
+            assert same(without(after), without(rank[case][1]), **exact)
         assert all(text.startswith("CheckpointError: ") for text in errors.values())
         assert "holds no checkpoint" in errors["no folder"]
         assert "it has no optimizer" in errors["no optimizer"]

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, Adafactor, AdamW
 from torch.utils.checkpoint import checkpoint
+from trained import same
 from zero_cases import Naive, Odd, Stage1, Stage2, pytorchs
 
 from ddp_course.data_parallel import DistributedDataParallel as OurDDP
@@ -325,8 +326,7 @@ def test_errors_checkpoints_groups_and_closures(three_ranks):
     for rank in three_ranks["going_well"]:
         for way, told in rank.items():
             for name in ("ZeroRedundancyOptimizer", "ShardedGradientOptimizer"):
-                pairs = zip(told[name], told["Plain"], strict=True)
-                assert all(torch.allclose(*pair, 1e-5, 1e-6) for pair in pairs), way
+                assert same(told[name], told["Plain"], rtol=1e-5, atol=1e-6), way
 
 
 def other_things() -> dict[str, object]:
@@ -388,9 +388,7 @@ def with_whole_tensors() -> list:
 
 def test_optimizers_of_whole_tensors(three_ranks):
     for told in three_ranks["with_whole_tensors"]:
-        for mine, alone in zip(told[::2], told[1::2], strict=True):
-            pairs = zip(mine, alone, strict=True)
-            assert all(torch.allclose(*pair, 1e-4, 1e-5) for pair in pairs)
+        assert same(told[::2], told[1::2], rtol=1e-4, atol=1e-5)
 
 
 def test_other_things(three_ranks):

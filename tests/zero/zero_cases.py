@@ -1,10 +1,12 @@
 """What the tests of ZeRO share: a model, training in many ways, planted fakes."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import trained
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_
@@ -156,12 +158,7 @@ def train(
     return told
 
 
-def same(a: list, b: list) -> bool:
-    """Return whether the parameters after all steps are the same but for rounding."""
-    pairs = zip(sum(a, []), sum(b, []), strict=True)
-    return all(torch.allclose(x, y, rtol=1e-4, atol=1e-6) for x, y in pairs)
-
-
+same = partial(trained.same, rtol=1e-4, atol=1e-6)  # but for rounding
 SMALL = {"bucket_cap_mb": 0.0005}  # several buckets
 TINY = {"bucket_cap_mb": 0.0001}  # a bucket for almost every parameter
 
