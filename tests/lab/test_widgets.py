@@ -16,27 +16,22 @@ def draw(size=3, name="x"):
     return d
 
 
-def shown(drawing):
-    """What a view shows: the drawing, as a cell shows it."""
-    return drawing._repr_html_()
-
-
 def test_the_first_picture_and_a_move(capsys):
     view = explore(draw, size=(1, 9), name=["x", "y"])
     size, name, picture = view.children
     assert (size.value, size.min, size.max) == (3, 1, 9)  # starts at the default
-    assert picture.value == shown(draw(3, "x"))
+    assert picture.value == draw(3, "x")._repr_html_()
     size.value = 5
-    assert picture.value == shown(draw(5, "x"))
+    assert picture.value == draw(5, "x")._repr_html_()
     name.value = "y"
-    assert picture.value == shown(draw(5, "y"))
+    assert picture.value == draw(5, "y")._repr_html_()
     assert capsys.readouterr() == ("", "")
 
 
 def test_an_argument_without_a_control_keeps_its_default():
     view = explore(cluster, nnodes=(1, 8), nproc_per_node=(1, 8))
     assert [c.description for c in view.children[:-1]] == ["nnodes", "nproc_per_node"]
-    assert view.children[-1].value == shown(cluster(4, 4))
+    assert view.children[-1].value == cluster(4, 4)._repr_html_()
 
 
 def test_values_that_do_not_go_together_are_told():
@@ -44,7 +39,7 @@ def test_values_that_do_not_go_together_are_told():
     view.children[0].value = 7
     assert view.children[-1].value == "<p>ValueError: seven &lt; eight</p>"
     view.children[0].value = 8
-    assert view.children[-1].value == shown(draw(8))
+    assert view.children[-1].value == draw(8)._repr_html_()
 
 
 def test_an_unknown_argument():

@@ -6,7 +6,7 @@ import math
 from functools import partial
 from itertools import combinations
 
-from ddp_course.lab.draw.drawing import Drawing
+from ddp_course.lab.draw.drawing import Drawing, Point
 from ddp_course.lab.draw.kinds import counted
 from ddp_course.lab.draw.steps import count
 from ddp_course.lab.palette import MUTED, PANEL, PANEL_EDGE, rank_color
@@ -60,7 +60,7 @@ def cluster(
         row, column = divmod(node_rank, per_row)
         x = (width - used) / 2 + column * (node_w + MARGIN)
         with d.shifted(x, top + row * (node_h + MARGIN)):
-            _node(d, node_rank, nproc_per_node, columns, node_w, node_h, on_gpu)
+            _node(d, node_rank, nproc_per_node, columns, (node_w, node_h), on_gpu)
     if formula:
         rule = "rank = node_rank × nproc_per_node + local_rank"
         d.text(width / 2, height - 14, rule, size=12, fill=MUTED)
@@ -68,18 +68,13 @@ def cluster(
 
 
 def _node(
-    d: Drawing,
-    node_rank: int,
-    nproc_per_node: int,
-    columns: int,
-    width: float,
-    height: float,
-    on_gpu: bool,
+    d: Drawing, node_rank: int, ranks: int, columns: int, size: Point, on_gpu: bool
 ) -> None:
+    width, height = size
     d.rect(0, 0, width, height, fill=PANEL, stroke=PANEL_EDGE, radius=8)
     d.text(width / 2, 20, f"node_rank {node_rank}", bold=True)
-    for local_rank in range(nproc_per_node):
-        rank = node_rank * nproc_per_node + local_rank
+    for local_rank in range(ranks):
+        rank = node_rank * ranks + local_rank
         line, column = divmod(local_rank, columns)
         x = PAD + column * (BLOCK_W + GAP)
         y = HEADER + line * (BLOCK_H + DEVICE_H + 2 * GAP)

@@ -321,10 +321,8 @@ def _step_on_rank(my_stage_step: Callable) -> dict[str, Any]:
     result |= {"no_graph": not ends.graph, "none": ends.handed is None}
     result |= {"handed": shown(ends.handed), "wanted": m * len(peers)}
     result |= {key: len(told[key]) for key in ("sent", "collectives")}
-    result["own_messages"] = (sorted(told["sent"]), told["collectives"]) == (
-        messages,
-        [],
-    )
+    own = sorted(told["sent"]) == messages and not told["collectives"]
+    result["own_messages"] = own
     result["mode"] = all(module.training for module in stage.modules())
     result |= {"reached": reached, "added": not lost, "gradients": all(same)}
     result |= {"got": shown(got[wrong]), "right": shown(right[wrong])}
