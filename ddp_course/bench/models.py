@@ -370,14 +370,13 @@ def by_fsdp(model: nn.Module) -> nn.Module:
     return fully_shard(model)
 
 
+DDP = data_parallel.DistributedDataParallel
 OURS: dict[str, Strategy] = {
     "naive": wrapped(data_parallel.NaiveDistributedDataParallel),
     "flat": wrapped(data_parallel.FlatDistributedDataParallel),
     "bucket": wrapped(data_parallel.BucketedDistributedDataParallel),
-    "ddp": wrapped(data_parallel.DistributedDataParallel),
-    "ddp unused": wrapped(
-        data_parallel.DistributedDataParallel, find_unused_parameters=True
-    ),
+    "ddp": wrapped(DDP),
+    "ddp unused": wrapped(DDP, find_unused_parameters=True),
     "order": in_order,
     "zero1": sharding(zero.ZeroRedundancyOptimizer),
     "zero2": sharding(zero.ShardedGradientOptimizer),

@@ -19,7 +19,6 @@ from ddp_course.bench.turns import against
 from ddp_course.precision import Autocast, GradScaler
 
 ABOUT = "A training step in 16 bits, ours over PyTorch's."
-BF16, FP16 = torch.bfloat16, torch.float16
 
 
 class Rounded(nn.Module):
@@ -61,18 +60,16 @@ def made(
     return rounded, rounded
 
 
-theirs = partial(torch.autocast, "cpu")
+theirs, scaled = partial(torch.autocast, "cpu"), partial(torch.amp.GradScaler, "cpu")
+in_bf16 = partial(made, context=partial(theirs, dtype=torch.bfloat16))
+in_fp16 = partial(made, context=partial(theirs, dtype=torch.float16))
 VARIANTS: dict[str, steps.Variant] = {
-    "torch.autocast": partial(made, context=partial(theirs, dtype=BF16)),
-    "again": partial(made, context=partial(theirs, dtype=BF16)),
-    "autocast": partial(made, context=partial(Autocast, BF16)),
+    "torch.autocast": in_bf16,
+    "again": in_bf16,
+    "autocast": partial(made, context=partial(Autocast, torch.bfloat16)),
     "fp32": made,
-    "torch.amp.GradScaler": partial(
-        made,
-        context=partial(theirs, dtype=FP16),
-        scaler=partial(torch.amp.GradScaler, "cpu"),
-    ),
-    "GradScaler": partial(made, context=partial(theirs, dtype=FP16), scaler=GradScaler),
+    "torch.amp.GradScaler": partial(in_fp16, scaler=scaled),
+    "GradScaler": partial(in_fp16, scaler=GradScaler),
 }
 PAIRS = (
     *against("torch.autocast", {"autocast": 1.05, "fp32": None, "again": None}),
