@@ -153,15 +153,12 @@ def adds_seed_and_step(step, batch_size, block_size, seed=0):
     return load_corpus().batch(seed + step, batch_size, block_size)
 
 
-def test_batch_is_a_pure_function_of_its_arguments():
-    assert is_a_pure_function(load_corpus().batch)
+IMPURE = draws_from_the_global_generator, ignores_the_step, adds_seed_and_step
 
 
-@pytest.mark.parametrize(
-    "wrong", [draws_from_the_global_generator, ignores_the_step, adds_seed_and_step]
-)
-def test_impure_batches_are_caught(wrong):
-    assert not is_a_pure_function(wrong)
+@pytest.mark.parametrize("batch", [load_corpus().batch, *IMPURE])
+def test_batch_is_a_pure_function_of_its_arguments_and_others_are_caught(batch):
+    assert is_a_pure_function(batch) == (batch not in IMPURE)
 
 
 @given(
@@ -218,10 +215,6 @@ def shares_out(shard):
     return True
 
 
-def test_shards_are_the_batch():
-    assert shares_out(shard)
-
-
 def cut(step: int, more: int):
     """Return a shard function whose cuts are a row off, in place or in length."""
 
@@ -242,9 +235,9 @@ WRONG_SHARDS = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG_SHARDS.values(), ids=WRONG_SHARDS)
-def test_wrong_shards_are_caught(wrong):
-    assert not shares_out(wrong)
+@pytest.mark.parametrize("way", [shard, *WRONG_SHARDS.values()])
+def test_shards_are_the_batch_and_wrong_ones_are_caught(way):
+    assert shares_out(way) == (way is shard)
 
 
 @given(rows=st.integers(1, 40), n=st.integers(1, 9))

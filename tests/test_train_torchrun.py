@@ -212,5 +212,5 @@ def test_the_readmes_slurm_script_runs(tmp_path):
         },
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    assert "2 ranks, 20 steps, loss" in run.stdout.splitlines()[-1]
+    assert "2 ranks, 20 steps, loss" in run.stdout, run.stderr[-3000:]
     assert len(list(tmp_path.glob("runs/*/step-00000020.pt"))) == 1

@@ -29,6 +29,7 @@ from ddp_course.local_sgd import (
 )
 from ddp_course.measure import ByteMeter, SystemBytes
 from ddp_course.mechanisms.agreement import ReplicaError
+from ddp_course.train import largest_difference as apart
 
 RANKS, STEPS, H = 4, 8, 3  # two averages, and two steps more
 WIDE = 8192  # outputs of what is metered: 5 * 4 bytes of parameters for each
@@ -227,10 +228,6 @@ def every_step(inner: str) -> float:
     optimizer = INNER[inner](model.parameters())
     train_locally(model, optimizer, plain_loss, STEPS, every=10**6)
     return apart(copied(local.module), copied(model))
-
-
-def apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    return max(float((a[name] - b[name]).abs().max()) for name in b)
 
 
 def as_pytorch() -> dict[str, Any]:

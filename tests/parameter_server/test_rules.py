@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 from torch import nn
 
 from ddp_course.parameter_server import (
@@ -177,16 +178,14 @@ def test_a_last_gradient_counts_although_its_worker_has_left():
     assert book.ready() == [1, 2]
 
 
-@pytest.mark.parametrize("wrong", [{"spare": -1}, {"bound": -1}, {"bound": math.nan}])
-def test_what_is_no_rule_is_refused(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        Rule(**wrong)
-
-
-@pytest.mark.parametrize("given", [([], 1), ([1.0, 0.0], 1), ([1.0], 0)])
-def test_what_is_no_run_is_refused(given):
-    with pytest.raises(ValueError, match="above 0"):
-        simulate(ASYNCHRONOUS, *given)
+test_what_is_no_rule_and_what_is_no_run_is_refused = refused(
+    (lambda: Rule(spare=-1), "spare"),
+    (lambda: Rule(bound=-1), "bound"),
+    (lambda: Rule(bound=math.nan), "bound"),
+    (lambda: simulate(ASYNCHRONOUS, [], 1), "above 0"),
+    (lambda: simulate(ASYNCHRONOUS, [1.0, 0.0], 1), "above 0"),
+    (lambda: simulate(ASYNCHRONOUS, [1.0], 0), "above 0"),
+)
 
 
 # ---- replays of what nobody has run --------------------------------------------------
