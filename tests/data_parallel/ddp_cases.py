@@ -23,7 +23,7 @@ ROWS, CHANNELS = 12, 7  # rows that 1, 2, 3 and 4 ranks can share
 
 
 class Small(nn.Module):
-    """Odd sizes; tied, frozen, empty and half-precision parameters; buffers."""
+    """Odd sizes; tied, frozen, empty, scalar and double parameters; buffers."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
