@@ -140,9 +140,7 @@ def critical_path(played: Played) -> tuple[Timed, ...]:
     return tuple(event for event in reversed(path) if event.end > event.start)
 
 
-def best_order(
-    layers: Sequence[Layer], policy: Policy = FIFO, *, each: Real = 0
-) -> Played:
+def best_order(layers: Sequence[Layer], policy: Policy = FIFO) -> Played:
     """Try all orders of all pieces; return the step with the shortest time.
 
     Pieces of one layer are alike, so they keep their order. Of `policy` only `piece`
@@ -153,7 +151,7 @@ def best_order(
         orders = math.factorial(len(pieces))
         raise ValueError(f"{len(pieces)} pieces have up to {orders:,} orders; cut less")
     of_layers = [piece.layer for piece in pieces]
-    tried = (follow(layers, order, policy, each=each) for order in _orders(of_layers))
+    tried = (follow(layers, order, policy) for order in _orders(of_layers))
     return min(tried, key=lambda played: played.step_time)
 
 

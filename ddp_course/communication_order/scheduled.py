@@ -109,7 +109,6 @@ class ScheduledDataParallel(nn.Module):
         self.due: list[dict[str, Any]] | None = None  # of a step: the options then
         self.versions: dict[Tensor, int] = {}  # of the parameters then
         self.called: list[LiveBucket] = []  # by the last forward, in its order
-        self.names: list[str] = []  # of the layers, in the order of `planned`
         self.took: Counter[tuple[str, int]] = Counter()  # (op, bucket) -> seconds
         self.homes: list[list[str]] = []  # by bucket: the modules that it is of
         self.begun: set[str] = set()  # modules that the last forward called
@@ -312,10 +311,6 @@ class ScheduledDataParallel(nn.Module):
         places = [bucket.index for bucket in layers]
         self.ending.order = tuple(Piece(places[k], i) for k, i in self.planned.order)
         self.places = {place: k for k, place in enumerate(places)}
-        ends = [(self.homes[k][0], self.homes[k][-1]) for k in places]
-        self.names = [
-            " ... ".join(dict.fromkeys(e)) or "the module itself" for e in ends
-        ]
 
     @property
     def order(self) -> tuple[Piece, ...] | None:

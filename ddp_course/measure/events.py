@@ -107,37 +107,33 @@ def active_logs() -> tuple[EventLog, ...]:
 # ---- how long, and how long at the same time ---------------------------------------
 
 
-def busy(
-    events: Iterable[Event], what: str | None = None, rank: int | None = None
-) -> float:
+def busy(events: Iterable[Event], what: str | None = None) -> float:
     """Return the seconds in which at least one event runs: each second counts once.
 
     `what` is an op or a lane, None takes all events. Of several ranks the seconds are
-    added up, unless `rank` names one.
+    added up.
     """
     events = list(events)
     return sum(
         end - start
-        for one in {event.rank for event in events}
-        if rank in (None, one)
-        for start, end in _union(events, what, one)
+        for rank in {event.rank for event in events}
+        for start, end in _union(events, what, rank)
     )
 
 
-def overlap(events: Iterable[Event], a: str, b: str, rank: int | None = None) -> float:
+def overlap(events: Iterable[Event], a: str, b: str) -> float:
     """Return the seconds in which events `a` and events `b` of one rank both run.
 
     `a` and `b` are ops or lanes. However many events run at a moment, it counts once.
-    Of several ranks the seconds are added up, unless `rank` names one: what two
-    different ranks do at the same time is no overlap. Chapter 05.
+    Of several ranks the seconds are added up: what two different ranks do at the same
+    time is no overlap. Chapter 05.
     """
     events = list(events)
     return sum(
         max(0, min(end, other_end) - max(start, other_start))
-        for one in {event.rank for event in events}
-        if rank in (None, one)
-        for start, end in _union(events, a, one)
-        for other_start, other_end in _union(events, b, one)
+        for rank in {event.rank for event in events}
+        for start, end in _union(events, a, rank)
+        for other_start, other_end in _union(events, b, rank)
     )
 
 

@@ -66,17 +66,15 @@ def _best(
     return best[count]
 
 
-def layer_costs(config: GPTConfig, tokens: int | None = None) -> list[int]:
+def layer_costs(config: GPTConfig) -> list[int]:
     """Return the multiply-adds of each of `[embed, *blocks, head]` in forward.
 
-    For one row of T tokens (the block size, without `tokens`), C channels and V
-    characters: the embedding looks up and adds, 0; a block's matrices take 12 T C² and
-    the two products of attention 2 T² C, half of which is masked, but not saved
-    everywhere; the head takes T C V. Backward takes about twice as much of each, so
-    the shares are the same. Raises ValueError for fewer than one token. Chapter 10.
+    For one row of T tokens (the block size), C channels and V characters: the embedding
+    looks up and adds, 0; a block's matrices take 12 T C² and the two products of
+    attention 2 T² C, half of which is masked, but not saved everywhere; the head takes
+    T C V. Backward takes about twice as much of each, so the shares are the same.
+    Chapter 10.
     """
-    t = config.block_size if tokens is None else tokens
-    check_count("tokens", t)
-    c = config.d_model
+    t, c = config.block_size, config.d_model
     block = 12 * t * c * c + 2 * t * t * c
     return [0, *[block] * config.n_layer, t * c * config.vocab_size]

@@ -10,6 +10,6 @@ Chapter 12.
 """
 
 from ddp_course.precision.autocast import Autocast
-from ddp_course.precision.formats import FORMATS, Format, bits_of, take_apart
+from ddp_course.precision.formats import FORMATS, Format, bits_of
 from ddp_course.precision.master import MasterWeights
 from ddp_course.precision.scaler import GradScaler

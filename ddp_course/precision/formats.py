@@ -119,25 +119,3 @@ def bits_of(x: float, format: Format) -> str:
         code = round(spacings) * full + round(abs(value) / step)
     exponent, fraction = divmod(code, full)
     return f"{sign} {exponent:0{format.exponent}b} {fraction:0{format.fraction}b}"
-
-
-def take_apart(bits: str, format: Format) -> float:
-    """Return the number that bits mean; the spaces in them do not count.
-
-    Raises ValueError unless there are as many 0 and 1 as the format has.
-    """
-    digits = bits.replace(" ", "")
-    if len(digits) != format.bits or set(digits) - {"0", "1"}:
-        raise ValueError(
-            f"bits is {bits!r}; {format.name} has {format.bits} digits, each 0 or 1"
-        )
-    sign = -1.0 if digits[0] == "1" else 1.0
-    e = int(digits[1 : 1 + format.exponent], 2)
-    f = int(digits[1 + format.exponent :], 2)
-    if e == 2**format.exponent - 1:
-        if format.has_inf:
-            return sign * torch.inf if f == 0 else torch.nan
-        if f == 2**format.fraction - 1:
-            return torch.nan
-    normal = e > 0
-    return sign * (normal + f * format.eps) * 2.0 ** (max(e, 1) - format.bias)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ddp_course.precision import FORMATS, bits_of, take_apart
+from ddp_course.precision import FORMATS, bits_of
 from ddp_course.precision.rounding import (
     ORDERS,
     kahan_add_,
@@ -49,16 +49,14 @@ def test_ranges_and_rounding_are_pytorchs(format):
 
 
 @pytest.mark.parametrize("format", SMALL, ids=lambda f: f.name)
-def test_every_number_from_its_bits_and_back(format):
+def test_the_bits_of_every_number_are_pytorchs(format):
     whole = torch.int16 if format.bits == 16 else torch.uint8
     step = 1 if format.bits == 8 else 7
     patterns = list(range(0, 2**format.bits, step))
     values = torch.tensor(patterns).to(whole).view(format.dtype).double().tolist()
     for pattern, value in zip(patterns, values, strict=True):
-        digits = f"{pattern:0{format.bits}b}"
-        found = take_apart(digits, format)
-        assert found == value or (found != found and value != value), digits
         if value == value:  # there are many nans
+            digits = f"{pattern:0{format.bits}b}"
             assert bits_of(value, format).replace(" ", "") == digits
 
 
@@ -66,8 +64,6 @@ def test_tf32_has_the_range_of_fp32_and_the_steps_of_fp16():
     tf32 = FORMATS["tf32"]
     assert (tf32.tiny, tf32.eps) == (FORMATS["fp32"].tiny, FORMATS["fp16"].eps)
     assert bits_of(1.5, tf32) == "0 01111111 1000000000"
-    with pytest.raises(ValueError, match="tf32 has 19 digits"):
-        take_apart("01", tf32)
 
 
 def test_an_update_is_lost_below_half_a_spacing_and_three_cures():
