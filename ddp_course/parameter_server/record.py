@@ -130,12 +130,13 @@ class Row:
     @torch.no_grad()
     def step(self, optimizer: Optimizer, gradients: Sequence[Tensor]) -> None:
         """Let the optimizer take the mean of some gradients, added in this order."""
-        total = self.gradient.copy_(gradients[0])
-        for gradient in gradients[1:]:
-            total += gradient
+        total = gradients[0]
         if len(gradients) > 1:
+            total = self.gradient.copy_(total)
+            for gradient in gradients[1:]:
+                total += gradient
             total /= len(gradients)
-        for parameter, view in self.views.items():
+        for parameter, view in self._places(total):
             parameter.grad = view
         optimizer.step()
 
