@@ -507,11 +507,14 @@ def test_ranks_find_imported_what_their_modules_import_and_all_that_is_watched()
         threads = len(list(Path(f"/proc/{os.getppid()}/task").iterdir()))
         files = {getattr(module, "__file__", None) for module in sys.modules.values()}
         own = {file for file in files - {None} if file.startswith(str(server.COURSE))}
-        return wanted & sys.modules.keys(), threads, gc.get_freeze_count(), own
+        garbage = gc.get_freeze_count(), gc.isenabled()
+        return wanted & sys.modules.keys(), threads, garbage, own
 
-    [(names, threads_of_the_server, frozen, own)] = spawn(imported, world_size=1)
+    [(names, threads_of_the_server, garbage, own)] = spawn(imported, world_size=1)
+    frozen, collects = garbage
     assert len(names) == 4
     assert frozen > 100_000  # their pages are not copied for the garbage collector
+    assert collects  # again: the server does not, while it imports
     assert threads_of_the_server == 1  # or their locks would be copied as they are
     assert len(own) > 60 and str(server.COURSE / "lab/exercises.py") in own
     assert own <= {str(path) for path in server._imported()}
