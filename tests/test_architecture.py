@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "ddp_course"
 FLOORS = [
-    {"launch", "model", "data", "theory", "measure"},
+    {"launch", "model", "data", "theory", "measure", "learners_copy"},
     {"collectives", "mesh", "mechanisms", "precision", "compression"},
     {
         *("data_parallel", "zero", "tensor_parallel", "pipeline", "parameter_server"),
@@ -132,6 +132,33 @@ def test_a_floor_imports_only_from_lower_floors(module):
 
 def test_nothing_imports_in_a_circle():
     assert circle(graph()) is None
+
+
+def rooms_of(imports: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    """Return which folders each folder imports; the package's own init is no folder."""
+    rooms: dict[str, set[str]] = {}
+    for module, others in imports.items():
+        beside = {room(other) for other in others} - {"", room(module)}
+        rooms.setdefault(room(module), set()).update(beside)
+    return {name: others for name, others in rooms.items() if name}
+
+
+def test_rooms_import_no_room_in_a_circle():
+    """Also where the files themselves form none."""
+    assert circle(rooms_of(graph())) is None
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("ddp_course.bench.turns", "from ddp_course.commands.doctor import in_words"),
+        ("ddp_course.lab.exercises", "def f():\n    import ddp_course.commands.train"),
+    ],
+)
+def test_a_planted_circle_of_rooms_is_seen(file, source):
+    planted = {**graph(), file: graph()[file] | imported(source, file)}
+    assert circle(planted) is None, "these files form none"
+    assert circle(rooms_of(planted))
 
 
 def test_the_package_itself_starts_the_fork_server_and_no_more():

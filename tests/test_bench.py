@@ -17,9 +17,8 @@ from ddp_course.bench import all_reduce, steps, table, turns
 from ddp_course.bench.launch import CASES, SCRIPT, LaunchProcess
 from ddp_course.bench.turns import ENOUGH, Pair, in_turns, row, rows_of, slowest
 from ddp_course.cli import main
-from ddp_course.commands import CommandError
-from ddp_course.lab.bench import plot_bench
-from ddp_course.launch import here, spawn
+from ddp_course.commands.bench_figure import plot_bench
+from ddp_course.launch import LaunchError, here, spawn
 
 KEYS = ["bench", "case", "variant", "beside", "metric", "ours", "theirs", "ratio"]
 NAMES = ["all-reduce", "async", "compression", "ddp", "launch", "models", "order"]
@@ -225,7 +224,7 @@ def test_a_launch_is_timed_in_a_process_that_ends_and_one_that_fails_is_told(cap
     with LaunchProcess("theirs") as idle, LaunchProcess("theirs") as process:
         took = process.launch("all_reduce", 1)
         assert 0 < took < process.since_start
-        with pytest.raises(CommandError, match="a launch of theirs failed"):
+        with pytest.raises(LaunchError, match="a launch of theirs failed"):
             process.launch("no such case", 2)
     assert idle.returncode == 0 != process.returncode
     start = time.perf_counter()

@@ -158,7 +158,7 @@ test_what_does_not_exist_is_answered_in_one_line = answered(
 
 def test_without_a_clone_lab_says_where_to_run_it(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("ddp_course.commands.chapters.PACKAGE", tmp_path / "site/pkg")
+    monkeypatch.setattr("ddp_course.learners_copy.PACKAGE", tmp_path / "site/pkg")
     monkeypatch.setattr("importlib.metadata.files", lambda name: None)  # no wheel
     assert "run it in a clone" in complaint("lab", capsys)[1]
 

@@ -15,8 +15,9 @@ import pytest
 from nbformat.sign import NotebookNotary
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 
+from ddp_course import learners_copy
 from ddp_course.cli import main
-from ddp_course.commands import CommandError, chapters, copy, progress
+from ddp_course.commands import CommandError, chapters, copy
 
 ROOT = Path(__file__).parents[1]
 NAMES = ("00_start_here", "01_ranks")
@@ -48,7 +49,7 @@ def course(tmp_path, monkeypatch):
     (folder / "images/map.svg").write_text("<svg/>")
     home.mkdir()
     monkeypatch.chdir(home)
-    monkeypatch.setattr(chapters, "PACKAGE", folder / "ddp_course")
+    monkeypatch.setattr(learners_copy, "PACKAGE", folder / "ddp_course")
     return folder
 
 
@@ -71,7 +72,7 @@ def test_a_copy_is_whole_and_its_figures_are_trusted(course):
     mine, told = copy.learners_copy(None)
     assert mine == Path.cwd() / "ddp-course"
     assert told == [f"Your copy of the course: {mine}"]
-    record = {chapters.RECORD: (mine / chapters.RECORD).read_bytes()}
+    record = {learners_copy.RECORD: (mine / learners_copy.RECORD).read_bytes()}
     assert files(mine) == files(course) | record
     notebook = nbformat.read(mine / "notebooks/01_ranks.ipynb", as_version=4)
     assert NotebookNotary().check_signature(notebook)
@@ -161,7 +162,7 @@ def test_a_clone_stays_clean(course, capsys, monkeypatch):
     solved = [f"from {ROOM}.{file} import *" for file in ("exercises", "solutions")]
     write(mine, "01_ranks", "\n".join([*solved, "check_my_slice(my_slice)"]), "yes")
     assert main(["run", str(mine / "notebooks/01_ranks.ipynb")]) == 0, capsys
-    assert progress.reached(mine) == {"my_slice": "passed"}
+    assert learners_copy.reached(mine) == {"my_slice": "passed"}
     assert git("status", "--short") == ""
     write(course, "00_start_here", "x")  # git would have told
     assert "00_start_here" in git("status", "--short")
@@ -178,7 +179,7 @@ def test_the_whole_course_is_done_and_the_clone_stays_clean(tmp_path, monkeypatc
     monkeypatch.chdir(clone)
     mine, _ = copy.learners_copy(None)
     chapters = sorted(path.stem for path in mine.glob("notebooks/*.ipynb"))
-    assert len(chapters) == len(progress.exercises())
+    assert len(chapters) == len(learners_copy.exercises())
     for chapter in chapters:
         file = mine / f"notebooks/{chapter}.ipynb"
         notebook = nbformat.read(file, as_version=4)
@@ -189,8 +190,8 @@ def test_the_whole_course_is_done_and_the_clone_stays_clean(tmp_path, monkeypatc
                 cell.source = f"{kept[0]}from {room} import {stub[1]}\n\n{kept[1]}"
         nbformat.write(notebook, file)
         assert main(["run", str(file)]) == 0
-        done = progress.reached(mine)
-        names = progress.exercises()[chapter]
+        done = learners_copy.reached(mine)
+        names = learners_copy.exercises()[chapter]
         assert [done.get(name) for name in names] == ["passed"] * len(names)
     assert run("git", "status", "--short", cwd=clone) == ""
 
@@ -215,10 +216,10 @@ def test_a_wheel_brings_notebooks_and_pictures(tmp_path):
 def test_the_notebooks_of_a_wheel_are_found(course, tmp_path, monkeypatch):
     file = course / "notebooks/00_start_here.ipynb"
     installed = SimpleNamespace(name=file.name, locate=lambda: file)
-    monkeypatch.setattr(chapters.metadata, "files", lambda _: [installed])
-    monkeypatch.setattr(chapters, "PACKAGE", tmp_path / "site-packages/ddp_course")
+    monkeypatch.setattr(learners_copy.metadata, "files", lambda _: [installed])
+    monkeypatch.setattr(learners_copy, "PACKAGE", tmp_path / "site-packages/ddp_course")
     assert chapters.course() == course
-    monkeypatch.setattr(chapters.metadata, "files", lambda _: None)
+    monkeypatch.setattr(learners_copy.metadata, "files", lambda _: None)
     with pytest.raises(CommandError, match="run it in a clone"):
         chapters.course()
 
@@ -227,7 +228,7 @@ def test_a_copy_that_was_interrupted_goes_on(course):
     mine, told = copy.learners_copy(None)
     write(mine, "00_start_here", "answer = 42")
     (mine / "notebooks/01_ranks.ipynb").unlink()
-    (mine / chapters.RECORD).write_text("{")
+    (mine / learners_copy.RECORD).write_text("{")
     assert len(copy.learners_copy(None)[1]) == 2
     assert source(mine, "00_start_here") == "answer = 42"
     assert source(mine, "01_ranks") == "01_ranks = 1"

@@ -21,7 +21,6 @@ from ddp_course import collectives
 from ddp_course.bench import steps
 from ddp_course.bench.turns import Pair, Row, Told, against, row, rows_of, slowest
 from ddp_course.collectives import patience, shared_memory
-from ddp_course.commands.doctor import in_words
 from ddp_course.theory import bus_factor
 
 ABOUT = "Every all-reduce, all-gather and reduce-scatter of the course over gloo's."
@@ -63,7 +62,8 @@ def rows_of_size(
     ranks: int, nbytes: int, told: list[Told], limits: dict[str, float]
 ) -> Iterator[Row]:
     """Yield the rows of one size: seconds, and the bandwidth beside its limits."""
-    case = f"{ranks} ranks, {in_words(nbytes)}"
+    size = f"{nbytes // MIB} MiB" if nbytes >= MIB else f"{nbytes // KIB} KiB"
+    case = f"{ranks} ranks, {size}"
     where = {"ranks": ranks, "nbytes": nbytes}
     yield from rows_of(case, PAIRS, told, **where)
     times, others = slowest(told)

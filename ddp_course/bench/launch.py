@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from ddp_course.bench.turns import Contender, Pair, Row, in_turns, row
-from ddp_course.commands import CommandError
+from ddp_course.launch import LaunchError
 from ddp_course.launch.rendezvous import loopback_interface
 
 ABOUT = "A launch of ranks by our `spawn` over one by `torch.multiprocessing.spawn`."
@@ -74,10 +74,10 @@ class LaunchProcess(subprocess.Popen):
         )
 
     def launch(self, case: str, ranks: int) -> float:
-        """Return the seconds of one launch. CommandError if it failed: see stderr."""
+        """Return the seconds of one launch. LaunchError if it failed: see stderr."""
         try:
             print(case, ranks, file=self.stdin, flush=True)
             seconds, self.since_start = map(float, self.stdout.readline().split())
         except (BrokenPipeError, ValueError):
-            raise CommandError(f"a launch of {self.side} failed") from None
+            raise LaunchError(f"a launch of {self.side} failed") from None
         return seconds

@@ -9,7 +9,7 @@ from rich.console import Console
 from ddp_course import bench
 from ddp_course.bench.table import lines
 from ddp_course.commands import CommandError, check_file
-from ddp_course.lab.bench import plot_bench
+from ddp_course.commands.bench_figure import plot_bench
 
 
 def command(told: Namespace) -> int:

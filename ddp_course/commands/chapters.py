@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import re
-from importlib import metadata
 from pathlib import Path
 
+from ddp_course import learners_copy
 from ddp_course.commands import CommandError
-
-PACKAGE = Path(__file__).resolve().parents[1]
-FOLDER = "ddp-course"  # a learner's copy, if it was given no other name; see `copy`
-RECORD = ".ddp-course.json"  # in it
 
 
 def folder() -> Path:
@@ -18,46 +14,18 @@ def folder() -> Path:
 
     Raises CommandError if there is none.
     """
-    found = (place for place in _around() if _holds_chapters(place))
+    found = filter(learners_copy.holds_chapters, learners_copy.around())
     return (next(found, None) or course()) / "notebooks"
 
 
 def course() -> Path:
-    """Return the folder of the course itself, which is nobody's copy.
-
-    It is the clone we stand in, or that of the package, or what a wheel has brought.
-    """
-    for place in (*_around(), PACKAGE.parent, *_from_a_wheel()):
-        if _holds_chapters(place) and not (place / RECORD).exists():
-            return place
-    raise CommandError(
-        "there are no chapters here nor beside the package; "
-        "run it in a clone of the course's repository"
-    )
-
-
-def _holds_chapters(place: Path) -> bool:
-    return any((place / "notebooks").glob("00_*.ipynb"))
-
-
-def _from_a_wheel() -> list[Path]:
-    """Return where pip has put the notebooks of an installed wheel, if it has."""
-    try:
-        files = metadata.files("ddp-course") or []
-    except metadata.PackageNotFoundError:
-        files = []
-    found = (Path(file.locate()) for file in files if file.name.startswith("00_"))
-    return [path.resolve().parents[1] for path in found if path.suffix == ".ipynb"]
-
-
-def copy_around() -> Path | None:
-    """Return the learner's copy that we stand in; None if we stand in none."""
-    return next((p for p in _around() if (p / RECORD).is_file()), None)
-
-
-def _around() -> list[Path]:
-    """Return the folder in which we stand, and those above it."""
-    return [Path.cwd(), *Path.cwd().parents]
+    """Return the folder of the course itself; CommandError if there is none."""
+    if (found := learners_copy.course()) is None:
+        raise CommandError(
+            "there are no chapters here nor beside the package; "
+            "run it in a clone of the course's repository"
+        )
+    return found
 
 
 def find(names: list[str]) -> list[Path]:

@@ -17,8 +17,8 @@ from pathlib import Path
 import nbformat
 from nbformat import NotebookNode
 
-from ddp_course.commands.chapters import PACKAGE
 from ddp_course.commands.execute import code_cells, must_raise, without_colours
+from ddp_course.learners_copy import PACKAGE
 
 METADATA = {
     "kernelspec": {

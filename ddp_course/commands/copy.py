@@ -19,7 +19,7 @@ import nbformat
 from nbformat.sign import NotebookNotary
 
 from ddp_course.commands import CommandError, chapters
-from ddp_course.commands.chapters import FOLDER, RECORD
+from ddp_course.learners_copy import FOLDER, RECORD, copy_around
 
 
 def learners_copy(name: str | None) -> tuple[Path, list[str]]:
@@ -29,7 +29,7 @@ def learners_copy(name: str | None) -> tuple[Path, list[str]]:
     CommandError if the folder holds something else or cannot be written.
     """
     here = Path.cwd()
-    folder = here / name if name else chapters.copy_around() or here / FOLDER
+    folder = here / name if name else copy_around() or here / FOLDER
     strange = folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
     if strange and not (folder / RECORD).is_file():
         raise CommandError(

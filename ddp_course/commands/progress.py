@@ -6,20 +6,23 @@ In the learner's copy, checks note their verdicts (`lab/progress.py`), one to a 
 from __future__ import annotations
 
 import json
-import re
 import secrets
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 import ddp_course
 from ddp_course.commands import CommandError, check_file, write
-from ddp_course.commands.chapters import FOLDER, PACKAGE, RECORD, copy_around
+from ddp_course.learners_copy import (
+    FOLDER,
+    RECORD,
+    STATUSES,
+    copy_around,
+    exercises,
+    reached,
+    summary,
+)
 
-FILE = ".progress.jsonl"  # in the learner's copy: lines such as ["swap", "passed"]
-STATUSES = ("not attempted yet", "not yet", "passed")  # what comes later is better
 SIGNS = dict(zip((None, *STATUSES), "·○✗✓", strict=True))
 KEYS = {"ddp_course", "exercises"}  # of a report: no name, no time, no folder
 
@@ -57,38 +60,6 @@ def _copy() -> Path:
             "`ddp-course lab` makes it"
         )
     return copy
-
-
-def reached(copy: Path) -> dict[str, str]:
-    """Return the best status of each exercise that was checked in this copy."""
-    found: dict[str, str] = {}
-    with suppress(FileNotFoundError):
-        for line in (copy / FILE).read_bytes().split(b"\n"):
-            with suppress(ValueError, TypeError):  # half a line, or somebody's words
-                name, status = json.loads(line)
-                if better(status, found.get(name)):
-                    found[name] = status
-    return found
-
-
-def better(status: str, than: str | None) -> bool:
-    """Tell whether a status is one, and better than another, or than none."""
-    return status in STATUSES[STATUSES.index(than) + 1 if than else 0 :]
-
-
-def exercises() -> dict[str, list[str]]:
-    """Return the names of the exercises of each chapter, read from the rooms."""
-    rooms = sorted(PACKAGE.glob("chapters/ch*/exercises.py"))
-    names = (re.findall(r'^@exercise\("(\w+)"', r.read_text(), re.M) for r in rooms)
-    return dict(zip((room.parent.name[2:] for room in rooms), names, strict=True))
-
-
-def summary(found: Mapping[str, str]) -> str:
-    """Say in a line how many exercises have passed, and which one is next."""
-    order = [(name, ch) for ch, names in exercises().items() for name in names]
-    left = [(name, ch) for name, ch in order if found.get(name) != STATUSES[-1]]
-    text = f"{len(order) - len(left)} of {len(order)} exercises have passed. "
-    return text + (f"Next: {left[0][0]}, in {left[0][1]}." if left else "All of them!")
 
 
 def collected(folder: Path) -> list[str]:

@@ -17,10 +17,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import ddp_course
-from ddp_course.commands import CommandError, chapters
+from ddp_course.commands import CommandError
 from ddp_course.commands.doctor import advice, facts, in_words, this_machine
 from ddp_course.commands.proofs import prove_all_reduce
 from ddp_course.launch import LaunchError
+from ddp_course.learners_copy import copy_around
 
 TELLING = re.compile(  # variables that change how ranks or kernels run
     "(GLOO|NCCL|TORCH|OMP|MKL|CUDA|MASTER|SLURM|PMI|OMPI|JUPYTER|DDP_COURSE)_?.*"
@@ -57,7 +58,7 @@ def system() -> dict[str, str]:
         f"free; the folder's name has {len(tempfile.gettempdir())} characters",
         "network": ", ".join(name for _, name in socket.if_nameindex()),
         "own name": "known" if _resolves() else "unknown to this machine",
-        "notebooks": "in a copy" if chapters.copy_around() else "not in a copy",
+        "notebooks": "in a copy" if copy_around() else "not in a copy",
         "variables set": ", ".join(names) or "none",
     }
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from IPython import get_ipython
 from IPython.display import Markdown, display
 
-from ddp_course.commands import CommandError, chapters
+from ddp_course import learners_copy
 
 
 def say_what_is_missing() -> None:
@@ -29,6 +29,6 @@ def missing(folder: Path) -> str:
     if not lost:
         return ""
     told = f"If this is a chapter of the course, {' and '.join(lost)} are not here. "
-    with suppress(CommandError):
-        told += f"They are in `{chapters.course()}`. "
+    if course := learners_copy.course():
+        told += f"They are in `{course}`. "
     return f"{told}`ddp-course lab` opens a copy of the course that has all of it."

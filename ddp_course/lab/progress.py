@@ -8,8 +8,7 @@ from contextlib import suppress
 
 from IPython.display import Markdown
 
-from ddp_course.commands.chapters import copy_around
-from ddp_course.commands.progress import FILE, better, reached, summary
+from ddp_course.learners_copy import FILE, better, copy_around, reached, summary
 
 
 def note(name: str, status: str) -> None:

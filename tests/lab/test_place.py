@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from ddp_course.commands import CommandError
 from ddp_course.lab import place
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
@@ -35,12 +34,8 @@ def test_elsewhere_it_says_what_and_where_it_is(tmp_path, monkeypatch, there, lo
     assert f"They are in `{NOTEBOOKS.parent}`. `ddp-course lab` opens" in told
 
 
-def nowhere():
-    raise CommandError("there are no chapters here")
-
-
 def test_where_no_course_is_known_it_says_how_to_get_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(place.chapters, "course", nowhere)
+    monkeypatch.setattr(place.learners_copy, "course", lambda: None)
     assert place.missing(tmp_path).endswith(
         "are not here. `ddp-course lab` opens a copy of the course that has all of it."
     )
