@@ -36,7 +36,7 @@ from ddp_course.data_parallel import (
 )
 from ddp_course.local_sgd import DiLoCo, LocalSGD
 from ddp_course.mechanisms.agreement import ReplicaError, attempt, check_same
-from ddp_course.mechanisms.placements import clip_grad_norm_
+from ddp_course.mechanisms.norms import clip_grad_norm_
 from ddp_course.mechanisms.whole_state import (
     WholeState,
     full_optimizer_state,

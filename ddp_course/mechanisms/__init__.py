@@ -6,7 +6,8 @@
     hooks       how autograd tells that a gradient is there
     timeline    what a step writes into the open event logs
     placements  which part of which parameter of the plain model a rank has
-    whole_state states and norms of the whole model, which follow from that
+    norms       the norm of the whole model's gradient, which follows from that
+    whole_state the state of the whole model, which follows from that, too
     saving      files that are whole or not there, and are what was written
     habits      what would be wrong in silence once parameters are divided
     elementwise may an optimizer step parts of a tensor alone?

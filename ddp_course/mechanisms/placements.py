@@ -13,8 +13,9 @@ to what this rank has, one step for each group:
 The steps add up: ZeRO-3 does not know that tensor parallelism was there before it.
 Taken backwards they put the plain model together again (`whole_state`), whatever was
 combined; and each number of the model is *owned* by one rank of those that have it, so
-that a norm counts it once. DTensor has the same for its meshes, `Replicate()` and
-`Shard(dim)` (torch/distributed/tensor/placement_types.py). Chapters 08 and 09.
+that a norm counts it once (`norms`). DTensor has the same for its meshes,
+`Replicate()` and `Shard(dim)` (torch/distributed/tensor/placement_types.py). Chapters
+08 and 09.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,9 +24,6 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-
-from ddp_course.launch import device
 
 
 @dataclass(frozen=True)
@@ -206,54 +204,7 @@ def in_memory_order(tensor: Tensor, stride: Sequence[int]) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-# ---- gradients -----------------------------------------------------------------------
-
-
 def groups_of(tensors: Iterable[Tensor]) -> list[dist.ProcessGroup]:
     """Return the groups along which any of the tensors was divided, in order."""
     steps = [step for t in tensors if (p := placed(t)) for step in p.steps]
     return list(dict.fromkeys(step.group for step in steps))
-
-
-def total_norm(
-    tensors: Iterable[Tensor], groups: Iterable[dist.ProcessGroup] | None = None
-) -> Tensor:
-    """Return the norm of the whole model's gradient, in float64; for all ranks.
-
-    A norm of all is not the sum of the parts' norms. But their squares can be added,
-    first of what this rank owns, then over the ranks along each group.
-
-    Args:
-        tensors: what this rank has, each with a `grad` or None.
-        groups: those that divide the model; None are those of the tensors. A rank that
-            may have none has to be told.
-
-    As torch.nn.utils.get_total_norm.
-    """
-    tensors = list(tensors)
-    groups = groups_of(tensors) if groups is None else groups
-    own = [t for t in tensors if (way := placed(t)) is None or way.owned]
-    grads = (t.grad for t in own if t.grad is not None)
-    norm = get_total_norm([grad for grad in grads if grad.numel()])
-    square = norm.to(device(), torch.float64) ** 2
-    for group in groups:
-        dist.all_reduce(square, group=group)
-    return square.sqrt()
-
-
-@torch.no_grad()
-def clip_grad_norm_(
-    tensors: Iterable[Tensor],
-    max_norm: float,
-    groups: Iterable[dist.ProcessGroup] | None = None,
-) -> Tensor:
-    """Scale all gradients so that the whole model's norm is at most `max_norm`.
-
-    Returns the norm as it was before; called by all ranks along the groups, with the
-    arguments of `total_norm`. As torch.nn.utils.clip_grad_norm_, which takes each
-    rank's part for the whole. Chapter 07.
-    """
-    tensors = list(tensors)
-    norm = total_norm(tensors, groups)
-    clip_grads_with_norm_(tensors, max_norm, norm)
-    return norm.float()

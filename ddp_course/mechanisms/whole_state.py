@@ -30,12 +30,12 @@ from torch.utils._pytree import tree_map_only
 from ddp_course.collectives import communicator
 from ddp_course.mechanisms.agreement import attempt, check_along, in_batches
 from ddp_course.mechanisms.habits import came_later
+from ddp_course.mechanisms.norms import clip_grad_norm_
 from ddp_course.mechanisms.placements import (
     Flat,
     Placed,
     Shard,
     Step,
-    clip_grad_norm_,
     in_memory_order,
     placed,
 )

@@ -31,7 +31,7 @@ from ddp_course.mechanisms.buckets import BUCKET_CAP_MB, LiveBucket, Slot
 from ddp_course.mechanisms.engine import Engine
 from ddp_course.mechanisms.hooks import before_gradient, listeners
 from ddp_course.mechanisms.memory_exchange import empty_for_all
-from ddp_course.mechanisms.placements import clip_grad_norm_
+from ddp_course.mechanisms.norms import clip_grad_norm_
 from ddp_course.zero.arguments import names_of
 from ddp_course.zero.stage1 import ReduceScatter, Zero1
 from ddp_course.zero.stage2 import SMALLER_CAP_MB, ReduceScatterAndFree, Zero2

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from on_ranks import error_of, launched
 from torch import Tensor, nn
 
+from ddp_course.mechanisms.norms import total_norm
 from ddp_course.mechanisms.placements import (
     Flat,
     Placed,
@@ -20,7 +21,6 @@ from ddp_course.mechanisms.placements import (
     Step,
     place,
     placed,
-    total_norm,
 )
 from ddp_course.mechanisms.whole_state import (
     PlainModel,
