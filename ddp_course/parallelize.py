@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_course.checkpoint import EachRanks
-from ddp_course.compression import Exchange, compress, compressor
+from ddp_course.compression import CourseExchange, compress, compressor
 from ddp_course.data_parallel import (
     DataParallel,
     DistributedDataParallel,
@@ -353,7 +353,7 @@ def parallelize(model: nn.Module, layout: Layout, axes: Axes | None) -> nn.Modul
     if "dp" in axes and layout.strategy not in ("average", *OPTIMIZERS):
         model = wrap(model, axes.group("dp"))
     if layout.compress is not None:
-        exchange = Exchange(axes.group("dp"))
+        exchange = CourseExchange(axes.group("dp"))
         model.register_comm_hook(compressor(layout.compress, exchange), compress)
     return model
 

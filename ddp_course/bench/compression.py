@@ -27,7 +27,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
 from ddp_course.bench import steps
 from ddp_course.bench.turns import Contender, Row, against, rows_of
 from ddp_course.collectives import ring
-from ddp_course.compression import Exchange, compress, compressor
+from ddp_course.compression import CourseExchange, compress, compressor
 from ddp_course.data_parallel import DistributedDataParallel
 from ddp_course.launch import Link, Links
 from ddp_course.local_sgd import DiLoCo, LocalSGD
@@ -55,7 +55,7 @@ def hooked(
 
 def ours(words: str, all_reduce: Callable, **caps: Any) -> steps.Variant:
     """Return a variant with one of our compressors."""
-    state = partial(compressor, words, Exchange(all_reduce=all_reduce))
+    state = partial(compressor, words, CourseExchange(all_reduce=all_reduce))
     return partial(hooked, state=state, hook=compress, **caps)
 
 

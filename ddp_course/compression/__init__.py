@@ -1,14 +1,17 @@
 """Floor 1: gradients that travel in fewer bytes. Read the modules in this order:
 
-    hook        what all compressors are: a state with `mean`, and one hook for them
-    exchange    what they need of other ranks, and one process that plays all of them
-    feedback    what was left out is not lost: it is added to the next gradient
+    naive       16 bits, and low rank, for one tensor in a few lines each
+    exchange    what a compressor needs from the other ranks
+    hook        the base of all compressors: a state with `mean`; and one hook for them
+    feedback    keep what was left out, and add it to the next gradient
     sixteen     16 bits a number, which an all-reduce can add
     blocks      8 bits a number and a scale for each block: reduced and gathered
     sign        one bit a number
-    sparse      the largest, or random ones
+    sparse      the largest numbers, or random ones
     powersgd    matrices of low rank: an all-reduce can add their factors
-    named       each of them by a word
+    course_exchange  the same collectives, metered, and beside backward
+    play        one process plays all ranks
+    named       each compressor by a word
 
     ddp.register_comm_hook(TopK(0.01), compress)
 
@@ -16,10 +19,13 @@
 """
 
 from ddp_course.compression.blocks import Int8
-from ddp_course.compression.exchange import Exchange, play
+from ddp_course.compression.course_exchange import CourseExchange
+from ddp_course.compression.exchange import Exchange
 from ddp_course.compression.feedback import ErrorFeedback
 from ddp_course.compression.hook import Compressor, compress
+from ddp_course.compression.naive import mean_in_16_bits, mean_in_low_rank
 from ddp_course.compression.named import compressor
+from ddp_course.compression.play import play
 from ddp_course.compression.powersgd import PowerSGD
 from ddp_course.compression.sign import Sign
 from ddp_course.compression.sixteen import SixteenBits

@@ -1,4 +1,4 @@
-"""A compressor: a state that has `mean`; and the one hook that all of them share.
+"""A compressor: a state that has `mean`; and the one hook for all compressors.
 
 Chapter 14.
 """
@@ -19,8 +19,8 @@ class Compressor:
 
     Args:
         feedback: keep what is left out, and add it to the next gradient.
-        exchange: with whom, and by which collectives; None are all ranks, by the
-            course's.
+        exchange: the collectives, and their group; None: torch.distributed's, among all
+            ranks. A `CourseExchange` sends while backward goes on, and is metered.
 
     Every rank makes its own, with the same arguments. With feedback it keeps as much
     memory as the gradients, and belongs to one model.
@@ -31,18 +31,31 @@ class Compressor:
     ) -> None:
         self.feedback = ErrorFeedback(feedback)
         self.exchange = Exchange() if exchange is None else exchange
-        self.members: dict[int, list[int]] = {}  # whose gradients a bucket has
+        self.members: dict[int, list[int]] = {}  # bucket -> ids of its parameters
 
     def forget_if_rebuilt(self, bucket: dist.GradBucket) -> None:
-        """Forget a bucket's memory if it has other gradients than before.
+        """Forget a bucket's memory if the bucket has other gradients than before.
 
-        After its first step PyTorch's DDP puts gradients into buckets in the order in
-        which they came.
+        After its first step PyTorch's DDP rebuilds its buckets, in the order in which
+        gradients became ready.
         """
         members = [id(parameter) for parameter in bucket.parameters()]
         if self.members.setdefault(bucket.index(), members) != members:
             self.members[bucket.index()] = members
             self.forget(bucket.index())
+
+    def forget_if_infinite(self, index: int, mean: Tensor) -> None:
+        """Forget a bucket's memory if its mean has an inf or a nan.
+
+        A loss scaler skips such a step. All ranks have the same mean, so all forget;
+        otherwise the inf would stay in the memory, and in every later mean.
+        """
+        if self.remembers(index) and not mean.isfinite().all():
+            self.forget(index)
+
+    def remembers(self, index: int) -> bool:
+        """Return whether the next mean of this bucket depends on the last one."""
+        return index in self.feedback.memory
 
     def forget(self, index: int) -> None:
         """Begin anew with this bucket."""
@@ -74,8 +87,14 @@ def compress(
     """
     if (kind := bucket.buffer().dtype).is_complex:
         raise TypeError(f"gradients are {kind}; compressors are for real numbers only")
+
+    def average() -> Tensor:
+        mean = state.mean(bucket)
+        state.forget_if_infinite(bucket.index(), mean)
+        return mean
+
     state.forget_if_rebuilt(bucket)
-    return state.exchange.meanwhile(lambda: state.mean(bucket))
+    return state.exchange.meanwhile(average)
 
 
 class Gathered(Compressor):

@@ -8,6 +8,7 @@ from types import MappingProxyType
 import torch
 
 from ddp_course.compression.blocks import Int8
+from ddp_course.compression.course_exchange import CourseExchange
 from ddp_course.compression.exchange import Exchange
 from ddp_course.compression.hook import Compressor
 from ddp_course.compression.powersgd import PowerSGD
@@ -30,10 +31,12 @@ KNOWN = "fp16, bf16, int8, sign, topk:0.01, randomk:0.01 or powersgd:4"
 
 
 def compressor(words: str, exchange: Exchange | None = None) -> Compressor:
-    """Return a new one, as `words` say: "int8", "topk:0.01", "powersgd:4".
+    """Return a new compressor for `words` such as "int8", "topk:0.01", "powersgd:4".
 
-    Raises ValueError, telling what can be said. Nothing is sent.
+    `exchange` defaults to a `CourseExchange` of all ranks. Raises ValueError, which
+    lists the words that are allowed. Nothing is sent.
     """
+    exchange = CourseExchange() if exchange is None else exchange
     name, colon, amount = words.partition(":")
     if name in PLAIN and not colon:
         return PLAIN[name](exchange)

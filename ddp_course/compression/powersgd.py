@@ -110,8 +110,12 @@ class PowerSGD(Compressor):
         drawn = torch.randn(shape, generator=self.generator, dtype=matrices.dtype)
         return drawn.to(matrices.device)
 
+    def remembers(self, index: int) -> bool:
+        """Return whether this bucket has a Q."""
+        return index in self.qs
+
     def forget(self, index: int) -> None:
-        """Begin anew with this bucket: neither its errors nor its Q fit any more."""
+        """Begin anew with this bucket: drop its errors and its Q."""
         super().forget(index)
         self.qs.pop(index, None)
 

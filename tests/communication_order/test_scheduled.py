@@ -33,7 +33,7 @@ from ddp_course.communication_order import (
     recorded,
 )
 from ddp_course.communication_order.one_by_one import problem_with
-from ddp_course.compression import Exchange, compress, compressor
+from ddp_course.compression import CourseExchange, compress, compressor
 from ddp_course.data_parallel.ddp import DistributedDataParallel
 from ddp_course.launch import Link, Links, RankError, RankTimeout, spawn
 from ddp_course.measure import ByteMeter, EventLog, SystemBytes
@@ -385,7 +385,7 @@ def killed_in_a_step(see: bool = True) -> str:
         train = wrapped(model=model, policy=priority(4000), process_group=pairs[0])
     else:
         train = DistributedDataParallel(model, pairs[1], bucket_cap_mb=0.001)
-        exchange = Exchange(pairs[1])
+        exchange = CourseExchange(pairs[1])
         train.register_comm_hook(compressor("powersgd:1", exchange), compress)
         train.step = model.zero_grad
     run(train, 3)

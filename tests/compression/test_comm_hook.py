@@ -23,7 +23,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks import (
 )
 from torch.nn.parallel import DistributedDataParallel as Theirs
 
-from ddp_course.compression import PowerSGD, SixteenBits, compress, compressor
+from ddp_course.compression import (
+    CourseExchange,
+    PowerSGD,
+    SixteenBits,
+    compress,
+    compressor,
+)
 from ddp_course.data_parallel import DistributedDataParallel as Ours
 from ddp_course.launch import spawn
 
@@ -133,7 +139,7 @@ class Patient(SixteenBits):
     """Averages nothing before backward has come to the first layer's gradient."""
 
     def __init__(self, seconds: float) -> None:
-        super().__init__()
+        super().__init__(exchange=CourseExchange())
         self.seconds, self.first_layer, self.seen = seconds, Event(), []
 
     def mean(self, bucket: Any) -> Tensor:
@@ -254,8 +260,29 @@ def refused() -> dict[str, str]:
     return told
 
 
+class NeverForgets(PowerSGD):
+    """Plant: an inf stays in the errors, and in Q."""
+
+    def forget_if_infinite(self, index: int, mean: Tensor) -> None:
+        pass
+
+
+def after_an_inf() -> dict[str, bool]:
+    """Tell whether the step after one with an inf on rank 1 is finite again."""
+    finite = {}
+    makes = {words: partial(compressor, words) for words in ALL}
+    for name, make in (makes | {"planted": lambda: NeverForgets(1)}).items():
+        ddp = Ours(plain())
+        ddp.register_comm_hook(make(), compress)
+        for factor in (1.0, float("inf") if dist.get_rank() else 1.0, 1.0):
+            ddp.zero_grad()
+            (ddp(torch.ones(2, 12)).sum() * factor).backward()
+        finite[name] = all(p.grad.isfinite().all() for p in ddp.parameters())
+    return finite
+
+
 def job() -> tuple:
-    return is_identity(), there_and_here(), meanwhile(), refused()
+    return is_identity(), there_and_here(), meanwhile(), refused(), after_an_inf()
 
 
 WITHOUT_CUDA = "BF16 all reduce communication hook required CUDA 11+ and"  # a build
@@ -264,7 +291,8 @@ WITHOUT_CUDA = "BF16 all reduce communication hook required CUDA 11+ and"  # a b
 def test_hooks_are_pytorchs_and_mistakes_are_told():
     both = spawn(job, world_size=2, output="none")
     assert repr(both[0]) == repr(both[1])
-    identical, far, beside, told = both[0]
+    identical, far, beside, told, finite = both[0]
+    assert not finite.pop("planted") and all(finite.values()), finite
     assert all(identical.values()), identical
     assert not beside.pop("at_once") and all(beside.values()), beside
     for name, gap in far.items():

@@ -14,6 +14,7 @@ from torch import Tensor
 from ddp_course.collectives import naive
 from ddp_course.compression import (
     Compressor,
+    CourseExchange,
     ErrorFeedback,
     Exchange,
     Int8,
@@ -23,6 +24,8 @@ from ddp_course.compression import (
     SixteenBits,
     TopK,
     compressor,
+    mean_in_16_bits,
+    mean_in_low_rank,
     play,
 )
 from ddp_course.compression import powersgd as powersgd_module
@@ -41,7 +44,7 @@ ALL += ("powersgd:1", "powersgd:3")
 def made(words: str, exchange: Exchange | None = None) -> Compressor:
     """Return a compressor by its name in `theory`, which knows blocks, too."""
     if words == "int8:32":
-        return Int8(32, exchange)
+        return Int8(32, exchange or CourseExchange())
     return compressor(words, exchange)
 
 
@@ -88,7 +91,9 @@ def as_one(make: Callable[[], Compressor], ranks: int = RANKS) -> list[Tensor]:
 def job() -> dict[str, tuple]:
     told = {}
     for words in ALL:
-        in_order = Exchange(all_reduce=naive.through_rank_0)  # adds as `play` does
+        in_order = CourseExchange(
+            all_reduce=naive.through_rank_0
+        )  # adds as `play` does
         means, _ = as_ranks(partial(made, words, in_order))
         told[words] = means, as_ranks(partial(made, words))[1]
     return told
@@ -103,6 +108,32 @@ def test_bytes_are_the_formula_and_numbers_those_of_one_process():
             formula = compressed_bytes(words, SHAPES, RANKS, rank)
             assert metered == formula, (words, rank)
             assert 0 <= written - formula < 400, (words, rank, written, formula)
+
+
+def in_a_few_lines() -> dict[str, tuple[Tensor, Tensor]]:
+    """Return the means of the naive functions, each beside its compressor's."""
+    pairs, rank = {}, dist.get_rank()
+    own = gradients(rank, 0)[0]
+    sixteen = SixteenBits().mean(bucket_of([own])).view(own.shape)
+    pairs["16 bits"] = mean_in_16_bits(own), sixteen
+    powersgd = PowerSGD(2, feedback=False)
+    q = PowerSGD(2).random_q(own[None])[0]
+    for step in range(STEPS):
+        own = gradients(rank, step)[0]
+        mean, q = mean_in_low_rank(own, q)
+        right = powersgd.mean(bucket_of([own])).view(own.shape)
+        pairs[f"low rank, step {step}"] = mean, right
+    own_q = torch.randn(29, 2, generator=torch.Generator().manual_seed(rank))
+    pairs["planted: unequal Q"] = mean_in_low_rank(own, own_q)[0], right
+    return pairs
+
+
+def test_the_naive_functions_are_the_compressors_without_memory():
+    for pairs in spawn(in_a_few_lines, world_size=RANKS, output="none"):
+        assert torch.equal(*pairs["16 bits"])
+        planted = pairs.pop("planted: unequal Q")
+        assert all(torch.allclose(*pair, atol=1e-5) for pair in pairs.values())
+        assert not torch.allclose(*planted, atol=1e-2)
 
 
 # ---- what is lost --------------------------------------------------------------------

@@ -1,0 +1,73 @@
+"""The exchange of real trainings: the course's collectives, beside backward.
+
+Byte meters and slow links see the course's collectives only. They run in a thread of
+the process group, so that backward goes on while a bucket is compressed and sent.
+Chapter 14.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_course.collectives import (
+    all_gather_single,
+    all_to_all_single,
+    communicator,
+    ring,
+)
+from ddp_course.compression.exchange import Exchange
+
+
+class CourseExchange(Exchange):
+    """Calls the course's collectives, in the thread of the process group.
+
+    Args:
+        group: the ranks; None are all.
+        all_reduce: `ring.all_reduce`, `dist.all_reduce` or another of that form.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        all_reduce: Callable[..., Any] = ring.all_reduce,
+    ) -> None:
+        super().__init__(group)
+        self.all_reduce = all_reduce
+
+    def meanwhile(self, job: Callable[[], Tensor]) -> torch.futures.Future[Tensor]:
+        """Run `job` while backward goes on; return a future of its result.
+
+        The group's thread runs jobs in the same order on all ranks. PyTorch's
+        all-reduce takes its order from the calling thread, so it runs at once.
+        """
+        future = torch.futures.Future()
+
+        def work() -> None:
+            try:
+                future.set_result(job())
+            except BaseException as error:
+                future.set_exception(error)
+                raise
+
+        own = self.all_reduce is not dist.all_reduce
+        communicator(self.group).perform(work, async_op=own)
+        return future
+
+    def add_up(self, tensor: Tensor) -> None:
+        """Replace `tensor` by the sum over all ranks, in place."""
+        self.all_reduce(tensor, group=self.group)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Return all ranks' tensors, [size, ...], in the order of the ranks."""
+        rows = tensor.new_empty(self.size, *tensor.shape)
+        all_gather_single(rows.view(-1), tensor.view(-1), group=self.group)
+        return rows
+
+    def swap(self, rows: Tensor) -> Tensor:
+        """Send row r of `rows` [size, ...] to rank r; return the rows received."""
+        received = torch.empty_like(rows)
+        all_to_all_single(received.view(-1), rows.view(-1), group=self.group)
+        return received

@@ -1,0 +1,79 @@
+"""One process plays all ranks: N compressors run in N threads.
+
+A collective is a list and a barrier. The results have the same bits as those of N ranks
+whose all-reduce adds in the order of the ranks (as `naive.through_rank_0` does; with
+two ranks every all-reduce does). So loss curves need no launch. Chapter 14.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_course.compression.exchange import Exchange
+from ddp_course.mechanisms.comm_hook import GradBucket
+
+
+class PlayedExchange(Exchange):
+    """The collectives among threads of one process; `table` has a place per rank."""
+
+    size = 0
+
+    def __init__(self, rank: int, table: list[Any], barrier: Barrier) -> None:
+        self.rank, self.table, self.barrier = rank, table, barrier
+        self.size = len(table)
+
+    def _all(self, tensor: Tensor) -> list[Tensor]:
+        """Show a tensor; return the tensors of all ranks."""
+        self.table[self.rank] = tensor.clone()
+        self.barrier.wait()
+        rows = list(self.table)
+        self.barrier.wait()
+        return rows
+
+    def add_up(self, tensor: Tensor) -> None:
+        """Replace `tensor` by the sum over all ranks, added in their order."""
+        first, *others = self._all(tensor)
+        tensor.copy_(first)
+        for other in others:
+            tensor.add_(other)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Return all ranks' tensors, [size, ...]."""
+        return torch.stack(self._all(tensor))
+
+    def swap(self, rows: Tensor) -> Tensor:
+        """Return every rank's row for this one."""
+        return torch.stack([theirs[self.rank] for theirs in self._all(rows)])
+
+
+def play(
+    compressors: Sequence[Any], gradients: Sequence[Sequence[Tensor]], index: int = 0
+) -> list[list[Tensor]]:
+    """Play all ranks in this process: return the mean gradients of each rank.
+
+    `gradients[r]` are those of rank r, all in bucket `index`; they stay unchanged.
+    `compressors[r]` belongs to rank r, and keeps its memory for the next call.
+    """
+    table, barrier = [None] * len(compressors), Barrier(len(compressors))
+
+    def rank(r: int) -> list[Tensor]:
+        own = gradients[r]
+        flat = torch.cat([gradient.reshape(-1) for gradient in own])
+        parts = flat.split([gradient.numel() for gradient in own])
+        views = [p.view(g.shape) for p, g in zip(parts, own, strict=True)]
+        compressors[r].exchange = PlayedExchange(r, table, barrier)
+        try:
+            bucket = GradBucket(index, flat, own, views, last=True)
+            mean = compressors[r].mean(bucket)
+        except BaseException:
+            barrier.abort()
+            raise
+        parts = mean.split([gradient.numel() for gradient in own])
+        return [p.view(g.shape) for p, g in zip(parts, own, strict=True)]
+
+    with ThreadPoolExecutor(len(compressors)) as threads:
+        return list(threads.map(rank, range(len(compressors))))
