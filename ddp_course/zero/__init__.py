@@ -28,8 +28,8 @@ Chapters 07 and 08.
 
 from ddp_course.mechanisms.elementwise import NotElementwiseError
 from ddp_course.zero.freed import ShardedError
-from ddp_course.zero.naive import NaiveZeroRedundancyOptimizer
-from ddp_course.zero.shards import Piece, ShardedBucket, deal, shard_plan
+from ddp_course.zero.naive import NaiveZeroRedundancyOptimizer, deal
+from ddp_course.zero.shards import Piece, ShardedBucket, shard_plan
 from ddp_course.zero.stage1 import Zero1
 from ddp_course.zero.stage2 import Zero2
 from ddp_course.zero.stage3 import FullyShardedDataParallel

@@ -1,48 +1,59 @@
-"""ZeroRedundancyOptimizer in its first step: whole parameters, dealt out to the ranks.
+"""ZeRO stage 1, as simple as it can be: each parameter has one owner, who steps it.
 
-In data parallelism every rank keeps the states of all parameters and does the whole
-work of the optimizer, and all come to the same result: N times the memory and N times
-the work for nothing. Here every parameter has one owner, which steps it and sends the
-result to the others. This is what PyTorch's ZeroRedundancyOptimizer does. Chapter 07.
+In data parallelism every rank keeps the optimizer states of all parameters and does the
+optimizer's whole work, and all ranks compute the same numbers. Here each parameter is
+stepped by its owner alone, which broadcasts the result. PyTorch's
+ZeroRedundancyOptimizer divides the work in the same way. Nothing is checked here: all
+ranks must pass the same shapes and options. Chapter 07.
 """
 
-import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.optim import Optimizer
 
-from ddp_course.collectives import communicator
-from ddp_course.mechanisms.agreement import on_any_rank
-from ddp_course.mechanisms.placements import Stage, place
-from ddp_course.zero.sharded_optimizer import ShardedOptimizer
-from ddp_course.zero.shards import deal
+
+def deal(numels: Sequence[int], loads: Sequence[int]) -> tuple[int, ...]:
+    """Return for each parameter the rank that owns it.
+
+    The largest parameter goes first, and each goes to the rank that owns the fewest
+    elements so far. So the rank with most owns at most the mean and one parameter.
+    PyTorch deals in the same way within every parameter group (`_partition_parameters`
+    in torch/distributed/optim/zero_redundancy_optimizer.py). Chapter 07.
+
+    Args:
+        numels: elements of each parameter.
+        loads: elements that each rank owns already.
+    """
+    loads, owner = list(loads), [0] * len(numels)
+    for k in sorted(range(len(numels)), key=lambda k: -numels[k]):
+        owner[k] = loads.index(min(loads))
+        loads[owner[k]] += numels[k]
+    return tuple(owner)
 
 
-class NaiveZeroRedundancyOptimizer(ShardedOptimizer):
+class NaiveZeroRedundancyOptimizer(Optimizer):
     """Runs `optimizer_class`, with the states of each parameter on one rank only.
 
-    Tensors stay whole, so it can be any optimizer, such as Adafactor or Muon. A rank
-    owns 1/N of all elements only if the parameters can be dealt out that evenly. An
-    average over N ranks costs 2 (N - 1) / N of the parameters' bytes, and sending the
-    results (N - 1) / N: half as much again as data parallelism.
+    Parameters stay whole, so it can be any optimizer, such as Adafactor or Muon. A rank
+    owns 1/N of all elements only if the parameters can be dealt out that evenly.
+    Averaging the gradients costs 2 (N - 1) / N of the parameters' bytes, broadcasting
+    the results (N - 1) / N: half as much again as data parallelism. A gradient that is
+    missing on a rank counts as zero.
 
     Args:
         params: as of any optimizer: parameters, names and parameters, or groups.
         optimizer_class: such as `torch.optim.AdamW`.
         process_group: the ranks that share the states; None are all.
-        gradients: "average" them in `step`, one all-reduce for each parameter; or they
-            are "averaged" already, by DistributedDataParallel.
+        gradients: "average": `step` averages them, one all-reduce for each parameter;
+            "averaged": DistributedDataParallel has averaged them already.
         **defaults: arguments of `optimizer_class`.
 
-    Raises ReplicaError, on every rank, if the ranks' arguments differ or cannot be
-    used. torch/distributed/optim/zero_redundancy_optimizer.py; Rajbhandari et al. 2020,
+    torch/distributed/optim/zero_redundancy_optimizer.py; Rajbhandari et al. 2020,
     "ZeRO", section 5.1. Chapter 07.
     """
-
-    in_pieces = False
 
     def __init__(
         self,
@@ -53,46 +64,67 @@ class NaiveZeroRedundancyOptimizer(ShardedOptimizer):
         gradients: str = "average",
         **defaults: Any,
     ) -> None:
-        problem, form = None, {"gradients": gradients}
-        if gradients not in ("average", "averaged"):
-            problem = f"gradients is {gradients!r}; it can be 'average' or 'averaged'"
-        given = params, optimizer_class, process_group, defaults
-        super().__init__(*given, problem, **form)
-        self.gradients = gradients
-        self.owners: dict[Tensor, int] = {}
-        self.loads = [0] * self.world_size  # elements that each rank owns
-        self.divide()
+        super().__init__(params, defaults)
+        self.process_group, self.gradients = process_group, gradients
+        self.rank = dist.get_rank(process_group)
+        self.world_size = dist.get_world_size(process_group)
 
-    def take(self, named_parameters: dict[str, Tensor]) -> None:
-        """Deal the parameters out."""
-        parameters = [p for p in named_parameters.values() if p.requires_grad]
-        names = {p: name for name, p in named_parameters.items()}
-        owners = deal([p.numel() for p in parameters], self.loads)
-        for parameter, owner in zip(parameters, owners, strict=True):
-            self.owners[parameter] = owner
-            self.loads[owner] += parameter.numel()
-            place(parameter, self.process_group, Stage((owner,)), name=names[parameter])
-            if owner == self.rank:
-                self.owned[parameter] = parameter
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        trained = [p for p in parameters if p.requires_grad]
+        owners = deal([p.numel() for p in trained], [0] * self.world_size)
+        self.owners = dict(zip(trained, owners, strict=True))
+        for parameter in parameters:  # all ranks start with rank 0's numbers
+            self.broadcast(parameter, 0)
 
-    def give_gradients(self) -> None:
+        own = [{"params": self.owned(group)} for group in self.param_groups]
+        copy_options(self.param_groups, own)
+        self.optim = optimizer_class(own, **defaults)  # only this one has states
+        self.state = self.optim.state
+        copy_options(self.optim.param_groups, self.param_groups)
+
+    def owned(self, group: dict[str, Any]) -> list[torch.Tensor]:
+        """Return the parameters of a group that this rank owns."""
+        return [p for p in group["params"] if self.owners.get(p) == self.rank]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any | None:
+        """Step this rank's parameters and broadcast them; called by all ranks."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.gradients == "average":
+            self.average_gradients()
+        copy_options(self.param_groups, self.optim.param_groups)
+        self.optim.step()  # 1/N of the work
+        copy_options(self.optim.param_groups, self.param_groups)
+        for parameter, owner in self.owners.items():
+            self.broadcast(parameter, owner)
+        return loss
+
+    def average_gradients(self) -> None:
         """Replace every gradient by its mean over the ranks."""
-        if self.gradients == "averaged":
-            return
-        there = [parameter.grad is not None for parameter in self.owners]
-        used = on_any_rank(there, self.process_group)
-        for parameter in itertools.compress(self.owners, used):
-            if parameter.grad is None:  # other ranks have one, and wait for us
-                parameter.grad = parameter.new_zeros(parameter.shape)
+        for parameter in self.owners:
+            if parameter.grad is None:  # other ranks may have one, and wait for us
+                parameter.grad = torch.zeros_like(parameter)
             mean = parameter.grad.contiguous()
             dist.all_reduce(mean, group=self.process_group)
             parameter.grad.copy_(mean.div_(self.world_size))
 
-    def share_parameters(self) -> None:
-        """Send every parameter from its owner to the others."""
-        ranks = communicator(self.process_group).ranks
-        for parameter, owner in self.owners.items():
-            numbers = parameter.detach().contiguous()
-            dist.broadcast(numbers, ranks[owner], self.process_group)
-            if numbers.data_ptr() != parameter.data_ptr():
-                parameter.copy_(numbers)
+    @torch.no_grad()
+    def broadcast(self, parameter: torch.Tensor, owner: int) -> None:
+        """Give all ranks the owner's numbers of a parameter."""
+        numbers = parameter.detach().contiguous()
+        dist.broadcast(numbers, group=self.process_group, group_src=owner)
+        parameter.copy_(numbers)
+
+
+def copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+    """Copy learning rates and other options from one optimizer's groups to another's.
+
+    Schedulers change the options of the outer optimizer, and some inner optimizers
+    change their own.
+    """
+    for theirs, ours in zip(source, target, strict=True):
+        names = theirs.keys() - {"params", "param_names"}
+        ours.update({name: theirs[name] for name in names})

@@ -1,14 +1,10 @@
-"""Who owns what: parameters dealt out to ranks, and buckets cut into shards. Pure.
+"""Who owns what: buckets cut into shards. Pure: plain data.
 
-There are two ways to divide the work of an optimizer by N ranks:
-
-    deal          whole parameters, as PyTorch's ZeroRedundancyOptimizer does it. The
-                  largest one decides how even it can be: half of a model may be one
-                  embedding
-    shard_plan    lay the parameters of a bucket side by side and cut the row into N
-                  equal parts, wherever the cuts may fall. A reduce-scatter gives every
-                  rank its part of the gradients, an all-gather brings the parts
-                  together again
+`naive` deals out whole parameters, and the largest one limits how equal the ranks can
+be: half of a model may be one embedding. Here the parameters of a bucket are laid side
+by side, and the row is cut into N equal parts, wherever the cuts may fall. A
+reduce-scatter gives every rank its part of the gradients, and an all-gather joins the
+parts again:
 
        parameters    | a a a a a b b b | b c c c c . . . |   . is padding: with it all
        shard of rank |       0         |        1        |   shards are equally long
@@ -17,27 +13,12 @@ Rank 1 owns a *piece* of b: its elements 3 to 4. Rajbhandari et al. 2020, "ZeRO"
 sections 5.1 and 5.2. Chapter 07.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from ddp_course.mechanisms.buckets import BUCKET_CAP_MB, Bucket, bucket_plan
-
-
-def deal(numels: Sequence[int], loads: Sequence[int]) -> tuple[int, ...]:
-    """Return for each parameter which rank owns it: largest first, to the idlest.
-
-    `numels` are the elements of each parameter, `loads` those that each rank owns
-    already. The rank with most owns at most the mean and one parameter. PyTorch deals
-    so within every parameter group (`_partition_parameters` in
-    torch/distributed/optim/zero_redundancy_optimizer.py). Chapter 07.
-    """
-    loads, owner = list(loads), [0] * len(numels)
-    for k in sorted(range(len(numels)), key=lambda k: -numels[k]):
-        owner[k] = loads.index(min(loads))
-        loads[owner[k]] += numels[k]
-    return tuple(owner)
 
 
 @dataclass(frozen=True)

@@ -49,9 +49,6 @@ def constructions(odd: bool) -> dict:
         "*bucket_cap_mb is 25 on ranks 0, 2, 5 on*": one(
             bucket_cap_mb=5 if odd else 25
         ),
-        "*argument gradients is 'average' on ranks 0, 2, 'averaged' on rank 1*": one(
-            cls=Naive, gradients="averaged" if odd else "average"
-        ),
         "*argument buckets_in_shared_memory is False on ranks 0, 2, True on*": one(
             buckets_in_shared_memory=odd
         ),
@@ -71,10 +68,8 @@ def constructions(odd: bool) -> dict:
         "*LBFGS*missing*closure*": one(of=torch.optim.LBFGS),
         "*optimizer_class is 'AdamW'*not callable*": one(of="AdamW"),
         "*Invalid learning rate: -1.0*": one(lr=-1.0),
-        "*Invalid learning rate: -1.0**": one(cls=Naive, lr=-1.0),
         "*unexpected keyword argument 'nonsense'*": one(nonsense=3),
         "*bucket_cap_mb is 0; it must be*above 0*": one(bucket_cap_mb=0),
-        "*gradients is None; it can be*": one(cls=Naive, gradients=None),
         "*buckets_in_flight is 0; it must be*": one(cls=Stage2, buckets_in_flight=0),
         "*flight is True; it*": one(cls=Stage2, buckets_in_flight=True),
     }

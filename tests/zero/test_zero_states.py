@@ -10,7 +10,6 @@ from zero_cases import (
     OPTIMIZERS,
     SMALL,
     Make,
-    Naive,
     Odd,
     OwnStateOnly,
     Stage1,
@@ -60,8 +59,8 @@ def loaded(make: Make, name: str, weights, state) -> list:
     return go_on(opt, model, range(2, 4), False)
 
 
-MAKES = {"naive": Naive, "stage 1": options(Stage1, **SMALL), "stage 2": Stage2}
-STATEFUL = [("naive", "adamw"), ("stage 2", "adamw")]
+MAKES = {"stage 1": options(Stage1, **SMALL), "stage 2": Stage2}
+STATEFUL = [("stage 2", "adamw")]
 STATEFUL += [("stage 1", name) for name in ("adamw", "amsgrad", "nadam", "lion")]
 
 
