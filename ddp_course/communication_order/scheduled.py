@@ -38,7 +38,7 @@ from ddp_course.measure import Event, active_logs
 from ddp_course.mechanisms.agreement import start_as_replicas
 from ddp_course.mechanisms.buckets import LiveBucket, bucket_plan
 from ddp_course.mechanisms.engine import Engine
-from ddp_course.mechanisms.habits import Frozen
+from ddp_course.mechanisms.frozen import Frozen
 from ddp_course.mechanisms.hooks import (
     Averager,
     leaves_below,

@@ -18,7 +18,7 @@ from torch import nn
 from ddp_course.mechanisms.agreement import start_as_replicas
 from ddp_course.mechanisms.buckets import BUCKET_CAP_MB, FIRST_BUCKET_MB, bucket_plan
 from ddp_course.mechanisms.engine import AllReduce, Engine
-from ddp_course.mechanisms.habits import Frozen
+from ddp_course.mechanisms.frozen import Frozen
 from ddp_course.mechanisms.hooks import Averager
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from ddp_course.mechanisms.agreement import on_any_rank, start_as_replicas
-from ddp_course.mechanisms.habits import Frozen
+from ddp_course.mechanisms.frozen import Frozen
 from ddp_course.mechanisms.hooks import Averager, on_gradient
 from ddp_course.mechanisms.timeline import Timeline
 

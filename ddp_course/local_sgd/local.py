@@ -31,7 +31,7 @@ from torch.optim import SGD, Optimizer
 
 from ddp_course.collectives import communicator
 from ddp_course.mechanisms.agreement import start_as_replicas
-from ddp_course.mechanisms.habits import Frozen
+from ddp_course.mechanisms.frozen import Frozen
 
 Group = dist.ProcessGroup | None
 AllReduce = Callable[..., Any]

@@ -9,7 +9,8 @@
     norms       the norm of the whole model's gradient, which follows from that
     whole_state the state of the whole model, which follows from that, too
     saving      files that are whole or not there, and are what was written
-    habits      what would be wrong in silence once parameters are divided
+    frozen, guards
+                what would be wrong in silence once a model is wrapped
     elementwise may an optimizer step parts of a tensor alone?
     exchange, shard_exchange, memory_exchange
                 parts are gathered and reduced, by messages or by shared memory

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map_only
 
 from ddp_course.collectives import communicator
 from ddp_course.mechanisms.agreement import attempt, check_along, in_batches
-from ddp_course.mechanisms.habits import came_later
+from ddp_course.mechanisms.frozen import came_later
 from ddp_course.mechanisms.norms import clip_grad_norm_
 from ddp_course.mechanisms.placements import (
     Flat,

@@ -33,7 +33,7 @@ from ddp_course.mechanisms.agreement import (
     kind_of,
     problem_with,
 )
-from ddp_course.mechanisms.habits import watch
+from ddp_course.mechanisms.guards import watch
 from ddp_course.mechanisms.hooks import held
 from ddp_course.mechanisms.placements import Stage, place
 from ddp_course.mechanisms.weight_gradients import WeightGradStore

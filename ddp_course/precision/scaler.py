@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ddp_course.mechanisms.habits import seen_by_all
+from ddp_course.mechanisms.guards import seen_by_all
 
 
 class GradScaler:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ddp_course.mechanisms.habits import came_later
+from ddp_course.mechanisms.frozen import came_later
 
 if TYPE_CHECKING:
     from ddp_course.zero.unit_storage import Unit

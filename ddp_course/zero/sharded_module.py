@@ -12,7 +12,8 @@ from torch import nn
 
 from ddp_course.collectives import communicator
 from ddp_course.mechanisms.agreement import broadcast_all, on_any_rank
-from ddp_course.mechanisms.habits import Frozen, leave_behind
+from ddp_course.mechanisms.frozen import Frozen
+from ddp_course.mechanisms.guards import leave_behind
 from ddp_course.mechanisms.shard_exchange import ShardMessages
 from ddp_course.mechanisms.whole_state import PlainModel, WholeState, groups_before
 from ddp_course.zero.arguments import agreed_units

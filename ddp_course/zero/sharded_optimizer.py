@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from ddp_course.collectives import communicator
 from ddp_course.mechanisms.agreement import broadcast_all
-from ddp_course.mechanisms.habits import averaged_by
+from ddp_course.mechanisms.guards import averaged_by
 from ddp_course.mechanisms.placements import groups_of, placed
 from ddp_course.mechanisms.whole_state import (
     full_optimizer_state,

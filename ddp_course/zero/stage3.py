@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ddp_course.collectives.patience import patient
-from ddp_course.mechanisms.habits import check_first_order
+from ddp_course.mechanisms.frozen import check_first_order
 from ddp_course.mechanisms.memory_exchange import ShardMemory, memory_problem
 from ddp_course.mechanisms.shard_exchange import ShardMessages
 from ddp_course.mechanisms.timeline import Timeline, span

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.autograd import Variable
 
 from ddp_course.mechanisms.agreement import on_any_rank
-from ddp_course.mechanisms.habits import check_first_order
+from ddp_course.mechanisms.frozen import check_first_order
 from ddp_course.mechanisms.hooks import on_backward, tensors_in
 from ddp_course.zero.sharded_module import ShardedModule
 

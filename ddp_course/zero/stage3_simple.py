@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from ddp_course.mechanisms.habits import check_first_order
+from ddp_course.mechanisms.frozen import check_first_order
 from ddp_course.mechanisms.hooks import tensors_in
 from ddp_course.zero.sharded_module import ShardedModule
 from ddp_course.zero.unit_storage import Unit

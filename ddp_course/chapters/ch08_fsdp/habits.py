@@ -1,6 +1,6 @@
 """What one may do with a wrapped model, and with which strategy: a table of facts.
 
-Each entry is run by `tests/mechanisms/test_habits.py`, PyTorch's two columns too, which
+Each entry is run by `tests/mechanisms/test_guards.py`, PyTorch's two columns too, which
 are what torch 2.13 does on the CPU.
 """
 

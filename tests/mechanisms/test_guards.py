@@ -28,8 +28,7 @@ from ddp_course.data_parallel import (
 )
 from ddp_course.launch import RankError, spawn
 from ddp_course.measure import MemoryLog
-from ddp_course.mechanisms import engine, hooks
-from ddp_course.mechanisms import habits as guards
+from ddp_course.mechanisms import engine, frozen, guards, hooks
 from ddp_course.mechanisms.whole_state import WholeState
 from ddp_course.model import GPTConfig, build_gpt
 from ddp_course.pipeline import PipelineParallel
@@ -373,7 +372,7 @@ def without_guards() -> None:
     """The plant: nobody looks after anything."""
     guards._put_around = lambda owner, name, make: None
     guards._check_step = lambda optimizer, args, kwargs: None
-    guards.Frozen.check = lambda self: None
+    frozen.Frozen.check = lambda self: None
     ShardedModule.check_kept = WholeState.newcomer = lambda self: None
     ShardedModule.check_unchanged = lambda self, unit: None
     engine.on_any_rank = lambda flags, group, failed: [True for _ in flags]

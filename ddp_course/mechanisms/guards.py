@@ -1,7 +1,7 @@
-"""What is done by habit, and would be wrong in silence once parameters are divided.
+"""Guards around PyTorch's own tools, which would be wrong in silence on sharded models.
 
-PyTorch's own tools know of one process. From the moment on at which a strategy that
-divides parameters is made, three of them are watched, in this rank:
+PyTorch's tools know of one process. As soon as a strategy that shards parameters is
+constructed, three of these tools are watched in this process:
 
     an optimizer that was made before     refused at its first step: what it steps has
                                           been left behind, and trains nothing
@@ -11,7 +11,7 @@ divides parameters is made, three of them are watched, in this rank:
                                           would, and the replicas were none any more.)
 
 For optimizers PyTorch has a hook. The two others have none, so each has a function put
-around one of its own. And `Frozen` parameters are to stay so. Chapters 05 and 07 to 10.
+around one of its own. Chapters 05 and 07 to 10.
 """
 
 import functools
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
@@ -48,73 +48,6 @@ class Weakly(weakref.ref):
 
     def __reduce__(self) -> tuple[type, tuple]:
         return type(None), ()
-
-
-class Frozen:
-    """Which parameters a strategy was made of, and which of them were frozen then.
-
-    Others that come later nobody would average, nor one that is trained later on. If
-    the parameters are `pieces`, with which nobody computes, what was trained is to stay
-    so, too; and a hook of theirs would never be called.
-    """
-
-    def __init__(self, module: nn.Module, *, pieces: bool = False) -> None:
-        self.module = None if pieces else module  # else it would keep itself alive
-        self.parameters = dict(module.named_parameters())
-        self.present = self._present()
-        told = ((name, p, p.requires_grad) for name, p in self.parameters.items())
-        self.kept = [(*of, trained) for *of, trained in told if pieces or not trained]
-
-    def check(self) -> None:
-        """Raise RuntimeError for what is not as it was any more."""
-        for name, parameter, trained in self.kept:
-            if parameter.requires_grad != trained:
-                was, now = ("trained", "frozen") if trained else ("frozen", "trained")
-                raise RuntimeError(
-                    f"{name} was {was} when the model was wrapped, and is {now} now: "
-                    "that comes too late for its gradients. Wrap the model again"
-                )
-            if self.module is None and _hooks_of(parameter):
-                raise RuntimeError(
-                    f"{name} has a hook, which nobody would call: autograd computes "
-                    "with the whole parameter, and this is a piece of it. Register "
-                    "hooks before the model is wrapped"
-                )
-        if self._present() != self.present:
-            named = self.module.named_parameters()
-            new = (name for name, p in named if p is not self.parameters.get(name))
-            raise RuntimeError(came_later(next(new, "what is missing")))
-
-    def _present(self) -> list[int]:
-        """Return which parameters the module has; faster than `parameters()`."""
-        owners = () if self.module is None else self.module.modules()
-        return [id(p) for owner in owners for p in owner._parameters.values()]
-
-
-def _hooks_of(parameter: Tensor) -> list[Any]:
-    """Return the hooks of a parameter; those of meters may find nothing to do."""
-    hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
-    each = (hook for kind in hooks for hook in (kind or {}).values())
-    meters = "ddp_course.measure"
-    return [h for h in each if not getattr(h, "__module__", "").startswith(meters)]
-
-
-def came_later(name: str) -> str:
-    """Return what to say of a parameter that was put there when all were wrapped."""
-    return (
-        f"{name} was put into the model after it was wrapped, and nobody would look "
-        "after it: change numbers in place, or wrap the model again"
-    )
-
-
-def check_first_order() -> None:
-    """Raise RuntimeError in a backward pass that is itself recorded."""
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "create_graph=True: the gradient of a gradient needs what this parallelism "
-            "has freed, or computed in one piece. For a gradient penalty, or forces, "
-            "take DistributedDataParallel or ZeroRedundancyOptimizer"
-        )
 
 
 @functools.cache

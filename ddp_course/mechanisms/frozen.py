@@ -1,0 +1,76 @@
+"""Guards that a strategy calls itself: has the wrapped model changed since?
+
+They import torch alone. What watches PyTorch's own tools is in `guards`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Frozen:
+    """Which parameters a strategy was made of, and which of them were frozen then.
+
+    Others that come later nobody would average, nor one that is trained later on. If
+    the parameters are `pieces`, with which nobody computes, what was trained is to stay
+    so, too; and a hook of theirs would never be called.
+    """
+
+    def __init__(self, module: nn.Module, *, pieces: bool = False) -> None:
+        self.module = None if pieces else module  # else it would keep itself alive
+        self.parameters = dict(module.named_parameters())
+        self.present = self._present()
+        told = ((name, p, p.requires_grad) for name, p in self.parameters.items())
+        self.kept = [(*of, trained) for *of, trained in told if pieces or not trained]
+
+    def check(self) -> None:
+        """Raise RuntimeError for what is not as it was any more."""
+        for name, parameter, trained in self.kept:
+            if parameter.requires_grad != trained:
+                was, now = ("trained", "frozen") if trained else ("frozen", "trained")
+                raise RuntimeError(
+                    f"{name} was {was} when the model was wrapped, and is {now} now: "
+                    "that comes too late for its gradients. Wrap the model again"
+                )
+            if self.module is None and _hooks_of(parameter):
+                raise RuntimeError(
+                    f"{name} has a hook, which nobody would call: autograd computes "
+                    "with the whole parameter, and this is a piece of it. Register "
+                    "hooks before the model is wrapped"
+                )
+        if self._present() != self.present:
+            named = self.module.named_parameters()
+            new = (name for name, p in named if p is not self.parameters.get(name))
+            raise RuntimeError(came_later(next(new, "what is missing")))
+
+    def _present(self) -> list[int]:
+        """Return which parameters the module has; faster than `parameters()`."""
+        owners = () if self.module is None else self.module.modules()
+        return [id(p) for owner in owners for p in owner._parameters.values()]
+
+
+def _hooks_of(parameter: Tensor) -> list[Any]:
+    """Return the hooks of a parameter; those of meters may find nothing to do."""
+    hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    each = (hook for kind in hooks for hook in (kind or {}).values())
+    meters = "ddp_course.measure"
+    return [h for h in each if not getattr(h, "__module__", "").startswith(meters)]
+
+
+def came_later(name: str) -> str:
+    """Return what to say of a parameter that was put there when all were wrapped."""
+    return (
+        f"{name} was put into the model after it was wrapped, and nobody would look "
+        "after it: change numbers in place, or wrap the model again"
+    )
+
+
+def check_first_order() -> None:
+    """Raise RuntimeError in a backward pass that is itself recorded."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "create_graph=True: the gradient of a gradient needs what this parallelism "
+            "has freed, or computed in one piece. For a gradient penalty, or forces, "
+            "take DistributedDataParallel or ZeroRedundancyOptimizer"
+        )
