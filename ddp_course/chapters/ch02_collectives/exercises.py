@@ -2,48 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ddp_course.chapters.ch02_collectives import solutions
-from ddp_course.collectives import barrier
 from ddp_course.lab.answers import Answer
-from ddp_course.lab.exercises import (
-    equal,
-    exercise,
-    expect,
-    judge_ranks,
-    shown,
-    written_by,
-)
-from ddp_course.lab.hard import hard_tensors, unchanged
-from ddp_course.lab.messages import MESSAGES, WAITED, call_late, copied
-
-
-def _tensors(rank: int, n: int) -> Iterator[Tensor]:
-    """Yield six numbers that tell whose they are, and then hard ones.
-
-    Messages carry contiguous tensors, and gloo no empty one from any rank.
-    """
-    yield torch.arange(6).view(2, 3) + 10 * rank
-    hard = hard_tensors(rank, n, but=["strided", "empty"])
-    yield from (tensor for _, tensor in hard)
-
+from ddp_course.lab.exercises import exercise, expect
+from ddp_course.lab.judge import Draw, same_on_ranks
 
 # ---- swap --------------------------------------------------------------------------
 
-PEERS = ([1, 0], [2, 3, 0, 1], [3, 2, 1, 0], [1, 0, 3, 2])
 SWAP = {
-    **MESSAGES,
-    **WAITED,
-    "right": "has {shown}; expected {wanted}: what rank {peer} gave.",
-    "untouched": "changed the tensor that it was given; receive into a tensor of your "
-    "own.",
-    "once": "sent messages of {lengths} numbers; one of {numel} is enough.",
+    "right": "has {got}; expected {wanted}{place}: what rank {peer} gave.",
+    "kept": "changed the tensor that it was given; receive into a tensor of your own.",
 }
 
 
@@ -61,32 +35,27 @@ def check_swap(answer: Answer) -> str:
         "Of two peers exactly one must send first, whichever ranks they are: which of "
         "the two it is, both must know without a message."
     )
-    for peers in PEERS:
-        judge_ranks(SWAP, _swap, answer, peers, worlds=[len(peers)], hint=hint)
-    return "on 2 and 4 real ranks, for all pairs that there are, nobody waits for ever"
+    same_on_ranks(
+        *(answer, solutions.swap, _pair),
+        worlds=(2, 4),
+        watch=["messages"],
+        hints=SWAP,
+        hint=hint,
+    )
+    return "on 2 and 4 real ranks, for pairs of all kinds, nobody waits for ever"
 
 
-def _swap(function: Callable, peers: Sequence[int]) -> Iterator[dict[str, Any]]:
-    rank, n = dist.get_rank(), dist.get_world_size()
-    peer = peers[rank]
-    pairs = " and ".join(f"{r} <-> {p}" for r, p in enumerate(peers) if r < p)
-    for mine, wanted in zip(_tensors(rank, n), _tensors(peer, n), strict=True):
-        told = call_late(function, mine, peer)
-        told |= {"right": equal(told["got"], wanted), "shown": shown(told["got"])}
-        told |= {"wanted": shown(wanted), "peer": peer, "numel": mine.numel()}
-        told["lengths"] = [numel for _, numel in told["sent"]]
-        told["case"] = f"in the pairs {pairs}"
-        told["once"] = told["sent"] == [(peer, mine.numel())]
-        yield told
+def _pair(d: Draw) -> tuple[Tensor, int]:
+    order = d.same.sample(range(d.n), d.n)  # 0th and 1st are peers, 2nd and 3rd, ...
+    return d.tensor(), order[order.index(d.rank) ^ 1]
 
 
 # ---- my_broadcast ------------------------------------------------------------------
 
 SPREAD = {
-    **MESSAGES,
-    **WAITED,
-    "right": "has {shown}; expected {wanted}: rank 0's numbers, in the tensor that was "
-    "given.",
+    "in_place": "has {got_in_place}; expected {wanted_in_place}{place_in_place}: rank "
+    "0's numbers, in the tensor that was given.",
+    "kept": "changed its tensor{place_in_place}; it has the numbers that all must get.",
 }
 
 
@@ -103,7 +72,14 @@ def check_my_broadcast(answer: Answer) -> str:
     """
     hint = "Who has the numbers already, and whom does each of them serve next?"
     for n in (2, 3, 4, 5, 8, 1):
-        real = judge_ranks(SPREAD, _spread, answer, worlds=[n], hint=hint)
+        real = same_on_ranks(
+            *(answer, solutions.my_broadcast, lambda d: (d.tensor(),)),
+            worlds=[n],
+            cases=6,
+            watch=["sends"],
+            hints=SPREAD,
+            hint=hint,
+        )
         for case in zip(*real, strict=True):
             _judge_tree(f"With {n} ranks,", n, case, hint)
     return (
@@ -112,18 +88,9 @@ def check_my_broadcast(answer: Answer) -> str:
     )
 
 
-def _spread(function: Callable) -> Iterator[dict[str, Any]]:
-    rank, n = dist.get_rank(), dist.get_world_size()
-    for wanted in _tensors(0, n):
-        given = wanted.clone() if rank == 0 else torch.full_like(wanted, -1)
-        told = call_late(function, given)
-        told |= {"right": equal(told["given"], wanted), "shown": shown(told["given"])}
-        yield told | {"wanted": shown(wanted)}
-
-
 def _judge_tree(where: str, n: int, real: Sequence[dict[str, Any]], hint: str) -> None:
     """Count messages and steps; in a step a rank sends one message at most."""
-    sent = [dst for told in real for dst, _ in told["sent"]]
+    sent = [dst for facts in real for dst, _ in facts["sent"]]
     for rank in range(n):
         times, once = sent.count(rank), int(rank != 0)
         says = f"{times} messages went to rank {rank}; expected {once}, with the whole"
@@ -144,20 +111,10 @@ def _judge_tree(where: str, n: int, real: Sequence[dict[str, Any]], hint: str) -
 
 # ---- my_transpose ------------------------------------------------------------------
 
-TRANSPOSE = {
-    "fits": "returned {got}; expected a tensor of shape {shape}, of {dtype}.",
-    "right": "has numbers that are not right: in its row {i}, place {j}, is {one}, "
-    "expected {wanted}. {hint}",
-    "kept": "changed the rows that it was given.",
-    "least": "sent {written} bytes by the operating system's count; each other rank "
-    "needs one block of {block} x {block} from it, {needed} bytes in all.",
-}
-MATRICES = {  # rows of each rank, and their type: the first is large enough to weigh
-    "rows of 60": (60, torch.int64),
-    "a row of float64": (1, torch.float64),
-    "rows of bfloat16": (3, torch.bfloat16),
-    "a matrix without rows": (0, torch.float32),
-}
+MATRICES = (  # rows of each rank, and their type: the first is large enough to weigh
+    *((60, torch.int64), (1, torch.float64), (3, torch.bfloat16), (0, torch.float32)),
+    *((2, torch.float32), (5, torch.int64)),
+)
 
 
 @exercise("my_transpose", solution=solutions.my_transpose)
@@ -171,33 +128,19 @@ def check_my_transpose(answer: Answer) -> str:
     exchange them all to all. Put what arrives side by side, by rank.
     """
     hint = "Which block of your rows does rank j need, and how must it be turned?"
-    judge_ranks(TRANSPOSE, _transposes, answer, worlds=(2, 3, 4, 1), hint=hint)
+    same_on_ranks(
+        *(answer, solutions.my_transpose, _rows),
+        worlds=(2, 3, 4, 1),
+        cases=len(MATRICES),
+        watch=["bytes"],
+        hint=hint,
+    )
     return (
         "on 1 to 4 real ranks every row is right, and each rank sent every other rank "
         "one block, by the operating system's count"
     )
 
 
-def _transposes(function: Callable) -> Iterator[dict[str, Any]]:
-    rank, n = dist.get_rank(), dist.get_world_size()
-    for case, (block, dtype) in MATRICES.items():
-        mine = slice(block * rank, block * (rank + 1))
-        numbers = torch.arange((block * n) ** 2).double() * 1.25 + 2**-40
-        matrix = numbers.to(dtype).view(block * n, block * n)
-        rows, wanted = matrix[mine].clone(), matrix.T[mine]
-        barrier()
-        with unchanged(rows) as told:
-            got, written = written_by(function, rows)
-        needed = (n - 1) * block * block * matrix.element_size()
-        least = written is None or written <= 1.02 * needed + 4000 * n
-        told["least"] = least and (written is None or written >= 0.98 * needed)
-        told |= {"case": case, "got": shown(copied(got)), "block": block}
-        told |= {"written": f"{written or 0:,}", "needed": f"{needed:,}"}
-        told |= {"shape": tuple(wanted.shape), "dtype": str(dtype)[6:], "right": True}
-        told["fits"] = isinstance(got, Tensor) and got.shape == wanted.shape
-        told["fits"] = told["fits"] and got.dtype == dtype
-        if told["fits"] and (wrong := (got != wanted).nonzero().tolist()):
-            i, j = wrong[0]
-            told |= {"right": False, "i": i, "j": j}
-            told |= {"one": got[i, j].item(), "wanted": wanted[i, j].item()}
-        yield told
+def _rows(d: Draw) -> tuple[Tensor]:
+    block, dtype = MATRICES[d.case]
+    return (d.tensor((block, block * d.n), dtype),)

@@ -66,7 +66,7 @@ ANSWERS = answers(
         dist.get_rank() < peer => dist.get_rank() < peer or tensor.numel() > 100
     after_a_barrier: the collective `barrier`
         got = torch.empty_like(tensor) => dist.barrier(); got = torch.empty_like(tensor)
-    in_32_bits: expected `[[10, 11, 12], [13, 14, 15]]`
+    in_32_bits: expected a tensor of shape
         got = torch.empty_like => tensor = tensor.float(); got = torch.empty_like
     both_send_first: s it still waits to send to rank
         dist.get_rank() < peer => True
@@ -78,9 +78,9 @@ ANSWERS = answers(
         dist.get_rank() < peer => dist.get_rank() == 0
     receives_into_what_it_sends: rank 0 changed the tensor that it was given
         return got => return tensor.copy_(got)
-    returns_its_own: expected `[[10, 11, 12], [13, 14, 15]]`: what rank 1 gave
+    returns_its_own: what rank `1` gave
         got = torch.empty_like(tensor) => return tensor
-    returns_nothing: rank 0 has `None`; expected `[[10,
+    returns_nothing: rank 0 returned `None`; expected a tensor of shape
         return got => return None
     one_side_forgets: never waits for what it began: `send to rank 1`
         got = torch.empty_like(tensor)
@@ -103,7 +103,7 @@ ANSWERS = answers(
         got = torch.empty_like(tensor)
         dist.irecv(got, peer + dist.get_world_size()).wait()
         return got
-    six_numbers: of float64: what rank 1 gave
+    six_numbers: print `dtype` and `shape` on every rank
         got = torch.empty(2, 3, dtype=tensor.dtype)
         sending = dist.isend(tensor, peer)
         dist.recv(got, peer)
@@ -126,7 +126,7 @@ ANSWERS = answers(
         everyones = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
         dist.all_gather(everyones, tensor)
         return everyones[peer]
-    row_by_row: messages of [3, 3] numbers; one of 6 is enough
+    row_by_row: as (rank, numbers); [(1,
         got = torch.empty_like(tensor)
         receiving = [dist.irecv(row, peer) for row in got]
         for handle in [dist.isend(row, peer) for row in tensor] + receiving:
@@ -159,7 +159,7 @@ ANSWERS = answers(
             first, last = (first, middle) if rank < middle else (middle, last)
     a_barrier_in_each_step: the collective `barrier`
         distance = 1 => dist.barrier(); distance = 1
-    nothing_sent_if_zero: expected `[0.0, 0.0, 0.0]`
+    nothing_sent_if_zero: it has the numbers that all must get
         distance = 1 => if not tensor.any():
         =>     tensor.fill_(-1)
         => distance = 1
@@ -167,18 +167,18 @@ ANSWERS = answers(
         while distance < n => while 2 * distance <= n
     beyond_the_last_rank: there is no rank 3: the last is 2
         and rank + distance < n =>
-    into_another_tensor: rank 1 has `[[-1, -1, -1], [-1, -1, -1]]`
+    into_another_tensor: rank 0's numbers, in the tensor that was given
         distance = 1 => tensor = tensor.clone(); distance = 1
     uses_broadcast: the collective `broadcast`
         distance = 1 => return dist.broadcast(tensor, 0)
-    never_sends: rank 1 has `[[-1, -1, -1], [-1, -1, -1]]`
+    never_sends: rank 0's numbers, in the tensor that was given
         distance = 1 => return tensor
     at_most_five_ranks: With 8 ranks, rank 7 gets its message in step 7
         if dist.get_world_size() <= 5:
             solutions.my_broadcast(tensor)
         else:
             along_a_chain(tensor)
-    spread_in_32_bits: of float64; expected
+    spread_in_32_bits: these are the numbers rounded to float32
         copy = tensor.float()
         solutions.my_broadcast(copy)
         tensor.copy_(copy)
@@ -194,7 +194,7 @@ ANSWERS = answers(
             if rank + step < n:
                 dist.send(tensor, rank + step)
             step *= 2
-    the_wrong_way: rank 0's numbers, in the tensor that was given
+    the_wrong_way: rank 0
         rank, n = _me()
         if rank == 0:
             for other in range(1, n):
@@ -230,18 +230,18 @@ ANSWERS = answers(
         torch.cat(from_each, dim=1) => torch.cat(from_each, dim=1).double()
     only_its_own_block: expected a tensor of shape (60, 120)
         n = dist.get_world_size() => return rows.T
-    not_turned: not right: in its row 0, place 1, is 1, expected 150
+    not_turned: how must it be turned?
         rows.T.chunk(n) => rows.chunk(n, dim=1)
-    from_the_last_rank_to_the_first: numbers that are not right: in its row 0
+    from_the_last_rank_to_the_first: at [0,
         each, for_each => each, for_each[::-1]
     below_each_other: expected a tensor of shape (60, 120)
         , dim=1 =>
-    in_place: rank 0 changed the rows that it was given
+    in_place: rank 0 changed `rows`
         torch.cat(from_each, dim=1) => rows.copy_(torch.cat(from_each, dim=1))
     in_floats: bytes by the operating system's count
         n = dist.get_world_size() => rows = rows.float(); n = dist.get_world_size()
         torch.cat(from_each, dim=1) => torch.cat(from_each, dim=1).long()
-    turned_in_32_bits: a row of float64, rank
+    turned_in_32_bits: these are the numbers rounded to float32
         got = solutions.my_transpose(rows if len(rows) == 60 else rows.float())
         return got.to(rows.dtype)
     of_two_ranks: has not returned after
