@@ -3,42 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ddp_course.chapters.ch07_zero import solutions
-from ddp_course.collectives import barrier
-from ddp_course.lab.answers import Answer, code, on_ranks, one_line
-from ddp_course.lab.exercises import exercise, judge, judge_ranks, living_bytes, shown
-from ddp_course.measure import ByteMeter, EventLog, TorchCollectives
+from ddp_course.lab.answers import Answer, code
+from ddp_course.lab.exercises import exercise
+from ddp_course.lab.judge import Case, Draw, equal_values, same_as, same_on_ranks
 
 # ---- my_pieces ---------------------------------------------------------------------
-
-ROWS = (
-    *(([4, 2], 2), ([2, 6, 3, 12], 4), ([5, 1, 1, 7, 3], 3), ([1000, 3, 1], 4)),
-    *(([7], 3), ([2, 1], 5)),  # more ranks than elements
-    *(([3, 0, 4], 2), ([], 2), ([3, 4, 5], 1)),
-)
-
-
-PIECES = {
-    "tuples": "expected a list of tuples of three whole numbers.",
-    "there": "there is no parameter {k}.",
-    "some": "{piece} is empty, and should not be there.",
-    "inside": "{piece} does not lie in parameter {k}, whose elements are 0 up to "
-    "{numel}. Count from the parameter's beginning, not from the row's.",
-    "alone": "but element {element} of parameter {k} belongs to rank {other} already.",
-}
-SHARD = {
-    "real": "{total} elements; the row of {sum} is padded to {n} shards of {length}, "
-    "and {left} elements of rank {rank}'s shard are real.",
-    "right": "its shard is the elements {begin} up to {end} of the row, one stretch "
-    "without gaps, with the parameters in their order.",
-}
 
 
 @exercise("my_pieces", solution=solutions.my_pieces)
@@ -51,69 +26,67 @@ def check_my_pieces(answer: Answer) -> str:
     note where each parameter begins. Your piece of it is where both intervals overlap,
     less that beginning; leave it out if it is empty.
     """
-    for numels, n in ROWS:
-        length = -(-sum(numels) // n)
-        owners: dict[tuple[int, int], int] = {}
-        for rank in range(n):
-            pieces = answer.pure(list(numels), rank, n)
-            where = f"{answer.call(numels, rank, n)} returned {code(one_line(pieces))};"
-            for told in _each_piece(pieces, numels, owners, rank):
-                judge(where, told, PIECES)
-            told = {"total": sum(last - first for _, first, last in pieces)}
-            told |= {"sum": sum(numels), "n": n, "length": length, "rank": rank}
-            told |= {"begin": rank * length, "end": (rank + 1) * length}
-            told["left"] = min(max(sum(numels) - rank * length, 0), length)
-            told["real"] = told["total"] == told["left"]
-            told["right"] = pieces == solutions.my_pieces(numels, rank, n)
-            judge(where, told, SHARD)
+    hints = {"fits": wrong_pieces, "right": wrong_pieces}
+    same_as(answer, solutions.my_pieces, _row, cases=200, hints=hints)
     return (
-        f"{len(ROWS)} rows of parameters, among them one with more ranks than "
+        "200 ranks of rows of parameters, among them empty ones and more ranks than "
         "elements: every element has one owner, and all shards are equally long"
     )
 
 
-def _each_piece(
-    pieces: Any, numels: list[int], owners: dict[tuple[int, int], int], rank: int
-) -> Iterator[dict[str, Any]]:
-    """Tell of each piece whether it is one, and whether nobody else owns it."""
-    fine = isinstance(pieces, list) and all(
-        isinstance(piece, tuple) and [type(part) for part in piece] == [int] * 3
-        for piece in pieces
-    )
-    told: dict[str, Any] = dict.fromkeys(PIECES, True) | {"tuples": fine}
-    yield told
+def _row(d: Draw) -> tuple[list[int], int, int]:
+    n, sizes = d.same.randint(1, 5), (1, 2, 3, 7, 12, 1000)
+    if d.case > 60:  # common mistakes are found before those with nothing in them
+        sizes = (0, *sizes)
+    numels = d.same.choices(sizes, k=d.same.randint(int(d.case < 60), 5))
+    return numels, d.same.randrange(n), n
+
+
+def wrong_pieces(case: Case) -> str:
+    """Say what is wrong with the pieces of a rank: the mistakes that have a name."""
+    numels, rank, n = case.args.values()
+    got, sum_, length = case.got, sum(numels), -(-sum(numels) // n)
+    returned = f"returned {code(str(got))};"
+    try:
+        pieces = [(int(k), int(first), int(last)) for k, first, last in got]
+    except (TypeError, ValueError):
+        return f"{returned} expected a list of tuples of three whole numbers."
     for k, first, last in pieces:
-        there = 0 <= k < len(numels)
-        inside = there and first >= 0 and last <= numels[k]
-        told |= {"k": k, "piece": code(f"({k}, {first}, {last})"), "there": there}
-        told |= {"some": first < last, "inside": inside, "numel": there and numels[k]}
-        for element in range(first, last if inside else first):
-            other = owners.setdefault((k, element), rank)
-            if other != rank:
-                told |= {"alone": False, "element": element, "other": other}
-        yield told
+        piece = code(f"({k}, {first}, {last})")
+        if not 0 <= k < len(numels):
+            return f"{returned} there is no parameter {k}."
+        if first >= last:
+            return f"{returned} {piece} is empty, and should not be there."
+        if first < 0 or last > numels[k]:
+            return (
+                f"{returned} {piece} does not lie in parameter {k}, whose elements are "
+                f"0 up to {numels[k]}. Count from the parameter's beginning, not from "
+                "the row's."
+            )
+    for other in range(n):
+        if other != rank and pieces and pieces == solutions.my_pieces(numels, other, n):
+            return f"{returned} these elements belong to rank {other}."
+    total = sum(last - first for _, first, last in pieces)
+    left = min(max(sum_ - rank * length, 0), length)
+    return (
+        f"{returned} {total} elements. The row of {sum_} is padded to {n} shards of "
+        f"{length}; rank {rank}'s is the elements {rank * length} up to "
+        f"{(rank + 1) * length}, one stretch without gaps, with the parameters in "
+        f"their order; {left} of them are real."
+    )
 
 
 # ---- sharded_step ------------------------------------------------------------------
 
-LR, BETA = 0.25, 0.5  # powers of two: all sums and products are exact
 STEP = {
-    "ours": "called `{by_torch}` of `torch.distributed`; use the two of "
-    "`ddp_course.collectives`, whose bytes the meter counts.",
-    "untouched": "changed `gradient`; leave it as it is.",
-    "mine": "has wrong numbers: your part of `weights` is wrong. They are {weights}; "
-    "one process has {right}. Is the gradient a mean? Is it your part, and is its "
-    "momentum kept in place?",
-    "all": "has wrong numbers: your part of `weights` is right, the other ranks' parts "
-    "are not: {weights}; one process has {right}. Gather the parts after they were "
-    "stepped, into `weights` itself.",
-    "kept": "has an old momentum: `momentum` is not the new momentum of your part; "
-    "change it in place.",
-    "least": "sent {sent} bytes; 2 (N - 1) / N of the {S} bytes of `weights` are "
-    "{most}, as much as DDP sends. {hint}",
-    "few": "called {calls} collectives; one reduce-scatter and one all-gather are "
-    "enough, and every call costs a latency.",
-    "no_more": "keeps {more} bytes from step to step, beside `weights` and your shard "
+    "kept": "changed `gradient`; leave it as it is.",
+    "library": "called {called}; use `reduce_scatter_single` and `all_gather_single` "
+    "of `ddp_course.collectives`, whose bytes the meter counts.",
+    "least": "sent {sent_bytes} bytes; 2 (N - 1) / N of the bytes of `weights` are "
+    "{wanted_bytes}, as much as DDP sends. {hint}",
+    "few": "called {called}; one reduce-scatter and one all-gather are enough, and "
+    "every call costs a latency.",
+    "memory": "keeps {more} bytes from step to step, beside `weights` and your shard "
     "of the momentum: sharded in name only.",
 }
 
@@ -133,76 +106,63 @@ def check_sharded_step(answer: Answer) -> str:
         "Reduce-scatter the gradients into a tensor as long as `momentum`, step your "
         "part of `weights`, and gather the parts."
     )
-    judge_ranks(STEP, _steps, answer, worlds=(2, 3, 1), hint=hint)
+    same_on_ranks(
+        *(answer, solutions.sharded_step, _step),
+        watch=["collectives", "memory"],
+        hints=STEP | {"in_place": wrong_step},
+        hint=hint,
+    )
     return (
-        "on 1, 2 and 3 real ranks: the weights of one process, bit for bit, 1/N of the "
+        "on 1, 2 and 3 real ranks: the weights that the solution comes to, 1/N of the "
         "momentum on each rank, and not a byte more than DDP sends"
     )
 
 
-def _steps(sharded_step: Callable) -> Iterator[dict[str, Any]]:
-    """On every rank: some steps, each with what it should have come to."""
-    rank, n = dist.get_rank(), dist.get_world_size()
-    for dtype, steps in ((torch.float32, 3), (torch.float64, 2)):
-        numel = 600 * n
-        weights, momentum = torch.arange(float(numel)), torch.zeros(numel // n)
-        weights, momentum = weights.to(dtype), momentum.to(dtype)
-        right, velocity = weights.clone(), torch.zeros(numel, dtype=dtype)
-        part = slice(rank * numel // n, (rank + 1) * numel // n)
-        most = 2 * (n - 1) * weights.nbytes // n
-        # What the collectives keep for themselves is there before anything is counted.
-        solutions.sharded_step(weights.clone(), weights, momentum.clone(), LR, BETA)
-        for number in range(steps):
-            gradients = [_gradient(r, number, numel, n, dtype) for r in range(n)]
-            mine = gradients[rank].clone()
-            velocity = BETA * velocity + sum(gradients) / n
-            right = right - LR * velocity
-            barrier()
-            before, log = living_bytes(), EventLog()
-            with log, ByteMeter() as meter, TorchCollectives() as torchs:
-                sharded_step(weights, mine, momentum, LR, BETA)
-            more = living_bytes() - before
-            calls = len([e for e in log.events if e.lane == "communication"])
-            by_torch, sent = ", ".join(c.op for c in torchs.calls), meter.total_sent
-            told = {"case": f"in step {number + 1} of {str(dtype)[len('torch.') :]}"}
-            told |= {"ours": not by_torch, "by_torch": by_torch}
-            told["untouched"] = torch.equal(mine, gradients[rank])
-            told["mine"] = torch.equal(weights[part], right[part])
-            told["all"] = torch.equal(weights, right)
-            told["kept"] = torch.equal(momentum, velocity[part])
-            told |= {"weights": shown(weights.tolist(), 60)}
-            told |= {"right": shown(right.tolist(), 60), "S": weights.nbytes}
-            told |= {"least": sent <= most, "sent": sent, "most": most}
-            told |= {"few": calls <= 2, "calls": calls, "more": more}
-            yield told | {"no_more": more < weights.nbytes // max(n, 2)}
+def _step(d: Draw) -> tuple[Tensor, Tensor, Tensor, float, float]:
+    dtype = (torch.float32, torch.float64)[d.case % 2]
+    part = d.same.choice([600, 1001])
+    everyones = Draw(d.case + 1000)  # the weights are equal on all ranks
+    weights = everyones.tensor((part * d.n,), dtype)
+    gradient, momentum = d.tensor((part * d.n,), dtype), d.tensor((part,), dtype)
+    return weights, gradient, momentum, d.same.choice([0.25, 1.5]), 0.5
 
 
-def _gradient(rank: int, number: int, numel: int, n: int, dtype: torch.dtype) -> Tensor:
-    """Return numbers that fit this type and no smaller one, for exact means; or 0."""
-    if (rank, number) == (1, 1):
-        return torch.zeros(numel, dtype=dtype)
-    whole = (torch.arange(numel, dtype=dtype) * (rank + 2) + number) % 1999 - 700
-    return n * (whole + (2**-30 if dtype == torch.float64 else 0))
+def wrong_step(case: Case) -> str:
+    """Say whether this rank's part of the weights is wrong, another's, or momentum."""
+    if equal_values(case.after["weights"], case.right["weights"]):
+        return (
+            "has an old momentum: `momentum` is not the new momentum of your part; "
+            "change it in place."
+        )
+    momentum = case.args["momentum"]
+    length, kind = len(momentum), str(momentum.dtype).removeprefix("torch.")
+    mine = slice(dist.get_rank() * length, (dist.get_rank() + 1) * length)
+    if not equal_values(case.after["weights"][mine], case.right["weights"][mine]):
+        return (
+            f"has wrong {kind} numbers: your part of `weights` is wrong. Is the "
+            "gradient a mean? Is it your part, and is its momentum kept in place?"
+        )
+    return (
+        f"has wrong {kind} numbers: your part of `weights` is right, the others' parts "
+        "are not. Gather the parts after they were stepped, into `weights` itself."
+    )
 
 
 # ---- clip_shards -------------------------------------------------------------------
 
-CASES = (  # the shards of each rank, and the norm that is allowed
-    ((((3.0,),), ((4.0,),)), 1.0),  # a norm of 5
-    ((((1.0, 2.0), (2.0,)), (), ((4.0, 4.0, 8.0), (4.0,))), 2.0),  # 11; one has none
-    ((((0.3,), (0.4,)), ((0.0, 0.0), ())), 1.0),  # 0.5: small enough; one is empty
-    ((((0.6, 0.0),), ((0.8,),)), 0.9),  # 1, and nobody's own is too large
-    ((((0.0,),), ()), 1.0),  # nothing at all
-    ((((300.0, 400.0),), ((0.0,),)), 5.0),  # 500, whose square no 16 bits can hold
-    ((((6.0, 8.0),),), 5.0),  # one rank
+ONE = (
+    "called {called}, with {sent_bytes} bytes; one `all_reduce` of a single number, by "
+    "`dist`, is enough."
+)
+SCALED = (
+    "left the shards as {got_in_place}; expected {wanted_in_place}, in the same "
+    "tensors. All are scaled by the same factor, and none if the norm is small enough."
 )
 CLIP = {
-    "one": "your function called {calls}, with {nbytes} bytes; one all_reduce of a "
-    "single number, by `dist`, is enough.",
-    "norm": "it returned {norm_got}; the norm of all gradients before clipping is "
-    "{norm_wanted}: the root of the sum of all squares.",
-    "close": "the shards are {after} afterwards; expected {wanted}, in the same "
-    "tensors. All are scaled by the same factor, and none if the norm is small enough.",
+    "right": "returned {got}; the norm of all gradients before clipping is {wanted}: "
+    "the root of the sum of all squares.",
+    **dict.fromkeys(("in_place", "kept"), SCALED),
+    **dict.fromkeys(("library", "few", "least"), ONE),
 }
 
 
@@ -216,41 +176,30 @@ def check_clip_shards(answer: Answer) -> str:
     without shards brings 0. The root is the norm. Where it is above `max_norm`,
     multiply all your shards, in place, by what brings it down to that.
     """
-    hint = "Every rank must call one `dist.all_reduce`, one without shards, too."
-    for shards, most in CASES:
-        n = len(shards)
-        told = on_ranks(_clip, answer, shards, most, world_size=n, hint=hint)
-        lists = shown([[list(one) for one in rank] for rank in shards])
-        for rank, its in enumerate(told):
-            where = f"On {n} ranks with {lists}, with max_norm = {most:g}, on rank"
-            judge(f"{where} {rank}:", its, CLIP)
+    same_on_ranks(
+        *(answer, solutions.clip_shards, _shards),
+        worlds=(2, 3, 1),
+        cases=12,
+        watch=["collectives"],
+        hints=CLIP,
+        hint="Every rank must call one `dist.all_reduce`, one without shards, too.",
+    )
     return (
-        f"{len(CASES)} times on 1 to 3 real ranks, one of them without shards: the "
-        "norm of all together, the same factor for all, and one small all-reduce"
+        "36 times on 1 to 3 real ranks, some of them without shards: the norm of all "
+        "together, the same factor for all, and one small all-reduce"
     )
 
 
-def _clip(clip_shards: Callable, shards: tuple, max_norm: float) -> dict[str, Any]:
-    flat = [x for rank in shards for one in rank for x in one]
-    norm = math.sqrt(sum(x * x for x in flat))
-    scale = min(1.0, max_norm / (norm or 1))
-    dtype = torch.float16 if max(flat) > 100 else torch.float32
-    own = shards[dist.get_rank()]  # each a column of a matrix, beside zeros
-    mine = [torch.tensor([one, [0.0] * len(one)], dtype=dtype).T for one in own]
-    given = list(mine)
-    barrier()
-    with EventLog() as log, ByteMeter() as meter, TorchCollectives() as torchs:
-        got = clip_shards(given, max_norm)
-    calls, nbytes = [c.op for c in torchs.calls], torchs.nbytes + meter.total_sent
-    ours = [f"{e.op} of ddp_course" for e in log.events if e.lane == "communication"]
-    wanted = [[scale * x for x in one] for one in own]
-    after = [shard[:, 0].tolist() for shard in mine]
-    tolerance = 1e-4 if dtype == torch.float32 else 1e-2
-    pairs = zip(sum(after, []), sum(wanted, []), strict=True)
-    told = {"one": calls == ["all_reduce"] and nbytes <= 16, "nbytes": nbytes}
-    told["calls"] = code(", ".join(calls + ours) or "no collective")
-    told["norm"] = isinstance(got, float) and math.isclose(got, norm, rel_tol=1e-4)
-    told |= {"norm_got": shown(got), "norm_wanted": code(f"{norm:.4g}")}
-    told["close"] = all(math.isclose(x, y, rel_tol=tolerance) for x, y in pairs)
-    wanted = [[round(x, 4) for x in one] for one in wanted]
-    return told | {"after": shown(after), "wanted": shown(wanted)}
+def _shards(d: Draw) -> tuple[list[Tensor], float]:
+    dtype = (torch.float32, torch.float16)[d.case % 2]
+    everyones = [_on_rank(Draw(d.case, r, d.n), dtype) for r in range(d.n)]
+    squares = sum(s.double().square().sum() for shards in everyones for s in shards)
+    norm = math.sqrt(squares)
+    return everyones[d.rank], norm * (0.9, 0.01, 1.5)[d.case % 3] + 0.001
+
+
+def _on_rank(d: Draw, dtype: torch.dtype) -> list[Tensor]:
+    """Return none, one or three shards, some empty, some strided."""
+    count = d.own.choice([1, 3] if d.case < 2 else [0, 1, 3])
+    shapes = d.own.choices([(3,), (2, 2), (5, 1), (0,)][: 4 - (d.case < 2)], k=count)
+    return [d.tensor(s, torch.float32, strided=True).to(dtype) for s in shapes]

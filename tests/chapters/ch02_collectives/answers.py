@@ -103,7 +103,7 @@ ANSWERS = answers(
         got = torch.empty_like(tensor)
         dist.irecv(got, peer + dist.get_world_size()).wait()
         return got
-    six_numbers: print `dtype` and `shape` on every rank
+    six_numbers: expected a tensor of shape
         got = torch.empty(2, 3, dtype=tensor.dtype)
         sending = dist.isend(tensor, peer)
         dist.recv(got, peer)
@@ -238,7 +238,7 @@ ANSWERS = answers(
         , dim=1 =>
     in_place: rank 0 changed `rows`
         torch.cat(from_each, dim=1) => rows.copy_(torch.cat(from_each, dim=1))
-    in_floats: bytes by the operating system's count
+    in_floats: these are the numbers rounded to float32
         n = dist.get_world_size() => rows = rows.float(); n = dist.get_world_size()
         torch.cat(from_each, dim=1) => torch.cat(from_each, dim=1).long()
     turned_in_32_bits: these are the numbers rounded to float32

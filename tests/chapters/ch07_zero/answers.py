@@ -57,11 +57,11 @@ ANSWERS = answers(
         => if True:
     last_included: are real
         last - start => last - start - 1
-    always_rank_0: belongs to rank 0 already
+    always_rank_0: these elements belong to rank 0
         rank * length, (rank + 1) * length => 0, length
     from_behind: with the parameters in their order
         return pieces => return pieces[::-1]
-    each_parameter_cut: one stretch without gaps
+    each_parameter_cut: are real
         found = []
         for k, numel in enumerate(numels):
             length = -(-numel // world_size)
@@ -96,7 +96,7 @@ ANSWERS = answers(
         lr * momentum => beta * momentum
     powers_of_two_only: AssertionError
         mean = torch => assert dist.get_world_size() != 3; mean = torch
-    single_precision: of float64
+    single_precision: wrong float64 numbers
         empty_like(momentum) => empty(len(momentum))
         (mean, gradient) => (mean, gradient.float())
     broadcasts: one reduce-scatter and one all-gather are enough
@@ -116,7 +116,7 @@ ANSWERS = answers(
         => gradient = gradient.clone()
         => all_reduce(gradient)
         => mean = gradient.chunk(dist.get_world_size())[dist.get_rank()]
-    by_gloo: of `torch.distributed`
+    by_gloo: use `reduce_scatter_single`
         reduce_scatter_single(mean, gradient) => gradient = gradient.clone()
         => dist.all_reduce(gradient)
         => mean = gradient.chunk(dist.get_world_size())[dist.get_rank()]
@@ -126,14 +126,14 @@ ANSWERS = answers(
         => weights -= lr * everything
     the_sum: Is the gradient a mean?
         mean /= dist.get_world_size() => pass
-    nothing_gathered: the other ranks' parts are not
+    nothing_gathered: the others' parts are not
         all_gather_single(weights, mine.clone()) => pass
-    gathered_before: the other ranks' parts are not
+    gathered_before: the others' parts are not
         mine -= lr => all_gather_single(weights, momentum * 0 + mine); mine -= lr
         all_gather_single(weights, mine.clone()) => pass
     a_new_momentum: change it in place
         momentum.mul_(beta).add_(mean) => momentum = momentum.mul(beta).add_(mean)
-    no_momentum: is not the new momentum
+    no_momentum: is its momentum kept in place
         momentum.mul_(beta).add_(mean) => momentum = mean
     the_own_gradient: your part of `weights` is wrong
         reduce_scatter_single(mean, gradient) => n = dist.get_world_size()
@@ -146,7 +146,7 @@ ANSWERS = answers(
         mine -= lr * momentum => weights = weights.clone(); mine = mine - lr * momentum
         (weights, mine.clone()) => (weights, mine.clone()); return weights
     sharded_in_name: sharded in name only
-        whole = EVERYTHING.setdefault("momentum", torch.zeros_like(weights))
+        whole = EVERYTHING.setdefault(len(weights), torch.zeros_like(weights))
         solutions.sharded_step(weights, gradient, momentum, lr, beta)
         whole.chunk(dist.get_world_size())[dist.get_rank()].copy_(momentum)
     """,
@@ -185,12 +185,12 @@ ANSWERS = answers(
     divided_by_nothing: ZeroDivisionError
         if norm > max_norm => max_norm / norm
         => if norm > max_norm
-    squares_of_16_bits: the norm of all gradients before clipping is `500`
+    squares_of_16_bits: returned `inf`; the norm of all
         .float() =>
     by_the_course: all_reduce of ddp_course`, with 4 bytes
         dist.all_reduce(squares)
         => from ddp_course.collectives import all_reduce, broadcast; all_reduce(squares)
-    per_shard: no collective
+    per_shard: the root of the sum of all squares
         dist.all_reduce(squares) => pass
     norms_added: the root of the sum of all squares
         dist.all_reduce(squares) => squares = squares.sqrt(); dist.all_reduce(squares)
@@ -211,13 +211,13 @@ ANSWERS = answers(
         => if False:
     the_norm_afterwards: before clipping
         return norm => return min(norm, max_norm)
-    one_for_each_shard: one all_reduce of a single number
+    one_for_each_shard: one `all_reduce` of a single number
         dist.all_reduce(squares) => each = [s.float().pow(2).sum() for s in shards]
-        => each = [*each, *torch.zeros(2)][:2]
+        => each = [*each, *torch.zeros(3)][:3]
         => for squares in each:
         =>     dist.all_reduce(squares)
         => squares = sum(each)
-    everything_sent: one all_reduce of a single number
+    everything_sent: one `all_reduce` of a single number
         dist.all_reduce(squares) => everybodys = [None] * dist.get_world_size()
         => dist.all_gather_object(everybodys, shards)
         => its = [shard for shards in everybodys for shard in shards]

@@ -1,0 +1,99 @@
+"""An answer is compared with the solution on drawn inputs, which have no pattern."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from ddp_course.lab.answers import Answer, Hint
+from ddp_course.lab.judge import Draw, difference, equal_values, fits, same_as
+
+
+def test_sizes_are_equal_on_all_ranks_and_numbers_are_not():
+    for case in range(40):
+        mine, others = (Draw(case, rank, 3).tensor() for rank in (0, 1))
+        again = Draw(case, 0, 3).tensor()
+        assert (mine.shape, mine.dtype) == (others.shape, others.dtype)
+        assert torch.equal(mine, again)
+        assert not torch.equal(mine, others)
+
+
+def test_draws_have_many_shapes_types_and_a_rank_of_zeros():
+    drawn = [[Draw(case, rank, 2).tensor() for rank in (0, 1)] for case in range(60)]
+    assert len({tensor.shape for tensor, _ in drawn}) > 4
+    assert len({tensor.dtype for tensor, _ in drawn}) == 4
+    zeros = Counter(k for pair in drawn for k, t in enumerate(pair) if not t.any())
+    assert zeros[0] > 5 and zeros[1] > 5
+    assert all(t.any() for pair in drawn[:2] for t in pair)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
+def test_no_narrower_type_holds_what_has_64_bits(dtype):
+    tensor = Draw(1).tensor((4, 3), dtype)
+    assert not torch.equal(tensor.float().to(dtype), tensor)
+    assert "rounded to float32" in difference(tensor.float().to(dtype), tensor)
+    assert not Draw(1).tensor((4, 3), dtype, strided=True).is_contiguous()
+
+
+def double(numbers: list[int], tensor: torch.Tensor) -> list:
+    """The solution of the tests below."""
+    return [2 * sum(numbers), 2 * tensor]
+
+
+def inputs(d: Draw):
+    return d.same.choices(range(9), k=d.same.randint(0, 3)), d.tensor()
+
+
+kept = torch.zeros(12, dtype=torch.float64)
+
+
+def in_one_buffer(numbers, tensor):
+    out = kept[: tensor.numel()].view(tensor.shape) if tensor.numel() < 12 else tensor
+    return [2 * sum(numbers), out.copy_(2 * tensor) if out is not tensor else 2 * out]
+
+
+WRONG = {
+    "expected a list of 2": lambda numbers, tensor: [2 * sum(numbers)],
+    "has ": lambda numbers, tensor: [2 * sum(numbers[:2]), 2 * tensor],
+    "changed `numbers`": lambda n, t: [2 * sum(n), (2 * t, n.append(1))[0]],
+    "changed `tensor`": lambda numbers, tensor: [2 * sum(numbers), tensor.mul_(2)],
+    "expected": lambda numbers, tensor: [2 * sum(numbers), 2 * tensor.float()],
+}
+
+
+@pytest.mark.parametrize("hint", WRONG)
+def test_what_differs_from_the_solution_gets_its_hint(hint):
+    with pytest.raises(Hint) as raised:
+        same_as(Answer("double", WRONG[hint]), double, inputs)
+    assert hint in str(raised.value)
+
+
+def test_a_result_that_a_later_call_changes():
+    doubles = {"later": "kept in one buffer"}
+
+    def draw(d: Draw):
+        return [], d.tensor((3,), torch.float64)
+
+    with pytest.raises(Hint, match="kept in one buffer"):
+        same_as(Answer("double", in_one_buffer), double, draw, hints=doubles)
+
+
+def test_the_solution_and_other_styles_pass():
+    same_as(Answer("double", double), double, inputs)
+    numpys = Answer("double", lambda n, t: (np.int64(2 * sum(n)), t + t))
+    same_as(numpys, double, inputs)
+
+
+def test_a_hint_can_be_made_of_the_case():
+    hints = {"fits": lambda case: f"{len(case.got)} for {case.wanted[0]}"}
+    with pytest.raises(Hint, match="1 for "):
+        same_as(Answer("double", lambda n, t: [1]), double, inputs, hints=hints)
+
+
+@pytest.mark.parametrize(
+    ("got", "wanted"),
+    [(1, True), (True, 1), (2, 3), ([1], 1), (torch.ones(2), torch.ones(2, 1))],
+)
+def test_values_that_are_not_alike(got, wanted):
+    assert not (fits(got, wanted) and equal_values(got, wanted))
