@@ -183,5 +183,5 @@ def test_seconds_per_gradient_are_those_of_the_formula_if_nothing_else_takes_tim
 def test_what_is_pulled_and_pushed_is_told_by_all_contenders():
     told = spawn(async_.pull_and_push, 3, 64, world_size=2, output="none", timeout=60)
     rows = {row["variant"]: row for row in rows_of("", async_.PAIRS, told)}
-    assert rows.keys() >= {"server", "shared memory"}
+    assert "server" in rows
     assert ("rpc" in rows) == torch.distributed.rpc.is_available()

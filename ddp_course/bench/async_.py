@@ -25,8 +25,6 @@ from ddp_course.launch import spawn
 from ddp_course.parameter_server import (
     ASYNCHRONOUS,
     SYNCHRONOUS,
-    MemoryServer,
-    MemoryWorker,
     Record,
     Server,
     Worker,
@@ -42,7 +40,7 @@ WAYS |= {"bounded": bounded(2), "backup": backup(1)}
 GAIN = "asynchronous over synchronous"
 PAIRS = (
     *against(FORMULA, dict.fromkeys(WAYS, 1.05) | {GAIN: 1.10}),
-    *against(BARE, {"server": 1.10, "shared memory": 0.60, "rpc": None}),
+    *against(BARE, {"server": 1.10, "rpc": None}),
 )
 SECONDS, SLOWER, WORKERS = 0.1, 4, 3
 NUMEL = 4 << 20  # 16 MiB
@@ -106,8 +104,7 @@ def straggle(rule: object, count: int, slower: int) -> Record | None:
 
 def pull_and_push(turns: int, numel: int = NUMEL) -> Told:
     """Rank 1 pulls and pushes; rank 0 serves, and waits until it has."""
-    ways = {BARE: bare(numel), "server": served(numel, Server, Worker)}
-    ways["shared memory"] = served(numel, MemoryServer, MemoryWorker)
+    ways = {BARE: bare(numel), "server": served(numel)}
     if rpc.is_available():
         ways["rpc"] = remote(numel)
     return steps.together(ways, turns, 60.0, 1, warm=4)
@@ -146,18 +143,16 @@ def bare(numel: int) -> Callable:
     return both(server, worker)
 
 
-def served(
-    numel: int, server_kind: type[Server], worker_kind: type[Worker]
-) -> Callable:
+def served(numel: int) -> Callable:
     """Pull and push."""
     weight = nn.Parameter(torch.zeros(numel))
     group = dist.new_group()  # its messages are apart from the others'
     if dist.get_rank() == 0:
         sgd = torch.optim.SGD([weight], lr=0.1)
-        server = server_kind([weight], sgd, group=group)
+        server = Server([weight], sgd, group=group)
         threading.Thread(target=server.serve, daemon=True).start()
         return both(lambda: None, lambda: None)
-    worker = worker_kind([weight], group=group)
+    worker = Worker([weight], group=group)
 
     def work() -> None:
         worker.pull()

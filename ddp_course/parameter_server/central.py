@@ -1,22 +1,22 @@
 """A parameter server: one rank has the weights, the others compute gradients for it.
 
-A worker pulls the weights, computes a gradient with them, pushes it, and begins anew:
+A worker pulls the weights, computes a gradient with them, pushes it, and pulls again:
 
     server    [weights] ------------.   .-> [step] ---------------.   .-> [step]
-                          pull: weights |         push: gradient      |
+                      pull: weights |         push: gradient      |
     worker                          `-> [forward, backward] ----------'
 
-The server has a thread for each worker, so that one that is slow, or dead, keeps nobody
-else waiting; and one lock, with which the ledger and the weights are changed
-(`rules.Book` says who must wait for whom). What a worker gets is a copy made with the
-lock held: else a step in between would tear it, its beginning old and its end new.
+The server has a thread for each worker, so that a slow or dead worker keeps no other
+one waiting. One lock guards the ledger and the weights (`rules.Book` decides who must
+wait for whom). A worker gets a copy made with the lock held; otherwise a step in
+between would tear it, its beginning old and its end new.
 
-Two threads could also share one `recv` from any rank, which gloo has and NCCL has not.
-Here everybody knows from whom a message comes, so all of it is legal for NCCL, too
-(`backend="strict"`): a server and a worker take turns, and never send to each other at
-once. A request is an *envelope*, two numbers; meters count what is in it, not itself.
+A single thread could call `recv` from any rank (`naive`), which gloo has and NCCL has
+not. Here every thread knows its peer, and a server and a worker take turns: neither
+sends while the other one does. (NCCL also wants one thread at a time in a communicator,
+which `backend="strict"` does not check.) A request is an *envelope* of three numbers:
+what, how many, and the form of the parameters. Byte meters count its content only.
 
-Read with it: `rules`, who waits; `record`, `Row` and what can be done with a record.
 Sources: Dean et al. 2012 (Downpour SGD); Li et al. 2014, "Scaling Distributed Machine
 Learning with the Parameter Server". Chapter 13.
 """
@@ -36,33 +36,34 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_course.collectives.port import Port
-from ddp_course.parameter_server.record import Record, Remedy, Row
+from ddp_course.parameter_server.record import Record
+from ddp_course.parameter_server.row import Remedy, Row
 from ddp_course.parameter_server.rules import ASYNCHRONOUS, Book, Rule
 
-PULL, PUSH, LEAVE, DONE = range(4)  # what an envelope says
-TICK = 0.1  # seconds after which the server looks who has been silent for too long
+PULL, PUSH, LEAVE, DONE, DIFFERS = range(5)  # what an envelope says
+TICK = 0.1  # seconds between two looks for workers that have been silent for too long
 
 
 class ServerGoneError(RuntimeError):
-    """A worker has no server any more, or it does not answer."""
+    """The server is gone, or does not answer."""
 
 
 class Server:
     """Has the weights, and steps its optimizer with the gradients that workers push.
 
     Args:
-        params: those that are trained, as `model.parameters()`; the same, in the same
-            order, on all ranks. What workers begin with is what they have here.
-        optimizer: over them; any of PyTorch's.
+        params: the parameters to train, as `model.parameters()`; the same, in the same
+            order, on all ranks. Workers begin with this rank's values.
+        optimizer: any of PyTorch's, over `params`.
         rule: who waits for whom.
-        workers: their ranks in the group; None are all but this one.
-        late: those of them that the others need not wait for at the beginning.
-        steps: how many steps to make; then workers are told that they may stop. None:
-            as many as they push gradients for.
-        version: how many steps were made before, as of a checkpoint.
-        patience: seconds that a worker may be silent; then it counts as lost.
-        remedy: what is taken in place of a stale gradient (`remedies`).
-        after_step: called with the version that a step has made, while all wait.
+        workers: their ranks in the group; None: all ranks but this one.
+        late: workers that the others need not wait for at the beginning.
+        steps: how many steps to make; then workers are told to stop. None: one for
+            each gradient that they push.
+        version: how many steps were made before, in a checkpoint.
+        patience: seconds that a worker may be silent before it counts as lost.
+        remedy: returns what a step takes in place of a stale gradient (`remedies`).
+        after_step: called with the new version, while all workers wait.
         group: the ranks; None are all.
     """
 
@@ -85,13 +86,14 @@ class Server:
         everybody = set(range(self.port.size)) - {self.port.rank}
         self.workers = sorted(everybody if workers is None else workers)
         self.row, self.optimizer, self.patience = Row(params), optimizer, patience
+        self.form = self.row.form
         self.remedy, self.after_step = remedy, after_step
         self.book = Book(rule, set(self.workers) - set(late), steps, version)
         like = self.row.weights
         self.leaving = {worker: torch.empty_like(like) for worker in self.workers}
         self.arrived = {worker: torch.empty_like(like) for worker in self.workers}
         self.heard = dict.fromkeys(self.workers, time.monotonic())
-        self.changed = threading.Condition()  # the lock, and a bell
+        self.changed = threading.Condition()  # the lock, and what wakes its waiters
         self.error: BaseException | None = None
 
     def serve(self) -> Record:
@@ -110,7 +112,7 @@ class Server:
         return Record(tuple(self.book.events))
 
     def _attend(self, worker: int) -> None:
-        """Do what one worker asks for, one after the other, until it leaves."""
+        """Carry out the requests of one worker until it leaves."""
         envelope = torch.zeros(3, dtype=torch.int64)
         try:
             while (what := self.listen(worker, envelope)) != LEAVE:
@@ -118,7 +120,8 @@ class Server:
                     self.take(worker)
                     self.do(self.push, worker)
                 else:
-                    answer = self.do(self.pull, worker)
+                    differs = envelope[2] != self.form
+                    answer = (DIFFERS, 0, 0) if differs else self.do(self.pull, worker)
                     self.envelopes.send(torch.tensor(answer), worker).wait()
                     if answer[0] == PULL:
                         self.give(worker)
@@ -140,7 +143,7 @@ class Server:
         self.port.send(self.leaving[worker], worker).wait()
 
     def do(self, act: Callable[[int], Any], worker: int) -> Any:
-        """Act on a request with the lock held; then step, and wake all who wait."""
+        """Act on a request with the lock held; then step, and wake waiting threads."""
         with self.changed:
             self.heard[worker] = math.inf  # it is our turn now
             try:
@@ -170,7 +173,7 @@ class Server:
         return PULL, book.clock[worker], book.version
 
     def copy(self, worker: int) -> None:
-        """Copy what a worker gets."""
+        """Copy the weights for a worker."""
         self.leaving[worker].copy_(self.row.weights)
 
     def push(self, worker: int) -> None:
@@ -201,7 +204,7 @@ class Server:
         )
 
     def _strike_off_the_silent(self) -> None:
-        """Let nobody wait for a worker that has said nothing for too long."""
+        """Remove workers that have been silent for too long, so that nobody waits."""
         latest = time.monotonic() - self.patience
         for worker in [*self.book.clock, *self.book.missing]:
             if self.heard[worker] < latest:
@@ -218,15 +221,16 @@ class Worker:
 
     Args:
         params: the same as the server's; their values are replaced.
-        server: its rank in the group.
-        patience: seconds to wait for it.
+        server: the server's rank in the group.
+        patience: seconds to wait for an answer.
         group: the ranks; None are all.
 
     Attributes:
-        clock: how many gradients it has pushed.
-        version: how many steps there are in the weights that it has.
+        clock: how many gradients this worker has pushed.
+        version: how many steps are in this worker's weights.
 
-    `pull` and `push` raise ServerGoneError.
+    `pull` and `push` raise ServerGoneError; `pull` raises ValueError if the server's
+    parameters have other shapes or types.
     """
 
     def __init__(
@@ -240,10 +244,11 @@ class Worker:
         self.port, self.envelopes = Port(group), Port(group, ())
         self.row = params if isinstance(params, Row) else Row(params)
         self.server, self.patience = server, patience
+        self.form = self.row.form
         self.clock = self.version = 0
 
     def pull(self) -> bool:
-        """Get the weights; False, and nothing, if the server needs no gradient more."""
+        """Get the weights; return False if the server needs no more gradients."""
         self.ask(PULL)
         return self.receive_weights()
 
@@ -251,7 +256,15 @@ class Worker:
         """Receive the answer to a pull."""
         answer = torch.zeros(3, dtype=torch.int64)
         self._wait(self.envelopes.receive(answer, self.server))
-        what, self.clock, self.version = answer.tolist()
+        what, clock, version = answer.tolist()
+        if what == DIFFERS:
+            raise ValueError(
+                f"rank {self.port.ranks[self.server]} serves other parameters than "
+                f"these {len(self.row.views)} of {self.row.weights.dtype}: their "
+                "number, shapes, order and types must be the same on all ranks. Build "
+                "the same model everywhere"
+            )
+        self.clock, self.version = clock, version
         if what == DONE:
             return False
         self.take()
@@ -259,7 +272,7 @@ class Worker:
         return True
 
     def push(self) -> None:
-        """Send the gradients off."""
+        """Send the gradients."""
         gradient = self.row.collect()
         self.ask(PUSH)
         self.give(gradient)
@@ -279,7 +292,7 @@ class Worker:
 
     def ask(self, what: int, count: int = 0) -> None:
         """Send a request."""
-        envelope = torch.tensor([what, count, 0])
+        envelope = torch.tensor([what, count, self.form])
         self._wait(self.envelopes.send(envelope, self.server))
 
     def _wait(self, handle: Any) -> None:

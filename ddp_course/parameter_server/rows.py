@@ -1,4 +1,4 @@
-"""Of a large embedding only the rows that are touched travel: sparse updates.
+"""Sparse updates: of a large embedding only the rows that a batch touches travel.
 
 A batch of a recommender looks up a few thousand of many million rows. All other rows
 have no gradient, and need not be pulled either. Of n rows of D numbers the worker sends
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_course.parameter_server.central import PULL, PUSH, Server, Worker
+from ddp_course.parameter_server.row import digest
 
 
 class RowServer(Server):
@@ -29,9 +30,10 @@ class RowServer(Server):
     def __init__(self, table: nn.Parameter, optimizer: Optimizer, **how: Any) -> None:
         super().__init__([table], optimizer, **how)
         self.table = table
+        self.form = digest((table.shape[1], str(table.dtype)))
         self.leaving, self.arrived = {}, {}  # not the whole table for each worker
-        self.asked: dict[int, Tensor] = {}  # which rows each worker wants to have
-        self.given: dict[int, Tensor] = {}  # and which it has
+        self.asked: dict[int, Tensor] = {}  # the rows that each worker asks for
+        self.given: dict[int, Tensor] = {}  # the rows that each worker has
 
     def listen(self, worker: int, envelope: Tensor) -> int:
         """Receive a request; with a pull come the indices of the rows."""
@@ -79,6 +81,7 @@ class RowWorker(Worker):
     def __init__(self, width: int, server: int = 0, **how: Any) -> None:
         self.values = nn.Parameter(torch.empty(0, width))
         super().__init__([self.values], server, **how)
+        self.form = digest((width, str(self.values.dtype)))
 
     def pull(self, indices: Tensor) -> Tensor | None:
         """Return the rows of `indices` (any shape), each sent once; None at the end."""

@@ -27,6 +27,8 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from ddp_course.parameter_server.record import Event
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -60,29 +62,6 @@ def bounded(bound: int) -> Rule:
 def backup(spare: int) -> Rule:
     """Return the rule with backup workers: synchronous, without the `spare` slowest."""
     return Rule(together=True, spare=spare)
-
-
-@dataclass(frozen=True)
-class Event:
-    """Something that happened at a server.
-
-    Attributes:
-        kind: "join", "pull", "push", "step", "drop" (a gradient that came in vain),
-            "leave" or "lost" (a worker that is gone without a word).
-        worker: whose; of a step -1.
-        clock: how many gradients the worker had pushed before.
-        version: of a pull the version that it got; of a push or drop the one with which
-            the gradient was computed; of a step the one that it made.
-        seconds: when, since the server was made.
-        taken: of a step: the workers whose gradients it took, in the order of adding.
-    """
-
-    kind: str
-    worker: int
-    clock: int
-    version: int
-    seconds: float
-    taken: tuple[int, ...] = ()
 
 
 class Book:

@@ -26,7 +26,8 @@ from torch.optim import Optimizer
 from ddp_course.collectives.port import Port
 from ddp_course.mechanisms.elementwise import check_elementwise
 from ddp_course.parameter_server.central import PULL, Server, Worker
-from ddp_course.parameter_server.record import Record, Row
+from ddp_course.parameter_server.record import Record
+from ddp_course.parameter_server.row import Row
 from ddp_course.parameter_server.rules import ASYNCHRONOUS, Rule
 
 
@@ -74,6 +75,7 @@ class ShardedServer:
         optimizer = optimizer_class([shard], **defaults)
         more = {"workers": range(size), "group": groups[self.rank], **(more or {})}
         self.server = Server([shard], optimizer, rule, **more)
+        self.server.form = self.row.form
         self.others = [
             Worker(parts[peer], peer, group=groups[peer])
             for peer in range(size)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import time
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from refusals import said
 from torch import nn
 
 from ddp_course.checkpoint import Checkpoints
@@ -15,14 +17,13 @@ from ddp_course.parameter_server import (
     ASYNCHRONOUS,
     SYNCHRONOUS,
     Book,
-    MemoryServer,
-    MemoryWorker,
     Record,
     Rule,
     Server,
     ServerGoneError,
     Worker,
     bounded,
+    naive,
 )
 
 
@@ -42,7 +43,6 @@ def gradient(model: nn.Module, worker: int, clock: int) -> None:
     ((model(rows) - rows.sum(1, keepdim=True)) ** 2).mean().backward()
 
 
-WORKERS = {MemoryServer: MemoryWorker}
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.005, momentum=0.9),
     "adam": lambda params: torch.optim.AdamW(params, lr=0.01),
@@ -60,7 +60,7 @@ def run(case: dict, kind=Server) -> object:
         server = kind(model.parameters(), made, steps=steps, **case)
         return server.serve(), [p.detach().clone() for p in model.parameters()]
     if rank in case.get("workers", [rank]):
-        with WORKERS.get(kind, Worker)(model.parameters()) as worker:
+        with Worker(model.parameters()) as worker:
             while worker.pull():
                 gradient(model, rank, before := worker.clock)
                 worker.push()
@@ -71,6 +71,57 @@ def run(case: dict, kind=Server) -> object:
 def all_of(cases: list[tuple[dict, type]]) -> list:
     """Run all cases, one after the other, in one launch."""
     return [run(case, kind) for case, kind in cases]
+
+
+# ---- the server in a few lines -------------------------------------------------------
+
+PUSHES = 4  # of each worker
+
+
+def in_a_few_lines(kind=naive.serve) -> object:
+    """Train with any-source messages; on rank 0 return (senders, weights)."""
+    model, rank = make_model(), dist.get_rank()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if rank == 0:
+        pushes = PUSHES * (dist.get_world_size() - 1)
+        senders = kind(trained, OPTIMIZERS["sgd"](trained), pushes)
+        return senders, [p.detach() for p in model.parameters()]
+    naive.work(trained, lambda k: gradient(model, rank, k), PUSHES)
+    return None
+
+
+def answers_the_last(params, optimizer, pushes):
+    """Plant: a worker gets the weights of before its own step."""
+    before = [[p.detach().clone() for p in params]]
+
+    class Late(torch.optim.SGD):
+        def step(self):
+            before[0] = [p.detach().clone() for p in params]
+            super().step()
+
+    late = Late(params, lr=0.005, momentum=0.9)
+    original, vector = dist.send, torch.nn.utils.parameters_to_vector
+
+    def send(tensor, worker):
+        original(vector(before[0]), worker)
+
+    with mock.patch.object(naive.dist, "send", send):
+        return naive.serve(params, late, pushes)
+
+
+def of_another_model() -> str:
+    """Serve and work with models that differ; return what a worker is told."""
+    wide = 3 if dist.get_rank() == 0 else 2
+    params = [nn.Parameter(torch.ones(wide, 2)), nn.Parameter(torch.ones(2))]
+    if dist.get_rank() == 0:
+        Server(params, OPTIMIZERS["sgd"](params)).serve()
+        return ""
+    words = []
+    for own in (params, params[1:], [*params, params[1]], [p.double() for p in params]):
+        worker = Worker([nn.Parameter(p.detach().clone()) for p in own])
+        words.append(said(ValueError, worker.pull))
+    worker.leave()
+    return words
 
 
 # ---- servers that are wrong ----------------------------------------------------------

@@ -21,7 +21,6 @@ from ddp_course.parameter_server import (
     SYNCHRONOUS,
     Book,
     DelayCompensation,
-    MemoryServer,
     Row,
     Server,
     backup,
@@ -70,9 +69,8 @@ def test_every_rule_with_several_optimizers_and_workers(backend):
         todo += [{"rule": rule, "workers": [1, 2][:n]} for rule, n in UNDER]
     every = [(case, Server) for case in todo]
     remedied = {"rule": ASYNCHRONOUS, "remedy": DelayCompensation()}
-    every += [(remedied, Server), (remedied, MemoryServer)]
+    every += [(remedied, Server)]
     every += [({"rule": ASYNCHRONOUS, "remedy": by_staleness}, Server)]
-    every += [({"rule": rule}, MemoryServer) for rule in RULES]
     found = spawn(cases.all_of, every, backend=backend, timeout=60)[0]
     for (case, _), (record, weights) in zip(every, found, strict=True):
         check(case, record, weights)
@@ -88,6 +86,39 @@ def test_a_wrong_server_is_caught_and_the_right_one_is_not():
     for record, weights in found:
         with pytest.raises(AssertionError):
             check(case, record, weights)
+
+
+def check_in_a_few_lines(senders, weights) -> None:
+    """Repeat a run of the naive server in one process, in the order of its senders."""
+    model = cases.make_model()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    sgd = cases.OPTIMIZERS["sgd"](trained)
+    has, clock = dict.fromkeys((1, 2, 3), [p.detach().clone() for p in trained]), {}
+    assert sorted(senders) == sorted([1, 2, 3] * cases.PUSHES)
+    for worker in senders:
+        now = [p.detach().clone() for p in trained]
+        for parameter, value in zip(trained, has[worker], strict=True):
+            parameter.data.copy_(value)
+        sgd.zero_grad()
+        cases.gradient(model, worker, clock.setdefault(worker, 0))
+        clock[worker] += 1
+        for parameter, value in zip(trained, now, strict=True):
+            parameter.data.copy_(value)
+        sgd.step()
+        has[worker] = [p.detach().clone() for p in trained]
+    for ours, theirs in zip(weights, model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_the_server_in_a_few_lines_is_replayed_bit_by_bit():
+    check_in_a_few_lines(*spawn(cases.in_a_few_lines)[0])
+    with pytest.raises(AssertionError):
+        check_in_a_few_lines(*spawn(cases.in_a_few_lines, cases.answers_the_last)[0])
+
+
+def test_a_worker_with_other_parameters_is_told_so():
+    for words in spawn(cases.of_another_model, world_size=2, timeout=20)[1]:
+        assert "rank 0 serves other parameters than these" in words
 
 
 def test_an_optimizer_that_fails_is_told():

@@ -20,7 +20,6 @@ from ddp_course.parameter_server import (
     Rule,
     backup,
     bounded,
-    record,
     replay,
     simulate,
 )
@@ -85,7 +84,7 @@ def test_a_ledger_that_forgets_the_bound_is_caught(monkeypatch):
     check_hidden(Book)
     with pytest.raises(AssertionError):
         check_hidden(Steps)
-    monkeypatch.setattr(record, "Book", Runs)
+    monkeypatch.setattr("ddp_course.parameter_server.runs.Book", Runs)
     with pytest.raises(AssertionError):
         check_bounded(simulate(bounded(0), [1, 2, 5], 40), 0, 3)
 

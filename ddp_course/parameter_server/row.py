@@ -1,0 +1,101 @@
+"""Parameters side by side: a message has one tensor, not one for each parameter.
+
+Chapter 13.
+"""
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+# (gradient, its staleness, the weights now, the weights that it was computed with)
+# -> what a step takes in place of the gradient.
+Remedy = Callable[[Tensor, int, Tensor, Tensor], Tensor]
+
+
+class Row:
+    """Parameters side by side: one row of weights and one of gradients, on the CPU.
+
+    Each parameter, and its gradient, becomes a view of its part of the row. Frozen
+    parameters stay outside, and a tied one has one place. `multiple_of` pads the row
+    with zeros. Raises ValueError for parameters of several types, not on the CPU, or
+    none at all.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter], multiple_of: int = 1) -> None:
+        params = dict.fromkeys(p for p in params if p.requires_grad)
+        if len(kinds := {(p.dtype, p.device.type) for p in params}) != 1:
+            raise ValueError(f"params are of {len(kinds)} kinds: {kinds or 'none'}")
+        if {kind for _, kind in kinds} != {"cpu"}:
+            raise ValueError("params are on a GPU; a server's are on the CPU")
+        dtype, numel = next(iter(params)).dtype, sum(p.numel() for p in params)
+        numel += -numel % multiple_of
+        self.views: dict[nn.Parameter, Tensor] = dict.fromkeys(params)
+        self.form = digest([(tuple(p.shape), str(p.dtype)) for p in params])
+        weights, gradient = torch.zeros(2, numel, dtype=dtype)
+        for parameter, view in self._places(weights):
+            view.copy_(parameter.detach())
+        self.lie_in(weights, gradient)
+
+    def _places(self, row: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield each parameter and its part of a row."""
+        end = 0
+        for parameter in self.views:
+            yield parameter, row[end : end + parameter.numel()].view(parameter.shape)
+            end += parameter.numel()
+
+    def lie_in(self, weights: Tensor, gradient: Tensor) -> None:
+        """Let the parameters be what is in these two rows."""
+        self.weights, self.gradient = weights, gradient
+        for parameter, view in self._places(weights):
+            parameter.data = view
+        self.views = dict(self._places(gradient))
+        self.clear()
+
+    def parts(self, count: int) -> list[Self]:
+        """Return the row, cut into equal parts, without any parameters."""
+        found = []
+        for pair in zip(
+            self.weights.chunk(count), self.gradient.chunk(count), strict=True
+        ):
+            part = copy(self)
+            part.views, (part.weights, part.gradient) = {}, pair
+            found.append(part)
+        return found
+
+    def clear(self) -> None:
+        """Begin a new gradient."""
+        self.gradient.zero_()
+        for parameter, view in self.views.items():
+            parameter.grad = view
+
+    def collect(self) -> Tensor:
+        """Return the gradients of all parameters; those that have none have zeros."""
+        for parameter, view in self.views.items():
+            if parameter.grad is None:
+                view.zero_()
+            elif parameter.grad.data_ptr() != view.data_ptr():
+                view.copy_(parameter.grad)
+        return self.gradient
+
+    @torch.no_grad()
+    def step(self, optimizer: Optimizer, gradients: Sequence[Tensor]) -> None:
+        """Let the optimizer take the mean of some gradients, added in this order."""
+        total = gradients[0]
+        if len(gradients) > 1:
+            total = self.gradient.copy_(total)
+            for gradient in gradients[1:]:
+                total += gradient
+            total /= len(gradients)
+        for parameter, view in self._places(total):
+            parameter.grad = view
+        optimizer.step()
+
+
+def digest(form: Any) -> int:
+    """Return a number that a server and its workers compare: equal for equal forms."""
+    return zlib.crc32(repr(form).encode())
