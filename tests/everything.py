@@ -25,7 +25,7 @@ from ddp_course.tensor_parallel import tensor_parallel
 from ddp_course.train import largest_difference, train
 
 SMALL = GPTConfig(block_size=8, n_layer=2, n_head=4, d_model=16)
-ELSEWHERE = ("call", "shared_memory")  # what others are made of; CPU and gloo only
+ELSEWHERE = ("call", "shared_memory", "naive")  # what others are made of; CPU only
 CASES = ((1, torch.int64, False), (5, torch.bfloat16, True), (1009, torch.int64, False))
 RUNG = ["tensor", "group"]  # what a function that is read first takes
 WHOLE = {  # what is as long as the others' tensors together
@@ -41,7 +41,7 @@ Trained = tuple[list[float], dict[str, Tensor]]  # losses, the plain model's sta
 
 def found() -> dict[str, Callable]:
     """Return every collective, and every function that is read before it, by name."""
-    of_all = {f"{name}.all_reduce": f for name, f in collectives.ALGORITHMS.items()}
+    of_all = {f"{name}_all_reduce": f for name, f in collectives.ALGORITHMS.items()}
     for module in iter_modules(collectives.__path__):
         inside = import_module(f"{collectives.__name__}.{module.name}")
         for name, function in vars(inside).items():

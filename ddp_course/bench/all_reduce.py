@@ -116,7 +116,7 @@ def all_contenders(nbytes: int) -> tuple[dict[str, Callable[[], object]], torch.
 
 def patiently(function: Callable, tensor: torch.Tensor) -> None:
     """Call a collective of PyTorch's as we call ours: see `collectives.patience`."""
-    with patience.patient(collectives.communicator().threads):
+    with patience.patient(patience.threads_of(collectives.communicator())):
         function(tensor)
 
 

@@ -26,7 +26,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
 
 from ddp_course.bench import steps
 from ddp_course.bench.turns import Contender, Row, against, rows_of
-from ddp_course.collectives import ring
+from ddp_course.collectives import ring_all_reduce
 from ddp_course.compression import CourseExchange, compress, compressor
 from ddp_course.data_parallel import DistributedDataParallel
 from ddp_course.launch import Link, Links
@@ -64,18 +64,18 @@ def meanwhile(words: str) -> steps.Variant:
 
     PowerSGD's in one: a message of so few bytes is nearly all latency.
     """
-    return ours(words, ring.all_reduce, caps=ONE_BUCKET if "powersgd" in words else {})
+    return ours(words, ring_all_reduce, caps=ONE_BUCKET if "powersgd" in words else {})
 
 
 def plain(model: nn.Module) -> steps.Made:
     """Return the model under our DDP, over this course's ring."""
-    return steps.with_adamw(DistributedDataParallel(model, all_reduce=ring.all_reduce))
+    return steps.with_adamw(DistributedDataParallel(model, all_reduce=ring_all_reduce))
 
 
 def local(cls: type[LocalSGD], model: nn.Module) -> steps.Made:
     """Return the model, and an optimizer that meets the others after H steps."""
     model, optimizer = steps.with_adamw(model)
-    return model, cls(optimizer, model, H, all_reduce=ring.all_reduce)
+    return model, cls(optimizer, model, H, all_reduce=ring_all_reduce)
 
 
 H = 8

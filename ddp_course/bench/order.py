@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ddp_course.bench import steps
 from ddp_course.bench.turns import Pair, Row, Told, against, row, rows_of
-from ddp_course.collectives import ring
+from ddp_course.collectives import ring_all_reduce
 from ddp_course.communication_order import (
     WAIT_FOR_ALL,
     Policy,
@@ -70,7 +70,7 @@ def side_by_side(
 ) -> tuple[Told, dict[str, float]]:
     """Return the times of all contenders, and the gains that were simulated."""
     model, optimizer = steps.with_adamw(make())
-    how = {"all_reduce": ring.all_reduce}
+    how = {"all_reduce": ring_all_reduce}
     ddp = DistributedDataParallel(model, bucket_cap_mb=1, **how)
 
     def step() -> None:

@@ -19,7 +19,7 @@ from torch.optim import AdamW, Optimizer
 
 from ddp_course.bench.turns import Contender, Pair, Row, Told, in_turns, rows_of
 from ddp_course.collectives import communicator
-from ddp_course.collectives.patience import patient
+from ddp_course.collectives.patience import patient, threads_of
 from ddp_course.launch import Links, here, spawn
 from ddp_course.model import GPTConfig, build_gpt
 
@@ -50,7 +50,7 @@ def patiently(model: nn.Module, make: Variant) -> Made:
 
     Beside the variant itself it tells how much of our gain that is.
     """
-    threads = communicator().threads
+    threads = threads_of(communicator())
     return during_step(make(model), lambda: patient(threads))
 
 

@@ -6,7 +6,8 @@ gone when the last rank is gone, even after `kill -9`. Explained in chapter 03.
 
 import os
 import secrets
-from collections.abc import Callable, Sequence
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,19 @@ def container() -> tuple[str, str] | None:
         return boot, str(Path("/proc/self/ns/pid").readlink())
     except OSError:
         return None
+
+
+def machine(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Return what ranks on one node have in common, and no others.
+
+    That is the machine's name and when its kernel was started; and the node's number,
+    since `spawn` has several nodes on one machine.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # not Linux
+        boot = ""
+    return socket.gethostname(), boot, environ.get("GROUP_RANK", "")
 
 
 def allocate(nbytes: int, rank: int, exchange: Exchange) -> Tensor:

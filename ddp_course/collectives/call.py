@@ -22,12 +22,12 @@ from torch import Tensor
 
 from ddp_course.collectives import runtime
 from ddp_course.collectives.communicator import Group, Work, communicator
-from ddp_course.collectives.patience import patient
+from ddp_course.collectives.patience import patient, threads_of
 from ddp_course.collectives.plan import Plan
 from ddp_course.collectives.port import Port
 from ddp_course.collectives.reduction import NAMES, Op, ReduceOp, check_op
 from ddp_course.collectives.runtime import Buffer
-from ddp_course.measure import active_logs, active_meters
+from ddp_course.measure.blocks import active_logs, active_meters
 
 
 class Collective:
@@ -142,7 +142,7 @@ class Collective:
         """
         self.meters, logs = active_meters(), active_logs()
         # Under way beside other work, messages had better interrupt that.
-        self.threads = [] if async_op else self.comm.threads
+        self.threads = [] if async_op else threads_of(self.comm)
 
         def job() -> None:
             if self.problem or not agreed_by_body:
@@ -207,7 +207,7 @@ def all_reduce_by(
     Raises CollectiveError, on every rank and before anything is sent, if a tensor or op
     is unusable or differs between ranks; ValueError or TypeError for a wrong group.
     """
-    call = Collective(group, f"{name}.all_reduce")
+    call = Collective(group, name)
     return call.all_reduce(plan, tensor, op, async_op)
 
 

@@ -19,11 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_course.collectives.allocator import container
+from ddp_course.collectives.allocator import container, machine
 from ddp_course.collectives.memory_barrier import Barrier, ranks_in_words
-from ddp_course.collectives.patience import socket_threads
 from ddp_course.launch.deadlock import Watch, exchange_by_store
-from ddp_course.launch.topology import machine
 
 Group = dist.ProcessGroup | None  # None: all ranks
 
@@ -82,7 +80,6 @@ class Communicator:
                     self.rank, self.size, self.exchange, watch=self._follow
                 )
         self.kept: dict[str, Any] = {}  # what an algorithm wants to find again
-        self.threads = socket_threads()
         self._memory: dict[torch.device, Tensor] = {}
 
     @property

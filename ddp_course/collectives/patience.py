@@ -21,6 +21,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -36,6 +37,13 @@ def socket_threads(tasks: Path = Path("/proc/self/task")) -> list[int]:
             if (task / "comm").read_text().strip() == NAME:
                 found.append(int(task.name))
     return found
+
+
+def threads_of(comm: Any) -> list[int]:
+    """Return the ids of gloo's socket threads, looked up once for a communicator."""
+    if "socket threads" not in comm.kept:
+        comm.kept["socket threads"] = socket_threads()
+    return comm.kept["socket threads"]
 
 
 @contextlib.contextmanager

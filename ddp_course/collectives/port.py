@@ -1,30 +1,25 @@
 """Ports: how a rank's messages leave and arrive, counted, over links fast and slow.
 
-Everything that the collectives of this course send from rank to rank goes through
-`Port.send` and `Port.receive`, which are `dist.isend` and `dist.irecv` and some things
-more: a byte meter that is open counts the message; a link that was described as slow
-(`spawn(..., links=...)`) takes its time; what lies on a GPU goes through the CPU if it
-is gloo's to carry; and our messages have a tag of their own, so that they never mix
+All messages of this course's collectives go through `Port.send` and `Port.receive`,
+which are `dist.isend` and `dist.irecv` and more: an open byte meter counts the message;
+a slow line (`spawn(..., links=...)`) delays it; a tensor on a GPU is copied to the CPU
+if gloo carries it; and our messages have a tag of their own, so that they never mix
 with other messages between the same ranks. Chapter 02.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from datetime import timedelta
 from functools import cache, partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_course.launch import Link, Links, here, links_here
-from ddp_course.measure import ByteMeter, active_meters
+from ddp_course.launch.wire import line_to
+from ddp_course.measure.blocks import active_meters
 
 TAG = 77  # of all our messages
 
@@ -46,7 +41,7 @@ class Port:
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
-        meters: Sequence[ByteMeter] | None = None,
+        meters: Sequence[Any] | None = None,
     ) -> None:
         self.group = dist.group.WORLD if group is None else group
         self.ranks = dist.get_process_group_ranks(self.group)  # in the job
@@ -154,74 +149,3 @@ class _Landing:
     def wait(self, *patience: timedelta) -> None:
         self.handle.wait(*patience)
         self.tensor.copy_(self.arrived)
-
-
-_making = threading.Lock()
-
-
-@cache
-def line_to(rank: int) -> Line | None:
-    """Return the slow line that leads to `rank`; None if messages take no extra time.
-
-    Like a machine with one network card, this process has one line to all ranks on
-    other nodes, and one to those on its own, whatever the process group.
-    """
-    if links_here() == Links():
-        return None
-    with _making:  # threads that come together get the same line
-        return _line(outside=not here().same_node(rank))
-
-
-@cache
-def _line(outside: bool) -> Line | None:
-    links = links_here()
-    link = links.between if outside else links.inside
-    return None if link == Link() else Line(link)
-
-
-class Line:
-    """A link that takes its time: messages pass one after the other, in order.
-
-    A message occupies the line for bytes / bandwidth and arrives `latency` later; the
-    next one may follow meanwhile. A thread waits for that time, without using the CPU.
-    """
-
-    def __init__(self, link: Link) -> None:
-        self.link = link
-        self.free = 0.0  # when the line has sent what was given to it so far
-        self.lock = threading.Lock()  # several threads may send
-        self.waiting: queue.SimpleQueue = queue.SimpleQueue()
-        threading.Thread(target=self._carry, daemon=True, name="slow line").start()
-
-    def send(self, start: Callable[[], Handle], nbytes: int) -> Handle:
-        """Call `start`, which hands over the message, when it has arrived."""
-        started: Future[Handle] = Future()
-        self.waiting.put((self._arrival(nbytes), start, started))
-        return _Delayed(started)
-
-    def pass_by(self, nbytes: int) -> None:
-        """Wait as long as a message takes: handed over later, it were out of order."""
-        time.sleep(max(0.0, self._arrival(nbytes) - time.monotonic()))
-
-    def _arrival(self, nbytes: int) -> float:
-        with self.lock:
-            start = max(self.free, time.monotonic())
-            self.free = start + nbytes / self.link.bandwidth
-            return self.free + self.link.latency
-
-    def _carry(self) -> None:
-        while True:
-            at, start, started = self.waiting.get()
-            time.sleep(max(0.0, at - time.monotonic()))
-            try:
-                started.set_result(start())
-            except BaseException as error:  # tell whoever waits
-                started.set_exception(error)
-
-
-class _Delayed:
-    def __init__(self, started: Future[Handle]) -> None:
-        self.started = started
-
-    def wait(self, *patience: timedelta) -> None:
-        self.started.result().wait(*patience)

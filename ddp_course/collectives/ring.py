@@ -1,24 +1,20 @@
 """All-reduce around a ring: send to the right neighbour, add what comes from the left.
 
-A reduce-scatter, then an all-gather (Patarasu and Yuan 2009; made popular for deep
+A reduce-scatter, then an all-gather (Patarasuk and Yuan 2009; made popular for deep
 learning by Gibiansky 2017). Each rank sends 2 (N - 1) / N S bytes, and no all-reduce
 can do with less. The price is the number of steps, 2 (N - 1). Explained in chapter 03.
 
-`around_the_ring` is all of it, over send and receive (`port`). `all_reduce` below sends
-the same messages: it has them as a plan, compares with the other ranks what they are
-about to do, cuts long messages into pieces, and can go on while others compute.
+`around_the_ring` is the whole idea, over send and receive (`port`).
+`by_plan.ring_all_reduce` sends the same messages, as a plan: it first compares the
+ranks' calls, cuts long messages into pieces, and can run while the rank computes.
 """
 
 from collections.abc import Sequence
-from functools import cache, partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_course.collectives import unrooted
-from ddp_course.collectives.call import all_reduce_by
-from ddp_course.collectives.plan import Plan, bounds, chain
 from ddp_course.collectives.port import Port
 
 
@@ -29,7 +25,8 @@ def around_the_ring(tensor: Tensor, group: dist.ProcessGroup | None = None) -> N
     """
     port = Port(group)
     flat = tensor.contiguous().view(-1)  # a copy, if there are gaps in the memory
-    chunks = flat.tensor_split(bounds(flat.numel(), port.size)[1:-1])
+    edges = [r * flat.numel() // port.size for r in range(1, port.size)]
+    chunks = flat.tensor_split(edges)
     reduce_scatter(chunks, port)
     all_gather(chunks, port)
     if flat.data_ptr() != tensor.data_ptr():
@@ -66,13 +63,3 @@ def right_and_left(outgoing: Tensor, incoming: Tensor, port: Port) -> None:
     """Send to the right neighbour, and receive from the left one, at the same time."""
     right, left = (port.rank + 1) % port.size, (port.rank - 1) % port.size
     port.exchange([(outgoing, right)], [(incoming, left)])
-
-
-@cache
-def plan(world_size: int) -> Plan:
-    """First every rank gets the whole sum of one chunk, then everyone gets them all."""
-    sums = unrooted.reduce_scatter_ring_plan(world_size)
-    return chain("all_reduce, ring", sums, unrooted.all_gather_ring_plan(world_size))
-
-
-all_reduce = partial(all_reduce_by, "ring", plan)

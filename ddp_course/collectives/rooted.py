@@ -5,51 +5,21 @@ is a rank of the whole job, as in `torch.distributed`. Explained in chapter 02.
 """
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 from torch import Tensor
 
 from ddp_course.collectives.call import Collective
+from ddp_course.collectives.catalog import (
+    broadcast_naive_plan,
+    broadcast_tree_plan,
+    gather_plan,
+    reduce_tree_plan,
+    scatter_plan,
+)
 from ddp_course.collectives.communicator import Group, Work
-from ddp_course.collectives.plan import Plan, Transfer, backwards, make_plan
 from ddp_course.collectives.reduction import Op, ReduceOp
 from ddp_course.collectives.runtime import Buffer
-
-
-@cache
-def broadcast_naive_plan(world_size: int, root: int = 0) -> Plan:
-    """Rank `root` sends everything to one rank after the other.
-
-    In step k it serves the k-th of the others: world_size - 1 steps.
-    """
-    others = [(root + k) % world_size for k in range(1, world_size)]
-    transfers = [Transfer(k, root, dst, 0, 1, False) for k, dst in enumerate(others)]
-    return _broadcast(root, "broadcast, naive", world_size, transfers)
-
-
-@cache
-def broadcast_tree_plan(world_size: int, root: int = 0) -> Plan:
-    """Whoever has it passes it on: the number of those who have it doubles each step.
-
-    A binomial tree, ceil(log2(world_size)) steps: counted from the root, rank r sends
-    to rank r + d, for d = ..., 4, 2, 1 (Thakur et al. 2005).
-    """
-    steps, transfers = (world_size - 1).bit_length(), []
-    for step in range(steps):
-        distance = 2 ** (steps - 1 - step)
-        for r in range(0, world_size - distance, 2 * distance):
-            src, dst = (r + root) % world_size, (r + distance + root) % world_size
-            transfers.append(Transfer(step, src, dst, 0, 1, False))
-    return _broadcast(root, "broadcast, tree", world_size, transfers)
-
-
-def _broadcast(
-    root: int, name: str, world_size: int, transfers: list[Transfer]
-) -> Plan:
-    start = [{0} if rank == root else () for rank in range(world_size)]
-    return make_plan(name, world_size, 1, transfers, start)
-
 
 BROADCASTS = {"naive": broadcast_naive_plan, "tree": broadcast_tree_plan}
 
@@ -80,23 +50,6 @@ def broadcast(
     return call.start(body, async_op)
 
 
-@cache
-def reduce_naive_plan(world_size: int, root: int = 0) -> Plan:
-    """Rank `root` receives from one rank after the other, and adds what it gets."""
-    there = broadcast_naive_plan(world_size, root)
-    return backwards(there, "reduce, naive", reduce=True)
-
-
-@cache
-def reduce_tree_plan(world_size: int, root: int = 0) -> Plan:
-    """In each step half of those who still have something pass it on to the others.
-
-    ceil(log2(world_size)) steps along a binomial tree.
-    """
-    there = broadcast_tree_plan(world_size, root)
-    return backwards(there, "reduce, tree", reduce=True)
-
-
 def reduce(
     tensor: Tensor,
     dst: int = 0,
@@ -121,22 +74,6 @@ def reduce(
         call.carry_out(plan, buffer)
 
     return call.start(body, async_op)
-
-
-@cache
-def scatter_plan(world_size: int, root: int = 0) -> Plan:
-    """Rank `root` sends chunk r to rank r, to one rank after the other."""
-    n = world_size
-    others = [(root + k) % n for k in range(1, n)]
-    transfers = [Transfer(k, root, r, r, r + 1, False) for k, r in enumerate(others)]
-    start = [range(n) if r == root else () for r in range(n)]
-    return make_plan("scatter", n, n, transfers, start, end=[{r} for r in range(n)])
-
-
-@cache
-def gather_plan(world_size: int, root: int = 0) -> Plan:
-    """Rank r sends chunk r to `root`, one rank after the other."""
-    return backwards(scatter_plan(world_size, root), "gather", reduce=False)
 
 
 def scatter(

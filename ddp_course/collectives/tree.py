@@ -1,20 +1,15 @@
 """All-reduce along a tree: reduce up, broadcast down, half as many ranks at each level.
 
 2 log2(N) steps instead of 2 (N - 1), but still whole tensors, and some ranks send
-log2(N) of them, others one. Good for small tensors. `along_a_tree` is all of it;
-`all_reduce` does the same by a plan (as in `ring`). Explained in chapter 03.
+log2(N) of them, others one. Good for small tensors. `by_plan.tree_all_reduce` sends the
+same messages and checks the call first. Explained in chapter 03.
 """
-
-from functools import cache, partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_course.collectives.call import all_reduce_by
-from ddp_course.collectives.plan import Plan, chain
 from ddp_course.collectives.port import Port
-from ddp_course.collectives.rooted import broadcast_tree_plan, reduce_tree_plan
 
 
 def along_a_tree(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
@@ -34,13 +29,3 @@ def along_a_tree(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None
             port.receive(tensor, rank - distance).wait()
         elif rank % (2 * distance) == 0 and rank + distance < n:
             port.send(tensor, rank + distance).wait()
-
-
-@cache
-def plan(world_size: int) -> Plan:
-    """A binomial tree up to rank 0, and down again: 2 ceil(log2(N)) steps."""
-    up = reduce_tree_plan(world_size)
-    return chain("all_reduce, tree", up, broadcast_tree_plan(world_size))
-
-
-all_reduce = partial(all_reduce_by, "tree", plan)

@@ -6,37 +6,21 @@ of a mixture of experts to the ranks that have them. Explained in chapter 02.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ddp_course.collectives.call import Collective
+from ddp_course.collectives.catalog import (
+    all_gather_ring_plan,
+    all_to_all_plan,
+    barrier_plan,
+    reduce_scatter_direct_plan,
+)
 from ddp_course.collectives.communicator import Group, Work
-from ddp_course.collectives.plan import Plan, Transfer, make_plan
 from ddp_course.collectives.reduction import Op, ReduceOp
 from ddp_course.collectives.runtime import Buffer
-
-
-def _shards(n: int) -> list[set[int]]:
-    """Chunk r on rank r: how an all-gather starts, and a reduce-scatter ends."""
-    return [{r} for r in range(n)]
-
-
-@cache
-def all_gather_ring_plan(world_size: int) -> Plan:
-    """Every rank passes on to its right what it has just received from its left.
-
-    In step k rank r sends chunk r - k to rank r + 1: world_size - 1 steps.
-    """
-    n = world_size
-    transfers = [
-        Transfer(k, r, (r + 1) % n, (r - k) % n, (r - k) % n + 1, False)
-        for k in range(n - 1)
-        for r in range(n)
-    ]
-    return make_plan("all_gather, ring", n, n, transfers, start=_shards(n))
 
 
 def all_gather(
@@ -81,37 +65,6 @@ def all_gather_single(
         call.carry_out(all_gather_ring_plan(call.size), buffer)
 
     return call.start(body, async_op)
-
-
-@cache
-def reduce_scatter_ring_plan(world_size: int) -> Plan:
-    """Every rank passes on to its right the sum that it has just added its own to.
-
-    In step k rank r sends chunk r - 1 - k to rank r + 1, which adds it. The sum of
-    chunk c sets out from rank c + 1 and arrives, complete, at rank c.
-    """
-    n = world_size
-    transfers = [
-        Transfer(k, r, (r + 1) % n, (r - 1 - k) % n, (r - 1 - k) % n + 1, True)
-        for k in range(n - 1)
-        for r in range(n)
-    ]
-    return make_plan("reduce_scatter, ring", n, n, transfers, end=_shards(n))
-
-
-@cache
-def reduce_scatter_direct_plan(world_size: int) -> Plan:
-    """Every rank sends every other rank its chunk, and adds what it receives.
-
-    As many bytes as around the ring, but no message waits for another.
-    """
-    n = world_size
-    transfers = [
-        Transfer(k - 1, r, (r + k) % n, (r + k) % n, (r + k) % n + 1, True)
-        for k in range(1, n)
-        for r in range(n)
-    ]
-    return make_plan("reduce_scatter, direct", n, n, transfers, end=_shards(n))
 
 
 def reduce_scatter(
@@ -167,24 +120,6 @@ def _reduce_scatter(
     return call.start(body, async_op)
 
 
-@cache
-def all_to_all_plan(world_size: int) -> Plan:
-    """In step k every rank sends to the rank k further, and receives from k before.
-
-    Chunk i * n + j is what rank i has for rank j: world_size - 1 steps.
-    """
-    n = world_size
-    transfers = [
-        Transfer(k - 1, i, j, i * n + j, i * n + j + 1, False)
-        for k in range(1, n)
-        for i in range(n)
-        for j in [(i + k) % n]
-    ]
-    start = [range(i * n, i * n + n) for i in range(n)]
-    end = [range(j, n * n, n) for j in range(n)]
-    return make_plan("all_to_all", n, n * n, transfers, start, end)
-
-
 def all_to_all_single(
     output: Tensor, input: Tensor, group: Group = None, async_op: bool = False
 ) -> Work | None:
@@ -217,22 +152,6 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     """Tell whether two contiguous tensors share memory."""
     (a, a_size), (b, b_size) = ((t.data_ptr(), t.nbytes) for t in (a, b))
     return max(a, b) < min(a + a_size, b + b_size)
-
-
-@cache
-def barrier_plan(world_size: int) -> Plan:
-    """In step k every rank tells the rank 2^k further all of whom it has heard.
-
-    After ceil(log2(world_size)) steps all have heard of all (dissemination barrier:
-    Hensgen, Finkel and Manber 1988). To hear of someone twice does no harm.
-    """
-    n = world_size
-    transfers = [
-        Transfer(k, r, (r + 2**k) % n, 0, 1, True)
-        for k in range((n - 1).bit_length())
-        for r in range(n)
-    ]
-    return make_plan("barrier", n, 1, transfers, idempotent=True)
 
 
 def barrier(group: Group = None, async_op: bool = False) -> Work | None:

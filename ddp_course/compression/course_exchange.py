@@ -16,7 +16,7 @@ from ddp_course.collectives import (
     all_gather_single,
     all_to_all_single,
     communicator,
-    ring,
+    ring_all_reduce,
 )
 from ddp_course.compression.exchange import Exchange
 
@@ -26,13 +26,13 @@ class CourseExchange(Exchange):
 
     Args:
         group: the ranks; None are all.
-        all_reduce: `ring.all_reduce`, `dist.all_reduce` or another of that form.
+        all_reduce: `ring_all_reduce`, `dist.all_reduce` or another of that form.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
-        all_reduce: Callable[..., Any] = ring.all_reduce,
+        all_reduce: Callable[..., Any] = ring_all_reduce,
     ) -> None:
         super().__init__(group)
         self.all_reduce = all_reduce

@@ -77,7 +77,7 @@ class DistributedDataParallel(BucketedDistributedDataParallel, Joinable):
             (torch 2.13 renames it forward_sync_buffers.)
         gradient_as_bucket_view: let gradients lie in the buckets; otherwise, which is
             PyTorch's default, they are copied back, which takes as much memory again.
-        all_reduce: any of this course (`ring.all_reduce`); None is PyTorch's.
+        all_reduce: any of this course (`ring_all_reduce`); None is PyTorch's.
         buckets_in_shared_memory: put the buckets where all ranks of one machine see
             them, and reduce them there, with nothing to copy; CPU only. That memory is
             taken until the process group ends.

@@ -28,7 +28,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import ddp_course.launch.strict  # noqa: F401 (registers)
-from ddp_course.launch import rendezvous, stacks, strangers
+from ddp_course.launch import lines, rendezvous, stacks, strangers
 from ddp_course.launch.deadlock import say_returned
 from ddp_course.launch.packing import pack_value, unpack_call
 from ddp_course.launch.scratch import NamedFile, OpenFile
@@ -172,6 +172,7 @@ def _settle(orders: Orders) -> None:
     dist.set_debug_level_from_env()  # it was read when torch was imported, long ago
     torch.set_num_threads(orders.threads)
     rendezvous.use_bound_port(orders.listener)
+    lines.install()
 
 
 def _join_process_group(orders: Orders) -> None:

@@ -13,10 +13,8 @@ chapter 01.
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -146,16 +144,3 @@ def _as_torchrun_says_it(environ: Mapping[str, str]) -> Mapping[str, str]:
         if {theirs["RANK"], theirs["WORLD_SIZE"]} <= environ.keys():
             return {n: environ[name] for n, name in theirs.items() if name in environ}
     return environ
-
-
-def machine(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Return what ranks on one node have in common, and no others.
-
-    That is the machine's name and when its kernel was started; and the node's number,
-    since `spawn` has several nodes on one machine.
-    """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:  # not Linux
-        boot = ""
-    return socket.gethostname(), boot, environ.get("GROUP_RANK", "")

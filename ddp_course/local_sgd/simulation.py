@@ -1,7 +1,7 @@
 """One process plays all ranks: the same numbers, without launching anything.
 
 The ranks step one after the other, each with a model and an optimizer of its own, and
-their mean is added up in the order of `collectives.naive.all_reduce`: so the bits are
+their mean is added up in the order of `collectives.naive_all_reduce`: so the bits are
 those of real ranks with that one; on two ranks, with any. For that it takes one thread
 meanwhile, as every rank has: sums in parts are rounded otherwise. Chapter 14.
 """

@@ -12,10 +12,10 @@ Read the modules in this order:
     memory_log  which bytes are kept when, by kind; hears of it from `allocations`
 """
 
+from ddp_course.measure.blocks import active_logs, active_meters
 from ddp_course.measure.events import (
     Event,
     EventLog,
-    active_logs,
     busy,
     chrome_trace,
     overlap,
@@ -23,7 +23,7 @@ from ddp_course.measure.events import (
 )
 from ddp_course.measure.memory import Ledger, resident
 from ddp_course.measure.memory_log import MemoryLog, Moment
-from ddp_course.measure.meter import ByteMeter, Bytes, active_meters, table
+from ddp_course.measure.meter import ByteMeter, Bytes, table
 from ddp_course.measure.pytorch import Call, TorchCollectives
 from ddp_course.measure.storages import KINDS, label
 from ddp_course.measure.system import SystemBytes

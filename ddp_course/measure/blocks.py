@@ -2,7 +2,8 @@
 
 A collective does not take a meter as an argument: it asks which ones are open. The
 list belongs to the process and not to a thread, since autograd calls DDP's hooks from a
-thread of its own, and what they send belongs to the step that is being measured.
+thread of its own, and what they send belongs to the step that is being measured. Who
+announces messages or events imports this file alone, and neither meter nor log.
 """
 
 import threading
@@ -64,3 +65,21 @@ class Block:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=threading.Lock())
+
+
+METERS: OpenBlocks[Any] = OpenBlocks()  # the open `ByteMeter`s
+LOGS: OpenBlocks[Any] = OpenBlocks()  # the open `EventLog`s
+
+
+def active_meters() -> tuple[Any, ...]:
+    """Return the byte meters whose `with` block is open now in this process.
+
+    A collective asks once, when it is called, and counts into these until it is done,
+    be it later or in another thread.
+    """
+    return METERS.now
+
+
+def active_logs() -> tuple[Any, ...]:
+    """Return the event logs whose `with` block is open now in this process."""
+    return LOGS.now

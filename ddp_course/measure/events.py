@@ -12,6 +12,7 @@ its ranks can be laid on one time-line as they are. Explained in chapters 02 and
 """
 
 import json
+import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -19,8 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ddp_course.launch import here
-from ddp_course.measure.blocks import Block, OpenBlocks
+import torch.distributed as dist
+
+from ddp_course.measure.blocks import LOGS, Block
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,11 @@ class EventLog(Block):
     called. `rank` is the calling process's unless given. Any thread may add.
     """
 
-    opened: ClassVar = OpenBlocks()
+    opened: ClassVar = LOGS
 
     def __init__(self, rank: int | None = None) -> None:
         super().__init__()
-        self.rank = here().rank if rank is None else rank
+        self.rank = _rank_here() if rank is None else rank
         self._events: list[Event] = []
 
     def add(
@@ -99,9 +101,10 @@ class EventLog(Block):
             return sorted(self._events, key=lambda event: (event.start, event.end))
 
 
-def active_logs() -> tuple[EventLog, ...]:
-    """Return the logs whose `with` block is open now in this process."""
-    return EventLog.opened.now
+def _rank_here() -> int:
+    if dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ.get("RANK", 0))
 
 
 # ---- how long, and how long at the same time ---------------------------------------

@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ddp_course.launch import Place, here
-from ddp_course.measure.blocks import Block, OpenBlocks
+from ddp_course.launch.topology import Place, here
+from ddp_course.measure.blocks import METERS, Block
 
 
 class Totals:
@@ -89,7 +89,7 @@ class ByteMeter(Totals, Block):
         place: whose meter it is; the calling process unless given.
     """
 
-    opened: ClassVar = OpenBlocks()
+    opened: ClassVar = METERS
 
     def __init__(self, place: Place | None = None) -> None:
         super().__init__()
@@ -126,15 +126,6 @@ class ByteMeter(Totals, Block):
 
     def __repr__(self) -> str:
         return f"<ByteMeter of rank {self.place.rank}: {self.total_sent:,} bytes sent>"
-
-
-def active_meters() -> tuple[ByteMeter, ...]:
-    """Return the meters whose `with` block is open now in this process.
-
-    A collective asks once, when it is called, and counts into these until it is done,
-    be it later or in another thread.
-    """
-    return ByteMeter.opened.now
 
 
 def table(reports: Iterable[Bytes]) -> str:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_course.collectives import ReduceOp, communicator
-from ddp_course.collectives.patience import patient
+from ddp_course.collectives.patience import patient, threads_of
 from ddp_course.collectives.port import Port
 from ddp_course.mechanisms.shard_exchange import suited
 
@@ -62,7 +62,7 @@ class MessageExchange:
         """
         later = meanwhile is not None
         # gloo's threads interrupt nobody while this rank waits for them.
-        with nullcontext() if summand.is_cuda else patient(self.comm.threads):
+        with nullcontext() if summand.is_cuda else patient(threads_of(self.comm)):
             if self.size > 1:
                 work = self._all_reduce(summand, op, group=self.group, async_op=later)
             if later:

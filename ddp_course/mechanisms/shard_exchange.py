@@ -13,8 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_course import collectives
-from ddp_course.collectives import Work, communicator
+from ddp_course.collectives import (
+    Work,
+    all_gather_single,
+    communicator,
+    reduce_scatter_single,
+)
 from ddp_course.collectives.port import Port
 
 
@@ -55,7 +59,7 @@ class ShardMessages:
             own.copy_(shard, non_blocking=True)
 
         all_gather = suited("all_gather", whole, self.port)
-        in_turn = async_op and all_gather is collectives.all_gather_single
+        in_turn = async_op and all_gather is all_gather_single
         self.comm.perform(prepare, async_op=True) if in_turn else prepare()
         return all_gather(whole, own, group=self.group, async_op=async_op)
 
@@ -105,7 +109,8 @@ def suited(name: str, tensor: Tensor, port: Port) -> Callable[..., Any]:
     over NCCL; the own part and the whole are its first two arguments.
     """
     if not tensor.is_cuda or port.staged(tensor):
-        return getattr(collectives, f"{name}_single")
+        ours = {"all_gather": all_gather_single}
+        return ours.get(name, reduce_scatter_single)
     if new := getattr(dist, f"{name}_single", None):  # since torch 2.13
         return new
     old = {"all_gather": "all_gather_into_tensor"}

@@ -175,7 +175,7 @@ all_gather = Algorithm(
     *(_but_one, _part, _part),
 )
 reduce_scatter = Algorithm(
-    "`all_gather` backwards, and what passes by is added (Patarasu & Yuan 2009).",
+    "`all_gather` backwards, and what passes by is added (Patarasuk & Yuan 2009).",
     *(_but_one, _part, _part),
 )
 all_to_all = Algorithm(
@@ -192,7 +192,7 @@ all_reduce_tree = reduce_tree.then(
 all_reduce_ring = reduce_scatter.then(
     all_gather,
     "Around the ring twice, S/n a step: 2(n-1) alpha + 2(n-1)/n S beta. No algorithm"
-    " sends fewer bytes (Patarasu & Yuan 2009).",
+    " sends fewer bytes (Patarasuk & Yuan 2009).",
 )
 all_reduce_halving_doubling = Algorithm(
     "Swap halves, then quarters, ..., and back: 2 log2(n) alpha + 2(n-1)/n S beta, for"
@@ -333,7 +333,7 @@ def least_bytes(collective: str, world_size: int, nbytes: float) -> float:
     """Return a number of bytes that at least one rank must send or must receive.
 
     - all_reduce, 2(n-1)/n S: each element needs n-1 additions and n-1 copies, in all
-      2(n-1) S bytes sent by n ranks (Patarasu & Yuan 2009).
+      2(n-1) S bytes sent by n ranks (Patarasuk & Yuan 2009).
     - reduce_scatter, (n-1)/n S: the additions alone; all_gather and all_to_all: each
       rank receives what it has not; scatter and gather: the root sends, or receives,
       all but its own part; broadcast and reduce, S: the root sends or receives all of

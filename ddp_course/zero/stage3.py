@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ddp_course.collectives.patience import patient
+from ddp_course.collectives.patience import patient, threads_of
 from ddp_course.mechanisms.frozen import check_first_order
 from ddp_course.mechanisms.memory_exchange import ShardMemory, memory_problem
 from ddp_course.mechanisms.shard_exchange import ShardMessages
@@ -262,7 +262,7 @@ class FullyShardedDataParallel(SimpleFullyShardedDataParallel):
         What they carry is seldom needed at once, and where there are no more cores than
         ranks, they take the time from those that compute (`collectives.patience`).
         """
-        threads = [thread for comm in self.comms for thread in comm.threads]
+        threads = [thread for comm in self.comms for thread in threads_of(comm)]
         self._patience.enter_context(patient(threads))
 
     def _cast(self, values: Any) -> Any:

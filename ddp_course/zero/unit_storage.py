@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_course.collectives import communicator, ring
+from ddp_course.collectives import communicator, ring_all_reduce
 from ddp_course.measure import label
 from ddp_course.mechanisms.buckets import view_of
 from ddp_course.mechanisms.placements import Flat, place
@@ -166,7 +166,7 @@ class FlatStorage:
     def reduced(self) -> None:
         """The sum is there: with the other replicas' it is the mean of all ranks."""
         if self.replicas is not None:
-            all_reduce = dist.all_reduce if self.own.is_cuda else ring.all_reduce
+            all_reduce = dist.all_reduce if self.own.is_cuda else ring_all_reduce
             all_reduce(self.own, group=self.replicas)
         self.add_gradient(self.own)
         self.sum.untyped_storage().resize_(0)

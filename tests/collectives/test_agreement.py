@@ -14,10 +14,8 @@ from ddp_course import collectives as ours
 from ddp_course.collectives import (
     ALGORITHMS,
     CollectiveError,
-    Selector,
-    choose,
-    naive,
-    ring,
+    algorithms,
+    ring_all_reduce,
     shared_memory,
 )
 from ddp_course.collectives.communicator import note, read
@@ -58,13 +56,13 @@ def bad_calls(odd: bool) -> dict[str, tuple[Callable[[], object], str]]:
         (ours.all_reduce, [SHAPES["other shape"][0] if odd else FOUR], "float32 [5]"),
         (partial(ours.all_reduce, algorithm="star"), [FOUR],
          "is 'star'; it can be auto, naive, tree, halving_doubling, ring, hier"),
-        (ring.all_reduce, [FOUR, ours.ReduceOp.MAX if odd else ours.ReduceOp.SUM],
+        (ring_all_reduce, [FOUR, ours.ReduceOp.MAX if odd else ours.ReduceOp.SUM],
          "op MAX"),
-        (ring.all_reduce, [FOUR, "sum"], "op is 'sum'; it can be"),
-        (ring.all_reduce, [FOUR, dist.ReduceOp.BAND], "op is *BAND*; it can be"),
-        (ring.all_reduce, [INTEGERS, dist.ReduceOp.AVG], "AVG"),
-        ((naive if odd else ring).all_reduce, [FOUR], "rank 1: naive.all_reduce"),
-        (ours.broadcast if odd else ring.all_reduce, [FOUR], DIFFER),
+        (ring_all_reduce, [FOUR, "sum"], "op is 'sum'; it can be"),
+        (ring_all_reduce, [FOUR, dist.ReduceOp.BAND], "op is *BAND*; it can be"),
+        (ring_all_reduce, [INTEGERS, dist.ReduceOp.AVG], "AVG"),
+        (ours.naive_all_reduce if odd else ring_all_reduce, [FOUR], "1: naive_all_red"),
+        (ours.broadcast if odd else ring_all_reduce, [FOUR], DIFFER),
         (ours.broadcast, [FOUR, int(odd)], "src=1"),
         (ours.broadcast, [FOUR, 3], "src is 3; * 0 to 2"),
         (ours.reduce, [FOUR, -1], "dst is -1; * 0 to 2"),
@@ -114,7 +112,7 @@ def wrong_groups() -> list[str]:
     """On every rank: what is told of a group without rank 2, of a name, of a number."""
     mine = dist.new_group([0, 1])
     return [
-        error_of(lambda g=group: ring.all_reduce(torch.zeros(4), group=g))
+        error_of(lambda g=group: ring_all_reduce(torch.zeros(4), group=g))
         for group in (mine, "world", 3)
     ]
 
@@ -137,12 +135,12 @@ def disagreements() -> list[object]:
     """On every rank: agree while a collective is under way; then do not agree."""
     comm, x = ours.communicator(), torch.ones(100_000)
     odd = comm.rank == 1
-    work = ring.all_reduce(x, async_op=True)
+    work = ring_all_reduce(x, async_op=True)
     comm.agree_now("a step")
     told = [work.is_completed()]
     told.append(error_of(lambda: comm.agree_now("a step" + " back" * odd)))
     told.append(error_of(lambda: comm.agree_now("a step", "no" * odd or None)))
-    told.append(error_of(ring.all_reduce(torch.zeros(4 + odd), async_op=True).wait))
+    told.append(error_of(ring_all_reduce(torch.zeros(4 + odd), async_op=True).wait))
     comm.barrier = None  # as ranks on several machines
     told.append(comm.agree_now("flags", show=f"{comm.rank}1"))
     told.append(error_of(lambda: comm.agree_now("a step" + " back" * odd)))
@@ -172,7 +170,7 @@ def test_ranks_in_different_groups_are_told_and_do_not_hang(first):
             ours.barrier()
             ours.barrier(pair)
         mine = None if dist.get_rank() else pair
-        return error_of(lambda: ring.all_reduce(torch.zeros(4), group=mine))
+        return error_of(lambda: ring_all_reduce(torch.zeros(4), group=mine))
 
     for told in spawn(different_groups, world_size=2, output="none", timeout=30):
         assert told.startswith("DeadlockError: these wait for each other: rank 0 at ")
@@ -199,7 +197,7 @@ def test_a_circle_of_three_is_found_and_a_late_rank_is_none():
 
 
 def test_reading_notes():
-    same = [note("ring.all_reduce", None, None)] * 3
+    same = [note("ring_all_reduce", None, None)] * 3
     assert read(same, [0, 1, 2]) == [None] * 3
     shown = [note("a", None, [1, "b"]), note("a", None, None)]
     assert read(shown, [0, 1]) == [[1, "b"], None]
@@ -232,14 +230,4 @@ def test_reading_notes():
 )
 def test_the_rule(nodes, shares, nbytes, cpu, name):
     group = SimpleNamespace(nodes=nodes, shares_memory=shares)
-    assert choose.rule(group, nbytes, cpu) == name
-
-
-def test_a_selector_takes_the_fastest():
-    ring_times = {10: 5.0, 1000: 6.0, 100: 5.5}
-    selector = Selector.of({"ring": ring_times, "tree": {10: 1, 100: 2, 1000: 9}})
-    assert selector.best == ((10, "tree"), (100, "tree"), (1000, "ring"))
-    sizes = {0: "tree", 10: "tree", 99: "tree", 100: "tree", 101: "ring", 5000: "ring"}
-    assert {n: selector(n) for n in sizes} == sizes
-    with pytest.raises(ValueError, match="no size was measured for all"):
-        Selector.of({"ring": {1: 1.0}, "tree": {2: 1.0}})
+    assert algorithms.rule(group, nbytes, cpu) == name

@@ -10,7 +10,12 @@ import torch.distributed as dist
 
 from ddp_course import collectives as ours
 from ddp_course import theory
-from ddp_course.collectives import hierarchical, ring, shared_memory
+from ddp_course.collectives import (
+    hierarchical_all_reduce,
+    ring,
+    ring_all_reduce,
+    shared_memory,
+)
 from ddp_course.collectives.port import Port
 from ddp_course.launch import spawn
 from ddp_course.measure import ByteMeter, Bytes, SystemBytes
@@ -77,7 +82,7 @@ def uneven() -> list[tuple[int, int]]:
     got = []
     for numel in (1, 2, 3, 1009, 100_003):
         with ByteMeter() as meter:
-            ring.all_reduce(torch.ones(numel))
+            ring_all_reduce(torch.ones(numel))
         got.append((meter.total_sent, 4 * numel))
     return got
 
@@ -86,9 +91,9 @@ def on_two_nodes() -> dict[str, Bytes]:
     """On every rank of a cluster: bytes by link."""
     x, got = torch.ones(PER_RANK), {}
     calls = {
-        "sharded": lambda: hierarchical.all_reduce(x),
-        "leader": lambda: hierarchical.all_reduce(x, variant="leader"),
-        "flat": lambda: ring.all_reduce(x),
+        "sharded": lambda: hierarchical_all_reduce(x),
+        "leader": lambda: hierarchical_all_reduce(x, variant="leader"),
+        "flat": lambda: ring_all_reduce(x),
     }
     for name, call in calls.items():
         with ByteMeter() as meter:
@@ -179,14 +184,14 @@ def ring_of_whole_tensors(x: torch.Tensor) -> None:
 def forgets_the_rest(x: torch.Tensor) -> None:
     """Right for sizes that divide; otherwise the last elements are never added."""
     n = dist.get_world_size()
-    ring.all_reduce(x[: x.numel() // n * n])
+    ring_all_reduce(x[: x.numel() // n * n])
 
 
 def own_first(x: torch.Tensor) -> None:
     """The right bytes, but every rank adds up in an order of its own."""
     me, n = dist.get_rank(), dist.get_world_size()
     everyone = [torch.empty_like(x) for _ in range(n)]
-    ring.all_reduce(x.clone())  # the bytes of a ring
+    ring_all_reduce(x.clone())  # the bytes of a ring
     dist.all_gather(everyone, x)
     x.zero_()
     for k in range(n):
@@ -227,7 +232,7 @@ def faults(n: int, told: list[dict]) -> set[str]:
 
 
 RINGS = {
-    ring.all_reduce: set(),
+    ring_all_reduce: set(),
     ring.around_the_ring: set(),
     whole_tensor_ring: {"bytes", "bits"},
     ring_of_whole_tensors: {"bytes"},

@@ -10,7 +10,12 @@ import torch
 import torch.distributed as dist
 
 from ddp_course import collectives as ours
-from ddp_course.collectives import CollectiveError, hierarchical, ring, tree
+from ddp_course.collectives import (
+    CollectiveError,
+    hierarchical_all_reduce,
+    ring_all_reduce,
+    tree_all_reduce,
+)
 from ddp_course.collectives.call import Collective
 from ddp_course.collectives.rooted import BROADCASTS
 from ddp_course.launch import spawn
@@ -22,7 +27,7 @@ OPS = [SUM, AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT]
 FLOATS = torch.float32, torch.float64, torch.float16, torch.bfloat16
 DTYPES = *FLOATS, torch.int64, torch.bool
 ALL_REDUCES = ours.ALGORITHMS | {
-    "leader": partial(hierarchical.all_reduce, variant="leader"),
+    "leader": partial(hierarchical_all_reduce, variant="leader"),
     "chosen": ours.all_reduce,
 }
 
@@ -200,9 +205,9 @@ def many_at_once() -> list[float]:
     """Collectives under way, others called meanwhile, in order."""
     me, n = dist.get_rank(), dist.get_world_size()
     tensors = [torch.full((50_000,), float(me + k)) for k in range(8)]
-    works = [ring.all_reduce(t, async_op=True) for t in tensors]
+    works = [ring_all_reduce(t, async_op=True) for t in tensors]
     here = torch.tensor([float(me)])
-    tree.all_reduce(here)  # waits its turn
+    tree_all_reduce(here)  # waits its turn
     assert all(work.wait() for work in works)
     assert all(work.is_completed() for work in works)
     ours.barrier(async_op=True).wait()

@@ -7,7 +7,12 @@ import torch
 import torch.distributed as dist
 from on_ranks import error_of
 
-from ddp_course.collectives import communicator, patience, ring, runtime
+from ddp_course.collectives import (
+    communicator,
+    patience,
+    ring_all_reduce,
+    runtime,
+)
 from ddp_course.launch import spawn
 
 pytestmark = pytest.mark.skipif(
@@ -16,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def policies() -> list[int]:
-    return [os.sched_getscheduler(t) for t in communicator().threads]
+    return [os.sched_getscheduler(t) for t in patience.threads_of(communicator())]
 
 
 def watched() -> dict[str, list[int]]:
@@ -28,12 +33,12 @@ def watched() -> dict[str, list[int]]:
         return pipelined(*args, **options)
 
     runtime.pipelined = looking
-    ring.all_reduce(torch.ones(1000))
+    ring_all_reduce(torch.ones(1000))
     seen["sync"] = seen.pop("during")
-    ring.all_reduce(torch.ones(1000), async_op=True).wait()
+    ring_all_reduce(torch.ones(1000), async_op=True).wait()
     seen["async"] = seen.pop("during")
     runtime.pipelined = lambda *args: 1 / 0
-    if error_of(lambda: ring.all_reduce(torch.ones(1000))).startswith("ZeroDivision"):
+    if error_of(lambda: ring_all_reduce(torch.ones(1000))).startswith("ZeroDivision"):
         seen["after an error"] = policies()
     dist.barrier()
     return seen

@@ -11,12 +11,15 @@ from on_ranks import launched
 
 from ddp_course import collectives as ours
 from ddp_course.collectives import (
+    catalog,
     halving_doubling,
+    halving_doubling_all_reduce,
     hierarchical,
-    naive,
-    ring,
+    hierarchical_all_reduce,
+    naive_all_reduce,
+    ring_all_reduce,
     runtime,
-    tree,
+    tree_all_reduce,
 )
 from ddp_course.collectives.call import Collective
 from ddp_course.collectives.reduction import ReduceOp
@@ -26,11 +29,13 @@ from ddp_course.measure import ByteMeter
 
 SMALL = 1000  # bytes of a piece: 250 numbers of 4 bytes, 125 of 8
 PLANS = {  # of n ranks, on one node or on several
-    module.__name__.rpartition(".")[2]: (module.all_reduce, module.plan)
-    for module in (naive, tree, halving_doubling, ring)
+    "naive": (naive_all_reduce, catalog.naive_plan),
+    "tree": (tree_all_reduce, catalog.tree_plan),
+    "halving_doubling": (halving_doubling_all_reduce, halving_doubling.plan),
+    "ring": (ring_all_reduce, catalog.ring_plan),
 } | {
     variant: (
-        partial(hierarchical.all_reduce, variant=variant),
+        partial(hierarchical_all_reduce, variant=variant),
         lambda n, plan=plan: plan(
             here().topology.nnodes, here().topology.nproc_per_node
         ),

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_course.collectives import hierarchical, ring, rooted, unrooted
-from ddp_course.collectives.catalog import PLANS
+from ddp_course.collectives import catalog, hierarchical
+from ddp_course.collectives.catalog import PLANS, ring_plan
 from ddp_course.collectives.plan import (
     Plan,
     Transfer,
@@ -22,12 +22,12 @@ from ddp_course.collectives.runtime import messages_of
 
 SIZES = range(1, 10)
 ROOTED = [
-    rooted.broadcast_naive_plan,
-    rooted.broadcast_tree_plan,
-    rooted.reduce_naive_plan,
-    rooted.reduce_tree_plan,
-    rooted.scatter_plan,
-    rooted.gather_plan,
+    catalog.broadcast_naive_plan,
+    catalog.broadcast_tree_plan,
+    catalog.reduce_naive_plan,
+    catalog.reduce_tree_plan,
+    catalog.scatter_plan,
+    catalog.gather_plan,
 ]
 
 
@@ -80,7 +80,7 @@ def test_every_plan_is_right(plan):
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 8])
 def test_planted_mistakes_are_seen(n):
-    good = ring.plan(n)
+    good = ring_plan(n)
     missing = replace(good, transfers=good.transfers[:-1])
     twice = replace(
         good, transfers=(*good.transfers, replace(good.transfers[0], step=good.steps))
@@ -98,10 +98,10 @@ def test_planted_mistakes_are_seen(n):
 
 @pytest.mark.parametrize("n", SIZES)
 def test_reduce_scatter_then_all_gather_is_the_ring(n):
-    halves = unrooted.reduce_scatter_ring_plan(n), unrooted.all_gather_ring_plan(n)
-    assert chain("both", *halves).transfers == ring.plan(n).transfers
-    assert ring.plan(n).steps == 2 * (n - 1)
-    assert ring.plan(n).chunks_sent() == [2 * (n - 1)] * n
+    halves = catalog.reduce_scatter_ring_plan(n), catalog.all_gather_ring_plan(n)
+    assert chain("both", *halves).transfers == ring_plan(n).transfers
+    assert ring_plan(n).steps == 2 * (n - 1)
+    assert ring_plan(n).chunks_sent() == [2 * (n - 1)] * n
 
 
 @given(st.integers(0, 10_000), st.integers(1, 20))
@@ -113,12 +113,12 @@ def test_chunks_cover_everything_and_are_nearly_equal(numel, chunks):
 
 
 def test_among_renames_ranks_and_divides_chunks():
-    moved = among(unrooted.all_gather_ring_plan(2), [5, 3], times=4, skip=8)
+    moved = among(catalog.all_gather_ring_plan(2), [5, 3], times=4, skip=8)
     assert moved == [Transfer(0, 5, 3, 8, 12, False), Transfer(0, 3, 5, 12, 16, False)]
 
 
 def test_a_plan_can_be_read():
-    assert str(unrooted.all_gather_ring_plan(2)).splitlines() == [
+    assert str(catalog.all_gather_ring_plan(2)).splitlines() == [
         "all_gather, ring, 2 ranks",
         "step 0: 0 -> 1, chunk 0; 1 keeps",
         "step 0: 1 -> 0, chunk 1; 0 keeps",
@@ -126,7 +126,7 @@ def test_a_plan_can_be_read():
 
 
 def test_the_states_of_a_simulation():
-    states = simulate(ring.plan(2))
+    states = simulate(ring_plan(2))
     assert states[0] == [[(0,), (0,)], [(1,), (1,)]]
     assert states[1] == [[(0, 1), (0,)], [(1,), (0, 1)]]
     assert states[2] == [[(0, 1), (0, 1)], [(0, 1), (0, 1)]]

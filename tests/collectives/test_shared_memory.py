@@ -11,7 +11,7 @@ import torch.distributed as dist
 from memory_cases import in_order
 from on_ranks import error_of
 
-from ddp_course.collectives import ring, shared_memory
+from ddp_course.collectives import ring_all_reduce, shared_memory
 from ddp_course.collectives.shared_memory import volumes
 from ddp_course.launch import spawn
 from ddp_course.measure import ByteMeter
@@ -33,7 +33,7 @@ def registered() -> list[bool]:
         bool((y == total / n).all()),
         bool((outside == total).all()),
     ]
-    ring.all_reduce(x[0])  # it is a tensor like any other
+    ring_all_reduce(x[0])  # it is a tensor like any other
     right.append(bool((x[0] == total).all()))
     shared_memory.free(y)
     y.fill_(1)  # not gone as long as the tensor is there

@@ -9,7 +9,10 @@ import torch.distributed as dist
 
 from ddp_course import collectives as ours
 from ddp_course import theory
-from ddp_course.collectives import hierarchical, ring
+from ddp_course.collectives import (
+    hierarchical_all_reduce,
+    ring_all_reduce,
+)
 from ddp_course.collectives.port import Port
 from ddp_course.launch import Link, Links, RankError, spawn
 
@@ -21,9 +24,9 @@ def timed() -> dict[str, float]:
     """On every rank: seconds of three all-reduces over two nodes."""
     x, seconds = torch.ones(NBYTES // 4), {}
     calls = {
-        "flat": lambda: ring.all_reduce(x),
-        "leader": lambda: hierarchical.all_reduce(x, variant="leader"),
-        "sharded": lambda: hierarchical.all_reduce(x),
+        "flat": lambda: ring_all_reduce(x),
+        "leader": lambda: hierarchical_all_reduce(x, variant="leader"),
+        "sharded": lambda: hierarchical_all_reduce(x),
     }
     for name, call in calls.items():
         ours.barrier()
@@ -86,7 +89,7 @@ def test_messages_follow_each_other_on_a_line():
 def by_ring(in_order: bool = True) -> list[float]:
     """On both ranks; planted: messages are handed over when a line has brought them."""
     with mock.patch.object(Port, "in_order", lambda port, tensor: in_order):
-        ring.all_reduce(x := torch.arange(8.0))
+        ring_all_reduce(x := torch.arange(8.0))
     return x.tolist()
 
 

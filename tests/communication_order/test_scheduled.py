@@ -22,7 +22,7 @@ from refusals import said
 from sleeping import Sleep
 from trained import same
 
-from ddp_course.collectives import ring, tree
+from ddp_course.collectives import ring_all_reduce, tree_all_reduce
 from ddp_course.communication_order import (
     FIFO,
     WAIT_FOR_ALL,
@@ -181,13 +181,13 @@ def ddp(model, optimizer, group):
         group,
         find_unused_parameters=True,
         broadcast_buffers=False,
-        all_reduce=tree.all_reduce,
+        all_reduce=tree_all_reduce,
     )
 
 
 def scheduled(kind=ScheduledDataParallel, policy=FIFO, **more):
     def make(model, optimizer, group):
-        how = {"process_group": group, "all_reduce": tree.all_reduce}
+        how = {"process_group": group, "all_reduce": tree_all_reduce}
         return kind(model, optimizer, policy, **how, **more)
 
     return make
@@ -265,7 +265,7 @@ raised = partial(said, (RuntimeError, TypeError, ValueError))
 def wrapped(kind=ScheduledDataParallel, model=None, policy=None, **how):
     model = model or Alike()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    how = {"all_reduce": ring.all_reduce} | how
+    how = {"all_reduce": ring_all_reduce} | how
     return kind(model, sgd, policy or priority(16), **how)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from trained import Trained
 
-from ddp_course.collectives import ring
+from ddp_course.collectives import ring_all_reduce
 from ddp_course.data_parallel.bucketed import (
     BucketedDistributedDataParallel as Bucketed,
 )
@@ -114,7 +114,7 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "bucketed": lambda m: Bucketed(m, **SMALL_BUCKETS),
     "ours": Ours,
     "small buckets": lambda m: Ours(m, **SMALL_BUCKETS),
-    "ring": lambda m: Ours(m, all_reduce=ring.all_reduce, **SMALL_BUCKETS),
+    "ring": lambda m: Ours(m, all_reduce=ring_all_reduce, **SMALL_BUCKETS),
     "shared": lambda m: Ours(m, buckets_in_shared_memory=True, **SMALL_BUCKETS),
     "copied": lambda m: Ours(m, gradient_as_bucket_view=False, **SMALL_BUCKETS),
     "find": lambda m: Ours(m, find_unused_parameters=True, **SMALL_BUCKETS),

@@ -27,7 +27,7 @@ from on_ranks import launched
 from torch import nn
 from trained import bits, far_apart, same
 
-from ddp_course.collectives import ring
+from ddp_course.collectives import ring_all_reduce
 from ddp_course.launch import spawn
 from ddp_course.measure import ByteMeter, TorchCollectives
 from ddp_course.mechanisms.buckets import bucket_plan
@@ -148,10 +148,10 @@ def counted() -> dict[str, tuple[int, int, int]]:
     for _ in range(3):
         step(torchs)
     count("torch", torchs)
-    count("ring", Ours(build_gpt(GPT), all_reduce=ring.all_reduce, **CAPS))
+    count("ring", Ours(build_gpt(GPT), all_reduce=ring_all_reduce, **CAPS))
     count("shared", Ours(build_gpt(GPT), buckets_in_shared_memory=True, **CAPS))
     silent = Ours(build_gpt(GPT), **CAPS)
-    rings = Ours(build_gpt(GPT), all_reduce=ring.all_reduce, **CAPS)
+    rings = Ours(build_gpt(GPT), all_reduce=ring_all_reduce, **CAPS)
 
     def without(ddp):
         with ddp.no_sync():

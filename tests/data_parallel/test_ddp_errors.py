@@ -9,7 +9,7 @@ from on_ranks import assert_refused, error_of, launched, tried
 from torch import nn
 from trained import same
 
-from ddp_course.collectives import ring
+from ddp_course.collectives import ring_all_reduce
 from ddp_course.launch import spawn
 from ddp_course.mechanisms.agreement import differences
 from ddp_course.mechanisms.memory_exchange import empty_for_all
@@ -25,7 +25,7 @@ def constructions(odd: bool) -> dict:
     two = [nn.Linear(3, 4), nn.Linear(4, 2)]
     other = nn.Linear(3, 5) if odd else two[0]
     buffered = nn.BatchNorm1d(3, track_running_stats=not odd)
-    in_turn = ring.all_reduce if odd else None
+    in_turn = ring_all_reduce if odd else None
 
     def one(module=two[0], cls=Ours, **options):
         return lambda: cls(module, **options)

@@ -9,7 +9,7 @@ from ddp_cases import AfterBackward, Flat, Naive, Ours
 from sleeping import SLEEP, Sleeping, check_phases, launched_early
 from torch import nn
 
-from ddp_course.collectives import ring
+from ddp_course.collectives import ring_all_reduce
 from ddp_course.data_parallel.recorded import record_pytorch
 from ddp_course.launch import Link, Links, spawn
 from ddp_course.measure import Event, EventLog, busy, overlap
@@ -56,9 +56,9 @@ def by_gloo() -> dict[str, list[Event]]:
 
 def by_slow_ring() -> dict[str, list[Event]]:
     return {
-        "ours": recorded(Ours(Sleeping(), **EACH, all_reduce=ring.all_reduce)),
-        "naive": recorded(Naive(Sleeping(), all_reduce=ring.all_reduce)),
-        "fake": recorded(AfterBackward(Sleeping(), **EACH, all_reduce=ring.all_reduce)),
+        "ours": recorded(Ours(Sleeping(), **EACH, all_reduce=ring_all_reduce)),
+        "naive": recorded(Naive(Sleeping(), all_reduce=ring_all_reduce)),
+        "fake": recorded(AfterBackward(Sleeping(), **EACH, all_reduce=ring_all_reduce)),
     }
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from trained import same
 
-from ddp_course.collectives import ring
+from ddp_course.collectives import ring_all_reduce
 from ddp_course.launch import spawn
 
 
@@ -42,7 +42,7 @@ def trained(wrap, accumulate: int = 1, **how) -> dict[str, torch.Tensor]:
 THEIRS = nn.parallel.DistributedDataParallel
 MINE = {
     "gloo": lambda m: Ours(m, **SMALL_BUCKETS),
-    "ring": lambda m: Ours(m, all_reduce=ring.all_reduce),
+    "ring": lambda m: Ours(m, all_reduce=ring_all_reduce),
     "shared": lambda m: Ours(m, buckets_in_shared_memory=True),
     "find": lambda m: Ours(m, find_unused_parameters=True),
 }

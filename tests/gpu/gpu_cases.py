@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from everything import COMPOSED, SMALL, everything, in_layouts, layouts
 from torch import Tensor, nn
 
-from ddp_course.collectives import port, ring
+from ddp_course.collectives import port, ring_all_reduce
 from ddp_course.data import load_corpus
 from ddp_course.data_parallel import DistributedDataParallel
 from ddp_course.launch import device
@@ -88,7 +88,7 @@ def beside_a_stream() -> list[float]:
         if GPUS:
             torch.cuda._sleep(200_000_000)  # some 100 ms, during which x is 0
         x += dist.get_rank() + 1
-        ring.all_reduce(x, async_op=True).wait()
+        ring_all_reduce(x, async_op=True).wait()
         return x[::4096].unique().tolist()
 
 

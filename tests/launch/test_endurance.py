@@ -26,12 +26,12 @@ from conftest import none_left
 
 from ddp_course import collectives as ours
 from ddp_course.collectives import (
-    halving_doubling,
-    hierarchical,
-    naive,
-    ring,
+    halving_doubling_all_reduce,
+    hierarchical_all_reduce,
+    naive_all_reduce,
+    ring_all_reduce,
     shared_memory,
-    tree,
+    tree_all_reduce,
 )
 from ddp_course.launch import RankInterrupted, RankTimeout, spawn
 
@@ -158,11 +158,11 @@ def whole() -> torch.Tensor:
 
 COLLECTIVES = {
     "shared_memory.all_reduce": lambda: shared_memory.all_reduce(whole()),
-    "ring.all_reduce": lambda: ring.all_reduce(whole()),
-    "naive.all_reduce": lambda: naive.all_reduce(whole()),
-    "tree.all_reduce": lambda: tree.all_reduce(whole()),
-    "halving_doubling.all_reduce": lambda: halving_doubling.all_reduce(whole()),
-    "hierarchical.all_reduce": lambda: hierarchical.all_reduce(whole()),
+    "ring_all_reduce": lambda: ring_all_reduce(whole()),
+    "naive_all_reduce": lambda: naive_all_reduce(whole()),
+    "tree_all_reduce": lambda: tree_all_reduce(whole()),
+    "halving_doubling_all_reduce": lambda: halving_doubling_all_reduce(whole()),
+    "hierarchical_all_reduce": lambda: hierarchical_all_reduce(whole()),
     "broadcast": lambda: ours.broadcast(whole(), 0),
     "reduce": lambda: ours.reduce(whole(), 0),
     "all_gather_single": lambda: ours.all_gather_single(whole(), whole()[:500_000]),

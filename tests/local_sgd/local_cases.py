@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as PyTorchs
 from torch.optim import SGD, AdamW
 
-from ddp_course.collectives import naive, ring
+from ddp_course.collectives import naive_all_reduce, ring_all_reduce
 from ddp_course.data_parallel import (
     DistributedDataParallel,
     FlatDistributedDataParallel,
@@ -33,7 +33,7 @@ from ddp_course.train import largest_difference as apart
 
 RANKS, STEPS, H = 4, 8, 3  # two averages, and two steps more
 WIDE = 8192  # outputs of what is metered: 5 * 4 bytes of parameters for each
-IN_ORDER = {"all_reduce": naive.all_reduce}  # which a simulation adds in, too
+IN_ORDER = {"all_reduce": naive_all_reduce}  # which a simulation adds in, too
 
 
 class Model(nn.Module):
@@ -275,7 +275,7 @@ def metered() -> dict[tuple[str, int], tuple[int, int]]:
     told = {}
     for outer in ("local", "diloco"):
         for every in (1, 3, 4):
-            how = {"every": every, "all_reduce": ring.all_reduce}
+            how = {"every": every, "all_reduce": ring_all_reduce}
             local = wrapped(nn.Linear(4, WIDE), outer, "sgd", **how)
             with SystemBytes() as system, ByteMeter() as meter:
                 for step in range(6):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import AdamW
 
 from ddp_course import cli
-from ddp_course.collectives import ring
+from ddp_course.collectives import ring_all_reduce
 from ddp_course.data_parallel import DistributedDataParallel
 from ddp_course.launch import spawn
 from ddp_course.measure import ByteMeter, resident
@@ -45,7 +45,7 @@ def one(strategy: str, name: str) -> tuple[dict, int]:
     axes = make_groups(layout.mesh)
     model = build_gpt(GPT).to(layout.parameters_in)
     if strategy == "ddp":  # with messages that a meter sees
-        model = DistributedDataParallel(model, all_reduce=ring.all_reduce)
+        model = DistributedDataParallel(model, all_reduce=ring_all_reduce)
     else:
         model = parallelize(model, layout, axes)
     make = WITH_COPIES if name == "mixed" else AdamW

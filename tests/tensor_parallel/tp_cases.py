@@ -143,7 +143,7 @@ WRAPPERS: dict[str, Callable[[GPT], nn.Module]] = {
     "shared sequence": partial(
         tensor_parallel, sequence_parallel=True, in_shared_memory=True
     ),
-    "ring": partial(tensor_parallel, all_reduce=collectives.ring.all_reduce),
+    "ring": partial(tensor_parallel, all_reduce=collectives.ring_all_reduce),
 }
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from ddp_course.chapters.ch05_ddp_internals import solutions
-from ddp_course.collectives import barrier, ring
+from ddp_course.collectives import barrier, ring_all_reduce
 from ddp_course.data_parallel import DistributedDataParallel, bucket_plan
 from ddp_course.lab.answers import Answer, code, one_line
 from ddp_course.lab.exercises import exercise, expect, judge, judge_ranks
@@ -211,7 +211,7 @@ def _use_mini_ddp(mini_ddp: Callable) -> list[dict[str, Any]]:
         bucket = _which_bucket(flat, buckets)
         events.append(("launch", bucket))
         _check_turn(events, bucket)
-        return _Noting(ring.all_reduce(flat, async_op=True), bucket, events)
+        return _Noting(ring_all_reduce(flat, async_op=True), bucket, events)
 
     def at_the_end(function: Callable[[], None]) -> None:
         Variable._execution_engine.queue_callback(function)

@@ -11,7 +11,13 @@ from torch.distributed import P2POp, batch_isend_irecv, irecv, isend
 
 from ddp_course import collectives
 from ddp_course.chapters.ch03_all_reduce import solutions
-from ddp_course.collectives import hierarchical, ring
+from ddp_course.collectives import (
+    hierarchical,
+    hierarchical_all_reduce,
+    ring,
+    ring_all_reduce,
+)
+from ddp_course.collectives.catalog import ring_plan
 
 
 def _pass(outgoing, like, by=1):
@@ -41,7 +47,7 @@ ANSWERS = answers(
             for c in [(t.first + 1) % n]
         ]
     by_the_package:
-        return list(collectives.ring.plan(world_size).transfers)
+        return list(ring_plan(world_size).transfers)
     adds_once_too_often: With 2 ranks, rank 0 ends with
         step < world_size - 1 => step < world_size
     up_to_eight_ranks: With 11 ranks
@@ -241,9 +247,9 @@ ANSWERS = answers(
         collectives.all_reduce(shard, group=peers)
         collectives.all_gather_single(tensor, shard, group=node)
     a_flat_ring: to other nodes; expected 0.5 S
-        ring.all_reduce(tensor)
+        ring_all_reduce(tensor)
     leaders_only: rank 0 sent 1 S to other nodes
-        hierarchical.all_reduce(tensor, variant="leader")
+        hierarchical_all_reduce(tensor, variant="leader")
     on_node_0_only: RuntimeError: nothing to do here
         if dist.get_rank(peers) == 0:
             collectives.all_reduce(tensor, group=node)

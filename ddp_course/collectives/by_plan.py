@@ -1,0 +1,48 @@
+"""The all-reduces that carry out a plan, with everything that a library needs.
+
+Each sends the messages of its plan (`catalog`). Before that all ranks compare their
+calls (`call`); long chunks travel in pieces (`runtime`); with `async_op=True` the rank
+computes meanwhile. The ideas without all this are `naive`, `tree` and `ring`.
+Explained in chapter 03.
+"""
+
+from functools import partial
+
+from torch import Tensor
+
+from ddp_course.collectives import halving_doubling
+from ddp_course.collectives.call import Collective, all_reduce_by
+from ddp_course.collectives.catalog import naive_plan, ring_plan, tree_plan
+from ddp_course.collectives.communicator import Group, Work
+from ddp_course.collectives.hierarchical import PLANS, regular
+from ddp_course.collectives.reduction import Op, ReduceOp
+
+naive_all_reduce = partial(all_reduce_by, "naive_all_reduce", naive_plan)
+tree_all_reduce = partial(all_reduce_by, "tree_all_reduce", tree_plan)
+ring_all_reduce = partial(all_reduce_by, "ring_all_reduce", ring_plan)
+halving_doubling_all_reduce = partial(
+    all_reduce_by, "halving_doubling_all_reduce", halving_doubling.plan
+)
+
+
+def hierarchical_all_reduce(
+    tensor: Tensor,
+    op: Op = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    *,
+    variant: str = "sharded",
+) -> Work | None:
+    """Combine all ranks' `tensor` (any shape, in place), sparing links between nodes.
+
+    Every node must have as many ranks of the group, one node's after the other's.
+    `variant` is "sharded" or "leader". See `call.all_reduce_by` for the other
+    arguments and errors. Chapter 03.
+    """
+    call = Collective(group, "hierarchical_all_reduce", variant=variant)
+    nodes = call.comm.nodes
+    call.choice("variant", variant, PLANS)
+    if not regular(nodes):
+        call.refuse(f"the group's nodes have the ranks {nodes}, not equally many each")
+    plan = lambda _: PLANS[variant](len(nodes), len(nodes[0]))  # noqa: E731
+    return call.all_reduce(plan, tensor, op, async_op)
