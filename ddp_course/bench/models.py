@@ -45,8 +45,8 @@ from ddp_course.bench.table import WIDTH, beside, column
 from ddp_course.bench.turns import Row
 from ddp_course.communication_order import ScheduledDataParallel, priority
 from ddp_course.launch import RankReport, spawn
-from ddp_course.mechanisms.agreement import digest, kind_of
 from ddp_course.mechanisms.hooks import tensors_in
+from ddp_course.mechanisms.tensor_words import digest, kind_of
 from ddp_course.model import GPTConfig, build_gpt
 from ddp_course.parallelize import whole
 from ddp_course.pipeline import PipelineParallel

@@ -40,7 +40,8 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from ddp_course.collectives import communicator, shared_memory
 from ddp_course.data_parallel.bucketed import BucketedDistributedDataParallel
 from ddp_course.data_parallel.unused import AllReduceUsed
-from ddp_course.mechanisms.agreement import attempt, broadcast_all, start_as_replicas
+from ddp_course.mechanisms.agreement import attempt, start_as_replicas
+from ddp_course.mechanisms.broadcast import broadcast_all
 from ddp_course.mechanisms.buckets import (
     BUCKET_CAP_MB,
     FIRST_BUCKET_MB,

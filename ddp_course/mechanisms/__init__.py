@@ -1,6 +1,10 @@
 """Floor 1: what several strategies are made of. They never import each other.
 
+    parts       objects to which a strategy announces its moments
     agreement   do all ranks mean the same? modules, arguments, flags
+    broadcast   one rank's tensors for all
+    tensor_words
+                a tensor in words, to be compared
     engine      gradient -> bucket -> launch in order -> wait, to an ending of choice
     buckets     which gradients travel together: plain data
     hooks       how autograd tells that a gradient is there

@@ -1,11 +1,13 @@
 """Do all ranks mean the same? Compared once, at the boundary, before anything is sent.
 
-    start_as_replicas   a module: its form is compared, and rank 0's numbers are taken
-    check_same          whatever else a strategy was given: words, compared
-    check_along         a problem of one rank is raised on all, along several axes
-    on_any_rank         flags: which are set on one rank at least
-    shown_by_all        the same flags, rank by rank; and who went on after an error
-    described, digest   a tensor in words, to be compared
+    agreed          make a value on every rank; compare a form; all return or all raise
+    form_of         what must be the same of a module
+    problem_with    why a module cannot be replicated
+    on_any_rank     flags: which are set on one rank at least
+    shown_by_all    the same flags, rank by rank; and who went on after an error
+
+`start_as_replicas`, `check_same`, `check_along` and `attempt` are older forms of
+`agreed`; they go with their last caller.
 
 Data parallelism rests on one promise: before every step all ranks have the same
 parameters. It is made at construction. The form (names, shapes, types, what is
@@ -15,18 +17,18 @@ and equal gradients stay equal. Chapter 04.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from operator import attrgetter
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_course.collectives import CollectiveError, communicator
 from ddp_course.collectives.communicator import by_text
+from ddp_course.mechanisms.broadcast import broadcast_all
+from ddp_course.mechanisms.tensor_words import kind_of
 
-TOGETHER = 25 << 20  # bytes
+T = TypeVar("T")
 SHOWN = 5  # of more differences only the number is told
 
 Form = dict[str, str]  # what -> how it is on one rank; in order
@@ -37,6 +39,58 @@ class ReplicaError(ValueError):
 
     Every rank of the group raises it, with the same text.
     """
+
+
+def agreed(
+    make: Callable[[], T], /, *groups: dist.ProcessGroup | None, **form: Any
+) -> T:
+    """Return `make()` if every rank could make its value and all have the same `form`.
+
+    Every rank of the groups calls it; none of them raises alone. First a rank makes its
+    value; then the ranks compare one digest of their `form`, along all `groups`, one
+    after the other. Only if it differs, the forms themselves are sent, to be compared
+    in words. Without a group (None is the group of all ranks) this is the only process.
+
+    Args:
+        make: makes this rank's value, or raises what is wrong on this rank.
+        groups: the ranks; those along several axes of a mesh compare along each.
+        form: what must be the same on all ranks: name -> anything with a stable text,
+            such as the entries of `form_of(module)`.
+
+    Raises ReplicaError, with the same text on every rank, if some rank's `make` has
+    raised, or if the forms differ. Chapter 04.
+    """
+    problem, value = "", None
+    try:
+        value = make()
+    except Exception as error:
+        known = isinstance(error, (ValueError, TypeError, RuntimeError))
+        problem = str(error) if known else f"{type(error).__name__}: {error}"
+    own = {} if problem else {name: str(entry) for name, entry in form.items()}
+    digest = hashlib.sha256(repr(own).encode()).hexdigest()
+    rank = dist.get_rank() if groups else 0
+    found = _along(groups, {rank: (problem, digest)})
+    problems = [found[rank][0] for rank in found]
+    text = problem
+    if groups and any(problems):
+        text = by_text(problems, list(found))
+    elif len({digest for _, digest in found.values()}) > 1:
+        forms = _along(groups, {rank: tuple(own.items())})
+        text = differences([dict(pairs) for pairs in forms.values()], list(forms))
+    if text:
+        raise ReplicaError(f"{text}. Nothing was sent.")
+    return value
+
+
+def _along(
+    groups: Sequence[dist.ProcessGroup | None], own: dict[int, Any]
+) -> dict[int, Any]:
+    """Return what all ranks along the groups have, by rank."""
+    known = own
+    for group in groups:
+        shown = communicator(group).exchange(tuple(known.items()))
+        known = dict(sorted(pair for pairs in shown for pair in pairs))
+    return known
 
 
 def start_as_replicas(
@@ -60,8 +114,13 @@ def start_as_replicas(
 
 
 def form_of(module: nn.Module, **options: Any) -> Form:
-    """Return what must be the same on all ranks, in words: name -> description."""
+    """Return what must be the same on all ranks, in words: name -> description.
+
+    Of a module that cannot be replicated only the options: `check_module` refuses it.
+    """
     form = {f"argument {name}": repr(value) for name, value in options.items()}
+    if problem_with(module):
+        return form
     for name, p in module.named_parameters():
         strides = "" if p.is_contiguous() else f", strides {list(p.stride())}"
         form[name] = f"{_told(p)}, requires_grad={p.requires_grad}{strides}"
@@ -90,6 +149,12 @@ def problem_with(module: Any) -> str | None:
         if isinstance(layer, nn.SyncBatchNorm) and not layer.weight.is_cuda:
             return f"{name} is a SyncBatchNorm, which PyTorch has on GPUs only"
     return None
+
+
+def check_module(module: Any) -> None:
+    """Raise ValueError if this module cannot be replicated."""
+    if problem := problem_with(module):
+        raise ValueError(problem)
 
 
 def check_same(
@@ -158,44 +223,6 @@ def attempt(
         return str(error), None
 
 
-@torch.no_grad()
-def broadcast_all(
-    tensors: Iterable[Tensor], src: int = 0, group: dist.ProcessGroup | None = None
-) -> None:
-    """Give every rank what rank `src` (of the job) has in `tensors`, in place.
-
-    A model has hundreds of small tensors, and every message has its latency: those of
-    one type and device travel together, in messages of about 25 MiB. All ranks give the
-    same shapes in the same order.
-    """
-    full, kind = (t for t in tensors if t.numel()), attrgetter("dtype", "device")
-    for members in in_batches(full, attrgetter("nbytes"), kind):
-        flat = torch.cat([tensor.detach().flatten() for tensor in members])
-        dist.broadcast(flat, src, group)
-        if dist.get_rank() == src:
-            continue
-        parts = flat.split([tensor.numel() for tensor in members])
-        for tensor, part in zip(members, parts, strict=True):
-            # Through `data`, autograd does not take it for a change in place: an
-            # earlier forward may have kept a buffer for its backward (as PyTorch does).
-            tensor.data.copy_(part.view(tensor.shape))
-
-
-def in_batches(
-    items: Iterable[Any],
-    nbytes: Callable[[Any], int],
-    kind: Callable[[Any], Any] = lambda _: None,
-) -> Iterator[list[Any]]:
-    """Gather what is of one kind, until it is `TOGETHER` bytes."""
-    open_lists: dict[Any, list[Any]] = {}
-    for item in items:
-        members = open_lists.setdefault(kind(item), [])
-        members.append(item)
-        if sum(map(nbytes, members)) >= TOGETHER:
-            yield open_lists.pop(kind(item))
-    yield from open_lists.values()
-
-
 # ---- flags ---------------------------------------------------------------------------
 
 
@@ -233,31 +260,3 @@ def on_any_rank(
     """Return which flags are set on one rank at least, by what `shown_by_all` says."""
     notes = shown_by_all(flags, group, failed)
     return ["1" in column for column in zip(*notes, strict=True)]
-
-
-# ---- tensors, in words ---------------------------------------------------------------
-
-
-def kind_of(value: Any) -> str:
-    """Say what a tensor is: "int64 [8, 64]"; of what is no tensor, its type."""
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-
-
-def described(value: Any) -> str:
-    """Say also what is in it: "int64 [8, 64] with digest 3f0c5be99a1d7c26".
-
-    Where ranks work on one batch together, each says so which one it was given. In data
-    parallelism every rank has a batch of its own; where ranks share a model, that would
-    be a mistake that no shape shows. Chapters 09 and 10.
-    """
-    if not isinstance(value, Tensor) or value.is_meta:
-        return kind_of(value)
-    return f"{kind_of(value)} with digest {digest(value)}"
-
-
-def digest(tensor: Tensor) -> str:
-    """Return 16 hexadecimal digits that change if any number does, but by chance."""
-    flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return hashlib.blake2b(flat.numpy(), digest_size=8).hexdigest()

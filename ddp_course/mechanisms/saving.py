@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ddp_course.mechanisms import agreement
+from ddp_course.mechanisms.tensor_words import described
 
 WRITING = ".being-written-"  # how the names of unfinished files and folders begin
 
@@ -47,8 +48,8 @@ def unsealed(sealed: Mapping[str, Any]) -> Any:
 def fingerprint(value: Any) -> str:
     """Return 32 hexadecimal digits that change with any name, number, type or shape."""
     leaves, structure = pytree.tree_flatten(value)
-    words = agreement.described
-    told = [words(x) if isinstance(x, Tensor) else repr(x) for x in leaves]
+
+    told = [described(x) if isinstance(x, Tensor) else repr(x) for x in leaves]
     return hashlib.blake2b(f"{structure} {told}".encode(), digest_size=16).hexdigest()
 
 

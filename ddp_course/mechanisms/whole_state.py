@@ -28,7 +28,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from ddp_course.collectives import communicator
-from ddp_course.mechanisms.agreement import attempt, check_along, in_batches
+from ddp_course.mechanisms.agreement import attempt, check_along
+from ddp_course.mechanisms.broadcast import in_batches
 from ddp_course.mechanisms.frozen import came_later
 from ddp_course.mechanisms.norms import clip_grad_norm_
 from ddp_course.mechanisms.placements import (

@@ -25,17 +25,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_course.collectives import communicator
-from ddp_course.mechanisms.agreement import (
-    broadcast_all,
-    check_same,
-    described,
-    form_of,
-    kind_of,
-    problem_with,
-)
+from ddp_course.mechanisms.agreement import check_same, form_of, problem_with
+from ddp_course.mechanisms.broadcast import broadcast_all
 from ddp_course.mechanisms.guards import watch
 from ddp_course.mechanisms.hooks import held
 from ddp_course.mechanisms.placements import Stage, place
+from ddp_course.mechanisms.tensor_words import described, kind_of
 from ddp_course.mechanisms.weight_gradients import WeightGradStore
 from ddp_course.mechanisms.whole_state import PlainModel, WholeState, groups_before
 from ddp_course.model import GPTConfig, check_tokens, cross_entropy

@@ -5,8 +5,9 @@ from typing import Any
 import torch.distributed as dist
 
 from ddp_course.collectives import communicator
-from ddp_course.mechanisms.agreement import check_same, digest, form_of, problem_with
+from ddp_course.mechanisms.agreement import check_same, form_of, problem_with
 from ddp_course.mechanisms.memory_exchange import memory_problem
+from ddp_course.mechanisms.tensor_words import digest
 from ddp_course.mechanisms.whole_state import WholeState
 from ddp_course.model import GPT, GPTConfig
 

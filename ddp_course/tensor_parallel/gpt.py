@@ -33,12 +33,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from ddp_course.mechanisms.agreement import described
 from ddp_course.mechanisms.exchange import MessageExchange
 from ddp_course.mechanisms.frozen import check_first_order
 from ddp_course.mechanisms.guards import leave_behind
 from ddp_course.mechanisms.memory_exchange import MemoryExchange
 from ddp_course.mechanisms.placements import Replicate, Shard, place, placed
+from ddp_course.mechanisms.tensor_words import described
 from ddp_course.mechanisms.whole_state import PlainModel, WholeState
 from ddp_course.model import GPT, check_tokens
 from ddp_course.tensor_parallel.checks import check_model

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_course.collectives import communicator
-from ddp_course.mechanisms.agreement import broadcast_all, on_any_rank
+from ddp_course.mechanisms.agreement import on_any_rank
+from ddp_course.mechanisms.broadcast import broadcast_all
 from ddp_course.mechanisms.frozen import Frozen
 from ddp_course.mechanisms.guards import leave_behind
 from ddp_course.mechanisms.shard_exchange import ShardMessages

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp_course.collectives import communicator
-from ddp_course.mechanisms.agreement import broadcast_all
+from ddp_course.mechanisms.broadcast import broadcast_all
 from ddp_course.mechanisms.guards import averaged_by
 from ddp_course.mechanisms.placements import groups_of, placed
 from ddp_course.mechanisms.whole_state import (
