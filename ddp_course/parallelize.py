@@ -34,7 +34,7 @@ from ddp_course.data_parallel import (
     FlatDistributedDataParallel,
     NaiveDistributedDataParallel,
 )
-from ddp_course.local_sgd import DiLoCo, LocalSGD
+from ddp_course.local_sgd import DiLoCo, LocalSGD, LocalSteps
 from ddp_course.mechanisms.agreement import ReplicaError, attempt, check_same
 from ddp_course.mechanisms.norms import clip_grad_norm_
 from ddp_course.mechanisms.whole_state import (
@@ -425,7 +425,7 @@ def whole(
     another strategy, or another number of ranks. Of ranks that step alone each has its
     own.
     """
-    if isinstance(optimizer, LocalSGD):
+    if isinstance(optimizer, LocalSteps):
         return EachRanks(model), EachRanks(optimizer)
     inner, zero = _without_wrappers(model), type(optimizer) in OPTIMIZERS.values()
     if not isinstance(inner, WholeState):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ddp_course.local_sgd.local import LocalSGD, distance
+from ddp_course.local_sgd.local import LocalSteps, distance
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Simulated:
 
 def simulate(
     build: Callable[[], nn.Module],
-    wrap: Callable[[nn.Module], LocalSGD],
+    wrap: Callable[[nn.Module], LocalSteps],
     loss: Callable[[nn.Module, int, int], Tensor],
     ranks: int,
     steps: int,
@@ -63,11 +63,11 @@ def _simulate(
     parts = [wrap(model) for model in models]
     losses, apart = [], []
     for step in range(steps):
-        told = [loss(model, step, rank) for rank, model in enumerate(models)]
-        for part, one in zip(parts, told, strict=True):
+        each = [loss(model, step, rank) for rank, model in enumerate(models)]
+        for part, one in zip(parts, each, strict=True):
             part.zero_grad()
             one.backward()
-        losses.append(sum(one.item() for one in told) / ranks)
+        losses.append(sum(one.item() for one in each) / ranks)
         if parts[0].steps < parts[0].warmup:
             _average_gradients(parts)
         due = [part.step_alone() for part in parts]
@@ -92,7 +92,7 @@ def _means(rows: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     return found
 
 
-def _average_gradients(parts: Sequence[LocalSGD]) -> None:
+def _average_gradients(parts: Sequence[LocalSteps]) -> None:
     """Replace gradients by their means; where a rank has none, zero counts."""
     for same in zip(*(part.trained for part in parts), strict=True):
         if any(p.grad is not None for p in same):

@@ -296,6 +296,35 @@ def refused() -> list[str]:
     ]
 
 
+class AloneWithInf(LocalSGD):
+    """Plant: a rank skips a step for itself."""
+
+    @property
+    def groups(self) -> tuple:
+        return ()
+
+    @groups.setter
+    def groups(self, groups: tuple) -> None:
+        pass
+
+
+def scaled(kind: type[LocalSGD]) -> tuple[int, float]:
+    """Train with PyTorch's loss scaler and an inf on rank 1; return steps and drift."""
+    local = wrapped(plain(), kind, "sgd", every=4)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(5):
+        local.zero_grad()
+        factor = float("inf") if (step, dist.get_rank()) == (2, 1) else 1.0
+        scaler.scale(plain_loss(local.module, step) * factor).backward()
+        scaler.step(local)
+        scaler.update()
+    return local.steps, max(drift(local.module, **IN_ORDER))
+
+
+def both_scaled() -> list[tuple[int, float]]:
+    return [scaled(LocalSGD), scaled(AloneWithInf)]
+
+
 def one_dies() -> tuple[str, bool, int]:
     """Rank 2 is killed between two averages; return what another is told, and has."""
     of_gloo = {"all_reduce": dist.all_reduce}  # which sees at once who is gone

@@ -122,6 +122,14 @@ def test_what_cannot_be_is_refused_in_words(ranks):
             LocalSGD(cases.INNER["sgd"](model.parameters()), model, **wrong)
 
 
+def test_with_a_loss_scaler_all_ranks_skip_the_same_step():
+    """As every rank has made 4 steps of 5, the last one has averaged."""
+    right, planted = zip(*spawn(cases.both_scaled, world_size=2), strict=True)
+    assert [steps for steps, _ in right] == [4, 4]
+    assert max(drift for _, drift in right) < ROUNDING
+    assert [steps for steps, _ in planted] == [5, 4]
+
+
 def test_a_rank_that_dies_leaves_the_others_what_they_have_learnt():
     told = spawn(cases.one_dies, world_size=3, may_fail=[2], timeout=30)
     for rank in (0, 1):
