@@ -1,37 +1,73 @@
-"""What one would write first: every rank sends what is most urgent of what it has.
+"""What one would write first: each rank sends the most urgent gradient that it has.
 
-On one rank, or where a server takes what comes (P3, over a parameter server), that is
-right. In a collective all ranks must send the same, and what is ready when differs: if
-one rank's backward is a little slower, ranks send different layers at the same time. If
-these are of one size, they are added to each other and nobody notices; if not, the
-collectives of this course say so, gloo may not, and NCCL hangs. Chapter 15.
+For one rank, or where a server takes what comes (P3, over a parameter server), that is
+right. But all ranks must call the same collectives in the same order, and what is ready
+differs: if one rank's backward is a little slower, ranks send different layers at the
+same time. If these are of one size, they are added to each other and nobody notices; if
+not, the course's collectives say so, gloo may not, and NCCL hangs. Chapter 15.
 """
 
-from ddp_course.communication_order.pieces import InPieces
-from ddp_course.communication_order.scheduled import ScheduledDataParallel
-from ddp_course.mechanisms.engine import Engine
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 
-class OwnOrder(InPieces):
-    """One piece at a time, the most urgent of those that are ready on this rank."""
+class NaiveScheduledDataParallel(nn.Module):
+    """Runs `module`; first layers' gradients leave first, and forward waits for each.
 
-    def hand_over(self) -> None:
-        """Send the next piece if none is under way: it could not be called back."""
-        sent = (work for of_bucket in self.handles for work in of_bucket)
-        ready = [piece for piece in self.left if piece.layer in self.ready]
-        if ready and all(work is None or work.is_completed() for work in sent):
-            urgent = max(ready, key=lambda piece: (piece.layer, -piece.index))
-            self.left.remove(urgent)  # the last bucket has the first layer
-            self.send(urgent)
+    Every layer has an optimizer of its own, made by `make_optimizer(parameters)`. The
+    ranks do not agree about the order of their messages: do not train so.
+    """
 
-    def settle(self, engine: Engine) -> None:
-        """Backward has ended: send the rest, the most urgent first."""
-        for piece in sorted(self.left, key=lambda piece: (-piece.layer, piece.index)):
-            self.send(piece)
-        super().settle(engine)
+    def __init__(
+        self,
+        module: nn.Module,
+        make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
+        all_reduce: Callable[..., Any] = dist.all_reduce,
+    ) -> None:
+        super().__init__()
+        self.module, self.all_reduce = module, all_reduce
+        self.ready: list[tuple[int, nn.Parameter]] = []  # not yet sent, with its layer
+        self.work: dict[nn.Parameter, Any] = {}  # under way
+        layers = [m for m in module.modules() if [*m.parameters(recurse=False)]]
+        for k, layer in enumerate(layers):
+            own = [*layer.parameters(recurse=False)]
+            step = partial(self._step_layer, own, make_optimizer(own))
+            layer.register_forward_pre_hook(lambda *_, step=step: step())
+            for p in own:
+                dist.broadcast(p.data, 0)
+                p.register_post_accumulate_grad_hook(partial(self._is_ready, k))
 
+    def forward(self, *inputs: Any) -> Any:
+        """Run the module; each layer waits for its own gradients, and steps."""
+        return self.module(*inputs)
 
-class NaiveScheduledDataParallel(ScheduledDataParallel):
-    """`ScheduledDataParallel` without an agreement about the order: do not train so."""
+    def _is_ready(self, layer: int, parameter: nn.Parameter) -> None:
+        """Note a gradient; send the most urgent one if none is under way."""
+        self.ready.append((layer, parameter))
+        if all(work.is_completed() for work in self.work.values()):
+            self._send_most_urgent()
 
-    make_ending = OwnOrder
+    def _send_most_urgent(self) -> None:
+        most_urgent = min(self.ready, key=lambda pair: pair[0])
+        self.ready.remove(most_urgent)
+        parameter = most_urgent[1]
+        parameter.grad /= dist.get_world_size()
+        self.work[parameter] = self.all_reduce(parameter.grad, async_op=True)
+
+    def step(self) -> None:
+        """Send the rest, the most urgent first; each layer steps when it runs next."""
+        while self.ready:
+            self._send_most_urgent()
+
+    def _step_layer(self, parameters: list[Tensor], optimizer: Optimizer) -> None:
+        """Before a layer runs: wait for its gradients, and step with them."""
+        for parameter in parameters:
+            if parameter in self.work:
+                self.work.pop(parameter).wait()
+        optimizer.step()
+        optimizer.zero_grad()

@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from ddp_course.mechanisms.broadcast import broadcast_all
 from ddp_course.mechanisms.parts import announce
 
 Group = dist.ProcessGroup | None
@@ -135,8 +136,7 @@ class LocalSteps:
         announce(parts, "constructed", self)
         if dist.is_initialized():
             first = dist.get_process_group_ranks(group or dist.group.WORLD)[0]
-            for tensor in [*module.parameters(), *module.buffers()]:
-                dist.broadcast(tensor.data, first, group)
+            broadcast_all([*module.parameters(), *module.buffers()], first, group)
         self._share_gradients()
 
     def _share_gradients(self) -> None:

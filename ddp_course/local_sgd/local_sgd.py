@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ddp_course.local_sgd.local import AllReduce, Group, LocalSteps, OuterSteps
-from ddp_course.mechanisms.agreement import start_as_replicas
+from ddp_course.mechanisms.agreement import agreed, check_module, form_of
 from ddp_course.mechanisms.frozen import Frozen
 from ddp_course.mechanisms.guards import watch
 
@@ -95,22 +95,23 @@ class SameStart:
     def constructed(self, local: LocalSteps) -> None:
         """Raise ReplicaError, on every rank, if the ranks differ or cannot train."""
         if dist.is_initialized():
-            problem = self.problem_with(local)
-            start_as_replicas(local.module, local.group, problem, **self.form)
+            form = form_of(local.module, **self.form)
+            agreed(lambda: check_local(local), local.group, **form)
 
-    def problem_with(self, local: LocalSteps) -> str | None:
-        """Return why this would never be averaged, or None."""
-        known = set(local.trained)
-        stepped = (p for group in local.param_groups for p in group["params"])
-        if any(p.requires_grad and p not in known for p in stepped):
-            return "the optimizer has a parameter that is none of the module's"
-        averages = hasattr(local.module, "require_backward_grad_sync")
-        if local.warmup and not averages:
-            return (
-                f"warmup is {local.warmup}, and nobody averages gradients: the module "
-                f"must be a DistributedDataParallel, and is a {type(local.module)}"
-            )
-        return None
+
+def check_local(local: LocalSteps) -> None:
+    """Raise ValueError if something of this rank's would never be averaged."""
+    check_module(local.module)
+    known = set(local.trained)
+    stepped = (p for group in local.param_groups for p in group["params"])
+    if any(p.requires_grad and p not in known for p in stepped):
+        raise ValueError("the optimizer has a parameter that is none of the module's")
+    averages = hasattr(local.module, "require_backward_grad_sync")
+    if local.warmup and not averages:
+        raise ValueError(
+            f"warmup is {local.warmup}, and nobody averages gradients: the module "
+            f"must be a DistributedDataParallel, and is a {type(local.module)}"
+        )
 
 
 class StaysFrozen:
