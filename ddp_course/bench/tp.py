@@ -108,21 +108,21 @@ VARIANTS: dict[str, steps.Variant] = {
     "DTensor patient": partial(steps.patiently, make=dtensor),
     "DTensor sequence": partial(dtensor, sequence=True),  # norms, residuals cut, too
     "tp gloo": ours,
-    "tp shared": partial(ours, in_shared_memory=True),
     "tp gloo sequence": partial(ours, sequence_parallel=True),
-    "tp shared sequence": partial(ours, sequence_parallel=True, in_shared_memory=True),
     "one rank alone": alone,  # what tensor parallelism has to beat
 }
 DEFAULT, BEST, SEQUENCE = "DTensor default", "DTensor best", "DTensor sequence"
 PAIRS = (
-    *against(DEFAULT, dict.fromkeys(("DTensor again", BEST, "tp gloo", "tp shared"))),
+    *against(DEFAULT, dict.fromkeys(("DTensor again", BEST, "tp gloo"))),
     *against(BEST, {"DTensor patient": None, SEQUENCE: None}),
-    *against(BEST, {"tp gloo": {128: 0.6, 1024: 0.8}, "tp shared": {128: 0.3}}),
-    *against("one rank alone", {"tp gloo": None, "tp shared": None}),
-    *against(SEQUENCE, {"tp gloo sequence": None, "tp shared sequence": None}),
-    *(
-        Pair(f"{own} sequence", own, over="the same with sequences not cut", title=own)
-        for own in ("tp gloo", "tp shared")
+    *against(BEST, {"tp gloo": {128: 0.6, 1024: 0.8}}),
+    *against("one rank alone", {"tp gloo": None}),
+    *against(SEQUENCE, {"tp gloo sequence": None}),
+    Pair(
+        "tp gloo sequence",
+        "tp gloo",
+        over="the same with sequences not cut",
+        title="tp gloo",
     ),
     *against(BEST, {"one rank alone": None}),
 )

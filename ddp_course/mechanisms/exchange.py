@@ -1,28 +1,17 @@
-"""How ranks exchange tensors: by messages, or through memory that all of them see.
+"""How the ranks of a group exchange activations: PyTorch's collectives, shaped for it.
 
-    MessageExchange   all-reduce, all-gather and reduce-scatter, as between any ranks
-    MemoryExchange    ranks of one machine: each writes where the others can read it
-                      (`memory_exchange`)
-
-Both have the same functions, and who calls them need not know which it is. What they
-exchange are activations, which come and go; how shards do is in `shard_exchange`. A
-*summand* is a tensor of which only the sum over the ranks means anything; it is
-computed where it is sent from, in a `buffer`. All ranks get the same bits, as they add
-in the same order. Chapter 09.
+A *summand* is a tensor of which only the sum over the ranks means anything. It is
+computed in a `buffer`, and summed there. After an all-reduce all ranks have the same
+bits. How ranks exchange shards is in `shard_exchange`. Chapter 09.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from ddp_course.collectives import ReduceOp, communicator
-from ddp_course.collectives.patience import patient, threads_of
-from ddp_course.collectives.port import Port
-from ddp_course.mechanisms.shard_exchange import suited
 
 
 class MessageExchange:
@@ -31,19 +20,18 @@ class MessageExchange:
     Args:
         group: the ranks; None are all.
         all_reduce: called as `all_reduce(tensor, op, group=..., async_op=...)`, in
-            place. None is PyTorch's: gloo's on the CPU, which is the fastest for
-            tensors of the size of activations, and NCCL's on GPUs.
-
-    The first one for a group is made by all its ranks together.
+            place. None is PyTorch's.
+        waiting: makes a context in which this rank waits for messages.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
         all_reduce: Callable[..., Any] | None = None,
+        waiting: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
-        self.group, self.comm, self.port = group, communicator(group), Port(group)
-        self.rank, self.size = self.comm.rank, self.comm.size
+        self.group, self.waiting = group, waiting
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._all_reduce = all_reduce or dist.all_reduce
 
     def buffer(self, shape: Sequence[int], like: Tensor) -> Tensor:
@@ -53,16 +41,15 @@ class MessageExchange:
     def all_reduce(
         self,
         summand: Tensor,
-        op: dist.ReduceOp.RedOpType = ReduceOp.SUM,
+        op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
         meanwhile: Callable[[], None] | None = None,
     ) -> Tensor:
-        """Return the sum over the ranks; `summand`, from `buffer`, is used up.
+        """Return the sum over the ranks, in the memory of `summand`.
 
-        `meanwhile` is called while the messages are under way.
+        Call `meanwhile` between launching the all-reduce and waiting for it.
         """
         later = meanwhile is not None
-        # gloo's threads interrupt nobody while this rank waits for them.
-        with nullcontext() if summand.is_cuda else patient(threads_of(self.comm)):
+        with self.waiting():
             if self.size > 1:
                 work = self._all_reduce(summand, op, group=self.group, async_op=later)
             if later:
@@ -78,24 +65,31 @@ class MessageExchange:
     def reduce_scatter(self, summand: Tensor, dim: int) -> Tensor:
         """Return this rank's part, along `dim`, of the sum over the ranks.
 
-        `summand`, from `buffer`, is used up. Raises ValueError if `dim` cannot be cut
-        into equal parts.
+        gloo's own reduce-scatter is an all-reduce, which sends twice as many bytes; so
+        over gloo each rank sends every other rank its part, and adds what it receives.
+        Raises ValueError if `dim` cannot be cut into equal parts.
         """
         if self.size == 1:
             return summand
-        parts = torch.stack(self.parts(summand, dim))
-        out = torch.empty_like(parts[0])
-        suited("reduce_scatter", out, self.port)(out, parts, group=self.group)
-        return out
+        parts = torch.stack(self.parts(summand, dim))  # (N, ..., length/N, ...)
+        with self.waiting():
+            if dist.get_backend(self.group) == "nccl":
+                out = torch.empty_like(parts[0])
+                dist.reduce_scatter_tensor(out, parts.flatten(0, 1), group=self.group)
+                return out
+            received = torch.empty_like(parts)
+            dist.all_to_all_single(received, parts, group=self.group)
+        return received.sum(0, dtype=received.dtype)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         """Return the `x` of all ranks, one after the other along `dim`."""
         if self.size == 1:
             return x
         x = x.contiguous()
-        parts = x.new_empty((self.size, *x.shape))
-        suited("all_gather", x, self.port)(parts, x, group=self.group)
-        return torch.cat(parts.unbind(), dim)
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        with self.waiting():
+            dist.all_gather(parts, x, group=self.group)
+        return torch.cat(parts, dim)
 
     def parts(self, x: Tensor, dim: int) -> tuple[Tensor, ...]:
         """Return every rank's part of `x` along `dim`: views. Nothing is sent.
@@ -116,5 +110,5 @@ Group: TypeAlias = "dist.ProcessGroup | MessageExchange | None"
 
 
 def exchange_of(group: Group) -> MessageExchange:
-    """Return how the ranks of `group` exchange tensors: by messages, unless told."""
+    """Return `group` if it is an exchange, else an exchange between its ranks."""
     return group if isinstance(group, MessageExchange) else MessageExchange(group)

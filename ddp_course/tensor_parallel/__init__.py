@@ -2,12 +2,11 @@
 
 The ladder:
 
-    naive       `NaiveModelParallel`: layers on different ranks, who work in turn;
-                `NaiveParallelMLP`: a product is cut, and gathered at once
+    naive       a matrix cut by columns or rows; whole tensors before and after it
     layers      `ColumnParallelLinear`, `RowParallelLinear`, with f and g: the idea
     gpt         `tensor_parallel`: the spine's GPT, cut, with all that follows
 
-and what the last one is made of:
+The last one is made of:
 
     ops         the other pairs of operations, where tensors enter and leave a region
     vocabulary  an embedding that is cut; cross-entropy of logits never gathered
@@ -27,7 +26,11 @@ from ddp_course.tensor_parallel.layers import (
     copy_to_group,
     reduce_from_group,
 )
-from ddp_course.tensor_parallel.naive import NaiveModelParallel, NaiveParallelMLP
+from ddp_course.tensor_parallel.naive import (
+    NaiveColumnLinear,
+    NaiveParallelMLP,
+    NaiveRowLinear,
+)
 from ddp_course.tensor_parallel.ops import (
     gather_from_group,
     gather_sequence,

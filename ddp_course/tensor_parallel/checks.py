@@ -1,15 +1,24 @@
-"""Whether a GPT can be cut, and all ranks have asked for the same. Chapter 09."""
+"""What `tensor_parallel` checks: the model, each batch, and passes that fail.
 
+    check_model   can these ranks cut this model, and do all have the same one?
+    SameTokens    a part: before each forward, do all ranks have the same tokens?
+    FailedPasses  a part: a pass that fails on one rank, which others still wait in
+
+Chapter 09.
+"""
+
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Variable
 
-from ddp_course.collectives import communicator
-from ddp_course.mechanisms.agreement import check_same, form_of, problem_with
-from ddp_course.mechanisms.memory_exchange import memory_problem
-from ddp_course.mechanisms.tensor_words import digest
-from ddp_course.mechanisms.whole_state import WholeState
-from ddp_course.model import GPT, GPTConfig
+from ddp_course.collectives.communicator import Communicator, communicator
+from ddp_course.mechanisms.agreement import agreed, form_of, problem_with
+from ddp_course.mechanisms.frozen import check_first_order
+from ddp_course.mechanisms.tensor_words import described, digest
+from ddp_course.model import GPT, GPTConfig, check_tokens
 
 
 def check_model(
@@ -17,41 +26,45 @@ def check_model(
     group: dist.ProcessGroup | None,
     sequence_parallel: bool,
     all_reduce: Any,
-    in_shared_memory: bool,
 ) -> None:
     """Raise ReplicaError, on every rank, unless the ranks of `group` can share `model`.
 
     They must have the same model, in every number, and the same options
     (`tensor_parallel`).
     """
-    problem, form = _problem_with(model, group, all_reduce, in_shared_memory), {}
+    problem, form = _problem_with(model, communicator(group).size), {}
     if not problem:
         form = form_of(
             model,
             config=model.config,
             sequence_parallel=bool(sequence_parallel),
             all_reduce=getattr(all_reduce, "__module__", None),
-            in_shared_memory=bool(in_shared_memory),
         )
         form |= {f"numbers of {n}": digest(p) for n, p in model.named_parameters()}
-    check_same(form, problem, group)
+
+    def check() -> None:
+        if problem:
+            raise ValueError(problem)
+
+    agreed(check, group, **form)
 
 
-def _problem_with(
-    model: Any, group: dist.ProcessGroup | None, all_reduce: Any, in_shared_memory: bool
-) -> str | None:
-    if not isinstance(model, GPT) or isinstance(model, WholeState):  # a part already
+def _problem_with(model: Any, size: int) -> str | None:
+    if not isinstance(model, GPT):
         return f"model is a {type(model).__name__}; it must be a plain GPT"
-    size = communicator(group).size
     if wrong := problem_with(model) or indivisible(model.config, size):
         return wrong
     devices = {str(parameter.device) for parameter in model.parameters()}
     if len(devices) > 1:
         on = ", ".join(sorted(devices))
         return f"the model is on {on}; it must be on one device"
-    if in_shared_memory and all_reduce is not None:
-        return "all_reduce and in_shared_memory are both given; it can be one of them"
-    return memory_problem(group, devices) if in_shared_memory else None
+    for name, p in model.named_parameters():
+        if p._backward_hooks or p._post_accumulate_grad_hooks:
+            return (
+                f"{name} has a hook, which this rank's part of it would not have: "
+                "register hooks on parameters() of what tensor_parallel returns"
+            )
+    return None
 
 
 def indivisible(config: GPTConfig, tp_size: int) -> str | None:
@@ -70,3 +83,57 @@ def indivisible(config: GPTConfig, tp_size: int) -> str | None:
                 f"model can be cut for {', '.join(map(str, fits))} ranks"
             )
     return None
+
+
+class SameTokens:
+    """Raise CollectiveError, on every rank, unless all have the same tokens.
+
+    In data parallelism every rank has tokens of its own, and a `DistributedSampler`
+    sees to it. Used here, it would make every sum over the ranks a sum of different
+    sentences: no shape is wrong, and the loss even falls.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+
+    def before_forward(self, model: Any, idx: Tensor, targets: Tensor | None) -> None:
+        """Compare the digests of the ranks' tokens."""
+        tokens = {"idx": idx} if targets is None else {"idx": idx, "targets": targets}
+        size, problem = self.comm.size, model.newcomer()
+        try:
+            for name, tensor in tokens.items():
+                check_tokens(name, tensor, model.config)
+            shape, last = tuple(idx.shape), tuple([*tokens.values()][-1].shape)
+            if last != shape:
+                problem = f"targets has shape {last}; the logits are for {shape}"
+            elif model.sequence_parallel and shape[1] % size:
+                problem = (
+                    f"T is {shape[1]}, which {size} ranks cannot share equally; with "
+                    f"sequence_parallel it must be a multiple of {size}"
+                )
+        except (ValueError, TypeError, AttributeError) as error:
+            problem = str(error)
+        words = ", ".join(f"{name} {described(t)}" for name, t in tokens.items())
+        self.comm.agree_now(f"forward({words})", problem)
+
+
+class FailedPasses:
+    """Note a forward or backward that fails here: other ranks may still wait in it."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.watch = comm.watch
+
+    def forward_failed(self, model: Any, error: Exception) -> None:
+        """Note what the other ranks should be told."""
+        self.watch.failed = f"a forward failed here ({type(error).__name__}: {error})"
+
+    def after_forward(self, model: Any, logits: Tensor) -> None:
+        """Note, when backward begins, that this rank is in it, until it has ended."""
+        if logits.requires_grad:
+            logits.register_hook(self._backward_begins)
+
+    def _backward_begins(self, gradient: Tensor) -> None:
+        check_first_order()
+        self.watch.failed = "a backward has not ended here"
+        end = partial(setattr, self.watch, "failed", "")
+        Variable._execution_engine.queue_callback(end)

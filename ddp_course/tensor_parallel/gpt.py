@@ -24,24 +24,23 @@ parallel region, and an all-gather where one enters the next. Chapter 09.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 
+from ddp_course.collectives.communicator import communicator
+from ddp_course.collectives.patience import patient, threads_of
 from ddp_course.mechanisms.exchange import MessageExchange
-from ddp_course.mechanisms.frozen import check_first_order
 from ddp_course.mechanisms.guards import leave_behind
-from ddp_course.mechanisms.memory_exchange import MemoryExchange
+from ddp_course.mechanisms.parts import announce
 from ddp_course.mechanisms.placements import Replicate, Shard, place, placed
-from ddp_course.mechanisms.tensor_words import described
 from ddp_course.mechanisms.whole_state import PlainModel, WholeState
-from ddp_course.model import GPT, check_tokens
-from ddp_course.tensor_parallel.checks import check_model
+from ddp_course.model import GPT
+from ddp_course.tensor_parallel.checks import FailedPasses, SameTokens, check_model
 from ddp_course.tensor_parallel.fused import (
     FusedColumnParallelLinear,
     FusedRowParallelLinear,
@@ -78,21 +77,30 @@ def placement_of(name: str) -> Shard | Replicate:
     return Replicate() if dim is None else Shard(dim)
 
 
-class TensorParallelGPT(WholeState, GPT):
+class TensorParallelGPT(WholeState, nn.Module):
     """This rank's part of a GPT: `parameters()` are its slices. See `tensor_parallel`.
+
+    Announces before_forward(model, idx, targets), after_forward(model, logits) and
+    forward_failed(model, error).
 
     Attributes:
         exchange: how the ranks exchange tensors.
         sequence_parallel: whether norms and residuals are cut along the sequence.
+        parts: the objects that it announces to.
     """
 
     def __init__(
-        self, full: GPT, exchange: MessageExchange, sequence_parallel: bool = False
+        self,
+        full: GPT,
+        exchange: MessageExchange,
+        sequence_parallel: bool = False,
+        parts: Iterable[Any] = (),
     ) -> None:
-        nn.Module.__init__(self)  # not GPT's, which would make all parameters
-        self.config, self.exchange = full.config, exchange
+        super().__init__()
+        self.config, self.exchange, self.parts = full.config, exchange, tuple(parts)
         self.sequence_parallel = sequence_parallel
-        self.plain, self.groups = PlainModel.of(full), (exchange.comm.group,)
+        group = dist.group.WORLD if exchange.group is None else exchange.group
+        self.plain, self.groups = PlainModel.of(full), (group,)
         memo: dict[int, Any] = {}
         for name, module in full.named_modules():
             layer = self._layer_for(name, module)
@@ -106,8 +114,7 @@ class TensorParallelGPT(WholeState, GPT):
         whole = dict(full.named_parameters())
         for name, parameter in self.named_parameters():
             how = {"like": whole[name], "name": name}
-            place(parameter, exchange.group, placement_of(name), **how)
-        leave_behind(whole.values(), "tensor_parallel(model)")
+            place(parameter, group, placement_of(name), **how)
         self.train(full.training)
 
     def _layer_for(self, name: str, module: nn.Module) -> ParallelLayer | None:
@@ -132,51 +139,24 @@ class TensorParallelGPT(WholeState, GPT):
         Raises CollectiveError, on every rank, if they are not the same, or do not fit.
         """
         self.check_tokens(idx, targets)
-        with self.exchange.comm.watch.together("forward"):
+        try:
             x = self.embed(idx)  # (B, T, C), or (B, T/tp, C) from here to the head
             for block in self.blocks:
                 x = block(x)  # (B, T, C)
             logits = self.head(x)  # (B, T, V/tp)
-            if logits.requires_grad:
-                logits.register_hook(self._backward_begins)
+            announce(self.parts, "after_forward", self, logits)
             if targets is None:
                 return self.gather_logits(logits), None
             return None, self.loss_fn(logits, targets)
+        except Exception as error:
+            announce(self.parts, "forward_failed", self, error)
+            raise
 
-    def _backward_begins(self, gradient: Tensor) -> None:
-        """Note that this rank is in a backward, until it has ended."""
-        check_first_order()
-        watch = self.exchange.comm.watch
-        watch.failed = "a backward has not ended here"
-        end = partial(setattr, watch, "failed", "")
-        Variable._execution_engine.queue_callback(end)
-
-    # ---- for who calls embed, blocks and head one by one, as a pipeline does ---------
+    # ---- for a pipeline, which calls embed, blocks and head one by one ---------------
 
     def check_tokens(self, idx: Tensor, targets: Tensor | None = None) -> None:
-        """Raise CollectiveError, on every rank, unless all have the same tokens.
-
-        In data parallelism every rank has tokens of its own, and a `DistributedSampler`
-        sees to it. Used here, it would make every sum over the ranks one of different
-        sentences: no shape is wrong, the loss even falls, and nobody notices.
-        """
-        given = {"idx": idx} if targets is None else {"idx": idx, "targets": targets}
-        size, problem = self.exchange.size, self.newcomer()
-        try:
-            for name, tokens in given.items():
-                check_tokens(name, tokens, self.config)
-            shape, of_last = tuple(idx.shape), tuple(list(given.values())[-1].shape)
-            if of_last != shape:
-                problem = f"targets has shape {of_last}; the logits are for {shape}"
-            elif self.sequence_parallel and shape[1] % size:
-                problem = (
-                    f"T is {shape[1]}, which {size} ranks cannot share equally; with "
-                    f"sequence_parallel it must be a multiple of {size}"
-                )
-        except (ValueError, TypeError, AttributeError) as error:
-            problem = str(error)
-        words = ", ".join(f"{name} {described(t)}" for name, t in given.items())
-        self.exchange.comm.agree_now(f"forward({words})", problem)
+        """Announce the tokens; a part may compare them over the ranks."""
+        announce(self.parts, "before_forward", self, idx, targets)
 
     def loss_fn(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss of what `head` returns, (B, T, V/tp)."""
@@ -197,7 +177,6 @@ def tensor_parallel(
     *,
     sequence_parallel: bool = False,
     all_reduce: Callable[..., Any] | None = None,
-    in_shared_memory: bool = False,
 ) -> TensorParallelGPT:
     """Return this rank's part of `model`, to be called and trained like the whole.
 
@@ -210,14 +189,16 @@ def tensor_parallel(
         sequence_parallel: cut norms and residuals along the sequence, too.
         all_reduce: called as `all_reduce(tensor, op, group=..., async_op=...)`; if
             `async_op`, what it returns has a `wait()`. None is PyTorch's.
-        in_shared_memory: exchange nothing by messages, all through memory that the
-            ranks of one machine share; on the CPU only.
 
     Raises ReplicaError, on every rank, if the models differ (in a single number) or
     cannot be cut so. As torch.distributed.tensor.parallel.parallelize_module. Chapter
     09.
     """
-    check_model(model, group, sequence_parallel, all_reduce, in_shared_memory)
-    messages = partial(MessageExchange, all_reduce=all_reduce)
-    exchange = MemoryExchange if in_shared_memory else messages
-    return TensorParallelGPT(model, exchange(group), sequence_parallel)
+    check_model(model, group, sequence_parallel, all_reduce)
+    comm = communicator(group)
+    # gloo's threads do not interrupt this rank while it waits for them.
+    exchange = MessageExchange(group, all_reduce, partial(patient, threads_of(comm)))
+    parts = SameTokens(comm), FailedPasses(comm)
+    parallel = TensorParallelGPT(model, exchange, sequence_parallel, parts)
+    leave_behind(model.parameters(), "tensor_parallel(model)")
+    return parallel

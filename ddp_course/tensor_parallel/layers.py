@@ -34,8 +34,9 @@ from ddp_course.model import MLP
 def copy_to_group(x: Tensor, group: Group = None) -> Tensor:
     """Return `x`, which all ranks have; in backward, sum their gradients: f.
 
-    Any shape. `group` is a process group, None for all ranks, or an exchange. Without
-    it training goes wrong silently: all before it would get one rank's gradient.
+    Any shape. `group` is a process group, None for all ranks, or a `MessageExchange`.
+    Without f training goes wrong silently: the layers before would learn from one
+    rank's gradient alone.
     """
     return CopyToGroup.apply(x, exchange_of(group))
 

@@ -12,11 +12,11 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from ddp_course.collectives import ReduceOp
 from ddp_course.mechanisms.exchange import Group, MessageExchange, exchange_of
 from ddp_course.tensor_parallel.layers import ParallelLayer, reduce_from_group
 from ddp_course.tensor_parallel.ops import scatter_sequence
@@ -116,7 +116,7 @@ class VocabParallelCrossEntropy(Function):
         like = logits if logits.dtype == torch.float64 else logits.float()
         largest = group.buffer(targets.shape, like)
         torch.amax(like, 1, out=largest)
-        largest = group.all_reduce(largest, ReduceOp.MAX)  # (R,)
+        largest = group.all_reduce(largest, dist.ReduceOp.MAX)  # (R,)
         shifted = like - largest.unsqueeze(1)  # (R, V/tp): no exponential is too large
         column = targets - group.rank * logits.shape[1]
         mine = counts & (column >= 0) & (column < logits.shape[1])

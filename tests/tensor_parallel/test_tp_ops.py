@@ -15,12 +15,13 @@ from tp_cases import refused
 
 from ddp_course.launch import spawn
 from ddp_course.mechanisms.exchange import MessageExchange
-from ddp_course.mechanisms.memory_exchange import MemoryExchange
 from ddp_course.mechanisms.weight_gradients import WeightGradStore
 from ddp_course.model import MLP, GPTConfig
 from ddp_course.tensor_parallel import (
     ColumnParallelLinear,
+    NaiveColumnLinear,
     NaiveParallelMLP,
+    NaiveRowLinear,
     ParallelMLP,
     RowParallelLinear,
     VocabParallelEmbedding,
@@ -37,7 +38,6 @@ from ddp_course.tensor_parallel.fused import (
     FusedRowParallelLinear,
 )
 
-EXCHANGES = {"messages": MessageExchange, "memory": MemoryExchange}
 WIDE = 12  # can be cut for 1, 2, 3 and 4 ranks
 
 
@@ -72,25 +72,23 @@ def inner(a: torch.Tensor, b: torch.Tensor, state: str, rank: int) -> torch.Tens
     return (a * b).sum() * (1.0 if state != "replicated" or rank == 0 else 0.0)
 
 
-def pairs() -> dict[tuple[str, str], tuple[float, float]]:
+def pairs() -> dict[str, tuple[float, float]]:
     """On every rank: <A x, y> and <x, Aᵀ y>, of all ranks together."""
     rank, size = dist.get_rank(), dist.get_world_size()
     told = {}
-    for way, make in EXCHANGES.items():
-        group = make()
-        for name, (op, before, after) in OPS.items():
-            x = of_state(before, 1, rank, size).requires_grad_()
-            y = of_state(after, 2, rank, size)
-            out = op(x, group)
-            out.backward(y)
-            sides = torch.stack(
-                [
-                    inner(out.detach(), y, after, rank),
-                    inner(x.detach(), x.grad, before, rank),
-                ]
-            )
-            dist.all_reduce(sides)
-            told[way, name] = tuple(sides.tolist())
+    for name, (op, before, after) in OPS.items():
+        x = of_state(before, 1, rank, size).requires_grad_()
+        y = of_state(after, 2, rank, size)
+        out = op(x, None)
+        out.backward(y)
+        sides = torch.stack(
+            [
+                inner(out.detach(), y, after, rank),
+                inner(x.detach(), x.grad, before, rank),
+            ]
+        )
+        dist.all_reduce(sides)
+        told[name] = tuple(sides.tolist())
     return told
 
 
@@ -129,8 +127,8 @@ def products() -> list[str]:
     full = nn.Linear(WIDE, WIDE)
     full.weight.data, full.bias.data = integers(3, WIDE, WIDE), integers(4, WIDE)
     kinds = FusedColumnParallelLinear, FusedRowParallelLinear
-    for (way, make), kind, sequence in product(EXCHANGES.items(), kinds, (False, True)):
-        layer = kind(full, make(), sequence_parallel=sequence)
+    for kind, sequence in product(kinds, (False, True)):
+        layer = kind(full, sequence_parallel=sequence)
         outside = (2, WIDE // size if sequence else WIDE, WIDE), sequence
         inside = (2, WIDE, WIDE // size), True  # other numbers on each rank
         ends = (outside, inside) if kind is kinds[0] else (inside, outside)
@@ -142,7 +140,7 @@ def products() -> list[str]:
         for store in (None, WeightGradStore()):
             got = gradients_of(layer, layer, x, gradient, store)
             if not all(map(torch.equal, got, expected)):
-                wrong.append(f"{kind.__name__} {way} {sequence} {store}")
+                wrong.append(f"{kind.__name__} {sequence} {store}")
     return wrong
 
 
@@ -160,6 +158,14 @@ class Split(Gathered):
         return self.layer(split_to_group(x, -1))
 
 
+def cuts_of(layer):
+    """Return along which dimension each parameter of a layer is cut."""
+    naive = {"weight": 1, "bias": None}
+    if isinstance(layer, NaiveColumnLinear):
+        naive = {"weight": 0, "bias": 0}
+    return getattr(layer, "CUTS", naive)
+
+
 def layers() -> list[str]:
     """On every rank: compare layers with the full ones."""
     wrong = []
@@ -175,7 +181,8 @@ def layers() -> list[str]:
         "embedding": (embedding, VocabParallelEmbedding(embedding), idx),
         "naive MLP": (mlp, NaiveParallelMLP(mlp), x),
         "MLP": (mlp, ParallelMLP(mlp), x),
-        "MLP in memory": (mlp, ParallelMLP(mlp, MemoryExchange()), x),
+        "naive column": (mlp.up, NaiveColumnLinear(mlp.up), x),
+        "naive row": (mlp.up, NaiveRowLinear(mlp.up), x),
     }
     for name, (plain, parallel, given) in made.items():
         plain.zero_grad()
@@ -188,7 +195,7 @@ def layers() -> list[str]:
         pairs = list(zip(*ends, strict=True))
         for key, own in parallel.named_parameters():
             module, _, last = key.rpartition(".")
-            dim = parallel.get_submodule(module).CUTS[last]
+            dim = cuts_of(parallel.get_submodule(module))[last]
             whole = plain.get_parameter(key.removeprefix("layer.")).grad
             part = whole if dim is None else whole.chunk(size, dim)[rank]
             pairs.append((part, own.grad))
@@ -271,7 +278,6 @@ def wrong() -> list[str]:
             torch.zeros(2, 3, 4), torch.zeros(2, 2).long()
         ),
         lambda: vocab_parallel_cross_entropy(torch.zeros(1, 4), torch.tensor([8])),
-        lambda: MemoryExchange().all_reduce(torch.zeros(3)),
     ]
     expected = [
         "has 7 entries, which 2 ranks cannot share equally",
@@ -282,6 +288,5 @@ def wrong() -> list[str]:
         "has 5 entries, which 2 ranks",
         "targets has shape (2, 2); the logits are for (2, 3)",
         "targets are from 8 to 8; tokens are 0 to 7, or -100 for none",
-        "written into `buffer`",
     ]
     return refused(attempts, expected)

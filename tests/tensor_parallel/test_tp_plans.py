@@ -12,7 +12,6 @@ from ddp_course.mechanisms.placements import Shard
 from ddp_course.model import PRESETS, GPTConfig, build_gpt
 from ddp_course.tensor_parallel.checks import indivisible
 from ddp_course.tensor_parallel.gpt import placement_of
-from ddp_course.tensor_parallel.naive import split_layers
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -53,13 +52,6 @@ def test_sizes_that_cannot_be_cut_are_named(changed, n, told):
     assert told in indivisible(GPTConfig(n_layer=1, **changed), n)
 
 
-def test_layers_are_dealt_out():
-    assert [list(r) for r in split_layers(6, 4)] == [[0, 1], [2, 3], [4], [5]]
-    assert [list(r) for r in split_layers(3, 1)] == [[0, 1, 2]]
-    with pytest.raises(ValueError, match="3 layers are for 1 to 3 ranks, not for 4"):
-        split_layers(3, 4)
-
-
 # ---- bytes ---------------------------------------------------------------------------
 
 
@@ -87,10 +79,8 @@ def test_sequence_parallelism_sends_the_same_and_some_gradients():
         assert cut.pairs == 18
 
 
-def test_one_shot_sends_more_and_what_cannot_be():
+def test_what_cannot_be():
     config = PRESETS["1m"]
-    shot = theory.tensor_parallel_volume(config, 1, 4, one_shot=True)
-    assert shot.total == 2 * theory.tensor_parallel_volume(config, 1, 4).total
     with pytest.raises(ValueError, match="batch is 0"):
         theory.tensor_parallel_volume(config, 0, 4)
     with pytest.raises(ValueError, match="tp_size is 5; it must divide the 12 heads"):

@@ -49,8 +49,7 @@ def continued(before: dict[str, tuple[dict, dict]]) -> dict[str, tuple]:
     """On every rank: go on from one process after 2 steps; return states after 4."""
     told = {}
     for name, (state, optimizer_state) in before.items():
-        options = {"sequence_parallel": True, "in_shared_memory": name == "tied"}
-        module = tensor_parallel(model(name, seed=5), **options)  # other numbers
+        module = tensor_parallel(model(name, seed=5), sequence_parallel=name != "tied")
         fresh, plain = module.full_state_dict(), model(name, seed=5).state_dict()
         assert same(fresh, plain) and list(fresh) == list(plain)
         optimizer = adamw(module)
@@ -117,7 +116,7 @@ def dropped() -> dict[bool, tuple]:
 
 def recomputed() -> list[float]:
     told = []
-    for options in ({}, {"in_shared_memory": True}, {"sequence_parallel": True}):
+    for options in ({}, {"sequence_parallel": True}):
         norms = []
         for again in (False, True):
             module = tensor_parallel(model(), **options)
@@ -132,7 +131,7 @@ def recomputed() -> list[float]:
 def bf16_and_logits() -> tuple:
     """On every rank: a loss under autocast, logits, the norm."""
     gpt = model()
-    module = tensor_parallel(model(), in_shared_memory=True)
+    module = tensor_parallel(model())
     with torch.autocast("cpu", torch.bfloat16):
         _, a = gpt(*batch(0))
         _, b = module(*batch(0))
@@ -167,7 +166,8 @@ def check_dropout(a: dict, b: dict) -> None:
 def refusals() -> list[str]:
     """On every rank: the texts of what is raised; the ranks differ where told."""
     rank, cut = dist.get_rank(), tensor_parallel(model())
-    sequence = tensor_parallel(model(), sequence_parallel=True)
+    sequence, hooked = tensor_parallel(model(), sequence_parallel=True), model()
+    hooked.head.norm.bias.register_hook(lambda gradient: 2 * gradient)
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=1.0)
     factored = torch.optim.Adafactor(cut.parameters(), lr=0.01)
     cut(*batch(0))[1].backward()
@@ -179,7 +179,7 @@ def refusals() -> list[str]:
         lambda: tensor_parallel(model(), sequence_parallel=rank == 1),
         lambda: tensor_parallel(nn.Linear(2, 2) if rank else model()),
         lambda: tensor_parallel(cut),
-        lambda: tensor_parallel(model(), in_shared_memory=True, all_reduce=print),
+        lambda: tensor_parallel(hooked),
         lambda: cut(*batch(rank)),
         lambda: cut(x if rank else x[:1], y if rank else y[:1]),
         lambda: cut(x, y[:, :-1] if rank else y),
@@ -199,7 +199,7 @@ def refusals() -> list[str]:
         "argument sequence_parallel is False on rank 0, True on rank 1",
         "rank 1: model is a Linear; it must be a plain GPT",
         "model is a TensorParallelGPT; it must be a plain GPT",
-        "all_reduce and in_shared_memory are both given",
+        "head.norm.bias has a hook, which this rank's part of it would not have",
         "the ranks do not call the same",
         "the ranks do not call the same",
         "rank 1: targets has shape (3, 11); the logits are for (3, 12)",
@@ -229,7 +229,7 @@ def test_dropout_recomputation_autocast_logits_and_what_is_refused():
     (masks, _, _, told), (others, _, _, others_told) = ranks
     check_dropout(masks, others)
     for _, recomputed, (loss, gradient, logits, norm), _ in ranks:
-        assert recomputed == [0.0] * 3
+        assert recomputed == [0.0] * 2
         assert loss < 0.01 and gradient < 0.05
         assert logits
         assert norm == pytest.approx(1.0, rel=0.02)

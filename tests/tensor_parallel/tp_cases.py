@@ -138,11 +138,7 @@ def dtensor(gpt: GPT, sequence: bool = False) -> nn.Module:
 
 WRAPPERS: dict[str, Callable[[GPT], nn.Module]] = {
     "gloo": tensor_parallel,
-    "shared": partial(tensor_parallel, in_shared_memory=True),
     "sequence": partial(tensor_parallel, sequence_parallel=True),
-    "shared sequence": partial(
-        tensor_parallel, sequence_parallel=True, in_shared_memory=True
-    ),
     "ring": partial(tensor_parallel, all_reduce=collectives.ring_all_reduce),
 }
 
