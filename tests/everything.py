@@ -42,6 +42,7 @@ Trained = tuple[list[float], dict[str, Tensor]]  # losses, the plain model's sta
 def found() -> dict[str, Callable]:
     """Return every collective, and every function that is read before it, by name."""
     of_all = {f"{name}_all_reduce": f for name, f in collectives.ALGORITHMS.items()}
+    del of_all["shared_memory_all_reduce"]
     for module in iter_modules(collectives.__path__):
         inside = import_module(f"{collectives.__name__}.{module.name}")
         for name, function in vars(inside).items():

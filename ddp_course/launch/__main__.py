@@ -56,6 +56,8 @@ def main(argv: list[str] | None = None) -> None:
             strict.run_program(*argv[1:])
         return
     told = parser.parse_args(argv)
+    if told.strict:
+        strict.wrap_batches()  # before the function's module is imported
     try:
         fn = find_function(told.function)
         args, kwargs = parse_arguments(told.arguments)

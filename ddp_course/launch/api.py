@@ -29,8 +29,6 @@ def spawn(
     init: bool = True,
     links: Links | None = None,
     env: Mapping[str, str] | None = None,
-    max_lines: int = 500,
-    start_method: str | None = None,
     may_fail: Iterable[int] = (),
 ) -> list[Any]:
     """Call `fn(*args)` on every rank and return what each returned, in rank order.
@@ -52,7 +50,8 @@ def spawn(
         check: raise if a rank fails. With False, return a `RankReport` for each rank
             instead (status, value, output, traceback, where it stood, seconds).
         output: how to show what the ranks print: "rank" (in rank order, the same on
-            every run), "live" (as it comes) or "none".
+            every run), "live" (as it comes) or "none"; 500 lines of each rank are
+            shown, a report holds all.
         device: "auto" (a GPU for each rank if there are enough), "cpu" or "cuda".
         backend: "auto" (NCCL on GPUs, else gloo), "gloo", "nccl", "mpi", "ucc", or
             "strict": NCCL's rules on the CPU.
@@ -61,8 +60,6 @@ def spawn(
         init: make the process group. With False, `fn` calls `init_process_group`.
         links: latency and bandwidth inside and between the nodes (`Links`).
         env: more environment variables for the ranks.
-        max_lines: lines shown of each rank's output; a report holds all of them.
-        start_method: "forkserver" or "spawn"; None takes the best of this machine.
         may_fail: ranks whose failure does not end the launch; in place of its value one
             that failed has its `RankReport`. (torchrun's agent ends all.)
 
@@ -91,9 +88,7 @@ def spawn(
         threads=threads,
         init=bool(init),
         output=output,
-        max_lines=max_lines,
         env=variables(env),
-        start_method=start_method,
         may_fail=tuple(may_fail),
     )
     if output != "none":

@@ -30,15 +30,12 @@ class Job:
     threads: int
     init: bool
     output: str
-    max_lines: int
     env: Mapping[str, str]
-    start_method: str | None
     may_fail: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Check what is not checked where it was made."""
         _whole("threads", self.threads, 1, 1024)
-        _whole("max_lines", self.max_lines, 0, 10**9)
         number = isinstance(self.timeout, (int, float)) and self.timeout is not True
         if not number or not 0 < self.timeout < sys.float_info.max:
             _refuse("timeout", self.timeout, "it must be a number of seconds above 0")
@@ -47,9 +44,6 @@ class Job:
         if self.output not in ("rank", "live", "none"):
             can = "'rank' (in rank order), 'live' or 'none'"
             _refuse("output", self.output, f"it can be {can}")
-        if self.start_method not in (None, "forkserver", "spawn"):
-            can = "'forkserver' or 'spawn'"
-            _refuse("start_method", self.start_method, f"it can be {can}")
         for rank in self.may_fail:
             _whole("may_fail", rank, 0, self.world_size - 1)
         if not isinstance(self.links, Links):

@@ -49,7 +49,7 @@ class Launch:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.ranks: list[Rank] = []
-        self.transcript = Transcript(job.world_size, job.output, job.max_lines)
+        self.transcript = Transcript(job.world_size, job.output)
         self.stopped = False  # by hand
         self.labels = cell_labels()
         self.started_at = time.monotonic()
@@ -94,7 +94,7 @@ class Launch:
             signal.signal(signal.SIGINT, before)
 
     def _start(self, call: object, store: object) -> None:
-        context = server.context(self.job.start_method)
+        context = server.context()
         with rendezvous.listening_socket() as listener:
             port = str(listener.getsockname()[1])
             for place in self.job.topology.places():

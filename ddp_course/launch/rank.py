@@ -27,8 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-import ddp_course.launch.strict  # noqa: F401 (registers)
-from ddp_course.launch import lines, rendezvous, stacks, strangers
+from ddp_course.launch import lines, rendezvous, stacks, strict
 from ddp_course.launch.deadlock import say_returned
 from ddp_course.launch.packing import pack_value, unpack_call
 from ddp_course.launch.scratch import NamedFile, OpenFile
@@ -70,7 +69,6 @@ def main(orders: Orders, pipes: Pipes) -> None:
     labels: dict[str, str] = {}
     try:
         _settle(orders)
-        strangers.admit_no_stranger(lambda error: _give_up(error, pipes))
         fn, args, labels = unpack_call(Path(orders.call.path).read_bytes())
         if orders.init:
             _join_process_group(orders)
@@ -86,12 +84,6 @@ def main(orders: Orders, pipes: Pipes) -> None:
     if report["status"] == "ok":
         time.sleep(STAY)  # most often the launcher ends us here, when all are done
     os._exit(0)  # straight out: the peers of one that failed notice it at once
-
-
-def _give_up(error: Exception, pipes: Pipes) -> None:
-    """End at once with an error, from any thread."""
-    send_frame(pipes.result.fileno(), pickle.dumps(_describe(error, {})))
-    os._exit(0)
 
 
 def _flush() -> None:
@@ -173,6 +165,7 @@ def _settle(orders: Orders) -> None:
     torch.set_num_threads(orders.threads)
     rendezvous.use_bound_port(orders.listener)
     lines.install()
+    strict.wrap_batches()
 
 
 def _join_process_group(orders: Orders) -> None:

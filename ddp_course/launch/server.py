@@ -101,9 +101,9 @@ def _imported() -> Iterator[Path]:
         yield from COURSE.glob(files)
 
 
-def context(start_method: str | None = None) -> BaseContext:
+def context() -> BaseContext:
     """Return the multiprocessing context that ranks are started with."""
-    return mp.get_context(start_method or METHOD)
+    return mp.get_context(METHOD)
 
 
 def start(process: BaseProcess) -> None:

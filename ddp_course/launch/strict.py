@@ -40,7 +40,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from functools import partialmethod
+from functools import partialmethod, wraps
 from typing import Any
 
 import torch
@@ -70,7 +70,6 @@ NAME = "strict"
 GROUP, PAIR = 0, 2  # gloo's tags for the stream of a group, or of two ranks: of notes,
 DATA = 1  # and that much more of messages
 MOMENT = 0.3  # seconds that a rank which found something wrong leaves others to see it
-BATCH = dist.batch_isend_irecv.__code__
 
 
 class StrictError(RuntimeError):
@@ -263,23 +262,27 @@ class StrictGroup(dist.ProcessGroup):
         raise StrictError("recv without src: NCCL must know who sends")
 
     def _message(self, message: Message) -> StrictWork | None:
-        told, peer = message.told(self.ranks), message.peer
-        _check(told, [message.tensor])
-        if peer == self.me:
-            raise StrictError(f"{told} is to itself")
+        told, peer = self._checked(message), message.peer
         if self.together is not None:
             self.together.append(message)
             return None
-        if batch := _batch_of_the_caller():
-            ops, this = batch  # the last one brings them all
-            return self._batch(list(map(Message.of, ops))) if this is ops[-1] else None
         facts = {"call": "a message", **message.facts(self.me)}
         return self._call(
             told, {peer: facts}, lambda: self._carry([message], PAIR), peer
         )
 
-    def _batch(self, messages: list[Message]) -> StrictWork:
+    def _checked(self, message: Message) -> str:
+        """Return a message in words; StrictError if NCCL's rules do not allow it."""
+        told = message.told(self.ranks)
+        _check(told, [message.tensor])
+        if message.peer == self.me:
+            raise StrictError(f"{told} is to itself")
+        return told
+
+    def batch(self, messages: list[Message]) -> StrictWork:
         """Begin a batch, behind the collectives. Each peer must have its other half."""
+        for message in messages:
+            self._checked(message)
         peers = sorted({m.peer for m in messages})
         facts = {peer: batch_facts(messages, peer, self.me) for peer in peers}
         told = f"a batch of {', '.join(m.told(self.ranks) for m in messages)}"
@@ -297,7 +300,7 @@ class StrictGroup(dist.ProcessGroup):
 
     def _end_coalescing(self, device: torch.device) -> StrictWork:
         messages, self.together = self.together or [], None
-        return self._batch(messages)
+        return self.batch(messages)
 
     # ---- collectives -----------------------------------------------------------------
 
@@ -337,18 +340,26 @@ for _name, (_alike, _methods) in COLLECTIVES.items():
         setattr(StrictGroup, _method, _way)
 
 
-def _batch_of_the_caller() -> tuple[list[dist.P2POp], dist.P2POp] | None:
-    """Return the batch of which this message is a part, and the part; None if alone.
+def wrap_batches() -> None:
+    """Let `batch_isend_irecv` hand a strict group its messages as one batch.
 
-    `batch_isend_irecv` makes groups for PyTorch's own process groups; for others it
-    calls `isend` and `irecv` one by one. So we look who calls.
+    PyTorch groups a batch for its own process groups only; for others it calls `isend`
+    and `irecv` one by one. Called in each rank before anything else is imported.
     """
-    frame = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code is BATCH:
-            return frame.f_locals["p2p_op_list"], frame.f_locals["p2p_op"]
-        frame = frame.f_back
-    return None
+    original = c10d.batch_isend_irecv
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @wraps(original)
+    def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[Any]:
+        group = p2p_op_list[0].group if p2p_op_list else None
+        if not isinstance(group, StrictGroup):
+            return original(p2p_op_list)
+        if any(op.group != group for op in p2p_op_list):
+            raise ValueError("All ops need to use the same group.")
+        return [group.batch(list(map(Message.of, p2p_op_list)))]
+
+    c10d.batch_isend_irecv = dist.batch_isend_irecv = batch_isend_irecv
 
 
 def _check(told: str, tensors: Iterable[Tensor], op: str = "SUM") -> None:
@@ -361,6 +372,7 @@ dist.Backend.register_backend(NAME, StrictGroup, True, devices=["cpu"])
 
 def run_program(path: str, *arguments: str) -> None:
     """Run a Python program as if alone; whichever backend it asks for, it gets this."""
+    wrap_batches()
     first_group, later_group = c10d.init_process_group, c10d.new_group
 
     def init_process_group(backend: str | None = None, *args: Any, **options: Any):

@@ -9,16 +9,17 @@ import sys
 from collections import defaultdict
 from typing import TextIO
 
+MAX_LINES = 500  # lines shown of each rank's output; a report holds all of them
 KEEP = 32 * 2**20  # bytes kept of each stream of each rank; more is counted, not kept
 
 
 class Transcript:
     """The printed lines of all ranks of a launch."""
 
-    def __init__(self, world_size: int, order: str, max_lines: int) -> None:
+    def __init__(self, world_size: int, order: str) -> None:
         self.world_size = world_size
         self.order = order
-        self.max_lines = max_lines
+        self.max_lines = MAX_LINES
         self._text: dict[tuple[int, str], bytearray] = defaultdict(bytearray)
         self._dropped: dict[tuple[int, str], int] = defaultdict(int)
         self._shown: dict[tuple[int, str], int] = defaultdict(int)  # bytes

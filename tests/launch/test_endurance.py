@@ -320,7 +320,7 @@ def looked_at_by_another(told: str) -> list[str]:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="who is not root is nobody else")
 def test_another_user_can_neither_read_nor_reach_a_rank(monkeypatch, tmp_path):
-    """Not its memory, files, environment; nor signal it. Ports: test_strangers."""
+    """Not its memory, files, environment; nor signal it."""
     if subprocess.run([*AS_NOBODY, sys.executable, "-I", "-c", ""], cwd="/").returncode:
         pytest.skip("another user cannot run this Python")
     folder = tempfile.mkdtemp(dir="/tmp")

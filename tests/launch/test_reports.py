@@ -370,7 +370,7 @@ def test_a_failure_shortly_before_the_deadline_is_not_told_as_lateness(monkeypat
 
 def some_launch() -> parent.Launch:
     """A launch that has not started."""
-    return parent.Launch(SimpleNamespace(world_size=1, output="none", max_lines=0))
+    return parent.Launch(SimpleNamespace(world_size=1, output="none"))
 
 
 def told_by(data: bytes, cuts: list[int]) -> RankReport:

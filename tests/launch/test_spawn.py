@@ -28,6 +28,7 @@ from ddp_course.launch import (
     scratch,
     server,
     spawn,
+    transcript,
 )
 
 
@@ -153,12 +154,14 @@ def test_none_shows_nothing_and_seconds_are_those_of_the_function(capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_ten_megabytes_of_output_do_not_block(capsys):
+def test_ten_megabytes_of_output_do_not_block(capsys, monkeypatch):
+    monkeypatch.setattr(transcript, "MAX_LINES", 3)
+
     def shout():
         for _ in range(10):
             print("x" * 1_000_000, file=(sys.stdout, sys.stderr)[dist.get_rank()])
 
-    one, two = spawn(shout, world_size=2, check=False, max_lines=3)
+    one, two = spawn(shout, world_size=2, check=False)
     assert len(one.output) == len(two.stderr) == 10_000_010
     shown = "".join(capsys.readouterr())
     assert shown.count("x" * 1_000_000) == 6
@@ -446,8 +449,9 @@ def test_spawn_where_there_is_no_fork_server_and_no_memory_file(
 ):
     in_folder = functools.partial(scratch.scratch_files, in_memory=False)
     monkeypatch.setattr(parent, "scratch_files", in_folder)
+    monkeypatch.setattr(server, "METHOD", "spawn")
     offset = 5
-    told = spawn(lambda: sum_of_ranks() + offset, world_size=2, start_method="spawn")
+    told = spawn(lambda: sum_of_ranks() + offset, world_size=2)
     assert told == [6.0, 6.0]
 
 

@@ -19,7 +19,8 @@ class Shown:
     """A transcript, and what it has shown so far."""
 
     def __init__(self, world_size=3, order="rank", max_lines=500):
-        self.transcript = Transcript(world_size, order, max_lines)
+        self.transcript = Transcript(world_size, order)
+        self.transcript.max_lines = max_lines
         self.out, self.err = io.StringIO(), io.StringIO()
 
     def add(self, rank: int, data: bytes, stream: str = "stdout") -> str:
@@ -135,7 +136,7 @@ def test_every_line_is_shown_once_under_its_ranks_name(arrived):
 @given(arrivals())
 def test_a_report_holds_all_that_was_written(arrived):
     written, events = arrived
-    whole = Transcript(3, "none", 0)
+    whole = Transcript(3, "none")
     for (rank, stream), data in events:
         whole.add(rank, stream, data or b"")
     for (rank, stream), data in written.items():
@@ -246,7 +247,7 @@ def test_ten_megabytes_are_quickly_taken_in(line, order):
 
 @given(st.lists(st.binary(max_size=9)), st.integers(0, 20))
 def test_nothing_is_lost_count_of(pieces, keep):
-    whole = Transcript(1, "none", 0)
+    whole = Transcript(1, "none")
     before, transcript.KEEP = transcript.KEEP, keep
     try:
         for data in pieces:
