@@ -96,17 +96,19 @@ class SameTokens:
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
 
-    def before_forward(self, model: Any, idx: Tensor, targets: Tensor | None) -> None:
-        """Compare the digests of the ranks' tokens."""
+    def before_forward(
+        self, ends: Any, idx: Tensor, targets: Tensor | None, problem: str | None
+    ) -> None:
+        """Compare the digests of the ranks' tokens; raise a rank's `problem` on all."""
         tokens = {"idx": idx} if targets is None else {"idx": idx, "targets": targets}
-        size, problem = self.comm.size, model.newcomer()
+        size = self.comm.size
         try:
             for name, tensor in tokens.items():
-                check_tokens(name, tensor, model.config)
+                check_tokens(name, tensor, ends.config)
             shape, last = tuple(idx.shape), tuple([*tokens.values()][-1].shape)
             if last != shape:
                 problem = f"targets has shape {last}; the logits are for {shape}"
-            elif model.sequence_parallel and shape[1] % size:
+            elif ends.sequence_parallel and shape[1] % size:
                 problem = (
                     f"T is {shape[1]}, which {size} ranks cannot share equally; with "
                     f"sequence_parallel it must be a multiple of {size}"

@@ -39,7 +39,7 @@ from ddp_course.mechanisms.guards import leave_behind
 from ddp_course.mechanisms.parts import announce
 from ddp_course.mechanisms.placements import Replicate, Shard, place, placed
 from ddp_course.mechanisms.whole_state import PlainModel, WholeState
-from ddp_course.model import GPT
+from ddp_course.model import GPT, GPTConfig
 from ddp_course.tensor_parallel.checks import FailedPasses, SameTokens, check_model
 from ddp_course.tensor_parallel.fused import (
     FusedColumnParallelLinear,
@@ -77,16 +77,50 @@ def placement_of(name: str) -> Shard | Replicate:
     return Replicate() if dim is None else Shard(dim)
 
 
+class Ends:
+    """The two ends of a cut GPT, its tokens and its logits, without its layers.
+
+    A pipeline calls the layers one by one, and asks these for the rest.
+
+    Announces before_forward(ends, idx, targets, problem).
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        exchange: MessageExchange,
+        sequence_parallel: bool = False,
+        parts: Iterable[Any] = (),
+    ) -> None:
+        self.config, self.exchange, self.parts = config, exchange, tuple(parts)
+        self.sequence_parallel = sequence_parallel
+
+    def check_tokens(
+        self, idx: Tensor, targets: Tensor | None = None, problem: str | None = None
+    ) -> None:
+        """Announce the tokens, and what else is wrong on this rank, or None."""
+        announce(self.parts, "before_forward", self, idx, targets, problem)
+
+    def loss_fn(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss of what `head` returns, (B, T, V/tp)."""
+        return vocab_parallel_cross_entropy(logits, targets, self.exchange)
+
+    def gather_logits(self, logits: Tensor) -> Tensor:
+        """Return all of the logits, (B, T, V), of what `head` returns."""
+        return gather_from_group(logits, -1, self.exchange)
+
+
 class TensorParallelGPT(WholeState, nn.Module):
     """This rank's part of a GPT: `parameters()` are its slices. See `tensor_parallel`.
 
-    Announces before_forward(model, idx, targets), after_forward(model, logits) and
+    Announces what `Ends` announces, after_forward(model, logits) and
     forward_failed(model, error).
 
     Attributes:
         exchange: how the ranks exchange tensors.
         sequence_parallel: whether norms and residuals are cut along the sequence.
         parts: the objects that it announces to.
+        ends: what a pipeline needs beside the layers.
     """
 
     def __init__(
@@ -99,6 +133,7 @@ class TensorParallelGPT(WholeState, nn.Module):
         super().__init__()
         self.config, self.exchange, self.parts = full.config, exchange, tuple(parts)
         self.sequence_parallel = sequence_parallel
+        self.ends = Ends(full.config, exchange, sequence_parallel, self.parts)
         group = dist.group.WORLD if exchange.group is None else exchange.group
         self.plain, self.groups = PlainModel.of(full), (group,)
         memo: dict[int, Any] = {}
@@ -152,19 +187,17 @@ class TensorParallelGPT(WholeState, nn.Module):
             announce(self.parts, "forward_failed", self, error)
             raise
 
-    # ---- for a pipeline, which calls embed, blocks and head one by one ---------------
-
     def check_tokens(self, idx: Tensor, targets: Tensor | None = None) -> None:
         """Announce the tokens; a part may compare them over the ranks."""
-        announce(self.parts, "before_forward", self, idx, targets)
+        self.ends.check_tokens(idx, targets, self.newcomer())
 
     def loss_fn(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss of what `head` returns, (B, T, V/tp)."""
-        return vocab_parallel_cross_entropy(logits, targets, self.exchange)
+        return self.ends.loss_fn(logits, targets)
 
     def gather_logits(self, logits: Tensor) -> Tensor:
         """Return all of the logits, (B, T, V), of what `head` returns."""
-        return gather_from_group(logits, -1, self.exchange)
+        return self.ends.gather_logits(logits)
 
     def extra_repr(self) -> str:
         """Tell what is cut, and how."""
