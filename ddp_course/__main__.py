@@ -1,6 +1,6 @@
 """The command `ddp-course`, as `python -m` and torchrun can start it.
 
-torchrun --nproc-per-node 4 -m ddp_course train --strategy ddp
+torchrun --nproc-per-node 4 -m ddp_course train --zero 1
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Errors are told on stderr after `ddp-course:`, in one line if one will do. Exit codes: 0
 it went well, 1 it did not, 2 an option cannot be read, 130 it was stopped with Ctrl-C;
 `lab` passes on that of JupyterLab. PyTorch is imported when a command begins, and not
-for `--help`: so the names that can be typed stand here once more.
+for `--help` nor to refuse what cannot be typed: choices and defaults are of `spec`.
 """
 
 from __future__ import annotations
@@ -16,44 +16,17 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import Field, fields
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
 import ddp_course
+from ddp_course import spec
 from ddp_course.commands import CommandError, tell
+from ddp_course.commands.asked import check_typed
 
-STRATEGIES = {
-    "average": "one all-reduce per parameter, by the training loop, after backward",
-    "dp": "one process, a thread for each replica",
-    "naive": "one all-reduce per parameter, when backward is through",
-    "flat": "one all-reduce for all parameters, when backward is through",
-    "ddp": "all-reduces of buckets, while backward runs",
-    "ddp-shared": "the same, with buckets in memory that all ranks see",
-    "pytorch": "PyTorch's DistributedDataParallel",
-    "zero1": "optimizer states are sharded",
-    "zero2": "and gradients",
-    "zero3": "and parameters: fully sharded data parallelism",
-    "tp": "tensor parallelism: every rank has a part of every matrix",
-    "pp": "pipeline parallelism: every rank has some of the layers",
-}
-SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zero_bubble")
-PRESETS = ("1m", "8m")
-OF_TRAIN = ("fp32", "bf16", "fp16", "bf16-pure")
-MODELS = (*PRESETS, "gpt2", "gpt2-xl", "gpt3-175b")
-OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum")
-PRECISIONS = {
-    "fp32": "all in float32",
-    "bf16": "float32, and products by autocast; ZeRO-3 gathers in 16 bits",
-    "fp16": "the same bytes",
-    "bf16-pure": "all in bfloat16, no copy",
-    "fsdp-bf16": "float32 shards, gathered and reduced in bfloat16 (FSDP2)",
-    "mixed": "half, and the optimizer has a float32 copy (the ZeRO paper)",
-    "mixed-fp32-gradients": "as mixed, gradients added up in float32 (Megatron-LM)",
-    "mixed-both-gradients": "as mixed, and a float32 copy of them (Megatron-LM, fp16)",
-}
-RECOMPUTE = ("none", "selective", "full")
 RANKS = ("lab", "train", "doctor", "report", "bench")  # who may start some
 
 
@@ -70,6 +43,7 @@ def main(argv: list[str] | None = None) -> int:
             # PyTorch's threads, in kernels, too, sleep while they have nothing to do.
             # Else they spin: beside others on two cores, a step took 6 s and not .3.
             os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+            told.check(told)
             command = import_module(f"ddp_course.commands.{told.module}").command
             if told.module in RANKS:
                 ddp_course.get_ready()
@@ -113,6 +87,23 @@ class Parser(argparse.ArgumentParser):
         tell(f"{message} (see `{self.prog} --help`)")
         sys.exit(2)
 
+    def option(self, each: Field) -> None:
+        """Add the option of a field of `spec`; None means that it was not typed."""
+        about, default = each.metadata["about"], each.default
+        how: dict[str, Any] = {"help": about}
+        if default is not None and each.name != "dp":
+            how["help"] = f"{about}; {default}"
+        if choices := each.metadata["choices"]:
+            read = type(next(iter(choices)))
+            how |= {"choices": tuple(choices), "type": read}
+            if "zero_bubble" in choices:
+                how["type"] = lambda text: text.replace("-", "_")  # zero-bubble, too
+        elif not each.type.startswith("str"):
+            how |= {"type": _number(each), "metavar": "N"}
+        else:
+            how["metavar"] = "FOLDER" if each.name == "checkpoint" else "HOW"
+        self.add_argument(_option(each.name), **how)
+
     def numbers(self, **about: tuple[Callable, Any, str]) -> None:
         """Add an option for each number: how it is read, its default, what it is."""
         for name, (read, default, text) in about.items():
@@ -146,7 +137,7 @@ def parser() -> Parser:
     )
     version = f"ddp-course {ddp_course.__version__}"
     top.add_argument("--version", action="version", version=version)
-    top.set_defaults(module=None)
+    top.set_defaults(module=None, check=lambda told: None)
     commands = top.add_subparsers(metavar="COMMAND")
     first = (_lab, _run, _progress, _train)
     for add in (*first, _notebooks, _site, _doctor, _bench, _plan):
@@ -229,55 +220,28 @@ def _progress(add: Callable[..., Parser]) -> None:
 
 
 def _train(add: Callable[..., Parser]) -> None:
+    stages = {str(stage): about for stage, about in spec.ZERO.items()}
     train = add(
         "train",
-        "train the course's GPT with a strategy, on one process or many",
-        "ddp-course train --strategy ddp --ranks 4",
-        "ddp-course train --strategy dp --replicas 2 --steps 50",
+        "train the course's GPT, on one process or many, divided in any way",
+        "ddp-course train --ranks 4",
+        "ddp-course train --zero 3 --ranks 4",
         "ddp-course train --dp 2 --tp 2 --pp 2 --zero 1",
-        "ddp-course train --strategy pp --ranks 4 --schedule gpipe --microbatches 8",
+        "ddp-course train --pp 4 --schedule gpipe --microbatches 8",
+        "ddp-course train --threads 2 --steps 50",
         "ddp-course train --ranks 2 --steps 200 --checkpoint runs/a --every 20",
-        "torchrun --nproc-per-node 4 -m ddp_course train --strategy ddp",
-        more=_list("strategies", STRATEGIES, 11),
+        "torchrun --nproc-per-node 4 -m ddp_course train --zero 1",
+        more=_list("zero", stages, 11)
+        + _list("data-parallel", spec.DATA_PARALLEL, 11)
+        + _list("precision", spec.PRECISIONS, 11),
     )
-    about = "how the work is divided, see below; ddp"
-    names = tuple(STRATEGIES)
-    train.add_argument("--strategy", choices=names, metavar="NAME", help=about)
-    about = "the stage of ZeRO along dp: --strategy zero1, zero2, zero3; 0 is ddp"
-    train.add_argument("--zero", type=int, choices=(0, 1, 2, 3), help=about)
-    ranks, many = _whole(64), _whole(10**9)
-    train.numbers(
-        ranks=(ranks, None, "1 to 64 processes; by default as many as these say, or 1"),
-        dp=(ranks, None, "ranks with other rows of the batch"),
-        pp=(ranks, None, "ranks with other layers"),
-        tp=(ranks, None, "ranks with other parts of every matrix"),
-        shard=(ranks, None, "with --zero 3: ranks of dp that share one copy; all"),
-        replicas=(many, None, "threads of the strategy dp; 4"),
-        steps=(many, 20, "steps of AdamW"),
-        batch_size=(many, 8, "rows of a step, shared by all ranks"),
-        lr=(_positive, 3e-4, "learning rate"),
-        clip=(_positive, None, "the largest norm of a step's gradient"),
-        seed=(_whole(2**31, least=0), 0, "of the weights and the batches"),
-        every=(many, None, "steps between two checkpoints; 10"),
-        microbatches=(many, None, "parts in which a pipeline takes its rows; 4"),
-        local_steps=(many, None, "with ddp: steps alone, then the parameters' mean"),
-        outer_lr=(_positive, None, "of the outer optimizer; 0.7"),
-        outer_momentum=(float, None, "of the outer optimizer; 0.9"),
-    )
-    about = "model; %(default)s"
-    train.add_argument("--preset", default="1m", choices=PRESETS, help=about)
-    about = "fp32; bf16 or fp16: products by autocast; bf16-pure: everything"
-    train.add_argument("--precision", default="fp32", choices=OF_TRAIN, help=about)
-    about = "the order of work in a pipeline; 1f1b"
-    read = {"type": lambda text: text.replace("-", "_")}  # zero-bubble, too
-    train.add_argument("--schedule", **read, choices=SCHEDULES, help=about)
-    about = "what is done with the mean: taken; or an outer step (DiLoCo); average"
-    train.add_argument("--outer", choices=("average", "nesterov"), help=about)
-    about = "with ddp, gradients travel in fewer bytes: fp16, bf16, int8, sign, "
-    about += "topk:0.01, randomk:0.01, powersgd:4"
-    train.add_argument("--compress", metavar="HOW", help=about)
-    about = "save there, and go on from the newest checkpoint in it"
-    train.add_argument("--checkpoint", metavar="FOLDER", help=about)
+    train.set_defaults(check=check_typed)
+    ranks = "1 to 64 processes; by default as many as dp, pp and tp say, or 1"
+    train.numbers(ranks=(_whole(64), None, ranks))
+    for each in (*fields(spec.Training), *fields(spec.Layout)):
+        train.option(each)
+    for gone in ("strategy", "replicas"):
+        train.add_argument(_option(gone), type=_gone(gone), help=argparse.SUPPRESS)
     _files(train, json="write the loss curve there")
 
 
@@ -342,10 +306,10 @@ def _plan(add: Callable[..., Parser]) -> None:
         "ddp-course plan --preset gpt2-xl --gpus 8 --memory 24",
         "ddp-course plan --parameters 7.5b --gpus 64 --memory 32",
         "ddp-course plan --parameters 6.6b --layers 32 --hidden 4096 --bandwidth 50",
-        more=_list("precisions", PRECISIONS, 20),
+        more=_list("precisions", spec.PLANNED, 20),
     )
     model = plan.add_mutually_exclusive_group(required=True)
-    model.add_argument("--preset", choices=MODELS, help="a model by name")
+    model.add_argument("--preset", choices=spec.MODELS, help="a model by name")
     about = "how many; 7.5e9, 7.5b, 350m"
     model.add_argument("--parameters", type=_many, metavar="N", help=about)
     many = _whole(10**9)
@@ -361,9 +325,9 @@ def _plan(add: Callable[..., Parser]) -> None:
         bandwidth=(_positive, None, "GB/s that a GPU sends"),
     )
     for name, among, default in (
-        ("--optimizer", OPTIMIZERS, "adamw"),
-        ("--precision", tuple(PRECISIONS), "mixed"),
-        ("--recompute", RECOMPUTE, "none"),
+        ("--optimizer", spec.OPTIMIZERS, "adamw"),
+        ("--precision", tuple(spec.PLANNED), "mixed"),
+        ("--recompute", spec.RECOMPUTE, "none"),
     ):
         plan.add_argument(name, choices=among, default=default, help="%(default)s")
     _flags(plan, scores="attention is not fused: it keeps scores")
@@ -392,6 +356,36 @@ def _positive(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return value
+
+
+def _number(each: Field) -> Callable[[str], float]:
+    """Return how a field's number is read: within its limits."""
+    limits = each.metadata["limits"]
+    if each.type.startswith("int"):
+        most = 64 if each.name in ("dp", "pp", "tp", "shard") else 10**9
+        return _whole(2**31 if each.name == "seed" else most, limits["least"])
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not spec.within(value, **limits) or value == math.inf:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not a number {spec.in_words(**limits)}"
+            )
+        return value
+
+    return read
+
+
+def _gone(option: str) -> Callable[[str], str]:
+    """Return what answers an option of earlier versions: the name of the new one."""
+
+    def read(text: str) -> str:
+        raise argparse.ArgumentTypeError(spec.successor(option, text))
+
+    return read
 
 
 def _many(text: str) -> int:

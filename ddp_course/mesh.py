@@ -1,21 +1,11 @@
-"""A mesh: every rank has a coordinate on each axis, and a process group along each.
+"""The process groups of a mesh: one along each axis, and along several together.
 
-With two kinds of parallelism at once, four ranks are a table. Here rows are replicas
-(dp, other rows of the batch), and the ranks of one row share one model (tp):
+    axes = make_groups(Mesh({"dp": 2, "cp": 2, "tp": 2}), ("dp", "cp"))
+    axes.group("tp")            # the two ranks that share each matrix
+    axes.group("dp", "cp")      # the four ranks whose gradients are averaged
 
-               tp 0  tp 1        groups along tp:  (0, 1) (2, 3)
-        dp 0      0     1        groups along dp:  (0, 2) (1, 3)
-        dp 1      2     3
-
-Each rank is in one group of each axis: rank 2 computes with rank 3, and averages its
-gradients with rank 0. The last axis is the fastest: its ranks are neighbours, on one
-node as long as nodes are large enough. So the axis that talks most comes last: dp, pp,
-tp (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU
-Clusters Using Megatron-LM", section 3.5).
-
-`Mesh` is plain data, and says everything without a process; `make_groups` makes the
-process groups. PyTorch's `DeviceMesh` (torch/distributed/device_mesh.py) is both in one
-and has the same numbering. Explained in chapter 09.
+All ranks of the job make all groups, together and in the same order. Explained in
+chapter 09; `coordinates.Mesh` says which ranks they hold.
 """
 
 from collections.abc import Mapping
@@ -24,150 +14,80 @@ from math import prod
 
 import torch.distributed as dist
 
+from ddp_course.coordinates import Mesh
 from ddp_course.mechanisms.agreement import attempt, check_same
-
-
-@dataclass(frozen=True, init=False, repr=False)
-class Mesh:
-    """Which rank has which coordinates: the sizes of named axes, the last one fastest.
-
-        Mesh({"dp": 2, "tp": 3}).coordinates(3)           # {"dp": 1, "tp": 0}
-
-    Attributes:
-        axes: the names, slowest first.
-        shape: how many ranks there are along each.
-
-    Raises ValueError for a mesh without axes, an axis that cannot be named in Python,
-    or a size below 1.
-    """
-
-    axes: tuple[str, ...]
-    shape: tuple[int, ...]
-
-    def __init__(self, sizes: Mapping[str, int]) -> None:
-        if not sizes:
-            raise ValueError("a mesh needs an axis, as in Mesh({'dp': 2, 'tp': 2})")
-        for axis, size in sizes.items():
-            if not isinstance(axis, str) or not axis.isidentifier():
-                raise ValueError(f"the axis {axis!r} must be a name, such as 'tp'")
-            if type(size) is not int or size < 1:
-                raise ValueError(
-                    f"the axis {axis} has size {size!r}; it must be a whole number >= 1"
-                )
-        object.__setattr__(self, "axes", tuple(sizes))
-        object.__setattr__(self, "shape", tuple(sizes.values()))
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return prod(self.shape)
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The number of ranks along each axis, by name."""
-        return dict(zip(self.axes, self.shape, strict=True))
-
-    def coordinates(self, rank: int) -> dict[str, int]:
-        """Return where `rank` (0 to size - 1) is on each axis."""
-        last = self.size - 1
-        if not 0 <= rank <= last:
-            raise ValueError(f"rank is {rank}; in a mesh {self} it can be 0 to {last}")
-        found = {}
-        for axis, size in reversed(self.sizes.items()):
-            rank, found[axis] = divmod(rank, size)
-        return {axis: found[axis] for axis in self.axes}
-
-    def groups(self, axis: str) -> list[list[int]]:
-        """Return all groups along `axis`: ranks that differ there alone.
-
-        Ordered by their first ranks.
-        """
-        self.check_axis(axis)
-        found: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.size):
-            others = {**self.coordinates(rank), axis: 0}
-            found.setdefault(tuple(others.values()), []).append(rank)
-        return list(found.values())
-
-    def check(self, world_size: int) -> None:
-        """Raise ValueError unless `world_size` ranks make this mesh."""
-        if world_size != self.size:
-            have = "1 rank" if world_size == 1 else f"{world_size} ranks"
-            raise ValueError(f"{have} cannot be a mesh {self}, which has {self.size}")
-
-    def check_axis(self, axis: str) -> None:
-        """Raise ValueError unless there is such an axis."""
-        if axis not in self.axes:
-            raise ValueError(f"axis is {axis!r}; it can be {', '.join(self.axes)}")
-
-    def describe(self) -> str:
-        """Return the table of all ranks."""
-        *slow, fast = self.axes
-        firsts = [self.coordinates(group[0]) for group in self.groups(fast)]
-        heads = [", ".join(f"{a} {here[a]}" for a in slow) for here in firsts]
-        names = [f"{fast} {i}" for i in range(self.shape[-1])]
-        width, cell_width = max(map(len, heads)), max(map(len, names)) + 2
-        rows = zip(["", *heads], [names, *self.groups(fast)], strict=True)
-        return "\n".join(
-            f"{head:<{width}}" + "".join(f"{cell:>{cell_width}}" for cell in cells)
-            for head, cells in rows
-        )
-
-    def __repr__(self) -> str:
-        return f"Mesh({self.sizes})"
-
-    def __str__(self) -> str:
-        return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items())
 
 
 @dataclass(frozen=True)
 class Axes:
-    """This rank's process groups: one along each axis of a mesh."""
+    """This rank's process groups in a mesh.
+
+    `process_groups` has a name for each axis, and a tuple of names for axes together.
+    """
 
     mesh: Mesh
     rank: int
-    process_groups: Mapping[str, dist.ProcessGroup]
+    process_groups: Mapping[str | tuple[str, ...], dist.ProcessGroup]
 
     def __contains__(self, axis: str) -> bool:
         return axis in self.mesh.axes
 
-    def group(self, axis: str) -> dist.ProcessGroup:
-        """Return the group of the ranks along `axis`, this one included."""
-        self.mesh.check_axis(axis)
-        return self.process_groups[axis]
+    def group(self, *axes: str) -> dist.ProcessGroup:
+        """Return the group of the ranks along `axes`, this one included.
 
-    def size(self, axis: str) -> int:
-        """Return the number of ranks along `axis`."""
-        self.mesh.check_axis(axis)
-        return self.mesh.sizes[axis]
+        Several axes must have been named to `make_groups`.
+        """
+        self.mesh.check_axes(*axes)
+        key = axes if len(axes) > 1 else axes[0]
+        if key not in self.process_groups:
+            raise ValueError(
+                f"there is no group along {' and '.join(axes)} together; name them to "
+                f"make_groups(mesh, {axes})"
+            )
+        return self.process_groups[key]
 
-    def index(self, axis: str) -> int:
-        """Return where this rank is on `axis`: its rank within `group(axis)`."""
-        self.mesh.check_axis(axis)
-        return self.mesh.coordinates(self.rank)[axis]
+    def size(self, *axes: str) -> int:
+        """Return the number of ranks along `axes`."""
+        self.mesh.check_axes(*axes)
+        return prod(self.mesh.sizes[axis] for axis in axes)
+
+    def index(self, *axes: str) -> int:
+        """Return where this rank is along `axes`: its rank within `group(*axes)`."""
+        self.mesh.check_axes(*axes)
+        coordinates, index = self.mesh.coordinates(self.rank), 0
+        for axis in axes:
+            index = index * self.mesh.sizes[axis] + coordinates[axis]
+        return index
 
 
-def make_groups(mesh: Mesh) -> Axes:
+def make_groups(mesh: Mesh, *together: tuple[str, ...]) -> Axes:
     """Make the process groups of all axes; all ranks of the job call it together.
 
-    Every rank makes every group, in the same order, also those that it is not in: that
-    is what `new_group` asks for; otherwise some ranks hang. An axis along which all
-    ranks lie takes the group of all, which is there already. The groups last as long as
-    the job: make them once.
+    `together` are tuples of axes that get a group, too: ("dp", "cp"). Every rank makes
+    every group, in the same order, also those that it is not in: that is what
+    `new_group` asks for; otherwise some ranks hang. Axes along which all ranks lie take
+    the group of all, which exists already. The groups last as long as the job: make
+    them once.
 
-    Raises ValueError, on all ranks, if they do not make this mesh, or were told
+    Raises ValueError, on all ranks, if they do not make this mesh, or were given
     different ones. As torch.distributed.device_mesh.init_device_mesh. Chapter 09.
     """
     if not dist.is_initialized():
         how = "call this under spawn or torchrun"
         raise ValueError(f"a mesh {mesh} needs ranks: {how}")
-    problem, _ = attempt(lambda: mesh.check(dist.get_world_size()))
-    check_same({"the mesh": repr(mesh)}, problem, None)
+
+    def check() -> None:
+        mesh.check(dist.get_world_size())
+        for axes in together:
+            mesh.check_axes(*axes)
+
+    problem, _ = attempt(check)
+    check_same({"the mesh": repr(mesh), "together": repr(together)}, problem, None)
     me, mine = dist.get_rank(), {}
-    for axis in mesh.axes:
-        for ranks in mesh.groups(axis):
+    for axes in (*((axis,) for axis in mesh.axes), *together):
+        for ranks in mesh.groups(*axes):
             everybody = len(ranks) == mesh.size
             group = dist.group.WORLD if everybody else dist.new_group(ranks)
             if me in ranks:
-                mine[axis] = group
+                mine[axes if len(axes) > 1 else axes[0]] = group
     return Axes(mesh, me, mine)

@@ -8,10 +8,9 @@
 Every rank has a part of every batch, and the ranks average their gradients before each
 step. Rows are shared equally and the loss is a mean, so the mean of the ranks'
 gradients is the gradient of the whole batch: `train_simply` is that, and no more
-(chapter 00). `train` is the same loop with everything that a run needs: how the ranks
-average, and what of the model each of them keeps, is the strategy
-(`parallelize.STRATEGIES`); checkpoints; clipping. Ranks that have parts of one model
-have the same rows.
+(chapter 00). `train` is the same loop with everything that a run needs: a layout says
+how the ranks average, and what of the model each of them keeps (`spec.Layout`);
+checkpoints; clipping. Ranks that have parts of one model have the same rows.
 """
 
 from __future__ import annotations
@@ -35,14 +34,17 @@ from ddp_course.local_sgd import average_parameters
 from ddp_course.mesh import make_groups
 from ddp_course.model import GPTConfig, build_gpt
 from ddp_course.parallelize import (
-    choose_layout,
+    autocast,
+    check_parts,
     clip_gradients,
     compressor_of,
+    dtype_of,
     optimizer_for,
     parallelize,
     whole,
 )
 from ddp_course.precision import GradScaler
+from ddp_course.spec import Training, check_fields, layout_for
 
 
 def train_simply(
@@ -89,43 +91,41 @@ class History:
 
 
 def train(
-    steps: int = 20,
-    batch_size: int = 8,
-    preset: str | GPTConfig = "1m",
-    lr: float = 3e-4,
-    seed: int = 0,
+    steps: int = Training.steps,
+    batch_size: int = Training.batch_size,
+    preset: str | GPTConfig = Training.preset,
+    lr: float = Training.lr,
+    seed: int = Training.seed,
     keep_state: bool = False,
-    strategy: str = "average",
     clip: float | None = None,
     checkpoint: str | Path | None = None,
-    every: int = 10,
+    every: int = Training.every,
     on_step: Callable[[int, float], None] | None = None,
     **layout_options: Any,
 ) -> History:
     """Train a GPT for `steps` steps of AdamW on `batch_size` rows, shared by all ranks.
 
-    Without a process group this is one process with the whole batch. `strategy` is a
-    name of `STRATEGIES`; the other `layout_options` (replicas; dp, tp, pp, shard;
-    schedule, microbatches; precision; compress) are those of `choose_layout`. With
+    Without a process group this is one process with the whole batch. The
+    `layout_options` are fields of `spec.Layout`: tp=2, zero=1, precision="bf16". With
     `clip`, the norm of the whole model's gradient is at most that. With a folder
     `checkpoint`, the run is saved after `every` so many steps and at its end, and goes
     on from the newest checkpoint in it. Rank 0 calls `on_step(steps done, loss)`.
 
     Raises ValueError, before any message, for what cannot be: rows that cannot be
-    shared equally, a strategy that there is not, processes of a cluster that have not
+    shared equally, an option that does not exist, processes of a cluster that have not
     met. Chapters 04, 05, 09 and 10.
     """
     check_alone()
     together = dist.is_initialized()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
     my_device = device()
-    layout = choose_layout(world_size, strategy, **layout_options)
-    layout.check(steps, batch_size)
-    if clip is not None and not clip > 0:
-        raise ValueError(f"clip is {clip!r}; it must be a norm above 0, or None")
+    check_fields(Training(steps, batch_size, lr=lr, seed=seed, every=every, clip=clip))
+    layout = layout_for(world_size, **layout_options)
+    layout.check(batch_size=batch_size)
     corpus = load_corpus()
-    model = build_gpt(preset, seed).to(my_device, layout.parameters_in)
+    model = build_gpt(preset, seed).to(my_device, dtype_of(layout))
     config = model.config
+    check_parts(layout, config)
     axes = make_groups(layout.mesh) if together else None
     model = parallelize(model, layout, axes)
     optimizer = optimizer_for(model, layout, axes, lr)
@@ -148,14 +148,14 @@ def train(
         x, y = (shard(t, share, shares).to(my_device) for t in batch)  # (B/shares, T)
         optimizer.zero_grad()
         if "pp" in layout.mesh.axes:
-            with layout.autocast():  # its schedule says when what goes backward
+            with autocast(layout):  # its schedule says when what goes backward
                 loss = model.step(x, y, scaler.factor)
         else:
-            with layout.autocast():
+            with autocast(layout):
                 _, loss = model(x, y)
-            loss = loss.mean()  # "dp" returns a loss for each of its replicas
+            loss = loss.mean()  # threads return a loss each
             scaler.scale(loss).backward()
-        if strategy == "average":
+        if layout.data_parallel == "average":
             average_gradients(model)
         if clip is not None:
             scaler.unscale_(optimizer)

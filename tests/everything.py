@@ -19,8 +19,8 @@ from ddp_course.compression.named import OF_AMOUNT, PLAIN
 from ddp_course.data import load_corpus
 from ddp_course.launch import device
 from ddp_course.model import GPTConfig, build_gpt
-from ddp_course.parallelize import OUTER, STRATEGIES
 from ddp_course.pipeline import SCHEDULES, PipelineParallel
+from ddp_course.spec import DATA_PARALLEL, OUTER
 from ddp_course.tensor_parallel import tensor_parallel
 from ddp_course.train import largest_difference, train
 
@@ -110,26 +110,25 @@ def tensors(values) -> Iterator[Tensor]:
 # ---- strategies ----------------------------------------------------------------------
 
 COMPOSED = [
-    {"strategy": "zero3", "shard": 2},
-    {"strategy": "ddp", "tp": 2},
-    {"strategy": "zero1", "pp": 2},
-    {"strategy": "zero2", "tp": 2, "pp": 2},
+    {"zero": 3, "shard": 2},
+    {"tp": 2},
+    {"zero": 1, "pp": 2},
+    {"zero": 2, "tp": 2, "pp": 2},
 ]
 
 
 def layouts(n: int) -> list[dict]:
-    """Return every strategy and every schedule that `n` ranks can have."""
-    of_memory = {"dp", "ddp-shared"}  # threads; memory that all ranks see
-    names = [s for s in STRATEGIES if s not in of_memory | {"tp", "pp"}]
-    fit = [{"strategy": s} for s in names]
-    fit += [{"strategy": "ddp", "local_steps": 1, "outer": name} for name in OUTER]
+    """Return all ways to average, ZeRO's stages and the schedules of `n` ranks."""
+    fit = [{"data_parallel": name} for name in DATA_PARALLEL]
+    fit += [{"zero": stage} for stage in (1, 2, 3)]
+    fit += [{"local_steps": 1, "outer": name} for name in OUTER]
     if n > 1:
-        fit += [{"strategy": "tp"}] * (SMALL.n_head % n == 0)
+        fit += [{"tp": n}] * (SMALL.n_head % n == 0)
         stages = {name: n * (1 + (name == "interleaved")) for name in SCHEDULES}
         fits = [name for name in SCHEDULES if stages[name] <= SMALL.n_layer + 2]
-        fit += [{"strategy": "pp", "schedule": name} for name in fits]
+        fit += [{"pp": n, "schedule": name} for name in fits]
         compressed = [*PLAIN, *(f"{name}:1" for name in OF_AMOUNT)]
-        fit += [{"strategy": "ddp", "compress": words} for words in compressed]
+        fit += [{"compress": words} for words in compressed]
     return fit
 
 

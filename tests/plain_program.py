@@ -17,12 +17,13 @@ from ddp_course.launch import here
 from ddp_course.measure import ByteMeter
 from ddp_course.mesh import make_groups
 from ddp_course.model import GPTConfig
-from ddp_course.parallelize import choose_layout, optimizer_for, parallelize, whole
+from ddp_course.parallelize import optimizer_for, parallelize, whole
+from ddp_course.spec import DATA_PARALLEL, layout_for
 from ddp_course.train import largest_difference, train
 
 RANKS, ROWS, WIDTH = 2, 8, 6
-STRATEGIES = ["naive", "flat", "ddp", "ddp-shared", "pytorch"]
-STRATEGIES += ["zero1", "zero2", "zero3"]
+LAYOUTS = [{"data_parallel": name} for name in DATA_PARALLEL if name != "average"]
+LAYOUTS += [{"zero": stage} for stage in (1, 2, 3)]
 SMALL = GPTConfig(block_size=8, n_layer=2, n_head=2, d_model=16)
 
 
@@ -90,16 +91,18 @@ def rows(step: int, name: str, part: int, parts: int) -> tuple[Tensor, Tensor]:
     return x.chunk(parts)[part], y.chunk(parts)[part]
 
 
-def trained(name: str, strategy: str | None, plant: int = 0) -> dict[str, Tensor]:
-    """Return the state after two steps: by a strategy, or of one process (None).
+def trained(name: str, asked: dict | None, plant: int = 0) -> dict[str, Tensor]:
+    """Return the state after two steps: in a layout, or of one process (None).
 
     With the `plant` all ranks take the rows of rank 0.
     """
     torch.manual_seed(0)
-    model, axes, layout = MODELS[name](), None, choose_layout(1, "ddp")
-    rank, size = (dist.get_rank(), dist.get_world_size()) if strategy else (0, 1)
-    if strategy:
-        layout = choose_layout(size, strategy)
+    model, axes, layout = MODELS[name](), None, layout_for(1)
+    rank, size = (
+        (dist.get_rank(), dist.get_world_size()) if asked is not None else (0, 1)
+    )
+    if asked is not None:
+        layout = layout_for(size, **asked)
         axes = make_groups(layout.mesh)
         model = parallelize(model, layout, axes)
     optimizer = optimizer_for(model, layout, axes, lr=1e-2)
@@ -131,16 +134,20 @@ def wrong_here() -> list[str]:
         wrong.append(f"bytes {report}")
     for name in MODELS:
         right = trained(name, None)
-        for strategy in STRATEGIES:
+        for asked in LAYOUTS:
             try:
-                far = largest_difference(right, trained(name, strategy))
+                far = largest_difference(right, trained(name, asked))
             except Exception as error:
                 far = f"{type(error).__name__}: {error}"
             if not isinstance(far, float) or far > 1e-5:
-                wrong.append(f"{strategy}, {name}: {far}")
-    if largest_difference(right, trained("nested, dicts", "ddp", plant=1)) < 1e-3:
+                wrong.append(f"{asked}, {name}: {far}")
+    if largest_difference(right, trained("nested, dicts", {}, plant=1)) < 1e-3:
         wrong.append("a wrong share of the rows is not seen")
-    for layout in ({"strategy": "tp"}, {"strategy": "pp"}, {"strategy": "average"}):
+    for layout in (
+        {"tp": 2},
+        {"pp": 2},
+        {"data_parallel": "average"},
+    ):
         together = train(2, 8, SMALL, keep_state=True, **layout).state
         if largest_difference(together, alone_gpt) > 1e-5:
             wrong.append(f"{layout}")

@@ -17,7 +17,16 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "ddp_course"
 FLOORS = [
-    {"launch", "model", "data", "theory", "measure", "learners_copy"},
+    {
+        "launch",
+        "model",
+        "data",
+        "theory",
+        "measure",
+        "learners_copy",
+        "coordinates",
+        "spec",
+    },
     {"collectives", "mesh", "mechanisms", "precision", "compression"},
     {
         *("data_parallel", "zero", "tensor_parallel", "pipeline", "parameter_server"),

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from ddp_course.checkpoint import CheckpointError, Checkpoints, write_whole
 from ddp_course.launch import RankError, spawn
 from ddp_course.mechanisms.saving import WRITING, seal
 from ddp_course.model import GPTConfig
-from ddp_course.parallelize import STRATEGIES
+from ddp_course.spec import DATA_PARALLEL
 from ddp_course.train import History, largest_difference, train
 
 SMALL = GPTConfig(block_size=16, n_layer=1, n_head=2, d_model=8)
@@ -227,11 +228,11 @@ def test_impossible_numbers(tmp_path, name, value):
 # A run that is cut in two is the run that was not
 
 
-def cut_in_two(folder: str, strategy: str) -> list[History]:
-    whole = train(5, **CURVE, strategy=strategy)
-    train(3, **CURVE, strategy=strategy, checkpoint=folder, every=2)
-    rest = train(5, **CURVE, strategy=strategy, checkpoint=folder)
-    again = train(5, **CURVE, strategy=strategy, checkpoint=folder)
+def cut_in_two(folder: str, **layout: Any) -> list[History]:
+    whole = train(5, **CURVE, **layout)
+    train(3, **CURVE, **layout, checkpoint=folder, every=2)
+    rest = train(5, **CURVE, **layout, checkpoint=folder)
+    again = train(5, **CURVE, **layout, checkpoint=folder)
     return [whole, rest, again]
 
 
@@ -244,13 +245,14 @@ def same_bits(whole: History, rest: History, resumed_at: int) -> bool:
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(world_size, tmp_path):
-    strategies = {*STRATEGIES} - {"dp", "pytorch", "tp", "pp"}
+    layouts = [{"data_parallel": name} for name in DATA_PARALLEL if name != "pytorch"]
+    layouts += [{"zero": stage} for stage in (1, 2, 3)]
 
-    def all_strategies():
-        return {s: cut_in_two(str(tmp_path / s), s) for s in sorted(strategies)}
+    def all_layouts():
+        return [cut_in_two(str(tmp_path / f"{k}"), **h) for k, h in enumerate(layouts)]
 
-    for by_strategy in spawn(all_strategies, world_size=world_size, timeout=120):
-        for whole, rest, again in by_strategy.values():
+    for rank in spawn(all_layouts, world_size=world_size, timeout=120):
+        for whole, rest, again in rank:
             assert same_bits(whole, rest, 3)
             assert same_bits(whole, again, 5)
 
@@ -263,9 +265,9 @@ def test_pytorchs_ddp_goes_on_bit_for_bit_unless_it_rearranges_its_buckets(tmp_p
             super().__init__(module, find_unused_parameters=True)
 
     def both():
-        as_it_is = cut_in_two(str(tmp_path / "as it is"), "pytorch")
+        as_it_is = cut_in_two(str(tmp_path / "as it is"), data_parallel="pytorch")
         torch.nn.parallel.DistributedDataParallel = KeepsItsBuckets
-        return as_it_is, cut_in_two(str(tmp_path / "kept"), "pytorch")
+        return as_it_is, cut_in_two(str(tmp_path / "kept"), data_parallel="pytorch")
 
     for (whole, rest, _), (whole_kept, rest_kept, _) in spawn(both, world_size=3):
         assert rest.losses == pytest.approx(whole.losses, abs=1e-5)
@@ -274,7 +276,7 @@ def test_pytorchs_ddp_goes_on_bit_for_bit_unless_it_rearranges_its_buckets(tmp_p
 
 
 def test_a_run_of_threads_goes_on_too(tmp_path):
-    assert same_bits(*cut_in_two(str(tmp_path), "dp")[:2], 3)
+    assert same_bits(*cut_in_two(str(tmp_path), threads=4)[:2], 3)
 
 
 def forgets_the_optimizer(self, state):
@@ -285,7 +287,7 @@ def test_a_checkpoint_without_the_optimizers_state_is_caught(tmp_path, monkeypat
     # The next loss is still right: only those after it tell.
     with monkeypatch.context() as patch:
         patch.setattr(torch.optim.AdamW, "load_state_dict", forgets_the_optimizer)
-        whole, rest, _ = cut_in_two(str(tmp_path), "average")
+        whole, rest, _ = cut_in_two(str(tmp_path))
     assert rest.losses[:4] == whole.losses[:4]
     assert not same_bits(whole, rest, 3)
 
@@ -294,7 +296,7 @@ def test_a_step_done_twice_is_caught(tmp_path, monkeypatch):
     load = Checkpoints.load
     with monkeypatch.context() as patch:
         patch.setattr(Checkpoints, "load", lambda self, steps: load(self, steps)[:-1])
-        whole, rest, _ = cut_in_two(str(tmp_path), "average")
+        whole, rest, _ = cut_in_two(str(tmp_path))
     assert not same_bits(whole, rest, 3)
 
 
@@ -302,7 +304,7 @@ def on_two_disks(folder: str) -> tuple[list[float], int]:
     """As on two machines that share no disk, of which the other has rank 0 now."""
     rank = dist.get_rank()
     mine = Path(folder) / str(rank % 2)
-    history = train(5, **CURVE, strategy="ddp", checkpoint=mine)
+    history = train(5, **CURVE, checkpoint=mine)
     return history.losses, history.resumed_at
 
 
@@ -313,10 +315,10 @@ def everyone_reads_its_own(holder, work):
 
 
 def test_the_newest_checkpoint_is_found_on_any_machine(tmp_path):
-    whole = spawn(lambda: train(5, **CURVE, strategy="ddp"), world_size=4)[0]
+    whole = spawn(lambda: train(5, **CURVE), world_size=4)[0]
     older = tmp_path / "0"
     train(2, **CURVE, checkpoint=older)
-    spawn(lambda: train(3, **CURVE, strategy="ddp", checkpoint=tmp_path / "1"))
+    spawn(lambda: train(3, **CURVE, checkpoint=tmp_path / "1"))
     assert spawn(on_two_disks, str(tmp_path)) == [(whole.losses, 3)] * 4
 
     def planted():
@@ -344,7 +346,7 @@ def only_half(optimizer):
 def test_a_checkpoint_of_one_ranks_states_is_caught(tmp_path):
     def planted():
         parallelize._consolidated = only_half
-        train(3, **CURVE, strategy="zero1", checkpoint=tmp_path)
+        train(3, **CURVE, zero=1, checkpoint=tmp_path)
 
     whole = train(6, **CURVE, keep_state=True)
     spawn(planted, world_size=2, output="none", timeout=60)
@@ -357,7 +359,7 @@ def test_all_ranks_say_what_is_wrong_with_a_checkpoint(tmp_path):
     (tmp_path / "step-00000002.pt").write_bytes(b"spoilt")
 
     def told():
-        how = {"strategy": "ddp", "checkpoint": tmp_path}
+        how = {"checkpoint": tmp_path}
         return said(CheckpointError, train, 4, **CURVE, **how)
 
     texts = spawn(told, world_size=3, timeout=60)
@@ -375,19 +377,21 @@ def training(**changes):
 test_train_refuses_what_cannot_be = refused(
     (training(steps=-1), "steps is -1; it must be 0 or more"),
     (
-        training(strategy="dpp"),
-        "is 'dpp'; it can be one of average, dp, naive",
+        training(data_parallel="dpp"),
+        "is 'dpp'; it can be one of average, naive",
     ),
-    (training(strategy="dp", replicas=0), "replicas is 0; it must be 1 or more"),
-    (training(strategy="dp", replicas=5), "12 rows cannot be shared equally by 5 re"),
-    (training(batch_size=0), "0 rows cannot be shared equally by 1 rank;"),
+    (training(threads=0), "threads is 0; it must be 1 or more"),
+    (training(threads=5), "12 rows cannot be shared equally by 5 re"),
+    (training(batch_size=0), "batch_size is 0; it must be 1 or more"),
+    (training(strategy="zero1"), "strategy 'zero1' is --zero 1 now, train.zero=1"),
+    (training(replica=2), "there is no option 'replica'; there are dp, pp"),
     (training(every=0), "every is 0; it must be 1 or more"),
 )
 
 
 def test_threads_and_ranks_do_not_mix():
-    with pytest.raises(RankError, match="'dp' is one process with threads, and here"):
-        spawn(lambda: train(1, **CURVE, strategy="dp"), world_size=2, timeout=60)
+    with pytest.raises(RankError, match="DataParallel is one process, and here are 2"):
+        spawn(lambda: train(1, **CURVE, threads=2), world_size=2, timeout=60)
 
 
 def test_on_step_is_called_by_rank_0_after_every_step():

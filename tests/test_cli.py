@@ -28,7 +28,7 @@ from conftest import alive, descendants, names_in, none_left
 from refusals import answered, complaint
 
 import ddp_course
-from ddp_course import cli, model, parallelize, theory
+from ddp_course import model, parallelize, pipeline, spec, theory
 from ddp_course.cli import main
 from ddp_course.commands import CommandError, doctor, lab, proofs
 from ddp_course.launch import LaunchError, here
@@ -85,10 +85,18 @@ def test_every_command_has_help_with_an_example_of_itself(capsys):
 
 def test_help_does_not_wait_for_pytorch_and_yet_names_what_there_is():
     """Each name that can be typed stands in the package, too."""
-    tables = {"STRATEGIES": parallelize, "SCHEDULES": parallelize, "PRESETS": model}
-    tables |= dict.fromkeys(("MODELS", "OPTIMIZERS", "PRECISIONS", "RECOMPUTE"), theory)
-    for name, where in tables.items():
-        assert {*getattr(cli, name)} == {*getattr(where, name)}
+    for known, names in (
+        (parallelize.AVERAGING, spec.DATA_PARALLEL),
+        ({0, *parallelize.STAGES}, spec.ZERO),
+        (parallelize.AUTOCAST.keys() | {"fp32", "bf16-pure"}, spec.PRECISIONS),
+        (pipeline.SCHEDULES, spec.SCHEDULES),
+        (model.PRESETS, spec.PRESETS),
+        (theory.MODELS, spec.MODELS),
+        (theory.OPTIMIZERS, spec.OPTIMIZERS),
+        (theory.PRECISIONS, spec.PLANNED),
+        (theory.RECOMPUTE, spec.RECOMPUTE),
+    ):
+        assert {*known} == {*names}
     ask = """
     import sys; from contextlib import suppress; from ddp_course.cli import main
     for command in sys.argv[2:]:
@@ -129,7 +137,12 @@ test_what_is_typed_wrongly_is_answered_in_one_line = answered(
     ("run 00 --timeout -1", "--timeout"),
     ("notebooks", "--save --check"),
     ("notebooks --save --check", "not allowed with"),
-    ("train --strategy dpp", "choose from 'average', 'dp', 'naive', 'flat', 'ddp'"),
+    ("train --strategy dpp", "strategy 'dpp' does not exist; see --data-parallel"),
+    ("train --strategy zero3 --ranks 4", "strategy 'zero3' is --zero 3 now"),
+    ("train --strategy dp --replicas 2", "strategy 'dp' is --threads N now"),
+    ("train --replicas 2", "replicas is called threads now: --threads 4"),
+    ("train --data-parallel dp", "choose from 'average', 'naive', 'flat', 'ddp'"),
+    ("train --lr 0", "'0' is not a number above 0"),
     ("train --ranks 65", "'65' is not a whole number from 1 to 64"),
     ("train --lr nan", "'nan' is not a number above 0"),
     ("train --seed -1", "--seed"),
@@ -286,7 +299,7 @@ def tiny_training(spoil=lambda module: None):
         from ddp_course import train as module
 
         spoil(module)
-        return module.train(**options, preset=TINY)
+        return module.train(**options, preset=TINY, data_parallel="average")
 
     return work
 

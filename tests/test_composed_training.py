@@ -28,12 +28,12 @@ from ddp_course.mesh import Axes, Mesh, make_groups
 from ddp_course.model import GPTConfig, build_gpt
 from ddp_course.parallelize import (
     Whole,
-    choose_layout,
     clip_gradients,
     optimizer_for,
     parallelize,
     whole,
 )
+from ddp_course.spec import layout_for
 from ddp_course.theory import ComposedRank
 from ddp_course.train import average
 
@@ -47,7 +47,6 @@ STEPS, ROWS, LR, MAX_NORM = 5, 8, 1e-3, 0.5
 
 PIPELINES = {
     f"dp 2 x tp 2 x pp 2, {schedule}": {
-        "strategy": "ddp",
         "dp": 2,
         "tp": 2,
         "pp": 2,
@@ -57,18 +56,18 @@ PIPELINES = {
 }
 COMPOSITIONS = {
     **PIPELINES,
-    "zero1 x tp 2 x pp 2": {"strategy": "zero1", "dp": 2, "tp": 2, "pp": 2},
+    "zero1 x tp 2 x pp 2": {"zero": 1, "dp": 2, "tp": 2, "pp": 2},
     "zero1, zero bubble": {
-        "strategy": "zero1",
+        "zero": 1,
         "tp": 2,
         "pp": 2,
         "schedule": "zero_bubble",
     },
-    "zero2 x tp 2 x pp 2": {"strategy": "zero2", "dp": 2, "tp": 2, "pp": 2},
-    "zero2 x tp 2": {"strategy": "zero2", "dp": 4, "tp": 2},
-    "zero3 x tp 2": {"strategy": "zero3", "dp": 4, "tp": 2},
-    "hsdp 2 x 4": {"strategy": "zero3", "dp": 8, "shard": 4},
-    "hsdp 2 x 2 x tp 2": {"strategy": "zero3", "dp": 4, "shard": 2, "tp": 2},
+    "zero2 x tp 2 x pp 2": {"zero": 2, "dp": 2, "tp": 2, "pp": 2},
+    "zero2 x tp 2": {"zero": 2, "dp": 4, "tp": 2},
+    "zero3 x tp 2": {"zero": 3, "dp": 4, "tp": 2},
+    "hsdp 2 x 4": {"zero": 3, "dp": 8, "shard": 4},
+    "hsdp 2 x 2 x tp 2": {"zero": 3, "dp": 4, "shard": 2, "tp": 2},
 }
 
 PLAIN = "dp 2 x tp 2 x pp 2, 1f1b", "hsdp 2 x 2 x tp 2"  # without ties, nothing frozen
@@ -125,7 +124,7 @@ def axes_of(mesh: Mesh) -> Axes:
 
 def together(told: dict, config: GPTConfig, wrong: str | None = None) -> Steps:
     """The same on all ranks, divided as told; perhaps with a mistake."""
-    layout = choose_layout(dist.get_world_size(), **told)
+    layout = layout_for(dist.get_world_size(), **told)
     axes = axes_of(layout.mesh)
     model = parallelize(frozen_in_part(config), layout, axes)
     optimizer = optimizer_for(model, layout, axes, LR)
@@ -234,8 +233,8 @@ def test_what_is_compared_is_sharp_enough():
 # ---- what a rank keeps, and what it sends along each axis ----------------------------
 
 METERED = {
-    "dp 2 x tp 2 x pp 2": {"strategy": "ddp", "tp": 2, "pp": 2},
-    "zero bubble": {"strategy": "ddp", "tp": 2, "pp": 2, "schedule": "zero_bubble"},
+    "dp 2 x tp 2 x pp 2": {"tp": 2, "pp": 2},
+    "zero bubble": {"tp": 2, "pp": 2, "schedule": "zero_bubble"},
     "zero1 x tp 2 x pp 2": COMPOSITIONS["zero1 x tp 2 x pp 2"],
     "zero2 x tp 2": COMPOSITIONS["zero2 x tp 2"],
     "zero3 x tp 2": COMPOSITIONS["zero3 x tp 2"],
@@ -260,7 +259,7 @@ class Metered:
 def metered(told: dict) -> Metered:
     """Train three steps, and look at the third."""
     gc.collect()  # the model before this one
-    layout = choose_layout(dist.get_world_size(), **told)
+    layout = layout_for(dist.get_world_size(), **told)
     axes, rank = axes_of(layout.mesh), dist.get_rank()
     dist.all_reduce = ring  # PyTorch's own are not counted
     parallelize_module.DistributedDataParallel = partial(Counted, all_reduce=ring)
@@ -302,14 +301,14 @@ def layer_of(name: str) -> int:
 
 def expected(found: Metered, told: dict) -> tuple[dict[str, Fraction], dict[str, int]]:
     """The same by the formulas."""
-    mesh = choose_layout(8, **told).mesh.sizes
-    replicas, zero = mesh.get("replicate", 1), told["strategy"].removeprefix("zero")
+    mesh = layout_for(8, **told).mesh.sizes
+    replicas = mesh.get("replicate", 1)
     how = {
         "stages": [range(found.layers[0], found.layers[-1] + 1)],
         "dp": mesh.get("dp", replicas * mesh.get("shard", 1)),
         "tp": mesh.get("tp", 1),
         "replicas": replicas,
-        "zero": int(zero) if zero.isdigit() else 0,
+        "zero": told.get("zero", 0),
         "buffers": found.buffers,
         "precision": "fp32",
     }

@@ -29,19 +29,19 @@ pytestmark = [pytest.mark.endurance, pytest.mark.timeout(3000)]
 GPT = GPTConfig(block_size=8, n_layer=2, n_head=2, d_model=8)
 RUN = {"batch_size": 4, "preset": GPT, "lr": 0.01, "every": 1}
 LAYOUTS = {  # ranks, options
-    "ddp": (2, {"strategy": "ddp"}),
-    "compressed": (2, {"strategy": "ddp", "compress": "topk:0.1"}),
-    "local steps": (2, {"strategy": "ddp", "local_steps": 3, "outer": "nesterov"}),
-    "zero1": (2, {"strategy": "zero1"}),
-    "zero3": (2, {"strategy": "zero3"}),
-    "tp": (2, {"strategy": "tp"}),
-    "pp": (2, {"strategy": "pp", "schedule": "1f1b", "microbatches": 2}),
-    "zero2 tp": (4, {"strategy": "zero2", "dp": 2, "tp": 2}),
-    "zero3 tp": (4, {"strategy": "zero3", "dp": 2, "tp": 2}),
-    "hybrid": (4, {"strategy": "zero3", "shard": 2}),
+    "ddp": (2, {}),
+    "compressed": (2, {"compress": "topk:0.1"}),
+    "local steps": (2, {"local_steps": 3, "outer": "nesterov"}),
+    "zero1": (2, {"zero": 1}),
+    "zero3": (2, {"zero": 3}),
+    "tp": (2, {"tp": 2}),
+    "pp": (2, {"pp": 2, "schedule": "1f1b", "microbatches": 2}),
+    "zero2 tp": (4, {"zero": 2, "dp": 2, "tp": 2}),
+    "zero3 tp": (4, {"zero": 3, "dp": 2, "tp": 2}),
+    "hybrid": (4, {"zero": 3, "shard": 2}),
     "all axes": (
         8,
-        {"strategy": "zero1", "dp": 2, "tp": 2, "pp": 2, "microbatches": 2},
+        {"zero": 1, "dp": 2, "tp": 2, "pp": 2, "microbatches": 2},
     ),
 }
 CHOSEN = LAYOUTS if ENDURANCE else ["zero1"]

@@ -39,6 +39,18 @@ def test_a_mesh_is_a_table_of_ranks_read_row_by_row(shape):
         assert mesh.sizes[axis] == shape[dim]
 
 
+@pytest.mark.parametrize("axes", [("dp", "cp"), ("dp", "tp"), ("cp", "tp")])
+def test_groups_along_two_axes_hold_the_ranks_that_differ_there_alone(axes):
+    mesh = Mesh({"dp": 2, "cp": 3, "tp": 2})
+    table = torch.arange(12).view(2, 3, 2)
+    third = ({0, 1, 2} - {mesh.axes.index(axis) for axis in axes}).pop()
+    assert (
+        mesh.groups(*axes)
+        == table.movedim(third, 0).reshape(-1, 12 // table.shape[third]).tolist()
+    )
+    assert mesh.groups(*mesh.axes) == [[*range(12)]]
+
+
 def test_a_mesh_is_a_value():
     mesh = Mesh({"dp": 2, "tp": 3})
     assert mesh == Mesh({"dp": 2, "tp": 3}) == pickle.loads(pickle.dumps(mesh))
@@ -78,6 +90,10 @@ test_what_a_mesh_does_not_have_is_refused = refused(
     (lambda: SQUARE.coordinates(4), "4; in a mesh dp 2 x tp 2 it can be 0 to"),
     (lambda: SQUARE.coordinates(-1), "rank is -1"),
     (lambda: SQUARE.groups("pp"), "axis is 'pp'; it can be dp, tp"),
+    (lambda: SQUARE.groups("dp", "pp"), "axis is 'pp'; it can be dp, tp"),
+    (lambda: SQUARE.groups("tp", "dp"), "axes are tp, dp; name one or more, in the"),
+    (lambda: SQUARE.groups("dp", "dp"), "axes are dp, dp; name one or more, in the"),
+    (lambda: SQUARE.groups(), "axes are none; name one or more"),
     (lambda: SQUARE.check(3), "3 ranks cannot be a mesh dp 2 x tp 2, which has 4"),
     (lambda: SQUARE.check(1), "1 rank cannot be"),
     (lambda: make_groups(SQUARE), "a mesh dp 2 x tp 2 needs ranks"),
@@ -140,3 +156,39 @@ def test_groups_are_those_of_pytorchs_device_mesh():
         assert "4 ranks cannot be a mesh dp 3, which has 3" in size
         assert "the mesh is Mesh({'dp': 2, 'tp': 2}) on ranks 0, 2" in order
         assert "Mesh({'tp': 2, 'dp': 2}) on ranks 1, 3" in order
+
+
+TOGETHER = Mesh({"dp": 2, "cp": 2, "tp": 2})
+
+
+def on_eight_ranks() -> tuple:
+    """Return what this rank is along dp and cp together, in our mesh and PyTorch's."""
+    axes = make_groups(TOGETHER, ("dp", "cp"))
+    total = torch.tensor(10 ** dist.get_rank())
+    dist.all_reduce(total, group=axes.group("dp", "cp"))
+    wrong = [
+        said(ValueError, axes.group, "cp", "tp"),
+        said(ValueError, make_groups, TOGETHER, ("cp", "dp")),
+        said(
+            ValueError, make_groups, TOGETHER, *[("dp", "cp")] * (dist.get_rank() % 2)
+        ),
+    ]
+    theirs = init_device_mesh("cpu", TOGETHER.shape, mesh_dim_names=TOGETHER.axes)
+    flat = theirs["dp", "cp"]._flatten()
+    group = flat.get_group()
+    seen = axes.size("dp", "cp"), axes.index("dp", "cp"), int(total)
+    ranks = dist.get_process_group_ranks(group)
+    pytorchs = flat.size(), flat.get_local_rank(), sum(10**rank for rank in ranks)
+    return seen, pytorchs, wrong
+
+
+def test_a_group_along_two_axes_is_pytorchs_flattened_mesh():
+    for rank, (seen, pytorchs, wrong) in enumerate(
+        spawn(on_eight_ranks, world_size=8, timeout=120)
+    ):
+        assert seen == pytorchs
+        assert seen[2] == [1010101, 10101010][rank % 2]
+        missing, order, unequal = wrong
+        assert "no group along cp and tp together; name them to make_groups" in missing
+        assert "axes are cp, dp; name one or more, in the order of the mesh" in order
+        assert "(('dp', 'cp'),) on ranks 1, 3, 5, 7" in unequal

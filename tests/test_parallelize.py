@@ -16,7 +16,8 @@ from ddp_course import train as train_module
 from ddp_course.launch import RankError, spawn
 from ddp_course.mesh import Axes, Mesh
 from ddp_course.model import GPTConfig, build_gpt
-from ddp_course.parallelize import STRATEGIES, choose_layout, parallelize
+from ddp_course.parallelize import parallelize
+from ddp_course.spec import DATA_PARALLEL, layout_for
 from ddp_course.train import History, largest_difference, train
 
 # Six layers and both ends: eight stages, for two on each of four ranks.
@@ -30,20 +31,20 @@ PARAMETER_TOLERANCE = 5e-6
 
 LAYOUTS = {
     2: [
-        {"strategy": "tp"},
-        {"strategy": "pp", "schedule": "naive", "microbatches": 1},
+        {"tp": 2},
+        {"pp": 2, "schedule": "naive", "microbatches": 1},
     ],
     4: [
-        {"strategy": "tp"},
-        {"strategy": "pp"},
-        {"strategy": "pp", "schedule": "gpipe", "microbatches": 8},
-        {"strategy": "pp", "schedule": "interleaved"},
-        {"strategy": "pp", "dp": 2, "schedule": "zero_bubble", "microbatches": 2},
-        {"strategy": "zero3", "tp": 2},
+        {"tp": 4},
+        {"pp": 4},
+        {"pp": 4, "schedule": "gpipe", "microbatches": 8},
+        {"pp": 4, "schedule": "interleaved"},
+        {"pp": 2, "dp": 2, "schedule": "zero_bubble", "microbatches": 2},
+        {"zero": 3, "tp": 2},
     ],  # test_composed_training.py has more of them
 }
 
-HYBRID = {"strategy": "zero3", "tp": 2, "shard": 2}
+HYBRID = {"zero": 3, "tp": 2, "shard": 2}
 
 # Plain data
 
@@ -53,80 +54,83 @@ HYBRID = {"strategy": "zero3", "tp": 2, "shard": 2}
     [
         (1, {}, {"dp": 1}),
         (4, {}, {"dp": 4}),
-        (4, {"strategy": "zero3", "dp": 4}, {"dp": 4}),
-        (1, {"strategy": "tp"}, {"dp": 1}),
-        (4, {"strategy": "tp"}, {"tp": 4}),
-        (4, {"strategy": "pp"}, {"pp": 4}),
-        (4, {"strategy": "tp", "dp": 2}, {"dp": 2, "tp": 2}),
-        (4, {"strategy": "tp", "tp": 2}, {"dp": 2, "tp": 2}),
-        (4, {"strategy": "ddp", "tp": 2}, {"dp": 2, "tp": 2}),
-        (4, {"strategy": "ddp", "dp": 2, "pp": 2}, {"dp": 2, "pp": 2}),
-        (6, {"strategy": "pp", "dp": 2}, {"dp": 2, "pp": 3}),
-        (4, {"strategy": "ddp", "tp": 4, "pp": 1}, {"tp": 4}),
-        (4, {"strategy": "tp", "pp": 2}, {"pp": 2, "tp": 2}),
-        (8, {"strategy": "zero1", "tp": 2, "pp": 2}, {"dp": 2, "pp": 2, "tp": 2}),
-        (4, {"strategy": "zero3", "shard": 4}, {"dp": 4}),
-        (4, {"strategy": "zero3", "shard": 2}, {"replicate": 2, "shard": 2}),
+        (4, {"zero": 3, "dp": 4}, {"dp": 4}),
+        (1, {"tp": 1}, {"dp": 1}),
+        (4, {"tp": 4}, {"tp": 4}),
+        (4, {"pp": 4}, {"pp": 4}),
+        (4, {"tp": 2}, {"dp": 2, "tp": 2}),
+        (4, {"dp": 2, "pp": 2}, {"dp": 2, "pp": 2}),
+        (6, {"pp": 3}, {"dp": 2, "pp": 3}),
+        (4, {"tp": 4, "pp": 1}, {"tp": 4}),
+        (4, {"tp": 2, "pp": 2}, {"pp": 2, "tp": 2}),
+        (8, {"zero": 1, "tp": 2, "pp": 2}, {"dp": 2, "pp": 2, "tp": 2}),
+        (4, {"zero": 3, "shard": 4}, {"dp": 4}),
+        (4, {"zero": 3, "shard": 2}, {"replicate": 2, "shard": 2}),
         (8, HYBRID, {"replicate": 2, "shard": 2, "tp": 2}),
     ],
 )
-def test_ranks_that_are_not_told_about_go_to_the_strategys_axis(ranks, told, mesh):
-    layout = choose_layout(ranks, **told)
+def test_the_ranks_that_are_left_go_to_dp(ranks, told, mesh):
+    layout = layout_for(ranks, **told)
     assert layout.mesh == Mesh(mesh)
     shares = [layout.share(rank) for rank in range(ranks)]
     dp = mesh.get("dp", mesh.get("replicate", 1) * mesh.get("shard", 1))
     assert shares == [(rank * dp // ranks, dp) for rank in range(ranks)]
 
 
-choose = partial(partial, choose_layout)
+choose = partial(partial, layout_for)
 
 
 test_what_is_no_layout_is_refused_with_what_is_allowed = refused(
-    (choose(3, "tp", dp=2), "3 ranks cannot be a mesh dp 2, which has 2"),
-    (choose(4, "ddp", dp=2), "4 ranks cannot be a mesh dp 2"),
-    (choose(3, "ddp", dp=2, tp=2), "cannot be a mesh dp 2 x tp 2"),
-    (choose(1, "tp", tp=2), "1 rank cannot be a mesh tp 2, which has 2"),
-    (choose(4, "tp", tp=0), "tp is 0; it must be 1 or more"),
-    (choose(4, "pp", dp=2.0), "dp is 2.0; it must be 1 or more"),
-    (choose(4, "pp", microbatches=0), "microbatches is 0; it must be 1"),
-    (choose(4, "pp", schedule="2f"), "schedule is '2f'; it can be one of"),
-    (choose(4, "tpp"), "strategy is 'tpp'; it can be one of average, dp,"),
-    (choose(4, "dp"), "'dp' is one process with threads, and here are 4"),
-    (choose(4, tp=2), "mesh is dp 2 x tp 2; strategy 'average' can have dp alone"),
-    (choose(4, "zero3", pp=4), "can have dp and tp, not pp: every unit"),
-    (choose(8, "naive", tp=2, pp=2), "not pp: it would average once"),
-    (choose(4, "pytorch", tp=2), "not tp: it is there to be compared"),
-    (choose(4, "tp", pp=4), "mesh is pp 4; strategy 'tp' needs two ra"),
-    (choose(4, "zero3", shard=3), "shard is 3, strategy 'zero3' and dp 4"),
-    (choose(4, "zero1", shard=2), "shard must be a divisor of dp, and is"),
-    (choose(4, "zero3", shard=0), "shard is 0; it must be 1 or more"),
-    (choose(4, "tp", dp=4), "'tp' needs two ranks or more along tp"),
-    (choose(2, "pp", pp=1), "'pp' needs two ranks or more along pp"),
+    (choose(3, dp=2), "3 ranks cannot be a mesh dp 2, which has 2"),
+    (choose(4, dp=2), "4 ranks cannot be a mesh dp 2"),
+    (choose(3, dp=2, tp=2), "cannot be a mesh dp 2 x tp 2"),
+    (choose(1, tp=2), "1 rank cannot be a mesh tp 2, which has 2"),
+    (choose(4, tp=0), "tp is 0; it must be 1 or more"),
+    (choose(4, pp=2, dp=2.0), "dp is 2.0; it must be 1 or more"),
+    (choose(4, pp=4, microbatches=0), "microbatches is 0; it must be 1"),
+    (choose(4, pp=4, schedule="2f"), "schedule is '2f'; it can be one of"),
+    (choose(4, zero=4), "zero is 4; it can be one of 0, 1, 2, 3"),
+    (choose(4, zero=True), "zero is True; it can be one of 0, 1, 2, 3"),
+    (choose(4, data_parallel="x"), "data_parallel is 'x'; it can be one of average"),
+    (choose(4, threads=4), "threads is 4: DataParallel is one process, and here are 4"),
+    (choose(4, tp=2, data_parallel="average"), "'average' cannot be beside tp: the tr"),
+    (choose(4, zero=3, pp=4), "zero is 3 and pp is 4: every unit would be gathered"),
+    (choose(8, data_parallel="naive", pp=2), "beside pp: it would average once"),
+    (choose(4, data_parallel="pytorch", tp=2), "beside tp: it is there to be compared"),
+    (choose(4, data_parallel="flat", zero=1), "ZeRO averages gradients itself"),
+    (choose(4, zero=3, shard=3), "shard is 3, zero is 3 and dp is 4; shard must"),
+    (choose(4, zero=1, shard=2), "shard must be a divisor of dp, and is"),
+    (choose(4, zero=3, shard=0), "shard is 0; it must be 1 or more"),
+    (choose(4, sharp=2), "there is no option 'sharp'; there are dp, pp, tp, zero"),
+    (choose(4, strategy="zero2"), "strategy 'zero2' is --zero 2 now, train.zero=2"),
+    (choose(4, strategy="tp"), "strategy 'tp' is --tp N now, train.tp=N., with the"),
+    (choose(4, strategy="x"), "strategy 'x' does not exist; see --data-parallel"),
+    (choose(1, replicas=4), "replicas is called threads now: --threads 4"),
 )
 
 
-def rows_of(rows, *words, **told):
+def rows_of(rows, **asked):
     """Return a call that asks whether 4 ranks in a layout can have so many rows."""
-    return partial(choose_layout(4, *words, **told).check, 1, rows)
+    return partial(layout_for(4, **asked).check, batch_size=rows)
 
 
 test_rows_are_shared_along_dp_and_among_microbatches = refused(
-    (rows_of(3, "tp", dp=2), "3 rows cannot be shared equally by 2 replicas; make"),
-    (rows_of(7, "pp", dp=2), "7 rows cannot be shared equally by 2 replica"),
-    (rows_of(6, "pp", dp=2), "3 rows cannot be cut into 4 microbatches; ma"),
-    (rows_of(6, "pp", dp=2), "make the batch size 8 or more"),
-    (rows_of(0, "pp", microbatches=1), "0 rows cannot be shared equally by"),
+    (rows_of(3, tp=2), "3 rows cannot be shared equally by 2 replicas; make"),
+    (rows_of(7, pp=2), "7 rows cannot be shared equally by 2 replica"),
+    (rows_of(6, pp=2), "3 rows cannot be cut into 4 microbatches; ma"),
+    (rows_of(6, pp=2), "make the batch size 8 or more"),
+    (rows_of(0, pp=4, microbatches=1), "0 rows cannot be shared equally by"),
 )
 
 
 def test_rows_that_are_enough_are_not_refused():
-    rows_of(1, "tp")()  # all have the same rows
-    rows_of(6, "pp")()  # microbatches of 2, 2, 1 and 1 rows
+    rows_of(1, tp=4)()  # all have the same rows
+    rows_of(6, pp=4)()  # microbatches of 2, 2, 1 and 1 rows
 
 
-def test_every_strategy_is_a_layout():
-    for strategy in STRATEGIES:
-        assert choose_layout(1, strategy).mesh == Mesh({"dp": 1})
+def test_every_strategy_is_a_layout_of_one_rank():
+    for asked in (*({"data_parallel": n} for n in DATA_PARALLEL), {"zero": 3}):
+        assert layout_for(1, **asked).mesh == Mesh({"dp": 1})
 
 
 # Ranks
@@ -162,7 +166,7 @@ def planted() -> dict[str, list]:
         return shard(rows, dist.get_rank(), dist.get_world_size())
 
     found = {"same rows": [], "other rows": [], "wrong axis": []}
-    for told in ({"strategy": "tp", "dp": 2}, {"strategy": "pp", "dp": 2}):
+    for told in ({"tp": 2, "dp": 2}, {"pp": 2, "dp": 2}):
         small = {**told, "microbatches": 2}
         found["same rows"].append(plant(train_module, "shard", same_rows, told))
         found["other rows"].append(plant(train_module, "shard", other_rows, small))
@@ -177,7 +181,7 @@ def kept(told: dict, held: list | None = None) -> tuple[int, int]:
     if held is not None:  # the plant: somebody holds the whole model
         held.append(model)
     whole = [weakref.ref(parameter) for parameter in model.parameters()]
-    layout = choose_layout(dist.get_world_size(), **told)
+    layout = layout_for(dist.get_world_size(), **told)
     model = parallelize(model, layout, make_groups(layout.mesh))
     gc.collect()
     own = {*model.parameters()}
@@ -257,29 +261,29 @@ def test_a_rank_keeps_nothing_of_the_model_but_its_own_part(ranks):
     for k, told in enumerate(LAYOUTS[len(ranks)]):
         own, left = zip(*(numbers[k] for *_, numbers in ranks), strict=True)
         assert own == left
-        if told["strategy"] == "pp":  # every parameter is on one stage
+        if "pp" in told:  # every parameter is on one stage
             assert sum(own) == told.get("dp", 1) * whole
         else:
-            copies = ("dp",) if told["strategy"] != "zero3" else ("replicate",)
-            sizes = choose_layout(len(ranks), **told).mesh.sizes
+            copies = ("replicate",) if told.get("zero") == 3 else ("dp",)
+            sizes = layout_for(len(ranks), **told).mesh.sizes
             parts = prod(size for axis, size in sizes.items() if axis not in copies)
             assert max(own) < 1.5 * whole / parts
 
 
 CHAIN = [  # ranks, and what they train in: a step, saved, then a step in the next
-    (4, {"strategy": "zero3"}),
-    (4, {"strategy": "zero3", "tp": 2}),
-    (4, {"strategy": "zero3", "shard": 2}),
-    (4, {"strategy": "zero2", "tp": 2}),
-    (3, {"strategy": "zero1"}),
-    (3, {"strategy": "ddp"}),
-    (8, {"strategy": "ddp", "pp": 2, "tp": 2, "schedule": "gpipe"}),
-    (8, {"strategy": "zero1", "tp": 2, "pp": 2, "schedule": "zero_bubble"}),
-    (2, {"strategy": "zero2"}),
-    (2, {"strategy": "tp"}),
-    (2, {"strategy": "pp", "schedule": "interleaved"}),
-    (2, {"strategy": "flat"}),
-    (2, {"strategy": "zero3"}),
+    (4, {"zero": 3}),
+    (4, {"zero": 3, "tp": 2}),
+    (4, {"zero": 3, "shard": 2}),
+    (4, {"zero": 2, "tp": 2}),
+    (3, {"zero": 1}),
+    (3, {}),
+    (8, {"pp": 2, "tp": 2, "schedule": "gpipe"}),
+    (8, {"zero": 1, "tp": 2, "pp": 2, "schedule": "zero_bubble"}),
+    (2, {"zero": 2}),
+    (2, {"tp": 2}),
+    (2, {"pp": 2, "schedule": "interleaved"}),
+    (2, {"data_parallel": "flat"}),
+    (2, {"zero": 3}),
 ]
 
 
@@ -306,8 +310,8 @@ def test_what_one_layout_has_saved_any_other_goes_on_with(tmp_path):
 @pytest.mark.parametrize(
     ("ranks", "told", "message"),
     [
-        (3, {"strategy": "tp"}, "3"),  # 4 heads
-        (4, {"strategy": "pp", "schedule": "interleaved", "preset": "1m"}, "6"),
+        (3, {"tp": 3}, "3"),  # 4 heads
+        (4, {"pp": 4, "schedule": "interleaved", "preset": "1m"}, "6"),
     ],
 )
 def test_a_model_that_cannot_be_cut_is_refused_on_all_ranks(ranks, told, message):
@@ -320,7 +324,7 @@ def test_a_model_that_cannot_be_cut_is_refused_on_all_ranks(ranks, told, message
 
 def test_ranks_that_were_told_other_layouts_say_so():
     def other_axes():
-        train(1, **CURVE, strategy=("tp", "pp")[dist.get_rank()])
+        train(1, **CURVE, **({"tp": 2}, {"pp": 2})[dist.get_rank()])
 
     with pytest.raises(RankError, match="the mesh is Mesh"):
         spawn(other_axes, world_size=2, timeout=60)

@@ -20,22 +20,22 @@ def typed(words: str, capfd) -> tuple[int, list[str], str]:
 def test_one_process_or_many_the_same_curve_goes_to_the_file(tmp_path, capfd):
     """One strategy of each kind: test_parallelize.py trains with the others."""
     curves = {}
-    runs = [(1, "ddp"), (1, "dp"), (2, "ddp"), (2, "ddp-shared"), (2, "zero3")]
-    runs += [(2, "tp"), (2, "pp")]
-    for ranks, strategy in runs:
-        file = tmp_path / f"{strategy}{ranks}.json"
+    runs = [(1, "threads", 4), (1, "zero", 0), (2, "zero", 0), (2, "zero", 3)]
+    runs += [(2, "tp", 2), (2, "pp", 2)]
+    for ranks, option, value in runs:
+        file = tmp_path / f"{option}{value}{ranks}.json"
         code, lines, err = typed(
-            f"--ranks {ranks} --strategy {strategy} --steps 3 --json {file}", capfd
+            f"--ranks {ranks} --{option} {value} --steps 3 --json {file}", capfd
         )
         assert (code, err) == (0, "")
         told = json.loads(file.read_text())
-        assert (told["strategy"], told["world_size"]) == (strategy, ranks)
+        assert (told[option], told["world_size"]) == (value, ranks)
         assert [line for line in lines if " step 1 of 3 " in f" {line}"]
         assert f"rank{'s' * (ranks > 1)}, 3 steps, loss" in lines[-1]
         assert told["checksum"] in lines[-1]
         curves[file.stem] = told
     one = train(3)
-    told = curves["ddp1"]
+    told = curves["zero01"]
     assert (told["losses"], told["checksum"]) == (one.losses, one.checksum)
     for told in curves.values():
         assert told["losses"] == pytest.approx(one.losses, abs=1e-5)
@@ -45,14 +45,14 @@ def test_sizes_make_a_mesh_and_say_how_many_ranks(tmp_path, capfd):
     one, file = train(2), tmp_path / "curve.json"
     all_axes = "--dp 2 --tp 2 --pp 2 --zero 1 --schedule zero-bubble --microbatches 2"
     for words, ranks, names in (
-        ("--dp 4 --shard 2 --zero 3 --clip 100", 4, ("zero3", "1f1b")),
-        (all_axes, 8, ("zero1", "zero_bubble")),
+        ("--dp 4 --shard 2 --zero 3 --clip 100", 4, (3, "1f1b")),
+        (all_axes, 8, (1, "zero_bubble")),
     ):
         code, lines, err = typed(f"{words} --steps 2 --json {file}", capfd)
         assert (code, err) == (0, "")
         assert f"{ranks} ranks, 2 steps, loss" in lines[-1]
         told = json.loads(file.read_text())
-        assert (told["strategy"], told["schedule"]) == names
+        assert (told["zero"], told["schedule"]) == names
         assert told["losses"] == pytest.approx(one.losses, abs=1e-5)
 
 
@@ -69,26 +69,26 @@ test_what_cannot_be_is_one_line_and_nothing_is_started = answered(
     "train",
     1,
     ("--ranks 3", "8 rows cannot be shared equally by 3 ranks; make the batch size"),
-    ("--strategy dp --ranks 2", "'dp' is one process with threads"),
-    ("--strategy dp --replicas 3", "8 rows cannot be shared equally by 3 replicas"),
+    ("--threads 2 --ranks 2", "threads is 2: DataParallel is one process, and here"),
+    ("--threads 3", "8 rows cannot be shared equally by 3 replicas"),
     ("--dp 3 --tp 2 --ranks 4", "4 ranks cannot be a mesh dp 3 x tp 2, which has"),
-    ("--strategy naive --tp 2 --pp 2", "'naive' can have dp and tp, not pp: it w"),
-    ("--zero 3 --dp 2 --pp 2", "strategy 'zero3' can have dp and tp, not pp: eve"),
-    ("--zero 1 --strategy flat", "--zero 1 is the strategy 'zero1', and --strat"),
+    ("--data-parallel naive --tp 2 --pp 2", "'naive' cannot be beside pp: it would"),
+    ("--zero 3 --dp 2 --pp 2", "zero is 3 and pp is 2: every unit would be gathered"),
+    ("--zero 1 --data-parallel flat", "ZeRO averages gradients itself; give one"),
     ("--zero 3 --dp 4 --shard 3", "shard must be a divisor of dp, and is for"),
     ("--dp 2 --shard 2", "--shard is of no use without --zero 3"),
     ("--pp 2 --microbatches 9", "8 rows cannot be cut into 9 microbatches; make"),
     ("--json no/such/folder/file", "there is no folder"),
     ("--json /tmp", "cannot write /tmp: it is a folder"),
-    ("--strategy tp --dp 2", "mesh is dp 2; strategy 'tp' needs two ranks or more"),
-    ("--strategy pp --ranks 4 --pp 1", "'pp' needs two ranks or more along pp"),
-    ("--strategy pp --schedule gpipe", "strategy 'pp' needs two ranks or more"),
+    ("--tp 2 --ranks 1", "1 rank cannot be a mesh tp 2, which has 2"),
+    ("--pp 1 --schedule gpipe", "--schedule is of no use without a pipeline"),
+    ("--compress powersgd:4", "one rank sends nothing; take two ranks or more"),
+    ("--local-steps 8 --outer nesterov", "one rank has nobody to average with; take"),
     ("--ranks 4 --microbatches 8", "--microbatches is of no use without a pipe"),
-    ("--strategy tp --ranks 2 --schedule gpipe", "--schedule is of no use without"),
-    ("--replicas 2", "--replicas is of no use without --strategy dp"),
+    ("--tp 2 --schedule gpipe", "--schedule is of no use without"),
     ("--every 5", "--every is of no use without --checkpoint"),
-    ("--strategy tp --ranks 8", "n_head is 12, which 8 ranks cannot share equally"),
-    ("--strategy pp --ranks 8", "has 8 stages, and the model has 6 layers"),
+    ("--tp 8", "n_head is 12, which 8 ranks cannot share equally"),
+    ("--pp 8", "has 8 stages, and the model has 6 layers"),
     ("--pp 4 --schedule interleaved", "'interleaved' on 4 ranks has 8 stages, and th"),
     ("--checkpoint /proc/nowhere", "/proc/nowhere, cannot be used"),
     given=["nothing_starts"],

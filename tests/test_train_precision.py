@@ -5,10 +5,10 @@ from functools import partial
 import pytest
 import torch
 
-from ddp_course import cli, parallelize
+from ddp_course import train as train_module
 from ddp_course.launch import spawn
 from ddp_course.model import GPTConfig
-from ddp_course.parallelize import choose_layout
+from ddp_course.spec import DATA_PARALLEL, layout_for
 from ddp_course.train import train
 
 GPT = GPTConfig(block_size=16, n_layer=2, n_head=2, d_model=24, tied=True)
@@ -17,17 +17,17 @@ GPT = GPTConfig(block_size=16, n_layer=2, n_head=2, d_model=24, tied=True)
 # 4.6 with matrix products in it alone (seen: 2.8e-3, hybrid shards, CUDA's build);
 # bf16-pure rounds the loss itself, twice.
 FAR = {"bf16": 5e-3, "fp16": 5e-4, "bf16-pure": 8e-2}
-TWO = ["average", "naive", "flat", "ddp", "pytorch", "zero1", "zero2", "zero3"]
-CASES = {name: {"strategy": name} for name in TWO} | {
-    "tp": {"strategy": "tp"},
-    "pp": {"strategy": "pp", "microbatches": 2},
-    "gpipe": {"strategy": "pp", "microbatches": 2, "schedule": "gpipe"},
+CASES = {name: {"data_parallel": name} for name in DATA_PARALLEL}
+CASES |= {f"zero{stage}": {"zero": stage} for stage in (1, 2, 3)} | {
+    "tp": {"tp": 2},
+    "pp": {"pp": 2, "microbatches": 2},
+    "gpipe": {"pp": 2, "microbatches": 2, "schedule": "gpipe"},
 }
 FOUR = {
-    "zero1 x tp": {"strategy": "zero1", "dp": 2, "tp": 2},
-    "zero3 x tp": {"strategy": "zero3", "dp": 2, "tp": 2},
-    "hsdp": {"strategy": "zero3", "shard": 2},
-    "tp x pp": {"strategy": "ddp", "tp": 2, "pp": 2, "microbatches": 2},
+    "zero1 x tp": {"zero": 1, "dp": 2, "tp": 2},
+    "zero3 x tp": {"zero": 3, "dp": 2, "tp": 2},
+    "hsdp": {"zero": 3, "shard": 2},
+    "tp x pp": {"tp": 2, "pp": 2, "microbatches": 2},
 }
 run = partial(train, 4, 8, GPT, 1e-2, clip=1.0, keep_state=True)
 
@@ -67,16 +67,14 @@ def test_every_strategy_trains_in_every_precision(ranks, cases, precisions):
 
 def test_a_precision_that_one_strategy_ignores_is_seen(monkeypatch):
     right = run(precision="bf16-pure").losses
-    monkeypatch.setattr(
-        parallelize.Layout, "parameters_in", property(lambda self: torch.float32)
-    )
+    monkeypatch.setattr(train_module, "dtype_of", lambda layout: torch.float32)
     ignored = run(precision="bf16-pure")
     assert ignored.losses == run(precision="fp32").losses != right
 
 
 def test_dp_can_do_it_too():
     for precision in ("bf16", "fp16"):
-        told = run(strategy="dp", replicas=2, precision=precision).losses
+        told = run(threads=2, precision=precision).losses
         assert far(told, run(precision=precision).losses) < FAR[precision]
 
 
@@ -92,10 +90,9 @@ def test_a_run_with_loss_scaling_goes_on_bit_for_bit(tmp_path):
 
 
 def test_what_cannot_be_says_so_before_a_rank_starts():
-    assert tuple(parallelize.PRECISIONS) == cli.OF_TRAIN
     with pytest.raises(ValueError, match="precision is 'int8'; it can be one of fp32"):
-        choose_layout(2, precision="int8")
+        layout_for(2, precision="int8")
     how = {"schedule": "zero_bubble", "precision": "bf16"}
     with pytest.raises(ValueError, match="'zero_bubble', whose backward in two halves"):
-        choose_layout(2, "pp", **how)
-    choose_layout(2, "pp", schedule="zero_bubble", precision="bf16-pure")
+        layout_for(2, pp=2, **how)
+    layout_for(2, pp=2, schedule="zero_bubble", precision="bf16-pure")

@@ -16,4 +16,4 @@ def bad_luck_on_rank_1():
         return average(tensor)
 
     train_module.average = unlucky
-    train_module.train(10, strategy="ddp")
+    train_module.train(10, data_parallel="average")

@@ -1,8 +1,8 @@
-"""`train`: train the course's GPT with a strategy; under torchrun, be one of its ranks.
+"""`train`: train the course's GPT in any layout; under torchrun, be one of its ranks.
 
-    ddp-course train --strategy ddp --ranks 4
+    ddp-course train --ranks 4
     ddp-course train --dp 2 --tp 2 --pp 2 --zero 1
-    torchrun --nproc-per-node 4 -m ddp_course train --strategy ddp
+    torchrun --nproc-per-node 4 -m ddp_course train
 
 The first two start the ranks themselves, on this machine; the third is started by
 torchrun, once for each rank, on one machine or many. What the ranks do is the same
@@ -14,7 +14,6 @@ from __future__ import annotations
 from argparse import Namespace
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from ddp_course.checkpoint import CheckpointError
 from ddp_course.commands import CommandError, check_file, write
+from ddp_course.commands.asked import layout_of, ranks_of, settings_of
 from ddp_course.launch import spawn
 from ddp_course.launch.torchrun import (
     cause_first,
@@ -34,41 +34,27 @@ from ddp_course.launch.torchrun import (
 )
 from ddp_course.mechanisms.agreement import check_same
 from ddp_course.model import PRESETS
-from ddp_course.parallelize import choose_layout
+from ddp_course.parallelize import check_parts
 from ddp_course.train import History, train
 
-OF_TRAIN = ("steps", "batch_size", "preset", "lr", "seed", "clip")
-OF_TRAIN += ("checkpoint", "every")
-OF_LAYOUT = ("strategy", "replicas", "dp", "tp", "pp", "shard")
-OF_LAYOUT += ("schedule", "microbatches", "precision", "compress")
-OF_LAYOUT += ("local_steps", "outer", "outer_lr", "outer_momentum")
-DEFAULTS = {"replicas": 4, "schedule": "1f1b", "microbatches": 4, "every": 10}
 DEADLINE = 10**6  # seconds; a training ends when it is done
 
 
 def command(told: Namespace) -> int:
     """Train as `told`, print how it goes and, with told.json, write what came out."""
-    told.strategy = _strategy(told.strategy, told.zero)
-    _check_options(told)
-    settings = {name: getattr(told, name) for name in (*OF_TRAIN, *OF_LAYOUT)}
-    settings |= {n: v for n, v in DEFAULTS.items() if settings[n] is None}
+    settings = settings_of(told)
     check_file(told.json)
     if under_torchrun():
         if told.ranks is not None:
             raise CommandError("--ranks is for a run without torchrun, which says it")
         record(_one_of_torchruns_ranks)(settings, told.json)
         return 0
-    ranks = told.ranks or prod(n or 1 for n in (told.dp, told.tp, told.pp))
+    ranks = ranks_of(told)
     try:
         check_alone()
-        layout = choose_layout(ranks, **{name: settings[name] for name in OF_LAYOUT})
-        layout.check(told.steps, told.batch_size, PRESETS[told.preset])
+        check_parts(layout_of(told), PRESETS[settings["preset"]])
     except ValueError as error:
         raise CommandError(str(error)) from None
-    if ranks == 1 and told.strategy in ("tp", "pp"):
-        raise CommandError(
-            f"strategy {told.strategy!r} needs two ranks or more; say --ranks"
-        )
     if ranks == 1:
         try:
             history = run(settings)
@@ -140,28 +126,3 @@ def _agree(settings: dict[str, Any]) -> None:
     form = {f"--{name.replace('_', '-')}": repr(v) for name, v in settings.items()}
     form["--checkpoint"] = "given" if settings["checkpoint"] else "not given"
     check_same(form, None, None)
-
-
-def _strategy(strategy: str | None, zero: int | None) -> str:
-    """Return which strategy is meant; `--zero` names one, too."""
-    by_stage = "ddp" if not zero else f"zero{zero}"
-    if zero is not None and strategy not in (None, "ddp", "tp", "pp", by_stage):
-        raise CommandError(
-            f"--zero {zero} is the strategy {by_stage!r}, and --strategy says "
-            f"{strategy!r}; say one of them"
-        )
-    return strategy or by_stage if zero is None else by_stage
-
-
-def _check_options(told: Namespace) -> None:
-    """Raise CommandError for an option that would have no effect."""
-    pipeline = told.strategy == "pp" or (told.pp or 1) > 1
-    for name, used, by in (
-        ("schedule", pipeline, "a pipeline: --strategy pp, or --pp 2"),
-        ("microbatches", pipeline, "a pipeline: --strategy pp, or --pp 2"),
-        ("replicas", told.strategy == "dp", "--strategy dp"),
-        ("shard", told.strategy == "zero3", "--zero 3"),
-        ("every", told.checkpoint is not None, "--checkpoint"),
-    ):
-        if getattr(told, name) is not None and not used:
-            raise CommandError(f"--{name} is of no use without {by}")

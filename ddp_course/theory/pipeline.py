@@ -22,10 +22,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Rational, Real
 
+from ddp_course.spec import SCHEDULES
 from ddp_course.theory.checks import check_choice, check_counts, check_not_negative
 
-PIPELINES = ("naive", "gpipe", "1f1b", "interleaved", "zero_bubble")
-STAGES_PER_RANK = {"interleaved": 2, "zero_bubble": 1}  # the others have always one
+PIPELINES = tuple(SCHEDULES)
+STAGES_PER_RANK = {  # the others always have one
+    name: each.stages_per_rank for name, each in SCHEDULES.items() if each.any_stages
+}
 
 
 def pipeline_time(

@@ -9,15 +9,16 @@ import pytest
 from refusals import answered, nothing_starts  # noqa: F401
 
 from ddp_course.compression import Compressor
+from ddp_course.compression.named import OF_AMOUNT, PLAIN
 from ddp_course.launch import RankError, spawn
 from ddp_course.model import GPTConfig
-from ddp_course.parallelize import choose_layout
+from ddp_course.spec import COMPRESSORS, layout_for
 from ddp_course.train import train
 
 GPT = GPTConfig(block_size=16, n_layer=1, n_head=2, d_model=24)
 ALL = ("fp16", "bf16", "int8", "sign", "topk:0.05", "randomk:0.05", "powersgd:2")
 WITH_MEMORY = ALL[3:]
-run = partial(train, batch_size=4, preset=GPT, lr=1e-2, strategy="ddp")
+run = partial(train, batch_size=4, preset=GPT, lr=1e-2)
 
 
 def forgotten(words: str, folder: str) -> bool:
@@ -60,14 +61,14 @@ test_what_cannot_be_says_so_before_a_rank_starts = answered(
     ("topk", "compress is 'topk'; it can be fp16"),
     ("topk:1.5", "density is 1.5; it must be above 0, and at most 1"),
     ("int8:4", "compress is 'int8:4'; it can be"),
-    ("int8 --zero 1", "compressing is for the strategy 'ddp', along dp alone"),
+    ("int8 --zero 1", "compressing is for data_parallel 'ddp' along dp alone"),
     ("sign --precision fp16", "left out of a scaled gradient would be added to"),
     given=["nothing_starts"],
 )
 test_nor_do_other_meshes = answered(
     "train --compress",
     1,
-    ("int8 --tp 2 --dp 2", "mesh dp 2 x tp 2; compressing is for the strategy 'ddp'"),
+    ("int8 --tp 2 --dp 2", "mesh dp 2 x tp 2; compressing is for data_parallel"),
     ("int8 --ranks 1", "one rank sends nothing; take two ranks or more"),
     given=["nothing_starts"],
 )
@@ -78,4 +79,6 @@ def test_other_ranks_cannot_go_on_with_these_errors(tmp_path):
     spawn(job, world_size=2, output="none")
     with pytest.raises(RankError, match="ranks 2, here 4"):
         spawn(job, world_size=4, output="none")
-    assert choose_layout(2, "ddp", compress="sign").compress == "sign"
+    assert layout_for(2, compress="sign").compress == "sign"
+    names = dict.fromkeys(PLAIN) | {n: read for n, (read, _) in OF_AMOUNT.items()}
+    assert names == COMPRESSORS

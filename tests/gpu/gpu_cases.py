@@ -59,11 +59,11 @@ def as_on_gpus() -> ExitStack:
 
 
 def all_layouts(n: int) -> list[dict]:
-    """Return all but `ddp-shared`, whose memory is the CPU's, and what is compressed.
+    """Return all layouts but those that compress, and threads.
 
     A sign, or what is the largest, may be another one if a sum is rounded elsewhere.
     """
-    threads = [{"strategy": "dp", "replicas": GPUS or 2}] * (n == 1)
+    threads = [{"threads": GPUS or 2}] * (n == 1)
     whole = [way for way in layouts(n) if "compress" not in way]
     return whole + COMPOSED * (n == 4) + threads
 
@@ -77,7 +77,7 @@ def nothing_lands(n: int) -> tuple:
     """Plant: what has arrived on the CPU stays there."""
     with mock.patch.object(port._Landing, "wait", lambda self: self.handle.wait()):
         with as_on_gpus():
-            return everything([{"strategy": "average"}])
+            return everything([{"data_parallel": "average"}])
 
 
 def beside_a_stream() -> list[float]:

@@ -35,8 +35,8 @@ from ddp_course.launch.deadlock import DeadlockError
 from ddp_course.launch.strict import StrictError
 from ddp_course.launch.strict_rules import STUCK
 from ddp_course.model import build_gpt
-from ddp_course.parallelize import OUTER, STRATEGIES
 from ddp_course.pipeline import SCHEDULES, Pipeline, gpipe, one_f_one_b
+from ddp_course.spec import DATA_PARALLEL, OUTER
 
 # ---- what is illegal -----------------------------------------------------------------
 
@@ -313,7 +313,7 @@ def odd_layouts() -> list[dict]:
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_the_package_is_legal_and_gives_the_same_as_over_gloo(n):
-    scaled = {"strategy": "zero2", "tp": 2, "precision": "fp16"}
+    scaled = {"zero": 2, "tp": 2, "precision": "fp16"}
     some = {2: layouts(2), 3: odd_layouts(), 4: [*COMPOSED, scaled]}[n]
     over = {
         backend: spawn(everything, some, world_size=n, backend=backend)
@@ -327,8 +327,8 @@ def test_what_is_run_by_these_rules_is_all_there_is():
     names = {name.split(".")[-1] for name in found()}
     ours_are = {name for name, f in vars(ours).items() if isfunction(f)}
     assert ours_are - {"communicator"} <= names and len(ours_are) == 13
-    kinds = {layout["strategy"] for layout in layouts(2)}
-    assert {*STRATEGIES} - kinds == {"dp", "ddp-shared"}
+    kinds = {layout.get("data_parallel") for layout in layouts(2)} - {None}
+    assert kinds == {*DATA_PARALLEL}
     assert {layout.get("outer") for layout in layouts(2)} - {None} == {*OUTER}
     schedules = {layout.get("schedule") for layout in layouts(2)} - {None}
     assert schedules == {*SCHEDULES}

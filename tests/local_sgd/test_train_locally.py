@@ -22,7 +22,7 @@ from ddp_course.train import History, largest_difference, train
 
 SMALL = GPTConfig(block_size=8, n_layer=1, n_head=2, d_model=8)
 ROWS, STEPS = 12, 7
-LOCAL = {"strategy": "ddp", "local_steps": 3}
+LOCAL = {"local_steps": 3}
 DILOCO = {**LOCAL, "outer": "nesterov", "outer_lr": 0.6}
 
 
@@ -105,17 +105,16 @@ def test_the_rest_goes_on_when_one_has_died_between_two_averages(tmp_path):
 test_what_cannot_be_is_one_line_before_anything_starts = answered(
     "train --ranks 2",
     1,
-    ("--zero 1 --local-steps 2", "whole models and send no gradients: take the st"),
-    ("--tp 2 --local-steps 2", "take the strategy 'ddp' along dp alone, without"),
-    ("--compress int8 --local-steps 2", "along dp alone, without compress"),
+    ("--zero 1 --local-steps 2", "whole models and send no gradients: take data"),
+    ("--tp 2 --local-steps 2", "take data_parallel 'ddp' along dp alone, with"),
+    ("--compress int8 --local-steps 2", "with zero 0 and without compress"),
     ("--outer nesterov", "an outer optimizer is of no use without local_steps"),
     ("--local-steps 2 --outer-lr 1", "outer_lr is of no use without outer 'nest"),
-    (
-        "--local-steps 2 --outer nesterov --outer-momentum 1",
-        "outer_momentum is 1.0; it",
-    ),
     given=["nothing_starts"],
 )
 test_no_steps_alone_are_no_option = answered(
-    "train", 2, ("--local-steps 0", "'0' is not")
+    "train",
+    2,
+    ("--local-steps 0", "'0' is not"),
+    ("--outer-momentum 1", "'1' is not a number 0 or more and below 1"),
 )

@@ -28,8 +28,9 @@ from ddp_course.mechanisms.placements import placed
 from ddp_course.mechanisms.whole_state import gathered
 from ddp_course.mesh import Axes, Mesh, make_groups
 from ddp_course.model import GPT, build_gpt
-from ddp_course.parallelize import choose_layout, parallelize
+from ddp_course.parallelize import parallelize
 from ddp_course.pipeline import PipelineParallel
+from ddp_course.spec import layout_for
 from ddp_course.tensor_parallel import tensor_parallel
 
 CASES = {"interleaved": "tied", "zero_bubble": "untied"}  # the rest is on 8 ranks
@@ -75,7 +76,7 @@ def one_step() -> tuple:
 
 
 def one_of_two_pipelines_cannot_be() -> str:
-    layout = choose_layout(4, "ddp", pp=2)
+    layout = layout_for(4, pp=2)
     other = replace(GPT_UNTIED, n_layer=6 + (dist.get_rank() == 3))
     with pytest.raises(ReplicaError) as told:
         parallelize(build_gpt(other), layout, make_groups(layout.mesh))

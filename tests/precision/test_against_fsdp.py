@@ -27,8 +27,9 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from ddp_course.launch import spawn
 from ddp_course.mesh import make_groups
 from ddp_course.model import Block, GPTConfig, build_gpt
-from ddp_course.parallelize import choose_layout, clip_gradients, parallelize
+from ddp_course.parallelize import clip_gradients, parallelize
 from ddp_course.precision import Autocast, GradScaler, scaler
+from ddp_course.spec import layout_for
 from ddp_course.zero import FullyShardedDataParallel as Ours
 
 GPT = GPTConfig(block_size=16, n_layer=2, n_head=2, d_model=24, tied=True)
@@ -40,7 +41,7 @@ PLANTED = {1: (1, torch.inf), 3: (0, torch.nan), 4: (1, -torch.inf)}
 
 def ours(precision: str) -> nn.Module:
     """As `ddp-course train --zero 3 --precision` makes it."""
-    layout = choose_layout(2, "zero3", precision=precision)
+    layout = layout_for(2, zero=3, precision=precision)
     return parallelize(build_gpt(GPT), layout, make_groups(layout.mesh))
 
 

@@ -11,15 +11,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import AdamW
 
-from ddp_course import cli
+from ddp_course import spec
 from ddp_course.collectives import ring_all_reduce
 from ddp_course.data_parallel import DistributedDataParallel
 from ddp_course.launch import spawn
 from ddp_course.measure import ByteMeter, resident
 from ddp_course.mesh import make_groups
 from ddp_course.model import GPTConfig, build_gpt
-from ddp_course.parallelize import OPTIMIZERS, choose_layout, parallelize
+from ddp_course.parallelize import autocast, dtype_of, parallelize, strategy_of
 from ddp_course.precision import MasterWeights
+from ddp_course.spec import layout_for
 from ddp_course.theory import model_states, step_volume
 from ddp_course.theory.memory import PRECISIONS, precision_named
 from ddp_course.theory.plan import Model, plan
@@ -41,23 +42,24 @@ OPTIONS = {
 def one(strategy: str, name: str) -> tuple[dict, int]:
     """Return what this rank keeps after a step, counts of steps apart, and sends."""
     precision = "bf16-pure" if name == "mixed" else name
-    layout = choose_layout(dist.get_world_size(), strategy, precision=precision)
+    stage = STRATEGIES.index(strategy)
+    layout = layout_for(dist.get_world_size(), zero=stage, precision=precision)
     axes = make_groups(layout.mesh)
-    model = build_gpt(GPT).to(layout.parameters_in)
+    model = build_gpt(GPT).to(dtype_of(layout))
     if strategy == "ddp":  # with messages that a meter sees
         model = DistributedDataParallel(model, all_reduce=ring_all_reduce)
     else:
         model = parallelize(model, layout, axes)
     make = WITH_COPIES if name == "mixed" else AdamW
-    if strategy in OPTIMIZERS:
-        optimizer = OPTIMIZERS[strategy](model.parameters(), make, axes.group("dp"))
+    if shards := strategy_of(layout).optimizer:
+        optimizer = shards(model.parameters(), make, axes.group("dp"))
     else:
         optimizer = make(model.parameters())
     x = torch.arange(64).view(4, 16)
     for _ in range(2):
         with ByteMeter() as meter:
             optimizer.zero_grad()
-            with layout.autocast():
+            with autocast(layout):
                 _, loss = model(x, x)
             loss.backward()
             optimizer.step()
@@ -101,7 +103,7 @@ def test_kept_and_sent_are_the_formula_to_the_byte():
             assert less == (2 if strategy == "zero3" else 3) * whole
 
 
-@pytest.mark.parametrize("precision", cli.OF_TRAIN)
+@pytest.mark.parametrize("precision", [*spec.PRECISIONS])
 def test_plan_says_so_too(precision):
     for row in plan(Model(PSI), 2, 1e9, precision=precision)[:4]:
         states, sent = formulas(row.stage)[precision]

@@ -11,13 +11,14 @@ from ddp_course.launch import spawn
 from ddp_course.mesh import make_groups
 from ddp_course.model import GPTConfig, build_gpt
 from ddp_course.parallelize import (
-    choose_layout,
+    autocast,
     clip_gradients,
     optimizer_for,
     parallelize,
     whole,
 )
 from ddp_course.precision import GradScaler, MasterWeights, scaler
+from ddp_course.spec import layout_for
 
 GPT = GPTConfig(block_size=16, n_layer=2, n_head=2, d_model=24)
 OPTIONS = {"init_scale": 8.0, "growth_interval": 3}
@@ -130,16 +131,13 @@ def test_float16_parameters_are_unscaled_in_their_copies():
 
 # ---- parts on several ranks ----------------------------------------------------------
 
-LAYOUTS = {
-    "ddp": {}, "zero1": {}, "zero2": {}, "zero3": {}, "tp": {"tp": 2}, "pp": {"pp": 2},
-}  # fmt: skip
+LAYOUTS = {"ddp": {}, "tp": {"tp": 2}, "pp": {"pp": 2, "microbatches": 2}}
+LAYOUTS |= {f"zero{stage}": {"zero": stage} for stage in (1, 2, 3)}
 
 
 def one_step(strategy: str, poison: int | None) -> dict:
     """One step in float16, in which rank `poison` finds an inf in one number."""
-    layout = choose_layout(
-        2, strategy, precision="fp16", microbatches=2, **LAYOUTS[strategy]
-    )
+    layout = layout_for(2, precision="fp16", **LAYOUTS[strategy])
     axes = make_groups(layout.mesh)
     model = parallelize(build_gpt(GPT), layout, axes)
     optimizer = optimizer_for(model, layout, axes, lr=0.1)
@@ -147,7 +145,7 @@ def one_step(strategy: str, poison: int | None) -> dict:
     before = {n: t.clone() for n, t in full.state_dict().items()}
     x = torch.arange(64).view(4, 16)
     scaler = GradScaler(init_scale=1024.0)
-    with layout.autocast():
+    with autocast(layout):
         if strategy == "pp":
             model.step(x, x, scaler.factor)
         else:

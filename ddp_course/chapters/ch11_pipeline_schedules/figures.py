@@ -9,8 +9,9 @@ from __future__ import annotations
 from ddp_course.lab.draw.drawing import Drawing
 from ddp_course.lab.draw.lanes import draw_runs
 from ddp_course.lab.draw.pipeline_timeline import legend_of, run_of, works_of
-from ddp_course.lab.draw.schedule_view import TITLES, equal_costs, named
+from ddp_course.lab.draw.schedule_view import equal_costs, named
 from ddp_course.pipeline.simulate import simulate
+from ddp_course.spec import SCHEDULES
 
 RANKS, MICROBATCHES = 4, 8
 
@@ -24,7 +25,7 @@ def two_orders() -> Drawing:
         works[name], long = works_of(run.events), max(long, float(run.makespan))
     return draw_runs(
         f"The same step in two orders: {RANKS} ranks, {MICROBATCHES} microbatches",
-        [run_of(its, long, TITLES[name]) for name, its in works.items()],
+        [run_of(its, long, SCHEDULES[name].title) for name, its in works.items()],
         "time [one microbatch forward on one rank = 1]",
         long,
         legend=legend_of(work for its in works.values() for work in its),

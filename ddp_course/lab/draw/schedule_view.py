@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from ddp_course import theory
+from ddp_course import spec, theory
 from ddp_course.lab.draw.drawing import Drawing
 from ddp_course.lab.draw.lanes import draw_runs
 from ddp_course.lab.draw.pipeline_timeline import (
@@ -19,13 +19,6 @@ from ddp_course.pipeline.schedules import SCHEDULES
 from ddp_course.pipeline.simulate import Costs, Simulated, simulate
 
 MOST_RANKS, MOST_MICROBATCHES, MOST_STAGES = 8, 16, 4
-TITLES = {
-    "naive": "Naive",
-    "gpipe": "GPipe",
-    "1f1b": "1F1B",
-    "interleaved": "Interleaved 1F1B",
-    "zero_bubble": "Zero bubble (ZB-H1)",
-}
 
 
 def schedule_view(
@@ -90,7 +83,8 @@ def equal_costs(schedule: Schedule) -> Costs:
 
 def title_of(schedule: Schedule) -> str:
     """Return the schedule's name, and its numbers."""
-    name = TITLES.get(schedule.name, schedule.name)
+    known = spec.SCHEDULES.get(schedule.name)
+    name = known.title if known else schedule.name
     p, s, m = schedule.num_ranks, schedule.num_stages, schedule.num_microbatches
     says = f"{p} rank{'s' * (p > 1)}"
     if s != p:

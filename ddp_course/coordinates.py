@@ -1,0 +1,123 @@
+"""A mesh: every rank has a coordinate on each axis.
+
+With two kinds of parallelism at once, four ranks are a table. Here rows are replicas
+(dp, other rows of the batch), and the ranks of one row share one model (tp):
+
+               tp 0  tp 1        groups along tp:  (0, 1) (2, 3)
+        dp 0      0     1        groups along dp:  (0, 2) (1, 3)
+        dp 1      2     3
+
+Each rank is in one group of each axis: rank 2 computes with rank 3, and averages its
+gradients with rank 0. The last axis is the fastest: its ranks are neighbours, on one
+node as long as nodes are large enough. So the axis that talks most comes last: dp, pp,
+tp (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU
+Clusters Using Megatron-LM", section 3.5).
+
+`Mesh` is plain data, and says everything without a process; `mesh.make_groups` makes
+the process groups. PyTorch's `DeviceMesh` (torch/distributed/device_mesh.py) is both in
+one and has the same numbering. Explained in chapter 09.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Mesh:
+    """Which rank has which coordinates: the sizes of named axes, the last one fastest.
+
+        Mesh({"dp": 2, "tp": 3}).coordinates(3)           # {"dp": 1, "tp": 0}
+
+    Attributes:
+        axes: the names, slowest first.
+        shape: how many ranks there are along each.
+
+    Raises ValueError for a mesh without axes, an axis that cannot be named in Python,
+    or a size below 1.
+    """
+
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        if not sizes:
+            raise ValueError("a mesh needs an axis, as in Mesh({'dp': 2, 'tp': 2})")
+        for axis, size in sizes.items():
+            if not isinstance(axis, str) or not axis.isidentifier():
+                raise ValueError(f"the axis {axis!r} must be a name, such as 'tp'")
+            if type(size) is not int or size < 1:
+                raise ValueError(
+                    f"the axis {axis} has size {size!r}; it must be a whole number >= 1"
+                )
+        object.__setattr__(self, "axes", tuple(sizes))
+        object.__setattr__(self, "shape", tuple(sizes.values()))
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return prod(self.shape)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The number of ranks along each axis, by name."""
+        return dict(zip(self.axes, self.shape, strict=True))
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Return where `rank` (0 to size - 1) is on each axis."""
+        last = self.size - 1
+        if not 0 <= rank <= last:
+            raise ValueError(f"rank is {rank}; in a mesh {self} it can be 0 to {last}")
+        found = {}
+        for axis, size in reversed(self.sizes.items()):
+            rank, found[axis] = divmod(rank, size)
+        return {axis: found[axis] for axis in self.axes}
+
+    def groups(self, *axes: str) -> list[list[int]]:
+        """Return all groups along `axes`: ranks that differ there alone.
+
+        Along several axes together, `groups("dp", "cp")`, as many ranks as their sizes
+        multiply to. Ordered by their first ranks.
+        """
+        self.check_axes(*axes)
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.size):
+            others = self.coordinates(rank) | dict.fromkeys(axes, 0)
+            found.setdefault(tuple(others.values()), []).append(rank)
+        return list(found.values())
+
+    def check(self, world_size: int) -> None:
+        """Raise ValueError unless `world_size` ranks make this mesh."""
+        if world_size != self.size:
+            have = "1 rank" if world_size == 1 else f"{world_size} ranks"
+            raise ValueError(f"{have} cannot be a mesh {self}, which has {self.size}")
+
+    def check_axes(self, *axes: str) -> None:
+        """Raise ValueError unless these are axes of the mesh, in its order."""
+        for axis in axes:
+            if axis not in self.axes:
+                raise ValueError(f"axis is {axis!r}; it can be {', '.join(self.axes)}")
+        if not axes or axes != tuple(axis for axis in self.axes if axis in axes):
+            raise ValueError(
+                f"axes are {', '.join(axes) or 'none'}; name one or more, in the order "
+                f"of the mesh {self}"
+            )
+
+    def describe(self) -> str:
+        """Return the table of all ranks."""
+        *slow, fast = self.axes
+        firsts = [self.coordinates(group[0]) for group in self.groups(fast)]
+        heads = [", ".join(f"{a} {here[a]}" for a in slow) for here in firsts]
+        names = [f"{fast} {i}" for i in range(self.shape[-1])]
+        width, cell_width = max(map(len, heads)), max(map(len, names)) + 2
+        rows = zip(["", *heads], [names, *self.groups(fast)], strict=True)
+        return "\n".join(
+            f"{head:<{width}}" + "".join(f"{cell:>{cell_width}}" for cell in cells)
+            for head, cells in rows
+        )
+
+    def __repr__(self) -> str:
+        return f"Mesh({self.sizes})"
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items())
