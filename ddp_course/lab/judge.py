@@ -7,8 +7,8 @@
     same_on_ranks(answer, solutions.f, draw, watch=["messages"], hints=...)
 
 `Draw` makes inputs without a pattern: several sizes and types, unequal numbers, zeros
-on one rank, a special number in any place. What is compared are properties, in the
-order of `TABLE`; each has a hint, which an exercise can replace by one of its own:
+on one rank, a special number in any place. What is compared are properties. Each has
+a hint in `TABLE`; those that an exercise replaces by its own are judged first:
 
     fits      the type of the result, of a tensor also its shape and dtype
     right     its values (where the solution returns None, any result will do)
@@ -37,7 +37,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Number
 from typing import Any
 
@@ -131,6 +131,7 @@ class Case:
         wanted: the solution's result.
         after: the arguments after the answer's call.
         right: the arguments after the solution's call.
+        exact: whether floating-point numbers must be equal to the last bit.
     """
 
     args: Mapping[str, Any]
@@ -138,6 +139,7 @@ class Case:
     wanted: Any
     after: Mapping[str, Any]
     right: Mapping[str, Any]
+    exact: bool = False
 
     def facts(self) -> dict[str, Any]:
         """Return which properties hold, and the values that hints may show."""
@@ -145,12 +147,12 @@ class Case:
         got, wanted = self.got, self.wanted
         facts |= {"got": shown(got), "wanted": shown(wanted), "form": form_of(wanted)}
         facts["fits"] = wanted is None or fits(got, wanted)
-        facts["right"] = wanted is None or equal_values(got, wanted)
+        facts["right"] = wanted is None or equal_values(got, wanted, self.exact)
         facts["place"] = difference(got, wanted)
         facts |= {"kept": True, "in_place": True, "changed": ""}
         for name, arg in reversed(self.args.items()):  # the first one is named
             mine, right = self.after[name], self.right[name]
-            if not equal_values(mine, right):
+            if not equal_values(mine, right, self.exact):
                 kind = "kept" if equal_values(right, arg) else "in_place"
                 facts |= {kind: False, "changed": name}
                 facts |= {"got_in_place": shown(mine), "wanted_in_place": shown(right)}
@@ -167,17 +169,20 @@ def same_as(
     draw: Callable[[Draw], tuple],
     *,
     cases: int = 60,
+    exact: bool = False,
     hints: Hints | None = None,
 ) -> None:
     """Compare `answer` with `solution` in this process, on `cases` drawn inputs.
 
-    `hints` replaces hints of `TABLE`. Raises Hint at the first difference.
+    Floating-point numbers may differ by their rounding, unless `exact`. `hints`
+    replaces hints of `TABLE`. Raises Hint at the first difference.
     """
     table = chosen(hints, ("fits", "right", "kept", "in_place", "later"))
     results: list[tuple[Any, Any]] = []
     for number in range(cases):
         args = draw(Draw(number))
         case, _, _ = run_both(answer, solution, args, ())
+        case = replace(case, exact=exact)
         facts = {"hint": "", **case.facts(), **_later(case.got, results)}
         for name, hint in table.items():
             if not facts[name]:
@@ -217,8 +222,11 @@ def same_on_ranks(
 
 
 def chosen(hints: Hints | None, compared: Sequence[str]) -> dict[str, Any]:
-    """Return a hint for each property: the exercise's own, or that of `TABLE`."""
-    return {name: (hints or {}).get(name, TABLE[name]) for name in compared}
+    """Return a hint for each property: the exercise's own come first, in its order."""
+    return {
+        **(hints or {}),
+        **{n: TABLE[n] for n in compared if n not in (hints or {})},
+    }
 
 
 def _on_a_rank(
@@ -346,16 +354,17 @@ def fits(got: Any, wanted: Any) -> bool:
     return isinstance(got, type(wanted))
 
 
-def equal_values(got: Any, wanted: Any) -> bool:
+def equal_values(got: Any, wanted: Any, exact: bool = False) -> bool:
     """Tell whether two values are equal, floating-point numbers within their rounding.
 
+    If `exact`, these must be equal, too.
     Lists and tuples with equal values are equal, as are numbers of Python and NumPy.
     """
     if isinstance(wanted, Tensor):
         if not fits(got, wanted):
             return False
         near = TOLERANCE.get(wanted.dtype, 0)
-        if not near:
+        if exact or not near:
             return torch.equal(got, wanted)
         a, b = got.detach().double(), wanted.detach().double()
         return torch.allclose(
@@ -363,7 +372,8 @@ def equal_values(got: Any, wanted: Any) -> bool:
         )
     if isinstance(wanted, (list, tuple)):
         alike = isinstance(got, (list, tuple)) and len(got) == len(wanted)
-        return alike and all(map(equal_values, got, wanted))
+        pairs = zip(got, wanted, strict=True) if alike else ()
+        return alike and all(equal_values(a, b, exact) for a, b in pairs)
     if isinstance(wanted, Mapping):
         alike = isinstance(got, Mapping) and got.keys() == wanted.keys()
         return alike and all(equal_values(got[key], wanted[key]) for key in wanted)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -15,14 +15,8 @@ from torch import Tensor
 from ddp_course.chapters.ch13_async import solutions
 from ddp_course.collectives import barrier
 from ddp_course.lab.answers import Answer, patient
-from ddp_course.lab.exercises import (
-    equal,
-    exercise,
-    expect,
-    expect_call,
-    judge_ranks,
-    shown,
-)
+from ddp_course.lab.exercises import exercise, judge_ranks, shown
+from ddp_course.lab.judge import Case, Draw, equal_values, same_as
 from ddp_course.lab.messages import MESSAGES, PATIENCE, messages_of
 
 Record = list[tuple[str, int]]
@@ -30,20 +24,20 @@ Record = list[tuple[str, int]]
 # ---- my_staleness --------------------------------------------------------------------
 
 
-def _record(seed: int, workers: Sequence[int], pushes: int) -> Record:
+def _record(d: Draw) -> Record:
     """Return a record in which workers pull, some of them again, and push at random."""
-    dice, has = random.Random(seed), set()
-    record: Record = []
+    workers = d.same.sample(range(1, 400), d.same.randint(1, 12))
+    pushes, has, record = d.same.randint(0, 40), set(), []
     while pushes:
-        worker = dice.choice(workers)
-        what = "push" if worker in has and dice.random() < 0.7 else "pull"
+        worker = d.same.choice(workers)
+        what = "push" if worker in has and d.same.random() < 0.7 else "pull"
         has.add(worker)
         pushes -= what == "push"
         record.append((what, worker))
     return record
 
 
-RECORDS = {
+RECORDS = {  # records that show a mistake best come first
     "nobody else has pushed in between": [("pull", 1), ("push", 1)],
     "worker 1 has pushed after worker 2 pulled": [
         *(("pull", 1), ("pull", 2), ("push", 1), ("push", 2)),
@@ -57,7 +51,6 @@ RECORDS = {
     "pulls change no weights, and those of others give a worker nothing": [
         *(("pull", 3), ("pull", 1), ("pull", 2), ("push", 3), ("pull", 3), ("push", 1)),
     ],
-    "each push changes the weights, whoever made it": _record(0, range(1, 13), 40),
     "nobody has pushed": [("pull", 4)],
 }
 
@@ -71,16 +64,39 @@ def check_my_staleness(answer: Answer) -> str:
     Count the pushes so far: that is the version of the weights. At a pull, note the
     version for this worker; at a push, the version minus what was noted.
     """
-    for why, record in RECORDS.items():
-        right = solutions.my_staleness(record)
-        expect_call(answer, list(record), returns=right, because=why)
-    return f"{len(RECORDS)} records, with up to 12 workers that pull when they like"
+    named = list(RECORDS.items())
+
+    def draw(d: Draw) -> tuple[Record]:
+        return (list(named[d.case][1]) if d.case < len(named) else _record(d),)
+
+    def why(case: Case) -> str:
+        reasons = (why for why, record in named if record == case.args["record"])
+        because = next(reasons, "each push changes the weights, whoever made it")
+        return (
+            f"returned {shown(case.got)}; expected {shown(case.wanted)}, because "
+            f"{because}."
+        )
+
+    hints = {"fits": why, "right": why}
+    same_as(answer, solutions.my_staleness, draw, hints=hints)
+    return "60 records, with up to 12 workers that pull when they like"
 
 
 # ---- my_replay -----------------------------------------------------------------------
 
-PLAYED = ((0, (1,), 3), (1, (1, 2), 6), (2, range(1, 13), 40))
-LR = 0.125  # a power of two: lr times a gradient is exact, in whatever order
+LR = 0.125, 0.5  # powers of two: lr times a gradient is exact, in whatever order
+
+
+@dataclass
+class Gradients:
+    """The gradient of workers with other data each; it notes who is asked."""
+
+    calls: list[int] = field(default_factory=list)
+
+    def __call__(self, worker: int, weights: Tensor) -> Tensor:
+        """Return the gradient that `worker` has at `weights`."""
+        self.calls.append(worker)
+        return (weights - worker / 3) * (1 + worker % 3) / 64
 
 
 @exercise("my_replay", solution=solutions.my_replay)
@@ -92,38 +108,29 @@ def check_my_replay(answer: Answer) -> str:
     At a pull, copy the weights for this worker (`clone()`: a second name for the same
     tensor changes with it); at a push, take lr times the gradient of that copy off.
     """
-    for dtype in (torch.float32, torch.bfloat16):
-        for seed, workers, pushes in PLAYED:
-            record = _record(seed, workers, pushes)
-            begin = (torch.arange(6.0) / 7 - 0.4).view(2, 3).to(dtype)
-            calls: list[int] = []
-            gradient = _gradients(calls)
-            right = solutions.my_replay(record, begin, _gradients([]), LR)
-            got = answer.pure(record, begin, gradient, LR)
-            case = f"With {shown(record)} and {dtype}, your function"
-            wanted = [worker for what, worker in record if what == "push"]
-            expect(
-                calls == wanted,
-                f"{case} asked for gradients of the workers {shown(calls)}; the "
-                f"record has pushes of {shown(wanted)}.",
-            )
-            expect(
-                equal(got, right),
-                f"{case} returned {shown(got)}; expected {shown(right)}. Is each "
-                "gradient that of the weights which its worker has pulled last, and is "
-                "lr times each taken off once, in the order of the record?",
-            )
-    return f"{2 * len(PLAYED)} records, two types of numbers, equal to the last bit"
+    hints = {
+        "in_place": wrong_calls,
+        "right": "returned {got}; expected {wanted}{place}. Is each gradient that of "
+        "the weights which its worker has pulled last, and is lr times each taken off "
+        "once, in the order of the record?",
+    }
+    same_as(answer, solutions.my_replay, _replayed, cases=40, exact=True, hints=hints)
+    return "40 records, two types of numbers, equal to the last bit"
 
 
-def _gradients(calls: list[int]) -> Callable[[int, Tensor], Tensor]:
-    """Return the gradient of workers with other data each; it notes who is asked."""
+def _replayed(d: Draw) -> tuple[Record, Tensor, Gradients, float]:
+    dtype = (torch.float32, torch.bfloat16)[d.case % 2]
+    weights = d.tensor((2, 3), torch.float32, strided=d.case > 9) / 700
+    return _record(d), weights.to(dtype), Gradients(), d.same.choice(LR)
 
-    def gradient(worker: int, weights: Tensor) -> Tensor:
-        calls.append(worker)
-        return (weights - worker / 3) * (1 + worker % 3)
 
-    return gradient
+def wrong_calls(case: Case) -> str:
+    """Say of which workers the gradients were asked for, and of which they should."""
+    calls, wanted = case.after["gradient"].calls, case.right["gradient"].calls
+    return (
+        f"asked for gradients of the workers {shown(calls)}; the record has pushes of "
+        f"{shown(wanted)}."
+    )
 
 
 # ---- my_may_begin --------------------------------------------------------------------
@@ -151,22 +158,45 @@ def check_my_may_begin(answer: Answer) -> str:
 
     Its clock minus the smallest of all clocks; that may be `bound`, and no more.
     """
-    for clocks, worker, bound, because in CLOCKS:
-        right = solutions.my_may_begin(clocks, worker, bound)
-        expect_call(answer, dict(clocks), worker, bound, returns=right, because=because)
-    return f"{len(CLOCKS)} moments; whoever left, and whoever is alone, stops nobody"
+
+    def why(case: Case) -> str:
+        clocks, worker, bound = case.args.values()
+        reasons = (c[3] for c in CLOCKS if c[:3] == (clocks, worker, bound))
+        lead = clocks[worker] - min(clocks.values())
+        because = next(reasons, f"worker {worker} is {lead} ahead of the slowest")
+        return (
+            f"returned {shown(case.got)}; expected {shown(case.wanted)}, because "
+            f"{because}."
+        )
+
+    same_as(
+        *(answer, solutions.my_may_begin, _clocks),
+        cases=200,
+        hints={"fits": why, "right": why},
+    )
+    return "200 moments; whoever left, and whoever is alone, stops nobody"
+
+
+def _clocks(d: Draw) -> tuple[dict[int, int], int, float]:
+    if d.case < len(CLOCKS):
+        clocks, worker, bound, _ = CLOCKS[d.case]
+        return dict(clocks), worker, bound
+    workers = d.same.sample(range(1, 30), d.same.randint(1, 6))
+    clocks = {worker: d.same.randint(0, 8) for worker in workers}
+    return clocks, d.same.choice(workers), d.same.choice([0, 1, 2, 3, 5, math.inf])
 
 
 # ---- my_server -----------------------------------------------------------------------
 
-SHAPES = {"5 numbers": (5,), "2 x 3 numbers": (2, 3)}
 SLOW, TURNS = 1, 3  # rank 1 pushes once, after all others have pushed so often
+SERVED = (((5,), 0.5), ((2, 3), 0.25), ((), 2.0))  # shapes and learning rates
 SERVER = MESSAGES | {
     "in_place": "has {got} in `weights`; expected {right}. Is each gradient used once, "
     "and are the weights changed in place?",
     "answered": "got {got} after push {turn}; expected {right}: the weights after its "
     "own gradient was used.",
     "sends_whole": "sent messages to the ranks {to}; expected one answer to each push.",
+    "waited": "never waits for what it began: `{begun}`.",
 }
 
 
@@ -181,49 +211,59 @@ def check_my_server(answer: Answer) -> str:
     """
     hint = (
         f"Rank {SLOW} is slow: it pushes only when all others have been served "
-        f"{TURNS} times."
+        f"{TURNS} times. Is every push received, and answered, before the next?"
     )
-    judge_ranks(SERVER, _serve, answer, worlds=(3,), hint=hint)
-    return "two workers, one of them late: every push used once, and answered at once"
+    judge_ranks(SERVER, _serve, answer, worlds=(3, 2, 4), hint=hint)
+    return "one to three workers, one late: every push used once, and answered at once"
 
 
 def _serve(my_server: Callable) -> Iterator[dict[str, Any]]:
     """On every rank: rank 0 serves, the others push; yield what can be judged."""
     rank, n = dist.get_rank(), dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
-    for case, shape in SHAPES.items():
-        pushes = TURNS * (n - 2) + 1
-        order = [w for w in range(1, n) if w != SLOW for _ in range(TURNS)] + [SLOW]
-        right = _after([], shape)
-        told = {"case": case} | dict.fromkeys(SERVER, True)
+    for number, (shape, lr) in enumerate(SERVED):
+        others = [worker for worker in range(1, n) if worker != SLOW]
+        # One after the other: what each should get is known.
+        order = [worker for worker in others for _ in range(TURNS)] + [SLOW]
+        after = _weights_after(number, shape, lr, order)
+        case = f"{len(order)} pushes, lr {lr:g}"
+        facts = {"case": case} | dict.fromkeys(SERVER, True)
         barrier()
         if rank == 0:
-            weights = right.clone()
-            with messages_of() as watched:
-                my_server(weights, 0.5, pushes)
-            right = _after(order, shape)
-            to = sorted(peer for peer, _ in watched["sent"])
-            told |= watched | {"got": shown(weights), "right": shown(right), "to": to}
-            told["in_place"] = equal(weights, right)
-            told["sends_whole"] = to == sorted(order)
+            weights = after[0].clone()
+            with messages_of() as seen:
+                my_server(weights, lr, len(order))
+            to = sorted(peer for peer, _ in seen["sent"])
+            facts |= seen | {"got": shown(weights), "right": shown(after[-1]), "to": to}
+            facts["in_place"] = equal_values(weights, after[-1])
+            facts["sends_whole"] = to == sorted(order)
         else:
-            if rank == SLOW:
-                done = [f"{case}: {w} is done" for w in range(1, n) if w != SLOW]
-                store.wait(done, timedelta(seconds=patient(2 * PATIENCE)))
-            for turn in range(1 if rank == SLOW else TURNS):
-                got, right = torch.empty(shape), _after(order, shape)
-                if rank != SLOW:
-                    right = _after(order[: turn + 1], shape)
+            first = order.index(rank)
+            if first:
+                ready = [f"{number}: {first - 1} is answered"]
+                store.wait(ready, timedelta(seconds=patient(2 * PATIENCE)))
+            for turn in range(order.count(rank)):
+                got, right = torch.empty(shape), after[first + turn + 1]
                 with messages_of():
-                    dist.send(torch.full(shape, float(rank)), 0)
+                    dist.send(_gradient(number, shape, first + turn), 0)
                     dist.recv(got, 0)
-                if told["answered"] and not equal(got, right):
-                    told |= {"turn": turn, "got": shown(got), "right": shown(right)}
-                    told["answered"] = False
-            store.set(f"{case}: {rank} is done", "yes")
-        yield told
+                store.set(f"{number}: {first + turn} is answered", "yes")
+                if facts["answered"] and not equal_values(got, right):
+                    facts |= {"turn": turn, "got": shown(got), "right": shown(right)}
+                    facts["answered"] = False
+        yield facts
 
 
-def _after(order: Sequence[int], shape: tuple[int, ...]) -> Tensor:
-    """Return the weights when these workers' gradients were used; all are whole."""
-    return torch.full(shape, 1.5 - 0.5 * sum(order))
+def _gradient(number: int, shape: tuple[int, ...], push: int) -> Tensor:
+    """Return the gradient of a push: others in each push, and in each of its places."""
+    return Draw(100 * number + push + 2).tensor(shape, torch.float32) / 64
+
+
+def _weights_after(
+    number: int, shape: tuple[int, ...], lr: float, order: Sequence[int]
+) -> list[Tensor]:
+    """Return the weights before the first push, and after each."""
+    weights = [Draw(1000 + number).tensor(shape, torch.float32)]
+    for push, _ in enumerate(order):
+        weights.append(weights[-1] - lr * _gradient(number, shape, push))
+    return weights
