@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ddp_course.chapters.ch12_precision import solutions
-from ddp_course.collectives import barrier
-from ddp_course.lab.answers import Answer, code, one_line
-from ddp_course.lab.exercises import (
-    equal,
-    exercise,
-    expect_call,
-    judge,
-    judge_ranks,
-    shown,
-)
-from ddp_course.measure import TorchCollectives
+from ddp_course.lab.answers import Answer
+from ddp_course.lab.exercises import exercise, shown
+from ddp_course.lab.judge import Case, Draw, equal_values, same_as, same_on_ranks
 from ddp_course.precision import FORMATS, bits_of
 
 # ---- from_bits ---------------------------------------------------------------------
@@ -35,6 +23,11 @@ SPECIAL = {
     "0 00000 0000000001": "an exponent of 0 means 0 + F / 2^f, not 1 +, with the "
     "power of an exponent of 1",
 }
+BITS = {
+    bits_of(number, FORMATS[name]): f"it is what {name} keeps of {number:g}"
+    for name in ("fp16", "bf16", "fp32", "fp8 e5m2")
+    for number in NUMBERS
+} | SPECIAL
 
 
 @exercise("from_bits", solution=solutions.from_bits)
@@ -47,33 +40,36 @@ def check_from_bits(answer: Answer) -> str:
     what an exponent of a 0 and ones is, as a number. All zeros: no leading one, and the
     power that the smallest exponent above has. All ones: inf, or nan.
     """
-    for name in ("fp16", "bf16", "fp32", "fp8 e5m2"):
-        for number in NUMBERS:
-            bits = bits_of(number, FORMATS[name]).split()
-            wanted = float(FORMATS[name].round(torch.tensor(number).double()))
-            because = f"it is what {name} keeps of {number:g}"
-            expect_call(answer, *bits, returns=wanted, because=because)
-    for bits, because in SPECIAL.items():
-        wanted = solutions.from_bits(*bits.split())
-        expect_call(answer, *bits.split(), returns=wanted, because=because)
+
+    def why(case: Case) -> str:
+        sign, exponent, fraction = case.args.values()
+        because = (
+            f"the exponent has {len(exponent)} bits and the fraction {len(fraction)}"
+        )
+        because = BITS.get(f"{sign} {exponent} {fraction}", because)
+        returned = f"returned {shown(case.got)}; expected {shown(case.wanted)}"
+        return f"{returned}, because {because}."
+
+    hints = {"right": why, "fits": why}
+    same_as(answer, solutions.from_bits, _bits, cases=300, exact=True, hints=hints)
     return (
-        f"{len(NUMBERS)} numbers in four formats, inf of both signs, nan, and the "
-        "smallest number that float16 has"
+        "300 numbers, in four formats that there are and in others with 2 to 8 bits of "
+        "exponent, inf of both signs, nan, and the smallest number that float16 has"
     )
 
 
-# ---- master_step -------------------------------------------------------------------
+def _bits(d: Draw) -> tuple[str, str, str]:
+    if d.case < len(BITS):
+        sign, exponent, fraction = list(BITS)[d.case].split()
+        return sign, exponent, fraction
+    e, f = d.same.randint(2, 8), d.same.randint(1, 23)
+    ends = ["0" * e, "1" * e, None, None, None]
+    exponent = d.same.choice(ends) or "".join(d.same.choices("01", k=e))
+    fraction = d.same.choice(["0" * f, "".join(d.same.choices("01", k=f))])
+    return d.same.choice("01"), exponent, fraction
 
-STEPPED = {
-    "same": "put another tensor into a list; change the tensors in place.",
-    "types": "changed the type of a tensor: parameters stay in 16 bits, copies in 32.",
-    "gradients": "changed the gradients; leave them as they are.",
-    "alone": "changed a parameter that has no gradient, or its copy; leave both alone.",
-    "copies": "left {masters} in `masters`; expected {right}. Is it lr times the "
-    "gradient, computed in 32 bits and taken from the copy?",
-    "back": "left {parameters} in `parameters`; expected the copies, rounded: "
-    "{rounded}.",
-}
+
+# ---- master_step -------------------------------------------------------------------
 
 
 @exercise("master_step", solution=solutions.master_step)
@@ -86,51 +82,62 @@ def check_master_step(answer: Answer) -> str:
     copy. Write the copy, rounded, into the parameter, in place, too. A parameter
     without a gradient keeps its numbers, and so does its copy.
     """
-    for dtype in (torch.bfloat16, torch.float16):
-        name = str(dtype).removeprefix("torch.")
-        for step, told in enumerate(_master_steps(answer, dtype)):
-            judge(f"Step {step + 1} in {name}: your function", told, STEPPED)
+    hints = {"in_place": wrong_master, "kept": wrong_master}
+    same_as(answer, solutions.master_step, _parameters, hints=hints)
     return (
-        "three steps in bfloat16 and float16: no step was lost, and the parameters are "
-        "the rounded copies; one had no gradient, and one was empty"
+        "60 steps in bfloat16 and float16, with three learning rates: the parameters "
+        "are the rounded copies; some had no gradient, some were empty or strided"
     )
 
 
-def _master_steps(answer: Answer, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
-    values = torch.tensor([[1.0, -3.0], [0.3, 0.0]]), torch.ones(0), torch.ones(2)
-    parameters = [nn.Parameter(v.to(dtype)) for v in values]
-    masters = [p.detach().float() + 2.0**-14 for p in parameters]
-    masters[2] += 1  # so that nobody rounds it back unseen
-    right, rounded = [m.clone() for m in masters], [p.data.clone() for p in parameters]
-    for step in range(3):
-        gradients = [torch.full_like(p, 0.7 + step) for p in parameters[:2]]
-        for k, gradient in enumerate(gradients):  # the third has none
-            parameters[k].grad = gradient.clone()
-            right[k] -= 1e-3 * gradient.float()
-            rounded[k] = right[k].to(dtype)
-        lists = [*parameters], [*masters]
-        answer(*lists, 1e-3)
-        same = zip(sum(lists, []), parameters + masters, strict=True)
-        left = [p.grad for p in parameters]
-        yield {
-            "same": all(a is b for a, b in same),
-            "types": {p.dtype for p in parameters} == {dtype}
-            and {m.dtype for m in masters} == {torch.float32},
-            "gradients": left[2] is None and all(map(equal, left, gradients)),
-            "alone": equal(masters[2], right[2])
-            and equal(parameters[2].data, rounded[2]),
-            "copies": all(map(partial(torch.allclose, rtol=1e-6), masters, right)),
-            "back": all(map(equal, (p.data for p in parameters), rounded)),
-            "masters": shown([m.tolist() for m in masters]),
-            "right": shown([m.tolist() for m in right]),
-            "parameters": shown([p.tolist() for p in parameters]),
-            "rounded": shown([r.tolist() for r in rounded]),
-        }
+def _parameters(d: Draw) -> tuple[list[nn.Parameter], list[Tensor], float]:
+    dtype = (torch.bfloat16, torch.float16)[d.case % 2]
+    parameters, masters = [], []
+    for _ in range(d.same.randint(2 if d.case < 9 else 1, 4)):
+        shape = d.same.choice([(2, 2), (3,), (), (0,)])
+        numbers = d.tensor(shape, torch.float32, strided=True) / 512
+        parameter = nn.Parameter(numbers.to(dtype))
+        if d.same.random() < 0.7 or not parameters:
+            parameter.grad = (d.tensor(shape, torch.float32) / 300).to(dtype)
+        parameters.append(parameter)
+        # A parameter without a gradient is not its rounded copy: rounding is seen.
+        masters.append(parameter.detach().float() + 2.0**-14 + (parameter.grad is None))
+    return parameters, masters, d.same.choice([1e-3, 0.3, 1.0])
+
+
+def wrong_master(case: Case) -> str:
+    """Name the first of the parameters, copies and gradients that is not right."""
+    names = "parameters", "masters"
+    olds = zip(*(case.args[name] for name in names), strict=True)
+    news = zip(*(case.after[name] for name in names), strict=True)
+    rights = zip(*(case.right[name] for name in names), strict=True)
+    untyped = "changed the type of a tensor: parameters stay in 16 bits, copies in 32."
+    alone = "changed a parameter that has no gradient, or its copy; leave both alone."
+    for old, (parameter, master), (right, copy) in zip(olds, news, rights, strict=True):
+        if parameter.dtype != right.dtype or master.dtype != copy.dtype:
+            return untyped
+        if not equal_values(parameter.grad, right.grad):
+            return "changed the gradients; leave them as they are."
+        if right.grad is None and not (
+            equal_values(parameter, right) and equal_values(master, copy)
+        ):
+            return alone
+        if not equal_values(master, copy):
+            unchanged = " (It was not changed.)" if equal_values(master, old[1]) else ""
+            return (
+                f"left {shown(master)} in `masters`; expected {shown(copy)}. Is it lr "
+                "times the gradient, computed in 32 bits and taken from the copy? "
+                f"Always change the tensors in place.{unchanged}"
+            )
+        if not equal_values(parameter, right, exact=True):
+            return (
+                f"left {shown(parameter)} in `parameters`; expected the copies, "
+                f"rounded: {shown(right)}."
+            )
+    return "changed the lists; change the tensors in place."
 
 
 # ---- next_scale --------------------------------------------------------------------
-
-FOUND = (0, 0, 0, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 1, 0)
 
 
 @exercise("next_scale", solution=solutions.next_scale)
@@ -142,37 +149,42 @@ def check_next_scale(answer: Answer) -> str:
     After an inf: half the scale, and nothing counts any more. Otherwise this step
     counts, too; if that makes the interval full, twice the scale, and count from 0.
     """
-    for interval in (1, 3):
-        scale, clean = 1024.0, 0
-        for found in FOUND:
-            state = scale, clean, bool(found), interval
-            because = f"{clean + 1} clean in a row now, of {interval}"
-            if found:
-                because = "an inf was found"
-            wanted = solutions.next_scale(*state)
-            expect_call(answer, *state, returns=wanted, because=because)
-            scale, clean = wanted
-    return f"{len(FOUND)} steps with inf in four of them, for two intervals"
+
+    def why(case: Case) -> str:
+        because = (
+            f"{case.args['clean'] + 1} clean in a row now, of {case.args['interval']}"
+        )
+        if case.args["found"]:
+            because = "an inf was found"
+        returned = f"returned {shown(case.got)}; expected {shown(case.wanted)}"
+        return f"{returned}, because {because}."
+
+    hints = {"right": why, "fits": why}
+    same_as(answer, solutions.next_scale, _scale, cases=200, hints=hints)
+    return "200 steps, a third of them with inf, for scales of 2^-20 to 2^30"
+
+
+def _scale(d: Draw) -> tuple[float, int, bool, int]:
+    interval = d.same.choice([1, 2, 3, 7, 2000])
+    clean = d.same.choice([0, interval - 1, d.same.randrange(interval)])
+    return 2.0 ** d.same.randint(-20, 30), clean, d.same.random() < 0.3, interval
 
 
 # ---- agreed_step -------------------------------------------------------------------
 
-SCALE = 1024.0
-CASES = {  # each rank's gradients, before they were scaled; of three ranks at most
-    "small gradients": ([[0.3, 0.0]], [[0.4], [0.0]], []),
-    "large ones": ([[3.0], [0.0]], [[4.0]], [[12.0]]),
-    "inf on rank 0": ([[math.inf, 1.0]], [[1.0]], [[1.0]]),
-    "nan on the last rank": ([[1.0]], [[1.0]], [[math.nan]]),
-    "gradients of zero": ([[0.0]], [], [[0.0, 0.0]]),
-}
-STEP = {
-    "one": "returned {got}; expected {wanted}: whether the step was made, by all "
-    "ranks or by none.",
-    "right": "left weights of {weights}; expected {expected}. First divide by the "
+FEW = "called {called}; at most two all_reduces of a number each are needed."
+WEIGHTS = (
+    "left weights of {got_in_place}; expected {wanted_in_place}. First divide by the "
     "scale, then take the norm of all ranks' gradients, then clip if it is above "
-    "`max_norm`; change the weights in place.",
-    "few": "called {calls}; at most two all_reduces of a number each are needed.",
+    "`max_norm`; change the weights in place."
+)
+STEP = {
+    "right": "returned {got}; expected {wanted}: whether the step was made, by all "
+    "ranks or by none.",
+    "in_place": WEIGHTS,
+    "kept": WEIGHTS,
 }
+SPECIAL_NUMBERS = (math.inf, -math.inf, math.nan, 1e20)
 
 
 @exercise("agreed_step", solution=solutions.agreed_step)
@@ -181,44 +193,50 @@ def check_agreed_step(answer: Answer) -> str:
 
     Each rank has shards. Which two things can one rank alone not know?
 
-    Divide your gradients by the scale. Add up their squares, then over the ranks: the
-    root is the norm of all, and it is neither inf nor nan only if no gradient of any
-    rank is. If so, take lr times the gradients from the weights, in place, scaled down
-    if the norm is above `max_norm`. A rank without shards takes part, too.
+    Divide your gradients by the scale. Add up their squares in float64, which holds
+    every square of a float32, then over the ranks: the root is the norm of all, and it
+    is neither inf nor nan only if no gradient of any rank is. If so, take lr times the
+    gradients from the weights, in place, scaled down if the norm is above `max_norm`. A
+    rank without shards takes part, too.
     """
-    hint = "Every rank calls the same all_reduce, also one without gradients."
-    judge_ranks(STEP, _steps, answer, worlds=(3, 2, 1), hint=hint)
+    same_on_ranks(
+        *(answer, solutions.agreed_step, _shards),
+        worlds=(3, 2, 1),
+        cases=14,
+        watch=["collectives"],
+        free=["gradients"],
+        most_calls=2,
+        hints=STEP | {"few": FEW, "least": FEW, "library": FEW},
+        hint="Every rank calls the same all_reduce, also one without gradients.",
+    )
     return (
-        f"{len(CASES)} cases on 1, 2 and 3 real ranks: inf or nan on one rank holds "
-        "all of them back, and all clip by the one norm of gradients without the scale"
+        "42 cases on 1, 2 and 3 real ranks: inf or nan on one rank, in any place, "
+        "holds all of them back; all clip by the one norm of gradients without scale"
     )
 
 
-def _steps(agreed_step: Callable) -> Iterator[dict[str, Any]]:
-    """On every rank: each case, with what it should have come to."""
-    rank, n = dist.get_rank(), dist.get_world_size()
-    for case, shards in CASES.items():
-        shards = shards[3 - n :] if "last" in case else shards[:n]
-        numbers = [x for its in shards for shard in its for x in shard]
-        norm = math.sqrt(sum(x * x for x in numbers))
-        wanted = math.isfinite(norm)
-        factor = min(1.0, 1.0 / norm) if norm else 1.0
-        mine = shards[rank]
-        gradients = [torch.tensor(shard) * SCALE for shard in mine]
-        weights = [torch.ones(len(shard)) for shard in mine]
-        lists = [*weights], gradients
-        barrier()
-        with TorchCollectives() as torchs:
-            got = agreed_step(*lists, SCALE, 1.0, 0.5)
-        calls = [call.op for call in torchs.calls]
-        step = 0.5 * factor if wanted else 0.0
-        expected = [[1 - step * x if step else 1.0 for x in shard] for shard in mine]
-        pairs = zip(weights, map(torch.tensor, expected), strict=True)
-        few = len(calls) <= 2 and torchs.nbytes <= 32
-        told = {"case": case, "calls": code(", ".join(calls) or "no collective")}
-        told |= {"one": got is wanted, "got": code(one_line(got))}
-        told |= {"wanted": code(str(wanted))}
-        told["weights"] = shown([w.tolist() for w in weights])
-        told["expected"] = shown([[round(x, 4) for x in shard] for shard in expected])
-        told["right"] = all(torch.allclose(w, right, rtol=1e-4) for w, right in pairs)
-        yield told | {"few": few and set(calls) <= {"all_reduce"}}
+def _shards(d: Draw) -> tuple[list[Tensor], list[Tensor], float, float, float]:
+    """Return shards of weights and gradients; in a third of the cases one is special.
+
+    The largest norm that is allowed lies above or below the norm of all ranks.
+    """
+    everyones = [_gradients(Draw(d.case, r, d.n)) for r in range(d.n)]
+    norm = math.sqrt(sum(g.square().sum() for gs in everyones for g in gs))
+    gradients, scale = everyones[d.rank], d.same.choice([1024.0, 8.0])
+    max_norm = norm * (0.95, 0.1, 1.5)[d.case % 3] + 0.001
+    whose, special = d.same.randrange(d.n), d.same.choice(SPECIAL_NUMBERS)
+    full = [gradient for gradient in gradients if len(gradient)]
+    if d.case % 3 == 1 and d.rank == whose and full:
+        chosen = d.own.choice(full)
+        chosen[d.own.randrange(len(chosen))] = special
+    weights = [torch.ones_like(gradient) for gradient in gradients]
+    gradients = [gradient * scale for gradient in gradients]
+    return weights, gradients, scale, max_norm, d.same.choice([0.5, 0.125])
+
+
+def _gradients(d: Draw) -> list[Tensor]:
+    """Return one or two gradients, some empty; later also none on some rank."""
+    shapes = [(2,), (1,), (3,), (0,)][: 3 if d.case < 2 else 4]
+    shapes = d.own.choices(shapes, k=d.own.choice([1, 2]))
+    without = d.same.randrange(d.n) == d.rank and d.n > 1 and d.case >= 2
+    return [d.tensor(s, torch.float32) / 500 for s in ([] if without else shapes)]

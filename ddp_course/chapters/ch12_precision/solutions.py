@@ -48,8 +48,8 @@ def agreed_step(
 ) -> bool:
     """Divide by the scale; one message has the squares, which are inf if any is."""
     squares = torch.zeros(1, dtype=torch.float64)
+    gradients = [gradient / scale for gradient in gradients]
     for gradient in gradients:
-        gradient /= scale
         squares += gradient.double().square().sum()
     dist.all_reduce(squares)  # inf and nan of one rank are then everybody's
     norm = float(squares.sqrt())

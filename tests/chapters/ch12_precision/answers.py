@@ -92,7 +92,7 @@ ANSWERS = answers(
         data.copy_(master) => data.copy_(master); master.copy_(parameter.data)
     from_what_is_rounded: taken from the copy
         master -= lr => master.copy_(parameter.data); master -= lr
-    new_copies: change the tensors in place
+    new_copies: Always change the tensors in place
         for k, p in enumerate(parameters):
             if p.grad is not None:
                 masters[k] = masters[k] - lr * p.grad.float()
@@ -137,13 +137,13 @@ ANSWERS = answers(
         for g in gradients:
             found = torch.maximum(found, (~g.isfinite()).any().float().view(1))
         dist.all_reduce(found, dist.ReduceOp.MAX)
-        squares = torch.zeros(1)
+        squares = torch.zeros(1, dtype=torch.float64)
         for g in gradients:
-            squares += (g / scale).pow(2).sum()
+            squares += (g / scale).double().pow(2).sum()
         dist.all_reduce(squares)
         if found.item():
             return False
-        shrink = (max_norm / (squares.sqrt() + 1e-9)).clamp(max=1.0)
+        shrink = float((max_norm / (squares.sqrt() + 1e-9)).clamp(max=1.0))
         for w, g in zip(weights, gradients, strict=True):
             w.sub_(lr * shrink * g / scale)
         return True
