@@ -133,6 +133,7 @@ class Case:
         right: the arguments after the solution's call.
         exact: whether floating-point numbers must be equal to the last bit.
         free: arguments that an answer may change as it likes.
+        number: of the case, so that a hint can draw what other ranks had.
     """
 
     args: Mapping[str, Any]
@@ -142,6 +143,7 @@ class Case:
     right: Mapping[str, Any]
     exact: bool = False
     free: Sequence[str] = ()
+    number: int = 0
 
     def facts(self) -> dict[str, Any]:
         """Return which properties hold, and the values that hints may show."""
@@ -172,24 +174,27 @@ def same_as(
     *,
     cases: int = 60,
     exact: bool = False,
+    where: Callable[[Case], str] | None = None,
     hints: Hints | None = None,
 ) -> None:
     """Compare `answer` with `solution` in this process, on `cases` drawn inputs.
 
-    Floating-point numbers may differ by their rounding, unless `exact`. `hints`
-    replaces hints of `TABLE`. Raises Hint at the first difference.
+    Floating-point numbers may differ by their rounding, unless `exact`. `where` writes
+    what begins every hint; by default it is the call. `hints` replaces hints of
+    `TABLE`. Raises Hint at the first difference.
     """
     table = chosen(hints, ("fits", "right", "kept", "in_place", "later"))
     results: list[tuple[Any, Any]] = []
     for number in range(cases):
         args = draw(Draw(number))
         case, _, _ = run_both(answer, solution, args, ())
-        case = replace(case, exact=exact)
+        case = replace(case, exact=exact, number=number)
         facts = {"hint": "", **case.facts(), **_later(case.got, results)}
         for name, hint in table.items():
             if not facts[name]:
                 text = hint(case) if callable(hint) else hint.format_map(facts)
-                raise Hint(f"{answer.call(*args)} {text}")
+                begin = where(case) if where else answer.call(*args)
+                raise Hint(f"{begin} {text}")
 
 
 def same_on_ranks(
@@ -252,7 +257,7 @@ def _on_a_rank(
     for number in range(cases):
         args = draw(Draw(number, rank, n))
         case, facts, theirs = run_both(function, solution, args, watch)
-        case = replace(case, free=free)
+        case = replace(case, free=free, number=number)
         facts |= {**case.facts(), **_later(case.got, results)}
         for name in ("sent", "called", "sent_bytes", "library", "count"):
             facts[f"wanted_{name}"] = theirs.get(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,11 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_course.chapters.ch14_fewer_bytes import solutions
-from ddp_course.collectives import barrier
 from ddp_course.lab.answers import Answer
-from ddp_course.lab.exercises import equal, exercise, expect, judge, judge_ranks, shown
-from ddp_course.lab.hard import unchanged
-from ddp_course.measure import TorchCollectives
+from ddp_course.lab.exercises import exercise, shown
+from ddp_course.lab.judge import Case, Draw, equal_values, same_as, same_on_ranks
 
 # ---- my_memory -----------------------------------------------------------------------
 
@@ -46,75 +44,114 @@ def check_my_memory(answer: Answer) -> str:
     Keep a tensor between the calls. Add it to the gradient before you compress, and
     afterwards keep all of that sum which was not sent. Each memory is one rank's own.
     """
-    for dtype in (torch.float32, torch.float64):
-        for name, compress in COMPRESSORS.items():
-            case = f"{name}, {str(dtype).removeprefix('torch.')}"
-            _compare(case, answer, compress, dtype, ranks=1)
-            _compare(f"{case}, two ranks in turns", answer, compress, dtype, ranks=2)
+    same_as(
+        *(
+            Answer("my_memory", _sender(answer.function)),
+            _sender(solutions.my_memory),
+            _stream,
+        ),
+        cases=30,
+        where=lambda case: _name_of(case.args["compress"]) + ":",
+        hints={"right": wrong_memory, "fits": wrong_memory},
+    )
     return (
         f"{len(COMPRESSORS)} compressors, two types of numbers, and two ranks whose "
         "memories are not mixed up"
     )
 
 
-def _compare(
-    case: str, answer: Answer, compress: Callable, dtype: torch.dtype, ranks: int
-) -> None:
-    """Send six gradients; a rank fills the same tensor anew for each, as DDP does."""
-    sends = [answer(compress) for _ in range(ranks)]
-    rights = [solutions.my_memory(compress) for _ in range(ranks)]
-    expect(all(map(callable, sends)), "my_memory must return a function to be called.")
-    buckets = [torch.zeros(2, 3, dtype=dtype) for _ in range(ranks)]
-    held, rest = ([torch.zeros_like(bucket) for bucket in buckets] for _ in "12")
-    for step in range(6):
-        for rank, bucket in enumerate(buckets):
-            numbers = torch.arange(6).view(2, 3) * (step + 2 + rank) % 7
-            bucket.copy_((numbers - 2 - rank) / 8)
-            right = rights[rank](bucket)
-            mistakes = {
-                "has forgotten what was held back": compress(bucket),
-                "takes off what it should add": compress(bucket - held[rank]),
-                "has kept the rest of the last gradient alone": compress(
-                    bucket + rest[rank]
-                ),
-                "adds it after compressing": compress(bucket) + held[rank],
-            }
-            with unchanged(bucket) as told:
-                got = sends[rank](bucket).clone()
-            where = f"{case}: in step {step} rank {rank} sent {shown(got)}; expected "
-            expect(told["kept"], f"{case}: the gradient was changed; work on a copy.")
-            why = "the gradient and all that was held back before, compressed together."
-            if step == 0:
-                why = "the compressed gradient: nothing was held back before."
-            if ranks == 2:
-                why += " Does each memory have a tensor of its own?"
-            elif like := _mistake(got, mistakes):
-                why += f" Yours {like}."
-            expect(equal(got, right), f"{where}{shown(right)}, which is {why}")
-            rest[rank] = bucket - right
-            held[rank] = held[rank] + rest[rank]
+def _name_of(compress: Callable) -> str:
+    return next(name for name, one in COMPRESSORS.items() if one is compress)
+
+
+def _stream(d: Draw) -> tuple[Callable, list[list[Tensor]]]:
+    """Return a compressor, and for one rank or two the gradients of some steps."""
+    compress = list(COMPRESSORS.values())[d.case % len(COMPRESSORS)]
+    dtype = (torch.float32, torch.float64)[d.case // len(COMPRESSORS) % 2]
+    shape, steps = d.same.choice([(2, 3), (7,), (1,)]), d.same.randint(3, 6)
+    ranks = 1 + (d.case // (2 * len(COMPRESSORS))) % 2
+    tensors = [[d.tensor(shape, dtype) / 64 for _ in "1" * steps] for _ in "1" * ranks]
+    return compress, tensors
+
+
+def _sender(my_memory: Callable) -> Callable:
+    """Return a function that sends all gradients, in turns; see `send_all`."""
+
+    def send_all(compress: Callable, streams: list[list[Tensor]]) -> list[Any]:
+        """Return what was sent, and the gradient afterwards, step by step.
+
+        A rank fills the same tensor anew for each gradient, as DDP does.
+        """
+        sends = [my_memory(compress) for _ in streams]
+        if not all(map(callable, sends)):
+            return []
+        buckets = [torch.empty_like(stream[0]) for stream in streams]
+        sent = []
+        for gradients in zip(*streams, strict=True):
+            for send, bucket, gradient in zip(sends, buckets, gradients, strict=True):
+                got = send(bucket.copy_(gradient)).clone()
+                sent.append((got, bucket.clone()))
+        return sent
+
+    return send_all
+
+
+def wrong_memory(case: Case) -> str:
+    """Name the mistake in the first step that is wrong."""
+    if not case.got:
+        return "my_memory must return a function to be called."
+    compress, streams = case.args.values()
+    ranks = len(streams)
+    held = [torch.zeros_like(stream[0]) for stream in streams]
+    rest = [torch.zeros_like(stream[0]) for stream in streams]
+    pairs = zip(case.got, case.wanted, strict=True)
+    for number, ((got, bucket), (right, gradient)) in enumerate(pairs):
+        step, rank = divmod(number, ranks)
+        mistakes = {
+            "has forgotten what was held back": compress(gradient),
+            "takes off what it should add": compress(gradient - held[rank]),
+            "has kept the rest of the last gradient alone": compress(
+                gradient + rest[rank]
+            ),
+            "adds it after compressing": compress(gradient) + held[rank],
+        }
+        if not equal_values(bucket, gradient):
+            return "the gradient was changed; work on a copy."
+        if not equal_values(got, right):
+            break
+        rest[rank] = gradient - right
+        held[rank] = held[rank] + rest[rank]
+    why = "the gradient and all that was held back before, compressed together."
+    if step == 0:
+        why = "the compressed gradient: nothing was held back before."
+    if ranks == 2:
+        why += " Does each memory have a tensor of its own?"
+    elif like := _mistake(got, mistakes):
+        why += f" Yours {like}."
+    return (
+        f"in step {step} rank {rank} sent {shown(got)}; expected {shown(right)}, which "
+        f"is {why}"
+    )
 
 
 def _mistake(got: Any, mistakes: Mapping[str, Tensor]) -> str:
     """Return which of `mistakes`, words -> what comes of it, gives `got`; or ""."""
-    return next((words for words, of_it in mistakes.items() if equal(got, of_it)), "")
+    return next(
+        (words for words, of_it in mistakes.items() if equal_values(got, of_it)), ""
+    )
 
 
 # ---- my_topk_mean --------------------------------------------------------------------
 
-SHAPES = {
-    "a gradient of 2 x 3 numbers": ((2, 3), torch.float32, 2),
-    "a gradient of float64": ((7,), torch.float64, 3),
-    "all numbers": ((5,), torch.float32, 5),
-    "a gradient of zeros": ((3,), torch.float32, 1),
-    "20,022 numbers": ((142, 141), torch.float32, 10),
-}
 TOPK = {
-    "right": "returned {got}; expected {wanted}. {why}",
-    "kept": "changed {changed} that it was given; work on a copy.",
-    "few": "handed {nbytes} bytes to collectives; {dense} are the whole gradient. Only "
-    "indices and values should travel.",
+    "fits": "returned {got}; expected {form}.",
+    "bytes": "wrote {written:,} bytes by the operating system's count; {needed:,} are "
+    "enough. Only indices and values should travel.",
 }
+GRADIENTS = (  # shapes, and how many are the largest: those that weigh are in between
+    *(((2, 3), 2), ((7,), 3), ((5,), 5), ((142, 141), 10), ((3,), 1)),
+    *(((4, 2, 2), 5), ((1,), 1), ((40_000,), 100)),
+)
 
 
 @exercise("my_topk_mean", solution=solutions.my_topk_mean)
@@ -124,42 +161,46 @@ def check_my_topk_mean(answer: Answer) -> str:
     Every rank has chosen other places. What must be told beside the numbers themselves?
 
     All-gather the k places of each rank, and its k values in the same order. Begin with
-    zeros, add each rank's values at its places, and divide by the number of ranks.
+    zeros, add each rank's values at its places, and divide by the number of ranks. A
+    gradient may have any shape: the result has that shape, too.
     """
-    hint = "Every rank calls the same collectives, with tensors of the same size."
-    judge_ranks(TOPK, _topk, answer, worlds=(3,), hint=hint)
-    return f"{len(SHAPES)} gradients on three real ranks; indices and values travel"
+    same_on_ranks(
+        *(answer, solutions.my_topk_mean, _gradient),
+        worlds=(3, 2),
+        cases=len(GRADIENTS),
+        watch=["bytes"],
+        hints=TOPK | {"right": wrong_mean},
+        hint="Every rank calls the same collectives, with tensors of the same size.",
+    )
+    return (
+        f"{2 * len(GRADIENTS)} gradients on two and three real ranks; only indices and "
+        "values travel, by the operating system's count"
+    )
 
 
-def _topk(my_topk_mean: Callable) -> Iterator[dict[str, Any]]:
-    """On every rank: its own gradient; multiples of 3 / 8, so that means are exact."""
-    rank, n = dist.get_rank(), dist.get_world_size()
-    for case, (shape, dtype, k) in SHAPES.items():
-        dice, every = torch.Generator().manual_seed(1), []
-        for _ in range(n):
-            size = 1 + torch.randperm(math.prod(shape), generator=dice)  # no two alike
-            numbers = 3 / 8 * torch.where(size % 2 == 0, size, -size)
-            every.append(numbers.to(dtype) * ("zeros" not in case))
-        mine, outcomes = every[rank].view(shape), _outcomes(every, k, rank)
-        right = outcomes.pop("right").view(shape)
-        barrier()
-        with unchanged(mine) as told, TorchCollectives() as torchs:
-            got = my_topk_mean(mine, k)
-        why = _mistake(got, {words: o.view(shape) for words, o in outcomes.items()})
-        yield told | {
-            "case": case,
-            "right": equal(got, right),
-            "got": shown(got),
-            "wanted": shown(right),
-            "why": why or "Are these each rank's largest, where *it* had them?",
-            "few": mine.numel() < 1000 or torchs.nbytes < mine.nbytes / 10,
-            "nbytes": torchs.nbytes,
-            "dense": mine.nbytes,
-        }
+def _gradient(d: Draw) -> tuple[Tensor, int]:
+    """Return a gradient without two numbers of the same size, and k."""
+    shape, k = GRADIENTS[d.case]
+    numel, dtype = math.prod(shape), (torch.float32, torch.float64)[d.case % 2]
+    sizes = d.own.sample(range(1, 60 * numel), numel)
+    numbers = [d.own.choice([-1, 1]) * size / 8 for size in sizes]
+    gradient = torch.tensor(numbers, dtype=dtype).view(shape)
+    return gradient * (d.rank != d.zeros_on), k
+
+
+def wrong_mean(case: Case) -> str:
+    """Name the mistake, if it is one that has a name."""
+    n, k = dist.get_world_size(), case.args["k"]
+    every = [_gradient(Draw(case.number, r, n))[0].flatten() for r in range(n)]
+    outcomes = _outcomes(every, k, dist.get_rank())
+    views = {words: one.view_as(case.wanted) for words, one in outcomes.items()}
+    why = _mistake(case.got, views)
+    why = why or "Are these each rank's largest, where *it* had them?"
+    return f"returned {shown(case.got)}; expected {shown(case.wanted)}. {why}"
 
 
 def _outcomes(every: Sequence[Tensor], k: int, rank: int) -> dict[str, Tensor]:
-    """Return the mean of every rank's largest numbers, and what mistakes give."""
+    """Return what mistakes give, by the words for them."""
     n, mean = len(every), sum(every) / len(every)
 
     def put(places: list[Tensor], values: list[Tensor], add: bool = True) -> Tensor:
@@ -174,7 +215,6 @@ def _outcomes(every: Sequence[Tensor], k: int, rank: int) -> dict[str, Tensor]:
     values, right = at(places), put(places, at(places))
     senders = n * put(places, [torch.ones_like(x) for x in values]).clamp(min=1 / n)
     return {
-        "right": right,
         "That is the sum; is it the mean?": n * right,
         "Divide by all ranks, also by those without this place.": n * right / senders,
         "Are these the largest by size, whatever their sign?": put(signed, at(signed)),
@@ -187,14 +227,6 @@ def _outcomes(every: Sequence[Tensor], k: int, rank: int) -> dict[str, Tensor]:
 
 # ---- my_outer_step -------------------------------------------------------------------
 
-OUTER = {  # the momentum first: if that is right, only the step can be wrong
-    "kept": "changed {changed} of the replicas; leave them as they are.",
-    "momentum": "left {has} in `momentum`; expected {wanted}: mu times the old one, "
-    "and the way *back* from the mean to the common point, in the tensors themselves.",
-    "common": "left {got} in `common`; expected {right}, in the tensors themselves: "
-    "lr times (the gradient plus mu times the *new* momentum) from the old point.",
-}
-
 
 @exercise("my_outer_step", solution=solutions.my_outer_step)
 def check_my_outer_step(answer: Answer) -> str:
@@ -206,37 +238,44 @@ def check_my_outer_step(answer: Answer) -> str:
     becomes mu times itself, plus that. Then go lr times (gradient plus mu times the new
     momentum) against it. All of it in place, for each tensor.
     """
-    for lr, mu in ((1.0, 0.0), (0.5, 0.0), (1.0, 0.75), (0.5, 0.75)):
-        for dtype in (torch.float32, torch.float64):
-            case = f"lr {lr}, mu {mu}, {str(dtype).removeprefix('torch.')}"
-            for told in _outer_steps(answer, lr, mu, dtype):
-                judge(f"With {case}, round {told['round']}: your function", told, OUTER)
-    return "three rounds each; with lr 1 and no momentum it is the mean of the replicas"
+    hints = {
+        "kept": "changed the replicas; leave them as they are.",
+        "in_place": wrong_outer_step,
+    }
+    same_as(answer, solutions.my_outer_step, _outer, hints=hints)
+    return "60 steps, of one to four replicas, with and without a momentum"
 
 
-def _outer_steps(
-    answer: Answer, lr: float, mu: float, dtype: torch.dtype
-) -> Iterator[dict[str, Any]]:
-    shapes = (2, 2), (3,), (0,)
-    common = [torch.ones(shape, dtype=dtype) for shape in shapes]
-    momentum = [torch.zeros(shape, dtype=dtype) for shape in shapes]
-    right, wanted = [[t.clone() for t in ts] for ts in (common, momentum)]
-    for number in range(3):
-        ways = (0.25 * rank - number - 0.125 for rank in range(3))
-        replicas = [[tensor + way for tensor in right] for way in ways]
-        solutions.my_outer_step(right, replicas, wanted, lr, mu)
-        with unchanged(*replicas) as told:
-            answer([*common], replicas, [*momentum], lr, mu)  # lists of its own
-        yield told | {
-            "round": number,
-            "common": _all_close(common, right),
-            "got": shown(common[1]),
-            "right": shown(right[1]),
-            "momentum": _all_close(momentum, wanted),
-            "has": shown(momentum[1]),
-            "wanted": shown(wanted[1]),
-        }
+def _outer(
+    d: Draw,
+) -> tuple[list[Tensor], list[list[Tensor]], list[Tensor], float, float]:
+    shapes = d.same.choices([(2, 2), (3,), (), (0,)], k=d.same.randint(1, 4))
+    dtype = (torch.float32, torch.float64)[d.case % 2]
+    ranks = d.same.randint(2 if d.case < 5 else 1, 4)
+    common, momentum, *replicas = (
+        [d.tensor(shape, dtype) / 64 for shape in shapes] for _ in range(ranks + 2)
+    )
+    return (
+        common,
+        replicas,
+        momentum,
+        d.same.choice([1.0, 0.5, 0.7]),
+        d.same.choice([0.0, 0.75, 0.9]),
+    )
 
 
-def _all_close(got: list[Tensor], right: list[Tensor]) -> bool:
-    return all(map(torch.allclose, got, right))
+def wrong_outer_step(case: Case) -> str:
+    """Say what is wrong: the momentum first; if that is right, only the step can be."""
+    got, right = case.after["momentum"], case.right["momentum"]
+    if not equal_values(got, right):
+        return (
+            f"left {shown(got)} in `momentum`; expected {shown(right)}: mu times the "
+            "old one, and the way *back* from the mean to the common point, in the "
+            "tensors themselves."
+        )
+    got, right = case.after["common"], case.right["common"]
+    return (
+        f"left {shown(got)} in `common`; expected {shown(right)}, in the tensors "
+        "themselves: lr times (the gradient plus mu times the *new* momentum) from the "
+        "old point."
+    )

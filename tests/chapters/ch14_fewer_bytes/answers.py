@@ -159,7 +159,7 @@ ANSWERS = answers(
         mu * velocity)) => mu * velocity))
         => for tensor in there:
         =>     tensor.copy_(here)
-    mean_alone: in `common`
+    mean_alone: in `momentum`
         for here, => lr, mu = 1.0, 0.0
         => for here,
     """,
