@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +12,22 @@ from torch import Tensor, nn
 
 from ddp_course.chapters.ch15_communication_order import solutions
 from ddp_course.lab.answers import Answer
-from ddp_course.lab.exercises import equal, exercise, expect, expect_call, judge_ranks
+from ddp_course.lab.exercises import exercise, expect, judge_ranks, shown
+from ddp_course.lab.judge import Case, Draw, equal_values, same_as
 
 
-def _times(seed: int, layers: int) -> tuple[list[int], list[int], list[int]]:
-    """Return whole times of forward, backward and send."""
-    dice = random.Random(seed)
-    return tuple([dice.randint(1, most) for _ in range(layers)] for most in (5, 6, 9))
+def because(reasons: Sequence[tuple], otherwise: str) -> Callable[[Case], str]:
+    """Return a hint: what was returned and expected, and why, if a reason is known."""
+
+    def why(case: Case) -> str:
+        args = tuple(case.args.values())
+        known = (reason for *case_args, reason in reasons if tuple(case_args) == args)
+        return (
+            f"returned {shown(case.got)}; expected {shown(case.wanted)}, because "
+            f"{next(known, otherwise)}."
+        )
+
+    return why
 
 
 # ---- my_priority ---------------------------------------------------------------------
@@ -34,6 +42,7 @@ LINKS = (
     ([9, 1, 0], [2, 2, 2], 5, "the link waits until 9 for layer 0"),
     ([5, 5, 5], [2, 2, 2], 1, "all are there at once, and layer 0 is needed first"),
     ([2, 1, 0], [4, 0, 2], 3, "there is nothing to send of layer 1"),
+    ([0, 2, 5], [3, 3, 3], 2, "layers can be ready in any order"),
 )
 
 
@@ -47,17 +56,22 @@ def check_my_priority(answer: Answer) -> str:
     when the next one is there. Otherwise send a piece of the first of them, and go to
     its end.
     """
-    cases, because = [*LINKS], "the first layer that is there goes on, piece by piece"
-    for seed in range(20):
-        _, backward, send = _times(seed, 2 + seed % 12)
-        ready = [sum(backward[k:]) for k in range(len(backward))]
-        cases.append((ready, send, 1 + seed % 4, because))
-    for ready, send, piece, because in cases:
-        right, given = solutions.my_priority(ready, send, piece), ([*ready], [*send])
-        expect_call(answer, *given, piece, returns=right, because=because)
-        changed = f"{answer.call(ready, send, piece)} changed the lists it was given."
-        expect(given == (ready, send), changed)
-    return f"{len(cases)} models of up to 13 layers, and no byte sent twice"
+    why = because(LINKS, "the first layer that is there goes on, piece by piece")
+    hints = {"fits": why, "right": why}
+    same_as(answer, solutions.my_priority, _link, cases=120, hints=hints)
+    return "120 links of up to 13 layers, ready in any order, and no byte sent twice"
+
+
+def _link(d: Draw) -> tuple[list[int], list[int], int]:
+    if d.case < len(LINKS):
+        ready, send, piece, _ = LINKS[d.case]
+        return [*ready], [*send], piece
+    layers = d.same.randint(1, 13)
+    ready = [d.same.randint(0, 30) for _ in range(layers)]
+    if d.case % 3:  # rising, falling, mixed
+        ready.sort(reverse=d.case % 3 == 1)
+    send = [d.same.choice([0, 1, 2, 5, 9]) for _ in range(layers)]
+    return ready, send, d.same.choice([1, 2, 3, 100])
 
 
 # ---- my_least_time -------------------------------------------------------------------
@@ -86,61 +100,87 @@ def check_my_least_time(answer: Answer) -> str:
     c, none of which can begin earlier, then forward from c to the last layer. The
     longest of these.
     """
-    because = "the longest of all layers' paths counts"
-    cases = [*STEPS, *((*_times(seed, 1 + seed % 12), because) for seed in range(20))]
-    for *times, because in cases:
-        right = solutions.my_least_time(*times)
-        expect_call(answer, *map(list, times), returns=right, because=because)
-    return f"{len(cases)} models of up to 12 layers"
+    why = because(STEPS, "the longest of all layers' paths counts")
+    hints = {"fits": why, "right": why}
+    same_as(answer, solutions.my_least_time, _step, cases=120, hints=hints)
+    return "120 models of up to 12 layers"
+
+
+def _step(d: Draw) -> tuple[list[int], ...]:
+    if d.case < len(STEPS):
+        return tuple([*times] for times in STEPS[d.case][:3])
+    layers = d.same.randint(1, 12)
+    return tuple([d.same.randint(0, most) for _ in range(layers)] for most in (5, 6, 9))
 
 
 # ---- my_late_steps -------------------------------------------------------------------
 
-SIZES, RATE, MEAN = (3, 2, 2, 3), 0.5, 2.0  # of neighbouring layers; no rounding
-FROZEN = "2.bias"
+SIZES = (3, 2, 2, 3)  # of neighbouring layers
+FROZEN, UNUSED = "2.inner.bias", "1.scale"  # these two have no gradient
+OPTIMIZERS = {  # whose step depends on more than the gradient
+    "SGD with momentum": lambda ps: torch.optim.SGD(ps, lr=0.25, momentum=0.5),
+    "AdamW": lambda ps: torch.optim.AdamW(ps, lr=0.125),
+}
 
 
-class _Watched(nn.Linear):
-    """Notes when it runs, and with which parameters."""
+class _Watched(nn.Module):
+    """A layer with a parameter of its own and a module inside; notes when it runs."""
 
     def __init__(self, number: int, log: list[Any]) -> None:
-        super().__init__(SIZES[number], SIZES[number + 1])
+        super().__init__()
         self.number, self.log = number, log
-        for parameter in self.parameters():
-            nn.init.ones_(parameter)
+        self.scale = nn.Parameter(torch.ones(SIZES[number + 1]))
+        self.inner = nn.Linear(SIZES[number], SIZES[number + 1])
 
     def forward(self, x: Tensor) -> Tensor:
         """Note, and run."""
         self.log.append(f"layer {self.number}")
-        return super().forward(x)
+        return self.scale * self.inner(x)
 
 
-def _trained(mine: float) -> SimpleNamespace:
-    """Return layers after backward, their optimizers, and a log; gradients are alike.
+def _numbers(name: str, like: Tensor, rank: int) -> Tensor:
+    """Return numbers for a parameter or a gradient, others for each name and rank."""
+    case = sum(map(ord, name))
+    return Draw(0, case, case + rank + 1).tensor(like.shape, torch.float32) / 512
 
-    The bias of layer 2 is frozen.
+
+def _trained(optimizer: Callable[[Any], Any], rank: int = 0) -> SimpleNamespace:
+    """Return layers after backward, their optimizers, and a log.
+
+    The bias of layer 2 is frozen, and nothing has used the scale of layer 1.
     """
     log: list[Any] = []
     layers = [_Watched(number, log) for number in range(len(SIZES) - 1)]
-    layers[2].bias.requires_grad_(False)
     named = {
         f"{layer.number}.{name}": parameter
         for layer in layers
         for name, parameter in layer.named_parameters()
     }
-    for parameter in named.values():
-        if parameter.requires_grad:
-            parameter.grad = torch.full_like(parameter, mine)
-    optimizers = [torch.optim.SGD(layer.parameters(), lr=RATE) for layer in layers]
+    for name, parameter in named.items():
+        parameter.data = _numbers(name, parameter, 0)
+        if name == FROZEN:
+            parameter.requires_grad_(False)
+        elif name != UNUSED:
+            parameter.grad = _numbers(f"gradient {name}", parameter, rank)
+    optimizers = [optimizer(layer.parameters()) for layer in layers]
     return SimpleNamespace(layers=layers, optimizers=optimizers, named=named, log=log)
+
+
+def _right(optimizer: Callable[[Any], Any], means: dict[str, Tensor]) -> dict:
+    """Return the parameters after one step of each layer with the mean gradients."""
+    trained = _trained(optimizer)
+    for name, mean in means.items():
+        trained.named[name].grad = mean
+    for each in trained.optimizers:
+        each.step()
+    return {name: parameter.detach() for name, parameter in trained.named.items()}
 
 
 class _Handle:
     """What `send` returns here: until it is waited for, the gradient is no number."""
 
-    def __init__(self, tensor: Tensor, name: str, log: list[Any]) -> None:
-        self.tensor, self.name, self.log = tensor, name, log
-        self.mean = torch.full_like(tensor, MEAN)
+    def __init__(self, tensor: Tensor, name: str, mean: Tensor, log: list[Any]) -> None:
+        self.tensor, self.name, self.mean, self.log = tensor, name, mean, log
         tensor.fill_(torch.nan)
 
     def wait(self) -> None:
@@ -155,34 +195,50 @@ def check_my_late_steps(answer: Answer) -> str:
 
     How do you get called just before a layer runs, and how only once?
 
-    Send the gradients of a layer, keep their handles, and register a forward pre-hook
-    that removes itself, waits for these handles, and lets this layer's optimizer step.
-    A function that is called in the loop keeps each layer's handles apart.
+    Send the gradients of a layer, those that there are; keep their handles, and
+    register a forward pre-hook that removes itself, waits for these handles, and lets
+    this layer's optimizer step. A function that is called in the loop keeps each
+    layer's handles apart.
     """
-    told = _trained(1.0)
-    names = {p.grad.data_ptr(): n for n, p in told.named.items() if p.grad is not None}
+    for kind, optimizer in OPTIMIZERS.items():
+        _judge_alone(answer, kind, optimizer)
+    judge_ranks(REAL, _use, answer, worlds=(2, 3))
+    return (
+        "gradients are sent once, the first layer's first; each layer waits for its "
+        "own alone, and steps once, by SGD or AdamW; and so on two and three real ranks"
+    )
+
+
+def _judge_alone(answer: Answer, kind: str, optimizer: Callable[[Any], Any]) -> None:
+    """Let the answer and then the layers run in this process, and judge each moment."""
+    trained = _trained(optimizer)
+    before = {name: p.detach().clone() for name, p in trained.named.items()}
+    gradients = {n: p.grad for n, p in trained.named.items() if p.grad is not None}
+    names = {gradient.data_ptr(): name for name, gradient in gradients.items()}
+    means = {n: _numbers(f"mean {n}", g, 0) for n, g in gradients.items()}
+    after = _right(optimizer, means)
 
     def send(tensor: Tensor) -> _Handle:
         name = names.get(tensor.data_ptr(), "something else")
-        told.log.append(f"send {name}")
-        return _Handle(tensor, name, told.log)
+        trained.log.append(f"send {name}")
+        return _Handle(tensor, name, means.get(name, tensor), trained.log)
 
-    answer(told.layers, told.optimizers, send)
-    _judge_sent(told.log, sorted(names.values()))
-    _judge_values(told, -1, "When your function returned")
+    def judge_values(last: int, when: str) -> None:
+        stepped = [name for name in after if int(name[0]) <= last]
+        right = before | {name: after[name] for name in stepped}
+        _judge_values(trained, right, stepped, f"With {kind}, when {when}")
+
+    answer(trained.layers, trained.optimizers, send)
+    _judge_sent(trained.log, sorted(gradients))
+    judge_values(-1, "your function returned")
     x = torch.ones(1, SIZES[0])
-    for number, layer in enumerate(told.layers):
-        begin = len(told.log)
+    for number, layer in enumerate(trained.layers):
+        begin = len(trained.log)
         x = Answer(answer.name, layer)(x)
-        _judge_waits(told.log[begin:], number, names)
-        _judge_values(told, number, f"When layer {number} ran")
-    told.layers[0](torch.ones(1, SIZES[0]))
-    _judge_values(told, number, "When layer 0 ran a second time")
-    judge_ranks(REAL, _use, answer, worlds=(2,))
-    return (
-        "gradients are sent once, the first layer's first; each layer waits for its "
-        "own alone, and steps once; and so on two real ranks"
-    )
+        _judge_waits(trained.log[begin:], number, gradients)
+        judge_values(number, f"layer {number} ran")
+    trained.layers[0](torch.ones(1, SIZES[0]))
+    judge_values(len(SIZES), "layer 0 ran a second time")
 
 
 def _judge_sent(log: Sequence[str], wanted: Sequence[str]) -> None:
@@ -206,9 +262,9 @@ def _judge_sent(log: Sequence[str], wanted: Sequence[str]) -> None:
     )
 
 
-def _judge_waits(log: Sequence[str], number: int, names: dict[int, str]) -> None:
+def _judge_waits(log: Sequence[str], number: int, names: Sequence[str]) -> None:
     """Expect this layer's gradients waited for, before it ran, and no others."""
-    mine = sorted(name for name in names.values() if name.startswith(f"{number}."))
+    mine = sorted(name for name in names if name.startswith(f"{number}."))
     before = log[: log.index(f"layer {number}")]
     waited = sorted({one.removeprefix("wait ") for one in before})
     expect(
@@ -218,15 +274,21 @@ def _judge_waits(log: Sequence[str], number: int, names: dict[int, str]) -> None
     )
 
 
-def _judge_values(told: SimpleNamespace, last: int, when: str) -> None:
-    """Expect parameters of layers up to `last` after one step, of others before it."""
-    for name, parameter in told.named.items():
-        steps = int(name[0]) <= last and name != FROZEN
-        right, got = 1 - RATE * MEAN * steps, parameter.detach()
-        why = "after a step with the mean" if steps else "as its layer has not run yet"
+def _judge_values(
+    trained: SimpleNamespace,
+    right: dict[str, Tensor],
+    stepped: Sequence[str],
+    when: str,
+) -> None:
+    """Expect the parameters that are `right`; say which of them were stepped."""
+    for name, parameter in trained.named.items():
+        got, wanted = parameter.detach(), right[name]
+        why = "after a step of its layer's optimizer, with the mean gradients"
+        if name not in stepped:
+            why = "as its layer has not run yet"
         expect(
-            equal(got, torch.full_like(got, right)),
-            f"{when}, {name} was {got.flatten()[0]:g}; expected {right:g}, {why}.",
+            equal_values(got, wanted),
+            f"{when}, {name} was {shown(got)}; expected {shown(wanted)}, {why}.",
         )
 
 
@@ -234,17 +296,25 @@ REAL = {"right": "{why}"}
 
 
 def _use(my_late_steps: Callable) -> dict[str, Any]:
-    """On every rank: rank r has gradients of 1 + 2r."""
-    told = _trained(1.0 + 2 * dist.get_rank())
+    """On every rank: gradients of its own, means by real all-reduces."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    optimizer = OPTIMIZERS["AdamW"]
+    trained = _trained(optimizer, rank)
+    means = {
+        name: sum(_numbers(f"gradient {name}", p, r) for r in range(n)) / n
+        for name, p in trained.named.items()
+        if p.grad is not None
+    }
+    right = _right(optimizer, means)
 
     def send(tensor: Tensor) -> Any:
-        tensor /= dist.get_world_size()
+        tensor /= n
         return dist.all_reduce(tensor, async_op=True)
 
-    my_late_steps(told.layers, told.optimizers, send)
-    nn.Sequential(*told.layers)(torch.ones(1, SIZES[0]))
+    my_late_steps(trained.layers, trained.optimizers, send)
+    nn.Sequential(*trained.layers)(torch.ones(1, SIZES[0]))
     try:
-        _judge_values(told, len(SIZES), "after a forward")
+        _judge_values(trained, right, list(right), "after a forward")
     except Exception as wrong:
         return {"right": False, "why": str(wrong)}
     return {"right": True, "why": ""}

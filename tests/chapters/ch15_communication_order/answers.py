@@ -72,7 +72,7 @@ ANSWERS = answers(
         there[0] => there[-1]
     full_pieces_only: the last piece is shorter
         list(send), 0 => [-(-s // piece) * piece for s in send], 0
-    uses_up_the_callers_list: changed the lists
+    uses_up_the_callers_list: changed `send`
         list(send), 0 => send, 0
     """,
     my_least_time="""
@@ -122,7 +122,7 @@ ANSWERS = answers(
                     optimizer.step()
 
         for layer, optimizer in zip(layers, optimizers, strict=True):
-            sent = [send(p.grad) for p in layer.parameters() if p.requires_grad]
+            sent = [send(p.grad) for p in layer.parameters() if p.grad is not None]
             layer.register_forward_pre_hook(partial(arrive, sent, optimizer))
     late_steps_in_a_dictionary:
         due = {}
@@ -138,17 +138,17 @@ ANSWERS = answers(
 
         for layer in layers:
             layer.register_forward_pre_hook(arrive)
-    waits_at_once: did not return before it had waited: wait 0.weight
+    waits_at_once: did not return before it had waited: wait 0.
         _step_before_forward(layer, optimizer, [send(p.grad) for p in there])
         => arrival([send(p.grad) for p in there], optimizer)()
-    the_first_layer_waits_for_all: Before layer 0 ran, 0.bias, 0.weight, 1.bias
+    the_first_layer_waits_for_all: 0.scale, 1.inner.bias
         parameters = [p for layer in layers for p in layer.parameters()]
         handles = [send(p.grad) for p in parameters if p.grad is not None]
         for optimizer in optimizers:
             _step_before_forward(layers[0], optimizer, handles)
     as_backward_made_them: needs its gradients first
         (layers, optimizers, strict => (layers[::-1], optimizers[::-1], strict
-    steps_at_every_forward: When layer 0 ran a second time
+    steps_at_every_forward: when layer 0 ran a second time
         _step_before_forward(layer, optimizer, [send(p.grad) for p in there])
         => arrive = arrival([send(p.grad) for p in there], optimizer)
         => layer.register_forward_pre_hook(arrive)
@@ -158,7 +158,7 @@ ANSWERS = answers(
         => layer.register_forward_hook(arrive)  # the layer runs with old parameters
     steps_without_waiting: Before layer 0 ran, nothing had been waited for
         [send(p.grad) for p in there] => [send(p.grad) for p in there][:0]
-    the_last_layers_handles_for_all: Before layer 0 ran, 2.weight
+    the_last_layers_handles_for_all: Before layer 0 ran, 2.inner.weight
         _step_before_forward(layer, optimizer, [send(p.grad) for p in there])
         => handles = [send(p.grad) for p in there]
         => layer.register_forward_pre_hook(lambda *_: arrival(handles, optimizer)())
@@ -168,8 +168,20 @@ ANSWERS = answers(
         =>     arrival([send(p.grad) for p in there], its)()
         => layer.register_forward_pre_hook(arrive)
     weights_only: Expected each gradient that there is
-        layer.parameters() => [layer.weight]
+        layer.parameters() => [layer.inner.weight]
     the_frozen_one_too: AttributeError
         if p.grad is not None =>
+    all_that_could_have_one: AttributeError
+        if p.grad is not None => if p.requires_grad
+    of_the_layer_itself_alone: Expected each gradient that there is
+        layer.parameters() => layer.parameters(recurse=False)
+    sgd_by_hand: with the mean gradients
+        _step_before_forward(layer, optimizer, [send(p.grad) for p in there])
+        => def arrive(layer, _, its=[(p, send(p.grad)) for p in there]):
+        =>     while its:
+        =>         p, handle = its.pop()
+        =>         handle.wait()
+        =>         p.data -= 0.25 * p.grad
+        => layer.register_forward_pre_hook(arrive)
     """,
 )
