@@ -16,8 +16,15 @@ NAIVE, READABLE, FULL = (2, 250), (8, 1_200), (20, 3_500)  # files, lines
 # A rung that has not reached its bar yet is listed with the numbers of today; whoever
 # makes it smaller lowers them.
 BARS = {
-    "launch.api": (22, 3_018),
-    "collectives.ring": (21, 2_848),
+    "launch.api": FULL,
+    "launch.naive": NAIVE,
+    "collectives.naive": NAIVE,
+    "collectives.tree": READABLE,
+    "collectives.ring": READABLE,
+    "collectives.halving_doubling": READABLE,
+    "collectives.hierarchical": READABLE,
+    "collectives.runtime": READABLE,
+    "collectives.communicator": READABLE,
     "data_parallel.naive": (20, 3_050),
     "data_parallel.flat": (21, 3_100),
     "data_parallel.bucketed": (22, 3_050),
