@@ -235,8 +235,8 @@ def _shards(d: Draw) -> tuple[list[Tensor], list[Tensor], float, float, float]:
 
 
 def _gradients(d: Draw) -> list[Tensor]:
-    """Return one or two gradients, some empty; later also none on some rank."""
+    """Return one to three gradients, some empty; later also none on some rank."""
     shapes = [(2,), (1,), (3,), (0,)][: 3 if d.case < 2 else 4]
-    shapes = d.own.choices(shapes, k=d.own.choice([1, 2]))
+    shapes = d.own.choices(shapes, k=d.own.choice([1, 2, 3]))
     without = d.same.randrange(d.n) == d.rank and d.n > 1 and d.case >= 2
     return [d.tensor(s, torch.float32) / 500 for s in ([] if without else shapes)]

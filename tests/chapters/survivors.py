@@ -1,0 +1,50 @@
+"""Mutants of solutions that their judges accept, each with the reason why it is right.
+
+A key is (exercise, the beginning of what was changed). Whoever changes a solution finds
+here what is no longer a mutant of it: the whole run of `test_mutants.py` says so.
+"""
+
+ORDER = "the order does not matter"
+COMMUTES = "max and min take their arguments in any order"
+
+SURVIVORS = {
+    ("my_staleness", "0 -> "): "only differences of versions count",
+    ("my_pieces", "max(begin, start) -> max(start, begin)"): COMMUTES,
+    ("my_pieces", "min(end, start + numel) -> min(start + numel, end)"): COMMUTES,
+    ("my_priority", "0 -> -1"): "then the link waits until the first layer is there",
+    ("my_priority", "min(piece, left[layer]) -> min(left[layer], piece)"): COMMUTES,
+    ("my_priority", "for k, rest in enumerate(left) if rest -> "): "of all, the least",
+    ("my_least_time", "for c in range(len(send)) -> "): ORDER,
+    ("my_least_time", "send -> "): "the three lists are equally long",
+    ("from_bits", "sign == '1' -> sign >= '1'"): "a sign is 0 or 1",
+    ("master_step", "for parameter, master in "): ORDER,
+    ("next_scale", "clean + 1 == interval -> clean + 1 >= interval"): "a count is "
+    "never above the interval",
+    ("my_outer_step", "for here, there, velocity in "): ORDER,
+    ("swap", "dist.get_rank() < peer -> dist.get_rank() <= peer"): "no rank is its own "
+    "peer",
+    ("swap", "dist.get_rank() < peer -> dist.get_rank() > peer"): "exactly one of two "
+    "sends first, too",
+    ("my_transpose", "block.contiguous() -> block"): "gloo sends strided blocks of a "
+    "list; other backends may refuse them",
+    ("my_transpose", "for block in for_each -> "): "all blocks have one shape",
+    ("clip_shards", "for shard in shards: "): ORDER,
+    ("clip_shards", "norm > max_norm -> norm >= max_norm"): "then the factor is 1",
+    ("sharded_step", "mine.clone() -> mine"): "the part lies where it is gathered to",
+    ("agreed_step", "for gradient in gradients: "): ORDER,
+    ("agreed_step", "for gradient in gradients -> "): ORDER,
+    ("agreed_step", "for weight, gradient in "): ORDER,
+    (
+        "agreed_step",
+        "float(squares.sqrt()) -> squares.sqrt()",
+    ): "a tensor of one number",
+    ("agreed_step", "min(1.0, max_norm / norm) -> min(max_norm / norm, 1.0)"): COMMUTES,
+    ("agreed_step", "1.0 -> "): "without a norm there is nothing to scale",
+    ("my_topk_mean", "for where, what in "): ORDER,
+    ("my_topk_mean", "for _ in range(n) -> "): "only their number counts",
+    ("my_topk_mean", "torch.empty_like(flat[mine]) -> flat[mine]"): "what is in a "
+    "tensor before it receives does not matter",
+    ("my_late_steps", "for p in "): ORDER,
+    ("my_late_steps", "for handle in handles"): ORDER,
+}
+REVERSED = "[::-1]"  # where the order does not matter, only this change survives
