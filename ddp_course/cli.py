@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
             # PyTorch's threads, in kernels, too, sleep while they have nothing to do.
             # Else they spin: beside others on two cores, a step took 6 s and not .3.
             os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-            told.before(told)
+            told.check(told)
             command = import_module(f"ddp_course.commands.{told.module}").command
             if told.module in RANKS:
                 ddp_course.get_ready()
@@ -137,7 +137,7 @@ def parser() -> Parser:
     )
     version = f"ddp-course {ddp_course.__version__}"
     top.add_argument("--version", action="version", version=version)
-    top.set_defaults(module=None, before=lambda told: None)
+    top.set_defaults(module=None, check=lambda told: None)
     commands = top.add_subparsers(metavar="COMMAND")
     first = (_lab, _run, _progress, _train)
     for add in (*first, _notebooks, _site, _doctor, _bench, _plan):
@@ -235,7 +235,7 @@ def _train(add: Callable[..., Parser]) -> None:
         + _list("data-parallel", spec.DATA_PARALLEL, 11)
         + _list("precision", spec.PRECISIONS, 11),
     )
-    train.set_defaults(before=check_typed)
+    train.set_defaults(check=check_typed)
     ranks = "1 to 64 processes; by default as many as dp, pp and tp say, or 1"
     train.numbers(ranks=(_whole(64), None, ranks))
     for each in (*fields(spec.Training), *fields(spec.Layout)):

@@ -2,6 +2,7 @@
 
 import json
 from argparse import Namespace
+from functools import partial
 
 from rich.console import Console
 
@@ -12,7 +13,10 @@ from ddp_course.commands.bench_figure import plot_bench
 
 
 def command(told: Namespace) -> int:
-    """Run a bench, print its rows, write and draw them; or list all benches."""
+    """Run a bench, print its rows, write and draw them if asked to; or list them all.
+
+    Returns the exit code: 1 if a row says that something failed.
+    """
     known = bench.benches()
     if told.list:
         for each, module in known.items():
@@ -25,14 +29,17 @@ def command(told: Namespace) -> int:
     check_file(told.json)
     check_file(told.figure, (".svg", ".png", ".pdf"))
     module, rows = known[name], []
+    if told.figure is not None and not module.PAIRS:
+        raise CommandError(f"{name} has a table, and nothing to draw")
     with Console(stderr=True).status("measuring") as status:
         for row in module.bench(told.quick):
             rows.append({"bench": name} | row)
             status.update(f"measuring; done: {row['case']}")
-    print("\n".join(lines(module.ABOUT, module.PAIRS, rows)))
+    shown = getattr(module, "shown", partial(lines, module.ABOUT, module.PAIRS))
+    print("\n".join(shown(rows)))
     if told.json is not None:
         each = ",\n".join(map(json.dumps, rows))
         told.json.write_text(f"[\n{each}\n]\n")
     if told.figure is not None:
         plot_bench(module.PAIRS, rows).savefig(told.figure)
-    return 0
+    return int(any(map(getattr(module, "failed", lambda row: False), rows)))

@@ -26,7 +26,7 @@ from ddp_course.collectives import communicator
 from ddp_course.communication_order.schedule import Piece
 from ddp_course.mechanisms.agreement import check_same
 from ddp_course.mechanisms.buckets import LiveBucket
-from ddp_course.mechanisms.engine import AllReduce, Engine
+from ddp_course.mechanisms.engine import AllReduceBuckets, Engine
 from ddp_course.mechanisms.timeline import GpuClock
 
 WARM = 2  # averaged passes, the last of which is the one whose times count
@@ -46,7 +46,7 @@ class UnderWay(Tensor):
         )
 
 
-class InPieces(AllReduce):
+class InPieces(AllReduceBuckets):
     """Sums buckets over the ranks in pieces, by `order`, while others compute.
 
     Pieces have the numbers of their buckets; without an order they go as they come.

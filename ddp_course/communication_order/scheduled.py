@@ -46,6 +46,9 @@ from ddp_course.mechanisms.hooks import (
     tensors_in,
     while_alive,
 )
+from ddp_course.mechanisms.parts import announce
+from ddp_course.mechanisms.recovery import Recovery
+from ddp_course.mechanisms.unused import AgreeUnused
 
 MIB = 1 << 20
 WHOLE = 1e9  # MiB: a bucket for each layer, however large
@@ -103,7 +106,9 @@ class ScheduledDataParallel(nn.Module):
         self.module, self.optimizer = module, optimizer
         self.policy = replace(policy, piece=piece)
         self.ending = self.make_ending(process_group, all_reduce, piece)
-        self.engine = Engine(self.ending)
+        recovery = Recovery(process_group)
+        self.parts = [recovery, AgreeUnused(recovery.show)]
+        self.engine = Engine(self.ending, self.parts)
         self.frozen = Frozen(module)
         self.planned: Played | None = None
         self.due: list[dict[str, Any]] | None = None  # of a step: the options then
@@ -165,7 +170,7 @@ class ScheduledDataParallel(nn.Module):
             return self.module(*inputs, **kwargs)
         if torch.is_grad_enabled():
             self.frozen.check()
-        self.engine.recover()
+        announce(self.parts, "before_forward", self)
         if self.planned is None or self.policy.wait_for_all or self.due is None:
             self.finish()
         if self.ending.passes >= WARM and self.planned is None:
@@ -177,8 +182,8 @@ class ScheduledDataParallel(nn.Module):
             if not before.issuperset(self.homes[bucket.index]):
                 self._receive(bucket)  # a layer of it does not say when it begins
         self.stepped.clear()
-        with self.engine.counted():
-            output = self.module(*inputs, **kwargs)
+        output = self.module(*inputs, **kwargs)
+        announce(self.parts, "after_forward", self, output)
         self._computed()
         self._complain_about_unseen(output)
         self.finish()  # layers that were left out this time

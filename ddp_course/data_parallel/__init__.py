@@ -7,14 +7,15 @@ Read the modules in this order:
                   its tools: cut and join a batch; count what passes replica 0
     naive, flat   `DistributedDataParallel`, step one and two: after backward
     bucketed      step three: buckets that leave while backward still runs
-    ddp           the same with all that PyTorch's can do; buffers, `Join`
-    unused        parameters that get no gradient
+    ddp           the same with all that PyTorch's can do, as a list of parts:
+    same_model, unused, buffers
+                  its parts, beside those in `mechanisms`
     sampler       which rank gets which sample
-    recorded      PyTorch's DDP, made to tell what ours tells
+    recorded      recorders from outside: of naive DDPs, and PyTorch's
     averages      loss, learning rate and seeds over all ranks
 
 `mechanisms` has what it shares with other strategies: agreement, buckets, engine,
-hooks, timeline. Chapters 04 (dp to flat) and 05.
+hooks, parts, recovery, timeline. Chapters 04 (dp to flat) and 05.
 """
 
 from ddp_course.data_parallel.averages import (
@@ -30,7 +31,7 @@ from ddp_course.data_parallel.dp import DataParallel
 from ddp_course.data_parallel.flat import FlatDistributedDataParallel
 from ddp_course.data_parallel.moves import Move, Moves
 from ddp_course.data_parallel.naive import NaiveDistributedDataParallel
-from ddp_course.data_parallel.recorded import record_pytorch
+from ddp_course.data_parallel.recorded import record_naive, record_pytorch
 from ddp_course.data_parallel.sampler import DistributedSampler, Share, shares
 from ddp_course.data_parallel.scatter_gather import part_sizes
 from ddp_course.data_parallel.unused import UnusedParametersError

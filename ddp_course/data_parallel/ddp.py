@@ -1,59 +1,115 @@
-"""DistributedDataParallel, all of it: PyTorch's name, options and behaviour.
+"""DistributedDataParallel, all of it: PyTorch's name, arguments and behaviour.
 
-`bucketed` has the idea; on top of it comes here what may not be so simple in real life:
+`bucketed` has the idea. What production needs is a list of parts, each in a file of its
+own, which know neither this class nor each other:
 
-    parameters that get no gradient         `unused`, another ending of the engine
-    passes that begin at the outputs        of what a forward outside of `no_sync` gave
-    modules that go backward by themselves  pipelines: `step`, averaged at its end
-    buffers, such as BatchNorm's means      rank 0's are sent before each forward
-    gradients outside of the buckets        for those who want to keep them
-    buckets in shared memory                all ranks of one machine reduce them there
-    uneven numbers of batches               `Join`, as follows
+    same_model              do all ranks hold the same module, with the same arguments?
+    mechanisms.timeline     records each backward in the open event logs
+    mechanisms.recovery     ends passes that broke off; all ranks skip a batch, or none
+    unused                  parameters that get no gradient
+    mechanisms.frozen       no parameter is exchanged or unfrozen after wrapping
+    buffers                 rank 0's are sent before each forward
+    BeginAtOutputs          only passes through outputs are averaged
 
-    with Join([ddp]):                  # torch.distributed.algorithms.Join
-        for x, y in my_batches:        # more of them on some ranks than on others
-            ...
-
-A rank that has run out of batches stays in the `with` block and shadows the others: for
-each of their collectives it calls the same one, with zeros, or with nothing to say.
-When all have run out, everyone gets the parameters of the rank that trained longest.
-The order of the collectives of a step, which both sides must keep to:
-
-    1  how many ranks still train (`Join` itself)
-    2  whose buffers count, and the buffers        if there are any to be sent
-    3  is this step averaged, or in `no_sync`?
-    4  the buckets, and who has had what           if it is
-
-Explained in chapter 05.
+`DDPReducer` keeps gradients beside the buckets for those who want that, and
+launches communication hooks. All ranks need equally many batches; for unequal numbers
+PyTorch's own class has `Join`. Chapter 05.
 """
 
-import functools
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from ddp_course.collectives import communicator, shared_memory
 from ddp_course.data_parallel.bucketed import BucketedDistributedDataParallel
-from ddp_course.data_parallel.unused import AllReduceUsed
-from ddp_course.mechanisms.agreement import attempt, start_as_replicas
-from ddp_course.mechanisms.broadcast import broadcast_all
+from ddp_course.data_parallel.buffers import Buffers
+from ddp_course.data_parallel.same_model import SameModel
+from ddp_course.data_parallel.unused import UnusedParameters
 from ddp_course.mechanisms.buckets import (
     BUCKET_CAP_MB,
     FIRST_BUCKET_MB,
     Bucket,
-    bucket_plan,
+    LiveBucket,
+    Slot,
 )
 from ddp_course.mechanisms.comm_hook import CommHook, Hook
+from ddp_course.mechanisms.engine import AllReduceBuckets, Engine
+from ddp_course.mechanisms.frozen import KeepFrozen
 from ddp_course.mechanisms.hooks import on_backward, tensors_in
-from ddp_course.mechanisms.memory_exchange import empty_for_all
+from ddp_course.mechanisms.parts import announce
+from ddp_course.mechanisms.recovery import Recovery
+from ddp_course.mechanisms.timeline import RecordBackward
 
 
-class DistributedDataParallel(BucketedDistributedDataParallel, Joinable):
+class DDPReducer(AllReduceBuckets):
+    """`AllReduceBuckets` with two options of PyTorch's class.
+
+    Attributes:
+        as_view: let every `grad` lie in its bucket; otherwise it keeps its own memory,
+            and the mean is copied there.
+        hook: launches the buckets instead of `all_reduce`; it divides by itself.
+    """
+
+    as_view = True
+    hook: CommHook | None = None
+
+    def register(self, hook: CommHook) -> None:
+        """Let `hook` launch the buckets from now on."""
+        self.hook, self.scale = hook, 1
+
+    def launch(self, bucket: LiveBucket) -> Any:
+        """Hand a full bucket to the hook, or begin its all-reduce."""
+        if self.hook is not None:
+            return self.hook(bucket)
+        return super().launch(bucket)
+
+    def pack(self, bucket: LiveBucket, slot: Slot) -> None:
+        """Write this rank's share of a gradient into the bucket."""
+        gradient = slot.parameter.grad
+        super().pack(bucket, slot)
+        if not self.as_view:
+            slot.parameter.grad = gradient
+
+    def settle(self, engine: Engine) -> None:
+        """Give the parameters their means, in the bucket or in memory of their own."""
+        if self.as_view:
+            super().settle(engine)
+            return
+        for slot in engine.slots:
+            if slot.parameter in self.unused:
+                continue
+            if slot.parameter.grad is None:
+                slot.parameter.grad = slot.view.clone()
+            else:
+                slot.parameter.grad.copy_(slot.view)
+
+
+class BeginAtOutputs:
+    """A part that begins an averaged pass when backward reaches an output.
+
+    Without it, the first gradient that comes after a forward begins one, whatever
+    backward the gradient comes from. PyTorch's rule is this part's: a pass is averaged
+    if it goes through an output of a forward that was made outside of `no_sync`.
+    """
+
+    def after_replication(self, model: Any) -> None:
+        """Let no gradient begin a pass by itself."""
+        model.engine.expecting = False
+
+    def before_forward(self, model: Any) -> None:
+        """Do so again: the model expects one after each forward."""
+        model.engine.expecting = False
+
+    def after_forward(self, model: Any, output: Any) -> None:
+        """Watch the outputs of a forward that is to be averaged."""
+        if torch.is_grad_enabled() and model.require_backward_grad_sync:
+            on_backward(tensors_in(output), model.engine.begin)
+
+
+class DistributedDataParallel(BucketedDistributedDataParallel):
     """Runs `module` on this rank's part of the batch, and averages its gradients.
 
     Takes and returns what `module` does. When `backward` returns, every parameter's
@@ -92,6 +148,8 @@ class DistributedDataParallel(BucketedDistributedDataParallel, Joinable):
     torch/nn/parallel/distributed.py; Li et al. 2020. Chapter 05.
     """
 
+    reducer_class = DDPReducer
+
     def __init__(
         self,
         module: nn.Module,
@@ -102,36 +160,37 @@ class DistributedDataParallel(BucketedDistributedDataParallel, Joinable):
         gradient_as_bucket_view: bool = True,
         all_reduce: Callable[..., Any] | None = None,
         *,
-        buckets_in_shared_memory: bool = False,
         first_bucket_mb: float = FIRST_BUCKET_MB,
+        device_ids: Any = None,
+        output_device: Any = None,
+        static_graph: bool = False,
     ) -> None:
-        nn.Module.__init__(self)
-        Joinable.__init__(self)
-        in_memory = buckets_in_shared_memory
-        empty = empty_for_all(process_group) if in_memory else torch.empty
-        if all_reduce is None:
-            all_reduce = shared_memory.all_reduce if in_memory else dist.all_reduce
-        caps = {"bucket_cap_mb": bucket_cap_mb, "first_bucket_mb": first_bucket_mb}
-        start_as_replicas(
-            module,
-            process_group,
-            _problem(all_reduce, **caps),
-            buffers=broadcast_buffers,
-            **caps,
+        buckets = {
+            "bucket_cap_mb": bucket_cap_mb,
+            "first_bucket_mb": first_bucket_mb,
+            "all_reduce": dist.all_reduce if all_reduce is None else all_reduce,
+        }
+        same = SameModel(
+            **buckets,
             find_unused_parameters=find_unused_parameters,
             broadcast_buffers=broadcast_buffers,
-            buckets_in_shared_memory=buckets_in_shared_memory,
-            all_reduce=_name_of(all_reduce),
+            static_graph=static_graph,
         )
-        self.process_group = process_group
-        self.broadcast_buffers = broadcast_buffers
-        self.has_buffers = any(True for _ in module.buffers())
-        self.require_forward_param_sync = True
-        self.divide_by_initial_world_size = True
-        how = all_reduce, empty, find_unused_parameters, gradient_as_bucket_view
-        self.ending = AllReduceUsed(process_group, *how)
-        self.fill_buckets(module, self.ending, **caps)
-        self.engine.expecting = False
+        same.devices = device_ids, output_device
+        recovery = Recovery(process_group)
+        find = find_unused_parameters or static_graph
+        parts = [
+            same,
+            RecordBackward(),
+            recovery,
+            UnusedParameters(recovery.show, find),
+            KeepFrozen(),
+            *([Buffers()] if broadcast_buffers else []),
+            BeginAtOutputs(),
+        ]
+        super().__init__(module, process_group, **buckets, parts=parts)
+        self.engine.reducer.as_view = gradient_as_bucket_view
+        self._recorded = False  # whether the last forward has recorded gradients
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -140,51 +199,22 @@ class DistributedDataParallel(BucketedDistributedDataParallel, Joinable):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module, and get ready for averaging in the backward that follows."""
-        if torch._C._current_graph_task_id() != -1:  # backward recomputes this forward
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward and self._recorded:  # recomputed: it is that forward's backward
             return self.module(*inputs, **kwargs)
-        averaged = torch.is_grad_enabled() and self.require_backward_grad_sync
-        self._get_ready(averaged)
-        output = super().forward(*inputs, **kwargs)
-        if torch.is_grad_enabled():
-            self.ending.forward_ended(output)
-        if averaged:
-            on_backward(tensors_in(output), self._backward_has_begun)
-        return output
+        self._recorded = torch.is_grad_enabled()
+        return super().forward(*inputs, **kwargs)
 
     def step(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the step of a module that goes backward by itself, such as a pipeline.
 
         Its gradients are averaged when it has ended (`mechanisms.hooks.held`).
         """
-        averaged = self.require_backward_grad_sync
-        self._get_ready(averaged)
-        self.frozen.check()
-        with nullcontext() if averaged else self.engine.hold():
-            return self.module.step(*inputs, **kwargs)
-
-    def _get_ready(self, averaged: bool) -> None:
-        """Do what comes before a forward; all ranks do, also those without a batch."""
-        if averaged:
-            self.ending.forward_begins()
-        self.engine.recover()
-        work = Join.notify_join_context(self)
-        if work is not None and not self.divide_by_initial_world_size:
-            if isinstance(self.ending.launch, CommHook):
-                raise RuntimeError(
-                    "a communication hook divides by the number of all ranks, so Join "
-                    "needs divide_by_initial_world_size=True with it"
-                )
-            self.ending.scale = 1 / work.get_future().wait()[0].item()
-        if self.will_sync_buffers():
-            self.sync_buffers()
-        if self._join_config.enable:
-            self._is_averaged(trains=True)
-        self.require_forward_param_sync = averaged
-
-    def _backward_has_begun(self) -> None:
-        """A pass through an output begins; one beside the outputs is not averaged."""
-        self.engine.expecting = False
-        self.engine.begin()
+        announce(self.parts, "before_forward", self)
+        with nullcontext() if self.require_backward_grad_sync else self.engine.hold():
+            output = self.module.step(*inputs, **kwargs)
+        announce(self.parts, "after_forward", self, None)
+        return output
 
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
         """Let `hook(state, bucket)` send the buckets, in place of `all_reduce`.
@@ -193,7 +223,7 @@ class DistributedDataParallel(BucketedDistributedDataParallel, Joinable):
         same, once, before the first backward. Raises RuntimeError, TypeError. Chapter
         14.
         """
-        if isinstance(self.ending.launch, CommHook):
+        if self.engine.reducer.hook is not None:
             raise RuntimeError("this module has a communication hook already")
         if any(slot.parameter.grad is not None for slot in self.engine.slots):
             raise RuntimeError(
@@ -202,87 +232,14 @@ class DistributedDataParallel(BucketedDistributedDataParallel, Joinable):
             )
         if not callable(hook):
             raise TypeError(f"hook is {hook!r}; it must be a function (state, bucket)")
-        self.ending.launch = CommHook(state, hook, self.engine.buckets)
-        self.ending.scale = 1  # a hook divides by itself
+        self.engine.reducer.register(CommHook(state, hook, self.engine.buckets))
 
-    # ---- buffers -------------------------------------------------------------------
+    def join(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse uneven batches; `Join` calls `join_hook` of what it is given."""
+        raise NotImplementedError(
+            "this DistributedDataParallel needs equally many batches on all ranks; "
+            "DistributedSampler deals them so. For uneven ones take PyTorch's class, "
+            "torch.nn.parallel.DistributedDataParallel, which has Join"
+        )
 
-    def will_sync_buffers(self) -> bool:
-        """Tell whether the next forward begins with sending the buffers."""
-        has_any = self.broadcast_buffers and self.has_buffers
-        return has_any and self.require_forward_param_sync
-
-    def sync_buffers(self, trains: bool = True) -> None:
-        """Give every rank the buffers of rank 0, or of one that still has batches."""
-        src = communicator(self.process_group).ranks[0]
-        if self._join_config.enable:
-            src = self._common_rank(trains)
-        broadcast_all(self.module.buffers(), src, self.process_group)
-
-    # ---- torch.distributed.algorithms.Join -----------------------------------------
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return what this rank does when it has run out of batches, and when all have.
-
-        `divide_by_initial_world_size`: a mean is over all ranks, so that every batch
-        counts the same; otherwise over those that still train. As `_DDPJoinHook` in
-        torch/nn/parallel/distributed.py.
-        """
-        name, hook = "divide_by_initial_world_size", JoinHook()
-        self.divide_by_initial_world_size = kwargs.get(name, True)
-        hook.main_hook, hook.post_hook = self.shadow, self.take_over
-        return hook
-
-    @property
-    def join_device(self) -> torch.device:
-        """Where the tensors of `Join`'s own collectives lie."""
-        return next(self.module.parameters()).device
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup:
-        """The group of `Join`'s own collectives."""
-        return communicator(self.process_group).group
-
-    def shadow(self) -> None:
-        """Without a batch: take part in one forward and one backward of the others."""
-        if self.will_sync_buffers():
-            self.sync_buffers(trains=False)
-        self.require_forward_param_sync = self._is_averaged(trains=False)
-        if self.require_forward_param_sync:
-            self.ending.shadow(self.engine)
-
-    def take_over(self, is_last_joiner: bool) -> None:
-        """Take the numbers of the highest of the ranks that have trained longest."""
-        states = list(self.module.parameters())
-        if self.broadcast_buffers:
-            states += self.module.buffers()
-        broadcast_all(states, self._common_rank(is_last_joiner), self.process_group)
-
-    def _is_averaged(self, trains: bool) -> bool:
-        """Say whether this forward's backward is averaged, and hear it."""
-        said = float(trains and self.require_backward_grad_sync)
-        sum_of_all = torch.full((1,), said, device=self.join_device)
-        dist.all_reduce(sum_of_all, group=self.process_group)
-        return bool(sum_of_all)
-
-    def _common_rank(self, candidate: bool) -> int:
-        """Return the highest rank (of the job) that is a candidate."""
-        own = dist.get_rank() if candidate else -1
-        rank = torch.tensor([own], device=self.join_device)
-        dist.all_reduce(rank, dist.ReduceOp.MAX, self.join_process_group)
-        return int(rank)
-
-
-def _problem(all_reduce: Any, **caps: float) -> str | None:
-    if not callable(all_reduce):
-        return f"all_reduce is {all_reduce!r}; it must be a function"
-    return attempt(lambda: bucket_plan((), **caps))[0]
-
-
-def _name_of(function: Any) -> str:
-    """Return what tells functions apart, the same in all processes."""
-    if isinstance(function, functools.partial):
-        given = (_name_of(a) if callable(a) else repr(a) for a in function.args)
-        return f"{_name_of(function.func)}({', '.join(given)})"
-    names = (getattr(function, f"__{key}__", "") for key in ("module", "qualname"))
-    return ".".join(names)
+    join_hook = join

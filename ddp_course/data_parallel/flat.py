@@ -1,6 +1,6 @@
 """DistributedDataParallel in its second step: all gradients in one message.
 
-As `naive` it begins when backward has ended. Explained in chapter 04.
+As `naive` it begins when backward has ended. Chapter 04.
 """
 
 import torch
@@ -15,7 +15,7 @@ class FlatDistributedDataParallel(NaiveDistributedDataParallel):
     It pays the latency once; the price is a copy there and back. Chapter 04.
     """
 
-    def all_means(self, gradients: list[Tensor]) -> None:
+    def average(self, gradients: list[Tensor]) -> None:
         """Replace gradients by their means, all at once."""
         for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
             members = [gradient for gradient in gradients if gradient.dtype == dtype]

@@ -3,11 +3,13 @@
 Every rank runs the same module on its own part of the batch. After backward the ranks
 average their gradients, so every optimizer takes the same step, and the replicas stay
 equal. That is all there is to data parallelism; the rest is speed: fewer messages
-(`flat`), and earlier ones (`bucketed`). Explained in chapter 04.
+(`flat`), and earlier ones (`bucketed`), and what production needs (`ddp`). Chapter 04.
+
+Nothing is checked here. If the ranks' modules differ, training hangs or goes wrong; if
+one rank fails, the others wait; whoever wraps a module twice averages twice.
 """
 
 from collections.abc import Callable
-from itertools import compress
 from typing import Any
 
 import torch
@@ -15,26 +17,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from ddp_course.mechanisms.agreement import on_any_rank, start_as_replicas
-from ddp_course.mechanisms.frozen import Frozen
-from ddp_course.mechanisms.hooks import Averager, on_gradient
-from ddp_course.mechanisms.timeline import Timeline
 
-
-class NaiveDistributedDataParallel(Averager, nn.Module):
+class NaiveDistributedDataParallel(nn.Module):
     """Runs `module`, and averages its gradients over the ranks after each backward.
 
     Takes and returns what `module` does. No call is needed between backward and
-    `optimizer.step()`. Where a parameter has no gradient on some ranks, zero counts; if
-    it has none on any, it is left alone. Buffers, such as BatchNorm's means, stay each
-    rank's own.
+    `optimizer.step()`. A parameter that a rank has no gradient for counts as zero.
+    Buffers, such as BatchNorm's means, stay each rank's own.
 
     Args:
-        module: the same on all ranks; rank 0's numbers are taken.
-        process_group: the ranks that share a batch; None are all.
+        module: of the same form on all ranks; every rank gets the first rank's numbers.
+        process_group: the ranks that share a batch; None means all.
         all_reduce: any of this course, or PyTorch's.
 
-    Raises ReplicaError, on every rank, if the modules differ. Chapter 04.
+    Chapter 04.
     """
 
     def __init__(
@@ -44,58 +40,42 @@ class NaiveDistributedDataParallel(Averager, nn.Module):
         all_reduce: Callable[..., Any] = dist.all_reduce,
     ) -> None:
         super().__init__()
-        start_as_replicas(module, process_group)
-        self.module = module
-        self.process_group = process_group
+        self.module, self.process_group = module, process_group
         self.all_reduce = all_reduce
-        self.frozen = Frozen(module)
         self.trained = [p for p in module.parameters() if p.requires_grad and p.numel()]
         self.waiting = False  # for the end of backward
-        self.timeline = Timeline(())
+        first = dist.get_process_group_ranks(process_group)[0]
+        for tensor in [*module.parameters(), *module.buffers()]:
+            dist.broadcast(tensor.data, first, process_group)
         for parameter in self.trained:
-            on_gradient(parameter, self._gradient_is_there)
+            parameter.register_post_accumulate_grad_hook(self._gradient_is_ready)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module."""
-        self.frozen.check()
-        self.failed += self.waiting  # then the last backward has not ended
-        self.waiting = False
-        with self.counted():
-            return self.module(*inputs, **kwargs)
+        self.waiting = False  # True would be left of a backward that has failed
+        return self.module(*inputs, **kwargs)
 
-    def _gradient_is_there(self) -> None:
-        """Autograd calls this for every parameter; the first call asks for the end."""
-        if not self.waiting and not self.held:
+    def _gradient_is_ready(self, _: Tensor) -> None:
+        """Queue the averaging; autograd calls this for every parameter."""
+        if not self.waiting:
             self.waiting = True
-            self.timeline = Timeline.begin()
             Variable._execution_engine.queue_callback(self._backward_has_ended)
 
-    def _backward_has_ended(self) -> None:
-        self.waiting = False
-        self.timeline.computed()
-        self.average()
-        self.timeline.all_ended()
-
     @torch.no_grad()
-    def average(self) -> None:
+    def _backward_has_ended(self) -> None:
         """Replace every gradient by its mean over the ranks."""
-        there = [parameter.grad is not None for parameter in self.trained]
-        used = on_any_rank(there, self.process_group, self.failed)
-        averaged = list(compress(self.trained, used))
-        for parameter in averaged:
-            if parameter.grad is None:  # other ranks have one, and wait for us
+        self.waiting = False
+        for parameter in self.trained:
+            if parameter.grad is None:  # other ranks may have one
                 parameter.grad = torch.zeros_like(parameter)
-        self.all_means([parameter.grad for parameter in averaged])
+        self.average([parameter.grad for parameter in self.trained])
 
-    def all_means(self, gradients: list[Tensor]) -> None:
+    def average(self, gradients: list[Tensor]) -> None:
         """Replace gradients by their means, one after the other."""
         for gradient in gradients:
             gradient.copy_(self.mean(gradient.contiguous()))
 
     def mean(self, tensor: Tensor) -> Tensor:
         """Replace `tensor`, in place, by its mean over the ranks, and return it."""
-        start = self.timeline.now()
-        work = self.all_reduce(tensor, group=self.process_group, async_op=True)
-        self.timeline.sent(work, tensor.nbytes, start)
-        work.wait()
+        self.all_reduce(tensor, group=self.process_group)
         return tensor.div_(dist.get_world_size(self.process_group))

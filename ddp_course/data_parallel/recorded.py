@@ -1,6 +1,7 @@
-"""PyTorch's DistributedDataParallel, made to tell what ours tells.
+"""Recorders for DDPs that record nothing: the naive ones, and PyTorch's.
 
-Chapter 05.
+They write the same events as `mechanisms.timeline.RecordBackward`, from outside: module
+hooks see a backward begin, and the collective is wrapped. Chapters 04 and 05.
 """
 
 from typing import Any
@@ -11,44 +12,69 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel as PyTorchDDP
 
+from ddp_course.data_parallel.naive import NaiveDistributedDataParallel
 from ddp_course.mechanisms.hooks import tensors_in
 from ddp_course.mechanisms.timeline import Timeline, span
 
 
+class Recorder:
+    """The time-line of the backward pass that is under way, begun at the outputs."""
+
+    def __init__(self, ddp: nn.Module) -> None:
+        self.timeline = Timeline(())
+        self.begun = False
+        ddp.register_forward_hook(self._watch)
+
+    def _watch(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(self._begin)
+
+    def _begin(self, _: Tensor) -> None:
+        if not self.begun:
+            self.timeline, self.begun = Timeline.begin(), True
+            Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        self.begun = False
+        self.timeline.computed()
+        with span(self.timeline, "wait"):
+            self.timeline.all_ended()
+
+
+def record_naive(ddp: NaiveDistributedDataParallel) -> NaiveDistributedDataParallel:
+    """Let a naive or flat DDP write events; return it. Chapter 04."""
+    recorder, all_reduce = Recorder(ddp), ddp.all_reduce
+
+    def recorded(flat: Tensor, group: dist.ProcessGroup | None) -> None:
+        timeline = recorder.timeline
+        start = timeline.now()
+        work = all_reduce(flat, group=group, async_op=True)
+        timeline.sent(work, flat.nbytes, start)
+        if work is not None:
+            work.wait()
+        timeline.all_ended()
+
+    ddp.all_reduce = recorded
+    return ddp
+
+
 def record_pytorch(ddp: PyTorchDDP) -> None:
-    """Let PyTorch's DDP write the same events as ours, to be laid beside them.
+    """Let PyTorch's DDP write events.
 
     It takes the one communication hook that a DDP can have, and does in it what DDP
     does without: the mean, by an all-reduce that is not waited for. Chapter 05.
     """
-    now: list[Timeline] = []  # of the backward pass that is under way
-
-    def outputs_are_there(module: nn.Module, inputs: Any, output: Any) -> None:
-        for tensor in tensors_in(output):
-            if tensor.grad_fn is not None:
-                tensor.register_hook(begin)
-
-    def begin(_: Tensor) -> None:
-        if not now:
-            now.append(Timeline.begin())
-            Variable._execution_engine.queue_callback(end)
-
-    def end() -> None:
-        timeline = now.pop()
-        timeline.computed()
-        with span(timeline, "wait"):
-            timeline.all_ended()
+    recorder = Recorder(ddp)
 
     def launch(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        if now:
-            now[0].computed(bucket=bucket.index())
+        timeline = recorder.timeline
+        timeline.computed(bucket=bucket.index())
         flat = bucket.buffer().div_(dist.get_world_size(group))
-        start = now[0].now() if now else None
+        start = timeline.now()
         work = dist.all_reduce(flat, group=group, async_op=True)
-        if now:
-            now[0].sent(work, flat.nbytes, start, bucket=bucket.index())
-            now[0].since = now[0].now()
+        timeline.sent(work, flat.nbytes, start, bucket=bucket.index())
+        timeline.since = timeline.now()
         return work.get_future().then(lambda future: future.value()[0])
 
-    ddp.register_forward_hook(outputs_are_there)
     ddp.register_comm_hook(ddp.process_group, launch)

@@ -18,13 +18,10 @@ two calls of `backward`); if it does not, the next forward raises. Chapter 05.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from ddp_course.collectives import communicator
-from ddp_course.mechanisms.agreement import shown_by_all
-from ddp_course.mechanisms.buckets import LiveBucket, Slot
-from ddp_course.mechanisms.engine import AllReduce, Engine
+from ddp_course.mechanisms.engine import Engine
 from ddp_course.mechanisms.hooks import leaves_below, tensors_in
 
 ADVICE = (
@@ -38,31 +35,26 @@ class UnusedParametersError(RuntimeError):
     """Parameters got no gradient; every rank raises it, with the same text."""
 
 
-class AllReduceUsed(AllReduce):
-    """`AllReduce` of what has a gradient; see above what becomes of the rest.
+class UnusedParameters:
+    """A part of DDP that lets unused parameters alone, or refuses them.
 
     Args:
-        group, all_reduce, empty: as of `AllReduce`.
+        show: `show(flags)` returns what all ranks show: one string for each rank, with
+            a "1" or "0" for each flag (`recovery.Recovery.show`).
         find: allow parameters without a gradient.
-        as_view: let gradients lie in the buckets; else they are copied back.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        all_reduce: Callable[..., Any],
-        empty: Callable[..., Tensor],
-        find: bool,
-        as_view: bool,
-    ) -> None:
-        super().__init__(group, all_reduce, empty)
-        self.find, self.as_view = find, as_view
+    def __init__(self, show: Callable[[Sequence[bool]], list[str]], find: bool) -> None:
+        self.show, self.find = show, find
+        self.notes: list[str] = []  # of all ranks, after the last pass
         self.owed: list[str] | None = None  # without a gradient since the last forward
         self._reached: set[int] = set()  # ids of parameters below the outputs
         self._passed = True  # a pass has ended since the outputs were looked at
 
-    def forward_begins(self) -> None:
+    def before_forward(self, model: Any) -> None:
         """Raise UnusedParametersError if the last backward passes left something."""
+        if not (torch.is_grad_enabled() and model.require_backward_grad_sync):
+            return
         owed, self.owed = self.owed, None
         if owed:
             raise UnusedParametersError(
@@ -70,80 +62,51 @@ class AllReduceUsed(AllReduce):
                 + ADVICE
             )
 
-    def forward_ended(self, output: Any) -> None:
-        """Look which parameters a backward from this output can reach."""
-        if self.find:
+    def after_forward(self, model: Any, output: Any) -> None:
+        """Find the parameters that a backward from this output can reach."""
+        if self.find and torch.is_grad_enabled():
             if self._passed:
                 self._reached, self._passed = set(), False
             self._reached |= leaves_below(tensors_in(output))
 
-    def pass_begins(self, engine: Engine) -> None:
-        """A pass begins; gradients that it cannot bring are not waited for."""
+    def before_backward(self, engine: Engine) -> None:
+        """Do not wait for gradients that this pass cannot bring."""
         if self.find:
-            engine.fill(self.without, lambda s: id(s.parameter) not in self._reached)
+            without = engine.reducer.without
+            engine.fill(without, lambda slot: id(slot.parameter) not in self._reached)
 
-    def pack(self, bucket: LiveBucket, slot: Slot) -> None:
-        """Put this rank's share of a gradient into the bucket."""
-        gradient = slot.parameter.grad
-        super().pack(bucket, slot)
-        if not self.as_view:
-            slot.parameter.grad = gradient
+    def after_reduction(self, engine: Engine) -> None:
+        """Compare with the other ranks which parameters have had a gradient."""
+        self._passed, slots = True, engine.slots
+        self.notes = self.show([slot.fresh for slot in slots])
+        columns = zip(slots, zip(*self.notes, strict=True), strict=True)
+        unused = (slot.parameter for slot, column in columns if "1" not in column)
+        engine.reducer.unused = frozenset(unused)
 
-    def settle(self, engine: Engine) -> None:
-        """Give its mean to every parameter that some rank had a gradient for.
+    def after_backward(self, engine: Engine) -> None:
+        """Raise UnusedParametersError if some ranks had gradients that others had not.
 
-        Raises UnusedParametersError if that must have been all ranks, or none.
+        What no rank had is remembered: another pass may bring it.
         """
-        self._passed = True
-        slots = engine.slots
-        notes = shown_by_all([slot.fresh for slot in slots], self.group, engine.failed)
-        for slot, column in zip(slots, zip(*notes, strict=True), strict=True):
-            if "1" in column:
-                self._give_mean(slot)
-        if not self.find:
-            self._compare([slot.name for slot in slots], notes)
-
-    def _give_mean(self, slot: Slot) -> None:
-        if self.as_view:
-            slot.parameter.grad = slot.view
-        elif slot.parameter.grad is None:
-            slot.parameter.grad = slot.view.clone()
-        else:
-            slot.parameter.grad.copy_(slot.view)
-
-    def _compare(self, names: Sequence[str], notes: Sequence[str]) -> None:
-        """Look what the ranks have missed, of those that have a batch at all."""
-        missing = {
-            rank: [name for name, flag in zip(names, note, strict=True) if flag == "0"]
-            for rank, note in zip(communicator(self.group).ranks, notes, strict=True)
-            if "-" not in note
-        }
-        own, *others = missing.values()
-        if all(other == own for other in others):
-            before = own if self.owed is None else self.owed
-            self.owed = [name for name in own if name in before]
+        if self.find:
+            return
+        names = [slot.name for slot in engine.slots]
+        missing = [
+            [name for name, flag in zip(names, note, strict=True) if flag == "0"]
+            for note in self.notes
+        ]
+        if all(other == missing[0] for other in missing):
+            before = missing[0] if self.owed is None else self.owed
+            self.owed = [name for name in missing[0] if name in before]
             return
         self.owed = None
-        named = "; ".join(f"rank {r}: {_list(m)}" for r, m in missing.items() if m)
+        ranks = dist.get_process_group_ranks(engine.reducer.group)
+        pairs = zip(ranks, missing, strict=True)
+        named = "; ".join(f"rank {rank}: {_list(m)}" for rank, m in pairs if m)
         raise UnusedParametersError(
             f"other ranks had gradients for parameters that these had none for: {named}"
             f". The gradients of this step are of no use. {ADVICE}"
         )
-
-    def shadow(self, engine: Engine) -> None:
-        """Take part in the others' averaging with nothing to say (`Join`)."""
-        for slot in engine.slots:
-            if slot.parameter.grad is slot.view:  # stays as it is
-                slot.parameter.grad = slot.view.clone()
-        for bucket in engine.buckets:
-            bucket.flat.zero_()
-            engine.launch(bucket)
-        engine.wait()
-        silent = [False for _ in engine.slots]
-        notes = shown_by_all(silent, self.group, engine.failed, silent=True)
-        if not self.find:
-            self._compare([slot.name for slot in engine.slots], notes)
-            self.owed = None
 
 
 def _list(names: Sequence[str]) -> str:

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from ddp_course.collectives import CollectiveError, communicator
 from ddp_course.collectives.communicator import by_text
 from ddp_course.mechanisms.broadcast import broadcast_all
-from ddp_course.mechanisms.tensor_words import kind_of
 
 T = TypeVar("T")
 SHOWN = 5  # of more differences only the number is told
@@ -128,7 +127,8 @@ def form_of(module: nn.Module, **options: Any) -> Form:
 
 
 def _told(tensor: Tensor) -> str:
-    return f"{kind_of(tensor)} on {tensor.device.type}"
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype} {list(tensor.shape)} on {tensor.device.type}"
 
 
 def problem_with(module: Any) -> str | None:

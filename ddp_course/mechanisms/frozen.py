@@ -50,6 +50,19 @@ class Frozen:
         return [id(p) for owner in owners for p in owner._parameters.values()]
 
 
+class KeepFrozen:
+    """A part: what a model was wrapped with is what it trains."""
+
+    def after_replication(self, model: Any) -> None:
+        """Remember the parameters of the wrapped module."""
+        self.frozen = Frozen(model.module)
+
+    def before_forward(self, model: Any) -> None:
+        """Raise RuntimeError if it has others, or trains others."""
+        if torch.is_grad_enabled():
+            self.frozen.check()
+
+
 def _hooks_of(parameter: Tensor) -> list[Any]:
     """Return the hooks of a parameter; those of meters may find nothing to do."""
     hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks

@@ -67,7 +67,6 @@ class Averager:
     """Whatever averages gradients, and can be told by `held` to put that off."""
 
     held = 0  # so many have told it
-    failed = 0  # forwards and backwards that ended in an error
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -77,15 +76,6 @@ class Averager:
             yield
         finally:
             self.held -= 1
-
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        """Count the forward in this block if it fails: the other ranks may go on."""
-        try:
-            yield
-        except Exception:
-            self.failed += 1
-            raise
 
     def __getstate__(self) -> Any:
         """Raise TypeError: parameters are copied without those who listen to them."""

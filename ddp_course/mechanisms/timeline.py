@@ -1,4 +1,4 @@
-"""What a backward pass writes into the open event logs (`measure.EventLog`).
+"""Record a backward pass in the open event logs (`measure.EventLog`).
 
     lane "compute"        op "backward": computing, up to the last gradient of a bucket
     lane "launch"         op "launch": handing a bucket over
@@ -12,15 +12,19 @@ host only queues what is to be computed and sent: there, "compute" and "communic
 are between CUDA events (`GpuClock`), which tell when a stream came to them. Chapter 05.
 """
 
+from __future__ import annotations
+
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from ddp_course.collectives import Work
-from ddp_course.measure import EventLog, active_logs
+from ddp_course.measure.blocks import active_logs
+
+if TYPE_CHECKING:
+    from ddp_course.measure import EventLog
 
 
 class GpuClock:
@@ -75,20 +79,11 @@ class Timeline:
         self._note("backward", self.since, lane="compute", **detail)
         self.since = self.now()
 
-    def noted(self, send: Callable[[Any], Any], bucket: Any) -> Any:
-        """Return what `send(bucket)` returns; note when that was, and when it ends."""
-        start, index = self.now(), bucket.index
-        with span(self, "launch", bucket=index):
-            work = send(bucket)
-        self.sent(work, bucket.flat.nbytes, start, bucket=index)
-        self.since = self.now()  # launching is no computing
-        return work
-
     def sent(self, work: Any, nbytes: int, start: Any, **detail: Any) -> None:
         """A collective was called at `start`, a `now()`; note when it ends."""
         detail = {"nbytes": nbytes, "lane": "communication", **detail}
-        if not self.logs or work is None or isinstance(work, Work):
-            return  # our own add their event themselves
+        if not self.logs or not hasattr(work, "get_future"):
+            return  # the course's collectives add their event themselves
         future = work.get_future()
         ends = future.then(lambda _: self._note("all_reduce", start, **detail))
         self._ends.append(ends)
@@ -117,3 +112,48 @@ def span(timeline: Timeline | None, op: str, **detail: Any) -> Iterator[None]:
     yield
     if timeline is not None:
         timeline.add(op, start, op, **detail)
+
+
+class RecordBackward:
+    """A part of an engine that records its backward passes, if anybody keeps a log."""
+
+    def __init__(self) -> None:
+        self.timeline = Timeline(())  # nothing is recorded outside of backward
+
+    def before_backward(self, engine: Any) -> None:
+        """Begin a time-line."""
+        self.timeline = Timeline.begin()
+
+    def bucket_full(self, engine: Any, bucket: Any) -> None:
+        """Record the computing that has filled a bucket."""
+        self.timeline.computed(bucket=bucket.index)
+
+    def before_launch(self, engine: Any, bucket: Any) -> None:
+        """Note when a bucket is launched."""
+        self.start, self.host_start = self.timeline.now(), time.perf_counter()
+
+    def after_launch(self, engine: Any, bucket: Any) -> None:
+        """Record the launch, and the communication when it ends."""
+        timeline, index = self.timeline, bucket.index
+        timeline.add("launch", self.host_start, "launch", bucket=index)
+        timeline.sent(bucket.work, bucket.flat.nbytes, self.start, bucket=index)
+        timeline.since = timeline.now()  # launching is not computing
+
+    def backward_ended(self, engine: Any) -> None:
+        """Record the computing after the last full bucket."""
+        self.timeline.computed()
+
+    def before_wait(self, engine: Any, bucket: Any) -> None:
+        """Note when the host begins to wait, for one bucket or for all (None)."""
+        if bucket is not None:  # in the middle of backward
+            self.timeline.computed()
+        self.host_start = time.perf_counter()
+
+    def after_wait(self, engine: Any, bucket: Any) -> None:
+        """Record the waiting."""
+        detail = {} if bucket is None else {"bucket": bucket.index}
+        self.timeline.add("wait", self.host_start, "wait", **detail)
+        self.timeline.since = self.timeline.now()
+        if bucket is None:
+            self.timeline.all_ended()
+            self.timeline = Timeline(())

@@ -32,8 +32,11 @@ from ddp_course.collectives import (
 )
 from ddp_course.measure import label
 from ddp_course.mechanisms.buckets import BUCKET_CAP_MB, LiveBucket, view_of
-from ddp_course.mechanisms.engine import AllReduce, Engine
+from ddp_course.mechanisms.engine import BucketReducer, Engine
 from ddp_course.mechanisms.placements import Flat, place, placed
+from ddp_course.mechanisms.recovery import Recovery
+from ddp_course.mechanisms.timeline import RecordBackward
+from ddp_course.mechanisms.unused import AgreeUnused
 from ddp_course.zero.sharded_optimizer import ShardedOptimizer
 from ddp_course.zero.shards import ShardedBucket, shard_plan
 
@@ -65,7 +68,9 @@ class Zero1(ShardedOptimizer):
         super().__init__(params, optimizer_class, process_group, defaults, **agreed)
         self.bucket_cap_mb = bucket_cap_mb
         self.ending = ending or ReduceScatter(process_group)
-        self.engine = Engine(self.ending)
+        recovery = Recovery(process_group)
+        parts = [RecordBackward(), recovery, AgreeUnused(recovery.show)]
+        self.engine = Engine(self.ending, parts)
         self.plan: list[ShardedBucket] = []  # which buckets there are, and whose
         self.rows: list[Tensor] = []  # their parameters
         self.divide()
@@ -110,7 +115,7 @@ class Zero1(ShardedOptimizer):
         all_gather_single(row, own, group=self.process_group)
 
 
-class ReduceScatter(AllReduce):
+class ReduceScatter(BucketReducer):
     """The ending of stage 1: every rank gets its shard of the mean gradients.
 
     Half of an all-reduce, which would go on to give everybody everything. Afterwards a
@@ -131,7 +136,7 @@ class ReduceScatter(AllReduce):
         reduce_scatter: Callable[..., Any] = reduce_scatter_single,
         empty: Callable[..., Tensor] = torch.empty,
     ) -> None:
-        super().__init__(group, empty=empty)
+        super().__init__(group, empty)
         self.reduce_scatter, self.rank = reduce_scatter, communicator(group).rank
 
     def memory(self, bucket: ShardedBucket) -> Tensor:

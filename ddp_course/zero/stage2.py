@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 from ddp_course.measure import label
 from ddp_course.mechanisms.buckets import LiveBucket, Slot
 from ddp_course.mechanisms.engine import Engine
-from ddp_course.mechanisms.timeline import span
+from ddp_course.mechanisms.parts import announce
 from ddp_course.zero.stage1 import ReduceScatter, Zero1
 
 SMALLER_CAP_MB = 4  # what is on its way is not sharded, so buckets are smaller here
@@ -140,11 +140,9 @@ class ReduceScatterAndFree(ReduceScatter):
 
     def wait_for(self, bucket: LiveBucket) -> None:
         """Backward has to wait here, since there is no memory for its gradients."""
-        timeline = self.engine.timeline
-        timeline.computed()
-        with span(timeline, "wait", bucket=bucket.index):
-            self.engine.finish(bucket)
-        timeline.since = timeline.now()
+        announce(self.engine.parts, "before_wait", self.engine, bucket)
+        self.engine.finish(bucket)
+        announce(self.engine.parts, "after_wait", self.engine, bucket)
 
     def launch(self, bucket: LiveBucket) -> Any:
         """Begin the reduce-scatter of a bucket, in place."""

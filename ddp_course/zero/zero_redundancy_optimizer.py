@@ -165,6 +165,7 @@ class InTurns(Watchful, ReduceScatterAndFree):
                 "zero_grad() before backward; module.zero_grad() cannot reach a shard"
             )
         super().pass_begins(engine)
+        self.unused_before = self.unused
         if self.in_shared_memory and self.turns != engine.buckets:
             self.lay_in_turns(list(engine.buckets))
 
@@ -193,9 +194,9 @@ class InTurns(Watchful, ReduceScatterAndFree):
 
     def settle(self, engine: Engine) -> None:
         """All buckets have arrived, and there may be gradients of earlier passes."""
-        before = self.unused
         super().settle(engine)
-        self.unused = self.unused & before if self.adding else self.unused
+        if self.adding:
+            self.unused &= self.unused_before
         self.adding = True
 
     def zero(self, set_to_none: bool) -> None:

@@ -313,7 +313,7 @@ def test_hooks_are_pytorchs_and_mistakes_are_told():
         "bf16, ours True": "nothing",
         "bf16, ours False": "nothing" if torch.version.cuda else WITHOUT_CUDA,
         "complex": "gradients are torch.complex64; compressors are for real numbers",
-        "join": "Join needs divide_by_initial_world_size=True with it",
+        "join": "needs equally many batches on all ranks",
     }.items():
         assert words in told[name], told[name]
     # PyTorch 2.13's own fail over gloo, on its DDP, too.

@@ -10,13 +10,15 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from trained import Trained
 
-from ddp_course.collectives import ring_all_reduce
+from ddp_course.collectives import ring_all_reduce, shared_memory
 from ddp_course.data_parallel.bucketed import (
     BucketedDistributedDataParallel as Bucketed,
 )
+from ddp_course.data_parallel.buffers import Buffers
 from ddp_course.data_parallel.ddp import DistributedDataParallel as Ours
 from ddp_course.data_parallel.flat import FlatDistributedDataParallel as Flat
 from ddp_course.data_parallel.naive import NaiveDistributedDataParallel as Naive
+from ddp_course.mechanisms.frozen import KeepFrozen
 from ddp_course.mechanisms.hooks import held
 
 ROWS, CHANNELS = 12, 7  # rows that 1, 2, 3 and 4 ranks can share
@@ -111,11 +113,11 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "torch": lambda m: nn.parallel.DistributedDataParallel(m, bucket_cap_mb=1),
     "naive": Naive,
     "flat": Flat,
-    "bucketed": lambda m: Bucketed(m, **SMALL_BUCKETS),
+    "bucketed": lambda m: Bucketed(m, parts=[Buffers()], **SMALL_BUCKETS),
     "ours": Ours,
     "small buckets": lambda m: Ours(m, **SMALL_BUCKETS),
     "ring": lambda m: Ours(m, all_reduce=ring_all_reduce, **SMALL_BUCKETS),
-    "shared": lambda m: Ours(m, buckets_in_shared_memory=True, **SMALL_BUCKETS),
+    "shared": lambda m: Ours(m, all_reduce=shared_memory.all_reduce, **SMALL_BUCKETS),
     "copied": lambda m: Ours(m, gradient_as_bucket_view=False, **SMALL_BUCKETS),
     "find": lambda m: Ours(m, find_unused_parameters=True, **SMALL_BUCKETS),
 }
@@ -137,14 +139,14 @@ class NotTheSameAtFirst(Ours):
 def sum_not_mean(module: nn.Module) -> Ours:
     """The sum in place of the mean."""
     ddp = Ours(module, **SMALL_BUCKETS)
-    ddp.engine.ending.scale = 1.0
+    ddp.engine.reducer.scale = 1.0
     return ddp
 
 
 def before_it_is_full(module: nn.Module) -> Ours:
     """A bucket is sent when its first gradient has come."""
     ddp = Ours(module, bucket_cap_mb=1)
-    pack = ddp.ending.pack
+    pack = ddp.engine.reducer.pack
 
     def hasty(bucket, slot):
         pack(bucket, slot)
@@ -152,7 +154,7 @@ def before_it_is_full(module: nn.Module) -> Ours:
             bucket.sent = True
             bucket.work = dist.all_reduce(bucket.flat, async_op=True)
 
-    ddp.ending.pack = hasty
+    ddp.engine.reducer.pack = hasty
     ddp.engine.launch = lambda bucket: None
     return ddp
 
@@ -162,7 +164,7 @@ def one_left_out(module: nn.Module) -> Ours:
     module.first.bias.requires_grad_(False)
     ddp = Ours(module, **SMALL_BUCKETS)
     module.first.bias.requires_grad_(True)
-    ddp.frozen.kept.clear()  # or it would say so
+    ddp.parts[:] = [p for p in ddp.parts if not isinstance(p, KeepFrozen)]
     return ddp
 
 

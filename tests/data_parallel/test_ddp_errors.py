@@ -1,18 +1,15 @@
 """What cannot be averaged is refused on every rank, and nothing hangs."""
 
-import pytest
 import torch
 import torch.distributed as dist
-from ddp_cases import Naive, Ours, Small, UnusedIgnored, batch
+from ddp_cases import Ours, Small, UnusedIgnored, batch
 from modules import Branches, Fails
 from on_ranks import assert_refused, error_of, launched, tried
 from torch import nn
 from trained import same
 
 from ddp_course.collectives import ring_all_reduce
-from ddp_course.launch import spawn
 from ddp_course.mechanisms.agreement import differences
-from ddp_course.mechanisms.memory_exchange import empty_for_all
 
 
 def frozen(model: nn.Module, odd: bool) -> nn.Module:
@@ -42,7 +39,6 @@ def constructions(odd: bool) -> dict:
         "*0.bias is *=True on ranks 0, 2*requires_grad=False on rank 1*": one(
             frozen(nn.Sequential(nn.Linear(3, 4)), odd)
         ),
-        "*weight is*on ranks 0, 2*on rank 1*": one(other, cls=Naive),
         "*buffer running_mean*missing on rank 1*": one(buffered),
         "*argument bucket_cap_mb is 25 on ranks 0, 2, 5 on rank 1*": one(
             bucket_cap_mb=5 if odd else 25
@@ -158,7 +154,6 @@ def found() -> list[dict]:
         lambda m: nn.parallel.DistributedDataParallel(m, find_unused_parameters=True),
         lambda m: Ours(m, find_unused_parameters=True, **TINY),
         lambda m: Ours(m, find_unused_parameters=True, gradient_as_bucket_view=False),
-        lambda m: Ours(m, find_unused_parameters=True, buckets_in_shared_memory=True),
     ):
         model = Branches()
         ddp = wrap(model)
@@ -244,20 +239,6 @@ def test_buffers_are_sent_when_pytorch_sends_them(three_ranks):
     assert told[0][True] == told[0][False] == [0.0, 10.0, 20.0, 30.0]
     # After a forward in no_sync nothing is sent: rank 1 keeps its own in the third.
     assert told[1][True] == told[1][False] == [0.0, 10.0, 21.0, 30.0]
-
-
-def on_two_nodes() -> str:
-    return error_of(lambda: Ours(nn.Linear(2, 2), buckets_in_shared_memory=True))
-
-
-def test_shared_memory_is_refused_between_nodes():
-    for text in spawn(on_two_nodes, nnodes=2, nproc_per_node=1, output="none"):
-        assert "memory is shared inside a node" in text
-
-
-def test_shared_memory_is_refused_on_gpus():
-    with pytest.raises(ValueError, match="True, but the model is on cuda:0, not cpu"):
-        empty_for_all(None)(4, torch.float32, torch.device("cuda:0"))
 
 
 three_ranks = launched(

@@ -9,8 +9,8 @@ from ddp_cases import AfterBackward, Flat, Naive, Ours
 from sleeping import SLEEP, Sleeping, check_phases, launched_early
 from torch import nn
 
-from ddp_course.collectives import ring_all_reduce
-from ddp_course.data_parallel.recorded import record_pytorch
+from ddp_course.collectives import ring_all_reduce, shared_memory
+from ddp_course.data_parallel.recorded import record_naive, record_pytorch
 from ddp_course.launch import Link, Links, spawn
 from ddp_course.measure import Event, EventLog, busy, overlap
 
@@ -45,10 +45,12 @@ def pytorchs() -> list[Event]:
 def by_gloo() -> dict[str, list[Event]]:
     return {
         "ours": recorded(Ours(Sleeping(), **EACH)),
-        "shared": recorded(Ours(Sleeping(), **EACH, buckets_in_shared_memory=True)),
+        "shared": recorded(
+            Ours(Sleeping(), **EACH, all_reduce=shared_memory.all_reduce)
+        ),
         "one bucket": recorded(Ours(Sleeping())),
-        "naive": recorded(Naive(Sleeping())),
-        "flat": recorded(Flat(Sleeping())),
+        "naive": recorded(record_naive(Naive(Sleeping()))),
+        "flat": recorded(record_naive(Flat(Sleeping()))),
         "fake": recorded(AfterBackward(Sleeping(), **EACH)),
         "pytorch": pytorchs(),
     }
@@ -57,7 +59,7 @@ def by_gloo() -> dict[str, list[Event]]:
 def by_slow_ring() -> dict[str, list[Event]]:
     return {
         "ours": recorded(Ours(Sleeping(), **EACH, all_reduce=ring_all_reduce)),
-        "naive": recorded(Naive(Sleeping(), all_reduce=ring_all_reduce)),
+        "naive": recorded(record_naive(Naive(Sleeping(), all_reduce=ring_all_reduce))),
         "fake": recorded(AfterBackward(Sleeping(), **EACH, all_reduce=ring_all_reduce)),
     }
 

@@ -6,11 +6,12 @@ from on_ranks import launched
 from torch import nn
 
 from ddp_course.mechanisms.buckets import Bucket
-from ddp_course.mechanisms.engine import AllReduce, Engine
+from ddp_course.mechanisms.engine import AllReduceBuckets, Engine
+from ddp_course.mechanisms.recovery import Recovery
 
 
-class Told(AllReduce):
-    """An ending that notes what happens to the buckets, and sends nothing."""
+class Told(AllReduceBuckets):
+    """A reducer that notes what happens to the buckets, and sends nothing."""
 
     def __init__(self):
         super().__init__()
@@ -34,13 +35,13 @@ class Handle:
 
 
 def an_engine(names):
-    """Return an ending, an engine, and parameters: each in a bucket, in this order."""
+    """Return an engine, and parameters: each in a bucket, in this order."""
     parameters = {name: nn.Parameter(torch.ones(1)) for name in names}
-    engine = Engine(Told())
+    engine = Engine(Told(), [Recovery()])
     for index, name in enumerate(names):
         form = torch.float32, torch.device("cpu")
         engine.add(Bucket(index, (name,), (0,), 1, *form), parameters)
-    return engine, parameters, engine.ending.log
+    return engine, parameters, engine.reducer.log
 
 
 def product_of(parameters, order):

@@ -20,25 +20,22 @@ from torch.nn.functional import mse_loss
 from torch.nn.utils import clip_grad_norm_
 
 from ddp_course.chapters.ch08_fsdp.habits import HABITS, STRATEGIES, habits, outcome
-from ddp_course.data_parallel import (
-    BucketedDistributedDataParallel,
-    DistributedDataParallel,
-    FlatDistributedDataParallel,
-    NaiveDistributedDataParallel,
-)
+from ddp_course.data_parallel import DistributedDataParallel
 from ddp_course.launch import RankError, spawn
 from ddp_course.measure import MemoryLog
-from ddp_course.mechanisms import engine, frozen, guards, hooks
+from ddp_course.mechanisms import frozen, guards, hooks
 from ddp_course.mechanisms.whole_state import WholeState
 from ddp_course.model import GPTConfig, build_gpt
 from ddp_course.pipeline import PipelineParallel
 from ddp_course.tensor_parallel import tensor_parallel
 from ddp_course.zero import (
     FullyShardedDataParallel,
+    NaiveFullyShardedDataParallel,
     ShardedGradientOptimizer,
+    SimpleFullyShardedDataParallel,
     ZeroRedundancyOptimizer,
 )
-from ddp_course.zero.sharded_parts import Kept
+from ddp_course.zero.sharded_module import ShardedModule
 
 GPT = GPTConfig(block_size=8, n_layer=2, n_head=2, d_model=16)
 SGD, ADAM = torch.optim.SGD, torch.optim.AdamW
@@ -55,13 +52,12 @@ def sharded_by_pytorch(model: nn.Module, group) -> nn.Module:
 
 WRAP = {  # (model, group) -> what is trained
     "one": lambda model, _: model,
-    "naive": NaiveDistributedDataParallel,
-    "flat": FlatDistributedDataParallel,
-    "bucketed": BucketedDistributedDataParallel,
     "ddp": DistributedDataParallel,
     "zero1": lambda model, _: model,
     "zero2": lambda model, _: model,
     "zero3": lambda m, group: FullyShardedDataParallel(m, group, **UNITS),
+    "simple": lambda m, group: SimpleFullyShardedDataParallel(m, group, **UNITS),
+    "gathered": lambda m, group: NaiveFullyShardedDataParallel(m, group, **UNITS),
     "tp": tensor_parallel,
     "pp": lambda m, group: PipelineParallel(m, "1f1b", 2, group, loss_fn=mse_loss),
     "DDP": lambda m, group: nn.parallel.DistributedDataParallel(m),
@@ -69,8 +65,8 @@ WRAP = {  # (model, group) -> what is trained
 }
 OPTIMIZERS = {"zero1": ZeroRedundancyOptimizer, "zero2": ShardedGradientOptimizer}
 ALSO = {  # other rungs, of which the same must be true
-    "naive": ("flat", "bucketed"),
     "zero1": ("zero2",),
+    "zero3": ("simple", "gathered"),
 }
 
 
@@ -188,7 +184,7 @@ def scales(bed: Bed):
     for step in range(2):
         optimizer.zero_grad()
         here = step == 0 and (bed.name == "one" or dist.get_rank() == 1)
-        cut = bed.name not in ("one", "naive", "flat", "bucketed", "ddp", "DDP")
+        cut = bed.name not in ("one", "ddp", "DDP")
         factor = INF if here and not cut else 1.0
         bed.backward(step, lambda loss, factor=factor: scaler.scale(loss) * factor)
         if here and cut:
@@ -368,10 +364,8 @@ def without_guards() -> None:
     guards._put_around = lambda owner, name, make: None
     guards._check_step = lambda optimizer, args, kwargs: None
     frozen.Frozen.check = lambda self: None
-    WholeState.newcomer = lambda self: None
-    Kept.before_forward = lambda self, fsdp: None
-    Kept.used = lambda self, fsdp, unit: None
-    engine.on_any_rank = lambda flags, group, failed: [True for _ in flags]
+    ShardedModule.check_kept = WholeState.newcomer = lambda self: None
+    ShardedModule.check_unchanged = lambda self, unit: None
     hooks.Averager.__getstate__ = lambda self: {}
 
 
@@ -381,13 +375,11 @@ GUARDED = {  # habit, strategy -> what comes of it without
     (OTHERS[2], "pp"): "wrong",
     (OTHERS[3], "zero3"): "wrong",
     (OTHERS[3], "tp"): "wrong",
-    (OTHERS[6], "flat"): "wrong",
     (OTHERS[6], "ddp"): "wrong",
     (OTHERS[7], "zero3"): "wrong",
-    (OTHERS[8], "naive"): "wrong",
+    (OTHERS[8], "simple"): "wrong",
     (OTHERS[9], "zero3"): "wrong",
     (OTHERS[10], "zero3"): "wrong",
-    (OTHERS[12], "bucketed"): "wrong",
 }
 
 
@@ -409,8 +401,7 @@ def test_every_entry_of_the_table_is_what_comes_of_it_on_every_rank():
         for habit in HABITS
         for strategy in STRATEGIES
         for rung in rungs(strategy)
-        if outcome(habit, strategy) != "-"
-        and (habit != CATCHES or strategy in ("naive", "ddp"))
+        if outcome(habit, strategy) != "-" and (habit != CATCHES or strategy == "ddp")
     ]
     ranks = spawn(everything, pairs, world_size=2, output="none", timeout=120)
     for pair, *told in zip(pairs, *ranks, strict=True):
@@ -456,7 +447,7 @@ def test_who_goes_on_alone_after_an_error_is_told(strategy):
 
 def test_the_table_says_what_its_words_mean():
     text = habits().data
-    assert all(len(line.split("|")) == 11 for line in text.splitlines() if "|" in line)
-    assert "| a gradient penalty | right | right | right | refused | refused |" in text
+    assert all(len(line.split("|")) == 10 for line in text.splitlines() if "|" in line)
+    assert "| a gradient penalty | right | right | refused | refused |" in text
     words = {outcome(habit, name) for habit in HABITS for name in STRATEGIES}
     assert all(f"*{word}*" in text for word in words)

@@ -18,7 +18,7 @@ from trained import Trained
 from ddp_course.model import GPT, GPTConfig, build_gpt
 from ddp_course.pipeline import PipelineParallel, overlapped
 from ddp_course.pipeline import pipeline_parallel as module_of_ours
-from ddp_course.pipeline.overlapped import MessagesAhead
+from ddp_course.pipeline.overlapped import OverlappedRuntime
 from ddp_course.pipeline.shared_gradients import SharedGradients
 
 ROWS, TOKENS, CHARACTERS = 8, 5, 12  # rows that 3, 5, 6 and 7 cannot share equally
@@ -94,7 +94,7 @@ def train(
     for step in range(steps):
         optimizer.zero_grad()
         loss = pipeline.step(*batch(step))
-        clips = isinstance(pipeline, PipelineParallel)  # the others do not
+        clips = isinstance(pipeline, PipelineParallel)  # the readable ones do not
         norm = pipeline.clip_grad_norm_(CLIP) if clips else 1
         optimizer.step()
         told.note(parts(pipeline), norm, loss)
@@ -156,37 +156,41 @@ def pytorchs(schedule: str, m: int, steps: int = 5) -> Trained:
 # ---- planted fakes: each is wrong in one way that is easy to overlook ----------------
 
 
-class NotDivided:
+class NotDivided(OverlappedRuntime):
     """Adds the microbatches' gradients as if each were a batch."""
 
-    def before_run(self, runtime):
-        runtime.weights = [1.0] * len(runtime.weights)
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.weights = [1.0] * len(self.weights)
 
 
-class EqualWeights:
+class EqualWeights(OverlappedRuntime):
     """A mean of means: microbatches of different size count alike."""
 
-    def before_run(self, runtime):
-        runtime.weights = [1 / len(runtime.weights)] * len(runtime.weights)
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.weights = [1 / len(self.weights)] * len(self.weights)
 
 
-class Stale:
+class Stale(OverlappedRuntime):
     """The gradient of one microbatch goes through the graph of another."""
 
-    def before_compute(self, runtime, action):
-        stage, microbatch, kept = action.stage, action.microbatch, runtime.kept
-        others = [k for s, k in kept if s == stage and k != microbatch]
-        same = [k for k in others if len(runtime.x[k]) == len(runtime.x[microbatch])]
-        if action.op == "B" and same and stage != runtime.last:
+    def backward(self, stage, microbatch, gradient):
+        others = [k for s, k in self.kept if s == stage and k != microbatch]
+        same = [k for k in others if len(self.x[k]) == len(self.x[microbatch])]
+        if same and stage != self.last:
             one, other = (stage, microbatch), (stage, same[0])
-            kept[one], kept[other] = kept[other], kept[one]
+            self.kept[one], self.kept[other] = self.kept[other], self.kept[one]
+        return super().backward(stage, microbatch, gradient)
 
 
-class WeightsForgotten:
+class WeightsForgotten(OverlappedRuntime):
     """What I has put off is never done."""
 
-    def before_run(self, runtime):
-        runtime.operations["W"] = lambda *_: None
+    def halves(self, action, given):
+        if action.op == "W":
+            return None
+        return super().halves(action, given)
 
 
 class TiedTwice(SharedGradients):
@@ -207,24 +211,23 @@ class TiedNotAtAll(SharedGradients):
                 parameter.grad = before
 
 
-class Overwritten(MessagesAhead):
+class Overwritten(OverlappedRuntime):
     """Sends everything from one buffer, and does not wait until it has left.
 
     It goes well as long as all messages leave at once; so the last rank is late.
     """
 
-    def go_on(self):
+    def post(self, number):
         if dist.get_rank() == dist.get_world_size() - 1:
             time.sleep(0.03)
-        super().go_on()
+        super().post(number)
 
-    def _start_send(self, step):
-        results = self.runtime.results
-        tensor = results[step.action]
+    def send_to(self, peer, action):
+        tensor = self.made[action]
         buffer = self.__dict__.setdefault("buffer", torch.empty(10_000))
-        results[step.action] = buffer[: tensor.numel()].view(tensor.shape)
-        results[step.action].copy_(tensor)
-        super()._start_send(step)
+        self.made[action] = buffer[: tensor.numel()].view(tensor.shape)
+        self.made[action].copy_(tensor)
+        super().send_to(peer, action)
 
 
 class NextBatch(PipelineParallel):
@@ -239,35 +242,27 @@ class NextBatch(PipelineParallel):
 
 def fake(name: str, schedule: str, m: int) -> Trained:
     """Train on this rank with something wrong."""
-
-    def make(*args):
-        pipeline = MAKERS.get(name, PipelineParallel)(*args)
-        pipeline.parts += [part() for part in FAKE_PARTS.get(name, ())]
-        return pipeline
-
     with ExitStack() as stack:
-        for where, what, wrong in PATCHED.get(name, ()):
+        for where, what, wrong in FAKES[name]:
             stack.enter_context(patch.object(where, what, wrong))
+        make = {"next batch": NextBatch}.get(name, PipelineParallel)
         return train(make, schedule, m, steps=3)
 
 
-MAKERS = {"next batch": NextBatch}
-FAKE_PARTS: dict[str, tuple[type, ...]] = {
-    "not divided": (NotDivided,),
-    "equal weights": (EqualWeights,),
-    "stale": (Stale,),
-    "weights forgotten": (WeightsForgotten,),
-}
-PATCHED: dict[str, list[tuple]] = {
+FAKES: dict[str, list[tuple]] = {
+    "not divided": [(module_of_ours, "OverlappedRuntime", NotDivided)],
+    "equal weights": [(module_of_ours, "OverlappedRuntime", EqualWeights)],
+    "stale": [(module_of_ours, "OverlappedRuntime", Stale)],
+    "weights forgotten": [(module_of_ours, "OverlappedRuntime", WeightsForgotten)],
     "tied twice": [(module_of_ours, "SharedGradients", TiedTwice)],
     "tied not at all": [(module_of_ours, "SharedGradients", TiedNotAtAll)],
     "overwritten": [
-        (overlapped, "MessagesAhead", Overwritten),
+        (module_of_ours, "OverlappedRuntime", Overwritten),
         (overlapped, "AHEAD", 0),
         (overlapped, "UNDER_WAY", 100),
     ],
+    "next batch": [],
 }
-FAKES = [*FAKE_PARTS, *PATCHED, *MAKERS]
 FAKE_SCHEDULES = {"weights forgotten": "zero_bubble"}
 
 __all__ = ["PipelineParallel"]

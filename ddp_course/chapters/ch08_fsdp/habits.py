@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from IPython.display import Markdown
 
-STRATEGIES = ("naive", "ddp", "zero1", "zero3", "tp", "pp", "DDP", "fully_shard")
+STRATEGIES = ("ddp", "zero1", "zero3", "tp", "pp", "DDP", "fully_shard")
 NOTES = MappingProxyType(
     {
         "right": "as in one process",
@@ -25,49 +25,49 @@ NOTES = MappingProxyType(
 HABITS = MappingProxyType(
     {
         "two backwards add up": (
-            "right    right    right    right    right    right    right    right"
+            "right    right    right    right    right    right    right"
         ),
         "an optimizer made before wrapping": (
-            "right    right    -        refused  refused  right    right    wrong"
+            "right    -        refused  refused  right    right    wrong"
         ),
         "`clip_grad_norm_` of torch": (
-            "right    right    refused  refused  refused  refused  right    right"
+            "right    refused  refused  refused  refused  right    right"
         ),
         "an inf on one rank, `GradScaler`": (
-            "right    right    right    right    right    right    right    right"
+            "right    right    right    right    right    right    right"
         ),
         "`copy.deepcopy`": (
-            "refused  refused  right    refused  refused  refused  right    error"
+            "refused  right    refused  refused  refused  right    error"
         ),
         "`torch.save(model)`": (
-            "refused  refused  right    refused  refused  refused  right    error"
+            "refused  right    refused  refused  refused  right    error"
         ),
         "a layer unfrozen later": (
-            "refused  refused  refused  refused  right    right    wrong    right"
+            "refused  refused  refused  right    right    wrong    right"
         ),
         "a layer frozen later": (
-            "right    refused  right    refused  right    right    error    right"
+            "refused  right    refused  right    right    error    right"
         ),
         "a parameter replaced later": (
-            "refused  refused  right    refused  refused  refused  error    error"
+            "refused  right    refused  refused  refused  error    error"
         ),
         "a hook on a gradient, made later": (
-            "right    right    right    refused  right    right    right    wrong"
+            "right    right    refused  right    right    right    wrong"
         ),
         "weights changed in `forward`": (
-            "right    right    right    refused  right    right    right    wrong"
+            "right    right    refused  right    right    right    wrong"
         ),
         "a gradient penalty": (
-            "right    right    right    refused  refused  -        right    error"
+            "right    right    refused  refused  -        right    error"
         ),
         "an unused parameter, weight decay": (
-            "right    refused  right    right    -        right    error    right"
+            "refused  right    right    -        right    error    right"
         ),
         "BatchNorm in training": (
-            "per_rank per_rank per_rank per_rank -        refused  per_rank per_rank"
+            "per_rank per_rank per_rank -        refused  per_rank per_rank"
         ),
         "an error that one rank catches": (
-            "refused  refused  waits    refused  refused  refused  waits    error"
+            "refused  waits    refused  refused  refused  waits    error"
         ),
     }
 )
@@ -81,7 +81,7 @@ def outcome(habit: str, strategy: str) -> str:
 
 def habits() -> Markdown:
     """Return the table, and what its words mean."""
-    heads = ["naive, flat", "ddp", "zero1, zero2", "zero3", "tp", "pp"]
+    heads = ["ddp", "zero1, zero2", "zero3", "tp", "pp"]
     heads += [f"PyTorch's `{name}`" for name in STRATEGIES[-2:]]
     lines = [f"| | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
     for habit in HABITS:

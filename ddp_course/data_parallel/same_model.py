@@ -1,0 +1,87 @@
+"""A part of DDP: all ranks hold the same module, and it can be replicated.
+
+Data parallelism rests on one promise: before every step all ranks have the same
+parameters. At construction the forms are compared (names, shapes, types, what is
+trained), since gradients of different shapes would be added to each other, or hang.
+Chapter 04.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddp_course.mechanisms.agreement import agreed, check_module, form_of
+from ddp_course.mechanisms.buckets import bucket_plan
+
+
+class SameModel:
+    """Compares module and arguments on all ranks before anything is sent.
+
+    Args:
+        options: arguments that must be the same on all ranks.
+    """
+
+    devices: tuple[Any, Any] = None, None  # device_ids, output_device
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+
+    def before_replication(self, model: Any) -> None:
+        """Raise ReplicaError, on every rank, if one cannot do it or if they differ."""
+        named = {k: _name_of(v) if callable(v) else v for k, v in self.options.items()}
+        form = form_of(model.module, **named)
+        agreed(lambda: self.check(model.module), model.process_group, **form)
+
+    def check(self, module: Any) -> None:
+        """Raise ValueError for what this rank cannot use."""
+        check_module(module)
+        all_reduce = self.options["all_reduce"]
+        if not callable(all_reduce):
+            raise ValueError(f"all_reduce is {all_reduce!r}; it must be a function")
+        bucket_plan((), self.options["bucket_cap_mb"], self.options["first_bucket_mb"])
+        check_devices(module, *self.devices)
+        for name, parameter in module.named_parameters():
+            if getattr(parameter, "_in_backward_optimizers", None):
+                raise ValueError(
+                    f"an optimizer steps {name} in backward, before its gradient is "
+                    "averaged: the replicas would diverge. Step after backward"
+                )
+
+
+def check_devices(module: nn.Module, device_ids: Any, output_device: Any) -> None:
+    """Raise ValueError unless these arguments name the device of the parameters.
+
+    As ordinary scripts have them: `device_ids=[local_rank]`. One process drives one
+    device, so there is nothing else that they could mean.
+    """
+    device = next(module.parameters()).device
+    ids = [] if device_ids is None else list(device_ids)
+    named = {"device_ids": ids} if ids else {}
+    if output_device is not None:
+        named["output_device"] = [output_device]
+    for name, values in named.items():
+        if device.type == "cpu":
+            raise ValueError(
+                f"{name} is {values}, but the module is on the CPU: leave it out, or "
+                f"move the module to its GPU first"
+            )
+        asked = [
+            torch.device(device.type, v) if isinstance(v, int) else v for v in values
+        ]
+        if [torch.device(each) for each in asked] != [device]:
+            raise ValueError(
+                f"{name} is {values}; it must be [{device.index}], the one device that "
+                f"the module is on"
+            )
+
+
+def _name_of(function: Callable) -> str:
+    """Return what tells functions apart, the same in all processes."""
+    if isinstance(function, functools.partial):
+        args = (_name_of(a) if callable(a) else repr(a) for a in function.args)
+        return f"{_name_of(function.func)}({', '.join(args)})"
+    names = (getattr(function, f"__{key}__", "") for key in ("module", "qualname"))
+    return ".".join(names)

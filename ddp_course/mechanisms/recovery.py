@@ -1,0 +1,56 @@
+"""A part that ends passes which broke off in an error, and compares who went on.
+
+If a forward or backward raises on one rank, and the program catches it and skips the
+batch, the other ranks wait for the buckets that this rank has not sent; and from then
+on it would average another batch than they do. So before the next pass this part sends
+what is missing, and after every averaged pass the ranks compare how many of their
+passes have failed: either all skip a batch, or none. Chapter 05.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from ddp_course.mechanisms.agreement import shown_by_all
+
+
+class Recovery:
+    """Counts failed passes, ends broken ones, and lets ranks compare flags.
+
+    `show` is what other parts call after an averaged pass, once and on all ranks, to
+    show their flags; it compares the counts, too (`unused.AgreeUnused` takes it).
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.failed = 0  # forwards and backwards that ended in an error
+        self._in_forward = False
+
+    def before_forward(self, model: Any) -> None:
+        """Count the last forward if it has not ended; end the last backward."""
+        self.failed += self._in_forward
+        self._in_forward = True
+        model.engine.recover()
+
+    def after_forward(self, model: Any, output: Any) -> None:
+        """Note that this forward has not failed."""
+        self._in_forward = False
+
+    def backward_broke(self, engine: Any) -> None:
+        """Send the buckets that a broken pass has left: other ranks wait for them.
+
+        Raises CollectiveError, on every rank, if it did not break off on all of them.
+        """
+        self.failed += 1
+        for bucket in engine.buckets[engine.next :]:
+            engine.launch(bucket)
+        engine.wait()
+        self.show([slot.fresh for slot in engine.slots])
+
+    def show(self, flags: Sequence[bool]) -> list[str]:
+        """Return every rank's flags, a "1" or "0" each; compare the failed passes.
+
+        Raises CollectiveError, on every rank, if some ranks have had more failures.
+        """
+        return shown_by_all(flags, self.group, self.failed)
