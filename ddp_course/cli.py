@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
             # PyTorch's threads, in kernels, too, sleep while they have nothing to do.
             # Else they spin: beside others on two cores, a step took 6 s and not .3.
             os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-            told.check(told)
+            told.before(told)
             command = import_module(f"ddp_course.commands.{told.module}").command
             if told.module in RANKS:
                 ddp_course.get_ready()
@@ -137,7 +137,7 @@ def parser() -> Parser:
     )
     version = f"ddp-course {ddp_course.__version__}"
     top.add_argument("--version", action="version", version=version)
-    top.set_defaults(module=None, check=lambda told: None)
+    top.set_defaults(module=None, before=lambda told: None)
     commands = top.add_subparsers(metavar="COMMAND")
     first = (_lab, _run, _progress, _train)
     for add in (*first, _notebooks, _site, _doctor, _bench, _plan):
@@ -198,7 +198,6 @@ def _run(add: Callable[..., Parser]) -> None:
         "ddp-course run 00",
         "ddp-course run all",
         "ddp-course run notebooks/01_ranks.ipynb",
-        module="notebooks",
     )
     about = "00, all, or a path"
     run.add_argument("chapters", nargs="+", metavar="CHAPTER", help=about)
@@ -235,7 +234,7 @@ def _train(add: Callable[..., Parser]) -> None:
         + _list("data-parallel", spec.DATA_PARALLEL, 11)
         + _list("precision", spec.PRECISIONS, 11),
     )
-    train.set_defaults(check=check_typed)
+    train.set_defaults(before=check_typed)
     ranks = "1 to 64 processes; by default as many as dp, pp and tp say, or 1"
     train.numbers(ranks=(_whole(64), None, ranks))
     for each in (*fields(spec.Training), *fields(spec.Layout)):
@@ -251,6 +250,7 @@ def _notebooks(add: Callable[..., Parser]) -> None:
         "execute chapters and store clean outputs, or check that they are stored so",
         "ddp-course notebooks --save 00 01",
         "ddp-course notebooks --check",
+        module="author",
     )
     what = notebooks.add_mutually_exclusive_group(required=True)
     _flags(what, save="execute and store", check="report what is not clean")
@@ -265,6 +265,7 @@ def _site(add: Callable[..., Parser]) -> None:
         "make web pages of the course, from the stored notebooks",
         "ddp-course site",
         "ddp-course site --out /srv/www/ddp-course",
+        module="author",
     )
     about = "a new folder, or one with an older edition; %(default)s"
     _files(site, "FOLDER", out=about)

@@ -11,6 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import clean_notebooks
 import nbformat
 import pytest
 from conftest import descendants, names_in, none_left
@@ -20,7 +21,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from refusals import complaint
 
 from ddp_course.cli import main
-from ddp_course.commands import CommandError, chapters, clean, execute
+from ddp_course.commands import CommandError, chapters, execute
 
 RAISES = {"tags": ["raises-exception"]}
 
@@ -81,16 +82,18 @@ def clean_notebook() -> nbformat.NotebookNode:
     cells[1].outputs = [stream("1\n"), two]
     error = {"ename": "ZeroDivisionError", "evalue": "?", "traceback": ["line"]}
     cells[2].outputs = [new_output("error", **error)]
-    return new_notebook(cells=cells, metadata=clean.METADATA)
+    return new_notebook(cells=cells, metadata=clean_notebooks.METADATA)
 
 
 def store(notebook, path: Path) -> Path:
-    path.write_text(clean.text_of(notebook))
+    path.write_text(clean_notebooks.text_of(notebook))
     return path
 
 
 def test_a_clean_notebook_is_clean(tmp_path):
-    assert clean.complaints(store(clean_notebook(), tmp_path / "n.ipynb")) == []
+    assert (
+        clean_notebooks.complaints(store(clean_notebook(), tmp_path / "n.ipynb")) == []
+    )
 
 
 def stream(text: str, name: str = "stdout"):
@@ -98,7 +101,7 @@ def stream(text: str, name: str = "stdout"):
 
 
 def view(text: str = "IntSlider()"):
-    return new_output("display_data", {"text/plain": text, clean.VIEW: {}})
+    return new_output("display_data", {"text/plain": text, clean_notebooks.VIEW: {}})
 
 
 def traceback(line: str):
@@ -119,7 +122,10 @@ CURABLE = [
     ("no id", lambda nb: nb.cells[1].update(id="title")),
     ("output of a widget", lambda nb: nb.cells[1].outputs.append(view())),
     ("in pieces", lambda nb: nb.cells[1].outputs.append(stream("more\n"))),
-    ("names folders", traceback(f"{Path(clean.__file__).parent}/clean.py:7")),
+    (
+        "names folders",
+        traceback(f"{Path(clean_notebooks.__file__).parent}/clean_notebooks.py:7"),
+    ),
     ("names folders", traceback(f"{Path(nbformat.__file__).parent}/reader.py:7")),
 ]
 INCURABLE = [
@@ -142,37 +148,37 @@ def test_every_flaw_is_found_and_nothing_else_and_may_have_a_remedy(
 ):
     notebook, path = clean_notebook(), tmp_path / "n.ipynb"
     spoil(notebook)
-    found = clean.complaints(store(notebook, path))
+    found = clean_notebooks.complaints(store(notebook, path))
     assert len(found) == 1 and complaint in found[0]
-    clean.clean(notebook)
+    clean_notebooks.clean(notebook)
     nbformat.validate(notebook)
-    text = clean.text_of(notebook)
-    cured = clean.complaints(store(notebook, path)) == []
+    text = clean_notebooks.text_of(notebook)
+    cured = clean_notebooks.complaints(store(notebook, path)) == []
     assert cured == ((complaint, spoil) in CURABLE)
-    clean.clean(notebook)  # once is enough
-    assert clean.text_of(notebook) == text
+    clean_notebooks.clean(notebook)  # once is enough
+    assert clean_notebooks.text_of(notebook) == text
     for same_everywhere in ("/proc/self/io", "and/or", "http://localhost/tmp/x"):
         notebook = clean_notebook()
         prints(same_everywhere)(notebook)
-        assert clean.complaints(store(notebook, path)) == []
+        assert clean_notebooks.complaints(store(notebook, path)) == []
 
 
 def test_every_rule_has_a_flaw_that_it_finds():
-    for rule in clean.RULES:
+    for rule in clean_notebooks.RULES:
         assert [complaint for complaint, _ in CURABLE if complaint in rule], rule
 
 
 def test_the_layout_of_the_file_counts(tmp_path):
     path = store(clean_notebook(), tmp_path / "n.ipynb")
     path.write_text(path.read_text().rstrip("\n"))
-    assert "laid out" in clean.complaints(path)[0]
+    assert "laid out" in clean_notebooks.complaints(path)[0]
 
 
 def test_streams_are_joined_by_name_and_widgets_go_with_their_text():
     notebook = clean_notebook()
     error = stream("!\n", "stderr")
     notebook.cells[1].outputs = [stream("a\n"), error, view(), stream("b\n"), view()]
-    clean.clean(notebook)
+    clean_notebooks.clean(notebook)
     assert notebook.cells[1].outputs == [stream("a\nb\n"), error]
 
 
@@ -205,9 +211,9 @@ def test_a_cell_that_lacks_something_can_be_read(tmp_path):
     bare = json.loads(path.read_text())
     bare["cells"] = [{"cell_type": kind} for kind in ("code", "markdown")]
     path.write_text(json.dumps(bare))
-    assert "no id" in " ".join(clean.complaints(path))
-    notebook = clean.read(path)
-    clean.clean(notebook)
+    assert "no id" in " ".join(clean_notebooks.complaints(path))
+    notebook = execute.read(path)
+    clean_notebooks.clean(notebook)
     nbformat.validate(notebook)
 
 
@@ -400,10 +406,10 @@ def test_save_stores_clean_outputs_and_the_same_bytes_again(tmp_path, capsys):
     path.write_text(json.dumps(raw))
     assert main(["notebooks", "--save", str(path)]) == 0
     first = path.read_bytes()
-    assert clean.complaints(path) == []
+    assert clean_notebooks.complaints(path) == []
     stored = nbformat.read(path, as_version=4)
     nbformat.validate(stored)
-    assert stored.metadata == clean.METADATA
+    assert stored.metadata == clean_notebooks.METADATA
     printed, widgets, raised = (cell.outputs for cell in stored.cells[1:])
     told = {"stdout": "0\n1\n2\n", "stderr": "!\n!\n!\n"}
     assert {o.name: o.text for o in printed} == told and len(printed) == 2
@@ -429,3 +435,9 @@ def test_save_stores_nothing_that_is_not_clean(tmp_path, capsys):
     assert "cell 1 shows an absolute path: /home/ada/data" in told
     assert "cell 2 shows a memory address" in told
     assert path.read_bytes() == before and names_in(tmp_path) == {"n.ipynb"}
+
+
+@pytest.mark.parametrize("typed", ["notebooks --check", "site"])
+def test_authors_tools_are_for_a_clone(typed, clone, capsys):
+    assert main(typed.split()) == 1
+    assert "is for a clone of the course's repository" in capsys.readouterr().err

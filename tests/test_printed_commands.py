@@ -45,7 +45,7 @@ def wrong_with(line: str, capsys: pytest.CaptureFixture) -> str | None:
     words = [PLACES.get(word, word) for word in shlex.split(line)]
     try:
         told = parser().parse_args(words)
-        told.check(told)
+        told.before(told)
     except CommandError as error:
         return str(error)
     except SystemExit as ended:

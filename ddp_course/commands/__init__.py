@@ -2,16 +2,16 @@
 
 chapters   which notebooks there are, and what a reader calls them
 execute    run one notebook in this Python; say what failed and where
-clean      the rules for a notebook in the repository, each with its remedy
-notebooks  `run`, `notebooks --save`, `notebooks --check`
-site       `site`: the stored notebooks as web pages
+run        `run`
+author     `notebooks` and `site`: the authors' tools, which a clone has
+asked      what `train` was asked for, checked without PyTorch
 train      `train`, and a rank of torchrun that trains
 plan       `plan`
 proofs     ranks that really run, and agree
 doctor     `doctor`: cores, memory, GPUs, and what a container leaves of them
 report     `doctor --report`: what to send when asking for help
 lab        `lab`: JupyterLab, its port, its address, its end
-bench      `bench`
+bench      `bench`; its figure is in bench_figure
 progress   `progress`
 """
 

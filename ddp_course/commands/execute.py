@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import json
 import re
 import signal
 import tempfile
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import nbformat
 from ipykernel.kernelspec import get_kernel_dict
 from jupyter_client import AsyncKernelManager, KernelClient
 from jupyter_client.kernelspec import KernelSpec
@@ -44,6 +46,26 @@ class Failure:
             story += "" if cell == self.cell else f", through cell {cell}"
             story += f", line {line}: `{self.source}`"
         return f"{story}: {self.error}"
+
+
+def read(path: Path) -> NotebookNode:
+    """Return the notebook as it is stored. Raises ValueError if it is none.
+
+    Nothing is converted on the way: a conversion would draw random cell ids. What other
+    programs may leave out of a cell is empty.
+    """
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        if stored["nbformat"] != 4:
+            raise ValueError("not a notebook of format 4")
+        for cell in stored["cells"]:
+            code = {"outputs": [], "execution_count": None}
+            usual = code if cell["cell_type"] == "code" else {}
+            for name, value in ({"metadata": {}, "source": ""} | usual).items():
+                cell.setdefault(name, value)
+        return nbformat.v4.reads(json.dumps(stored))
+    except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"not a notebook ({error})") from None
 
 
 class OwnSockets:

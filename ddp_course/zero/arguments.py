@@ -23,8 +23,8 @@ from ddp_course.mechanisms.agreement import (
 )
 from ddp_course.mechanisms.buckets import bucket_plan
 from ddp_course.mechanisms.elementwise import check_elementwise
-from ddp_course.mechanisms.optimizer_state import options_of
 from ddp_course.mechanisms.tensor_words import kind_of
+from ddp_course.mechanisms.whole_state import options_of
 from ddp_course.zero.freed import is_sharded
 from ddp_course.zero.units import Chosen, UnitPlan, unit_plan
 

@@ -1,4 +1,4 @@
-"""`run`: execute chapters, store nothing. `notebooks`: store them clean, or check."""
+"""`run`: execute chapters without a browser, and store nothing."""
 
 from __future__ import annotations
 
@@ -11,28 +11,17 @@ from nbformat import NotebookNode
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
-from ddp_course.commands import chapters, clean, tell
-from ddp_course.commands.execute import code_cells, execute
+from ddp_course.commands import chapters, tell
+from ddp_course.commands.execute import code_cells, execute, read
 
 
 def command(told: Namespace) -> int:
-    """Run, save or check chapters, tell what is wrong, and return the exit code.
-
-    `run` stores nothing. A chapter that fails, or that shows what only one machine has,
-    is not saved.
-    """
-    paths = chapters.find(told.chapters or ["all"])
-    if told.name == "run":
-        return _each(paths, lambda path: _run(path, told.timeout)[1])
-    if told.save:
-        return _each(paths, lambda path: _save(path, told.timeout))
-    wrong = _each(paths, clean.complaints)
-    if not wrong:
-        print("clean")
-    return wrong
+    """Run chapters, say what failed, and return the exit code."""
+    paths = chapters.find(told.chapters)
+    return for_each(paths, lambda path: run_chapter(path, told.timeout)[1])
 
 
-def _each(paths: list[Path], work: Callable[[Path], list[str]]) -> int:
+def for_each(paths: list[Path], work: Callable[[Path], list[str]]) -> int:
     """Do `work` for every chapter and tell the problems that it returns."""
     wrong = 0
     for path in paths:
@@ -46,9 +35,9 @@ def _each(paths: list[Path], work: Callable[[Path], list[str]]) -> int:
     return wrong
 
 
-def _run(path: Path, timeout: int) -> tuple[NotebookNode, list[str]]:
+def run_chapter(path: Path, timeout: int) -> tuple[NotebookNode, list[str]]:
     """Execute a chapter with a bar. Returns the notebook with outputs, and problems."""
-    notebook = clean.read(path)
+    notebook = read(path)
     cells = len(code_cells(notebook))
     started = time.monotonic()
     console = Console(stderr=True)
@@ -61,19 +50,3 @@ def _run(path: Path, timeout: int) -> tuple[NotebookNode, list[str]]:
         seconds = time.monotonic() - started
         print(f"{path.stem}: {cells} cells ran in {seconds:.1f} s", flush=True)
     return notebook, [] if failure is None else [str(failure)]
-
-
-def _save(path: Path, timeout: int) -> list[str]:
-    notebook, problems = _run(path, timeout)
-    if not problems:
-        clean.clean(notebook)
-        problems = list(clean.incurable(notebook))
-    if problems:
-        return problems
-    text = clean.text_of(notebook).encode()
-    if text != path.read_bytes():
-        whole = path.with_suffix(".ipynb.new")  # so that nobody sees half a notebook
-        whole.write_bytes(text)
-        whole.replace(path)
-        print(f"{path.stem}: stored")
-    return []

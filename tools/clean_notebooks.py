@@ -1,23 +1,29 @@
-"""The rules for a notebook in the repository: what is stored must be what was shown.
+"""Store clean notebooks in the repository, or check that they are (for authors).
 
-A rule is a complaint and a remedy, a function that changes the notebook so that the
-complaint no longer holds. `clean` applies every remedy; `complaints` reports those
-which would change something, and what no remedy can put right. So no rule exists twice.
+    ddp-course notebooks --save 01          execute the chapter, store clean outputs
+    ddp-course notebooks --check            say which notebooks are not clean
+
+What is stored must be what was shown. A rule is a complaint and a remedy, a function
+that changes the notebook so that the complaint no longer holds. `clean` applies every
+remedy; `complaints` reports those which would change something, and what no remedy can
+put right. So no rule exists twice.
 """
 
 from __future__ import annotations
 
 import copy
-import json
 import re
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import nbformat
 from nbformat import NotebookNode
 
-from ddp_course.commands.execute import code_cells, must_raise, without_colours
+from ddp_course.commands import chapters
+from ddp_course.commands.execute import code_cells, must_raise, read, without_colours
+from ddp_course.commands.run import for_each, run_chapter
 from ddp_course.learners_copy import PACKAGE
 
 METADATA = {
@@ -39,24 +45,35 @@ _VOLATILE = {
 }
 
 
-def read(path: Path) -> NotebookNode:
-    """Return the notebook as it is stored. Raises ValueError if it is none.
+def command(told: Namespace) -> int:
+    """Save or check chapters, say what is wrong, and return the exit code.
 
-    Nothing is converted on the way: a conversion would draw random cell ids. What other
-    programs may leave out of a cell is empty.
+    A chapter that fails, or that shows what only one machine has, is not saved.
     """
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        if stored["nbformat"] != 4:
-            raise ValueError("not a notebook of format 4")
-        for cell in stored["cells"]:
-            code = {"outputs": [], "execution_count": None}
-            usual = code if cell["cell_type"] == "code" else {}
-            for name, value in ({"metadata": {}, "source": ""} | usual).items():
-                cell.setdefault(name, value)
-        return nbformat.v4.reads(json.dumps(stored))
-    except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"not a notebook ({error})") from None
+    paths = chapters.find(told.chapters or ["all"])
+    if told.save:
+        return for_each(paths, lambda path: save(path, told.timeout))
+    wrong = for_each(paths, complaints)
+    if not wrong:
+        print("clean")
+    return wrong
+
+
+def save(path: Path, timeout: int) -> list[str]:
+    """Execute a chapter and store it clean; return what kept it from being stored."""
+    notebook, problems = run_chapter(path, timeout)
+    if not problems:
+        clean(notebook)
+        problems = list(incurable(notebook))
+    if problems:
+        return problems
+    text = text_of(notebook).encode()
+    if text != path.read_bytes():
+        unfinished = path.with_suffix(".ipynb.new")  # so that nobody reads half of it
+        unfinished.write_bytes(text)
+        unfinished.replace(path)
+        print(f"{path.stem}: stored")
+    return []
 
 
 def text_of(notebook: NotebookNode) -> str:
