@@ -21,7 +21,7 @@ from ddp_course.commands.bench_figure import plot_bench
 from ddp_course.launch import LaunchError, here, spawn
 
 KEYS = ["bench", "case", "variant", "beside", "metric", "ours", "theirs", "ratio"]
-NAMES = ["all-reduce", "async", "compression", "ddp", "launch", "models", "order"]
+NAMES = ["all-reduce", "async", "compression", "ddp", "launch", "order"]
 NAMES += ["pp", "precision", "tp", "zero"]
 
 
@@ -175,7 +175,6 @@ test_bench_refuses_before_it_measures = answered(
     ("", f"which bench? there are: {', '.join(NAMES)}, tiny"),
     ("tiny --json no/such/f", "cannot write no/such/f: there is no folder"),
     ("tiny --json /tmp", "cannot write /tmp: it is a folder"),
-    ("models --figure x.svg", "models has a table, and nothing to draw"),
     ("tiny --figure /tmp/x.doc", "its name must end in .svg, .png, .pdf"),
     given=["nothing_is_measured"],
 )
@@ -310,7 +309,7 @@ def test_the_figure_has_every_pair_and_what_is_asked_for(measured_rows, tmp_path
         assert shown in file.read_text()
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n != "models"])
+@pytest.mark.parametrize("name", NAMES)
 def test_texts_of_the_figure_do_not_overlap(name):
     pairs = bench.benches()[name].PAIRS
     rows = rows_like([0.7] * len(pairs), pairs=pairs)

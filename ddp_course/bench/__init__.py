@@ -12,14 +12,12 @@
     async_          a parameter server beside its formulas, bare messages and rpc
     order           priority over our DDP on slow links, beside what was simulated
     precision       a training step in 16 bits, ours beside PyTorch's
-    models          fifty small models under every strategy, beside one process
     launch          `spawn` beside `torch.multiprocessing.spawn`
     launch_process  one of the two, in a process of its own
 
 A bench is a module here with ABOUT, a sentence; PAIRS, what is laid over what; and
-`bench(quick)`, which yields rows; with `shown(rows)` it prints a table of its own, and
-with `failed(row)` it may fail. It is found by looking: to add one is to add a file. (A
-module cannot be imported as `async`, so that one ends in an underscore.)
+`bench(quick)`, which yields rows. It is found by looking: to add one is to add a file.
+(A module cannot be imported as `async`, so that one ends in an underscore.)
 """
 
 from __future__ import annotations

@@ -74,12 +74,10 @@ def stages_1_and_2(
     return model, kind(parameters, AdamW, buckets_in_shared_memory=shared, **options)
 
 
-def stage3(
-    model: nn.Module, shared: bool = False, reshard_after_forward: bool | None = None
-) -> steps.Made:
+def stage3(model: nn.Module, reshard_after_forward: bool | None = None) -> steps.Made:
     """Return the sharded model, and a plain optimizer of its shards."""
     sharded = FullyShardedDataParallel(
-        model, reshard_after_forward=reshard_after_forward, in_shared_memory=shared
+        model, reshard_after_forward=reshard_after_forward
     )
     return steps.with_adamw(sharded)
 
@@ -113,9 +111,7 @@ STAGE_3: dict[str, steps.Variant] = {
     "fully_shard patient": partial(steps.patiently, make=fully_sharded),
     "fully_shard kept": partial(fully_sharded, reshard_after_forward=False),
     "zero3 gloo": stage3,
-    "zero3 shared": partial(stage3, shared=True),
     "zero3 gloo kept": partial(stage3, reshard_after_forward=False),
-    "zero3 shared kept": partial(stage3, shared=True, reshard_after_forward=False),
     "bound": bound,
 }
 BEST = "fully_shard best"
@@ -124,10 +120,10 @@ TIMES = (
     *against("ZRO default", {"ZRO again": None, "ZRO best": None, **OURS}),
     *against("ZRO best", {"bound": None, **OURS, "zero1 gloo": 1, "zero1 shared": 0.8}),
     *against("fully_shard default", dict.fromkeys(("fully_shard again", BEST))),
-    *against("fully_shard default", {"zero3 gloo": None, "zero3 shared": None}),
+    *against("fully_shard default", {"zero3 gloo": None}),
     *against(BEST, {"bound": None, "fully_shard patient": None}),
-    *against(BEST, {"zero3 gloo": {128: 0.6, 1024: 0.87}, "zero3 shared": {128: 0.45}}),
-    *against("fully_shard kept", {"zero3 gloo kept": None, "zero3 shared kept": None}),
+    *against(BEST, {"zero3 gloo": {128: 0.6, 1024: 0.87}}),
+    *against("fully_shard kept", {"zero3 gloo kept": None}),
 )
 PEAKS = tuple(
     Pair(f"peak of {own}", theirs, at_most=1.05, title=own, over="peak of PyTorch's")

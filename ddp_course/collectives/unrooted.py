@@ -121,16 +121,29 @@ def _reduce_scatter(
 
 
 def all_to_all_single(
-    output: Tensor, input: Tensor, group: Group = None, async_op: bool = False
+    output: Tensor,
+    input: Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: Group = None,
+    async_op: bool = False,
 ) -> Work | None:
     """Exchange the parts of one tensor: part j of `input` goes to the j-th rank.
 
     Both have one shape, of which the first dimension can be divided into as many equal
-    parts as there are ranks. Raises CollectiveError. Chapter 02.
+    parts as there are ranks. Parts of other sizes are refused: PyTorch's function sends
+    them. Raises CollectiveError. Chapter 02.
     """
     call = Collective(group, "all_to_all_single")
     n, me = call.size, call.rank
     call.tensor("input", input)
+    splits = {"output": output_split_sizes, "input": input_split_sizes}
+    for role, sizes in splits.items():
+        if sizes:
+            call.refuse(
+                f"{role}_split_sizes is {list(sizes)}; parts must be equal, without "
+                "sizes. Use torch.distributed.all_to_all_single for other parts"
+            )
     if call.usable("output", output, like=input) and not call.problem:
         if not input.dim() or input.shape[0] % n:
             call.refuse(f"input {list(input.shape)} cannot be cut into {n} equal parts")

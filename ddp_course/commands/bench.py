@@ -2,7 +2,6 @@
 
 import json
 from argparse import Namespace
-from functools import partial
 
 from rich.console import Console
 
@@ -13,10 +12,7 @@ from ddp_course.commands.bench_figure import plot_bench
 
 
 def command(told: Namespace) -> int:
-    """Run a bench, print its rows, write and draw them if asked to; or list them all.
-
-    Returns the exit code: 1 if a row says that something failed.
-    """
+    """Run a bench, print its rows, write and draw them; or list all benches."""
     known = bench.benches()
     if told.list:
         for each, module in known.items():
@@ -29,17 +25,14 @@ def command(told: Namespace) -> int:
     check_file(told.json)
     check_file(told.figure, (".svg", ".png", ".pdf"))
     module, rows = known[name], []
-    if told.figure is not None and not module.PAIRS:
-        raise CommandError(f"{name} has a table, and nothing to draw")
     with Console(stderr=True).status("measuring") as status:
         for row in module.bench(told.quick):
             rows.append({"bench": name} | row)
             status.update(f"measuring; done: {row['case']}")
-    shown = getattr(module, "shown", partial(lines, module.ABOUT, module.PAIRS))
-    print("\n".join(shown(rows)))
+    print("\n".join(lines(module.ABOUT, module.PAIRS, rows)))
     if told.json is not None:
         each = ",\n".join(map(json.dumps, rows))
         told.json.write_text(f"[\n{each}\n]\n")
     if told.figure is not None:
         plot_bench(module.PAIRS, rows).savefig(told.figure)
-    return int(any(map(getattr(module, "failed", lambda row: False), rows)))
+    return 0

@@ -23,7 +23,6 @@ returned. Read the modules in this order:
 """
 
 from ddp_course.launch.api import spawn
-from ddp_course.launch.devices import device
 from ddp_course.launch.links import Link, Links, links_here, send_over_link
 from ddp_course.launch.reports import (
     CannotSendError,
@@ -35,4 +34,4 @@ from ddp_course.launch.reports import (
     RankTimeout,
 )
 from ddp_course.launch.server import warm
-from ddp_course.launch.topology import Place, Topology, here
+from ddp_course.launch.topology import Place, Topology, device, here

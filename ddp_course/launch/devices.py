@@ -7,12 +7,11 @@ ranks share a GPU only when asked to. Explained in chapter 01.
 """
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from ddp_course.launch.topology import Place, Topology, here
+from ddp_course.launch.topology import Place, Topology
 
 BACKENDS = ("auto", "gloo", "strict", "nccl", "mpi", "ucc")
 DEVICES = ("auto", "cpu", "cuda")
@@ -100,21 +99,6 @@ def choose(
         backend = "cpu:gloo,cuda:nccl"
     told = f"{_ranks(n)} on {_gpus(n)}, talking over {backend}."
     return Placement(backend, tuple(range(n)), told)
-
-
-def device(environ: Mapping[str, str] = os.environ) -> torch.device:
-    """Return the device of the calling process: its own GPU, or the CPU.
-
-    In a rank of `spawn` it is what the launcher chose. Under torchrun it is
-    `cuda:LOCAL_RANK` if the machine has a GPU for each of its ranks, else the CPU.
-    """
-    chosen = environ.get("DDP_COURSE_DEVICE")
-    if chosen is not None:
-        return torch.device(chosen)
-    place = here(environ)
-    if place.topology.nproc_per_node <= torch.cuda.device_count():
-        return torch.device("cuda", place.local_rank)
-    return torch.device("cpu")
 
 
 def _demand_gpus_for_nccl(n: int, have: int, device: str, share_gpus: bool) -> None:

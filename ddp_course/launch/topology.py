@@ -16,6 +16,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 
 OTHERS = (  # launchers that say it by other names than torchrun
@@ -136,6 +137,21 @@ def here(environ: Mapping[str, str] = os.environ) -> Place:
     local_rank = int(told.get("LOCAL_RANK", rank % per_node))
     node_rank = int(told.get("GROUP_RANK", rank // per_node))
     return Place(rank, local_rank, node_rank, Topology(nnodes, per_node))
+
+
+def device(environ: Mapping[str, str] = os.environ) -> torch.device:
+    """Return the device of the calling process: its own GPU, or the CPU.
+
+    In a rank of `spawn` it is what the launcher chose. Under torchrun it is
+    `cuda:LOCAL_RANK` if the machine has a GPU for each of its ranks, else the CPU.
+    """
+    chosen = environ.get("DDP_COURSE_DEVICE")
+    if chosen is not None:
+        return torch.device(chosen)
+    place = here(environ)
+    if place.topology.nproc_per_node <= torch.cuda.device_count():
+        return torch.device("cuda", place.local_rank)
+    return torch.device("cpu")
 
 
 def _as_torchrun_says_it(environ: Mapping[str, str]) -> Mapping[str, str]:

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_course.launch.devices import device
 from ddp_course.launch.rendezvous import loopback_interface, store_of_torchrun
 from ddp_course.launch.reports import RankReport
-from ddp_course.launch.topology import here
+from ddp_course.launch.topology import device, here
 
 
 def under_torchrun() -> bool:

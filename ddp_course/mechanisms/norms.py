@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from ddp_course.launch.devices import device
+from ddp_course.launch.topology import device
 from ddp_course.mechanisms.placements import groups_of, placed
 
 

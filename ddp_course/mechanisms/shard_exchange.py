@@ -1,8 +1,7 @@
-"""How ranks bring shards together for a while, and sum gradients into them.
+"""How ranks gather shards and sum gradients into them, with this course's collectives.
 
-Shards last; what is whole comes and goes. `gather` and `reduce` may go on meanwhile:
-they return something to wait for, or None. Here they are messages;
-`memory_exchange.ShardMemory` does the same in memory that all ranks of one machine see.
+`gather` and `reduce` may go on while a rank computes: they return an object to wait
+for, or None. Over gloo, they send half the bytes of PyTorch's reduce-scatter.
 Chapter 08.
 """
 
@@ -13,51 +12,37 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_course.collectives import (
-    Work,
-    all_gather_single,
-    communicator,
-    reduce_scatter_single,
-)
+from ddp_course.collectives.by_plan import ring_all_reduce
+from ddp_course.collectives.communicator import Work, communicator
 from ddp_course.collectives.port import Port
+from ddp_course.collectives.unrooted import all_gather_single, reduce_scatter_single
 
 
 class ShardMessages:
     """The ranks of a group (None: all), which send each other their shards.
 
-    The first one for a group is made by all its ranks together.
+    The first one for a group is constructed by all its ranks together.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group, self.comm, self.port = group, communicator(group), Port(group)
         self.rank, self.size = self.comm.rank, self.comm.size
 
-    def empty_shard(
-        self, numel: int, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """Return memory for a shard."""
-        return torch.empty(numel, dtype=dtype, device=device)
-
-    def lasting(self, shard: Tensor) -> Tensor | None:
-        """Return what is whole all the time: nothing."""
-
     def gather(
-        self, whole: Tensor, own: Tensor, shard: Tensor, async_op: bool = False
+        self,
+        whole: Tensor,
+        own: Tensor,
+        prepare: Callable[[], None],
+        async_op: bool = False,
     ) -> Any:
-        """Put every rank's shard into its place in `whole`, whose memory is made.
+        """Put every rank's shard into its place in `whole`.
 
-        The own one is cast, and taken to the GPU, on the way to its place, `own`; from
-        there it is sent. Collectives of this course that go on meanwhile follow each
-        other in a thread. So does the memory for a gather: it is made when the
-        reduce-scatter before it has ended and given back its own, and not already when
-        it is called.
+        `prepare()` allocates `whole`, and puts this rank's shard into its place `own`;
+        from there it is sent. Collectives of this course that go on meanwhile follow
+        each other in a thread. So does `prepare`: the memory for a gather is allocated
+        when the reduce-scatter before it has ended and given back its own, and not
+        already when this is called.
         """
-
-        @torch.no_grad()
-        def prepare() -> None:
-            allocate(whole)
-            own.copy_(shard, non_blocking=True)
-
         all_gather = suited("all_gather", whole, self.port)
         in_turn = async_op and all_gather is all_gather_single
         self.comm.perform(prepare, async_op=True) if in_turn else prepare()
@@ -67,26 +52,24 @@ class ShardMessages:
         """Sum `whole` over all ranks, this rank's part into `own`; then call `then`."""
         reduce_scatter = suited("reduce_scatter", whole, self.port)
         work = reduce_scatter(own, whole, group=self.group, async_op=True)
-        return self._followed(work, then)
-
-    def meet(self, words: str) -> None:
-        """Messages need no meeting: what has not been sent cannot be received."""
-
-    def _followed(self, work: Any, then: Callable[[], None]) -> Any:
-        """Return what is to be waited for: `work`, and `then` after it."""
         if not isinstance(work, Work):
             return _FollowedByWaiter(work, then)
 
         @torch.no_grad()
-        def follow() -> None:  # in the same thread as what `work` is
+        def follow() -> None:  # in the thread of the reduce-scatter
             work.wait()  # it has ended; raise what it raised
             then()
 
         return self.comm.perform(follow, async_op=True)
 
+    def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
+        """Sum `tensor` over the ranks of another group: the replicas."""
+        all_reduce = dist.all_reduce if tensor.is_cuda else ring_all_reduce
+        all_reduce(tensor, group=group)
+
 
 class _FollowedByWaiter:
-    """A collective of another kind: who waits for it does what is to be done then."""
+    """A collective of another kind: whoever waits for it calls `then`."""
 
     def __init__(self, work: Any, then: Callable[[], None]) -> None:
         self.work, self.then = work, then
@@ -95,11 +78,6 @@ class _FollowedByWaiter:
         if self.work is not None:
             self.work.wait()
         self.then()
-
-
-def allocate(flat: Tensor) -> None:
-    """Make the memory of a tensor that had been given back."""
-    flat.untyped_storage().resize_(flat.numel() * flat.element_size())
 
 
 def suited(name: str, tensor: Tensor, port: Port) -> Callable[..., Any]:

@@ -2,15 +2,19 @@
 
 Three rungs, each of which is read in this order:
 
-    by_hand       one microbatch after the other, and every message written out
-    schedule, stages, runtime
-                  who computes in which order, who has which layers: plain data; and a
-                  rank that carries it out, whatever the order is
+    by_hand, stages
+                  one microbatch after the other, and every message written out; how a
+                  model is cut between its layers
+    schedule, runtime
+                  who computes what in which order, as plain data; and a rank that
+                  carries it out, whatever the order is
     pipeline_parallel
-                  `PipelineParallel`, the same with all that one needs, and its tools:
-                  schedules (interleaved, zero bubble), overlapped (messages ahead of
-                  time, events), split_backward (backward in two halves),
-                  shared_gradients (tied weights), partition (where to cut)
+                  `PipelineParallel`: the same and its parts, each of which can be read
+                  alone: overlapped (messages ahead of time), recorded (events),
+                  split_backward (backward in two halves), shared_gradients (tied
+                  weights), batch_checks, mean_loss, forms (of activations); and what
+                  is decided first: schedules (interleaved, zero bubble), stage_plan,
+                  partition (where to cut)
 
 And without any process:
 
@@ -24,7 +28,7 @@ Chapters 10 and 11.
 from ddp_course.pipeline.by_hand import NaivePipeline
 from ddp_course.pipeline.checker import Proof, check
 from ddp_course.pipeline.clocks import Waiting, bubble
-from ddp_course.pipeline.overlapped import PipelineError
+from ddp_course.pipeline.forms import PipelineError
 from ddp_course.pipeline.partition import layer_costs, partition
 from ddp_course.pipeline.pipeline_parallel import PipelineParallel
 from ddp_course.pipeline.program import (
@@ -47,4 +51,5 @@ from ddp_course.pipeline.schedule import (
 )
 from ddp_course.pipeline.schedules import SCHEDULES, interleaved, zero_bubble
 from ddp_course.pipeline.simulate import Simulated, simulate
-from ddp_course.pipeline.stages import StagePlan, spine, stage_plan
+from ddp_course.pipeline.stage_plan import StagePlan, stage_plan
+from ddp_course.pipeline.stages import spine

@@ -1,22 +1,23 @@
 """The naive pipeline: each rank has a slice of the model; one rank works at a time.
 
-A microbatch goes forward through all ranks and back again, and then comes the next one.
-Everything that a pipeline must do is here, written out: what is sent, where the graph
-ends and begins again, how microbatches add up. `runtime` does the same for any order.
-Chapter 10.
+A microbatch goes forward through all ranks and back again before the next one starts.
+Everything that a pipeline must do is written out here: what is sent, where the graph
+ends and begins again, how the gradients of microbatches add up. `runtime` does the same
+for any order. With one microbatch this is naive model parallelism. Chapters 09 and 10.
 """
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ddp_course.collectives import communicator
-from ddp_course.model import cross_entropy
-from ddp_course.pipeline.stages import spine
+from ddp_course.pipeline.stages import add_layers, spine
 
 
 class NaivePipeline(nn.Module):
     """This rank's layers of `model`, trained in microbatches, one after the other.
+
+    Parameters and layers keep their names in `model`.
 
     Args:
         model: the same on all ranks, with a `spine`, and no parameter on two ranks.
@@ -35,38 +36,46 @@ class NaivePipeline(nn.Module):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        self.comm, self.form, self.m = communicator(group), form, num_microbatches
-        rank = self.comm.rank
+        self.m, self.form, self.group = num_microbatches, form, group
+        rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
         first = sum(sizes[:rank])
-        layers = list(spine(model).values())[first : first + sizes[rank]]
-        self.stage = nn.Sequential(*layers)
-        self.before = self.comm.ranks[rank - 1] if rank > 0 else None
-        self.after = self.comm.ranks[rank + 1] if rank + 1 < len(sizes) else None
+        layers = dict([*spine(model).items()][first : first + sizes[rank]])
+        add_layers(self, layers)
+        self.layers = list(layers.values())
+        self.before = ranks[rank - 1] if rank > 0 else None
+        self.after = ranks[rank + 1] if rank + 1 < len(sizes) else None
+        self.last = ranks[-1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Call this rank's layers."""
+        for layer in self.layers:
+            x = layer(x)
+        return x
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         """Go forward and backward with a batch, and return its mean loss, on all ranks.
 
         x, y: (B, T), the same on all ranks.
         """
-        loss, group = torch.zeros((), device=x.device), self.comm.group
+        loss = torch.zeros((), device=x.device)
         parts = zip(x.tensor_split(self.m), y.tensor_split(self.m), strict=True)
-        for given, targets in parts:
-            weight = len(given) / len(x)  # a microbatch counts as much as it has rows
+        for inputs, targets in parts:
+            weight = len(inputs) / len(x)  # a microbatch counts as much as it has rows
             if self.before is not None:
-                given = torch.empty(len(given), *self.form, device=x.device)
-                dist.recv(given, self.before, group)
-                given.requires_grad_()  # a new leaf: this rank's graph begins here
-            output = self.stage(given)
+                inputs = torch.empty(len(inputs), *self.form, device=x.device)
+                dist.recv(inputs, self.before, self.group)
+                inputs.requires_grad_()  # a new leaf: this rank's graph begins here
+            output = self(inputs)
             if self.after is None:
-                part = cross_entropy(output, targets) * weight
+                part = F.cross_entropy(output.flatten(0, 1), targets.flatten()) * weight
                 part.backward()
                 loss += part.detach()
             else:
-                dist.send(output.detach(), self.after, group)  # the graph stays here
+                dist.send(output.detach(), self.after, self.group)  # without its graph
                 gradient = torch.empty_like(output)
-                dist.recv(gradient, self.after, group)
+                dist.recv(gradient, self.after, self.group)
                 output.backward(gradient)
             if self.before is not None:
-                dist.send(given.grad, self.before, group)
-        dist.broadcast(loss, self.comm.ranks[-1], group)
+                dist.send(inputs.grad, self.before, self.group)
+        dist.broadcast(loss, self.last, self.group)
         return loss

@@ -1,12 +1,8 @@
 """How much of a pipeline's time was idle, and how to measure that on few cores.
 
-On the wall clock, ranks that share cores slow each other down. The virtual one asks
-what would be if each had cores of its own: computing takes the time that this rank's
-thread was on a core, waiting and messages take none, and every message says when it was
-sent, so that a receiver that is behind moves on to that time (Lamport 1978, "Time,
-Clocks, and the Ordering of Events"). Or let them not compute at all: layers that sleep
-(`Waiting`) take no core, and four ranks on two behave as four machines would. Chapter
-10.
+Ranks that share cores slow each other down. `recorded` has a virtual clock for this
+case. Or let the ranks not compute at all: layers that sleep (`Waiting`) take no core,
+and four ranks on two cores behave as four machines would. Chapter 10.
 """
 
 import time
@@ -18,44 +14,8 @@ from torch import Tensor, nn
 
 from ddp_course.measure import Event
 from ddp_course.mechanisms.weight_gradients import WeightGradStore
+from ddp_course.pipeline.recorded import COMPUTE
 from ddp_course.theory.checks import check_not_negative
-
-COMPUTE = "compute"  # the lane of F, B, I and W
-
-
-class WallClock:
-    """Seconds of `time.perf_counter()`, the same for all ranks of a machine."""
-
-    virtual = False
-    begin = end = now = staticmethod(time.perf_counter)
-
-
-class VirtualClock:
-    """Seconds since the step began, if every rank had cores of its own."""
-
-    virtual = True
-
-    def __init__(self) -> None:
-        self.time = 0.0
-        self._since = 0.0  # seconds of this thread
-
-    def begin(self) -> float:
-        """Return the time at which computing begins."""
-        self._since = time.thread_time()
-        return self.time
-
-    def end(self) -> float:
-        """Return the time at which it has ended: later by what it took of a core."""
-        self.time += time.thread_time() - self._since
-        return self.time
-
-    def now(self) -> float:
-        """Return the time."""
-        return self.time
-
-    def heard(self, sent_at: float) -> None:
-        """A message has arrived that was sent at this time: it is not earlier."""
-        self.time = max(self.time, sent_at)
 
 
 def bubble(events: Iterable[Event]) -> float:

@@ -1,4 +1,4 @@
-"""The runtime that waits less: messages are posted ahead; and what else it can do.
+"""A part of `PipelineParallel`: messages are posted ahead of time, so ranks wait less.
 
 A program says which messages are posted together (`program`), and that order is kept.
 Over gloo the rest is a matter of time:
@@ -10,164 +10,110 @@ Over gloo the rest is a matter of time:
 
 NCCL carries out the messages of two ranks one after the other, in the order in which
 they are given. There a receive, too, is posted at its place in the program, whose order
-is the same on both ranks. And there are
-
-    I  backward, of which the weights' gradients are put off (`split_backward`)
-    W  those that I has put off
-
-stages that keep nothing but their input (`recompute`), and events on a clock. Chapters
-10 and 11.
+is the same on both ranks. Chapters 10 and 11.
 """
 
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from ddp_course.collectives.port import Handle
-from ddp_course.measure import active_logs
-from ddp_course.mechanisms.recompute import recompute
-from ddp_course.mechanisms.weight_gradients import Task
-from ddp_course.pipeline.clocks import COMPUTE, VirtualClock, WallClock
-from ddp_course.pipeline.program import Group, Instruction, Program
+from ddp_course.mechanisms.parts import announce
+from ddp_course.pipeline.program import Group, Instruction, Program, add_messages
 from ddp_course.pipeline.runtime import Runtime
 from ddp_course.pipeline.schedule import Action
 
 AHEAD = 2  # actions
 UNDER_WAY = 2  # messages to one rank whose memory is not free yet
-NAMES = {
-    "F": "forward",
-    "B": "backward",
-    "I": "backward to the inputs",
-    "W": "gradients of the weights",
-}
 
 
-class PipelineError(RuntimeError):
-    """An action failed on this rank: says which one. What it raised is the cause."""
+class PostedAhead:
+    """Lets a runtime's messages follow a program, with receives posted ahead."""
+
+    def __init__(self) -> None:
+        self.programs: dict[int, Program] = {}  # by the id of their schedule
+
+    def before_run(self, runtime: Runtime) -> None:
+        """Replace the runtime's messages."""
+        schedule = runtime.schedule
+        if id(schedule) not in self.programs:
+            self.programs[id(schedule)] = add_messages(schedule)
+        program = self.programs[id(schedule)]
+        runtime.messages = MessagesAhead(runtime, program)
+
+    def before_action(self, runtime: Runtime, action: Action) -> None:
+        """Carry out the messages that come before an action."""
+        runtime.messages.go_on()
 
 
-class OverlappedRuntime(Runtime):
-    """One step of a `PipelineParallel`, or of its evaluation."""
+class MessagesAhead:
+    """The messages of one run, as a program says."""
 
-    def __init__(self, pipeline: Any, program: Program, x: Tensor, y: Tensor | None):
-        super().__init__(pipeline, program.schedule, x, y)
-        self.groups = program.ranks[self.port.rank]
+    def __init__(self, runtime: Runtime, program: Program) -> None:
+        self.runtime = runtime
+        self.groups = program.ranks[runtime.port.rank]
         self.horizons = horizons(self.groups, AHEAD)
-        self.in_order = pipeline.device.type == "cuda" or self.port.strict
-        self.posted = -1  # up to this group
-        self.arriving: dict[Action, tuple[list[Tensor], list[Handle]]] = {}
-        self.under_way: dict[int, deque[tuple[list[Tensor], list[Handle]]]] = {}
-        self.put_off: dict[tuple[int, int], list[Task]] = {}  # from I to W
-        self.clock = VirtualClock() if pipeline.virtual_time else WallClock()
-        self.logs = active_logs()
+        self.in_order = runtime.device.type == "cuda" or runtime.port.strict
+        self.next, self.posted = 0, -1  # group to carry out; last one posted
+        self.arriving: dict[Action, tuple[Tensor, Handle]] = {}
+        self.under_way: dict[int, deque[tuple[Tensor, Handle]]] = {}
 
-    def run(self) -> None:
-        """Carry out this rank's row. Raises PipelineError from what goes wrong."""
-        for number, group in enumerate(self.groups):
-            self.post(number)
+    def go_on(self) -> None:
+        """Carry out the groups of messages up to the next action, or to the end."""
+        while self.next < len(self.groups):
+            group = self.groups[self.next]
+            self._post()
+            self.next += 1
             if group[0].kind == "compute":
-                action = group[0].action
-                made = self.compute(action, self.receive(action))
-                if made is not None:
-                    self.made[action] = made
-            else:
-                for step in group:
-                    if step.kind == "send":
-                        self.send_to(step.peer, step.action)
-                    elif self.in_order:
-                        self.expect(step)
+                return
+            for step in group:
+                if step.kind == "send":
+                    self._start_send(step)
+                elif self.in_order:
+                    self._start_receive(step)
+
+    def receive(self, source: Action) -> None:
+        """Wait for the result of `source`, and put it among this rank's results."""
+        runtime = self.runtime
+        announce(runtime.parts, "before_wait", runtime, source)
+        runtime.results[source], handle = self.arriving.pop(source)
+        handle.wait()
+        announce(runtime.parts, "after_wait", runtime, source)
+
+    def send(self, action: Action) -> None:
+        """Do nothing yet: the program says when."""
+
+    def finish(self) -> None:
+        """Carry out what is left, and wait until all messages have left."""
+        self.go_on()
         for messages in self.under_way.values():
             while messages:
-                _wait(messages.popleft()[1])
+                messages.popleft()[1].wait()
 
-    # ---- messages --------------------------------------------------------------------
-
-    def post(self, number: int) -> None:
-        """Group `number` begins: post what may be received from now on."""
-        while not self.in_order and self.posted < self.horizons[number]:
+    def _post(self) -> None:
+        """Post what may be received from the next group on."""
+        while not self.in_order and self.posted < self.horizons[self.next]:
             self.posted += 1
             for step in self.groups[self.posted]:
                 if step.kind == "recv":
-                    self.expect(step)
+                    self._start_receive(step)
 
-    def expect(self, step: Instruction) -> None:
-        """Begin to receive what a step is about."""
-        room = [self.room_for(step.action)]
-        if self.clock.virtual:
-            room.append(torch.empty(1, dtype=torch.float64))
-        handles = [self.port.receive(part, step.peer) for part in room]
-        self.arriving[step.action] = room, handles
+    def _start_receive(self, step: Instruction) -> None:
+        tensor = self.runtime.allocate(step.action)
+        handle = self.runtime.port.receive(tensor, step.peer)
+        self.arriving[step.action] = tensor, handle
 
-    def receive(self, action: Action) -> Tensor | None:
-        """Return what `action` needs, and wait for it if it has not arrived."""
-        source = self.schedule.source(action)
-        if source in self.arriving:
-            start = self.clock.now()
-            (self.made[source], *sent_at), handles = self.arriving.pop(source)
-            _wait(handles)
-            if sent_at:
-                self.clock.heard(sent_at[0].item())
-            self.record("wait", start, "wait", source)
-        return super().receive(action)
-
-    def send_to(self, peer: int, action: Action) -> None:
-        """Begin to send what `action` has made, when there is room for one more."""
-        start, tensors = self.clock.now(), [self.made.pop(action).contiguous()]
-        if self.clock.virtual:
-            tensors.append(torch.tensor([start], dtype=torch.float64))
-        under_way = self.under_way.setdefault(peer, deque())
+    def _start_send(self, step: Instruction) -> None:
+        """Start to send a result, when there is room for one more."""
+        runtime, tensor = self.runtime, self.runtime.results.pop(step.action)
+        announce(runtime.parts, "before_send", runtime, step.action)
+        under_way = self.under_way.setdefault(step.peer, deque())
         if len(under_way) == UNDER_WAY:
-            _wait(under_way.popleft()[1])
-        under_way.append((tensors, [self.port.send(part, peer) for part in tensors]))
-        self.record("send", start, "send", action, tensors[0].nbytes)
-
-    # ---- actions ---------------------------------------------------------------------
-
-    def compute(self, action: Action, given: Tensor | None) -> Tensor | None:
-        """Carry out an action, and note when. Raises PipelineError if it fails."""
-        start = self.clock.begin()
-        try:
-            made = self.halves(action, given)
-        except Exception as error:
-            raise PipelineError(
-                f"{action} failed ({NAMES[action.op]} of stage {action.stage}, "
-                f"microbatch {action.microbatch}): {type(error).__name__}: {error}"
-            ) from error
-        self.clock.end()
-        self.record(action.op, start, COMPUTE, action)
-        return made
-
-    def halves(self, action: Action, given: Tensor | None) -> Tensor | None:
-        """F and B are whole; I leaves for W what nobody waits for."""
-        key = action.stage, action.microbatch
-        if action.op == "I":
-            with self.pipeline.weight_grads.collect() as self.put_off[key]:
-                return self.backward(*key, given)
-        if action.op == "W":
-            tasks = self.put_off.pop(key)
-            while tasks:  # one after the other lets go of what it needed
-                tasks.pop()()
-            return None
-        return super().compute(action, given)
-
-    def call(self, stage: int, *arguments: Tensor) -> Tensor:
-        """Compute a stage; perhaps so that backward computes it again."""
-        if self.pipeline.recompute and torch.is_grad_enabled():
-            return recompute(self.stages[stage], *arguments)
-        return super().call(stage, *arguments)
-
-    def record(
-        self, op: str, start: float, lane: str, action: Action, nbytes: int = 0
-    ) -> None:
-        """Write an event that ends now into the open logs."""
-        end, which = self.clock.now(), {"step": self.pipeline.steps}
-        which |= {"stage": action.stage, "microbatch": action.microbatch}
-        for log in self.logs:
-            log.add(op, start, end, nbytes, lane=lane, **which)
+            under_way.popleft()[1].wait()
+        under_way.append((tensor, runtime.port.send(tensor, step.peer)))
+        announce(runtime.parts, "after_send", runtime, step.action, tensor)
 
 
 def horizons(groups: Sequence[Group], ahead: int) -> list[int]:
@@ -181,8 +127,3 @@ def horizons(groups: Sequence[Group], ahead: int) -> list[int]:
         last = bisect_left(actions, number) + ahead
         found.append(actions[last] if last < len(actions) else len(groups) - 1)
     return found
-
-
-def _wait(handles: Sequence[Handle]) -> None:
-    for handle in handles:
-        handle.wait()

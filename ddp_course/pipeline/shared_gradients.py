@@ -1,7 +1,8 @@
-"""Gradients of parameters that several ranks use: their sum is the gradient.
+"""A part of `PipelineParallel`: gradients of parameters that several ranks use.
 
 The tied GPT's output matrix is its token embedding, so the first and the last rank of a
-pipeline both have it, and half of its gradient each. Chapter 10.
+pipeline both have it, and a part of its gradient each: the gradient is the sum. Chapter
+10.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_course.collectives.port import Port
+from ddp_course.pipeline.runtime import Runtime
 
 
 class SharedGradients:
@@ -34,11 +36,17 @@ class SharedGradients:
         }
         self.before: dict[nn.Parameter, Tensor | None] = {}
 
-    def begin(self) -> None:
-        """Put aside what is there: it has been summed already."""
-        self.before = {parameter: parameter.grad for parameter in self.shared}
-        for parameter in self.shared:
-            parameter.grad = None
+    def before_run(self, runtime: Runtime) -> None:
+        """Put aside the gradients of earlier steps: they have been summed already."""
+        if torch.is_grad_enabled():
+            self.before = {parameter: parameter.grad for parameter in self.shared}
+            for parameter in self.before:
+                parameter.grad = None
+
+    def after_run(self, runtime: Runtime) -> None:
+        """Sum the gradients of this step; in an evaluation there are none."""
+        if torch.is_grad_enabled():
+            self.sum(runtime.port)
 
     @torch.no_grad()
     def sum(self, port: Port) -> None:

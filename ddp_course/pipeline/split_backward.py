@@ -1,4 +1,6 @@
-"""Backward in two halves: first what somebody waits for, then what nobody waits for.
+"""A part of `PipelineParallel`: backward in two halves, I and W.
+
+I computes what another stage waits for, W what nobody waits for before the optimizer.
 
 The backward of y = x Wᵀ + b, with G the gradient of y, has three products:
 
@@ -25,7 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ddp_course.mechanisms.weight_gradients import WeightGradStore
+from ddp_course.mechanisms.weight_gradients import Task, WeightGradStore
+from ddp_course.pipeline.runtime import Runtime
 from ddp_course.precision.autocast import autocast_dtype
 
 
@@ -51,7 +54,18 @@ class SplitLinear(torch.autograd.Function):
         of_parameters = partial(_of_parameters, x, gradient, needed)
         if not any(needed):
             return of_x, None, None, None
+        if any(map(_has_hooks, ctx.parameters)):  # it is called once, now
+            return of_x, *of_parameters(), None
         return of_x, *ctx.store.compute(ctx.parameters, of_parameters), None
+
+
+def _has_hooks(parameter: Tensor | None) -> bool:
+    """Whether a hook waits for this gradient; ours know that it may come later."""
+    hooks = getattr(parameter, "_backward_hooks", None) or {}
+    return any(
+        not getattr(hook, "__module__", "").startswith("ddp_course.")
+        for hook in hooks.values()
+    )
 
 
 def _of_parameters(
@@ -86,3 +100,37 @@ def _forward(layer: nn.Linear, store: WeightGradStore, x: Tensor) -> Tensor:
             "schedule with B, or a model whose layers are in the lower precision"
         )
     return SplitLinear.apply(x, layer.weight, layer.bias, store)
+
+
+class SplitBackward:
+    """Teaches a runtime the operations I and W."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.store = WeightGradStore()
+        split_backward(module, self.store)
+
+    def before_run(self, runtime: Runtime) -> None:
+        """Add the two operations."""
+        halves = Halves(runtime, self.store)
+        runtime.operations |= {"I": halves.inputs, "W": halves.weights}
+
+
+class Halves:
+    """The two halves of the backwards of one run."""
+
+    def __init__(self, runtime: Runtime, store: WeightGradStore) -> None:
+        self.runtime, self.store = runtime, store
+        self.tasks: dict[tuple[int, int], list[Task]] = {}  # from I to W
+
+    def inputs(
+        self, stage: int, microbatch: int, gradient: Tensor | None
+    ) -> Tensor | None:
+        """I: go backward, but leave the weights' gradients for later."""
+        with self.store.collect() as self.tasks[stage, microbatch]:
+            return self.runtime.backward(stage, microbatch, gradient)
+
+    def weights(self, stage: int, microbatch: int, _: None) -> None:
+        """W: compute the gradients that I has left, and free what each one needed."""
+        tasks = self.tasks.pop((stage, microbatch))
+        while tasks:
+            tasks.pop()()

@@ -13,15 +13,15 @@ Read the modules in this order:
                   all that one wants to train with
     arguments     do all ranks mean the same?
     units         stage 3: which parameters are gathered together: plain data
-    unit_storage, sharded_module
-                  their memory, which comes and goes; what all stage 3 modules are
-    freed         what stands in a module for a parameter that is in shards, and what
-                  such a module refuses
-    stage3_naive  `NaiveFullyShardedDataParallel`: gather, use, free; nothing ahead
+    stage3_naive  `NaiveFullyShardedDataParallel`: all is gathered, used and freed
     stage3_simple `SimpleFullyShardedDataParallel`: one unit after the other
-    stage3        `FullyShardedDataParallel`: the next unit is gathered meanwhile
-    order, offload, sharded_checkpoint
-                  what comes next; shards on the CPU; saved shards
+    unit_storage, freed
+                  their memory, which comes and goes; what stands there meanwhile
+    stage3        `FullyShardedDataParallel`: messages under way meanwhile, and parts
+    order, sharded_parts, offload
+                  what to gather next; the parts; shards on the CPU
+    sharded_checkpoint
+                  saved shards
 
 Chapters 07 and 08.
 """

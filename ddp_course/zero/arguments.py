@@ -2,10 +2,10 @@
 
 Parameters that differ between the ranks would be added to each other, or hang. So what
 each rank was given is compared first, and whatever is wrong on one rank, every rank
-raises the same `ReplicaError`; nothing has been sent by then. Chapters 07 and 08.
+raises the same `ReplicaError`; nothing has been sent by then. Chapter 07.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,20 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp_course.collectives.communicator import Communicator
-from ddp_course.mechanisms.agreement import (
-    Form,
-    ReplicaError,
-    check_same,
-    form_of,
-    problem_with,
-)
+from ddp_course.mechanisms.agreement import Form, check_same
 from ddp_course.mechanisms.buckets import bucket_plan
 from ddp_course.mechanisms.elementwise import check_elementwise
 from ddp_course.mechanisms.tensor_words import kind_of
 from ddp_course.mechanisms.whole_state import options_of
-from ddp_course.zero.freed import is_sharded
-from ddp_course.zero.units import Chosen, UnitPlan, unit_plan
 
 Groups = list[dict[str, Any]]  # parameter groups, as PyTorch keeps them
 
@@ -136,48 +127,4 @@ def _problem_with(groups: Groups) -> str | None:
             )
         if parameter.numel():
             end, before = parameter.data_ptr() + parameter.nbytes, name
-    return None
-
-
-def agreed_units(
-    module: Any,
-    comms: Sequence[Communicator],
-    units: Chosen,
-    problem: str | None,
-    told: dict[str, Any],
-) -> tuple[UnitPlan, ...]:
-    """Return the plan of stage 3, if all ranks make the same of it.
-
-    A collective call along each of `comms`, the first of which divides the module;
-    `problem` and `told` are as ShardedModule takes them. Raises ReplicaError, with the
-    same text on every rank. Chapter 08.
-    """
-    plan, form = (), {}
-    problem = _unfit(module) or problem_with(module) or problem
-    if not problem:
-        try:
-            plan = unit_plan(module, comms[0].size, units)
-        except (TypeError, ValueError) as error:
-            problem = f"units: {error}"
-        form = form_of(module, **told)
-        form |= {f"unit {unit.name}": str(unit) for unit in plan}
-    failed: ReplicaError | None = None
-    for comm in comms:  # who hears of it from one group tells the next
-        try:
-            check_same(form, problem or (failed and str(failed)), comm.group)
-        except ReplicaError as error:
-            failed = failed or error
-    if failed:
-        raise failed
-    return plan
-
-
-def _unfit(module: Any) -> str | None:
-    if not isinstance(module, nn.Module):
-        return None  # `problem_with` says it
-    if is_sharded(module):
-        return "the module is sharded already"
-    devices = {p.device for p in module.parameters()}
-    if len(devices) > 1:
-        return f"the module is on {', '.join(map(str, devices))}; it must be on one"
     return None

@@ -1,4 +1,4 @@
-"""Shards in the memory of the CPU, while a GPU computes.
+"""Shards with labels for meters; and shards in the memory of the CPU.
 
 With shards, their gradients and the optimizer's states on the CPU, a GPU keeps no more
 than what is gathered at the moment, and activations. Every gather then begins with a
@@ -6,14 +6,30 @@ copy to the GPU of this rank's 1/N, every reduce-scatter ends with one back, and
 CPU does the optimizer's step. Ren et al. 2021, "ZeRO-Offload", section 4. Chapter 08.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ddp_course.measure import label
+from ddp_course.measure.storages import label
 from ddp_course.zero.unit_storage import FlatStorage
 
 
-class OffloadedStorage(FlatStorage):
+class LabelledStorage(FlatStorage):
+    """A FlatStorage of whose memory meters know the kind (`measure.resident`)."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        label(self.shard, "parameters")
+        for flat in (self.whole, self.sum):
+            label(flat, "communication buffers")
+
+    def keep(self, gradient: Tensor) -> None:
+        """Make the parts of `gradient` the pieces' own."""
+        super().keep(label(gradient, "gradients"))
+
+
+class OffloadedStorage(LabelledStorage):
     """Its shard lives on the CPU; its parameters are computed with on a GPU.
 
     The memory is pinned: the system may not move it, so a GPU copies from and to it by
@@ -25,7 +41,7 @@ class OffloadedStorage(FlatStorage):
     PIN = True
 
     def empty(self, numel: int, like: Tensor) -> Tensor:
-        """Return pinned memory on the CPU."""
+        """Allocate pinned memory on the CPU."""
         return torch.empty(numel, dtype=like.dtype, device="cpu", pin_memory=self.PIN)
 
     def add_gradient(self, mean: Tensor) -> None:
@@ -34,7 +50,15 @@ class OffloadedStorage(FlatStorage):
             super().add_gradient(mean.to("cpu"))
         else:
             home = self.empty(mean.numel(), self.shard)
-            self.keep(label(home.copy_(mean, non_blocking=True), "gradients"))
+            self.keep(home.copy_(mean, non_blocking=True))
+
+
+class Offload:
+    """A part that waits for gradients on their way to the CPU."""
+
+    def after_backward(self, fsdp: Any) -> None:
+        """Return when all gradients have arrived."""
+        settle()
 
 
 def settle() -> None:

@@ -44,7 +44,7 @@ from ddp_course.mechanisms.saving import (
     write_whole,
 )
 from ddp_course.mechanisms.whole_state import buffers_of, from_first, options_of
-from ddp_course.zero.sharded_module import ShardedModule
+from ddp_course.zero.stage3 import FullyShardedDataParallel as ShardedModule
 
 FORMAT = 1
 NUMBERS = "numbers"  # of a piece, among its optimizer's states

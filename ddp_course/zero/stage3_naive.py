@@ -1,70 +1,118 @@
 """Stage 3 in its first step: gather everything, compute as usual, keep a shard.
 
-Between steps each rank has 1/N of parameters, gradients and states. During a step it
-has all parameters and all gradients, as in data parallelism, and so its peak is hardly
-lower. What to do about that is in `stage3_simple`. Chapter 08.
+Between steps each rank has 1/N of parameters, gradients and optimizer states. During a
+step it has all parameters and all gradients, as in data parallelism, so its peak is
+hardly lower. `stage3_simple` gathers one unit after the other instead. Chapter 08.
 """
 
-import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.autograd import Variable
-
-from ddp_course.mechanisms.agreement import on_any_rank
-from ddp_course.mechanisms.frozen import check_first_order
-from ddp_course.mechanisms.hooks import on_backward, tensors_in
-from ddp_course.zero.sharded_module import ShardedModule
+from torch.utils._pytree import tree_leaves
 
 
-class NaiveFullyShardedDataParallel(ShardedModule):
+class NaiveFullyShardedDataParallel(nn.Module):
     """Runs `module`, whose parameters are in shards outside of forward and backward.
 
-    All units are gathered before a forward, and freed when its backward has ended (or
-    at once, if there is none). Gradients are averaged by an all-reduce, of which each
-    rank needs 1/N. A step sends 3 (N - 1) / N of the model's bytes.
+    All parameters are gathered before a forward, and freed when its backward has ended
+    (or at once, if there is none). Gradients are averaged by an all-reduce, of which
+    each rank needs 1/N. A step sends 3 (N - 1) / N of the model's bytes.
 
-    Called like `module`, and made by all ranks together, with the numbers of rank 0.
-    Raises ReplicaError, on every rank, before anything is sent. Chapter 08.
+    All ranks construct it together, from equal modules with parameters of one type.
+    It checks nothing. Chapter 08.
+
+    Attributes:
+        whole: all parameters side by side, padded; 0 bytes long while they are freed.
+        shard: this rank's 1/N of `whole`.
+        pieces: name -> this rank's part of the parameter, a view of `shard`.
     """
 
-    running = False  # a backward pass is under way
+    def __init__(
+        self, module: nn.Module, process_group: dist.ProcessGroup | None = None
+    ) -> None:
+        super().__init__()
+        self.module, self.group = module, process_group
+        self.size, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        self.wholes = dict(module.named_parameters())
+        flat = torch.cat([p.detach().flatten() for p in self.wholes.values()])
+        numel = -(-flat.numel() // self.size)  # of a shard
+        self.whole = nn.functional.pad(flat, (0, numel * self.size - flat.numel()))
+        dist.broadcast(self.whole, group=self.group, group_src=0)
+        self.own = slice(rank * numel, (rank + 1) * numel)
+        self.shard = self.whole[self.own].clone()
+        self.pieces: dict[str, nn.Parameter] = {}
+        self.spans: dict[str, slice] = {}  # where each piece lies in a shard
+        at = 0  # where the parameter begins in `whole`
+        for name, p in self.wholes.items():
+            p.data = self.whole[at : at + p.numel()].view(p.shape)
+            edges = at - self.own.start, at - self.own.start + p.numel()
+            self.spans[name] = slice(*(min(max(edge, 0), numel) for edge in edges))
+            piece = self.shard[self.spans[name]]
+            self.pieces[name] = nn.Parameter(piece, requires_grad=p.requires_grad)
+            at += p.numel()
+        self._free()
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield this rank's pieces, which an optimizer steps."""
+        yield from self.pieces.items()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Gather all units, and run the module."""
-        self._free_all()  # an earlier forward had no backward, and a step may have come
-        self.check_kept()
-        for unit in self.units:
-            unit.gather()
+        """Gather all parameters, and run the module."""
+        self._free()  # an earlier forward had no backward, and a step may have come
+        self._gather()
         output = self.module(*inputs, **kwargs)
-        for unit in self.units:
-            self.check_unchanged(unit)
-        if any(tensor.requires_grad for tensor in tensors_in(output)):
-            on_backward(tensors_in(output), self._backward_begins)
-        else:
-            self._free_all()
+        tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
+        recorded = [tensor for tensor in tensors if tensor.requires_grad]
+        for tensor in recorded:
+            tensor.register_hook(self._backward_begins)
+        if not recorded:
+            self._free()
         return output
 
-    def _backward_begins(self) -> None:
-        if not self.running:
-            check_first_order()
-            self.running = True
+    def _backward_begins(self, gradient: Tensor) -> None:
+        if not self.in_backward:
+            self.in_backward = True
+            self._gather()
             Variable._execution_engine.queue_callback(self._backward_has_ended)
 
     @torch.no_grad()
     def _backward_has_ended(self) -> None:
-        """Average all gradients, keep the own shard of them, and free everything."""
-        flats = [flat for unit in self.units for flat in unit.trainable]
-        have = on_any_rank([flat.has_gradients for flat in flats], self.process_group)
-        for flat in itertools.compress(flats, have):
-            flat.collect()
-            dist.all_reduce(flat.sum, group=self.process_group)
-            flat.reduced()
-        self._forget_unused()
-        self._free_all()
+        """Free the parameters, average all gradients, and keep this rank's shard."""
+        self._free()
+        mean = self.whole.new_zeros(self.size * self.shard.numel())
+        at = 0
+        for p in self.wholes.values():
+            if p.grad is not None:
+                mean[at : at + p.numel()] = p.grad.flatten() / self.size
+                p.grad = None
+            at += p.numel()
+        dist.all_reduce(mean, group=self.group)
+        own = mean[self.own].clone()
+        for name, piece in self.pieces.items():
+            if piece.requires_grad:
+                gradient = own[self.spans[name]]
+                piece.grad = gradient if piece.grad is None else piece.grad + gradient
 
-    def _free_all(self) -> None:
-        self.running = False
-        for unit in self.units:
-            unit.free()
+    def _gather(self) -> None:
+        if not self.whole.untyped_storage().size():
+            nbytes = self.size * self.shard.nbytes
+            self.whole.untyped_storage().resize_(nbytes)
+            dist.all_gather_into_tensor(self.whole, self.shard, group=self.group)
+
+    def _free(self) -> None:
+        """Give the memory of `whole` back; the parameters stay views of it."""
+        self.in_backward = False
+        self.whole.untyped_storage().resize_(0)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return the plain module's `state_dict`; a collective call."""
+        self._gather()
+        state = {key: t.clone() for key, t in self.module.state_dict().items()}
+        self._free()
+        return state

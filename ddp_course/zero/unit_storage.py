@@ -17,22 +17,55 @@ so a gather needs no copies, and an optimizer steps parameters that have their p
 names. Chapter 08.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_course.collectives import communicator, ring_all_reduce
-from ddp_course.measure import label
 from ddp_course.mechanisms.buckets import view_of
-from ddp_course.mechanisms.placements import Flat, place
-from ddp_course.mechanisms.shard_exchange import ShardMessages, allocate
 from ddp_course.zero.freed import Freed
 from ddp_course.zero.units import FlatPlan, UnitPlan
 
 Place = tuple[nn.Module, str]  # where a parameter is: module._parameters[name]
+
+
+class Messages:
+    """How the ranks of a group gather shards and sum gradients: PyTorch's collectives.
+
+    `FullyShardedDataParallel` takes this course's (`mechanisms.shard_exchange`), as
+    gloo's reduce-scatter sends twice the bytes.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def gather(
+        self,
+        whole: Tensor,
+        own: Tensor,
+        prepare: Callable[[], None],
+        async_op: bool = False,
+    ) -> Any:
+        """Begin to put every rank's shard into its place in `whole`.
+
+        `prepare()` allocates `whole`, and puts this rank's shard into its place `own`.
+        Returns an object to wait for, or None.
+        """
+        prepare()
+        options = {"group": self.group, "async_op": async_op}
+        return dist.all_gather_into_tensor(whole, own, **options)
+
+    def reduce(self, own: Tensor, whole: Tensor, then: Callable[[], None]) -> Any:
+        """Sum `whole` over all ranks, this rank's part into `own`; then call `then`."""
+        dist.reduce_scatter_tensor(own, whole, group=self.group)
+        then()
+
+    def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
+        """Sum `tensor` over the ranks of another group: the replicas."""
+        dist.all_reduce(tensor, group=group)
 
 
 class FlatStorage:
@@ -41,7 +74,7 @@ class FlatStorage:
     Args:
         plan: where each parameter begins.
         parameters: name -> parameter; those of the first rank have the numbers.
-        exchange: how the shards come together.
+        exchange: how the shards are gathered and gradients are summed.
         replicas: ranks that have the same shard (hybrid sharding), or None.
         compute_dtype: what `whole` is gathered in, None as it is.
         reduce_dtype: what gradients are summed in, None as `whole`.
@@ -56,7 +89,7 @@ class FlatStorage:
         self,
         plan: FlatPlan,
         parameters: Mapping[str, nn.Parameter],
-        exchange: ShardMessages,
+        exchange: Messages,
         replicas: dist.ProcessGroup | None = None,
         compute_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
@@ -66,15 +99,13 @@ class FlatStorage:
         numel, rank, size = plan.numel, exchange.rank, exchange.size
         first = self._packed()
         for group in (exchange.group, replicas)[: 1 + (replicas is not None)]:
-            dist.broadcast(first, communicator(group).ranks[0], group)
+            dist.broadcast(first, group=group, group_src=0)
         mine = slice(rank * numel // size, (rank + 1) * numel // size)
-        self.shard = label(self.empty(numel // size, first), "parameters")
+        self.shard = self.empty(numel // size, first)
         self.shard.copy_(first[mine])
         floating = first.is_floating_point()
         dtype = compute_dtype if floating and compute_dtype else first.dtype
-        lasting = exchange.lasting(self.shard) if dtype == first.dtype else None
-        self.lasts = lasting is not None
-        self.whole = lasting if self.lasts else first.to(dtype)
+        self.whole = first.to(dtype)
         views = self._views(self.whole)
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.data = view
@@ -84,9 +115,14 @@ class FlatStorage:
         self.sum = torch.empty(numel, dtype=dtype, device=first.device)
         self.own, self.slots = self.sum[mine], self._views(self.sum)
         self.scale = 1 / size / (1 if replicas is None else replicas.size())
-        for flat in (self.sum,) if self.lasts else (self.whole, self.sum):
-            label(flat, "communication buffers").untyped_storage().resize_(0)
-        self.pieces = dict(self._pieces())
+        for flat in (self.whole, self.sum):
+            flat.untyped_storage().resize_(0)
+        self.pieces = {
+            name: nn.Parameter(view, requires_grad=p.requires_grad)
+            for name, view, p in zip(
+                plan.parameters, self._cut(self.shard), self.parameters, strict=True
+            )
+        }
         self.missed: set[str] = set()
 
     def _packed(self) -> Tensor:
@@ -103,37 +139,31 @@ class FlatStorage:
         return [view_of(flat, offset, parameter) for offset, parameter in offsets]
 
     def _cut(self, shard: Tensor) -> list[Tensor]:
-        """Return the part of each parameter in what lies as the shard does."""
+        """Return the part of each parameter in a tensor laid out as the shard."""
         pieces = self.plan.pieces(self.exchange.rank, empty=True)
         return [shard[p.offset :][: p.last - p.first] for p in pieces]
 
-    def _pieces(self) -> Iterator[tuple[str, nn.Parameter]]:
-        plan = self.plan.pieces(self.exchange.rank, empty=True)
-        views = self._cut(self.shard)
-        for piece, view, whole in zip(plan, views, self.parameters, strict=True):
-            kept = nn.Parameter(view, requires_grad=whole.requires_grad)
-            way = self.exchange.group, Flat(piece.first, piece.last)
-            name = piece.parameter
-            yield name, place(kept, *way, like=whole, name=name)
-
     def empty(self, numel: int, like: Tensor) -> Tensor:
-        """Return memory for a shard: where it is computed with."""
-        return self.exchange.empty_shard(numel, like.dtype, like.device)
+        """Allocate a shard, on the device that computes."""
+        return torch.empty(numel, dtype=like.dtype, device=like.device)
 
     # ---- gather and free -------------------------------------------------------------
 
     def gather(self, async_op: bool) -> Any:
-        """Begin to make `whole` whole; return something to wait for, or None."""
-        if self.lasts:
-            return None
+        """Begin to make `whole` whole; return an object to wait for, or None."""
         # Autograd counts changes of a parameter to see whether what it has saved is
         # still the same. These counters are the parameters' own: `whole` has another.
-        return self.exchange.gather(self.whole, self.mine, self.shard, async_op)
+        return self.exchange.gather(self.whole, self.mine, self._prepare, async_op)
+
+    @torch.no_grad()
+    def _prepare(self) -> None:
+        """Allocate `whole`; copy the shard into its place, cast, or from the CPU."""
+        allocate(self.whole)
+        self.mine.copy_(self.shard, non_blocking=True)
 
     def free(self) -> None:
         """Give the memory of `whole` back."""
-        if not self.lasts:
-            self.whole.untyped_storage().resize_(0)
+        self.whole.untyped_storage().resize_(0)
 
     # ---- gradients -------------------------------------------------------------------
 
@@ -160,21 +190,20 @@ class FlatStorage:
         self.sum[self.plan.numel - self.plan.padding :].zero_()
 
     def reduce(self) -> Any:
-        """Begin to sum over the ranks; return something to wait for, or None."""
+        """Begin to sum over the ranks; return an object to wait for, or None."""
         return self.exchange.reduce(self.own, self.sum, self.reduced)
 
     def reduced(self) -> None:
-        """The sum is there: with the other replicas' it is the mean of all ranks."""
+        """Add the sum to the other replicas': it is the mean of all ranks then."""
         if self.replicas is not None:
-            all_reduce = dist.all_reduce if self.own.is_cuda else ring_all_reduce
-            all_reduce(self.own, group=self.replicas)
+            self.exchange.all_reduce(self.own, self.replicas)
         self.add_gradient(self.own)
         self.sum.untyped_storage().resize_(0)
 
     def add_gradient(self, mean: Tensor) -> None:
         """Add a mean gradient to the pieces'; its own memory is used otherwise."""
         if all(piece.grad is None for piece in self.pieces.values()):
-            self.keep(label(mean.to(self.shard.dtype, copy=True), "gradients"))
+            self.keep(mean.to(self.shard.dtype, copy=True))
             return
         for piece, part in zip(self.pieces.values(), self._cut(mean), strict=True):
             part = part.to(piece.device, piece.dtype)
@@ -208,36 +237,35 @@ class Unit:
             for place in places[name]
         ]
         self.here = False
-        self.under_way: list[Any] | None = None  # gathers
-        self.sums: list[Any] = []  # reduce-scatters
+        self.gathers: list[Any] | None = None  # under way
+        self.sums: list[Any] = []  # reduce-scatters under way
         self._show_freed()
 
     @property
     def away(self) -> bool:
         """Whether it is neither whole, nor on its way."""
-        return not self.here and self.under_way is None
+        return not self.here and self.gathers is None
 
-    def launch(self, async_op: bool = False) -> None:
-        """Begin to gather; with `async_op`, meanwhile."""
-        self.under_way = [flat.gather(async_op) for flat in self.flats]
+    def start_gather(self, async_op: bool = False) -> None:
+        """Begin to gather; with `async_op`, return while messages are under way."""
+        self.gathers = [flat.gather(async_op) for flat in self.flats]
 
-    def gather(self) -> None:
-        """Return when it is whole."""
+    def wait_gathered(self) -> None:
+        """Return when the unit is whole; start its gather if nobody has."""
         if self.here:
             return
         if self.away:
-            self.launch()
-        works, self.under_way = self.under_way, None
+            self.start_gather()
+        works, self.gathers = self.gathers, None
         _wait_for(works)
         for (module, name), parameter, _ in self.places:
             module._parameters[name] = parameter
-        self.versions = [parameter._version for _, parameter, _ in self.places]
         self.here = True
 
     def free(self) -> None:
-        """Give the memory back; what is on the way arrives first."""
-        if self.under_way is not None:
-            self.gather()
+        """Give the memory back; wait for a gather that is under way first."""
+        if self.gathers is not None:
+            self.wait_gathered()
         if self.here:
             for flat in self.flats:
                 flat.free()
@@ -253,20 +281,35 @@ class Unit:
         """Whether autograd has left gradients at its parameters."""
         return any(flat.has_gradients for flat in self.trainable)
 
-    def reduce(self) -> None:
-        """Begin to sum the gradients that have come."""
+    def start_reduce(self) -> None:
+        """Begin to sum the gradients that autograd has left."""
         for flat in self.trainable:
             if flat.has_gradients:
                 flat.collect()
                 self.sums.append(flat.reduce())
 
-    def settle(self) -> None:
-        """Return when the sums are there, in the pieces' gradients."""
+    def wait_reduced(self) -> None:
+        """Return when the mean gradients are in the pieces' `grad`."""
         sums, self.sums = self.sums, []
         _wait_for(sums)
+
+
+def allocate(flat: Tensor) -> None:
+    """Allocate the memory of a tensor that had been given back."""
+    flat.untyped_storage().resize_(flat.numel() * flat.element_size())
 
 
 def _wait_for(works: Iterable[Any]) -> None:
     for work in works:
         if work is not None:
             work.wait()
+
+
+def places_in(module: nn.Module) -> dict[str, list[Place]]:
+    """Return all places of each parameter, by name: a tied one has several."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    found: dict[str, list[Place]] = {name: [] for name in names.values()}
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters("", False, False):
+            found[names[parameter]].append((owner, name))
+    return found

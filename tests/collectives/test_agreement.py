@@ -86,6 +86,8 @@ def bad_calls(odd: bool) -> dict[str, tuple[Callable[[], object], str]]:
          "rank 1: output lies where input does"),
         (to_all, [torch.ones(()), torch.zeros(())], "cannot be cut into 3 equal parts"),
         (to_all, [torch.ones(4), FOUR], "input [4] cannot be cut into 3 equal parts"),
+        (to_all, [torch.ones(6), torch.ones(6), [1, 2, 3] if odd else None],
+         "rank 1: output_split_sizes is [1, 2, 3]; parts must be equal"),
         (shared_memory.free, [FOUR], "does not lie in this group's shared memory"),
         (shared_memory.empty, [-1], "shape is (-1,); it"),
         (shared_memory.empty, [4 + odd], "shape=[5]"),

@@ -8,8 +8,8 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ddp_course.launch import devices
-from ddp_course.launch.devices import Placement, choose, device
+from ddp_course.launch import device, devices
+from ddp_course.launch.devices import Placement, choose
 from ddp_course.launch.topology import Topology
 
 GPUS = [0, 1, 2, 4, 8]

@@ -34,7 +34,7 @@ from ddp_course.launch import RankError, spawn
 from ddp_course.launch.deadlock import DeadlockError
 from ddp_course.launch.strict import StrictError
 from ddp_course.launch.strict_rules import STUCK
-from ddp_course.model import build_gpt
+from ddp_course.model import build_gpt, cross_entropy
 from ddp_course.pipeline import SCHEDULES, Pipeline, gpipe, one_f_one_b
 from ddp_course.spec import DATA_PARALLEL, OUTER
 
@@ -362,7 +362,9 @@ def planted_at_gloos_pace() -> None:
 def naive_pipeline(schedule) -> float:
     model = build_gpt(SMALL, seed=0)
     x = torch.arange(32).view(4, 8)
-    return Pipeline(model, schedule(2, 4), [2, 2]).step(x, x).item()
+    form = 8, SMALL.d_model
+    pipeline = Pipeline(model, schedule(2, 4), [2, 2], form, cross_entropy)
+    return pipeline.step(x, x).item()
 
 
 def naive_gpipe() -> float:

@@ -30,12 +30,10 @@ from ddp_course.pipeline import PipelineParallel
 from ddp_course.tensor_parallel import tensor_parallel
 from ddp_course.zero import (
     FullyShardedDataParallel,
-    NaiveFullyShardedDataParallel,
     ShardedGradientOptimizer,
-    SimpleFullyShardedDataParallel,
     ZeroRedundancyOptimizer,
 )
-from ddp_course.zero.sharded_module import ShardedModule
+from ddp_course.zero.sharded_parts import Kept
 
 GPT = GPTConfig(block_size=8, n_layer=2, n_head=2, d_model=16)
 SGD, ADAM = torch.optim.SGD, torch.optim.AdamW
@@ -56,8 +54,6 @@ WRAP = {  # (model, group) -> what is trained
     "zero1": lambda model, _: model,
     "zero2": lambda model, _: model,
     "zero3": lambda m, group: FullyShardedDataParallel(m, group, **UNITS),
-    "simple": lambda m, group: SimpleFullyShardedDataParallel(m, group, **UNITS),
-    "gathered": lambda m, group: NaiveFullyShardedDataParallel(m, group, **UNITS),
     "tp": tensor_parallel,
     "pp": lambda m, group: PipelineParallel(m, "1f1b", 2, group, loss_fn=mse_loss),
     "DDP": lambda m, group: nn.parallel.DistributedDataParallel(m),
@@ -66,7 +62,6 @@ WRAP = {  # (model, group) -> what is trained
 OPTIMIZERS = {"zero1": ZeroRedundancyOptimizer, "zero2": ShardedGradientOptimizer}
 ALSO = {  # other rungs, of which the same must be true
     "zero1": ("zero2",),
-    "zero3": ("simple", "gathered"),
 }
 
 
@@ -364,8 +359,9 @@ def without_guards() -> None:
     guards._put_around = lambda owner, name, make: None
     guards._check_step = lambda optimizer, args, kwargs: None
     frozen.Frozen.check = lambda self: None
-    ShardedModule.check_kept = WholeState.newcomer = lambda self: None
-    ShardedModule.check_unchanged = lambda self, unit: None
+    WholeState.newcomer = lambda self: None
+    Kept.before_forward = lambda self, fsdp: None
+    Kept.used = lambda self, fsdp, unit: None
     hooks.Averager.__getstate__ = lambda self: {}
 
 
@@ -377,7 +373,6 @@ GUARDED = {  # habit, strategy -> what comes of it without
     (OTHERS[3], "tp"): "wrong",
     (OTHERS[6], "ddp"): "wrong",
     (OTHERS[7], "zero3"): "wrong",
-    (OTHERS[8], "simple"): "wrong",
     (OTHERS[9], "zero3"): "wrong",
     (OTHERS[10], "zero3"): "wrong",
 }

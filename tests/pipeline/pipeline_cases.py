@@ -18,7 +18,7 @@ from trained import Trained
 from ddp_course.model import GPT, GPTConfig, build_gpt
 from ddp_course.pipeline import PipelineParallel, overlapped
 from ddp_course.pipeline import pipeline_parallel as module_of_ours
-from ddp_course.pipeline.overlapped import OverlappedRuntime
+from ddp_course.pipeline.overlapped import MessagesAhead
 from ddp_course.pipeline.shared_gradients import SharedGradients
 
 ROWS, TOKENS, CHARACTERS = 8, 5, 12  # rows that 3, 5, 6 and 7 cannot share equally
@@ -94,7 +94,7 @@ def train(
     for step in range(steps):
         optimizer.zero_grad()
         loss = pipeline.step(*batch(step))
-        clips = isinstance(pipeline, PipelineParallel)  # the readable ones do not
+        clips = isinstance(pipeline, PipelineParallel)  # the others do not
         norm = pipeline.clip_grad_norm_(CLIP) if clips else 1
         optimizer.step()
         told.note(parts(pipeline), norm, loss)
@@ -156,41 +156,37 @@ def pytorchs(schedule: str, m: int, steps: int = 5) -> Trained:
 # ---- planted fakes: each is wrong in one way that is easy to overlook ----------------
 
 
-class NotDivided(OverlappedRuntime):
+class NotDivided:
     """Adds the microbatches' gradients as if each were a batch."""
 
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.weights = [1.0] * len(self.weights)
+    def before_run(self, runtime):
+        runtime.weights = [1.0] * len(runtime.weights)
 
 
-class EqualWeights(OverlappedRuntime):
+class EqualWeights:
     """A mean of means: microbatches of different size count alike."""
 
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.weights = [1 / len(self.weights)] * len(self.weights)
+    def before_run(self, runtime):
+        runtime.weights = [1 / len(runtime.weights)] * len(runtime.weights)
 
 
-class Stale(OverlappedRuntime):
+class Stale:
     """The gradient of one microbatch goes through the graph of another."""
 
-    def backward(self, stage, microbatch, gradient):
-        others = [k for s, k in self.kept if s == stage and k != microbatch]
-        same = [k for k in others if len(self.x[k]) == len(self.x[microbatch])]
-        if same and stage != self.last:
+    def before_compute(self, runtime, action):
+        stage, microbatch, kept = action.stage, action.microbatch, runtime.kept
+        others = [k for s, k in kept if s == stage and k != microbatch]
+        same = [k for k in others if len(runtime.x[k]) == len(runtime.x[microbatch])]
+        if action.op == "B" and same and stage != runtime.last:
             one, other = (stage, microbatch), (stage, same[0])
-            self.kept[one], self.kept[other] = self.kept[other], self.kept[one]
-        return super().backward(stage, microbatch, gradient)
+            kept[one], kept[other] = kept[other], kept[one]
 
 
-class WeightsForgotten(OverlappedRuntime):
+class WeightsForgotten:
     """What I has put off is never done."""
 
-    def halves(self, action, given):
-        if action.op == "W":
-            return None
-        return super().halves(action, given)
+    def before_run(self, runtime):
+        runtime.operations["W"] = lambda *_: None
 
 
 class TiedTwice(SharedGradients):
@@ -211,23 +207,24 @@ class TiedNotAtAll(SharedGradients):
                 parameter.grad = before
 
 
-class Overwritten(OverlappedRuntime):
+class Overwritten(MessagesAhead):
     """Sends everything from one buffer, and does not wait until it has left.
 
     It goes well as long as all messages leave at once; so the last rank is late.
     """
 
-    def post(self, number):
+    def go_on(self):
         if dist.get_rank() == dist.get_world_size() - 1:
             time.sleep(0.03)
-        super().post(number)
+        super().go_on()
 
-    def send_to(self, peer, action):
-        tensor = self.made[action]
+    def _start_send(self, step):
+        results = self.runtime.results
+        tensor = results[step.action]
         buffer = self.__dict__.setdefault("buffer", torch.empty(10_000))
-        self.made[action] = buffer[: tensor.numel()].view(tensor.shape)
-        self.made[action].copy_(tensor)
-        super().send_to(peer, action)
+        results[step.action] = buffer[: tensor.numel()].view(tensor.shape)
+        results[step.action].copy_(tensor)
+        super()._start_send(step)
 
 
 class NextBatch(PipelineParallel):
@@ -242,27 +239,35 @@ class NextBatch(PipelineParallel):
 
 def fake(name: str, schedule: str, m: int) -> Trained:
     """Train on this rank with something wrong."""
+
+    def make(*args):
+        pipeline = MAKERS.get(name, PipelineParallel)(*args)
+        pipeline.parts += [part() for part in FAKE_PARTS.get(name, ())]
+        return pipeline
+
     with ExitStack() as stack:
-        for where, what, wrong in FAKES[name]:
+        for where, what, wrong in PATCHED.get(name, ()):
             stack.enter_context(patch.object(where, what, wrong))
-        make = {"next batch": NextBatch}.get(name, PipelineParallel)
         return train(make, schedule, m, steps=3)
 
 
-FAKES: dict[str, list[tuple]] = {
-    "not divided": [(module_of_ours, "OverlappedRuntime", NotDivided)],
-    "equal weights": [(module_of_ours, "OverlappedRuntime", EqualWeights)],
-    "stale": [(module_of_ours, "OverlappedRuntime", Stale)],
-    "weights forgotten": [(module_of_ours, "OverlappedRuntime", WeightsForgotten)],
+MAKERS = {"next batch": NextBatch}
+FAKE_PARTS: dict[str, tuple[type, ...]] = {
+    "not divided": (NotDivided,),
+    "equal weights": (EqualWeights,),
+    "stale": (Stale,),
+    "weights forgotten": (WeightsForgotten,),
+}
+PATCHED: dict[str, list[tuple]] = {
     "tied twice": [(module_of_ours, "SharedGradients", TiedTwice)],
     "tied not at all": [(module_of_ours, "SharedGradients", TiedNotAtAll)],
     "overwritten": [
-        (module_of_ours, "OverlappedRuntime", Overwritten),
+        (overlapped, "MessagesAhead", Overwritten),
         (overlapped, "AHEAD", 0),
         (overlapped, "UNDER_WAY", 100),
     ],
-    "next batch": [],
 }
+FAKES = [*FAKE_PARTS, *PATCHED, *MAKERS]
 FAKE_SCHEDULES = {"weights forgotten": "zero_bubble"}
 
 __all__ = ["PipelineParallel"]

@@ -25,7 +25,8 @@ from pipeline_cases import (
 
 from ddp_course.bench.pp import THEIRS
 from ddp_course.launch import spawn
-from ddp_course.pipeline import SCHEDULES, NaivePipeline, Pipeline, spine
+from ddp_course.model import cross_entropy
+from ddp_course.pipeline import SCHEDULES, NaivePipeline, Pipeline
 
 MICROBATCHES = {1: (3,), 2: (5,), 3: (2, 7)}  # of so many ranks
 RECOMPUTED = ("1f1b", "zero_bubble")
@@ -57,27 +58,15 @@ def test_the_same_training_as_one_process(n):
         assert not wrong, (case, wrong[:3])
 
 
-class ByHand(NaivePipeline):
-    """Has its parameters by the names that they have in the model."""
-
-    def __init__(self, model, sizes, *args):
-        super().__init__(model, sizes, *args)
-        self.names = list(spine(model))[sum(sizes[: dist.get_rank()]) :]
-
-    def named_parameters(self, *args, **options):
-        for name, parameter in super().named_parameters(*args, **options):
-            _, layer, rest = name.split(".", 2)
-            yield f"{self.names[int(layer)]}.{rest}", parameter
-
-
 SAME = {"model": "untied", "seed": 0}
+FORM = TOKENS, 14
 
 
 def ours_and_theirs(m: int) -> dict:
     """Train the untied GPT under the schedules of PyTorch, and up the ladder."""
     p = dist.get_world_size()
     sizes = [2] * p
-    told = {("by hand", "naive"): train(ByHand, sizes, m, (TOKENS, 14), **SAME)}
+    told = {("by hand", "naive"): train(NaivePipeline, sizes, m, FORM, **SAME)}
     for schedule in PYTORCH:
         told["ours", schedule] = train(PipelineParallel, schedule, m, model="untied")
         if schedule in THEIRS:  # PyTorch 2.12 has no zero bubble that runs
@@ -85,7 +74,8 @@ def ours_and_theirs(m: int) -> dict:
         if schedule != "zero_bubble":  # no halves in the readable one
             made = SCHEDULES[schedule](p, m)
             sizes = [8 // made.num_stages] * made.num_stages
-            told["readable", schedule] = train(Pipeline, made, sizes, **SAME)
+            readable = Pipeline, made, sizes, FORM, cross_entropy
+            told["readable", schedule] = train(*readable, **SAME)
     return told
 
 

@@ -90,13 +90,14 @@ def weights_are_split() -> tuple[int, int, int]:
     """
     gpt, came = tensor_parallel(untied(), axes().group("tp")), set()
     pipeline = PipelineParallel(gpt, "zero_bubble", 2, axes().group("pp"))
-    blocks, inside = [weakref.ref(block) for block in gpt.blocks], pipeline.weight_grads
+    blocks = [weakref.ref(block) for block in gpt.blocks]
+    [store] = [part.store for part in pipeline.parts if hasattr(part, "store")]
     del gpt
     gc.collect()
     for name, parameter in pipeline.named_parameters():
 
         def note(_, name=name):
-            if inside.tasks is None:  # nobody collects: it is W, not I
+            if store.tasks is None:  # nobody collects: it is W, not I
                 came.add(name)
 
         parameter.register_post_accumulate_grad_hook(note)

@@ -20,8 +20,8 @@ from ddp_course.pipeline import (
     spine,
     stage_plan,
 )
-from ddp_course.pipeline.clocks import VirtualClock
 from ddp_course.pipeline.overlapped import horizons
+from ddp_course.pipeline.recorded import VirtualClock
 from ddp_course.pipeline.split_backward import SplitLinear, split_backward
 from ddp_course.pipeline.stages import Stage
 

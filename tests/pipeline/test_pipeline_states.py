@@ -128,7 +128,7 @@ def test_what_cannot_be_is_refused_on_all_ranks_in_the_same_words():
         "layers": "num_stages is 18; there are 8 layers",
         "sizes": "sizes is [5, 4]; it must be a number of layers for each stage",
         "spine": "a Linear has no spine: it must be an nn.Sequential",
-        "differ": "the ranks differ. the schedule is",
+        "differ": "argument num_microbatches is 2 on rank 0, 3 on rank 1",
         "ranks": "the number of ranks of the group is 2; the schedule one is for 1",
         "illegal": "1B0",
         "few rows": "x is int64 [3, 5]; it must be a tensor with a row or more",

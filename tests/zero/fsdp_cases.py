@@ -193,7 +193,6 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "no prefetch": lambda m: Ours(m, prefetch=0),
     "far ahead": lambda m: Ours(m, prefetch=3, reshard_after_forward=None),
     "not resharded": lambda m: Ours(m, reshard_after_forward=False),
-    "shared": lambda m: Ours(m, in_shared_memory=True),
     "one unit": lambda m: Ours(m, units=[]),
     "by name": lambda m: Ours(m, units=[n for n, _ in m.named_modules() if "." in n]),
     "torch": fully_shard,
@@ -332,7 +331,7 @@ class EverythingAtOnce(Ours):
         for each in self.units:
             if each.away:
                 with span(self.timeline, "launch", gather=each.plan.name):
-                    each.launch(async_op=True)
+                    each.start_gather(async_op=True)
         super()._gather(unit)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_cases import GPT, Naive, Odd, Ours
+from fsdp_cases import GPT, Odd, Ours
 from on_ranks import assert_refused, tried
 from torch import nn
 
@@ -127,8 +127,8 @@ def constructions(odd: bool) -> dict:
     layers[0].requires_grad_(not odd)
     gpt = build_gpt(GPT)
 
-    def one(module=gpt, cls=Ours, **options):
-        return lambda: cls(module, **options)
+    def one(module=gpt, **options):
+        return lambda: Ours(module, **options)
 
     of_rank_1 = {
         "*weight is float32 *": one(nn.Linear(3, 5 if odd else 4)),
@@ -142,8 +142,8 @@ def constructions(odd: bool) -> dict:
     }
     calls = of_rank_1 | {
         "*module is a list; it must be*": one([]),
-        "*units has 'x', which is no*": one(cls=Naive, units=["x"]),
-        "*units: 'int' object is not *": one(cls=Naive, units=3),
+        "*units has 'x', which is no*": one(units=["x"]),
+        "*units: 'int' object is not *": one(units=3),
         "*on the meta device*": one(nn.Linear(3, 3, device="meta")),
         "*prefetch is -1; it must be*": one(prefetch=-1),
         "*reshard_after_forward is 2; it can be True, False or None*": one(
@@ -157,9 +157,6 @@ def constructions(odd: bool) -> dict:
             cpu_offload=True
         ),
         "*is sharded already*": one(Ours(build_gpt(GPT))),
-        "*in_shared_memory is True, but these ranks share no*": one(
-            in_shared_memory=True
-        ),
     }
     return {f"{words}Nothing was sent.": call for words, call in calls.items()}
 

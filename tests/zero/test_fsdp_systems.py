@@ -24,10 +24,13 @@ from ddp_course.measure import (
     MemoryLog,
     SystemBytes,
     busy,
+    label,
     overlap,
     resident,
 )
+from ddp_course.mechanisms.shard_exchange import ShardMessages
 from ddp_course.model import GPTConfig, build_gpt
+from ddp_course.zero.offload import LabelledStorage
 from ddp_course.zero.units import unit_plan
 
 GPT = GPTConfig(
@@ -48,19 +51,26 @@ def stepping(sharded: nn.Module):
     return step, optimizer
 
 
+def labelled(model: nn.Module) -> nn.Module:
+    """Return the naive version, with a label on what it gathers."""
+    naive = Naive(model)
+    label(naive.whole, "communication buffers")
+    return naive
+
+
 # ---- bytes sent ----------------------------------------------------------------------
 
 SENDERS = {
     "ours": Ours,
-    "simple": Simple,
+    "simple": lambda m: Simple(m, exchange=ShardMessages(), storage=LabelledStorage),
+    "simple, PyTorch's": Simple,
     "root stays": lambda m: Ours(m, reshard_after_forward=None),
     "all stay": lambda m: Ours(m, reshard_after_forward=False),
     "bf16": lambda m: Ours(m, compute_dtype=torch.bfloat16),
     "bf16, summed in fp32": lambda m: Ours(
         m, compute_dtype=torch.bfloat16, reduce_dtype=torch.float32
     ),
-    "shared": lambda m: Ours(m, in_shared_memory=True),
-    "naive": Naive,
+    "naive": labelled,
     "fully_shard": fully_shard,
     "fully_shard, all stay": lambda m: fully_shard(m, reshard_after_forward=False),
 }
@@ -83,10 +93,7 @@ def sent() -> dict[str, tuple[int, int, int]]:
 
 def kept() -> dict[str, object]:
     """On every rank: ledgers between steps, and at the peak."""
-    wraps = {
-        name: SENDERS[name]
-        for name in ("ours", "simple", "all stay", "naive", "shared")
-    }
+    wraps = {name: SENDERS[name] for name in ("ours", "simple", "all stay", "naive")}
     wraps |= {"fully_shard": fully_shard, "replicated": Replicated}
     wraps |= {"no prefetch": lambda m: Ours(m, prefetch=0)}
     wraps |= {"kept by a view": KeptByAView, "all at once": EverythingAtOnce}
@@ -124,16 +131,15 @@ def test_bytes_sent_are_those_of_the_formula(measured):
         assert metered["all stay"] == 2 * one
         assert metered["bf16"] == 3 * one / 2
         assert metered["bf16, summed in fp32"] == 2 * one
-        assert metered["shared"] == one  # gradients; for weights nothing is moved
         for name in ("ours", "root stays", "all stay", "bf16"):
             written = rank[name][1]
             # gloo's headers: 144 bytes for each message, 0.3 to 0.5 % of these.
             assert 0 <= written - metered[name] <= 150 * rank[name][2], name
-        assert rank["shared"][1] < 1000  # no message
         # gloo's reduce-scatter is an all-reduce: once more as much. fully_shard pads
         # each parameter for itself.
         for name, times in (
             ("naive", 3),
+            ("simple, PyTorch's", 4),
             ("fully_shard", 4),
             ("fully_shard, all stay", 3),
         ):
@@ -148,7 +154,10 @@ def test_between_steps_each_rank_keeps_its_part_and_the_peak_is_computed(measure
     padding = 4 * sum(u.flats[0].padding for u in (root, *blocks))
     block = max(unit.nbytes for unit in blocks)
     for rank in measured["kept"]:
-        for name in ("ours", "simple", "all stay", "naive", "shared", "no prefetch"):
+        elements = sum(p.numel() for p in build_gpt(GPT).parameters())
+        naive = rank["naive"][0]
+        assert naive["parameters"] == naive["gradients"] == 4 * -(-elements // n)
+        for name in ("ours", "simple", "all stay", "no prefetch"):
             ledger = rank[name][0]
             assert ledger["parameters"] == ledger["gradients"] == shards, name
             states = 2 * shards + steps - ledger["optimizer states"]
@@ -160,9 +169,7 @@ def test_between_steps_each_rank_keeps_its_part_and_the_peak_is_computed(measure
         assert rank["no prefetch"][2] == root.nbytes + 2 * block
         assert rank["simple"][2] == root.nbytes + block  # nothing is under way
         assert rank["all stay"][2] == root.nbytes + 4 * block
-        # Without gathered blocks: gradients of one block, or of the root.
-        assert rank["shared"][2] == max(root.nbytes, block)
-        assert rank["naive"][2] >= n * shards
+        assert rank["naive"][2] == n * naive["parameters"]
         assert rank["ours"][1] < rank["naive"][1] - block
         assert rank["ours"][1] <= 1.05 * rank["fully_shard"][1]
         # The fakes: what they keep is seen.

@@ -1,0 +1,130 @@
+"""A part of `PipelineParallel`: what form do activations have at each boundary?
+
+Every stage receives one row and reports the form of its output. The runtime needs the
+forms to allocate memory for messages. Meanwhile one more question is answered: does a
+layer count or average what it sees, so that microbatches would change it otherwise than
+the batch? Chapter 10.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ddp_course.collectives.communicator import Communicator
+from ddp_course.mechanisms.tensor_words import kind_of
+from ddp_course.pipeline.runtime import Form
+from ddp_course.pipeline.stages import Stage
+from ddp_course.precision.autocast import autocast_dtype
+
+
+class PipelineError(RuntimeError):
+    """An action failed on this rank: says which one. What it raised is the cause."""
+
+
+class Forms:
+    """The forms at all boundaries, for each kind of batch that has been seen.
+
+    Args:
+        stages: this rank's, by number.
+        ranks: of all stages.
+        comm: the ranks of the pipeline.
+        several: whether a batch is cut into several microbatches.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        ranks: Sequence[int],
+        comm: Communicator,
+        several: bool,
+    ) -> None:
+        self.stages, self.ranks, self.comm, self.several = stages, ranks, comm, several
+        self.known: dict[tuple, list[Form]] = {}
+
+    @torch.no_grad()
+    def of(self, x: Tensor) -> list[Form]:
+        """Return the forms for a batch like `x`; all ranks call it.
+
+        Raises PipelineError on the rank where a stage fails, and CollectiveError, on
+        all ranks, for a layer whose buffers change in a training forward.
+        """
+        kind = x.dtype, x.shape[1:], autocast_dtype(x.device.type)
+        if kind not in self.known:
+            self.known[kind] = self._find(x[:1])
+        return self.known[kind]
+
+    def _find(self, row: Tensor) -> list[Form]:
+        """Pass one row, of zeros but for the first stage, through all stages."""
+        forms: list[Form] = []
+        problem = None
+        for stage, home in enumerate(self.ranks):
+            form = [None]
+            if stage in self.stages:
+                form = [self._form(stage, row)]
+                problem = problem or self._seen(self.stages[stage], row)
+            if stage == len(self.ranks) - 1:
+                break
+            src = self.comm.ranks[home]
+            dist.broadcast_object_list(form, src, self.comm.group)
+            dtype, shape = form[0]
+            forms.append(form[0])
+            row = torch.zeros((1, *shape), dtype=dtype, device=row.device)
+        self.comm.agree_now("forms of activations", problem)
+        return forms
+
+    def _form(self, stage: int, row: Tensor) -> Form:
+        try:
+            with evaluating(self.stages[stage]) as module:
+                output = functional_call(module, copies_of_buffers(module), row)
+            if not isinstance(output, Tensor):
+                raise TypeError(
+                    f"stage {stage} returned a {type(output).__name__}; between the "
+                    "layers of a pipeline there must be one tensor"
+                )
+        except Exception as error:
+            raise PipelineError(
+                f"one row of x, {kind_of(row)}, was sent through the stages to see "
+                f"what they return; it failed: {type(error).__name__}: {error}"
+            ) from error
+        return output.dtype, tuple(output.shape[1:])
+
+    def _seen(self, module: Stage, row: Tensor) -> str | None:
+        """Return which buffer of a layer a forward in training changes, or None."""
+        if not self.several:
+            return None
+        copies = copies_of_buffers(module)
+        gpus = [row.device] if row.is_cuda else []
+        with torch.random.fork_rng(devices=gpus):
+            try:
+                functional_call(module, copies, row)
+            except Exception:  # some layers cannot train on one row
+                return None
+        for name, buffer in module.named_buffers():
+            if not torch.equal(buffer, copies[name]):
+                layer = module.get_submodule(name.rpartition(".")[0])
+                return (
+                    f"the buffer {name.rpartition('.')[2]} of a {type(layer).__name__} "
+                    "changes in each forward: it would see microbatches, not the "
+                    "batch; take num_microbatches 1, another layer, or eval()"
+                )
+        return None
+
+
+def copies_of_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return copies, by name, that a forward may change."""
+    return {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[nn.Module]:
+    """Within this block, have `module` in evaluation mode."""
+    training = {one: one.training for one in module.modules()}
+    try:
+        yield module.eval()
+    finally:
+        for one, was in training.items():
+            one.training = was

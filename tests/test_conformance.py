@@ -1,0 +1,547 @@
+"""The conformance matrix: every strategy with small models that users have.
+
+Each model is trained for three steps by one process with all rows, and by ranks that
+share the rows. Then three promises are held to:
+
+* losses, parameters and buffers are those of one process;
+* a fresh replica that loads the saved states has them, and goes on in the same way;
+* what cannot be so is refused: by an error of this course's, with a sentence, on all
+  ranks within two seconds.
+
+All else is a failure: other numbers, an error out of PyTorch, ranks that wait for each
+other. One launch goes through all cases. A case that hangs, or leaves ranks that do not
+understand each other any more, ends it; the next launch goes on with the next case.
+
+By default: the hardest models and some that a seed draws, on two ranks. The whole
+matrix, on two and three ranks, with PyTorch's classes beside ours:
+
+    DDP_COURSE_CONFORMANCE=all pytest tests/test_conformance.py
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import random
+import re
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from functools import cache, partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conformance_models import HARD, MODELS, ROWS, _drawn
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as PyTorchDDP
+from torch.optim import SGD, AdamW, Optimizer
+from torch.utils._pytree import tree_map_only
+
+import ddp_course
+from ddp_course import data_parallel, zero
+from ddp_course.communication_order import ScheduledDataParallel, priority
+from ddp_course.launch import RankReport, spawn
+from ddp_course.mechanisms.buckets import bucket_plan
+from ddp_course.mechanisms.hooks import tensors_in
+from ddp_course.mechanisms.tensor_words import digest, kind_of
+from ddp_course.parallelize import whole
+from ddp_course.pipeline import PipelineParallel
+from ddp_course.tensor_parallel import tensor_parallel
+
+ALL = os.environ.get("DDP_COURSE_CONFORMANCE") == "all"
+SEED = int(os.environ.get("DDP_COURSE_CONFORMANCE_SEED", "0"))
+STEPS, DRAWN = 3, 4
+REFUSED_WITHIN, HANGS_AFTER = 2.0, 20.0  # seconds
+DONE, EQUAL, REFUSED, RAISES, FAILS = "done", "equal", "refused", "raises", "FAILS"
+_BF16, _F64 = torch.bfloat16, torch.float64
+
+# ---- the strategies ------------------------------------------------------------------
+
+Optim = partial[Optimizer]  # a class, and its options
+Strategy = Callable[[nn.Module, Optim], tuple[nn.Module, Optimizer]]
+
+
+def wrapped(wrap: Callable[..., nn.Module], **options: Any) -> Strategy:
+    """Return a strategy that wraps the model."""
+
+    def strategy(model: nn.Module, optim: Optim) -> tuple[nn.Module, Optimizer]:
+        replica = wrap(model, **options)
+        return replica, optim(replica.parameters())
+
+    return strategy
+
+
+def sharding(kind: type[Optimizer]) -> Strategy:
+    """Return a strategy that is an optimizer, and leaves the model as it is."""
+    return lambda model, optim: (
+        model,
+        kind(model.parameters(), optim.func, **optim.keywords),
+    )
+
+
+def in_order(model: nn.Module, optim: Optim) -> tuple[nn.Module, Any]:
+    """Return a replica that steps layer by layer, and what stands for its optimizer."""
+    optimizer = optim(model.parameters())
+    replica = ScheduledDataParallel(model, optimizer, priority(64))  # small pieces
+    return replica, SimpleNamespace(
+        step=replica.step,
+        zero_grad=lambda: None,
+        state_dict=optimizer.state_dict,
+        load_state_dict=optimizer.load_state_dict,
+    )
+
+
+def members(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules in lists and sequences: what is called one by one."""
+    rows = [m for m in model.modules() if isinstance(m, (nn.Sequential, nn.ModuleList))]
+    inside = {m for row in rows for m in row if any(True for _ in m.parameters())}
+    return {name: m for name, m in model.named_modules() if m in inside}
+
+
+def in_units(kind: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """Return a stage 3 that gathers each member alone."""
+    return lambda model: kind(model, units=members(model))
+
+
+def in_stages(model: nn.Module) -> nn.Module:
+    """Return a pipeline; the course's GPT has a loss of its own."""
+    return PipelineParallel(model, loss_fn=None if hasattr(model, "config") else score)
+
+
+def by_fsdp(model: nn.Module) -> nn.Module:
+    """Return what PyTorch's `fully_shard` makes of each member, and of the model."""
+    for child in members(model).values():
+        fully_shard(child)
+    return fully_shard(model)
+
+
+DDP = data_parallel.DistributedDataParallel
+OURS: dict[str, Strategy] = {
+    "naive": wrapped(data_parallel.NaiveDistributedDataParallel),
+    "flat": wrapped(data_parallel.FlatDistributedDataParallel),
+    "bucket": wrapped(data_parallel.BucketedDistributedDataParallel),
+    "ddp": wrapped(DDP),
+    "ddp unused": wrapped(DDP, find_unused_parameters=True),
+    "order": in_order,
+    "zero1": sharding(zero.ZeroRedundancyOptimizer),
+    "zero2": sharding(zero.ShardedGradientOptimizer),
+    "zero3 naive": wrapped(zero.NaiveFullyShardedDataParallel),
+    "zero3 simple": wrapped(in_units(zero.SimpleFullyShardedDataParallel)),
+    "zero3": wrapped(in_units(zero.FullyShardedDataParallel)),
+    "tp": wrapped(tensor_parallel),
+    "pp": wrapped(in_stages),
+}
+PYTORCHS: dict[str, Strategy] = {"DDP": wrapped(PyTorchDDP), "FSDP": wrapped(by_fsdp)}
+WHOLE_BATCH = ("tp", "pp")  # ranks that share a model work on the same rows
+SENDS_BUFFERS = ("ddp", "ddp unused", "DDP")  # the first rank's, before each forward
+# With this epsilon AdamW, too, sees how large gradients are, and rests where they are
+# noise.
+OPTIMS: tuple[Optim, ...] = (
+    partial(AdamW, lr=0.03, eps=1e-2, weight_decay=0.1),
+    partial(SGD, lr=0.1, momentum=0.9),
+)
+
+# ---- one process ---------------------------------------------------------------------
+
+Case = tuple[str, str]  # a model, a strategy
+Told = tuple[Sequence[float], Mapping[str, Any]]  # losses, the state at the end
+WORDS = {  # to what else than one process with the whole batch a strategy may be equal
+    "first": "each rank's rows alone, every forward with the first rank's buffers",
+    "own": "each rank's rows alone, with buffers of its own",
+    "on": "one microbatch after the other, buffers too",
+    "zeros": "where no gradient comes it counts as zero, so momentum and decay go on",
+}
+
+
+def made(name: str) -> tuple[nn.Module, Optim]:
+    """Return a model, always with the same numbers, and what trains it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return MODELS[name].build(), OPTIMS[list(MODELS).index(name) % len(OPTIMS)]
+
+
+def batch(name: str, step: int, part: int = 0, parts: int = 1) -> tuple[Any, Tensor]:
+    """Return a part of a step's rows: the arguments of a call, and the targets."""
+    given = MODELS[name].given or _drawn(6)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1 + step)
+        both = given(), torch.randn(ROWS, dtype=_F64)
+    rows = slice(part * ROWS // parts, (part + 1) * ROWS // parts)
+    return tree_map_only(
+        Tensor, lambda t: t.detach()[rows].requires_grad_(t.requires_grad), both
+    )
+
+
+def score(output: Any, y: Tensor) -> Tensor:
+    """Return a loss of whatever a model returns: a mean over rows."""
+    told: Any = 0
+    for t in tensors_in(output):
+        flat = (torch.view_as_real(t) if t.is_complex() else t).flatten(1).double()
+        told = told + flat @ torch.arange(1.0, 1 + flat.shape[1]).cos().double()
+    return (told - y).square().mean()
+
+
+def loss_of(model: nn.Module, given: Any, y: Tensor) -> Tensor:
+    """Go forward and backward; return the loss."""
+    has_targets = isinstance(given, tuple) and len(given) > 1  # the course's GPT
+    if isinstance(model, PipelineParallel):
+        return model.step(given[0], given[1] if has_targets else y)
+    output = model(**given) if isinstance(given, dict) else model(*given)
+    loss = output[1] if has_targets else score(output, y)
+    loss.backward()
+    return loss.detach()
+
+
+@cache
+def alone(
+    name: str, parts: int = 1, buffers: str = "first", zeros: bool = False
+) -> Told:
+    """Train in one process; return the losses, and the state at the end.
+
+    The rows come in so many parts, whose gradients are averaged. What becomes of the
+    buffers, and of missing gradients (`zeros`), is said in WORDS.
+    """
+    model, optim = made(name)
+    parameters, losses = list(model.parameters()), []
+    trained = [p for p in parameters if p.requires_grad]
+    optimizer, ends = optim(parameters), [[b.clone() for b in model.buffers()]] * parts
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        starts, ends = (ends if buffers == "own" else ends[:1] * parts), []
+        for part in range(parts):
+            if buffers != "on" or not part:
+                torch.manual_seed(step)
+                _put(starts[part], model.buffers())
+            losses.append(loss_of(model, *batch(name, step, part, parts)).item())
+            ends.append([b.clone() for b in model.buffers()])
+        for p in trained:
+            if p.grad is not None:
+                p.grad /= parts
+            elif zeros:
+                p.grad = torch.zeros_like(p)
+        ends = ends[-1:] if buffers == "on" else ends
+        optimizer.step()
+    _put(ends[0], model.buffers())
+    means = torch.tensor(losses, dtype=_F64).view(STEPS, parts).mean(1)
+    return means.tolist(), model.state_dict()
+
+
+def _put(numbers: Iterable[Tensor], tensors: Iterable[Tensor]) -> None:
+    for tensor, values in zip(tensors, numbers, strict=True):
+        tensor.copy_(values)
+
+
+def difference(one: Told, other: Told) -> str:
+    """Return what is not equal first, in words, or "".
+
+    As near as the least precise type of the model allows: 1e-4 for float32. A loss of a
+    pipeline is float32 in any case. A buffer of which one is None is not compared.
+    """
+    (losses, state), (wanted, plain) = one, other
+    if state.keys() != plain.keys():
+        return f"the state has {', '.join(sorted(state.keys() ^ plain.keys()))}"
+    tolerances = {_F64: 1e-9, _BF16: 3e-2}
+    near = max(tolerances.get(tensor.dtype, 1e-4) for tensor in plain.values())
+    for step, pair in enumerate(zip(losses, wanted, strict=True)):
+        if not abs(pair[0] - pair[1]) <= max(near, 1e-6) * (1 + abs(pair[1])):
+            return f"the loss of step {step} is {pair[0]:.6g}, not {pair[1]:.6g}"
+    for name, tensor in plain.items():
+        if (found := state[name]) is None:
+            continue
+        if kind_of(found) != kind_of(tensor):
+            return f"{name} is {kind_of(found)}, not {kind_of(tensor)}"
+        if not torch.allclose(found, tensor, near, near):
+            return f"{name} is off by {(found - tensor).abs().max():.2g}"
+    return ""
+
+
+# ---- on the ranks --------------------------------------------------------------------
+
+
+def on_rank(
+    cases: Sequence[Case], strategies: Mapping[str, Strategy], seconds: float
+) -> None:
+    """Try all cases; print a line when one is over on this rank, and when on all."""
+    warnings.simplefilter("ignore")
+    for number, (name, strategy) in enumerate(cases):
+        faulthandler.dump_traceback_later(seconds, exit=True)
+        kind, told, bits, run = DONE, ([], {}), (), None
+        try:
+            run = Run(name, strategies[strategy], strategy in WHOLE_BATCH)
+            told, bits = run.train()
+        except Exception as error:
+            kind = refusal(error, MODELS[name].itself) or f"{RAISES} {_in_words(error)}"
+            faulthandler.dump_traceback_later(REFUSED_WITHIN, exit=True)
+        print(json.dumps([number, "here", kind]), flush=True)
+        said: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(said, (kind, told[0], bits))
+        faulthandler.cancel_dump_traceback_later()
+        kinds, losses, all_bits = zip(*said, strict=True)
+        if set(kinds) == {DONE}:
+            means = torch.tensor(losses, dtype=_F64).mean(0).tolist()
+            kind = compared(name, strategy, (means, told[1]))
+            if len(set(all_bits)) > 1:
+                kind = f"{FAILS}: the ranks have different parameters"
+            elif kind.startswith(EQUAL) and strategy not in PYTORCHS:
+                kind = run.resume() or kind
+        elif not all(kind.startswith(REFUSED) for kind in kinds):
+            kind = by_rank(kinds)
+        print(json.dumps([number, "all", kind]), flush=True)
+
+
+class Run:
+    """A model that one strategy trains on this rank."""
+
+    def __init__(self, name: str, strategy: Strategy, whole_batch: bool) -> None:
+        self.name, self.strategy = name, strategy
+        ranks = dist.get_rank(), dist.get_world_size()
+        self.part = (0, 1) if whole_batch else ranks
+        model, optim = made(name)
+        self.names = [name for name, _ in model.named_parameters()]
+        # Buffers are compared with the first rank's.
+        self.others = dict(model.named_buffers()) if ranks[0] else {}
+        self.replica, self.optimizer = strategy(model, optim)
+
+    def step(self, step: int) -> float:
+        """Make one step on this rank's rows; return its loss."""
+        self.optimizer.zero_grad()
+        torch.manual_seed(step)
+        loss = loss_of(self.replica, *batch(self.name, step, *self.part)).item()
+        self.optimizer.step()
+        return loss
+
+    def train(self) -> tuple[Told, tuple[str, ...]]:
+        """Return this rank's losses and the whole state, and the parameters' bits."""
+        losses = [self.step(step) for step in range(STEPS)]
+        state = self.state()
+        bits = tuple(digest(state[name]) for name in self.names)
+        return (losses, state | dict.fromkeys(self.others.keys() & state.keys())), bits
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the whole model's state."""
+        state = whole(self.replica, self.optimizer)[0].state_dict()
+        return {k: getattr(t, "full_tensor", t.detach)() for k, t in state.items()}
+
+    def saved(self) -> list[dict[str, Any]]:
+        """Return the whole states of the model and its optimizer, on the first rank."""
+        return [part.state_dict() for part in whole(self.replica, self.optimizer)]
+
+    def resume(self) -> str:
+        """Load the states into a fresh replica; return what it lacks, or ""."""
+        # Copied, as an optimizer keeps the very tensors that it loads.
+        states = [deepcopy(self.saved())]
+        dist.broadcast_object_list(states, 0)
+        fresh = Run(self.name, self.strategy, self.part == (0, 1))
+        parts = whole(fresh.replica, fresh.optimizer)
+        for part, state in zip(parts, deepcopy(states[0]), strict=True):
+            part.load_state_dict(state)
+        again = fresh.saved()
+        found = [unequal(again, states[0]) if dist.get_rank() == 0 else ""]
+        dist.broadcast_object_list(found, 0)
+        if found[0]:
+            return f"{FAILS}: loaded, {found[0]}"
+        model = MODELS[self.name]
+        if model.per_rank or model.unsaved:
+            return ""
+        ends = [([run.step(STEPS)], run.state()) for run in (fresh, self)]
+        other = dict.fromkeys(self.others)
+        lost = difference((ends[0][0], ends[0][1] | other), ends[1])
+        return f"{FAILS}: resumed, {lost}" if lost else ""
+
+
+def unequal(one: Any, other: Any, where: str = "the state") -> str:
+    """Return where two states of any depth differ first, or ""."""
+    if isinstance(other, (Mapping, list, tuple)):
+        pairs = other.items() if isinstance(other, Mapping) else enumerate(other)
+        if type(one) is not type(other) or len(one) != len(other):
+            return f"{where} has other entries"
+        try:
+            found = (unequal(one[k], v, f"{where}[{k!r}]") for k, v in pairs)
+            return next(filter(None, found), "")
+        except KeyError as missing:
+            return f"{where} has no {missing}"
+    if isinstance(other, Tensor):
+        same = kind_of(one) == kind_of(other) and torch.equal(one, other)
+    else:
+        same = one == other
+    return "" if same else f"{where} is another one"
+
+
+def refusal(error: Exception, itself: str = "") -> str | None:
+    """Return what this course says when it refuses, or None: somebody else did."""
+    end, package = traceback.extract_tb(error.__traceback__)[-1], ddp_course.__path__[0]
+    ours = end.filename.startswith(package) and end.line.startswith("raise")
+    if not (ours and " " in str(error) or itself and itself in str(error)):
+        return None
+    return f"{REFUSED}: {_in_words(error)}"
+
+
+def _in_words(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def compared(name: str, strategy: str, told: Told) -> str:
+    """Say to what the outcome is equal, of what this strategy promises."""
+    model, size = MODELS[name], dist.get_world_size()
+    ways: list[tuple[Any, ...]] = [(1, "first")]
+    if strategy == "pp":
+        ways.append((size, "on"))
+    elif model.per_rank and strategy not in WHOLE_BATCH:
+        ways = [(size, "first" if strategy in SENDS_BUFFERS else "own")]
+    ways += [(*way, True) for way in ways if model.unused]
+    found = [difference(told, alone(name, *way)) for way in ways]
+    if "" not in found:
+        return f"{FAILS}: {found[0]}"
+    parts, buffers, *zeros = ways[found.index("")]
+    words = [WORDS[buffers]] * (parts > 1) + [WORDS["zeros"]] * len(zeros)
+    return ": ".join([EQUAL, *words])
+
+
+def by_rank(kinds: Sequence[str]) -> str:
+    """Say how the ranks ended, of which one failed, or not all did the same."""
+    told = [f"rank {kinds.index(kind)}: {kind}" for kind in dict.fromkeys(kinds)]
+    return f"{FAILS}: {'; '.join(told) if told[1:] else kinds[0]}"
+
+
+# ---- launches ------------------------------------------------------------------------
+
+
+def outcomes(
+    cases: Sequence[Case],
+    ranks: int,
+    strategies: Mapping[str, Strategy] = OURS,
+    seconds: float = HANGS_AFTER,
+) -> dict[Case, str]:
+    """Return what becomes of each case, in as few launches as there can be."""
+    found: dict[Case, str] = {}
+    while left := cases[len(found) :]:
+        reports = spawn(
+            on_rank, left, strategies, seconds, world_size=ranks, check=False,
+            output="none", device="cpu", timeout=60 + seconds * len(left),
+        )  # fmt: skip
+        told = [_lines(report) for report in reports]
+        for number, case in enumerate(left):
+            kinds = [lines.get((number, "all")) for lines in told]
+            if None in kinds:  # this case has ended the launch
+                both = zip(told, reports, strict=True)
+                kinds = [lines.get((number, "here")) or _end(r) for lines, r in both]
+                found[case] = by_rank(kinds)
+                break
+            found[case] = kinds[0] if len(set(kinds)) == 1 else by_rank(kinds)
+    return found
+
+
+def _lines(report: RankReport) -> dict[tuple[int, str], str]:
+    lines = [json.loads(line) for line in report.output.splitlines()]
+    return {(number, where): kind for number, where, kind in lines}
+
+
+def _end(report: RankReport) -> str:
+    """Say how a rank ended in the middle of a case."""
+    waits = report.status == "unfinished" or "Timeout (" in report.stderr
+    return "hangs" if waits else report.error or report.status
+
+
+# ---- planted: strategies that are wrong ----------------------------------------------
+
+
+def averages(model, optim, parameters, size):
+    """Add up the gradients of some parameters, and divide them."""
+
+    def average(parameter):
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= size
+
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(average)
+    return model, optim(model.parameters())
+
+
+def forgets(model, optim):
+    """Average no parameter without dimensions."""
+    some = [p for p in model.parameters() if p.dim()]
+    return averages(model, optim, some, dist.get_world_size())
+
+
+def sums(model, optim):
+    """Forget to divide by the number of ranks: all ranks agree, and are wrong."""
+    return averages(model, optim, model.parameters(), 1)
+
+
+def forgets_states(model, optim):
+    """Train as it should be, and load no state of the optimizer."""
+    whole = model.parameters(), dist.get_world_size()
+    model, optimizer = averages(model, optim, *whole)
+    optimizer.load_state_dict = lambda state: None
+    return model, optimizer
+
+
+def raises(model, optim):
+    """Let PyTorch complain."""
+    torch.zeros(2).view(3)
+
+
+def hangs(model, optim):
+    """Wait on one rank for what nobody sends."""
+    if dist.get_rank() == 1:
+        time.sleep(1000)
+    return model, optim(model.parameters())
+
+
+def refuses_alone(model, optim):
+    """Refuse with the course's own words, on one rank; the other one waits for it."""
+    if dist.get_rank() == 0:
+        bucket_plan((), bucket_cap_mb=-1)
+    time.sleep(1000)
+
+
+WRONG = {
+    forgets: "FAILS: the ranks have different parameters",
+    sums: "FAILS: the loss of step . is .*, not ",
+    forgets_states: r"FAILS: loaded, the state.* has other entries",
+    raises: r"FAILS: raises RuntimeError: shape '\[3\]' is invalid for input of size 2",
+    refuses_alone: "FAILS: rank 0: refused: ValueError: bucket_cap_mb .* rank 1: hangs",
+    hangs: "FAILS: rank 0: done; rank 1: hangs",
+}
+
+
+def test_every_strategy_conforms_or_refuses():
+    others = [name for name in MODELS if name not in HARD]
+    names = [*HARD, *random.Random(SEED).sample(others, len(others) if ALL else DRAWN)]
+    cases = [(name, strategy) for name in names for strategy in OURS]
+    for ranks in (2, 3) if ALL else (2,):
+        found = outcomes(cases, ranks)
+        assert {case: kind for case, kind in found.items() if FAILS in kind} == {}
+        # A bed that refuses everything would prove nothing.
+        assert sum(kind.startswith(EQUAL) for kind in found.values()) > 100
+        assert found["GPT, tied", "tp"] == EQUAL
+        assert WORDS["on"] in found["buffer that counts", "pp"]
+        assert [WORDS["first"], WORDS["own"]] == [
+            found["moving mean", strategy].removeprefix(f"{EQUAL}: ")
+            for strategy in ("ddp", "zero3")
+        ]
+
+
+@pytest.mark.skipif(not ALL, reason="DDP_COURSE_CONFORMANCE=all prints the matrix")
+def test_pytorchs_own_classes_are_seen_by_the_same_eyes(capsys):
+    found = outcomes([(n, s) for n in MODELS for s in PYTORCHS], 2, PYTORCHS)
+    with capsys.disabled():
+        for case, kind in found.items():
+            print(*case, kind.partition(". ")[0].replace(f"{FAILS}: ", ""), sep=" | ")
+    assert found["GPT", "DDP"] == EQUAL
+
+
+def test_what_is_wrong_is_called_by_its_name():
+    strategies = {plant.__name__: plant for plant in WRONG}
+    cases = [("0-dim parameter", name) for name in strategies]
+    found = outcomes([*cases, ("GPT", "ddp")], 2, OURS | strategies, seconds=4)
+    assert found.pop(("GPT", "ddp")) == EQUAL  # in a new launch
+    for kind, words in zip(found.values(), WRONG.values(), strict=True):
+        assert re.match(words, kind), kind
