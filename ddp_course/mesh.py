@@ -15,7 +15,7 @@ from math import prod
 import torch.distributed as dist
 
 from ddp_course.coordinates import Mesh
-from ddp_course.mechanisms.agreement import attempt, check_same
+from ddp_course.mechanisms.agreement import agreed
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ def make_groups(mesh: Mesh, *together: tuple[str, ...]) -> Axes:
         for axes in together:
             mesh.check_axes(*axes)
 
-    problem, _ = attempt(check)
-    check_same({"the mesh": repr(mesh), "together": repr(together)}, problem, None)
+    form = {"the mesh": repr(mesh), "together": repr(together)}
+    agreed(check, None, **form)
     me, mine = dist.get_rank(), {}
     for axes in (*((axis,) for axis in mesh.axes), *together):
         for ranks in mesh.groups(*axes):

@@ -31,7 +31,7 @@ from ddp_course.data_parallel import (
     NaiveDistributedDataParallel,
 )
 from ddp_course.local_sgd import DiLoCo, LocalSGD, LocalSteps
-from ddp_course.mechanisms.agreement import ReplicaError, attempt, check_same
+from ddp_course.mechanisms.agreement import agreed
 from ddp_course.mechanisms.norms import clip_grad_norm_
 from ddp_course.mechanisms.whole_state import (
     WholeState,
@@ -111,9 +111,7 @@ def _on_all_ranks(make: Callable[..., nn.Module], *args: Any) -> nn.Module:
 
     Otherwise the ranks of another replica would go on, and wait for those of this one.
     """
-    problem, part = attempt(lambda: make(*args), ReplicaError)
-    check_same({}, problem, None)
-    return part
+    return agreed(lambda: make(*args), None)
 
 
 # ---- what the ranks of dp do ---------------------------------------------------------

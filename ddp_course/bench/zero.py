@@ -66,12 +66,9 @@ def fully_sharded(
 # ---- ours ----------------------------------------------------------------------------
 
 
-def stages_1_and_2(
-    model: nn.Module, kind: type[Optimizer], shared: bool = False
-) -> steps.Made:
+def stages_1_and_2(model: nn.Module, kind: type[Optimizer]) -> steps.Made:
     """Return the model as it is, and the optimizer that shards states (gradients)."""
-    parameters, options = model.parameters(), steps.ADAMW
-    return model, kind(parameters, AdamW, buckets_in_shared_memory=shared, **options)
+    return model, kind(model.parameters(), AdamW, **steps.ADAMW)
 
 
 def stage3(model: nn.Module, reshard_after_forward: bool | None = None) -> steps.Made:
@@ -99,9 +96,7 @@ STAGES_1_AND_2: dict[str, steps.Variant] = {
     "ZRO again": zero_default,  # how much of a difference is noise
     "ZRO best": zero_best,
     "zero1 gloo": partial(stages_1_and_2, kind=ZeroRedundancyOptimizer),
-    "zero1 shared": partial(stages_1_and_2, kind=ZeroRedundancyOptimizer, shared=True),
     "zero2 gloo": partial(stages_1_and_2, kind=ShardedGradientOptimizer),
-    "zero2 shared": partial(stages_1_and_2, kind=ShardedGradientOptimizer, shared=True),
     "bound": bound,  # no communication at all
 }
 STAGE_3: dict[str, steps.Variant] = {
@@ -115,10 +110,10 @@ STAGE_3: dict[str, steps.Variant] = {
     "bound": bound,
 }
 BEST = "fully_shard best"
-OURS = dict.fromkeys(("zero1 gloo", "zero1 shared", "zero2 gloo", "zero2 shared"))
+OURS = dict.fromkeys(("zero1 gloo", "zero2 gloo"))
 TIMES = (
     *against("ZRO default", {"ZRO again": None, "ZRO best": None, **OURS}),
-    *against("ZRO best", {"bound": None, **OURS, "zero1 gloo": 1, "zero1 shared": 0.8}),
+    *against("ZRO best", {"bound": None, **OURS, "zero1 gloo": 1}),
     *against("fully_shard default", dict.fromkeys(("fully_shard again", BEST))),
     *against("fully_shard default", {"zero3 gloo": None}),
     *against(BEST, {"bound": None, "fully_shard patient": None}),

@@ -76,8 +76,9 @@ def agreed(
     elif len({digest for _, digest in found.values()}) > 1:
         forms = _along(groups, {rank: tuple(own.items())})
         text = differences([dict(pairs) for pairs in forms.values()], list(forms))
-    if text:
-        raise ReplicaError(f"{text}. Nothing was sent.")
+    if text:  # of an `agreed` inside of `make`, perhaps: then it is a whole sentence
+        end = "" if text.endswith("Nothing was sent.") else ". Nothing was sent."
+        raise ReplicaError(f"{text}{end}")
     return value
 
 
