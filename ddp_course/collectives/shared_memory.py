@@ -1,8 +1,7 @@
-"""Collectives in shared memory: inside a node no message need be sent at all.
+"""All-reduce in shared memory: inside a node no message need be sent at all.
 
-In `all_reduce`, every rank reduces its own 1/N of the tensor, reading its peers' parts
-directly, and all read the result; `reduce_scatter_single` and `all_gather_single` are
-its two halves. A tensor that lies anywhere goes through a *staging* buffer that all
+Every rank reduces its own 1/N of the tensor, reading its peers' parts directly, and all
+read the result. A tensor that lies anywhere goes through a *staging* buffer that all
 ranks can see; one that was made by `empty` lies in shared memory already (NCCL calls
 that a *registered* buffer), and nothing has to be copied in or out.
 
@@ -12,16 +11,14 @@ and, below it, `memory_barrier` and `allocator`. Explained in chapter 03.
 """
 
 import math
-from collections.abc import Callable, Sequence
 from itertools import pairwise
-from operator import methodcaller
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ddp_course.collectives.call import Collective
-from ddp_course.collectives.communicator import Communicator, Group, Work, communicator
+from ddp_course.collectives.communicator import Communicator, Group, Work
 from ddp_course.collectives.reduction import Op, ReduceOp
 from ddp_course.collectives.staging import ONE_SHOT, Staging, SymmetricMemory, cuts
 
@@ -69,26 +66,6 @@ def free(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
     call.start(lambda: _memories(call.comm).remove(memory) if memory else None)
 
 
-def peers(tensor: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
-    """Return every rank's tensor at the place where `tensor` lies in shared memory.
-
-    Reading or writing them is all there is to communicating; it is up to you that
-    nobody writes what another is reading (`barrier`), and nothing is checked or
-    metered. The own one is among them. No collective: any rank may ask. Raises
-    ValueError if `tensor` does not lie in this group's shared memory.
-    """
-    comm = communicator(group)
-    if comm.size == 1:
-        return [tensor]
-    for memory in _memories(comm):
-        if memory.find(tensor) is not None and tensor.is_contiguous():
-            return memory.peers(tensor)
-    raise ValueError(
-        f"the tensor of shape {[*tensor.shape]} does not lie, contiguous, in "
-        f"memory that this group shares (shared_memory.empty)"
-    )
-
-
 def _memories(comm: Communicator) -> list[SymmetricMemory]:
     return comm.kept.setdefault("symmetric memories", [])
 
@@ -117,7 +94,7 @@ def _check_shared(call: Collective, *tensors: object) -> None:
             call.refuse(f"tensor is on {tensor.device}; it must be on the CPU")
 
 
-# ---- the collectives -----------------------------------------------------------------
+# ---- the collective ------------------------------------------------------------------
 
 
 def all_reduce(
@@ -133,98 +110,25 @@ def all_reduce(
     call.tensor("tensor", tensor)
     call.reduction(op, tensor)
     memory = _memory_of(call, tensor)
-
-    def moved() -> list[int]:
-        how = tensor.element_size(), call.size, call.rank, memory is not None
-        return volumes(tensor.numel(), *how)
-
-    work = methodcaller("all_reduce", tensor, call.op, call.agree)
-    return _start(call, tensor, tensor, memory, work, moved, async_op)
-
-
-def reduce_scatter_single(
-    output: Tensor,
-    input: Tensor,
-    op: Op = ReduceOp.SUM,
-    group: Group = None,
-    async_op: bool = False,
-) -> Work | None:
-    """Combine all ranks' `input`; the r-th rank gets the r-th part, in `output`.
-
-    As `collectives.reduce_scatter_single`, on one machine: without staging if `input`
-    lies in memory made by `empty`, at the same place on all ranks. `output` may be this
-    rank's own part of `input`, whose other parts stay as they are. Raises
-    CollectiveError. Chapters 03 and 07.
-    """
-    call = Collective(group, "shared_memory.reduce_scatter_single")
-    call.tensor("output", output)
-    call.times("input", input, "output", output)
-    call.reduction(op, output)
-    memory = _memory_of(call, input)
-
-    def moved() -> list[int]:
-        return [output.nbytes] * call.size
-
-    work = methodcaller("reduce_scatter", output, input, call.op, call.agree)
-    return _start(call, output, input, memory, work, moved, async_op)
-
-
-def all_gather_single(
-    output: Tensor, input: Tensor, group: Group = None, async_op: bool = False
-) -> Work | None:
-    """Put the inputs of all ranks one after the other into `output` of every rank.
-
-    As `collectives.all_gather_single`, on one machine: without staging if `input` lies
-    in memory made by `empty`, at the same place on all ranks; or if `output` does, and
-    `input` is this rank's own part of it. Raises CollectiveError. Chapters 03 and 08.
-    """
-    call = Collective(group, "shared_memory.all_gather_single")
-    call.tensor("input", input)
-    call.times("output", output, "input", input)
-    memory = None
-    if not call.problem:
-        own = output.view(-1).tensor_split(call.size)[call.rank]
-        in_place = own.data_ptr() == input.data_ptr()
-        memory = _memory_of(call, output if in_place else input)
-
-    def moved() -> list[int]:
-        return [input.nbytes] * call.size
-
-    work = methodcaller("all_gather", output, input, call.agree)
-    return _start(call, output, input, memory, work, moved, async_op)
-
-
-def _start(
-    call: Collective,
-    output: Tensor,
-    input: Tensor,
-    memory: SymmetricMemory | None,
-    work: Callable[[Staging | SymmetricMemory], None],
-    moved: Callable[[], Sequence[int]],
-    async_op: bool,
-) -> Work | None:
-    """Do `work` with `memory`; if that is None, with the group's staging buffer.
-
-    That is made at the first call, on which its ranks must agree before. `moved()` are
-    the bytes that others read of this rank's memory, or that it writes into theirs, by
-    peer; as many come back. The meters count them, though they are no messages.
-    """
-    _check_shared(call, output, input)
-    kept = call.comm.kept
+    _check_shared(call, tensor)
 
     def body() -> None:
+        kept = call.comm.kept
         if call.size == 1:
             call.agree()
-            if output.data_ptr() != input.data_ptr():
-                output.view(-1).copy_(input.view(-1))
             return
-        if memory is None and "staging" not in kept:
+        if memory is None and "staging" not in kept:  # at the first call
             call.agree()
             kept["staging"] = Staging(call.comm.barrier, call.comm.exchange)
-        work(kept["staging"] if memory is None else memory)
+        way = kept["staging"] if memory is None else memory
+        way.all_reduce(tensor, call.op, call.agree)
+        # No message is sent, but bytes of this rank are read by others; count those.
         if call.meters:
-            peers = zip(call.comm.ranks, moved(), strict=True)
-            for rank, nbytes in (p for k, p in enumerate(peers) if k != call.rank):
+            how = tensor.element_size(), call.size, call.rank, memory is not None
+            moved = volumes(tensor.numel(), *how)
+            pairs = [*zip(call.comm.ranks, moved, strict=True)]
+            del pairs[call.rank]
+            for rank, nbytes in pairs:
                 for meter in call.meters:
                     meter.count_sent(rank, nbytes)
                     meter.count_received(rank, nbytes)

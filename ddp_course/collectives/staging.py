@@ -7,8 +7,7 @@ same order, however it gets there: the same bits on all ranks and in both of
     Staging          any tensor goes through slots in shared memory, in slabs
     SymmetricMemory  tensors that lie in shared memory already
 
-Both take contiguous tensors of any type and shape; the smaller one of `output` and
-`input` may be this rank's own chunk of the larger one. Each collective begins with one
+Both take contiguous tensors of any type and shape. Each all-reduce begins with one
 barrier, which may be the caller's own `meet` (that of ranks that agree, say). If it
 raises, no tensor has been changed. Errors: as `Barrier.wait`, and what `meet` raises.
 Chapter 03.
@@ -59,14 +58,8 @@ def combine(inputs: Sequence[Tensor], op: Op, out: Tensor) -> None:
     finish(out, op, len(inputs))
 
 
-def with_own(inputs: list[Tensor], rank: int, own: Tensor, out: Tensor) -> list:
-    """Put the calling rank's own numbers among the inputs, out of the way of `out`."""
-    in_the_way = rank >= 2 and out.data_ptr() == own.data_ptr()
-    return [*inputs[:rank], own.clone() if in_the_way else own, *inputs[rank + 1 :]]
-
-
 class Staging:
-    """Collectives of any contiguous tensors, through slots in shared memory.
+    """All-reduce of any contiguous tensors, through slots in shared memory.
 
     Each of two pages has a slot for every rank, and one for results. A rank writes on
     the page whose turn it is; it reads the other one, which all ranks have finished.
@@ -145,48 +138,6 @@ class Staging:
             stages = [show_others_theirs, reduce_own, fetch_others_results]
             self._in_turns(slabs, stages, meet)
 
-    def reduce_scatter(
-        self, output: Tensor, input: Tensor, op: Op, meet: Meet | None = None
-    ) -> None:
-        """Reduce chunk r of every rank's `input` into rank r's `output`."""
-        rank, size = self.rank, self.size
-        width = self.slot // size // LINE * LINE // output.element_size()
-        chunks = input.view(size, output.numel()).split(width, dim=1)
-
-        def show(part: tuple[Tensor, Tensor]) -> None:
-            slot = self.write(part[0])[rank].view(part[0].shape)
-            slot[:rank].copy_(part[0][:rank])
-            slot[rank + 1 :].copy_(part[0][rank + 1 :])
-
-        def reduce_own(part: tuple[Tensor, Tensor]) -> None:
-            chunks, out = part
-            slots = self.read(chunks)[:size]
-            inputs = [slot.view(chunks.shape)[rank] for slot in slots]
-            combine(with_own(inputs, rank, chunks[rank], out), op, out)
-
-        parts = [*zip(chunks, output.view(-1).split(width), strict=True)]
-        self._in_turns(parts, [show, reduce_own], meet)
-
-    def all_gather(
-        self, output: Tensor, input: Tensor, meet: Meet | None = None
-    ) -> None:
-        """Copy the `input` of every rank r into chunk r of all ranks' `output`."""
-        rank, size = self.rank, self.size
-        width = self.slot // input.element_size()
-        chunks = output.view(size, input.numel()).split(width, dim=1)
-
-        def show(part: tuple[Tensor, Tensor]) -> None:
-            self.write(part[1])[rank].copy_(part[1])
-
-        def fetch(part: tuple[Tensor, Tensor]) -> None:
-            slots = self.read(part[1])[:size]
-            slots[rank] = part[1]
-            for chunk, slot in zip(part[0], slots, strict=True):
-                chunk.copy_(slot)
-
-        parts = [*zip(chunks, input.view(-1).split(width), strict=True)]
-        self._in_turns(parts, [show, fetch], meet)
-
     def _in_turns(
         self, parts: Sequence[Any], stages: Sequence[Callable], meet: Meet | None
     ) -> None:
@@ -258,38 +209,6 @@ class SymmetricMemory:
                 combine(block, op, result)
                 for other in block[1:]:
                     other.copy_(result)
-            barrier.wait()
-
-    def reduce_scatter(
-        self, output: Tensor, input: Tensor, op: Op, meet: Meet | None = None
-    ) -> None:
-        """Reduce chunk r of every rank's `input`, which lies here, into `output`."""
-        rank, n = self.barrier.rank, output.numel()
-        blocks = self._blocks(input, rank * n, (rank + 1) * n)
-        outputs = output.view(-1).split(BLOCK // output.element_size()) if n else ()
-        (meet or self.barrier.wait)()
-        with self.barrier as barrier:
-            for block, out in zip(blocks, outputs, strict=True):
-                combine(with_own(block, rank, block[rank], out), op, out)
-            barrier.wait()
-
-    def all_gather(
-        self, output: Tensor, input: Tensor, meet: Meet | None = None
-    ) -> None:
-        """Copy the `input` of every rank r into chunk r of all ranks' `output`.
-
-        Either `input` lies in this memory, or `output` does, with `input` in it.
-        """
-        rank, size, n = self.barrier.rank, self.barrier.size, input.numel()
-        chunks = output.view(size, n)
-        if n and chunks[rank].data_ptr() == input.data_ptr():
-            sources = [p.view(size, n)[q] for q, p in enumerate(self.peers(output))]
-        else:
-            sources = [peer.view(-1) for peer in self.peers(input)]
-        (meet or self.barrier.wait)()
-        with self.barrier as barrier:
-            for q in range(rank, rank + size):  # not all at the same one
-                chunks[q % size].copy_(sources[q % size])
             barrier.wait()
 
     def _blocks(self, tensor: Tensor, first: int, last: int) -> list[list[Tensor]]:

@@ -11,7 +11,7 @@ to what this rank has, one step for each group:
     head.out.weight (96, 144): Shard(dim=0), 1 of 2; Flat(first=0, last=3456), 0 of 2
 
 The steps add up: ZeRO-3 does not know that tensor parallelism was there before it.
-Taken backwards they put the plain model together again (`whole_state`), whatever was
+Taken backwards they put the plain model together again (`assembly`), whatever was
 combined; and each number of the model is *owned* by one rank of those that have it, so
 that a norm counts it once (`norms`). DTensor has the same for its meshes,
 `Replicate()` and `Shard(dim)` (torch/distributed/tensor/placement_types.py). Chapters
@@ -96,6 +96,15 @@ class Step:
             flat = in_memory_order(tensor, self.stride)
             return flat[self.placement.first : self.placement.last]
         return tensor
+
+    def around(self, part: Tensor) -> Tensor:
+        """Return what was divided, with zeros around this rank's part."""
+        if isinstance(self.placement, (Replicate, Stage)):
+            return part
+        where = {"dtype": part.dtype, "device": part.device}
+        whole = torch.empty_strided(self.shape, self.stride, **where).zero_()
+        self.part(whole).copy_(part)  # a view of it
+        return whole
 
     @property
     def part_shape(self) -> tuple[int, ...]:

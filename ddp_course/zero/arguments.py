@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from ddp_course.mechanisms.agreement import Form, check_same
 from ddp_course.mechanisms.buckets import bucket_plan
 from ddp_course.mechanisms.elementwise import check_elementwise
+from ddp_course.mechanisms.optimizer_state import options_of
 from ddp_course.mechanisms.tensor_words import kind_of
-from ddp_course.mechanisms.whole_state import options_of
 
 Groups = list[dict[str, Any]]  # parameter groups, as PyTorch keeps them
 

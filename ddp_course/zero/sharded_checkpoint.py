@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 
 from ddp_course.collectives import communicator
 from ddp_course.mechanisms.agreement import check_along
+from ddp_course.mechanisms.optimizer_state import options_of
 from ddp_course.mechanisms.placements import Flat, placed
 from ddp_course.mechanisms.saving import (
     WRITING,
@@ -43,7 +44,7 @@ from ddp_course.mechanisms.saving import (
     unsealed,
     write_whole,
 )
-from ddp_course.mechanisms.whole_state import buffers_of, from_first, options_of
+from ddp_course.mechanisms.whole_state import buffers_of
 from ddp_course.zero.stage3 import FullyShardedDataParallel as ShardedModule
 
 FORMAT = 1
@@ -102,6 +103,15 @@ def load(
 def _groups(sharded: ShardedModule) -> list[dist.ProcessGroup]:
     """Return the groups along which there are other ranks with a part in this."""
     return list(dict.fromkeys([*sharded.groups, *(c.group for c in sharded.comms)]))
+
+
+def from_first(value: Any, groups: list[dist.ProcessGroup]) -> Any:
+    """Return on all ranks what the first rank along all groups has."""
+    for group in groups:
+        box = [value]
+        dist.broadcast_object_list(box, dist.get_global_rank(group, 0), group)
+        (value,) = box
+    return value
 
 
 # ---- to write ------------------------------------------------------------------------

@@ -24,12 +24,12 @@ from torch.optim import Optimizer
 from ddp_course.collectives import communicator
 from ddp_course.mechanisms.broadcast import broadcast_all
 from ddp_course.mechanisms.guards import averaged_by
-from ddp_course.mechanisms.placements import groups_of, placed
-from ddp_course.mechanisms.whole_state import (
+from ddp_course.mechanisms.optimizer_state import (
     full_optimizer_state,
     load_full_optimizer_state,
     options_of,
 )
+from ddp_course.mechanisms.placements import groups_of, placed
 from ddp_course.zero.arguments import agreed_arguments, names_of
 
 

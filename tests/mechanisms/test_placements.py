@@ -3,6 +3,7 @@
 import copy
 import pickle
 import sys
+from unittest.mock import patch
 
 import cloudpickle
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from on_ranks import error_of, launched
 from torch import Tensor, nn
 
+from ddp_course.mechanisms.assembly import assemble
 from ddp_course.mechanisms.norms import total_norm
 from ddp_course.mechanisms.placements import (
     Flat,
@@ -25,8 +27,6 @@ from ddp_course.mechanisms.placements import (
 from ddp_course.mechanisms.whole_state import (
     PlainModel,
     WholeState,
-    _packed,
-    _unpacked,
 )
 from ddp_course.mesh import Mesh, make_groups
 
@@ -220,25 +220,51 @@ def test_a_norm_that_counts_replicas_is_seen(eight_ranks):
         assert planted > 1.05 * expected
 
 
-def test_what_ranks_send_each_other_comes_back_bit_by_bit():
-    there = {
-        "turned": torch.randn(3, 4).t(),
-        "a window": torch.arange(9)[3:5],
-        "short": torch.tensor(0.1, dtype=torch.bfloat16),
-        "nothing": torch.empty(0, 3),
-        "truth": torch.tensor([True, False]),
-        "conjugate": torch.randn(2, dtype=torch.complex64).conj(),
-        "sparse": torch.eye(3).to_sparse(),
-        "a parameter": torch.nn.Parameter(torch.ones(2)),
-    }
-    there["tied"] = there["turned"]
-    here = _unpacked(_packed(there))
-    assert here["tied"] is here["turned"]
-    assert here["a window"].untyped_storage().nbytes() == 16
-    for name, tensor in there.items():
-        assert type(here[name]) is type(tensor) and here[name].dtype == tensor.dtype
-        assert torch.equal(here[name].to_dense(), tensor.to_dense()), name
-    here["turned"].zero_()  # it can be written into
+def bits_of(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
-eight_ranks = launched(8, divided, norms, timeout=120)
+WHOLES = {
+    "signs": torch.tensor([-0.0, float("nan"), -float("inf"), 1e-45]),
+    "payload": torch.tensor([0x7FC00001, 0x7F800001], dtype=torch.int32).view(
+        torch.float32
+    ),
+    "turned": torch.arange(12.0).view(3, 4).t(),
+    "short": torch.tensor([0.1, -0.0, 3.0], dtype=torch.bfloat16),
+    "truth": torch.tensor([[True], [False]]),
+    "complex": torch.arange(4).to(torch.complex64),
+    "long": torch.tensor([-1, 2**62]),
+    "nothing": torch.empty(0, 3),
+}
+
+
+def assembled() -> dict:
+    """Return the bits of what two ranks had halves of, also where it was not cut."""
+    tp = make_groups(Mesh({"pp": 2, "dp": 2, "tp": 2})).group("tp")
+    own = {}
+    for name, whole in WHOLES.items():
+        for how in (Shard(0), Replicate()):
+            part = step(how, dist.get_rank(tp), whole).part(whole).clone()
+            place(part, tp, how, like=whole, name=name)
+            own[f"{name} {how}"] = placed(part), {"": part, "step": torch.tensor(3.0)}
+    wholes = assemble(own, [tp], own, everywhere=True)
+    assert all(state["step"] == 3 for state in wholes.values())
+    return {name: bits_of(state[""]) for name, state in wholes.items()}
+
+
+def both_own() -> dict:
+    """The plant: replicas that both write what they have."""
+    with patch.object(Step, "owns", True):
+        return assembled()
+
+
+def test_what_ranks_assemble_has_every_bit(eight_ranks):
+    both = eight_ranks["assembled"], eight_ranks["both_own"]
+    for right, planted in zip(*both, strict=True):
+        for name, bits in right.items():
+            assert bits == bits_of(WHOLES[name.split(" ")[0]]), name
+        assert planted["signs Shard(dim=0)"] == right["signs Shard(dim=0)"]
+        assert planted["signs Replicate()"] != right["signs Replicate()"]
+
+
+eight_ranks = launched(8, divided, norms, assembled, both_own, timeout=120)

@@ -24,8 +24,8 @@ from torch import nn
 from trained import far_apart, same
 
 from ddp_course.mechanisms.agreement import ReplicaError
+from ddp_course.mechanisms.assembly import assemble
 from ddp_course.mechanisms.placements import placed
-from ddp_course.mechanisms.whole_state import gathered
 from ddp_course.mesh import Axes, Mesh, make_groups
 from ddp_course.model import GPT, build_gpt
 from ddp_course.parallelize import parallelize
@@ -53,7 +53,7 @@ def whole_parts(pipeline: PipelineParallel) -> Iterator[tuple[str, nn.Parameter]
         name: (placed(p), {"": p.detach()} | ({} if p.grad is None else {"g": p.grad}))
         for name, p in own.items()
     }
-    for name, state in gathered(items, pipeline.groups, pipeline.plain.shapes).items():
+    for name, state in assemble(items, pipeline.groups, pipeline.plain.shapes).items():
         parameter = nn.Parameter(state[""])
         parameter.grad = state.get("g")
         yield name, parameter
