@@ -3,7 +3,8 @@
 A schedule is legal if
 
 1. it is complete: on each stage each microbatch has one F and either one B or one I and
-   one W, and each stage is on one rank;
+   one W, and each stage is on one rank (DualPipe keeps each on two: it has no place in
+   this notation);
 2. every rank can come to the end of its row, each action after those that it needs;
 3. no ranks wait for each other for ever when they send and receive, even if a send
    lasts until the message is received;
@@ -126,7 +127,8 @@ def _incomplete(schedule: Schedule) -> Iterator[str]:
         ranks = schedule.homes.get(stage, ())
         if len(ranks) != 1:
             where = " and ".join(f"rank {rank}" for rank in ranks) or "no rank"
-            yield f"stage {stage} is on {where}; it must be on one"
+            why = " (so DualPipe cannot be written here)" if ranks else ""
+            yield f"stage {stage} is on {where}; it must be on one{why}"
         for microbatch in range(microbatches):
             yield from _not_once(first, stage, microbatch)
 

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from pipeline_cases import batch, tied, untied
 from refusals import refused
 from torch import nn
@@ -20,6 +21,7 @@ from ddp_course.pipeline import (
     spine,
     stage_plan,
 )
+from ddp_course.pipeline.mean_loss import MeanLoss
 from ddp_course.pipeline.overlapped import horizons
 from ddp_course.pipeline.recorded import VirtualClock
 from ddp_course.pipeline.split_backward import SplitLinear, split_backward
@@ -96,6 +98,44 @@ def test_backward_in_two_halves_gives_the_same_bits():
         assert (gradient is None) == (halves[name] is None), name
         if gradient is not None:
             assert torch.equal(gradient, halves[name]), name
+
+
+def test_a_hook_on_a_weight_sees_its_gradient_in_two_halves_too():
+    layer, store, seen = nn.Linear(2, 2), WeightGradStore(), []
+    layer.weight.register_hook(lambda gradient: seen.append(gradient) or gradient * 2)
+    split_backward(layer, store)
+    with store.collect() as tasks:
+        layer(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    for task in tasks:
+        task()
+    assert [s.tolist() for s in seen] == [[[1, 1], [1, 1]]]
+    assert layer.weight.grad.tolist() == [[2, 2], [2, 2]]
+    assert layer.bias.grad.tolist() == [1, 1]
+
+
+def rows_and(loss):
+    torch.manual_seed(0)
+    return lambda: MeanLoss(loss)(torch.randn(4, 3), torch.tensor([0, 1, 2, 2]))
+
+
+def square(output, target):
+    return (output - target[:, None]).square()
+
+
+test_a_loss_that_is_no_mean_over_rows_is_refused = refused(
+    (rows_and(lambda o, t: square(o, t).sum()), "it must be a mean over the rows"),
+    (rows_and(lambda o, t: square(o, t).mean().sqrt()), "it must be a mean over"),
+    (rows_and(lambda o, t: square(o, t)), "it must be a scalar"),
+    (rows_and(nn.CrossEntropyLoss(torch.tensor([1.0, 5, 9]))), "it must be a mean"),
+    (rows_and(lambda o, t: F.cross_entropy(o, t, ignore_index=0)), "must be a mean"),
+)
+
+
+def test_a_loss_that_is_a_mean_over_rows_is_not():
+    for loss in (F.cross_entropy, lambda o, t: square(o, t).mean()):
+        assert rows_and(loss)().dim() == 0
+    assert MeanLoss(partial(F.cross_entropy, ignore_index=3)).ignored == 3
+    assert MeanLoss(nn.CrossEntropyLoss(ignore_index=4)).ignored == 4
 
 
 def test_a_split_linear_layer_has_the_right_gradients():

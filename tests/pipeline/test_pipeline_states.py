@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from pipeline_cases import CLOSE, PipelineParallel, adamw, batch, mse, tied
 from refusals import said
 from torch import nn
@@ -83,6 +84,26 @@ def test_a_run_goes_on_in_a_pipeline_and_back_in_one_process(n, schedule, groupe
 refused = partial(said, (ReplicaError, CollectiveError))
 
 
+class RunningMean(nn.Module):
+    """A layer with a state of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(2))
+
+    def forward(self, x):
+        if self.training:
+            self.mean.lerp_(x.detach().mean(0), 0.1)
+        return x - self.mean
+
+
+def spectral() -> nn.Module:
+    return torch.nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2))
+
+
+STATEFUL = {"running mean": RunningMean, "spectral norm": spectral}
+
+
 def refusals() -> dict[str, str]:
     rank = dist.get_rank()
     told = {
@@ -114,6 +135,17 @@ def refusals() -> dict[str, str]:
     told["norm"] = refused(norms.step, ones, ones)
     norms.eval().step(ones, ones)
     PipelineParallel(norm, "gpipe", 1, loss_fn=mse).step(ones, ones)
+    for name, layer in STATEFUL.items():
+        model = nn.Sequential(nn.Linear(2, 2), layer(), nn.Linear(2, 2))
+        told[name] = refused(
+            PipelineParallel(model, "gpipe", 2, loss_fn=mse).step, ones, ones
+        )
+        PipelineParallel(model, "gpipe", 1, loss_fn=mse).step(ones, ones)
+        PipelineParallel(model.eval(), "gpipe", 2, loss_fn=mse).step(ones, ones)
+    tokens = torch.tensor([0, 1, -100, 0])
+    words = PipelineParallel(norm.eval(), "gpipe", 2, loss_fn=F.cross_entropy)
+    told["ignored"] = refused(words.step, ones, tokens)
+    words.step(ones, tokens[[0, 2, 1, 2]])  # a half of each microbatch
     told["state"] = refused(pipeline.load_full_state_dict, {"a": x})
     pipeline.step(x, y)  # and it can still be used
     return told
@@ -141,6 +173,9 @@ def test_what_cannot_be_is_refused_on_all_ranks_in_the_same_words():
         "columns": "y is int64 [8, 2]; it must be [8, 5], as x is",
         "no gradients": "gradients are switched off; step needs them",
         "norm": "1 is a BatchNorm1d in training: its mean would be a microbatch's, not",
+        "running mean": "the buffer mean of a RunningMean changes in each forward",
+        "spectral norm": "of a _SpectralNorm changes in each forward",
+        "ignored": "the loss leaves out targets of -100 (ignore_index)",
         "state": "the state_dict has no embed.tokens.weight",
     }.items():
         assert words in told[0][case], told[0][case]

