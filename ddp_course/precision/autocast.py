@@ -29,6 +29,7 @@ LOWER = frozenset(
         *("linear", "matmul", "mm", "bmm", "addmm", "addbmm", "baddbmm"),
         *("conv1d", "conv2d", "conv3d", "scaled_dot_product_attention"),
         *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+        "einsum",
     )
 )
 FULL = frozenset(

@@ -23,6 +23,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ddp_course.mechanisms.norms import clip_grad_norm_
+from ddp_course.mechanisms.placements import placed
+
 MASTER = "master"
 
 
@@ -36,6 +39,13 @@ class MasterWeights(Optimizer):
     states are saved, loaded and cut into shards like any other optimizer's: it can be
     the `optimizer_class` of a ZeroRedundancyOptimizer, by functools.partial. Whoever
     changes a parameter from outside must change its copy, too.
+
+    A `GradScaler` unscales the gradients of the copies, in float32. After it has, clip
+    them by `clip_grad_norm_` of this optimizer, not the parameters' gradients:
+
+        scaler.unscale_(optimizer)
+        optimizer.clip_grad_norm_(1.0)
+        scaler.step(optimizer)
 
     Args:
         params: as of any optimizer.
@@ -51,7 +61,8 @@ class MasterWeights(Optimizer):
     ) -> None:
         super().__init__(params, defaults)
         self.optim = optimizer_class(self._inner_groups(), **defaults)
-        self.given = False  # the copies have the gradients of the next step
+        # The gradients that the copies have got, each with its version; None before.
+        self.copied: list[tuple[Tensor, int] | None] | None = None
         for group, inner in self._groups():
             # What was not given has the optimizer's own defaults.
             group.update({k: v for k, v in inner.items() if k != "params"})
@@ -63,6 +74,8 @@ class MasterWeights(Optimizer):
             copies = []
             for parameter in group["params"]:
                 copy = parameter.detach().to(torch.float32, copy=True)
+                if way := placed(parameter):  # a norm counts each number once
+                    copy.placed = way
                 self.state[parameter][MASTER] = copy
                 copies.append(copy.requires_grad_(parameter.requires_grad))
             groups.append({**group, "params": copies})
@@ -83,13 +96,45 @@ class MasterWeights(Optimizer):
             for parameter, copy in zip(group["params"], inner["params"], strict=True):
                 gradient = parameter.grad
                 copy.grad = None if gradient is None else gradient.to(copy.dtype)
-        self.given = True
+        self.copied = self._versions()
+
+    def _versions(self) -> list[tuple[Tensor, int] | None]:
+        gradients = (p.grad for group in self.param_groups for p in group["params"])
+        return [None if g is None else (g, g._version) for g in gradients]
+
+    def _check_gradients(self) -> None:
+        """Copy the gradients, unless the copies have got them already.
+
+        Raises RuntimeError if they were changed since: clipped, most likely.
+        """
+        if self.copied is None:
+            self.give_gradients()
+        pairs = [*zip(self.copied, self._versions(), strict=True)]
+        if any((b and b[0]) is not (n and n[0]) for b, n in pairs):
+            self.give_gradients()  # those of another backward
+        elif any(b and b[1] != n[1] for b, n in pairs):
+            raise RuntimeError(
+                "gradients of parameters were changed after unscale_(optimizer), when "
+                "their float32 copies had been made already: the step would not see "
+                "it. Clip the copies, by optimizer.clip_grad_norm_(max_norm)"
+            )
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the gradients of the copies to a norm of at most `max_norm`.
+
+        Returns the norm before; of parameters in shards, that over all ranks, which
+        call it together. As torch.nn.utils.clip_grad_norm_.
+        """
+        if self.copied is None:
+            self.give_gradients()
+        copies = (c for group in self.optim.param_groups for c in group["params"])
+        return clip_grad_norm_(copies, max_norm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, or make them zeros."""
         super().zero_grad(set_to_none)
         self.optim.zero_grad()
-        self.given = False
+        self.copied = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
@@ -101,8 +146,7 @@ class MasterWeights(Optimizer):
         for group, inner in self._groups():
             # A scheduler has changed the learning rate here.
             inner.update({k: v for k, v in group.items() if k != "params"})
-        if not self.given:
-            self.give_gradients()
+        self._check_gradients()
         self.optim.step()
         for group, inner in self._groups():
             for parameter, copy in zip(group["params"], inner["params"], strict=True):
@@ -110,7 +154,7 @@ class MasterWeights(Optimizer):
                     parameter.copy_(copy)
                     copy.grad = None
                     self.state[parameter].update(self.optim.state[copy])
-        self.given = False
+        self.copied = None
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

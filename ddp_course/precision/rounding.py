@@ -2,7 +2,7 @@
 
 A weight w and an update u are numbers of a format; w + u is rounded to it again. If u
 is less than half of the distance to the next number, the sum is w: the update is lost,
-and so is the next one, for ever. Three cures, of which each keeps what is lost:
+and so is the next one, for ever. Three cures; the first two keep what is lost:
 
     a master copy     add in more bits, and round a copy          4 bytes a parameter
     compensation      remember what was lost, and add it to the   2 bytes a parameter

@@ -18,6 +18,7 @@ torch/amp/grad_scaler.py. bfloat16 has the exponents of float32, and needs none 
 Chapter 12.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ class GradScaler:
         clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
         scaler.update()
+
+    (The gradients of `MasterWeights` are clipped by its own `clip_grad_norm_`.)
 
     Args:
         init_scale: S at first.
@@ -72,9 +75,17 @@ class GradScaler:
         self.growth_interval, self.clean_steps = growth_interval, 0
         self.skipped: dict[Optimizer, bool] = {}  # those unscaled since the last update
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss, S times as large."""
-        return loss * self.factor if self.enabled else loss
+    def scale(self, outputs: Tensor | Iterable[Tensor]) -> Any:
+        """Return a loss, or a list or tuple of outputs, S times as large."""
+        if not self.enabled:
+            return outputs
+        if isinstance(outputs, Tensor):
+            return outputs * self.factor
+        return type(outputs)(map(self.scale, outputs))
+
+    def get_scale(self) -> float:
+        """Return S; 1.0 if this is not enabled."""
+        return self.factor
 
     @torch.no_grad()
     def unscale_(self, optimizer: Optimizer) -> None:
@@ -131,9 +142,26 @@ class GradScaler:
         self.skipped.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a run needs to go on."""
-        return {"factor": self.factor, "clean_steps": self.clean_steps}
+        """Return S and its settings, as PyTorch's; {} if this is not enabled."""
+        if not self.enabled:
+            return {}
+        return {
+            "scale": self.factor,
+            "growth_factor": self.growth_factor,
+            "backoff_factor": self.backoff_factor,
+            "growth_interval": self.growth_interval,
+            "_growth_tracker": self.clean_steps,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-        self.factor, self.clean_steps = state["factor"], state["clean_steps"]
+        """Go on from a state of this class or of PyTorch's."""
+        if not self.enabled:
+            return
+        if not state:
+            raise RuntimeError(
+                "the state is empty, as of a scaler that is not enabled; this one is"
+            )
+        self.factor, self.clean_steps = state["scale"], state["_growth_tracker"]
+        self.growth_factor = state["growth_factor"]
+        self.backoff_factor = state["backoff_factor"]
+        self.growth_interval = state["growth_interval"]

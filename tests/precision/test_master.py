@@ -13,7 +13,7 @@ from trained import same
 
 from ddp_course.launch import spawn
 from ddp_course.model import GPTConfig, build_gpt
-from ddp_course.precision import MasterWeights
+from ddp_course.precision import MasterWeights, NaiveMasterWeights
 from ddp_course.zero import ShardedGradientOptimizer, ZeroRedundancyOptimizer
 
 GPT = GPTConfig(block_size=16, n_layer=2, n_head=2, d_model=24, tied=True)
@@ -39,6 +39,12 @@ def by_hand(steps: int) -> dict[str, torch.Tensor]:
         for name, parameter in model.named_parameters():
             parameter.data.copy_(full[name])
     return state(model)
+
+
+class Naive(NaiveMasterWeights):
+    def zero_grad(self):
+        for parameter in self.parameters:
+            parameter.grad = None
 
 
 class NeverCopiedBack(MasterWeights):
@@ -75,6 +81,7 @@ def test_it_is_the_loop_by_hand_and_wrong_ones_are_not():
     right = by_hand(5)
     found, optimizer, model = trained(MasterWeights)
     assert same(found, right)
+    assert same(trained(Naive)[0], right)
     for wrong in (NeverCopiedBack, StepsTheParameters):
         assert not same(trained(wrong)[0], right)
     kept = optimizer.state[next(model.parameters())]

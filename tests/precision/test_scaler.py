@@ -17,7 +17,12 @@ from ddp_course.parallelize import (
     parallelize,
     whole,
 )
-from ddp_course.precision import GradScaler, MasterWeights, scaler
+from ddp_course.precision import (
+    GradScaler,
+    MasterWeights,
+    NaiveGradScaler,
+    scaler,
+)
 from ddp_course.spec import layout_for
 
 GPT = GPTConfig(block_size=16, n_layer=2, n_head=2, d_model=24)
@@ -127,6 +132,72 @@ def test_float16_parameters_are_unscaled_in_their_copies():
         assert weight.item() == after
     master = optimizer.state[weight]["master"].item()
     assert master == pytest.approx(1 - 0.5e-7 - 0.25, abs=1e-7)
+
+
+def clipped(clip) -> float:
+    """Return how far a weight moves whose gradient of 30 is clipped to a norm of 1."""
+    weight = nn.Parameter(torch.ones(1, dtype=torch.float16))
+    optimizer = MasterWeights([weight], torch.optim.SGD, lr=0.5)
+    scaler = GradScaler(init_scale=1024.0)
+    scaler.scale(weight.float() * 30).sum().backward()
+    scaler.unscale_(optimizer)
+    clip(optimizer, weight)
+    scaler.step(optimizer)
+    return 1 - weight.item()
+
+
+def test_copies_are_clipped_after_unscaling():
+    assert clipped(lambda own, _: own.clip_grad_norm_(1.0)) == pytest.approx(0.5)
+    assert clipped(lambda own, _: None) == 15.0
+    clip = nn.utils.clip_grad_norm_  # it would change nothing: the copies are stepped
+    with pytest.raises(RuntimeError, match=r"Clip the copies, by optimizer\.clip_grad"):
+        clipped(lambda _, weight: clip([weight], 1.0))
+
+
+def test_a_step_left_out_leaves_no_gradient_behind():
+    weight = nn.Parameter(torch.ones(1, dtype=torch.float16))
+    optimizer = MasterWeights([weight], torch.optim.SGD, lr=0.5)
+    scaler = GradScaler(init_scale=1024.0)
+    scaler.scale(weight.float() * torch.inf).sum().backward()
+    scaler.step(optimizer)
+    weight.grad = None  # as the model's zero_grad
+    (weight.float() * 0.5).sum().backward()
+    optimizer.step()  # without the scaler
+    assert weight.item() == 0.75
+
+
+def test_states_go_to_pytorchs_and_back():
+    settings = {"growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 7}
+    theirs = torch.amp.GradScaler("cpu", init_scale=8.0, **settings)
+    ours = GradScaler()
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.state_dict() == theirs.state_dict()
+    assert ours.get_scale() == theirs.get_scale() == 8.0
+    both = [torch.ones(2), torch.ones(1)]
+    for got, expected in zip(ours.scale(both), theirs.scale(both), strict=True):
+        assert torch.equal(got, expected)
+    off = GradScaler(enabled=False)
+    assert (off.state_dict(), off.get_scale()) == ({}, 1.0)
+    with pytest.raises(RuntimeError, match="the state is empty"):
+        ours.load_state_dict(off.state_dict())
+
+
+def test_the_naive_one_does_the_same_in_one_process():
+    ways = {}
+    for cls in (GradScaler, NaiveGradScaler):
+        weight = nn.Parameter(torch.ones(2))
+        optimizer, told = torch.optim.SGD([weight], lr=0.1), []
+        scaler = cls(8.0) if cls is NaiveGradScaler else cls(8.0, growth_interval=2)
+        scaler.interval = 2
+        for gradient in (1.0, 1.0, torch.inf, 1.0, torch.nan, 1.0, 1.0, 1.0):
+            optimizer.zero_grad()
+            scaler.scale((weight * torch.tensor([gradient, 1.0])).sum()).backward()
+            scaler.step(optimizer)
+            if cls is GradScaler:
+                scaler.update()
+            told.append((weight.tolist(), scaler.factor))
+        ways[cls] = told
+    assert ways[GradScaler] == ways[NaiveGradScaler]
 
 
 # ---- parts on several ranks ----------------------------------------------------------

@@ -1,0 +1,60 @@
+"""Master weights and loss scaling in one process, with nothing but PyTorch.
+
+`MasterWeights` and `GradScaler` do the same for any optimizer, state and number of
+ranks. Chapter 12.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class NaiveMasterWeights:
+    """Step float32 copies of parameters, and round them into the parameters."""
+
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        optimizer_class: Callable[..., Optimizer],
+        **options: Any,
+    ) -> None:
+        self.parameters = list(parameters)
+        self.copies = [p.detach().float().clone() for p in self.parameters]
+        self.optimizer = optimizer_class(self.copies, **options)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Step the copies with the parameters' gradients."""
+        for parameter, copy in zip(self.parameters, self.copies, strict=True):
+            copy.grad = None if parameter.grad is None else parameter.grad.float()
+        self.optimizer.step()
+        for parameter, copy in zip(self.parameters, self.copies, strict=True):
+            parameter.copy_(copy)  # rounds
+
+
+class NaiveGradScaler:
+    """Multiply the loss, divide the gradients, leave out a step with inf or nan."""
+
+    def __init__(self, factor: float = 2.0**16, interval: int = 2000) -> None:
+        self.factor, self.interval, self.clean_steps = factor, interval, 0
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss, S times as large."""
+        return loss * self.factor
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Unscale the gradients; step if all are finite; choose the next S."""
+        stepped = (p for group in optimizer.param_groups for p in group["params"])
+        gradients = [p.grad for p in stepped if p.grad is not None]
+        for gradient in gradients:
+            gradient.div_(self.factor)
+        if not all(gradient.isfinite().all() for gradient in gradients):
+            self.factor, self.clean_steps = self.factor / 2, 0
+            return
+        optimizer.step()
+        self.clean_steps += 1
+        if self.clean_steps == self.interval:
+            self.factor, self.clean_steps = self.factor * 2, 0
