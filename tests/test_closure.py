@@ -53,7 +53,9 @@ BARS = {
     "local_sgd.naive": NAIVE,
     "local_sgd.local": READABLE,
     "local_sgd.local_sgd": FULL,
-    "communication_order.naive": (30, 4_200),
+    "communication_order.naive": NAIVE,
+    "communication_order.ordered": READABLE,
+    "communication_order.scheduled": (29, 3_900),
     "train": (122, 17_500),
 }
 

@@ -2,13 +2,15 @@
 
     schedule    layers, pieces, policies; a step played through in fractions
     judge       is it legal, what holds it up, is there a better order?
-    pieces      an ending of the engine: gradients leave in pieces, by an agreed order
+    naive       on ranks: each sends what is most urgent of its own; what comes of it
+    layers      which layers use a parameter, and which travel together
+    pieces      a reducer of the engine: gradients leave in pieces, by an agreed order
     one_by_one  an optimizer that steps some parameters now, and others later
-    plan        from measured times to the order
-    scheduled   ScheduledDataParallel: the next forward begins layer by layer;
-                a recorded step, as a schedule
+    ordered     OrderedDataParallel: the next forward begins layer by layer
+    plan        a part: from measured times to the order
+    guards      parts: what real trainings check
+    scheduled   ScheduledDataParallel: both together; a recorded step, as a schedule
     waiting     layers that wait for stated times, to lay the one beside the other
-    naive       the same without an agreement, and what comes of it
 
 Formulas are in `theory.ordering`. Chapter 15.
 """
@@ -19,6 +21,7 @@ from ddp_course.communication_order.judge import (
     critical_path,
 )
 from ddp_course.communication_order.naive import NaiveScheduledDataParallel
+from ddp_course.communication_order.ordered import OrderedDataParallel
 from ddp_course.communication_order.schedule import (
     FIFO,
     WAIT_FOR_ALL,
