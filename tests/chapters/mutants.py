@@ -58,7 +58,7 @@ def mutants(solution: Callable) -> Iterator[tuple[str, Callable]]:
             scope = dict(vars(module))
             try:
                 exec(compile(text, f"<mutant of {name}>", "exec"), scope)
-            except SyntaxError:  # a name that is declared nonlocal, for example
+            except (SyntaxError, TypeError):  # a nonlocal name; what decorates it
                 continue
             if name != solution.__name__:  # the solution must call the changed one
                 rest = ast.unparse(functions[solution.__name__])
@@ -71,6 +71,7 @@ def changes_of(function: ast.FunctionDef) -> Iterator[tuple[str, ast.FunctionDef
     arguments = [arg.arg for arg in function.args.args]
     returns_tensor = ast.unparse(function.returns or function) == "Tensor"
     function = Unannotated().visit(copy.deepcopy(function))
+    function.returns = None
     for number, node in enumerate(ast.walk(function)):
         if isinstance(node, (ast.arguments, ast.arg)) or is_docstring(node):
             continue
@@ -85,7 +86,9 @@ def changes_of(function: ast.FunctionDef) -> Iterator[tuple[str, ast.FunctionDef
             before = " ".join(ast.unparse(node).split())
             after = " ".join(ast.unparse(new if field is None else twin).split())
             if before != after:
-                yield f"{before[:70]} -> {after[:70]}", changed
+                line = function.lineno
+                where = getattr(node, "lineno", line) - line
+                yield f"{before[:70]} -> {after[:70]} (line {where})", changed
 
 
 class Unannotated(ast.NodeTransformer):

@@ -175,7 +175,7 @@ def _judge(where: str, got: dict[int, str], wanted: dict[int, str], rows: Rows) 
 def _schedules() -> Iterator[tuple[str, Rows]]:
     """Return schedules by what is to be said about them."""
     made = [naive(3, 2), gpipe(2, 3), one_f_one_b(4, 6), interleaved(2, 4, 2)]
-    made += [gpipe(1, 2), one_f_one_b(2, 12)]
+    made += [gpipe(1, 2), one_f_one_b(2, 12), gpipe(12, 1)]
     for schedule in made:
         yield f"{schedule.name} as it should be", _rows(schedule)
         yield f"{schedule.name} with the ranks in reverse order", _rows(schedule)[::-1]
