@@ -25,6 +25,7 @@ from ddp_cases import (
 from modules import InAnyOrder
 from on_ranks import launched
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from trained import bits, far_apart, same
 
 from ddp_course.collectives import ring_all_reduce
@@ -197,6 +198,11 @@ class TwoHeads(nn.Module):
         return {"a": self.a(h) if "a" in which else None, "b": [self.b(h), h]}
 
 
+def two_heads(ddp: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    out = ddp(x)
+    return out["a"], out["b"][0]
+
+
 def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
     return {
         k: None if p.grad is None else p.grad.clone()
@@ -256,6 +262,12 @@ def ways_to_go_backward() -> dict[str, dict]:
     with ddp.no_sync():
         (loss_a(out) + loss_b(out)).backward()
     told["backward in no_sync"] = gradients(ddp.module)
+    for reentrant in (True, False):
+        ddp = fresh()
+        heads = partial(two_heads, ddp)
+        out = checkpoint(heads, x.clone().requires_grad_(), use_reentrant=reentrant)
+        (out[0].square().sum() + out[1].exp().sum()).backward()
+        told[f"recomputed, {reentrant}"] = gradients(ddp.module)
     ddp = fresh()
     with torch.no_grad():
         ddp(x)
@@ -307,6 +319,7 @@ def test_several_forwards_and_backwards(three_ranks):
         assert close(got["a of one, b of the other"], mean(1.0, 2.0))
         assert close(got["again"], once) and got["calls"] == [1, True]
         for find in (False, True):
+            assert close(got[f"recomputed, {find}"], once)
             assert close(got[f"twice, {find}"], twice)
             assert close(got[f"two forwards, {find}"], both)
         for way in ("forward in no_sync", "module"):

@@ -17,6 +17,13 @@ def frozen(model: nn.Module, odd: bool) -> nn.Module:
     return model
 
 
+def stepped_in_backward() -> nn.Module:
+    model = nn.Linear(3, 3)
+    # What `torch.distributed.optim._apply_optimizer_in_backward` leaves there.
+    model.weight._in_backward_optimizers = [torch.optim.SGD([model.weight])]
+    return model
+
+
 def constructions(odd: bool) -> dict:
     """Return what cannot be constructed, by words of the error. Rank 1 is odd."""
     two = [nn.Linear(3, 4), nn.Linear(4, 2)]
@@ -60,6 +67,12 @@ def constructions(odd: bool) -> dict:
             nn.LazyLinear(3) if odd else nn.Linear(3, 3)
         ),
         "*meta device*": one(nn.Linear(3, 3, device="meta")),
+        "*device_ids is [0], but the module is on the CPU*": one(device_ids=[0]),
+        "*output_device is [1], but the module is on the CPU*": one(output_device=1),
+        "*an optimizer steps weight in backward*": one(stepped_in_backward()),
+        "*argument static_graph is False on ranks 0, 2, True on rank 1*": one(
+            static_graph=odd
+        ),
         "*0 has sparse gradients*": one(nn.Sequential(nn.Embedding(3, 3, sparse=True))),
     }
 
@@ -154,6 +167,7 @@ def found() -> list[dict]:
         lambda m: nn.parallel.DistributedDataParallel(m, find_unused_parameters=True),
         lambda m: Ours(m, find_unused_parameters=True, **TINY),
         lambda m: Ours(m, find_unused_parameters=True, gradient_as_bucket_view=False),
+        lambda m: Ours(m, device_ids=None, output_device=None, static_graph=True),
     ):
         model = Branches()
         ddp = wrap(model)

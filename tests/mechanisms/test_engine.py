@@ -34,10 +34,10 @@ class Handle:
         self.log.append(f"wait {self.index}")
 
 
-def an_engine(names):
+def an_engine(names, parts=None):
     """Return an engine, and parameters: each in a bucket, in this order."""
     parameters = {name: nn.Parameter(torch.ones(1)) for name in names}
-    engine = Engine(Told(), [Recovery()])
+    engine = Engine(Told(), [Recovery()] if parts is None else parts)
     for index, name in enumerate(names):
         form = torch.float32, torch.device("cpu")
         engine.add(Bucket(index, (name,), (0,), 1, *form), parameters)
@@ -91,6 +91,36 @@ def test_what_a_failed_pass_has_left_is_sent_and_arrives_before_it_is_overwritte
     assert gradients == [1.0, 1.0]
 
 
+class Listener:
+    """A part that hears every moment."""
+
+    def __init__(self):
+        self.heard = []
+
+    def __getattr__(self, moment):
+        def hear(engine, bucket=None):
+            self.heard.append(moment if bucket is None else f"{moment} {bucket.index}")
+
+        return hear
+
+
+def moments():
+    engine, parameters, _ = an_engine("ab", parts := [Listener(), object()])
+    product_of(parameters, "ba").backward()
+    engine.average()
+    return parts[0].heard
+
+
+def test_parts_hear_all_moments_in_order_and_need_not_know_any(one_rank):
+    [heard] = one_rank["moments"]
+    sent = ["before_launch 0", "after_launch 0", "before_launch 1", "after_launch 1"]
+    end = ["before_wait", "after_wait", "after_reduction", "after_backward"]
+    assert heard == [
+        *("before_backward", "bucket_full 0", *sent[:2], "bucket_full 1", *sent[2:]),
+        *("backward_ended", *end, *sent, "backward_ended", *end),
+    ]
+
+
 one_rank = launched(
-    1, buckets_that_are_full_before_their_turn, a_pass_that_fails_and_another
+    1, buckets_that_are_full_before_their_turn, a_pass_that_fails_and_another, moments
 )

@@ -78,7 +78,7 @@ def save(
 
 
 def build_model(dropout: float = 0.1) -> nn.Module:
-    """Return a model: the same numbers on every rank (else DDP sends rank 0's)."""
+    """Return a model of the same form on every rank: DDP sends rank 0's numbers."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(20, 64), nn.ReLU(), nn.Dropout(dropout), nn.Linear(64, 2)
