@@ -126,7 +126,7 @@ class DistributedDataParallel(BucketedDistributedDataParallel):
         module: on the CPU or on this rank's GPU; gradients must be dense.
         process_group: the ranks that share a batch; None are all.
         bucket_cap_mb: MiB at which a bucket is closed (`buckets`). (PyTorch has a small
-            first bucket only if this is not told.)
+            first bucket only if this is not given.)
         find_unused_parameters: allow parameters without a gradient (`unused`).
         broadcast_buffers: send rank 0's buffers, such as BatchNorm's means, at
             construction and before each forward, unless the last one was in `no_sync`
@@ -135,10 +135,11 @@ class DistributedDataParallel(BucketedDistributedDataParallel):
         gradient_as_bucket_view: let gradients lie in the buckets; otherwise, which is
             PyTorch's default, they are copied back, which takes as much memory again.
         all_reduce: any of this course (`ring_all_reduce`); None is PyTorch's.
-        buckets_in_shared_memory: put the buckets where all ranks of one machine see
-            them, and reduce them there, with nothing to copy; CPU only. That memory is
-            taken until the process group ends.
         first_bucket_mb: the same as `bucket_cap_mb` for the first bucket.
+        device_ids, output_device: the module's own GPU, as scripts pass it (inputs are
+            not moved there); refused for anything else.
+        static_graph: the same parameters are used in every step; here it allows unused
+            ones, as `find_unused_parameters` does, and changes nothing else.
 
     Raises:
         ReplicaError: the ranks' modules or arguments differ, or cannot be used.

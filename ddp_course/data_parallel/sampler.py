@@ -109,7 +109,7 @@ class DistributedSampler(Sampler[int]):
 
     In evaluation the duplicates count twice. `sampler.share.num_padded` says how many
     this rank has at the end; `DataLoader(dataset, sampler=sampler.share.originals)`
-    leaves them out, and then ranks may have unequal numbers of batches (`join`).
+    leaves them out, and then ranks may have unequal numbers of batches (`Join`).
 
     Args:
         dataset: anything that has a length.

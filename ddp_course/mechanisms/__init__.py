@@ -5,7 +5,7 @@
     broadcast   one rank's tensors for all
     tensor_words
                 a tensor in words, to be compared
-    engine      gradient -> bucket -> launch in order -> wait, to an ending of choice
+    engine      gradient -> bucket -> launch in order -> wait; a reducer says how
     buckets     which gradients travel together: plain data
     hooks       how autograd tells that a gradient is there
     timeline    what a step writes into the open event logs

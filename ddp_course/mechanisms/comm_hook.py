@@ -2,7 +2,7 @@
 
     hook(state, bucket) -> a torch.futures.Future of the mean of all ranks' gradients
 
-`bucket` has this rank's own gradients, not divided by anything. The engine's ending
+`bucket` has this rank's own gradients, not divided by anything. The engine's reducer
 launches the hook where it would launch an all-reduce, and when the future is waited
 for, what it holds is written into the bucket. Chapter 14; in PyTorch: `GradBucket` and
 torch/distributed/algorithms/ddp_comm_hooks.
@@ -86,7 +86,7 @@ class Answer:
 
 
 class CommHook:
-    """`hook` with its `state`, as something that an ending launches."""
+    """`hook` with its `state`, as something that a reducer launches."""
 
     def __init__(self, state: Any, hook: Hook, buckets: Sequence[LiveBucket]) -> None:
         self.state, self.hook, self.buckets = state, hook, buckets
