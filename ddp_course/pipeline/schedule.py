@@ -230,7 +230,7 @@ def naive(num_ranks: int, num_microbatches: int) -> Schedule:
     This is a model with `.to(device)` between its layers: "naive model parallelism".
     Raises ValueError for fewer than one rank or microbatch. Chapter 10.
     """
-    return _one_stage_per_rank("naive", num_ranks, num_microbatches, lambda rank: 1)
+    return one_stage_per_rank("naive", num_ranks, num_microbatches, lambda rank: 1)
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -241,7 +241,7 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     section 2.3, which computes the activations a second time; PyTorch's ScheduleGPipe.
     Chapter 10.
     """
-    return _one_stage_per_rank(
+    return one_stage_per_rank(
         "gpipe", num_ranks, num_microbatches, lambda rank: num_microbatches
     )
 
@@ -257,12 +257,12 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-Flush),
     arXiv:2006.09503, section 3.2; PyTorch's Schedule1F1B. Chapter 11.
     """
-    return _one_stage_per_rank(
+    return one_stage_per_rank(
         "1f1b", num_ranks, num_microbatches, lambda rank: num_ranks - rank
     )
 
 
-def _one_stage_per_rank(
+def one_stage_per_rank(
     name: str, p: int, m: int, limit: Callable[[int], int]
 ) -> Schedule:
     """Apply the rule to rank r's stage r."""

@@ -8,7 +8,8 @@ equal time and v = 1,
     interleaved  (v-1)p + 2(p-1-r) + 1    (p-1)/v / (m + (p-1)/v)      min(m, limit/v)
     zero_bubble  p-r, W later             (p-1)/3 / (m + (p-1)/3)      p, or less
 
-Chapter 11.
+A new schedule is a function here and an entry in `SCHEDULES`, a line in `spec.py` with
+its title, its order in `tests/pipeline/test_schedules.py`, and a cell in chapter 11.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -170,7 +170,7 @@ PEAKS = {
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", BUBBLES)
 def test_a_lane_says_how_long_its_rank_waits_and_what_it_keeps(name):
     drawing = schedule_view(name)
     notes = [w for w in words(drawing) if "keeps" in w and w.startswith("waits ")]

@@ -80,8 +80,11 @@ def test_legal_for_every_number_of_ranks_and_microbatches(name):
         for v in stages_per_rank(name):
             made = named(name, p, m, v)
             proof = check(made)
-            peaks = (theory.pipeline_activations(name, p, m, r, v) for r in range(p))
-            assert proof.peak_activations == tuple(peaks), (p, m, v)
+            if name in theory.PIPELINES:
+                peaks = [
+                    theory.pipeline_activations(name, p, m, r, v) for r in range(p)
+                ]
+                assert proof.peak_activations == tuple(peaks), (p, m, v)
             assert made.num_stages == p * (v or SEVERAL.get(name, 1))
             for stage in range(made.num_stages):
                 assert made.rank_of(stage) == stage % p
@@ -89,7 +92,7 @@ def test_legal_for_every_number_of_ranks_and_microbatches(name):
                 assert made.stages_of(rank) == tuple(range(rank, made.num_stages, p))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", theory.PIPELINES)
 def test_bubble_and_time_are_the_formulas(name):
     """Exactly, with fractions, on every rank alike."""
     for p, m in EVERY:

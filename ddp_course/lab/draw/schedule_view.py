@@ -41,7 +41,8 @@ def schedule_view(
     if not isinstance(schedule, Schedule):
         numbers = ranks, microbatches, stages_per_rank
         schedule = named(schedule, *numbers)
-        formula = "" if costs else f" (formula: {formula_of(schedule):.1%})"
+        if not costs and schedule.name in theory.PIPELINES:
+            formula = f" (formula: {formula_of(schedule):.1%})"
     simulated = simulate(schedule, costs or equal_costs(schedule))
     works, long = works_of(simulated.events), float(simulated.makespan)
     notes = {
@@ -93,7 +94,7 @@ def title_of(schedule: Schedule) -> str:
 
 
 def formula_of(schedule: Schedule) -> float:
-    """Return the bubble of a schedule of `SCHEDULES`, with F = I = W, in theory."""
+    """Return the bubble of one of `theory.PIPELINES`, with F = I = W."""
     p, s, m = schedule.num_ranks, schedule.num_stages, schedule.num_microbatches
     return float(theory.pipeline_bubble(schedule.name, p, m, s // p))
 
