@@ -226,9 +226,12 @@ def test_a_launch_is_timed_in_a_process_that_ends_and_one_that_fails_is_told(cap
         with pytest.raises(LaunchError, match="a launch of theirs failed"):
             process.launch("no such case", 2)
     assert idle.returncode == 0 != process.returncode
-    start = time.perf_counter()
-    spawn(lambda: None, world_size=1, output="none")  # a warm one of ours
-    assert time.perf_counter() - start < took
+    warm = []
+    for _ in range(3):  # one of them without a pause by other programs
+        start = time.perf_counter()
+        spawn(lambda: None, world_size=1, output="none")
+        warm.append(time.perf_counter() - start)
+    assert min(warm) < took
 
 
 # ---- all-reduce --------------------------------------------------------------------
