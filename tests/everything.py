@@ -91,7 +91,8 @@ def called(
         "dst": root,
         "async_op": async_op,
     }
-    left = {"op", "group", "algorithm", "variant"}  # as they are
+    splits = {"output_split_sizes", "input_split_sizes"}
+    left = {"op", "group", "algorithm", "variant"} | splits  # as they are
     given = {p: can[p] for p in signature(function).parameters if p not in left}
     work = function(**given)
     if work is not None:

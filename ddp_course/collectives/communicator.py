@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ddp_course.collectives.allocator import container, machine
 from ddp_course.collectives.memory_barrier import Barrier, ranks_in_words
-from ddp_course.launch.deadlock import Watch, exchange_by_store
+from ddp_course.launch.deadlock import Watch, default_store, exchange_by_store
 
 Group = dist.ProcessGroup | None  # None: all ranks
 
@@ -68,8 +68,9 @@ class Communicator:
         self._thread: ThreadPoolExecutor | None = None
         self._last: Future | None = None
         self._of_thread: int | None = None
-        store = dist.distributed_c10d._get_default_store()
-        self.watch = Watch(store, self.ranks, dist.get_rank(), self._busy_elsewhere)
+        self.watch = Watch(
+            default_store(), self.ranks, dist.get_rank(), self._busy_elsewhere
+        )
         self.exchange = exchange_by_store(group.group_name, self.watch)
         self.barrier: Barrier | None = None
         where = self.exchange((container(), machine(), os.getpid()))  # of each rank
@@ -220,12 +221,19 @@ def communicator(group: Group = None) -> Communicator:
         raise TypeError(f"group is {group!r}; it must be a process group or None")
     if group not in _KEPT:
         for known in list(_KEPT):  # some may have been destroyed meanwhile
-            if known not in dist.distributed_c10d._world.pg_group_ranks:
+            if _is_destroyed(known):
                 old = _KEPT.pop(known)
                 if old._thread is not None:
                     old._thread.shutdown(wait=False)
         _KEPT[group] = Communicator(group)
     return _KEPT[group]
+
+
+def _is_destroyed(group: dist.ProcessGroup) -> bool:
+    try:
+        return not dist.get_process_group_ranks(group)
+    except (KeyError, ValueError):  # PyTorch knows the group no longer
+        return True
 
 
 # ---- do all mean the same? Every rank shows a note, and judges those of all ----------

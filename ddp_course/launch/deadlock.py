@@ -113,10 +113,15 @@ class Watch:
         return ast.literal_eval(self.store.get(_key(rank)).decode())
 
 
+def default_store() -> dist.Store:
+    """Return the store at which all ranks met; PyTorch has no public name for it."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def say_returned() -> None:
-    """Tell who may still wait for this rank that it comes to nothing any more."""
+    """Tell waiting peers that this rank calls no further collective."""
     if dist.is_initialized():
-        store, key = dist.distributed_c10d._get_default_store(), _key(dist.get_rank())
+        store, key = default_store(), _key(dist.get_rank())
         last = ast.literal_eval(store.get(key).decode()) if store.check([key]) else {}
         store.set(key, repr({"returned": True, "circle": last.get("circle", [])}))
 

@@ -48,7 +48,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from ddp_course.launch.deadlock import SLICE, DeadlockError, Watch
+from ddp_course.launch.deadlock import SLICE, DeadlockError, Watch, default_store
 from ddp_course.launch.reports import LOST
 from ddp_course.launch.strict_rules import (
     COLLECTIVES,
@@ -235,8 +235,7 @@ class StrictGroup(dist.ProcessGroup):
 
     def watch(self) -> Watch:
         """Return who looks after this rank while it waits."""
-        store = c10d._get_default_store()
-        return Watch(store, self.ranks, self.ranks[self.me])
+        return Watch(default_store(), self.ranks, self.ranks[self.me])
 
     def _call(self, told: str, facts: dict[int, Facts], do: Callable, pair=None):
         """Append a call to the stream of the group, or to that with one peer."""

@@ -188,7 +188,7 @@ def _group_sizes() -> dict[str, int]:
 
 def _times_used() -> int:
     """Return how many operations the default group was asked for, if it counts them."""
-    group = dist.distributed_c10d._get_default_group()
+    group = dist.group.WORLD
     try:
         return group._get_sequence_number_for_group()
     except RuntimeError:
