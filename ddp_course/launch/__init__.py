@@ -3,9 +3,10 @@
 `spawn(fn, *args, world_size=4)` calls `fn` on four processes and returns what they
 returned. Read the modules in this order:
 
-    topology    node, rank, local_rank, node_rank: arithmetic, no process
-    devices     which GPU or CPU and which backend a rank gets
+    topology    node, rank, local_rank, node_rank, and a rank's own device
+    devices     which GPUs or CPU and which backend a launch gets
     links       how long a message takes between two ranks
+    lines, wire the slow lines of a rank, and what senders ask for them
     job         the arguments of a launch, checked and decided
     naive       the launcher that everybody writes first
     api         `spawn`
