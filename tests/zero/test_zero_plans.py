@@ -105,6 +105,16 @@ class Trusts(Optimizer):
                 p.sub_(p.grad * (p.norm() / p.grad.norm()), alpha=group["lr"])
 
 
+class OneNorm(Trusts):
+    """As Prodigy, or LAMB with a largest norm: one number over all parameters."""
+
+    def step(self, closure=None):
+        every = [p for group in self.param_groups for p in group["params"]]
+        norm = sum(p.grad.square().sum() for p in every).sqrt()
+        for p in every:
+            p.data.sub_(p.grad / norm, alpha=self.param_groups[0]["lr"])
+
+
 class Clips(Trusts):
     """Clips each tensor's gradient, though at a norm that is rarely reached."""
 
@@ -150,7 +160,7 @@ def test_pytorchs_optimizers_are_told_apart_by_trying():
     assert found == ELEMENTWISE
 
 
-@pytest.mark.parametrize("cls", [Trusts, Clips, Rows, Noise])
+@pytest.mark.parametrize("cls", [Trusts, OneNorm, Clips, Rows, Noise])
 def test_what_looks_at_whole_tensors_is_seen(cls):
     before = torch.get_rng_state()
     with pytest.raises(NotElementwiseError, match=f"optimizer_class is {cls.__name__}"):
