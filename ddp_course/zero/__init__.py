@@ -2,16 +2,14 @@
 
 Read the modules in this order:
 
-    shards        who owns what: plain data
-    sharded_optimizer
-                  what all stages have in common: an optimizer that steps its own part
     naive         `NaiveZeroRedundancyOptimizer`: whole parameters have owners
+    shards        who owns what: plain data
     stage1        `Zero1`: optimizer states are sharded
     stage2        `Zero2`: and so are gradients
-    zero_redundancy_optimizer
-                  `ZeroRedundancyOptimizer`, `ShardedGradientOptimizer`: the same with
-                  all that one wants to train with
-    arguments     do all ranks mean the same?
+    zero_redundancy_optimizer, sharded_gradient_optimizer
+                  both with all that one trains with: a list of parts
+    optimizer_arguments, adds_up, optimizer_state, optimizer_guards
+                  these parts
     units         stage 3: which parameters are gathered together: plain data
     stage3_naive  `NaiveFullyShardedDataParallel`: all is gathered, used and freed
     stage3_simple `SimpleFullyShardedDataParallel`: one unit after the other
@@ -29,13 +27,11 @@ Chapters 07 and 08.
 from ddp_course.mechanisms.elementwise import NotElementwiseError
 from ddp_course.zero.freed import ShardedError
 from ddp_course.zero.naive import NaiveZeroRedundancyOptimizer, deal
+from ddp_course.zero.sharded_gradient_optimizer import ShardedGradientOptimizer
 from ddp_course.zero.shards import Piece, ShardedBucket, shard_plan
 from ddp_course.zero.stage1 import Zero1
 from ddp_course.zero.stage2 import Zero2
 from ddp_course.zero.stage3 import FullyShardedDataParallel
 from ddp_course.zero.stage3_naive import NaiveFullyShardedDataParallel
 from ddp_course.zero.stage3_simple import SimpleFullyShardedDataParallel
-from ddp_course.zero.zero_redundancy_optimizer import (
-    ShardedGradientOptimizer,
-    ZeroRedundancyOptimizer,
-)
+from ddp_course.zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from ddp_course.zero.options import copy_options
+
 
 def deal(numels: Sequence[int], loads: Sequence[int]) -> tuple[int, ...]:
     """Return for each parameter the rank that owns it.
@@ -117,14 +119,3 @@ class NaiveZeroRedundancyOptimizer(Optimizer):
         numbers = parameter.detach().contiguous()
         dist.broadcast(numbers, group=self.process_group, group_src=owner)
         parameter.copy_(numbers)
-
-
-def copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
-    """Copy learning rates and other options from one optimizer's groups to another's.
-
-    Schedulers change the options of the outer optimizer, and some inner optimizers
-    change their own.
-    """
-    for theirs, ours in zip(source, target, strict=True):
-        names = theirs.keys() - {"params", "param_names"}
-        ours.update({name: theirs[name] for name in names})

@@ -15,7 +15,9 @@ sections 5.1 and 5.2. Chapter 07.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from ddp_course.mechanisms.buckets import BUCKET_CAP_MB, Bucket, bucket_plan
@@ -32,6 +34,10 @@ class Piece:
     first: int
     last: int
     offset: int
+
+    def part_of(self, shard: Tensor) -> Tensor:
+        """Return the piece's elements in its owner's shard: a view."""
+        return shard[self.offset :][: self.last - self.first]
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,11 @@ class ShardedBucket:
             found.append(Piece(name, *inside, first - begin))
         return tuple(piece for piece in found if empty or piece.first < piece.last)
 
+    def zeros(self) -> Tensor:
+        """Return memory for all shards, padding included."""
+        kind = {"dtype": self.bucket.dtype, "device": self.bucket.device}
+        return torch.zeros(self.numel, **kind)
+
     def __str__(self) -> str:
         lines = [f"{self.bucket}; {self.padding} elements of padding"]
         for rank in range(self.world_size):
@@ -110,3 +121,25 @@ def shard_plan(
     """
     plan = bucket_plan(named_parameters, bucket_cap_mb, bucket_cap_mb)
     return tuple(ShardedBucket(bucket, world_size) for bucket in plan)
+
+
+def shard_of(row: Tensor, rank: int, bucket: ShardedBucket) -> Tensor:
+    """Return the part of a bucket's memory that belongs to `rank`: a view."""
+    return row[rank * bucket.shard_numel :][: bucket.shard_numel]
+
+
+def names_of(groups: Iterable[dict[str, Any]]) -> dict[Tensor, str]:
+    """Return a name for each parameter: its own if the optimizer was told, or a number.
+
+    `Optimizer(model.named_parameters(), ...)` tells them; otherwise the names are "0",
+    "1", ..., the numbers of the parameters in `state_dict`.
+    """
+    names: dict[Tensor, str] = {}
+    taken = set()
+    for group in groups:
+        given = group.get("param_names") or [""] * len(group["params"])
+        for parameter, name in zip(group["params"], given, strict=True):
+            if not name or name in taken:
+                name = f"{name}{len(names)}"
+            taken.add(names.setdefault(parameter, name))
+    return names

@@ -11,11 +11,9 @@ of all-reduced, while backward runs:
 
 of the parameters' bytes, sent by each rank: the states of the other ranks are saved for
 nothing. An all-reduce *is* a reduce-scatter and an all-gather; here the optimizer steps
-in between. Read with it: `shards`, who owns what; `mechanisms.engine`, which sends a
+in between. Read with it: `shards`, who owns what; `mechanisms.engine`, which launches a
 bucket when its last gradient has come. Chapter 07.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -25,34 +23,43 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp_course.collectives import (
-    all_gather_single,
-    communicator,
-    reduce_scatter_single,
-)
-from ddp_course.measure import label
-from ddp_course.mechanisms.buckets import BUCKET_CAP_MB, LiveBucket, view_of
+from ddp_course.mechanisms.buckets import BUCKET_CAP_MB, LiveBucket, Slot, view_of
 from ddp_course.mechanisms.engine import BucketReducer, Engine
-from ddp_course.mechanisms.placements import Flat, place, placed
-from ddp_course.mechanisms.recovery import Recovery
-from ddp_course.mechanisms.timeline import RecordBackward
-from ddp_course.mechanisms.unused import AgreeUnused
-from ddp_course.zero.sharded_optimizer import ShardedOptimizer
-from ddp_course.zero.shards import ShardedBucket, shard_plan
+from ddp_course.mechanisms.parts import announce
+from ddp_course.zero.options import copy_options
+from ddp_course.zero.shards import (
+    Piece,
+    ShardedBucket,
+    names_of,
+    shard_of,
+    shard_plan,
+)
 
 
-class Zero1(ShardedOptimizer):
+class Zero1(Optimizer):
     """Runs `optimizer_class` on 1/N of all elements, with 1/N of its states.
 
     The parameters of a bucket are moved into one row, of which every rank owns an equal
-    part. No DistributedDataParallel is needed: the gradients are averaged here. One
-    backward pass for each step, and `zero_grad` between them; what more can be wished
-    for has `ZeroRedundancyOptimizer`, which stands on this one.
+    part. No DistributedDataParallel is needed: the gradients are averaged here, in one
+    backward pass for each step. `ZeroRedundancyOptimizer` is this class with parts,
+    which hear
+
+        row_made(self, bucket, parameters)  a row of parameters, by name
+        gradients_complete(self)            of a step; before they are clipped or used
+        after_step(self)                    all ranks have the new parameters
+        zeroed(self, set_to_none)           `zero_grad` was called
+
+    and what the engine and the reducer announce.
 
     Args:
-        ending: what becomes of gradients; None is `ReduceScatter`.
-        params and all others: as of `ZeroRedundancyOptimizer`.
+        params, optimizer_class, process_group, defaults: as of `naive`. The optimizer
+            must treat each element alone (`mechanisms.elementwise`).
+        bucket_cap_mb: MiB at which a bucket is closed (`mechanisms.buckets`).
+        collectives: has `reduce_scatter_single` and `all_gather_single`.
+        parts: objects that hear the moments above.
     """
+
+    optim: Optimizer | None = None  # steps this rank's pieces
 
     def __init__(
         self,
@@ -61,92 +68,177 @@ class Zero1(ShardedOptimizer):
         process_group: dist.ProcessGroup | None = None,
         *,
         bucket_cap_mb: float = BUCKET_CAP_MB,
-        ending: ReduceScatter | None = None,
+        collectives: Any = dist,
+        parts: Iterable[Any] = (),
         **defaults: Any,
     ) -> None:
-        agreed = {"bucket_cap_mb": bucket_cap_mb}
-        super().__init__(params, optimizer_class, process_group, defaults, **agreed)
-        self.bucket_cap_mb = bucket_cap_mb
-        self.ending = ending or ReduceScatter(process_group)
-        recovery = Recovery(process_group)
-        parts = [RecordBackward(), recovery, AgreeUnused(recovery.show)]
-        self.engine = Engine(self.ending, parts)
+        super().__init__(params, defaults)
+        self.process_group = process_group or dist.group.WORLD
+        self.rank = dist.get_rank(process_group)
+        self.world_size = dist.get_world_size(process_group)
+        self.bucket_cap_mb, self.collectives = bucket_cap_mb, collectives
+        self.parts = tuple(parts)
+        self.reducer = self.make_reducer()
+        self.engine = Engine(self.reducer, self.parts)
         self.plan: list[ShardedBucket] = []  # which buckets there are, and whose
         self.rows: list[Tensor] = []  # their parameters
-        self.divide()
+        self.owned: dict[Tensor, Tensor] = {}  # parameter -> this rank's piece of it
+
+        own = self.divide(self.param_groups)
+        self.optim = optimizer_class(own, **defaults)  # only this one has states
+        self.state, self.defaults = self.optim.state, dict(self.optim.defaults)
+        copy_options(self.optim.param_groups, self.param_groups)
+
+    def make_reducer(self) -> BucketReducer:
+        """Return what the engine does with a full bucket."""
+        return ReduceScatterBuckets(self.process_group, self.collectives, self.parts)
+
+    # ---- divide ----------------------------------------------------------------------
+
+    def divide(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Lay parameters into rows; return the groups with this rank's pieces only."""
+        names = names_of(self.param_groups)
+        new = {names[p]: p for group in groups for p in group["params"]}
+        for parameter in new.values():
+            if not parameter.requires_grad:  # it is in no row
+                self.broadcast(parameter)
+        for bucket in shard_plan(new.items(), self.world_size, self.bucket_cap_mb):
+            self.lay_in_a_row(bucket, new)
+            self.engine.add(bucket, new)
+        own = []
+        for group in groups:
+            pieces = [self.owned[p] for p in group["params"] if p in self.owned]
+            own.append({"params": pieces})
+        copy_options(groups, own)
+        return own
 
     @torch.no_grad()
-    def take(self, named_parameters: dict[str, Tensor]) -> None:
-        """Lay the parameters of each bucket in a row; own 1/N of it."""
-        plan = shard_plan(named_parameters.items(), self.world_size, self.bucket_cap_mb)
-        for bucket in plan:
-            row = label(self.ending.memory(bucket), "parameters")
-            for name, offset in zip(bucket.parameters, bucket.offsets, strict=True):
-                parameter = named_parameters[name]
-                parameter.data = view_of(row, offset, parameter).copy_(parameter)
-            own = shard_of(row, self.rank, bucket)
-            for piece in bucket.pieces(self.rank):
-                parameter, name = named_parameters[piece.parameter], piece.parameter
-                mine = nn.Parameter(own[piece.offset :][: piece.last - piece.first])
-                where = Flat(piece.first, piece.last)
-                place(mine, self.process_group, where, like=parameter, name=name)
-                self.owned[parameter] = mine
-            self.plan.append(bucket)
-            self.rows.append(row)
-            self.engine.add(bucket, named_parameters)
+    def lay_in_a_row(
+        self, bucket: ShardedBucket, parameters: dict[str, Tensor]
+    ) -> None:
+        """Make the parameters of a bucket views of one row; own 1/N of it."""
+        row = bucket.zeros()
+        for name, offset in zip(bucket.parameters, bucket.offsets, strict=True):
+            parameter = parameters[name]
+            parameter.data = view_of(row, offset, parameter).copy_(parameter)
+        self.broadcast(row)
+        own = shard_of(row, self.rank, bucket)
+        for piece in bucket.pieces(self.rank):
+            parameter = parameters[piece.parameter]
+            self.owned[parameter] = nn.Parameter(piece.part_of(own))
+        self.plan.append(bucket)
+        self.rows.append(row)
+        announce(self.parts, "row_made", self, bucket, parameters)
+
+    @torch.no_grad()
+    def broadcast(self, tensor: Tensor) -> None:
+        """Give all ranks the numbers of the group's first rank."""
+        numbers = tensor.detach().contiguous()
+        dist.broadcast(numbers, group=self.process_group, group_src=0)
+        tensor.copy_(numbers)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters to be trained; called by all ranks, as in PyTorch."""
+        super().add_param_group(param_group)
+        if self.optim is not None:  # PyTorch's constructor adds the first groups
+            [own] = self.divide(self.param_groups[-1:])
+            self.optim.add_param_group(own)
+            copy_options(self.optim.param_groups, self.param_groups)
+
+    # ---- step ------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(
+        self, closure: Callable[[], Any] | None = None, **kwargs: Any
+    ) -> Any | None:
+        """Step what this rank owns, and share the result; called by all ranks.
+
+        `closure` computes loss and gradients anew and returns the loss, as in PyTorch;
+        other arguments go to the optimizer.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.give_gradients()
+        copy_options(self.param_groups, self.optim.param_groups)
+        self.optim.step(**kwargs)  # 1/N of the work
+        copy_options(self.optim.param_groups, self.param_groups)
+        self.share_parameters()
+        announce(self.parts, "after_step", self)
+        return loss
 
     def give_gradients(self) -> None:
-        """Let what this rank owns see its part of the gradients."""
-        for parameter, mine in self.owned.items():
-            gradient = parameter.grad
-            if gradient is not None:
-                gradient = placed(mine).steps[-1].part(gradient.detach())
-            mine.grad = gradient
+        """Let each piece see its part of the mean gradients."""
+        announce(self.parts, "gradients_complete", self)
+        for bucket in self.engine.buckets:
+            slots = {slot.name: slot for slot in bucket.slots}
+            for piece in bucket.plan.pieces(self.rank):
+                slot = slots[piece.parameter]
+                mean = self.reducer.mean_of(bucket, slot, piece)
+                self.owned[slot.parameter].grad = mean
 
     def share_parameters(self) -> None:
         """Bring the shards together again, in place, one all-gather for each bucket."""
         for bucket, row in zip(self.plan, self.rows, strict=True):
-            self.all_gather(row, shard_of(row, self.rank, bucket))
+            own = shard_of(row, self.rank, bucket)
+            self.collectives.all_gather_single(row, own, group=self.process_group)
         for mine in self.owned.values():
             mine.grad = None
+        # As PyTorch's optimizers do: a backward through a forward with the old numbers
+        # must find out that they are gone.
+        trained = [slot.parameter for slot in self.engine.slots]
+        torch.autograd.graph.increment_version(trained)
 
-    def all_gather(self, row: Tensor, own: Tensor) -> None:
-        """Fill a row with every rank's shard; `own` is this rank's part of it."""
-        all_gather_single(row, own, group=self.process_group)
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, or make them zeros."""
+        super().zero_grad(set_to_none)
+        announce(self.parts, "zeroed", self, set_to_none)
 
 
-class ReduceScatter(BucketReducer):
-    """The ending of stage 1: every rank gets its shard of the mean gradients.
+class ReduceScatterBuckets(BucketReducer):
+    """Give every rank its shard of the mean gradients.
 
-    Half of an all-reduce, which would go on to give everybody everything. Afterwards a
-    bucket holds the mean in this rank's shard, and something useless in the others:
-    what this rank has added to their sums. Every `grad` is a view of its bucket.
+    That is half of an all-reduce, which would go on to give all shards to all ranks.
+    Afterwards a bucket holds the mean in this rank's shard, and in the others what this
+    rank has added to their sums: nothing that anybody needs. Every `grad` is a view of
+    its bucket.
 
     Args:
-        group: the ranks that average.
-        reduce_scatter: called as `reduce_scatter(own, flat, group=group,
-            async_op=True)`, where `own` is this rank's part of `flat`; returns a handle
-            to wait for, or None if it is done.
-        empty: makes the memory of a bucket: `empty(numel, dtype=..., device=...)`.
+        group: the ranks that average; None are all.
+        collectives: has `reduce_scatter_single`.
+        parts: objects that hear, beside what the engine announces, `bucket_added`,
+            `pass_begins`, `gradient_ready`, `gradient_kept` and `bucket_arrived`, with
+            the arguments of the methods below.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
-        reduce_scatter: Callable[..., Any] = reduce_scatter_single,
-        empty: Callable[..., Tensor] = torch.empty,
+        collectives: Any = dist,
+        parts: Iterable[Any] = (),
     ) -> None:
-        super().__init__(group, empty)
-        self.reduce_scatter, self.rank = reduce_scatter, communicator(group).rank
-
-    def memory(self, bucket: ShardedBucket) -> Tensor:
-        """Return room for all elements of a bucket, the padding too, all zeros."""
-        of = bucket.bucket
-        return self.empty(bucket.numel, dtype=of.dtype, device=of.device).zero_()
+        super().__init__(group)
+        self.reduce_scatter = collectives.reduce_scatter_single
+        self.rank, self.parts = dist.get_rank(group), parts
 
     def added(self, engine: Engine, bucket: LiveBucket) -> None:
         """Give a bucket memory for all its gradients, all the time."""
-        bucket.lie_in(label(self.memory(bucket.plan), "gradients"))
+        bucket.lie_in(bucket.plan.zeros())
+        announce(self.parts, "bucket_added", engine, bucket)
+
+    def pass_begins(self, engine: Engine) -> None:
+        """Get ready: a backward pass that is to be averaged has begun."""
+        announce(self.parts, "pass_begins", engine)
+
+    def pack(self, bucket: LiveBucket, slot: Slot) -> None:
+        """Write this rank's share of a new gradient into the bucket."""
+        announce(self.parts, "gradient_ready", bucket, slot)
+        super().pack(bucket, slot)
+
+    def keep(self, bucket: LiveBucket, slot: Slot) -> None:
+        """Leave a gradient of a pass that is not averaged to the parts."""
+        announce(self.parts, "gradient_kept", bucket, slot)
 
     def own(self, bucket: LiveBucket) -> Tensor:
         """Return this rank's part of a bucket: its shard."""
@@ -154,11 +246,17 @@ class ReduceScatter(BucketReducer):
 
     def launch(self, bucket: LiveBucket) -> Any:
         """Begin the reduce-scatter of a bucket, in place."""
-        return self.reduce_scatter(
-            self.own(bucket), bucket.flat, group=self.group, async_op=True
-        )
+        own = self.own(bucket)
+        return self.reduce_scatter(own, bucket.flat, group=self.group, async_op=True)
 
+    def arrived(self, bucket: LiveBucket) -> None:
+        """Leave a bucket whose reduction has ended to the parts."""
+        announce(self.parts, "bucket_arrived", bucket)
 
-def shard_of(row: Tensor, rank: int, bucket: ShardedBucket) -> Tensor:
-    """Return the part of a bucket's memory that belongs to `rank`."""
-    return row[rank * bucket.shard_numel :][: bucket.shard_numel]
+    def mean_of(self, bucket: LiveBucket, slot: Slot, piece: Piece) -> Tensor | None:
+        """Return this rank's piece of a mean gradient; None if there is no gradient."""
+        if slot.parameter.grad is None:
+            return None
+        if slot.parameter.grad is not slot.view:  # somebody has replaced it
+            slot.parameter.grad = slot.view.copy_(slot.parameter.grad)
+        return piece.part_of(self.own(bucket))

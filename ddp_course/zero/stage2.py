@@ -25,21 +25,18 @@ them on every rank. Every backward pass costs its reduce-scatter. Rajbhandari et
 """
 
 import weakref
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
-from ddp_course.measure import label
 from ddp_course.mechanisms.buckets import LiveBucket, Slot
-from ddp_course.mechanisms.engine import Engine
+from ddp_course.mechanisms.engine import BucketReducer, Engine
 from ddp_course.mechanisms.parts import announce
-from ddp_course.zero.stage1 import ReduceScatter, Zero1
+from ddp_course.zero.shards import Piece
+from ddp_course.zero.stage1 import ReduceScatterBuckets, Zero1
 
-SMALLER_CAP_MB = 4  # what is on its way is not sharded, so buckets are smaller here
+SMALLER_CAP_MB = 4  # buckets that are under way are not sharded, so they are smaller
 
 
 class Zero2(Zero1):
@@ -49,69 +46,68 @@ class Zero2(Zero1):
     gradients, and every parameter's `grad` is None. Passes add up, as means.
     """
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        optimizer_class: Callable[..., Optimizer],
-        process_group: dist.ProcessGroup | None = None,
-        **options: Any,
-    ) -> None:
-        options = {"bucket_cap_mb": SMALLER_CAP_MB, **options}
-        options.setdefault("ending", ReduceScatterAndFree(process_group))
-        super().__init__(params, optimizer_class, process_group, **options)
+    buckets_in_flight = 2  # that may have memory at once
 
-    def give_gradients(self) -> None:
-        """Let what this rank owns see its part of the shards."""
-        parameters = {slot.name: slot.parameter for slot in self.engine.slots}
-        for bucket, shard in self.ending.shards.items():
-            for piece in bucket.plan.pieces(self.rank):
-                part = shard[piece.offset :][: piece.last - piece.first]
-                self.owned[parameters[piece.parameter]].grad = part
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{"bucket_cap_mb": SMALLER_CAP_MB, **options})
+
+    def make_reducer(self) -> BucketReducer:
+        """Return what the engine does with a full bucket."""
+        of = self.process_group, self.collectives, self.parts
+        return ReduceScatterAndFree(*of, limit=self.buckets_in_flight)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, or make them zeros, in the shards and elsewhere."""
         super().zero_grad(set_to_none)
-        self.ending.zero(set_to_none)
+        self.reducer.zero(set_to_none)
 
 
-class ReduceScatterAndFree(ReduceScatter):
-    """The ending of stage 2: a shard of the mean is all that stays."""
+class ReduceScatterAndFree(ReduceScatterBuckets):
+    """Give every rank its shard of the mean gradients; keep nothing else.
 
-    limit = 2  # buckets that may have memory at once
+    Parts hear also `shard_kept(shard)`, and the engine's `before_wait` and `after_wait`
+    when backward itself has to wait for a bucket.
+    """
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: Any, limit: int = 2) -> None:
         super().__init__(*args)
+        self.limit = limit  # buckets that may have memory at once
         self.finished = 0  # buckets of this pass that have given their memory back
         self.opened: set[LiveBucket] = set()  # those that have memory
         self.shards: dict[LiveBucket, Tensor] = {}  # this rank's part of the mean
+        self.used: set[Tensor] = set()  # parameters that have a mean gradient
 
-    # ---- memory comes ----------------------------------------------------------------
+    # ---- allocate --------------------------------------------------------------------
 
     def added(self, engine: Engine, bucket: LiveBucket) -> None:
-        """Lay a bucket out, in memory that is given back until its turn has come."""
-        self.engine, of = weakref.proxy(engine), bucket.plan.bucket
-        flat = torch.empty(bucket.plan.numel, dtype=of.dtype, device=of.device)
-        bucket.lie_in(label(flat, "communication buffers"))
+        """Lay a bucket out, and free its memory until its turn has come."""
+        self.engine = weakref.proxy(engine)
+        super().added(engine, bucket)
         self.free(bucket)
 
     def pass_begins(self, engine: Engine) -> None:
-        """A backward pass begins; one before it may have ended in an error."""
+        """Start a backward pass; one before it may have ended in an error."""
         for bucket in self.opened.copy():
             self.free(bucket)
         self.finished = 0
+        super().pass_begins(engine)
 
     def pack(self, bucket: LiveBucket, slot: Slot) -> None:
         """Put this rank's share of a gradient into the bucket, if it has memory."""
+        announce(self.parts, "gradient_ready", bucket, slot)
         if self.open(bucket):
             self.move(slot)
 
     def without(self, bucket: LiveBucket, slot: Slot) -> None:
-        """None has come in this pass; somebody may have put one there."""
+        """Put zeros in the place of a gradient that has not come in this pass.
+
+        Or the gradient that somebody has put there by hand.
+        """
         slot.fresh |= slot.parameter.grad is not None
         self.pack(bucket, slot)
 
     def move(self, slot: Slot) -> None:
-        """Write a parameter's share, which may be nothing, and let go of its grad."""
+        """Write a gradient, or zeros, into its place, and let go of `grad`."""
         gradient, slot.parameter.grad = slot.parameter.grad, None
         if gradient is None:
             slot.view.zero_()
@@ -119,30 +115,28 @@ class ReduceScatterAndFree(ReduceScatter):
             torch.mul(gradient.detach(), self.scale, out=slot.view)
 
     def open(self, bucket: LiveBucket) -> bool:
-        """Give a bucket its memory if the window is there; tell whether it has it."""
-        turn = self.engine.buckets.index(bucket)
-        while turn >= self.finished + self.limit and self.finished < self.engine.next:
+        """Allocate a bucket if the window has reached it; tell whether it has any."""
+        while (
+            bucket.index >= self.finished + self.limit
+            and self.finished < self.engine.next
+        ):
             self.wait_for(self.engine.buckets[self.finished])
             self.finished += 1
-        if bucket not in self.opened and turn < self.finished + self.limit:
+        if bucket not in self.opened and bucket.index < self.finished + self.limit:
             self.opened.add(bucket)
-            self.allocate(bucket)
+            bucket.flat.untyped_storage().resize_(bucket.plan.nbytes)
             for slot in bucket.slots:
-                if slot.here:  # it came before the window
+                if slot.here:  # its gradient came before the window
                     self.move(slot)
         return bucket in self.opened
 
-    def allocate(self, bucket: LiveBucket) -> None:
-        """Give a bucket its memory."""
-        bucket.flat.untyped_storage().resize_(bucket.plan.nbytes)
-
-    # ---- and goes --------------------------------------------------------------------
+    # ---- wait and free ---------------------------------------------------------------
 
     def wait_for(self, bucket: LiveBucket) -> None:
-        """Backward has to wait here, since there is no memory for its gradients."""
-        announce(self.engine.parts, "before_wait", self.engine, bucket)
+        """Wait inside backward, since there is no memory for the next gradients."""
+        announce(self.parts, "before_wait", self.engine, bucket)
         self.engine.finish(bucket)
-        announce(self.engine.parts, "after_wait", self.engine, bucket)
+        announce(self.parts, "after_wait", self.engine, bucket)
 
     def launch(self, bucket: LiveBucket) -> Any:
         """Begin the reduce-scatter of a bucket, in place."""
@@ -154,8 +148,10 @@ class ReduceScatterAndFree(ReduceScatter):
         if bucket in self.shards:
             self.shards[bucket].add_(self.own(bucket))
         else:
-            self.shards[bucket] = label(self.own(bucket).clone(), "gradients")
+            self.shards[bucket] = self.own(bucket).clone()
+            announce(self.parts, "shard_kept", self.shards[bucket])
         self.free(bucket)
+        super().arrived(bucket)
 
     def free(self, bucket: LiveBucket) -> None:
         """Give the memory back now, whoever may still hold a view of it."""
@@ -163,15 +159,25 @@ class ReduceScatterAndFree(ReduceScatter):
         bucket.flat.untyped_storage().resize_(0)
 
     def settle(self, engine: Engine) -> None:
-        """All buckets have arrived; no parameter keeps a gradient."""
-        super().settle(engine)
+        """Let no parameter keep a gradient: all buckets have arrived."""
         for slot in engine.slots:
             slot.parameter.grad = None
+            if slot.parameter not in self.unused:
+                self.used.add(slot.parameter)
+
+    # ---- what stays ------------------------------------------------------------------
+
+    def mean_of(self, bucket: LiveBucket, slot: Slot, piece: Piece) -> Tensor | None:
+        """Return this rank's piece of a mean gradient; None if there is no gradient."""
+        if slot.parameter not in self.used:
+            return None
+        return piece.part_of(self.shards[bucket])
 
     def zero(self, set_to_none: bool) -> None:
-        """Let go of the shards, or make them zeros."""
-        self.engine.recover()
+        """Free the shards, or make them zeros."""
+        self.engine.recover()  # what a broken pass has left would come later
         if set_to_none:
             self.shards.clear()
+            self.used.clear()
         for shard in self.shards.values():
             shard.zero_()

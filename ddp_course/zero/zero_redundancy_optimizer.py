@@ -1,208 +1,75 @@
-"""Stages 1 and 2 as one trains with them: what `Zero1` and `Zero2` leave out.
+"""ZeRO stage 1 with all that one trains with: `Zero1`, and the list of its parts.
 
-What is added to the readable classes:
+What a part adds is said where it stands:
 
-    passes that add up, `no_sync`, parameters without a gradient, clipping
-    buckets leave in the order in which they become full, whatever the plan was
-    buckets in memory that all ranks see
-    whatever else would go wrong in silence is refused: a second one who averages, a
-    parameter that has moved, sparse gradients, gradients that nobody has zeroed
+    optimizer_arguments  all ranks' arguments are checked and compared
+    adds_up              backward passes add up until `zero_grad`
+    optimizer_state      `state_dict` in the form of one process
+    optimizer_guards     what would be wrong in silence is refused
 
 Chapter 07.
 """
 
-import gc
-import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Variable
 from torch.optim import Optimizer
 
-from ddp_course import collectives
-from ddp_course.collectives import communicator, shared_memory
-from ddp_course.measure import label
-from ddp_course.mechanisms.agreement import check_same
-from ddp_course.mechanisms.buckets import BUCKET_CAP_MB, LiveBucket, Slot
+from ddp_course.collectives import unrooted
+from ddp_course.measure.storages import label
+from ddp_course.mechanisms.buckets import BUCKET_CAP_MB, LiveBucket
 from ddp_course.mechanisms.engine import Engine
-from ddp_course.mechanisms.hooks import before_gradient, listeners
-from ddp_course.mechanisms.memory_exchange import empty_for_all
+from ddp_course.mechanisms.guards import averaged_by
 from ddp_course.mechanisms.norms import clip_grad_norm_
-from ddp_course.zero.arguments import names_of
-from ddp_course.zero.stage1 import ReduceScatter, Zero1
-from ddp_course.zero.stage2 import SMALLER_CAP_MB, ReduceScatterAndFree, Zero2
-
-# ---- what becomes of gradients -------------------------------------------------------
-
-
-class Watchful(ReduceScatter):
-    """What both endings look after, beside the numbers."""
-
-    in_order = False  # buckets are launched in rank 0's order
-
-    def added(self, engine: Engine, bucket: LiveBucket) -> None:
-        """The engine has one more bucket."""
-        self.engine, self.in_order = weakref.proxy(engine), False
-        super().added(engine, bucket)
-
-    def pass_begins(self, engine: Engine) -> None:
-        """A backward pass begins."""
-        if not self.in_order:
-            check_alone(engine.slots)
-        self.full: list[int] = []  # buckets, as their last gradients came in this pass
-        super().pass_begins(engine)
-
-    def pack(self, bucket: LiveBucket, slot: Slot) -> None:
-        """A gradient has come."""
-        gradient = slot.parameter.grad
-        if gradient is not None and gradient.layout is not torch.strided:
-            raise RuntimeError(
-                f"the gradient of parameter {slot.name} is {gradient.layout}; only "
-                "dense gradients can be cut into shards (Embedding: sparse=False)"
-            )
-        if bucket.missing == 1:
-            self.full.append(bucket.index)
-        super().pack(bucket, slot)
-
-    def settle(self, engine: Engine) -> None:
-        """All buckets have arrived: see in which order they became full.
-
-        From the second pass on, they are launched in the one that rank 0 has seen: a
-        model whose parameters come in groups, all matrices first and all biases last,
-        fills its buckets in an order that no plan can know. PyTorch's DDP arranges its
-        buckets anew for that.
-        """
-        super().settle(engine)
-        if not self.in_order:
-            seen = communicator(self.group).exchange(tuple(self.full))[0]
-            turns = {index: turn for turn, index in enumerate(seen)}
-            engine.buckets.sort(key=lambda bucket: turns.get(bucket.index, len(turns)))
-            self.in_order = True
-            check_alone_later(engine)
+from ddp_course.mechanisms.placements import groups_of
+from ddp_course.mechanisms.recovery import Recovery
+from ddp_course.mechanisms.timeline import RecordBackward
+from ddp_course.mechanisms.unused import AgreeUnused
+from ddp_course.zero.adds_up import AddsUp
+from ddp_course.zero.optimizer_arguments import agreed_groups
+from ddp_course.zero.optimizer_guards import (
+    Alone,
+    AveragedOnce,
+    DenseGradients,
+    Unmoved,
+)
+from ddp_course.zero.optimizer_state import ConsolidatedState, Places, plain_names
+from ddp_course.zero.shards import ShardedBucket
+from ddp_course.zero.stage1 import Zero1
 
 
-class AddingUp(Watchful):
-    """The ending of stage 1, in which backward passes add up.
+class Labels:
+    """Labels memory for ledgers (`measure.resident`); `kind` is that of buckets."""
 
-    After an averaged pass the buckets hold means, to which the next one would add; and
-    what it adds is to be averaged, but not the means once more. So they are put aside,
-    this rank's shards of them, and added again when the new means have arrived.
-    """
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
 
-    means = False  # is what lies in the buckets
+    def row_made(
+        self, optimizer: Any, bucket: ShardedBucket, parameters: dict[str, Tensor]
+    ) -> None:
+        """Label a row of parameters."""
+        label(optimizer.rows[-1], "parameters")
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.aside: dict[LiveBucket, Tensor] = {}
+    def bucket_added(self, engine: Engine, bucket: LiveBucket) -> None:
+        """Label the memory of a bucket."""
+        label(bucket.flat, self.kind)
 
-    def added(self, engine: Engine, bucket: LiveBucket) -> None:
-        """Give a bucket memory, and hear of gradients that are about to come."""
-        super().added(engine, bucket)
-        for slot in bucket.slots:
-            before_gradient(slot.parameter, self.put_aside)
-
-    def pass_begins(self, engine: Engine) -> None:
-        """A pass begins, or `held` ends, in which this rank had no gradient at all."""
-        self.put_aside()
-        super().pass_begins(engine)
-
-    def put_aside(self) -> None:
-        """A gradient is about to be added to what lies in the buckets."""
-        if not self.means:
-            return
-        self.means = False
-        for bucket in self.engine.buckets:
-            zeroed = [s for s in bucket.slots if s.parameter.grad is not s.view]
-            if len(zeroed) < len(bucket.slots):
-                for slot in zeroed:
-                    slot.view.zero_()
-                self.aside[bucket] = label(self.own(bucket).clone(), "gradients")
-                bucket.flat.zero_()
-
-    def keep(self, bucket: LiveBucket, slot: Slot) -> None:
-        """A gradient has come that is not averaged yet; it lies in the bucket, too."""
-        if slot.parameter.grad is not slot.view:
-            slot.parameter.grad = slot.view.copy_(slot.parameter.grad.detach())
-
-    def arrived(self, bucket: LiveBucket) -> None:
-        """Add the new mean to the old one."""
-        if (before := self.aside.pop(bucket, None)) is not None:
-            self.own(bucket).add_(before)
-
-    def settle(self, engine: Engine) -> None:
-        """All buckets have arrived."""
-        super().settle(engine)
-        self.means = True
-
-    def zero(self, set_to_none: bool) -> None:
-        """Forget what was put aside."""
-        self.aside.clear()
+    def shard_kept(self, shard: Tensor) -> None:
+        """Label this rank's part of the mean gradients."""
+        label(shard, "gradients")
 
 
-class InTurns(Watchful, ReduceScatterAndFree):
-    """The ending of stage 2; buckets may also take turns in shared memory that stays.
+class Guarded:
+    """Lets guards of PyTorch's own tools know who averages (`mechanisms.guards`)."""
 
-    There bucket k lies in place k % limit, as large as the largest bucket.
-    """
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.in_shared_memory = self.empty is not torch.empty
-        self.turns: list[LiveBucket] = []
-        self.places: list[Tensor] = []  # uint8
-        self.adding = False  # the shards have gradients of earlier passes
-        self.stepped = False  # and they are those of the last step
-
-    def pass_begins(self, engine: Engine) -> None:
-        """A backward pass begins."""
-        if self.stepped and self.shards:
-            raise RuntimeError(
-                "the gradients of the last step are still there: call this optimizer's "
-                "zero_grad() before backward; module.zero_grad() cannot reach a shard"
-            )
-        super().pass_begins(engine)
-        self.unused_before = self.unused
-        if self.in_shared_memory and self.turns != engine.buckets:
-            self.lay_in_turns(list(engine.buckets))
-
-    def lay_in_turns(self, buckets: list[LiveBucket]) -> None:
-        """Let buckets lie in the memory of others before them."""
-        self.turns, nbytes = buckets, max(bucket.plan.nbytes for bucket in buckets)
-        count = min(len(buckets), self.limit)
-        if len(self.places) < count or self.places[0].nbytes < nbytes:
-            of = {"dtype": torch.uint8, "device": buckets[0].flat.device}
-            self.places = [self.empty(nbytes, **of) for _ in range(count)]
-        for turn, bucket in enumerate(buckets):
-            place = label(self.places[turn % count], "communication buffers")
-            bucket.lie_in(place[: bucket.plan.nbytes].view(bucket.flat.dtype))
-
-    def allocate(self, bucket: LiveBucket) -> None:
-        """Give a bucket its memory, unless it lies in memory that stays."""
-        if not self.in_shared_memory:
-            super().allocate(bucket)
-
-    def free(self, bucket: LiveBucket) -> None:
-        """Give it back."""
-        if self.in_shared_memory:
-            self.opened.discard(bucket)
-        else:
-            super().free(bucket)
-
-    def settle(self, engine: Engine) -> None:
-        """All buckets have arrived, and there may be gradients of earlier passes."""
-        super().settle(engine)
-        if self.adding:
-            self.unused &= self.unused_before
-        self.adding = True
-
-    def zero(self, set_to_none: bool) -> None:
-        """Let go of the shards, or make them zeros."""
-        super().zero(set_to_none)
-        self.stepped, self.adding = False, self.adding and not set_to_none
+    def row_made(
+        self, optimizer: Any, bucket: ShardedBucket, parameters: dict[str, Tensor]
+    ) -> None:
+        """Note that the gradients of these parameters are means in parts."""
+        averaged_by((parameters[name] for name in bucket.parameters), optimizer)
 
 
 class ZeroRedundancyOptimizer(Zero1):
@@ -226,9 +93,6 @@ class ZeroRedundancyOptimizer(Zero1):
         process_group: the ranks that share the states; None are all.
         bucket_cap_mb: MiB at which a bucket is closed (`mechanisms.buckets`). Every
             bucket is two messages more.
-        buckets_in_shared_memory: put parameters and gradients where all ranks of one
-            machine see them, and share them there, with nothing to copy; CPU only. That
-            memory is taken until the process group ends.
         **defaults: arguments of `optimizer_class`.
 
     PyTorch's class of this name wants a DistributedDataParallel around the model; that
@@ -237,14 +101,12 @@ class ZeroRedundancyOptimizer(Zero1):
     Raises:
         ReplicaError: at construction, on every rank, if the ranks' arguments differ or
             cannot be used.
-        RuntimeError: from `backward`, if something else averages the gradients, too;
-            from `step`, if a parameter has been moved elsewhere.
+        RuntimeError: from `backward` or `step`, if something else averages the
+            gradients, too; from `step`, if a parameter has been moved elsewhere.
 
     torch/distributed/optim/zero_redundancy_optimizer.py; Rajbhandari et al. 2020,
     "ZeRO", sections 5.1 and 7.2.1. Chapter 07.
     """
-
-    ending_class: type[ReduceScatter] = AddingUp
 
     def __init__(
         self,
@@ -253,22 +115,33 @@ class ZeroRedundancyOptimizer(Zero1):
         process_group: dist.ProcessGroup | None = None,
         *,
         bucket_cap_mb: float = BUCKET_CAP_MB,
-        buckets_in_shared_memory: bool = False,
         **defaults: Any,
     ) -> None:
-        form = {"argument buckets_in_shared_memory": repr(buckets_in_shared_memory)}
-        check_same(form, None, process_group)
-        self.of, empty = collectives, torch.empty
-        if buckets_in_shared_memory:
-            self.of, empty = shared_memory, empty_for_all(process_group)
-        of_group = process_group, self.of.reduce_scatter_single, empty
-        options = {"bucket_cap_mb": bucket_cap_mb, **defaults}
-        options["ending"] = self.ending_class(*of_group)
-        super().__init__(params, optimizer_class, process_group, **options)
+        self._arguments = optimizer_class, defaults, process_group, bucket_cap_mb
+        groups = agreed_groups(params, *self._arguments)
+        self._consolidated = ConsolidatedState()
+        options = {"bucket_cap_mb": bucket_cap_mb, "collectives": unrooted}
+        recovery = Recovery(process_group)
+        options["parts"] = [
+            *(Places(), Guarded(), Alone(), DenseGradients(), Unmoved()),
+            *(recovery, AgreeUnused(recovery.show), RecordBackward()),
+            *(self._consolidated, *self.make_parts()),
+        ]
+        super().__init__(groups, optimizer_class, process_group, **options, **defaults)
 
-    def all_gather(self, row: Tensor, own: Tensor) -> None:
-        """Fill a row with every rank's shard; `own` is this rank's part of it."""
-        self.of.all_gather_single(row, own, group=self.process_group)
+    def make_parts(self) -> list[Any]:
+        """Return the parts of this stage alone."""
+        return [Labels("gradients"), AveragedOnce(), AddsUp()]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters to be trained; called by all ranks, as in PyTorch.
+
+        Raises ReplicaError, on every rank.
+        """
+        if self.optim is not None:  # PyTorch's constructor adds the first groups
+            groups = [*({**group} for group in self.param_groups), param_group]
+            param_group = agreed_groups(groups, *self._arguments)[-1]
+        super().add_param_group(param_group)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Only accumulate the gradients of backward passes made in this block.
@@ -278,10 +151,13 @@ class ZeroRedundancyOptimizer(Zero1):
         """
         return self.engine.hold()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, or make them zeros."""
-        super().zero_grad(set_to_none)
-        self.ending.zero(set_to_none)
+    # ---- norms and scalers -----------------------------------------------------------
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Along which the gradients are divided: the own group, and those before it."""
+        parameters = (p for group in self.param_groups for p in group["params"])
+        return list(dict.fromkeys([*groups_of(parameters), self.process_group]))
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients to a norm of at most `max_norm`; return what it was.
@@ -293,126 +169,44 @@ class ZeroRedundancyOptimizer(Zero1):
         self.give_gradients()
         return clip_grad_norm_(self.owned.values(), max_norm, self.groups)
 
-    def give_gradients(self) -> None:
-        """Let what this rank owns see its part of the gradients."""
-        self.check_places()
-        super().give_gradients()
-        for parameter in self.ending.unused & self.owned.keys():
-            self.owned[parameter].grad = None
+    @property
+    def unscaled(self) -> Optimizer:
+        """The optimizer that has the gradients which a `GradScaler` has to unscale."""
+        self.give_gradients()
+        return self.optim
 
-    def check_places(self) -> None:
-        """RuntimeError if what is trained is not what lies in the buckets."""
-        places = {
-            slot.parameter: self.rows[bucket.index][slot.offset :].data_ptr()
-            for bucket in self.engine.buckets
-            for slot in bucket.slots
-        }
-        for parameter, name in names_of(self.param_groups).items():
-            place = places.get(parameter)
-            if place is None and parameter.grad is not None and parameter.numel():
-                was = "was frozen when this optimizer was made, and has a gradient now"
-                raise RuntimeError(f"parameter {name} {was}; make it anew")
-            if place is not None and place != parameter.data_ptr():
-                was = "has been moved, to another device or type"
-                raise RuntimeError(f"parameter {name} {was}; make the optimizer anew")
+    # ---- states ----------------------------------------------------------------------
 
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Send all states to the group's rank `to`; called by all ranks.
 
-class ShardedGradientOptimizer(ZeroRedundancyOptimizer, Zero2):
-    """Runs `optimizer_class` on 1/N of all elements, with 1/N of states and gradients.
+        There, `state_dict` can then be called until the next step.
+        """
+        self._consolidated.consolidate(self, to)
 
-    As `ZeroRedundancyOptimizer`, but after `backward` there is only this rank's shard
-    of the mean gradients, and every parameter's `grad` is None. So gradients are zeroed
-    by this object's `zero_grad`, which must be called between `step` and the next
-    backward: `module.zero_grad()` finds nothing to zero. There is no `no_sync`: every
-    backward pass is averaged, and the means add up.
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all ranks, in the form of one process' optimizer.
 
-    Args:
-        params, optimizer_class, process_group, options: as of
-            `ZeroRedundancyOptimizer`.
-        buckets_in_flight: how many buckets may have memory at once, 1 or more, shared
-            or not; with 1 backward waits for every bucket. (Their `bucket_cap_mb` is 4:
-            what is on its way is not sharded, so buckets are smaller here.)
+        One process, or any number of ranks, can go on from it. RuntimeError if it has
+        not been consolidated on this rank since the last step.
+        """
+        return self._consolidated.state_dict(self)
 
-    Raises RuntimeError from `backward` if the gradients of the last step are still
-    there, and what `ZeroRedundancyOptimizer` raises. PyTorch has no stage 2 of its own;
-    FSDP's SHARD_GRAD_OP comes close. Rajbhandari et al. 2020, section 5.2. Chapter 07.
-    """
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state of one process, or of any number of ranks.
 
-    ending_class = InTurns
+        Called by all ranks, each with the whole state; it keeps its own part. Raises
+        ReplicaError, on every rank, if the state does not fit.
+        """
+        names = plain_names(self)
+        parameters = (p for group in self.param_groups for p in group["params"])
+        every = (name for those in names for name in those)
+        shapes = {name: p.shape for name, p in zip(every, parameters, strict=True)}
+        self.load_parts(state_dict, names, shapes, [self.process_group])
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        optimizer_class: Callable[..., Optimizer],
-        process_group: dist.ProcessGroup | None = None,
-        *,
-        buckets_in_flight: int = 2,
-        **options: Any,
-    ) -> None:
-        limit, problem = buckets_in_flight, None
-        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
-            problem = f"buckets_in_flight is {limit!r}; it must be a whole number >= 1"
-        check_same({"argument buckets_in_flight": repr(limit)}, problem, process_group)
-        options = {"bucket_cap_mb": SMALLER_CAP_MB, **options}
-        super().__init__(params, optimizer_class, process_group, **options)
-        self.ending.limit = limit
+    def load_parts(self, state_dict: dict[str, Any], *where: Any) -> None:
+        """The same from a state that was divided along more groups, too.
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Refuse: gradients that are not averaged are whole, on every rank."""
-        raise RuntimeError(
-            "stage 2 keeps no whole gradients, so every backward pass is averaged, and "
-            "their means add up; ZeroRedundancyOptimizer (stage 1) has no_sync"
-        )
-
-    def share_parameters(self) -> None:
-        """Bring the shards of the parameters together again."""
-        super().share_parameters()
-        self.ending.stepped = True
-
-
-# ---- does anything else average these gradients, too? --------------------------------
-
-ADVICE = (
-    "If DistributedDataParallel averages them, take NaiveZeroRedundancyOptimizer with "
-    "gradients='averaged'; an earlier optimizer of the same parameters must be gone "
-    "(del) before training."
-)
-
-
-def check_alone(slots: Iterable[Slot]) -> None:
-    """Raise RuntimeError if somebody else of this course listens for gradients.
-
-    Whoever is used to PyTorch's ZeroRedundancyOptimizer wraps the model into its
-    DistributedDataParallel as well. Then two would write into the same gradients at the
-    same time, and no number would be right, but training would go on.
-    """
-    shared = [slot for slot in slots if len(listeners(slot.parameter)) > 1]
-    if shared:
-        gc.collect()  # it may be one that is only waiting to be collected
-    for slot in shared:
-        if len(listeners(slot.parameter)) > 1:
-            who = f"the gradient of parameter {slot.name} is averaged by something else"
-            raise RuntimeError(f"{who}, too. {ADVICE}")
-
-
-def check_alone_later(engine: Engine) -> None:
-    """Raise RuntimeError, when backward ends, if somebody has written gradients.
-
-    PyTorch's DDP leaves no trace on a parameter, but it writes its means when all its
-    buckets are there, which is after this was called and before what is queued here.
-    """
-    if torch._C._current_graph_task_id() < 0:
-        return  # no backward is under way (`held`)
-    flats = [(bucket, bucket.flat._version) for bucket in engine.buckets]
-    grads = [(slot, slot.parameter.grad) for slot in engine.slots]
-
-    def check() -> None:
-        written = [b.slots[0] for b, version in flats if b.flat._version != version]
-        written += [slot for slot, before in grads if slot.parameter.grad is not before]
-        for slot in written[:1]:
-            raise RuntimeError(
-                f"something else has written the gradient of parameter {slot.name} at "
-                f"the end of backward. {ADVICE}"
-            )
-
-    Variable._execution_engine.queue_callback(check)
+        `where` are names, shapes and groups, as of `load_full_optimizer_state`.
+        """
+        self._consolidated.load(self, state_dict, *where)

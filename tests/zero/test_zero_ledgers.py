@@ -10,7 +10,7 @@ from on_ranks import launched
 from sleeping import Sleeping, check_phases, launched_early, send_after_backward
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from zero_cases import Naive, Replicated, Stage1, Stage2, of_ending, options, pytorchs
+from zero_cases import Naive, Replicated, Stage1, Stage2, of_reducer, pytorchs
 
 from ddp_course.launch import spawn
 from ddp_course.measure import (
@@ -26,7 +26,7 @@ from ddp_course.measure import (
 )
 from ddp_course.model import GPTConfig, build_gpt
 from ddp_course.zero import deal, shard_plan
-from ddp_course.zero.zero_redundancy_optimizer import InTurns
+from ddp_course.zero.stage2 import ReduceScatterAndFree
 
 GPT = GPTConfig(block_size=8, n_layer=3, n_head=2, d_model=26)  # odd: 26,260 parameters
 CAPS = {"bucket_cap_mb": 0.02}
@@ -47,25 +47,19 @@ def step(model: nn.Module, opt: torch.optim.Optimizer) -> None:
 # ---- what is kept --------------------------------------------------------------------
 
 
-class KeepsGrad(InTurns):
-    """Stage 2 whose parameters keep what was sent."""
+class KeepsGrad(ReduceScatterAndFree):
+    """Stage 2 that keeps what was sent."""
 
-    def __init__(self, *args):
-        super().__init__(*args)
+    def __init__(self, *args, **more):
+        super().__init__(*args, **more)
         self.kept = {}
 
     def move(self, slot):
         super().move(slot)
         self.kept[slot.parameter] = label(slot.view.clone(), "gradients")
 
-    def settle(self, engine):
-        first = not self.in_order  # in that pass, who writes gradients is found out
-        super().settle(engine)
-        for parameter, gradient in self.kept.items():
-            parameter.grad = None if first else gradient
 
-
-class KeepsBuckets(InTurns):
+class KeepsBuckets(ReduceScatterAndFree):
     """Stage 2 whose buckets stay alive: somebody has a view of them."""
 
     def free(self, bucket):
@@ -75,10 +69,8 @@ class KeepsBuckets(InTurns):
 MAKES = {
     "stage 1": Stage1,
     "stage 2": Stage2,
-    "keeps grad": of_ending(KeepsGrad),
-    "keeps buckets": of_ending(KeepsBuckets),
-    "shared 1": options(Stage1, buckets_in_shared_memory=True),
-    "shared 2": options(Stage2, buckets_in_shared_memory=True),
+    "keeps grad": of_reducer(KeepsGrad),
+    "keeps buckets": of_reducer(KeepsBuckets),
 }
 KEPT = ("parameters", "gradients", "optimizer states", "communication buffers")
 
@@ -137,21 +129,15 @@ def test_what_is_kept_is_what_the_plan_says(measured):
         # Within the padding, and the steps, of 1/N of what one process has.
         assert abs(states - 2 * psi / n) <= (8 * n + 4 * 9) * len(plan)
 
-        for name in ("stage 1", "shared 1"):
-            now, peaks, after = got[name]
-            assert [now[kind] for kind in KEPT] == [whole, whole, states, 0], name
-            assert [after[kind] for kind in KEPT] == [whole, whole, states, 0], name
-            assert peaks["gradients"] <= whole + largest
+        now, peaks, after = got["stage 1"]
+        assert [now[kind] for kind in KEPT] == [whole, whole, states, 0]
+        assert [after[kind] for kind in KEPT] == [whole, whole, states, 0]
+        assert peaks["gradients"] <= whole + largest
         now, peaks, after = got["stage 2"]
         assert [now[kind] for kind in KEPT] == [whole, whole // n, states, 0]
         assert [after[kind] for kind in KEPT] == [whole, 0, states, 0]
         assert peaks["gradients"] <= whole // n + largest
         assert max(sizes) <= peaks["communication buffers"] <= window
-        # Shared memory is kept until the process group ends: that of "shared 1", too.
-        now, peaks, after = got["shared 2"]
-        both = [whole + whole, whole + whole // n, states]
-        assert [now[kind] for kind in KEPT[:3]] == both
-        assert now["communication buffers"] == 2 * max(sizes)  # room for two
         # The fakes.
         assert got["keeps grad"][0]["gradients"] > whole // n
         assert got["keeps grad"][1]["gradients"] > whole // n + largest
@@ -195,7 +181,6 @@ def sent() -> dict[str, dict]:
 
     count("stage 1", Stage1, bucket_cap_mb=1)
     count("stage 2", Stage2, bucket_cap_mb=1)
-    count("shared", Stage1, bucket_cap_mb=1, buckets_in_shared_memory=True)
     count("pytorch", pytorchs, DDP)
     count("naive", Naive)
     return told
@@ -210,9 +195,8 @@ def test_what_is_sent_is_twice_the_model_and_pytorch_sends_half_as_much_again(me
     whole = sum(bucket.nbytes for bucket in plan)
     once = Fraction(n - 1, n) * whole
     for got in told:
-        for name in ("stage 1", "stage 2", "shared"):
-            assert got[name]["meter"] == 2 * once, name
         for name in ("stage 1", "stage 2"):
+            assert got[name]["meter"] == 2 * once, name
             assert got[name]["system"] == pytest.approx(float(2 * once), rel=0.005)
         ours = ["reduce_scatter_single"] * len(plan) + ["all_gather_single"] * len(plan)
         for name in ("stage 1", "stage 2"):
@@ -246,16 +230,11 @@ def recorded() -> dict[str, list]:
     for name, make, more in (
         ("stage 1", Stage1, EACH),
         ("stage 2", Stage2, EACH),
-        ("shared", Stage1, {**EACH, "buckets_in_shared_memory": True}),
         ("one bucket", Stage1, {}),
         ("fake", after_backward, EACH),
-        ("backwards", Stage1, EACH),
     ):
         model = Sleeping()
-        parameters = list(model.parameters())
-        if name == "backwards":  # no plan can know in which order gradients come
-            parameters = parameters[::-1]
-        opt = make(parameters, torch.optim.SGD, lr=0.1, **more)
+        opt = make(model.parameters(), torch.optim.SGD, lr=0.1, **more)
         for _ in range(2):
             opt.zero_grad()
             model(x).sum().backward()
@@ -267,7 +246,7 @@ def recorded() -> dict[str, list]:
 
 
 def test_communication_is_hidden_behind_backward():
-    late = {"stage 1", "stage 2", "shared", "backwards"}
+    late = {"stage 1", "stage 2"}
     for _ in range(6):  # a busy machine may be late with a message
         told = spawn(recorded, world_size=2, output="none")
         late -= {
@@ -282,4 +261,3 @@ def test_communication_is_hidden_behind_backward():
             assert launched_early(rank[name]) == 0, name
         assert overlap(rank["fake"], "compute", "communication") == 0
         check_phases(rank["stage 1"], list(range(LAYERS)))
-        check_phases(rank["backwards"], list(range(LAYERS))[::-1])

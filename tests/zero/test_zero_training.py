@@ -16,14 +16,14 @@ from zero_cases import (
     OPTIMIZERS,
     SMALL,
     TINY,
-    AddsToAnything,
     DecaysWhatIsUnused,
     LastPass,
     Make,
     Naive,
     Stage1,
     Stage2,
-    of_ending,
+    adds_to_anything,
+    of_reducer,
     options,
     pytorchs,
     same,
@@ -31,6 +31,7 @@ from zero_cases import (
     with_ddp,
 )
 
+from ddp_course import collectives
 from ddp_course.launch import spawn
 from ddp_course.mechanisms.hooks import held
 from ddp_course.zero import Zero1, Zero2
@@ -39,19 +40,16 @@ WAYS: dict[str, dict] = {
     "naive": {"make": Naive},
     "naive, averaged": with_ddp(options(Naive, gradients="averaged")),
     "readable 1": {"make": options(Zero1, **SMALL)},
+    "readable 1, ours": {"make": options(Zero1, **SMALL, collectives=collectives)},
     "readable 2": {"make": options(Zero2, **SMALL)},
     "one bucket": {"make": Stage1},
     "small": {"make": options(Stage1, **SMALL)},
-    "shared": {"make": options(Stage1, **SMALL, buckets_in_shared_memory=True)},
     "2, one bucket": {"make": Stage2},
     "2, small": {"make": options(Stage2, **SMALL)},
     "2, one in flight": {"make": options(Stage2, **TINY, buckets_in_flight=1)},
     "2, many": {"make": options(Stage2, **TINY, buckets_in_flight=99)},
-    "2, shared": {"make": options(Stage2, **TINY, buckets_in_shared_memory=True)},
-    "2, one shared": {"make": options(Stage2, **SMALL, buckets_in_flight=1,
-                                      buckets_in_shared_memory=True)},
-}  # fmt: skip
-IN_GROUPS = ("small", "shared", "2, small", "2, one in flight", "2, shared")
+}
+IN_GROUPS = ("small", "2, small", "2, one in flight")
 ONE_TYPE = ("small", "2, small")
 PYTORCHS = {**with_ddp(pytorchs), "one_type": True}
 WITH_GROUPS = {"optimizer": "momentum", "groups": True, "clip": 0.05}
@@ -162,13 +160,9 @@ def steps_of(make: Make | None, name: str, set_to_none: bool = True) -> list:
     return told
 
 
-def forgets(*args, **kwargs) -> torch.optim.Optimizer:
-    return of_ending(AddsToAnything)(*args, **kwargs)
-
-
 SEEN_IN = {  # the planted mistakes, and the steps that tell
     DecaysWhatIsUnused: ["one is used by nobody"],
-    forgets: ["two passes", "no_sync between", "held after a pass"],
+    adds_to_anything: ["two passes", "no_sync between", "held after a pass"],
 }
 
 
@@ -230,8 +224,7 @@ EACH = {"bucket_cap_mb": 1e-5}  # a bucket for each parameter
 
 def in_another_order_every_way() -> dict[str, list]:
     ways = {str(k): options(Stage2, **EACH, buckets_in_flight=k) for k in (1, 2, 4, 9)}
-    ways["shared"] = options(Stage2, **EACH, buckets_in_shared_memory=True)
-    ways["last pass"] = of_ending(LastPass, **EACH)
+    ways["last pass"] = of_reducer(LastPass, **EACH)
     return {way: in_another_order(make) for way, make in ways.items()}
 
 
@@ -251,11 +244,11 @@ def windows() -> dict[str, list]:
     for limit in (1, 2, 3):
         model = InAnyOrder(5)
         opt = Stage2(model.parameters(), SGD, lr=1.0, **EACH, buckets_in_flight=limit)
-        ending, seen = opt.ending, []
+        reducer, seen = opt.reducer, []
         for p in model.parameters():
             p.register_post_accumulate_grad_hook(
-                lambda p, seen=seen, ending=ending: seen.append(
-                    (len(ending.opened), p.grad is None)
+                lambda p, seen=seen, reducer=reducer: seen.append(
+                    (len(reducer.opened), p.grad is None)
                 )
             )
         for _ in range(2):

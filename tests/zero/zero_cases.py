@@ -13,13 +13,16 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from trained import Trained, own_norm_only
 
+from ddp_course.mechanisms.engine import BucketReducer
 from ddp_course.zero import (
     NaiveZeroRedundancyOptimizer,
     ShardedGradientOptimizer,
     ZeroRedundancyOptimizer,
 )
-from ddp_course.zero.stage1 import ReduceScatter
-from ddp_course.zero.zero_redundancy_optimizer import AddingUp, InTurns
+from ddp_course.zero.adds_up import AddsUp
+from ddp_course.zero.shards import shard_of
+from ddp_course.zero.stage1 import ReduceScatterBuckets
+from ddp_course.zero.stage2 import ReduceScatterAndFree
 
 Naive, Stage1 = NaiveZeroRedundancyOptimizer, ZeroRedundancyOptimizer
 Stage2 = ShardedGradientOptimizer
@@ -187,18 +190,14 @@ def options(cls: type, **extra: Any) -> Make:
 class NotTheSameAtFirst(Stage1):
     """No broadcast at the start."""
 
-    def _take(self, groups):
-        mine = [p.detach().clone() for p in self.parameters()]
-        super()._take(groups)
-        with torch.no_grad():
-            for p, before in zip(self.parameters(), mine, strict=True):
-                p.copy_(before)
+    def broadcast(self, tensor):
+        pass
 
 
 class NoGather(Stage1):
     """Every rank keeps its own result."""
 
-    def all_gather(self, row, own):
+    def share_parameters(self):
         pass
 
 
@@ -216,12 +215,17 @@ class GatherBeforeStep(Stage1):
 class OneShardLate(Stage1):
     """A rank sees its own shard, and the others' of the step before."""
 
-    def all_gather(self, row, own):
-        now, sent = own.clone(), self.__dict__.setdefault("sent", {})
-        own.copy_(sent.get(row.data_ptr(), now))
-        super().all_gather(row, own)
-        sent[row.data_ptr()] = now
-        own.copy_(now)
+    def share_parameters(self):
+        owns = [
+            shard_of(r, self.rank, b) for b, r in zip(self.plan, self.rows, strict=True)
+        ]
+        now = [own.clone() for own in owns]
+        for own, sent in zip(owns, getattr(self, "sent", now), strict=True):
+            own.copy_(sent)
+        super().share_parameters()
+        self.sent = now
+        for own, mine in zip(owns, now, strict=True):
+            own.copy_(mine)
 
 
 class ClippedPerShard(Stage1):
@@ -275,12 +279,14 @@ class OwnStateOnly(Stage1):
 
     def consolidate_state_dict(self, to=0):
         super().consolidate_state_dict(to)
-        numbers = {p: k for k, p in enumerate(self.parameters())}
+        every = [p for group in self.param_groups for p in group["params"]]
+        numbers = {p: k for k, p in enumerate(every)}
         mine = {numbers[p]: dict(self.state[own]) for p, own in self.owned.items()}
-        self._whole = self._whole and {**self._whole, "state": mine}
+        whole = self._consolidated.whole
+        self._consolidated.whole = whole and {**whole, "state": mine}
 
 
-class Sums(AddingUp):
+class Sums(ReduceScatterBuckets):
     """The sum in place of the mean."""
 
     def __init__(self, *args):
@@ -288,7 +294,7 @@ class Sums(AddingUp):
         self.scale = 1.0
 
 
-class AddsToAnything(AddingUp):
+class AddsToAnything(AddsUp):
     """Gradients are added to what a pass has left, in all shards."""
 
     def put_aside(self):
@@ -318,7 +324,7 @@ class Replicated(Optimizer):
         self.optim.step()
 
 
-class SumsShards(InTurns):
+class SumsShards(ReduceScatterAndFree):
     """The sum in place of the mean, of stage 2."""
 
     def __init__(self, *args, **options):
@@ -326,7 +332,7 @@ class SumsShards(InTurns):
         self.scale = 1.0
 
 
-class NotOwn(InTurns):
+class NotOwn(ReduceScatterAndFree):
     """Everyone takes its part of what it has sent, not of what has been reduced."""
 
     def launch(self, bucket):
@@ -339,7 +345,7 @@ class NotOwn(InTurns):
         super().arrived(bucket)
 
 
-class TooEarly(InTurns):
+class TooEarly(ReduceScatterAndFree):
     """A bucket gives its memory back when it is launched, not when it has arrived."""
 
     def launch(self, bucket):
@@ -348,7 +354,7 @@ class TooEarly(InTurns):
         return work
 
 
-class LastPass(InTurns):
+class LastPass(ReduceScatterAndFree):
     """The mean of a pass takes the place of that of the pass before."""
 
     def arrived(self, bucket):
@@ -356,22 +362,34 @@ class LastPass(InTurns):
         super().arrived(bucket)
 
 
-def of_ending(ending: type[ReduceScatter], **more: Any) -> Make:
-    """Return how to make a stage whose gradients have another ending."""
-    stage = Stage1 if issubclass(ending, AddingUp) else Stage2
-    return options(type("Fake", (stage,), {"ending_class": ending}), **more)
+def of_reducer(reducer: type[BucketReducer], **more: Any) -> Make:
+    """Return how to make a stage that reduces its buckets in another way."""
+    second = issubclass(reducer, ReduceScatterAndFree)
+
+    def make_reducer(self):
+        limit = {"limit": self.buckets_in_flight} if second else {}
+        return reducer(self.process_group, self.collectives, self.parts, **limit)
+
+    stage = Stage2 if second else Stage1
+    return options(type("Fake", (stage,), {"make_reducer": make_reducer}), **more)
+
+
+def adds_to_anything(*args: Any, **more: Any) -> Optimizer:
+    """Make stage 1 with a part that adds to what a pass has left."""
+    parts = {"make_parts": lambda self: [AddsToAnything()]}
+    return type("Fake", (Stage1,), parts)(*args, **more)
 
 
 FAKES: dict[str, dict[str, Any]] = {
     "no broadcast": {"make": NotTheSameAtFirst},
-    "sum": {"make": of_ending(Sums), "optimizer": "momentum"},
+    "sum": {"make": of_reducer(Sums), "optimizer": "momentum"},
     "no gather": {"make": NoGather},
     "gather before step": {"make": GatherBeforeStep},
     "one shard late": {"make": OneShardLate},
     "clipped per shard": {"make": ClippedPerShard, "clip": 0.05},
     "tied twice": {"make": TiedTwice, "clip": 0.05},
     "options of the first day": {"make": OptionsOfTheFirstDay, "groups": True},
-    "stage 2, sum": {"make": of_ending(SumsShards, **SMALL), "optimizer": "momentum"},
-    "stage 2, not own": {"make": of_ending(NotOwn, **SMALL)},
-    "stage 2, too early": {"make": of_ending(TooEarly, bucket_cap_mb=4)},
+    "stage 2, sum": {"make": of_reducer(SumsShards, **SMALL), "optimizer": "momentum"},
+    "stage 2, not own": {"make": of_reducer(NotOwn, **SMALL)},
+    "stage 2, too early": {"make": of_reducer(TooEarly, bucket_cap_mb=4)},
 }
