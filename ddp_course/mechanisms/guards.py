@@ -1,10 +1,11 @@
 """Guards around PyTorch's own tools, which would be wrong in silence on sharded models.
 
 PyTorch's tools know of one process. As soon as a strategy that shards parameters is
-constructed, three of these tools are watched in this process:
+constructed, four of these tools are watched in this process:
 
     an optimizer that was made before     refused at its first step: what it steps has
                                           been left behind, and trains nothing
+    torch.optim.LBFGS                     refused: it looks at all parameters at once
     torch.nn.utils.clip_grad_norm_        refused: it takes this rank's part for all
     torch.amp.GradScaler                  agrees: if a gradient is inf on one rank, all
                                           skip the step. (Otherwise that rank alone
@@ -64,8 +65,18 @@ def _put_around(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
 
 
 def _check_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Raise RuntimeError for an optimizer of parameters that nobody trains any more."""
-    stepped = (p for group in optimizer.param_groups for p in group["params"])
+    """Raise RuntimeError for an optimizer whose step would be wrong in silence.
+
+    Its parameters are trained no more, or it looks at all of them, of which this rank
+    has a part.
+    """
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    if isinstance(optimizer, torch.optim.LBFGS) and any(map(in_parts, stepped)):
+        raise RuntimeError(
+            "LBFGS searches along one direction for all parameters, and this rank has "
+            "only a part of the model's: each rank would step by itself. Take an "
+            "optimizer that steps each parameter alone, such as AdamW or SGD"
+        )
     left = [p for p in stepped if hasattr(p, "left_behind")]
     # A plain model that tensor parallelism has taken its parts from may be trained on.
     if left and all(p.grad is None or not p.untyped_storage().size() for p in left):

@@ -109,7 +109,7 @@ def test_bubble_and_time_are_the_formulas(name):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    name=st.sampled_from(NAMES),
+    name=st.sampled_from(theory.PIPELINES),
     p=st.integers(1, 6),
     m=st.integers(1, 12),
     v=st.integers(1, 3),
