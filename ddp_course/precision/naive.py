@@ -1,7 +1,7 @@
-"""Master weights and loss scaling in one process, with nothing but PyTorch.
+"""Master weights, loss scaling and autocast, with nothing but PyTorch.
 
-`MasterWeights` and `GradScaler` do the same for any optimizer, state and number of
-ranks. Chapter 12.
+`MasterWeights`, `GradScaler` and `Autocast` do the same for more optimizers, for states
+that are saved, for several ranks and for more operations. Chapter 12.
 """
 
 from collections.abc import Callable, Iterable
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 
 class NaiveMasterWeights:
@@ -58,3 +59,23 @@ class NaiveGradScaler:
         self.clean_steps += 1
         if self.clean_steps == self.interval:
             self.factor, self.clean_steps = self.factor * 2, 0
+
+
+PRODUCTS = {"linear", "matmul", "scaled_dot_product_attention"}
+
+
+class NaiveAutocast(TorchFunctionMode):
+    """A block in which products compute in bfloat16, and the loss in float32."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Look up the function that is called; cast the tensors that it gets."""
+        kinds = dict.fromkeys(PRODUCTS, torch.bfloat16)
+        kinds["cross_entropy"] = torch.float32
+        dtype = kinds.get(getattr(function, "__name__", ""))
+        if dtype is not None:
+            floats = [isinstance(a, Tensor) and a.is_floating_point() for a in args]
+            pairs = zip(args, floats, strict=True)
+            args = [a.to(dtype) if is_float else a for a, is_float in pairs]
+        return function(*args, **(kwargs or {}))

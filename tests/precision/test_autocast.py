@@ -13,7 +13,7 @@ from torch import nn
 from ddp_course.data_parallel import DataParallel
 from ddp_course.mechanisms.recompute import recompute_blocks
 from ddp_course.model import GPTConfig, build_gpt
-from ddp_course.precision import Autocast, autocast
+from ddp_course.precision import Autocast, NaiveAutocast, autocast
 from ddp_course.precision.autocast import FULL, LOWER, autocast_dtype
 
 GPT = GPTConfig(block_size=16, n_layer=2, n_head=2, d_model=24)
@@ -114,6 +114,12 @@ def test_the_gpt_has_pytorchs_bits_and_float32_parameters(dtype):
     recompute_blocks(model.blocks)  # computes again in backward, outside of the block
     again = gradients(Autocast(dtype), model)
     assert all(torch.equal(ours[n], again[n]) for n in ours)
+
+
+def test_the_naive_one_has_the_same_bits():
+    model = build_gpt(GPT)
+    naive, full = gradients(NaiveAutocast(), model), gradients(Autocast(), model)
+    assert all(torch.equal(naive[n], full[n]) for n in full)
 
 
 def test_threads_of_data_parallel_cast_too():
