@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import partial
 
 from ddp_course.model import GPTConfig
-from ddp_course.theory.checks import check_choice, check_counts
+from ddp_course.theory.checks import check_choice
 
 RECOMPUTE = ("none", "selective", "full")
 
@@ -61,8 +61,6 @@ def layer_activations(
 
     Chapter 06.
     """
-    check_counts(batch=batch, sequence=sequence, hidden=hidden)
-    check_counts(heads=heads, tp=tp, itemsize=itemsize)
     check_choice("recompute", recompute, RECOMPUTE)
     if hidden % heads or heads % tp:
         raise ValueError(
@@ -108,7 +106,6 @@ def model_activations(
     `vocab`, nothing); and later what is computed again for one layer. Raises ValueError
     as `layer_activations`. Source: Korthikanti et al. 2022, section 4.3. Chapter 06.
     """
-    check_counts(layers=layers)
     options = {"itemsize": itemsize, "dropout": dropout}
     options["fused_attention"] = fused_attention
     layer = partial(layer_activations, batch, sequence, hidden, heads, **options)
@@ -152,14 +149,13 @@ def gpt_activations(
         block keeps its input alone.
 
     Raises:
-        ValueError: for a batch or a number of tokens below 1, too many tokens, or
+        ValueError: for too many tokens, another recomputation, or
             recompute="selective": fused attention keeps no scores as it is.
 
     Source: counted, and checked with `torch.autograd.graph.saved_tensors_hooks`.
     Chapter 06.
     """
     tokens = config.block_size if tokens is None else tokens
-    check_counts(batch=batch, tokens=tokens)
     if tokens > config.block_size:
         raise ValueError(f"tokens is {tokens}; block_size is {config.block_size}")
     check_choice("recompute", recompute, ("none", "full"))

@@ -1,4 +1,8 @@
-"""What every formula asks of its arguments, and the one logarithm they share."""
+"""Check names, counts and measurements; the logarithm that formulas share.
+
+Formulas check names and what cannot be together, not each number: what a step costs on
+0 ranks nobody asks. Drawings and schedules check numbers of theirs by these functions.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +15,6 @@ def check_count(name: str, value: int) -> None:
     """Raise ValueError unless `value` counts something: an integer of 1 or more."""
     if not isinstance(value, Integral) or value < 1:
         raise ValueError(f"{name} is {value!r}; it must be an integer of 1 or more")
-
-
-def check_counts(**counts: int) -> None:
-    """Raise ValueError unless each of them counts something."""
-    for name, value in counts.items():
-        check_count(name, value)
-
-
-def check_world(world_size: int, nbytes: float = 0) -> None:
-    """Raise ValueError unless there is a rank and `nbytes` is a number of bytes."""
-    check_count("world_size", world_size)
-    check_not_negative("nbytes", nbytes)
 
 
 def check_choice(name: str, value: object, known: Collection[object]) -> None:

@@ -24,9 +24,7 @@ from math import prod
 
 from ddp_course.theory.checks import (
     check_choice,
-    check_count,
     check_positive,
-    check_world,
 )
 from ddp_course.theory.collectives import bytes_sent
 
@@ -104,7 +102,6 @@ def compressed_bytes(
     All by this course's collectives: all-reduces are rings. Raises ValueError for a
     method that there is not, and for no rank. Chapter 14.
     """
-    check_world(world_size)
     name, _, amount = method.partition(":")
     check_choice("method", name, METHODS)
     value = float(amount) if amount else None
@@ -123,8 +120,6 @@ def local_sgd_bytes(
     steps: both are `nbytes`, so it is 1 / `every` of what data parallelism sends, and
     nothing for steps that end before the next average. Chapter 14.
     """
-    check_world(world_size, nbytes)
-    check_count("every", every)
     alone = max(0, steps - warmup)
     times = min(steps, warmup) + alone // every
     return times * bytes_sent("all_reduce_ring", world_size)[0] * Fraction(nbytes)

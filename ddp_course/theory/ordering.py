@@ -26,25 +26,15 @@ from dataclasses import dataclass
 from itertools import accumulate
 from numbers import Real
 
-from ddp_course.theory.checks import check_not_negative
-
 
 @dataclass(frozen=True)
 class Layer:
-    """What one layer takes, in any one unit of time; `send` is its gradient's way.
-
-    Raises ValueError for what is below 0.
-    """
+    """What one layer takes, in any one unit of time; `send` is its gradient's way."""
 
     forward: Real
     backward: Real
     send: Real
     update: Real = 0
-
-    def __post_init__(self) -> None:
-        """Check every time."""
-        for name, time in vars(self).items():
-            check_not_negative(name, time)
 
 
 def ready_times(layers: Sequence[Layer]) -> list[Real]:
@@ -128,5 +118,4 @@ def good_piece(layers: Sequence[Layer], each: Real) -> float:
     to p for the one before it: p + each S / p is least at the root of each S (0: the
     smaller, the better). An estimate; sweep around it.
     """
-    check_not_negative("each", each)
     return math.sqrt(each * sum(layer.send for layer in layers))

@@ -50,10 +50,6 @@ class Model:
 
     def __post_init__(self) -> None:
         """Check every value."""
-        check_count("parameters", self.parameters)
-        for name in ("layers", "hidden", "heads", "sequence", "vocab"):
-            if getattr(self, name) != 0:
-                check_count(name, getattr(self, name))
         if (self.layers > 0) != (self.hidden > 0):
             raise ValueError(
                 f"layers is {self.layers} and hidden {self.hidden}; say both, or none"
@@ -98,7 +94,6 @@ class Model:
         Raises ValueError for other values than these say. Chapter 06.
         """
         check_choice("recompute", recompute, RECOMPUTE)
-        check_count("batch", batch)
         itemsize = precision_named(precision).activation
         if self.config is not None and itemsize == 4 and fused_attention:
             # Fused attention keeps no scores that could be left out.

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from ddp_course.model import GPTConfig
-from ddp_course.theory.checks import check_counts, check_world
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,6 @@ def tensor_parallel_volume(
     sequence: int | None = None,
     sequence_parallel: bool = False,
     itemsize: int = 4,
-    one_shot: bool = False,
     layers: Iterable[int] | None = None,
 ) -> TensorParallelVolume:
     """Return what each rank sends in a step.
@@ -70,15 +68,11 @@ def tensor_parallel_volume(
         sequence: T, tokens of each; None is the block size.
         sequence_parallel: norms and residuals are cut along the sequence.
         itemsize: bytes of a number.
-        one_shot: an all-reduce in which every rank sends all others its own, (n - 1) S,
-            as small tensors go through shared memory; not 2 (n - 1)/n S, as in a ring.
         layers: which of [embed, *blocks, head] these ranks have; all without.
 
-    Raises ValueError for a count below 1. Chapter 09.
+    Chapter 09.
     """
-    check_world(tp_size)
     sequence = config.block_size if sequence is None else sequence
-    check_counts(batch=batch, sequence=sequence)
     tokens, last = batch * sequence, config.n_layer + 1
     mine = set(range(last + 1) if layers is None else layers)
     ends = (0 in mine) + (last in mine)
@@ -90,11 +84,10 @@ def tensor_parallel_volume(
     # Embedding, norms and biases: 1 + 4 for each block + 1.
     pairs = of_hidden if sequence_parallel else 0
     ring = 2 * Fraction(tp_size - 1, tp_size)
-    factor = Fraction(tp_size - 1) if one_shot else ring
     return TensorParallelVolume(
-        (ring if sequence_parallel else factor) * hidden,
-        factor * loss,
-        factor * replicated * sequence_parallel,
+        ring * hidden,
+        ring * loss,
+        ring * replicated * sequence_parallel,
         all_reduces=of_hidden + of_loss,
         pairs=pairs,
     )
@@ -110,8 +103,6 @@ def mlp_volume(
     results of 4C and C are gathered in forward, and gradients as wide are summed in
     backward: (5 + 2 * 5)(n - 1)/n. Chapter 09.
     """
-    check_world(tp_size)
-    check_counts(numel=numel)
     times = 15 if naive else 4
     return times * Fraction(tp_size - 1, tp_size) * numel * itemsize
 
@@ -132,7 +123,6 @@ def layer_parameters(config: GPTConfig, tp_size: int = 1) -> list[int]:
     where it is not tied or is on another rank than the embedding). ValueError if they
     cannot be cut equally.
     """
-    check_world(tp_size)
     if config.n_head % tp_size or config.vocab_size % tp_size:
         raise ValueError(
             f"tp_size is {tp_size}; it must divide the {config.n_head} heads and the "

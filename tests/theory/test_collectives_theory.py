@@ -282,28 +282,13 @@ def test_wrong_crossovers_are_caught(planted):
 
 
 test_bad_arguments_are_named = refused(
-    (lambda: theory.all_gather(0, 8), "world_size is 0; it must be"),
-    (lambda: theory.all_reduce_tree(2.5, 8), "world_size is 2.5; it must be"),
-    (lambda: theory.scatter(4, -1), "nbytes is -1; it must be"),
-    (lambda: theory.all_to_all(4, math.nan), "nbytes is nan; it must be"),
-    (lambda: theory.gather(4, "8"), "nbytes is '8'; it must be"),
-    (lambda: Cost(1, 1).seconds(-1, 0), "alpha is -1; it must be"),
-    (lambda: Cost(1, 1).seconds(0, math.inf), "beta is inf; it must be"),
-    (lambda: theory.all_reduce_hierarchical(0, 2, 8), "nnodes is 0"),
-    (lambda: theory.all_reduce_hierarchical(2, 0, 8), "nproc_per_node is 0"),
-    (lambda: theory.all_reduce_hierarchical(2, 2, -8), "nbytes is -8"),
     (lambda: theory.all_reduce_hierarchical(2, 2, 8, "star"), "'star'; it can be 'lea"),
     (lambda: theory.bytes_sent("ring", 4), "algorithm is 'ring'; it can be 'broad"),
-    (lambda: theory.bytes_sent("scatter", 0), "world_size is 0; it must be"),
     (lambda: theory.bytes_sent("scatter", 4, 4), "root is 4; .* from 0 to 3"),
     (lambda: theory.bytes_sent("scatter", 4, 1.5), "root is 1.5; .* an integer"),
     (lambda: theory.bytes_sent("all_gather", 4, 1), "root is 1, but all_gather"),
     (lambda: children(4, 4), "rank is 4; it can be 0 to 3"),
-    (lambda: theory.hierarchical_bytes_sent(0, 4), "nnodes is 0; it must be"),
     (lambda: theory.hierarchical_bytes_sent(2, 2, "x"), "variant is 'x'; it can"),
     (lambda: theory.bus_factor("ring", 2), "collective is 'ring'; it can be 'all"),
     (lambda: theory.least_bytes("x", 2, 8), "collective is 'x'; it can be 'all"),
-    (lambda: theory.least_bytes("reduce", 2, -8), "nbytes is -8; it must be"),
-    (lambda: theory.crossover(2, -1, 1), "alpha is -1; it must be"),
-    (lambda: theory.crossover(2, 1, -1), "beta is -1; it must be"),
 )

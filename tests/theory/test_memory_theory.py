@@ -254,24 +254,16 @@ def test_the_gpt_keeps_what_is_said(config, b, t):
 
 
 test_bad_input_is_named = refused(
-    (lambda: model_states(0, 1), "numel is 0; it must be an integer of 1 or more"),
-    (lambda: model_states(7.5e9, 1), "numel is 7500000000.0"),
     (lambda: model_states([], 1), "numel is empty"),
-    (lambda: model_states(1, 0), "world_size is 0"),
     (lambda: model_states(1, 1, 4), "stage is 4; it can be 0 .DDP., 1, 2 or 3"),
     (lambda: model_states(1, 1, True), "stage is True"),
     (lambda: model_states(1, 1, 0, "lion"), "optimizer is 'lion'; it can be 'adamw'"),
     (lambda: model_states(1, 1, 0, -1), "optimizer is -1"),
     (lambda: model_states(1, 1, precision="fp8"), "precision is 'fp8'; it can be"),
-    (lambda: gathered_bytes([0], 1), "numel is 0"),
-    (lambda: step_volume(1, 0), "world_size is 0"),
     (lambda: step_volume(1, 1, -1), "stage is -1"),
     (lambda: layer_activations(1, 1, 10, 3), "hidden is 10, heads 3 and tp 1"),
     (lambda: layer_activations(1, 1, 12, 3, tp=2), "tp must divide heads"),
-    (lambda: layer_activations(0, 1, 1, 1), "batch is 0"),
     (lambda: layer_activations(1, 1, 1, 1, recompute="half"), "recompute is 'half'"),
-    (lambda: model_activations(0, 1, 1, 1, 1), "layers is 0"),
     (lambda: gpt_activations(PRESETS["1m"], 1, 65), "tokens is 65; block_size is 64"),
-    (lambda: gpt_activations(PRESETS["1m"], 1, 0), "tokens is 0"),
     (lambda: gpt_peak(PRESETS["1m"], 1, 1, "selective"), "recompute is 'selective'"),
 )
