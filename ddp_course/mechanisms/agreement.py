@@ -6,8 +6,8 @@
     on_any_rank     flags: which are set on one rank at least
     shown_by_all    the same flags, rank by rank; and who went on after an error
 
-`start_as_replicas`, `check_same`, `check_along` and `attempt` are older forms of
-`agreed`; they go with their last caller.
+`check_same`, `check_along` and `attempt` are older forms of `agreed`; they go with
+their last caller.
 
 Data parallelism rests on one promise: before every step all ranks have the same
 parameters. It is made at construction. The form (names, shapes, types, what is
@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from ddp_course.collectives import CollectiveError, communicator
 from ddp_course.collectives.communicator import by_text
-from ddp_course.mechanisms.broadcast import broadcast_all
 
 T = TypeVar("T")
 SHOWN = 5  # of more differences only the number is told
@@ -91,26 +90,6 @@ def _along(
         shown = communicator(group).exchange(tuple(known.items()))
         known = dict(sorted(pair for pairs in shown for pair in pairs))
     return known
-
-
-def start_as_replicas(
-    module: nn.Module,
-    group: dist.ProcessGroup | None = None,
-    problem: str | None = None,
-    *,
-    buffers: bool = True,
-    **options: Any,
-) -> None:
-    """Give every rank of `group` the parameters (and `buffers`) of its first rank.
-
-    A collective call. Raises ReplicaError, on every rank and before a number is sent,
-    if the modules differ or cannot be used, if a rank has another `problem`, or if the
-    `options` are not the same.
-    """
-    problem = problem_with(module) or problem
-    check_same({} if problem else form_of(module, **options), problem, group)
-    states = [*module.parameters(), *(module.buffers() if buffers else ())]
-    broadcast_all(states, communicator(group).ranks[0], group)
 
 
 def form_of(module: nn.Module, **options: Any) -> Form:
@@ -231,19 +210,17 @@ def shown_by_all(
     flags: Sequence[bool],
     group: dist.ProcessGroup | None,
     failed: int = 0,
-    silent: bool = False,
 ) -> list[str]:
     """Return what each rank of the group shows: a "1" or "0" for each of its flags.
 
-    Called by all ranks, as often by each. A rank that is `silent` shows as many "-". It
-    is done where ranks agree on what they are about to send, in memory that they share
-    on one machine: it takes microseconds, and less if all show the same.
+    Call it on all ranks, equally often. The flags travel as notes do on which ranks
+    agree before they send: in shared memory on one machine, within microseconds.
 
     `failed` is how many passes have ended in an error that the caller has caught. Who
     goes on after one alone is a step ahead of the others, and averages another batch:
     raises CollectiveError, on every rank, if these numbers differ.
     """
-    own = "".join("-" if silent else "01"[bool(flag)] for flag in flags)
+    own = "".join("01"[bool(flag)] for flag in flags)
     comm = communicator(group)
     shown, counts = zip(*comm.agree_now("flags", show=(own, failed)), strict=True)
     if len(set(counts)) > 1:
