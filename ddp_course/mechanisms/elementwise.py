@@ -30,6 +30,7 @@ def check_elementwise(
     options: dict[str, Any],
     defaults: dict[str, Any],
     device: torch.device,
+    remedy: str = "NaiveZeroRedundancyOptimizer leaves tensors whole",
 ) -> None:
     """Raise NotElementwiseError if parts are stepped otherwise than the whole.
 
@@ -40,7 +41,7 @@ def check_elementwise(
         name = getattr(optimizer_class, "__name__", repr(optimizer_class))
         return NotElementwiseError(
             f"optimizer_class is {name}, which cannot step parts of a tensor: {why}. "
-            "NaiveZeroRedundancyOptimizer leaves tensors whole"
+            f"{remedy}"
         )
 
     start = torch.linspace(-1, 1, 24, device=device)

@@ -24,6 +24,7 @@ from ddp_course.collectives.patience import patient, threads_of
 from ddp_course.mechanisms.agreement import on_any_rank
 from ddp_course.mechanisms.frozen import Frozen, came_later, check_first_order
 from ddp_course.mechanisms.guards import leave_behind
+from ddp_course.mechanisms.hooks import tensors_in
 from ddp_course.mechanisms.timeline import Timeline
 from ddp_course.zero.freed import Freed, ShardedError
 from ddp_course.zero.stage3_simple import SimpleFullyShardedDataParallel as Sharded
@@ -46,7 +47,7 @@ class Recorded:
         """Note when the unit begins to compute."""
         self.since[unit] = time.perf_counter()
 
-    def used(self, fsdp: Sharded, unit: Unit) -> None:
+    def used(self, fsdp: Sharded, unit: Unit, output: Any) -> None:
         """Record how long its forward took."""
         self._computed(fsdp, "forward", unit)
 
@@ -85,8 +86,9 @@ class Kept:
         """Note how often autograd has seen each parameter change in place."""
         self.versions[unit] = [parameter._version for _, parameter, _ in unit.places]
 
-    def used(self, fsdp: Sharded, unit: Unit) -> None:
-        """Raise ShardedError if forward has changed a parameter in place."""
+    def used(self, fsdp: Sharded, unit: Unit, output: Any) -> None:
+        """Raise ShardedError if forward has changed a parameter, or returns one."""
+        self._check_output(unit, list(tensors_in(output)))
         for place, version in zip(unit.places, self.versions[unit], strict=True):
             _, parameter, freed = place
             if parameter._version != version:
@@ -95,6 +97,21 @@ class Kept:
                     "change would be lost when it is freed. Change what parameters() "
                     "has, between steps"
                 )
+
+    def _check_output(self, unit: Unit, tensors: list[Tensor]) -> None:
+        """Raise ShardedError for an output that is freed, or that nobody can find."""
+        wholes = {flat.whole.untyped_storage()._cdata for flat in unit.flats}
+        if any(t.untyped_storage()._cdata in wholes for t in tensors):
+            raise ShardedError(
+                f"the forward of {unit.plan.name} returned one of its parameters, or a "
+                "view of one, whose memory is freed now: return a copy (clone())"
+            )
+        if torch.is_grad_enabled() and unit.trainable and not tensors:
+            raise ShardedError(
+                f"no tensor is found in what the forward of {unit.plan.name} returned, "
+                "so backward could not be seen to come back: return tensors, or lists, "
+                "dicts or dataclasses of them"
+            )
 
     def before_backward(self, fsdp: Sharded) -> None:
         """Raise RuntimeError in a backward pass that is itself recorded."""

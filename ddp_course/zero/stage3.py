@@ -11,14 +11,17 @@ Everything else are parts (`sharded_parts`, `offload`), and the whole state
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from ddp_course.collectives.communicator import communicator
+from ddp_course.collectives.communicator import CollectiveError, communicator
 from ddp_course.mechanisms.agreement import agreed, form_of, problem_with
+from ddp_course.mechanisms.hooks import listeners
 from ddp_course.mechanisms.parts import announce
 from ddp_course.mechanisms.placements import Flat, place
 from ddp_course.mechanisms.shard_exchange import ShardMessages
@@ -29,6 +32,7 @@ from ddp_course.zero.freed import ShardedError, is_sharded
 from ddp_course.zero.offload import LabelledStorage, Offload, OffloadedStorage
 from ddp_course.zero.order import Order
 from ddp_course.zero.stage3_simple import SimpleFullyShardedDataParallel
+from ddp_course.zero.stepped import Stepped
 from ddp_course.zero.unit_storage import Unit
 from ddp_course.zero.units import Chosen, UnitPlan, unit_plan
 
@@ -101,6 +105,7 @@ class FullyShardedDataParallel(WholeState, SimpleFullyShardedDataParallel):
         parts = [
             sharded_parts.Recorded(),
             sharded_parts.Kept(),
+            Stepped(),
             sharded_parts.Patient(comms),
             *([Offload()] if cpu_offload else []),
             sharded_parts.Unused(comms),
@@ -165,7 +170,7 @@ class FullyShardedDataParallel(WholeState, SimpleFullyShardedDataParallel):
             if each.away:  # without prefetch there is nothing to go on with meanwhile
                 with span(self.timeline, "launch", gather=each.plan.name):
                     each.start_gather(async_op=order.prefetch > 0)
-        with span(self.timeline, "wait", unit=unit.plan.name):
+        with span(self.timeline, "wait", unit=unit.plan.name), _explained():
             unit.wait_gathered()
         super()._gather(unit)
 
@@ -187,7 +192,7 @@ class FullyShardedDataParallel(WholeState, SimpleFullyShardedDataParallel):
         """
         if self.sync and unit.has_gradients:
             self._wait_reduced()
-            with span(self.timeline, "launch", reduce=unit.plan.name):
+            with span(self.timeline, "launch", reduce=unit.plan.name), _explained():
                 unit.start_reduce()
             self.in_flight = unit
             announce(self.parts, "reducing", self, unit)
@@ -195,7 +200,7 @@ class FullyShardedDataParallel(WholeState, SimpleFullyShardedDataParallel):
     def _wait_reduced(self) -> None:
         unit, self.in_flight = self.in_flight, None
         if unit is not None:
-            with span(self.timeline, "wait", reduced=unit.plan.name):
+            with span(self.timeline, "wait", reduced=unit.plan.name), _explained():
                 unit.wait_reduced()
 
     def _settle(self) -> None:
@@ -204,6 +209,10 @@ class FullyShardedDataParallel(WholeState, SimpleFullyShardedDataParallel):
             unit.free()
             self._reduce(unit)
         self._wait_reduced()
+
+    def _backward_has_ended(self) -> None:
+        with _explained():
+            super()._backward_has_ended()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -233,6 +242,20 @@ class FullyShardedDataParallel(WholeState, SimpleFullyShardedDataParallel):
                     parameter.grad = None
         self.open.clear()
 
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the plain module; its methods call this one's forward.
+
+        So `generate(...)` of a GPT, which calls itself, gathers and frees units, too.
+        """
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_") or "module" not in self._modules:
+                raise
+        value = getattr(self.module, name)
+        of_its_own = getattr(value, "__self__", None) is self.module
+        return MethodType(value.__func__, self) if of_its_own else value
+
     # ---- what a sharded module cannot do any more ------------------------------------
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -252,6 +275,21 @@ class FullyShardedDataParallel(WholeState, SimpleFullyShardedDataParallel):
         """Raise ShardedError: which state is meant has to be said."""
         load = "zero.sharded_checkpoint.load(folder, ...)"
         raise ShardedError(f"call load_full_state_dict(state), or {load}")
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Say in a CollectiveError what it most often comes from here."""
+    try:
+        yield
+    except CollectiveError as error:
+        if " a unit, let it add" in str(error):  # explained already
+            raise
+        raise CollectiveError(
+            f"{error} Do all ranks use all units in one order, in forward and in "
+            "backward? If one rank's loss does not depend on a unit, let it add 0 * "
+            "(the unit's output).sum()"
+        ) from error
 
 
 # ---- before anything is divided: do all ranks mean the same, and can it be done? -----
@@ -289,6 +327,12 @@ def _unfit(module: Any) -> str | None:
         return None  # `problem_with` says it
     if is_sharded(module):
         return "the module is sharded already"
+    averaged = any(listeners(p) for p in module.parameters())
+    if averaged or any(isinstance(m, TorchDDP) for m in module.modules()):
+        return (
+            "the module is wrapped in DistributedDataParallel already, which averages "
+            "the same gradients: shard the plain module; for replicas, give `replicas`"
+        )
     devices = {p.device for p in module.parameters()}
     if len(devices) > 1:
         return f"the module is on {', '.join(map(str, devices))}; it must be on one"

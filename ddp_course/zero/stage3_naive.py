@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
+# PyTorch 2.13 has renamed it.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class NaiveFullyShardedDataParallel(nn.Module):
     """Runs `module`, whose parameters are in shards outside of forward and backward.
@@ -103,7 +106,7 @@ class NaiveFullyShardedDataParallel(nn.Module):
         if not self.whole.untyped_storage().size():
             nbytes = self.size * self.shard.nbytes
             self.whole.untyped_storage().resize_(nbytes)
-            dist.all_gather_into_tensor(self.whole, self.shard, group=self.group)
+            all_gather(self.whole, self.shard, group=self.group)
 
     def _free(self) -> None:
         """Give the memory of `whole` back; the parameters stay views of it."""

@@ -121,7 +121,7 @@ class SimpleFullyShardedDataParallel(nn.Module):
         nodes -= self.entered.pop(unit)
         for node in nodes:
             node.register_prehook(partial(self._backward_comes, unit))
-        announce(self.parts, "used", self, unit)
+        announce(self.parts, "used", self, unit, output)
         self._used(unit, bool(nodes))
 
     def _backward_comes(self, unit: Unit, gradients: Any = None) -> None:

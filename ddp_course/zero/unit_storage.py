@@ -28,6 +28,12 @@ from ddp_course.mechanisms.buckets import view_of
 from ddp_course.zero.freed import Freed
 from ddp_course.zero.units import FlatPlan, UnitPlan
 
+# PyTorch 2.13 has renamed them.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+
 Place = tuple[nn.Module, str]  # where a parameter is: module._parameters[name]
 
 
@@ -56,11 +62,11 @@ class Messages:
         """
         prepare()
         options = {"group": self.group, "async_op": async_op}
-        return dist.all_gather_into_tensor(whole, own, **options)
+        return all_gather(whole, own, **options)
 
     def reduce(self, own: Tensor, whole: Tensor, then: Callable[[], None]) -> Any:
         """Sum `whole` over all ranks, this rank's part into `own`; then call `then`."""
-        dist.reduce_scatter_tensor(own, whole, group=self.group)
+        reduce_scatter(own, whole, group=self.group)
         then()
 
     def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup) -> None:

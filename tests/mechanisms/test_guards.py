@@ -361,7 +361,7 @@ def without_guards() -> None:
     frozen.Frozen.check = lambda self: None
     WholeState.newcomer = lambda self: None
     Kept.before_forward = lambda self, fsdp: None
-    Kept.used = lambda self, fsdp, unit: None
+    Kept.used = lambda self, fsdp, unit, output: None
     hooks.Averager.__getstate__ = lambda self: {}
 
 

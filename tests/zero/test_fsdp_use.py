@@ -2,6 +2,7 @@
 
 import functools
 import os
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from trained import same
 
 from ddp_course.collectives.patience import AVAILABLE, socket_threads
+from ddp_course.data_parallel import DistributedDataParallel
+from ddp_course.launch import spawn
 from ddp_course.measure import ByteMeter, resident
 from ddp_course.mechanisms.placements import placed
 from ddp_course.mechanisms.recompute import recompute_blocks
@@ -287,6 +290,94 @@ def test_after_an_error_all_is_well_and_freed_parameters_say_so(two_ranks):
         assert rank["names"] == [name for name, _ in plain.named_parameters()]
 
 
+# ---- uses that would be wrong in silence, or end in an obscure error -----------------
+
+
+class Returning(nn.Module):
+    """A block that returns what it is told to."""
+
+    def __init__(self, kind: str = "y") -> None:
+        super().__init__()
+        self.inner, self.kind = nn.Linear(3, 3), kind
+
+    def forward(self, x):
+        y = self.inner(x)
+        own = self.inner.bias, self.inner.weight[0]
+        kinds = {"y": y, "bias": own[0], "row": own[1], "space": SimpleNamespace(y=y)}
+        return kinds[self.kind]
+
+    def halved(self, x):
+        """Call itself, as `generate` does; and read an attribute."""
+        return self(x) / (2 if self.kind == "y" else 1)
+
+
+def optimizer_error(make) -> str:
+    sharded = Ours(Returning())
+    optimizer = make(sharded)
+    sharded(torch.ones(2, 3)).sum().backward()
+    return error_of(lambda: optimizer.step(lambda: torch.zeros(())))
+
+
+def by_dims(sharded: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer of the groups that nanoGPT has."""
+    split = [[], []]
+    for piece in sharded.parameters():
+        split[piece.dim() >= 2].append(piece)
+    return torch.optim.AdamW([{"params": pieces} for pieces in split], lr=0.1)
+
+
+def misused() -> dict[str, str]:
+    x, told = torch.ones(2, 3), {}
+    optim = torch.optim
+    for kind in (optim.LBFGS, optim.Adafactor, optim.AdamW, optim.Adagrad):
+        told[kind.__name__] = optimizer_error(lambda s, kind=kind: kind(s.parameters()))
+    told["by dims"] = optimizer_error(by_dims)
+    sharded = Ours(Returning())
+    sgd = optim.SGD(sharded.parameters(), lr=0.1)
+    error_of(lambda: sharded(x).sum().backward(inputs=list(sharded.parameters())))
+    told["inputs"] = error_of(sgd.step)
+    for kind in ("bias", "row", "space"):
+        told[kind] = error_of(lambda kind=kind: Ours(Returning(kind))(x))
+    for ddp in (DistributedDataParallel, nn.parallel.DistributedDataParallel):
+        told[ddp.__module__] = error_of(lambda ddp=ddp: Ours(ddp(Returning())))
+    torch.manual_seed(0)
+    told["method"] = float((Ours(Returning()).halved(x)).sum().detach())
+    torch.manual_seed(0)
+    told["plain method"] = float(Returning().halved(x).sum().detach())
+    return told | {"kind": Ours(Returning()).kind}
+
+
+def test_what_would_be_wrong_in_silence_is_refused(two_ranks):
+    for rank in two_ranks["misused"]:
+        for name in ("LBFGS", "Adafactor"):
+            assert rank[name].startswith("NotElementwiseError: "), rank[name]
+            assert "Take one that steps each element alone" in rank[name]
+        assert rank["AdamW"] == rank["Adagrad"] == "no error"
+        assert "choose groups by name" in rank["by dims"]
+        assert "no backward has come to the sharded module" in rank["inputs"]
+        for kind in ("bias", "row"):
+            assert "returned one of its parameters, or a view" in rank[kind], kind
+        assert "no tensor is found in what the forward" in rank["space"]
+        for name in rank:
+            if name.endswith(("ddp", "distributed")):
+                assert "is wrapped in DistributedDataParallel already" in rank[name]
+        assert rank["method"] == rank["plain method"] and rank["kind"] == "y"
+
+
+def one_sided() -> str:
+    """A whole unit of which rank 1 needs nothing."""
+    sharded = Ours(Branches())
+    outputs = sharded(torch.ones(2, 3), [0, 1, 2])
+    some = outputs if dist.get_rank() == 0 else [outputs[0], outputs[2]]
+    return error_of(lambda: sum(out.sum() for out in some).backward())
+
+
+def test_a_unit_that_one_rank_does_not_need_is_explained():
+    for told in spawn(one_sided, world_size=2, output="none"):
+        assert told.startswith("CollectiveError: "), told
+        assert "If one rank's loss does not depend on a unit" in told
+
+
 # ---- recomputation -------------------------------------------------------------------
 
 
@@ -421,5 +512,13 @@ def test_offloaded_gradients_are_copied_home_and_added(two_ranks):
 
 
 two_ranks = launched(
-    2, forwards_and_backwards, passed, parts, recomputed, mixed, failures, offloaded
+    2,
+    forwards_and_backwards,
+    passed,
+    parts,
+    recomputed,
+    mixed,
+    failures,
+    offloaded,
+    misused,
 )
