@@ -16,8 +16,8 @@
     frozen, guards
                 what would be wrong in silence once a model is wrapped
     elementwise may an optimizer step parts of a tensor alone?
-    exchange, shard_exchange, memory_exchange
-                parts are gathered and reduced, by messages or by shared memory
+    exchange, shard_exchange
+                parts are gathered and reduced
     recompute   backward that runs forward again, so that less is kept
     weight_gradients
                 the half of a layer's backward for which nobody waits

@@ -56,6 +56,7 @@ def watch() -> None:
     """Watch what PyTorch does with parameters from now on; once is enough."""
     register_optimizer_step_pre_hook(_check_step)
     _put_around(clip_grad, "_clip_grads_with_norm_", _clips_no_parts)
+    _put_around(torch.nn.utils, "clip_grads_with_norm_", _clips_no_parts)
     _put_around(torch.amp.GradScaler, "_unscale_grads_", _agrees)
 
 

@@ -164,6 +164,13 @@ def set_by_hand() -> None:
     opt.step()
 
 
+def clipped_by_pytorch(make=Stage1) -> None:
+    model, opt = small(make)
+    model(x()).square().sum().backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
+
+
 def two_optimizers() -> None:
     model, opt = small()
     again = Stage1(model.parameters(), SGD, lr=0.1)
@@ -183,6 +190,7 @@ IN_TRAINING = {
     "the gradient of parameter 0 is torch.sparse_coo; only dense*": sparse,
     "the gradient of parameter * is averaged by something el*": two_optimizers,
     "all ranks have the same gradients: something else has*": averaged_by_hand,
+    "of 4 of these 4 parameters this rank has a part of the g*": clipped_by_pytorch,
     "something else has written the gradient of parameter 0,*": set_by_hand,
     "the gradients of the last step are still there: call*": not_zeroed,
     "stage 2 keeps no whole gradients*": lambda: small(Stage2)[1].no_sync(),
