@@ -11,7 +11,9 @@
     timeline    what a step writes into the open event logs
     placements  which part of which parameter of the plain model a rank has
     norms       the norm of the whole model's gradient, which follows from that
-    whole_state the state of the whole model, which follows from that, too
+    assembly    whole tensors from the ranks' parts: each number has one owner
+    optimizer_state, whole_state
+                the states of optimizer and model, put together by it
     saving      files that are whole or not there, and are what was written
     frozen, guards
                 what would be wrong in silence once a model is wrapped

@@ -14,6 +14,7 @@ LinearWithGradAccumulationAndAsyncCommunication in Megatron-LM's
 megatron/core/tensor_parallel/layers.py. Chapter 09.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ddp_course.mechanisms.exchange import Group
-from ddp_course.mechanisms.weight_gradients import Gradients, WeightGradStore
 from ddp_course.precision.autocast import autocast_dtype
 from ddp_course.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -46,7 +46,7 @@ class FusedLinear(ParallelLayer):
     ) -> None:
         super().__init__(full, group)
         self.sequence_parallel = sequence_parallel
-        self.weight_grads: WeightGradStore | None = None
+        self.weight_grads: Any = None  # a WeightGradStore, if a pipeline sets one
 
     def product(self, function: type[Function], x: Tensor) -> Tensor:
         """Compute; cast before it as autocast would, if it is on."""
@@ -57,7 +57,7 @@ class FusedLinear(ParallelLayer):
 
     def own_gradients(
         self, ctx: Any, rows: Tensor, x: Tensor, of_bias: Tensor | None = None
-    ) -> Gradients:
+    ) -> Sequence[Tensor | None]:
         """Return the gradients of weight and bias, now, or none if that is for later.
 
         `rows` is the gradient of the product; `of_bias` is given if it is not that of
@@ -65,7 +65,7 @@ class FusedLinear(ParallelLayer):
         """
         _, needs_weight, needs_bias = ctx.needs_input_grad[:3]
 
-        def gradients() -> Gradients:
+        def gradients() -> Sequence[Tensor | None]:
             given = rows.sum(0) if of_bias is None and needs_bias else of_bias
             return [rows.t() @ _rows(x) if needs_weight else None, given]
 
