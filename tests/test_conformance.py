@@ -8,9 +8,11 @@ share the rows. Then three promises are held to:
 * what cannot be so is refused: by an error of this course's, with a sentence, on all
   ranks within two seconds.
 
-All else is a failure: other numbers, an error out of PyTorch, ranks that wait for each
-other. One launch goes through all cases. A case that hangs, or leaves ranks that do not
-understand each other any more, ends it; the next launch goes on with the next case.
+The first two rungs of stage 3 are not among them: they show the idea, and neither check
+models nor save states. All else is a failure: other numbers, an error out of PyTorch,
+ranks that wait for each other. One launch goes through all cases. A case that hangs, or
+leaves ranks that do not understand each other any more, ends it; the next launch goes
+on with the next case.
 
 By default: the hardest models and some that a seed draws, on two ranks. The whole
 matrix, on two and three ranks, with PyTorch's classes beside ours:
@@ -132,8 +134,6 @@ OURS: dict[str, Strategy] = {
     "order": in_order,
     "zero1": sharding(zero.ZeroRedundancyOptimizer),
     "zero2": sharding(zero.ShardedGradientOptimizer),
-    "zero3 naive": wrapped(zero.NaiveFullyShardedDataParallel),
-    "zero3 simple": wrapped(in_units(zero.SimpleFullyShardedDataParallel)),
     "zero3": wrapped(in_units(zero.FullyShardedDataParallel)),
     "tp": wrapped(tensor_parallel),
     "pp": wrapped(in_stages),
@@ -522,7 +522,7 @@ def test_every_strategy_conforms_or_refuses():
         # A bed that refuses everything would prove nothing.
         assert sum(kind.startswith(EQUAL) for kind in found.values()) > 100
         assert found["GPT, tied", "tp"] == EQUAL
-        assert WORDS["on"] in found["buffer that counts", "pp"]
+        assert found["buffer that counts", "pp"].startswith(REFUSED)
         assert [WORDS["first"], WORDS["own"]] == [
             found["moving mean", strategy].removeprefix(f"{EQUAL}: ")
             for strategy in ("ddp", "zero3")
