@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 
 
 @dataclass
@@ -81,7 +81,8 @@ def bits(trained: Trained) -> bytes:
 
 def own_norm_only(parts, max_norm: float) -> Tensor:
     """Clip what a rank has by the norm of what it has: wrong, but on one rank."""
-    parts = list(parts)
-    norm = get_total_norm([part.grad for part in parts if part.grad is not None])
-    clip_grads_with_norm_(parts, max_norm, norm)
+    gradients = [part.grad for part in parts if part.grad is not None]
+    norm = get_total_norm(gradients)
+    for gradient in gradients:  # PyTorch's own clipping is refused on parts
+        gradient *= torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     return norm
