@@ -81,8 +81,13 @@ def bits(trained: Trained) -> bytes:
 
 def own_norm_only(parts, max_norm: float) -> Tensor:
     """Clip what a rank has by the norm of what it has: wrong, but on one rank."""
-    gradients = [part.grad for part in parts if part.grad is not None]
-    norm = get_total_norm(gradients)
-    for gradient in gradients:  # PyTorch's own clipping is refused on parts
-        gradient *= torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    parts = [part for part in parts if part.grad is not None]
+    norm = get_total_norm([part.grad for part in parts])
+    scale_gradients(parts, max_norm, norm)
     return norm
+
+
+def scale_gradients(parts, max_norm: float, norm: Tensor) -> None:
+    """Scale gradients as PyTorch's clipping does, which is refused on parts."""
+    for part in parts:
+        part.grad *= torch.clamp(max_norm / (norm + 1e-6), max=1.0)

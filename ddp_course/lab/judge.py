@@ -8,7 +8,7 @@
 
 `Draw` makes inputs without a pattern: several sizes and types, unequal numbers, zeros
 on one rank, a special number in any place. What is compared are properties. Each has
-a hint in `TABLE`; those that an exercise replaces by its own are judged first:
+a hint in `TABLE`; after "fits", those that an exercise replaces are judged first:
 
     fits      the type of the result, of a tensor also its shape and dtype
     right     its values (where the solution returns None, any result will do)
@@ -234,10 +234,10 @@ def same_on_ranks(
 
 
 def chosen(hints: Hints | None, compared: Sequence[str]) -> dict[str, Any]:
-    """Return a hint for each property: the exercise's own come first, in its order."""
-    return {
-        **(hints or {}),
-        **{n: TABLE[n] for n in compared if n not in (hints or {})},
+    """Return a hint for each property: of what does not fit first, then its own."""
+    own, rest = dict(hints or {}), {name: TABLE[name] for name in compared}
+    return {"fits": own.pop("fits", TABLE["fits"]), **own} | {
+        name: hint for name, hint in rest.items() if name not in (hints or {})
     }
 
 

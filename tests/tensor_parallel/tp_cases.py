@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import trained
 from refusals import said
 from torch import Tensor, nn
-from trained import Trained
+from trained import Trained, own_norm_only, scale_gradients
 
 from ddp_course import collectives
 from ddp_course.bench.tp import styles
@@ -192,17 +192,14 @@ class ForgetfulColumn(ColumnProduct):
 
 def norm_per_rank(parallel: TensorParallelGPT, max_norm: float) -> Tensor:
     """Clips what a rank has by the norm of what it has."""
-    parts = list(parallel.parameters())
-    norm = nn.utils.get_total_norm([part.grad for part in parts])
-    nn.utils.clip_grads_with_norm_(parts, max_norm, norm)
-    return norm
+    return own_norm_only(parallel.parameters(), max_norm)
 
 
 def norm_counts_twice(parallel: TensorParallelGPT, max_norm: float) -> Tensor:
     """Adds up all ranks' squares, though some gradients are on all ranks."""
     square = sum(p.grad.square().sum() for p in parallel.parameters())
     dist.all_reduce(square)
-    nn.utils.clip_grads_with_norm_(parallel.parameters(), max_norm, square.sqrt())
+    scale_gradients(parallel.parameters(), max_norm, square.sqrt())
     return square.sqrt()
 
 

@@ -197,7 +197,7 @@ ANSWERS = answers(
         for row in rows:
             row.clear()
         return waits
-    waits_of_one_digit: For 1f1b
+    waits_of_one_digit: ValueError
         return solutions.who_waits([[a[:2] + a[-1] for a in row] for row in rows])
     stage_s_on_rank_s_mod_p: comes to its end
         # Looks for what a stage has done on the rank where it usually is.
