@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from ddp_course.mechanisms.agreement import check_along
+from ddp_course.mechanisms.agreement import agreed
 from ddp_course.mechanisms.saving import (
     CheckpointError,
-    attempt,
     left_overs,
     on_cpu,
     read,
@@ -132,10 +131,13 @@ class Checkpoints:
                 f"the newest checkpoint in {self.folder} is of step {newest}, and this "
                 f"run is to end after {steps}; take more steps, or another folder"
             )
-        problem, state = _from(holder, lambda: attempt(lambda: self._read(newest)))
-        if problem:
-            who = f"rank {holder}: " * dist.is_initialized()
-            raise CheckpointError(who + problem)
+        reads = _rank() == holder
+        state = agreed(
+            lambda: self._read(newest) if reads else None,
+            *_everybody(),
+            error=CheckpointError,
+        )
+        state = _from(holder, state)
         try:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
@@ -197,8 +199,7 @@ class Checkpoints:
 
     def _newest(self) -> tuple[int, int]:
         """Return the newest step that any rank sees, or -1, and who sees it."""
-        problem, step = attempt(self._look)
-        check_along(_everybody(), problem, CheckpointError)
+        step = agreed(self._look, *_everybody(), error=CheckpointError)
         seen = [step]
         if dist.is_initialized():
             seen = [-1] * dist.get_world_size()
@@ -242,9 +243,9 @@ def _everybody() -> list[dist.ProcessGroup]:
     return [dist.group.WORLD] if dist.is_initialized() else []
 
 
-def _from(rank: int, work: Callable[[], Any]) -> Any:
-    """Do `work` on one rank, and return on all what came of it."""
-    box = [work() if _rank() == rank else None]
+def _from(rank: int, value: Any) -> Any:
+    """Return the `value` of one rank on all ranks."""
+    box = [value]
     if dist.is_initialized():
         dist.broadcast_object_list(box, src=rank)
     return box[0]

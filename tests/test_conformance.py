@@ -50,9 +50,9 @@ import ddp_course
 from ddp_course import data_parallel, zero
 from ddp_course.communication_order import ScheduledDataParallel, priority
 from ddp_course.launch import RankReport, spawn
+from ddp_course.mechanisms.agreement import digest, kind_of
 from ddp_course.mechanisms.buckets import bucket_plan
 from ddp_course.mechanisms.hooks import tensors_in
-from ddp_course.mechanisms.tensor_words import digest, kind_of
 from ddp_course.parallelize import whole
 from ddp_course.pipeline import PipelineParallel
 from ddp_course.tensor_parallel import tensor_parallel

@@ -20,8 +20,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_course.collectives.allocator import container, machine
-from ddp_course.collectives.memory_barrier import Barrier, ranks_in_words
-from ddp_course.launch.deadlock import Watch, default_store, exchange_by_store
+from ddp_course.collectives.memory_barrier import Barrier
+from ddp_course.launch.deadlock import (
+    Watch,
+    by_text,
+    checked_group,
+    default_store,
+    exchange_by_store,
+    ranks_in_words,
+)
 
 Group = dist.ProcessGroup | None  # None: all ranks
 
@@ -209,16 +216,7 @@ def communicator(group: Group = None) -> Communicator:
     The first call for a group is a collective: its members must all make it. Raises
     ValueError, TypeError if `group` is none that this rank is in.
     """
-    group = dist.group.WORLD if group is None else group
-    if group is None:
-        raise ValueError("the default process group has not been initialized")
-    if group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(
-            f"rank {dist.get_rank()} is no member of this group (new_group returned "
-            "NON_GROUP_MEMBER here); only members take part in its collectives"
-        )
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"group is {group!r}; it must be a process group or None")
+    group = checked_group(group)
     if group not in _KEPT:
         for known in list(_KEPT):  # some may have been destroyed meanwhile
             if _is_destroyed(known):
@@ -259,20 +257,3 @@ def read(notes: Sequence[str], ranks: Sequence[int]) -> list[Any]:
         told = f"the ranks do not call the same. {by_text(words, ranks)}"
         raise CollectiveError(f"{told}. Nothing was sent.")
     return [ast.literal_eval(value) if value else None for value in shown]
-
-
-def by_text(
-    texts: Sequence[str], ranks: Sequence[int], text_first: bool = False
-) -> str:
-    """Write who says what, ranks with the same text together; who says "" is left out.
-
-    As "rank 0: yes; ranks 1, 2: no", or "yes on rank 0, no on ranks 1, 2".
-    """
-    who: dict[str, list[int]] = {}
-    for rank, text in zip(ranks, texts, strict=True):
-        if text:
-            who.setdefault(text, []).append(rank)
-    told = [(text, ranks_in_words(those)) for text, those in who.items()]
-    if text_first:
-        return ", ".join(f"{text} on {named}" for text, named in told)
-    return "; ".join(f"{named}: {text}" for text, named in told)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ddp_course.collectives.allocator import LINE, PAGE, Exchange, allocate, round_up
+from ddp_course.launch.deadlock import ranks_in_words
 
 SPINS = 2000  # looks at a semaphore before going to sleep: about 1 ms
 NAP = 0.5  # seconds asleep before looking up for a deadline, or for Ctrl-C
@@ -224,8 +225,3 @@ class Barrier:
 
 def _rows(table: Tensor) -> list[memoryview]:
     return [memoryview(row.numpy()) for row in table]
-
-
-def ranks_in_words(ranks: list[int]) -> str:
-    """Write some ranks: "rank 3", "ranks 1, 2"."""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

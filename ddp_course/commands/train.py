@@ -32,7 +32,7 @@ from ddp_course.launch.torchrun import (
     leave,
     under_torchrun,
 )
-from ddp_course.mechanisms.agreement import check_same
+from ddp_course.mechanisms.agreement import agreed
 from ddp_course.model import PRESETS
 from ddp_course.parallelize import check_parts
 from ddp_course.train import History, train
@@ -125,4 +125,4 @@ def _agree(settings: dict[str, Any]) -> None:
     """
     form = {f"--{name.replace('_', '-')}": repr(v) for name, v in settings.items()}
     form["--checkpoint"] = "given" if settings["checkpoint"] else "not given"
-    check_same(form, None, None)
+    agreed(lambda: None, None, **form)

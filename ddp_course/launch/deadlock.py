@@ -118,6 +118,24 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
+def checked_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return `group`, or the group of all ranks for None.
+
+    Raises ValueError or TypeError if it is no group that this rank is in.
+    """
+    group = dist.group.WORLD if group is None else group
+    if group is None:
+        raise ValueError("the default process group has not been initialized")
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            f"rank {dist.get_rank()} is no member of this group (new_group returned "
+            "NON_GROUP_MEMBER here); only members take part in its collectives"
+        )
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group is {group!r}; it must be a process group or None")
+    return group
+
+
 def say_returned() -> None:
     """Tell waiting peers that this rank calls no further collective."""
     if dist.is_initialized():
@@ -159,3 +177,28 @@ def exchange_by_store(name: str, watch: Watch) -> Callable[[object], list]:
         return [ast.literal_eval(store.get(key).decode()) for key in keys]
 
     return exchange
+
+
+# ---- ranks in words ------------------------------------------------------------------
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Write some ranks: "rank 3", "ranks 1, 2"."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def by_text(
+    texts: Sequence[str], ranks: Sequence[int], text_first: bool = False
+) -> str:
+    """Write who says what, ranks with the same text together; who says "" is left out.
+
+    As "rank 0: yes; ranks 1, 2: no", or "yes on rank 0, no on ranks 1, 2".
+    """
+    who: dict[str, list[int]] = {}
+    for rank, text in zip(ranks, texts, strict=True):
+        if text:
+            who.setdefault(text, []).append(rank)
+    pairs = [(text, ranks_in_words(those)) for text, those in who.items()]
+    if text_first:
+        return ", ".join(f"{text} on {names}" for text, names in pairs)
+    return "; ".join(f"{names}: {text}" for text, names in pairs)

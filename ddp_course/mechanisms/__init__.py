@@ -1,10 +1,8 @@
 """Floor 1: what several strategies are made of. They never import each other.
 
     parts       objects to which a strategy announces its moments
-    agreement   do all ranks mean the same? modules, arguments, flags
+    agreement   do all ranks mean the same? modules and arguments, compared once
     broadcast   one rank's tensors for all
-    tensor_words
-                a tensor in words, to be compared
     engine      gradient -> bucket -> launch in order -> wait; a reducer says how
     buckets     which gradients travel together: plain data
     hooks       how autograd tells that a gradient is there

@@ -1,35 +1,43 @@
 """Do all ranks mean the same? Compared once, at the boundary, before anything is sent.
 
-    agreed          make a value on every rank; compare a form; all return or all raise
-    form_of         what must be the same of a module
-    problem_with    why a module cannot be replicated
-    on_any_rank     flags: which are set on one rank at least
-    shown_by_all    the same flags, rank by rank; and who went on after an error
-
-`check_same`, `check_along` and `attempt` are older forms of `agreed`; they go with
-their last caller.
+    agreed              make a value on every rank; compare a form; all ranks return, or
+                        all raise the same sentence
+    form_of             what must be the same of a module
+    problem_with        why a module cannot be replicated
+    kind_of, described  a tensor in words, to be compared
 
 Data parallelism rests on one promise: before every step all ranks have the same
 parameters. It is made at construction. The form (names, shapes, types, what is
 trained) is compared, since gradients of different shapes would be added to each other,
 or hang; the numbers are sent by rank 0. Afterwards nobody is special: equal parameters
 and equal gradients stay equal. Chapter 04.
+
+The ranks compare through the store at which they met, not by a collective: a collective
+would mix with those that a rank which does something else has called, and would not say
+which rank is missing (`launch.deadlock`).
 """
 
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_course.collectives import CollectiveError, communicator
-from ddp_course.collectives.communicator import by_text
+from ddp_course.launch.deadlock import (
+    Watch,
+    by_text,
+    checked_group,
+    default_store,
+    exchange_by_store,
+)
 
 T = TypeVar("T")
-SHOWN = 5  # of more differences only the number is told
+SHOWN = 5  # differences that are described; of more only the number
 
-Form = dict[str, str]  # what -> how it is on one rank; in order
+Form = dict[str, str]  # what is compared -> how it is on one rank; in order
 
 
 class ReplicaError(ValueError):
@@ -40,7 +48,11 @@ class ReplicaError(ValueError):
 
 
 def agreed(
-    make: Callable[[], T], /, *groups: dist.ProcessGroup | None, **form: Any
+    make: Callable[[], T],
+    /,
+    *groups: dist.ProcessGroup | None,
+    error: type[Exception] = ReplicaError,
+    **form: Any,
 ) -> T:
     """Return `make()` if every rank could make its value and all have the same `form`.
 
@@ -52,18 +64,20 @@ def agreed(
     Args:
         make: makes this rank's value, or raises what is wrong on this rank.
         groups: the ranks; those along several axes of a mesh compare along each.
+        error: the class of the error that all ranks raise.
         form: what must be the same on all ranks: name -> anything with a stable text,
             such as the entries of `form_of(module)`.
 
-    Raises ReplicaError, with the same text on every rank, if some rank's `make` has
-    raised, or if the forms differ. Chapter 04.
+    Raises ReplicaError (or `error`), with the same text on every rank, if some rank's
+    `make` has raised, or if the forms differ. Raises DeadlockError, which names the
+    ranks, if some rank cannot come any more. Chapter 04.
     """
     problem, value = "", None
     try:
         value = make()
-    except Exception as error:
-        known = isinstance(error, (ValueError, TypeError, RuntimeError))
-        problem = str(error) if known else f"{type(error).__name__}: {error}"
+    except Exception as raised:
+        known = isinstance(raised, (ValueError, TypeError, RuntimeError, OSError))
+        problem = str(raised) if known else f"{type(raised).__name__}: {raised}"
     own = {} if problem else {name: str(entry) for name, entry in form.items()}
     digest = hashlib.sha256(repr(own).encode()).hexdigest()
     rank = dist.get_rank() if groups else 0
@@ -76,8 +90,8 @@ def agreed(
         forms = _along(groups, {rank: tuple(own.items())})
         text = differences([dict(pairs) for pairs in forms.values()], list(forms))
     if text:  # of an `agreed` inside of `make`, perhaps: then it is a whole sentence
-        end = "" if text.endswith("Nothing was sent.") else ". Nothing was sent."
-        raise ReplicaError(f"{text}{end}")
+        whole = error is not ReplicaError or text.endswith("Nothing was sent.")
+        raise error(text if whole else f"{text}. Nothing was sent.")
     return value
 
 
@@ -87,9 +101,40 @@ def _along(
     """Return what all ranks along the groups have, by rank."""
     known = own
     for group in groups:
-        shown = communicator(group).exchange(tuple(known.items()))
+        shown = _exchange(checked_group(group))(tuple(known.items()))
         known = dict(sorted(pair for pairs in shown for pair in pairs))
     return known
+
+
+_exchanges: WeakKeyDictionary[dist.ProcessGroup, Callable] = WeakKeyDictionary()
+
+
+def _exchange(group: dist.ProcessGroup) -> Callable[[Any], list]:
+    """Return the function that shows a value to all ranks of a group; kept for it."""
+    if group not in _exchanges:
+        ranks = dist.get_process_group_ranks(group)
+        watch = Watch(default_store(), ranks, dist.get_rank(), doing="agreed(...)")
+        name = f"{group.group_name}/agreed"
+        _exchanges[group] = exchange_by_store(name, watch)
+    return _exchanges[group]
+
+
+def differences(forms: Sequence[Form], ranks: Sequence[int]) -> str:
+    """Say which entries differ between the ranks, and how. Pure."""
+    names = list(dict.fromkeys(name for form in forms for name in form))
+    found = []
+    for name in names:
+        told = [form.get(name, "missing") for form in forms]
+        if len(set(told)) > 1:
+            found.append(f"{name} is {by_text(told, ranks, text_first=True)}")
+    if not found:
+        order = [" ".join(form) for form in forms]
+        return f"the parameters are in another order: {by_text(order, ranks)}"
+    more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    return f"the ranks differ. {'; '.join(found[:SHOWN])}{more}"
+
+
+# ---- modules and tensors in words ---------------------------------------------------
 
 
 def form_of(module: nn.Module, **options: Any) -> Form:
@@ -102,13 +147,11 @@ def form_of(module: nn.Module, **options: Any) -> Form:
         return form
     for name, p in module.named_parameters():
         strides = "" if p.is_contiguous() else f", strides {list(p.stride())}"
-        form[name] = f"{_told(p)}, requires_grad={p.requires_grad}{strides}"
-    return form | {f"buffer {name}": _told(b) for name, b in module.named_buffers()}
-
-
-def _told(tensor: Tensor) -> str:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return f"{dtype} {list(tensor.shape)} on {tensor.device.type}"
+        where = f"on {p.device.type}, requires_grad={p.requires_grad}{strides}"
+        form[name] = f"{kind_of(p)} {where}"
+    for name, b in module.named_buffers():
+        form[f"buffer {name}"] = f"{kind_of(b)} on {b.device.type}"
+    return form
 
 
 def problem_with(module: Any) -> str | None:
@@ -137,104 +180,26 @@ def check_module(module: Any) -> None:
         raise ValueError(problem)
 
 
-def check_same(
-    form: Form, problem: str | None, group: dist.ProcessGroup | None
-) -> None:
-    """Compare the forms of all ranks; a collective call, which sends no tensor.
+def kind_of(value: Any) -> str:
+    """Return type and shape of a tensor, "int64 [8, 64]"; else its type."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
 
-    Raises ReplicaError, with the same text on every rank, if a rank has a `problem` or
-    if the forms differ.
+
+def described(value: Any) -> str:
+    """Say also what is in it: "int64 [8, 64] with digest 3f0c5be99a1d7c26".
+
+    Where ranks work on one batch together, each says so which one it was given. In data
+    parallelism every rank has a batch of its own; where ranks share a model, that would
+    be a mistake that no shape shows. Chapters 09 and 10.
     """
-    comm = communicator(group)
-    digest = hashlib.sha256(repr(form).encode()).hexdigest()
-    problems, digests = zip(*comm.exchange((problem or "", digest)), strict=True)
-    if any(problems):
-        raise ReplicaError(f"{by_text(problems, comm.ranks)}. Nothing was sent.")
-    if len(set(digests)) > 1:
-        forms = [dict(pairs) for pairs in comm.exchange(tuple(form.items()))]
-        raise ReplicaError(f"{differences(forms, comm.ranks)}. Nothing was sent.")
+    if not isinstance(value, Tensor) or value.is_meta:
+        return kind_of(value)
+    return f"{kind_of(value)} with digest {digest(value)}"
 
 
-def check_along(
-    groups: Sequence[dist.ProcessGroup],
-    problem: str | None,
-    error: type[Exception] | None = None,
-) -> None:
-    """Raise `error`, a ReplicaError unless told, on all ranks along several groups.
-
-    If there is a problem on any of them; who hears of it from one group tells the next,
-    so all raise the same text. Without groups this is the only process.
-    """
-    text = f"{problem}{'' if error else '. Nothing was sent.'}" if problem else ""
-    if text and groups:
-        text = f"rank {dist.get_rank()}: {text}"
-    for group in groups:
-        texts = communicator(group).exchange(text)
-        text = min((text for text in texts if text), default="")
-    if text:
-        raise (error or ReplicaError)(text)
-
-
-def differences(forms: Sequence[Form], ranks: Sequence[int]) -> str:
-    """Say which entries differ between the ranks, and how. Pure."""
-    names = list(dict.fromkeys(name for form in forms for name in form))
-    found = []
-    for name in names:
-        told = [form.get(name, "missing") for form in forms]
-        if len(set(told)) > 1:
-            found.append(f"{name} is {by_text(told, ranks, text_first=True)}")
-    if not found:
-        order = [" ".join(form) for form in forms]
-        return f"the parameters are in another order: {by_text(order, ranks)}"
-    more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    return f"the ranks differ. {'; '.join(found[:SHOWN])}{more}"
-
-
-def attempt(
-    work: Callable[[], Any], errors: Any = (ValueError, TypeError)
-) -> tuple[str, Any]:
-    """Do `work`; return why it failed, or "", and what it returned.
-
-    A rank that failed must still talk, or the others would wait for it.
-    """
-    try:
-        return "", work()
-    except errors as error:
-        return str(error), None
-
-
-# ---- flags ---------------------------------------------------------------------------
-
-
-def shown_by_all(
-    flags: Sequence[bool],
-    group: dist.ProcessGroup | None,
-    failed: int = 0,
-) -> list[str]:
-    """Return what each rank of the group shows: a "1" or "0" for each of its flags.
-
-    Call it on all ranks, equally often. The flags travel as notes do on which ranks
-    agree before they send: in shared memory on one machine, within microseconds.
-
-    `failed` is how many passes have ended in an error that the caller has caught. Who
-    goes on after one alone is a step ahead of the others, and averages another batch:
-    raises CollectiveError, on every rank, if these numbers differ.
-    """
-    own = "".join("01"[bool(flag)] for flag in flags)
-    comm = communicator(group)
-    shown, counts = zip(*comm.agree_now("flags", show=(own, failed)), strict=True)
-    if len(set(counts)) > 1:
-        told = by_text([*map(str, counts)], comm.ranks, text_first=True)
-        raise CollectiveError(
-            f"forwards and backwards that ended in an error: {told}. The gradients are "
-            "of different steps: let all ranks skip a batch, or none"
-        )
-    return list(shown)
-
-
-def on_any_rank(
-    flags: Sequence[bool], group: dist.ProcessGroup | None, failed: int = 0
-) -> list[bool]:
-    """Return which flags are set on one rank at least, by what `shown_by_all` says."""
-    notes = shown_by_all(flags, group, failed)
-    return ["1" in column for column in zip(*notes, strict=True)]
+def digest(tensor: Tensor) -> str:
+    """Return 16 hexadecimal digits that change if any number does, but by chance."""
+    flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return hashlib.blake2b(flat.numpy(), digest_size=8).hexdigest()

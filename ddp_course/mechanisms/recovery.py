@@ -12,7 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ddp_course.mechanisms.agreement import shown_by_all
+from ddp_course.collectives.communicator import CollectiveError, communicator
+from ddp_course.launch.deadlock import by_text
 
 
 class Recovery:
@@ -54,3 +55,40 @@ class Recovery:
         Raises CollectiveError, on every rank, if some ranks have had more failures.
         """
         return shown_by_all(flags, self.group, self.failed)
+
+
+# ---- flags --------------------------------------------------------------------------
+
+
+def shown_by_all(
+    flags: Sequence[bool],
+    group: dist.ProcessGroup | None,
+    failed: int = 0,
+) -> list[str]:
+    """Return what each rank of the group shows: a "1" or "0" for each of its flags.
+
+    Call it on all ranks, equally often. The flags travel as notes do on which ranks
+    agree before they send: in shared memory on one machine, within microseconds.
+
+    `failed` is how many passes have ended in an error that the caller has caught. Who
+    goes on after one alone is a step ahead of the others, and averages another batch:
+    raises CollectiveError, on every rank, if these numbers differ.
+    """
+    own = "".join("01"[bool(flag)] for flag in flags)
+    comm = communicator(group)
+    shown, counts = zip(*comm.agree_now("flags", show=(own, failed)), strict=True)
+    if len(set(counts)) > 1:
+        told = by_text([*map(str, counts)], comm.ranks, text_first=True)
+        raise CollectiveError(
+            f"forwards and backwards that ended in an error: {told}. The gradients are "
+            "of different steps: let all ranks skip a batch, or none"
+        )
+    return list(shown)
+
+
+def on_any_rank(
+    flags: Sequence[bool], group: dist.ProcessGroup | None, failed: int = 0
+) -> list[bool]:
+    """Return which flags are set on one rank at least, by what `shown_by_all` says."""
+    notes = shown_by_all(flags, group, failed)
+    return ["1" in column for column in zip(*notes, strict=True)]

@@ -13,7 +13,6 @@ file (`weights_only`): it may come from anybody. Chapters 05 and 08.
 import hashlib
 import os
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ddp_course.mechanisms import agreement
-from ddp_course.mechanisms.tensor_words import described
+from ddp_course.mechanisms.agreement import described
 
 WRITING = ".being-written-"  # how the names of unfinished files and folders begin
 
@@ -120,6 +118,3 @@ def on_cpu(state: Any) -> Any:
     if isinstance(state, (list, tuple)):
         return [on_cpu(value) for value in state]
     return state
-
-
-attempt = partial(agreement.attempt, errors=(OSError, RuntimeError))  # so all hear it

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_course.collectives.communicator import Communicator
-from ddp_course.mechanisms.tensor_words import described, kind_of
+from ddp_course.mechanisms.agreement import described, kind_of
 from ddp_course.model import GPTConfig, check_tokens
 
 BATCH_NORM = nn.modules.batchnorm._BatchNorm

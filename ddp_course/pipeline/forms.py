@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ddp_course.collectives.communicator import Communicator
-from ddp_course.mechanisms.tensor_words import kind_of
+from ddp_course.mechanisms.agreement import kind_of
 from ddp_course.pipeline.runtime import Form
 from ddp_course.pipeline.stages import Stage
 from ddp_course.precision.autocast import autocast_dtype

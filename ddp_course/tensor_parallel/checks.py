@@ -15,9 +15,14 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from ddp_course.collectives.communicator import Communicator, communicator
-from ddp_course.mechanisms.agreement import agreed, form_of, problem_with
+from ddp_course.mechanisms.agreement import (
+    agreed,
+    described,
+    digest,
+    form_of,
+    problem_with,
+)
 from ddp_course.mechanisms.frozen import check_first_order
-from ddp_course.mechanisms.tensor_words import described, digest
 from ddp_course.model import GPT, GPTConfig, check_tokens
 
 

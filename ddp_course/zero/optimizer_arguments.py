@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ddp_course.mechanisms.agreement import agreed
+from ddp_course.mechanisms.agreement import agreed, kind_of
 from ddp_course.mechanisms.buckets import bucket_plan
 from ddp_course.mechanisms.elementwise import check_elementwise
-from ddp_course.mechanisms.tensor_words import kind_of
 from ddp_course.zero.options import copy_options
 from ddp_course.zero.shards import names_of
 

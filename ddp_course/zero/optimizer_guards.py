@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from ddp_course.collectives.communicator import communicator
+from ddp_course.mechanisms.agreement import digest
 from ddp_course.mechanisms.buckets import LiveBucket, Slot
 from ddp_course.mechanisms.engine import Engine
 from ddp_course.mechanisms.hooks import listeners
-from ddp_course.mechanisms.tensor_words import digest
 from ddp_course.zero.shards import names_of
 
 ADVICE = (

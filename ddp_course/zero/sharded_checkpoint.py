@@ -19,23 +19,21 @@ load. torch.distributed.checkpoint does all that for DTensors. Chapter 08.
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ddp_course.collectives import communicator
-from ddp_course.mechanisms.agreement import check_along
+from ddp_course.mechanisms.agreement import agreed
 from ddp_course.mechanisms.optimizer_state import options_of
 from ddp_course.mechanisms.placements import Flat, placed
 from ddp_course.mechanisms.saving import (
     WRITING,
     CheckpointError,
-    attempt,
     left_overs,
     on_cpu,
     read,
@@ -47,6 +45,7 @@ from ddp_course.mechanisms.saving import (
 from ddp_course.mechanisms.whole_state import buffers_of
 from ddp_course.zero.stage3 import FullyShardedDataParallel as ShardedModule
 
+T = TypeVar("T")
 FORMAT = 1
 NUMBERS = "numbers"  # of a piece, among its optimizer's states
 
@@ -61,20 +60,19 @@ def save(
     optimizer of something else, and if it cannot be written; what was there stays.
     """
     groups, folder = _groups(sharded), Path(folder).absolute()
-    check_along(groups, _strange(sharded, optimizer), CheckpointError)
-    first = all(communicator(group).rank == 0 for group in groups)
-    begun = attempt(lambda: _begin(folder)) if first else None
-    problem, names = from_first(begun, groups)
-    check_along(groups, problem, CheckpointError)
-    unfinished, path = (folder / name for name in names)
-    if all(comm.rank == 0 for comm in sharded.comms[1:]):
+    first = all(dist.get_rank(group) == 0 for group in groups)
+    writes = all(comm.rank == 0 for comm in sharded.comms[1:])
+
+    def write() -> None:
         state = {"format": FORMAT, "save": names[0], **_own(sharded, optimizer)}
-        mine = unfinished / f"rank-{dist.get_rank()}.pt"
-        problem, _ = attempt(lambda: write_whole(state, mine))
-    check_along(groups, problem, CheckpointError)  # or all ranks have written
-    if first:
-        problem, _ = attempt(lambda: _end(unfinished, path))
-    check_along(groups, problem, CheckpointError)
+        write_whole(state, unfinished / f"rank-{dist.get_rank()}.pt")
+
+    _agreed(groups, lambda: _check_stepped(sharded, optimizer))
+    names = _agreed(groups, lambda: _begin(folder) if first else None)
+    names = from_first(names, groups)
+    unfinished, path = (folder / name for name in names)
+    _agreed(groups, lambda: write() if writes else None)
+    _agreed(groups, lambda: _end(unfinished, path) if first else None)
 
 
 def load(
@@ -86,10 +84,9 @@ def load(
     holds no such checkpoint, or one of another model or other groups.
     """
     groups, folder = _groups(sharded), Path(folder).absolute()
-    check_along(groups, _strange(sharded, optimizer), CheckpointError)
+    _agreed(groups, lambda: _check_stepped(sharded, optimizer))
     newest = from_first(max(_saves(folder), default=None), groups)
-    problem, found = attempt(lambda: _found(newest or folder, sharded, optimizer))
-    check_along(groups, problem, CheckpointError)
+    found = _agreed(groups, lambda: _found(newest or folder, sharded, optimizer))
     states, buffers, options = found
     with torch.no_grad():
         for piece, state in states.items():
@@ -103,6 +100,11 @@ def load(
 def _groups(sharded: ShardedModule) -> list[dist.ProcessGroup]:
     """Return the groups along which there are other ranks with a part in this."""
     return list(dict.fromkeys([*sharded.groups, *(c.group for c in sharded.comms)]))
+
+
+def _agreed(groups: list[dist.ProcessGroup], make: Callable[[], T]) -> T:
+    """Return `make()`, or raise CheckpointError on all ranks if one cannot make it."""
+    return agreed(make, *groups, error=CheckpointError)
 
 
 def from_first(value: Any, groups: list[dist.ProcessGroup]) -> Any:
@@ -170,13 +172,15 @@ def _key(name: str, piece: Tensor) -> str:
     return f"{name} ({before})" if before else name
 
 
-def _strange(sharded: ShardedModule, optimizer: Optimizer | None) -> str:
-    """Return what is wrong with an optimizer of something else, or ""."""
+def _check_stepped(sharded: ShardedModule, optimizer: Optimizer | None) -> None:
+    """Raise CheckpointError for an optimizer that steps other tensors, too."""
     own = set(sharded.pieces.values())
     groups = [] if optimizer is None else optimizer.param_groups
-    strange = [[*p.shape] for group in groups for p in group["params"] if p not in own]
-    told = f"the optimizer steps tensors of {strange}, no pieces of this module"
-    return told if strange else ""
+    others = [[*p.shape] for group in groups for p in group["params"] if p not in own]
+    if others:
+        raise CheckpointError(
+            f"the optimizer steps tensors of {others}, no pieces of this module"
+        )
 
 
 def _options(sharded: ShardedModule, optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_map_only
 
 from ddp_course.collectives.communicator import Communicator
 from ddp_course.collectives.patience import patient, threads_of
-from ddp_course.mechanisms.agreement import on_any_rank
 from ddp_course.mechanisms.frozen import Frozen, came_later, check_first_order
 from ddp_course.mechanisms.guards import leave_behind
 from ddp_course.mechanisms.hooks import tensors_in
+from ddp_course.mechanisms.recovery import on_any_rank
 from ddp_course.mechanisms.timeline import Timeline
 from ddp_course.zero.freed import Freed, ShardedError
 from ddp_course.zero.stage3_simple import SimpleFullyShardedDataParallel as Sharded

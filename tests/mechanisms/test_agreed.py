@@ -3,6 +3,7 @@
 import torch.distributed as dist
 from on_ranks import error_of, launched
 
+from ddp_course.launch import spawn
 from ddp_course.mechanisms.agreement import agreed
 
 
@@ -80,3 +81,21 @@ def test_one_process_alone_raises_its_own_problem():
 
     assert agreed(lambda: 5) == 5
     assert error_of(lambda: agreed(bad)) == "ReplicaError: size is 3. Nothing was sent."
+
+
+def in_other_groups() -> str:
+    """Rank 0 waits in one group for rank 1, which waits in another one."""
+    groups = dist.new_group([0, 1]), dist.group.WORLD
+    return error_of(lambda: agreed(int, groups[dist.get_rank()]))
+
+
+def on_rank_0_alone() -> str:
+    return error_of(lambda: agreed(int, None)) if dist.get_rank() == 0 else ""
+
+
+def test_a_rank_that_cannot_come_is_named():
+    """A planted mistake: the ranks compare in other groups, or one does not compare."""
+    for error in spawn(in_other_groups, world_size=2, output="none", timeout=60):
+        assert error.startswith("DeadlockError: these wait for each other: rank 0 at ")
+    error, _ = spawn(on_rank_0_alone, world_size=2, output="none", timeout=60)
+    assert error.startswith("DeadlockError: ranks [1] have returned")

@@ -32,7 +32,7 @@ from torch.optim import AdamW
 from ddp_course.compression import PowerSGD, TopK, compressor, play
 from ddp_course.data import load_corpus, shard
 from ddp_course.local_sgd import DiLoCo, LocalSGD, simulate
-from ddp_course.mechanisms.tensor_words import digest
+from ddp_course.mechanisms.agreement import digest
 from ddp_course.model import build_gpt
 from ddp_course.theory import local_sgd_bytes
 from ddp_course.theory.compression import compressed_bytes
