@@ -1,7 +1,7 @@
-"""Where the course and a learner's copy of it lie, and which exercises passed there.
+"""Find the course and a learner's copy of it, and read which exercises have passed.
 
-`ddp-course lab` makes the copy (`commands/copy.py`). In it, each check appends its
-verdict as one line to a file (`lab/progress.py`); `ddp-course progress` reads them.
+`ddp-course lab` makes the copy (`commands/copy.py`). In the copy, each check appends
+its verdict as one line to a file (`lab/progress.py`); `ddp-course progress` reads it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
 FOLDER = "ddp-course"  # the copy's folder, unless the learner names another
-RECORD = ".ddp-course.json"  # in the copy: what was copied, and its digests
+RECORD = ".ddp-course.json"  # in the copy: the digest of each file when it was copied
 FILE = ".progress.jsonl"  # in the copy: lines such as ["swap", "passed"]
 STATUSES = ("not attempted yet", "not yet", "passed")  # from worst to best
 
@@ -46,7 +46,7 @@ def around() -> list[Path]:
 
 
 def holds_chapters(place: Path) -> bool:
-    """Tell whether a folder has the course's notebooks."""
+    """Return whether a folder has the course's notebooks."""
     return any((place / "notebooks").glob("00_*.ipynb"))
 
 
@@ -75,7 +75,7 @@ def reached(copy: Path) -> dict[str, str]:
 
 
 def better(status: str, than: str | None) -> bool:
-    """Tell whether `status` is a status, and better than another, or than None."""
+    """Return whether `status` is a status, and better than another, or than None."""
     return status in STATUSES[STATUSES.index(than) + 1 if than else 0 :]
 
 
@@ -86,9 +86,16 @@ def exercises() -> dict[str, list[str]]:
     return dict(zip((room.parent.name[2:] for room in rooms), names, strict=True))
 
 
+def remaining(found: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return (exercise, chapter) for each exercise that has not passed, in order."""
+    every = [
+        (name, chapter) for chapter, names in exercises().items() for name in names
+    ]
+    return [(name, chapter) for name, chapter in every if found.get(name) != "passed"]
+
+
 def summary(found: Mapping[str, str]) -> str:
-    """Say in a line how many exercises have passed, and which one is next."""
-    order = [(name, ch) for ch, names in exercises().items() for name in names]
-    left = [(name, ch) for name, ch in order if found.get(name) != STATUSES[-1]]
-    text = f"{len(order) - len(left)} of {len(order)} exercises have passed. "
+    """Return a line that says how many exercises have passed, and which is next."""
+    total, left = sum(map(len, exercises().values())), remaining(found)
+    text = f"{total - len(left)} of {total} exercises have passed. "
     return text + (f"Next: {left[0][0]}, in {left[0][1]}." if left else "All of them!")

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import nbformat
 import pytest
+from ipykernel.ipkernel import IPythonKernel
 from nbformat.sign import NotebookNotary
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 
@@ -73,10 +74,41 @@ def test_a_copy_is_whole_and_its_figures_are_trusted(course):
     assert mine == Path.cwd() / "ddp-course"
     assert told == [f"Your copy of the course: {mine}"]
     record = {learners_copy.RECORD: (mine / learners_copy.RECORD).read_bytes()}
-    assert files(mine) == files(course) | record
+    assert files(mine).keys() == files(course).keys() | record.keys()
+    for name in files(course):
+        assert copy.words(mine / name) == copy.words(course / name)
     notebook = nbformat.read(mine / "notebooks/01_ranks.ipynb", as_version=4)
     assert NotebookNotary().check_signature(notebook)
     assert copy.learners_copy(None) == (mine, told)  # nothing is new
+
+
+def test_a_copy_says_of_python_what_a_kernel_says(course):
+    """Or JupyterLab asks about changes that nobody has made."""
+    mine, _ = copy.learners_copy(None)
+    for folder, same in ((mine, True), (course, False)):
+        notebook = nbformat.read(folder / "notebooks/01_ranks.ipynb", as_version=4)
+        told = notebook.metadata.get("language_info", {})
+        assert (told == IPythonKernel.language_info) == same
+
+
+def test_lab_opens_where_the_learner_left_off(course, monkeypatch):
+    write(course, "02_collectives", "02")
+    chapter = {"00_start_here": ["a"], "01_ranks": ["b"], "02_collectives": ["c"]}
+    monkeypatch.setattr(learners_copy, "exercises", lambda: chapter)
+    mine, _ = copy.learners_copy(None)
+    assert copy.left_off(mine).stem == "00_start_here"
+    (mine / learners_copy.FILE).write_text('["a", "passed"]\n["b", "not yet"]')
+    assert copy.left_off(mine).stem == "01_ranks"
+    saved = mine / "notebooks/02_collectives.ipynb"
+    write(mine, saved.stem, "02", "run by the learner")
+    os.utime(saved, (2**31, 2**31))
+    assert copy.left_off(mine) == saved
+    copy.learners_copy(None)  # nothing is new
+    assert copy.left_off(mine) == saved
+    done = "\n".join(f'["{name}", "passed"]' for name in "abc")
+    (mine / learners_copy.FILE).write_text(done)
+    os.utime(saved, (0, 0))
+    assert copy.left_off(mine).stem == "00_start_here"
 
 
 def test_one_who_stands_in_a_copy_goes_on_with_it(course, monkeypatch):

@@ -1,18 +1,20 @@
-"""Floor 3: what the commands of `ddp-course` do; `cli.py` only reads what was typed.
+"""Floor 4: what the commands of `ddp-course` do; `cli.py` only parses the command line.
 
-chapters   which notebooks there are, and what a reader calls them
-execute    run one notebook in this Python; say what failed and where
-run        `run`
-author     `notebooks` and `site`: the authors' tools, which a clone has
-asked      what `train` was asked for, checked without PyTorch
-train      `train`, and a rank of torchrun that trains
-plan       `plan`
-proofs     ranks that really run, and agree
-doctor     `doctor`: cores, memory, GPUs, and what a container leaves of them
-report     `doctor --report`: what to send when asking for help
-lab        `lab`: JupyterLab, its port, its address, its end
-bench      `bench`; its figure is in bench_figure
-progress   `progress`
+chapters      find the notebooks that a reader names
+execute       run one notebook in this Python; say what failed and where
+run           `run`
+author        `notebooks` and `site`: the authors' tools, which only a clone has
+asked         check what was asked of `train`, without PyTorch
+train         `train`, and a rank that torchrun starts
+plan          `plan`
+proofs        start ranks, and check that they agree
+doctor        `doctor`: cores, memory, GPUs, and the limits that a container sets
+report        `doctor --report`: what to send when asking for help
+copy          the learner's copy: make it, refresh it, find where the learner left off
+lab           `lab`: JupyterLab, its port, its address, its end
+bench         `bench`
+bench_figure  the figure of `bench --figure`
+progress      `progress`
 """
 
 import json
@@ -24,13 +26,13 @@ from typing import Any
 
 
 class CommandError(Exception):
-    """Something that the reader can put right: told in one line, no traceback."""
+    """An error that the reader can correct: printed as one line, without traceback."""
 
 
 def check_file(file: Path | None, kinds: Sequence[str] = ()) -> None:
     """Raise CommandError for a file that cannot be written, before the work for it.
 
-    `kinds` are the endings that it may have; none are all.
+    `kinds` are the endings that its name may have; with none, any ending will do.
     """
     if file is None:
         return
@@ -48,12 +50,15 @@ def check_file(file: Path | None, kinds: Sequence[str] = ()) -> None:
 
 
 def tell(problem: object) -> None:
-    """Write one problem, in one line, to stderr."""
+    """Print one problem, in one line, to stderr."""
     print(f"ddp-course: {problem}", file=sys.stderr, flush=True)
 
 
 def write(file: Path | None, content: Any) -> None:
-    """Write `content` as JSON, if a file is given; CommandError if the disk is full."""
+    """Write `content` to a file as JSON; without a file, do nothing.
+
+    Raises CommandError if the file cannot be written, as on a full disk.
+    """
     try:
         if file is not None:
             file.write_text(json.dumps(content, indent=1) + "\n")

@@ -1,10 +1,10 @@
 """The learner's copy of the course: notebooks to run, change and keep.
 
-`lab` opens it: by default the folder `ddp-course` where one stands. A learner's words
-are never overwritten. What is new in the course replaces what the learner has left as
-it was; where both have changed a notebook, the new one lies beside theirs, as
-`05_ddp_internals.new.ipynb`. Outputs are nobody's words: who only ran a notebook has
-not changed it. The course itself, a clone say, stays as it is.
+`lab` opens the copy, by default the folder `ddp-course` in the working directory. What
+a learner has written is never overwritten. A new version of a file replaces the
+learner's if the learner has not changed it; if both have changed a notebook, the new
+version is written beside it, as `05_ddp_internals.new.ipynb`. Outputs do not count:
+running a notebook does not change it. The course itself, a clone say, stays as it is.
 """
 
 from __future__ import annotations
@@ -12,94 +12,122 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 from pathlib import Path
 
 import nbformat
+from ipykernel.ipkernel import IPythonKernel
 from nbformat.sign import NotebookNotary
 
 from ddp_course.commands import CommandError, chapters
-from ddp_course.learners_copy import FOLDER, RECORD, copy_around
+from ddp_course.learners_copy import FOLDER, RECORD, copy_around, reached, remaining
+
+COPIED = ("README.md", "LICENSE", "notebooks/*.ipynb", "notebooks/*.md", "images/*.svg")
 
 
 def learners_copy(name: str | None) -> tuple[Path, list[str]]:
-    """Make or refresh the copy in the folder `name`; return it, and what to say of it.
+    """Make or refresh the copy in the folder `name`; return it, and lines to print.
 
-    Without a name: the copy that we stand in, or `ddp-course` in this folder. Raises
+    Without a name: the copy around the working directory, or `ddp-course` in it. Raises
     CommandError if the folder holds something else or cannot be written.
     """
     here = Path.cwd()
     folder = here / name if name else copy_around() or here / FOLDER
-    strange = folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
-    if strange and not (folder / RECORD).is_file():
+    occupied = folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
+    if occupied and not (folder / RECORD).is_file():
         raise CommandError(
-            f"{folder} is there, and is no copy that `ddp-course lab` has made; name "
+            f"{folder} exists, and is no copy that `ddp-course lab` has made; name "
             "another folder: ddp-course lab FOLDER"
         )
     try:
-        new = refresh(chapters.course(), folder)
+        changes = refresh(chapters.course(), folder)
     except OSError as error:
         raise CommandError(f"cannot write your copy of the course: {error}") from None
-    return folder, [f"Your copy of the course: {folder}", *(f"  {w}" for w in new)]
+    return folder, [f"Your copy of the course: {folder}", *(f"  {c}" for c in changes)]
 
 
 def refresh(original: Path, folder: Path) -> list[str]:
-    """Bring the copy in `folder` up to date; return a sentence for what is to be seen.
-
-    `original` has the folders `notebooks` and `images`.
-    """
-    record_file, sentences = folder / RECORD, []  # what was copied, as it was then
+    """Update the copy in `folder` from `original`; return a line for each change."""
+    record_file, changes = folder / RECORD, []
     folder.mkdir(parents=True, exist_ok=True)
-    record_file.touch()  # a copy from now on, if this is interrupted
+    if not record_file.exists():  # if this is interrupted, it still counts as a copy
+        record_file.touch()
     try:
         record = json.loads(record_file.read_text())
     except ValueError:
         record = {}
-    first = not record
-    for path in sorted([*original.glob("notebooks/*"), *original.glob("images/*")]):
+    before = dict(record)
+    for path in sorted(path for form in COPIED for path in original.glob(form)):
         name = path.relative_to(original).as_posix()
-        if path.suffix not in (".ipynb", ".md", ".svg"):
-            continue
-        mine, new = folder / name, words(path)
+        target, new = folder / name, words(path)
         copied, record[name] = record.get(name), new
-        theirs = words(mine) if mine.exists() else None
-        if theirs == new or (theirs is not None and theirs != copied == new):
-            continue  # nothing is new, whatever the learner has written
-        if theirs in (None, copied):
-            _write(path, mine)
-            if not first:
-                sentences.append(f"{name} is new")
+        present = words(target) if target.exists() else None
+        if present == new or (present is not None and present != copied == new):
+            continue  # the course has nothing new, whatever the learner has written
+        if present in (None, copied):
+            _write(path, target)
+            if before:
+                changes.append(f"{name} is new")
         else:
-            beside = mine.with_suffix(f".new{mine.suffix}")
+            beside = target.with_suffix(f".new{target.suffix}")
             _write(path, beside)
-            sentences.append(f"{name} has your changes; the new one is {beside.name}")
-    unfinished = record_file.with_suffix(".new")
-    unfinished.write_text(json.dumps(record, indent=1) + "\n")
-    unfinished.replace(record_file)
-    return sentences
+            changes.append(f"{name} has your changes; the new one is {beside.name}")
+    if record != before:  # the file's time is that of the last update: see `left_off`
+        unfinished = record_file.with_suffix(".new")
+        unfinished.write_text(json.dumps(record, indent=1) + "\n")
+        unfinished.replace(record_file)
+    return changes
+
+
+def left_off(copy: Path) -> Path:
+    """Return the notebook to open: the one that the learner saved last.
+
+    If none was saved since the copy was made or updated, it is the chapter of the
+    first exercise that has not passed.
+    """
+    updated = (copy / RECORD).stat().st_mtime_ns
+    notebooks = sorted(copy.glob("notebooks/[0-9][0-9]_*.ipynb"))
+    latest = max(notebooks, key=lambda path: path.stat().st_mtime_ns)
+    if latest.stat().st_mtime_ns > updated:
+        return latest
+    following = [chapter for _, chapter in remaining(reached(copy))][:1]
+    return next((n for n in notebooks if n.stem in following), notebooks[0])
 
 
 def words(path: Path) -> str:
-    """Return a digest of what somebody has written in a file: outputs do not count."""
+    """Return a digest of what an author or learner wrote in a file, without outputs."""
     data = path.read_bytes()
     if path.suffix == ".ipynb":
         try:
             cells = json.loads(data)["cells"]
-            told = [[cell["cell_type"], "".join(cell["source"])] for cell in cells]
-            data = json.dumps(told).encode()
+            sources = [[cell["cell_type"], "".join(cell["source"])] for cell in cells]
+            data = json.dumps(sources).encode()
         except (ValueError, KeyError, TypeError):
-            pass  # no notebook any more: all of it is somebody's words
+            pass  # no longer a notebook: all of the file counts
     return hashlib.sha256(data).hexdigest()
 
 
 def _write(source: Path, target: Path) -> None:
-    """Copy a file: completely, or not at all; Jupyter trusts a notebook's figures."""
+    """Copy a file completely, or not at all; let Jupyter trust a notebook's figures."""
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.with_name(f".{target.name}.{os.getpid()}")
+    data = source.read_bytes()
+    if source.suffix == ".ipynb":
+        data = _as_this_kernel_saves_it(data)
     try:
-        shutil.copyfile(source, unfinished)
+        unfinished.write_bytes(data)
         unfinished.replace(target)
     finally:
         unfinished.unlink(missing_ok=True)
     if target.suffix == ".ipynb":
         NotebookNotary().sign(nbformat.read(target, as_version=4))
+
+
+def _as_this_kernel_saves_it(data: bytes) -> bytes:
+    """Return a notebook with all that the kernel says of its language.
+
+    JupyterLab would add it when it opens the notebook, and then ask whether to save
+    changes that the learner has not made.
+    """
+    notebook = json.loads(data)
+    notebook["metadata"]["language_info"] = IPythonKernel.language_info
+    return (json.dumps(notebook, indent=1, ensure_ascii=False) + "\n").encode()

@@ -1,4 +1,4 @@
-"""`lab`: prove the machine, then open JupyterLab at chapter 00 of a learner's copy."""
+"""`lab`: prove that ranks run here, then open JupyterLab on the learner's copy."""
 
 from __future__ import annotations
 
@@ -21,57 +21,58 @@ from jupyter_core.paths import jupyter_runtime_dir
 from rich.console import Console
 
 from ddp_course.commands import CommandError, chapters
-from ddp_course.commands.copy import learners_copy
+from ddp_course.commands.copy import learners_copy, left_off
 from ddp_course.commands.proofs import prove_training
 
 OPTIONS = (
-    "--no-browser",  # `lab` opens one itself, if there is one
+    "--no-browser",  # this command opens one itself, if there is one
     "--Application.log_level=ERROR",
-    "--LabApp.custom_css=True",  # that of this folder:
+    "--LabApp.custom_css=True",  # from this folder:
     f"--ServerApp.tornado_settings=static_custom_path={Path(__file__).parent}/jupyterlab",
 )
 NEWS = "@jupyterlab/apputils-extension:announcements"  # a popup that asks to download
-# Whoever is on this machine can listen to a kernel's ports, code and outputs. So they
-# are files in a private folder, unless its name is too long for those: `kernel-`, 36
-# characters and `-ipc-1` follow, and a socket's name has 107 at most.
+# Every user of the machine can listen to a kernel's ports, code and outputs included.
+# So kernels use sockets in a private folder, unless its name is too long: a socket's
+# name has at most 107 characters, and `kernel-`, 36 characters and `-ipc-1` follow.
 LONGEST = 55
 PAGE = ".open-jupyterlab.html"
 ENDINGS = ("SIGINT", "SIGTERM", "SIGHUP")  # Ctrl-C, a `kill`, a closed terminal
 
 
-def command(told: Namespace) -> int:
+def command(args: Namespace) -> int:
     """Prove the machine, run JupyterLab until Ctrl-C, and return its exit code."""
     root, lines = chapters.course(), []
-    if not is_free(told.port or 0, told.ip):
-        free = next_free(told.port, told.ip)
+    if not is_free(args.port or 0, args.ip):
+        free = next_free(args.port, args.ip)
         raise CommandError(
-            f"port {told.port} is taken; type: ddp-course lab --port {free}"
+            f"port {args.port} is taken; type: ddp-course lab --port {free}"
         )
-    if not told.here:
-        root, lines = learners_copy(told.folder)
+    (chapter,) = root.glob("notebooks/00_start_here.ipynb")
+    if not args.here:
+        root, lines = learners_copy(args.folder)
+        chapter = left_off(root)
     with Console(stderr=True).status("4 processes train a GPT beside one"):
         proof = prove_training()
     print("\n".join([*proof, *lines]), flush=True)
-    (chapter,) = root.glob("notebooks/00_start_here.ipynb")
     if "JUPYTERHUB_SERVICE_PREFIX" in os.environ:
         print(f"JupyterLab runs already in this JupyterHub seat: open {chapter} in it.")
         return 0
     os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"  # this Python's kernel
     os.environ.setdefault("JUPYTER_TOKEN", secrets.token_hex(24))
-    server = initialized(arguments(root, told.port, told.ip))
-    for name in ENDINGS:  # the server itself asks back; it ends its kernels
+    server = initialized(arguments(root, args.port, args.ip))
+    for name in ENDINGS:  # the server itself would ask back; stop ends its kernels
         number = getattr(signal, name, None)  # Windows has no SIGHUP
         if number and signal.getsignal(number) != signal.SIG_IGN:  # nohup
             signal.signal(number, lambda *_: server.stop(from_signal=True))
 
-    def say() -> None:
+    def print_address() -> None:
         token = server.identity_provider.token
         url = address(server.connection_url, token, chapter.relative_to(root))
         print(f"JupyterLab: {url}")
         page = write_page(root, url).as_uri()
-        print(open_or_say_how(page, server.port, not told.no_browser), flush=True)
+        print(open_or_say_how(page, server.port, not args.no_browser), flush=True)
 
-    server.io_loop.add_callback(say)  # when the server listens
+    server.io_loop.add_callback(print_address)  # when the server listens
     try:
         server.start()
     finally:
@@ -79,25 +80,25 @@ def command(told: Namespace) -> int:
     return 0
 
 
-def initialized(told: list[str]) -> Any:
-    """Return a server of JupyterLab that can start."""
+def initialized(options: list[str]) -> Any:
+    """Return a server of JupyterLab, ready to start."""
     from jupyterlab.labapp import LabApp
 
     def without_news(_: Any, page: dict[str, Any]) -> dict[str, Any]:
         page["disabledExtensions"] = [*page.get("disabledExtensions", ()), NEWS]
         return page
 
-    server = LabApp.initialize_server(told)
+    server = LabApp.initialize_server(options)
     server.web_app.settings["page_config_hook"] = without_news
     return server
 
 
 def write_page(folder: Path, url: str) -> Path:
-    """Write a page that leads to `url`, which only its owner can read.
+    """Write a page that leads to `url` and that only its owner can read.
 
-    What a program is started with, all users of a machine can see: a browser must not
-    be given the token there. (Not in a hidden folder of the home folder, where browsers
-    of Ubuntu may not look.)
+    The browser is started with this page: every user of the machine can read a
+    program's arguments, and `url` holds the token. (The page is not in a hidden folder
+    of the home folder, where browsers of Ubuntu may not look.)
     """
     page = folder / PAGE
     page.unlink(missing_ok=True)
@@ -107,22 +108,22 @@ def write_page(folder: Path, url: str) -> Path:
 
 
 def arguments(folder: Path, port: int | None, ip: str) -> list[str]:
-    """Return what to tell JupyterLab to show `folder`: notebooks refer to ../images.
+    """Return JupyterLab's arguments to serve `folder`: notebooks refer to ../images.
 
-    It takes `port`, or with None its usual one or the next that is free.
+    It listens on `port`, or with None on its usual one or the next that is free.
     """
-    told = [*OPTIONS, f"--ServerApp.ip={ip}", f"--ServerApp.root_dir={folder}"]
+    options = [*OPTIONS, f"--ServerApp.ip={ip}", f"--ServerApp.root_dir={folder}"]
     if len(jupyter_runtime_dir()) < LONGEST:
-        told.append("--KernelManager.transport=ipc")
+        options.append("--KernelManager.transport=ipc")
     if port is not None:
-        told += [f"--ServerApp.port={port}", "--ServerApp.port_retries=0"]
+        options += [f"--ServerApp.port={port}", "--ServerApp.port_retries=0"]
     if hasattr(os, "geteuid") and os.geteuid() == 0:  # the usual user of a container
-        told.append("--allow-root")
-    return told
+        options.append("--allow-root")
+    return options
 
 
 def is_free(port: int, ip: str) -> bool:
-    """Tell whether a server could listen on `port` of `ip`; 0 stands for any port.
+    """Return whether a server could listen on `port` of `ip`; 0 stands for any port.
 
     Raises CommandError if `ip` is no address of this machine, or the port reserved.
     """
@@ -133,17 +134,20 @@ def is_free(port: int, ip: str) -> bool:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except PermissionError:
-        told = f"port {port} is for administrators; take 1024 or above"
-        raise CommandError(told) from None
+        why = f"port {port} is reserved for administrators; use 1024 or above"
+        raise CommandError(why) from None
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return False
-        raise CommandError(f"{ip!r} is no address of this machine") from None
+        raise CommandError(
+            f"{ip!r} is no address of this machine; use localhost, or 0.0.0.0 for all "
+            "of its addresses"
+        ) from None
     return True
 
 
 def next_free(port: int, ip: str) -> int:
-    """Return the first free port above `port`, or the first of all."""
+    """Return the first free port above `port`, or else the first free one."""
     ports = (*range(port + 1, 65536), *range(1024, port))
     return next(p for p in ports if is_free(p, ip))
 
@@ -155,7 +159,7 @@ def address(server: str, token: str, notebook: Path) -> str:
 
 
 def open_or_say_how(url: str, port: int, browser: bool) -> str:
-    """Show `url` in a browser if there is one; return what the reader is to do."""
+    """Open `url` in a browser if there is one; return what the reader must do."""
     obstacle = no_display(os.environ, sys.platform)
     if browser and not obstacle and webbrowser.open(url):
         return (

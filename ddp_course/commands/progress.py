@@ -1,6 +1,6 @@
-"""`progress`: how far a learner is, or a class of which nobody's name is known.
+"""`progress`: how far a learner is, or a class whose members stay anonymous.
 
-In the learner's copy, checks note their verdicts (`lab/progress.py`), one to a line.
+In the learner's copy, checks record their verdicts (`lab/progress.py`), one to a line.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ import json
 import secrets
 from argparse import Namespace
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import ddp_course
-from ddp_course.commands import CommandError, check_file, write
+from ddp_course.commands import CommandError
 from ddp_course.learners_copy import (
     FOLDER,
     RECORD,
@@ -27,18 +28,15 @@ SIGNS = dict(zip((None, *STATUSES), "·○✗✓", strict=True))
 KEYS = {"ddp_course", "exercises"}  # of a report: no name, no time, no folder
 
 
-def command(told: Namespace) -> int:
+def command(args: Namespace) -> int:
     """Print the learner's progress, write it as a report, or count many reports."""
-    if told.collect:
-        print("\n".join(collected(told.collect)))
+    if args.collect:
+        print("\n".join(collected(args.collect)))
         return 0
     found = reached(_copy())
-    if told.report:
-        file = told.report
-        if file.is_dir():  # a class shares it: nobody's name, nobody's file
-            file /= f"{secrets.token_hex(8)}.json"
-        check_file(file)
-        write(file, {"ddp_course": ddp_course.__version__, "exercises": found})
+    if args.report:
+        report = {"ddp_course": ddp_course.__version__, "exercises": found}
+        file = write_report(args.report, json.dumps(report, indent=1) + "\n")
         print(f"Your progress, without your name: {file}")
         return 0
     for chapter, names in exercises().items():
@@ -51,9 +49,9 @@ def command(told: Namespace) -> int:
 
 
 def _copy() -> Path:
-    """Return the learner's copy that we stand in, or beside."""
-    beside = Path(FOLDER).absolute()
-    copy = copy_around() or (beside if (beside / RECORD).is_file() else None)
+    """Return the learner's copy around the working directory, or in it."""
+    inside = Path(FOLDER).absolute()
+    copy = copy_around() or (inside if (inside / RECORD).is_file() else None)
     if copy is None:
         raise CommandError(
             f"there is no copy of the course here, nor one in {FOLDER}/; "
@@ -62,13 +60,51 @@ def _copy() -> Path:
     return copy
 
 
+def write_report(place: Path, text: str) -> Path:
+    """Write a report to a new file; return the file. No report replaces another.
+
+    `place` is the folder of a class, in which the file gets a random name, or a file
+    whose name ends in `.json`. Raises CommandError if it cannot be written: a folder
+    that does not exist is not made, because the next learner could not write to it.
+    """
+    named = place.suffix == ".json" and not place.is_dir()
+    file = place.absolute() if named else place.absolute() / _random_name()
+    if file.parent.exists() and not file.parent.is_dir():
+        raise CommandError(f"{file.parent} is a file; name a folder for reports")
+    if not file.parent.exists():
+        raise CommandError(
+            f"there is no folder {file.parent}; whoever collects the reports makes it: "
+            f"mkdir -m 1733 {file.parent}"
+        )
+    try:
+        with file.open("x") as new:
+            file.chmod(0o644)  # whatever the umask: a teacher reads it
+            new.write(text)
+    except FileExistsError:
+        raise CommandError(
+            f"{file} exists already, and a report replaces no other; name a folder or "
+            "a new file"
+        ) from None
+    except OSError as error:
+        with suppress(OSError):  # a full disk leaves half a report
+            file.unlink()
+        raise CommandError(f"cannot write {file}: {error.strerror}") from None
+    return file
+
+
+def _random_name() -> str:
+    return f"{secrets.token_hex(8)}.json"
+
+
 def collected(folder: Path) -> list[str]:
-    """Return lines: in how many reports of a folder has each exercise passed?"""
-    files = sorted(folder.glob("*.json"))
-    read = {file.name: _report(file) for file in files}
+    """Return a table: for each exercise, how many reports of `folder` say what."""
+    read = {file.name: _report(file) for file in sorted(folder.glob("*.json"))}
     reports = [report for report in read.values() if report is not None]
     if not reports:
-        raise CommandError(f"there are no reports in {folder}")
+        raise CommandError(
+            f"there are no reports in {folder}; learners write them there with: "
+            f"ddp-course progress --report {folder}"
+        )
     lines = [f"{name} is no report" for name, report in read.items() if report is None]
     columns = {"passed": "passed", "not yet": "not yet"}
     columns |= {"not attempted yet": "not attempted", None: "not run"}
@@ -84,11 +120,11 @@ def collected(folder: Path) -> list[str]:
 
 
 def _report(file: Path) -> dict[str, str] | None:
-    """Return what a report says of each exercise; None if it is no report."""
+    """Return the status of each exercise in a report; None if it is no report."""
     try:
-        told = json.loads(file.read_bytes())
-        found = told["exercises"]
-        right = told.keys() == KEYS and {*found.values()} <= {*STATUSES}
+        content = json.loads(file.read_bytes())
+        found = content["exercises"]
+        valid = content.keys() == KEYS and {*found.values()} <= {*STATUSES}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
-    return found if right else None
+    return found if valid else None

@@ -22,7 +22,7 @@ import functools
 import gc
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -82,8 +82,8 @@ class Exercise:
     def __call__(self, answer: Any = None) -> Verdict:
         """Check `answer`, a function, and say how it went. Never raises."""
         verdict = self._verdict(answer)
-        note(self.name, verdict.status)
-        return verdict
+        progress = note(self.name, verdict.status)
+        return replace(verdict, message=f"{verdict.message} {progress}".rstrip())
 
     def _verdict(self, answer: Any) -> Verdict:
         try:
