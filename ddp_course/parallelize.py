@@ -32,12 +32,12 @@ from ddp_course.data_parallel import (
 )
 from ddp_course.local_sgd import DiLoCo, LocalSGD, LocalSteps
 from ddp_course.mechanisms.agreement import agreed
-from ddp_course.mechanisms.norms import clip_grad_norm_
-from ddp_course.mechanisms.optimizer_state import (
+from ddp_course.mechanisms.assembly import (
     full_optimizer_state,
     load_full_optimizer_state,
     names_along,
 )
+from ddp_course.mechanisms.placements import clip_grad_norm_
 from ddp_course.mechanisms.whole_state import WholeState
 from ddp_course.mesh import Axes
 from ddp_course.model import GPTConfig

@@ -7,11 +7,11 @@
     buckets     which gradients travel together: plain data
     hooks       how autograd tells that a gradient is there
     timeline    what a step writes into the open event logs
-    placements  which part of which parameter of the plain model a rank has
-    norms       the norm of the whole model's gradient, which follows from that
-    assembly    whole tensors from the ranks' parts: each number has one owner
-    optimizer_state, whole_state
-                the states of optimizer and model, put together by it
+    placements  which part of which parameter of the plain model a rank has, and the
+                norm of the whole gradient, which follows from that
+    assembly    whole tensors and states of optimizers from the ranks' parts: each
+                number has one owner
+    whole_state the states of a divided module, put together by it
     saving      files that are whole or not there, and are what was written
     frozen, guards
                 what would be wrong in silence once a model is wrapped

@@ -26,8 +26,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from ddp_course.launch import device
-from ddp_course.mechanisms.placements import groups_of, placed
+from ddp_course.mechanisms.placements import device_of, groups_of, placed
 
 
 def leave_behind(parameters: Iterable[Tensor], by: str) -> None:
@@ -115,7 +114,7 @@ def _clips_no_parts(clip: Callable[..., None]) -> Callable[..., None]:
 def _agrees(unscale: Callable[..., Any]) -> Callable[..., Any]:
     def agreed(scaler: Any, optimizer: Any, *args: Any) -> dict[torch.device, Tensor]:
         found = unscale(scaler, getattr(optimizer, "unscaled", optimizer), *args)
-        own = sum(found.values(), torch.zeros((), device=device()))
+        own = sum(found.values(), torch.zeros(()))
         if (seen := seen_by_all(optimizer, own)) is not own:
             found[own.device] = seen
         return found
@@ -133,7 +132,8 @@ def seen_by_all(optimizer: Optimizer, own: Tensor | None) -> Tensor:
     groups = getattr(optimizer, "groups", None) or groups_of(stepped)
     if not groups and own is not None:
         return own
-    seen = torch.zeros((), device=device()) if own is None else own.clone()
+    seen = torch.zeros(()) if own is None else own.clone()
     for group in groups:
+        seen = seen.to(device_of(group))
         dist.all_reduce(seen, dist.ReduceOp.MAX, group)
-    return seen
+    return seen if own is None else seen.to(own.device)

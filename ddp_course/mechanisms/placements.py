@@ -13,7 +13,7 @@ to what this rank has, one step for each group:
 The steps add up: ZeRO-3 does not know that tensor parallelism was there before it.
 Taken backwards they put the plain model together again (`assembly`), whatever was
 combined; and each number of the model is *owned* by one rank of those that have it, so
-that a norm counts it once (`norms`). DTensor has the same for its meshes,
+that a norm counts it once (`total_norm`). DTensor has the same for its meshes,
 `Replicate()` and `Shard(dim)` (torch/distributed/tensor/placement_types.py). Chapters
 08 and 09.
 """
@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 
 @dataclass(frozen=True)
@@ -217,3 +218,59 @@ def groups_of(tensors: Iterable[Tensor]) -> list[dist.ProcessGroup]:
     """Return the groups along which any of the tensors was divided, in order."""
     steps = [step for t in tensors if (p := placed(t)) for step in p.steps]
     return list(dict.fromkeys(step.group for step in steps))
+
+
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    """Return where a tensor must be that any rank of the group can reduce."""
+    if "nccl" in dist.get_backend_config(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+# ---- the norm of the whole model's gradient ------------------------------------------
+
+
+def total_norm(
+    tensors: Iterable[Tensor], groups: Iterable[dist.ProcessGroup] | None = None
+) -> Tensor:
+    """Return the norm of the whole model's gradient, in float64; for all ranks.
+
+    The norm of all gradients is not the sum of the parts' norms, but their squares can
+    be added: first of the gradients that this rank owns, then over the ranks along each
+    group.
+
+    Args:
+        tensors: this rank's parts, each with a `grad` or None.
+        groups: the groups that divide the model; None: those of the tensors. Pass them
+            where a rank may have no tensor.
+
+    As torch.nn.utils.get_total_norm.
+    """
+    tensors = list(tensors)
+    groups = groups_of(tensors) if groups is None else groups
+    own = [t for t in tensors if (way := placed(t)) is None or way.owned]
+    grads = (t.grad for t in own if t.grad is not None)
+    norm = get_total_norm([grad for grad in grads if grad.numel()])
+    square = norm.double() ** 2
+    for group in groups:
+        square = square.to(device_of(group))
+        dist.all_reduce(square, group=group)
+    return square.sqrt()
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    tensors: Iterable[Tensor],
+    max_norm: float,
+    groups: Iterable[dist.ProcessGroup] | None = None,
+) -> Tensor:
+    """Scale all gradients so that the whole model's norm is at most `max_norm`.
+
+    Returns the norm as it was before; called by all ranks along the groups, with the
+    arguments of `total_norm`. As torch.nn.utils.clip_grad_norm_, which takes each
+    rank's part for the whole. Chapter 07.
+    """
+    tensors = list(tensors)
+    norm = total_norm(tensors, groups)
+    clip_grads_with_norm_(tensors, max_norm, norm)
+    return norm.float()

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_course.mechanisms.agreement import agreed
-from ddp_course.mechanisms.assembly import assemble, way_of
-from ddp_course.mechanisms.frozen import came_later
-from ddp_course.mechanisms.norms import clip_grad_norm_
-from ddp_course.mechanisms.optimizer_state import (
+from ddp_course.mechanisms.assembly import (
+    assemble,
     full_optimizer_state,
     load_full_optimizer_state,
     names_along,
+    way_of,
 )
-from ddp_course.mechanisms.placements import Placed, placed
+from ddp_course.mechanisms.frozen import came_later
+from ddp_course.mechanisms.placements import Placed, clip_grad_norm_, placed
 
 Group = dist.ProcessGroup
 

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ddp_course.mechanisms.norms import clip_grad_norm_
-from ddp_course.mechanisms.placements import placed
+from ddp_course.mechanisms.placements import clip_grad_norm_, placed
 
 MASTER = "master"
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ddp_course.mechanisms.optimizer_state import (
+from ddp_course.mechanisms.assembly import (
     full_optimizer_state,
     load_full_optimizer_state,
 )

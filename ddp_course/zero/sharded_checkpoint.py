@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp_course.mechanisms.agreement import agreed
-from ddp_course.mechanisms.optimizer_state import options_of
+from ddp_course.mechanisms.assembly import options_of
 from ddp_course.mechanisms.placements import Flat, placed
 from ddp_course.mechanisms.saving import (
     WRITING,

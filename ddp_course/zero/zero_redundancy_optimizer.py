@@ -23,8 +23,7 @@ from ddp_course.measure.storages import label
 from ddp_course.mechanisms.buckets import BUCKET_CAP_MB, LiveBucket
 from ddp_course.mechanisms.engine import Engine
 from ddp_course.mechanisms.guards import averaged_by
-from ddp_course.mechanisms.norms import clip_grad_norm_
-from ddp_course.mechanisms.placements import groups_of
+from ddp_course.mechanisms.placements import clip_grad_norm_, groups_of
 from ddp_course.mechanisms.recovery import Recovery
 from ddp_course.mechanisms.timeline import RecordBackward
 from ddp_course.mechanisms.unused import AgreeUnused

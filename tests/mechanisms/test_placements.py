@@ -13,7 +13,6 @@ from on_ranks import error_of, launched
 from torch import Tensor, nn
 
 from ddp_course.mechanisms.assembly import assemble
-from ddp_course.mechanisms.norms import total_norm
 from ddp_course.mechanisms.placements import (
     Flat,
     Placed,
@@ -23,6 +22,7 @@ from ddp_course.mechanisms.placements import (
     Step,
     place,
     placed,
+    total_norm,
 )
 from ddp_course.mechanisms.whole_state import (
     PlainModel,
