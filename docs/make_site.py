@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import tempfile
 from argparse import Namespace
@@ -74,12 +75,17 @@ def collect(course: Path, source: Path) -> None:
         page = prepare(json.loads(path.read_text()))
         (source / "notebooks" / path.name).write_text(json.dumps(page))
     more = sorted((course / "notebooks").glob("*.md"))
-    for path in [*more, course / "CONTRIBUTING.md"]:
-        (source / path.relative_to(course)).write_text(relink(path.read_text()))
+    decisions = sorted((course / "docs/decisions").glob("*.md"), reverse=True)
+    about = [course / "CONTRIBUTING.md", course / "CHANGELOG.md", *decisions]
+    for path in [*more, *about]:
+        page = source / path.relative_to(course)
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(relink(path.read_text()))
     licence = (course / "LICENSE").read_text()
     (source / "LICENSE.md").write_text(f"# Licence\n\n```text\n{licence}```\n")
-    names = [f"notebooks/{path.stem}" for path in (*notebooks, *more)]
-    contents = "\n".join([*names, "CONTRIBUTING", "LICENSE"])
+    pages = (*notebooks, *more, *about)
+    names = [path.relative_to(course).with_suffix("").as_posix() for path in pages]
+    contents = "\n".join([*names, "LICENSE"])
     (source / "index.md").write_text(
         f"{relink((course / 'README.md').read_text())}\n\n"
         f"```{{toctree}}\n:hidden:\n\n{contents}\n```\n"
@@ -88,9 +94,8 @@ def collect(course: Path, source: Path) -> None:
 
 def relink(markdown: str) -> str:
     """Return Markdown whose links go to the pages of the site."""
-    for here, there in (("README.md", "index.md"), ("(LICENSE)", "(LICENSE.md)")):
-        markdown = markdown.replace(here, there)
-    return markdown
+    markdown = re.sub(r"\]\(((?:\.\./)*)README\.md", r"](\1index.md", markdown)
+    return markdown.replace("](LICENSE)", "](LICENSE.md)")
 
 
 def prepare(notebook: dict[str, Any]) -> dict[str, Any]:

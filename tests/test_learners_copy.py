@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import nbformat
 import pytest
 from ipykernel.ipkernel import IPythonKernel
+from links import dead_links
 from nbformat.sign import NotebookNotary
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 
@@ -89,6 +90,14 @@ def test_a_copy_says_of_python_what_a_kernel_says(course):
         notebook = nbformat.read(folder / "notebooks/01_ranks.ipynb", as_version=4)
         told = notebook.metadata.get("language_info", {})
         assert (told == IPythonKernel.language_info) == same
+
+
+def test_every_link_of_a_copy_leads_somewhere(course, tmp_path):
+    """In the whole course, README and pictures included; and a lost file is seen."""
+    copy.refresh(ROOT, tmp_path / "mine")
+    assert dead_links(tmp_path / "mine") == []
+    (tmp_path / "mine/README.md").unlink()
+    assert len(dead_links(tmp_path / "mine")) >= 16
 
 
 def test_lab_opens_where_the_learner_left_off(course, monkeypatch):
@@ -242,6 +251,10 @@ def test_a_wheel_brings_notebooks_and_pictures(tmp_path):
     for file in listed:
         if file.startswith(("notebooks/", "images/")):
             assert any(name.endswith(f"share/ddp-course/{file}") for name in names)
+    zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
+    (installed,) = (tmp_path / "installed").glob("*.data/data/share/ddp-course")
+    copy.refresh(installed, tmp_path / "mine")
+    assert dead_links(tmp_path / "mine") == []
     assert not [name for name in names if name.startswith("tests/")]
 
 

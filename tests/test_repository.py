@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from conftest import OUTCOMES, write_down
+from links import dead_links, markdown, test_planted_dead_links_are_found  # noqa: F401
 
 from ddp_course.lab.draw.drawing import ROOM
 
@@ -21,7 +22,8 @@ ENVIRONMENT = yaml.safe_load((ROOT / "environment.yml").read_text())
 HINTS = "from ddp_course.chapters import hint, show_solution\n"
 GLOSSARY = (ROOT / "notebooks/glossary.md").read_text()
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("notebooks/*.md")]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+PAGES += [*ROOT.glob("notebooks/*.md"), *ROOT.glob("docs/decisions/*.md")]
 
 
 def commands(readme: str) -> list[str]:
@@ -85,30 +87,19 @@ def test_python_and_torch_are_the_supported_ones():
 
 def texts() -> dict[str, str]:
     """Return all Markdown of the repository, by file."""
-    pages = {str(path.relative_to(ROOT)): path.read_text() for path in PAGES}
-    for path in NOTEBOOKS:
-        cells = json.loads(path.read_text())["cells"]
-        pages[f"notebooks/{path.name}"] = "\n".join(
-            "".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"
-        )
-    return pages
+    return {str(p.relative_to(ROOT)): markdown(p) for p in [*PAGES, *NOTEBOOKS]}
 
 
-def dead_links(page: str, text: str) -> list[str]:
-    """Return the local links of a page that lead nowhere."""
-    links = re.findall(r"\]\(([^)\s]+)\)", text)
-    local = [link.split("#")[0] for link in links if "://" not in link]
-    folder = (ROOT / page).parent
-    return [link for link in local if link and not (folder / link).exists()]
+def test_every_link_in_a_clone_leads_somewhere():
+    assert dead_links(ROOT, [*PAGES, *NOTEBOOKS]) == []
 
 
-@pytest.mark.parametrize("page", texts())
-def test_local_links_are_alive(page):
-    assert dead_links(page, texts()[page]) == []
-
-
-def test_a_dead_link_is_seen():
-    assert dead_links("README.md", "[x](notebooks/99_nowhere.ipynb)")
+def test_the_readme_has_the_address_of_pyproject():
+    """The site reads it there; README.md is read where nothing can be filled in."""
+    address = PROJECT["urls"]["Repository"]
+    assert f"`git clone {address}`" in README
+    placeholder = "example.org" in address
+    assert ("(a placeholder:" in README) == placeholder, "README calls it a placeholder"
 
 
 def test_every_image_in_markdown_has_alt_text():

@@ -16,6 +16,7 @@ from urllib.parse import unquote, urlsplit
 
 import make_site as site
 import pytest
+from links import dead_links
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from ddp_course.commands import CommandError
@@ -196,6 +197,12 @@ def test_links_of_the_readme_are_links_of_the_site():
     text = "[a](../README.md#chapters) [b](LICENSE) [c](01_ranks.ipynb)"
     wanted = "[a](../index.md#chapters) [b](LICENSE.md) [c](01_ranks.ipynb)"
     assert site.relink(text) == wanted
+
+
+def test_every_link_of_what_sphinx_reads_leads_somewhere(tmp_path):
+    """Without Sphinx; what it makes of them is looked at below."""
+    site.collect(ROOT, tmp_path / "source")
+    assert dead_links(tmp_path / "source") == []
 
 
 def test_what_cannot_be_made_is_told(tmp_path, monkeypatch):
