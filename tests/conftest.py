@@ -117,7 +117,7 @@ def alive(pid: int) -> bool:
     return state not in "ZX"
 
 
-def none_left(pids: list[int], seconds: float = 5.0) -> bool:
+def none_left(pids: list[int], seconds: float = 30.0) -> bool:
     """Wait up to `seconds` for the processes to be gone; tell whether they are."""
     assert pids, "no process id to look for: the test looks at nothing"
     deadline = time.monotonic() + seconds

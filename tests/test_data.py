@@ -1,7 +1,6 @@
 """The corpus is the same for everyone, and its shards are the batch, each row once."""
 
 import string
-import time
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from ddp_course.data import (
     load_corpus,
     shard,
 )
-from ddp_course.model import GPTConfig, build_gpt
+from ddp_course.model import GPTConfig
 
 # Characters and tokens
 
@@ -76,22 +75,6 @@ def test_standard_library_fills_the_corpus():
     assert load_corpus() is corpus
     load_corpus.cache_clear()
     assert torch.equal(load_corpus().tokens, corpus.tokens)
-
-
-def test_loading_is_quicker_than_a_step():
-    """Every rank of every cell loads it."""
-    x, y = load_corpus().batch(0, 8, 64)
-    model, seconds = build_gpt("1m"), {"load": [], "step": []}
-    for _ in range(5):
-        for name, work in (
-            ("load", load_corpus),
-            ("step", lambda: model(x, y)[1].backward()),
-        ):
-            load_corpus.cache_clear()
-            start = time.process_time()
-            work()
-            seconds[name].append(time.process_time() - start)
-    assert min(seconds["load"]) < min(seconds["step"])
 
 
 def test_files_are_read_in_order_of_their_names(tmp_path, monkeypatch):

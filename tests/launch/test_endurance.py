@@ -138,7 +138,7 @@ def test_many_launches_in_a_row_beside_others_that_are_stopped(
         )
         stopped, pids = stops_at_random_moments(stops)
         assert row.result() == [[6.0] * 4] * launches
-    assert stopped > stops // 4
+    assert stopped > (stops // 4 if ENDURANCE else 0)
     assert none_left(pids)
     grown = (psutil.Process().memory_info().rss - before) / 2**20
     record_property("launches", launches + stops)
