@@ -12,7 +12,7 @@ import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
@@ -20,49 +20,14 @@ from ddp_course.mechanisms.agreement import agreed
 from ddp_course.mechanisms.saving import (
     CheckpointError,
     left_overs,
-    on_cpu,
     read,
     seal,
     unsealed,
     write_whole,
 )
+from ddp_course.mechanisms.states import HasState, on_cpu
 
 FORMAT = 2
-
-
-class HasState(Protocol):
-    """What a module and an optimizer have in common. Called by all ranks together."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what there is to be kept; on rank 0 all of it."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
-        """Go on from it."""
-
-
-class EachRanks:
-    """What every rank has of its own, as one state, which is whole on rank 0.
-
-    `own` is this rank's: a compressor, with what it has yet to send; the model of a
-    rank that steps alone. If fewer ranks go on, what the last ones had is lost; of more
-    some begin as others do.
-    """
-
-    def __init__(self, own: HasState) -> None:
-        self.own = own
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return rank -> its state, on rank 0; called by all."""
-        own = on_cpu(self.own.state_dict())
-        if not dist.is_initialized():
-            return {0: own}
-        of_all = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(own, of_all)
-        return dict(enumerate(of_all or ()))
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take this rank's."""
-        self.own.load_state_dict(state_dict[_rank() % len(state_dict)])
 
 
 class Checkpoints:
@@ -85,8 +50,7 @@ class Checkpoints:
         optimizer: the same for its states.
         settings: what must be the same for a run to be the same: plain values by name.
         keep: how many of the newest stay.
-        scaler: has the scale of the losses, the same on all ranks.
-        compressor: has what each rank has yet to send, of all ranks.
+        more: other objects with a state, by name: the loss scaler, compressors.
 
     `load` and then `save`, after every step, are called by all ranks.
     """
@@ -99,8 +63,7 @@ class Checkpoints:
         optimizer: HasState,
         settings: Mapping[str, Any],
         keep: int = 2,
-        scaler: HasState | None = None,
-        compressor: HasState | None = None,
+        more: Mapping[str, HasState] | None = None,
     ) -> None:
         for name, value in (("every", every), ("keep", keep)):
             if not isinstance(value, int) or value < 1:
@@ -108,7 +71,7 @@ class Checkpoints:
         self.folder = None if folder is None else Path(folder).absolute()
         self.every, self.keep = every, keep
         self.model, self.optimizer = model, optimizer
-        self.more = {"scaler": scaler, "compressor": compressor}
+        self.more = dict(more or {})
         self.settings = dict(settings)
         self.known: set[int] = set()  # steps that were there, or are of this run
 
@@ -141,8 +104,8 @@ class Checkpoints:
         try:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
-            for name, kept in self._more():
-                kept.load_state_dict(state[name])
+            for name, other in self.more.items():
+                other.load_state_dict(state[name])
             return state["losses"]
         except (RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(
@@ -160,7 +123,7 @@ class Checkpoints:
         if self.folder is None or not due:
             return
         model, optimizer = self.model.state_dict(), self.optimizer.state_dict()
-        more = {name: on_cpu(kept.state_dict()) for name, kept in self._more()}
+        more = {name: on_cpu(o.state_dict()) for name, o in self.more.items()}
         if _rank() != 0:
             return
         state = {
@@ -183,9 +146,6 @@ class Checkpoints:
                 old.unlink(missing_ok=True)
         except (OSError, RuntimeError) as error:  # torch.save's, if the disk is full
             raise CheckpointError(f"cannot write a checkpoint: {error}") from None
-
-    def _more(self) -> list[tuple[str, HasState]]:
-        return [(name, kept) for name, kept in self.more.items() if kept is not None]
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}.pt"

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 import ddp_course
 from ddp_course import spec
 from ddp_course.commands import CommandError, tell
-from ddp_course.commands.asked import check_typed
+from ddp_course.commands.train_options import check_typed
 
 RANKS = ("lab", "train", "doctor", "report", "bench")  # who may start some
 
@@ -232,10 +232,11 @@ def _train(add: Callable[..., Parser]) -> None:
         "torchrun --nproc-per-node 4 -m ddp_course train --zero 1",
         more=_list("zero", stages, 11)
         + _list("data-parallel", spec.DATA_PARALLEL, 11)
-        + _list("precision", spec.PRECISIONS, 11),
+        + _list("precision", {n: p.about for n, p in spec.PRECISIONS.items()}, 11),
     )
     train.set_defaults(before=check_typed)
-    ranks = "1 to 64 processes; by default as many as dp, pp and tp say, or 1"
+    axes = f"{', '.join([*spec.AXES][:-1])} and {[*spec.AXES][-1]}"
+    ranks = f"1 to 64 processes; by default as many as {axes} say, or 1"
     train.numbers(ranks=(_whole(64), None, ranks))
     for each in (*fields(spec.Training), *fields(spec.Layout)):
         train.option(each)
@@ -363,7 +364,7 @@ def _number(each: Field) -> Callable[[str], float]:
     """Return how a field's number is read: within its limits."""
     limits = each.metadata["limits"]
     if each.type.startswith("int"):
-        most = 64 if each.name in ("dp", "pp", "tp", "shard") else 10**9
+        most = 64 if each.name in (*spec.AXES, "shard") else 10**9
         return _whole(2**31 if each.name == "seed" else most, limits["least"])
 
     def read(text: str) -> float:

@@ -52,57 +52,11 @@ H = 12 heads of D = 12 channels. Blocks 1, 2 and 3 look like block 0:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-
-@dataclass(frozen=True)
-class GPTConfig:
-    """The six numbers that make a GPT. The defaults are the preset "1m".
-
-    12 heads and 144 or 288 channels can be cut into 2, 3, 4, 6 or 12 equal parts.
-    `tied` makes the output matrix the token embedding itself. Raises ValueError for a
-    value that makes no model.
-    """
-
-    vocab_size: int = 96
-    block_size: int = 64
-    n_layer: int = 4
-    n_head: int = 12
-    d_model: int = 144
-    tied: bool = False
-
-    def __post_init__(self) -> None:
-        """Check every value."""
-        for name in (field.name for field in fields(self) if field.name != "tied"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name} is {value!r}; it must be a whole number >= 1")
-        if type(self.tied) is not bool:
-            raise ValueError(f"tied is {self.tied!r}; it can be True or False")
-        if self.d_model % self.n_head:
-            raise ValueError(
-                f"d_model is {self.d_model}; it must be a multiple of n_head, "
-                f"which is {self.n_head}"
-            )
-
-    @property
-    def num_parameters(self) -> int:
-        """The number of parameters: L(12C² + 10C) + TC + 2C + VC (2VC if not tied)."""
-        v, c = self.vocab_size, self.d_model
-        blocks = self.n_layer * (12 * c * c + 10 * c)
-        return (
-            blocks + self.block_size * c + 2 * c + (v * c if self.tied else 2 * v * c)
-        )
-
-
-PRESETS = {
-    "1m": GPTConfig(),
-    "8m": GPTConfig(block_size=128, n_layer=8, n_head=12, d_model=288),
-}
+from ddp_course.gpt_config import PRESETS, GPTConfig
 
 
 class Embedding(nn.Module):

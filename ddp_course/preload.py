@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from importlib import import_module
+from pathlib import Path
 
 with contextlib.suppress(Exception):
-    import ddp_course.train  # noqa: F401  and with it all strategies
+    import ddp_course.train  # noqa: F401
+for file in Path(__file__).parent.glob("*/axis.py"):  # `parallelize` loads some of them
+    with contextlib.suppress(Exception):
+        import_module(f"ddp_course.{file.parent.name}.axis")
 with contextlib.suppress(Exception):
     import ddp_course.theory  # noqa: F401
 with contextlib.suppress(Exception):

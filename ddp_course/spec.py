@@ -3,20 +3,25 @@
     layout = layout_for(8, tp=2, pp=2, zero=1)     # the other ranks go to dp: 2
     layout.check(batch_size=16)                    # SpecError says what is allowed
 
-Plain data, without PyTorch: `ddp-course train` derives its options from the fields of
-`Training` and `Layout`; `parallelize` carries a Layout out; the formulas, drawings and
-benches take the names of schedules from here. Chapters 04 and 07 to 12.
+Plain data, without PyTorch, so that a mistake is answered at once: `ddp-course train`
+derives its options from the fields of `Training` and `Layout`; `parallelize` asks a
+Layout which folders to load; formulas, drawings and benches take the names of schedules
+from here. Chapters 04 and 07 to 12.
+
+A new axis is an entry in AXES and a field of Layout; a new schedule is an entry in
+SCHEDULES. CONTRIBUTING.md lists the other files.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from math import prod
 from typing import Any, NamedTuple
 
 from ddp_course.coordinates import Mesh
+from ddp_course.gpt_config import PRESETS, GPTConfig
 
 
 class SpecError(ValueError):
@@ -27,8 +32,38 @@ class SpecError(ValueError):
         self.options = options
 
 
-# ---- choices: name -> what it is -----------------------------------------------------
+# ---- choices: name -> description ----------------------------------------------------
 
+
+class Axis(NamedTuple):
+    """An axis of the mesh.
+
+    Attributes:
+        about: the help text of its option.
+        room: the folder whose `axis.py` makes a model parallel along this axis; None
+            for dp, where other fields of the layout choose the folder.
+        divides: the fields of GPTConfig that must be multiples of its ranks.
+        averaged: whether its ranks have other data, so that gradients are averaged
+            along it, too.
+    """
+
+    about: str
+    room: str | None
+    divides: tuple[str, ...] = ()
+    averaged: bool = False
+
+
+# In the order of the mesh: the axis that communicates most comes last, so its ranks are
+# neighbours. `parallelize` applies the axes in the opposite order.
+AXES = {
+    "dp": Axis("ranks with other rows of the batch; all that are left", None, (), True),
+    "pp": Axis("ranks with other layers", "pipeline"),
+    "tp": Axis(
+        "ranks with other parts of every matrix",
+        "tensor_parallel",
+        ("n_head", "vocab_size"),
+    ),
+}
 DATA_PARALLEL = {
     "average": "one all-reduce per parameter, by the training loop, after backward",
     "naive": "one all-reduce per parameter, when backward has ended",
@@ -45,7 +80,7 @@ ZERO = {
 
 
 class ScheduleName(NamedTuple):
-    """What a reader calls a pipeline schedule, and its default stages per rank."""
+    """The title of a pipeline schedule, and its default stages per rank."""
 
     title: str
     stages_per_rank: int = 1
@@ -59,31 +94,59 @@ SCHEDULES = {
     "interleaved": ScheduleName("Interleaved 1F1B", 2, any_stages=True),
     "zero_bubble": ScheduleName("Zero bubble (ZB-H1)", any_stages=True),
 }
+
+
+class PrecisionName(NamedTuple):
+    """The description of a precision, and PyTorch's names of its two types.
+
+    Attributes:
+        parameters: the type of parameters, gradients and optimizer states.
+        products: the type in which autocast computes products of matrices, if any.
+    """
+
+    about: str
+    parameters: str = "float32"
+    products: str | None = None
+
+
 PRECISIONS = {
-    "fp32": "all in float32",
-    "bf16": "float32, and products by autocast; ZeRO-3 gathers in 16 bits",
-    "fp16": "the same bytes",
-    "bf16-pure": "all in bfloat16, no copy",
+    "fp32": PrecisionName("all in float32"),
+    "bf16": PrecisionName(
+        "float32, and products by autocast; ZeRO-3 gathers in 16 bits",
+        products="bfloat16",
+    ),
+    "fp16": PrecisionName("the same bytes", products="float16"),
+    "bf16-pure": PrecisionName("all in bfloat16, no copy", parameters="bfloat16"),
 }
-COMPRESSORS = {  # name -> the type of its amount, as in topk:0.01
+
+
+class Amount(NamedTuple):
+    """The number behind the colon of a compressor's name, as in topk:0.01."""
+
+    name: str
+    read: Callable[[str], float]
+    example: str
+    limits: Mapping[str, float]
+
+
+DENSITY = Amount("density", float, "0.01", {"above": 0, "most": 1})
+COMPRESSORS: dict[str, Amount | None] = {
     "fp16": None,
     "bf16": None,
     "int8": None,
     "sign": None,
-    "topk": float,
-    "randomk": float,
-    "powersgd": int,
+    "topk": DENSITY,
+    "randomk": DENSITY,
+    "powersgd": Amount("rank", int, "4", {"least": 1}),
 }
-COMPRESS = "fp16, bf16, int8, sign, topk:0.01, randomk:0.01 or powersgd:4"
 OUTER = {
     "average": "take the mean of the ranks' parameters",
     "nesterov": "make an outer step towards it (DiLoCo)",
 }
-PRESETS = ("1m", "8m")
 # `ddp-course plan` also knows models and precisions that are never trained here.
 MODELS = (*PRESETS, "gpt2", "gpt2-xl", "gpt3-175b")
 OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum")
-PLANNED = PRECISIONS | {
+PLANNED = {name: each.about for name, each in PRECISIONS.items()} | {
     "fsdp-bf16": "float32 shards, gathered and reduced in bfloat16 (FSDP2)",
     "mixed": "half, and the optimizer has a float32 copy (the ZeRO paper)",
     "mixed-fp32-gradients": "as mixed, gradients added up in float32 (Megatron-LM)",
@@ -92,14 +155,20 @@ PLANNED = PRECISIONS | {
 RECOMPUTE = ("none", "selective", "full")
 
 
+def compressor_words() -> str:
+    """Return all compressors as a reader types them, with an example of each amount."""
+    words = [n if a is None else f"{n}:{a.example}" for n, a in COMPRESSORS.items()]
+    return f"{', '.join(words[:-1])} or {words[-1]}"
+
+
 # ---- what can be asked for -----------------------------------------------------------
 
 
-def asked(default: Any, about: str, choices: Any = None, **limits: float) -> Any:
+def option(default: Any, about: str, choices: Any = None, **limits: float) -> Any:
     """Return a field that is an option of the command line, too.
 
-    `about` is its help text. `limits` of a number are `least`, or `above`, which it
-    must exceed, and `below`; without any it must be a whole number from 1 on.
+    `about` is its help text. `limits` of a number are those of `within`; without any it
+    must be a whole number from 1 on.
     """
     metadata = {"about": about, "choices": choices, "limits": limits or {"least": 1}}
     return field(default=default, metadata=metadata)
@@ -109,56 +178,92 @@ def asked(default: Any, about: str, choices: Any = None, **limits: float) -> Any
 class Training:
     """What is trained, and for how long."""
 
-    steps: int = asked(20, "steps of AdamW", least=0)
-    batch_size: int = asked(8, "rows of a step, shared by all ranks")
-    preset: str = asked("1m", "model", PRESETS)
-    lr: float = asked(3e-4, "learning rate", above=0)
-    seed: int = asked(0, "of the weights and the batches", least=0)
-    clip: float | None = asked(None, "the largest norm of a step's gradient", above=0)
-    checkpoint: str | None = asked(
+    steps: int = option(20, "steps of AdamW", least=0)
+    batch_size: int = option(8, "rows of a step, shared by all ranks")
+    preset: str = option("1m", "model", PRESETS)
+    lr: float = option(3e-4, "learning rate", above=0)
+    seed: int = option(0, "of the weights and the batches", least=0)
+    clip: float | None = option(None, "the largest norm of a step's gradient", above=0)
+    checkpoint: str | None = option(
         None, "save there, and go on from the newest checkpoint in it"
     )
-    every: int = asked(10, "steps between two checkpoints")
+    every: int = option(10, "steps between two checkpoints")
 
 
 @dataclass(frozen=True)
 class Layout:
     """How the ranks share a training; `layout_for` fills in `dp`.
 
-    Along tp ranks have other parts of every matrix, along pp other layers, along dp
-    other rows of the batch. `zero` says what the ranks of dp shard; without it, they
-    average whole gradients, by the class that `data_parallel` names.
+    `zero` says what the ranks of dp shard; without it, they average whole gradients, by
+    the class that `data_parallel` names.
     """
 
-    dp: int = asked(1, "ranks with other rows of the batch; all that are left")
-    pp: int = asked(1, "ranks with other layers")
-    tp: int = asked(1, "ranks with other parts of every matrix")
-    zero: int = asked(0, "ZeRO's stage: what the ranks of dp shard", ZERO)
-    shard: int | None = asked(None, "with zero 3: ranks of dp that share one copy; all")
-    data_parallel: str = asked(
+    dp: int = option(1, AXES["dp"].about)
+    pp: int = option(1, AXES["pp"].about)
+    tp: int = option(1, AXES["tp"].about)
+    zero: int = option(0, "ZeRO's stage: what the ranks of dp shard", ZERO)
+    shard: int | None = option(
+        None, "with zero 3: ranks of dp that share one copy; all"
+    )
+    data_parallel: str = option(
         "ddp", "with zero 0: how gradients are averaged along dp", DATA_PARALLEL
     )
-    threads: int = asked(1, "replicas as threads of one process: DataParallel")
-    schedule: str = asked("1f1b", "the order of work in a pipeline", SCHEDULES)
-    microbatches: int = asked(4, "parts in which a pipeline takes its rows")
-    precision: str = asked("fp32", "see below", PRECISIONS)
-    compress: str | None = asked(None, f"gradients travel in fewer bytes: {COMPRESS}")
-    local_steps: int | None = asked(None, "steps alone, then the parameters' mean")
-    outer: str | None = asked(None, "what is done with this mean; average", OUTER)
-    outer_lr: float | None = asked(None, "of the outer optimizer; 0.7", least=0)
-    outer_momentum: float | None = asked(None, "of it, too; 0.9", least=0, below=1)
+    threads: int = option(1, "replicas as threads of one process: DataParallel")
+    schedule: str = option("1f1b", "the order of work in a pipeline", SCHEDULES)
+    microbatches: int = option(4, "parts in which a pipeline takes its rows")
+    precision: str = option("fp32", "see below", PRECISIONS)
+    compress: str | None = option(
+        None, f"gradients travel in fewer bytes: {compressor_words()}"
+    )
+    local_steps: int | None = option(None, "steps alone, then the parameters' mean")
+    outer: str | None = option(None, "what is done with this mean; average", OUTER)
+    outer_lr: float | None = option(None, "of the outer optimizer; 0.7", least=0)
+    outer_momentum: float | None = option(None, "of it, too; 0.9", least=0, below=1)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The number of ranks along each of AXES."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def model_axes(self) -> list[str]:
+        """The axes other than dp with more than one rank."""
+        return [axis for axis, n in self.sizes.items() if axis != "dp" and n > 1]
 
     @property
     def mesh(self) -> Mesh:
         """The axes with more than one rank; hybrid shards divide dp into two axes."""
-        sizes = {"dp": self.dp, "pp": self.pp, "tp": self.tp}  # tp talks most: last
+        sizes = self.sizes
+        hybrid = {}
         if self.shard not in (None, self.dp):
-            replicate = self.dp // self.shard
-            sizes = {"replicate": replicate, "shard": self.shard} | sizes
+            hybrid = {"replicate": self.dp // self.shard, "shard": self.shard}
             del sizes["dp"]
-        hybrid = ("replicate", "shard")
-        kept = {a: n for a, n in sizes.items() if n > 1 or a in hybrid}
-        return Mesh(kept or {"dp": 1})
+        return Mesh(hybrid | {a: n for a, n in sizes.items() if n > 1} or {"dp": 1})
+
+    @property
+    def averaged(self) -> tuple[str, ...]:
+        """The axes of the mesh along which gradients are averaged, all together."""
+        dp = ("dp", "replicate", "shard")
+        axes = self.mesh.axes
+        return tuple(a for a in axes if a in dp or AXES[a].averaged)
+
+    @property
+    def together(self) -> list[tuple[str, ...]]:
+        """The axes that need a group together, for `make_groups`."""
+        axes = self.averaged[1:] if "shard" in self.averaged else self.averaged
+        return [axes] if len(axes) > 1 else []
+
+    @property
+    def rooms(self) -> list[str]:
+        """The folders whose `axis.py` makes a model parallel, in this order.
+
+        Data parallelism comes last: it averages or shards what the others have left.
+        """
+        rooms = [AXES[axis].room for axis in reversed(self.model_axes)]
+        if not self.averaged:
+            return rooms
+        data = "zero" if self.zero else "data_parallel"
+        return [*rooms, data if self.local is None else "local_sgd"]
 
     @property
     def local(self) -> Mapping[str, Any] | None:
@@ -178,15 +283,19 @@ class Layout:
 
     def share(self, rank: int) -> tuple[int, int]:
         """Return which part of the rows `rank` has, and of how many parts."""
-        return rank // (self.pp * self.tp), self.dp
+        return rank * self.dp // prod(self.sizes.values()), self.dp
 
-    def check(self, world_size: int | None = None, batch_size: int | None = None,
-              layers: int | None = None) -> None:  # fmt: skip
+    def check(
+        self,
+        world_size: int | None = None,
+        batch_size: int | None = None,
+        config: GPTConfig | None = None,
+    ) -> None:
         """Raise SpecError, saying what is allowed, unless all of this can be together.
 
         With `world_size`, also unless so many ranks make this layout; with
-        `batch_size`, unless its rows can be shared; with `layers`, of the model with
-        its embedding and head, unless there is one for each stage.
+        `batch_size`, unless its rows can be shared; with `config`, unless a GPT of
+        these sizes can be divided among the ranks.
         """
         check_fields(self)
         for problem in (
@@ -198,17 +307,12 @@ class Layout:
             self.mesh.check(world_size)
         if batch_size is not None:
             self._check_rows(batch_size)
-        if layers is not None and self.pp > 1 and self.stages > layers:
-            raise SpecError(
-                f"schedule {self.schedule!r} on {self.pp} ranks has {self.stages} "
-                f"stages, and the model has {layers} layers, embedding and head among "
-                "them; take fewer ranks, another schedule, or a model with more layers",
-                "pp",
-            )
+        if config is not None:
+            self._check_sizes(config)
 
     def _check_rows(self, batch_size: int) -> None:
         parts = self.threads if self.threads > 1 else self.dp
-        alone = self.threads == self.pp == self.tp == 1
+        alone = self.threads == 1 and not self.model_axes
         who = f"{parts} {'rank' if alone else 'replica'}{'s' * (parts > 1)}"
         if batch_size < 1 or batch_size % parts:
             raise SpecError(
@@ -225,12 +329,25 @@ class Layout:
                 "microbatches",
             )
 
+    def _check_sizes(self, config: GPTConfig) -> None:
+        for axis in self.model_axes:
+            if text := config.indivisible(AXES[axis].divides, self.sizes[axis]):
+                raise SpecError(text, axis)
+        layers = config.n_layer + 2
+        if self.pp > 1 and self.stages > layers:
+            raise SpecError(
+                f"schedule {self.schedule!r} on {self.pp} ranks has {self.stages} "
+                f"stages, and the model has {layers} layers, embedding and head among "
+                "them; take fewer ranks, another schedule, or a model with more layers",
+                "pp",
+            )
+
 
 def layout_for(world_size: int, **options: Any) -> Layout:
     """Return the layout of `world_size` ranks, checked; pure.
 
-    `options` are fields of Layout. If dp is not among them, the ranks that tp and pp
-    leave go to it. Raises SpecError, a ValueError. Chapter 09.
+    `options` are fields of Layout. If dp is not among them, the ranks that the other
+    axes leave go to it. Raises SpecError, a ValueError. Chapter 09.
     """
     known = [each.name for each in fields(Layout)]
     if unknown := min(options.keys() - set(known), default=None):
@@ -238,9 +355,9 @@ def layout_for(world_size: int, **options: Any) -> Layout:
         raise SpecError(successor(unknown, options[unknown]) or text, unknown)
     options = {name: value for name, value in options.items() if value is not None}
     if "dp" not in options:
-        check_fields(Layout(**options))
-        others = prod(options.get(axis, 1) for axis in ("tp", "pp"))
-        options["dp"] = max(1, world_size // others)
+        layout = Layout(**options)
+        check_fields(layout)
+        options["dp"] = max(1, world_size // prod(layout.sizes.values()))
     layout = Layout(**options)
     layout.check(world_size)
     return layout
@@ -271,22 +388,53 @@ def within(
     least: float = -math.inf,
     above: float = -math.inf,
     below: float = math.inf,
+    most: float = math.inf,
 ) -> bool:
-    """Tell whether a number keeps the limits of its field."""
-    return least <= value < below and value > above
+    """Return whether a number keeps its limits; `above` and `below` are exclusive."""
+    return least <= value < below and above < value <= most
 
 
 def in_words(**limits: float) -> str:
-    """Say which numbers keep these limits: "1 or more", "above 0"."""
-    words = {"least": "{} or more", "above": "above {}", "below": "below {}"}
+    """Return in words which numbers keep these limits: "1 or more", "above 0"."""
+    words = {
+        "least": "{} or more",
+        "above": "above {}",
+        "below": "below {}",
+        "most": "at most {}",
+    }
     return " and ".join(words[name].format(limit) for name, limit in limits.items())
+
+
+def compression(words: str) -> tuple[str, float | None]:
+    """Return a compressor's name and its amount, of words such as topk:0.01.
+
+    Raises SpecError for an unknown name, or for an amount outside of its limits.
+    """
+    name, colon, text = words.partition(":")
+    unknown = f"compress is {words!r}; it can be {compressor_words()}"
+    if name not in COMPRESSORS:
+        raise SpecError(unknown, "compress")
+    amount = COMPRESSORS[name]
+    try:
+        if amount is None:
+            if colon:
+                raise ValueError
+            return name, None
+        value = amount.read(text)
+    except ValueError:
+        raise SpecError(unknown, "compress") from None
+    if not within(value, **amount.limits):
+        can = in_words(**amount.limits)
+        text = f"compress is {words!r}; its {amount.name} must be {can}"
+        raise SpecError(text, "compress")
+    return name, value
 
 
 # ---- what cannot be together: each returns a sentence, or None -----------------------
 
 
 def _threads(a: Layout) -> str | None:
-    ranks = a.dp * a.pp * a.tp
+    ranks = prod(a.sizes.values())
     if a.threads > 1 and (ranks > 1 or a.zero):
         return (
             f"threads is {a.threads}: DataParallel is one process, and here are "
@@ -319,9 +467,9 @@ def _beside_data_parallel(a: Layout) -> str | None:
         "average": "the training loop averages over all ranks",
         "pytorch": "it is there to be compared with",
     } | (dict.fromkeys(("naive", "flat"), "it would average once for each microbatch"))
-    wrong = ["pp"] * (a.pp > 1) + ["tp"] * (a.tp > 1)
+    wrong = a.model_axes
     if a.data_parallel in ("naive", "flat"):
-        wrong = wrong[: int(a.pp > 1)]
+        wrong = [axis for axis in wrong if axis == "pp"]
     if a.data_parallel != "ddp" and wrong:
         return (
             f"data_parallel {a.data_parallel!r} cannot be beside {' and '.join(wrong)}:"
@@ -331,7 +479,8 @@ def _beside_data_parallel(a: Layout) -> str | None:
 
 
 def _bubble(a: Layout) -> str | None:
-    if a.precision in ("bf16", "fp16") and a.schedule == "zero_bubble" and a.pp > 1:
+    autocast = PRECISIONS[a.precision].products is not None
+    if autocast and a.schedule == "zero_bubble" and a.pp > 1:
         return (
             f"precision {a.precision!r} cannot be with schedule 'zero_bubble', whose "
             "backward in two halves takes weights as they are; take bf16-pure, or 1f1b"
@@ -341,13 +490,13 @@ def _bubble(a: Layout) -> str | None:
 
 def _local(a: Layout) -> str | None:
     outer = {"outer_lr": a.outer_lr, "outer_momentum": a.outer_momentum}
-    given = [name for name, value in outer.items() if value is not None]
+    typed = [name for name, value in outer.items() if value is not None]
     if a.local_steps is None:
-        if a.outer or given:
+        if a.outer or typed:
             return "an outer optimizer is of no use without local_steps"
         return None
-    if given and a.outer != "nesterov":
-        return f"{given[0]} is of no use without outer 'nesterov'"
+    if typed and a.outer != "nesterov":
+        return f"{typed[0]} is of no use without outer 'nesterov'"
     if not _whole_replicas(a) or a.compress:
         return (
             f"local_steps is {a.local_steps}; ranks that step alone have whole models "
@@ -360,14 +509,7 @@ def _local(a: Layout) -> str | None:
 def _compress(a: Layout) -> str | None:
     if a.compress is None:
         return None
-    name, colon, amount = a.compress.partition(":")
-    read = COMPRESSORS.get(name)
-    try:
-        right = name in COMPRESSORS and (read(amount) or True if read else not colon)
-    except ValueError:
-        right = False
-    if not right:
-        return f"compress is {a.compress!r}; it can be {COMPRESS}"
+    compression(a.compress)
     if not _whole_replicas(a):
         return (
             f"compress is {a.compress!r}, zero is {a.zero}, data_parallel is "
@@ -387,7 +529,8 @@ def _compress(a: Layout) -> str | None:
 
 
 def _whole_replicas(a: Layout) -> bool:
-    return a.data_parallel == "ddp" and a.threads == a.pp == a.tp == 1 and not a.zero
+    whole = a.threads == 1 and not a.model_axes and not a.zero
+    return whole and a.data_parallel == "ddp"
 
 
 # ---- names of earlier versions -------------------------------------------------------
@@ -399,10 +542,11 @@ def successor(option: str, value: Any = None) -> str | None:
         return "replicas is called threads now: --threads 4, train(threads=4)"
     if option != "strategy":
         return None
-    axis = "the number of ranks along it"
-    now = {f"zero{n}": f"is --zero {n} now, train(zero={n})" for n in (1, 2, 3)}
-    now |= {n: f"is --{n} N now, train({n}=N), with {axis}" for n in ("tp", "pp")}
-    now |= {n: f"is --data-parallel {n} now" for n in DATA_PARALLEL if n != "ddp"}
+    now = {f"zero{n}": f"is --zero {n} now, train(zero={n})" for n in ZERO if n}
+    for axis in AXES:
+        how = f"is --{axis} N now, train({axis}=N), with the number of ranks along it"
+        now[axis] = how
+    now |= {n: f"is --data-parallel {n} now" for n in DATA_PARALLEL}
     now["dp"] = "is --threads N now, train(threads=N)"
     now["ddp"] = "is the default: leave it out"
     other = "does not exist; see --data-parallel, --zero, --tp, --pp and --threads"

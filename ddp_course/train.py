@@ -30,17 +30,15 @@ from ddp_course.checkpoint import Checkpoints
 from ddp_course.data import load_corpus, shard
 from ddp_course.launch import device
 from ddp_course.launch.torchrun import check_alone
-from ddp_course.local_sgd import average_parameters
 from ddp_course.mesh import make_groups
 from ddp_course.model import GPTConfig, build_gpt
 from ddp_course.parallelize import (
     autocast,
-    check_parts,
     clip_gradients,
-    compressor_of,
     dtype_of,
     optimizer_for,
     parallelize,
+    strategies_of,
     whole,
 )
 from ddp_course.precision import GradScaler
@@ -121,12 +119,12 @@ def train(
     my_device = device()
     check_fields(Training(steps, batch_size, lr=lr, seed=seed, every=every, clip=clip))
     layout = layout_for(world_size, **layout_options)
-    layout.check(batch_size=batch_size)
     corpus = load_corpus()
     model = build_gpt(preset, seed).to(my_device, dtype_of(layout))
     config = model.config
-    check_parts(layout, config)
-    axes = make_groups(layout.mesh) if together else None
+    layout.check(batch_size=batch_size, config=config)
+    axes = make_groups(layout.mesh, *layout.together) if together else None
+    strategies = strategies_of(layout, axes)
     model = parallelize(model, layout, axes)
     optimizer = optimizer_for(model, layout, axes, lr)
     whole_model, whole_optimizer = whole(model, optimizer)
@@ -136,9 +134,11 @@ def train(
         settings |= {"compress": layout.compress, "ranks": world_size}
     settings |= {} if layout.local is None else {"local": dict(layout.local)}
     scaler = GradScaler(enabled=layout.precision == "fp16")
+    more = {"scaler": scaler}
+    for strategy in strategies:
+        more |= strategy.states(model)
     has_state = whole_model, whole_optimizer
-    more = {"scaler": scaler, "compressor": compressor_of(model, layout)}
-    checkpoints = Checkpoints(checkpoint, every, *has_state, settings, **more)
+    checkpoints = Checkpoints(checkpoint, every, *has_state, settings, more=more)
     losses = checkpoints.load(steps)  # of the steps that are done
     resumed_at = len(losses)
     share, shares = layout.share(rank)  # on ranks with parts of one model: the same
@@ -167,9 +167,10 @@ def train(
         if on_step is not None and rank == 0:
             on_step(step + 1, losses[-1])
     seconds = time.perf_counter() - start
-    if layout.local is not None:  # each rank is where its last steps have led it
-        average_parameters(model.parameters())
-        whole_model = model
+    for strategy in strategies:
+        if strategy.finish is not None:  # until now each rank had its own model
+            strategy.finish(model)
+            whole_model = model
     state = {name: value.cpu() for name, value in whole_model.state_dict().items()}
     kept = state if keep_state else None
     return History(losses, checksum(state), seconds, world_size, resumed_at, kept)

@@ -15,12 +15,11 @@ from torch import Tensor, nn
 
 from ddp_course import collectives
 from ddp_course.communication_order import ScheduledDataParallel, priority
-from ddp_course.compression.named import OF_AMOUNT, PLAIN
 from ddp_course.data import load_corpus
 from ddp_course.launch import device
 from ddp_course.model import GPTConfig, build_gpt
 from ddp_course.pipeline import SCHEDULES, PipelineParallel
-from ddp_course.spec import DATA_PARALLEL, OUTER
+from ddp_course.spec import COMPRESSORS, DATA_PARALLEL, OUTER
 from ddp_course.tensor_parallel import tensor_parallel
 from ddp_course.train import largest_difference, train
 
@@ -128,7 +127,9 @@ def layouts(n: int) -> list[dict]:
         stages = {name: n * (1 + (name == "interleaved")) for name in SCHEDULES}
         fits = [name for name in SCHEDULES if stages[name] <= SMALL.n_layer + 2]
         fit += [{"pp": n, "schedule": name} for name in fits]
-        compressed = [*PLAIN, *(f"{name}:1" for name in OF_AMOUNT)]
+        compressed = [
+            name if a is None else f"{name}:1" for name, a in COMPRESSORS.items()
+        ]
         fit += [{"compress": words} for words in compressed]
     return fit
 

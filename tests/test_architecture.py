@@ -25,9 +25,10 @@ FLOORS = [
         "measure",
         "learners_copy",
         "coordinates",
+        "gpt_config",
         "spec",
     },
-    {"collectives", "mesh", "mechanisms", "precision", "compression"},
+    {"collectives", "mesh", "mechanisms", "precision", "compression", "strategy"},
     {
         *("data_parallel", "zero", "tensor_parallel", "pipeline", "parameter_server"),
         "communication_order",

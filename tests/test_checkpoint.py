@@ -15,13 +15,13 @@ from refusals import refused, said
 from trained import same
 
 from ddp_course import checkpoint as module
-from ddp_course import parallelize
 from ddp_course.checkpoint import CheckpointError, Checkpoints, write_whole
 from ddp_course.launch import RankError, spawn
 from ddp_course.mechanisms.saving import WRITING, seal
 from ddp_course.model import GPTConfig
 from ddp_course.spec import DATA_PARALLEL
 from ddp_course.train import History, largest_difference, train
+from ddp_course.zero import ZeroRedundancyOptimizer
 
 SMALL = GPTConfig(block_size=16, n_layer=1, n_head=2, d_model=8)
 ROWS = 12
@@ -335,19 +335,19 @@ def test_the_newest_checkpoint_is_found_on_any_machine(tmp_path):
 
 def only_half(optimizer):
     """The plant: states of which other ranks' parts are missing."""
-    optimizer.consolidate_state_dict(to=0)
-    if dist.get_rank():
-        return {}
-    state = optimizer.state_dict()
+    state = whole_state_dict(optimizer)
     for one in state["state"].values():
         for name in ("exp_avg", "exp_avg_sq"):
             one[name].view(-1)[one[name].numel() // 2 :] = 0
     return state
 
 
+whole_state_dict = ZeroRedundancyOptimizer.state_dict
+
+
 def test_a_checkpoint_of_one_ranks_states_is_caught(tmp_path):
     def planted():
-        parallelize._consolidated = only_half
+        ZeroRedundancyOptimizer.state_dict = only_half
         train(3, **CURVE, zero=1, checkpoint=tmp_path)
 
     whole = train(6, **CURVE, keep_state=True)

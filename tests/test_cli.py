@@ -28,11 +28,13 @@ from conftest import alive, descendants, names_in, none_left
 from refusals import answered, complaint
 
 import ddp_course
-from ddp_course import model, parallelize, pipeline, spec, theory
+from ddp_course import compression, pipeline, spec, theory
 from ddp_course.cli import main
 from ddp_course.commands import CommandError, doctor, lab, proofs
+from ddp_course.data_parallel.axis import WRAPPERS
 from ddp_course.launch import LaunchError, here
 from ddp_course.model import GPTConfig
+from ddp_course.zero.axis import OPTIMIZERS
 
 COMMANDS = ["lab", "run", "progress", "train", "notebooks", "site", "doctor", "bench"]
 COMMANDS += ["plan"]
@@ -86,11 +88,10 @@ def test_every_command_has_help_with_an_example_of_itself(capsys):
 def test_help_does_not_wait_for_pytorch_and_yet_names_what_there_is():
     """Each name that can be typed stands in the package, too."""
     for known, names in (
-        (parallelize.AVERAGING, spec.DATA_PARALLEL),
-        ({0, *parallelize.STAGES}, spec.ZERO),
-        (parallelize.AUTOCAST.keys() | {"fp32", "bf16-pure"}, spec.PRECISIONS),
+        (WRAPPERS, spec.DATA_PARALLEL),
+        ({0, *OPTIMIZERS, 3}, spec.ZERO),
+        (compression.named.CLASSES, spec.COMPRESSORS),
         (pipeline.SCHEDULES, spec.SCHEDULES),
-        (model.PRESETS, spec.PRESETS),
         (theory.MODELS, spec.MODELS),
         (theory.OPTIMIZERS, spec.OPTIMIZERS),
         (theory.PRECISIONS, spec.PLANNED),

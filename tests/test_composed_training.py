@@ -19,16 +19,16 @@ from torch import Tensor, nn
 from trained import own_norm_only
 
 from ddp_course import collectives
-from ddp_course import parallelize as parallelize_module
 from ddp_course.data import load_corpus, shard
 from ddp_course.data_parallel import DistributedDataParallel as Counted
+from ddp_course.data_parallel import axis as data_parallel_axis
 from ddp_course.launch import spawn
 from ddp_course.measure import ByteMeter, resident
 from ddp_course.mechanisms.placements import placed
+from ddp_course.mechanisms.states import HasState
 from ddp_course.mesh import Axes, Mesh, make_groups
 from ddp_course.model import GPTConfig, build_gpt
 from ddp_course.parallelize import (
-    Whole,
     clip_gradients,
     optimizer_for,
     parallelize,
@@ -151,7 +151,7 @@ def together(told: dict, config: GPTConfig, wrong: str | None = None) -> Steps:
     return [*steps, (0.0, 0.0, flat(states_of(optimizer_states, model)))]
 
 
-def states_of(states: Whole | torch.optim.Optimizer, model: nn.Module) -> dict:
+def states_of(states: HasState, model: nn.Module) -> dict:
     """Save and load: what is there afterwards is what was saved."""
     before = states.state_dict()
     everywhere = [before]
@@ -261,7 +261,7 @@ def metered(told: dict) -> Metered:
     layout = layout_for(dist.get_world_size(), **told)
     axes, rank = axes_of(layout.mesh), dist.get_rank()
     dist.all_reduce = ring  # PyTorch's own are not counted
-    parallelize_module.DistributedDataParallel = partial(Counted, all_reduce=ring)
+    data_parallel_axis.WRAPPERS = {"ddp": partial(Counted, all_reduce=ring)}
     model = parallelize(build_gpt(SMALL), layout, axes)
     optimizer = optimizer_for(model, layout, axes, LR)
     for step in range(3):

@@ -4,8 +4,8 @@ chapters      find the notebooks that a reader names
 execute       run one notebook in this Python; say what failed and where
 run           `run`
 author        `notebooks` and `site`: the authors' tools, which only a clone has
-asked         check what was asked of `train`, without PyTorch
 train         `train`, and a rank that torchrun starts
+train_options its options, checked without PyTorch
 plan          `plan`
 proofs        start ranks, and check that they agree
 doctor        `doctor`: cores, memory, GPUs, and the limits that a container sets

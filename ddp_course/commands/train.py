@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from ddp_course.checkpoint import CheckpointError
 from ddp_course.commands import CommandError, check_file, write
-from ddp_course.commands.asked import layout_of, ranks_of, settings_of
+from ddp_course.commands.train_options import ranks_of, settings_of
 from ddp_course.launch import spawn
 from ddp_course.launch.torchrun import (
     cause_first,
@@ -33,8 +33,6 @@ from ddp_course.launch.torchrun import (
     under_torchrun,
 )
 from ddp_course.mechanisms.agreement import agreed
-from ddp_course.model import PRESETS
-from ddp_course.parallelize import check_parts
 from ddp_course.train import History, train
 
 DEADLINE = 10**6  # seconds; a training ends when it is done
@@ -52,7 +50,6 @@ def command(told: Namespace) -> int:
     ranks = ranks_of(told)
     try:
         check_alone()
-        check_parts(layout_of(told), PRESETS[settings["preset"]])
     except ValueError as error:
         raise CommandError(str(error)) from None
     if ranks == 1:

@@ -15,37 +15,29 @@ from ddp_course.compression.powersgd import PowerSGD
 from ddp_course.compression.sign import Sign
 from ddp_course.compression.sixteen import SixteenBits
 from ddp_course.compression.sparse import RandomK, TopK
+from ddp_course.spec import compression
 
-PLAIN: MappingProxyType[str, Callable[..., Compressor]] = MappingProxyType(
+# For each name of `spec.COMPRESSORS` what makes it from an exchange, and an amount.
+CLASSES: MappingProxyType[str, Callable[..., Compressor]] = MappingProxyType(
     {
         "fp16": lambda exchange: SixteenBits(torch.float16, exchange),
         "bf16": lambda exchange: SixteenBits(torch.bfloat16, exchange),
         "int8": lambda exchange: Int8(exchange=exchange),
         "sign": lambda exchange: Sign(exchange=exchange),
+        "topk": lambda exchange, density: TopK(density, exchange=exchange),
+        "randomk": lambda exchange, density: RandomK(density, exchange=exchange),
+        "powersgd": lambda exchange, rank: PowerSGD(rank, exchange=exchange),
     }
 )
-OF_AMOUNT = MappingProxyType(  # name -> how its amount is read, and what it makes
-    {"topk": (float, TopK), "randomk": (float, RandomK), "powersgd": (int, PowerSGD)}
-)
-KNOWN = "fp16, bf16, int8, sign, topk:0.01, randomk:0.01 or powersgd:4"
 
 
 def compressor(words: str, exchange: Exchange | None = None) -> Compressor:
     """Return a new compressor for `words` such as "int8", "topk:0.01", "powersgd:4".
 
     `exchange` defaults to a `CourseExchange` of all ranks. Raises ValueError, which
-    lists the words that are allowed. Nothing is sent.
+    says what is allowed. Nothing is sent.
     """
+    name, amount = compression(words)
     exchange = CourseExchange() if exchange is None else exchange
-    name, colon, amount = words.partition(":")
-    if name in PLAIN and not colon:
-        return PLAIN[name](exchange)
-    try:
-        read, make = OF_AMOUNT[name]
-        value = read(amount)
-    except (KeyError, ValueError):
-        raise ValueError(f"compress is {words!r}; it can be {KNOWN}") from None
-    try:
-        return make(value, exchange=exchange)
-    except ValueError as error:
-        raise ValueError(f"compress is {words!r}: {error}") from None
+    amounts = () if amount is None else (amount,)
+    return CLASSES[name](exchange, *amounts)

@@ -36,6 +36,7 @@ from torch.optim import SGD, Optimizer
 
 from ddp_course.mechanisms.broadcast import broadcast_all
 from ddp_course.mechanisms.parts import announce
+from ddp_course.mechanisms.states import EachRanks
 
 Group = dist.ProcessGroup | None
 AllReduce = Callable[..., Any]
@@ -196,6 +197,10 @@ class LocalSteps:
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank needs to go on; every rank has its own."""
         return {"optimizer": self.optimizer.state_dict(), "steps": self.steps}
+
+    def whole_states(self, model: nn.Module) -> tuple[EachRanks, EachRanks]:
+        """Return the states of all ranks: of their models, and of their optimizers."""
+        return EachRanks(model), EachRanks(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state`, with the parameters that this rank had then."""

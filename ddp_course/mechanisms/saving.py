@@ -107,14 +107,3 @@ def read(path: Path, version: int, mmap: bool = False) -> dict[str, Any]:
             f"{path} has format {found}; this version reads format {version}"
         )
     return state
-
-
-def on_cpu(state: Any) -> Any:
-    """Return a state with its tensors on the CPU, however deep they lie."""
-    if isinstance(state, Tensor):
-        return state.detach().cpu()
-    if isinstance(state, Mapping):
-        return {key: on_cpu(value) for key, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        return [on_cpu(value) for value in state]
-    return state

@@ -23,7 +23,9 @@ from ddp_course.mechanisms.agreement import (
     problem_with,
 )
 from ddp_course.mechanisms.frozen import check_first_order
-from ddp_course.model import GPT, GPTConfig, check_tokens
+from ddp_course.model import GPT, check_tokens
+
+SHARED = ("n_head", "vocab_size")  # the sizes that the ranks must divide
 
 
 def check_model(
@@ -57,7 +59,7 @@ def check_model(
 def _problem_with(model: Any, size: int) -> str | None:
     if not isinstance(model, GPT):
         return f"model is a {type(model).__name__}; it must be a plain GPT"
-    if wrong := problem_with(model) or indivisible(model.config, size):
+    if wrong := problem_with(model) or model.config.indivisible(SHARED, size):
         return wrong
     devices = {str(parameter.device) for parameter in model.parameters()}
     if len(devices) > 1:
@@ -68,24 +70,6 @@ def _problem_with(model: Any, size: int) -> str | None:
             return (
                 f"{name} has a hook, which this rank's part of it would not have: "
                 "register hooks on parameters() of what tensor_parallel returns"
-            )
-    return None
-
-
-def indivisible(config: GPTConfig, tp_size: int) -> str | None:
-    """Return why so many ranks cannot share a GPT of these sizes, or None."""
-    sizes = {
-        "n_head": config.n_head,
-        "vocab_size": config.vocab_size,
-        "4 * d_model": 4 * config.d_model,
-    }
-    each = range(1, config.n_head + 1)
-    fits = [n for n in each if not any(size % n for size in sizes.values())]
-    for name, size in sizes.items():
-        if size % tp_size:
-            return (
-                f"{name} is {size}, which {tp_size} ranks cannot share equally; this "
-                f"model can be cut for {', '.join(map(str, fits))} ranks"
             )
     return None
 

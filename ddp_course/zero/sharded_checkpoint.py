@@ -35,13 +35,13 @@ from ddp_course.mechanisms.saving import (
     WRITING,
     CheckpointError,
     left_overs,
-    on_cpu,
     read,
     rename,
     seal,
     unsealed,
     write_whole,
 )
+from ddp_course.mechanisms.states import on_cpu
 from ddp_course.mechanisms.whole_state import buffers_of
 from ddp_course.zero.stage3 import FullyShardedDataParallel as ShardedModule
 

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from refusals import answered, nothing_starts  # noqa: F401
 
-from ddp_course import parallelize
-from ddp_course.checkpoint import CheckpointError, EachRanks
+from ddp_course.checkpoint import CheckpointError
 from ddp_course.data import load_corpus, shard
 from ddp_course.launch import RankError, spawn
-from ddp_course.local_sgd import DiLoCo, simulate
+from ddp_course.local_sgd import DiLoCo, LocalSGD, simulate
+from ddp_course.mechanisms.states import EachRanks
 from ddp_course.model import GPTConfig, build_gpt
 from ddp_course.train import History, largest_difference, train
 
@@ -55,14 +55,14 @@ def dies(folder: Path) -> None:
     """Rank 2 of 3 is killed after step 5; there is a checkpoint of step 4."""
     if dist.get_rank() == 2:
         steps = iter(range(5))
-        inner = parallelize.LocalSGD.step_alone
+        inner = LocalSGD.step_alone
 
         def step_alone(self):
             if next(steps, None) is None:
                 os.kill(os.getpid(), signal.SIGKILL)
             return inner(self)
 
-        parallelize.LocalSGD.step_alone = step_alone
+        LocalSGD.step_alone = step_alone
     run(STEPS, folder, **LOCAL)
 
 

@@ -18,12 +18,13 @@ from ddp_course.launch import spawn
 from ddp_course.measure import ByteMeter, resident
 from ddp_course.mesh import make_groups
 from ddp_course.model import GPTConfig, build_gpt
-from ddp_course.parallelize import autocast, dtype_of, parallelize, strategy_of
+from ddp_course.parallelize import autocast, dtype_of, parallelize
 from ddp_course.precision import MasterWeights
 from ddp_course.spec import layout_for
 from ddp_course.theory import model_states, step_volume
 from ddp_course.theory.memory import PRECISIONS, precision_named
 from ddp_course.theory.plan import Model, plan
+from ddp_course.zero.axis import OPTIMIZERS
 
 GPT = GPTConfig(block_size=16, n_layer=2, n_head=2, d_model=24)  # no padding: all even
 PSI, BF16 = GPT.num_parameters, torch.bfloat16
@@ -51,7 +52,7 @@ def one(strategy: str, name: str) -> tuple[dict, int]:
     else:
         model = parallelize(model, layout, axes)
     make = WITH_COPIES if name == "mixed" else AdamW
-    if shards := strategy_of(layout).optimizer:
+    if shards := OPTIMIZERS.get(stage):
         optimizer = shards(model.parameters(), make, axes.group("dp"))
     else:
         optimizer = make(model.parameters())

@@ -10,7 +10,8 @@ import torch
 from ddp_course import theory
 from ddp_course.mechanisms.placements import Shard
 from ddp_course.model import PRESETS, GPTConfig, build_gpt
-from ddp_course.tensor_parallel.checks import indivisible
+from ddp_course.spec import AXES
+from ddp_course.tensor_parallel.checks import SHARED
 from ddp_course.tensor_parallel.gpt import placement_of
 
 
@@ -49,7 +50,8 @@ def test_a_part_of_qkv_is_whole_heads():
     ],
 )
 def test_sizes_that_cannot_be_cut_are_named(changed, n, told):
-    assert told in indivisible(GPTConfig(n_layer=1, **changed), n)
+    assert told in GPTConfig(n_layer=1, **changed).indivisible(SHARED, n)
+    assert AXES["tp"].divides == SHARED  # the command line asks without PyTorch
 
 
 # ---- bytes ---------------------------------------------------------------------------

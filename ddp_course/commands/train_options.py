@@ -1,4 +1,4 @@
-"""What `ddp-course train` was asked for, checked without PyTorch and before any start.
+"""The options of `ddp-course train`, checked without PyTorch and before any start.
 
 The options are the fields of `spec.Training` and `spec.Layout`; None is an option that
 was not typed.
@@ -13,53 +13,54 @@ from math import prod
 from typing import Any
 
 from ddp_course.commands import CommandError
-from ddp_course.spec import Layout, SpecError, Training, layout_for
+from ddp_course.gpt_config import PRESETS
+from ddp_course.spec import AXES, Layout, Training, layout_for
 
 OF_LAYOUT = [each.name for each in fields(Layout)]
 
 
-def settings_of(told: Namespace) -> dict[str, Any]:
+def settings_of(args: Namespace) -> dict[str, Any]:
     """Return each option's value, typed or by default, by its name."""
     both = (*fields(Training), *fields(Layout))
-    settings = {each.name: getattr(told, each.name) for each in both}
+    settings = {each.name: getattr(args, each.name) for each in both}
     defaults = {each.name: each.default for each in both if each.name != "dp"}
     return {n: defaults.get(n) if v is None else v for n, v in settings.items()}
 
 
-def ranks_of(told: Namespace) -> int:
-    """Return how many ranks to start: as typed, or as many as dp, pp and tp need."""
-    return told.ranks or prod(n or 1 for n in (told.dp, told.pp, told.tp))
+def ranks_of(args: Namespace) -> int:
+    """Return how many ranks to start: as typed, or as many as the axes need."""
+    return args.ranks or prod(getattr(args, axis) or 1 for axis in AXES)
 
 
-def check_typed(told: Namespace) -> None:
+def check_typed(args: Namespace) -> None:
     """Raise CommandError for an option without effect, or a layout that cannot be.
 
     Under torchrun only its ranks know how many they are: `train` checks the layout.
     """
     pipeline = "a pipeline, as with --pp 2"
     for name, used, by in (
-        ("schedule", (told.pp or 1) > 1, pipeline),
-        ("microbatches", (told.pp or 1) > 1, pipeline),
-        ("shard", told.zero == 3, "--zero 3"),
-        ("every", told.checkpoint is not None, "--checkpoint"),
+        ("schedule", (args.pp or 1) > 1, pipeline),
+        ("microbatches", (args.pp or 1) > 1, pipeline),
+        ("shard", args.zero == 3, "--zero 3"),
+        ("every", args.checkpoint is not None, "--checkpoint"),
     ):
-        if getattr(told, name) is not None and not used:
+        if getattr(args, name) is not None and not used:
             raise CommandError(f"--{name} is of no use without {by}")
     if "RANK" not in os.environ:
-        layout_of(told)
+        check_layout(args)
 
 
-def layout_of(told: Namespace) -> Layout:
-    """Return the layout that was typed. Raises CommandError if it cannot be."""
-    settings, ranks = settings_of(told), ranks_of(told)
+def check_layout(args: Namespace) -> None:
+    """Raise CommandError unless there can be such a layout of the typed options."""
+    settings, ranks = settings_of(args), ranks_of(args)
     try:
         layout = layout_for(ranks, **{name: settings[name] for name in OF_LAYOUT})
-        layout.check(batch_size=settings["batch_size"])
-    except (SpecError, ValueError) as error:
+        config = PRESETS[settings["preset"]]
+        layout.check(batch_size=settings["batch_size"], config=config)
+    except ValueError as error:
         raise CommandError(str(error)) from None
     if layout.local_steps is not None and ranks == 1:
         raise CommandError(
             f"local_steps is {layout.local_steps}, and one rank has nobody to average "
             "with; take two ranks or more: --ranks 2"
         )
-    return layout

@@ -1,0 +1,28 @@
+"""Replicas that step alone and average their parameters now and then. Chapter 14."""
+
+from torch import nn
+from torch.optim import AdamW
+
+from ddp_course.local_sgd.local import LocalSteps, average_parameters
+from ddp_course.local_sgd.local_sgd import DiLoCo, LocalSGD
+from ddp_course.mesh import Axes
+from ddp_course.spec import Layout
+from ddp_course.strategy import Strategy
+
+
+def local_adamw(
+    model: nn.Module, layout: Layout, axes: Axes | None, lr: float
+) -> LocalSteps:
+    """Return an AdamW that steps alone, and averages all ranks as the layout says."""
+    kind = DiLoCo if "lr" in layout.local else LocalSGD
+    return kind(AdamW(model.parameters(), lr=lr), model, **layout.local)
+
+
+def finish(model: nn.Module) -> None:
+    """Replace the parameters of all ranks by their mean."""
+    average_parameters(model.parameters())
+
+
+def strategy(layout: Layout) -> Strategy:
+    """Return how replicas train that step alone."""
+    return Strategy(optimizer=local_adamw, finish=finish)

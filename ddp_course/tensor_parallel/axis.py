@@ -1,0 +1,18 @@
+"""The axis tp: every rank has a part of every matrix. Chapter 09."""
+
+from torch import nn
+
+from ddp_course.mesh import Axes
+from ddp_course.spec import Layout
+from ddp_course.strategy import Strategy
+from ddp_course.tensor_parallel.gpt import tensor_parallel
+
+
+def wrap(model: nn.Module, layout: Layout, axes: Axes) -> nn.Module:
+    """Return this rank's part of every matrix of the model."""
+    return tensor_parallel(model, axes.group("tp"))
+
+
+def strategy(layout: Layout) -> Strategy:
+    """Return how the ranks along tp train."""
+    return Strategy(wrap)
