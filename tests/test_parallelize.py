@@ -1,12 +1,15 @@
 """Parts of a model, and replicas of them: one process's training in any layout."""
 
 import gc
+import subprocess
+import sys
 import weakref
 from functools import partial
 from itertools import groupby
 from math import prod
 from operator import itemgetter
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 import torch.distributed as dist
@@ -131,6 +134,24 @@ def test_rows_that_are_enough_are_not_refused():
 def test_every_strategy_is_a_layout_of_one_rank():
     for asked in (*({"data_parallel": n} for n in DATA_PARALLEL), {"zero": 3}):
         assert layout_for(1, **asked).mesh == Mesh({"dp": 1})
+
+
+def test_a_layout_names_the_folders_that_it_needs_and_no_others():
+    """`parallelize` imports them; importing `train` imports none of them."""
+    for asked, rooms in (
+        ({}, ["data_parallel"]),
+        ({"zero": 1, "tp": 2, "pp": 2}, ["tensor_parallel", "pipeline", "zero"]),
+        ({"local_steps": 2}, ["local_sgd"]),
+        ({"pp": 8}, ["pipeline"]),
+    ):
+        assert layout_for(8, **asked).rooms == rooms
+    ask = """
+    import sys, ddp_course.train
+    rooms = "data_parallel", "zero", "tensor_parallel", "pipeline", "local_sgd"
+    sys.exit(str([r for r in rooms if f"ddp_course.{r}" in sys.modules] or ""))"""
+    command = [sys.executable, "-c", dedent(ask), "ddp_course"]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    assert done.stderr.strip() == ""
 
 
 # Ranks
