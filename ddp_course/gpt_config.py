@@ -50,6 +50,20 @@ class GPTConfig:
             blocks + self.block_size * c + 2 * c + (v * c if self.tied else 2 * v * c)
         )
 
+    @property
+    def layer_costs(self) -> list[int]:
+        """The multiply-adds of each of `[embed, *blocks, head]` in forward.
+
+        For one row of T tokens (the block size), C channels and V characters: the
+        embedding looks up and adds, 0; a block's matrices take 12 T C² and the two
+        products of attention 2 T² C, half of which is masked, but not saved everywhere;
+        the head takes T C V. Backward takes about twice as much of each, so the shares
+        are the same. Chapter 10.
+        """
+        t, c = self.block_size, self.d_model
+        block = 12 * t * c * c + 2 * t * t * c
+        return [0, *[block] * self.n_layer, t * c * self.vocab_size]
+
     def indivisible(self, names: Sequence[str], ranks: int) -> str | None:
         """Return why so many ranks cannot share the sizes of these names, or None."""
         sizes = {name: getattr(self, name) for name in names}

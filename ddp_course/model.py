@@ -52,6 +52,8 @@ H = 12 heads of D = 12 channels. Blocks 1, 2 and 3 look like block 0:
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -155,6 +157,7 @@ class GPT(nn.Module):
         """Make all layers and initialise them as GPT-2 does."""
         super().__init__()
         self.config = config
+        self.token_check = partial(check_tokens, config=config)
         self.embed = Embedding(config)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.head = Head(config)

@@ -19,8 +19,6 @@
     exchange, shard_exchange
                 parts are gathered and reduced
     recompute   backward that runs forward again, so that less is kept
-    weight_gradients
-                the half of a layer's backward for which nobody waits
 
 Chapters 04 to 13 explain them.
 """

@@ -11,16 +11,17 @@ Three rungs, each of which is read in this order:
     pipeline_parallel
                   `PipelineParallel`: the same and its parts, each of which can be read
                   alone: overlapped (messages ahead of time), recorded (events),
-                  split_backward (backward in two halves), shared_gradients (tied
-                  weights), batch_checks, mean_loss, forms (of activations); and what
-                  is decided first: schedules (interleaved, zero bubble), stage_plan,
-                  partition (where to cut)
+                  backward (recomputed, or in two halves), shared_gradients (tied
+                  weights), batch_checks, forms (of activations); and what is decided
+                  first: schedules (interleaved, zero bubble), program (who sends what
+                  to whom), stage_plan (who has which layers)
 
 And without any process:
 
-    program, checker, simulate
-                  who sends what to whom, and when; is it legal, and what does it cost?
-    clocks        what the bubble was, and how to measure one on few cores
+    player, checker, simulate
+                  what happens when; is it legal, and what does it cost?
+    clocks, virtual_time
+                  what the bubble was, and how to measure one on few cores
 
 Chapters 10 and 11.
 """
@@ -29,16 +30,9 @@ from ddp_course.pipeline.by_hand import NaivePipeline
 from ddp_course.pipeline.checker import Proof, check
 from ddp_course.pipeline.clocks import Waiting, bubble
 from ddp_course.pipeline.forms import PipelineError
-from ddp_course.pipeline.partition import layer_costs, partition
 from ddp_course.pipeline.pipeline_parallel import PipelineParallel
-from ddp_course.pipeline.program import (
-    Costs,
-    Instruction,
-    Program,
-    Timed,
-    add_messages,
-    play,
-)
+from ddp_course.pipeline.player import Costs, play
+from ddp_course.pipeline.program import Instruction, Program, Timed, add_messages
 from ddp_course.pipeline.runtime import Pipeline, Runtime
 from ddp_course.pipeline.schedule import (
     Action,
@@ -51,5 +45,6 @@ from ddp_course.pipeline.schedule import (
 )
 from ddp_course.pipeline.schedules import SCHEDULES, interleaved, zero_bubble
 from ddp_course.pipeline.simulate import Simulated, simulate
-from ddp_course.pipeline.stage_plan import StagePlan, stage_plan
+from ddp_course.pipeline.stage_plan import StagePlan, partition, stage_plan
 from ddp_course.pipeline.stages import spine
+from ddp_course.pipeline.virtual_time import VirtualTime

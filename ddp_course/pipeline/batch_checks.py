@@ -1,6 +1,12 @@
-"""A part of `PipelineParallel`: may this batch be used, and have all ranks the same?
+"""What microbatches ask of a batch and of its loss.
 
-Asked before a step or an evaluation, before anything is sent. Chapter 10.
+    SameBatch   a part of `PipelineParallel`: before a step or an evaluation, before
+                anything is sent, it compares the ranks' batches
+    MeanLoss    a loss function that is tried once. The gradient of the batch is the sum
+                of the microbatches' gradients only if the batch's loss is the mean of
+                its rows' losses
+
+Chapter 10.
 """
 
 from collections.abc import Callable
@@ -11,7 +17,6 @@ from torch import Tensor, nn
 
 from ddp_course.collectives.communicator import Communicator
 from ddp_course.mechanisms.agreement import described, kind_of
-from ddp_course.model import GPTConfig, check_tokens
 
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
 
@@ -22,7 +27,8 @@ class SameBatch:
     Args:
         comm: the ranks of the pipeline.
         check_more: of a tensor-parallel model, compares tokens across its ranks.
-        config: of the course's GPT, or None; `takes_targets`: its loss compares y.
+        check_tokens: of the course's GPT (`token_check`), or None.
+        takes_targets: whether y are tokens, too, as many as in x.
         ignored: the target that the loss function leaves out.
     """
 
@@ -30,11 +36,12 @@ class SameBatch:
         self,
         comm: Communicator,
         check_more: Callable[..., None] | None,
-        config: GPTConfig | None,
+        check_tokens: Callable[[str, Tensor], None] | None,
         takes_targets: bool,
         ignored: int,
     ) -> None:
-        self.comm, self.check_more, self.config = comm, check_more, config
+        self.comm, self.check_more = comm, check_more
+        self.check_tokens = check_tokens
         self.takes_targets, self.ignored = takes_targets, ignored
 
     def before_step(self, pipeline: Any, x: Any, y: Any) -> None:
@@ -71,10 +78,10 @@ class SameBatch:
         if y is not None and (not isinstance(y, Tensor) or y.shape[:1] != x.shape[:1]):
             return f"y is {kind_of(y)}; it must be a tensor of {len(x)} rows, as x is"
         try:
-            if self.config is not None:
-                check_tokens("x", x, self.config)
+            if self.check_tokens is not None:
+                self.check_tokens("x", x)
             if self.takes_targets and y is not None:
-                check_tokens("y", y, self.config)
+                self.check_tokens("y", y)
         except (TypeError, ValueError) as error:
             return str(error)
         if self.takes_targets and y is not None and y.shape != x.shape:
@@ -107,3 +114,59 @@ def needs_whole_batch(module: nn.Module) -> str | None:
                 "be a microbatch's, not the batch's; take another norm, or eval()"
             )
     return None
+
+
+# ---- the loss ------------------------------------------------------------------------
+
+
+class MeanLoss:
+    """A loss function that is tried out at its first call.
+
+    With all rows and, as twice as many, with the same rows halved: a sum is no mean of
+    the two results, and neither is a square root of a mean. And in two parts: a mean
+    that leaves out targets, or weighs them by class, is none over rows. Raises
+    ValueError if so.
+    """
+
+    def __init__(self, loss_fn: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self.loss_fn, self.tried = loss_fn, False
+
+    @property
+    def ignored(self) -> int:
+        """The target that the loss leaves out, as `ignore_index` of cross-entropy."""
+        options = getattr(self.loss_fn, "keywords", {})  # of a functools.partial
+        named = getattr(self.loss_fn, "ignore_index", -100)
+        return options.get("ignore_index", named)
+
+    def __call__(self, output: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss, a scalar."""
+        loss = self.loss_fn(output, targets)
+        if not self.tried:
+            with torch.no_grad():
+                self._try(output, targets, loss)
+            self.tried = True
+        return loss
+
+    def _try(self, output: Tensor, targets: Tensor, loss: Tensor) -> None:
+        if loss.dim():
+            raise ValueError(f"loss_fn returned {loss}; it must be a scalar")
+        n, half = len(output), output * 0.5
+        both = torch.cat([output, half]), torch.cat([targets, targets])
+        self._compare(loss, n, self.loss_fn(half, targets), n, self.loss_fn(*both))
+        if n > 1 and not (targets == self.ignored).any():  # `SameBatch` counts them
+            k = n // 2
+            first = self.loss_fn(output[:k], targets[:k])
+            rest = self.loss_fn(output[k:], targets[k:])
+            self._compare(first, k, rest, n - k, loss)
+
+    def _compare(
+        self, first: Tensor, k: int, second: Tensor, n: int, whole: Tensor
+    ) -> None:
+        """Raise ValueError unless `whole` is the mean over the rows of both."""
+        mean = (k * first + n * second) / (k + n)
+        if not torch.allclose(whole, mean, 0.01, equal_nan=True):
+            raise ValueError(
+                f"loss_fn returned {first} for {k} rows, {second} for {n} others, and "
+                f"{whole} for all of them; it must be a mean over the rows, so that "
+                "microbatches can share it"
+            )

@@ -10,18 +10,24 @@ A schedule is legal if
    lasts until the message is received;
 4. no rank keeps more activations than it has memory for, if a limit is given.
 
-1 and 4 are counted, 2 and 3 are played through once (`program.play`): once is a proof.
+1 and 4 are counted, 2 and 3 are played through once (`player.play`): once is a proof.
 Chapter 11.
 """
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
 from numbers import Real
 
-from ddp_course.pipeline.program import Program, add_messages, play
-from ddp_course.pipeline.schedule import OPS, Action, Schedule, ScheduleError
+from ddp_course.pipeline.player import play
+from ddp_course.pipeline.program import Program, add_messages
+from ddp_course.pipeline.schedule import (
+    Action,
+    Schedule,
+    ScheduleError,
+    check_complete,
+)
 
 
 @dataclass(frozen=True)
@@ -77,15 +83,11 @@ def check(
 
     Chapter 11.
     """
-    for wrong in _incomplete(schedule):
-        raise ScheduleError(f"{schedule.name}: {wrong}")
-    try:
-        steps = add_messages(schedule, fused=fused)
-        events = play(steps)
-        if blocking:
-            events = play(steps, blocking=True)
-    except ScheduleError as error:
-        raise ScheduleError(f"{schedule.name}: {error}") from None
+    check_complete(schedule)
+    steps = add_messages(schedule, fused=fused)
+    events = play(steps)
+    if blocking:
+        events = play(steps, blocking=True)
     for wrong in _too_much(schedule, max_activations):
         raise ScheduleError(f"{schedule.name}: {wrong}")
     order = tuple((event.rank, event.action) for event in events)
@@ -107,44 +109,6 @@ def peak_activations(schedule: Schedule) -> tuple[Fraction, ...]:
     """Return for each rank the most that it keeps at a time, see `activations`."""
     kept = (activations(schedule, rank) for rank in range(schedule.num_ranks))
     return tuple(max(of_rank, default=Fraction(0)) for of_rank in kept)
-
-
-def _incomplete(schedule: Schedule) -> Iterator[str]:
-    """Say what is there too often, not at all, or where it must not be."""
-    first: dict[Action, int] = {}
-    stages, microbatches = schedule.num_stages, schedule.num_microbatches
-    for rank, row in enumerate(schedule.ranks):
-        for action in row:
-            if action.stage >= stages:
-                yield f"rank {rank} runs {action}; the last stage is {stages - 1}"
-            if action.microbatch >= microbatches:
-                last = microbatches - 1
-                yield f"rank {rank} runs {action}; the last microbatch is {last}"
-            if action in first:
-                yield f"{action} is run twice, by ranks {first[action]} and {rank}"
-            first[action] = rank
-    for stage in range(stages):
-        ranks = schedule.homes.get(stage, ())
-        if len(ranks) != 1:
-            where = " and ".join(f"rank {rank}" for rank in ranks) or "no rank"
-            why = " (so DualPipe cannot be written here)" if ranks else ""
-            yield f"stage {stage} is on {where}; it must be on one{why}"
-        for microbatch in range(microbatches):
-            yield from _not_once(first, stage, microbatch)
-
-
-def _not_once(run: Container[Action], stage: int, microbatch: int) -> Iterator[str]:
-    """Say what a microbatch lacks on a stage, or has twice."""
-    f, b, i, w = (Action(op, stage, microbatch) for op in OPS)
-    if f not in run:
-        yield f"{f} is missing"
-    halves = [half for half in (i, w) if half in run]
-    if b in run and halves:
-        yield f"{b} is run, and {halves[0]}, which is a part of it"
-    if b not in run and len(halves) == 1:
-        yield f"{w if halves == [i] else i} is missing: {halves[0]} is but half of {b}"
-    if b not in run and not halves:
-        yield f"{b} is missing, or {i} and {w} in its place"
 
 
 def _too_much(

@@ -1,7 +1,7 @@
 """How much of a pipeline's time was idle, and how to measure that on few cores.
 
-Ranks that share cores slow each other down. `recorded` has a virtual clock for this
-case. Or let the ranks not compute at all: layers that sleep (`Waiting`) take no core,
+Ranks that share cores slow each other down. `virtual_time` has a clock for this case.
+Or let the ranks not compute at all: layers that sleep (`Waiting`) take no core,
 and four ranks on two cores behave as four machines would. Chapter 10.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_course.measure import Event
-from ddp_course.mechanisms.weight_gradients import WeightGradStore
+from ddp_course.pipeline.backward import WeightGradStore
 from ddp_course.pipeline.recorded import COMPUTE
 from ddp_course.theory.checks import check_not_negative
 

@@ -18,7 +18,6 @@ from ddp_course.collectives.communicator import Communicator
 from ddp_course.mechanisms.agreement import kind_of
 from ddp_course.pipeline.runtime import Form
 from ddp_course.pipeline.stages import Stage
-from ddp_course.precision.autocast import autocast_dtype
 
 
 class PipelineError(RuntimeError):
@@ -52,7 +51,8 @@ class Forms:
         Raises PipelineError on the rank where a stage fails, and CollectiveError, on
         all ranks, for a layer whose buffers change in a training forward.
         """
-        kind = x.dtype, x.shape[1:], autocast_dtype(x.device.type)
+        one = torch.empty(1, 1, device=x.device)
+        kind = x.dtype, x.shape[1:], (one @ one).dtype  # perhaps that of an autocast
         if kind not in self.known:
             self.known[kind] = self._find(x[:1])
         return self.known[kind]

@@ -12,8 +12,9 @@ It is `runtime.Pipeline` and a list of parts, which hear of each moment of a ste
 
     SameBatch        all ranks have the same batch, and it can be used (`batch_checks`)
     PostedAhead      messages that are received ahead of time (`overlapped`)
-    Recorded         events for the open logs, perhaps on a virtual clock (`recorded`)
-    SplitBackward    the operations I and W, for zero bubble (`split_backward`)
+    Recorded         events for the open logs (`recorded`)
+    Recomputed       forward again before backward, if asked for (`backward`)
+    SplitBackward    the operations I and W, for zero bubble (`backward`)
     SharedGradients  tied weights (`shared_gradients`)
 
 Whoever listens to its parameters' gradients, such as data parallelism between several
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ddp_course.collectives.communicator import communicator
@@ -36,22 +38,18 @@ from ddp_course.mechanisms.guards import watch
 from ddp_course.mechanisms.hooks import held
 from ddp_course.mechanisms.parts import announce
 from ddp_course.mechanisms.placements import Stage, place
-from ddp_course.mechanisms.recompute import recompute as recomputed
 from ddp_course.mechanisms.whole_state import PlainModel, WholeState, groups_before
-from ddp_course.model import GPTConfig, cross_entropy
-from ddp_course.pipeline.batch_checks import SameBatch
-from ddp_course.pipeline.checker import check
+from ddp_course.pipeline.backward import Recomputed, SplitBackward
+from ddp_course.pipeline.batch_checks import MeanLoss, SameBatch
 from ddp_course.pipeline.forms import Forms, PipelineError
-from ddp_course.pipeline.mean_loss import MeanLoss
 from ddp_course.pipeline.overlapped import PostedAhead
-from ddp_course.pipeline.partition import layer_costs, partition
+from ddp_course.pipeline.program import add_messages
 from ddp_course.pipeline.recorded import Recorded
 from ddp_course.pipeline.runtime import Pipeline, Runtime
-from ddp_course.pipeline.schedule import Schedule
+from ddp_course.pipeline.schedule import Schedule, check_complete
 from ddp_course.pipeline.schedules import SCHEDULES
 from ddp_course.pipeline.shared_gradients import SharedGradients
-from ddp_course.pipeline.split_backward import SplitBackward
-from ddp_course.pipeline.stage_plan import StagePlan, stage_plan
+from ddp_course.pipeline.stage_plan import StagePlan, partition, stage_plan
 from ddp_course.pipeline.stages import spine
 
 NAMES = {
@@ -88,8 +86,8 @@ class PipelineParallel(WholeState, Pipeline):
             is tried once, and refused if it is none); None is the model's own loss, or
             else cross-entropy.
         recompute: keep only what enters a stage, and compute again in backward.
-        virtual_time: record events on a virtual clock (`recorded`); CPU only, and each
-            message is followed by one of 8 bytes.
+        recorder: writes events into the open logs; None is a `Recorded`. Ranks that
+            share cores can take `virtual_time.VirtualTime()`.
 
     Raises ReplicaError, on every rank, if models or arguments differ or cannot be used;
     among others, with the checker's words, for a schedule that is not legal.
@@ -108,19 +106,19 @@ class PipelineParallel(WholeState, Pipeline):
         sizes: Sequence[int] | None = None,
         loss_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
         recompute: bool = False,
-        virtual_time: bool = False,
+        recorder: Recorded | None = None,
     ) -> None:
         comm, m = communicator(group), num_microbatches
+        recorder = recorder or Recorded()
         form = form_of(model, num_microbatches=m, sizes=sizes, recompute=recompute)
-        form |= {"virtual_time": virtual_time, "the schedule": schedule}
-        choose = partial(decided, model, comm.size, schedule, m, sizes, virtual_time)
+        form |= {"recorder": type(recorder).__name__, "the schedule": schedule}
+        choose = partial(decided, model, comm.size, schedule, m, sizes)
         schedule, plan = agreed(choose, comm.group, **form)
         broadcast_all([*model.parameters(), *model.buffers()], comm.ranks[0], group)
         ends = getattr(model, "ends", model)  # a cut GPT has some, without layers
-        own = getattr(ends, "loss_fn", cross_entropy)
+        own = getattr(ends, "loss_fn", cross_entropy_of_all)
         self.gather_logits = getattr(ends, "gather_logits", None)
         check_more = getattr(ends, "check_tokens", None)
-        own_loss = loss_fn in (None, cross_entropy)
         mean_loss = own if loss_fn is None else MeanLoss(loss_fn)
         counts = [len(layers) for layers in plan.layers]
         super().__init__(model, schedule, counts, None, mean_loss, comm.group)
@@ -131,20 +129,18 @@ class PipelineParallel(WholeState, Pipeline):
         self.parameters_by_name = {n: p for n, p in named if comm.rank in users[n]}
         for name, parameter in self.parameters_by_name.items():
             place(parameter, comm.group, Stage(plan.holders[name]), name=name)
-        if recompute:
-            for stage in self.stages.values():
-                stage.forward = partial(recomputed, stage.forward)
         self.forms = Forms(self.stages, plan.ranks, comm, schedule.num_microbatches > 1)
-        config = getattr(model, "config", None)
-        config = config if isinstance(config, GPTConfig) else None
         ignored = getattr(mean_loss, "ignored", -100)
-        takes_targets = config is not None and own_loss
+        check_tokens = getattr(model, "token_check", None)  # of the course's GPT
+        takes_targets = check_tokens is not None and loss_fn is None
         self.parts += [
-            SameBatch(comm, check_more, config, takes_targets, ignored),
+            SameBatch(comm, check_more, check_tokens, takes_targets, ignored),
             PostedAhead(),
-            Recorded(virtual_time),
+            recorder,
             SharedGradients(self.parameters_by_name, plan.shared, comm.rank),
         ]
+        if recompute:
+            self.parts.append(Recomputed())
         if any(action.op == "I" for row in schedule.ranks for action in row):
             self.parts.append(SplitBackward(self.module))
         self._loss_under_way: tuple[Any, Tensor] | None = None
@@ -250,14 +246,12 @@ def decided(
     schedule: str | Schedule,
     num_microbatches: int | None,
     sizes: Sequence[int] | None,
-    virtual_time: bool,
 ) -> tuple[Schedule, StagePlan]:
     """Return who does what when, and who has what. Raises ValueError or TypeError."""
     check_module(model)
-    if virtual_time and next(model.parameters()).is_cuda:
-        raise ValueError("virtual_time is True, but the model is on a GPU")
     schedule = _schedule(num_ranks, schedule, num_microbatches)
-    check(schedule)
+    check_complete(schedule)
+    add_messages(schedule)  # raises ScheduleError if ranks would wait for ever
     return schedule, _stages(model, schedule, sizes)
 
 
@@ -288,9 +282,13 @@ def _stages(
     model: nn.Module, schedule: Schedule, sizes: Sequence[int] | None
 ) -> StagePlan:
     """Return who has what. Raises ValueError or TypeError if it cannot be cut so."""
-    if sizes is None:  # of the course's GPT multiply-adds, else one for each layer
+    if sizes is None:  # a model that knows its layers' costs is cut by them
         config, layers = getattr(model, "config", None), spine(model)
-        known = isinstance(config, GPTConfig)
-        costs = layer_costs(config) if known else [1] * len(layers)
+        costs = getattr(config, "layer_costs", [1] * len(layers))
         sizes = partition(costs, schedule.num_stages)
     return stage_plan(model, sizes, schedule.ranks_of_stages)
+
+
+def cross_entropy_of_all(output: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross-entropy of (..., V) logits and (...) targets."""
+    return F.cross_entropy(output.flatten(0, -2), targets.flatten())

@@ -1,4 +1,4 @@
-"""Programs: what each rank computes, sends and receives; and what happens when.
+"""Programs: what each rank computes, sends and receives, in this order.
 
 A schedule says in which order a rank computes. What it makes must reach the rank that
 needs it, and for a message to pass, both must be ready for it: one in a send, the other
@@ -18,30 +18,17 @@ receives between two actions is *posted* together:
 
 Megatron-LM's send_forward_recv_backward, PyTorch's batch_isend_irecv.
 
-`play` lets all ranks carry out their rows in virtual time, without any process. An
-action begins when its rank is free and what it needs is there, and lasts as long as
-`Costs` says. If every rank comes to the end of its row once, every run will, on ranks
-of any speed: each takes its actions in the same order whatever the times are (Kahn
-1974, "The semantics of a simple language for parallel programming"). If not, ranks wait
-for each other in a circle, and will in every run. Messages are of two kinds:
-
-    buffered   start when they are made, and nobody waits for one but the action that
-               needs it: what isend and irecv can do at best
-    blocking   pass when both ranks have posted them, one to send and one to receive,
-               and neither goes on before (a rendezvous). No backend is stricter, so
-               what comes to its end here does so everywhere: on CUDA, where messages
-               queue up in one stream, and with large messages over TCP
-
 Chapters 10 and 11.
 """
 
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
+from types import MappingProxyType
 
 from ddp_course.pipeline.schedule import Action, Schedule, ScheduleError
-from ddp_course.theory.checks import check_not_negative
+
+UNIT_TIMES = MappingProxyType({"F": 1, "B": 2, "I": 1, "W": 1})  # of each op
 
 
 @dataclass(frozen=True)
@@ -64,7 +51,6 @@ class Instruction:
 
 
 Group = tuple[Instruction, ...]  # one action, or messages that are posted together
-Sides = dict[str, tuple[Action, Real]]  # "send", "recv" -> what is posted, and when
 
 
 @dataclass(frozen=True)
@@ -82,49 +68,6 @@ class Program:
     def __str__(self) -> str:
         rows = ("  ".join("+".join(map(str, g)) for g in row) for row in self.ranks)
         return "\n".join(f"rank {rank} | {row}" for rank, row in enumerate(rows))
-
-
-@dataclass(frozen=True)
-class Costs:
-    """How long everything takes, in any unit; B takes I + W. Fractions stay exact.
-
-    Attributes:
-        F: of one microbatch in one stage; or a sequence, a number for each stage.
-        I: likewise, of the gradient of the input.
-        W: likewise, of the gradients of the weights.
-        send: of a message from one rank to another, however many are on their way.
-
-    Raises ValueError for a negative or infinite number, and if no action takes time.
-    """
-
-    F: Real | Sequence[Real] = 1
-    I: Real | Sequence[Real] = 1  # noqa: E741
-    W: Real | Sequence[Real] = 1
-    send: Real = 0
-
-    def __post_init__(self) -> None:
-        check_not_negative("send", self.send)
-        total = 0
-        for op in "FIW":
-            cost = getattr(self, op)
-            for number in cost if isinstance(cost, Sequence) else [cost]:
-                check_not_negative(op, number)
-                total += number
-        if not total:
-            raise ValueError("F, I and W are all 0; one at least must take time")
-
-    def of(self, action: Action) -> Real:
-        """Return how long `action` takes. Raises ValueError for an unknown stage."""
-        total = 0
-        for op in "IW" if action.op == "B" else action.op:
-            cost, stage = getattr(self, op), action.stage
-            if isinstance(cost, Sequence):
-                if stage >= len(cost):
-                    had = f"{op} has {len(cost)} costs"
-                    raise ValueError(f"{had}; there is a stage {stage}")
-                cost = cost[stage]
-            total += cost
-        return total
 
 
 @dataclass(frozen=True)
@@ -159,7 +102,7 @@ def add_messages(schedule: Schedule, *, fused: bool = True) -> Program:
     if not fused:
         return alone
     rows: list[list[tuple[Real, int, int, Instruction]]] = [[] for _ in schedule.ranks]
-    events = sorted(play(alone), key=lambda event: (event.end, event.rank))
+    events = sorted(in_time(schedule), key=lambda event: (event.end, event.rank))
     for number, event in enumerate(events):
         rank, action = event.rank, event.action
         rows[rank].append((event.start, 1, number, Instruction("compute", action)))
@@ -168,8 +111,8 @@ def add_messages(schedule: Schedule, *, fused: bool = True) -> Program:
             made = event.end, 0, number
             rows[rank].append((*made, Instruction("send", action, peer)))
             rows[peer].append((*made, Instruction("recv", action, rank)))
-    in_time = ([step for *_, step in sorted(row)] for row in rows)
-    return Program(schedule, tuple(map(_grouped, in_time)))
+    steps = ([step for *_, step in sorted(row)] for row in rows)
+    return Program(schedule, tuple(map(_grouped, steps)))
 
 
 def _one_by_one(schedule: Schedule, rank: int) -> tuple[Group, ...]:
@@ -196,120 +139,58 @@ def _grouped(steps: Sequence[Instruction]) -> tuple[Group, ...]:
     return tuple(groups)
 
 
-# ---- what happens when ---------------------------------------------------------------
+# ---- when each action can run --------------------------------------------------------
 
 
-def play(
-    program: Program, costs: Costs | None = None, *, blocking: bool = False
+def in_time(
+    schedule: Schedule,
+    seconds: Callable[[Action], Real] = lambda action: UNIT_TIMES[action.op],
+    send: Real = 0,
 ) -> tuple[Timed, ...]:
-    """Return what happens when, in an order in which it could happen one by one.
+    """Return when each action runs if ranks wait for nothing but what they need.
 
-    Without `costs`, F, I and W take 1 each, B takes 2 and messages no time. Raises
-    ScheduleError if ranks come to wait for each other or for what no rank runs, and
-    with `blocking` if one receives another message than is sent to it, or sends or
-    needs what it has not; ValueError for costs that do not fit. Chapters 10 and 11.
+    In an order in which the actions could run one by one. `seconds` is how long an
+    action takes, `send` how long its result travels to another rank. Raises
+    ScheduleError if the schedule comes to no end.
     """
-    return _Play(program, costs or Costs(), blocking).run()
+    rows, done = schedule.ranks, {}
+    following, clock = [0] * len(rows), [0] * len(rows)
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(rows):
+            while following[rank] < len(row):
+                action = row[following[rank]]
+                needs = [done.get(need) for need in schedule.needs(action)]
+                if None in needs:
+                    break
+                ends = (need.end + send * (need.rank != rank) for need in needs)
+                start = max((clock[rank], *ends))
+                clock[rank] = start + seconds(action)
+                done[action] = Timed(rank, action, start, clock[rank])
+                following[rank] += 1
+                moved = True
+    waits = {
+        rank: _what_is_missing(schedule, rank, row[following[rank]], done)
+        for rank, row in enumerate(rows)
+        if following[rank] < len(row)
+    }
+    if waits:
+        raise ScheduleError(f"{schedule.name}: {circle(waits)}")
+    return tuple(done.values())
 
 
-class _Play:
-    """All ranks, each at one group of its row."""
-
-    def __init__(self, program: Program, costs: Costs, blocking: bool) -> None:
-        self.schedule, self.costs, self.blocking = program.schedule, costs, blocking
-        self.rows = program.ranks
-        self.at = [0] * len(self.rows)  # which group comes next
-        self.clock: list[Real] = [0] * len(self.rows)
-        self.done: dict[Action, Timed] = {}
-        # Blocking: what a rank has made or received; by sender and receiver, messages
-        # of which one side is posted; and the messages of a rank that waits for them.
-        self.has: list[set[Action]] = [set() for _ in self.rows]
-        self.half: dict[tuple[int, int], deque[Sides]] = {}
-        self.waiting: dict[int, list[Sides]] = {}
-
-    def run(self) -> tuple[Timed, ...]:
-        """Let the ranks go on in turns until none can."""
-        ranks, moved = range(len(self.rows)), True
-        while moved:
-            before = list(self.at)
-            for rank in ranks:
-                while self.at[rank] < len(self.rows[rank]) and self._step(rank):
-                    self.at[rank] += 1
-            moved = self.at != before
-        left = [rank for rank in ranks if self.at[rank] < len(self.rows[rank])]
-        if left:
-            raise ScheduleError(circle({rank: self._waits(rank) for rank in left}))
-        return tuple(self.done.values())
-
-    def _step(self, rank: int) -> bool:
-        """Carry out a rank's next group; return whether it could be."""
-        group = self.rows[rank][self.at[rank]]
-        if group[0].kind == "compute":
-            return self._compute(rank, group[0].action)
-        return self._exchange(rank, group) if self.blocking else True
-
-    def _compute(self, rank: int, action: Action) -> bool:
-        """Run an action if all is there that it needs."""
-        start = self.clock[rank]
-        for need in self.schedule.needs(action):
-            if self.blocking and need not in self.has[rank]:
-                lacks = f"without {need}, which it needs"
-                raise ScheduleError(f"rank {rank} runs {action} {lacks}")
-            if need not in self.done:
-                return False
-            made = self.done[need]
-            if not self.blocking:  # else its message has moved the clock already
-                start = max(start, made.end + self.costs.send * (made.rank != rank))
-        self.clock[rank] = start + self.costs.of(action)
-        self.done[action] = Timed(rank, action, start, self.clock[rank])
-        self.has[rank].add(action)
-        return True
-
-    def _exchange(self, rank: int, group: Group) -> bool:
-        """Post all messages, the first time; return whether all have arrived."""
-        if rank not in self.waiting:
-            self.waiting[rank] = [self._post(rank, step) for step in group]
-        if any(len(sides) < 2 for sides in self.waiting[rank]):
-            return False
-        posted = (side for sides in self.waiting.pop(rank) for side in sides.values())
-        self.clock[rank] = max(when for _, when in posted) + self.costs.send
-        self.has[rank].update(step.action for step in group if step.kind == "recv")
-        return True
-
-    def _post(self, rank: int, step: Instruction) -> Sides:
-        """Post a side of a message: of a new one, or of that which waits for it."""
-        link = (rank, step.peer) if step.kind == "send" else (step.peer, rank)
-        if step.kind == "send" and step.action not in self.has[rank]:
-            which = f"{step.action}, which it has not made"
-            raise ScheduleError(f"rank {rank} sends {which}")
-        half = self.half.setdefault(link, deque())
-        if not half or step.kind in half[0]:
-            half.append({step.kind: (step.action, self.clock[rank])})
-            return half[-1]
-        sides = half.popleft()
-        sides[step.kind] = step.action, self.clock[rank]
-        (sent, _), (received, _) = sides["send"], sides["recv"]
-        if sent != received:
-            what = f"{received} from rank {link[0]}, which sends {sent}"
-            raise ScheduleError(f"rank {link[1]} receives {what}")
-        return sides
-
-    def _waits(self, rank: int) -> tuple[str, int | None]:
-        """Return what a rank is at and lacks, in words, and whose it is."""
-        groups = self.rows[rank][self.at[rank] :]
-        if self.blocking:
-            both = zip(groups[0], self.waiting[rank], strict=True)
-            step = next(step for step, sides in both if len(sides) < 2)
-            verb = "sends {} to" if step.kind == "send" else "receives {} from"
-            return f"{verb.format(step.action)} rank {step.peer}", step.peer
-        action = next(g[0].action for g in groups if g[0].kind == "compute")
-        needs, rows = self.schedule.needs(action), self.schedule.ranks
-        need = next(need for need in needs if need not in self.done)
-        home = next((r for r, row in enumerate(rows) if need in row), None)
-        if home == rank:
-            return f"runs {action} before {need}, which it needs", home
-        of_rank = "" if home is None else f" of rank {home}"
-        return f"is at {action}, which needs {need}{of_rank}", home
+def _what_is_missing(
+    schedule: Schedule, rank: int, action: Action, done: Mapping[Action, Timed]
+) -> tuple[str, int | None]:
+    """Return in words what `action` of a rank waits for, and which rank has it."""
+    need = next(need for need in schedule.needs(action) if need not in done)
+    rows = enumerate(schedule.ranks)
+    home = next((other for other, row in rows if need in row), None)
+    if home == rank:
+        return f"runs {action} before {need}, which it needs", home
+    of_rank = "" if home is None else f" of rank {home}"
+    return f"is at {action}, which needs {need}{of_rank}", home
 
 
 def circle(waits: Mapping[int, tuple[str, int | None]]) -> str:

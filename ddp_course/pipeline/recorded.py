@@ -1,19 +1,14 @@
 """A part of `PipelineParallel`: what each rank did, and when, for the open event logs.
 
-On the wall clock, ranks that share cores slow each other down. The virtual one asks
-what would be if each had cores of its own: computing takes the time that this rank's
-thread was on a core, waiting and messages take none, and every message says when it was
-sent, so that a receiver that is behind moves on to that time (Lamport 1978, "Time,
-Clocks, and the Ordering of Events"). Chapter 10.
+Ranks that share cores slow each other down: `virtual_time` has another recorder.
+Chapter 10.
 """
 
 import time
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ddp_course.collectives.port import Handle, Port
 from ddp_course.measure.blocks import active_logs
 from ddp_course.pipeline.runtime import Runtime
 from ddp_course.pipeline.schedule import Action
@@ -24,56 +19,19 @@ COMPUTE = "compute"  # the lane of F, B, I and W
 class WallClock:
     """Seconds of `time.perf_counter()`, the same for all ranks of a machine."""
 
-    virtual = False
     begin = end = now = staticmethod(time.perf_counter)
 
 
-class VirtualClock:
-    """Seconds since the step began, if every rank had cores of its own."""
-
-    virtual = True
+class Recorded:
+    """Writes an event for each action, each send and each wait."""
 
     def __init__(self) -> None:
-        self.time = 0.0
-        self._since = 0.0  # seconds of this thread
-
-    def begin(self) -> float:
-        """Return the time at which computing begins."""
-        self._since = time.thread_time()
-        return self.time
-
-    def end(self) -> float:
-        """Return the time at which it has ended: later by what it took of a core."""
-        self.time += time.thread_time() - self._since
-        return self.time
-
-    def now(self) -> float:
-        """Return the time."""
-        return self.time
-
-    def heard(self, sent_at: float) -> None:
-        """A message has arrived that was sent at this time: it is not earlier."""
-        self.time = max(self.time, sent_at)
-
-
-class Recorded:
-    """Writes an event for each action, each send and each wait.
-
-    With `virtual_time` the events are on a virtual clock, and each message is followed
-    by one of 8 bytes, the time at which it was sent.
-    """
-
-    def __init__(self, virtual_time: bool = False) -> None:
-        self.virtual_time, self.step = virtual_time, 0
-        self.clock = WallClock()
-        self.start = 0.0  # of what is under way
+        self.clock: Any = WallClock()
+        self.step, self.start = 0, 0.0  # when the action that is under way began
 
     def before_run(self, runtime: Runtime) -> None:
         """Find the logs that are open now."""
         self.logs = active_logs()
-        if self.virtual_time:
-            self.clock = VirtualClock()
-            runtime.port = StampedPort(runtime.port, self.clock)
 
     def after_run(self, runtime: Runtime) -> None:
         """Count the step."""
@@ -107,42 +65,3 @@ class Recorded:
         end = self.clock.now()
         for log in self.logs:
             log.add(op, self.start, end, nbytes, lane=lane, step=self.step, **which)
-
-
-class StampedPort:
-    """A port whose messages are each followed by the time at which they were sent."""
-
-    def __init__(self, port: Port, clock: VirtualClock) -> None:
-        self.port, self.clock = port, clock
-
-    def __getattr__(self, name: str) -> Any:
-        """Everything else is the port's."""
-        return getattr(self.port, name)
-
-    def send(self, tensor: Tensor, peer: int) -> Handle:
-        """Start to send a tensor, and the time."""
-        stamp = torch.tensor([self.clock.now()], dtype=torch.float64)
-        return _Both(self.port.send(tensor, peer), self.port.send(stamp, peer), stamp)
-
-    def receive(self, tensor: Tensor, peer: int) -> Handle:
-        """Start to receive a tensor, and when it was sent; `wait()` sets the clock."""
-        stamp = torch.empty(1, dtype=torch.float64)
-        first, second = (self.port.receive(each, peer) for each in (tensor, stamp))
-        return _Both(first, second, stamp, self.clock)
-
-
-class _Both:
-    def __init__(
-        self,
-        first: Handle,
-        second: Handle,
-        stamp: Tensor,
-        clock: VirtualClock | None = None,
-    ) -> None:
-        self.handles, self.stamp, self.clock = (first, second), stamp, clock
-
-    def wait(self) -> None:
-        for handle in self.handles:
-            handle.wait()
-        if self.clock is not None:
-            self.clock.heard(self.stamp.item())

@@ -34,12 +34,11 @@ has more of them. Chapters 10 and 11.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
 from typing import Self
-
-from ddp_course.theory.checks import check_choice, check_count
 
 OPS = ("F", "B", "I", "W")
 
@@ -65,7 +64,9 @@ class Action:
     microbatch: int
 
     def __post_init__(self) -> None:
-        check_choice("op", self.op, OPS)
+        if self.op not in OPS:
+            known = ", ".join(map(repr, OPS))
+            raise ValueError(f"op is {self.op!r}; it can be {known}")
         for name in ("stage", "microbatch"):
             value = getattr(self, name)
             if type(value) is not int or value < 0:
@@ -109,8 +110,8 @@ class Schedule:
     def __post_init__(self) -> None:
         """Check the numbers; make tuples of lists."""
         object.__setattr__(self, "ranks", tuple(map(tuple, self.ranks)))
-        for name in ("num_stages", "num_microbatches", "num_ranks"):
-            check_count(name, getattr(self, name))
+        names = "num_stages", "num_microbatches", "num_ranks"
+        check_counts(**{name: getattr(self, name) for name in names})
 
     @property
     def num_ranks(self) -> int:
@@ -190,6 +191,14 @@ class Schedule:
         return "\n".join([head, *lines])
 
 
+def check_counts(**counts: int) -> None:
+    """Raise ValueError unless each of these is an integer of 1 or more."""
+    for name, value in counts.items():
+        if not isinstance(value, Integral) or value < 1:
+            must = "it must be an integer of 1 or more"
+            raise ValueError(f"{name} is {value!r}; {must}")
+
+
 def parse(name: str, rows: Iterable[str]) -> Schedule:
     """Return the schedule that is written as a line of actions for each rank.
 
@@ -266,10 +275,59 @@ def one_stage_per_rank(
     name: str, p: int, m: int, limit: Callable[[int], int]
 ) -> Schedule:
     """Apply the rule to rank r's stage r."""
-    check_count("num_ranks", p)
-    check_count("num_microbatches", m)
+    check_counts(num_ranks=p, num_microbatches=m)
     rows = []
     for rank in range(p):
         forwards, backwards = ([Action(op, rank, k) for k in range(m)] for op in "FB")
         rows.append(at_most(limit(rank), forwards, backwards))
     return Schedule(name, p, m, rows)
+
+
+# ---- is every action there, once? ----------------------------------------------------
+
+
+def check_complete(schedule: Schedule) -> None:
+    """Raise ScheduleError unless each action is in the schedule, once, on one rank.
+
+    For each stage and microbatch these are one F, and one B, or one I and one W.
+    """
+    for wrong in _incomplete(schedule):
+        raise ScheduleError(f"{schedule.name}: {wrong}")
+
+
+def _incomplete(schedule: Schedule) -> Iterator[str]:
+    """Yield in words each action that is missing, repeated, or out of range."""
+    first: dict[Action, int] = {}
+    stages, microbatches = schedule.num_stages, schedule.num_microbatches
+    for rank, row in enumerate(schedule.ranks):
+        for action in row:
+            if action.stage >= stages:
+                yield f"rank {rank} runs {action}; the last stage is {stages - 1}"
+            if action.microbatch >= microbatches:
+                last = microbatches - 1
+                yield f"rank {rank} runs {action}; the last microbatch is {last}"
+            if action in first:
+                yield f"{action} is run twice, by ranks {first[action]} and {rank}"
+            first[action] = rank
+    for stage in range(stages):
+        ranks = schedule.homes.get(stage, ())
+        if len(ranks) != 1:
+            where = " and ".join(f"rank {rank}" for rank in ranks) or "no rank"
+            why = " (so DualPipe cannot be written here)" if ranks else ""
+            yield f"stage {stage} is on {where}; it must be on one{why}"
+        for microbatch in range(microbatches):
+            yield from _not_once(first, stage, microbatch)
+
+
+def _not_once(run: Container[Action], stage: int, microbatch: int) -> Iterator[str]:
+    """Yield in words what a microbatch lacks on a stage, or has twice."""
+    f, b, i, w = (Action(op, stage, microbatch) for op in OPS)
+    if f not in run:
+        yield f"{f} is missing"
+    halves = [half for half in (i, w) if half in run]
+    if b in run and halves:
+        yield f"{b} is run, and {halves[0]}, which is a part of it"
+    if b not in run and len(halves) == 1:
+        yield f"{w if halves == [i] else i} is missing: {halves[0]} is but half of {b}"
+    if b not in run and not halves:
+        yield f"{b} is missing, or {i} and {w} in its place"

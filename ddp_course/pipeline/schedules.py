@@ -20,11 +20,11 @@ from ddp_course.pipeline.schedule import (
     Action,
     Schedule,
     at_most,
+    check_counts,
     gpipe,
     naive,
     one_f_one_b,
 )
-from ddp_course.theory.checks import check_count
 
 
 def interleaved(
@@ -94,9 +94,7 @@ def _in_turns(
 
     The m microbatches go in groups of at least p, as equal as they can be.
     """
-    check_count("stages_per_rank", v)
-    check_count("num_ranks", p)
-    check_count("num_microbatches", m)
+    check_counts(stages_per_rank=v, num_ranks=p, num_microbatches=m)
     count = max(1, m // p)
     sizes = [m // count + (group < m % count) for group in range(count)]
     rows = []

@@ -17,7 +17,8 @@ from numbers import Rational, Real
 from operator import attrgetter
 
 from ddp_course.pipeline.checker import peak_activations
-from ddp_course.pipeline.program import Costs, Timed, add_messages, play
+from ddp_course.pipeline.player import Costs, play
+from ddp_course.pipeline.program import Timed, add_messages
 from ddp_course.pipeline.schedule import Schedule
 
 COLUMNS = 200  # the most that a line of text is divided into

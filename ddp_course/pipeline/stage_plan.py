@@ -3,14 +3,20 @@
     stage 0 on rank 0: embed, blocks.0 (273,312 parameters)
     stage 1 on rank 1: blocks.1, blocks.2, blocks.3, head (764,928 parameters)
 
+Where to cut is a question of time: the slowest stage sets the pace of all. `partition`
+takes what each layer costs, in any unit: multiply-adds, which one can count
+(`GPTConfig.layer_costs`), or seconds, which one can measure.
+
 A parameter may be used in two stages: the tied GPT's output matrix is its token
 embedding. Then both ranks have a copy, and the copies stay equal if the two gradients
 are summed before each step (`shared_gradients`). Chapter 10.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from numbers import Real
 
 from torch import nn
 
@@ -88,3 +94,60 @@ def stage_plan(
         holders[smallest] = tuple(sorted({rank, *holders[smallest]}))
     numel = tuple(sum(p.numel() for p in its) for its in own)
     return StagePlan(tuple(cuts), tuple(ranks), numel, holders)
+
+
+# ---- where to cut --------------------------------------------------------------------
+
+
+def partition(costs: Sequence[Real], num_stages: int) -> tuple[int, ...]:
+    """Return how many layers each stage has, one at least.
+
+    The most expensive stage costs as little as it can. Among all such partitions the
+    one with the smallest sum of squares is taken, which keeps the other stages alike,
+    too, and of several the one with the most layers in its last stages. The same costs
+    always give the same sizes. `partition([0, 4, 4, 4, 4, 1], 2)` is `(3, 3)`.
+
+    Raises ValueError for a negative or infinite cost, for fewer than one stage, and for
+    more stages than layers. Source: dynamic programming, Bellman 1957. Chapter 10.
+    """
+    if num_stages not in range(1, (layers := len(costs)) + 1):
+        why = f"there are {layers} layers, and each stage needs one"
+        raise ValueError(f"num_stages is {num_stages}; {why}")
+    for layer, cost in enumerate(costs):
+        if not 0 <= cost < math.inf:
+            must = "it must be a finite number, 0 or more"
+            raise ValueError(f"costs[{layer}] is {cost!r}; {must}")
+    upto = [0, *accumulate(costs)]  # upto[i]: the cost of layers 0 to i - 1
+
+    def stage(first: int, last: int) -> Real:
+        return upto[last] - upto[first]
+
+    def squared(first: int, last: int) -> Real:
+        return stage(first, last) ** 2 if stage(first, last) <= least else math.inf
+
+    least, _ = _best(len(costs), num_stages, stage, max)
+    _, ends = _best(len(costs), num_stages, squared, lambda one, other: one + other)
+    return tuple(last - first for first, last in pairwise(ends))
+
+
+def _best(
+    count: int,
+    parts: int,
+    price: Callable[[int, int], Real],
+    join: Callable[[Real, Real], Real],
+) -> tuple[Real, list[int]]:
+    """Cut 0 to `count` into `parts` ranges; return the lowest price, and the ends.
+
+    The best cut into k ranges that ends at `last` is one range, and before it the best
+    cut into k - 1 ranges of what is left.
+    """
+    best = {last: (price(0, last), [0, last]) for last in range(1, count + 1)}
+    for k in range(2, parts + 1):
+        best = {
+            last: min(
+                (join(best[first][0], price(first, last)), [*best[first][1], last])
+                for first in range(k - 1, last)
+            )
+            for last in range(k, count + 1)
+        }
+    return best[count]

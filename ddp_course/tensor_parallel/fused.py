@@ -8,7 +8,7 @@ They compute what the layers of `layers` do, and with `sequence_parallel` this:
 In one operation, a summand is computed where it is sent from, and not copied there; and
 while the gradient of the input is summed over the ranks, a column product computes
 those of weight and bias, for which no other rank waits. (A pipeline may want these even
-later: `weight_gradients`.)
+later: `weight_grads`.)
 
 LinearWithGradAccumulationAndAsyncCommunication in Megatron-LM's
 megatron/core/tensor_parallel/layers.py. Chapter 09.
@@ -24,7 +24,6 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ddp_course.mechanisms.exchange import Group
-from ddp_course.precision.autocast import autocast_dtype
 from ddp_course.tensor_parallel.layers import (
     ColumnParallelLinear,
     ParallelLayer,
@@ -50,10 +49,10 @@ class FusedLinear(ParallelLayer):
 
     def product(self, function: type[Function], x: Tensor) -> Tensor:
         """Compute; cast before it as autocast would, if it is on."""
-        given = x, self.weight, self.bias
-        if dtype := autocast_dtype(x.device.type):
-            given = tuple(t if t is None else t.to(dtype) for t in given)
-        return function.apply(*given, self)
+        tensors, none = (x, self.weight, self.bias), self.weight[:0]
+        dtype = (none @ none.t()).dtype  # that of a product: perhaps an autocast's
+        tensors = (t if t is None else t.to(dtype) for t in tensors)
+        return function.apply(*tensors, self)
 
     def own_gradients(
         self, ctx: Any, rows: Tensor, x: Tensor, of_bias: Tensor | None = None

@@ -132,7 +132,7 @@ class TensorParallelGPT(WholeState, nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.exchange, self.parts = full.config, exchange, tuple(parts)
-        self.sequence_parallel = sequence_parallel
+        self.sequence_parallel, self.token_check = sequence_parallel, full.token_check
         self.ends = Ends(full.config, exchange, sequence_parallel, self.parts)
         group = dist.group.WORLD if exchange.group is None else exchange.group
         self.plain, self.groups = PlainModel.of(full), (group,)

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from ddp_course.model import PRESETS, build_gpt
-from ddp_course.pipeline import layer_costs, partition
+from ddp_course.pipeline import partition
 
 
 def stage_costs(costs, sizes):
@@ -59,13 +59,13 @@ def test_what_is_cheap_goes_with_what_is_dear():
 
 def test_the_gpt_on_two_three_and_four_ranks():
     """The embedding costs nothing and the head little: each goes with a block."""
-    costs = layer_costs(PRESETS["1m"])
+    costs = PRESETS["1m"].layer_costs
     assert partition(costs, 2) == (3, 3)
     assert partition(costs, 4) == (2, 1, 1, 2)
     assert max(stage_costs(costs, (2, 1, 1, 2))) == costs[1] + costs[5]
     three = max(stage_costs(costs, partition(costs, 3)))
     assert three == max(stage_costs(costs, (2, 2, 2)))
-    assert partition(layer_costs(PRESETS["8m"]), 4) == (3, 2, 2, 3)
+    assert partition(PRESETS["8m"].layer_costs, 4) == (3, 2, 2, 3)
 
 
 test_bad_partitions = refused(
@@ -91,4 +91,4 @@ def test_multiply_adds_are_those_that_pytorch_counts(preset, tokens):
             with FlopCounterMode(display=False) as counter:
                 x = layer(x)
             counted.append(counter.get_total_flops() / 2)
-    assert layer_costs(config) == counted
+    assert config.layer_costs == counted

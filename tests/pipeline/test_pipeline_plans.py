@@ -12,7 +12,6 @@ from refusals import refused
 from torch import nn
 
 from ddp_course.measure import Event
-from ddp_course.mechanisms.weight_gradients import WeightGradStore
 from ddp_course.pipeline import (
     add_messages,
     bubble,
@@ -21,11 +20,11 @@ from ddp_course.pipeline import (
     spine,
     stage_plan,
 )
-from ddp_course.pipeline.mean_loss import MeanLoss
+from ddp_course.pipeline.backward import SplitLinear, WeightGradStore, split_backward
+from ddp_course.pipeline.batch_checks import MeanLoss
 from ddp_course.pipeline.overlapped import horizons
-from ddp_course.pipeline.recorded import VirtualClock
-from ddp_course.pipeline.split_backward import SplitLinear, split_backward
 from ddp_course.pipeline.stages import Stage
+from ddp_course.pipeline.virtual_time import VirtualClock
 
 
 def test_the_spine_called_layer_by_layer_is_the_model():

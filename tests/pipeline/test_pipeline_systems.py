@@ -28,6 +28,7 @@ from ddp_course.pipeline import (
     SCHEDULES,
     Action,
     Costs,
+    VirtualTime,
     Waiting,
     bubble,
     simulate,
@@ -258,7 +259,7 @@ def on_a_virtual_clock() -> list:
     model = nn.Sequential(
         *(nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(4))
     )
-    pipeline = PipelineParallel(model, "1f1b", 4, loss_fn=mse, virtual_time=True)
+    pipeline = PipelineParallel(model, "1f1b", 4, loss_fn=mse, recorder=VirtualTime())
     x = torch.ones(2048, 256)
     pipeline.step(x, x)
     with EventLog() as log, ByteMeter() as meter:

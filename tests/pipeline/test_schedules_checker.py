@@ -25,7 +25,8 @@ from ddp_course.pipeline import (
     simulate,
     zero_bubble,
 )
-from ddp_course.pipeline.program import Instruction, Program, play
+from ddp_course.pipeline.player import play
+from ddp_course.pipeline.program import Instruction, Program
 
 MAKERS = list(SCHEDULES.values())
 

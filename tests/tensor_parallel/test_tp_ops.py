@@ -15,8 +15,8 @@ from tp_cases import refused
 
 from ddp_course.launch import spawn
 from ddp_course.mechanisms.exchange import MessageExchange
-from ddp_course.mechanisms.weight_gradients import WeightGradStore
 from ddp_course.model import MLP, GPTConfig
+from ddp_course.pipeline.backward import WeightGradStore
 from ddp_course.tensor_parallel import (
     ColumnParallelLinear,
     NaiveColumnLinear,

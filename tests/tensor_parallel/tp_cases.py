@@ -18,9 +18,9 @@ from ddp_course import collectives
 from ddp_course.bench.tp import styles
 from ddp_course.mechanisms.exchange import MessageExchange
 from ddp_course.mechanisms.placements import Shard, placed
-from ddp_course.mechanisms.weight_gradients import WeightGradStore
 from ddp_course.mesh import Mesh, make_groups
 from ddp_course.model import GPT, GPTConfig, build_gpt
+from ddp_course.pipeline.backward import WeightGradStore
 from ddp_course.tensor_parallel import TensorParallelGPT, tensor_parallel
 from ddp_course.tensor_parallel.fused import ColumnProduct, RowProduct
 
