@@ -3,9 +3,7 @@
     schedule    layers, pieces, policies; a step played through in fractions
     judge       is it legal, what holds it up, is there a better order?
     naive       on ranks: each sends what is most urgent of its own; what comes of it
-    layers      which layers use a parameter, and which travel together
     pieces      a reducer of the engine: gradients leave in pieces, by an agreed order
-    one_by_one  an optimizer that steps some parameters now, and others later
     ordered     OrderedDataParallel: the next forward begins layer by layer
     plan        a part: from measured times to the order
     guards      parts: what real trainings check

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_course.collectives import communicator
-from ddp_course.communication_order.one_by_one import only, options_of
+from ddp_course.communication_order.ordered import only, options_of
 from ddp_course.mechanisms.agreement import agreed, check_module, form_of
 from ddp_course.mechanisms.hooks import leaves_below, tensors_in, while_alive
 

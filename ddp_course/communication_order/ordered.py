@@ -9,8 +9,10 @@ better than any other. Where the order comes from, who checks that the ranks agr
 that nobody touches a gradient under way, are parts (`scheduled`). Chapter 15.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Self
 
 import torch
@@ -18,8 +20,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp_course.communication_order.layers import Layers
-from ddp_course.communication_order.one_by_one import only, options_of
 from ddp_course.communication_order.pieces import InPieces
 from ddp_course.mechanisms.buckets import LiveBucket, bucket_plan
 from ddp_course.mechanisms.engine import Engine
@@ -185,3 +185,86 @@ class OrderedDataParallel(nn.Module):
 def in_backward() -> bool:
     """Return whether a backward pass is running, which recomputes this forward."""
     return torch._C._current_graph_task_id() != -1
+
+
+# ---- the layers of a module ----------------------------------------------------------
+
+
+class Layers:
+    """All modules of a model that have parameters of their own, by name.
+
+    Args:
+        module: the model.
+        whole: modules that are one layer with all that is in them.
+        piece: bytes; small neighbours travel together as long as they are no more.
+
+    Attributes:
+        uses: name -> the parameters that this layer waits for.
+        users: parameter -> the names of all layers that use it.
+        own: name -> its parameters by their full names; a tied one has one owner.
+        groups: names of layers that travel together, those that backward reaches first
+            first.
+    """
+
+    def __init__(
+        self, module: nn.Module, whole: Sequence[nn.Module] = (), piece: float = 0
+    ) -> None:
+        self.modules = dict(module.named_modules())
+        self.uses = {
+            name: list(layer.parameters(recurse=layer in whole))
+            for name, layer in self.modules.items()
+        }
+        self.users: dict[Tensor, set[str]] = {}
+        owner: dict[Tensor, str] = {}
+        for name, parameters in self.uses.items():
+            for parameter in parameters:
+                owner.setdefault(parameter, name)
+                self.users.setdefault(parameter, set()).add(name)
+        full = {p: name for name, p in module.named_parameters()}
+        self.own = {
+            name: {full[p]: p for p in parameters if owner[p] == name}
+            for name, parameters in self.uses.items()
+        }
+        self.groups = groups_of(self.own, piece)
+
+
+def groups_of(own: Mapping[str, Mapping[str, Tensor]], piece: float) -> list[list[str]]:
+    """Return the layers in reverse order; small neighbours fill up a piece."""
+    groups, filled = [], math.inf
+    for name in reversed([name for name in own if own[name]]):
+        nbytes = sum(p.nbytes for p in own[name].values())
+        filled += nbytes
+        if filled > piece:
+            groups, filled = [*groups, []], nbytes
+        groups[-1].insert(0, name)
+    return groups
+
+
+# ---- one optimizer that steps some of its parameters now, and others later -----------
+
+
+@contextmanager
+def only(
+    optimizer: Optimizer, parameters: set[Tensor], options: Sequence[dict[str, Any]]
+) -> Iterator[None]:
+    """Let an optimizer have these parameters alone, and its groups these options.
+
+    Its groups are narrowed for a moment: so it stays the one whose state is saved, and
+    whose `lr` a scheduler changes.
+    """
+    groups = optimizer.param_groups
+    own = [[p for p in group["params"] if p in parameters] for group in groups]
+    pairs = zip(options, own, strict=True)
+    optimizer.param_groups = [{**o, "params": some} for o, some in pairs if some]
+    try:
+        yield
+    finally:
+        optimizer.param_groups = groups
+
+
+def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return a copy of the options of an optimizer's groups, as they are now."""
+    return [
+        copy.deepcopy({name: o for name, o in group.items() if name != "params"})
+        for group in optimizer.param_groups
+    ]

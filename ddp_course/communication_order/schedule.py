@@ -28,11 +28,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from numbers import Real
+from numbers import Integral, Real
 from typing import NamedTuple
 
 from ddp_course.theory import Layer, ready_times
-from ddp_course.theory.checks import check_count, check_not_negative, check_positive
 
 COLUMNS = 90  # the most that a line of text is divided into
 
@@ -99,10 +98,16 @@ class Policy:
     wait_for_all: bool = False
 
     def __post_init__(self) -> None:
-        if self.piece is not None:
-            check_positive("piece", self.piece)
-        if self.credit is not None:
-            check_count("credit", self.credit)
+        if self.piece is not None and not (
+            isinstance(self.piece, Real) and 0 < self.piece < math.inf
+        ):
+            must = "it must be a finite number above 0, or None"
+            raise ValueError(f"piece is {self.piece!r}; {must}")
+        if self.credit is not None and not (
+            isinstance(self.credit, Integral) and self.credit >= 1
+        ):
+            must = "it must be an integer of 1 or more, or None"
+            raise ValueError(f"credit is {self.credit!r}; {must}")
 
     def choose(self, ready: Sequence[Piece]) -> Piece | None:
         """Return the next to be sent; None: nothing yet.
@@ -253,7 +258,9 @@ def _played(
     launch: Real,
 ) -> Played:
     for name, time in (("each", each), ("launch", launch)):
-        check_not_negative(name, time)
+        if not 0 <= time < math.inf:
+            must = "it must be a finite number, 0 or more"
+            raise ValueError(f"{name} is {time!r}; {must}")
     there = ready_times(layers)
     backward = [
         Timed("backward", number, 0, end - layers[number].backward, end)

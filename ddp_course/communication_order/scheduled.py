@@ -7,7 +7,7 @@ Chapter 15.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import nn
@@ -30,11 +30,12 @@ from ddp_course.communication_order.schedule import (
     Timed,
     priority,
 )
-from ddp_course.measure.events import Event
 from ddp_course.mechanisms.frozen import KeepFrozen
-from ddp_course.mechanisms.recovery import Recovery
+from ddp_course.mechanisms.recovery import AgreeUnused, Recovery
 from ddp_course.mechanisms.timeline import RecordBackward
-from ddp_course.mechanisms.unused import AgreeUnused
+
+if TYPE_CHECKING:
+    from ddp_course.measure.events import Event
 
 MIB = 1 << 20
 
@@ -117,7 +118,7 @@ class ScheduledDataParallel(OrderedDataParallel):
         return self.planner.order
 
 
-def recorded(events: Sequence[Event], model: ScheduledDataParallel) -> Played:
+def recorded(events: "Sequence[Event]", model: ScheduledDataParallel) -> Played:
     """Return what an `EventLog` has of backward, step and the next forward, as a step.
 
     In seconds from the begin of backward; sends are there if the collective is one of

@@ -7,7 +7,7 @@ what is missing, and after every averaged pass the ranks compare how many of the
 passes have failed: either all skip a batch, or none. Chapter 05.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -20,7 +20,7 @@ class Recovery:
     """Counts failed passes, ends broken ones, and lets ranks compare flags.
 
     `show` is what other parts call after an averaged pass, once and on all ranks, to
-    show their flags; it compares the counts, too (`unused.AgreeUnused` takes it).
+    show their flags; it compares the counts, too (`AgreeUnused` takes it).
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -55,6 +55,28 @@ class Recovery:
         Raises CollectiveError, on every rank, if some ranks have had more failures.
         """
         return shown_by_all(flags, self.group, self.failed)
+
+
+class AgreeUnused:
+    """A part that finds the parameters that no rank had a gradient for.
+
+    Such a parameter keeps `grad` None, as in one process, so that neither weight decay
+    nor momentum moves it. Where only some ranks had a gradient, zero counts for the
+    others. After every averaged pass this part sets `engine.reducer.unused`.
+    `show(flags)` returns what all ranks show: a "1" or "0" for each flag, one string
+    per rank (`Recovery.show`). Chapters 05 and 07.
+    """
+
+    def __init__(self, show: Callable[[Sequence[bool]], list[str]]) -> None:
+        self.show = show
+
+    def after_reduction(self, engine: Any) -> None:
+        """Compare which parameters have had a gradient, now or in an earlier pass."""
+        slots = engine.slots
+        notes = self.show([s.fresh or s.parameter.grad is not None for s in slots])
+        columns = zip(slots, zip(*notes, strict=True), strict=True)
+        unused = (slot.parameter for slot, column in columns if "1" not in column)
+        engine.reducer.unused = frozenset(unused)
 
 
 # ---- flags --------------------------------------------------------------------------

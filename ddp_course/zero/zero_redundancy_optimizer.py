@@ -24,9 +24,8 @@ from ddp_course.mechanisms.buckets import BUCKET_CAP_MB, LiveBucket
 from ddp_course.mechanisms.engine import Engine
 from ddp_course.mechanisms.guards import averaged_by
 from ddp_course.mechanisms.placements import clip_grad_norm_, groups_of
-from ddp_course.mechanisms.recovery import Recovery
+from ddp_course.mechanisms.recovery import AgreeUnused, Recovery
 from ddp_course.mechanisms.timeline import RecordBackward
-from ddp_course.mechanisms.unused import AgreeUnused
 from ddp_course.zero.adds_up import AddsUp
 from ddp_course.zero.optimizer_arguments import agreed_groups
 from ddp_course.zero.optimizer_guards import (

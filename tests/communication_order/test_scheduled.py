@@ -33,7 +33,7 @@ from ddp_course.communication_order import (
     recorded,
 )
 from ddp_course.communication_order.guards import check_one_by_one
-from ddp_course.communication_order.one_by_one import options_of
+from ddp_course.communication_order.ordered import options_of
 from ddp_course.compression import CourseExchange, compress, compressor
 from ddp_course.data_parallel.ddp import DistributedDataParallel
 from ddp_course.launch import Link, Links, RankError, RankTimeout, spawn
