@@ -8,9 +8,9 @@ The ladder:
 
 The last one is made of:
 
-    ops         the other pairs of operations, where tensors enter and leave a region
+    ops         the other pairs of operations, where tensors enter and leave a region;
+                norms and positions of T/tp tokens
     vocabulary  an embedding that is cut; cross-entropy of logits never gathered
-    sequence    norms and positions of T/tp tokens
     fused       a product and its communication in one operation, which is faster
     random      dropout inside of a region
 
@@ -32,13 +32,13 @@ from ddp_course.tensor_parallel.naive import (
     NaiveRowLinear,
 )
 from ddp_course.tensor_parallel.ops import (
+    SequenceParallelLayerNorm,
     gather_from_group,
     gather_sequence,
     scatter_sequence,
     split_to_group,
 )
 from ddp_course.tensor_parallel.random import parallel_rng
-from ddp_course.tensor_parallel.sequence import SequenceParallelLayerNorm
 from ddp_course.tensor_parallel.vocabulary import (
     VocabParallelEmbedding,
     vocab_parallel_cross_entropy,

@@ -46,10 +46,10 @@ from ddp_course.tensor_parallel.fused import (
     FusedRowParallelLinear,
 )
 from ddp_course.tensor_parallel.layers import ParallelLayer
-from ddp_course.tensor_parallel.ops import gather_from_group
-from ddp_course.tensor_parallel.sequence import (
+from ddp_course.tensor_parallel.ops import (
     SequenceParallelLayerNorm,
     SequenceParallelPositions,
+    gather_from_group,
 )
 from ddp_course.tensor_parallel.vocabulary import (
     VocabParallelEmbedding,
