@@ -22,6 +22,7 @@ from torch import Tensor
 from ddp_course.collectives.allocator import container, machine
 from ddp_course.collectives.memory_barrier import Barrier
 from ddp_course.launch.deadlock import (
+    CollectiveError,
     Watch,
     by_text,
     checked_group,
@@ -34,13 +35,6 @@ Group = dist.ProcessGroup | None  # None: all ranks
 
 PROBLEM = "!"  # the first letter of a note that tells of a problem
 SHOWN = " \0"  # between what must be equal and what is only shown
-
-
-class CollectiveError(ValueError):
-    """The ranks' calls of a collective do not fit together; nothing was sent.
-
-    Every rank of the group raises it, with the same text.
-    """
 
 
 class Work:

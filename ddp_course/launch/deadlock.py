@@ -22,6 +22,13 @@ class DeadlockError(RuntimeError):
     """Ranks wait for each other in different groups."""
 
 
+class CollectiveError(ValueError):
+    """The ranks' calls of a collective do not fit together; nothing was sent.
+
+    Every rank of the group raises it, with the same text.
+    """
+
+
 EACH_OTHER = "these wait for each other: "
 
 

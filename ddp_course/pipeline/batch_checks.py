@@ -9,14 +9,18 @@
 Chapter 10.
 """
 
+import hashlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_course.collectives.communicator import Communicator
-from ddp_course.mechanisms.agreement import described, kind_of
+from ddp_course.launch.deadlock import CollectiveError
+from ddp_course.mechanisms.agreement import agreed, described, kind_of
+from ddp_course.mechanisms.placements import device_of
 
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
 
@@ -25,7 +29,7 @@ class SameBatch:
     """Raises CollectiveError, on every rank, if the ranks' batches cannot be used.
 
     Args:
-        comm: the ranks of the pipeline.
+        group: the ranks of the pipeline.
         check_more: of a tensor-parallel model, compares tokens across its ranks.
         check_tokens: of the course's GPT (`token_check`), or None.
         takes_targets: whether y are tokens, too, as many as in x.
@@ -34,13 +38,13 @@ class SameBatch:
 
     def __init__(
         self,
-        comm: Communicator,
+        group: dist.ProcessGroup,
         check_more: Callable[..., None] | None,
         check_tokens: Callable[[str, Tensor], None] | None,
         takes_targets: bool,
         ignored: int,
     ) -> None:
-        self.comm, self.check_more = comm, check_more
+        self.group, self.check_more = group, check_more
         self.check_tokens = check_tokens
         self.takes_targets, self.ignored = takes_targets, ignored
 
@@ -65,9 +69,20 @@ class SameBatch:
     ) -> None:
         m = pipeline.schedule.num_microbatches
         problem = problem or pipeline.newcomer() or self._problem_with(x, y, m)
-        self.comm.agree_now(f"{name}(x {described(x)}, y {described(y)})", problem)
+        call = {"the call": name, "x": described(x), "y": described(y)}
+        same = self._all_have(f"{call} {problem}")
+        if problem or not same:
+            agreed(partial(refuse, problem), self.group, error=CollectiveError, **call)
         if self.check_more is not None:
             self.check_more(x, y)
+
+    def _all_have(self, text: str) -> bool:
+        """Return whether all ranks have this text, by one small collective."""
+        digest = hashlib.sha256(text.encode()).digest()
+        own = torch.tensor(list(digest), device=device_of(self.group))
+        others = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(others, own, self.group)
+        return all(torch.equal(own, other) for other in others)
 
     def _problem_with(self, x: Any, y: Any, m: int) -> str | None:
         if not isinstance(x, Tensor) or x.dim() == 0 or len(x) < m:
@@ -103,6 +118,12 @@ class SameBatch:
             "sum would not be the batch's mean. Divide a sum by a number that is the "
             "same for all batches, or take num_microbatches 1"
         )
+
+
+def refuse(problem: str | None) -> None:
+    """Raise ValueError if there is a problem."""
+    if problem:
+        raise ValueError(problem)
 
 
 def needs_whole_batch(module: nn.Module) -> str | None:

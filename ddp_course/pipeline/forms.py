@@ -8,14 +8,16 @@ the batch? Chapter 10.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ddp_course.collectives.communicator import Communicator
-from ddp_course.mechanisms.agreement import kind_of
+from ddp_course.launch.deadlock import CollectiveError
+from ddp_course.mechanisms.agreement import agreed, kind_of
+from ddp_course.pipeline.batch_checks import refuse
 from ddp_course.pipeline.runtime import Form
 from ddp_course.pipeline.stages import Stage
 
@@ -29,8 +31,8 @@ class Forms:
 
     Args:
         stages: this rank's, by number.
-        ranks: of all stages.
-        comm: the ranks of the pipeline.
+        ranks: of all stages, counted in the group.
+        group: the ranks of the pipeline.
         several: whether a batch is cut into several microbatches.
     """
 
@@ -38,10 +40,15 @@ class Forms:
         self,
         stages: Mapping[int, Stage],
         ranks: Sequence[int],
-        comm: Communicator,
+        group: dist.ProcessGroup,
         several: bool,
     ) -> None:
-        self.stages, self.ranks, self.comm, self.several = stages, ranks, comm, several
+        self.stages, self.ranks, self.group, self.several = (
+            stages,
+            ranks,
+            group,
+            several,
+        )
         self.known: dict[tuple, list[Form]] = {}
 
     @torch.no_grad()
@@ -68,12 +75,11 @@ class Forms:
                 problem = problem or self._seen(self.stages[stage], row)
             if stage == len(self.ranks) - 1:
                 break
-            src = self.comm.ranks[home]
-            dist.broadcast_object_list(form, src, self.comm.group)
+            dist.broadcast_object_list(form, group=self.group, group_src=home)
             dtype, shape = form[0]
             forms.append(form[0])
             row = torch.zeros((1, *shape), dtype=dtype, device=row.device)
-        self.comm.agree_now("forms of activations", problem)
+        agreed(partial(refuse, problem), self.group, error=CollectiveError)
         return forms
 
     def _form(self, stage: int, row: Tensor) -> Form:

@@ -30,8 +30,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ddp_course.collectives.communicator import communicator
 from ddp_course.collectives.port import Port
+from ddp_course.launch.deadlock import checked_group
 from ddp_course.mechanisms.agreement import agreed, check_module, form_of
 from ddp_course.mechanisms.broadcast import broadcast_all
 from ddp_course.mechanisms.guards import watch
@@ -108,36 +108,40 @@ class PipelineParallel(WholeState, Pipeline):
         recompute: bool = False,
         recorder: Recorded | None = None,
     ) -> None:
-        comm, m = communicator(group), num_microbatches
+        group, m = checked_group(group), num_microbatches
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
         recorder = recorder or Recorded()
         form = form_of(model, num_microbatches=m, sizes=sizes, recompute=recompute)
         form |= {"recorder": type(recorder).__name__, "the schedule": schedule}
-        choose = partial(decided, model, comm.size, schedule, m, sizes)
-        schedule, plan = agreed(choose, comm.group, **form)
-        broadcast_all([*model.parameters(), *model.buffers()], comm.ranks[0], group)
+        choose = partial(decided, model, size, schedule, m, sizes)
+        schedule, plan = agreed(choose, group, **form)
+        first = dist.get_global_rank(group, 0)
+        broadcast_all([*model.parameters(), *model.buffers()], first, group)
         ends = getattr(model, "ends", model)  # a cut GPT has some, without layers
         own = getattr(ends, "loss_fn", cross_entropy_of_all)
         self.gather_logits = getattr(ends, "gather_logits", None)
         check_more = getattr(ends, "check_tokens", None)
         mean_loss = own if loss_fn is None else MeanLoss(loss_fn)
         counts = [len(layers) for layers in plan.layers]
-        super().__init__(model, schedule, counts, None, mean_loss, comm.group)
-        self.comm, self.plan, self.plain = comm, plan, PlainModel.of(model)
-        self.groups = (*groups_before(model), comm.group)
+        super().__init__(model, schedule, counts, None, mean_loss, group)
+        self.rank, self.plan, self.plain = rank, plan, PlainModel.of(model)
+        self.groups = (*groups_before(model), group)
         watch()
         named, users = model.named_parameters(), plan.holders
-        self.parameters_by_name = {n: p for n, p in named if comm.rank in users[n]}
+        self.parameters_by_name = {n: p for n, p in named if rank in users[n]}
         for name, parameter in self.parameters_by_name.items():
-            place(parameter, comm.group, Stage(plan.holders[name]), name=name)
-        self.forms = Forms(self.stages, plan.ranks, comm, schedule.num_microbatches > 1)
+            place(parameter, group, Stage(plan.holders[name]), name=name)
+        self.forms = Forms(
+            self.stages, plan.ranks, group, schedule.num_microbatches > 1
+        )
         ignored = getattr(mean_loss, "ignored", -100)
         check_tokens = getattr(model, "token_check", None)  # of the course's GPT
         takes_targets = check_tokens is not None and loss_fn is None
         self.parts += [
-            SameBatch(comm, check_more, check_tokens, takes_targets, ignored),
+            SameBatch(group, check_more, check_tokens, takes_targets, ignored),
             PostedAhead(),
             recorder,
-            SharedGradients(self.parameters_by_name, plan.shared, comm.rank),
+            SharedGradients(self.parameters_by_name, plan.shared, rank),
         ]
         if recompute:
             self.parts.append(Recomputed())
@@ -224,9 +228,10 @@ class PipelineParallel(WholeState, Pipeline):
         """Send the loss to all ranks; the rank that has it does not wait."""
         if self._loss_under_way is not None:
             self._loss_under_way[0].wait()
-        comm, last, loss = self.comm, self.plan.ranks[-1], runtime.loss
-        work = dist.broadcast(loss, comm.ranks[last], comm.group, async_op=True)
-        if comm.rank == last:
+        last, loss = self.plan.ranks[-1], runtime.loss
+        how = {"group": self.group, "group_src": last, "async_op": True}
+        work = dist.broadcast(loss, **how)
+        if self.rank == last:
             self._loss_under_way = work, loss
             return loss.clone()
         work.wait()
