@@ -9,10 +9,11 @@ share the rows. Then three promises are held to:
   ranks together: none waits for another that goes on.
 
 The naive and the simple rung of stage 3 are left out: they show the idea, and neither
-check models nor save states. All else is a failure: other numbers, an error out of
-PyTorch, ranks that wait for each other. One launch goes through all cases. A case that
-hangs, or leaves ranks whose collectives no longer match, ends it; the next launch goes
-on with the next case.
+check models nor save states. The first three rungs of DDP check nothing either: of
+sparse gradients they let PyTorch complain. All else is a failure: other numbers, an
+error out of PyTorch, ranks that wait for each other. One launch goes through all cases.
+A case that hangs, or leaves ranks whose collectives no longer match, ends it; the next
+launch goes on with the next case.
 
 By default: the hardest models and some that a seed draws, on two ranks. The whole
 matrix, on two and three ranks, with PyTorch's classes beside ours:
@@ -140,6 +141,7 @@ OURS: dict[str, Strategy] = {
 }
 PYTORCHS: dict[str, Strategy] = {"DDP": wrapped(PyTorchDDP), "FSDP": wrapped(by_fsdp)}
 WHOLE_BATCH = ("tp", "pp")  # ranks that share a model work on the same rows
+CHECK_NOTHING = ("naive", "flat", "bucket")  # nor refuse sparse gradients
 SENDS_BUFFERS = ("ddp", "ddp unused", "DDP")  # the first rank's, before each forward
 # With this epsilon AdamW, too, sees how large gradients are, and rests where they are
 # noise.
@@ -277,7 +279,8 @@ def on_rank(
             run = Run(name, strategies[strategy], strategy in WHOLE_BATCH)
             told, bits = run.train()
         except Exception as error:
-            kind = refusal(error, MODELS[name].itself) or f"{RAISES} {_in_words(error)}"
+            anyone = strategy in CHECK_NOTHING and name.startswith("sparse")
+            kind = refusal(error, MODELS[name].itself, anyone)
             faulthandler.dump_traceback_later(seconds / 5, exit=True)
         print(json.dumps([number, "here", kind]), flush=True)
         said: list[Any] = [None] * dist.get_world_size()
@@ -374,13 +377,15 @@ def unequal(one: Any, other: Any, where: str = "the state") -> str:
     return "" if same else f"{where} is another one"
 
 
-def refusal(error: Exception, itself: str = "") -> str | None:
-    """Return what this course says when it refuses, or None: somebody else did."""
+def refusal(error: Exception, itself: str, anyone: bool) -> str:
+    """Say whether an error refuses the model, as raised by this course or by `anyone`.
+
+    `itself` are words by which PyTorch refuses the model under any strategy.
+    """
     end, package = traceback.extract_tb(error.__traceback__)[-1], ddp_course.__path__[0]
     ours = end.filename.startswith(package) and end.line.startswith("raise")
-    if not (ours and " " in str(error) or itself and itself in str(error)):
-        return None
-    return f"{REFUSED}: {_in_words(error)}"
+    refused = anyone or ours and " " in str(error) or itself and itself in str(error)
+    return f"{f'{REFUSED}:' if refused else RAISES} {_in_words(error)}"
 
 
 def _in_words(error: Exception) -> str:
