@@ -1,6 +1,6 @@
 """A program that knows nothing of this course: PyTorch's DDP, FSDP and pipelining.
 
-Run by `test_strict.py` under torchrun, on three ranks. Each gives the gradients of one
+Run by `test_strict.py` under torchrun, on two ranks. Each gives the gradients of one
 process.
 """
 
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 def model() -> nn.Sequential:
     torch.manual_seed(0)
-    sizes = [6, 12, 12, 3]
+    sizes = [6, 12, 3]
     return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(sizes)))
 
 

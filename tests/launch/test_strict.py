@@ -296,7 +296,7 @@ def test_what_is_legal_goes_through():
 @pytest.mark.timeout(240)
 def test_pytorchs_own_classes_run_by_these_rules():
     program = Path(__file__).with_name("strict_program.py")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command = [*torchrun, "-m", "ddp_course.launch", "--strict", str(program)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert "DDP, FSDP and 1F1B over strict" in ended.stdout, ended.stderr[-3000:]
