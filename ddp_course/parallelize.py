@@ -27,9 +27,9 @@ from ddp_course.mechanisms.assembly import (
     load_full_optimizer_state,
     names_along,
 )
-from ddp_course.mechanisms.placements import clip_grad_norm_
+from ddp_course.mechanisms.placements import DividedModule, clip_grad_norm_
 from ddp_course.mechanisms.states import HasState, Whole
-from ddp_course.mechanisms.whole_state import WholeState
+from ddp_course.mechanisms.whole_state import full_state_dict, load_full_state_dict
 from ddp_course.mesh import Axes
 from ddp_course.precision import Autocast
 from ddp_course.spec import PRECISIONS, Layout
@@ -116,7 +116,7 @@ def whole(model: nn.Module, optimizer: Optimizer) -> tuple[HasState, HasState]:
     if hasattr(optimizer, "whole_states"):
         return optimizer.whole_states(inner)
     shards = hasattr(optimizer, "load_parts")  # it steps pieces, as in ZeRO 1 and 2
-    if not isinstance(inner, WholeState):
+    if not isinstance(inner, DividedModule):
         if shards:
             state = partial(_consolidated, optimizer)
             optimizer = Whole(state, optimizer.load_state_dict)
@@ -129,7 +129,7 @@ def whole(model: nn.Module, optimizer: Optimizer) -> tuple[HasState, HasState]:
     shapes = inner.plain.shapes
     names = names_along(optimizer, shapes, inner.groups)
     return (
-        Whole(inner.full_state_dict, inner.load_full_state_dict),
+        Whole(partial(full_state_dict, inner), partial(load_full_state_dict, inner)),
         Whole(
             partial(full_optimizer_state, stepped, names, groups),
             lambda state: load(state, names, shapes, groups),
@@ -144,6 +144,6 @@ def _consolidated(optimizer: Optimizer) -> dict[str, Any]:
 
 def _without_wrappers(model: nn.Module) -> nn.Module:
     """Return what is averaged: the plain model, or a part of it."""
-    while not isinstance(model, WholeState) and hasattr(model, "module"):
+    while not isinstance(model, DividedModule) and hasattr(model, "module"):
         model = model.module
     return model

@@ -17,6 +17,7 @@ from ddp_course import collectives
 from ddp_course.communication_order import ScheduledDataParallel, priority
 from ddp_course.data import load_corpus
 from ddp_course.launch import device
+from ddp_course.mechanisms.whole_state import full_state_dict
 from ddp_course.model import GPTConfig, build_gpt
 from ddp_course.pipeline import SCHEDULES, PipelineParallel
 from ddp_course.spec import COMPRESSORS, DATA_PARALLEL, OUTER
@@ -155,7 +156,7 @@ def steps(make: Callable[..., nn.Module], **options) -> Trained:
             loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    return losses, {name: t.cpu() for name, t in model.full_state_dict().items()}
+    return losses, {name: t.cpu() for name, t in full_state_dict(model).items()}
 
 
 def divided(n: int) -> dict[str, Trained]:

@@ -10,6 +10,8 @@ from ddp_course.bench import async_, ddp, pp, steps, tp, zero
 from ddp_course.bench.turns import rows_of
 from ddp_course.launch import spawn
 from ddp_course.measure import resident
+from ddp_course.mechanisms.placements import DividedModule
+from ddp_course.mechanisms.whole_state import full_state_dict
 from ddp_course.model import GPTConfig
 from ddp_course.parameter_server import simulate
 from ddp_course.theory import gradients_per_second
@@ -59,8 +61,8 @@ def after_three_steps() -> dict[str, list[tuple]]:
 
 def head_of(model, parallel) -> torch.Tensor | None:
     """Return the head's weight, whole; None on a rank that has none of it."""
-    if hasattr(parallel, "full_state_dict"):
-        return parallel.full_state_dict()["head.out.weight"]
+    if isinstance(parallel, DividedModule):
+        return full_state_dict(parallel)["head.out.weight"]
     weight = model.state_dict().get("head.out.weight")
     return getattr(weight, "full_tensor", lambda: weight)()
 

@@ -37,8 +37,13 @@ from ddp_course.mechanisms.broadcast import broadcast_all
 from ddp_course.mechanisms.guards import watch
 from ddp_course.mechanisms.hooks import held
 from ddp_course.mechanisms.parts import announce
-from ddp_course.mechanisms.placements import Stage, place
-from ddp_course.mechanisms.whole_state import PlainModel, WholeState, groups_before
+from ddp_course.mechanisms.placements import (
+    DividedModule,
+    PlainModel,
+    Stage,
+    groups_before,
+    place,
+)
 from ddp_course.pipeline.backward import Recomputed, SplitBackward
 from ddp_course.pipeline.batch_checks import MeanLoss, SameBatch
 from ddp_course.pipeline.forms import Forms, PipelineError
@@ -60,7 +65,7 @@ NAMES = {
 }
 
 
-class PipelineParallel(WholeState, Pipeline):
+class PipelineParallel(DividedModule, Pipeline):
     """Trains `model`, of which every rank of the group has some layers.
 
     `parameters()` are those of this rank's layers, for any optimizer; after `step` each

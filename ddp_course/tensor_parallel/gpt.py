@@ -37,8 +37,14 @@ from ddp_course.collectives.patience import patient, threads_of
 from ddp_course.mechanisms.exchange import MessageExchange
 from ddp_course.mechanisms.guards import leave_behind
 from ddp_course.mechanisms.parts import announce
-from ddp_course.mechanisms.placements import Replicate, Shard, place, placed
-from ddp_course.mechanisms.whole_state import PlainModel, WholeState
+from ddp_course.mechanisms.placements import (
+    DividedModule,
+    PlainModel,
+    Replicate,
+    Shard,
+    place,
+    placed,
+)
 from ddp_course.model import GPT, GPTConfig
 from ddp_course.tensor_parallel.checks import FailedPasses, SameTokens, check_model
 from ddp_course.tensor_parallel.fused import (
@@ -110,7 +116,7 @@ class Ends:
         return gather_from_group(logits, -1, self.exchange)
 
 
-class TensorParallelGPT(WholeState, nn.Module):
+class TensorParallelGPT(DividedModule, nn.Module):
     """This rank's part of a GPT: `parameters()` are its slices. See `tensor_parallel`.
 
     Announces what `Ends` announces, after_forward(model, logits) and

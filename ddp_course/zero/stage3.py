@@ -23,10 +23,10 @@ from ddp_course.collectives.communicator import CollectiveError, communicator
 from ddp_course.mechanisms.agreement import agreed, form_of, problem_with
 from ddp_course.mechanisms.hooks import listeners
 from ddp_course.mechanisms.parts import announce
-from ddp_course.mechanisms.placements import Flat, place
+from ddp_course.mechanisms.placements import Flat, PlainModel, groups_before, place
 from ddp_course.mechanisms.shard_exchange import ShardMessages
 from ddp_course.mechanisms.timeline import Timeline, span
-from ddp_course.mechanisms.whole_state import PlainModel, WholeState, groups_before
+from ddp_course.mechanisms.whole_state import WholeState
 from ddp_course.zero import sharded_parts
 from ddp_course.zero.freed import ShardedError, is_sharded
 from ddp_course.zero.offload import LabelledStorage, Offload, OffloadedStorage

@@ -24,7 +24,8 @@ from ddp_course.data_parallel import DistributedDataParallel
 from ddp_course.launch import RankError, spawn
 from ddp_course.measure import MemoryLog
 from ddp_course.mechanisms import frozen, guards, hooks
-from ddp_course.mechanisms.whole_state import WholeState
+from ddp_course.mechanisms.placements import DividedModule
+from ddp_course.mechanisms.whole_state import full_state_dict
 from ddp_course.model import GPTConfig, build_gpt
 from ddp_course.pipeline import PipelineParallel
 from ddp_course.tensor_parallel import tensor_parallel
@@ -130,8 +131,8 @@ class Bed:
         return self.state()
 
     def state(self) -> dict[str, torch.Tensor]:
-        if hasattr(self.model, "full_state_dict"):
-            state = self.model.full_state_dict()
+        if isinstance(self.model, DividedModule):
+            state = full_state_dict(self.model)
         else:
             state = self.model.state_dict()
         return {
@@ -359,7 +360,7 @@ def without_guards() -> None:
     guards._put_around = lambda owner, name, make: None
     guards._check_step = lambda optimizer, args, kwargs: None
     frozen.Frozen.check = lambda self: None
-    WholeState.newcomer = lambda self: None
+    DividedModule.newcomer = lambda self: None
     Kept.before_forward = lambda self, fsdp: None
     Kept.used = lambda self, fsdp, unit, output: None
     hooks.Averager.__getstate__ = lambda self: {}

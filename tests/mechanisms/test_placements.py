@@ -16,6 +16,7 @@ from ddp_course.mechanisms.assembly import assemble
 from ddp_course.mechanisms.placements import (
     Flat,
     Placed,
+    PlainModel,
     Replicate,
     Shard,
     Stage,
@@ -24,10 +25,7 @@ from ddp_course.mechanisms.placements import (
     placed,
     total_norm,
 )
-from ddp_course.mechanisms.whole_state import (
-    PlainModel,
-    WholeState,
-)
+from ddp_course.mechanisms.whole_state import WholeState
 from ddp_course.mesh import Mesh, make_groups
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -26,6 +26,9 @@ from trained import far_apart, same
 from ddp_course.mechanisms.agreement import ReplicaError
 from ddp_course.mechanisms.assembly import assemble
 from ddp_course.mechanisms.placements import placed
+from ddp_course.mechanisms.whole_state import (
+    full_optimizer_state_dict,
+)
 from ddp_course.mesh import Axes, Mesh, make_groups
 from ddp_course.model import GPT, build_gpt
 from ddp_course.parallelize import parallelize
@@ -72,7 +75,7 @@ def one_step() -> tuple:
     logits, loss = pipeline(batch(9)[0])[0], pipeline(*batch(9))[1]
     pipeline.step(*batch(0))
     optimizer.step()
-    return logits, loss, pipeline.full_optimizer_state_dict(optimizer)
+    return logits, loss, full_optimizer_state_dict(pipeline, optimizer)
 
 
 def one_of_two_pipelines_cannot_be() -> str:

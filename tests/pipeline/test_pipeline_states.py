@@ -17,6 +17,12 @@ from ddp_course.collectives import CollectiveError
 from ddp_course.data_parallel import DistributedDataParallel
 from ddp_course.launch import RankError, spawn
 from ddp_course.mechanisms.agreement import ReplicaError
+from ddp_course.mechanisms.whole_state import (
+    full_optimizer_state_dict,
+    full_state_dict,
+    load_full_optimizer_state_dict,
+    load_full_state_dict,
+)
 from ddp_course.pipeline import interleaved, parse
 
 
@@ -45,11 +51,11 @@ def there_and_back(schedule: str, state, optimizer_state, grouped: bool):
     """On every rank: go on from a state for two steps, and return the whole state."""
     pipeline = PipelineParallel(tied(5), schedule, 3)
     optimizer = optimizer_of(pipeline, grouped)
-    pipeline.load_full_state_dict(state)
-    pipeline.load_full_optimizer_state_dict(optimizer, optimizer_state)
+    load_full_state_dict(pipeline, state)
+    load_full_optimizer_state_dict(pipeline, optimizer, optimizer_state)
     steps(pipeline, optimizer, (2, 3))
-    full = pipeline.full_optimizer_state_dict(optimizer)
-    return pipeline.full_state_dict(), full
+    full = full_optimizer_state_dict(pipeline, optimizer)
+    return full_state_dict(pipeline), full
 
 
 @pytest.mark.parametrize(
@@ -148,7 +154,7 @@ def refusals() -> dict[str, str]:
     words.step(ones, tokens[[0, 2, 1, 2]])  # a half of each microbatch
     lbfgs = torch.optim.LBFGS(pipeline.parameters())
     told["lbfgs"] = said(RuntimeError, lbfgs.step, lambda: None)
-    told["state"] = refused(pipeline.load_full_state_dict, {"a": x})
+    told["state"] = refused(partial(load_full_state_dict, pipeline), {"a": x})
     pipeline.step(x, y)  # and it can still be used
     return told
 
@@ -279,8 +285,8 @@ def without_parameters() -> list[tuple]:
             norm = pipeline.clip_grad_norm_(0.5)
             optimizer.step()
         own = {n: p.detach() for n, p in pipeline.named_parameters()}
-        states = pipeline.full_optimizer_state_dict(optimizer)["state"]
-        told.append((loss, norm, pipeline.full_state_dict(), own, len(states)))
+        states = full_optimizer_state_dict(pipeline, optimizer)["state"]
+        told.append((loss, norm, full_state_dict(pipeline), own, len(states)))
     return told
 
 

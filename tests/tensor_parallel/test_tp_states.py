@@ -15,6 +15,12 @@ from trained import same
 
 from ddp_course.launch import spawn
 from ddp_course.mechanisms.recompute import recompute, recompute_blocks
+from ddp_course.mechanisms.whole_state import (
+    full_optimizer_state_dict,
+    full_state_dict,
+    load_full_optimizer_state_dict,
+    load_full_state_dict,
+)
 from ddp_course.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -50,14 +56,14 @@ def continued(before: dict[str, tuple[dict, dict]]) -> dict[str, tuple]:
     told = {}
     for name, (state, optimizer_state) in before.items():
         module = tensor_parallel(model(name, seed=5), sequence_parallel=name != "tied")
-        fresh, plain = module.full_state_dict(), model(name, seed=5).state_dict()
+        fresh, plain = full_state_dict(module), model(name, seed=5).state_dict()
         assert same(fresh, plain) and list(fresh) == list(plain)
         optimizer = adamw(module)
-        module.load_full_state_dict(state)
-        module.load_full_optimizer_state_dict(optimizer, optimizer_state)
-        read = module.full_state_dict(), module.full_optimizer_state_dict(optimizer)
+        load_full_state_dict(module, state)
+        load_full_optimizer_state_dict(module, optimizer, optimizer_state)
+        read = full_state_dict(module), full_optimizer_state_dict(module, optimizer)
         run(module, optimizer, range(2, 4))
-        after = module.full_state_dict(), module.full_optimizer_state_dict(optimizer)
+        after = full_state_dict(module), full_optimizer_state_dict(module, optimizer)
         told[name] = read, after
     return told
 
@@ -186,13 +192,13 @@ def refusals() -> list[str]:
         lambda: cut(x + 100 * rank, y),
         lambda: cut(x, None if rank else y),
         lambda: sequence(x[:, :5], y[:, :5]),
-        lambda: cut.load_full_state_dict(
-            {k: v for k, v in state.items() if "head" not in k}
+        lambda: load_full_state_dict(
+            cut, {k: v for k, v in state.items() if "head" not in k}
         ),
-        lambda: cut.load_full_state_dict(state | {"head.out.weight": torch.zeros(2)}),
-        lambda: cut.full_optimizer_state_dict(optimizer),
-        lambda: cut.full_optimizer_state_dict(factored),
-        lambda: cut.load_full_optimizer_state_dict(adamw(cut), {"state": 3}),
+        lambda: load_full_state_dict(cut, state | {"head.out.weight": torch.zeros(2)}),
+        lambda: full_optimizer_state_dict(cut, optimizer),
+        lambda: full_optimizer_state_dict(cut, factored),
+        lambda: load_full_optimizer_state_dict(cut, adamw(cut), {"state": 3}),
     ]
     expected = [
         "numbers of embed.tokens.weight",

@@ -18,6 +18,9 @@ from ddp_course import collectives
 from ddp_course.bench.tp import styles
 from ddp_course.mechanisms.exchange import MessageExchange
 from ddp_course.mechanisms.placements import Shard, placed
+from ddp_course.mechanisms.whole_state import (
+    full_state_dict,
+)
 from ddp_course.mesh import Mesh, make_groups
 from ddp_course.model import GPT, GPTConfig, build_gpt
 from ddp_course.pipeline.backward import WeightGradStore
@@ -84,7 +87,7 @@ def _full(tensor: Tensor) -> Tensor:
 
 def whole_state(gpt: nn.Module) -> dict[str, Tensor]:
     if isinstance(gpt, TensorParallelGPT):
-        return gpt.full_state_dict()
+        return full_state_dict(gpt)
     return {name: _full(t).clone() for name, t in gpt.state_dict().items()}
 
 
