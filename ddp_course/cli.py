@@ -24,7 +24,8 @@ from typing import Any, NoReturn
 
 import ddp_course
 from ddp_course import spec
-from ddp_course.commands import CommandError, tell
+from ddp_course.bench import benches
+from ddp_course.commands import CommandError, chapters, check_file, tell
 from ddp_course.commands.train_options import check_typed
 
 RANKS = ("lab", "train", "doctor", "report", "bench")  # who may start some
@@ -201,7 +202,13 @@ def _run(add: Callable[..., Parser]) -> None:
     )
     about = "00, all, or a path"
     run.add_argument("chapters", nargs="+", metavar="CHAPTER", help=about)
+    run.set_defaults(before=_check_chapters)
     run.numbers(timeout=_TIMEOUT)
+
+
+def _check_chapters(args: argparse.Namespace) -> None:
+    """Raise CommandError for a chapter that does not exist."""
+    chapters.find(args.chapters)
 
 
 def _progress(add: Callable[..., Parser]) -> None:
@@ -257,6 +264,7 @@ def _notebooks(add: Callable[..., Parser]) -> None:
     _flags(what, save="execute and store", check="report what is not clean")
     about = "00, or a path; all by default"
     notebooks.add_argument("chapters", nargs="*", metavar="CHAPTER", help=about)
+    notebooks.set_defaults(before=_check_chapters)
     notebooks.numbers(timeout=_TIMEOUT)
 
 
@@ -299,6 +307,17 @@ def _bench(add: Callable[..., Parser]) -> None:
     about = "draw the rows there (svg, png, pdf)"
     _files(bench, json="write the rows there", figure=about)
     _flags(bench, quick="few turns of few cases")
+    bench.set_defaults(before=_check_bench)
+
+
+def _check_bench(args: argparse.Namespace) -> None:
+    """Raise CommandError for an unknown bench, or a file that cannot be written."""
+    known = benches()
+    if not args.list and args.bench not in known:
+        wrong = f"there is no bench {args.bench!r};" if args.bench else "which bench?"
+        raise CommandError(f"{wrong} there are: {', '.join(known)}")
+    check_file(args.json)
+    check_file(args.figure, (".svg", ".png", ".pdf"))
 
 
 def _plan(add: Callable[..., Parser]) -> None:

@@ -12,7 +12,7 @@ import torch
 from drawings import no_texts_overlap
 from refusals import answered
 
-from ddp_course import bench
+from ddp_course import bench, cli
 from ddp_course.bench import all_reduce, steps, table, turns
 from ddp_course.bench.launch import CASES, SCRIPT, LaunchProcess
 from ddp_course.bench.turns import ENOUGH, Pair, in_turns, row, rows_of, slowest
@@ -77,7 +77,7 @@ def test_a_line_for_each_case_and_a_column_for_each_pair():
     assert text[0].startswith("Ours over theirs.")
     at = text.index("over best")
     assert text[at + 1].split() == ["ms", "gloo", "again"]
-    assert text[at + 2].split() == ["2", "ranks,", "128", "2e+03", "0.80", "1.02"]
+    assert text[at + 2].split() == ["2", "ranks,", "128", "2,000", "0.80", "1.02"]
     last = [line.split()[-1] for line in text if line.startswith("2 ranks, 1024")]
     assert last == ["1.02", "0.50"]
     assert text[text.index("Asked for, and held?") + 1 :] == [
@@ -95,13 +95,13 @@ def test_what_did_not_hold_is_said_with_its_case():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_line_of_any_bench_is_too_long(name):
-    pairs = bench.benches()[name].PAIRS
+    pairs = bench.load(name).PAIRS
     rows = [
         row(f"4 ranks, 1m, {t} tokens", p, "seconds", 1.5, 1, tokens=t, others=0.9)
         for p in pairs
         for t in (128, 1024)
     ]
-    text = table.lines(bench.benches()[name].ABOUT, pairs, rows)
+    text = table.lines(bench.benches()[name], pairs, rows)
     assert max(map(len, text)) <= 100
     heads = dict.fromkeys(f"over {p.over or p.beside}" for p in pairs)
     assert [line for line in text if line.startswith("over ")] == [*heads]
@@ -121,8 +121,10 @@ def tiny_bench(monkeypatch):
 
     pair = Pair("ours", "theirs")
     tiny = SimpleNamespace(ABOUT="A bench.", PAIRS=[pair], bench=measure)
-    found = bench.benches()
-    monkeypatch.setattr(bench, "benches", lambda: found | {"tiny": tiny})
+    known = bench.benches() | {"tiny": "A bench."}
+    monkeypatch.setattr(bench, "benches", lambda: known)
+    monkeypatch.setattr(cli, "benches", lambda: known)
+    monkeypatch.setattr(bench, "load", lambda name: tiny)
     return calls
 
 
@@ -147,12 +149,12 @@ def test_bench_lists_what_there_is_with_a_sentence_each(tiny_bench, capsys):
 
 
 def test_a_bench_is_found_by_looking(tmp_path, monkeypatch):
-    (tmp_path / "two_words.py").write_text("ABOUT, PAIRS, bench = 'New.', (), iter")
-    (tmp_path / "helper.py").write_text("ABOUT = 'not a bench'\n")
+    (tmp_path / "two_words.py").write_text("ABOUT = 'New.'\nPAIRS, bench = (), iter\n")
+    (tmp_path / "helper.py").write_text("PAIRS = ()\n")
     monkeypatch.setattr(bench, "__path__", [*bench.__path__, str(tmp_path)])
     assert sorted(bench.benches()) == sorted([*NAMES, "two-words"])
-    for name in ("two_words", "helper"):
-        sys.modules.pop(f"ddp_course.bench.{name}")
+    assert bench.load("two-words").ABOUT == "New."
+    sys.modules.pop("ddp_course.bench.two_words")
 
 
 def test_a_quick_bench_measures_real_cases_and_a_full_one_more():
@@ -314,6 +316,6 @@ def test_the_figure_has_every_pair_and_what_is_asked_for(measured_rows, tmp_path
 
 @pytest.mark.parametrize("name", NAMES)
 def test_texts_of_the_figure_do_not_overlap(name):
-    pairs = bench.benches()[name].PAIRS
+    pairs = bench.load(name).PAIRS
     rows = rows_like([0.7] * len(pairs), pairs=pairs)
     no_texts_overlap(lambda: plot_bench(pairs, rows))

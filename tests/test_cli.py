@@ -526,3 +526,23 @@ def test_too_few_files_that_may_be_open_are_told(tmp_path):
     assert done.returncode == 1, done
     assert done.stderr.endswith("`ulimit -n 4096`: Too many open files\n"), done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_an_unknown_name_is_refused_before_pytorch_is_imported():
+    """Also what only makes no sense together, or for the model's sizes."""
+    ask = """
+    import sys; from ddp_course.cli import main
+    code = main(sys.argv[1].split())
+    sys.exit(code + 10 * ("torch" in sys.modules))"""
+    for typed in (
+        "bench lunch",
+        "run 99",
+        "notebooks --save 99",
+        "train --tp 8",
+        "train --pp 4 --schedule interleaved",
+        "train --ranks 2 --compress topk:7",
+    ):
+        command = [sys.executable, "-c", dedent(ask) + "\n", typed, "ddp_course"]
+        environ = os.environ | {"PYTHONPATH": str(Path(ddp_course.__path__[0]).parent)}
+        done = subprocess.run(command, stderr=subprocess.PIPE, env=environ, text=True)
+        assert done.returncode == 1, (typed, done.stderr)

@@ -22,19 +22,31 @@ A bench is a module here with ABOUT, a sentence; PAIRS, what is laid over what; 
 
 from __future__ import annotations
 
+import ast
 import importlib
 import pkgutil
+from pathlib import Path
 from types import ModuleType
 
 
-def benches() -> dict[str, ModuleType]:
-    """Return the benches that there are, by name."""
-    modules = [
-        importlib.import_module(f"{__name__}.{found.name}")
-        for found in pkgutil.iter_modules(__path__)
-    ]
-    return {
-        module.__name__.rpartition(".")[2].rstrip("_").replace("_", "-"): module
-        for module in modules
-        if all(hasattr(module, name) for name in ("ABOUT", "PAIRS", "bench"))
-    }
+def benches() -> dict[str, str]:
+    """Return the sentence of each bench by its name.
+
+    Only the sources are read: to import a bench is to import PyTorch.
+    """
+    found = {}
+    for module in pkgutil.iter_modules(__path__):
+        path = Path(module.module_finder.path, f"{module.name}.py")
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ABOUT":
+                name = module.name.rstrip("_").replace("_", "-")
+                found[name] = ast.literal_eval(node.value)
+    return found
+
+
+def load(name: str) -> ModuleType:
+    """Import the bench of this name."""
+    module = name.replace("-", "_")
+    known = {found.name for found in pkgutil.iter_modules(__path__)}
+    end = "" if module in known else "_"
+    return importlib.import_module(f"{__name__}.{module}{end}")

@@ -8,10 +8,12 @@ one has imported does not help the other.
 from __future__ import annotations
 
 import os
+import signal
 import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -58,7 +60,8 @@ class LaunchProcess(subprocess.Popen):
     """A fresh Python that launches ranks in "our" or in "their" way when told to.
 
     `since_start` are the seconds from its first import to the end of the last launch.
-    It ends when its input does: at the end of a `with`.
+    It ends when its input does: at the end of a `with`; after an error, such as Ctrl-C,
+    it is ended with all that it has started.
     """
 
     def __init__(self, side: str) -> None:
@@ -72,6 +75,13 @@ class LaunchProcess(subprocess.Popen):
             env=os.environ
             | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback_interface()},
         )
+
+    def __exit__(self, kind: type | None, *error: object) -> None:
+        """End the process; do not wait for a launch whose time nobody reads."""
+        if kind is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+        super().__exit__(kind, *error)
 
     def launch(self, case: str, ranks: int) -> float:
         """Return the seconds of one launch. LaunchError if it failed: see stderr."""

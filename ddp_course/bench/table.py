@@ -5,6 +5,7 @@ First what is compared with what; last what was asked for, and whether it held.
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -20,8 +21,9 @@ Found = dict[str, Mapping[str, Any]]  # case -> its row
 def lines(about: str, pairs: Iterable[Pair], rows: Rows) -> list[str]:
     """Return what is printed of a bench, at most `WIDTH` characters a line."""
     text = textwrap.wrap(
-        f"{about} Numbers are ratios, medians: below 1, what the column's head names "
-        "takes less than what it is laid over, whose own number comes first.",
+        f"{about} Each number is a median ratio: the column's variant divided by the "
+        "one that the table's title names, whose own value comes first. Below 1, the "
+        "column's variant takes less.",
         WIDTH,
     )
     panels = grouped(pairs, rows)
@@ -51,6 +53,13 @@ def grouped(pairs: Iterable[Pair], rows: Rows) -> dict[str, list[tuple[Pair, Fou
     return panels
 
 
+def number(value: float) -> str:
+    """Return a value to three digits, without an exponent: 9,010 or 0.0123."""
+    if value == 0:
+        return "0"
+    return f"{value:,.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
+
+
 def ratio_of(row: Mapping[str, Any]) -> float:
     """Return the ratio that counts: of times the one within turns, if there is one."""
     return row.get("paired", row["ratio"])
@@ -70,7 +79,7 @@ def _grid(columns: list[tuple[Pair, Found]]) -> list[str]:
     if len({pair.beside for pair, _ in columns}) == 1:
         (_, found), *_ = columns
         unit, scale = UNITS.get(found[cases[0]]["metric"], ("", 1.0))
-        theirs = [f"{scale * found[case]['theirs']:.3g}" for case in cases]
+        theirs = [number(scale * found[case]["theirs"]) for case in cases]
         left.append(column([unit], theirs))
     right = [
         column(
