@@ -2,8 +2,8 @@
 
     ddp-course site --out /srv/www/ddp-course
 
-Nothing is executed, and nothing is downloaded, neither here nor by who reads the pages:
-they open from the disk, search and formulas included.
+Nothing is executed and nothing is downloaded, neither here nor in the reader's browser:
+the pages open from the disk, search and formulas included.
 """
 
 from __future__ import annotations
@@ -21,31 +21,34 @@ from typing import Any
 from ddp_course.commands import CommandError, chapters
 
 HERE = Path(__file__).parent
+REST = "## The package"  # of the README: from here on, a page of its own
 NEEDS = ("sphinx", "myst_nb", "sphinx_book_theme")
 MARK = ".buildinfo"  # Sphinx puts it beside its pages
-LONG = 70  # lines of source: more are shown at a click
-RUN = {  # what a page cannot do: a piece of a cell's source -> what one does instead
+LONG = 70  # lines: longer sources are shown at a click
+RUN = {  # piece of a cell's source -> what the reader can do in JupyterLab, not here
     "raise NotImplementedError": "write your answer there, and the check says whether "
     "it is right, or gives a hint",
     "explore(": "there this cell has sliders",
 }
 
 
-def command(told: Namespace) -> int:
-    """Make the pages in a folder of their own, which an older edition may fill."""
+def command(args: Namespace) -> int:
+    """Make the pages in a new folder, or in place of an older edition."""
     missing = [name for name in NEEDS if find_spec(name) is None]
     if missing:
         raise CommandError(
             f'{missing[0]} is not installed; type: python -m pip install -e ".[site]"'
         )
-    course, out = chapters.course(), told.out.absolute()
+    course, out = chapters.course(), args.out.absolute()
     ours = not out.exists() or (out / MARK).exists()
     if not ours and (out.is_file() or any(out.iterdir())):
-        raise CommandError(f"{out} holds something else; type another --out FOLDER")
+        raise CommandError(f"{out} holds other files; name a new folder: --out FOLDER")
     with tempfile.TemporaryDirectory(prefix="ddp-course-site-") as folder:
         source, pages = Path(folder, "source"), Path(folder, "pages")
         collect(course, source)
         build(source, pages)
+        for path in course.glob("notebooks/*.ipynb"):  # as they are, to be downloaded
+            shutil.copy(path, pages / "_sources/notebooks")
         shutil.rmtree(out, ignore_errors=True)
         shutil.copytree(pages, out)
     print(f"{len(list(out.rglob('*.html')))} pages: open {out / 'index.html'}")
@@ -53,21 +56,21 @@ def command(told: Namespace) -> int:
 
 
 def build(source: Path, pages: Path) -> None:
-    """Let Sphinx make `pages` from `source`; whatever it warns of is an error."""
+    """Let Sphinx make `pages` from `source`; treat its warnings as errors."""
     from sphinx.application import Sphinx
 
-    told, doctrees = io.StringIO(), pages.with_name("doctrees")
-    app = Sphinx(source, HERE, pages, doctrees, "html", status=None, warning=told)
+    warnings, doctrees = io.StringIO(), pages.with_name("doctrees")
+    app = Sphinx(source, HERE, pages, doctrees, "html", status=None, warning=warnings)
     app.build()
-    if told.getvalue():
-        raise CommandError(f"Sphinx is not content:\n{told.getvalue()}")
+    if warnings.getvalue():
+        raise CommandError(f"Sphinx warns:\n{warnings.getvalue()}")
 
 
 # From the course to what Sphinx reads
 
 
 def collect(course: Path, source: Path) -> None:
-    """Put all pages into a new folder `source`: the README comes first."""
+    """Put all pages into a new folder `source`; the README becomes the first two."""
     shutil.copytree(course / "images", source / "images")
     (source / "notebooks").mkdir()
     notebooks = sorted((course / "notebooks").glob("[0-9][0-9]_*.ipynb"))
@@ -75,33 +78,41 @@ def collect(course: Path, source: Path) -> None:
         page = prepare(json.loads(path.read_text()))
         (source / "notebooks" / path.name).write_text(json.dumps(page))
     more = sorted((course / "notebooks").glob("*.md"))
-    decisions = sorted((course / "docs/decisions").glob("*.md"), reverse=True)
-    about = [course / "CONTRIBUTING.md", course / "CHANGELOG.md", *decisions]
-    for path in [*more, *about]:
-        page = source / path.relative_to(course)
-        page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(relink(path.read_text()))
+    shutil.copytree(course / "docs/decisions", source / "docs/decisions")
+    for page in source.glob("docs/decisions/[0-9]*.md"):  # listed by the page README
+        page.write_text(f"---\norphan: true\n---\n\n{page.read_text()}")
+    for path in [*more, course / "CONTRIBUTING.md", course / "CHANGELOG.md"]:
+        (source / path.relative_to(course)).write_text(relink(path.read_text()))
     licence = (course / "LICENSE").read_text()
     (source / "LICENSE.md").write_text(f"# Licence\n\n```text\n{licence}```\n")
-    pages = (*notebooks, *more, *about)
-    names = [path.relative_to(course).with_suffix("").as_posix() for path in pages]
+    names = [f"notebooks/{path.stem}" for path in (*notebooks, *more)]
+    names += ["reference", "CONTRIBUTING", "docs/decisions/README", "CHANGELOG"]
     contents = "\n".join([*names, "LICENSE"])
+    first, _, rest = (course / "README.md").read_text().partition(REST)
+    (source / "reference.md").write_text(relink(f"# Reference\n\n{REST}{rest}"))
     (source / "index.md").write_text(
-        f"{relink((course / 'README.md').read_text())}\n\n"
+        f"{relink(first)}\n"
+        "[Reference](reference.md): the package, training in any layout, GPUs, "
+        "clusters, classrooms.\n\n"
         f"```{{toctree}}\n:hidden:\n\n{contents}\n```\n"
     )
 
 
 def relink(markdown: str) -> str:
-    """Return Markdown whose links go to the pages of the site."""
-    markdown = re.sub(r"\]\(((?:\.\./)*)README\.md", r"](\1index.md", markdown)
+    """Return Markdown whose links go to the pages of the site.
+
+    The README is two pages: what a learner needs first, and the reference.
+    """
+    first = r"\]\(((?:\.\./)*)README\.md(?=\)|#chapters)"
+    markdown = re.sub(first, r"](\1index.md", markdown)
+    markdown = re.sub(r"\]\(((?:\.\./)*)README\.md#", r"](\1reference.md#", markdown)
     return markdown.replace("](LICENSE)", "](LICENSE.md)")
 
 
 def prepare(notebook: dict[str, Any]) -> dict[str, Any]:
     """Return a notebook for the site.
 
-    What only runs in JupyterLab says so, and long sources open at a click.
+    Cells that need JupyterLab get a remark; long sources open at a click.
     """
     cells = []
     for cell in notebook["cells"]:
@@ -124,7 +135,7 @@ def prepare(notebook: dict[str, Any]) -> dict[str, Any]:
 
 
 def remark(what: str, name: str) -> dict[str, Any]:
-    """Return a cell that says what one can do on one's own machine."""
+    """Return a Markdown cell that says what the reader can do in JupyterLab."""
     head = ":::{admonition} Run it yourself\n:class: tip"
     source = f"{head}\n`ddp-course lab`: {what}.\n:::"
     return {"cell_type": "markdown", "id": name, "metadata": {}, "source": source}

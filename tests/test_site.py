@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import conf
 import make_site as site
 import pytest
 from links import dead_links
@@ -22,7 +23,8 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from ddp_course.commands import CommandError
 
 ROOT = Path(__file__).parents[1]
-NAMES = ["index.html", "search.html", "CONTRIBUTING.html", "LICENSE.html"]
+NAMES = ["index.html", "reference.html", "search.html", "CONTRIBUTING.html"]
+NAMES += ["CHANGELOG.html", "LICENSE.html", "docs/decisions/README.html"]
 NAMES += [f"notebooks/{path.stem}.html" for path in ROOT.glob("notebooks/*.*")]
 LOOKS = [(1366, "light"), (1366, "dark"), (1000, "light")]
 LOOKS += [(390, "light"), (390, "dark")]
@@ -197,6 +199,13 @@ def test_links_of_the_readme_are_links_of_the_site():
     text = "[a](../README.md#chapters) [b](LICENSE) [c](01_ranks.ipynb)"
     wanted = "[a](../index.md#chapters) [b](LICENSE.md) [c](01_ranks.ipynb)"
     assert site.relink(text) == wanted
+    later = site.relink("[d](../README.md#on-a-cluster)")
+    assert later == "[d](../reference.md#on-a-cluster)"
+
+
+def test_buttons_lead_to_a_repository_that_exists():
+    assert conf.buttons("https://example.org/ddp-course") == {}
+    assert conf.buttons("https://github.com/a/b")["repository_url"].endswith("a/b")
 
 
 def test_every_link_of_what_sphinx_reads_leads_somewhere(tmp_path):
@@ -208,7 +217,7 @@ def test_every_link_of_what_sphinx_reads_leads_somewhere(tmp_path):
 def test_what_cannot_be_made_is_told(tmp_path, monkeypatch):
     (tmp_path / "mine.txt").write_text("dear")
     monkeypatch.setattr(site, "NEEDS", ())
-    with pytest.raises(CommandError, match="holds something else"):
+    with pytest.raises(CommandError, match="holds other files"):
         site.command(Namespace(out=tmp_path))
     monkeypatch.setattr(site, "NEEDS", ("no_such_module",))
     with pytest.raises(CommandError, match=r"no_such_module.*\.\[site\]"):

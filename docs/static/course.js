@@ -17,6 +17,10 @@ for (const img of document.querySelectorAll(".bd-article img")) {
   };
   if (img.complete) fit(); else img.addEventListener("load", fit);
 }
+// The theme leaves the name of the site outside of every landmark.
+const brand = document.querySelector(".navbar-brand")?.parentElement;
+brand?.setAttribute("role", "navigation");
+brand?.setAttribute("aria-label", "Home");
 // On paper it is light, whatever it is on the screen.
 const root = document.documentElement;
 let theme;
