@@ -4,26 +4,19 @@ import json
 import re
 from pathlib import Path
 
+import reading_time
+
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 PAGE = (NOTEBOOKS / "workshop.md").read_text()
 
 
 def parts(notebook: Path) -> dict[str, float]:
-    """Return the minutes that each section takes to read: 180 words, 12 lines each."""
-    minutes: dict[str, float] = {}
-    here = ""
-    for cell in json.loads(notebook.read_text())["cells"]:
-        source = "".join(cell["source"])
-        if cell["cell_type"] == "code":
-            lines = sum(bool(line.strip()) for line in source.splitlines())
-            minutes[here] += lines / 12
-            continue
-        for text in re.split(r"^(?=##? )", source, flags=re.MULTILINE):
-            head = re.match("##? (.*)", text)
-            here = head[1] if head else here
-            words = len(re.sub(r"[#|*`$\-:>]", " ", text).split())
-            minutes[here] = minutes.get(here, 0) + words / 180
-    return minutes
+    """Return the minutes that each section takes to read, its subsections with it."""
+    sections: dict[str, float] = {}
+    each = reading_time.minutes(json.loads(notebook.read_text()))
+    for (section, _), minutes in each.items():
+        sections[section] = sections.get(section, 0) + minutes
+    return sections
 
 
 def faults(page: str) -> list[str]:
@@ -39,7 +32,7 @@ def faults(page: str) -> list[str]:
         told = re.search(r"\*\*Minutes:\*\* (.*)\.\n", text)[1]
         for part in told.split("; "):
             name, minutes = re.fullmatch(r"(.*) \((\d+)\)", part).groups()
-            if abs(measured.get(name, 99) - int(minutes)) > 3:
+            if abs(measured.get(name, 99) - int(minutes)) > 1.5:
                 found.append(f"{file}: {part}, measured {measured.get(name)}")
         for name in re.findall(r"(?<!\*)\*([^*]+)\*(?!\*)", text):
             if not re.search(rf'"##+ [^"\n]*{re.escape(name.casefold())}', heads):

@@ -22,21 +22,28 @@ from IPython.display import Markdown
 COLORS = {"+": "rgba(46,160,67,0.25)", "-": "rgba(218,54,51,0.25)"}  # in, and out
 
 
-def show_source(*objects: Any, docstring: bool = True) -> Markdown:
+def show_source(*objects: Any, docstring: bool = True, only: str = "") -> Markdown:
     """Show the source of functions, classes, methods or modules, below its file's name.
 
-    With `docstring=False`, docstrings are left out. Raises TypeError for what has no
-    Python source, such as `len` or an object that is none of the four.
+    With `docstring=False`, docstrings are left out. `only` names functions of the last
+    object, a class or a module: these are shown, and the whole object is folded below
+    them until the reader opens it. Raises TypeError for what has no Python source, such
+    as `len` or an object that is none of the four.
     """
     if not objects:
         raise TypeError("show_source wants a function, class, method or module to show")
+    *shown, whole = objects
+    shown += [getattr(whole, name) for name in only.split()] or [whole]
     parts: list[str] = []
     file = None
-    for thing in objects:
+    for thing in shown:
         if (its_file := _file(thing)) != file:
             file = its_file
             parts.append(f"`{file}`")
         parts.append(_fence("python", source(thing, docstring)))
+    if only:
+        title = f"<details><summary>all of <code>{_name(whole)}</code></summary>"
+        parts += [title, _fence("python", source(whole, docstring)), "</details>"]
     return Markdown("\n\n".join(parts))
 
 

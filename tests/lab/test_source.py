@@ -47,6 +47,18 @@ def test_a_function_below_its_file():
     )  # fmt: skip
 
 
+def test_some_functions_are_shown_and_the_whole_is_folded():
+    shown = show_source(darker, Topology, only="place places", docstring=False).data
+    some, fold = shown.split("<details>")
+    assert some.index("def darker(") < some.index("def place(") < some.index("places(")
+    assert "class Topology" not in some
+    assert fold.startswith("<summary>all of <code>Topology</code></summary>\n\n```")
+    assert "@dataclass" in fold and fold.endswith("```\n\n</details>")
+    assert '"""' not in fold
+    with pytest.raises(AttributeError, match="nothing"):
+        show_source(Topology, only="nothing")
+
+
 def test_a_method_is_dedented():
     shown = code(show_source(Topology.places))
     assert shown.startswith("def places(self)")
