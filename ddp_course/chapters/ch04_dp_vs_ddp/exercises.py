@@ -12,14 +12,15 @@ from torch import Tensor, nn
 from ddp_course.chapters.ch04_dp_vs_ddp import solutions
 from ddp_course.collectives import barrier
 from ddp_course.lab.answers import Answer, code, one_line
-from ddp_course.lab.exercises import exercise, judge_ranks, written_by
+from ddp_course.lab.exercises import exercise, judge_ranks, shown, written_by
+from ddp_course.lab.judge import Draw, equal_values
 from ddp_course.measure import ByteMeter, EventLog, TorchCollectives
 
 # ---- what a function sends ---------------------------------------------------------
 
 
 class Odd(nn.Module):
-    """Tied, frozen and empty parameters, buffers of two types; numbers from `seed`."""
+    """Tied, frozen and empty parameters, buffers of 3 types; numbers from `seed`."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -36,6 +37,8 @@ class Odd(nn.Module):
         self.first.weight = nn.Parameter(rows)  # not one number after the other
         hidden = torch.full((3,), 1.0 + seed)
         self.tied.register_buffer("hidden", hidden, persistent=False)
+        fine = torch.full((2, 2), 1.0 + seed, dtype=torch.float64) / 3
+        self.frozen.register_buffer("fine", fine)
         self.norm.running_mean.fill_(seed)
         self.norm.num_batches_tracked.fill_(2**40 + 1 + seed)  # no float32
 
@@ -148,10 +151,10 @@ def _replicate(function: Callable) -> dict[str, Any]:
 # ---- average_gradients_flat --------------------------------------------------------
 
 MEANS = {
-    "there": "has no gradient for {name}, though other ranks have one for it: its mean "
-    "is for all.",
-    "means": "has a gradient of {name} that begins with {got:g}; the mean over the "
-    "ranks is {wanted:g}.{more}",
+    "there": "has no gradient for {name}: its mean is for all, with zeros from a rank "
+    "that has none for it.",
+    "means": "has {got} as the gradient of {name}; the mean over the ranks is "
+    "{wanted}.{more}",
     "frozen": "has a gradient for frozen.weight or frozen.bias, which do not require "
     "one.",
     "same_weights": "has other parameters than before: only gradients are to be "
@@ -179,15 +182,25 @@ def check_average_gradients_flat(answer: Answer) -> str:
     )
 
 
-def _gradients(model: nn.Module, rank: int) -> dict[str, Tensor]:
-    """Return made-up gradients, strided as their parameters are, and not whole."""
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    gradients = {name: torch.zeros_like(p) for name, p in trained}
-    for k, (name, gradient) in enumerate(gradients.items()):
-        if name != "second.weight" or rank != 1:
-            numbers = torch.arange(gradient.numel()) + 10.0 * k + 100 * rank + 1
-            gradient.copy_(0.75 * numbers.view(gradient.shape))
-            gradient += 2**-30  # lost in float32
+LACKING = {
+    1: "scale",
+    2: "first.weight",
+    3: "tied.bias",
+    4: "second.weight",
+}  # by ranks
+
+
+def _gradients(rank: int, n: int) -> dict[str, Tensor | None]:
+    """Return made-up gradients, strided as their parameters are; rank 1 lacks one."""
+    draw = Draw(0, rank, n)
+    model = Odd(seed=0).double() if n == 3 else Odd(seed=0)
+    gradients: dict[str, Tensor | None] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            like = torch.zeros_like(parameter)
+            gradients[name] = like.copy_(draw.tensor(like.shape, like.dtype) * 4)
+    if rank == min(1, n - 1):
+        gradients[LACKING[n]] = None
     return gradients
 
 
@@ -196,30 +209,29 @@ def _average(function: Callable) -> dict[str, Any]:
     rank, n = dist.get_rank(), dist.get_world_size()
     model = Odd(seed=0).double() if n == 3 else Odd(seed=0)
     before, parameters = model.states(), dict(model.named_parameters())
-    everyones = [_gradients(model, k) for k in range(n)]
+    everyones = [_gradients(k, n) for k in range(n)]
     for name, gradient in everyones[rank].items():
-        if name != "second.weight" or rank != 1:  # of rank 1 it stays None
-            parameters[name].grad = gradient.clone()
+        parameters[name].grad = None if gradient is None else gradient.clone()
     told = _watch(function, model)
     told |= {"there": True, "means": True, "name": "", "got": 0, "wanted": 0}
-    close = {"rtol": 1e-12 if n == 3 else 1e-6, "atol": 0}
-    for name in everyones[0]:
-        total = sum(one[name] for one in everyones)
-        got = parameters[name].grad
+    zeros = {name: torch.zeros_like(parameters[name]) for name in everyones[0]}
+    for name, zero in zeros.items():
+        given = [one[name] for one in everyones if one[name] is not None]
+        total, got = sum(given, zero.detach()), parameters[name].grad
         if got is None:
             told |= {"there": False, "name": name}
-        elif not torch.allclose(got, total / n, **close):
-            first = {"got": got.flatten()[0], "wanted": total.flatten()[0] / n}
-            told |= {"means": False, "name": name, **first, "more": ""}
-            if n > 1 and name == "second.weight":
-                told["more"] = " Rank 1 had none for it, which counts as zero."
-            elif torch.allclose(got, total, **close):
+        elif not equal_values(got, total / n):
+            told |= {"means": False, "name": name, "more": ""}
+            told |= {"got": shown(got), "wanted": shown(total / n)}
+            if name == LACKING[n]:
+                told["more"] = " One rank had none for it, which counts as zero."
+            elif equal_values(got, total):
                 told["more"] = " That is the sum."
     now = model.states()
     told["frozen"] = all(p.grad is None for p in model.frozen.parameters())
     told["same_weights"] = all(torch.equal(now[name], before[name]) for name in before)
     fine = all(told[what] for what in ("there", "means", "frozen", "same_weights"))
-    _sending(told, fine, "all_reduce", 1, _size(everyones[0]))
+    _sending(told, fine, "all_reduce", 1, _size(zeros))
     return told
 
 

@@ -15,6 +15,7 @@ from ddp_course.collectives import barrier, ring_all_reduce
 from ddp_course.data_parallel import DistributedDataParallel, bucket_plan
 from ddp_course.lab.answers import Answer, code, one_line
 from ddp_course.lab.exercises import exercise, expect, judge, judge_ranks
+from ddp_course.lab.judge import equal_values
 from ddp_course.measure import TorchCollectives
 from ddp_course.model import GPTConfig, build_gpt
 
@@ -157,13 +158,17 @@ def _each_bucket(
 # ---- mini_ddp ----------------------------------------------------------------------
 
 SHAPES = ((3,), (2, 2), (5,), (3, 2), (7,), (2, 2, 2))  # of parameters 0 to 5
-MEMBERS = ((5, 4), (3,), (2, 1, 0))  # of three buckets, all of different sizes
+MEMBERS = {  # by ranks: the parameters of each bucket; no two buckets are equally large
+    1: ((5, 3, 1), (4, 2, 0)),
+    2: ((5, 4), (3,), (2, 1, 0)),
+    3: ((5,), (4, 3), (2, 1), (0,)),
+}
 TYPES = {1: torch.bfloat16, 2: torch.float32, 3: torch.float64}  # by ranks
 ORDERS = ((0, 1, 2, 3, 4, 5), (1, 2, 4, 0, 5, 3), (5, 4, 3, 2, 1, 0))  # of forward
 LAUNCHES = {
     "alone": "called `{other}` of PyTorch; send with `launch` alone.",
-    "all_sent": "launched {sent} of 3 buckets. Each backward sends every bucket once: "
-    "is all counting set back at the end?",
+    "all_sent": "launched {sent} of {buckets} buckets. Each backward sends every "
+    "bucket once: is all counting set back at the end?",
     "at_once": "launched a bucket {late} later than it was full and all before it "
     "launched: no overlap. In a hook: count the gradients that are missing in the "
     "bucket, then launch what is full, in the order of `buckets`.",
@@ -171,6 +176,9 @@ LAUNCHES = {
     "stands still meanwhile. Wait at the end.",
     "waited": "did not wait for each bucket; until `wait()` has returned, its numbers "
     "may still change.",
+    "once": "waited for {waits} buckets of {buckets}: also for those of a backward "
+    "before. Forget their tensors and handles at the end.",
+    "same_weights": "has other parameters than before; only gradients are averaged.",
     "means": "has a gradient {got} after backward; the mean over the ranks is "
     "{wanted}{why}.",
 }
@@ -199,8 +207,8 @@ def check_mini_ddp(answer: Answer) -> str:
 def _use_mini_ddp(mini_ddp: Callable) -> list[dict[str, Any]]:
     """On every rank: train with the reader's hooks, and note the order of things."""
     rank, n = dist.get_rank(), dist.get_world_size()
-    weights = [nn.Parameter(torch.zeros(shape, dtype=TYPES[n])) for shape in SHAPES]
-    buckets = [[weights[k] for k in members] for members in MEMBERS]
+    weights = [nn.Parameter(_share(k, n, 0, n)) for k, _ in enumerate(SHAPES)]
+    buckets = [[weights[k] for k in members] for members in MEMBERS[n]]
     events: list[tuple[str, int]] = []
     for k, weight in enumerate(weights):
         weight.register_post_accumulate_grad_hook(
@@ -210,7 +218,7 @@ def _use_mini_ddp(mini_ddp: Callable) -> list[dict[str, Any]]:
     def launch(flat: Tensor) -> _Noting:
         bucket = _which_bucket(flat, buckets)
         events.append(("launch", bucket))
-        _check_turn(events, bucket)
+        _check_turn(events, bucket, MEMBERS[n])
         return _Noting(ring_all_reduce(flat, async_op=True), bucket, events)
 
     def at_the_end(function: Callable[[], None]) -> None:
@@ -226,7 +234,9 @@ def _use_mini_ddp(mini_ddp: Callable) -> list[dict[str, Any]]:
         barrier()
         with TorchCollectives() as torchs:
             sum(parts).backward()
-        one = _launches(events) | _means([w.grad for w in weights], step, n)
+        one = _launches(events, MEMBERS[n]) | _means([w.grad for w in weights], step, n)
+        kept = [torch.equal(w, _share(k, n, 0, n)) for k, w in enumerate(weights)]
+        one["same_weights"] = all(kept)
         calls = [call.op for call in torchs.calls]
         one |= {"alone": not calls, "other": (calls or [""])[0]}
         told.append(one | {"case": f"in step {step}"})
@@ -256,7 +266,9 @@ def _which_bucket(flat: Any, buckets: list[list[Tensor]]) -> int:
     return numels.index(flat.numel())
 
 
-def _check_turn(events: list[tuple[str, int]], bucket: int) -> None:
+def _check_turn(
+    events: list[tuple[str, int]], bucket: int, members: Sequence[Sequence[int]]
+) -> None:
     """Raise before anything is sent that does not belong together."""
     launched = [k for what, k in events if what == "launch"]
     if launched != list(range(len(launched))):
@@ -265,44 +277,55 @@ def _check_turn(events: list[tuple[str, int]], bucket: int) -> None:
             f"{launched.index(bucket)}: on all ranks the order must be that of buckets"
         )
     here = [k for what, k in events if what == "gradient"]
-    missing = [k for k in MEMBERS[bucket] if k not in here]
+    missing = [k for k in members[bucket] if k not in here]
     if missing:
         raise RuntimeError(
             f"bucket {bucket} was launched before it was full: {len(missing)} of its "
-            f"{len(MEMBERS[bucket])} gradients had not come"
+            f"{len(members[bucket])} gradients had not come"
         )
 
 
 def _share(k: int, rank: int, step: int, n: int) -> Tensor:
-    """Return the gradient of parameter k on a rank: quarters, the first of them 0."""
-    numbers = torch.arange(torch.Size(SHAPES[k]).numel(), dtype=TYPES[n])
-    return numbers.view(SHAPES[k]) * (step * 10**rank / 4)
+    """Return the gradient of parameter k on a rank: quarters, in one case all zero."""
+    dice = torch.Generator().manual_seed(100 * k + 10 * step + rank)
+    numbers = torch.randint(-99, 100, SHAPES[k], generator=dice).to(TYPES[n]) / 4
+    if TYPES[n] == torch.float64:
+        numbers += 2**-30
+    return numbers * 0 if (k, rank, step) == (3, 1, 2) else numbers
 
 
-def _launches(events: list[tuple[str, int]]) -> dict[str, Any]:
+def _launches(
+    events: list[tuple[str, int]], members: Sequence[Sequence[int]]
+) -> dict[str, Any]:
     """Tell what was launched when, seen from the gradients' order."""
     launched = [k for what, k in events if what == "launch"]
     came = [at for at, (what, _) in enumerate(events) if what == "gradient"]
     late = 0
     for bucket in launched:
-        needed = {k for members in MEMBERS[: bucket + 1] for k in members}
+        needed = {k for one in members[: bucket + 1] for k in one}
         ready = max(at for at in came if events[at][1] in needed)
         late = max(
             late, sum(ready < at < events.index(("launch", bucket)) for at in came)
         )
     waits = [(at, k) for at, (what, k) in enumerate(events) if what == "wait"]
-    told = {"all_sent": launched == [0, 1, 2], "sent": len(launched)}
+    every = list(range(len(members)))
+    told = {"all_sent": launched == every, "sent": len(launched)}
+    told |= {
+        "buckets": len(every),
+        "waits": len(waits),
+        "once": len(waits) <= len(every),
+    }
     told |= {"at_once": not late, "late": f"{late} gradient{'s' * (late > 1)}"}
     told["goes_on"] = all(at > max(came) for at, _ in waits)
-    return told | {"waited": {k for _, k in waits} == {0, 1, 2}}
+    return told | {"waited": {k for _, k in waits} == {*every}}
 
 
 def _means(gradients: list[Tensor], step: int, n: int) -> dict[str, Any]:
     told = {"means": True, "got": "", "wanted": "", "why": ""}
     for k, got in enumerate(gradients):
         total = sum(_share(k, rank, step, n) for rank in range(n))
-        if got.shape != total.shape or not torch.allclose(got, total / n, rtol=1e-6):
-            is_sum = got.shape == total.shape and torch.allclose(got, total, rtol=1e-6)
+        if not equal_values(got, total / n):
+            is_sum = equal_values(got, total)
             why = ": is the mean back in `grad` when backward returns?"
             why = ": this is the sum; divide by the number of ranks" if is_sum else why
             told = {"means": False, "got": code(one_line(got.tolist())), "why": why}
@@ -329,6 +352,7 @@ SENDING = {
     "{buckets} buckets: otherwise the ranks are never averaged.",
     "no_more": "called {more} more collectives than DDP's own; none is needed.",
     "untouched": "has another list than before: your function changed the list.",
+    "same_weights": "has other parameters than before; the step is the optimizer's.",
     "right": "has a gradient that is not that of the mean over all rows (in the median "
     "{ratio:.2f} times as large). How much does a microbatch of few rows count? The "
     "mean over the ranks is DDP's part.",
@@ -415,5 +439,7 @@ def _accumulate(accumulate: Callable, parts: Sequence[Sequence[int]]) -> dict[st
     more = torchs.count() - buckets
     told |= {"no_more": not more, "more": more}
     told["untouched"] = [*map(id, given)] == [*map(id, microbatches)]
+    pairs = zip(model.parameters(), _Regression().parameters(), strict=True)
+    told["same_weights"] = all(torch.equal(now, before) for now, before in pairs)
     told["right"] = torch.allclose(got, wanted, rtol=1e-4, atol=1e-6)
     return told | {"ratio": (got / wanted).median().item()}

@@ -62,7 +62,7 @@ COPY = {
     "of this rank's use of it alone. All ranks have used x.",
     "once": "sent {numels} numbers in backward, by `all_reduce` (and other "
     "collectives: {others}); one all-reduce of the {numel} numbers of x's gradient is "
-    "enough.",
+    "enough, for each copy.",
     "sum": "has the mean as the gradient of x; each rank's use of x counts fully, so "
     "it is the sum.",
     "copy": "has summed the gradient of x wherever x is used, as in `x + "
@@ -100,12 +100,13 @@ def check_copy_to_ranks(answer: Answer) -> str:
 def _copies(copy: Callable) -> Iterator[dict[str, Any]]:
     """On every rank: use a copy of x, to which b is added; what do both get?"""
     rank, n, sums = dist.get_rank(), dist.get_world_size(), _AllReduces()
-    for case, given in {
-        "x of 3 x 4 numbers": quarters(1, 3, 4),
-        "x of float64": quarters(2, 5).double(),
-        "x of bfloat16": quarters(3, 2, 1, 3).bfloat16(),
-        "a strided x": quarters(4, 4, 11).T,
-    }.items():
+    for case, given, times in (
+        ("x of 3 x 4 numbers", quarters(1, 3, 4), 1),
+        ("x of float64", quarters(2, 5).double(), 1),
+        ("x of bfloat16", quarters(3, 2, 1, 3).bfloat16(), 1),
+        ("a strided x", quarters(4, 4, 11).T, 1),
+        ("two copies of x", quarters(5, 7), 2),
+    ):
         x = given.clone(memory_format=torch.preserve_format).requires_grad_()
         b = torch.zeros_like(x, requires_grad=True)
         # How a rank uses x; rank 1's gradient is all zero.
@@ -114,7 +115,7 @@ def _copies(copy: Callable) -> Iterator[dict[str, Any]]:
         own = quarters(9, *x.shape).to(x.dtype)  # how all use x beside its copy
         beside = 1 * b  # one tensor is the gradient of both sides of a sum
         with sums.watched():
-            copied = copy(x, sums)
+            copied, *more = [copy(x, sums) for _ in range(times)]
         told = {"case": case, "numel": x.numel(), "shown": shown(copied)}
         told["is_tensor"] = isinstance(copied, Tensor)
         told["silent"] = not sums.numels and not sums.others
@@ -123,15 +124,21 @@ def _copies(copy: Callable) -> Iterator[dict[str, Any]]:
         if told["way_back"]:
             total = torch.stack(uses).sum(0)
             right = total + own
+            y = (beside + copied) * uses[rank] + x * own
+            if times == 2:  # the other copy has another use
+                y, right = (
+                    y + more[0] * uses[rank] ** 2,
+                    right + sum(u**2 for u in uses),
+                )
             with sums.watched():
-                ((beside + copied) * uses[rank] + x * own).sum().backward()
-            once = [x.numel()], *([[]] if n == 1 else [])
-            is_mean = x.grad is not None and equal((x.grad - own) * n, total)
+                y.sum().backward()
+            once = [x.numel()] * times, *([[]] if n == 1 else [])
+            is_mean = x.grad is not None and equal((x.grad - own) * n, right - own)
             told |= {"numels": sum(sums.numels), "others": sums.others}
             told["asked"] = n == 1 or sums.numels or sums.others
             told["once"] = not sums.others and sums.numels in once
             told["sum"] = n == 1 or not is_mean
-            told["copy"] = n == 1 or not equal(x.grad, total + n * own)
+            told["copy"] = n == 1 or not equal(x.grad, right + (n - 1) * own)
             told |= {"got": shown(x.grad), "wanted": shown(right)}
             told |= {"right": equal(x.grad, right), "beside": equal(b.grad, uses[rank])}
             told["untouched"] = equal(x.detach(), given)
@@ -311,7 +318,7 @@ def _losses(vocab_loss: Callable) -> Iterator[dict[str, Any]]:
         right = F.cross_entropy(whole, targets)
         right.backward()
         wanted = whole.grad.chunk(n, 1)[rank].to(logits.dtype)
-        pair = isinstance(answer, tuple) and len(answer) == 2
+        pair = isinstance(answer, (tuple, list)) and len(answer) == 2
         pair = pair and isinstance(answer[1], Tensor)
         loss, gradient = answer if pair else (math.nan, torch.zeros(0))
         loss = float(loss)

@@ -101,14 +101,14 @@ ANSWERS = answers(
         => model.scale = torch.nn.Parameter(model.scale.detach().clone()); states =
     frozen_for_good: can no longer be trained
         states = => model.requires_grad_(False); states =
-    the_state_dict: 1 of 14 tensors wrong: tied.hidden
+    the_state_dict: 1 of 15 tensors wrong: tied.hidden
         for state in model.state_dict().values():
             dist.broadcast(state, 0)
     seen_as_a_row: view size is not compatible
         for state in [*model.parameters(), *model.buffers()]:
             row = state.view(-1)
             dist.broadcast(row, 0)
-    one_by_one: x broadcast; expected 2 x broadcast
+    one_by_one: x broadcast; expected 3 x broadcast
         for state in [*model.parameters(), *model.buffers()]:
             dist.broadcast(state, 0)
     from_the_same_seed: tensors wrong
