@@ -11,10 +11,10 @@ Three rungs, each of which is read in this order:
     pipeline_parallel
                   `PipelineParallel`: the same and its parts, each of which can be read
                   alone: overlapped (messages ahead of time), recorded (events),
-                  backward (recomputed, or in two halves), shared_gradients (tied
-                  weights), batch_checks, forms (of activations); and what is decided
-                  first: schedules (interleaved, zero bubble), program (who sends what
-                  to whom), stage_plan (who has which layers)
+                  backward (recomputed, or in two halves), batch_checks, forms (of
+                  activations); and what is decided first: schedules (interleaved, zero
+                  bubble), program (who sends what to whom), stage_plan (who has which
+                  layers, and whose weights are tied)
 
 And without any process:
 
@@ -35,6 +35,7 @@ from ddp_course.pipeline.player import Costs, play
 from ddp_course.pipeline.program import Instruction, Program, Timed, add_messages
 from ddp_course.pipeline.runtime import Pipeline, Runtime
 from ddp_course.pipeline.schedule import (
+    SCHEDULES,
     Action,
     Schedule,
     ScheduleError,
@@ -43,7 +44,7 @@ from ddp_course.pipeline.schedule import (
     one_f_one_b,
     parse,
 )
-from ddp_course.pipeline.schedules import SCHEDULES, interleaved, zero_bubble
+from ddp_course.pipeline.schedules import interleaved, zero_bubble
 from ddp_course.pipeline.simulate import Simulated, simulate
 from ddp_course.pipeline.stage_plan import StagePlan, partition, stage_plan
 from ddp_course.pipeline.stages import spine

@@ -43,12 +43,8 @@ class Forms:
         group: dist.ProcessGroup,
         several: bool,
     ) -> None:
-        self.stages, self.ranks, self.group, self.several = (
-            stages,
-            ranks,
-            group,
-            several,
-        )
+        self.stages, self.ranks = stages, ranks
+        self.group, self.several = group, several
         self.known: dict[tuple, list[Form]] = {}
 
     @torch.no_grad()

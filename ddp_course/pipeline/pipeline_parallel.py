@@ -15,7 +15,7 @@ It is `runtime.Pipeline` and a list of parts, which hear of each moment of a ste
     Recorded         events for the open logs (`recorded`)
     Recomputed       forward again before backward, if asked for (`backward`)
     SplitBackward    the operations I and W, for zero bubble (`backward`)
-    SharedGradients  tied weights (`shared_gradients`)
+    SharedGradients  tied weights (`stage_plan`)
 
 Whoever listens to its parameters' gradients, such as data parallelism between several
 pipelines, is held until the last microbatch is through. Chapters 10 and 11.
@@ -33,7 +33,6 @@ from torch import Tensor, nn
 from ddp_course.collectives.port import Port
 from ddp_course.launch.deadlock import checked_group
 from ddp_course.mechanisms.agreement import agreed, check_module, form_of
-from ddp_course.mechanisms.broadcast import broadcast_all
 from ddp_course.mechanisms.guards import watch
 from ddp_course.mechanisms.hooks import held
 from ddp_course.mechanisms.parts import announce
@@ -51,10 +50,13 @@ from ddp_course.pipeline.overlapped import PostedAhead
 from ddp_course.pipeline.program import add_messages
 from ddp_course.pipeline.recorded import Recorded
 from ddp_course.pipeline.runtime import Pipeline, Runtime
-from ddp_course.pipeline.schedule import Schedule, check_complete
-from ddp_course.pipeline.schedules import SCHEDULES
-from ddp_course.pipeline.shared_gradients import SharedGradients
-from ddp_course.pipeline.stage_plan import StagePlan, partition, stage_plan
+from ddp_course.pipeline.schedule import SCHEDULES, Schedule, check_complete
+from ddp_course.pipeline.stage_plan import (
+    SharedGradients,
+    StagePlan,
+    partition,
+    stage_plan,
+)
 from ddp_course.pipeline.stages import spine
 
 NAMES = {
@@ -120,8 +122,10 @@ class PipelineParallel(DividedModule, Pipeline):
         form |= {"recorder": type(recorder).__name__, "the schedule": schedule}
         choose = partial(decided, model, size, schedule, m, sizes)
         schedule, plan = agreed(choose, group, **form)
-        first = dist.get_global_rank(group, 0)
-        broadcast_all([*model.parameters(), *model.buffers()], first, group)
+        for tensor in (*model.parameters(), *model.buffers()):
+            numbers = tensor.detach().contiguous()
+            dist.broadcast(numbers, group=group, group_src=0)
+            tensor.data.copy_(numbers)
         ends = getattr(model, "ends", model)  # a cut GPT has some, without layers
         own = getattr(ends, "loss_fn", cross_entropy_of_all)
         self.gather_logits = getattr(ends, "gather_logits", None)
@@ -136,9 +140,8 @@ class PipelineParallel(DividedModule, Pipeline):
         self.parameters_by_name = {n: p for n, p in named if rank in users[n]}
         for name, parameter in self.parameters_by_name.items():
             place(parameter, group, Stage(plan.holders[name]), name=name)
-        self.forms = Forms(
-            self.stages, plan.ranks, group, schedule.num_microbatches > 1
-        )
+        several = schedule.num_microbatches > 1
+        self.forms = Forms(self.stages, plan.ranks, group, several)
         ignored = getattr(mean_loss, "ignored", -100)
         check_tokens = getattr(model, "token_check", None)  # of the course's GPT
         takes_targets = check_tokens is not None and loss_fn is None

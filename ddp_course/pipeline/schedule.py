@@ -283,6 +283,14 @@ def one_stage_per_rank(
     return Schedule(name, p, m, rows)
 
 
+# The schedules that have a name; `schedules` adds its own.
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    "naive": naive,
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+}
+
+
 # ---- is every action there, once? ----------------------------------------------------
 
 

@@ -17,13 +17,11 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from ddp_course.pipeline.schedule import (
+    SCHEDULES,
     Action,
     Schedule,
     at_most,
     check_counts,
-    gpipe,
-    naive,
-    one_f_one_b,
 )
 
 
@@ -78,13 +76,7 @@ def zero_bubble(
     return replace(halves, ranks=rows)
 
 
-SCHEDULES: dict[str, Callable[..., Schedule]] = {
-    "naive": naive,
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "interleaved": interleaved,
-    "zero_bubble": zero_bubble,
-}
+SCHEDULES.update(interleaved=interleaved, zero_bubble=zero_bubble)
 
 
 def _in_turns(

@@ -19,7 +19,7 @@ from ddp_course.model import GPT, GPTConfig, build_gpt
 from ddp_course.pipeline import PipelineParallel, overlapped
 from ddp_course.pipeline import pipeline_parallel as module_of_ours
 from ddp_course.pipeline.overlapped import MessagesAhead
-from ddp_course.pipeline.shared_gradients import SharedGradients
+from ddp_course.pipeline.stage_plan import SharedGradients
 
 ROWS, TOKENS, CHARACTERS = 8, 5, 12  # rows that 3, 5, 6 and 7 cannot share equally
 GPT_TIED = GPTConfig(CHARACTERS, TOKENS, n_layer=6, n_head=2, d_model=14, tied=True)

@@ -14,8 +14,8 @@ from ddp_course.lab.draw.pipeline_timeline import (
     works_of,
 )
 from ddp_course.lab.draw.steps import count
+from ddp_course.pipeline import SCHEDULES
 from ddp_course.pipeline.schedule import Schedule
-from ddp_course.pipeline.schedules import SCHEDULES
 from ddp_course.pipeline.simulate import Costs, Simulated, simulate
 
 MOST_RANKS, MOST_MICROBATCHES, MOST_STAGES = 8, 16, 4
