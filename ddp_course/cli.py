@@ -181,7 +181,7 @@ def _lab(add: Callable[..., Parser]) -> None:
         "ddp-course lab",
         "ddp-course lab my-course --no-browser --port 8890",
     )
-    about = "your copy, made or brought up to date; what you have changed stays; "
+    about = "the folder of your copy; updates keep your edits; default: "
     lab.add_argument("folder", nargs="?", metavar="FOLDER", help=f"{about}ddp-course")
     _flags(
         lab,
@@ -220,7 +220,7 @@ def _progress(add: Callable[..., Parser]) -> None:
         "ddp-course progress --collect /shared/our-class",
     )
     what = progress.add_mutually_exclusive_group()
-    about = "write it there without your name; into a folder, under any name"
+    about = "write it without your name: to a folder, or to a new .json file"
     _files(what, report=about)
     _files(what, "FOLDER", collect="count the reports of a class")
 

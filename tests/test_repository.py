@@ -73,7 +73,7 @@ def test_environment_has_the_pins_of_pyproject():
     assert differing(ENVIRONMENT, PROJECT) == {}
     assert ENVIRONMENT["name"] == PROJECT["name"] == "ddp-course"
     assert ENVIRONMENT["channels"] == ["conda-forge"]
-    assert {"pip": ["-e .[test]"]} in ENVIRONMENT["dependencies"]
+    assert {"pip": ["-e ."]} in ENVIRONMENT["dependencies"]
 
 
 def test_a_pin_that_differs_is_seen():
