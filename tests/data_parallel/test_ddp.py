@@ -46,9 +46,9 @@ def everything() -> dict[tuple[str, str], object]:
     return told | {("fake", name): train(wrap) for name, wrap in FAKES.items()}
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_the_same_training_as_one_process_and_as_pytorch(n):
-    told = spawn(everything, world_size=n, output="none")
+def test_the_same_training_as_one_process_and_as_pytorch():
+    """On three ranks; one, two and four accumulate below."""
+    told = spawn(everything, world_size=3, output="none")
     for optimizer in OPTIMIZERS:
         alone = train(None, optimizer)
         for name in WRAPPERS:
@@ -59,8 +59,6 @@ def test_the_same_training_as_one_process_and_as_pytorch(n):
             assert "frozen.weight" not in mine[0].gradients[0]
             assert mine[0].gradients[0]["empty"].shape == (0, 3)
             assert all(rank.buffers["shift"][0] == 0.25 for rank in mine)  # rank 0's
-    if n == 1:
-        return  # one rank cannot tell a mean from a sum
     alone = train(None)
     for name in FAKES:
         mine = [rank["fake", name] for rank in told]

@@ -37,7 +37,7 @@ SPARSE = make_plan(
 
 
 test_the_layout = laid_out(
-    (collective, itertools.product(PLANS, (1, 2, 3, 4, 5, 8), (0, 1, 2, 99))),
+    (collective, itertools.product(PLANS, (1, 2, 5, 8), (0, 2, 99))),
     (plan_steps, [make(4) for make in PLANS.values()]),
     (plan_step, [(PIPELINE, 40), (SUM, 1), (TWICE, 2), (SPARSE, 1)]),
 )
@@ -76,7 +76,7 @@ def cells(drawing, plan):
 @pytest.mark.parametrize(
     "name", ["all_reduce, ring", "all_reduce, halving-doubling", "scatter", "gather"]
 )
-@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("n", [2, 4])
 def test_every_step_shows_what_simulate_says(name, n):
     plan = PLANS[name](n)
     for step, state in enumerate(simulate(plan)):

@@ -1,8 +1,6 @@
 """The SVG writer: the same bytes everywhere, valid, readable, and strict."""
 
 import math
-import subprocess
-import sys
 from html.parser import HTMLParser
 from urllib.parse import unquote
 from xml.etree import ElementTree
@@ -191,12 +189,3 @@ def test_the_colours_of_the_house():
         "#56B4E9", "#D55E00", "#000000", "#F0E442",
     )  # fmt: skip
     assert rank_color(9) == rank_color(1) == "#E69F00"
-
-
-def test_importing_the_lab_is_light():
-    code = (
-        "import sys, ddp_course.lab; "
-        "print([m for m in ('matplotlib', 'ipywidgets') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == "[]\n", done.stderr

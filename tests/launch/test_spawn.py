@@ -525,6 +525,9 @@ def test_ranks_find_imported_what_their_modules_import_and_all_that_is_watched()
         threads = len(list(Path(f"/proc/{os.getppid()}/task").iterdir()))
         files = {getattr(module, "__file__", None) for module in sys.modules.values()}
         own = {file for file in files - {None} if file.startswith(str(server.COURSE))}
+        assert (
+            not {"matplotlib", "ipywidgets"} & sys.modules.keys()
+        )  # for the lab's own
         garbage = gc.get_freeze_count(), gc.isenabled()
         return wanted & sys.modules.keys(), threads, garbage, own
 
