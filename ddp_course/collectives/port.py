@@ -96,7 +96,16 @@ class Port:
         sends: Sequence[tuple[Tensor, int]],
         receives: Sequence[tuple[Tensor, int]],
     ) -> None:
-        """Send and receive several (tensor, peer) at once, and wait for all of them.
+        """Send and receive several (tensor, peer) at once, and wait for all of them."""
+        for handle in self.start(sends, receives):
+            handle.wait()
+
+    def start(
+        self,
+        sends: Sequence[tuple[Tensor, int]],
+        receives: Sequence[tuple[Tensor, int]],
+    ) -> list[Handle]:
+        """Start to send and receive several (tensor, peer); return what to wait for.
 
         All of it is handed over as one batch: one by one, two ranks that send to each
         other can wait for each other for ever (on NCCL, with any size).
@@ -109,15 +118,12 @@ class Port:
         in_order = any(map(self.in_order, both))
         if any(map(self.staged, both)) or (slow and not in_order):  # one by one
             handles = [self.receive(tensor, peer) for tensor, peer in receives]
-            handles += [self.send(tensor, peer) for tensor, peer in sends]
-        else:
-            for line, nbytes in slow:
-                line.pass_by(nbytes)
-            batch = [self._part(dist.irecv, *one) for one in receives]
-            batch += [self._part(dist.isend, *one) for one in sends]
-            handles = dist.batch_isend_irecv(batch) if batch else []
-        for handle in handles:
-            handle.wait()
+            return handles + [self.send(tensor, peer) for tensor, peer in sends]
+        for line, nbytes in slow:
+            line.pass_by(nbytes)
+        batch = [self._part(dist.irecv, *one) for one in receives]
+        batch += [self._part(dist.isend, *one) for one in sends]
+        return dist.batch_isend_irecv(batch) if batch else []
 
     def _part(self, op: Callable, tensor: Tensor, peer: int) -> dist.P2POp:
         counts = self._count_sent if op is dist.isend else self._count_received

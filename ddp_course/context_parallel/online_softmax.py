@@ -1,0 +1,84 @@
+"""Attention in pieces: one block of keys at a time, merged exactly.
+
+A query's output is a mean of values, weighted by the exponentials of its scores:
+
+    out = sum_j e^(s_j) v_j / sum_j e^(s_j)
+
+Two blocks of keys, 1 and 2, give two outputs and two sums of exponentials. To have the
+output of both, weigh each block's output by its sum. The sums are kept as logarithms,
+lse = log(sum_j e^(s_j)), as a sum of exponentials soon overflows:
+
+    lse = log(e^lse1 + e^lse2)
+    out = e^(lse1 - lse) out1 + e^(lse2 - lse) out2
+
+The second weight is a sigmoid of lse2 - lse1, and so no exponential is ever larger
+than 1. Milakov and Gimelshein 2018, arXiv:1805.02867; Dao et al. 2022,
+"FlashAttention", arXiv:2205.14135. Chapter 16.
+"""
+
+import torch
+from torch import Tensor
+
+
+def merge(
+    out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return output and lse over two blocks of keys, of the outputs and lses of each.
+
+    Outputs are (..., T, D), lses (..., T). A query that sees no key of a block has the
+    lse -inf there, and any output.
+    """
+    share = torch.sigmoid(lse2 - lse1)[..., None]  # of block 2 in the sum
+    share = torch.where(lse2.isneginf()[..., None], 0.0, share)  # also if both are
+    out = out1 - share * (out1 - out2)
+    return out, torch.logaddexp(lse1, lse2)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the output over this block of keys, (..., Tq, D), and lse, (..., Tq).
+
+    Args:
+        q: (..., Tq, D).
+        k, v: (..., Tk, D); their other dimensions are those of q, or 1.
+        visible: (Tq, Tk) bool, which query sees which key; None: each sees all.
+    """
+    scores = _scores(q, k, visible)
+    lse = scores.logsumexp(-1)
+    return _weights(scores, lse).to(v.dtype) @ v, lse
+
+
+def attend_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor | None,
+    lse: Tensor,
+    dout: Tensor,
+    delta: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what this block adds to the gradient of q, and the gradients of k and v.
+
+    The weights are computed again, with the `lse` over *all* blocks: then they are a
+    part of the whole softmax, whose gradient is dscore = weight (dweight - delta).
+    `delta`, (..., Tq), is (dout * out).sum(-1), also with the output over all blocks.
+    """
+    weights = _weights(_scores(q, k, visible), lse)
+    dscores = weights * (dout @ v.mT - delta[..., None]) * q.shape[-1] ** -0.5
+    dscores, weights = dscores.to(q.dtype), weights.to(q.dtype)
+    dk, dv = dscores.mT @ q, weights.mT @ dout
+    return dscores @ k, dk.sum_to_size(k.shape), dv.sum_to_size(v.shape)
+
+
+def _scores(q: Tensor, k: Tensor, visible: Tensor | None) -> Tensor:
+    """Return the scaled products, in float32 at least; -inf where nothing is seen."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = (q @ k.mT).to(wide) * q.shape[-1] ** -0.5
+    return scores if visible is None else scores.masked_fill(~visible, -torch.inf)
+
+
+def _weights(scores: Tensor, lse: Tensor) -> Tensor:
+    """Return the weights of softmax; all 0 for a query that sees no key."""
+    lse = lse.masked_fill(lse.isneginf(), 0.0)  # e^(-inf - 0) is 0, and not nan
+    return torch.exp(scores - lse[..., None])

@@ -1,0 +1,191 @@
+"""Ring attention: keys and values go around, and no rank ever has them all.
+
+In step s rank r computes with the keys and values of rank r - s, and at the same time
+passes them on to its right neighbour:
+
+    step        0        1        2        3
+    rank 0    0 -> 1   3 -> 1   2 -> 1   1
+    rank 1    1 -> 2   0 -> 2   3 -> 2   2
+    rank 2    2 -> 3   1 -> 3   0 -> 3   3
+    rank 3    3 -> 0   2 -> 0   1 -> 0   0
+
+Each step's output is merged into those before (`online_softmax`). In backward they go
+around once more; their gradients follow one step behind, and each rank adds what its
+own queries contribute. The owner is the last to get them, and adds its own part.
+
+    sent by each rank    forward (N - 1) u, backward 2 (N - 1) u
+    kept by each rank    2 u: what it computes with, and what arrives
+
+u are the bytes of one rank's keys and values: as many bytes as gathering sends, in less
+memory, and behind the computing. Liu et al. 2023, "Ring Attention", arXiv:2310.01889.
+Chapter 16.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+from ddp_course.collectives.port import Handle, Port
+from ddp_course.context_parallel.assignment import Positions
+from ddp_course.context_parallel.online_softmax import (
+    attend,
+    attend_backward,
+    merge,
+)
+from ddp_course.mechanisms.parts import announce
+
+Block = tuple[slice, slice, Tensor | None]  # of queries, of keys, which see which
+
+
+class Ring:
+    """Causal attention over a sequence of which every rank has some positions.
+
+    Call it as `ring(q, k, v)` on all ranks: q is (B, H, T/N, D), k and v may have fewer
+    heads, each of which serves several heads of q. Returns (B, H, T/N, D).
+
+    Announces, in forward and in backward, with the step and the number of pairs (query,
+    key) that a step computes:
+
+        before_compute(ring, step, pairs)
+        after_compute(ring, step, pairs)
+        arrived(ring, step)     the keys and values of the next step
+
+    Args:
+        assigned: the positions of all ranks, `assign(length, N)`.
+        group: the ranks that share the sequence, in the order of the ring; None: all.
+        parts: objects that hear the moments above.
+    """
+
+    def __init__(
+        self,
+        assigned: Sequence[Positions],
+        group: dist.ProcessGroup | None = None,
+        parts: Iterable[Any] = (),
+    ) -> None:
+        self.assigned, self.group, self.parts = assigned, group, tuple(parts)
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the attention of this rank's queries."""
+        return RingAttention.apply(q, k, v, self)
+
+    def blocks(self, source: int, device: torch.device) -> Iterator[Block]:
+        """Yield the blocks that this rank computes with the keys of rank `source`.
+
+        A block of which no query sees a key is left out: half of all, on average.
+        """
+        for queries, rows in _with_slices(self.assigned[self.rank]):
+            for keys, columns in _with_slices(self.assigned[source]):
+                if keys[0] > queries[-1]:
+                    continue
+                if keys[-1] <= queries[0]:
+                    yield rows, columns, None
+                    continue
+                q, k = (
+                    torch.arange(p.start, p.stop, p.step, device=device)
+                    for p in (queries, keys)
+                )
+                yield rows, columns, q[:, None] >= k
+
+    def pairs(self, source: int) -> int:
+        """Return how many pairs these blocks compute, hidden ones included."""
+        blocks = self.blocks(source, torch.device("cpu"))
+        return sum((r.stop - r.start) * (c.stop - c.start) for r, c, _ in blocks)
+
+    def pass_on(self, tensor: Tensor, port: Port) -> tuple[Tensor, list[Handle]]:
+        """Start to send to the right neighbour, and to receive from the left one.
+
+        Returns the memory into which it is received, and what to wait for.
+        """
+        arriving = torch.empty_like(tensor)
+        right, left = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        return arriving, port.start([(tensor, right)], [(arriving, left)])
+
+
+def _with_slices(ranges: Positions) -> Iterator[tuple[range, slice]]:
+    """Yield each range of positions with its place in the rank's tensors."""
+    first = 0
+    for positions in ranges:
+        yield positions, slice(first, first + len(positions))
+        first += len(positions)
+
+
+def _wait(handles: Iterable[Handle]) -> None:
+    for handle in handles:
+        handle.wait()
+
+
+class RingAttention(Function):
+    """The ring's forward, and its own backward."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
+        """Merge one step after the other; keep the lse of each query for backward."""
+        ctx.ring, port, n = ring, Port(ring.group), ring.size
+        heads = q.unflatten(1, (k.shape[1], -1))  # (B, K, H/K, T/N, D)
+        wide = torch.promote_types(q.dtype, torch.float32)  # merge in float32 at least
+        out = torch.zeros_like(heads, dtype=wide)
+        lse = out.new_full(heads.shape[:-1], -torch.inf)
+        kv = torch.stack((k, v)).unsqueeze(3)  # (2, B, K, 1, T/N, D)
+        for step in range(n):
+            source = (ring.rank - step) % n
+            if step < n - 1:  # launch
+                arriving, under_way = ring.pass_on(kv, port)
+            announce(ring.parts, "before_compute", ring, step, ring.pairs(source))
+            for rows, columns, visible in ring.blocks(source, q.device):  # compute
+                keys, values = kv[..., columns, :]
+                block = attend(heads[..., rows, :], keys, values, visible)
+                before = out[..., rows, :], lse[..., rows]
+                out[..., rows, :], lse[..., rows] = merge(*before, *block)
+            announce(ring.parts, "after_compute", ring, step, ring.pairs(source))
+            if step < n - 1:  # wait
+                _wait(under_way)
+                announce(ring.parts, "arrived", ring, step)
+                kv = arriving
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out.flatten(1, 2).to(q.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        """Send keys and values around again, and their gradients one step behind."""
+        q, k, v, out, lse = ctx.saved_tensors
+        ring, port, n = ctx.ring, Port(ctx.ring.group), ctx.ring.size
+        heads, dout = (x.unflatten(1, (k.shape[1], -1)) for x in (q, dout))
+        delta = (dout * out).sum(-1)
+        dq = torch.zeros_like(out)
+        kv = torch.stack((k, v)).unsqueeze(3)
+        for step in range(n):
+            source = (ring.rank - step) % n
+            if step < n - 1:  # launch
+                arriving, under_way = ring.pass_on(kv, port)
+            dkv = torch.zeros_like(kv, dtype=out.dtype)
+            announce(ring.parts, "before_compute", ring, step, ring.pairs(source))
+            for rows, columns, visible in ring.blocks(source, q.device):  # compute
+                keys, values = kv[..., columns, :]
+                of_rows = lse[..., rows], dout[..., rows, :], delta[..., rows]
+                block = heads[..., rows, :], keys, values, visible
+                dq_block, dk, dv = attend_backward(*block, *of_rows)
+                dq[..., rows, :] += dq_block
+                dkv[0][..., columns, :] += dk
+                dkv[1][..., columns, :] += dv
+            announce(ring.parts, "after_compute", ring, step, ring.pairs(source))
+            if step < n - 1:  # wait
+                _wait(under_way)
+                announce(ring.parts, "arrived", ring, step)
+                kv = arriving
+            if step == 0:
+                own = dkv
+                continue
+            if step > 1:  # the sum of those who had these keys before
+                _wait(sums_under_way)
+                dkv += sums
+            sums, sums_under_way = ring.pass_on(dkv, port)
+        if n > 1:
+            _wait(sums_under_way)
+            own += sums
+        dk, dv = own.squeeze(3).to(k.dtype)
+        return dq.flatten(1, 2).to(q.dtype), dk, dv, None

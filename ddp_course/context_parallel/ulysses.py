@@ -1,0 +1,73 @@
+"""Ulysses: from parts of the sequence to some of the heads, and back.
+
+Heads do not look at each other. So an all-to-all hands every rank the whole sequence of
+1/N of the heads; there attention is what it is in one process; a second all-to-all
+hands the outputs back:
+
+    rank 0   positions 0-31, heads 0-11        heads 0-5,  positions 0-63
+    rank 1   positions 32-63, heads 0-11  ->   heads 6-11, positions 0-63
+
+No rank can have less than a head, so there are at most as many ranks as heads of keys.
+Sent by each rank, forward and once more backward: (N - 1) / N of its queries, keys,
+values and outputs. Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv:2309.14509. Chapter
+16.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+Group = dist.ProcessGroup | None  # None: all ranks
+
+
+class Exchange(Function):
+    """Cut along one dimension, send each rank its piece, join along another.
+
+    The gradient takes the same way back.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cut: int, join: int, group: Group) -> Tensor:
+        """All-to-all: dimension `cut` becomes N times shorter, `join` N times longer."""
+        ctx.way = join, cut, group
+        return exchange(x, cut, join, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        """Exchange the other way round."""
+        return exchange(gradient, *ctx.way), None, None, None
+
+
+def exchange(x: Tensor, cut: int, join: int, group: Group = None) -> Tensor:
+    """Send every rank its piece along `cut`; join what arrives along `join`."""
+    pieces = torch.stack(x.chunk(dist.get_world_size(group), dim=cut))  # contiguous
+    arrived = torch.empty_like(pieces)
+    dist.all_to_all_single(arrived, pieces, group=group)
+    return torch.cat(arrived.unbind(), dim=join)
+
+
+def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, group: Group = None) -> Tensor:
+    """Return causal attention for this rank's queries, (B, H, T/N, D).
+
+    Args:
+        q, k, v: (B, H, T/N, D), contiguous parts of the sequence, in the order of the
+            ranks; k and v may have fewer heads.
+        group: the ranks that share the sequence; None are all.
+
+    Raises ValueError, before anything is sent, if the heads cannot be divided.
+    """
+    n = dist.get_world_size(group)
+    for name, x in (("q", q), ("k", k)):
+        if x.shape[1] % n:
+            raise ValueError(
+                f"{name} has {x.shape[1]} heads, which {n} ranks cannot share equally; "
+                "take a number of ranks that divides it, or ring attention"
+            )
+    q, k, v = (Exchange.apply(x, 1, 2, group) for x in (q, k, v))  # (B, H/N, T, D)
+    grouped = k.shape[1] != q.shape[1]
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    return Exchange.apply(y, 2, 1, group)
