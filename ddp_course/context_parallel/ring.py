@@ -158,6 +158,7 @@ class RingAttention(Function):
         delta = (dout * out).sum(-1)
         dq = torch.zeros_like(out)
         kv = torch.stack((k, v)).unsqueeze(3)
+        sums, sums_under_way = None, []  # gradients of keys and values, on their way
         for step in range(n):
             source = (ring.rank - step) % n
             if step < n - 1:  # launch
@@ -178,14 +179,12 @@ class RingAttention(Function):
                 announce(ring.parts, "arrived", ring, step)
                 kv = arriving
             if step == 0:
-                own = dkv
+                own = dkv  # the owner adds its own part last
                 continue
-            if step > 1:  # the sum of those who had these keys before
+            if step > 1:  # what those who had these keys before have added up
                 _wait(sums_under_way)
                 dkv += sums
             sums, sums_under_way = ring.pass_on(dkv, port)
-        if n > 1:
-            _wait(sums_under_way)
-            own += sums
-        dk, dv = own.squeeze(3).to(k.dtype)
+        _wait(sums_under_way)
+        dk, dv = (own if n == 1 else own + sums).squeeze(3).to(k.dtype)
         return dq.flatten(1, 2).to(q.dtype), dk, dv, None

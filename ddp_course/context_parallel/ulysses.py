@@ -32,7 +32,7 @@ class Exchange(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cut: int, join: int, group: Group) -> Tensor:
-        """All-to-all: dimension `cut` becomes N times shorter, `join` N times longer."""
+        """All-to-all: `cut` becomes N times shorter, `join` N times longer."""
         ctx.way = join, cut, group
         return exchange(x, cut, join, group)
 
