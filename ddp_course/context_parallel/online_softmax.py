@@ -46,7 +46,7 @@ def attend(
     """
     scores = _scores(q, k, visible)
     lse = scores.logsumexp(-1)
-    return _weights(scores, lse).to(v.dtype) @ v, lse
+    return _weights(scores, lse) @ v.to(lse.dtype), lse
 
 
 def attend_backward(
@@ -64,17 +64,21 @@ def attend_backward(
     part of the whole softmax, whose gradient is dscore = weight (dweight - delta).
     `delta`, (..., Tq), is (dout * out).sum(-1), also with the output over all blocks.
     """
+    q, k, v, dout = (x.to(lse.dtype) for x in (q, k, v, dout))
     weights = _weights(_scores(q, k, visible), lse)
     dscores = weights * (dout @ v.mT - delta[..., None]) * q.shape[-1] ** -0.5
-    dscores, weights = dscores.to(q.dtype), weights.to(q.dtype)
     dk, dv = dscores.mT @ q, weights.mT @ dout
     return dscores @ k, dk.sum_to_size(k.shape), dv.sum_to_size(v.shape)
 
 
 def _scores(q: Tensor, k: Tensor, visible: Tensor | None) -> Tensor:
-    """Return the scaled products, in float32 at least; -inf where nothing is seen."""
+    """Return the scaled products, in float32 at least; -inf where nothing is seen.
+
+    An exponential makes a relative error of an absolute one: bfloat16 rounds a score
+    of 60 by up to .12.
+    """
     wide = torch.promote_types(q.dtype, torch.float32)
-    scores = (q @ k.mT).to(wide) * q.shape[-1] ** -0.5
+    scores = q.to(wide) @ k.to(wide).mT * q.shape[-1] ** -0.5
     return scores if visible is None else scores.masked_fill(~visible, -torch.inf)
 
 
