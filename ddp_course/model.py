@@ -8,7 +8,8 @@ chapter cuts this one model in another way, so it is built to be cut:
   model, so a pipeline stage is a slice of that list;
 - by head: `attn.qkv` keeps the query, key and value rows of one head together, so a
   contiguous 1/n of its rows (and of the columns of `attn.proj`) is 1/n of the heads;
-- by column and row: `mlp.up` and `mlp.down` are two separate matrices.
+- by column and row: `mlp.up` and `mlp.down` are two separate matrices;
+- by token: `attn.attend` alone looks at other positions, and `loss_fn` adds them up.
 
 The preset "1m", with V = 96 characters, up to T = 64 of them, C = 144 channels,
 H = 12 heads of D = 12 channels. Blocks 1, 2 and 3 look like block 0:
@@ -98,8 +99,12 @@ class Attention(nn.Module):
         """Let every position look at itself and at the past."""
         qkv = self.qkv(x).unflatten(-1, (-1, 3, self.d_head))  # (B, T, H, 3, D)
         q, k, v = qkv.permute(3, 0, 2, 1, 4)  # (B, H, T, D) each
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, H, T, D)
+        y = self.attend(q, k, v)  # (B, H, T, D)
         return self.proj(y.transpose(1, 2).flatten(2))  # (B, T, C)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return causal attention: (B, H, T, D) each -> (B, H, T, D)."""
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 class MLP(nn.Module):
@@ -186,9 +191,17 @@ class GPT(nn.Module):
             x = block(x)  # (B, T, C)
         logits = self.head(x)  # (B, T, V)
         if targets is None:
-            return logits, None
+            return self.gather_logits(logits), None
         check_tokens("targets", targets, self.config)
-        return logits, cross_entropy(logits, targets)
+        return logits, self.loss_fn(logits, targets)
+
+    def loss_fn(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss of what `head` returns, (B, T, V)."""
+        return cross_entropy(logits, targets)
+
+    def gather_logits(self, logits: Tensor) -> Tensor:
+        """Return the logits of all positions: here, all that `head` returns."""
+        return logits
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

@@ -58,6 +58,7 @@ class Axis(NamedTuple):
 AXES = {
     "dp": Axis("ranks with other rows of the batch; all that are left", None, (), True),
     "pp": Axis("ranks with other layers", "pipeline"),
+    "cp": Axis("ranks with other positions", "context_parallel", averaged=True),
     "tp": Axis(
         "ranks with other parts of every matrix",
         "tensor_parallel",
@@ -70,6 +71,11 @@ DATA_PARALLEL = {
     "flat": "one all-reduce for all parameters, when backward has ended",
     "ddp": "all-reduces of buckets, while backward runs",
     "pytorch": "PyTorch's DistributedDataParallel",
+}
+ATTENTION = {
+    "ring": "keys and values go around",
+    "gathered": "every rank gathers all keys and values",
+    "ulysses": "every rank gets the whole sequence of some heads",
 }
 ZERO = {
     0: "every rank keeps all of its model",
@@ -200,6 +206,7 @@ class Layout:
 
     dp: int = option(1, AXES["dp"].about)
     pp: int = option(1, AXES["pp"].about)
+    cp: int = option(1, AXES["cp"].about)
     tp: int = option(1, AXES["tp"].about)
     zero: int = option(0, "ZeRO's stage: what the ranks of dp shard", ZERO)
     shard: int | None = option(
@@ -211,6 +218,7 @@ class Layout:
     threads: int = option(1, "replicas as threads of one process: DataParallel")
     schedule: str = option("1f1b", "the order of work in a pipeline", SCHEDULES)
     microbatches: int = option(4, "parts in which a pipeline takes its rows")
+    attention: str = option("ring", "with cp: how ranks attend", ATTENTION)
     precision: str = option("fp32", "see below", PRECISIONS)
     compress: str | None = option(
         None, f"gradients travel in fewer bytes: {compressor_words()}"
@@ -333,6 +341,9 @@ class Layout:
         for axis in self.model_axes:
             if text := config.indivisible(AXES[axis].divides, self.sizes[axis]):
                 raise SpecError(text, axis)
+        heads_of = self.cp * self.tp if self.attention == "ulysses" else 1
+        if text := config.indivisible(("n_head",), heads_of):
+            raise SpecError(text, "attention", "cp")
         layers = config.n_layer + 2
         if self.pp > 1 and self.stages > layers:
             raise SpecError(

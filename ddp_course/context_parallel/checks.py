@@ -1,0 +1,22 @@
+"""A check of context parallelism: do the ranks of a sequence have the same rows?"""
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_course.collectives.communicator import communicator
+from ddp_course.mechanisms.agreement import described
+
+
+class SameSequence:
+    """Raises CollectiveError, on every rank, unless all ranks have the same tokens.
+
+    In data parallelism every rank has rows of its own; ranks that share sequences and
+    have other rows would attend to each other's, and train something in silence.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.comm = communicator(group)
+
+    def __call__(self, tokens: Tensor) -> None:
+        """Compare type, shape and numbers of (B, T) tokens before anything is sent."""
+        self.comm.agree_now(f"a sequence that is shared: {described(tokens)}")

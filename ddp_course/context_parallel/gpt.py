@@ -1,0 +1,196 @@
+"""The spine's GPT over a divided sequence: every rank computes some positions.
+
+    model = context_parallel(build_gpt("1m"))     # on all ranks: the same seed
+    _, loss = model(x, y)                         # the same x and y on all ranks
+    loss.backward()                               # then average over these ranks, too
+
+Three places of the model know that the sequence is divided; no layer between them does:
+
+    embed              takes whole rows, and keeps this rank's positions
+    attention          `ring`, `naive` or `ulysses`
+    loss               the mean over the positions of all ranks
+
+A sequence that cannot be divided equally is padded: its last positions are computed,
+seen by nobody, and left out of the loss. The ranks have equal parameters, and different
+gradients, as in data parallelism; so whatever averages replicas averages over these
+ranks as well. Chapter 16.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from ddp_course.context_parallel.assignment import Positions, assign, padded_length
+from ddp_course.context_parallel.checks import SameSequence
+from ddp_course.context_parallel.naive import GatherSequence, gathered_attention
+from ddp_course.context_parallel.ring import Ring
+from ddp_course.context_parallel.ulysses import ulysses_attention
+
+Group = dist.ProcessGroup | None  # None: all ranks
+ATTENTIONS = ("ring", "gathered", "ulysses")
+
+
+class Division:
+    """The ranks that share a sequence, and how they attend to it.
+
+    Args:
+        group: the ranks; None are all.
+        attention: one of ATTENTIONS.
+        assignment: who has which positions; Ulysses takes contiguous ones.
+    """
+
+    def __init__(self, group: Group, attention: str, assignment: str) -> None:
+        self.group, self.attention, self.assignment = group, attention, assignment
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.length: int | None = None  # of the sequences that were embedded last
+
+    def assigned(self, length: int) -> list[Positions]:
+        """Return the positions of all ranks; some may be `length` or more: padding."""
+        padded = padded_length(length, self.size, self.assignment)
+        return assign(padded, self.size, self.assignment)
+
+    def positions(self, length: int, like: Tensor) -> list[Tensor]:
+        """Return the positions of all ranks, each (T/N,) int64, on the device."""
+        return [
+            torch.tensor([p for some in ranges for p in some], device=like.device)
+            for ranges in self.assigned(length)
+        ]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the attention of this rank's queries; all are (B, H, T/N, D)."""
+        length = q.shape[2] * self.size
+        if self.attention == "ulysses":
+            return ulysses_attention(q, k, v, self.group)
+        if self.attention == "gathered":
+            return gathered_attention(q, k, v, self.positions(length, q), self.group)
+        return Ring(self.assigned(length), self.group)(q, k, v)
+
+
+class DividedEmbedding(nn.Module):
+    """Takes whole rows, (B, T), and returns this rank's positions, (B, T/N, C)."""
+
+    def __init__(
+        self, embed: nn.Module, division: Division, check: SameSequence
+    ) -> None:
+        super().__init__()
+        self.tokens, self.positions = embed.tokens, embed.positions
+        self.division, self.check = division, check
+
+    def forward(self, idx: Tensor) -> Tensor:
+        """Look up every own token and its position, and add."""
+        self.check(idx)
+        self.division.length = length = idx.shape[1]
+        own = self.division.positions(length, idx)[self.division.rank]
+        own = own.clamp(max=length - 1)  # padding repeats the last token
+        return self.tokens(idx[:, own]) + self.positions(own)
+
+
+class DividedLoss:
+    """The mean loss over the positions of all ranks, of each rank's logits."""
+
+    def __init__(
+        self,
+        mean_loss: Callable[[Tensor, Tensor], Tensor],
+        division: Division,
+        check: SameSequence,
+    ) -> None:
+        self.mean_loss, self.division, self.check = mean_loss, division, check
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return it on all ranks; logits are (B, T/N, V), targets (B, T), whole rows.
+
+        A rank's mean counts as much as its share of the positions, times N: then the
+        mean of the ranks' gradients is the gradient of the mean loss.
+        """
+        self.check(targets)
+        length, division = targets.shape[1], self.division
+        own = division.positions(length, targets)[division.rank]
+        real = own < length
+        share = int(real.sum()) * division.size / length
+        if share:
+            loss = self.mean_loss(logits[:, real], targets[:, own[real]]) * share
+        else:  # this rank has padding alone, and still takes part in backward
+            loss = logits.sum() * 0.0
+        return MeanOverRanks.apply(loss, division.group)
+
+
+class MeanOverRanks(Function):
+    """Return the mean of the ranks' numbers; each rank's gradient stays its own."""
+
+    @staticmethod
+    def forward(ctx: Any, number: Tensor, group: Group) -> Tensor:
+        """All-reduce, and divide."""
+        total = number.detach().clone()
+        dist.all_reduce(total, group=group)
+        return total / dist.get_world_size(group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Change nothing."""
+        return gradient, None
+
+
+class GatheredLogits:
+    """The logits of all positions, in their order, of each rank's own."""
+
+    def __init__(self, gather: Callable[[Tensor], Tensor], division: Division) -> None:
+        self.gather, self.division = gather, division
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Return (B, T, V) on all ranks, of (B, T/N, V).
+
+        A rank that has not embedded the tokens, as a later stage of a pipeline, does
+        not know T, and returns the padding's logits, too.
+        """
+        logits, division = self.gather(logits).unsqueeze(1), self.division
+        whole = GatherSequence.apply(logits, division.group).squeeze(1)  # along dim 2
+        padded = whole.shape[1]
+        order = torch.cat(division.positions(padded, logits)).argsort()
+        return whole[:, order[: division.length or padded]]
+
+
+def context_parallel(
+    model: nn.Module,
+    group: Group = None,
+    *,
+    attention: str = "ring",
+    assignment: str = "zigzag",
+) -> nn.Module:
+    """Divide the sequence of a GPT among the ranks of `group`; returns the same model.
+
+    Called by all ranks together, which keep equal parameters. Afterwards each averages
+    its gradients with theirs, as data parallelism does: `DistributedDataParallel` over
+    a group that holds these ranks, say. Ranks that share a sequence get the same rows.
+
+    Args:
+        model: a GPT of this course, or what `tensor_parallel` made of one.
+        group: the ranks that share each sequence; None are all.
+        attention: "ring", "gathered" keys and values, or "ulysses".
+        assignment: one of `assignment.ASSIGNMENTS`; Ulysses needs "contiguous".
+
+    Raises ValueError for what cannot be. As torch.distributed.tensor.experimental.
+    context_parallel, which has no implementation for the CPU. Chapter 16.
+    """
+    if attention not in ATTENTIONS:
+        known = ", ".join(ATTENTIONS)
+        raise ValueError(f"attention is {attention!r}; it can be {known}")
+    if attention == "ulysses":
+        assignment = "contiguous"
+    division, check = Division(group, attention, assignment), SameSequence(group)
+    division.assigned(1)  # refuses an unknown assignment before anything changes
+    if getattr(model, "sequence_parallel", False):
+        raise ValueError(
+            "the model is tensor parallel with sequence_parallel=True, which divides "
+            "the sequence already; leave sequence_parallel out"
+        )
+    model.embed = DividedEmbedding(model.embed, division, check)
+    for block in model.blocks:
+        block.attn.attend = division.attend
+    ends = getattr(model, "ends", model)  # a tensor-parallel GPT has its ends apart
+    ends.loss_fn = DividedLoss(ends.loss_fn, division, check)
+    ends.gather_logits = GatheredLogits(ends.gather_logits, division)
+    return model
