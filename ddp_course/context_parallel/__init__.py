@@ -1,4 +1,4 @@
-"""A sequence that several ranks share. Chapter 16. Read, in this order:
+"""A sequence that several ranks share. Read, in this order:
 
 naive            all keys and values gathered
 ulysses          from parts of the sequence to heads, and back

@@ -12,7 +12,7 @@ of pairs (query, key) that it computes, depends on where its queries are:
       pairs                   28            32            36            40
 
 All ranks wait for the slowest. Zigzag: Llama 3 report, section 3.3.2 (Dubey et al.
-2024); striped: Brandon et al. 2023, arXiv:2311.09431. Chapter 16.
+2024); striped: Brandon et al. 2023, arXiv:2311.09431.
 """
 
 from collections.abc import Sequence

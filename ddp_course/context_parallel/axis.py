@@ -1,4 +1,4 @@
-"""The axis cp: every rank has some positions of every sequence. Chapter 16."""
+"""The axis cp: every rank has some positions of every sequence."""
 
 from torch import nn
 

@@ -13,7 +13,7 @@ Three places of the model know that the sequence is divided; no layer between th
 A sequence that cannot be divided equally is padded: its last positions are computed,
 seen by nobody, and left out of the loss. The ranks have equal parameters, and different
 gradients, as in data parallelism; so whatever averages replicas averages over these
-ranks as well. Chapter 16.
+ranks as well.
 """
 
 from collections.abc import Callable
@@ -173,7 +173,7 @@ def context_parallel(
         assignment: one of `assignment.ASSIGNMENTS`; Ulysses needs "contiguous".
 
     Raises ValueError for what cannot be. As torch.distributed.tensor.experimental.
-    context_parallel, which has no implementation for the CPU. Chapter 16.
+    context_parallel, which has no implementation for the CPU.
     """
     if attention not in ATTENTIONS:
         known = ", ".join(ATTENTIONS)

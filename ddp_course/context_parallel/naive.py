@@ -2,7 +2,7 @@
 
 Everything in a transformer but attention treats each position alone. A query, however,
 looks at the keys and values of all earlier positions. Here every rank gathers all of
-them, and computes its own queries' rows. Chapter 16.
+them, and computes its own queries' rows.
 
     sent by each rank    forward (N - 1) u, backward (N - 1) u
     kept by each rank    N u: the keys and values of the whole sequence

@@ -13,7 +13,7 @@ lse = log(sum_j e^(s_j)), as a sum of exponentials soon overflows:
 
 The second weight is a sigmoid of lse2 - lse1, and so no exponential is ever larger
 than 1. Milakov and Gimelshein 2018, arXiv:1805.02867; Dao et al. 2022,
-"FlashAttention", arXiv:2205.14135. Chapter 16.
+"FlashAttention", arXiv:2205.14135.
 """
 
 import torch

@@ -18,7 +18,6 @@ own queries contribute. The owner is the last to get them, and adds its own part
 
 u are the bytes of one rank's keys and values: as many bytes as gathering sends, in less
 memory, and behind the computing. Liu et al. 2023, "Ring Attention", arXiv:2310.01889.
-Chapter 16.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

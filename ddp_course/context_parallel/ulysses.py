@@ -9,8 +9,7 @@ hands the outputs back:
 
 No rank can have less than a head, so there are at most as many ranks as heads of keys.
 Sent by each rank, forward and once more backward: (N - 1) / N of its queries, keys,
-values and outputs. Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv:2309.14509. Chapter
-16.
+values and outputs. Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv:2309.14509.
 """
 
 from typing import Any

@@ -1,0 +1,157 @@
+"""Training along the axis cp: the curve, parameters and states of one process."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp_course.context_parallel.gpt import MeanOverRanks, context_parallel
+from ddp_course.launch import spawn
+from ddp_course.model import build_gpt
+from ddp_course.spec import SpecError, layout_for
+from ddp_course.train import train
+from tests.on_ranks import error_of
+
+STEPS, ROWS = 4, 8
+LAYOUTS = {  # the ranks, and how they share the training
+    "three ranks: 64 positions are padded to 66": (3, {"cp": 3}),
+    "gathered keys and values": (2, {"cp": 2, "attention": "gathered"}),
+    "Ulysses": (2, {"cp": 2, "attention": "ulysses"}),
+    "cp 2 x tp 2": (4, {"cp": 2, "tp": 2}),
+    "dp 2 x cp 2 x ZeRO-1": (4, {"cp": 2, "zero": 1}),
+    "dp 2 x cp 2 x ZeRO-3": (4, {"cp": 2, "zero": 3}),
+    "dp 2 x cp 2 x pp 2": (8, {"cp": 2, "pp": 2, "microbatches": 2}),
+    "NCCL's rules": (2, {"cp": 2}),
+}
+
+
+def trained(ranks=1, steps=STEPS, backend=None, **options):
+    run = partial(
+        train, steps=steps, batch_size=ROWS, clip=1.0, keep_state=True, **options
+    )
+    how = {} if backend is None else {"backend": backend}
+    return spawn(run, world_size=ranks, output="none", **how)[0]
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    return trained()
+
+
+def assert_same_training(found, expected):
+    assert found.losses == pytest.approx(expected.losses, abs=1e-5)
+    for name, value in expected.state.items():
+        torch.testing.assert_close(found.state[name], value, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_spawn_the_same_training(name, one_process):
+    ranks, options = LAYOUTS[name]
+    backend = "strict" if name == "NCCL's rules" else None
+    assert_same_training(trained(ranks, backend=backend, **options), one_process)
+
+
+def test_spawn_a_layout_goes_on_with_the_checkpoint_of_another(tmp_path, one_process):
+    layouts = [
+        (4, {"dp": 2, "cp": 2, "zero": 1}),
+        (4, {"cp": 2, "tp": 2}),
+        (2, {"zero": 3}),
+        (2, {"cp": 2}),
+    ]
+    for step, (ranks, options) in enumerate(layouts, start=1):
+        last = trained(ranks, step, checkpoint=tmp_path, every=1, **options)
+        assert last.resumed_at == step - 1
+    assert_same_training(last, one_process)
+
+
+# ---- plants --------------------------------------------------------------------------
+
+
+def step_of_two_ranks(plant):
+    """Return the largest error of the gradients' mean; a plant changes the model."""
+    x = torch.randint(96, (2, 20), generator=torch.Generator().manual_seed(0))
+    y = x.roll(-1, 1)
+    build_gpt()(x, y)
+    whole, model = build_gpt(), context_parallel(build_gpt())
+    loss, expected = model, whole(x, y)[1]
+    expected.backward()
+    plant(model)
+    loss = model(x, y)[1]
+    loss.backward()
+    errors = [float(loss - expected)]
+    for mine, its in zip(model.parameters(), whole.parameters(), strict=True):
+        dist.all_reduce(mine.grad)
+        errors.append(float((mine.grad / 2 - its.grad).abs().max()))
+    return max(map(abs, errors))
+
+
+def nothing(model):
+    pass
+
+
+def positions_from_zero(model):
+    """Each rank counts its own positions from 0, as if it had a whole sequence."""
+    right = model.embed.positions.forward
+    model.embed.positions.forward = lambda own: right(torch.arange(len(own)))
+
+
+def loss_of_own_tokens(model):
+    """The padding counts as positions: shares are those of the padded sequence."""
+    loss = model.loss_fn.mean_loss
+    model.loss_fn.mean_loss = lambda logits, y: loss(logits, y) / logits.shape[1]
+
+
+def gradient_of_the_sum(model):
+    """Backward of the mean divides, too: every gradient is halved."""
+    MeanOverRanks.backward = staticmethod(lambda ctx, gradient: (gradient / 2, None))
+
+
+@pytest.mark.parametrize(
+    "plant", [positions_from_zero, loss_of_own_tokens, gradient_of_the_sum]
+)
+def test_spawn_a_wrong_division_is_seen(plant):
+    right, wrong = (
+        spawn(step_of_two_ranks, one, world_size=2, output="none")
+        for one in (nothing, plant)
+    )
+    assert max(right) < 1e-6 < 1e-4 < max(wrong)
+
+
+# ---- use -----------------------------------------------------------------------------
+
+
+def uses():
+    """Return what a user sees of a divided model: logits, and refusals."""
+    x = torch.randint(96, (2, 21), generator=torch.Generator().manual_seed(0))
+    whole, model = build_gpt(), context_parallel(build_gpt())
+    with torch.no_grad():
+        error = float((model(x)[0] - whole(x)[0]).abs().max())
+    own, first = x + dist.get_rank() % 2, x[:, :1]
+    return {
+        "error of logits": error,
+        "other rows": error_of(lambda: model(own.clamp(max=95), x)),
+        "one position": float(
+            model(x[:, :1], x[:, :1])[1] - whole(x[:, :1], x[:, :1])[1]
+        ),
+        "attention": error_of(
+            lambda: context_parallel(build_gpt(), attention="sparse")
+        ),
+    }
+
+
+def test_spawn_logits_are_gathered_and_other_rows_are_refused():
+    for rank in spawn(uses, world_size=2, output="none"):
+        assert rank["error of logits"] < 1e-5
+        assert "CollectiveError" in rank["other rows"]
+        assert abs(rank["one position"]) < 1e-6
+        assert "attention is 'sparse'; it can be ring, gathered" in rank["attention"]
+
+
+def test_layouts_that_cannot_be_are_refused_before_ranks_start():
+    with pytest.raises(SpecError, match="attention is 'sparse'"):
+        layout_for(2, cp=2, attention="sparse")
+    config = build_gpt().config
+    with pytest.raises(SpecError, match="n_head"):
+        layout_for(5, cp=5, attention="ulysses").check(config=config)
+    layout_for(5, cp=5).check(config=config)
