@@ -11,8 +11,8 @@ from ddp_course.lab import orders
 from ddp_course.lab.answers import Answer, code, one_line
 from ddp_course.lab.exercises import exercise, expect
 from ddp_course.lab.orders import Rows
+from ddp_course.pipeline import gpipe, interleaved, naive, one_f_one_b
 from ddp_course.pipeline.schedule import Action, Schedule
-from ddp_course.pipeline.schedules import gpipe, interleaved, naive, one_f_one_b
 
 # ---- my_one_f_one_b ----------------------------------------------------------------
 
