@@ -10,10 +10,8 @@ share the rows. Then three promises are held to:
 
 The naive and the simple rung of stage 3 are left out: they show the idea, and neither
 check models nor save states. The first three rungs of DDP check nothing either: of
-sparse gradients they let PyTorch complain. All else is a failure: other numbers, an
-error out of PyTorch, ranks that wait for each other. One launch goes through all cases.
-A case that hangs, or leaves ranks whose collectives no longer match, ends it; the next
-launch goes on with the next case.
+sparse gradients they let PyTorch complain. All else is a failure
+(`conformance_launch`).
 
 By default: the hardest models and some that a seed draws, on two ranks. The whole
 matrix, on two and three ranks, with PyTorch's classes beside ours:
@@ -23,23 +21,22 @@ matrix, on two and three ranks, with PyTorch's classes beside ours:
 
 from __future__ import annotations
 
-import faulthandler
-import json
 import os
 import random
 import re
 import time
-import traceback
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
+import conformance_launch
 import pytest
 import torch
 import torch.distributed as dist
+from conformance_launch import EQUAL, FAILS, HANGS_AFTER, REFUSED, Case
 from conformance_models import HARD, MODELS, ROWS, _drawn
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -47,10 +44,8 @@ from torch.nn.parallel import DistributedDataParallel as PyTorchDDP
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils._pytree import tree_map_only
 
-import ddp_course
 from ddp_course import data_parallel, zero
 from ddp_course.communication_order import ScheduledDataParallel, priority
-from ddp_course.launch import RankReport, spawn
 from ddp_course.mechanisms.agreement import digest, kind_of
 from ddp_course.mechanisms.buckets import bucket_plan
 from ddp_course.mechanisms.hooks import tensors_in
@@ -61,8 +56,6 @@ from ddp_course.tensor_parallel import tensor_parallel
 ALL = os.environ.get("DDP_COURSE_CONFORMANCE") == "all"
 SEED = int(os.environ.get("DDP_COURSE_CONFORMANCE_SEED", "0"))
 STEPS, DRAWN = 3, 4
-HANGS_AFTER = 60.0  # seconds; a rank that was refused waits a fifth of it for others
-DONE, EQUAL, REFUSED, RAISES, FAILS = "done", "equal", "refused", "raises", "FAILS"
 _BF16, _F64 = torch.bfloat16, torch.float64
 
 # ---- the strategies ------------------------------------------------------------------
@@ -152,7 +145,6 @@ OPTIMS: tuple[Optim, ...] = (
 
 # ---- one process ---------------------------------------------------------------------
 
-Case = tuple[str, str]  # a model, a strategy
 Told = tuple[Sequence[float], Mapping[str, Any]]  # losses, the state at the end
 WORDS = {  # to what else than one process with the whole batch a strategy may be equal
     "first": "each rank's rows alone, every forward with the first rank's buffers",
@@ -264,53 +256,39 @@ def difference(one: Told, other: Told) -> str:
     return ""
 
 
+@contextmanager
+def pytorch_may_refuse(name: str, strategy: str) -> Iterator[None]:
+    """Mark an error of PyTorch's that counts as a refusal.
+
+    It raises the same for this model in one process, or the strategy checks nothing.
+    """
+    words = MODELS[name].itself
+    anyone = strategy in CHECK_NOTHING and name.startswith("sparse")
+    try:
+        yield
+    except Exception as error:
+        error.counts = anyone or bool(words and words in str(error))
+        raise
+
+
 # ---- on the ranks --------------------------------------------------------------------
-
-
-def on_rank(
-    cases: Sequence[Case], strategies: Mapping[str, Strategy], seconds: float
-) -> None:
-    """Try all cases; print a line when one is over on this rank, and when on all."""
-    warnings.simplefilter("ignore")
-    for number, (name, strategy) in enumerate(cases):
-        faulthandler.dump_traceback_later(seconds, exit=True)
-        kind, told, bits, run = DONE, ([], {}), (), None
-        try:
-            run = Run(name, strategies[strategy], strategy in WHOLE_BATCH)
-            told, bits = run.train()
-        except Exception as error:
-            anyone = strategy in CHECK_NOTHING and name.startswith("sparse")
-            kind = refusal(error, MODELS[name].itself, anyone)
-            faulthandler.dump_traceback_later(seconds / 5, exit=True)
-        print(json.dumps([number, "here", kind]), flush=True)
-        said: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(said, (kind, told[0], bits))
-        faulthandler.cancel_dump_traceback_later()
-        kinds, losses, all_bits = zip(*said, strict=True)
-        if set(kinds) == {DONE}:
-            means = torch.tensor(losses, dtype=_F64).mean(0).tolist()
-            kind = compared(name, strategy, (means, told[1]))
-            if len(set(all_bits)) > 1:
-                kind = f"{FAILS}: the ranks have different parameters"
-            elif kind.startswith(EQUAL) and strategy not in PYTORCHS:
-                kind = run.resume() or kind
-        elif not all(kind.startswith(REFUSED) for kind in kinds):
-            kind = by_rank(kinds)
-        print(json.dumps([number, "all", kind]), flush=True)
 
 
 class Run:
     """A model that one strategy trains on this rank."""
 
-    def __init__(self, name: str, strategy: Strategy, whole_batch: bool) -> None:
-        self.name, self.strategy = name, strategy
+    def __init__(
+        self, strategies: Mapping[str, Strategy], name: str, strategy: str
+    ) -> None:
+        self.strategies, self.name, self.strategy = strategies, name, strategy
         ranks = dist.get_rank(), dist.get_world_size()
-        self.part = (0, 1) if whole_batch else ranks
+        self.part = (0, 1) if strategy in WHOLE_BATCH else ranks
         model, optim = made(name)
         self.names = [name for name, _ in model.named_parameters()]
         # Buffers are compared with the first rank's.
         self.others = dict(model.named_buffers()) if ranks[0] else {}
-        self.replica, self.optimizer = strategy(model, optim)
+        with pytorch_may_refuse(name, strategy):
+            self.replica, self.optimizer = strategies[strategy](model, optim)
 
     def step(self, step: int) -> float:
         """Make one step on this rank's rows; return its loss."""
@@ -320,12 +298,25 @@ class Run:
         self.optimizer.step()
         return loss
 
-    def train(self) -> tuple[Told, tuple[str, ...]]:
-        """Return this rank's losses and the whole state, and the parameters' bits."""
-        losses = [self.step(step) for step in range(STEPS)]
+    def train(self) -> tuple[Sequence[float], tuple[str, ...]]:
+        """Return this rank's losses, and the parameters' bits."""
+        with pytorch_may_refuse(self.name, self.strategy):
+            losses = [self.step(step) for step in range(STEPS)]
         state = self.state()
         bits = tuple(digest(state[name]) for name in self.names)
-        return (losses, state | dict.fromkeys(self.others.keys() & state.keys())), bits
+        self.end = state | dict.fromkeys(self.others.keys() & state.keys())
+        return losses, bits
+
+    def judge(self, everyones: Sequence[tuple[Sequence[float], tuple]]) -> str:
+        """Compare with one process, and go on from a saved state."""
+        losses, all_bits = zip(*everyones, strict=True)
+        means = torch.tensor(losses, dtype=_F64).mean(0).tolist()
+        kind = compared(self.name, self.strategy, (means, self.end))
+        if len(set(all_bits)) > 1:
+            return f"{FAILS}: the ranks have different parameters"
+        if kind.startswith(EQUAL) and self.strategy not in PYTORCHS:
+            return self.resume() or kind
+        return kind
 
     def state(self) -> dict[str, Tensor]:
         """Return the whole model's state."""
@@ -341,7 +332,7 @@ class Run:
         # Copied, as an optimizer keeps the very tensors that it loads.
         states = [deepcopy(self.saved())]
         dist.broadcast_object_list(states, 0)
-        fresh = Run(self.name, self.strategy, self.part == (0, 1))
+        fresh = Run(self.strategies, self.name, self.strategy)
         parts = whole(fresh.replica, fresh.optimizer)
         for part, state in zip(parts, deepcopy(states[0]), strict=True):
             part.load_state_dict(state)
@@ -377,21 +368,6 @@ def unequal(one: Any, other: Any, where: str = "the state") -> str:
     return "" if same else f"{where} is another one"
 
 
-def refusal(error: Exception, itself: str, anyone: bool) -> str:
-    """Say whether an error refuses the model, as raised by this course or by `anyone`.
-
-    `itself` are words by which PyTorch refuses the model under any strategy.
-    """
-    end, package = traceback.extract_tb(error.__traceback__)[-1], ddp_course.__path__[0]
-    ours = end.filename.startswith(package) and end.line.startswith("raise")
-    refused = anyone or ours and " " in str(error) or itself and itself in str(error)
-    return f"{f'{REFUSED}:' if refused else RAISES} {_in_words(error)}"
-
-
-def _in_words(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
-
-
 def compared(name: str, strategy: str, told: Told) -> str:
     """Say to what the outcome is equal, of what this strategy promises."""
     model, size = MODELS[name], dist.get_world_size()
@@ -409,49 +385,14 @@ def compared(name: str, strategy: str, told: Told) -> str:
     return ": ".join([EQUAL, *words])
 
 
-def by_rank(kinds: Sequence[str]) -> str:
-    """Say how the ranks ended, of which one failed, or not all did the same."""
-    told = [f"rank {kinds.index(kind)}: {kind}" for kind in dict.fromkeys(kinds)]
-    return f"{FAILS}: {'; '.join(told) if told[1:] else kinds[0]}"
-
-
-# ---- launches ------------------------------------------------------------------------
-
-
 def outcomes(
     cases: Sequence[Case],
     ranks: int,
     strategies: Mapping[str, Strategy] = OURS,
     seconds: float = HANGS_AFTER,
 ) -> dict[Case, str]:
-    """Return what becomes of each case, in as few launches as there can be."""
-    found: dict[Case, str] = {}
-    while left := cases[len(found) :]:
-        reports = spawn(
-            on_rank, left, strategies, seconds, world_size=ranks, check=False,
-            output="none", device="cpu", timeout=60 + seconds * len(left),
-        )  # fmt: skip
-        told = [_lines(report) for report in reports]
-        for number, case in enumerate(left):
-            kinds = [lines.get((number, "all")) for lines in told]
-            if None in kinds:  # this case has ended the launch
-                both = zip(told, reports, strict=True)
-                kinds = [lines.get((number, "here")) or _end(r) for lines, r in both]
-                found[case] = by_rank(kinds)
-                break
-            found[case] = kinds[0] if len(set(kinds)) == 1 else by_rank(kinds)
-    return found
-
-
-def _lines(report: RankReport) -> dict[tuple[int, str], str]:
-    lines = [json.loads(line) for line in report.output.splitlines()]
-    return {(number, where): kind for number, where, kind in lines}
-
-
-def _end(report: RankReport) -> str:
-    """Say how a rank ended in the middle of a case."""
-    waits = report.status == "unfinished" or "Timeout (" in report.stderr
-    return "hangs" if waits else report.error or report.status
+    """Return what becomes of each model under each strategy."""
+    return conformance_launch.outcomes(cases, ranks, partial(Run, strategies), seconds)
 
 
 # ---- planted: strategies that are wrong ----------------------------------------------
