@@ -106,7 +106,8 @@ def outcomes(
                 kinds = [known.get((number, "here")) or _end(r) for known, r in both]
                 found[case] = by_rank(kinds)
                 break
-            found[case] = kinds[0] if len(set(kinds)) == 1 else by_rank(kinds)
+            same = len({kind.partition(": ")[0] for kind in kinds}) == 1
+            found[case] = kinds[0] if same else by_rank(kinds)
     return found
 
 

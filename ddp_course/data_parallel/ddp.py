@@ -90,23 +90,27 @@ class DDPReducer(AllReduceBuckets):
 class BeginAtOutputs:
     """A part that begins an averaged pass when backward reaches an output.
 
-    Without it, the first gradient that comes after a forward begins one, whatever
-    backward the gradient comes from. PyTorch's rule is this part's: a pass is averaged
-    if it goes through an output of a forward that was made outside of `no_sync`.
+    A pass is averaged if it goes through an output of a forward that was made outside
+    of `no_sync`. An output may be out of sight: in an object of the user's, or left on
+    the module. So the first gradient after such a forward begins a pass, too, as in
+    PyTorch's class; gradients that come later, from elsewhere, do not.
     """
 
     def after_replication(self, model: Any) -> None:
-        """Let no gradient begin a pass by itself."""
+        """Let no gradient begin a pass: no forward was made yet."""
         model.engine.expecting = False
 
-    def before_forward(self, model: Any) -> None:
-        """Do so again: the model expects one after each forward."""
-        model.engine.expecting = False
+    before_forward = after_replication
 
     def after_forward(self, model: Any, output: Any) -> None:
-        """Watch the outputs of a forward that is to be averaged."""
+        """Expect a pass if this forward is to be averaged, and watch its outputs."""
         if torch.is_grad_enabled() and model.require_backward_grad_sync:
+            model.engine.expecting = True
             on_backward(tensors_in(output), model.engine.begin)
+
+    def after_backward(self, engine: Engine) -> None:
+        """Expect no more: the pass has come."""
+        engine.expecting = False
 
 
 class DistributedDataParallel(BucketedDistributedDataParallel):
@@ -116,6 +120,7 @@ class DistributedDataParallel(BucketedDistributedDataParallel):
     `grad` is the mean over the ranks, with the same bits on all of them; nothing need
     be called before `optimizer.step()`. A backward pass is averaged if it goes through
     an output of a forward that was made outside of `no_sync`; there may be several.
+    So is the first one after such a forward, whatever it goes through.
     Keep this object as long as you train: its hooks go with it (as PyTorch's do).
 
     Made by all ranks together: they must hold the same names, shapes and types, and

@@ -42,7 +42,12 @@ class Frozen:
         if self._present() != self.present:
             named = self.module.named_parameters()
             new = (name for name, p in named if p is not self.parameters.get(name))
-            raise RuntimeError(came_later(next(new, "what is missing")))
+            if name := next(new, ""):
+                raise RuntimeError(came_later(name))
+            raise RuntimeError(
+                "a parameter that the model was wrapped with is gone, or tied to "
+                "another now: change the model first, and wrap it then"
+            )
 
     def _present(self) -> list[int]:
         """Return which parameters the module has; faster than `parameters()`."""

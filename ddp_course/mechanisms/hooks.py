@@ -16,16 +16,38 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
 
 
-def on_gradient(parameter: Tensor, method: Callable[..., None], *args: Any) -> None:
+def on_gradient(parameter: Tensor, method: Callable[..., None], *args: Any) -> Node:
     """Call the bound `method(*args)` whenever the gradient of `parameter` is there.
 
-    It is held weakly: otherwise a module that is wrapped a second time would be
-    averaged twice.
+    It is called after all hooks of the parameter, also those that are registered later,
+    since the hook is one of the node that accumulates the gradient. It is held weakly:
+    otherwise a module that is wrapped a second time would be averaged twice.
+
+    Returns the node; the hook goes with it, so the caller keeps it.
     """
-    register = parameter.register_post_accumulate_grad_hook
-    while_alive(register, method, *args)
+    node = get_gradient_edge(parameter).node
+    weak = weakref.WeakMethod(method)
+
+    def hook(_: Any, gradients: tuple[Tensor | None, ...]) -> None:
+        alive = weak()
+        if alive is not None and gradients[0] is not None:
+            alive(*args)
+
+    node.register_hook(hook)
+    if not hasattr(parameter, "listeners"):
+        parameter.listeners = Listeners()
+    parameter.listeners.append(weakref.ref(method.__self__))
+    return node
+
+
+class Listeners(list):
+    """Weak references to those who listen for a gradient; a pickled one is empty."""
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return type(self), ()
 
 
 def before_gradient(parameter: Tensor, method: Callable[..., None], *args: Any) -> None:
@@ -49,15 +71,13 @@ def while_alive(register: Callable, method: Callable[..., None], *args: Any) -> 
         if alive is not None:
             alive(*args)
 
-    hook.method = weak
     handle = register(hook)
 
 
 def listeners(parameter: Tensor) -> list[Any]:
     """Return the objects that `on_gradient` calls for this parameter, in order."""
-    hooks = (parameter._post_accumulate_grad_hooks or {}).values()
-    methods = [hook.method() for hook in hooks if hasattr(hook, "method")]
-    return [method.__self__ for method in methods if method is not None]
+    found = (reference() for reference in getattr(parameter, "listeners", ()))
+    return [one for one in found if one is not None]
 
 
 # ---- who averages what is there ------------------------------------------------------
