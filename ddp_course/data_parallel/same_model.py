@@ -43,12 +43,6 @@ class SameModel:
             raise ValueError(f"all_reduce is {all_reduce!r}; it must be a function")
         bucket_plan((), self.options["bucket_cap_mb"], self.options["first_bucket_mb"])
         check_devices(module, *self.devices)
-        for name, parameter in module.named_parameters():
-            if getattr(parameter, "_in_backward_optimizers", None):
-                raise ValueError(
-                    f"an optimizer steps {name} in backward, before its gradient is "
-                    "averaged: the replicas would diverge. Step after backward"
-                )
 
 
 def check_devices(module: nn.Module, device_ids: Any, output_device: Any) -> None:
