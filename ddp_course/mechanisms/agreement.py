@@ -164,6 +164,9 @@ def problem_with(module: Any) -> str | None:
             return f"{name} has no shape yet; run the module once before wrapping it"
         if tensor.is_meta:
             return f"{name} is on the meta device: it has no numbers to be replicated"
+    for name, p in module.named_parameters():
+        if problem := stepped_in_backward(name, p):
+            return problem
     if not any(p.requires_grad for p in module.parameters()):
         return "the module has no parameter that requires a gradient: nothing to do"
     for name, layer in module.named_modules():
@@ -171,6 +174,16 @@ def problem_with(module: Any) -> str | None:
             return f"{name} has sparse gradients; only dense ones can be bucketed"
         if isinstance(layer, nn.SyncBatchNorm) and not layer.weight.is_cuda:
             return f"{name} is a SyncBatchNorm, which PyTorch has on GPUs only"
+    return None
+
+
+def stepped_in_backward(name: str, parameter: Tensor) -> str | None:
+    """Return why a parameter cannot be trained if an optimizer steps it in backward."""
+    if getattr(parameter, "_in_backward_optimizers", None):  # as PyTorch marks it
+        return (
+            f"an optimizer steps {name} in backward, before its gradient is averaged: "
+            "the replicas would diverge. Step after backward"
+        )
     return None
 
 

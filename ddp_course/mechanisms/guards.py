@@ -1,17 +1,19 @@
 """Guards around PyTorch's own tools, which would be wrong in silence on sharded models.
 
 PyTorch's tools know of one process. As soon as a strategy that shards parameters is
-constructed, four of these tools are watched in this process:
+constructed, these tools are watched in this process:
 
     an optimizer that was made before     refused at its first step: what it steps has
                                           been left behind, and trains nothing
     torch.optim.LBFGS                     refused: it looks at all parameters at once
-    torch.nn.utils.clip_grad_norm_        refused: it takes this rank's part for all
+    torch.nn.utils.clip_grad_norm_,       refused: they take this rank's part for all
+    get_total_norm, clip_grads_with_norm_
+    torch.nn.utils.clip_grad_value_       refused if there are no gradients to clip
     torch.amp.GradScaler                  agrees: if a gradient is inf on one rank, all
                                           skip the step. (Otherwise that rank alone
                                           would, and the replicas were none any more.)
 
-For optimizers PyTorch has a hook. The two others have none, so each has a function put
+For optimizers PyTorch has a hook. The others have none, so each has a function put
 around one of its own. Chapters 05 and 07 to 10.
 """
 
@@ -19,14 +21,18 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.utils import clip_grad
+from torch.nn import utils
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from ddp_course.mechanisms.placements import device_of, groups_of, placed
+from ddp_course.mechanisms.placements import PLACED, device_of, groups_of, placed
+
+# Parameters whose gradients are means in parts, by id; and those in PLACED.
+AVERAGED: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 
 
 def leave_behind(parameters: Iterable[Tensor], by: str) -> None:
@@ -41,6 +47,7 @@ def averaged_by(parameters: Iterable[Tensor], optimizer: Optimizer) -> None:
     watch()
     for parameter in parameters:
         parameter.averaged_by = Weakly(optimizer)
+        AVERAGED[id(parameter)] = parameter
 
 
 class Weakly(weakref.ref):
@@ -54,14 +61,25 @@ class Weakly(weakref.ref):
 def watch() -> None:
     """Watch what PyTorch does with parameters from now on; once is enough."""
     register_optimizer_step_pre_hook(_check_step)
-    _put_around(clip_grad, "_clip_grads_with_norm_", _clips_no_parts)
-    _put_around(torch.nn.utils, "clip_grads_with_norm_", _clips_no_parts)
+    _put_inside(utils.clip_grads_with_norm_, _clips_no_parts)
+    _put_inside(utils.get_total_norm, _norms_no_parts)
+    _put_inside(utils.clip_grad_value_, _clips_what_is_there)
     _put_around(torch.amp.GradScaler, "_unscale_grads_", _agrees)
 
 
 def _put_around(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     if inner := getattr(owner, name, None):  # another PyTorch may have another one
         setattr(owner, name, functools.wraps(inner)(make(inner)))
+
+
+def _put_inside(decorated: Any, make: Callable[[Any], Any]) -> None:
+    """Put a function around the one that `torch.nn.utils` has decorated with no_grad.
+
+    So it is also called by those who have imported the decorated function before.
+    """
+    for cell in getattr(decorated, "__closure__", None) or ():
+        if callable(inner := cell.cell_contents):
+            cell.cell_contents = functools.wraps(inner)(make(inner))
 
 
 def _check_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -97,18 +115,56 @@ def in_parts(parameter: Tensor) -> bool:
 
 def _clips_no_parts(clip: Callable[..., None]) -> Callable[..., None]:
     def checked(parameters: Any, *args: Any, **kwargs: Any) -> None:
-        parameters = [parameters] if isinstance(parameters, Tensor) else parameters
-        parameters = list(parameters)
-        if divided := sum(map(in_parts, parameters)):
-            raise RuntimeError(
-                f"of {divided} of these {len(parameters)} parameters this rank has a "
-                "part of the gradients, which torch.nn.utils.clip_grad_norm_ takes for "
-                "all: call clip_grad_norm_ of what has divided them, the parallel "
-                "module or the optimizer"
-            )
+        parameters = _as_list(parameters)
+        _refuse_parts(sum(map(in_parts, parameters)), len(parameters))
         clip(parameters, *args, **kwargs)
 
     return checked
+
+
+def _norms_no_parts(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a norm of gradients, which do not say of which parameter they are."""
+
+    def checked(tensors: Any, *args: Any, **kwargs: Any) -> Tensor:
+        tensors = _as_list(tensors)
+        divided = [*filter(in_parts, [*AVERAGED.values(), *PLACED.values()])]
+        if not tensors and divided:
+            raise RuntimeError(NOTHING_TO_CLIP)
+        parts = {id(p.grad) for p in divided if p.grad is not None}
+        _refuse_parts(sum(id(tensor) in parts for tensor in tensors), len(tensors))
+        return norm(tensors, *args, **kwargs)
+
+    return checked
+
+
+def _clips_what_is_there(clip: Callable[..., None]) -> Callable[..., None]:
+    def checked(parameters: Any, *args: Any, **kwargs: Any) -> None:
+        parameters = _as_list(parameters)
+        if all(p.grad is None for p in parameters) and any(map(in_parts, parameters)):
+            raise RuntimeError(NOTHING_TO_CLIP)
+        clip(parameters, *args, **kwargs)
+
+    return checked
+
+
+NOTHING_TO_CLIP = (
+    "no parameter has a gradient to clip: the optimizer has this rank's shards of the "
+    "gradients. Clip by its clip_grad_norm_, or take ZeroRedundancyOptimizer (stage 1)"
+)
+
+
+def _as_list(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _refuse_parts(count: int, total: int) -> None:
+    """Raise RuntimeError if some of the tensors are parts."""
+    if count:
+        raise RuntimeError(
+            f"of {count} of these {total} parameters this rank has a part of the "
+            "gradients, which torch.nn.utils takes for all: clip by clip_grad_norm_ of "
+            "what has divided them, the parallel module or the optimizer"
+        )
 
 
 def _agrees(unscale: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,12 +20,13 @@ that a norm counts it once (`total_norm`). DTensor has the same for its meshes,
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Self
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,11 @@ class Placed:
         return f"{self.name} {self.shape}: {'; '.join(map(str, self.steps))}"
 
 
+# All tensors that were placed and are still alive, for guards that get a gradient and
+# have to find its parameter. By id, as tensors cannot be compared.
+PLACED: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+
+
 def place(
     tensor: Tensor,
     group: dist.ProcessGroup | None,
@@ -194,6 +200,7 @@ def place(
     )
     steps = [one for one in before.steps if one.group != group]
     tensor.placed = Placed(before.name, before.shape, (*steps, step))
+    PLACED[id(tensor)] = tensor
     return tensor
 
 
@@ -299,13 +306,13 @@ class DividedModule:
                 )
         return None
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm is at most `max_norm`; return it.
 
         The norm is that of the whole model's gradient, as it was before. Called by all
         ranks along `groups`. As torch.nn.utils.clip_grad_norm_.
         """
-        return clip_grad_norm_(self.parameters(), max_norm, self.groups)
+        return clip_grad_norm_(self.parameters(), max_norm, self.groups, norm_type)
 
     def __getstate__(self) -> Any:
         """Raise TypeError: a copy would have neither ranks nor numbers."""
@@ -324,31 +331,39 @@ def groups_before(module: nn.Module) -> tuple[dist.ProcessGroup, ...]:
 
 
 def total_norm(
-    tensors: Iterable[Tensor], groups: Iterable[dist.ProcessGroup] | None = None
+    tensors: Iterable[Tensor],
+    groups: Iterable[dist.ProcessGroup] | None = None,
+    norm_type: float = 2.0,
 ) -> Tensor:
     """Return the norm of the whole model's gradient, in float64; for all ranks.
 
     The norm of all gradients is not the sum of the parts' norms, but their squares can
     be added: first of the gradients that this rank owns, then over the ranks along each
-    group.
+    group. Of a p-norm it is the powers of p; of the largest number, the maximum.
 
     Args:
         tensors: this rank's parts, each with a `grad` or None.
         groups: the groups that divide the model; None: those of the tensors. Pass them
             where a rank may have no tensor.
+        norm_type: p, above 0; inf is the largest absolute number.
 
     As torch.nn.utils.get_total_norm.
     """
+    if not norm_type > 0:
+        raise ValueError(f"norm_type is {norm_type!r}; it must be above 0, or inf")
     tensors = list(tensors)
     groups = groups_of(tensors) if groups is None else groups
     own = [t for t in tensors if (way := placed(t)) is None or way.owned]
-    grads = (t.grad for t in own if t.grad is not None)
-    norm = get_total_norm([grad for grad in grads if grad.numel()])
-    square = norm.double() ** 2
+    grads = [t.grad for t in own if t.grad is not None and t.grad.numel()]
+    norms = torch._foreach_norm(grads, norm_type) if grads else [torch.zeros(())]
+    each = torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms])
+    largest = norm_type == inf
+    total = each.max() if largest else (each**norm_type).sum()
     for group in groups:
-        square = square.to(device_of(group))
-        dist.all_reduce(square, group=group)
-    return square.sqrt()
+        total = total.to(device_of(group))
+        operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+        dist.all_reduce(total, operation, group)
+    return total if largest else total ** (1 / norm_type)
 
 
 @torch.no_grad()
@@ -356,6 +371,7 @@ def clip_grad_norm_(
     tensors: Iterable[Tensor],
     max_norm: float,
     groups: Iterable[dist.ProcessGroup] | None = None,
+    norm_type: float = 2.0,
 ) -> Tensor:
     """Scale all gradients so that the whole model's norm is at most `max_norm`.
 
@@ -364,6 +380,8 @@ def clip_grad_norm_(
     rank's part for the whole. Chapter 07.
     """
     tensors = list(tensors)
-    norm = total_norm(tensors, groups)
-    clip_grads_with_norm_(tensors, max_norm, norm)
+    norm = total_norm(tensors, groups, norm_type)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    if grads := [tensor.grad for tensor in tensors if tensor.grad is not None]:
+        torch._foreach_mul_(grads, factor.to(grads[0].device))
     return norm.float()

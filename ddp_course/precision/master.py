@@ -118,7 +118,7 @@ class MasterWeights(Optimizer):
                 "it. Clip the copies, by optimizer.clip_grad_norm_(max_norm)"
             )
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients of the copies to a norm of at most `max_norm`.
 
         Returns the norm before; of parameters in shards, that over all ranks, which
@@ -127,7 +127,7 @@ class MasterWeights(Optimizer):
         if self.copied is None:
             self.give_gradients()
         copies = (c for group in self.optim.param_groups for c in group["params"])
-        return clip_grad_norm_(copies, max_norm)
+        return clip_grad_norm_(copies, max_norm, norm_type=norm_type)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, or make them zeros."""

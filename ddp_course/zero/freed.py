@@ -18,7 +18,7 @@ class ShardedError(RuntimeError):
     """Something that cannot be done while each rank has only its pieces."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Freed:
     """Stands for a parameter that is not whole at present; knows its form."""
 
@@ -29,12 +29,21 @@ class Freed:
     requires_grad: bool
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("__"):  # copy and pickle probe for special methods
+        # copy and pickle probe for special methods; PyTorch asks for this one where a
+        # parameter is assigned, as it is when weights are tied
+        if attribute.startswith("__") and attribute != "__qualname__":
             raise AttributeError(attribute)
         raise ShardedError(
             f"{self.name} has no numbers at present (.{attribute}): each rank has its "
             "piece of them, and they are whole while their unit computes. Elsewhere, "
             "call full_state_dict()"
+        )
+
+    def __repr__(self) -> str:
+        """Say what it is; PyTorch's errors, as of functional_call, show this text."""
+        return (
+            f"{self.name}, of which each rank has its piece now (sharded modules take "
+            "no parameters from outside)"
         )
 
     @classmethod

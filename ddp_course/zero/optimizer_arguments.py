@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ddp_course.mechanisms.agreement import agreed, kind_of
+from ddp_course.mechanisms.agreement import agreed, kind_of, stepped_in_backward
 from ddp_course.mechanisms.buckets import bucket_plan
 from ddp_course.mechanisms.elementwise import check_elementwise
 from ddp_course.zero.options import copy_options
@@ -89,6 +89,8 @@ def check_parameters(groups: Groups) -> None:
             raise ValueError(
                 f"parameter {name} is on the meta device: it has no numbers"
             )
+        if problem := stepped_in_backward(f"parameter {name}", parameter):
+            raise ValueError(problem)
         if parameter.layout is not torch.strided:
             raise ValueError(
                 f"parameter {name} is {parameter.layout}; only dense ones can be cut"

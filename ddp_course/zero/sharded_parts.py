@@ -70,6 +70,7 @@ class Kept:
     def constructed(self, fsdp: Sharded) -> None:
         """Note what the module is made of; its old parameters are left behind."""
         self.frozen = Frozen(fsdp, pieces=True)
+        self.places = {name: p.data_ptr() for name, p in fsdp.pieces.items()}
         flats = (flat for unit in fsdp.units for flat in unit.flats)
         wholes = (parameter for flat in flats for parameter in flat.parameters)
         leave_behind(wholes, f"{type(fsdp).__name__}(module)")
@@ -77,6 +78,12 @@ class Kept:
     def before_forward(self, fsdp: Sharded) -> None:
         """Raise RuntimeError for parameters that were put into the module since."""
         self.frozen.check()
+        for name, piece in fsdp.pieces.items():
+            if piece.data_ptr() != self.places[name]:
+                raise RuntimeError(
+                    f"{name}.data was replaced, and the shard that is gathered has the "
+                    "old numbers: change numbers in place (copy_, mul_)"
+                )
         for owner, module in fsdp.module.named_modules():
             for name, parameter in module._parameters.items():
                 if not (parameter is None or isinstance(parameter, Freed)):
@@ -106,11 +113,14 @@ class Kept:
                 f"the forward of {unit.plan.name} returned one of its parameters, or a "
                 "view of one, whose memory is freed now: return a copy (clone())"
             )
-        if torch.is_grad_enabled() and unit.trainable and not tensors:
+        if not (torch.is_grad_enabled() and unit.trainable):
+            return
+        what = "no tensor is found" if not tensors else "no tensor requires a gradient"
+        if not any(t.requires_grad for t in tensors):
             raise ShardedError(
-                f"no tensor is found in what the forward of {unit.plan.name} returned, "
-                "so backward could not be seen to come back: return tensors, or lists, "
-                "dicts or dataclasses of them"
+                f"{what} in what the forward of {unit.plan.name} returned, so backward "
+                "could not be seen to come back: return tensors, or lists, dicts or "
+                "dataclasses of them; what is not trained goes in torch.no_grad()"
             )
 
     def before_backward(self, fsdp: Sharded) -> None:

@@ -157,7 +157,7 @@ class ZeroRedundancyOptimizer(Zero1):
         parameters = (p for group in self.param_groups for p in group["params"])
         return list(dict.fromkeys([*groups_of(parameters), self.process_group]))
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients to a norm of at most `max_norm`; return what it was.
 
         The norm is that of the mean gradients of all parameters together, as of
@@ -165,7 +165,7 @@ class ZeroRedundancyOptimizer(Zero1):
         divided them. Called by all ranks, between `backward` and `step`.
         """
         self.give_gradients()
-        return clip_grad_norm_(self.owned.values(), max_norm, self.groups)
+        return clip_grad_norm_(self.owned.values(), max_norm, self.groups, norm_type)
 
     @property
     def unscaled(self) -> Optimizer:
