@@ -144,7 +144,7 @@ class Engine(Averager):
     def __init__(self, reducer: BucketReducer, parts: Iterable[Any] = ()) -> None:
         self.reducer, self.parts = reducer, parts
         self.buckets: list[LiveBucket] = []  # in the order in which they are launched
-        self.nodes: list[Any] = []  # of autograd; the engine's hooks go with them
+        self.nodes: list[Any] = []  # of autograd; hooks go with them
         self.next = 0  # the index in `buckets` of the one to be launched next
         self.expecting = True  # the next gradient begins a pass that is averaged
         self._callback: weakref.ref | None = None  # of the pass that is under way
@@ -157,8 +157,8 @@ class Engine(Averager):
         self.buckets.append(bucket)
         self.reducer.added(self, bucket)
         for slot in slots:
-            here = self._gradient_is_there, bucket, slot
-            self.nodes.append(on_gradient(slot.parameter, *here))
+            node = on_gradient(slot.parameter, self._gradient_is_there, bucket, slot)
+            self.nodes.append(node)
         return bucket
 
     @property

@@ -18,7 +18,6 @@ around one of its own. Chapters 05 and 07 to 10.
 """
 
 import functools
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakValueDictionary
@@ -29,6 +28,7 @@ from torch import Tensor
 from torch.nn import utils
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from ddp_course.mechanisms.hooks import Weakly
 from ddp_course.mechanisms.placements import PLACED, device_of, groups_of, placed
 
 # Parameters whose gradients are means in parts, by id; and those in PLACED.
@@ -48,13 +48,6 @@ def averaged_by(parameters: Iterable[Tensor], optimizer: Optimizer) -> None:
     for parameter in parameters:
         parameter.averaged_by = Weakly(optimizer)
         AVERAGED[id(parameter)] = parameter
-
-
-class Weakly(weakref.ref):
-    """A reference that nobody takes along: of a pickled one, None is left."""
-
-    def __reduce__(self) -> tuple[type, tuple]:
-        return type(None), ()
 
 
 @functools.cache

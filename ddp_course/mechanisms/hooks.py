@@ -1,12 +1,8 @@
-"""Where data parallelism takes hold of autograd: three hooks, a walk over its graph.
+"""Where data parallelism takes hold of autograd: hooks, and a walk over its graph.
 
-A parameter's gradient is complete when autograd has accumulated it; a backward pass
-reaches a module when the gradient of one of its outputs is there; and the parameters
-that it is going to reach are the leaves below those outputs. All hooks hold what they
-call weakly, so that they go when its object goes. Chapter 05.
-
-And those who average gradients can be found by the parameters (`held`): whatever goes
-backward several times for one step need not know who they are.
+Hooks hold what they call weakly, so that they go when its object goes. Those who
+average gradients can be found by the parameters (`held`): whatever goes backward
+several times for one step need not know who they are. Chapter 05.
 """
 
 import weakref
@@ -19,40 +15,24 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 
+class Weakly(weakref.ref):
+    """A reference that nobody takes along: of a pickled one, None is left."""
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return type(None), ()
+
+
 def on_gradient(parameter: Tensor, method: Callable[..., None], *args: Any) -> Node:
     """Call the bound `method(*args)` whenever the gradient of `parameter` is there.
 
-    It is called after all hooks of the parameter, also those that are registered later,
-    since the hook is one of the node that accumulates the gradient. It is held weakly:
-    otherwise a module that is wrapped a second time would be averaged twice.
-
-    Returns the node; the hook goes with it, so the caller keeps it.
+    That is after all hooks of the parameter, also those that come later. The caller
+    keeps the node that is returned: the hook goes with it.
     """
     node = get_gradient_edge(parameter).node
-    weak = weakref.WeakMethod(method)
-
-    def hook(_: Any, gradients: tuple[Tensor | None, ...]) -> None:
-        alive = weak()
-        if alive is not None and gradients[0] is not None:
-            alive(*args)
-
-    node.register_hook(hook)
-    if not hasattr(parameter, "listeners"):
-        parameter.listeners = Listeners()
-    parameter.listeners.append(weakref.ref(method.__self__))
+    while_alive(node.register_hook, method, *args)
+    owners = [*listeners(parameter), method.__self__]
+    parameter.listeners = [Weakly(owner) for owner in owners]
     return node
-
-
-class Listeners(list):
-    """Weak references to those who listen for a gradient; a pickled one is empty."""
-
-    def __reduce__(self) -> tuple[type, tuple]:
-        return type(self), ()
-
-
-def before_gradient(parameter: Tensor, method: Callable[..., None], *args: Any) -> None:
-    """Call the bound `method(*args)` whenever a gradient is about to be accumulated."""
-    while_alive(parameter.register_hook, method, *args)
 
 
 def on_backward(tensors: Iterable[Tensor], method: Callable[[], None]) -> None:
@@ -67,8 +47,7 @@ def while_alive(register: Callable, method: Callable[..., None], *args: Any) -> 
     weak = weakref.WeakMethod(method, lambda _: handle.remove())
 
     def hook(*_: Any) -> None:
-        alive = weak()
-        if alive is not None:
+        if (alive := weak()) is not None:
             alive(*args)
 
     handle = register(hook)
@@ -76,17 +55,17 @@ def while_alive(register: Callable, method: Callable[..., None], *args: Any) -> 
 
 def listeners(parameter: Tensor) -> list[Any]:
     """Return the objects that `on_gradient` calls for this parameter, in order."""
-    found = (reference() for reference in getattr(parameter, "listeners", ()))
-    return [one for one in found if one is not None]
+    weak = getattr(parameter, "listeners", ())
+    return [one for each in weak if each and (one := each())]
 
 
 # ---- who averages what is there ------------------------------------------------------
 
 
 class Averager:
-    """Whatever averages gradients, and can be told by `held` to put that off."""
+    """Whatever averages gradients, unless somebody holds it (`held`)."""
 
-    held = 0  # so many have told it
+    held = 0  # by how many
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -114,11 +93,10 @@ class Averager:
 def held(parameters: Iterable[Tensor]) -> Iterator[None]:
     """Let gradients add up in this block, and average them at its end, all at once.
 
-    For whatever runs several backward passes for one step: a pipeline, with its
-    microbatches. It need not know who averages, along which ranks, or whether anybody
-    does: everyone who listens for these gradients is told. The sum of what has come is
-    averaged as if it had come in one pass. Inside of another block like this it is left
-    to that one. After an error nothing is averaged. Chapter 10.
+    For a pipeline, which goes backward once for each microbatch. Everyone who listens
+    for these gradients averages their sum, as if it had come in one pass; inside of
+    another block like this that is left to the outer one. After an error nothing is
+    averaged. Chapter 10.
     """
     those = dict.fromkeys(one for p in parameters for one in listeners(p))
     with ExitStack() as stack:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ddp_course.mechanisms.buckets import LiveBucket, Slot
 from ddp_course.mechanisms.engine import Engine
-from ddp_course.mechanisms.hooks import before_gradient
+from ddp_course.mechanisms.hooks import while_alive
 from ddp_course.mechanisms.parts import announce
 
 
@@ -27,7 +27,7 @@ class AddsUp:
         """Listen for gradients that autograd is about to accumulate."""
         self.engine = weakref.proxy(engine)
         for slot in bucket.slots:
-            before_gradient(slot.parameter, self.put_aside)
+            while_alive(slot.parameter.register_hook, self.put_aside)
 
     def pass_begins(self, engine: Engine) -> None:
         """Put means aside, also on a rank that has no gradient at all in this pass."""
