@@ -179,12 +179,10 @@ def problem_with(module: Any) -> str | None:
 
 def stepped_in_backward(name: str, parameter: Tensor) -> str | None:
     """Return why a parameter cannot be trained if an optimizer steps it in backward."""
-    if getattr(parameter, "_in_backward_optimizers", None):  # as PyTorch marks it
-        return (
-            f"an optimizer steps {name} in backward, before its gradient is averaged: "
-            "the replicas would diverge. Step after backward"
-        )
-    return None
+    return getattr(parameter, "_in_backward_optimizers", None) and (
+        f"an optimizer steps {name} in backward, before its gradient is averaged: the "
+        "replicas would diverge. Step after backward"
+    )
 
 
 def check_module(module: Any) -> None:

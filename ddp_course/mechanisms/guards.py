@@ -8,7 +8,6 @@ constructed, these tools are watched in this process:
     torch.optim.LBFGS                     refused: it looks at all parameters at once
     torch.nn.utils.clip_grad_norm_,       refused: they take this rank's part for all
     get_total_norm, clip_grads_with_norm_
-    torch.nn.utils.clip_grad_value_       refused if there are no gradients to clip
     torch.amp.GradScaler                  agrees: if a gradient is inf on one rank, all
                                           skip the step. (Otherwise that rank alone
                                           would, and the replicas were none any more.)
@@ -18,21 +17,21 @@ around one of its own. Chapters 05 and 07 to 10.
 """
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import utils
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from ddp_course.mechanisms.hooks import Weakly
 from ddp_course.mechanisms.placements import PLACED, device_of, groups_of, placed
 
-# Parameters whose gradients are means in parts, by id; and those in PLACED.
-AVERAGED: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+# Parameters whose gradients are means in parts -> the optimizer that averages them.
+AVERAGED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def leave_behind(parameters: Iterable[Tensor], by: str) -> None:
@@ -46,17 +45,15 @@ def averaged_by(parameters: Iterable[Tensor], optimizer: Optimizer) -> None:
     """Note that gradients of these are means when `optimizer` says so, and in parts."""
     watch()
     for parameter in parameters:
-        parameter.averaged_by = Weakly(optimizer)
-        AVERAGED[id(parameter)] = parameter
+        AVERAGED[parameter] = weakref.ref(optimizer)
 
 
 @functools.cache
 def watch() -> None:
     """Watch what PyTorch does with parameters from now on; once is enough."""
     register_optimizer_step_pre_hook(_check_step)
-    _put_inside(utils.clip_grads_with_norm_, _clips_no_parts)
-    _put_inside(utils.get_total_norm, _norms_no_parts)
-    _put_inside(utils.clip_grad_value_, _clips_what_is_there)
+    put_inside(utils.clip_grads_with_norm_, _clips_no_parts)
+    put_inside(utils.get_total_norm, _norms_no_parts)
     _put_around(torch.amp.GradScaler, "_unscale_grads_", _agrees)
 
 
@@ -65,10 +62,10 @@ def _put_around(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         setattr(owner, name, functools.wraps(inner)(make(inner)))
 
 
-def _put_inside(decorated: Any, make: Callable[[Any], Any]) -> None:
+def put_inside(decorated: Any, make: Callable[[Any], Any]) -> None:
     """Put a function around the one that `torch.nn.utils` has decorated with no_grad.
 
-    So it is also called by those who have imported the decorated function before.
+    Those who have imported the decorated function before call it, too.
     """
     for cell in getattr(decorated, "__closure__", None) or ():
         if callable(inner := cell.cell_contents):
@@ -101,7 +98,7 @@ def _check_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def in_parts(parameter: Tensor) -> bool:
     """Tell whether this rank's gradient of it is a part, of the whole or of a mean."""
     way = placed(parameter)
-    optimizer = getattr(parameter, "averaged_by", None)
+    optimizer = AVERAGED.get(parameter)
     in_parts = optimizer is not None and optimizer() is not None
     return in_parts or (way is not None and way.divided)
 
@@ -120,30 +117,12 @@ def _norms_no_parts(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     def checked(tensors: Any, *args: Any, **kwargs: Any) -> Tensor:
         tensors = _as_list(tensors)
-        divided = [*filter(in_parts, [*AVERAGED.values(), *PLACED.values()])]
-        if not tensors and divided:
-            raise RuntimeError(NOTHING_TO_CLIP)
+        divided = filter(in_parts, [*AVERAGED, *PLACED.values()])
         parts = {id(p.grad) for p in divided if p.grad is not None}
         _refuse_parts(sum(id(tensor) in parts for tensor in tensors), len(tensors))
         return norm(tensors, *args, **kwargs)
 
     return checked
-
-
-def _clips_what_is_there(clip: Callable[..., None]) -> Callable[..., None]:
-    def checked(parameters: Any, *args: Any, **kwargs: Any) -> None:
-        parameters = _as_list(parameters)
-        if all(p.grad is None for p in parameters) and any(map(in_parts, parameters)):
-            raise RuntimeError(NOTHING_TO_CLIP)
-        clip(parameters, *args, **kwargs)
-
-    return checked
-
-
-NOTHING_TO_CLIP = (
-    "no parameter has a gradient to clip: the optimizer has this rank's shards of the "
-    "gradients. Clip by its clip_grad_norm_, or take ZeroRedundancyOptimizer (stage 1)"
-)
 
 
 def _as_list(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:

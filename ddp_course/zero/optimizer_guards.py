@@ -11,14 +11,18 @@ Each raises RuntimeError and says what to do instead:
 Chapter 07.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.utils import clip_grad_value_, get_total_norm
 
 from ddp_course.collectives.communicator import communicator
 from ddp_course.mechanisms.agreement import digest
 from ddp_course.mechanisms.buckets import LiveBucket, Slot
 from ddp_course.mechanisms.engine import Engine
+from ddp_course.mechanisms.guards import AVERAGED, in_parts, put_inside
 from ddp_course.mechanisms.hooks import listeners
 from ddp_course.zero.shards import names_of
 
@@ -104,8 +108,35 @@ class Unmoved:
                 raise RuntimeError(f"parameter {name} {was}; make the optimizer anew")
 
 
+@functools.cache
+def watch_empty_clips() -> None:
+    """Let PyTorch's clipping refuse to clip nothing while gradients are in shards."""
+    put_inside(clip_grad_value_, lambda clip: _checked(clip, lambda p: p.grad))
+    put_inside(get_total_norm, lambda norm: _checked(norm, lambda gradient: gradient))
+
+
+def _checked(clip: Callable[..., Any], gradient_of: Callable[[Any], Any]) -> Any:
+    def checked(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        if any(map(in_parts, AVERAGED)) and all(
+            gradient_of(t) is None for t in tensors
+        ):
+            raise RuntimeError(
+                "no parameter has a gradient to clip: the optimizer has this rank's "
+                "shards of the gradients. Clip by its clip_grad_norm_, or take "
+                "ZeroRedundancyOptimizer (stage 1)"
+            )
+        return clip(tensors, *args, **kwargs)
+
+    return checked
+
+
 class ShardsOnly:
     """Refuses gradients beside stage 2's shards; and shards of the last step."""
+
+    def row_made(self, optimizer: Any, *_: Any) -> None:
+        """Watch PyTorch's clipping."""
+        watch_empty_clips()
 
     stepped = False
 

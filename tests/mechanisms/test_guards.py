@@ -358,7 +358,7 @@ def rungs(strategy: str) -> tuple[str, ...]:
 def without_guards() -> None:
     """The plant: nobody looks after anything."""
     guards._put_around = lambda owner, name, make: None
-    guards._put_inside = lambda decorated, make: None
+    guards.put_inside = lambda decorated, make: None
     guards._check_step = lambda optimizer, args, kwargs: None
     frozen.Frozen.check = lambda self: None
     DividedModule.newcomer = lambda self: None

@@ -9,6 +9,7 @@ import trained
 from modules import InAnyOrder
 from on_ranks import launched
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.optim import SGD
 from trained import Trained, bits, far_apart
 from zero_cases import (
@@ -246,8 +247,9 @@ def windows() -> dict[str, list]:
         opt = Stage2(model.parameters(), SGD, lr=1.0, **EACH, buckets_in_flight=limit)
         reducer, seen = opt.reducer, []
         for p in model.parameters():
-            p.register_post_accumulate_grad_hook(
-                lambda p, seen=seen, reducer=reducer: seen.append(
+            # As late as the engine's own hook, and after it.
+            get_gradient_edge(p).node.register_hook(
+                lambda *_, p=p, seen=seen, reducer=reducer: seen.append(
                     (len(reducer.opened), p.grad is None)
                 )
             )
