@@ -6,7 +6,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
 
 
 @dataclass
@@ -82,7 +81,7 @@ def bits(trained: Trained) -> bytes:
 def own_norm_only(parts, max_norm: float) -> Tensor:
     """Clip what a rank has by the norm of what it has: wrong, but on one rank."""
     parts = [part for part in parts if part.grad is not None]
-    norm = get_total_norm([part.grad for part in parts])
+    norm = torch.stack([part.grad.norm() for part in parts]).norm()
     scale_gradients(parts, max_norm, norm)
     return norm
 
