@@ -32,7 +32,7 @@ BARS = {
     "zero.naive": NAIVE,
     "zero.stage1": READABLE,
     "zero.stage2": READABLE,
-    "zero.zero_redundancy_optimizer": (35, 5_400),
+    "zero.zero_redundancy_optimizer": (35, 5_480),
     "zero.sharded_gradient_optimizer": (37, 5_650),
     "zero.stage3_naive": NAIVE,
     "zero.stage3_simple": READABLE,
