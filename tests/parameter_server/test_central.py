@@ -156,7 +156,7 @@ def test_without_a_server_workers_end_at_once():
     for worker in (1, 2):
         words, seconds = told[worker]
         assert re.fullmatch("rank 0, which serves the weights, is gone", words)
-        assert seconds < 2
+        assert seconds < 15  # not the patience of 300
 
 
 def test_a_server_that_is_silent_is_named():
