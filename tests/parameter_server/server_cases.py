@@ -175,17 +175,23 @@ class WrongClock(Server):
 
 
 def one_is_killed(rule: Rule) -> Record | None:
-    """Rank 2 dies while it computes; the others go on."""
+    """Rank 2 dies in its second turn; the others go on, after waiting for that."""
     model, rank = make_model(), dist.get_rank()
     if rank == 0:
         made = OPTIMIZERS["sgd"](model.parameters())
         return Server(model.parameters(), made, rule, steps=20).serve()
+    store = dist.distributed_c10d._get_default_store()
     with Worker(model.parameters()) as worker:
+        turn = 0
         while worker.pull():
-            if rank == 2 and worker.version >= 5:
+            if rank == 2 and turn == 1:
+                store.set("dies", "now")
                 os.kill(os.getpid(), signal.SIGKILL)
+            if rank != 2 and turn == 2:
+                store.wait(["dies"])
             gradient(model, rank, worker.clock)
             worker.push()
+            turn += 1
     return None
 
 
