@@ -30,7 +30,12 @@ from ddp_course.collectives.by_plan import (
     ring_all_reduce,
     tree_all_reduce,
 )
-from ddp_course.collectives.communicator import CollectiveError, Work, communicator
+from ddp_course.collectives.communicator import (
+    CollectiveError,
+    Work,
+    communicator,
+    quick_exchange,
+)
 from ddp_course.collectives.reduction import ReduceOp
 from ddp_course.collectives.rooted import broadcast, gather, reduce, scatter
 from ddp_course.collectives.unrooted import (

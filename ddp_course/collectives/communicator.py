@@ -221,6 +221,14 @@ def communicator(group: Group = None) -> Communicator:
     return _KEPT[group]
 
 
+def quick_exchange(group: Group = None) -> Callable[[str], list[str]]:
+    """Return a function that shows a text to all ranks of a group, and returns theirs.
+
+    On one machine it takes microseconds, in shared memory.
+    """
+    return lambda text: communicator(group).agree_now("flags", show=text)
+
+
 def _is_destroyed(group: dist.ProcessGroup) -> bool:
     try:
         return not dist.get_process_group_ranks(group)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from ddp_course.collectives.communicator import quick_exchange
 from ddp_course.communication_order.guards import (
     NotYet,
     SameStart,
@@ -88,7 +89,7 @@ class ScheduledDataParallel(OrderedDataParallel):
         layers: Sequence[nn.Module] = (),
     ) -> None:
         piece = policy.piece and max(16, int(policy.piece) // 16 * 16)  # whole numbers
-        recovery = Recovery(process_group)
+        recovery = Recovery(process_group, quick_exchange(process_group))
         self.planner, self.seen = Planned(replace(policy, piece=piece)), Seen()
         parts = [
             SameStart(process_group, policy=policy),

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp_course.collectives.communicator import quick_exchange
 from ddp_course.data_parallel.bucketed import BucketedDistributedDataParallel
 from ddp_course.data_parallel.buffers import Buffers
 from ddp_course.data_parallel.same_model import SameModel
@@ -183,7 +184,7 @@ class DistributedDataParallel(BucketedDistributedDataParallel):
             static_graph=static_graph,
         )
         same.devices = device_ids, output_device
-        recovery = Recovery(process_group)
+        recovery = Recovery(process_group, quick_exchange(process_group))
         find = find_unused_parameters or static_graph
         parts = [
             same,

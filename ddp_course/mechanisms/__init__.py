@@ -6,6 +6,7 @@
     engine      gradient -> bucket -> launch in order -> wait; a reducer says how
     buckets     which gradients travel together: plain data
     hooks       how autograd tells that a gradient is there
+    recovery    flags after every pass: which have failed, which gradients are missing
     timeline    what a step writes into the open event logs
     placements  which part of which parameter of the plain model a rank has, and the
                 norm of the whole gradient, which follows from that
@@ -16,8 +17,9 @@
     frozen, guards
                 what would be wrong in silence once a model is wrapped
     elementwise may an optimizer step parts of a tensor alone?
-    exchange, shard_exchange
-                parts are gathered and reduced
+    exchange    activations are gathered and reduced
+    shard_collectives
+                and so are shards, by PyTorch's collectives
     recompute   backward that runs forward again, so that less is kept
 
 Chapters 04 to 13 explain them.

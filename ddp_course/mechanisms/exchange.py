@@ -2,7 +2,7 @@
 
 A *summand* is a tensor of which only the sum over the ranks means anything. It is
 computed in a `buffer`, and summed there. After an all-reduce all ranks have the same
-bits. How ranks exchange shards is in `shard_exchange`. Chapter 09.
+bits. How ranks exchange shards is in `shard_collectives`. Chapter 09.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,7 @@
-"""A part that ends passes which broke off in an error, and compares who went on.
+"""Parts of an engine with which ranks show each other flags after every averaged pass.
+
+    Recovery     ends passes which broke off in an error, and compares who went on
+    AgreeUnused  finds the parameters that no rank had a gradient for
 
 If a forward or backward raises on one rank, and the program catches it and skips the
 batch, the other ranks wait for the buckets that this rank has not sent; and from then
@@ -12,19 +15,27 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ddp_course.collectives.communicator import CollectiveError, communicator
-from ddp_course.launch.deadlock import by_text
+from ddp_course.launch.deadlock import CollectiveError, by_text
 
 
 class Recovery:
     """Counts failed passes, ends broken ones, and lets ranks compare flags.
 
     `show` is what other parts call after an averaged pass, once and on all ranks, to
-    show their flags; it compares the counts, too (`AgreeUnused` takes it).
+    show their flags; it compares the counts, too.
+
+    Args:
+        group: the ranks that average; None are all.
+        exchange: takes this rank's text, and returns the texts of all ranks; they are
+            equally long. It is called in every pass.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.group = group
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        exchange: Callable[[str], Sequence[str]],
+    ) -> None:
+        self.group, self.exchange = group, exchange
         self.failed = 0  # forwards and backwards that ended in an error
         self._in_forward = False
 
@@ -52,19 +63,32 @@ class Recovery:
     def show(self, flags: Sequence[bool]) -> list[str]:
         """Return every rank's flags, a "1" or "0" each; compare the failed passes.
 
-        Raises CollectiveError, on every rank, if some ranks have had more failures.
+        A rank that goes on after an error which the others did not have is a step ahead
+        of them, and averages another batch: raises CollectiveError, on every rank, if
+        the numbers of failed passes differ.
         """
-        return shown_by_all(flags, self.group, self.failed)
+        own = "".join("01"[bool(flag)] for flag in flags)
+        shown = self.exchange(f"{self.failed:8}{own}")
+        counts = [str(int(text[:8])) for text in shown]
+        if len(set(counts)) > 1:
+            ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
+            which = by_text(counts, ranks, text_first=True)
+            raise CollectiveError(
+                f"forwards and backwards that ended in an error: {which}. The "
+                "gradients are of different steps: let all ranks skip a batch, or none"
+            )
+        return [text[8:] for text in shown]
 
 
 class AgreeUnused:
-    """A part that finds the parameters that no rank had a gradient for.
+    """Sets `engine.reducer.unused` after every averaged pass.
 
-    Such a parameter keeps `grad` None, as in one process, so that neither weight decay
-    nor momentum moves it. Where only some ranks had a gradient, zero counts for the
-    others. After every averaged pass this part sets `engine.reducer.unused`.
+    A parameter that no rank had a gradient for keeps `grad` None, as in one process, so
+    that neither weight decay nor momentum moves it. Where only some ranks had a
+    gradient, zero counts for the others. Chapters 05 and 07.
+
     `show(flags)` returns what all ranks show: a "1" or "0" for each flag, one string
-    per rank (`Recovery.show`). Chapters 05 and 07.
+    per rank (`Recovery.show`).
     """
 
     def __init__(self, show: Callable[[Sequence[bool]], list[str]]) -> None:
@@ -77,40 +101,3 @@ class AgreeUnused:
         columns = zip(slots, zip(*notes, strict=True), strict=True)
         unused = (slot.parameter for slot, column in columns if "1" not in column)
         engine.reducer.unused = frozenset(unused)
-
-
-# ---- flags --------------------------------------------------------------------------
-
-
-def shown_by_all(
-    flags: Sequence[bool],
-    group: dist.ProcessGroup | None,
-    failed: int = 0,
-) -> list[str]:
-    """Return what each rank of the group shows: a "1" or "0" for each of its flags.
-
-    Call it on all ranks, equally often. The flags travel as notes do on which ranks
-    agree before they send: in shared memory on one machine, within microseconds.
-
-    `failed` is how many passes have ended in an error that the caller has caught. Who
-    goes on after one alone is a step ahead of the others, and averages another batch:
-    raises CollectiveError, on every rank, if these numbers differ.
-    """
-    own = "".join("01"[bool(flag)] for flag in flags)
-    comm = communicator(group)
-    shown, counts = zip(*comm.agree_now("flags", show=(own, failed)), strict=True)
-    if len(set(counts)) > 1:
-        told = by_text([*map(str, counts)], comm.ranks, text_first=True)
-        raise CollectiveError(
-            f"forwards and backwards that ended in an error: {told}. The gradients are "
-            "of different steps: let all ranks skip a batch, or none"
-        )
-    return list(shown)
-
-
-def on_any_rank(
-    flags: Sequence[bool], group: dist.ProcessGroup | None, failed: int = 0
-) -> list[bool]:
-    """Return which flags are set on one rank at least, by what `shown_by_all` says."""
-    notes = shown_by_all(flags, group, failed)
-    return ["1" in column for column in zip(*notes, strict=True)]

@@ -8,16 +8,15 @@ Read the modules in this order:
     stage2        `Zero2`: and so are gradients
     zero_redundancy_optimizer, sharded_gradient_optimizer
                   both with all that one trains with: a list of parts
-    optimizer_arguments, adds_up, optimizer_state, optimizer_guards
-                  these parts
+    optimizer_parts, optimizer_guards
+                  these parts: what is added, and what is refused
     units         stage 3: which parameters are gathered together: plain data
     stage3_naive  `NaiveFullyShardedDataParallel`: all is gathered, used and freed
     stage3_simple `SimpleFullyShardedDataParallel`: one unit after the other
-    unit_storage, freed
-                  their memory, which comes and goes; what stands there meanwhile
+    unit_storage  their memory, which comes and goes; what stands there meanwhile
     stage3        `FullyShardedDataParallel`: messages under way meanwhile, and parts
-    order, sharded_parts, offload
-                  what to gather next; the parts; shards on the CPU
+    sharded_parts its parts; what to gather next; shards on the CPU
+    metered       what meters need of all of them
     sharded_checkpoint
                   saved shards
 
@@ -25,7 +24,6 @@ Chapters 07 and 08.
 """
 
 from ddp_course.mechanisms.elementwise import NotElementwiseError
-from ddp_course.zero.freed import ShardedError
 from ddp_course.zero.naive import NaiveZeroRedundancyOptimizer, deal
 from ddp_course.zero.sharded_gradient_optimizer import ShardedGradientOptimizer
 from ddp_course.zero.shards import Piece, ShardedBucket, shard_plan
@@ -34,4 +32,5 @@ from ddp_course.zero.stage2 import Zero2
 from ddp_course.zero.stage3 import FullyShardedDataParallel
 from ddp_course.zero.stage3_naive import NaiveFullyShardedDataParallel
 from ddp_course.zero.stage3_simple import SimpleFullyShardedDataParallel
+from ddp_course.zero.unit_storage import ShardedError
 from ddp_course.zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer

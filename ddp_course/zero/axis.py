@@ -12,6 +12,7 @@ from torch.optim import AdamW, Optimizer
 from ddp_course.mesh import Axes
 from ddp_course.spec import PRECISIONS, Layout
 from ddp_course.strategy import Strategy
+from ddp_course.zero import metered
 from ddp_course.zero.sharded_gradient_optimizer import ShardedGradientOptimizer
 from ddp_course.zero.stage3 import FullyShardedDataParallel
 from ddp_course.zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
@@ -30,13 +31,16 @@ def shard(model: nn.Module, layout: Layout, axes: Axes) -> nn.Module:
     if "replicate" in axes:  # hybrid: its replicas have the same shards
         options["replicas"] = axes.group("replicate")
         groups = groups[1:]
-    return FullyShardedDataParallel(model, axes.group(*groups), **options)
+    group = axes.group(*groups)
+    options |= metered.module(group)  # its collectives are checked
+    return FullyShardedDataParallel(model, group, **options)
 
 
 def sharded_adamw(model: nn.Module, layout: Layout, axes: Axes, lr: float) -> Optimizer:
     """Return the AdamW that shards its states, and averages the gradients."""
     group = axes.group(*layout.averaged)
-    return OPTIMIZERS[layout.zero](model.parameters(), AdamW, group, lr=lr)
+    options = {"lr": lr, **metered.optimizer()}
+    return OPTIMIZERS[layout.zero](model.parameters(), AdamW, group, **options)
 
 
 def strategy(layout: Layout) -> Strategy:

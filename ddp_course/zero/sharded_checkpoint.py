@@ -61,7 +61,7 @@ def save(
     """
     groups, folder = _groups(sharded), Path(folder).absolute()
     first = all(dist.get_rank(group) == 0 for group in groups)
-    writes = all(comm.rank == 0 for comm in sharded.comms[1:])
+    writes = all(dist.get_rank(group) == 0 for group in sharded.replica_groups)
 
     def write() -> None:
         state = {"format": FORMAT, "save": names[0], **_own(sharded, optimizer)}
@@ -99,7 +99,7 @@ def load(
 
 def _groups(sharded: ShardedModule) -> list[dist.ProcessGroup]:
     """Return the groups along which there are other ranks with a part in this."""
-    return list(dict.fromkeys([*sharded.groups, *(c.group for c in sharded.comms)]))
+    return list(dict.fromkeys([*sharded.groups, *sharded.replica_groups]))
 
 
 def _agreed(groups: list[dist.ProcessGroup], make: Callable[[], T]) -> T:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ddp_course.mechanisms.agreement import agreed
 from ddp_course.zero.optimizer_guards import ShardsOnly
 from ddp_course.zero.stage2 import SMALLER_CAP_MB, Zero2
-from ddp_course.zero.zero_redundancy_optimizer import Labels, ZeroRedundancyOptimizer
+from ddp_course.zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 
 class ShardedGradientOptimizer(ZeroRedundancyOptimizer, Zero2):
@@ -61,7 +61,7 @@ class ShardedGradientOptimizer(ZeroRedundancyOptimizer, Zero2):
 
     def make_parts(self) -> list[Any]:
         """Return the parts of this stage alone."""
-        return [Labels("communication buffers"), ShardsOnly()]
+        return [ShardsOnly()]
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Refuse: gradients that are not averaged are whole, on every rank."""

@@ -1,64 +1,38 @@
 """What FullyShardedDataParallel adds to the readable stage 3, as parts.
 
-    Recorded      time-line: what is computed, launched and waited for
     Kept          refuse parameters that were replaced or changed, and second gradients
     Unused        leave pieces alone that no rank had a gradient for
     SameOrder     do all ranks use the units in one order?
     Patient       gloo's threads interrupt nobody meanwhile
     Cast          floating inputs in another type
+    Offload       wait for gradients that are copied to the CPU
 
-Each part hears some of the moments of `stage3_simple`, and knows no other part.
-Chapter 08.
+Each part hears some of the moments of `stage3_simple`, and knows no other part. With
+them are `Order`, which knows what to gather next, and `OffloadedStorage`, the memory of
+shards on the CPU. Chapter 08.
 """
 
-import time
+import hashlib
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ddp_course.collectives.communicator import Communicator
-from ddp_course.collectives.patience import patient, threads_of
+from ddp_course.collectives.patience import patient, socket_threads
+from ddp_course.launch.deadlock import CollectiveError
+from ddp_course.mechanisms.agreement import agreed
 from ddp_course.mechanisms.frozen import Frozen, came_later, check_first_order
 from ddp_course.mechanisms.guards import leave_behind
 from ddp_course.mechanisms.hooks import tensors_in
-from ddp_course.mechanisms.recovery import on_any_rank
-from ddp_course.mechanisms.timeline import Timeline
-from ddp_course.zero.freed import Freed, ShardedError
 from ddp_course.zero.stage3_simple import SimpleFullyShardedDataParallel as Sharded
-from ddp_course.zero.unit_storage import Unit
+from ddp_course.zero.unit_storage import FlatStorage, Freed, ShardedError, Unit
 
-
-class Recorded:
-    """Begin a time-line for each pass; record for how long each unit computes."""
-
-    def __init__(self) -> None:
-        self.since: dict[Unit, float] = {}  # when the unit began to compute
-
-    def before_forward(self, fsdp: Sharded) -> None:
-        """Begin a time-line, if anybody keeps a log."""
-        fsdp.timeline = Timeline.begin()
-
-    before_backward = before_forward
-
-    def gathered(self, fsdp: Sharded, unit: Unit) -> None:
-        """Note when the unit begins to compute."""
-        self.since[unit] = time.perf_counter()
-
-    def used(self, fsdp: Sharded, unit: Unit, output: Any) -> None:
-        """Record how long its forward took."""
-        self._computed(fsdp, "forward", unit)
-
-    def left(self, fsdp: Sharded, unit: Unit) -> None:
-        """Record how long its backward took."""
-        self._computed(fsdp, "backward", unit)
-
-    def _computed(self, fsdp: Sharded, op: str, unit: Unit) -> None:
-        since = self.since.pop(unit, None)
-        if since and unit is not fsdp.root:
-            fsdp.timeline.add(op, since, "compute", unit=unit.plan.name)
+Group = dist.ProcessGroup
+Exchange = Callable[[str], list[str]]  # shows a text to all ranks, returns theirs
 
 
 class Kept:
@@ -134,34 +108,33 @@ class Unused:
     Zeros would do in a sum, but weight decay and momentum would move them.
     """
 
-    def __init__(self, comms: list[Communicator]) -> None:
-        self.comms = comms
+    def __init__(self, exchanges: Sequence[Exchange]) -> None:
+        self.exchanges = exchanges
 
     def after_backward(self, fsdp: Sharded) -> None:
         """Compare along all groups; all ranks call it."""
         flats = [flat for unit in fsdp.units for flat in unit.trainable]
-        found = [name not in flat.missed for flat in flats for name in flat.pieces]
-        for comm in self.comms:
-            found = on_any_rank(found, comm.group)
-        pieces = (piece for flat in flats for piece in flat.pieces.values())
-        for piece, by_any in zip(pieces, found, strict=True):
-            if not by_any:
-                piece.grad = None
+        names = [(flat, name) for flat in flats for name in flat.pieces]
+        found = "".join("01"[name not in flat.missed] for flat, name in names)
+        for exchange in self.exchanges:
+            found = "".join(map(max, zip(*exchange(found), strict=True)))
+        for (flat, name), by_any in zip(names, found, strict=True):
+            if by_any == "0":
+                flat.pieces[name].grad = None
         for flat in flats:
             flat.missed.clear()
 
 
 class SameOrder:
-    """Compare the order of the units with the other ranks' when it is a new one.
+    """Compare the order of the units with the other ranks', after every pass.
 
     A shard does not say of which unit it is: if one rank gathered block 1 while another
     gathers block 2, each would get a mixture, and nobody would notice.
     """
 
-    def __init__(self, comms: list[Communicator]) -> None:
-        self.comms = comms
+    def __init__(self, groups: Sequence[Group], exchanges: Sequence[Exchange]) -> None:
+        self.groups, self.exchanges = groups, exchanges
         self.units: list[int] = []  # used in this pass, in order
-        self.agreed: dict[str, list[int]] = {}
 
     def before_forward(self, fsdp: Sharded) -> None:
         """Begin a new order."""
@@ -187,10 +160,13 @@ class SameOrder:
         self._compare("backward")
 
     def _compare(self, what: str) -> None:
-        if self.agreed.get(what) != self.units:
-            for comm in self.comms:
-                comm.agree_now(f"{what} through the units {self.units}")
-            self.agreed[what] = list(self.units)
+        own = hashlib.sha256(repr(self.units).encode()).hexdigest()[:16]
+        for exchange in self.exchanges:
+            if set(exchange(own)) != {own}:
+                own = "0" * 16  # so that the ranks along the next group hear of it
+        if own == "0" * 16:
+            order = {f"{what} through the units": self.units}
+            agreed(int, *self.groups, error=CollectiveError, **order)
 
 
 class Patient:
@@ -200,13 +176,12 @@ class Patient:
     ranks, they take the time from those that compute (`collectives.patience`).
     """
 
-    def __init__(self, comms: list[Communicator]) -> None:
-        self.comms, self.stack = comms, ExitStack()
+    def __init__(self) -> None:
+        self.threads, self.stack = socket_threads(), ExitStack()
 
     def before_forward(self, fsdp: Sharded) -> None:
         """Change how Linux schedules gloo's threads."""
-        threads = [thread for comm in self.comms for thread in threads_of(comm)]
-        self.stack.enter_context(patient(threads))
+        self.stack.enter_context(patient(self.threads))
 
     before_backward = before_forward
 
@@ -233,3 +208,101 @@ class Cast:
     def _cast(self, module: nn.Module, inputs: Any, kwargs: Any) -> tuple[Any, Any]:
         cast = lambda t: t.to(self.dtype) if t.is_floating_point() else t  # noqa: E731
         return tree_map_only(Tensor, cast, inputs), tree_map_only(Tensor, cast, kwargs)
+
+
+# ---- shards in the memory of the CPU ------------------------------------------------
+
+
+class OffloadedStorage(FlatStorage):
+    """Its shard lives on the CPU; its parameters are computed with on a GPU.
+
+    With shards, their gradients and the optimizer's states on the CPU, a GPU keeps no
+    more than what is gathered at the moment, and activations. Every gather then begins
+    with a copy to the GPU of this rank's 1/N, every reduce-scatter ends with one back,
+    and the CPU does the optimizer's step. Ren et al. 2021, "ZeRO-Offload", section 4.
+
+    The memory is pinned: the system may not move it, so a GPU copies from and to it by
+    itself, while the CPU goes on (`non_blocking=True`). `settle` waits for the last
+    copy; before, the numbers of a gradient may not have arrived. The copies take their
+    turn in the stream that computes: they are not hidden behind computation.
+    """
+
+    PIN = True
+
+    def empty(self, numel: int, like: Tensor) -> Tensor:
+        """Allocate pinned memory on the CPU."""
+        return torch.empty(numel, dtype=like.dtype, device="cpu", pin_memory=self.PIN)
+
+    def add_gradient(self, mean: Tensor) -> None:
+        """Copy the mean to the CPU; add it there, if a gradient is there already."""
+        if any(piece.grad is not None for piece in self.pieces.values()):
+            super().add_gradient(mean.to("cpu"))
+        else:
+            home = self.empty(mean.numel(), self.shard)
+            self.keep(home.copy_(mean, non_blocking=True))
+
+
+class Offload:
+    """A part that waits for gradients on their way to the CPU."""
+
+    def after_backward(self, fsdp: Any) -> None:
+        """Return when all gradients have arrived."""
+        settle()
+
+
+def settle() -> None:
+    """Return when all gradients have arrived."""
+    if torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()
+
+
+# ---- what to gather next ------------------------------------------------------------
+
+
+class Order:
+    """Remembers the order in which units (their numbers) are used.
+
+    In forward, while block 3 computes, block 4 can be on its way: that is a *prefetch*.
+    So one has to know what comes after block 3. The model's code decides that, and it
+    is not known before it has run: the order of the last forward is taken for that of
+    the next, and backward is expected to go the same way back. A wrong guess costs a
+    gather that was not needed, and nothing else.
+
+    `guess` is the order before the first forward; `prefetch` is how many units are to
+    be gathered ahead.
+    """
+
+    def __init__(self, guess: Sequence[int], prefetch: int) -> None:
+        self.units = list(guess)
+        self.prefetch = prefetch
+        self._at = 0  # in forward: how many were used; in backward: how many are left
+
+    def begin_forward(self) -> list[int]:
+        """Return the units to gather ahead when a forward begins."""
+        self._at = 0
+        return self.units[: self.prefetch]
+
+    def forward(self, unit: int) -> list[int]:
+        """`unit` is used now: return the units to gather ahead."""
+        if self._at == len(self.units) or self.units[self._at] != unit:
+            self.units[self._at :] = [unit]  # another way than last time
+        self._at += 1
+        return self.units[self._at : self._at + self.prefetch]
+
+    def end_forward(self) -> None:
+        """Forget what was used last time, and not this time."""
+        del self.units[self._at :]
+
+    def begin_backward(self) -> list[int]:
+        """Return the units to gather ahead when a backward begins, in this order."""
+        self._at = len(self.units)
+        return self.units[::-1][: self.prefetch]
+
+    def backward(self, unit: int) -> list[int]:
+        """Backward reaches `unit`: return the units to gather ahead, in this order."""
+        for start in (self._at, len(self.units)):  # of two forwards: once more
+            if unit in self.units[:start]:
+                self._at = start - 1 - self.units[:start][::-1].index(unit)
+                ahead = max(0, self._at - self.prefetch)
+                return self.units[ahead : self._at][::-1]
+        return []

@@ -2,14 +2,14 @@
 
 The third step, after `stage3_simple`, whose moments it keeps; with the name of
 PyTorch's first class for it (`fully_shard` is the present one). What it adds itself: it
-gathers the next unit ahead (`order`), sums gradients while backward goes on, keeps
+gathers the next unit ahead (`Order`), sums gradients while backward goes on, keeps
 units whole if it is to, accumulates, recomputes, and is well again after an error.
-Everything else are parts (`sharded_parts`, `offload`), and the whole state
+Everything else are parts (`sharded_parts`), and the whole state
 (`mechanisms.whole_state`). Explained in chapter 08.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -19,21 +19,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from ddp_course.collectives.communicator import CollectiveError, communicator
+from ddp_course.launch.deadlock import CollectiveError, checked_group
 from ddp_course.mechanisms.agreement import agreed, form_of, problem_with
+from ddp_course.mechanisms.elementwise import Stepped
 from ddp_course.mechanisms.hooks import listeners
 from ddp_course.mechanisms.parts import announce
 from ddp_course.mechanisms.placements import Flat, PlainModel, groups_before, place
-from ddp_course.mechanisms.shard_exchange import ShardMessages
-from ddp_course.mechanisms.timeline import Timeline, span
+from ddp_course.mechanisms.shard_collectives import PeerMessages
 from ddp_course.mechanisms.whole_state import WholeState
 from ddp_course.zero import sharded_parts
-from ddp_course.zero.freed import ShardedError, is_sharded
-from ddp_course.zero.offload import LabelledStorage, Offload, OffloadedStorage
-from ddp_course.zero.order import Order
+from ddp_course.zero.sharded_parts import Order
 from ddp_course.zero.stage3_simple import SimpleFullyShardedDataParallel
-from ddp_course.zero.stepped import Stepped
-from ddp_course.zero.unit_storage import Unit
+from ddp_course.zero.unit_storage import (
+    FlatStorage,
+    Messages,
+    ShardedError,
+    Unit,
+    is_sharded,
+)
 from ddp_course.zero.units import Chosen, UnitPlan, unit_plan
 
 
@@ -68,7 +71,11 @@ class FullyShardedDataParallel(WholeState, SimpleFullyShardedDataParallel):
             shards stay as they are. As MixedPrecisionPolicy's param_dtype.
         reduce_dtype: sum gradients in this type; None is that of computing.
         cpu_offload: keep shards, gradients and optimizer states on the CPU, if `module`
-            is on a GPU (`offload`).
+            is on a GPU (`sharded_parts.OffloadedStorage`).
+        exchange: how shards are gathered and gradients are summed; None is by PyTorch's
+            collectives, which send no byte twice over gloo, either.
+        storage: the memory of a unit's parameters of one type.
+        parts: more parts, such as those that record (`metered`).
 
     Raises:
         ReplicaError: the ranks' modules or arguments differ, or cannot be used.
@@ -90,6 +97,9 @@ class FullyShardedDataParallel(WholeState, SimpleFullyShardedDataParallel):
         compute_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
         cpu_offload: bool = False,
+        exchange: Messages | None = None,
+        storage: Callable[..., FlatStorage] = FlatStorage,
+        parts: Iterable[Any] = (),
     ) -> None:
         dtypes = {"compute_dtype": compute_dtype, "reduce_dtype": reduce_dtype}
         options = {
@@ -99,42 +109,45 @@ class FullyShardedDataParallel(WholeState, SimpleFullyShardedDataParallel):
             **dtypes,
         }
         groups = [process_group] if replicas is None else [process_group, replicas]
-        comms = [communicator(group) for group in groups]
+        groups = [checked_group(group) for group in groups]
         check_units(module, groups, units, **options)
         plain, before = PlainModel.of(module), groups_before(module)
+        exchange = exchange or PeerMessages(process_group)
+        shows = [exchange.quick_exchange(group) for group in groups]
         parts = [
-            sharded_parts.Recorded(),
+            *parts,
             sharded_parts.Kept(),
             Stepped(),
-            sharded_parts.Patient(comms),
-            *([Offload()] if cpu_offload else []),
-            sharded_parts.Unused(comms),
-            sharded_parts.SameOrder(comms),
+            sharded_parts.Patient(),
+            *([sharded_parts.Offload()] if cpu_offload else []),
+            sharded_parts.Unused(shows),
+            sharded_parts.SameOrder(groups, shows),
             *([sharded_parts.Cast(compute_dtype)] if compute_dtype else []),
         ]
-        storage = OffloadedStorage if cpu_offload else LabelledStorage
+        if cpu_offload:
+            storage = sharded_parts.OffloadedStorage
         super().__init__(
             module,
             process_group,
             units=units,
             replicas=replicas,
-            exchange=ShardMessages(process_group),
+            exchange=exchange,
             storage=partial(storage, **dtypes),
             parts=parts,
         )
-        self.comms, self.plain = comms, plain
-        self.groups = (*before, comms[0].group)
+        self.plain, self.groups = plain, (*before, groups[0])
+        self.replica_groups = groups[1:]
         self._place_pieces()
         self.sync = True  # backward passes are averaged
         self.in_flight: Unit | None = None  # its gradients are being summed
-        self.timeline: Timeline | None = None
+        self.span: Callable[..., AbstractContextManager] = no_span
         keeps = {True: (), None: (self.root,), False: self.units}
         self.stay = keeps[reshard_after_forward]  # whole from forward to backward
         self.order = Order([unit.plan.index for unit in self.units[1:]], prefetch)
 
     def _place_pieces(self) -> None:
         """Note on each piece which elements of which parameter it is."""
-        group = self.comms[0].group
+        group = self.groups[-1]
         for flat in (flat for unit in self.units for flat in unit.flats):
             plan = flat.plan.pieces(self.exchange.rank, empty=True)
             for piece, whole in zip(plan, flat.parameters, strict=True):
@@ -168,9 +181,9 @@ class FullyShardedDataParallel(WholeState, SimpleFullyShardedDataParallel):
             ahead = order.backward(at) if self.open else order.forward(at)
         for each in [unit, *(self.units[index] for index in ahead)]:
             if each.away:  # without prefetch there is nothing to go on with meanwhile
-                with span(self.timeline, "launch", gather=each.plan.name):
+                with self.span("launch", gather=each.plan.name), _explained():
                     each.start_gather(async_op=order.prefetch > 0)
-        with span(self.timeline, "wait", unit=unit.plan.name), _explained():
+        with self.span("wait", unit=unit.plan.name), _explained():
             unit.wait_gathered()
         super()._gather(unit)
 
@@ -192,7 +205,7 @@ class FullyShardedDataParallel(WholeState, SimpleFullyShardedDataParallel):
         """
         if self.sync and unit.has_gradients:
             self._wait_reduced()
-            with span(self.timeline, "launch", reduce=unit.plan.name), _explained():
+            with self.span("launch", reduce=unit.plan.name), _explained():
                 unit.start_reduce()
             self.in_flight = unit
             announce(self.parts, "reducing", self, unit)
@@ -200,7 +213,7 @@ class FullyShardedDataParallel(WholeState, SimpleFullyShardedDataParallel):
     def _wait_reduced(self) -> None:
         unit, self.in_flight = self.in_flight, None
         if unit is not None:
-            with span(self.timeline, "wait", reduced=unit.plan.name), _explained():
+            with self.span("wait", reduced=unit.plan.name), _explained():
                 unit.wait_reduced()
 
     def _settle(self) -> None:
@@ -275,6 +288,11 @@ class FullyShardedDataParallel(WholeState, SimpleFullyShardedDataParallel):
         """Raise ShardedError: which state is meant has to be said."""
         load = "zero.sharded_checkpoint.load(folder, ...)"
         raise ShardedError(f"call load_full_state_dict(state), or {load}")
+
+
+def no_span(op: str, **detail: Any) -> AbstractContextManager:
+    """Record nothing; a part that records takes the place of this function."""
+    return nullcontext()
 
 
 @contextmanager

@@ -8,7 +8,7 @@ A unit's parameters are seen in two ways:
              numbers again as soon as the unit is gathered again
     pieces   what is kept: this rank's part of each parameter, under its name; views of
              one shard. Of most parameters that is all or nothing. An optimizer steps
-             them; the modules show `freed.Freed` meanwhile
+             them; the modules show `Freed` meanwhile
 
                     | norm1.weight | attn.qkv.weight . . . | mlp.up.weight . . | . |
     shard of rank   |        0             |         1             |       2       |
@@ -18,14 +18,15 @@ names. Chapter 08.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ddp_course.mechanisms.buckets import view_of
-from ddp_course.zero.freed import Freed
 from ddp_course.zero.units import FlatPlan, UnitPlan
 
 # PyTorch 2.13 has renamed them.
@@ -40,8 +41,8 @@ Place = tuple[nn.Module, str]  # where a parameter is: module._parameters[name]
 class Messages:
     """How the ranks of a group gather shards and sum gradients: PyTorch's collectives.
 
-    `FullyShardedDataParallel` takes this course's (`mechanisms.shard_exchange`), as
-    gloo's reduce-scatter sends twice the bytes.
+    `FullyShardedDataParallel` takes `mechanisms.shard_collectives`, as gloo's
+    reduce-scatter sends twice the bytes.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -319,3 +320,59 @@ def places_in(module: nn.Module) -> dict[str, list[Place]]:
         for name, parameter in owner.named_parameters("", False, False):
             found[names[parameter]].append((owner, name))
     return found
+
+
+# ---- what stands in a module for a parameter that is not whole -----------------------
+
+
+class ShardedError(RuntimeError):
+    """Something that cannot be done while each rank has only its pieces."""
+
+
+@dataclass(frozen=True, repr=False)
+class Freed:
+    """Stands for a parameter that is not whole at present; knows its form.
+
+    A tensor whose storage is 0 bytes long looks like any other, and a piece of a
+    parameter like a small one: who computes with them gets nonsense, or the process
+    ends. Whoever uses a Freed gets an error that names the parameter.
+    """
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    def __getattr__(self, attribute: str) -> Any:
+        # copy and pickle probe for special methods; PyTorch asks for this one where a
+        # parameter is assigned, as it is when weights are tied
+        if attribute.startswith("__") and attribute != "__qualname__":
+            raise AttributeError(attribute)
+        raise ShardedError(
+            f"{self.name} has no numbers at present (.{attribute}): each rank has its "
+            "piece of them, and they are whole while their unit computes. Elsewhere, "
+            "call full_state_dict()"
+        )
+
+    def __repr__(self) -> str:
+        """Say what it is; PyTorch's errors, as of functional_call, show this text."""
+        return (
+            f"{self.name}, of which each rank has its piece now (sharded modules take "
+            "no parameters from outside)"
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Refuse any function of PyTorch that is called with a Freed."""
+        leaves = tree_leaves((args, kwargs))
+        freed = next(leaf for leaf in leaves if isinstance(leaf, cls))
+        return freed.__getattr__(getattr(function, "__name__", "numbers"))
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Tell whether parameters of `module` are in shards already."""
+    owners = module.modules()
+    return any(isinstance(p, Freed) for m in owners for p in m._parameters.values())

@@ -2,10 +2,10 @@
 
 What a part adds is said where it stands:
 
-    optimizer_arguments  all ranks' arguments are checked and compared
-    adds_up              backward passes add up until `zero_grad`
-    optimizer_state      `state_dict` in the form of one process
-    optimizer_guards     what would be wrong in silence is refused
+    optimizer_parts   backward passes add up until `zero_grad`; `state_dict` in the form
+                      of one process
+    optimizer_guards  arguments are compared, and what would be wrong in silence refused
+    metered           what meters need, for whoever wants it
 
 Chapter 07.
 """
@@ -18,56 +18,26 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ddp_course.collectives import unrooted
-from ddp_course.measure.storages import label
-from ddp_course.mechanisms.buckets import BUCKET_CAP_MB, LiveBucket
-from ddp_course.mechanisms.engine import Engine
-from ddp_course.mechanisms.guards import averaged_by
+from ddp_course.mechanisms import shard_collectives
+from ddp_course.mechanisms.buckets import BUCKET_CAP_MB
 from ddp_course.mechanisms.placements import clip_grad_norm_, groups_of
 from ddp_course.mechanisms.recovery import AgreeUnused, Recovery
-from ddp_course.mechanisms.timeline import RecordBackward
-from ddp_course.zero.adds_up import AddsUp
-from ddp_course.zero.optimizer_arguments import agreed_groups
 from ddp_course.zero.optimizer_guards import (
     Alone,
     AveragedOnce,
     DenseGradients,
     Unmoved,
+    agreed_groups,
 )
-from ddp_course.zero.optimizer_state import ConsolidatedState, Places, plain_names
-from ddp_course.zero.shards import ShardedBucket
+from ddp_course.zero.optimizer_parts import (
+    AddsUp,
+    ConsolidatedState,
+    Guarded,
+    Patient,
+    Places,
+    plain_names,
+)
 from ddp_course.zero.stage1 import Zero1
-
-
-class Labels:
-    """Labels memory for ledgers (`measure.resident`); `kind` is that of buckets."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-
-    def row_made(
-        self, optimizer: Any, bucket: ShardedBucket, parameters: dict[str, Tensor]
-    ) -> None:
-        """Label a row of parameters."""
-        label(optimizer.rows[-1], "parameters")
-
-    def bucket_added(self, engine: Engine, bucket: LiveBucket) -> None:
-        """Label the memory of a bucket."""
-        label(bucket.flat, self.kind)
-
-    def shard_kept(self, shard: Tensor) -> None:
-        """Label this rank's part of the mean gradients."""
-        label(shard, "gradients")
-
-
-class Guarded:
-    """Lets guards of PyTorch's own tools know who averages (`mechanisms.guards`)."""
-
-    def row_made(
-        self, optimizer: Any, bucket: ShardedBucket, parameters: dict[str, Tensor]
-    ) -> None:
-        """Note that the gradients of these parameters are means in parts."""
-        averaged_by((parameters[name] for name in bucket.parameters), optimizer)
 
 
 class ZeroRedundancyOptimizer(Zero1):
@@ -91,6 +61,10 @@ class ZeroRedundancyOptimizer(Zero1):
         process_group: the ranks that share the states; None are all.
         bucket_cap_mb: MiB at which a bucket is closed (`mechanisms.buckets`). Every
             bucket is two messages more.
+        collectives: has `reduce_scatter_single`, `all_gather_single` and
+            `quick_exchange`, for flags. The default uses PyTorch's collectives; over
+            gloo its reduce-scatter sends no byte twice.
+        parts: more parts, such as those that record (`metered`).
         **defaults: arguments of `optimizer_class`.
 
     PyTorch's class of this name wants a DistributedDataParallel around the model; that
@@ -113,23 +87,26 @@ class ZeroRedundancyOptimizer(Zero1):
         process_group: dist.ProcessGroup | None = None,
         *,
         bucket_cap_mb: float = BUCKET_CAP_MB,
+        collectives: Any = shard_collectives,
+        parts: Iterable[Any] = (),
         **defaults: Any,
     ) -> None:
         self._arguments = optimizer_class, defaults, process_group, bucket_cap_mb
         groups = agreed_groups(params, *self._arguments)
         self._consolidated = ConsolidatedState()
-        options = {"bucket_cap_mb": bucket_cap_mb, "collectives": unrooted}
-        recovery = Recovery(process_group)
-        options["parts"] = [
-            *(Places(), Guarded(), Alone(), DenseGradients(), Unmoved()),
-            *(recovery, AgreeUnused(recovery.show), RecordBackward()),
-            *(self._consolidated, *self.make_parts()),
+        recovery = Recovery(process_group, collectives.quick_exchange(process_group))
+        parts = [
+            *(Places(), Guarded(), Alone(), DenseGradients(), Unmoved(), Patient()),
+            *(recovery, AgreeUnused(recovery.show)),
+            *(*parts, self._consolidated, *self.make_parts()),
         ]
-        super().__init__(groups, optimizer_class, process_group, **options, **defaults)
+        options = {"bucket_cap_mb": bucket_cap_mb, "collectives": collectives}
+        options |= {"parts": parts, **defaults}
+        super().__init__(groups, optimizer_class, process_group, **options)
 
     def make_parts(self) -> list[Any]:
         """Return the parts of this stage alone."""
-        return [Labels("gradients"), AveragedOnce(), AddsUp()]
+        return [AveragedOnce(), AddsUp()]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to be trained; called by all ranks, as in PyTorch.

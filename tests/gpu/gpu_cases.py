@@ -25,7 +25,7 @@ from ddp_course.measure import EventLog, Ledger, MemoryLog, resident
 from ddp_course.model import build_gpt
 from ddp_course.precision import Autocast
 from ddp_course.zero import FullyShardedDataParallel, ZeroRedundancyOptimizer, stage3
-from ddp_course.zero.offload import OffloadedStorage
+from ddp_course.zero.sharded_parts import OffloadedStorage
 
 ASKED = os.environ.get("DDP_COURSE_GPU_TESTS")  # "cpu", or nothing
 GPUS = 0 if ASKED == "cpu" else torch.cuda.device_count()
@@ -48,7 +48,7 @@ def as_on_gpus() -> ExitStack:
         changes = {
             "ddp_course.collectives.port.Port.staged": lambda self, tensor: True,
             "ddp_course.zero.stage3._unusable": lambda *args, **options: None,
-            "ddp_course.zero.offload.OffloadedStorage.PIN": False,
+            "ddp_course.zero.sharded_parts.OffloadedStorage.PIN": False,
         }
         for name, value in changes.items():
             stack.enter_context(mock.patch(name, value))

@@ -5,6 +5,7 @@ from modules import Fails
 from on_ranks import launched
 from torch import nn
 
+from ddp_course.collectives.communicator import quick_exchange
 from ddp_course.mechanisms.buckets import Bucket
 from ddp_course.mechanisms.engine import AllReduceBuckets, Engine
 from ddp_course.mechanisms.recovery import Recovery
@@ -37,7 +38,9 @@ class Handle:
 def an_engine(names, parts=None):
     """Return an engine, and parameters: each in a bucket, in this order."""
     parameters = {name: nn.Parameter(torch.ones(1)) for name in names}
-    engine = Engine(Told(), [Recovery()] if parts is None else parts)
+    engine = Engine(
+        Told(), [Recovery(None, quick_exchange())] if parts is None else parts
+    )
     for index, name in enumerate(names):
         form = torch.float32, torch.device("cpu")
         engine.add(Bucket(index, (name,), (0,), 1, *form), parameters)

@@ -9,7 +9,7 @@ from torch import nn
 
 from ddp_course.launch import spawn
 from ddp_course.model import build_gpt
-from ddp_course.zero.order import Order
+from ddp_course.zero.sharded_parts import Order
 from ddp_course.zero.units import unit_plan
 
 # ---- units ---------------------------------------------------------------------------

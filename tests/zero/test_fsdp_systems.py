@@ -28,9 +28,8 @@ from ddp_course.measure import (
     overlap,
     resident,
 )
-from ddp_course.mechanisms.shard_exchange import ShardMessages
 from ddp_course.model import GPTConfig, build_gpt
-from ddp_course.zero.offload import LabelledStorage
+from ddp_course.zero.metered import LabelledStorage, ShardMessages
 from ddp_course.zero.units import unit_plan
 
 GPT = GPTConfig(

@@ -3,7 +3,9 @@
 import functools
 import os
 from types import SimpleNamespace
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from fsdp_cases import GPT, Ours, Simple, batch, fully_shard, whole_state
@@ -15,13 +17,15 @@ from trained import same
 
 from ddp_course.collectives.patience import AVAILABLE, socket_threads
 from ddp_course.data_parallel import DistributedDataParallel
-from ddp_course.launch import spawn
+from ddp_course.launch import RankError, spawn
 from ddp_course.measure import ByteMeter, resident
+from ddp_course.mechanisms import shard_collectives
 from ddp_course.mechanisms.placements import placed
 from ddp_course.mechanisms.recompute import recompute_blocks
-from ddp_course.mechanisms.shard_exchange import ShardMessages
 from ddp_course.model import build_gpt
-from ddp_course.zero.offload import OffloadedStorage, settle
+from ddp_course.zero import FullyShardedDataParallel
+from ddp_course.zero.metered import ShardMessages
+from ddp_course.zero.sharded_parts import OffloadedStorage, settle
 from ddp_course.zero.units import unit_plan
 
 
@@ -201,6 +205,62 @@ def test_parts_of_a_model_and_another_order_on_each_rank(two_ranks):
         assert "CollectiveError: " in rank["another order"]
         assert "forward through the units" in rank["another order"]
         assert rank["and then"] == "no error"
+
+
+class Uneven(nn.Module):
+    """Three branches of unequal or equal sizes, used in the order `which`."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        pairs = [(nn.Linear(3, size), nn.Linear(size, 3)) for size in sizes]
+        self.branches = nn.ModuleList(nn.Sequential(*pair) for pair in pairs)
+
+    def forward(self, x: torch.Tensor, which: list[int]) -> list[torch.Tensor]:
+        return [self.branches[k](x) for k in which]
+
+
+def by_default() -> dict[str, str]:
+    """On every rank: errors of the class as it is constructed without meters."""
+    errors = {}
+    me, x = dist.get_rank(), torch.ones(2, 3)
+    for name, sizes in (("unequal", (20, 700, 5)), ("equal", (20, 20, 20))):
+        for prefetch in (0, 1):
+            case = f"{name}, prefetch {prefetch}"
+            sharded = FullyShardedDataParallel(Uneven(*sizes), prefetch=prefetch)
+
+            def partly(sharded=sharded):
+                outputs = sharded(x, [0, 1, 2])
+                sum(out.sum() for out in outputs[: 3 - me]).backward()
+
+            def wholly(sharded=sharded):
+                sum(out.sum() for out in sharded(x, [0, 1, 2])).backward()
+
+            errors[f"backward, {case}"] = error_of(partly)
+            errors[f"then, {case}"] = error_of(wholly)
+            errors[f"forward, {case}"] = error_of(lambda s=sharded: s(x, [me, 1 - me]))
+    return errors
+
+
+def test_pytorchs_collectives_are_compared_before_they_are_called(two_ranks):
+    for rank in two_ranks["by_default"]:
+        for case, error in rank.items():
+            if case.startswith("then"):
+                assert error == "no error", case
+            else:
+                assert error.startswith("CollectiveError: the ranks "), (case, error)
+
+
+def test_what_the_comparison_is_for():
+    """Without it, gloo ends the process, as one rank receives too many bytes."""
+
+    def unchecked():
+        with mock.patch.object(shard_collectives, "compare_calls", lambda *_: None):
+            sharded = FullyShardedDataParallel(Uneven(20, 700, 5), prefetch=0)
+            sharded(torch.ones(2, 3), [dist.get_rank(), 1 - dist.get_rank()])
+
+    with pytest.raises(RankError, match="SIGABRT"):
+        spawn(unchecked, world_size=2, output="none")
 
 
 # ---- errors on the way, and parameters that are not there ----------------------------
@@ -521,4 +581,5 @@ two_ranks = launched(
     failures,
     offloaded,
     misused,
+    by_default,
 )

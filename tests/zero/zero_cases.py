@@ -18,14 +18,30 @@ from ddp_course.zero import (
     NaiveZeroRedundancyOptimizer,
     ShardedGradientOptimizer,
     ZeroRedundancyOptimizer,
+    metered,
 )
-from ddp_course.zero.adds_up import AddsUp
+from ddp_course.zero.optimizer_parts import AddsUp
 from ddp_course.zero.shards import shard_of
 from ddp_course.zero.stage1 import ReduceScatterBuckets
 from ddp_course.zero.stage2 import ReduceScatterAndFree
 
-Naive, Stage1 = NaiveZeroRedundancyOptimizer, ZeroRedundancyOptimizer
-Stage2 = ShardedGradientOptimizer
+Naive = NaiveZeroRedundancyOptimizer
+
+
+class Stage1(ZeroRedundancyOptimizer):
+    """Stage 1 with what meters need."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **metered.optimizer() | more)
+
+
+class Stage2(ShardedGradientOptimizer):
+    """Stage 2 with what meters need."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **metered.optimizer() | more)
+
+
 ROWS, CHANNELS = 12, 6  # rows that 1, 2, 3 and 4 ranks can share
 
 

@@ -1,0 +1,186 @@
+"""The collectives of shards, made of PyTorch's: as fast, and no byte is sent twice.
+
+gloo's own reduce-scatter is an all-reduce, which sends twice as many bytes as needed.
+Here each rank sends every other rank that rank's part, and adds what it receives to its
+own: (N - 1) / N of the bytes, all parts at once. What is received takes as much memory
+until it has been added. Over NCCL, and for tensors on a GPU, these are PyTorch's.
+
+Before a collective of tensors on the CPU, the ranks compare their calls in one small
+message. Strategies that shard accept other collectives of these names, too: byte meters
+count those of this course (`ddp_course.collectives`). Chapter 07.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_course.launch.deadlock import CollectiveError, by_text
+from ddp_course.mechanisms.placements import device_of
+
+Group = dist.ProcessGroup | None
+
+# PyTorch 2.13 has renamed them.
+native_all_gather = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+native_reduce_scatter = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+NOTE = 96  # bytes that `gathered` sends first, whatever the text
+
+
+class Followed:
+    """A collective that is under way; whoever waits for it calls `then` first.
+
+    Args:
+        works: the handles of what is under way.
+        then: uses what has arrived.
+    """
+
+    def __init__(self, works: list[Any], then: Callable[[], None]) -> None:
+        self.works, self.then = works, then
+
+    def wait(self) -> None:
+        """Return when all is done."""
+        for work in self.works:
+            if work is not None:
+                work.wait()
+        self.then()
+
+
+def all_gather_single(
+    output: Tensor, input: Tensor, group: Group = None, async_op: bool = False
+) -> Any:
+    """Put all ranks' `input` one after another into `output`.
+
+    As torch.distributed has it. CollectiveError, on every rank, if the calls differ.
+    """
+    if not input.is_cuda:
+        compare_calls("all-gather", output, group)
+    return native_all_gather(output, input, group=group, async_op=async_op)
+
+
+def reduce_scatter_single(
+    output: Tensor, input: Tensor, group: Group = None, async_op: bool = False
+) -> Any:
+    """Add up all ranks' `input`; the r-th rank gets the r-th part, in `output`.
+
+    `output` may be this rank's part of `input`. As torch.distributed has it.
+    CollectiveError, on every rank, if the calls differ.
+    """
+    if not input.is_cuda:
+        compare_calls("reduce-scatter", input, group)
+    if dist.get_backend(group) != "gloo" or input.is_cuda:
+        return native_reduce_scatter(output, input, group=group, async_op=async_op)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    parts = input.view(size, -1)
+    received = torch.empty_like(parts[1:])
+    messages = []
+    for k in range(1, size):
+        to, source = (rank + k) % size, (rank - k) % size
+        messages.append(p2p(dist.irecv, received[k - 1], source, group))
+        messages.append(p2p(dist.isend, parts[to], to, group))
+
+    def add() -> None:
+        if output.data_ptr() != parts[rank].data_ptr():
+            output.view(-1).copy_(parts[rank])
+        for part in received:
+            output.view(-1).add_(part)
+
+    work = Followed(dist.batch_isend_irecv(messages) if messages else [], add)
+    return work if async_op else work.wait()
+
+
+def p2p(op: Callable[..., Any], tensor: Tensor, peer: int, group: Group) -> dist.P2POp:
+    """Return a message to or from the group's rank number `peer`."""
+    return dist.P2POp(op, tensor, group=group, group_peer=peer)
+
+
+def compare_calls(name: str, tensor: Tensor, group: Group) -> None:
+    """Raise CollectiveError, on every rank, if the ranks' next calls differ.
+
+    gloo compares nothing: it ends the process when a message is longer than expected,
+    and it waits for ever when one rank gathers while another reduces.
+    """
+    gathered("", group, f"{name} of {tensor.numel()} {tensor.dtype}")
+
+
+def gathered(text: str, group: Group = None, call: str = "comparison") -> list[str]:
+    """Return the texts of all ranks, which are equally long; for a few flags.
+
+    Raises CollectiveError, on every rank, if the ranks are in different calls.
+    """
+    group = dist.group.WORLD if group is None else group
+    call = f"{call} of {len(text)} flags" if text else call
+    head = f"{call}:"
+    fits = len(head) + len(text) <= NOTE
+    notes = _gather_text((head + text if fits else head).ljust(NOTE), group)
+    calls = [note.partition(":")[0] for note in notes]
+    if len(set(calls)) > 1:
+        which = by_text(calls, dist.get_process_group_ranks(group), text_first=True)
+        raise CollectiveError(
+            f"the ranks call different collectives: {which}. All ranks must call the "
+            "same ones in one order"
+        )
+    if not fits:
+        return _gather_text(text, group)
+    return [note[len(head) : len(head) + len(text)] for note in notes]
+
+
+def _gather_text(text: str, group: dist.ProcessGroup) -> list[str]:
+    own = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device_of(group))
+    size = dist.get_world_size(group)
+    joined = own.new_empty(size * len(own))
+    native_all_gather(joined, own, group=group)
+    return [bytes(row).decode() for row in joined.view(size, -1).tolist()]
+
+
+def quick_exchange(group: Group = None) -> Callable[[str], list[str]]:
+    """Return a function that shows a text to all ranks of a group, and returns theirs.
+
+    The texts are equally long.
+    """
+    return partial(gathered, group=group)
+
+
+class PeerMessages:
+    """How the ranks of a group gather shards and sum gradients for sharded modules."""
+
+    def __init__(self, group: Group = None) -> None:
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def gather(
+        self,
+        whole: Tensor,
+        own: Tensor,
+        prepare: Callable[[], None],
+        async_op: bool = False,
+    ) -> Any:
+        """Begin to put every rank's shard into its place in `whole`.
+
+        `prepare()` allocates `whole`, and puts this rank's shard into its place `own`.
+        Returns an object to wait for, or None.
+        """
+        prepare()
+        return all_gather_single(whole, own, group=self.group, async_op=async_op)
+
+    def reduce(self, own: Tensor, whole: Tensor, then: Callable[[], None]) -> Any:
+        """Begin to sum `whole` over all ranks, this rank's part into `own`.
+
+        Returns an object to wait for, which then calls `then`.
+        """
+        work = reduce_scatter_single(own, whole, self.group, async_op=True)
+        return Followed([work], then)
+
+    def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
+        """Sum `tensor` over the ranks of another group: the replicas."""
+        dist.all_reduce(tensor, group=group)
+
+    def quick_exchange(self, group: Group) -> Callable[[str], list[str]]:
+        """Return a function that shows a text to all ranks of a group."""
+        return quick_exchange(group)

@@ -1,0 +1,180 @@
+"""What ZeroRedundancyOptimizer adds to the readable stages 1 and 2, as parts.
+
+    Guarded            lets guards of PyTorch's own tools know who averages
+    Places             notes which elements of which parameter a piece is
+    ConsolidatedState  brings the states of all pieces together, and divides them again
+    AddsUp             stage 1: several backward passes add up until `zero_grad`
+    Patient            gloo's threads interrupt nobody while the parameters are shared
+
+What they refuse is in `optimizer_guards`. Chapter 07.
+"""
+
+import weakref
+from contextlib import ExitStack
+from typing import Any
+
+from torch import Tensor
+
+from ddp_course.collectives.patience import patient, socket_threads
+from ddp_course.mechanisms.assembly import (
+    full_optimizer_state,
+    load_full_optimizer_state,
+)
+from ddp_course.mechanisms.buckets import LiveBucket, Slot
+from ddp_course.mechanisms.engine import Engine
+from ddp_course.mechanisms.guards import averaged_by
+from ddp_course.mechanisms.hooks import while_alive
+from ddp_course.mechanisms.parts import announce
+from ddp_course.mechanisms.placements import Flat, place, placed
+from ddp_course.zero.options import copy_options
+from ddp_course.zero.shards import ShardedBucket, names_of
+
+
+class Guarded:
+    """Lets guards of PyTorch's own tools know who averages (`mechanisms.guards`)."""
+
+    def row_made(
+        self, optimizer: Any, bucket: ShardedBucket, parameters: dict[str, Tensor]
+    ) -> None:
+        """Note that the gradients of these parameters are means in parts."""
+        averaged_by((parameters[name] for name in bucket.parameters), optimizer)
+
+
+class Places:
+    """Places every piece, so that norms and states of the whole model can be taken."""
+
+    def row_made(
+        self, optimizer: Any, bucket: ShardedBucket, parameters: dict[str, Tensor]
+    ) -> None:
+        """Place this rank's pieces of a row."""
+        for piece in bucket.pieces(optimizer.rank):
+            parameter = parameters[piece.parameter]
+            place(
+                optimizer.owned[parameter],
+                optimizer.process_group,
+                Flat(piece.first, piece.last),
+                like=parameter,
+                name=piece.parameter,
+            )
+
+
+class ConsolidatedState:
+    """The whole state of a sharded optimizer, on one rank, until the next step.
+
+    It has the form of one process, so that one process, or any number of ranks, can go
+    on from it.
+    """
+
+    def __init__(self) -> None:
+        self.whole: dict[str, Any] | None = None
+
+    def gradients_complete(self, optimizer: Any) -> None:
+        """Forget the state: it is about to change."""
+        self.whole = None
+
+    def consolidate(self, optimizer: Any, to: int) -> None:
+        """Send all states to the group's rank `to`."""
+        if to not in range(optimizer.world_size):
+            last = optimizer.world_size - 1
+            raise ValueError(f"to is {to}; it can be 0 to {last}")
+        where = plain_names(optimizer), [optimizer.process_group]
+        whole = full_optimizer_state(optimizer.optim, *where, everywhere=to > 0)
+        self.whole = whole if optimizer.rank == to else None
+
+    def state_dict(self, optimizer: Any) -> dict[str, Any]:
+        """Return the consolidated state. Raises RuntimeError if there is none."""
+        if self.whole is None:
+            raise RuntimeError(
+                f"each rank has its own part of the state: call "
+                f"consolidate_state_dict(to={optimizer.rank}) on all ranks before "
+                f"state_dict() on rank {optimizer.rank}"
+            )
+        copy_options(optimizer.param_groups, self.whole["param_groups"])
+        return self.whole
+
+    def load(self, optimizer: Any, state_dict: dict[str, Any], *where: Any) -> None:
+        """Give every piece its part of a whole state."""
+        load_full_optimizer_state(optimizer.optim, state_dict, *where)
+        optimizer.state, self.whole = optimizer.optim.state, None
+        copy_options(optimizer.optim.param_groups, optimizer.param_groups)
+
+
+def plain_names(optimizer: Any) -> list[list[str]]:
+    """Return of each group the parameters' names in the plain model."""
+    names = names_of(optimizer.param_groups)
+    names |= {p: way.name for p in names if (way := placed(p))}
+    return [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+
+
+class AddsUp:
+    """Keeps the mean gradients of earlier passes apart from those of the next one.
+
+    After a pass that was averaged, the buckets hold means. Autograd would add the next
+    pass's gradients to these means, and the sum would be averaged once more. So before
+    the first gradient comes, this rank's shards of the means are put aside, and the
+    buckets are zeroed; when the new means have arrived, the shards are added again.
+    """
+
+    def __init__(self) -> None:
+        self.has_means = False  # the buckets hold means, not this rank's gradients
+        self.aside: dict[LiveBucket, Tensor] = {}  # this rank's shards of the means
+
+    def bucket_added(self, engine: Engine, bucket: LiveBucket) -> None:
+        """Listen for gradients that autograd is about to accumulate."""
+        self.engine = weakref.proxy(engine)
+        for slot in bucket.slots:
+            while_alive(slot.parameter.register_hook, self.put_aside)
+
+    def pass_begins(self, engine: Engine) -> None:
+        """Put means aside, also on a rank that has no gradient at all in this pass."""
+        self.put_aside()
+
+    def put_aside(self) -> None:
+        """Copy this rank's shards of the means, and zero the buckets."""
+        if not self.has_means:
+            return
+        self.has_means = False
+        for bucket in self.engine.buckets:
+            zeroed = [s for s in bucket.slots if s.parameter.grad is not s.view]
+            if len(zeroed) < len(bucket.slots):
+                for slot in zeroed:
+                    slot.view.zero_()
+                self.aside[bucket] = self.engine.reducer.own(bucket).clone()
+                announce(self.engine.parts, "shard_kept", self.aside[bucket])
+                bucket.flat.zero_()
+
+    def gradient_kept(self, bucket: LiveBucket, slot: Slot) -> None:
+        """Move a gradient that is not averaged yet into its bucket."""
+        if slot.parameter.grad is not slot.view:
+            slot.parameter.grad = slot.view.copy_(slot.parameter.grad.detach())
+
+    def bucket_arrived(self, bucket: LiveBucket) -> None:
+        """Add the earlier mean to the new one."""
+        if (before := self.aside.pop(bucket, None)) is not None:
+            self.engine.reducer.own(bucket).add_(before)
+
+    def after_backward(self, engine: Engine) -> None:
+        """Note that the buckets hold means."""
+        self.has_means = True
+
+    def zeroed(self, optimizer: object, set_to_none: bool) -> None:
+        """Forget the means of earlier passes."""
+        self.aside.clear()
+
+
+class Patient:
+    """Lets gloo's threads interrupt nobody from the last gradient to the end of a step.
+
+    Then this rank does nothing but step and wait for messages (`collectives.patience`).
+    """
+
+    def __init__(self) -> None:
+        self.threads, self.stack = socket_threads(), ExitStack()
+
+    def gradients_complete(self, optimizer: Any) -> None:
+        """Change how Linux schedules gloo's threads."""
+        self.stack.enter_context(patient(self.threads))
+
+    def after_step(self, optimizer: Any) -> None:
+        """Change it back."""
+        self.stack.close()
