@@ -3,11 +3,10 @@
 In the notebook's own process a call has a deadline; on ranks the launcher sees to that.
 A function that still raises NotImplementedError is no mistake: it is not written yet.
 
-What a check should try is in `lab/hard.py`: `hard_tensors(rank, n)`, `hard_models()`,
-and `unchanged(*args)` with the table `KEPT`. Here `answer.pure(x)` is `answer(x)` that
-must leave its arguments as they are. Memory counts in all storages: `living_bytes()` of
-`lab/exercises.py`, before and after; bytes are counted by `written_by`. What trains
-takes two steps, with `zero_grad(set_to_none=False)` between them.
+Models that a check should try are in `lab/hard.py`, drawn numbers in `lab/judge.py`.
+Memory counts in all storages: `living_bytes()` of `lab/exercises.py`, before and after;
+bytes are counted by `written_by`. What trains takes two steps, with
+`zero_grad(set_to_none=False)` between them.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ddp_course.lab.hard import KEPT, unchanged
 from ddp_course.launch import LaunchError, RankError, spawn, stacks
 from ddp_course.launch.packing import cell_labels
 
@@ -73,15 +71,6 @@ class Answer:
                 raise Untouched from None
             what = f"{self.call(*args)} raised {code(what)}{_at(where)}."
             raise Hint(what) from None
-
-    def pure(self, *args: Any) -> Any:
-        """Return what the function returns; it may not change what it is given."""
-        call = self.call(*args)
-        with unchanged(*args) as told:
-            got = self(*args)
-        if not told["kept"]:
-            raise Hint(f"{call} {KEPT['kept'].format_map(told)}")
-        return got
 
     def call(self, *args: Any) -> str:
         """Write a call of the function as code: `global_rank(2, 3, 4)`."""

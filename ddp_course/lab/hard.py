@@ -1,58 +1,19 @@
-"""Hard inputs: what every check should try, because easy ones forgive too much.
+"""Hard models: what a check that trains should try, because easy ones forgive too much.
 
-    for name, tensor in hard_tensors(rank, n): ...           # on a rank
     for name, model, x in hard_models(): ...                 # model(x) runs
-    got = answer.pure(batch, sizes)                          # here: arguments kept?
-    with unchanged(tensor) as told: got = function(tensor)   # on a rank: the same
-    judge(where, told, KEPT)
 
 Names say what is hard, and go into hints. Cases that an exercise has no room for are
-left out by a word of their name: `hard_models(but=["tied"])`. `judge_ranks` has two,
-three and one rank.
+left out by a word of their name: `hard_models(but=["tied"])`. Tensors and numbers are
+drawn by `lab/judge.py`.
 """
 
 from __future__ import annotations
 
-import copy
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-KEPT = {  # a table of properties for `judge`
-    "kept": "changed {changed} that it was given; work on a copy."
-}
-
-
-def hard_tensors(
-    rank: int, n: int, but: Sequence[str] = ()
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors of a rank by what is hard about them; sums and means are exact.
-
-    Not whole, of three types, one strided, one empty, one zero, and one with more
-    numbers than anybody writes down, which are all zero on rank 1: whoever takes much
-    for granted is found out. Means are exact whether one divides before or after. (What
-    sends them leaves out "strided": gloo raises, or adds up other numbers without a
-    word, and NCCL raises.)
-    """
-
-    def numbers(*shape: int) -> Tensor:
-        flat = torch.arange(math.prod(shape)) * (rank + 2) + rank
-        return ((flat % 7 - 3) * n / 4).view(shape)
-
-    tensors = {
-        "a tensor of 2 x 3 numbers": numbers(2, 3) + n * rank,
-        "a tensor of float64": numbers(5).double() + n * 2**-40,
-        "a tensor of bfloat16": numbers(3, 1, 2).bfloat16(),
-        "a strided tensor": numbers(4, 3).T[:, ::2],
-        "a tensor of 11 x 13 numbers": numbers(11, 13) * (rank != 1),
-        "a tensor of zeros": torch.zeros(3),
-        "an empty tensor": numbers(0, 3),
-    }
-    yield from _without(but, tensors)
 
 
 def hard_models(
@@ -106,38 +67,6 @@ HARD: dict[str, Callable[[Small], Any]] = {
     "parameters of float64": lambda model: model.double(),
     "parameters of bfloat16": lambda model: model.bfloat16(),
 }
-
-
-@contextmanager
-def unchanged(*given: Any) -> Iterator[dict[str, Any]]:
-    """Tell whether the caller's arguments are afterwards what they were before.
-
-    Tensors (to the bit), models with their gradients, optimizers, and whatever has
-    `==`, also in lists and dictionaries. What is told is for the table `KEPT`.
-    """
-    told: dict[str, Any] = {"kept": True, "changed": ""}
-    before = [_content(one) for one in given]
-    yield told
-    for one, was in zip(given, before, strict=True):
-        if _content(one) != was:
-            told |= {"kept": False, "changed": f"the {type(one).__name__}"}
-
-
-def _content(value: Any) -> Any:
-    """Return a copy of all that is in a value, which can be compared by `==`."""
-    if isinstance(value, Tensor):
-        numbers = value.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
-        return (value.dtype, value.shape, value.stride(), value.requires_grad, numbers)
-    if isinstance(value, nn.Module):
-        named = [*value.named_parameters(), *value.named_buffers()]
-        return [(name, _content(one), _content(one.grad)) for name, one in named]
-    if isinstance(value, torch.optim.Optimizer):
-        return _content(value.state_dict())
-    if isinstance(value, Mapping):
-        return [(_content(key), _content(one)) for key, one in value.items()]
-    if isinstance(value, (list, tuple)):
-        return (type(value), [_content(one) for one in value])
-    return copy.deepcopy(value)
 
 
 def _without(but: Sequence[str], cases: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -11,7 +11,7 @@ on one rank, a special number in any place. What is compared are properties. Eac
 a hint in `TABLE`; after "fits", those that an exercise replaces are judged first:
 
     fits      the type of the result, of a tensor also its shape and dtype
-    right     its values (where the solution returns None, any result will do)
+    right     its values (if the solution is to return nothing, any result will do)
     kept      the arguments that the solution leaves as they are
     in_place  the arguments that the solution changes
     bytes     the bytes that a rank writes, within a fiftieth of the solution's
@@ -26,7 +26,8 @@ a hint in `TABLE`; after "fits", those that an exercise replaces are judged firs
 
 "sends" and "messages" go together with nothing else of these; "collectives" stands for
 library, least and few. A hint is a text with facts in braces, or a function of a `Case`
-that returns a text, for mistakes that have a name.
+that returns a text, for mistakes that have a name. It returns "" where a result differs
+from the solution's, and is right, too: some exercises have several right results.
 """
 
 from __future__ import annotations
@@ -46,8 +47,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_course.collectives import barrier
-from ddp_course.lab.answers import Answer, Hint, code, one_line
-from ddp_course.lab.exercises import judge_ranks, living_bytes, shown, written_by
+from ddp_course.lab.answers import Answer, code, one_line
+from ddp_course.lab.exercises import (
+    expect,
+    judge_ranks,
+    living_bytes,
+    shown,
+    written_by,
+)
 from ddp_course.lab.messages import LATE, MESSAGES, WAITED, messages_of
 from ddp_course.measure import ByteMeter, EventLog, TorchCollectives
 
@@ -69,9 +76,11 @@ TABLE = {
 }
 SHAPES = ((1,), (5,), (2, 3), (4, 1), (3, 2, 2), (11, 13))
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
-WIDE = {torch.float64: 2**-20, torch.int64: 2**32}  # added, they fit no 32 bits
+# Added to one number, these fit no narrower type; of int64 not even float64 does.
+# What is lost of a float32 must be more than its tolerance.
+WIDE = {torch.float64: 1024 + 2**-20, torch.float32: 2048 + 2**-3, torch.int64: 2**59}
 NUMBER = 8  # bytes: one number may be sent as a wider one
-NARROW = (torch.float32, torch.float16, torch.bfloat16)
+NARROW = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 TOLERANCE = {
     torch.float64: 1e-12,
     torch.float32: 1e-5,
@@ -103,19 +112,18 @@ class Draw:
     ) -> Tensor:
         """Return a tensor of shape and dtype (drawn if None) that all ranks share.
 
-        Its numbers are the rank's own; in 64 bits one of them, in any place, fits no
-        narrower type. On one rank all may be zero. If `strided`, a matrix is not
-        contiguous.
+        Its numbers are the rank's own; one of them, in any place, fits no narrower
+        type. On one rank all may be zero. If `strided`, a matrix is not contiguous.
         """
         shape = self.same.choice(SHAPES) if shape is None else tuple(shape)
         dtype = self.same.choice(TYPES) if dtype is None else dtype
         numbers = [self.own.randint(-999, 999) for _ in range(math.prod(shape))]
         tensor = torch.tensor(numbers, dtype=torch.float64).view(shape)
+        tensor = tensor.to(dtype)
         if self.rank == self.zeros_on:
             tensor.zero_()
         elif numbers and dtype in WIDE:
             tensor.view(-1)[self.own.randrange(len(numbers))] += WIDE[dtype]
-        tensor = tensor.to(dtype)
         if strided and tensor.dim() == 2:
             tensor = tensor.T.contiguous().T
         return tensor
@@ -134,6 +142,7 @@ class Case:
         exact: whether floating-point numbers must be equal to the last bit.
         free: arguments that an answer may change as it likes.
         number: of the case, so that a hint can draw what other ranks had.
+        nothing: whether the solution returns nothing, so that any result will do.
     """
 
     args: Mapping[str, Any]
@@ -144,14 +153,15 @@ class Case:
     exact: bool = False
     free: Sequence[str] = ()
     number: int = 0
+    nothing: bool = False
 
     def facts(self) -> dict[str, Any]:
         """Return which properties hold, and the values that hints may show."""
         facts: dict[str, Any] = {name: shown(arg) for name, arg in self.args.items()}
         got, wanted = self.got, self.wanted
         facts |= {"got": shown(got), "wanted": shown(wanted), "form": form_of(wanted)}
-        facts["fits"] = wanted is None or fits(got, wanted)
-        facts["right"] = wanted is None or equal_values(got, wanted, self.exact)
+        facts["fits"] = self.nothing or fits(got, wanted)
+        facts["right"] = self.nothing or equal_values(got, wanted, self.exact)
         facts["place"] = difference(got, wanted)
         facts |= {"kept": True, "in_place": True, "changed": ""}
         for name, arg in reversed(self.args.items()):  # the first one is named
@@ -194,7 +204,7 @@ def same_as(
             if not facts[name]:
                 text = hint(case) if callable(hint) else hint.format_map(facts)
                 begin = where(case) if where else answer.call(*args)
-                raise Hint(f"{begin} {text}")
+                expect(not text, f"{begin} {text}")
 
 
 def same_on_ranks(
@@ -275,6 +285,7 @@ def _on_a_rank(
         facts["bytes"] = written is None or abs(written - facts["needed"]) <= slack
         for name, explain in explained.items():
             facts[f"why_{name}"] = "" if facts[name] else explain(case)
+            facts[name] = not facts[f"why_{name}"]
         yield facts
 
 
@@ -296,7 +307,8 @@ def run_both(
         outcomes.append((result, dict(zip(names, after, strict=False)), seen))
     (wanted, right, theirs), (got, after, seen) = outcomes
     case = Case(dict(zip(names, args, strict=False)), got, wanted, after, right)
-    return case, seen, theirs
+    nothing = inspect.signature(solution).return_annotation in (None, "None")
+    return replace(case, nothing=nothing), seen, theirs
 
 
 def copied(value: Any) -> Any:
@@ -322,26 +334,35 @@ def _watched_call(
     if not watch:
         return function(*args), {}
     barrier()
+    call = written_by if "bytes" in watch else lambda f, *args: (f(*args), None)
     if {"sends", "messages", "calls"} & {*watch}:
         time.sleep(LATE * dist.get_rank())  # ranks that come one after the other
         with messages_of() as seen:
-            got = function(*args)
-        return got, seen | {"called": seen["collectives"]}
-    if "bytes" in watch:
-        got, written = written_by(function, *args)
+            got, written = call(function, *args)
+        return got, seen | {"called": seen["collectives"], "written": written}
+    if {*watch} == {"bytes"}:
+        got, written = call(function, *args)
         return got, {"written": written}
     before = living_bytes()
-    with EventLog() as log, ByteMeter() as meter, TorchCollectives() as torchs:
-        got = function(*args)
+    with (
+        messages_of() as seen,
+        EventLog() as log,
+        ByteMeter() as meter,
+        TorchCollectives() as torchs,
+    ):
+        got, written = call(function, *args)
     own = [e.op for e in log.events if e.lane == "communication"]
-    theirs = [call.op for call in torchs.calls]
-    names = [*(f"dist.{op}" for op in theirs), *(f"{op} of ddp_course" for op in own)]
+    names = [f"dist.{call.op}" for call in torchs.calls]
+    names += [f"{op} of ddp_course" for op in own]
+    if not own:  # the course's collectives send messages themselves
+        names += ["dist.send"] * len(seen["sent"])
     return got, {
         "called": code(", ".join(names) or "no collective"),
-        "library": (bool(theirs), bool(own)),
+        "library": (bool(torchs.calls), bool(own)),
         "count": len(names),
         "sent_bytes": meter.total_sent + torchs.nbytes,
         "more": living_bytes() - before - _nbytes(got),
+        "written": written,
     }
 
 
@@ -434,7 +455,7 @@ def difference(got: Any, wanted: Any) -> str:
         return ""
     if equal_values(got, wanted):
         return ""
-    for dtype in NARROW if wanted.dtype not in NARROW else ():
+    for dtype in NARROW if wanted.dtype in WIDE else ():
         if torch.equal(got, wanted.to(dtype).to(wanted.dtype)):
             name = str(dtype).removeprefix("torch.")
             return f": these are the numbers rounded to {name} on their way"

@@ -11,19 +11,16 @@ written and however it was imported.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_course.collectives import barrier
-from ddp_course.lab.answers import one_line, patient
+from ddp_course.lab.answers import patient
 from ddp_course.measure import EventLog
 
 PATIENCE = 4.0  # seconds: nobody comes any more (`patient` makes them more)
@@ -136,21 +133,6 @@ def watched() -> Iterator[dict[str, list]]:
             one.wait()
 
 
-def call_late(function: Callable, tensor: Tensor, *args: Any) -> dict[str, Any]:
-    """Call a function on this rank, each rank a little later; tell what can be judged.
-
-    That is what it sent, what it `got`, the tensor it was `given` as it is
-    afterwards, and whether that is `untouched`.
-    """
-    before = tensor.clone()
-    barrier()
-    time.sleep(LATE * dist.get_rank())
-    with messages_of() as told:
-        told["got"] = copied(function(tensor, *args))
-    told["given"], told["untouched"] = tensor.clone(), torch.equal(tensor, before)
-    return told
-
-
 @contextmanager
 def messages_of() -> Iterator[dict[str, Any]]:
     """Watch, and tell in the end what `MESSAGES` and `WAITED` ask for."""
@@ -159,21 +141,6 @@ def messages_of() -> Iterator[dict[str, Any]]:
     told["messages_only"] = not told["collectives"]
     told["collective"] = "".join(told["collectives"][:1])
     told["waited"], told["begun"] = not told["ignored"], "".join(told["ignored"][:1])
-
-
-class _Words(str):
-    """A value in words, as `one_line` writes it."""
-
-    __repr__ = str.__str__
-
-
-def copied(got: Any) -> Any:
-    """Return tensors as they are now, and anything else in words."""
-    if isinstance(got, Tensor):
-        return got.clone()
-    if isinstance(got, (list, tuple)) and all(isinstance(t, Tensor) for t in got):
-        return [t.clone() for t in got]
-    return _Words(one_line(got))
 
 
 MESSAGES = {  # a table of properties for `judge`

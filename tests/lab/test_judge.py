@@ -97,3 +97,28 @@ def test_a_hint_can_be_made_of_the_case():
 )
 def test_values_that_are_not_alike(got, wanted):
     assert not (fits(got, wanted) and equal_values(got, wanted))
+
+
+def test_float64_does_not_hold_int64_nor_float16_float32():
+    wide = ((torch.int64, torch.float64), (torch.float32, torch.half))
+    for dtype, narrow in (*wide, (torch.float64, torch.float32)):
+        for case in range(20):
+            tensor = Draw(case).tensor((4, 3), dtype)
+            zero = not tensor.any()
+            assert equal_values(tensor.to(narrow).to(dtype), tensor) == zero
+
+
+def maybe(number: int) -> int | None:
+    """The solution of the test below: None is a result."""
+    return number if number > 4 else None
+
+
+def test_none_is_a_result_and_other_results_may_be_right():
+    def draw(d: Draw):
+        return (d.same.randint(0, 9),)
+
+    same_as(Answer("maybe", maybe), maybe, draw)
+    with pytest.raises(Hint, match="expected nothing"):
+        same_as(Answer("maybe", lambda number: number), maybe, draw)
+    larger = Answer("maybe", lambda number: number + 1 if number > 4 else None)
+    same_as(larger, maybe, draw, hints={"right": lambda case: ""})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,8 +11,15 @@ from torch import Tensor
 
 from ddp_course.chapters.ch00_start_here import solutions
 from ddp_course.lab.answers import Answer, on_ranks
-from ddp_course.lab.exercises import equal, exercise, judge, judge_ranks, shown
-from ddp_course.lab.hard import hard_tensors
+from ddp_course.lab.exercises import equal, exercise, judge, shown
+from ddp_course.lab.judge import (
+    Case,
+    Draw,
+    difference,
+    equal_values,
+    same_as,
+    same_on_ranks,
+)
 
 ROWS = 12
 SLICE = {  # property of a slice -> hint
@@ -40,13 +47,18 @@ def check_my_slice(answer: Answer) -> str:
     for world_size in (4, 3, 2, 1, 6):
         _judge(batch, [answer(batch, rank, world_size) for rank in range(world_size)])
     _judge(batch, on_ranks(_slice, answer, batch, world_size=4))
-    rows = torch.arange(ROWS).double()
-    for other in (rows + 2**-40, rows.bfloat16()[:, None, None].expand(ROWS, 2, 2)):
-        _judge(other, [answer(other, rank, 3) for rank in range(3)])
+    same_as(answer, solutions.my_slice, _batch, exact=True)
     return (
         f"1, 2, 3, 4 and 6 ranks share {ROWS} rows, each row once and in order; "
-        "so do 4 real ranks, and three share rows of other types and shapes"
+        "so do 4 real ranks, and up to 7 ranks share batches of other types and shapes"
     )
+
+
+def _batch(d: Draw) -> tuple[Tensor, int, int]:
+    world_size, each = d.same.randint(1, 7), d.same.randint(0 if d.case > 9 else 1, 3)
+    shape = world_size * each, *d.same.choice([(), (1,), (5,), (2, 3)])
+    batch = d.tensor(shape, strided=d.case % 2 == 0)
+    return batch, d.same.randrange(world_size), world_size
 
 
 def _slice(my_slice: Callable, batch: Tensor) -> Tensor:
@@ -72,14 +84,6 @@ def _judge(batch: Tensor, slices: list[Any]) -> None:
         judge(who, told, SLICE)
 
 
-AVERAGE = {
-    "no_sum": "has {got} afterwards. That is the sum; the mean is {wanted}. If you "
-    "divided, do it in place, as `tensor /= ...` does: a new tensor is lost.",
-    "right": "has {got} afterwards; expected {wanted}. It must be in the tensor that "
-    "your function was given, on every rank.",
-}
-
-
 @exercise("my_average", solution=solutions.my_average)
 def check_my_average(answer: Answer) -> str:
     """`my_average(tensor)`, on every rank: the mean over all ranks, in place.
@@ -89,19 +93,33 @@ def check_my_average(answer: Answer) -> str:
     Sum over the ranks, then divide by their number in place: an operator such as `*=`
     changes the tensor itself, `tensor = ...` only gives the name to another one.
     """
-    hint = "Every rank must take part in the same collectives, in the same order."
-    judge_ranks(AVERAGE, _averages, answer, worlds=(4, 3, 2, 1), hint=hint)
+    same_on_ranks(
+        *(answer, solutions.my_average, _numbers),
+        worlds=(4, 3, 2, 1),
+        hints={"in_place": _wrong_mean},
+        hint="Every rank must take part in the same collectives, in the same order.",
+    )
     return "1, 2, 3 and 4 real ranks have the mean of tensors of three types"
 
 
-def _averages(my_average: Callable) -> Iterator[dict[str, Any]]:
-    rank, n = dist.get_rank(), dist.get_world_size()
-    of_all = (hard_tensors(r, n, but=["strided"]) for r in range(n))
-    for everyones in zip(*of_all, strict=True):
-        name, tensor = everyones[rank]
-        total = sum(own for _, own in everyones)
-        my_average(tensor)
-        told = {"case": name, "got": shown(tensor), "wanted": shown(total / n)}
-        told["right"] = equal(tensor, total / n)
-        told["no_sum"] = told["right"] or not equal(tensor, total)
-        yield told
+def _numbers(d: Draw) -> tuple[Tensor]:
+    shapes = [(2, 3), (11, 13)] if d.case < 2 else [(0, 3), (), (5,), (3, 1, 2)]
+    dtype = d.same.choice([torch.float32, torch.float64, torch.bfloat16])
+    tensor = d.tensor(d.same.choice(shapes), dtype)
+    # Sums of few bits are exact: then the order of summing does not matter.
+    return (tensor % 8 if dtype == torch.bfloat16 else tensor,)
+
+
+def _wrong_mean(case: Case) -> str:
+    got, mean = case.after["tensor"], case.right["tensor"]
+    place = difference(got, mean)
+    if equal_values(got, mean * dist.get_world_size()):
+        return (
+            f"has {shown(got)} afterwards. That is the sum; the mean is {shown(mean)}. "
+            "If you divided, do it in place, as `tensor /= ...` does: a new tensor is "
+            "lost."
+        )
+    return (
+        f"has {shown(got)} afterwards; expected {shown(mean)}{place}. It must be in "
+        "the tensor that your function was given, on every rank."
+    )

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ddp_course import theory
 from ddp_course.chapters.ch03_all_reduce import solutions
@@ -15,16 +16,8 @@ from ddp_course.collectives import barrier
 from ddp_course.collectives.call import all_reduce_by
 from ddp_course.collectives.plan import Plan, Transfer, make_plan, mistakes
 from ddp_course.lab.answers import Answer, on_ranks
-from ddp_course.lab.exercises import (
-    equal,
-    exercise,
-    expect,
-    judge,
-    judge_ranks,
-    shown,
-    written_by,
-)
-from ddp_course.lab.messages import MESSAGES, WAITED, copied, messages_of
+from ddp_course.lab.exercises import exercise, expect, judge, shown
+from ddp_course.lab.judge import Draw, same_on_ranks
 from ddp_course.launch import Topology, here
 from ddp_course.measure import ByteMeter, EventLog
 
@@ -107,31 +100,15 @@ def _run(plan: Plan) -> dict[str, Any]:
 
 # ---- ring_reduce_scatter -----------------------------------------------------------
 
-CHUNKS = (  # the shapes of a rank's chunks, and their type
-    ([(3,), (5,)], torch.int64),
-    ([(4,), (4,), (4,)], torch.int64),
-    ([(3,), (1,), (5,), (2,)], torch.int64),
-    ([(200_000,)] * 3, torch.int64),
-    ([(2, 3), (7,), (0,), (8,), (3, 1)], torch.float64),
-)
 RING = {
-    **MESSAGES,
-    **WAITED,
-    "to_the_right": "sent a message to rank {stranger}; in this ring it sends to its "
-    "right neighbour only, rank {right_one}.",
-    "as_many": "sent {total} numbers; expected {enough}: every chunk but its own, "
-    "once.",
-    "in_order": "sent messages of {lengths} numbers; expected {wanted_lengths}: chunks "
-    "{order}, in this order.",
-    "no_others": "sent {seen} bytes with `dist.isend`, but the operating system "
-    "counted {written}: there were other messages.",
-    "a_tensor": "returned {shown}; expected a tensor.",
-    "shape": "returned {shown}; expected a tensor of shape {wanted_shape}, of {dtype}, "
-    "as its chunk {rank}.",
-    "right": "returned {shown}; expected {wanted}s: the ranks brought {brought} "
-    "in chunk {rank}. {hint}",
-    "untouched": "has other `chunks` than before: they were changed; add up in tensors "
-    "of your own.",
+    "messages": "sent {sent}, as (rank, numbers); expected {wanted_sent}: every chunk "
+    "but its own, once, to its right neighbour only, in this order.",
+    "bytes": "wrote {written:,} bytes by the operating system's count; the solution's "
+    "messages have {needed:,}: there were other messages, or numbers of another type.",
+    "right": "has {got}; expected {wanted}{place}: the sum of the chunks {rank} of all "
+    "ranks. {hint}",
+    "kept": "has other `chunks` than before: they were changed; add up in tensors of "
+    "your own.",
 }
 
 
@@ -150,68 +127,41 @@ def check_ring_reduce_scatter(answer: Answer) -> str:
         "In step k rank r sends chunk r - 1 - k to the right, and adds its own numbers "
         "to what arrives from the left. Start to send (`isend`), then receive."
     )
-    for shapes, dtype in CHUNKS:
-        given = answer, shapes, dtype
-        judge_ranks(RING, _scatter, *given, worlds=[len(shapes)], hint=hint)
+    same_on_ranks(
+        *(answer, solutions.ring_reduce_scatter, _chunks),
+        worlds=(2, 3, 4, 5),
+        cases=5,
+        watch=["messages", "bytes"],
+        hints=RING,
+        hint=hint,
+    )
     return (
-        "2 to 5 ranks, chunks of equal and of different lengths, an empty one, two "
+        "2 to 5 ranks, chunks of equal and of different lengths, empty ones, three "
         "types: right sums, untouched inputs, and every message a chunk to the right "
         "neighbour, N - 1 of them"
     )
 
 
-def _scatter(function: Callable, shapes: list, dtype: torch.dtype) -> dict[str, Any]:
-    """On every rank: call the reader's function and watch what it sends."""
-    rank, n = dist.get_rank(), dist.get_world_size()
-    fine = dtype == torch.float64  # not whole, too fine for 32 bits; rank 1 has zeros
-
-    def number(c: int, r: int) -> float:
-        return ((c + 1) * 10**r + 2**-20 if r != 1 else 0) if fine else (c + 1) * 10**r
-
-    values = [number(c, rank) for c in range(n)]
-    chunks = [torch.full(*one, dtype=dtype) for one in zip(shapes, values, strict=True)]
-    before = [chunk.clone() for chunk in chunks]
-    barrier()
-    told: dict[str, Any] = {}
-
-    def watch() -> None:
-        nonlocal told
-        with messages_of() as told:
-            told["got"] = copied(function(chunks))
-
-    _, written = written_by(watch)
-    got, order = told["got"], [(rank - 1 - k) % n for k in range(n - 1)]
-    lengths = [length for _, length in told["sent"]]
-    wanted = [chunks[c].numel() for c in order]
-    strangers = [dst for dst, _ in told["sent"] if dst != (rank + 1) % n]
-    sizes = ", ".join(str(chunk.numel()) for chunk in chunks)
-    told["case"] = f"of chunks of {sizes} numbers"
-    told |= {"to_the_right": not strangers, "right_one": (rank + 1) % n}
-    told |= {"stranger": strangers[:1], "total": sum(lengths), "enough": sum(wanted)}
-    told |= {"as_many": sum(lengths) == sum(wanted), "in_order": lengths == wanted}
-    told |= {"lengths": lengths, "wanted_lengths": wanted, "written": written}
-    told |= {"order": ", ".join(map(str, order)), "seen": 8 * sum(lengths)}
-    told["no_others"] = (written or 0) <= 1.02 * told["seen"] + 4000 * n
-    own = chunks[rank]
-    total = sum(number(rank, r) for r in range(n))
-    told |= {"a_tensor": isinstance(got, torch.Tensor), "shown": shown(got)}
-    if told["a_tensor"]:
-        told["shape"] = got.shape == own.shape and got.dtype == own.dtype
-        told["right"] = told["shape"] and bool((got == total).all())
-        if told["shape"] and got.numel():
-            told["shown"] = f"{got.flatten()[0].item():g}s"
-    told |= {"wanted_shape": tuple(own.shape), "dtype": dtype}
-    told["brought"] = ", ".join(f"{number(rank, r):g}" for r in range(n))
-    told |= {"wanted": total, "untouched": all(map(equal, chunks, before))}
-    return told
+def _chunks(d: Draw) -> tuple[list[Tensor]]:
+    """Return chunks of one type; in one case they are too long to wait in a buffer."""
+    shapes = [(3,), (5,), (2, 3), (7,), (0,), (3, 1)]
+    shapes = [(200_000,)] if d.case == 1 else shapes[d.case == 0 :]
+    dtype = d.same.choice([torch.int64, torch.float32, torch.float64])
+    return ([d.tensor(d.same.choice(shapes), dtype) for _ in range(d.n)],)
 
 
 # ---- hierarchical_sum --------------------------------------------------------------
 
-SHAPE = 240, 1000  # divisible by all that is needed, and large enough for rings
+# Rows and type by nodes and ranks of a node: divisible by all that is needed, and large
+# enough for rings. In the last cluster rank 1 brings zeros.
+CLUSTERS = {
+    (2, 2): (240, torch.int64),
+    (2, 3): (36, torch.float64),
+    (3, 2): (120, torch.float32),
+}
 HIERARCHY = {
     "right": "has only {parts:.0f} % of the sums: the first number that is not right, "
-    "is {first}, as rank r brought 10^r. Is `tensor` itself changed? {hint}",
+    "is {first}. Is `tensor` itself changed? {hint}",
     "counted": "has a byte meter that counted nothing; use the collectives of "
     "`ddp_course.collectives`, which it can see.",
     "between_right": "sent {between:.3g} S to other nodes; expected {between_least:g} "
@@ -238,12 +188,12 @@ def check_hierarchical_sum(answer: Answer) -> str:
         "Reduce-scatter inside the node, all-reduce the shard among the peers, "
         "all-gather inside the node."
     )
-    for cluster in (Topology(2, 2), Topology(2, 3), Topology(3, 2)):
-        shape = {"nnodes": cluster.nnodes, "nproc_per_node": cluster.nproc_per_node}
+    for nnodes, size in CLUSTERS:
+        shape = {"nnodes": nnodes, "nproc_per_node": size}
         real = on_ranks(_sum_over_nodes, answer, **shape, hint=hint)
-        where = f"On a real {cluster.nnodes} x {cluster.nproc_per_node} cluster"
         for rank, told in enumerate(real):
-            judge(f"{where} rank {rank}", told | {"hint": hint}, HIERARCHY)
+            where = f"On a real {nnodes} x {size} cluster rank {rank}"
+            judge(where, told | {"hint": hint}, HIERARCHY)
     return (
         "on real 2 x 2, 2 x 3 and 3 x 2 clusters the sums are right, and each rank "
         "sends 2 (G - 1) / G S / g to other nodes, G nodes of g ranks"
@@ -256,12 +206,12 @@ def _sum_over_nodes(function: Callable) -> dict[str, Any]:
     g, ranks = shape.nproc_per_node, range(shape.world_size)
     nodes = [dist.new_group([*ranks[first : first + g]]) for first in ranks[::g]]
     peers = [dist.new_group([*ranks[local::g]]) for local in range(g)]
-    pattern = torch.arange(SHAPE[0] * SHAPE[1]).view(SHAPE) % 7 + 1
-    x = pattern * 10**me.rank
+    everyones = [_numbers(rank, shape) for rank in ranks]
+    x = everyones[me.rank].clone()
     barrier()
     with ByteMeter() as meter, EventLog() as log:
         function(x, nodes[me.node_rank], peers[me.local_rank])
-    total = pattern * sum(10**rank for rank in ranks)
+    total = sum(everyones)
     wrong = torch.ne(x, total).flatten()
     first = int(wrong.int().argmax())
     told: dict[str, Any] = {"parts": 100 * (1 - wrong.float().mean().item())}
@@ -278,3 +228,15 @@ def _sum_over_nodes(function: Callable) -> dict[str, Any]:
     told |= {"right": not wrong.any(), "counted": told["between"] + told["inside"] > 0}
     told["own_work"] = not any(e.op.startswith("hierarchical") for e in log.events)
     return told
+
+
+def _numbers(rank: int, cluster: Topology) -> Tensor:
+    """Return what a rank brings: eighths, so that no sum of floats is rounded."""
+    rows, dtype = CLUSTERS[cluster.nnodes, cluster.nproc_per_node]
+    dice = torch.Generator().manual_seed(rank)
+    numbers = torch.randint(-(2**20), 2**20, (rows, 1000), generator=dice)
+    if dtype.is_floating_point:
+        numbers = numbers / 8 + (2**-30 if dtype == torch.float64 else 0)
+    if cluster.nnodes == 3 and rank == 1:
+        numbers = torch.zeros_like(numbers)
+    return numbers.to(dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,12 +15,13 @@ from ddp_course.chapters.ch08_fsdp import solutions
 from ddp_course.collectives import all_gather_single, barrier, reduce_scatter_single
 from ddp_course.lab.answers import Answer, code, one_line
 from ddp_course.lab.exercises import (
-    equal,
     exercise,
     judge,
     judge_ranks,
     living_bytes,
+    shown,
 )
+from ddp_course.lab.judge import Case, Draw, equal_values, fits, same_as
 from ddp_course.measure import TorchCollectives, label, resident
 
 # ---- my_schedule -------------------------------------------------------------------
@@ -155,7 +157,7 @@ def _each_unit(
 
 # ---- sharded_linear ----------------------------------------------------------------
 
-WIDTHS = (6, 12, 24)  # the layers are 6 -> 12 and 12 -> 24
+WIDTHS = (8, 12, 12)  # the layers are 8 -> 12 and 12 -> 12: one of them is square
 ROWS = 3
 LAYERS = (  # what is hard, the type, what is frozen, how many backward passes
     ("with two layers", torch.float32, "", 1),
@@ -214,10 +216,11 @@ def _all_layers(sharded_linear: Callable) -> Iterator[dict[str, Any]]:
     return (_two_layers(sharded_linear, *case) for case in LAYERS)
 
 
-def _integers(seed: int, *shape: int) -> Tensor:
-    """Return small whole numbers, so that no sum is ever rounded."""
+def _numbers(seed: int, dtype: torch.dtype, *shape: int) -> Tensor:
+    """Return small whole numbers; in float64 thirds, which no narrower type holds."""
     dice = torch.Generator().manual_seed(seed)
-    return torch.randint(-3, 4, shape, generator=dice).float()
+    numbers = torch.randint(-3, 4, shape, generator=dice).to(dtype)
+    return numbers / 3 if dtype == torch.float64 else numbers
 
 
 class _Tools:
@@ -247,8 +250,8 @@ def _two_layers(
     """On a rank: two layers, forward and backward, and what is kept in between."""
     rank, n, tools = dist.get_rank(), dist.get_world_size(), _Tools()
     shapes = enumerate(itertools.pairwise(WIDTHS))
-    weights = [_integers(k, b, a).to(dtype).requires_grad_() for k, (a, b) in shapes]
-    inputs = [_integers(9 + r, ROWS, WIDTHS[0]).to(dtype) for r in range(n)]
+    weights = [_numbers(k, dtype, b, a).requires_grad_() for k, (a, b) in shapes]
+    inputs = [_numbers(9 + r, dtype, ROWS, WIDTHS[0]) for r in range(n)]
     shards = [w.detach().chunk(n)[rank].clone().requires_grad_() for w in weights]
     x, saved = inputs[rank].clone().requires_grad_(frozen != "x"), []
     shards[0].requires_grad_(frozen != "shard")
@@ -258,10 +261,12 @@ def _two_layers(
         saved.append(tuple(tensor.shape))
         return tensor
 
-    for _ in range(passes):
+    for number in range(passes):
         barrier()
+        # Hooks get other tensors than autograd keeps: the second pass has none.
+        noted = torch.autograd.graph.saved_tensors_hooks(note, lambda t: t)
         hidden, outputs, before, gathers = x, 0, living_bytes(), tools.gathers
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        with nullcontext() if number else noted:
             for shard in shards:
                 hidden = sharded_linear(
                     hidden, shard, tools.gather, tools.reduce_scatter, n
@@ -286,13 +291,13 @@ def _two_layers(
     least = min(w.nbytes for w in weights)
     wanted = inputs[rank].detach() @ weights[0].T @ weights[1].T
     left = resident()["communication buffers"]
-    told |= {"output": torch.equal(hidden, wanted), "freed": told["kept"] == 0}
+    told |= {"output": equal_values(hidden, wanted), "freed": told["kept"] == 0}
     told |= {"saved": not large, "shape": large[0] if large else ""}
     told |= {"copy": n == 1 or told["more"] < least, "least": least}
     told |= {"left": left == 0, "left_over": left, "reduced": tools.reduces}
     told |= {
         "gathers": bool(frozen) or (told["gathered"], told["again"]) == (2, 2),
-        "x": frozen == "x" or equal(x.grad, inputs[rank].grad),
+        "x": frozen == "x" or equal_values(x.grad, inputs[rank].grad),
         "reduces": bool(frozen) or tools.reduces == 2 * passes,
         "frozen": (x if frozen == "x" else shards[0]).grad is None or not frozen,
         "mean": True,
@@ -302,8 +307,8 @@ def _two_layers(
     }
     for k in range(frozen == "shard", len(shards)):
         own, got = weights[k].grad.chunk(n)[rank] / n, shards[k].grad
-        if got is None or got.shape != own.shape or not torch.allclose(got, own):
-            sums = got is not None and n > 1 and torch.equal(got, own * n)
+        if not equal_values(got, own):
+            sums = n > 1 and equal_values(got, own * n)
             why = "this is the sum over the ranks; divide by their number"
             if not sums:
                 why = "it is the mean of all ranks' gradients, of this rank's rows"
@@ -333,15 +338,6 @@ CASES = (
     ([1025], 8 * 1025 + 16, 0),  # one more
     ([300, 20, 200], 3700, 3),
 )
-NEEDED = {
-    "number": "returned {got}; expected a number of ranks, 1 to 1024, or None.",
-    "there_is": "returned {got}, but no number of ranks is enough: what is whole, "
-    "gradients and activations do not get less with more ranks.",
-    "fits": "returned {got}, but with {got} a rank needs {needs} bytes and has "
-    "{memory}.",
-    "least": "returned {got}, but {wanted} are enough: each needs {needs} of {memory} "
-    "bytes.",
-}
 
 
 @exercise("ranks_needed", solution=solutions.ranks_needed)
@@ -355,33 +351,64 @@ def check_ranks_needed(answer: Answer) -> str:
     shards, each rounded up; 4 for those of the largest pair of neighbours; 4 for those
     of the largest unit; the activations. The first sum within `memory` decides.
     """
-    for units, memory, activations in CASES:
-        got = answer.pure(list(units), memory, activations)
-        wanted = solutions.ranks_needed(list(units), memory, activations)
-        if got == wanted and type(got) is type(wanted):
-            continue
-        told = {"got": code(one_line(got)), "wanted": wanted, "memory": memory}
-        told["number"] = got is None or type(got) is int and 1 <= got <= 1024
-        told["there_is"] = got is None or wanted is not None
-        if told["number"] and told["there_is"]:
-            told["fits"] = got is None or got > wanted
-            ranks = wanted if told["fits"] else got
-            told |= {"needs": _needs(units, activations, ranks), "least": False}
-        judge(answer.call(units, memory, activations), told, NEEDED)
+    hints = {"fits": _wrong_number, "right": _wrong_number}
+    same_as(answer, solutions.ranks_needed, _units, cases=120, hints=hints)
     return (
-        f"{len(CASES)} models, among them some that fit on no number of ranks: the "
-        "least that is enough"
+        "120 models, among them some that fit on no number of ranks: the least that is "
+        "enough"
     )
 
 
-def _needs(units: tuple[int, ...] | list[int], activations: int, ranks: int) -> str:
-    """Write the bytes of a rank, part by part."""
+def _units(d: Draw) -> tuple[list[int], int, int]:
+    """Return units and activations; the memory is just enough for some ranks, or not.
+
+    The largest unit can be anywhere, also apart from the largest pair of neighbours.
+    """
+    if d.case < len(CASES):
+        units, memory, activations = CASES[d.case]
+        return [*units], memory, activations
+    units = [d.same.randint(1, 400) for _ in range(d.same.randint(1, 6))]
+    activations = d.same.choice([0, 3, 500])
+    ranks = d.same.choice([1, 2, 3, 5, 8, 64, 1024])
+    enough = sum(_parts(units, activations, ranks).values())
+    return units, enough - d.same.choice([0, 0, 1, 4, 300]), activations
+
+
+def _wrong_number(case: Case) -> str:
+    """Say whether the number is too small, too large, or no number of ranks."""
+    units, memory, activations = case.args.values()
+    got, wanted = case.got, case.wanted
+    if got is not None and not (fits(got, 1) and 1 <= got <= 1024 and got == int(got)):
+        return f"returned {shown(got)}; expected a number of ranks, 1 to 1024, or None."
+    if got is not None and wanted is None:
+        return (
+            f"returned {shown(got)}, but no number of ranks is enough: what is whole, "
+            "gradients and activations do not get less with more ranks."
+        )
+    if got is not None and got < wanted:
+        needs = _needs(units, activations, got)
+        begin = f"returned {got}, but with {got} a rank needs {needs} bytes"
+        return f"{begin} and has {memory}."
+    needs = _needs(units, activations, wanted)
+    return (
+        f"returned {shown(got)}, but {wanted} are enough: each needs {needs} of "
+        f"{memory} bytes."
+    )
+
+
+def _parts(units: list[int], activations: int, ranks: int) -> dict[str, int]:
+    """Return the bytes of a rank, part by part."""
     pairs = [units] if len(units) == 1 else list(zip(units, units[1:], strict=False))
-    parts = {
+    return {
         "shards": sum(16 * -(-unit // ranks) for unit in units),
         "two whole units": 4 * max(map(sum, pairs)),
         "gradients": 4 * max(units),
         "activations": activations,
     }
+
+
+def _needs(units: list[int], activations: int, ranks: int) -> str:
+    """Write the bytes of a rank, in all and part by part."""
+    parts = _parts(units, activations, ranks)
     told = " + ".join(f"{nbytes:,} ({name})" for name, nbytes in parts.items())
     return f"{sum(parts.values()):,} = {told}"

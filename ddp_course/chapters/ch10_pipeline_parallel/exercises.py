@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -16,7 +17,8 @@ from ddp_course.chapters.ch10_pipeline_parallel import solutions
 from ddp_course.collectives import barrier
 from ddp_course.lab import orders
 from ddp_course.lab.answers import Answer, code, one_line
-from ddp_course.lab.exercises import exercise, expect, judge, judge_ranks, shown
+from ddp_course.lab.exercises import exercise, expect, judge_ranks, shown
+from ddp_course.lab.judge import Case, Draw, fits, same_as
 from ddp_course.lab.messages import watched
 
 # ---- my_gpipe ------------------------------------------------------------------------
@@ -61,7 +63,7 @@ COSTS = (
     ([1, 1, 1, 1], 2),
     ([1, 8, 8, 8, 8, 6], 4),  # a GPT: the embedding costs nearly nothing
     ([1, 4, 4, 4, 4, 12], 3),  # and with a large vocabulary
-    ([5, 5, 2, 3, 5, 5, 2], 3),
+    ([5, 5, 2, 3, 5, 5, 2], 3),  # least differences and least squares cut elsewhere
     ([7, 2, 5, 10, 8], 2),
     ([9, 1, 1, 1, 1, 1, 1], 3),
     ([1, 1, 1, 9], 4),
@@ -72,16 +74,6 @@ COSTS = (
     ([0, 0, 5, 0, 5], 3),  # layers that cost nothing are layers
     ([2, 3, 5, 7, 11, 13, 17, 19, 23], 4),
 )
-CUT = {
-    "numbers": "returned {got}; expected a list with the number of layers of each "
-    "stage.",
-    "as_many": "returned {got}, which has {found} stages; expected {stages}.",
-    "no_empty": "returned {got}: a stage without layers is a rank without work.",
-    "all_layers": "returned {got}, together {total} layers; the model has {layers}.",
-    "best": "returned {got}: the dearest stage costs {dearest}, and all others wait "
-    "for it; it can be {least}.",
-    "untouched": "changed the list that it was given.",
-}
 
 
 @exercise("my_cut", solution=solutions.my_cut)
@@ -95,22 +87,41 @@ def check_my_cut(answer: Answer) -> str:
     maximum. The faster way: the best cut of what begins at layer k into s stages, from
     the best cuts into s - 1 stages.
     """
-    for costs, stages in COSTS:
-        given = list(costs)
-        got = answer(given, stages)
-        numbers = isinstance(got, list) and all(type(size) is int for size in got)
-        sizes = got if numbers else []
-        best = solutions.my_cut(costs, stages)
-        dearest, least = _dearest(costs, sizes), _dearest(costs, best)
-        told = {"got": shown(got), "numbers": numbers, "untouched": given == costs}
-        told |= {"found": len(sizes), "stages": stages}
-        told["as_many"] = len(sizes) == stages
-        told["no_empty"] = all(size > 0 for size in sizes)
-        told |= {"total": sum(sizes), "layers": len(costs)}
-        told |= {"all_layers": sum(sizes) == len(costs)}
-        told |= {"dearest": dearest, "least": least, "best": dearest == least}
-        judge(answer.call(costs, stages), told, CUT)
-    return f"{len(COSTS)} models, each with the smallest possible dearest stage"
+    hints = {"fits": wrong_cut, "right": wrong_cut}
+    same_as(answer, solutions.my_cut, _costs, cases=100, hints=hints)
+    return "100 models, each with the smallest possible dearest stage"
+
+
+def _costs(d: Draw) -> tuple[list[float], int]:
+    if d.case < len(COSTS):
+        costs, stages = COSTS[d.case]
+        return [*costs], stages
+    layers, most = d.same.randint(1, 9), d.same.choice([3, 9, 30])
+    costs = [d.same.randint(0, 4 * most) / d.same.choice([4, 1]) for _ in "1" * layers]
+    return costs, d.same.randint(1, min(layers, 4))
+
+
+def wrong_cut(case: Case) -> str:
+    """Say what is wrong with a cut; other cuts than the solution's may be as good."""
+    (costs, stages), got = case.args.values(), case.got
+    listed = isinstance(got, (list, tuple))
+    if not listed or not all(fits(size, 1) and size == int(size) for size in got):
+        expected = "expected a list with the number of layers of each stage."
+        return f"returned {shown(got)}; {expected}"
+    begin = f"returned {shown(got)}"
+    if len(got) != stages:
+        return f"{begin}, which has {len(got)} stages; expected {stages}."
+    if not all(size > 0 for size in got):
+        return f"{begin}: a stage without layers is a rank without work."
+    if sum(got) != len(costs):
+        return f"{begin}, together {sum(got)} layers; the model has {len(costs)}."
+    dearest, least = _dearest(costs, got), _dearest(costs, case.wanted)
+    if math.isclose(dearest, least, rel_tol=1e-9):
+        return ""
+    return (
+        f"{begin}: the dearest stage costs {dearest:g}, and all others wait for it; it "
+        f"can be {least:g}."
+    )
 
 
 def _dearest(costs: Sequence[float], sizes: Sequence[int]) -> float:

@@ -172,7 +172,7 @@ def check_my_may_begin(answer: Answer) -> str:
     same_as(
         *(answer, solutions.my_may_begin, _clocks),
         cases=200,
-        hints={"fits": why, "right": why},
+        hints={"fits": "returned {got}; expected True or False.", "right": why},
     )
     return "200 moments; whoever left, and whoever is alone, stops nobody"
 
@@ -189,7 +189,11 @@ def _clocks(d: Draw) -> tuple[dict[int, int], int, float]:
 # ---- my_server -----------------------------------------------------------------------
 
 SLOW, TURNS = 1, 3  # rank 1 pushes once, after all others have pushed so often
-SERVED = (((5,), 0.5), ((2, 3), 0.25), ((), 2.0))  # shapes and learning rates
+SERVED = (  # shapes, types and learning rates
+    ((5,), torch.float32, 0.5),
+    ((2, 3), torch.float64, 0.25),
+    ((), torch.float32, 2.0),
+)
 SERVER = MESSAGES | {
     "in_place": "has {got} in `weights`; expected {right}. Is each gradient used once, "
     "and are the weights changed in place?",
@@ -210,8 +214,9 @@ def check_my_server(answer: Answer) -> str:
     Then update the weights in place, and send them to that rank.
     """
     hint = (
-        f"Rank {SLOW} is slow: it pushes only when all others have been served "
-        f"{TURNS} times. Is every push received, and answered, before the next?"
+        "The server receives `pushes` gradients, no more and no fewer, from whoever "
+        f"comes: rank {SLOW} comes last, when all others have been served {TURNS} "
+        "times. It answers each before it receives the next, and the last one, too."
     )
     judge_ranks(SERVER, _serve, answer, worlds=(3, 2, 4), hint=hint)
     return "one to three workers, one late: every push used once, and answered at once"
@@ -221,11 +226,11 @@ def _serve(my_server: Callable) -> Iterator[dict[str, Any]]:
     """On every rank: rank 0 serves, the others push; yield what can be judged."""
     rank, n = dist.get_rank(), dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
-    for number, (shape, lr) in enumerate(SERVED):
+    for number, (shape, dtype, lr) in enumerate(SERVED):
         others = [worker for worker in range(1, n) if worker != SLOW]
         # One after the other: what each should get is known.
         order = [worker for worker in others for _ in range(TURNS)] + [SLOW]
-        after = _weights_after(number, shape, lr, order)
+        after = _weights_after(number, lr, order)
         case = f"{len(order)} pushes, lr {lr:g}"
         facts = {"case": case} | dict.fromkeys(SERVER, True)
         barrier()
@@ -243,9 +248,9 @@ def _serve(my_server: Callable) -> Iterator[dict[str, Any]]:
                 ready = [f"{number}: {first - 1} is answered"]
                 store.wait(ready, timedelta(seconds=patient(2 * PATIENCE)))
             for turn in range(order.count(rank)):
-                got, right = torch.empty(shape), after[first + turn + 1]
+                got, right = torch.empty(shape, dtype=dtype), after[first + turn + 1]
                 with messages_of():
-                    dist.send(_gradient(number, shape, first + turn), 0)
+                    dist.send(_gradient(number, first + turn), 0)
                     dist.recv(got, 0)
                 store.set(f"{number}: {first + turn} is answered", "yes")
                 if facts["answered"] and not equal_values(got, right):
@@ -254,16 +259,15 @@ def _serve(my_server: Callable) -> Iterator[dict[str, Any]]:
         yield facts
 
 
-def _gradient(number: int, shape: tuple[int, ...], push: int) -> Tensor:
+def _gradient(number: int, push: int) -> Tensor:
     """Return the gradient of a push: others in each push, and in each of its places."""
-    return Draw(100 * number + push + 2).tensor(shape, torch.float32) / 64
+    shape, dtype, _ = SERVED[number]
+    return Draw(100 * number + push + 2).tensor(shape, dtype) / 64
 
 
-def _weights_after(
-    number: int, shape: tuple[int, ...], lr: float, order: Sequence[int]
-) -> list[Tensor]:
+def _weights_after(number: int, lr: float, order: Sequence[int]) -> list[Tensor]:
     """Return the weights before the first push, and after each."""
-    weights = [Draw(1000 + number).tensor(shape, torch.float32)]
+    weights = [Draw(1000 + number).tensor(*SERVED[number][:2])]
     for push, _ in enumerate(order):
-        weights.append(weights[-1] - lr * _gradient(number, shape, push))
+        weights.append(weights[-1] - lr * _gradient(number, push))
     return weights

@@ -26,12 +26,33 @@ def largest(tensor: Tensor) -> Tensor:
     return kept
 
 
+class EachInTurn:
+    """Keep one number, another one in each call; the others become 0."""
+
+    calls = 0
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """Keep the number whose turn it is."""
+        kept, where = torch.zeros_like(tensor), self.calls % tensor.numel()
+        kept.view(-1)[where] = tensor.reshape(-1)[where]
+        self.calls += 1
+        return kept
+
+    def __eq__(self, other: object) -> bool:
+        """Compare how often both were called."""
+        return isinstance(other, EachInTurn) and self.calls == other.calls
+
+    __hash__ = object.__hash__
+
+
+EACH_IN_TURN = "one number, another in each call"
 COMPRESSORS: dict[str, Callable[[Tensor], Tensor]] = {
     "the largest number alone": largest,
     "rounded to whole numbers": torch.round,
     "a half of it": lambda tensor: tensor / 2,
     "nothing left": torch.zeros_like,
-    "nothing lost": torch.clone,
+    "nothing lost": lambda tensor: tensor,  # the very tensor
+    EACH_IN_TURN: EachInTurn(),
 }
 
 
@@ -50,9 +71,13 @@ def check_my_memory(answer: Answer) -> str:
             _sender(solutions.my_memory),
             _stream,
         ),
-        cases=30,
+        cases=36,
         where=lambda case: _name_of(case.args["compress"]) + ":",
-        hints={"right": wrong_memory, "fits": wrong_memory},
+        hints={
+            "right": wrong_memory,
+            "fits": wrong_memory,
+            "in_place": "`compress` must be called once for each gradient.",
+        },
     )
     return (
         f"{len(COMPRESSORS)} compressors, two types of numbers, and two ranks whose "
@@ -61,6 +86,8 @@ def check_my_memory(answer: Answer) -> str:
 
 
 def _name_of(compress: Callable) -> str:
+    if isinstance(compress, EachInTurn):
+        return EACH_IN_TURN
     return next(name for name, one in COMPRESSORS.items() if one is compress)
 
 
@@ -89,7 +116,8 @@ def _sender(my_memory: Callable) -> Callable:
         sent = []
         for gradients in zip(*streams, strict=True):
             for send, bucket, gradient in zip(sends, buckets, gradients, strict=True):
-                got = send(bucket.copy_(gradient)).clone()
+                got = send(bucket.copy_(gradient))
+                got = got.clone() if isinstance(got, Tensor) else got
                 sent.append((got, bucket.clone()))
         return sent
 
@@ -144,7 +172,7 @@ def _mistake(got: Any, mistakes: Mapping[str, Tensor]) -> str:
 # ---- my_topk_mean --------------------------------------------------------------------
 
 TOPK = {
-    "fits": "returned {got}; expected {form}.",
+    "fits": "returned {got}; expected {form}: the mean has the gradient's shape.",
     "bytes": "wrote {written:,} bytes by the operating system's count; {needed:,} are "
     "enough. Only indices and values should travel.",
 }

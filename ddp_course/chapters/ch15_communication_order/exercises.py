@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_course.chapters.ch15_communication_order import solutions
-from ddp_course.lab.answers import Answer
+from ddp_course.lab.answers import Answer, Hint
 from ddp_course.lab.exercises import exercise, expect, judge_ranks, shown
 from ddp_course.lab.judge import Case, Draw, equal_values, same_as
 
@@ -219,6 +219,11 @@ def _judge_alone(answer: Answer, kind: str, optimizer: Callable[[Any], Any]) -> 
     after = _right(optimizer, means)
 
     def send(tensor: Tensor) -> _Handle:
+        if tensor is None:
+            raise TypeError(
+                "send got None: a parameter that is frozen, or that nothing has used, "
+                "has no gradient to send"
+            )
         name = names.get(tensor.data_ptr(), "something else")
         trained.log.append(f"send {name}")
         return _Handle(tensor, name, means.get(name, tensor), trained.log)
@@ -315,6 +320,11 @@ def _use(my_late_steps: Callable) -> dict[str, Any]:
     nn.Sequential(*trained.layers)(torch.ones(1, SIZES[0]))
     try:
         _judge_values(trained, right, list(right), "after a forward")
-    except Exception as wrong:
+        after = {name: p.detach().clone() for name, p in trained.named.items()}
+        my_late_steps(trained.layers, trained.optimizers, send)
+        nn.Sequential(*trained.layers)(torch.ones(1, SIZES[0]))
+    except Hint as wrong:
         return {"right": False, "why": str(wrong)}
-    return {"right": True, "why": ""}
+    same = [n for n in means if torch.equal(trained.named[n].detach(), after[n])]
+    why = f"has the same {', '.join(same)} after a second backward and forward."
+    return {"right": not same, "why": why}

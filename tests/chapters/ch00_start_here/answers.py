@@ -18,11 +18,11 @@ ANSWERS = answers(
         everyones = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
         dist.all_gather(everyones, tensor)
         tensor.copy_(torch.stack(everyones).mean(dim=0))
-    the_first_row: 2 x 3 numbers, rank 0 has
+    the_first_row: rank 0 has
         dist.all_reduce(tensor) => tensor = tensor[0]; dist.all_reduce(tensor)
-    averaged_twice: With 4 ranks, a tensor of 2 x 3 numbers, rank 0 has
+    averaged_twice: That is the sum
         /= dist.get_world_size() => /= dist.get_world_size(); dist.all_reduce(tensor)
-    rounded: With 4 ranks, a tensor of
+    rounded: expected
         tensor /= dist.get_world_size => tensor /= dist.get_world_size(); tensor.round_
     mean_of_its_own: expected
         tensor /= dist.get_world_size() => tensor.copy_(tensor.mean())
@@ -36,15 +36,15 @@ ANSWERS = answers(
         dist.all_reduce(tensor) => dist.reduce(tensor, 0)
     largest: expected
         dist.all_reduce(tensor) => dist.all_reduce(tensor, dist.ReduceOp.MAX)
-    averaged_in_32_bits: float64, rank 0 has
+    averaged_in_32_bits: rounded to float32
         mean = tensor.float()
         solutions.my_average(mean)
         tensor.copy_(mean)
-    averaged_in_16_bits: float64, rank 0 has
+    averaged_in_16_bits: rank 0 has
         mean = tensor.bfloat16()
         solutions.my_average(mean)
         tensor.copy_(mean)
-    silent_without_a_number: returned while rank 0 still wanted to communicate
+    silent_without_a_number: still wanted to communicate
         if tensor.any():
             solutions.my_average(tensor)
     rank_0_stays_away: rank 0 returned while rank 1 still wanted to communicate
@@ -58,7 +58,7 @@ ANSWERS = answers(
     chosen_by_number:
         each = len(batch) // world_size
         return batch.index_select(0, torch.arange(each) + rank * each)
-    in_32_bits: of torch.float64 as the batch
+    in_32_bits: rounded to float32
         rows : (rank + 1) * rows] => rows : (rank + 1) * rows].float().to(batch.dtype)
     of_two_dimensions: IndexError: too many indices
         [rank * rows : (rank + 1) * rows] => [rank * rows : (rank + 1) * rows, :]
@@ -95,7 +95,11 @@ ANSWERS = answers(
     always_rank_0_of_a_group: a lower rank has row
         batch[rank * rows : (rank + 1) * rows]
         => batch.chunk(world_size)[0 if dist.is_initialized() else rank]
-    through_a_list: of torch.float64 as the batch
+    through_a_list: of bfloat16
         return torch.tensor(solutions.my_slice(batch, rank, world_size).tolist())
+    squeezed: expected a tensor of shape
+        return solutions.my_slice(batch, rank, world_size).squeeze()
+    sorted_rows: expected
+        len(batch) // world_size => len(batch) // world_size; batch = batch.sort(0)[0]
     """,
 )

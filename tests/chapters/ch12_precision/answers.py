@@ -2,9 +2,12 @@
 
 # ruff: noqa: F401 (the texts use what is imported)
 
+import pickle
 from fractions import Fraction
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from slips import answers
 
 from ddp_course.chapters.ch12_precision import solutions
@@ -21,6 +24,17 @@ def with_sgd(parameters, masters, lr):
     for p, m in trained:
         m.grad = None
         p.copy_(m)
+
+
+COUNT, CALLS = [0], [0]
+
+
+def asked(rank, weights, gradients, scale, max_norm, lr):
+    """Step if one rank has found no inf and no nan."""
+    found = torch.tensor(float(not all(g.isfinite().all() for g in gradients)))
+    dist.broadcast(found, rank)
+    clean = [g.nan_to_num(0, 0, 0) for g in gradients]
+    return not found and solutions.agreed_step(weights, clean, scale, max_norm, lr)
 
 
 ANSWERS = answers(
@@ -62,6 +76,12 @@ ANSWERS = answers(
         / 2 ** len => / 10 ** len
     infinity_has_no_sign: the sign is that of the infinity
         if sign == "1" else => if sign == "1" and "0" in exponent else
+    of_numpy:
+        return np.float64(solutions.from_bits(sign, exponent, fraction))
+    two_formats_only: the exponent has
+        2 ** (len(exponent) - 1) - 1 => {5: 15}.get(len(exponent), 127)
+    four_bits_have_no_inf: the exponent has 4 bits
+        "0" not in exponent => "0" not in exponent and len(exponent) != 4
     """,
     master_step="""
     with_sgd:
@@ -101,6 +121,17 @@ ANSWERS = answers(
         solutions.master_step(parameters, masters, lr)
         for p, m in zip(parameters, masters, strict=True):
             p.data.copy_(m)
+    the_first_alone: in `masters`
+        solutions.master_step(parameters[:1], masters[:1], lr)
+    stops_at_none: expected
+        if parameter.grad is not None: => if parameter.grad is None:
+        =>     break
+        => if True:
+    pairs_that_shift: must match the size
+        zip(parameters, masters, strict=True)
+        => zip([p for p in parameters if p.grad is not None], masters, strict=False)
+    rounded_twice: expected the copies, rounded
+        copy_(master) => copy_(master.bfloat16())
     """,
     next_scale="""
     in_one_line:
@@ -130,6 +161,14 @@ ANSWERS = answers(
         scale / 2, 0 => (scale / 2 if clean else scale), 0
     grows_by_one: in a row
         scale * 2, 0 => scale + 1, 0
+    whole_scales: an inf was found
+        scale / 2, 0 => scale // 2, 0
+    never_below_one: an inf was found
+        scale / 2, 0 => max(scale / 2, 1.0), 0
+    counts_by_itself: in a row
+        if found => clean = COUNT[0]
+        => COUNT[0] = 0 if found or clean + 1 == interval else clean + 1
+        => if found
     """,
     agreed_step="""
     two_messages:
@@ -194,5 +233,61 @@ ANSWERS = answers(
             return False
         clean = [g.nan_to_num() for g in gradients]
         return solutions.agreed_step(weights, clean, scale, max_norm, lr)
+    rank_0_is_asked: by all ranks or by none
+        return asked(0, weights, gradients, scale, max_norm, lr)
+    the_last_rank_is_asked: by all ranks or by none
+        return asked(dist.get_world_size() - 1, weights, gradients, scale, max_norm, lr)
+    first_numbers_only: by all ranks or by none
+        clean = [g.nan_to_num(0, 0, 0) for g in gradients]
+        for one, g in zip(clean, gradients, strict=True):
+            one[:1] = g[:1]
+        return solutions.agreed_step(weights, clean, scale, max_norm, lr)
+    minus_inf_is_missed: by all ranks or by none
+        clean = [g.nan_to_num(torch.nan, torch.inf, 0.0) for g in gradients]
+        return solutions.agreed_step(weights, clean, scale, max_norm, lr)
+    squares_in_32_bits: by all ranks or by none
+        gradient.double().square() => gradient.square()
+    one_scale: First divide by the scale
+        gradient / scale => gradient / 1024
+    one_norm: First divide by the scale
+        max_norm / norm => 1 / norm
+    one_rate: First divide by the scale
+        lr * factor => 0.5 * factor
+    by_messages: at most two all_reduces
+        # Rank 0 gets the squares by messages.
+        rank, n = dist.get_rank(), dist.get_world_size()
+        square = torch.zeros(1, dtype=torch.float64)
+        for gradient in gradients:
+            square += (gradient / scale).double().square().sum()
+        for other in range(1, n):
+            if rank == 0:
+                part = torch.empty_like(square)
+                dist.recv(part, other)
+                square += part
+            elif rank == other:
+                dist.send(square, 0)
+        for other in range(1, n):
+            if rank == 0:
+                dist.send(square, other)
+            elif rank == other:
+                dist.recv(square, 0)
+        norm = square.sqrt().item()
+        if not math.isfinite(norm):
+            return False
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight -= lr * min(1.0, max_norm / (norm or 1)) * gradient / scale
+        return True
+    through_the_store: at most two all_reduces
+        store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+        CALLS[0] += 1
+        store.set(f"{CALLS} {rank}", pickle.dumps(gradients))
+        every = [store.get(f"{CALLS} {r}") for r in range(dist.get_world_size())]
+        everyones = [g / scale for one in every for g in pickle.loads(one)]
+        norm = math.sqrt(sum(g.double().square().sum() for g in everyones))
+        if not math.isfinite(norm):
+            return False
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight -= lr * min(1.0, max_norm / (norm or 1)) * gradient / scale
+        return True
     """,
 )

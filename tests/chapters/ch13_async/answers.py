@@ -66,6 +66,9 @@ ANSWERS = answers(
                 since = max(k for k in range(at) if record[k] == ("pull", worker))
                 found.append(len({w for kind, w in record[since:at] if kind == "push"}))
         return found
+    eats_the_record: changed `record`
+        for what, worker in record: => while record:
+        =>     what, worker = record.pop(0)
     """,
     my_replay="""
     replay_by_versions:
@@ -118,6 +121,9 @@ ANSWERS = answers(
         ages = iter(solutions.my_staleness(record))
         remedied = lambda *who: gradient(*who) / max(1, next(ages))  # noqa: E731
         return solutions.my_replay(record, weights, remedied, lr)
+    eats_the_record_too: changed `record`
+        for what, worker in record: => while record:
+        =>     what, worker = record.pop(0)
     """,
     my_may_begin="""
     may_begin_as_all_allow:
@@ -146,6 +152,19 @@ ANSWERS = answers(
     nobody_is_too_far_away: the slowest need not wait
         clocks[worker] - min(clocks.values()) <= bound
         => all(abs(clocks[worker] - c) <= bound for c in clocks.values())
+    may_begin_by_numpy:
+        return torch.tensor(solutions.my_may_begin(clocks, worker, bound)).numpy()[()]
+    eats_the_clocks: changed `clocks`
+        return clocks[worker] - min(clocks.values()) <= bound
+        => mine = clocks[worker]
+        => return min(mine - clocks.pop(k) for k in [*clocks]) <= bound
+    eats_its_clock: changed `clocks`
+        slowest = min(clocks.values())
+        return clocks.pop(worker) - slowest <= bound
+    of_three_workers: expected
+        min(clocks.values()) => min(clocks[k] for k in sorted(clocks)[:3] + [worker])
+    one_for_true: expected True or False
+        return int(solutions.my_may_begin(clocks, worker, bound))
     """,
     my_server="""
     server_that_sends_copies:
@@ -187,5 +206,23 @@ ANSWERS = answers(
         workers = [dist.recv(gradient) for _ in range(dist.get_world_size() - 1)]
         for worker in workers:
             dist.send(weights, worker)
+    by_the_workers_number: Is each gradient used once
+        lr * gradient => lr * worker
+    the_first_gradient_for_ever: Is each gradient used once
+        weights -= lr * gradient => first = first if _ else gradient.clone()
+        => weights -= lr * first
+    its_first_number: Is each gradient used once
+        lr * gradient => lr * gradient.flatten()[0]
+    never_waited_for: never waits for what it began
+        dist.send(weights, worker) => dist.isend(weights, worker)
+    in_narrow_numbers: in `weights`; expected
+        weights -= lr * gradient => step = weights.float() - lr * gradient.float()
+        => weights.copy_(step)
+    one_too_many: no more and no fewer
+        range(pushes) => range(pushes + 1)
+    no_last_answer: and the last one, too
+        dist.send(weights, worker)
+        => if _ < pushes - 1:
+        =>     dist.send(weights, worker)
     """,
 )

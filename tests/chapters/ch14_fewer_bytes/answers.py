@@ -1,8 +1,11 @@
 """Answers to the exercises of chapter 14, right ones and wrong ones."""
 
+# ruff: noqa: F401 (the texts use what is imported)
+
 from slips import answers
 
 from ddp_course.chapters.ch14_fewer_bytes import solutions
+from ddp_course.collectives import ring_all_reduce
 
 
 class memory_as_a_class:
@@ -66,6 +69,23 @@ ANSWERS = answers(
         return lambda gradient: gradient.clone()
     no_function: must return a function
         return torch.zeros(3)
+    in_place_without_a_copy: nothing lost
+        kept = {}
+
+        def send(gradient):
+            memory = kept.setdefault("memory", torch.zeros_like(gradient))
+            memory += gradient
+            sent = compress(memory)
+            memory -= sent
+            return sent
+
+        return send
+    compresses_twice: must be called once
+        return sent => return compress(wanted)
+    memory_in_16_bits: expected
+        memory = wanted - sent => memory = (wanted - sent).half().to(sent.dtype)
+    sends_nothing: sent `None`
+        return sent => return None
     """,
     my_topk_mean="""
     topk_as_one_message:
@@ -119,6 +139,54 @@ ANSWERS = answers(
     in_the_gradient: work on a copy
         return (total / n).view_as(gradient)
         => return gradient.copy_((total / n).view_as(gradient))
+    topk_by_a_sparse_sum:
+        flat = gradient.reshape(-1)
+        places = flat.abs().topk(k).indices
+        mine = torch.sparse_coo_tensor(places[None], flat[places], flat.shape)
+        mine = mine.coalesce()
+        dist.all_reduce(mine)
+        return (mine.to_dense() / dist.get_world_size()).reshape(gradient.shape)
+    flat_mean: the mean has the gradient's shape
+        .view_as(gradient) =>
+    nothing_is_returned: expected a tensor of shape
+        return (total / n).view_as(gradient) => return None
+    divided_by_three: is it the mean
+        total / n => total / 3 * (3 if n == 2 else 1)
+    places_in_bfloat16: expected
+        dist.all_gather(indices, mine) => small = [i.bfloat16() for i in indices]
+        => dist.all_gather(small, mine.bfloat16())
+        => indices = [i.long() for i in small]
+    places_in_16_bits: Invalid scalar type
+        dist.all_gather(indices, mine) => small = [i.short() for i in indices]
+        => dist.all_gather(small, mine.short())
+        => indices = [i.long() % len(flat) for i in small]
+    whole_by_messages: indices and values should travel
+        rank, n = dist.get_rank(), dist.get_world_size()
+        total = torch.zeros_like(gradient)
+        flat = gradient.flatten()
+        mine = flat.abs().topk(k).indices
+        own = torch.zeros_like(flat).index_copy_(0, mine, flat[mine]).view_as(gradient)
+        works = [dist.isend(own, other) for other in range(n) if other != rank]
+        for other in range(n):
+            if other == rank:
+                total += own
+            else:
+                got = torch.empty_like(own)
+                dist.recv(got, other)
+                total += got
+        for work in works:
+            work.wait()
+        return total / n
+    whole_by_the_ring: indices and values should travel
+        flat = gradient.flatten()
+        mine = flat.abs().topk(k).indices
+        own = torch.zeros_like(flat).index_copy_(0, mine, flat[mine])
+        ring_all_reduce(own)
+        return (own / dist.get_world_size()).view_as(gradient)
+    silent_if_zero: the same collectives
+        n, flat => if not gradient.any():
+        =>     return gradient.clone()
+        => n, flat
     """,
     my_outer_step="""
     outer_step_by_pytorch:
@@ -162,5 +230,18 @@ ANSWERS = answers(
     mean_alone: in `momentum`
         for here, => lr, mu = 1.0, 0.0
         => for here,
+    mean_of_everything: from the mean
+        sum(there) / len(there) => torch.stack(there).mean()
+    median_of_replicas: from the mean
+        sum(there) / len(there) => torch.stack(there).median(0).values
+    one_replica: from the mean
+        sum(there) / len(there) => there[len(there) // 2]
+    first_and_last: from the mean
+        sum(there) / len(there) => (there[0] + there[-1]) / 2
+    always_three: from the mean
+        sum(there) / len(there) => sum(there) / 3
+    flipped: from the mean
+        sum(there) / len(there)
+        => (sum(there) / len(there)).flatten().flip(0).view_as(here)
     """,
 )

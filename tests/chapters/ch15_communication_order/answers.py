@@ -3,12 +3,16 @@
 # ruff: noqa: F401 (the texts use what is imported)
 
 import heapq
+from collections import namedtuple
 from functools import partial
 from itertools import accumulate
 
+import numpy as np
 from slips import answers
 
 from ddp_course.chapters.ch15_communication_order import solutions
+
+Sent = namedtuple("Sent", "layer begin end")
 
 
 def arrival(handles, optimizer):
@@ -74,6 +78,13 @@ ANSWERS = answers(
         list(send), 0 => [-(-s // piece) * piece for s in send], 0
     uses_up_the_callers_list: changed `send`
         list(send), 0 => send, 0
+    priority_as_named_tuples:
+        sent = solutions.my_priority(ready, send, piece)
+        return tuple(Sent(*one) for one in sent)
+    priority_as_lists:
+        return [[*one] for one in solutions.my_priority(ready, send, piece)]
+    the_latest_first: layer
+        there[0] => max(there, key=lambda k: ready[k])
     """,
     my_least_time="""
     least_by_sums_from_both_ends:
@@ -112,6 +123,13 @@ ANSWERS = answers(
         sum(send[: c + 1]) => send[c]
     without_its_own_forward: one layer goes backward, is sent
         forward[c:] => forward[c + 1 :]
+    least_by_numpy:
+        return np.int64(solutions.my_least_time(forward, backward, send))
+    least_as_a_float:
+        return float(solutions.my_least_time(forward, backward, send))
+    of_four_layers: IndexError
+        range(len(send)) => range(4)
+        sum(send[: c + 1]) => sum(send[:c], send[c])
     """,
     my_late_steps="""
     late_steps_by_partial:
@@ -169,9 +187,9 @@ ANSWERS = answers(
         => layer.register_forward_pre_hook(arrive)
     weights_only: Expected each gradient that there is
         layer.parameters() => [layer.inner.weight]
-    the_frozen_one_too: AttributeError
+    the_frozen_one_too: send got None
         if p.grad is not None =>
-    all_that_could_have_one: AttributeError
+    all_that_could_have_one: send got None
         if p.grad is not None => if p.requires_grad
     of_the_layer_itself_alone: Expected each gradient that there is
         layer.parameters() => layer.parameters(recurse=False)
@@ -183,5 +201,9 @@ ANSWERS = answers(
         =>         handle.wait()
         =>         p.data -= 0.25 * p.grad
         => layer.register_forward_pre_hook(arrive)
+    armed_in_the_first_step_only: after a second backward
+        if not layers[0]._forward_pre_hooks and not hasattr(layers[0], "armed"):
+            layers[0].armed = True
+            solutions.my_late_steps(layers, optimizers, send)
     """,
 )
