@@ -103,6 +103,11 @@ class Unannotated(ast.NodeTransformer):
         return ast.copy_location(ast.Assign([node.target], node.value), node)
 
 
+def is_one(value: ast.AST | None) -> bool:
+    """Tell whether a function returns one thing, and no tuple."""
+    return value is not None and not isinstance(value, ast.Tuple)
+
+
 def is_docstring(node: ast.AST) -> bool:
     """Tell whether a node is a text that stands alone."""
     value = getattr(node, "value", node)
@@ -141,7 +146,7 @@ def replacements(
             yield "iter", ast.parse(text, mode="eval").body
     elif isinstance(node, (ast.If, ast.IfExp)):
         yield from (("test", ast.Constant(value)) for value in (True, False))
-    elif isinstance(node, ast.Return) and node.value is not None and returns_tensor:
+    elif isinstance(node, ast.Return) and returns_tensor and is_one(node.value):
         for cast in CASTS:
             text = f"(lambda x: x.{cast}() if hasattr(x, '{cast}') else x)"
             call = f"{text}({ast.unparse(node.value)})"
