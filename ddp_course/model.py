@@ -195,11 +195,13 @@ class GPT(nn.Module):
         check_tokens("targets", targets, self.config)
         return logits, self.loss_fn(logits, targets)
 
-    def loss_fn(self, logits: Tensor, targets: Tensor) -> Tensor:
+    @staticmethod
+    def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss of what `head` returns, (B, T, V)."""
         return cross_entropy(logits, targets)
 
-    def gather_logits(self, logits: Tensor) -> Tensor:
+    @staticmethod
+    def gather_logits(logits: Tensor) -> Tensor:
         """Return the logits of all positions: here, all that `head` returns."""
         return logits
 

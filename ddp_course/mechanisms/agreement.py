@@ -19,6 +19,7 @@ which rank is missing (`launch.deadlock`).
 
 import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -89,6 +90,9 @@ def agreed(
     elif len({digest for _, digest in found.values()}) > 1:
         forms = _along(groups, {rank: tuple(own.items())})
         text = differences([dict(pairs) for pairs in forms.values()], list(forms))
+    if text:
+        with suppress(RuntimeError):  # the store ends with rank 0: all must have read
+            _along(groups, {rank: None})
     if text:  # of an `agreed` inside of `make`, perhaps: then it is a whole sentence
         whole = error is not ReplicaError or text.endswith("Nothing was sent.")
         raise error(text if whole else f"{text}. Nothing was sent.")

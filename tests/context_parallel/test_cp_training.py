@@ -5,13 +5,13 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import error_of
 
 from ddp_course.context_parallel.gpt import MeanOverRanks, context_parallel
 from ddp_course.launch import spawn
 from ddp_course.model import build_gpt
 from ddp_course.spec import SpecError, layout_for
 from ddp_course.train import train
-from tests.on_ranks import error_of
 
 STEPS, ROWS = 4, 8
 LAYOUTS = {  # the ranks, and how they share the training

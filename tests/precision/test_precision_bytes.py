@@ -24,6 +24,7 @@ from ddp_course.spec import layout_for
 from ddp_course.theory import model_states, step_volume
 from ddp_course.theory.memory import PRECISIONS, precision_named
 from ddp_course.theory.plan import Model, plan
+from ddp_course.zero import metered
 from ddp_course.zero.axis import OPTIMIZERS
 
 GPT = GPTConfig(block_size=16, n_layer=2, n_head=2, d_model=24)  # no padding: all even
@@ -53,7 +54,8 @@ def one(strategy: str, name: str) -> tuple[dict, int]:
         model = parallelize(model, layout, axes)
     make = WITH_COPIES if name == "mixed" else AdamW
     if shards := OPTIMIZERS.get(stage):
-        optimizer = shards(model.parameters(), make, axes.group("dp"))
+        group, seen = axes.group("dp"), metered.optimizer()
+        optimizer = shards(model.parameters(), make, group, **seen)
     else:
         optimizer = make(model.parameters())
     x = torch.arange(64).view(4, 16)
