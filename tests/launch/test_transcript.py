@@ -244,7 +244,7 @@ def test_ten_times_the_output_takes_no_hundred_times_as_long(line, order):
         shown.end(0)
         seconds.append(time.process_time() - start)
         assert shown.transcript.text(0, "stdout") == data.decode()
-    assert seconds[1] < 40 * max(seconds[0], 0.002)
+    assert seconds[1] < 40 * max(seconds[0], 0.005)  # less cannot be measured
 
 
 @given(st.lists(st.binary(max_size=9)), st.integers(0, 20))
