@@ -1,0 +1,322 @@
+"""A style check that helps a writer of the package; reading it aloud is still needed.
+
+Names say what they hold, docstrings begin with what is done (functions) or with what a
+thing is (classes), comments are whole thoughts, and a class name has one meaning.
+"""
+
+import ast
+import io
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_architecture import FLOORS, PACKAGE
+
+# Folders and files that still have to be rewritten.
+NOT_YET = {
+    "bench",
+    "checkpoint.py",
+    "cli.py",
+    "collectives",
+    "commands",
+    "coordinates.py",
+    "data.py",
+    "gpt_config.py",
+    "lab",
+    "lab/draw",
+    "launch",
+    "learners_copy.py",
+    "measure",
+    "mechanisms",
+    "mesh.py",
+    "model.py",
+    "parallelize.py",
+    "precision",
+    "preload.py",
+    "spec.py",
+    "strategy.py",
+    "theory",
+    "train.py",
+}
+NOT_YET |= {
+    "chapters",
+    "chapters/ch00_start_here",
+    "chapters/ch01_ranks",
+    "chapters/ch02_collectives",
+    "chapters/ch03_all_reduce",
+    "chapters/ch04_dp_vs_ddp",
+    "chapters/ch05_ddp_internals",
+    "chapters/ch06_memory",
+    "chapters/ch07_zero",
+    "chapters/ch08_fsdp",
+    "chapters/ch09_tensor_parallel",
+    "chapters/ch10_pipeline_parallel",
+    "chapters/ch11_pipeline_schedules",
+    "chapters/ch12_precision",
+    "chapters/ch13_async",
+    "chapters/ch14_fewer_bytes",
+    "chapters/ch15_communication_order",
+    "communication_order",
+    "compression",
+    "context_parallel",
+    "data_parallel",
+    "local_sgd",
+    "parameter_server",
+    "pipeline",
+    "tensor_parallel",
+    "zero",
+}
+
+BANNED = {"told", "made", "given", "there", "whose", "meanwhile", "held", "played"}
+
+# A docstring of a function begins with one of these verbs. Add a verb of the field here
+# when you need one. Not: tell, say, make, take, give, go, put, look, do, hand, bring.
+_VERBS = """
+    accept accumulate acknowledge add adjust advance agree all-gather all-reduce
+    allocate allow announce append apply ask assemble assert assign average await
+    barrier begin benchmark bind block broadcast build cache call cancel cast check
+    choose clear clip close collect combine compare complete compress compute
+    concatenate configure connect construct continue convert copy count create cut deal
+    decide decode decompress delay delete deliver derive describe detach detect disable
+    discard divide download draw drop embed enable encode end ensure enter enumerate
+    estimate evaluate exchange execute exit expect explain export expose extract fail
+    fetch fill find finish fit flatten fold follow forbid force format forward free
+    gather generate get group guard halve hash hatch ignore import increment initialise
+    initialize insert inspect install interrupt invert iterate join keep kill label
+    launch limit list listen load locate lock log lower map mark mask match measure
+    merge move multiply name negate normalise normalize notify offload open order
+    overwrite pack pad parse partition pass patch pause perform permute pick pickle
+    place plan play plot poll pop post predict prefetch prepare preserve prevent print
+    process profile project prove publish pull push quantize query queue raise read
+    receive record recover reduce reduce-scatter refuse register reject release reload
+    remember remove rename render reorder repeat replace replay report request require
+    rescale reserve reset reshape resolve respond restart restore resume retry return
+    reuse rotate round run sample save scale scatter schedule search select send
+    serialize serve set shard share show shuffle shut sign signal simulate skip sleep
+    slice sort split stack start step stop store subtract sum suspend swap switch
+    synchronize test time toggle trace train transfer transpose traverse treat trim
+    truncate try turn undo unflatten unpack unpickle unregister unscale update use
+    validate verify visit wait walk warn watch weigh wrap write yield zero
+"""
+
+# A class is a thing: its docstring does not begin with one of these, nor with a verb.
+_NO_NOUN = """
+    what who whose whom which where when why how whether that of as if let lets not only
+    within told made given gives give tells tell says say makes make takes take puts put
+    goes go brings stands looks raised cut
+"""
+VERBS, NO_NOUN = set(_VERBS.split()), set(_NO_NOUN.split())
+BEHIND_A_NOUN = {"of", "that", "which", "with", "in", "on", "for", "from", "and", "or"}
+
+Found = list[tuple[int, str]]
+
+
+def room(path: Path) -> str:
+    """Return the folder below the package, or the file that lies directly in it."""
+    where = path.relative_to(PACKAGE)
+    return where.name if len(where.parts) == 1 else where.parent.as_posix()
+
+
+FILES = {path: room(path) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def names_of(node: ast.AST) -> Iterator[str]:
+    """Yield the names that this node defines: variables, arguments, fields, imports."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        yield node.name
+    elif isinstance(node, ast.arg):
+        yield node.arg
+    elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        yield node.id
+    elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+        yield node.attr
+    elif isinstance(node, ast.alias) and node.asname:
+        yield node.asname
+
+
+def bad_names(source: str) -> Found:
+    return [
+        (node.lineno, f"the name {name!r} says nothing: what does it hold?")
+        for node in ast.walk(ast.parse(source))
+        for name in names_of(node)
+        if name.strip("_").lower() in BANNED
+    ]
+
+
+def words(text: str) -> list[str]:
+    """Return the first two words, in lower case, without what stands around them."""
+    return [word.strip("`'\"*(.,:;!?)").lower() for word in (*text.split()[:2], "", "")]
+
+
+def decorators(node: ast.FunctionDef) -> str:
+    return " ".join(ast.unparse(one) for one in node.decorator_list)
+
+
+def is_a_verb(first: str, second: str) -> bool:
+    """Return whether a class is described by what it does: "Sends", but "Calls of"."""
+    verb = first in VERBS or any(
+        first.removesuffix(end) in VERBS
+        for end in ("s", "es", "ing")
+        if first != "pass"
+    )
+    return verb and second not in BEHIND_A_NOUN
+
+
+def bad_docstrings(source: str) -> Found:
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        if not (text := ast.get_docstring(node)):
+            continue
+        first, second, *_ = words(text)
+        line = f"{node.name}: {text.splitlines()[0]!r} does not begin with"
+        if isinstance(node, ast.ClassDef):
+            if first in NO_NOUN or is_a_verb(first, second):
+                found.append((node.lineno, f"{line} a noun"))
+        elif "property" in decorators(node):
+            if first != "whether" and first in NO_NOUN:
+                found.append((node.lineno, f"{line} a noun or a verb"))
+        elif "exercise(" in decorators(node):
+            continue  # the text of a question
+        elif first not in VERBS:
+            found.append((node.lineno, f"{line} a verb"))
+    return found
+
+
+def bad_comments(source: str) -> Found:
+    return [
+        (token.start[0], f"{token.string!r} begins with no noun and no verb")
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+        if words(token.string.lstrip("#: "))[0] in {"of", "whose", "what"}
+    ]
+
+
+RULES = (bad_names, bad_docstrings, bad_comments)
+
+
+def classes(source: str) -> list[str]:
+    """Return the public classes of a module, but not those within functions."""
+    return [
+        node.name
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+
+
+def double_meanings(sources: dict[str, str]) -> dict[str, list[str]]:
+    """Return the public class names that several files define, and these files."""
+    where: dict[str, list[str]] = {}
+    for path, source in sources.items():
+        for name in classes(source):
+            where.setdefault(name, []).append(path)
+    return {name: paths for name, paths in where.items() if len(paths) > 1}
+
+
+@pytest.mark.parametrize("name", sorted(set(FILES.values()) - NOT_YET))
+def test_a_room_is_written_in_plain_words(name):
+    wrong = [
+        f"{path.relative_to(PACKAGE)}:{line}: {message}"
+        for path, where in FILES.items()
+        if where == name
+        for rule in RULES
+        for line, message in rule(path.read_text())
+    ]
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+def test_a_class_name_has_one_meaning():
+    """On floors 0 to 3; benches and commands may have classes of the same names."""
+    low = {name for floor in FLOORS[:4] for name in floor}
+    sources = {
+        str(path.relative_to(PACKAGE)): path.read_text()
+        for path, where in FILES.items()
+        if where not in NOT_YET and where.removesuffix(".py").split("/")[0] in low
+    }
+    assert double_meanings(sources) == {}
+
+
+def test_what_is_not_done_yet_exists():
+    assert set(FILES.values()) >= NOT_YET
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "told = {}",
+        "def f(given): ...",
+        "def f(*, held=1): ...",
+        "def made(): ...",
+        "class Played: ...",
+        "class A:\n    there: int",
+        "self._meanwhile = 1",
+        "for whose in x: ...",
+        "f = lambda told: 0",
+        "if (made := f()): ...",
+        "import a as there",
+    ],
+)
+def test_a_planted_name_is_seen(source):
+    assert len(bad_names(source)) == 1
+
+
+def test_good_names_pass():
+    assert bad_names("results = f(args, told_ranks)\nself.owner = held.x") == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'def f():\n    """The bytes of a rank."""',
+        'def f():\n    """Returns the bytes of a rank."""',
+        'def f():\n    """Whether the ranks agree."""',
+        'def f():\n    """Tell the ranks."""',
+        'async def f():\n    """On a GPU, an event."""',
+        'class A:\n    @property\n    def f(self):\n        """What it needs."""',
+        'class A:\n    """What a rank sends."""',
+        'class A:\n    """Who waits."""',
+        'class A:\n    """Sends buckets."""',
+        'class A:\n    """Send buckets."""',
+        'class A:\n    """Watching the ranks."""',
+        'class A:\n    """Cut along one dimension."""',
+        'class A:\n    """Calls a module."""',
+    ],
+)
+def test_a_planted_docstring_is_seen(source):
+    assert len(bad_docstrings(source)) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'def f():\n    """Return the bytes of a rank."""',
+        'def f():\n    """Return, per rank, the bytes."""',
+        'def f():\n    """All-reduce the bucket."""',
+        'class A:\n    @property\n    def f(self):\n        """The unit\'s bytes."""',
+        '@exercise("mine")\ndef f():\n    """`mine(x)`: return what the rank sends."""',
+        'class A:\n    """A bucket of gradients."""',
+        'class A:\n    """Calls of one rank, in order."""',
+        'class A:\n    """Parameters that no forward used."""',
+    ],
+)
+def test_good_docstrings_pass(source):
+    assert bad_docstrings(source) == []
+
+
+@pytest.mark.parametrize(
+    "comment", ["# of the last one", "x = 1  # whose", "#: What is told"]
+)
+def test_a_planted_comment_is_seen(comment):
+    assert len(bad_comments(comment)) == 1
+
+
+def test_good_comments_pass():
+    assert bad_comments("x = '# of'  # offset of the shard\n# launch") == []
+
+
+def test_a_planted_second_meaning_is_seen():
+    planted = "class Ring: ...\nclass _Own: ...\ndef f():\n    class Row: ..."
+    sources = {"a.py": planted, "b.py": planted.replace("f()", "g()"), "c.py": ""}
+    assert double_meanings(sources) == {"Ring": ["a.py", "b.py"]}
