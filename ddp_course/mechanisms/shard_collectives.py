@@ -5,21 +5,19 @@ Here each rank sends every other rank that rank's part, and adds what it receive
 own: (N - 1) / N of the bytes, all parts at once. What is received takes as much memory
 until it has been added. Over NCCL, and for tensors on a GPU, these are PyTorch's.
 
-Before a collective of tensors on the CPU, the ranks compare their calls in one small
-message. Strategies that shard accept other collectives of these names, too: byte meters
-count those of this course (`ddp_course.collectives`). Chapter 07.
+Before a collective of tensors on the CPU, the ranks compare their calls. Strategies
+that shard accept other collectives of these names, too: byte meters count those of this
+course (`ddp_course.collectives`). Chapter 07.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_course.launch.deadlock import CollectiveError, by_text
-from ddp_course.mechanisms.placements import device_of
+from ddp_course.collectives.communicator import communicator
 
 Group = dist.ProcessGroup | None
 
@@ -30,7 +28,6 @@ native_all_gather = (
 native_reduce_scatter = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
-NOTE = 96  # bytes that `gathered` sends first, whatever the text
 
 
 class Followed:
@@ -104,83 +101,7 @@ def compare_calls(name: str, tensor: Tensor, group: Group) -> None:
     """Raise CollectiveError, on every rank, if the ranks' next calls differ.
 
     gloo compares nothing: it ends the process when a message is longer than expected,
-    and it waits for ever when one rank gathers while another reduces.
+    and it waits for ever when one rank gathers while another reduces. Ranks of one
+    machine compare in shared memory, within microseconds.
     """
-    gathered("", group, f"{name} of {tensor.numel()} {tensor.dtype}")
-
-
-def gathered(text: str, group: Group = None, call: str = "comparison") -> list[str]:
-    """Return the texts of all ranks, which are equally long; for a few flags.
-
-    Raises CollectiveError, on every rank, if the ranks are in different calls.
-    """
-    group = dist.group.WORLD if group is None else group
-    call = f"{call} of {len(text)} flags" if text else call
-    head = f"{call}:"
-    fits = len(head) + len(text) <= NOTE
-    notes = _gather_text((head + text if fits else head).ljust(NOTE), group)
-    calls = [note.partition(":")[0] for note in notes]
-    if len(set(calls)) > 1:
-        which = by_text(calls, dist.get_process_group_ranks(group), text_first=True)
-        raise CollectiveError(
-            f"the ranks call different collectives: {which}. All ranks must call the "
-            "same ones in one order"
-        )
-    if not fits:
-        return _gather_text(text, group)
-    return [note[len(head) : len(head) + len(text)] for note in notes]
-
-
-def _gather_text(text: str, group: dist.ProcessGroup) -> list[str]:
-    own = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device_of(group))
-    size = dist.get_world_size(group)
-    joined = own.new_empty(size * len(own))
-    native_all_gather(joined, own, group=group)
-    return [bytes(row).decode() for row in joined.view(size, -1).tolist()]
-
-
-def quick_exchange(group: Group = None) -> Callable[[str], list[str]]:
-    """Return a function that shows a text to all ranks of a group, and returns theirs.
-
-    The texts are equally long.
-    """
-    return partial(gathered, group=group)
-
-
-class PeerMessages:
-    """How the ranks of a group gather shards and sum gradients for sharded modules."""
-
-    def __init__(self, group: Group = None) -> None:
-        self.group = group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-
-    def gather(
-        self,
-        whole: Tensor,
-        own: Tensor,
-        prepare: Callable[[], None],
-        async_op: bool = False,
-    ) -> Any:
-        """Begin to put every rank's shard into its place in `whole`.
-
-        `prepare()` allocates `whole`, and puts this rank's shard into its place `own`.
-        Returns an object to wait for, or None.
-        """
-        prepare()
-        return all_gather_single(whole, own, group=self.group, async_op=async_op)
-
-    def reduce(self, own: Tensor, whole: Tensor, then: Callable[[], None]) -> Any:
-        """Begin to sum `whole` over all ranks, this rank's part into `own`.
-
-        Returns an object to wait for, which then calls `then`.
-        """
-        work = reduce_scatter_single(own, whole, self.group, async_op=True)
-        return Followed([work], then)
-
-    def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
-        """Sum `tensor` over the ranks of another group: the replicas."""
-        dist.all_reduce(tensor, group=group)
-
-    def quick_exchange(self, group: Group) -> Callable[[str], list[str]]:
-        """Return a function that shows a text to all ranks of a group."""
-        return quick_exchange(group)
+    communicator(group).agree_now(f"{name} of {tensor.numel()} {tensor.dtype}")

@@ -29,9 +29,9 @@ from ddp_course.collectives.port import Port
 from ddp_course.measure.storages import label
 from ddp_course.mechanisms.buckets import LiveBucket
 from ddp_course.mechanisms.engine import Engine
-from ddp_course.mechanisms.shard_collectives import PeerMessages
 from ddp_course.mechanisms.timeline import RecordBackward, Timeline, span
 from ddp_course.zero.shards import ShardedBucket
+from ddp_course.zero.stage3 import PeerMessages
 from ddp_course.zero.stage3_simple import SimpleFullyShardedDataParallel as Sharded
 from ddp_course.zero.unit_storage import FlatStorage, Unit
 
@@ -98,12 +98,6 @@ class ShardMessages(PeerMessages):
             super().all_reduce(tensor, group)
         else:
             course.ring_all_reduce(tensor, group=group)
-
-    def quick_exchange(
-        self, group: dist.ProcessGroup | None
-    ) -> Callable[[str], list[str]]:
-        """Return a function that shows a text to all ranks, in shared memory."""
-        return course.quick_exchange(group)
 
 
 class Labels:

@@ -22,13 +22,13 @@ import torch.distributed as dist
 from torch.nn.utils import clip_grad_value_, get_total_norm
 from torch.optim import Optimizer
 
+from ddp_course.collectives.communicator import quick_exchange
 from ddp_course.mechanisms.agreement import agreed, digest, kind_of, stepped_in_backward
 from ddp_course.mechanisms.buckets import LiveBucket, Slot, bucket_plan
 from ddp_course.mechanisms.elementwise import check_elementwise
 from ddp_course.mechanisms.engine import Engine
 from ddp_course.mechanisms.guards import AVERAGED, in_parts, put_inside
 from ddp_course.mechanisms.hooks import listeners
-from ddp_course.mechanisms.shard_collectives import gathered
 from ddp_course.zero.options import copy_options
 from ddp_course.zero.shards import names_of
 
@@ -75,7 +75,7 @@ class AveragedOnce:
         own = torch.cat(present) if present else torch.zeros(1)
         decides = bool(own.isfinite().all() and own.any())
         note = f"{decides:d}{digest(own)}"
-        notes = gathered(note, optimizer.process_group)
+        notes = quick_exchange(optimizer.process_group)(note)
         self.known = all(note[0] == "1" for note in notes)
         if self.known and len(set(notes)) == 1:
             raise RuntimeError(

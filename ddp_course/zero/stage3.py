@@ -19,13 +19,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from ddp_course.collectives.communicator import quick_exchange
 from ddp_course.launch.deadlock import CollectiveError, checked_group
 from ddp_course.mechanisms.agreement import agreed, form_of, problem_with
 from ddp_course.mechanisms.elementwise import Stepped
 from ddp_course.mechanisms.hooks import listeners
 from ddp_course.mechanisms.parts import announce
 from ddp_course.mechanisms.placements import Flat, PlainModel, groups_before, place
-from ddp_course.mechanisms.shard_collectives import PeerMessages
+from ddp_course.mechanisms.shard_collectives import (
+    Followed,
+    all_gather_single,
+    reduce_scatter_single,
+)
 from ddp_course.mechanisms.whole_state import WholeState
 from ddp_course.zero import sharded_parts
 from ddp_course.zero.sharded_parts import Order
@@ -38,6 +43,20 @@ from ddp_course.zero.unit_storage import (
     is_sharded,
 )
 from ddp_course.zero.units import Chosen, UnitPlan, unit_plan
+
+
+class PeerMessages(Messages):
+    """Messages of which gloo sends no byte twice, and which the ranks compare first."""
+
+    all_gather = staticmethod(all_gather_single)
+
+    def reduce(self, own: Tensor, whole: Tensor, then: Callable[[], None]) -> Any:
+        """Begin to sum `whole` over all ranks, this rank's part into `own`.
+
+        Returns an object to wait for, which then calls `then`.
+        """
+        work = reduce_scatter_single(own, whole, self.group, async_op=True)
+        return Followed([work], then)
 
 
 class FullyShardedDataParallel(WholeState, SimpleFullyShardedDataParallel):
@@ -113,7 +132,7 @@ class FullyShardedDataParallel(WholeState, SimpleFullyShardedDataParallel):
         check_units(module, groups, units, **options)
         plain, before = PlainModel.of(module), groups_before(module)
         exchange = exchange or PeerMessages(process_group)
-        shows = [exchange.quick_exchange(group) for group in groups]
+        shows = [quick_exchange(group) for group in groups]
         parts = [
             *parts,
             sharded_parts.Kept(),

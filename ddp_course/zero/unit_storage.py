@@ -41,9 +41,11 @@ Place = tuple[nn.Module, str]  # where a parameter is: module._parameters[name]
 class Messages:
     """How the ranks of a group gather shards and sum gradients: PyTorch's collectives.
 
-    `FullyShardedDataParallel` takes `mechanisms.shard_collectives`, as gloo's
-    reduce-scatter sends twice the bytes.
+    `FullyShardedDataParallel` takes `PeerMessages`: gloo's own reduce-scatter sends
+    twice the bytes.
     """
+
+    all_gather = staticmethod(all_gather)
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
@@ -63,7 +65,7 @@ class Messages:
         """
         prepare()
         options = {"group": self.group, "async_op": async_op}
-        return all_gather(whole, own, **options)
+        return self.all_gather(whole, own, **options)
 
     def reduce(self, own: Tensor, whole: Tensor, then: Callable[[], None]) -> Any:
         """Sum `whole` over all ranks, this rank's part into `own`; then call `then`."""

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ddp_course.collectives.communicator import quick_exchange
 from ddp_course.mechanisms import shard_collectives
 from ddp_course.mechanisms.buckets import BUCKET_CAP_MB
 from ddp_course.mechanisms.placements import clip_grad_norm_, groups_of
@@ -61,9 +62,9 @@ class ZeroRedundancyOptimizer(Zero1):
         process_group: the ranks that share the states; None are all.
         bucket_cap_mb: MiB at which a bucket is closed (`mechanisms.buckets`). Every
             bucket is two messages more.
-        collectives: has `reduce_scatter_single`, `all_gather_single` and
-            `quick_exchange`, for flags. The default uses PyTorch's collectives; over
-            gloo its reduce-scatter sends no byte twice.
+        collectives: has `reduce_scatter_single` and `all_gather_single`. The default
+            uses PyTorch's collectives; over gloo its reduce-scatter sends no byte
+            twice.
         parts: more parts, such as those that record (`metered`).
         **defaults: arguments of `optimizer_class`.
 
@@ -94,7 +95,7 @@ class ZeroRedundancyOptimizer(Zero1):
         self._arguments = optimizer_class, defaults, process_group, bucket_cap_mb
         groups = agreed_groups(params, *self._arguments)
         self._consolidated = ConsolidatedState()
-        recovery = Recovery(process_group, collectives.quick_exchange(process_group))
+        recovery = Recovery(process_group, quick_exchange(process_group))
         parts = [
             *(Places(), Guarded(), Alone(), DenseGradients(), Unmoved(), Patient()),
             *(recovery, AgreeUnused(recovery.show)),
