@@ -16,6 +16,8 @@ need to all-reduce 1 MiB in a ring of such links. Read the modules in this order
     asynchrony  gradients per second, staleness, stable learning rates (chapter 13)
     compression bytes of compressed gradients, and of averages now and then (chapter 14)
     ordering    the next step's wait for gradients, in any order (chapter 15)
+    context_parallel
+                bytes and work of attention over a divided sequence (chapter 16)
     checks: what the formulas ask of their arguments
 """
 
@@ -58,6 +60,12 @@ from ddp_course.theory.collectives import (
 )
 from ddp_course.theory.composition import ComposedRank
 from ddp_course.theory.compression import compressed_bytes, local_sgd_bytes
+from ddp_course.theory.context_parallel import (
+    AttentionVolume,
+    attention_volume,
+    causal_pairs,
+    unfairness,
+)
 from ddp_course.theory.fit import Fit, fit
 from ddp_course.theory.memory import (
     OPTIMIZERS,
