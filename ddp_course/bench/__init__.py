@@ -12,6 +12,7 @@
     async_          a parameter server beside its formulas, bare messages and rpc
     order           priority over our DDP on slow links, beside what was simulated
     precision       a training step in 16 bits, ours beside PyTorch's
+    compression     a training step whose gradients travel in fewer bytes
     launch          `spawn` beside `torch.multiprocessing.spawn`
     launch_process  one of the two, in a process of its own
 
@@ -30,9 +31,9 @@ from types import ModuleType
 
 
 def benches() -> dict[str, str]:
-    """Return the sentence of each bench by its name.
+    """Return the sentence ABOUT of each bench, by the bench's name.
 
-    Only the sources are read: to import a bench is to import PyTorch.
+    Reads the sources only: importing a bench would import PyTorch.
     """
     found = {}
     for module in pkgutil.iter_modules(__path__):

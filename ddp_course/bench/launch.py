@@ -57,11 +57,11 @@ def first_launch(side: str) -> float:
 
 
 class LaunchProcess(subprocess.Popen):
-    """A fresh Python that launches ranks in "our" or in "their" way when told to.
+    """A fresh Python that launches ranks in "our" or in "their" way on demand.
 
     `since_start` are the seconds from its first import to the end of the last launch.
-    It ends when its input does: at the end of a `with`; after an error, such as Ctrl-C,
-    it is ended with all that it has started.
+    The process ends when its input is closed, at the end of a `with`. After an error,
+    such as Ctrl-C, it is killed with all processes that it has started.
     """
 
     def __init__(self, side: str) -> None:

@@ -19,7 +19,7 @@ Found = dict[str, Mapping[str, Any]]  # case -> its row
 
 
 def lines(about: str, pairs: Iterable[Pair], rows: Rows) -> list[str]:
-    """Return what is printed of a bench, at most `WIDTH` characters a line."""
+    """Return the lines to print for a bench, each of at most `WIDTH` characters."""
     text = textwrap.wrap(
         f"{about} Each number is a median ratio: the column's variant divided by the "
         "one that the table's title names, whose own value comes first. Below 1, the "
@@ -61,7 +61,7 @@ def number(value: float) -> str:
 
 
 def ratio_of(row: Mapping[str, Any]) -> float:
-    """Return the ratio that counts: of times the one within turns, if there is one."""
+    """Return the ratio of a row: the one within turns, if the row has it."""
     return row.get("paired", row["ratio"])
 
 

@@ -1,8 +1,13 @@
-"""A sequence that several ranks share. Read, in this order:
+"""Floor 2: context parallelism: several ranks share every sequence.
 
-naive            all keys and values gathered
-ulysses          from parts of the sequence to heads, and back
-online_softmax   attention in pieces, merged exactly
-ring             keys and values go around
-assignment       who has which positions: contiguous, zigzag, striped
+Read the modules in this order:
+
+    naive           attention with all keys and values gathered
+    ulysses         attention with all positions of some heads
+    online_softmax  attention over blocks of keys, merged exactly
+    ring            keys and values pass around a ring of ranks
+    assignment      which rank has which positions: contiguous, zigzag, striped
+    gpt             `context_parallel`: the course's GPT over a divided sequence
+    checks          a part: do the ranks of a sequence have the same tokens?
+    axis            how `parallelize` applies it
 """

@@ -24,9 +24,9 @@ Positions = tuple[range, ...]  # of one rank, as ranges without a position in co
 def assign(length: int, num_ranks: int, assignment: str = "zigzag") -> list[Positions]:
     """Return each rank's positions of a sequence of `length`; pure.
 
-    All ranks have equally many. Zigzag cuts the sequence into twice as many chunks as
-    there are ranks, and gives each rank one from the front and one from the back.
-    Raises ValueError if the length cannot be divided so (`padded_length`).
+    All ranks have equally many positions. Zigzag cuts the sequence into twice as many
+    chunks as there are ranks; each rank has one from the front and one from the back.
+    Raises ValueError for a length that cannot be divided so; `padded_length` can be.
     """
     n = num_ranks
     if assignment not in ASSIGNMENTS:
@@ -49,9 +49,9 @@ def assign(length: int, num_ranks: int, assignment: str = "zigzag") -> list[Posi
 
 
 def padded_length(length: int, num_ranks: int, assignment: str) -> int:
-    """Return the next length, from `length` on, that can be divided; pure.
+    """Return the smallest length, `length` or more, that can be divided; pure.
 
-    Causal attention never looks at what is added behind the last position.
+    Causal attention never looks at padding behind the last position.
     """
     unit = num_ranks * (2 if assignment == "zigzag" else 1)
     return -(-length // unit) * unit
@@ -71,6 +71,6 @@ def pairs(queries: Sequence[int], keys: Sequence[int]) -> int:
 
 
 def work(assigned: Sequence[Positions]) -> list[int]:
-    """Return each rank's pairs, all keys of the sequence together; pure."""
+    """Return how many pairs each rank computes over the whole sequence; pure."""
     keys = sorted(p for ranges in assigned for some in ranges for p in some)
     return [sum(pairs(queries, keys) for queries in ranges) for ranges in assigned]

@@ -1,4 +1,4 @@
-"""A check of context parallelism: do the ranks of a sequence have the same rows?"""
+"""A check of context parallelism: do the ranks of a sequence have the same tokens?"""
 
 import torch.distributed as dist
 from torch import Tensor
@@ -10,8 +10,9 @@ from ddp_course.mechanisms.agreement import described
 class SameSequence:
     """Raises CollectiveError, on every rank, unless all ranks have the same tokens.
 
-    In data parallelism every rank has rows of its own; ranks that share sequences and
-    have other rows would attend to each other's, and train something in silence.
+    In data parallelism every rank has rows of its own. Ranks that share sequences must
+    have the same rows: otherwise they would attend to other sequences, and no error
+    would show it. On a GPU the comparison copies the tokens to the host, which waits.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:

@@ -1,4 +1,4 @@
-"""The spine's GPT over a divided sequence: every rank computes some positions.
+"""The course's GPT over a divided sequence: every rank computes some positions.
 
     model = context_parallel(build_gpt("1m"))     # on all ranks: the same seed
     _, loss = model(x, y)                         # the same x and y on all ranks
@@ -7,13 +7,13 @@
 Three places of the model know that the sequence is divided; no layer between them does:
 
     embed              takes whole rows, and keeps this rank's positions
-    attention          `ring`, `naive` or `ulysses`
+    attention          "ring", "gathered" (`naive`) or "ulysses"
     loss               the mean over the positions of all ranks
 
-A sequence that cannot be divided equally is padded: its last positions are computed,
-seen by nobody, and left out of the loss. The ranks have equal parameters, and different
-gradients, as in data parallelism; so whatever averages replicas averages over these
-ranks as well.
+A sequence that cannot be divided equally is padded at its end: no real position attends
+to the padding, and the loss leaves it out. The ranks have equal parameters, and
+different gradients, as in data parallelism; so whatever averages replicas averages over
+these ranks as well.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ class Division:
     Args:
         group: the ranks; None are all.
         attention: one of ATTENTIONS.
-        assignment: who has which positions; Ulysses takes contiguous ones.
+        assignment: which rank has which positions; Ulysses takes contiguous ones.
     """
 
     def __init__(self, group: Group, attention: str, assignment: str) -> None:
@@ -90,7 +90,7 @@ class DividedEmbedding(nn.Module):
 
 
 class DividedLoss:
-    """The mean loss over the positions of all ranks, of each rank's logits."""
+    """The mean loss over the positions of all ranks, from this rank's logits."""
 
     def __init__(
         self,
@@ -101,9 +101,9 @@ class DividedLoss:
         self.mean_loss, self.division, self.check = mean_loss, division, check
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return it on all ranks; logits are (B, T/N, V), targets (B, T), whole rows.
+        """Return the mean loss, on all ranks, of logits (B, T/N, V) and targets (B, T).
 
-        A rank's mean counts as much as its share of the positions, times N: then the
+        Each rank's mean is weighted by N times its share of the positions: then the
         mean of the ranks' gradients is the gradient of the mean loss.
         """
         self.check(targets)
@@ -119,32 +119,32 @@ class DividedLoss:
 
 
 class MeanOverRanks(Function):
-    """Return the mean of the ranks' numbers; each rank's gradient stays its own."""
+    """The mean of the ranks' numbers; in backward each rank keeps its own gradient."""
 
     @staticmethod
     def forward(ctx: Any, number: Tensor, group: Group) -> Tensor:
-        """All-reduce, and divide."""
+        """Return the mean of all ranks' numbers."""
         total = number.detach().clone()
         dist.all_reduce(total, group=group)
         return total / dist.get_world_size(group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Change nothing."""
+        """Return the gradient unchanged."""
         return gradient, None
 
 
 class GatheredLogits:
-    """The logits of all positions, in their order, of each rank's own."""
+    """The logits of all positions, in their order, gathered from the ranks."""
 
     def __init__(self, gather: Callable[[Tensor], Tensor], division: Division) -> None:
         self.gather, self.division = gather, division
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Return (B, T, V) on all ranks, of (B, T/N, V).
+        """Return all logits, (B, T, V), on every rank, from (B, T/N, V) of each.
 
-        A rank that has not embedded the tokens, as a later stage of a pipeline, does
-        not know T, and returns the padding's logits, too.
+        A rank that has not embedded the tokens, as in a later stage of a pipeline, does
+        not know T, and returns the logits of the padding, too.
         """
         logits, division = self.gather(logits).unsqueeze(1), self.division
         whole = GatherSequence.apply(logits, division.group).squeeze(1)  # along dim 2
@@ -160,20 +160,21 @@ def context_parallel(
     attention: str = "ring",
     assignment: str = "zigzag",
 ) -> nn.Module:
-    """Divide the sequence of a GPT among the ranks of `group`; returns the same model.
+    """Divide the sequence of a GPT among the ranks of `group`; return the same model.
 
-    Called by all ranks together, which keep equal parameters. Afterwards each averages
-    its gradients with theirs, as data parallelism does: `DistributedDataParallel` over
-    a group that holds these ranks, say. Ranks that share a sequence get the same rows.
+    All ranks call it together, and keep equal parameters. After each backward they
+    average their gradients, as in data parallelism: for example, by
+    `DistributedDataParallel` over a group that contains these ranks. Ranks that share a
+    sequence pass the same rows.
 
     Args:
-        model: a GPT of this course, or what `tensor_parallel` made of one.
+        model: a GPT of this course, or one that `tensor_parallel` has cut.
         group: the ranks that share each sequence; None are all.
         attention: "ring", "gathered" keys and values, or "ulysses".
         assignment: one of `assignment.ASSIGNMENTS`; Ulysses needs "contiguous".
 
-    Raises ValueError for what cannot be. As torch.distributed.tensor.experimental.
-    context_parallel, which has no implementation for the CPU.
+    Raises ValueError for a model or an argument that cannot be used. As
+    torch.distributed.tensor.experimental.context_parallel, which is for GPUs only.
     """
     if attention not in ATTENTIONS:
         known = ", ".join(ATTENTIONS)

@@ -1,4 +1,4 @@
-"""Attention over a sequence of which each rank has a part: gather all keys and values.
+"""Attention over a divided sequence: every rank gathers all keys and values.
 
 Everything in a transformer but attention treats each position alone. A query, however,
 looks at the keys and values of all earlier positions. Here every rank gathers all of
@@ -7,8 +7,8 @@ them, and computes its own queries' rows.
     sent by each rank    forward (N - 1) u, backward (N - 1) u
     kept by each rank    N u: the keys and values of the whole sequence
 
-u are the bytes of one rank's keys and values. Llama 3 is trained so: with few key and
-value heads u is small.
+u is the number of bytes of one rank's keys and values. Llama 3 is trained in this way:
+with few key and value heads, u is small.
 """
 
 from collections.abc import Sequence
@@ -24,10 +24,11 @@ Group = dist.ProcessGroup | None  # None: all ranks
 
 
 class GatherSequence(Function):
-    """Return the parts of all ranks, one after the other along dim 2.
+    """The parts of all ranks, one after the other along dim 2.
 
     In backward every rank has a gradient for every part, since its queries have seen
-    them all. The owner of a part gets their sum: a reduce-scatter.
+    them all. The owner of a part gets their sum. That is a reduce-scatter; it is done
+    by an all-to-all and a sum, as gloo's own reduce-scatter sends twice the bytes.
     """
 
     @staticmethod
@@ -60,7 +61,7 @@ def gathered_attention(
     Args:
         q, k, v: (B, H, T/N, D), this rank's part of the sequence; k and v may have
             fewer heads, each of which serves several heads of q.
-        positions: of every rank in turn, (T/N,) int64.
+        positions: the positions of each rank, (T/N,) int64, in the order of the ranks.
         group: the ranks that share the sequence; None are all.
     """
     keys, values = GatherSequence.apply(torch.stack((k, v)).flatten(0, 1), group).chunk(

@@ -23,13 +23,13 @@ from torch import Tensor
 def merge(
     out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return output and lse over two blocks of keys, of the outputs and lses of each.
+    """Merge the outputs and lses of two blocks of keys; return those of both together.
 
-    Outputs are (..., T, D), lses (..., T). A query that sees no key of a block has the
-    lse -inf there, and any output.
+    Outputs are (..., T, D), lses (..., T). For a query that sees no key of a block, the
+    block's lse is -inf, and its output can be anything.
     """
     share = torch.sigmoid(lse2 - lse1)[..., None]  # of block 2 in the sum
-    share = torch.where(lse2.isneginf()[..., None], 0.0, share)  # also if both are
+    share = torch.where(lse2.isneginf()[..., None], 0.0, share)  # no nan if both are
     out = out1 - share * (out1 - out2)
     return out, torch.logaddexp(lse1, lse2)
 
@@ -74,8 +74,8 @@ def attend_backward(
 def _scores(q: Tensor, k: Tensor, visible: Tensor | None) -> Tensor:
     """Return the scaled products, in float32 at least; -inf where nothing is seen.
 
-    An exponential makes a relative error of an absolute one: bfloat16 rounds a score
-    of 60 by up to .12.
+    The absolute error of a score is the relative error of its exponential, and bfloat16
+    rounds a score of 60 by up to .12.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = q.to(wide) @ k.to(wide).mT * q.shape[-1] ** -0.5

@@ -14,10 +14,13 @@ around once more; their gradients follow one step behind, and each rank adds wha
 own queries contribute. The owner is the last to get them, and adds its own part.
 
     sent by each rank    forward (N - 1) u, backward 2 (N - 1) u
-    kept by each rank    2 u: what it computes with, and what arrives
+    kept by each rank    forward 2 u: what it computes with, and what arrives; backward
+                         their gradients, too
 
-u are the bytes of one rank's keys and values: as many bytes as gathering sends, in less
-memory, and behind the computing. Liu et al. 2023, "Ring Attention", arXiv:2310.01889.
+u is the number of bytes of one rank's keys and values (in backward, gradients travel in
+float32 at least). Forward sends as much as gathering does, backward twice as much; both
+need less memory, and send while they compute. Liu et al. 2023, "Ring Attention",
+arXiv:2310.01889.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -41,7 +44,7 @@ Block = tuple[slice, slice, Tensor | None]  # of queries, of keys, which see whi
 
 
 class Ring:
-    """Causal attention over a sequence of which every rank has some positions.
+    """Causal attention over a sequence whose positions are divided among the ranks.
 
     Call it as `ring(q, k, v)` on all ranks: q is (B, H, T/N, D), k and v may have fewer
     heads, each of which serves several heads of q. Returns (B, H, T/N, D).
@@ -52,6 +55,8 @@ class Ring:
         before_compute(ring, step, pairs)
         after_compute(ring, step, pairs)
         arrived(ring, step)     the keys and values of the next step
+
+    On a GPU these are moments of the host, which launches work without waiting.
 
     Args:
         assigned: the positions of all ranks, `assign(length, N)`.
@@ -75,7 +80,7 @@ class Ring:
     def blocks(self, source: int, device: torch.device) -> Iterator[Block]:
         """Yield the blocks that this rank computes with the keys of rank `source`.
 
-        A block of which no query sees a key is left out: half of all, on average.
+        Blocks in which no query sees a key, half of all on average, are left out.
         """
         for queries, rows in _with_slices(self.assigned[self.rank]):
             for keys, columns in _with_slices(self.assigned[source]):
@@ -98,7 +103,7 @@ class Ring:
     def pass_on(self, tensor: Tensor, port: Port) -> tuple[Tensor, list[Handle]]:
         """Start to send to the right neighbour, and to receive from the left one.
 
-        Returns the memory into which it is received, and what to wait for.
+        Returns the tensor that receives, and the handles to wait for.
         """
         arriving = torch.empty_like(tensor)
         right, left = (self.rank + 1) % self.size, (self.rank - 1) % self.size
@@ -119,7 +124,7 @@ def _wait(handles: Iterable[Handle]) -> None:
 
 
 class RingAttention(Function):
-    """The ring's forward, and its own backward."""
+    """The forward and backward of `Ring`."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
@@ -180,7 +185,7 @@ class RingAttention(Function):
             if step == 0:
                 own = dkv  # the owner adds its own part last
                 continue
-            if step > 1:  # what those who had these keys before have added up
+            if step > 1:  # the sum over the ranks that had these keys before
                 _wait(sums_under_way)
                 dkv += sums
             sums, sums_under_way = ring.pass_on(dkv, port)

@@ -24,20 +24,20 @@ Group = dist.ProcessGroup | None  # None: all ranks
 
 
 class Exchange(Function):
-    """Cut along one dimension, send each rank its piece, join along another.
+    """All-to-all of pieces along one dimension, joined along another.
 
-    The gradient takes the same way back.
+    Its backward is the exchange in the other direction.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cut: int, join: int, group: Group) -> Tensor:
-        """All-to-all: `cut` becomes N times shorter, `join` N times longer."""
+        """Exchange: dimension `cut` becomes N times shorter, `join` N times longer."""
         ctx.way = join, cut, group
         return exchange(x, cut, join, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        """Exchange the other way round."""
+        """Exchange in the other direction."""
         return exchange(gradient, *ctx.way), None, None, None
 
 

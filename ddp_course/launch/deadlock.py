@@ -1,9 +1,13 @@
-"""Ranks that wait for each other in different groups, and would do so for ever.
+"""Find ranks that wait for each other in different groups.
 
-Rank 0 calls a collective of one group, rank 1 one of another: each waits for the other.
-Neither group can notice that by itself. So whoever has waited for a second or two says
-where it waits, and for whom, in the store at which the ranks met, and follows what the
-others say. If that leads back to itself, nobody will ever come. Chapter 02.
+Rank 0 calls a collective of one group, rank 1 one of another: each waits for the other,
+and neither group can notice that by itself. So a rank that has waited for two seconds
+writes into the store at which the ranks met where it waits, and for which ranks; then
+it follows the entries of those ranks. If they lead back to itself, no rank can go on.
+
+Only waits of this course's code are watched, on the CPU. A collective of PyTorch waits
+until its backend's timeout (gloo 30 minutes, NCCL 10); over NCCL not even the host
+waits, but the GPU's stream (`measure.flight_recorder`). Chapter 02.
 """
 
 import ast
@@ -34,11 +38,12 @@ EACH_OTHER = "these wait for each other: "
 
 @dataclass(eq=False)
 class Watch:
-    """Looks after one rank while it waits for others of the group `ranks`.
+    """A watch over one rank while it waits for other ranks of the group `ranks`.
 
-    `doing` says what it wants to do. Called again and again with the ranks (in the job)
-    that have not come; raises DeadlockError once it is certain that they cannot come.
-    While this process is `busy` with other collectives, too, nothing is certain.
+    `doing` is the call in which it waits. Call the watch again and again with the ranks
+    (numbered in the job) that have not come; it raises DeadlockError once it is certain
+    that they cannot come. Nothing is certain while this process is `busy` with other
+    collectives, too.
     """
 
     store: dist.Store
@@ -48,11 +53,11 @@ class Watch:
     doing: str = "its first collective"
     since: float | None = None
     seen: list[str] = field(default_factory=list)
-    failed: str = ""  # why others may wait for this one in what it has left
+    failed: str = ""  # the error by which this rank left a block that others are in
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Note if what is done in this block fails here: others may still be in it."""
+        """Note an error that ends this block here: other ranks may still be in it."""
         try:
             yield
         except Exception as error:
@@ -60,7 +65,7 @@ class Watch:
             raise
 
     def __call__(self, late: Sequence[int]) -> None:
-        """Look once; `late` are the ranks that are waited for."""
+        """Look once; `late` are the ranks for which this rank waits."""
         if self.since is None:
             self.since = time.monotonic()
         if not self.is_long() or self.busy():
@@ -70,51 +75,51 @@ class Watch:
                 f"{self.failed}, and ranks {list(late)} have not come out of theirs: "
                 "they wait for this rank in it. Let all ranks skip a batch, or none"
             )
-        told = {r: self._asked(r) for r in late}
-        if over := [r for r in late if told[r].get("returned")]:
-            circle = told[over[0]].get("circle", [])  # it was told before this rank
+        entries = {r: self._entry_of(r) for r in late}
+        if over := [r for r in late if entries[r].get("returned")]:
+            circle = entries[over[0]].get("circle", [])  # that rank found it first
             if any(name.startswith(f"rank {self.rank} at ") for name in circle):
                 raise DeadlockError(EACH_OTHER + "; ".join(circle))
             why = f"ranks {over} have returned, and come to no collective"
             raise DeadlockError(why)
         own = {"group": self.ranks, "late": list(late), "doing": self.doing}
-        self._say(own)
+        self._write(own)
         circle = self._circle(list(late))
-        # Twice the same: nobody has moved between two looks.
+        # The same circle twice: no rank has gone on between two looks.
         if circle and circle == self.seen:
-            self._say({**own, "circle": circle})
+            self._write({**own, "circle": circle})
             raise DeadlockError(EACH_OTHER + "; ".join(circle))
         self.seen = circle
 
     def over(self) -> None:
         """Note that the wait is over."""
         if self.is_long():
-            self._say({})
+            self._write({})
         self.since, self.seen, self.failed = None, [], ""
 
     def is_long(self) -> bool:
-        """Tell whether this rank has been waiting for long."""
+        """Return whether this rank has been waiting for `PATIENCE` seconds."""
         return self.since is not None and time.monotonic() - self.since >= PATIENCE
 
-    def _say(self, what: dict) -> None:
-        self.store.set(_key(self.rank), repr(what))
+    def _write(self, entry: dict) -> None:
+        self.store.set(_key(self.rank), repr(entry))
 
     def _circle(self, late: list[int]) -> list[str]:
-        """Follow who waits for whom; return who is in a circle with this rank."""
-        told: dict[int, dict] = {}
+        """Follow the waits from this rank; return the ranks of a circle, in words."""
+        entries: dict[int, dict] = {}
         ways = [[self.rank, peer] for peer in late]
         while ways:
             way = ways.pop(0)
             if way[-1] == self.rank:
-                return [_told(rank, told[rank]) for rank in sorted(set(way))]
+                return [_in_words(rank, entries[rank]) for rank in sorted(set(way))]
             for rank in (self.rank, way[-1]):
-                if rank not in told:
-                    told[rank] = self._asked(rank)
-            following = told[way[-1]].get("late", [])
+                if rank not in entries:
+                    entries[rank] = self._entry_of(rank)
+            following = entries[way[-1]].get("late", [])
             ways += [[*way, r] for r in following if r not in way[1:]]
         return []
 
-    def _asked(self, rank: int) -> dict:
+    def _entry_of(self, rank: int) -> dict:
         if not self.store.check([_key(rank)]):
             return {}
         return ast.literal_eval(self.store.get(_key(rank)).decode())
@@ -128,7 +133,7 @@ def default_store() -> dist.Store:
 def checked_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Return `group`, or the group of all ranks for None.
 
-    Raises ValueError or TypeError if it is no group that this rank is in.
+    Raises ValueError or TypeError unless this rank is a member of it.
     """
     group = dist.group.WORLD if group is None else group
     if group is None:
@@ -155,15 +160,15 @@ def _key(rank: int) -> str:
     return f"ddp_course/waits/{rank}"
 
 
-def _told(rank: int, told: dict) -> str:
-    return f"rank {rank} at {told['doing']} in the group of ranks {told['group']}"
+def _in_words(rank: int, entry: dict) -> str:
+    return f"rank {rank} at {entry['doing']} in the group of ranks {entry['group']}"
 
 
 def exchange_by_store(name: str, watch: Watch) -> Callable[[object], list]:
     """Return a function that shows an object to all ranks and returns everyone's.
 
-    Slow, but it needs no collective, and `watch` looks on while it waits. The objects
-    are numbers, strings, and tuples of such; `name` is that of the group.
+    It is slow, but needs no collective, and calls `watch` while it waits. The objects
+    are numbers, strings, and tuples of these; `name` is the name of the group.
     """
     store, ranks, rank = watch.store, watch.ranks, watch.rank
     count = 0
@@ -197,7 +202,7 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 def by_text(
     texts: Sequence[str], ranks: Sequence[int], text_first: bool = False
 ) -> str:
-    """Write who says what, ranks with the same text together; who says "" is left out.
+    """Write each rank's text, ranks with the same text together; leave "" out.
 
     As "rank 0: yes; ranks 1, 2: no", or "yes on rank 0, no on ranks 1, 2".
     """
