@@ -7,7 +7,7 @@ it follows the entries of those ranks. If they lead back to itself, no rank can 
 
 Only waits of this course's code are watched, on the CPU. A collective of PyTorch waits
 until its backend's timeout (gloo 30 minutes, NCCL 10); over NCCL not even the host
-waits, but the GPU's stream (`measure.flight_recorder`). Chapter 02.
+waits, but the GPU's stream. Chapter 02.
 """
 
 import ast

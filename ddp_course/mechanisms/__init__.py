@@ -5,6 +5,7 @@
     broadcast   one rank's tensors for all
     engine      gradient -> bucket -> launch in order -> wait; a reducer says how
     buckets     which gradients travel together: plain data
+    comm_hook   a user's function that sends a bucket, as in PyTorch
     hooks       how autograd tells that a gradient is there
     recovery    flags after every pass: which have failed, which gradients are missing
     timeline    what a step writes into the open event logs

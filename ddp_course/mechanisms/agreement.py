@@ -9,12 +9,12 @@
 Data parallelism rests on one promise: before every step all ranks have the same
 parameters. It is made at construction. The form (names, shapes, types, what is
 trained) is compared, since gradients of different shapes would be added to each other,
-or hang; the numbers are sent by rank 0. Afterwards nobody is special: equal parameters
-and equal gradients stay equal. Chapter 04.
+or the ranks would hang; the numbers are sent by rank 0. Afterwards no rank is special:
+equal parameters and equal gradients stay equal. Chapter 04.
 
-The ranks compare through the store at which they met, not by a collective: a collective
-would mix with those that a rank which does something else has called, and would not say
-which rank is missing (`launch.deadlock`).
+The ranks compare through the store at which they met, not by a collective: another rank
+may be in another collective, with which this one would be mixed up, and a collective
+does not say which rank is missing (`launch.deadlock`).
 """
 
 import hashlib
@@ -93,7 +93,7 @@ def agreed(
     if text:
         with suppress(RuntimeError):  # the store ends with rank 0: all must have read
             _along(groups, {rank: None})
-    if text:  # of an `agreed` inside of `make`, perhaps: then it is a whole sentence
+    if text:  # that of an `agreed` inside of `make` is a whole sentence already
         whole = error is not ReplicaError or text.endswith("Nothing was sent.")
         raise error(text if whole else f"{text}. Nothing was sent.")
     return value
@@ -128,9 +128,9 @@ def differences(forms: Sequence[Form], ranks: Sequence[int]) -> str:
     names = list(dict.fromkeys(name for form in forms for name in form))
     found = []
     for name in names:
-        told = [form.get(name, "missing") for form in forms]
-        if len(set(told)) > 1:
-            found.append(f"{name} is {by_text(told, ranks, text_first=True)}")
+        entries = [form.get(name, "missing") for form in forms]
+        if len(set(entries)) > 1:
+            found.append(f"{name} is {by_text(entries, ranks, text_first=True)}")
     if not found:
         order = [" ".join(form) for form in forms]
         return f"the parameters are in another order: {by_text(order, ranks)}"
@@ -144,7 +144,7 @@ def differences(forms: Sequence[Form], ranks: Sequence[int]) -> str:
 def form_of(module: nn.Module, **options: Any) -> Form:
     """Return what must be the same on all ranks, in words: name -> description.
 
-    Of a module that cannot be replicated only the options: `check_module` refuses it.
+    For a module that cannot be replicated, only the options: `check_module` refuses it.
     """
     form = {f"argument {name}": repr(value) for name, value in options.items()}
     if problem_with(module):
@@ -182,7 +182,7 @@ def problem_with(module: Any) -> str | None:
 
 
 def stepped_in_backward(name: str, parameter: Tensor) -> str | None:
-    """Return why a parameter cannot be trained if an optimizer steps it in backward."""
+    """Return an error text if an optimizer steps this parameter in backward."""
     return getattr(parameter, "_in_backward_optimizers", None) and (
         f"an optimizer steps {name} in backward, before its gradient is averaged: the "
         "replicas would diverge. Step after backward"
@@ -203,11 +203,10 @@ def kind_of(value: Any) -> str:
 
 
 def described(value: Any) -> str:
-    """Say also what is in it: "int64 [8, 64] with digest 3f0c5be99a1d7c26".
+    """Return kind and digest: "int64 [8, 64] with digest 3f0c5be99a1d7c26".
 
-    Where ranks work on one batch together, each says so which one it was given. In data
-    parallelism every rank has a batch of its own; where ranks share a model, that would
-    be a mistake that no shape shows. Chapters 09 and 10.
+    Ranks that share a model compare it, as they need the same batch. If each had a
+    batch of its own, as in data parallelism, no shape would show it. Chapters 09, 10.
     """
     if not isinstance(value, Tensor) or value.is_meta:
         return kind_of(value)
@@ -215,6 +214,9 @@ def described(value: Any) -> str:
 
 
 def digest(tensor: Tensor) -> str:
-    """Return 16 hexadecimal digits that change if any number does, but by chance."""
+    """Return 16 hexadecimal digits that differ, except by chance, if a number differs.
+
+    A tensor on a GPU is copied to the host, which waits for it.
+    """
     flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
     return hashlib.blake2b(flat.numpy(), digest_size=8).hexdigest()

@@ -13,8 +13,8 @@ and nan. It is done tensor by tensor: beside the parts and the result only one t
 exists twice. A sharded checkpoint does the same with files in place of the sum
 (`zero.sharded_checkpoint`).
 
-The state of a divided optimizer is put together so, and divided again to be loaded: all
-ranks have the whole state, and each keeps its own part. Chapters 07 and 08.
+The state of a divided optimizer is put together in the same way. To load it, all ranks
+pass the whole state, and each keeps its own part. Chapters 07 and 08.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -197,9 +197,9 @@ def full_optimizer_state(
 
     Args:
         optimizer: steps parameters that were placed along the groups, or pieces.
-        names: of the parameters that it would step in one process, group by group.
-        groups: along which the parameters were divided.
-        everywhere: whether all ranks want the state.
+        names: the names of what it would step in one process, for each of its groups.
+        groups: the process groups along which the parameters were divided.
+        everywhere: whether all ranks get the state.
     """
     agreed(lambda: _check_parts(optimizer), *groups)
     own = {way_of(p).name: (way_of(p), state) for p, state in optimizer.state.items()}
@@ -208,13 +208,14 @@ def full_optimizer_state(
     if not everywhere and any(dist.get_rank(group) for group in groups):
         return {}
     numbers = {name: number for number, name in enumerate(order)}
-    told = []
+    param_groups = []
     for group, those in zip(optimizer.param_groups, names, strict=True):
-        told.append({**options_of(group), "params": [numbers[n] for n in those]})
+        its_numbers = [numbers[name] for name in those]
+        param_groups.append({**options_of(group), "params": its_numbers})
         if "param_names" in group:
-            told[-1]["param_names"] = those
+            param_groups[-1]["param_names"] = those
     states = {numbers[name]: state for name, state in whole.items() if state}
-    return {"state": dict(sorted(states.items())), "param_groups": told}
+    return {"state": dict(sorted(states.items())), "param_groups": param_groups}
 
 
 def load_full_optimizer_state(
@@ -224,10 +225,10 @@ def load_full_optimizer_state(
     shapes: Mapping[str, torch.Size],
     groups: Sequence[Group],
 ) -> None:
-    """Let `optimizer` go on from the state of one process: each rank its own part.
+    """Load the state that one process would have; each rank keeps its own part.
 
-    Called by all ranks, with the whole of it. `names` are those that it would have in
-    one process, and `shapes` theirs. Raises ReplicaError, on every rank, if it does not
+    All ranks call it, with the whole state. `names` and `shapes` are those of the
+    parameters in one process. Raises ReplicaError, on every rank, if the state does not
     fit.
     """
     agreed(lambda: check_state(state_dict, names, shapes), *groups)
@@ -250,9 +251,9 @@ def load_full_optimizer_state(
 def names_along(
     optimizer: Optimizer, order: Iterable[str], groups: Sequence[Group]
 ) -> Names:
-    """Return what the plain optimizer would have in each group, in the given order.
+    """Return which names the plain optimizer would have in each group, in `order`.
 
-    Called by all ranks. Raises ReplicaError, on every rank, for other tensors.
+    All ranks call it. Raises ReplicaError, on every rank, for other tensors.
     """
     stepped = [group["params"] for group in optimizer.param_groups]
     own = agreed(lambda: _names_of(stepped), *groups)
@@ -337,5 +338,5 @@ def _part(key: str, value: Any, steps: Sequence[Step]) -> Any:
 
 
 def _has_dims(value: Any) -> bool:
-    """Tell whether a state has a number for each element, as "step" has not."""
+    """Return whether a state is a tensor with dimensions; "step" is a scalar."""
     return isinstance(value, Tensor) and value.dim() > 0

@@ -9,9 +9,9 @@ vectors. On parts of a tensor they would do something else, and nobody would not
 No list of names could be complete, as everybody may write an optimizer. So a small
 matrix is stepped as a whole, and in two parts: is that the same? Chapter 07.
 
-Where the model is sharded, not the optimizer, an optimizer of any class is constructed
-later. PyTorch has one hook for the steps of all optimizers; there `Stepped` tries each
-out once, on every rank alike, before it changes a piece. Chapter 08.
+If the model is sharded, and not the optimizer, an optimizer of any class may be
+constructed later. PyTorch has one hook for the steps of all optimizers. In it `Stepped`
+tries out each optimizer once, before it changes a piece. Chapter 08.
 """
 
 import functools
@@ -100,7 +100,10 @@ tried: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 class Stepped:
-    """Refuse optimizers that look at whole tensors, groups by shape, and lost passes.
+    """A part that refuses optimizer steps that would be wrong in silence.
+
+    These are steps of optimizers that look at whole tensors, of empty parameter groups,
+    and steps without a backward pass.
 
     Attributes:
         waits: a forward was recorded, and no backward has come since.

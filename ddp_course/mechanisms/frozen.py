@@ -10,19 +10,19 @@ from torch import Tensor, nn
 
 
 class Frozen:
-    """Which parameters a strategy was made of, and which of them were frozen then.
+    """The parameters that a strategy has wrapped, and which of them were frozen then.
 
-    Others that come later nobody would average, nor one that is trained later on. If
-    the parameters are `pieces`, with which nobody computes, what was trained is to stay
-    so, too; and a hook of theirs would never be called.
+    Parameters that are put into the module later would not be averaged, nor would those
+    that are unfrozen later. If the parameters are `pieces`, with which autograd does
+    not compute, none may be frozen later, either, or have hooks: nobody calls them.
     """
 
     def __init__(self, module: nn.Module, *, pieces: bool = False) -> None:
         self.module = None if pieces else module  # else it would keep itself alive
         self.parameters = dict(module.named_parameters())
         self.present = self._present()
-        told = ((name, p, p.requires_grad) for name, p in self.parameters.items())
-        self.kept = [(*of, trained) for *of, trained in told if pieces or not trained]
+        every = ((name, p, p.requires_grad) for name, p in self.parameters.items())
+        self.kept = [(*of, trained) for *of, trained in every if pieces or not trained]
 
     def check(self) -> None:
         """Raise RuntimeError for what is not as it was any more."""
@@ -56,7 +56,7 @@ class Frozen:
 
 
 class KeepFrozen:
-    """A part: what a model was wrapped with is what it trains."""
+    """A part that refuses parameters added, removed or unfrozen after wrapping."""
 
     def after_replication(self, model: Any) -> None:
         """Remember the parameters of the wrapped module."""
@@ -77,7 +77,7 @@ def _hooks_of(parameter: Tensor) -> list[Any]:
 
 
 def came_later(name: str) -> str:
-    """Return what to say of a parameter that was put there when all were wrapped."""
+    """Return the error text for a parameter that was added after wrapping."""
     return (
         f"{name} was put into the model after it was wrapped, and nobody would look "
         "after it: change numbers in place, or wrap the model again"

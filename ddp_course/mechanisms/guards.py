@@ -10,10 +10,10 @@ constructed, these tools are watched in this process:
     get_total_norm, clip_grads_with_norm_
     torch.amp.GradScaler                  agrees: if a gradient is inf on one rank, all
                                           skip the step. (Otherwise that rank alone
-                                          would, and the replicas were none any more.)
+                                          would skip it, and the replicas would differ.)
 
-For optimizers PyTorch has a hook. The others have none, so each has a function put
-around one of its own. Chapters 05 and 07 to 10.
+PyTorch has a hook for the steps of optimizers. The other tools have none, so a function
+of each is wrapped in another. Chapters 05 and 07 to 10.
 """
 
 import functools
@@ -35,14 +35,14 @@ AVERAGED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def leave_behind(parameters: Iterable[Tensor], by: str) -> None:
-    """Note that others train in the place of these parameters, since `by` was made."""
+    """Note that `by` trains others in place of these parameters."""
     watch()
     for parameter in parameters:
         parameter.left_behind = by
 
 
 def averaged_by(parameters: Iterable[Tensor], optimizer: Optimizer) -> None:
-    """Note that gradients of these are means when `optimizer` says so, and in parts."""
+    """Note that `optimizer` averages these parameters' gradients, in parts."""
     watch()
     for parameter in parameters:
         AVERAGED[parameter] = weakref.ref(optimizer)
@@ -63,9 +63,10 @@ def _put_around(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
 
 
 def put_inside(decorated: Any, make: Callable[[Any], Any]) -> None:
-    """Put a function around the one that `torch.nn.utils` has decorated with no_grad.
+    """Wrap the function that `torch.nn.utils` has decorated with no_grad.
 
-    Those who have imported the decorated function before call it, too.
+    It is wrapped inside the decorator, so that code that has imported the decorated
+    function earlier calls the wrapper, too.
     """
     for cell in getattr(decorated, "__closure__", None) or ():
         if callable(inner := cell.cell_contents):
@@ -113,7 +114,7 @@ def _clips_no_parts(clip: Callable[..., None]) -> Callable[..., None]:
 
 
 def _norms_no_parts(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a norm of gradients, which do not say of which parameter they are."""
+    """Wrap a norm of gradients so that it refuses parts, which it knows by their id."""
 
     def checked(tensors: Any, *args: Any, **kwargs: Any) -> Tensor:
         tensors = _as_list(tensors)

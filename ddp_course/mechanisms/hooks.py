@@ -1,8 +1,8 @@
 """Where data parallelism takes hold of autograd: hooks, and a walk over its graph.
 
-Hooks hold what they call weakly, so that they go when its object goes. Those who
-average gradients can be found by the parameters (`held`): whatever goes backward
-several times for one step need not know who they are. Chapter 05.
+Hooks refer weakly to the object whose method they call, and are removed with it. What
+averages a parameter's gradients is found through the parameter (`held`): code that goes
+backward several times for one step need not know it. Chapter 05.
 """
 
 import weakref
@@ -16,7 +16,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 
 class Weakly(weakref.ref):
-    """A reference that nobody takes along: of a pickled one, None is left."""
+    """A weak reference that is pickled as None."""
 
     def __reduce__(self) -> tuple[type, tuple]:
         return type(None), ()
@@ -63,9 +63,9 @@ def listeners(parameter: Tensor) -> list[Any]:
 
 
 class Averager:
-    """Whatever averages gradients, unless somebody holds it (`held`)."""
+    """An object that averages gradients, except while it is held (`held`)."""
 
-    held = 0  # by how many
+    held = 0  # the number of blocks that hold it
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -93,10 +93,9 @@ class Averager:
 def held(parameters: Iterable[Tensor]) -> Iterator[None]:
     """Let gradients add up in this block, and average them at its end, all at once.
 
-    For a pipeline, which goes backward once for each microbatch. Everyone who listens
-    for these gradients averages their sum, as if it had come in one pass; inside of
-    another block like this that is left to the outer one. After an error nothing is
-    averaged. Chapter 10.
+    For a pipeline, which goes backward once for each microbatch. All listeners of these
+    gradients average their sum, as if it had come in one pass; an inner block leaves
+    that to the outer one. After an error nothing is averaged. Chapter 10.
     """
     those = dict.fromkeys(one for p in parameters for one in listeners(p))
     with ExitStack() as stack:

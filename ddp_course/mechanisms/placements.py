@@ -151,10 +151,6 @@ class Placed:
             whole = step.part(whole)
         return whole
 
-    def step_along(self, group: dist.ProcessGroup) -> Step | None:
-        """Return what was done along a group; None if it was not divided there."""
-        return next((step for step in self.steps if step.group == group), None)
-
     def __str__(self) -> str:
         return f"{self.name} {self.shape}: {'; '.join(map(str, self.steps))}"
 
@@ -229,7 +225,7 @@ def groups_of(tensors: Iterable[Tensor]) -> list[dist.ProcessGroup]:
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
-    """Return where a tensor must be that any rank of the group can reduce."""
+    """Return the device on which any rank of the group can reduce; for NCCL a GPU."""
     if "nccl" in dist.get_backend_config(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -253,7 +249,7 @@ class PlainModel:
 
     @classmethod
     def of(cls, module: nn.Module) -> Self:
-        """Describe a plain module; of one that is divided, say what it was before."""
+        """Describe a plain module, or the one that a divided module was before."""
         if isinstance(before := getattr(module, "plain", None), cls):
             return before
         names = {parameter: name for name, parameter in module.named_parameters()}
@@ -296,7 +292,7 @@ class DividedModule:
     groups: tuple[dist.ProcessGroup, ...]
 
     def newcomer(self) -> str | None:
-        """Return what is wrong if it has a parameter that was never placed, or None."""
+        """Return an error text if a parameter was never placed, or None."""
         for name, parameter in nn.Module.named_parameters(self):  # those computed with
             if isinstance(parameter, Tensor) and placed(parameter) is None:
                 return (
@@ -309,8 +305,8 @@ class DividedModule:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm is at most `max_norm`; return it.
 
-        The norm is that of the whole model's gradient, as it was before. Called by all
-        ranks along `groups`. As torch.nn.utils.clip_grad_norm_.
+        The norm is that of the whole model's gradient, before scaling. All ranks along
+        `groups` call it. As torch.nn.utils.clip_grad_norm_.
         """
         return clip_grad_norm_(self.parameters(), max_norm, self.groups, norm_type)
 
@@ -339,7 +335,7 @@ def total_norm(
 
     The norm of all gradients is not the sum of the parts' norms, but their squares can
     be added: first of the gradients that this rank owns, then over the ranks along each
-    group. Of a p-norm it is the powers of p; of the largest number, the maximum.
+    group. For a p-norm, p-th powers are added; for inf, maxima are taken.
 
     Args:
         tensors: this rank's parts, each with a `grad` or None.

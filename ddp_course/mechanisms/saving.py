@@ -47,8 +47,8 @@ def fingerprint(value: Any) -> str:
     """Return 32 hexadecimal digits that change with any name, number, type or shape."""
     leaves, structure = pytree.tree_flatten(value)
 
-    told = [described(x) if isinstance(x, Tensor) else repr(x) for x in leaves]
-    return hashlib.blake2b(f"{structure} {told}".encode(), digest_size=16).hexdigest()
+    words = [described(x) if isinstance(x, Tensor) else repr(x) for x in leaves]
+    return hashlib.blake2b(f"{structure} {words}".encode(), digest_size=16).hexdigest()
 
 
 def write_whole(state: Any, path: Path) -> None:

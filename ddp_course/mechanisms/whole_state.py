@@ -5,7 +5,7 @@
 
 The states have the names, shapes and numbers of the plain model, so that a run can go
 on in one process, with another strategy, or on another number of ranks. `assembly` puts
-the parts together. To load is easier: all ranks have the whole state, and each keeps
+the parts together. Loading is easier: all ranks have the whole state, and each keeps
 its own part. All ranks along `model.groups` call these functions together.
 torch.distributed.checkpoint.state_dict does this for DTensors. Chapter 08.
 """
@@ -56,7 +56,7 @@ def load_full_state_dict(
 def full_optimizer_state_dict(
     model: DividedModule, optimizer: Optimizer
 ) -> dict[str, Any]:
-    """As `full_optimizer_state`, for all ranks; it steps this rank's parameters."""
+    """Return, on all ranks, the state that `optimizer` would have in one process."""
     names = names_along(optimizer, model.plain.shapes, model.groups)
     return full_optimizer_state(optimizer, names, model.groups, everywhere=True)
 
@@ -64,7 +64,7 @@ def full_optimizer_state_dict(
 def load_full_optimizer_state_dict(
     model: DividedModule, optimizer: Optimizer, state_dict: Mapping[str, Any]
 ) -> None:
-    """As `load_full_optimizer_state`."""
+    """Load the state that one process would have; each rank keeps its own part."""
     shapes, groups = model.plain.shapes, model.groups
     names = names_along(optimizer, shapes, groups)
     load_full_optimizer_state(optimizer, state_dict, names, shapes, groups)
