@@ -4,18 +4,19 @@ Read the modules in this order:
 
     dp            `DataParallel`: one process, a thread for each replica
     scatter_gather, moves
-                  its tools: cut and join a batch; count what passes replica 0
-    naive, flat   `DistributedDataParallel`, step one and two: after backward
-    bucketed      step three: buckets that leave while backward still runs
-    ddp           the same with all that PyTorch's can do, as a list of parts:
+                  tools of `dp`: cut and join a batch; count bytes through replica 0
+    naive, flat   `DistributedDataParallel`, steps one and two: average after backward
+    bucketed      step three: send buckets while backward still runs
+    ddp           the full class: `bucketed` and a list of parts
     same_model, unused, buffers
-                  its parts, beside those in `mechanisms`
+                  the parts of `ddp` that no other strategy uses
     sampler       which rank gets which sample
-    recorded      recorders from outside: of naive DDPs, and PyTorch's
+    recorded      recorders for the naive classes and for PyTorch's
     averages      loss, learning rate and seeds over all ranks
+    axis          what `parallelize` calls to add data parallelism to a model
 
-`mechanisms` has what it shares with other strategies: agreement, buckets, engine,
-hooks, parts, recovery, timeline. Chapters 04 (dp to flat) and 05.
+`mechanisms` has what several strategies share: agreement, buckets, engine, hooks,
+parts, recovery, timeline. Chapters 04 (dp to flat) and 05.
 """
 
 from ddp_course.data_parallel.averages import (

@@ -1,9 +1,9 @@
-"""What must be computed over all ranks, and how it goes wrong when each does its own.
+"""Numbers that are wrong if each rank computes its own: means, learning rate, seeds.
 
-    MeanOverRanks    loss and metrics over batches of unequal size: sum and count
-    loss_weight      the same for gradients, since DDP takes the mean of means
+    MeanOverRanks    mean loss and metrics over batches of unequal size
+    loss_weight      a factor that makes DDP's gradients the mean over all samples
     scaled_lr        the learning rate for a batch that is world_size times larger
-    seed_for         which random numbers must be equal on all ranks, and which not
+    seed_for         a seed: equal on all ranks for weights, different for dropout
 
 Explained in chapter 05.
 """
@@ -24,12 +24,12 @@ from ddp_course.launch import device as device_of_rank
 
 @dataclass(frozen=True)
 class Average:
-    """The mean over all samples of all ranks, and what it is often mistaken for.
+    """The mean over all samples of all ranks, and the mean of means beside it.
 
-    `mean` is the sum over all samples divided by `count`, their number. `mean_of_means`
-    is the mean over the ranks of the mean over each one's batches: a sample in a small
-    batch, or on a rank with few of them, counts more than others. The two are equal if
-    all batches are equally large and all ranks have equally many.
+    `mean` is the sum over all samples divided by `count`, the number of samples.
+    `mean_of_means` averages the batches of each rank, then the ranks: a sample in a
+    small batch, or on a rank with few batches, counts more than others. The two are
+    equal if all batches have the same size and all ranks the same number of batches.
     """
 
     mean: float
@@ -38,19 +38,19 @@ class Average:
 
 
 class MeanOverRanks:
-    """Collects a mean per batch, and gives the mean over all batches of all ranks.
+    """A sum of batch means, from which `compute` gets the mean over all ranks.
 
         losses = MeanOverRanks()
         for x, y in loader:
             losses.update(loss(model(x), y), n=len(x))
         losses.compute().mean           # on every rank; sends 32 bytes
 
-    Nothing is sent, and no GPU is waited for, until `compute`. Without a process group
-    it is the mean of this process.
+    Only `compute` sends anything or waits for the GPU. Without a process group the
+    result is the mean of this process.
 
     Args:
-        group: the ranks; None are all.
-        device: where the sums are; None takes the rank's own device.
+        group: the ranks to average over; None means all.
+        device: where the sums are stored; None means the rank's own device.
 
     Chapter 05.
     """
@@ -98,45 +98,48 @@ class MeanOverRanks:
         Raises ValueError, on every rank, if no rank has a sample.
         """
         total, count, means, batches = self.sums
-        of_rank = means / batches.clamp(min=1)  # a rank without batches has no mean
-        told = torch.stack([total, count, of_rank, batches.clamp(max=1)])
-        total, count, of_ranks, ranks = _sum_over_ranks(told, self.group).tolist()
+        rank_mean = means / batches.clamp(min=1)  # a rank without batches has no mean
+        sums = torch.stack([total, count, rank_mean, batches.clamp(max=1)])
+        total, count, rank_means, ranks = _sum_over_ranks(sums, self.group).tolist()
         if count == 0:
-            raise ValueError("no rank has a sample: there is nothing to average")
-        return Average(total / count, int(count), of_ranks / ranks)
+            raise ValueError(
+                "no rank has a sample, so there is no mean; call update with a batch "
+                "on at least one rank before compute"
+            )
+        return Average(total / count, int(count), rank_means / ranks)
 
 
 def loss_weight(n: int, group: dist.ProcessGroup | None = None) -> float:
-    """Return what to multiply this rank's mean loss by, before `backward`.
+    """Return the factor for this rank's mean loss, to be applied before `backward`.
 
-    DDP divides the sum of the gradients by the number of ranks: right if all ranks have
-    equally many samples, else a mean of means. With n * world_size / (all ranks' n) as
-    weight, each sample counts the same, and the result is the gradient of the mean over
-    the whole batch. `n` is the number of samples (for a mean over tokens: of tokens)
-    on this rank, 0 or more. One all-reduce of 8 bytes, which all ranks must call.
+    DDP divides the sum of the gradients by the number of ranks. That is the mean over
+    all samples only if all ranks have equally many; otherwise it is a mean of means.
+    With the weight n * world_size / (sum of n over all ranks), each sample counts the
+    same. `n` is this rank's number of samples (of tokens, for a mean over tokens), 0 or
+    more. Costs one all-reduce of 8 bytes, which all ranks must call.
 
     Raises ValueError, on every rank, if no rank has a sample. Chapter 05.
     """
     usable = isinstance(n, Integral) and n >= 0
-    told = torch.tensor([n if usable else inf], dtype=torch.float64)
-    total = _sum_over_ranks(told.to(device_of_rank()), group).item()
+    samples = torch.tensor([n if usable else inf], dtype=torch.float64)
+    total = _sum_over_ranks(samples.to(device_of_rank()), group).item()
     if not 0 < total < inf:
         raise ValueError(
-            f"n is {n!r} on this rank, and {total:g} on all together; it must be the "
-            f"number of samples, an integer of 0 or more, and not 0 on all ranks"
+            f"n is {n!r} on this rank, and the sum over all ranks is {total:g}; n must "
+            f"be the number of samples, an integer of 0 or more, and not 0 on all ranks"
         )
     ranks = communicator(group).size if dist.is_initialized() else 1
     return n * ranks / total
 
 
 def _sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """All-reduce `tensor` in place and return it; without a process group, as it is."""
+    """All-reduce `tensor` in place, if there is a process group; return it."""
     if dist.is_initialized():
         dist.all_reduce(tensor, group=communicator(group).group)
     return tensor
 
 
-RULES = {"linear": 1.0, "sqrt": 0.5}  # the power of world_size
+RULES = {"linear": 1.0, "sqrt": 0.5}  # rule -> exponent of world_size
 
 
 def scaled_lr(
@@ -147,25 +150,25 @@ def scaled_lr(
     step: int | None = None,
     warmup_steps: int = 0,
 ) -> float:
-    """Return the learning rate for `world_size` times the batch that `base_lr` is for.
+    """Return the learning rate for a batch `world_size` times that of `base_lr`.
 
-    Each of n ranks keeps its batch, so a step sees n times as many samples and an epoch
-    has n times fewer steps: with "linear", for SGD, one step goes as far as n small
-    ones did. The weights move too fast for that at first; so the rate begins at
-    `base_lr` and grows by equal amounts for `warmup_steps` steps (Goyal et al. 2017,
-    "Accurate, Large Minibatch SGD", sections 2.1 and 2.2: linear, 5 epochs). It is a
-    rule of thumb, and beyond some batch size (8192 in their case) it fails.
+    Each of n ranks keeps its batch size, so a step sees n times as many samples and an
+    epoch has n times fewer steps. With "linear", for SGD, one step goes as far as n
+    small ones did. Early in training the weights change too fast for such steps, so the
+    rate begins at `base_lr` and grows by equal amounts for `warmup_steps` steps (Goyal
+    et al. 2017, "Accurate, Large Minibatch SGD", sections 2.1 and 2.2: linear, 5
+    epochs). It is a rule of thumb; above some batch size (8192 in that paper) it fails.
 
-    For Adam, whose step does not grow with the gradient, "sqrt" is the rule (Malladi et
-    al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms"; in full
-    it changes beta1, beta2 and epsilon, too).
+    For Adam, use "sqrt", because Adam's step does not grow with the gradient (Malladi
+    et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms"; the
+    full rule changes beta1, beta2 and epsilon, too).
 
-    `step` counts from 0; None is the rate after the warm-up. As a schedule, for an
-    optimizer made with `base_lr`:
+    `step` counts from 0; None returns the rate after the warm-up. As a schedule, for an
+    optimizer constructed with `base_lr`:
 
         LambdaLR(optimizer, lambda step: scaled_lr(1.0, 8, step=step, warmup_steps=500))
 
-    Raises ValueError for a number that cannot be. Chapter 05.
+    Raises ValueError for an argument out of its range. Chapter 05.
     """
     if not isinstance(base_lr, Real) or not 0 <= base_lr < inf:
         raise ValueError(f"base_lr is {base_lr!r}; it must be a number of 0 or more")
@@ -182,9 +185,9 @@ def scaled_lr(
 
 
 PURPOSES = {
-    "weights": "same",  # replicas begin alike
-    "shuffle": "same",  # all ranks deal the same order: sampler
-    "dropout": "own",  # other samples, other masks
+    "weights": "same",  # replicas must begin equal
+    "shuffle": "same",  # the sampler divides one order among the ranks
+    "dropout": "own",  # different samples need different masks
     "augmentation": "own",
 }
 
@@ -193,16 +196,17 @@ def seed_for(rank: int, seed: int, purpose: str) -> int:
     """Return the seed for one purpose on one data-parallel rank: 0 to 2**32 - 1.
 
     "weights" and "shuffle" have the same seed on all ranks. "dropout" and
-    "augmentation" have another one on each: with the same, all ranks would drop the
-    same neurons, row by row, and the larger batch would see fewer masks.
+    "augmentation" have a different one on each rank: with equal seeds, all ranks would
+    drop the same neurons, row by row, and the larger batch would see fewer masks.
 
         torch.manual_seed(seed_for(rank, 0, "weights"))
         model = DistributedDataParallel(Model())
         torch.manual_seed(seed_for(rank, 0, "dropout"))
 
-    `seed + rank` will not do: rank 1 with seed 0 would be rank 0 with seed 1. So the
-    seed is a hash, plus the rank: no two ranks ever have the same, and two experiments
-    have only by chance. It fits NumPy's generators, too.
+    `seed + rank` does not suffice: rank 1 with seed 0 would draw the same numbers as
+    rank 0 with seed 1. So the result is a hash of the seed, plus the rank: two ranks
+    never have the same seed, and two experiments only by chance. NumPy's generators
+    accept it, too.
 
     Raises ValueError for another purpose, or a rank below 0. Chapter 05.
     """

@@ -1,4 +1,4 @@
-"""Data parallelism with whole replicas: how their gradients are averaged.
+"""The data-parallel axis of a layout: wrap the model so that gradients are averaged.
 
 Chapters 04, 05 and 14.
 """
@@ -21,7 +21,7 @@ from ddp_course.strategy import Strategy, unchanged
 
 Wrapper = Callable[[nn.Module, dist.ProcessGroup], nn.Module]
 
-# The classes that `Layout.data_parallel` names; None: the training loop averages.
+# `Layout.data_parallel` -> class; None: the training loop itself averages.
 WRAPPERS: MappingProxyType[str, Wrapper | None] = MappingProxyType(
     {
         "average": None,
@@ -60,7 +60,7 @@ def unsent(model: nn.Module) -> dict[str, EachRanks]:
 
 
 def strategy(layout: Layout) -> Strategy:
-    """Return how replicas of the model train."""
+    """Return the functions that set up data parallelism for this layout."""
     if layout.threads > 1:
         return Strategy(use_threads)
     if layout.compress is not None:

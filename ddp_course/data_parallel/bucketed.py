@@ -1,13 +1,13 @@
-"""DistributedDataParallel, the idea: buckets that leave while backward still computes.
+"""DistributedDataParallel, the idea: send buckets while backward still computes.
 
-The last layers' gradients are there first, and nobody needs to wait for the first
-layers' to send them. So `naive`'s all-reduce is cut into buckets, each of which is sent
-as soon as it is full. The engine does that (`mechanisms.engine`, `buckets`); this class
-gives the engine its buckets, and says which backward passes are to be averaged.
+Backward computes the gradients of the last layers first, and they can be sent before
+those of the first layers are ready. So the gradients are divided into buckets, and each
+bucket is all-reduced as soon as it is full. The engine does that (`mechanisms.engine`,
+`buckets`); this class gives the engine its buckets, and tells it which backward passes
+to average.
 
-Nothing is checked here, recorded or recovered. Whatever does so is a part: an object to
-which this class and its engine announce their moments. `ddp` has a list of them.
-Chapter 05.
+This file does not check, record or recover anything. Parts do: objects to which this
+class and its engine announce their moments. `ddp` has a list of parts. Chapter 05.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -26,22 +26,23 @@ from ddp_course.mechanisms.parts import announce
 
 
 class BucketedDistributedDataParallel(nn.Module):
-    """Runs `module`, and averages its gradients in buckets while backward runs.
+    """A wrapper that averages the gradients of `module` while backward runs.
 
-    Takes and returns what `module` does. When `backward` returns, every parameter's
-    `grad` is the mean over the ranks, with the same bits on all of them. Where there is
-    no gradient, zero counts. Buffers stay each rank's own.
+    Its inputs and outputs are those of `module`. When `backward` returns, every
+    parameter's `grad` is the mean over the ranks, with the same bits on all of them. A
+    rank without a gradient for a parameter counts as zero. Each rank keeps its own
+    buffers.
 
     Args:
-        parts: what is told of the moments below, and of those of the engine.
-        all others: as of `ddp.DistributedDataParallel`.
+        parts: objects with methods for the moments below, and for the engine's.
+        all others: those of `ddp.DistributedDataParallel`.
 
-    It announces, beside what the engine does:
+    Beside the engine's moments, it announces:
 
-        before_replication(model)       the ranks' modules may differ still
-        after_replication(model)        they are equal, and there is an engine
+        before_replication(model)       the ranks' modules may still differ
+        after_replication(model)        they are equal, and `model.engine` exists
         before_forward(model)
-        after_forward(model, output)    unless forward has raised
+        after_forward(model, output)    unless forward raised
 
     Chapter 05.
     """
@@ -71,7 +72,7 @@ class BucketedDistributedDataParallel(nn.Module):
         announce(self.parts, "after_replication", self)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module, and note whether the backward that follows is averaged."""
+        """Run the module, and decide whether the next backward is averaged."""
         if torch.is_grad_enabled():
             self.engine.expecting = self.require_backward_grad_sync
         announce(self.parts, "before_forward", self)
@@ -81,10 +82,10 @@ class BucketedDistributedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Only accumulate the gradients of what is run forward in this block.
+        """Only accumulate the gradients of forward passes that run in this block.
 
-        They stay this rank's own until the next averaged backward pass, which averages
-        their sum. It is the forward that must be inside.
+        The next averaged backward pass averages the accumulated sum. The forward must
+        be inside the block; its backward may run later.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False

@@ -1,7 +1,7 @@
-"""A part of DDP: all ranks get rank 0's buffers, such as BatchNorm's means.
+"""A part of DDP: broadcast rank 0's buffers, such as BatchNorm's means, to all ranks.
 
-They are sent at construction, and before each forward, unless the last forward was in
-`no_sync` or recorded no gradients: PyTorch's rule. Chapter 05.
+Buffers are sent at construction, and before each forward, unless the previous forward
+ran in `no_sync` or without gradients: PyTorch's rule. Chapter 05.
 """
 
 from typing import Any
@@ -13,23 +13,23 @@ from ddp_course.mechanisms.broadcast import broadcast_all
 
 
 class Buffers:
-    """Broadcasts the buffers of the group's first rank."""
+    """A part of DDP that broadcasts the buffers of the group's first rank."""
 
     def __init__(self) -> None:
-        self.due = True  # before the next forward
+        self.due = True  # whether to send the buffers before the next forward
 
     def after_replication(self, model: Any) -> None:
         """Send the buffers with which training begins."""
         self.send(model)
 
     def before_forward(self, model: Any) -> None:
-        """Send them if the last forward was averaged."""
+        """Send the buffers if the previous forward's backward was to be averaged."""
         if self.due:
             self.send(model)
         self.due = torch.is_grad_enabled() and model.require_backward_grad_sync
 
     def send(self, model: Any) -> None:
-        """Overwrite all ranks' buffers by those of the first rank."""
+        """Overwrite every rank's buffers with those of the first rank."""
         group = model.process_group
         first = dist.get_process_group_ranks(group)[0]
         broadcast_all(model.module.buffers(), first, group)

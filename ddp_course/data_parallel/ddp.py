@@ -1,19 +1,19 @@
 """DistributedDataParallel, all of it: PyTorch's name, arguments and behaviour.
 
-`bucketed` has the idea. What production needs is a list of parts, each in a file of its
-own, which know neither this class nor each other:
+`bucketed` has the idea. The rest is a list of parts, each in a file of its own, which
+know neither this class nor each other:
 
-    same_model              do all ranks hold the same module, with the same arguments?
+    same_model              raises unless all ranks have the same module and arguments
     mechanisms.timeline     records each backward in the open event logs
-    mechanisms.recovery     ends passes that broke off; all ranks skip a batch, or none
-    unused                  parameters that get no gradient
-    mechanisms.frozen       no parameter is exchanged or unfrozen after wrapping
-    buffers                 rank 0's are sent before each forward
-    BeginAtOutputs          only passes through outputs are averaged
+    mechanisms.recovery     ends a backward that raised; all ranks skip a batch or none
+    unused                  handles parameters that get no gradient
+    mechanisms.frozen       raises if a parameter is replaced or unfrozen after wrapping
+    buffers                 sends rank 0's buffers before each forward
+    BeginAtOutputs          averages only backward passes through the outputs
 
-`DDPReducer` keeps gradients beside the buckets for those who want that, and
-launches communication hooks. All ranks need equally many batches; for unequal numbers
-PyTorch's own class has `Join`. Chapter 05.
+`DDPReducer` can keep gradients outside of the buckets, and launches communication
+hooks. All ranks need equally many batches; for unequal numbers use PyTorch's own class
+with `Join`. Chapter 05.
 """
 
 from collections.abc import Callable
@@ -49,9 +49,9 @@ class DDPReducer(AllReduceBuckets):
     """`AllReduceBuckets` with two options of PyTorch's class.
 
     Attributes:
-        as_view: let every `grad` lie in its bucket; otherwise it keeps its own memory,
-            and the mean is copied there.
-        hook: launches the buckets instead of `all_reduce`; it divides by itself.
+        as_view: every `grad` is a view of its bucket; if False, it keeps its own
+            memory, and the mean is copied there.
+        hook: launches the buckets instead of `all_reduce`, and divides the sum.
     """
 
     as_view = True
@@ -91,14 +91,14 @@ class DDPReducer(AllReduceBuckets):
 class BeginAtOutputs:
     """A part that begins an averaged pass when backward reaches an output.
 
-    A pass is averaged if it goes through an output of a forward that was made outside
-    of `no_sync`. An output may be out of sight: in an object of the user's, or left on
-    the module. So the first gradient after such a forward begins a pass, too, as in
-    PyTorch's class; gradients that come later, from elsewhere, do not.
+    A backward pass is averaged if it goes through an output of a forward that ran
+    outside of `no_sync`. This part cannot see every output: one may be inside a user's
+    object, or stored on the module. So the first gradient after such a forward begins a
+    pass, too, as in PyTorch's class; later gradients from elsewhere do not.
     """
 
     def after_replication(self, model: Any) -> None:
-        """Let no gradient begin a pass: no forward was made yet."""
+        """Let no gradient begin a pass: no forward has run yet."""
         model.engine.expecting = False
 
     before_forward = after_replication
@@ -110,47 +110,47 @@ class BeginAtOutputs:
             on_backward(tensors_in(output), model.engine.begin)
 
     def after_backward(self, engine: Engine) -> None:
-        """Expect no more: the pass has come."""
+        """Expect no further pass until the next forward."""
         engine.expecting = False
 
 
 class DistributedDataParallel(BucketedDistributedDataParallel):
-    """Runs `module` on this rank's part of the batch, and averages its gradients.
+    """A wrapper that runs `module` on this rank's batch and averages its gradients.
 
-    Takes and returns what `module` does. When `backward` returns, every parameter's
-    `grad` is the mean over the ranks, with the same bits on all of them; nothing need
-    be called before `optimizer.step()`. A backward pass is averaged if it goes through
-    an output of a forward that was made outside of `no_sync`; there may be several.
-    So is the first one after such a forward, whatever it goes through.
+    Its inputs and outputs are those of `module`. When `backward` returns, every
+    parameter's `grad` is the mean over the ranks, with the same bits on all of them;
+    call `optimizer.step()` directly. A backward pass is averaged if it goes through an
+    output of a forward that ran outside of `no_sync`; one forward may have several such
+    passes. The first backward after such a forward is averaged in any case.
     Keep this object as long as you train: its hooks go with it (as PyTorch's do).
 
-    Made by all ranks together: they must hold the same names, shapes and types, and
-    rank 0's numbers are sent to all. As in PyTorch, `state_dict` has the prefix
-    "module.", and the wrapped module's own attributes are at `.module`.
+    All ranks must construct it together. Their modules must have the same names, shapes
+    and types; all get rank 0's numbers. As in PyTorch, the keys of `state_dict` begin
+    with "module.", and the wrapped module's own attributes are at `.module`.
 
     Args:
         module: on the CPU or on this rank's GPU; gradients must be dense.
-        process_group: the ranks that share a batch; None are all.
-        bucket_cap_mb: MiB at which a bucket is closed (`buckets`). (PyTorch has a small
-            first bucket only if this is not given.)
+        process_group: the ranks that share a batch; None means all.
+        bucket_cap_mb: MiB at which a bucket is closed (`buckets`). (In PyTorch, passing
+            it turns the small first bucket off.)
         find_unused_parameters: allow parameters without a gradient (`unused`).
         broadcast_buffers: send rank 0's buffers, such as BatchNorm's means, at
-            construction and before each forward, unless the last one was in `no_sync`
-            or recorded no gradients.
+            construction and before each forward, unless the previous forward ran in
+            `no_sync` or without gradients.
             (torch 2.13 renames it forward_sync_buffers.)
-        gradient_as_bucket_view: let gradients lie in the buckets; otherwise, which is
+        gradient_as_bucket_view: make gradients views of the buckets; if False, which is
             PyTorch's default, they are copied back, which takes as much memory again.
-        all_reduce: any of this course (`ring_all_reduce`); None is PyTorch's.
+        all_reduce: any of this course (`ring_all_reduce`); None means PyTorch's.
         first_bucket_mb: the same as `bucket_cap_mb` for the first bucket.
         device_ids, output_device: the module's own GPU, as scripts pass it (inputs are
-            not moved there); refused for anything else.
+            not moved there); any other device is refused.
         static_graph: the same parameters are used in every step; here it allows unused
-            ones, as `find_unused_parameters` does, and changes nothing else.
+            parameters, as `find_unused_parameters` does, and changes nothing else.
 
     Raises:
         ReplicaError: the ranks' modules or arguments differ, or cannot be used.
         UnusedParametersError: from `backward`, if parameters got a gradient on some
-            ranks only; from the next `forward`, if on none. Both on all ranks.
+            ranks only; from the next `forward`, if on none. All ranks raise it.
 
     torch/nn/parallel/distributed.py; Li et al. 2020. Chapter 05.
     """
@@ -197,7 +197,7 @@ class DistributedDataParallel(BucketedDistributedDataParallel):
         ]
         super().__init__(module, process_group, **buckets, parts=parts)
         self.engine.reducer.as_view = gradient_as_bucket_view
-        self._recorded = False  # whether the last forward has recorded gradients
+        self._recorded = False  # whether the last forward recorded a graph
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -205,17 +205,17 @@ class DistributedDataParallel(BucketedDistributedDataParallel):
         return tuple(bucket.plan for bucket in self.engine.buckets)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module, and get ready for averaging in the backward that follows."""
+        """Run the module, and prepare to average the backward that follows."""
         in_backward = torch._C._current_graph_task_id() != -1
-        if in_backward and self._recorded:  # recomputed: it is that forward's backward
+        if in_backward and self._recorded:  # activation checkpointing recomputes
             return self.module(*inputs, **kwargs)
         self._recorded = torch.is_grad_enabled()
         return super().forward(*inputs, **kwargs)
 
     def step(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the step of a module that goes backward by itself, such as a pipeline.
+        """Run `module.step`, which runs backward itself, as a pipeline does.
 
-        Its gradients are averaged when it has ended (`mechanisms.hooks.held`).
+        The gradients are averaged when it returns (`mechanisms.hooks.held`).
         """
         announce(self.parts, "before_forward", self)
         with nullcontext() if self.require_backward_grad_sync else self.engine.hold():
@@ -226,27 +226,30 @@ class DistributedDataParallel(BucketedDistributedDataParallel):
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
         """Let `hook(state, bucket)` send the buckets, in place of `all_reduce`.
 
-        It returns a future of the mean (`mechanisms.comm_hook`). All ranks register the
-        same, once, before the first backward. Raises RuntimeError, TypeError. Chapter
-        14.
+        The hook returns a future of the mean (`mechanisms.comm_hook`). All ranks must
+        register the same one, once, before the first backward. Raises RuntimeError,
+        TypeError. Chapter 14.
         """
         if self.engine.reducer.hook is not None:
-            raise RuntimeError("this module has a communication hook already")
+            raise RuntimeError(
+                "this module has a communication hook already, and it can have only "
+                "one; wrap the module anew to use another"
+            )
         if any(slot.parameter.grad is not None for slot in self.engine.slots):
             raise RuntimeError(
-                "register_comm_hook comes before the first backward; there are "
-                "gradients already"
+                "some parameters have gradients already; call register_comm_hook "
+                "before the first backward"
             )
         if not callable(hook):
             raise TypeError(f"hook is {hook!r}; it must be a function (state, bucket)")
         self.engine.reducer.register(CommHook(state, hook, self.engine.buckets))
 
     def join(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse uneven batches; `Join` calls `join_hook` of what it is given."""
+        """Raise NotImplementedError; `Join` calls this method as `join_hook`."""
         raise NotImplementedError(
-            "this DistributedDataParallel needs equally many batches on all ranks; "
-            "DistributedSampler deals them so. For uneven ones take PyTorch's class, "
-            "torch.nn.parallel.DistributedDataParallel, which has Join"
+            "this DistributedDataParallel needs equally many batches on all ranks, as "
+            "DistributedSampler provides. For uneven numbers use PyTorch's class, "
+            "torch.nn.parallel.DistributedDataParallel, which supports Join"
         )
 
     join_hook = join

@@ -3,24 +3,24 @@
 A forward is four steps, each a function:
 
     scatter           cut the inputs into one part for each replica  (scatter_gather)
-    replicate         copy the module from replica 0 to the others, anew every time
+    replicate         copy the module from replica 0 to the others, in every forward
     parallel_apply    run each replica on its part, in a thread of its own
-    gather            bring the outputs together                     (scatter_gather)
+    gather            join the replicas' outputs on replica 0        (scatter_gather)
 
-The backward needs no code: a gradient of a copy is a gradient of what was copied, so
-autograd itself adds up the gradients of all replicas in the original module. It is the
-sum and not the mean: the loss of the gathered output is one number for the whole batch,
-and each replica's gradient is its part of that number's gradient.
+The backward needs no code: autograd passes a copy's gradient on to the parameter that
+was copied, and so adds up the gradients of all replicas in the original module. They
+are summed, not averaged: the loss of the gathered output is one number for the whole
+batch, and each replica's gradient is its part of that number's gradient.
 
-PyTorch's class does this on GPUs only; on the CPU it becomes a plain call. Ours has CPU
-replicas, too, to be looked at. Where it loses to a process for each rank:
+PyTorch's class does this on GPUs only; on the CPU it just calls the module. Ours runs
+CPU replicas, too, so that they can be studied. It is slower than DDP because:
 
 - All threads share one Python interpreter and its lock (chapter 04 measures that).
 - Parameters, inputs, outputs and gradients all pass through replica 0 (`moves` counts
   them), and it alone has the gathered outputs and the optimizer's state. (PyTorch's
-  class, where it finds NCCL, broadcasts the parameters and reduces the gradients.)
+  class, if NCCL is available, broadcasts the parameters and reduces the gradients.)
 - CPU replicas run forward in threads, but autograd runs their backward in one thread
-  (for GPUs it has one each).
+  (it has one thread for each GPU).
 
 PyTorch: torch/nn/parallel/data_parallel.py, replicate.py and parallel_apply.py.
 Explained in chapter 04.
@@ -40,31 +40,33 @@ from ddp_course.data_parallel.moves import Moves
 from ddp_course.data_parallel.scatter_gather import gather, scatter
 
 Device = torch.device
-Call = tuple[tuple, dict[str, Any]]  # what a replica is called with: args and kwargs
-Copies = dict[Tensor, Tensor]  # parameter or buffer -> what a replica has in its place
+Call = tuple[tuple, dict[str, Any]]  # a replica's args and kwargs
+Copies = dict[Tensor, Tensor]  # parameter or buffer -> the replica's tensor for it
 
 
 class DataParallel(nn.Module):
-    """Runs `module` on the whole batch, a part of it on each device, in threads.
+    """A wrapper that runs a replica of `module` on each device, one thread each.
 
-    Takes and returns what `module` does. Tensors in the inputs, also inside of lists,
-    tuples and dicts, are cut by rows; anything else is the same for all replicas.
-    Tensors in the outputs are joined on devices[0]; single numbers become a vector, one
-    for each replica (its mean is a mean of means if the parts are unequal). A batch may
-    have fewer rows than there are devices. Gradients end, summed, in `module`.
+    Its inputs and outputs are those of `module`. Tensors in the inputs, also inside of
+    lists, tuples and dicts, are cut by rows; all replicas get the same object for
+    anything else. Tensors in the outputs are joined on devices[0]; scalar tensors
+    become a vector, one number for each replica (its mean is a mean of means if the
+    parts are unequal). A batch may have fewer rows than there are devices. Backward
+    adds the gradients of all replicas up in `module`.
 
-    Replica 0 works with the parameters and buffers of `module` itself; what the others
-    change in theirs is lost. So BatchNorm's running statistics are those of the first
-    part. CPU replicas draw from one random generator, in the order in which their
-    threads happen to come: with dropout, no two runs are alike.
+    Replica 0 works with the parameters and buffers of `module` itself; changes that the
+    other replicas make to theirs are lost. So BatchNorm's running statistics are those
+    of the first part. All CPU replicas draw from one random generator, in an order that
+    the threads' timing decides: with dropout, no two runs are equal.
 
     Args:
         module: has its parameters and buffers on devices[0].
-        devices: one for each replica; a number is a GPU; None are all GPUs, or one CPU.
-        record: keep in `moves` what leaves and what reaches replica 0 (`Moves`).
+        devices: one for each replica; an integer is a GPU's index; None means all GPUs,
+            or one CPU if there is none.
+        record: record in `moves` every tensor that leaves or reaches replica 0.
 
-    Raises TypeError or ValueError for what cannot be, before anything is copied, and
-    RuntimeError, with the replica's number, for what a replica raised. Chapter 04.
+    Raises TypeError or ValueError for unusable arguments before anything is copied, and
+    RuntimeError, with the replica's number, if a replica raises. Chapter 04.
     """
 
     def __init__(
@@ -99,11 +101,11 @@ class DataParallel(nn.Module):
 
 
 def copy_states(module: nn.Module, devices: Sequence[Device]) -> list[Copies]:
-    """Return what each replica has in place of the module's parameters and buffers.
+    """Return, for each replica, its tensors for the module's parameters and buffers.
 
-    Replica 0 shares their memory, the others have copies. To autograd a copy is a
-    result computed from the parameter: that is how its gradient comes home. A tensor
-    that the module uses in several places is copied once, and stays tied.
+    Replica 0 shares the module's memory, the others have copies. To autograd a copy is
+    a result computed from the parameter, so its gradient flows back to the parameter. A
+    tensor that the module uses in several places is copied once, and stays tied.
     """
     parameters, buffers = list(module.parameters()), list(module.buffers())
     shared = {p: p.view_as(p) for p in parameters} | {b: b for b in buffers}
@@ -116,9 +118,9 @@ def copy_states(module: nn.Module, devices: Sequence[Device]) -> list[Copies]:
 def replicate(module: nn.Module, copies: Copies) -> nn.Module:
     """Return a module like `module`, with `copies` in place of its tensors.
 
-    Only the modules are new, and what they hold as parameters, buffers and children;
-    any other attribute is the same object in all replicas. Parameters become plain
-    attributes: they are no leaves, and `replica.parameters()` is empty, as in PyTorch.
+    The modules and their parameters, buffers and children are new; all replicas share
+    the object of any other attribute. Parameters become ordinary attributes: they are
+    no leaves, and `replica.parameters()` is empty, as in PyTorch.
     """
     twins = {m: m._replicate_for_data_parallel() for m in module.modules()}
     for original, twin in twins.items():
@@ -137,9 +139,9 @@ def replicate(module: nn.Module, copies: Copies) -> nn.Module:
 def parallel_apply(
     replicas: Sequence[nn.Module], calls: Sequence[Call], devices: Sequence[Device]
 ) -> list[Any]:
-    """Call each replica in a thread of its own and return what they returned, in order.
+    """Call each replica in a thread of its own; return the replicas' outputs in order.
 
-    Waits for all threads. If some have raised, raises RuntimeError from the first.
+    Waits for all threads. If replicas raised, raises RuntimeError from the first error.
     """
     outputs: list[Any] = [None] * len(replicas)
     errors: dict[int, BaseException] = {}
@@ -169,10 +171,10 @@ def parallel_apply(
 
 
 def modes_of_this_thread(device: Device) -> Callable[[], AbstractContextManager]:
-    """Return a context that gives another thread the modes that this one has now.
+    """Return a context manager that sets this thread's present modes in another thread.
 
-    `torch.no_grad`, `torch.autocast` and the current stream are a thread's own: a new
-    thread begins without them.
+    `torch.no_grad`, `torch.autocast` and the current stream belong to one thread: a new
+    thread starts without them.
     """
     kind = device.type
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
@@ -202,35 +204,41 @@ def modes_of_this_thread(device: Device) -> Callable[[], AbstractContextManager]
 
 
 def usable_devices(devices: Sequence[int | str | Device] | None) -> list[Device]:
-    """Return `devices` as torch.device; raise ValueError for what cannot be used."""
+    """Return `devices` as torch.device objects; raise ValueError if one is unusable."""
     if devices is None:
         devices = list(range(torch.cuda.device_count())) or ["cpu"]
     if isinstance(devices, (int, str, Device)) or len(devices) == 0:
-        raise ValueError(f"devices is {devices!r}; it must be a list of one or more")
+        raise ValueError(
+            f"devices is {devices!r}; it must be a list of one or more devices"
+        )
     cpu, gpus = torch.device("cpu"), torch.cuda.device_count()
-    found = []
+    usable = []
     for device in devices:
         try:
             one = torch.device(f"cuda:{device}" if isinstance(device, int) else device)
         except (RuntimeError, TypeError) as error:
-            raise ValueError(f"{device!r} is no device: {error}") from None
+            raise ValueError(f"{device!r} is not a device: {error}") from None
         if one == torch.device("cuda"):
             one = torch.device("cuda", torch.cuda.current_device())
         if one != cpu and (one.type != "cuda" or one.index >= gpus):
             raise ValueError(
-                f"device {device!r}: this machine has a CPU and {gpus} GPUs"
+                f"device {device!r} does not exist: this machine has a CPU and {gpus} "
+                f"GPUs"
             )
-        found.append(one)
-    if len({device.type for device in found}) > 1:
+        usable.append(one)
+    if len({device.type for device in usable}) > 1:
         raise ValueError(f"devices is {devices}; they must be all CPUs or all GPUs")
-    return found
+    return usable
 
 
 def check_replicable(module: nn.Module, device: Device) -> None:
-    """Raise ValueError unless replica 0 can work with the module where it is."""
+    """Raise ValueError unless all of the module's tensors are on `device`."""
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if isinstance(tensor, UninitializedTensorMixin):
-            raise ValueError(f"{name} has no shape yet; run the module once before")
+            raise ValueError(
+                f"{name} has no shape yet: the module is lazy; run it once before you "
+                f"wrap it"
+            )
         if tensor.device != device:
             raise ValueError(
                 f"{name} is on {tensor.device}; parameters and buffers must be on "

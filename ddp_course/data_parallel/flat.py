@@ -1,6 +1,6 @@
-"""DistributedDataParallel in its second step: all gradients in one message.
+"""DistributedDataParallel, step two: all gradients in one message.
 
-As `naive` it begins when backward has ended. Chapter 04.
+Like `naive`, it averages after backward has ended. Chapter 04.
 """
 
 import torch
@@ -10,13 +10,13 @@ from ddp_course.data_parallel.naive import NaiveDistributedDataParallel
 
 
 class FlatDistributedDataParallel(NaiveDistributedDataParallel):
-    """The same with one all-reduce (one for each type) instead of hundreds.
+    """A DDP with one all-reduce for each dtype instead of one for each parameter.
 
-    It pays the latency once; the price is a copy there and back. Chapter 04.
+    It pays the latency once, and copies every gradient twice for it. Chapter 04.
     """
 
     def average(self, gradients: list[Tensor]) -> None:
-        """Replace gradients by their means, all at once."""
+        """Replace the gradients with their means, all of one dtype in one message."""
         for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
             members = [gradient for gradient in gradients if gradient.dtype == dtype]
             flat = torch.cat([gradient.flatten() for gradient in members])

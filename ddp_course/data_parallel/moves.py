@@ -1,4 +1,4 @@
-"""What DataParallel carries to and from replica 0, in bytes. Chapter 04."""
+"""Record the tensors that DataParallel copies to and from replica 0. Chapter 04."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,30 +11,30 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 @dataclass(frozen=True)
 class Move:
-    """A tensor of `nbytes` bytes that went from replica `src` to replica `dst`.
+    """A tensor of `nbytes` bytes, copied from replica `src` to replica `dst`.
 
-    `what` is "parameters", "buffers", "inputs" or "outputs"; in backward come the
-    "gradients of parameters" and the like, in the opposite direction.
+    `kind` is "parameters", "buffers", "inputs" or "outputs"; in backward, "gradients of
+    parameters" and so on, in the opposite direction.
     """
 
-    what: str
+    kind: str
     src: int
     dst: int
     nbytes: int
 
 
 class Moves(list[Move]):
-    """All moves since the beginning or the last `clear()`, in their order.
+    """All moves since the beginning or the last `clear()`, in order.
 
-    The batch is taken to lie with replica 0. Only one end of each move is another
-    replica, so `moved` adds up what goes through replica 0.
+    The batch is assumed to be with replica 0, so replica 0 is one end of every move,
+    and `moved` adds up the bytes that pass through it.
     """
 
     def moved(self) -> dict[str, int]:
-        """Return the bytes by what was moved: {"parameters": 1024, ...}."""
+        """Return the bytes of each kind: {"parameters": 1024, ...}."""
         total: Counter[str] = Counter()
         for move in self:
-            total[move.what] += move.nbytes
+            total[move.kind] += move.nbytes
         return dict(total)
 
     def note_forward(
@@ -44,10 +44,10 @@ class Moves(list[Move]):
         calls: Sequence[Any],
         outputs: Sequence[Any],
     ) -> list[Any]:
-        """Note a forward; `copies[k]` are what replica k has in place of the module's.
+        """Record a forward; `copies[k]` has the tensors of replica k.
 
-        Returns the outputs, to be gathered in place of the given ones: their gradients
-        are those that travel, without what a replica itself has made of its outputs.
+        Returns views of the outputs, which the caller must gather: a view's gradient
+        is the one that travels, without gradients from uses inside the replica.
         """
         outputs = tree_map(_alias, list(outputs))
         for k in range(1, len(calls)):
@@ -57,15 +57,15 @@ class Moves(list[Move]):
             self._note("outputs", k, 0, tree_leaves(outputs[k]))
         return outputs
 
-    def _note(self, what: str, src: int, dst: int, leaves: Iterable[Any]) -> None:
-        """Note the tensors among `leaves`, and in backward the gradients they get."""
+    def _note(self, kind: str, src: int, dst: int, leaves: Iterable[Any]) -> None:
+        """Record the tensors among `leaves`, and their gradients in backward."""
 
         def note_gradient(gradient: Tensor) -> None:
-            self.append(Move(f"gradients of {what}", dst, src, gradient.nbytes))
+            self.append(Move(f"gradients of {kind}", dst, src, gradient.nbytes))
 
         for tensor in leaves:
             if isinstance(tensor, Tensor):
-                self.append(Move(what, src, dst, tensor.nbytes))
+                self.append(Move(kind, src, dst, tensor.nbytes))
                 if tensor.requires_grad:
                     tensor.register_hook(note_gradient)
 

@@ -1,12 +1,13 @@
-"""DistributedDataParallel in its first step: as simple as it can be.
+"""DistributedDataParallel, step one: as simple as it can be.
 
 Every rank runs the same module on its own part of the batch. After backward the ranks
 average their gradients, so every optimizer takes the same step, and the replicas stay
-equal. That is all there is to data parallelism; the rest is speed: fewer messages
-(`flat`), and earlier ones (`bucketed`), and what production needs (`ddp`). Chapter 04.
+equal. That is data parallelism. The other steps make it faster, with fewer messages
+(`flat`) and earlier ones (`bucketed`), or add what production needs (`ddp`).
+Chapter 04.
 
-Nothing is checked here. If the ranks' modules differ, training hangs or goes wrong; if
-one rank fails, the others wait; whoever wraps a module twice averages twice.
+This file checks nothing. If the ranks' modules differ, training hangs or computes wrong
+results; if one rank fails, the others wait; a module wrapped twice averages twice.
 """
 
 from collections.abc import Callable
@@ -19,14 +20,14 @@ from torch.autograd import Variable
 
 
 class NaiveDistributedDataParallel(nn.Module):
-    """Runs `module`, and averages its gradients over the ranks after each backward.
+    """A wrapper that averages the gradients of `module` after each backward.
 
-    Takes and returns what `module` does. No call is needed between backward and
-    `optimizer.step()`. A parameter that a rank has no gradient for counts as zero.
-    Buffers, such as BatchNorm's means, stay each rank's own.
+    Its inputs and outputs are those of `module`. No call is needed between backward and
+    `optimizer.step()`. A rank without a gradient for a parameter counts as zero. Each
+    rank keeps its own buffers, such as BatchNorm's means.
 
     Args:
-        module: of the same form on all ranks; every rank gets the first rank's numbers.
+        module: has the same shapes on all ranks; all ranks get the first rank's values.
         process_group: the ranks that share a batch; None means all.
         all_reduce: any of this course, or PyTorch's.
 
@@ -43,7 +44,7 @@ class NaiveDistributedDataParallel(nn.Module):
         self.module, self.process_group = module, process_group
         self.all_reduce = all_reduce
         self.trained = [p for p in module.parameters() if p.requires_grad and p.numel()]
-        self.waiting = False  # for the end of backward
+        self.waiting = False  # whether averaging is queued for the end of backward
         first = dist.get_process_group_ranks(process_group)[0]
         for tensor in [*module.parameters(), *module.buffers()]:
             dist.broadcast(tensor.data, first, process_group)
@@ -52,7 +53,7 @@ class NaiveDistributedDataParallel(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module."""
-        self.waiting = False  # True would be left of a backward that has failed
+        self.waiting = False  # a backward that failed leaves True behind
         return self.module(*inputs, **kwargs)
 
     def _gradient_is_ready(self, _: Tensor) -> None:
@@ -63,7 +64,7 @@ class NaiveDistributedDataParallel(nn.Module):
 
     @torch.no_grad()
     def _backward_has_ended(self) -> None:
-        """Replace every gradient by its mean over the ranks."""
+        """Replace every gradient with its mean over the ranks."""
         self.waiting = False
         for parameter in self.trained:
             if parameter.grad is None:  # other ranks may have one
@@ -71,11 +72,11 @@ class NaiveDistributedDataParallel(nn.Module):
         self.average([parameter.grad for parameter in self.trained])
 
     def average(self, gradients: list[Tensor]) -> None:
-        """Replace gradients by their means, one after the other."""
+        """Replace the gradients with their means, one after the other."""
         for gradient in gradients:
             gradient.copy_(self.mean(gradient.contiguous()))
 
     def mean(self, tensor: Tensor) -> Tensor:
-        """Replace `tensor`, in place, by its mean over the ranks, and return it."""
+        """Average `tensor` over the ranks, in place, and return it."""
         self.all_reduce(tensor, group=self.process_group)
         return tensor.div_(dist.get_world_size(self.process_group))

@@ -1,7 +1,8 @@
-"""Recorders for DDPs that record nothing: the naive ones, and PyTorch's.
+"""Recorders for classes that record nothing: the naive DDPs, and PyTorch's.
 
-They write the same events as `mechanisms.timeline.RecordBackward`, from outside: module
-hooks see a backward begin, and the collective is wrapped. Chapters 04 and 05.
+They write the same events as `mechanisms.timeline.RecordBackward`, from outside: hooks
+on the outputs notice that backward begins, and a wrapper times the collective. Chapters
+04 and 05.
 """
 
 from typing import Any
@@ -18,11 +19,11 @@ from ddp_course.mechanisms.timeline import Timeline, span
 
 
 class Recorder:
-    """The time-line of the backward pass that is under way, begun at the outputs."""
+    """A recorder with the timeline of the current backward pass of one DDP."""
 
     def __init__(self, ddp: nn.Module) -> None:
         self.timeline = Timeline(())
-        self.begun = False
+        self.running = False  # whether a backward pass is under way
         ddp.register_forward_hook(self._watch)
 
     def _watch(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -31,19 +32,19 @@ class Recorder:
                 tensor.register_hook(self._begin)
 
     def _begin(self, _: Tensor) -> None:
-        if not self.begun:
-            self.timeline, self.begun = Timeline.begin(), True
+        if not self.running:
+            self.timeline, self.running = Timeline.begin(), True
             Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
-        self.begun = False
+        self.running = False
         self.timeline.computed()
         with span(self.timeline, "wait"):
             self.timeline.all_ended()
 
 
 def record_naive(ddp: NaiveDistributedDataParallel) -> NaiveDistributedDataParallel:
-    """Let a naive or flat DDP write events; return it. Chapter 04."""
+    """Make a naive or flat DDP write events; return it. Chapter 04."""
     recorder, all_reduce = Recorder(ddp), ddp.all_reduce
 
     def recorded(flat: Tensor, group: dist.ProcessGroup | None) -> None:
@@ -60,10 +61,10 @@ def record_naive(ddp: NaiveDistributedDataParallel) -> NaiveDistributedDataParal
 
 
 def record_pytorch(ddp: PyTorchDDP) -> None:
-    """Let PyTorch's DDP write events.
+    """Make PyTorch's DDP write events.
 
-    It takes the one communication hook that a DDP can have, and does in it what DDP
-    does without: the mean, by an all-reduce that is not waited for. Chapter 05.
+    This uses up the one communication hook that a DDP can have. The hook does what DDP
+    does without a hook: launch an all-reduce and divide by the ranks. Chapter 05.
     """
     recorder = Recorder(ddp)
 

@@ -1,8 +1,8 @@
-"""A part of DDP: all ranks hold the same module, and it can be replicated.
+"""A part of DDP: check that all ranks have the same module, and that DDP can wrap it.
 
 Data parallelism rests on one promise: before every step all ranks have the same
-parameters. At construction the forms are compared (names, shapes, types, what is
-trained), since gradients of different shapes would be added to each other, or hang.
+parameters. At construction the ranks compare their modules (names, shapes, types, which
+parameters are trained): otherwise all-reduce would add unrelated gradients, or hang.
 Chapter 04.
 """
 
@@ -18,7 +18,7 @@ from ddp_course.mechanisms.buckets import bucket_plan
 
 
 class SameModel:
-    """Compares module and arguments on all ranks before anything is sent.
+    """A part that compares module and arguments over the ranks before replication.
 
     Args:
         options: arguments that must be the same on all ranks.
@@ -30,13 +30,13 @@ class SameModel:
         self.options = options
 
     def before_replication(self, model: Any) -> None:
-        """Raise ReplicaError, on every rank, if one cannot do it or if they differ."""
+        """Raise ReplicaError, on every rank, if ranks differ or one check fails."""
         named = {k: _name_of(v) if callable(v) else v for k, v in self.options.items()}
         form = form_of(model.module, **named)
         agreed(lambda: self.check(model.module), model.process_group, **form)
 
     def check(self, module: Any) -> None:
-        """Raise ValueError for what this rank cannot use."""
+        """Raise ValueError if this rank's module or arguments cannot be used."""
         check_module(module)
         all_reduce = self.options["all_reduce"]
         if not callable(all_reduce):
@@ -48,24 +48,24 @@ class SameModel:
 def check_devices(module: nn.Module, device_ids: Any, output_device: Any) -> None:
     """Raise ValueError unless these arguments name the device of the parameters.
 
-    As ordinary scripts have them: `device_ids=[local_rank]`. One process drives one
-    device, so there is nothing else that they could mean.
+    Scripts usually pass `device_ids=[local_rank]`. One process drives one device, so
+    no other device is possible.
     """
     device = next(module.parameters()).device
     ids = [] if device_ids is None else list(device_ids)
-    named = {"device_ids": ids} if ids else {}
+    arguments = {"device_ids": ids} if ids else {}
     if output_device is not None:
-        named["output_device"] = [output_device]
-    for name, values in named.items():
+        arguments["output_device"] = [output_device]
+    for name, values in arguments.items():
         if device.type == "cpu":
             raise ValueError(
                 f"{name} is {values}, but the module is on the CPU: leave it out, or "
                 f"move the module to its GPU first"
             )
-        asked = [
+        devices = [
             torch.device(device.type, v) if isinstance(v, int) else v for v in values
         ]
-        if [torch.device(each) for each in asked] != [device]:
+        if [torch.device(each) for each in devices] != [device]:
             raise ValueError(
                 f"{name} is {values}; it must be [{device.index}], the one device that "
                 f"the module is on"
@@ -73,7 +73,7 @@ def check_devices(module: nn.Module, device_ids: Any, output_device: Any) -> Non
 
 
 def _name_of(function: Callable) -> str:
-    """Return what tells functions apart, the same in all processes."""
+    """Return a name of the function (or partial) that is the same in all processes."""
     if isinstance(function, functools.partial):
         args = (_name_of(a) if callable(a) else repr(a) for a in function.args)
         return f"{_name_of(function.func)}({', '.join(args)})"

@@ -1,12 +1,12 @@
-"""Who gets which sample: `DistributedSampler`, and its decision as plain data.
+"""`DistributedSampler`, and its plan as plain data: which rank gets which sample.
 
 DDP does not divide the data: it averages gradients, whatever they were computed from.
-Ranks work on different samples only because the sampler of each gives it a share of its
-own. No message is needed: all compute the same plan, and each takes its line of it.
+Ranks work on different samples only because each has a sampler with a different share.
+No message is needed: all ranks compute the same plan, and each takes its own share.
 
-    epoch_order    0, 1, 2, ...; or shuffled, with seed + epoch: on all ranks alike
-    filled, cut    as many samples for every rank: some twice, or some left out
-    shares         dealt like cards: rank r gets the places r, r + n, r + 2n, ...
+    epoch_order    0, 1, 2, ..., or shuffled with seed + epoch; equal on all ranks
+    filled, cut    repeat samples, or leave some out, so that all ranks get as many
+    shares         deal the samples like cards: rank r gets places r, r + n, r + 2n, ...
 
 PyTorch: torch/utils/data/distributed.py; the indices are the same, one by one.
 Explained in chapter 05.
@@ -26,10 +26,10 @@ from torch.utils.data import Sampler
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank gets in one epoch: `indices` into the dataset, in their order.
+    """The samples of one rank in one epoch: `indices` into the dataset, in order.
 
-    The last `num_padded` of them are duplicates: somebody has the same sample already,
-    and it was given out once more only to make all shares equally long.
+    The last `num_padded` indices are duplicates: another place in the plan has the same
+    sample, and it is repeated only to make all shares equally long.
     """
 
     rank: int
@@ -38,7 +38,7 @@ class Share:
 
     @property
     def originals(self) -> list[int]:
-        """The indices that nobody else has: those that an evaluation may count."""
+        """The indices without duplicates: those that an evaluation may count."""
         return self.indices[: len(self.indices) - self.num_padded]
 
     @property
@@ -56,11 +56,11 @@ def shares(
     epoch: int = 0,
     drop_last: bool = False,
 ) -> list[Share]:
-    """Return the share of every rank, in rank order. Pure: no rank is needed for it.
+    """Return the share of every rank, in rank order. Pure: needs no process group.
 
     `length` samples are dealt to `num_replicas` ranks. All ranks get the same number of
     samples, ceil(length / n), or floor(length / n) with `drop_last`. Raises ValueError
-    for a number that cannot be. Chapter 05.
+    for an argument out of its range. Chapter 05.
     """
     check_integer("length", length, least=0)
     check_integer("num_replicas", num_replicas, least=1)
@@ -74,7 +74,8 @@ def shares(
 def epoch_order(length: int, shuffle: bool, seed: int, epoch: int) -> list[int]:
     """Return all indices in the order of this epoch, the same on every rank.
 
-    Seed and epoch are added, as in PyTorch: seed 1 in epoch 0 is seed 0 in epoch 1.
+    Seed and epoch are added, as in PyTorch: seed 1 in epoch 0 gives the same order as
+    seed 0 in epoch 1.
     """
     if not shuffle:
         return list(range(length))
@@ -83,13 +84,13 @@ def epoch_order(length: int, shuffle: bool, seed: int, epoch: int) -> list[int]:
 
 
 def filled(order: list[int], num_replicas: int) -> list[int]:
-    """Start `order` again at its end, as often as needed, until it divides."""
+    """Repeat `order` from its start until its length is a multiple of num_replicas."""
     total_size = -(-len(order) // num_replicas) * num_replicas  # rounded up
     return list(islice(cycle(order), total_size))
 
 
 def cut(order: list[int], num_replicas: int) -> list[int]:
-    """Leave out the end of `order`, so that it divides."""
+    """Shorten `order` to a multiple of num_replicas."""
     return order[: len(order) // num_replicas * num_replicas]
 
 
@@ -100,28 +101,29 @@ def _share(dealt: list[int], length: int, rank: int, num_replicas: int) -> Share
 
 
 class DistributedSampler(Sampler[int]):
-    """Gives a DataLoader the indices of this rank's share, anew in every epoch.
+    """A sampler that gives a DataLoader this rank's share of each epoch.
 
         sampler = DistributedSampler(dataset)
         loader = DataLoader(dataset, batch_size, sampler=sampler)
         for epoch in range(epochs):
-            sampler.set_epoch(epoch)        # without it, every epoch has one order
+            sampler.set_epoch(epoch)     # without it, all epochs have the same order
 
-    In evaluation the duplicates count twice. `sampler.share.num_padded` says how many
-    this rank has at the end; `DataLoader(dataset, sampler=sampler.share.originals)`
-    leaves them out, and then ranks may have unequal numbers of batches (`Join`).
+    In evaluation the duplicates count twice. `sampler.share.num_padded` is the number
+    of duplicates at the end of this rank's share;
+    `DataLoader(dataset, sampler=sampler.share.originals)` leaves them out, and then
+    ranks may have unequal numbers of batches (`Join`).
 
     Args:
         dataset: anything that has a length.
-        num_replicas: the number of ranks that share it; None are all.
-        rank: which of them this is; None asks the process group.
-        shuffle: another order in every epoch, or always 0, 1, 2, ...
-        seed: of the orders; the same on all ranks.
-        drop_last: leave out up to num_replicas - 1 samples in place of repeating some.
+        num_replicas: the number of ranks that share the dataset; None means all.
+        rank: this rank's number; None asks the process group.
+        shuffle: use a different order in every epoch, instead of 0, 1, 2, ...
+        seed: seed of the orders; the same on all ranks.
+        drop_last: leave out up to num_replicas - 1 samples instead of repeating some.
 
-    Without a process group, give num_replicas and rank. Raises ValueError for a number
-    that cannot be, TypeError for a dataset without a length, and RuntimeError when the
-    dataset has changed its length since. Chapter 05.
+    Without a process group, pass num_replicas and rank. Raises ValueError for an
+    argument out of its range, TypeError for a dataset without a length, and
+    RuntimeError if the dataset's length has changed since. Chapter 05.
     """
 
     def __init__(
@@ -134,12 +136,15 @@ class DistributedSampler(Sampler[int]):
         drop_last: bool = False,
     ) -> None:
         if not isinstance(dataset, Sized):
-            raise TypeError(f"dataset is a {type(dataset).__name__}: it has no length")
+            raise TypeError(
+                f"dataset is a {type(dataset).__name__}, which has no length; it must "
+                f"have a __len__ method"
+            )
         if (num_replicas is None or rank is None) and not dist.is_initialized():
             missing = "num_replicas" if num_replicas is None else "rank"
             raise ValueError(
                 f"{missing} is None, and there is no process group to ask; "
-                f"give num_replicas and rank, or make the sampler on the ranks"
+                f"pass num_replicas and rank, or construct the sampler on the ranks"
             )
         self.dataset = dataset
         if num_replicas is None:
@@ -160,26 +165,27 @@ class DistributedSampler(Sampler[int]):
 
     @property
     def share(self) -> Share:
-        """This rank's share of the epoch that is set."""
+        """This rank's share of the current epoch."""
         if len(self.dataset) != self.length:
             raise RuntimeError(
-                f"the dataset had {self.length} samples when the sampler was made, and "
-                f"has {len(self.dataset)} now; make a new sampler on every rank"
+                f"the dataset had {self.length} samples when the sampler was "
+                f"constructed, and has {len(self.dataset)} now; construct a new "
+                f"sampler on every rank"
             )
         order = epoch_order(self.length, self.shuffle, self.seed, self.epoch)
         dealt = (cut if self.drop_last else filled)(order, self.num_replicas)
         return _share(dealt, self.length, self.rank, self.num_replicas)
 
     def __iter__(self) -> Iterator[int]:
-        """Begin with this rank's indices in the epoch that is set."""
+        """Return an iterator over this rank's indices in the current epoch."""
         return iter(self.share.indices)
 
     def __len__(self) -> int:
-        """Return how many samples every rank gets."""
+        """Return the number of samples that every rank gets."""
         return self.num_samples
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order comes next; before each epoch, on every rank."""
+        """Set the current epoch; call it before each epoch, on every rank."""
         check_integer("epoch", epoch)
         self.epoch = epoch
 

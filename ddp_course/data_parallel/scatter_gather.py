@@ -1,7 +1,7 @@
 """Cut a batch into one part for each replica, and join what the replicas return.
 
 Inputs and outputs may be nested: lists, tuples, named tuples and dicts of tensors. Both
-functions are made of operations that autograd knows (split, copy, concatenate), so
+functions use only operations that autograd records (split, copy, concatenate), so
 gradients flow back through them. PyTorch: torch/nn/parallel/scatter_gather.py.
 Explained in chapter 04.
 """
@@ -15,10 +15,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
 def part_sizes(rows: int, replicas: int) -> list[int]:
-    """Return how many rows each replica gets, for those that get any.
+    """Return the number of rows of each replica, without replicas that get none.
 
-    As `torch.chunk`: equally many, rounded up, until there are no more. So 5 rows for 4
-    replicas are [2, 2, 1], and the fourth replica is idle. No rows are one part.
+    As in `torch.chunk`, each replica gets rows / replicas, rounded up, until no rows
+    are left. So 5 rows for 4 replicas give [2, 2, 1], and the fourth replica is idle. 0
+    rows give [0].
     """
     most = max(1, -(-rows // replicas))
     return [min(most, rows - start) for start in range(0, rows, most)] or [0]
@@ -27,9 +28,9 @@ def part_sizes(rows: int, replicas: int) -> list[int]:
 def scatter(inputs: Any, devices: Sequence[torch.device]) -> list[Any]:
     """Return, for each replica that gets any rows, its part of `inputs` on its device.
 
-    Tensors are cut by rows, of which all must have equally many; anything else is the
-    same object for all replicas. Without a tensor there is no batch: one part. Raises
-    ValueError, with the shapes, for tensors that cannot be cut together.
+    Tensors are cut by rows, and all must have the same number of rows; all replicas get
+    the same object for anything else. Inputs without a tensor are one part. Raises
+    ValueError, with the shapes, if the tensors have different numbers of rows.
     """
     leaves, structure = tree_flatten(inputs)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -37,9 +38,9 @@ def scatter(inputs: Any, devices: Sequence[torch.device]) -> list[Any]:
     if len(rows) > 1 or None in rows:
         shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
         raise ValueError(
-            f"the inputs have the shapes {shapes}; to be cut at the same rows, all "
-            "must have equally many. What is the same for all rows can be a number or "
-            "a buffer of the module"
+            f"the inputs have the shapes {shapes}; all must have the same number of "
+            "rows, because they are cut at the same rows. Pass a value that all rows "
+            "share as a number, or make it a buffer of the module"
         )
     sizes = part_sizes(rows.pop(), len(devices))
     cuts = [_cut(leaf, sizes, devices) for leaf in leaves]
@@ -55,17 +56,17 @@ def _cut(leaf: Any, sizes: list[int], devices: Sequence[torch.device]) -> list[A
 
 
 def gather(outputs: Sequence[Any], device: torch.device) -> Any:
-    """Return the replicas' outputs as one, on `device`.
+    """Return the replicas' outputs, joined on `device`.
 
-    Tensors are joined by rows; those of no dimension, such as losses, become a vector
-    with one number for each replica. Anything else must be equal in all outputs. Raises
-    ValueError if the outputs are not built alike or cannot be joined.
+    Tensors are joined by rows; scalar tensors, such as losses, become a vector with one
+    number for each replica. Anything else must be equal in all outputs. Raises
+    ValueError if the outputs differ in structure or cannot be joined.
     """
     trees = [tree_flatten(output) for output in outputs]
     for k, (_, structure) in enumerate(trees):
         if structure != trees[0][1]:
             raise ValueError(
-                f"the outputs of replica {k} and replica 0 are not built alike: "
+                f"replica {k} and replica 0 return outputs of different structure: "
                 f"{structure} and {trees[0][1]}"
             )
     together = zip(*(leaves for leaves, _ in trees), strict=True)
@@ -73,7 +74,7 @@ def gather(outputs: Sequence[Any], device: torch.device) -> Any:
 
 
 def _join(leaves: tuple[Any, ...], device: torch.device) -> Any:
-    """Join what the replicas return in one place of their outputs."""
+    """Join one leaf of each replica's output."""
     if all(isinstance(leaf, Tensor) for leaf in leaves):
         parts = [leaf.to(device) for leaf in leaves]
         if all(part.ndim == 0 for part in parts):
@@ -84,11 +85,11 @@ def _join(leaves: tuple[Any, ...], device: torch.device) -> Any:
             shapes = ", ".join(str(list(part.shape)) for part in parts)
             raise ValueError(
                 f"the replicas return tensors of the shapes {shapes}, which cannot be "
-                f"joined"
+                f"joined; all dimensions but the first must be equal"
             ) from error
     if any(isinstance(leaf, Tensor) or leaf != leaves[0] for leaf in leaves):
         raise ValueError(
-            f"the replicas return {', '.join(map(repr, leaves))}: only tensors can be "
-            f"joined, or what is the same in all outputs"
+            f"the replicas return {', '.join(map(repr, leaves))}; each output must be "
+            f"a tensor on all replicas, or equal on all replicas"
         )
     return leaves[0]

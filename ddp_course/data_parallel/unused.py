@@ -1,18 +1,18 @@
 """Parameters without a gradient: an expert that got no token, a head of another task.
 
-The other ranks may have a gradient for such a parameter, so its place in the bucket is
-sent, filled with zeros. When all buckets have arrived, every rank shows which gradients
-it has had: on one machine in shared memory, where ranks agree on everything else. Then
-it depends on `find_unused_parameters`:
+Other ranks may have a gradient for such a parameter, so its slot in the bucket is sent,
+filled with zeros. When all buckets have arrived, the ranks tell each other which
+gradients they had (through shared memory if they are on one machine). Then
+`find_unused_parameters` decides:
 
-    True   whatever some rank had a gradient for gets the mean; what none had one for
-           keeps the `grad` that it has, None most often, so that no weight decay or
-           momentum moves it
-    False  if some had a gradient that others had not, all raise the same error instead
-           of going on with a mean that is none
+    True   a parameter for which some rank had a gradient gets the mean; one for which
+           no rank had a gradient keeps its `grad`, usually None, so that no weight
+           decay or momentum changes it
+    False  if only some ranks had a gradient for a parameter, all ranks raise the same
+           error: the mean would be wrong
 
-If all ranks miss the same gradients in a pass, another pass may bring them (two losses,
-two calls of `backward`); if it does not, the next forward raises. Chapter 05.
+If all ranks miss the same gradients in a pass, another pass may compute them (two
+losses, two calls of `backward`); if none does, the next forward raises. Chapter 05.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ ADVICE = (
     "All parameters must take part in the loss. If they need not, pass "
     "find_unused_parameters=True."
 )
-SHOWN = 10  # of more parameters only the number is told
+SHOWN = 10  # parameters that a message names; it counts the others
 
 
 class UnusedParametersError(RuntimeError):
@@ -36,23 +36,23 @@ class UnusedParametersError(RuntimeError):
 
 
 class UnusedParameters:
-    """A part of DDP that lets unused parameters alone, or refuses them.
+    """A part of DDP that allows parameters without a gradient, or raises for them.
 
     Args:
-        show: `show(flags)` returns what all ranks show: one string for each rank, with
+        show: `show(flags)` exchanges flags and returns one string for each rank, with
             a "1" or "0" for each flag (`recovery.Recovery.show`).
         find: allow parameters without a gradient.
     """
 
     def __init__(self, show: Callable[[Sequence[bool]], list[str]], find: bool) -> None:
         self.show, self.find = show, find
-        self.notes: list[str] = []  # of all ranks, after the last pass
+        self.notes: list[str] = []  # flags of all ranks after the last pass
         self.owed: list[str] | None = None  # without a gradient since the last forward
-        self._reached: set[int] = set()  # ids of parameters below the outputs
-        self._passed = True  # a pass has ended since the outputs were looked at
+        self._reached: set[int] = set()  # ids of parameters that the outputs depend on
+        self._passed = True  # whether a pass has ended since `_reached` was filled
 
     def before_forward(self, model: Any) -> None:
-        """Raise UnusedParametersError if the last backward passes left something."""
+        """Raise UnusedParametersError if a parameter got no gradient on any rank."""
         if not (torch.is_grad_enabled() and model.require_backward_grad_sync):
             return
         owed, self.owed = self.owed, None
@@ -63,20 +63,20 @@ class UnusedParameters:
             )
 
     def after_forward(self, model: Any, output: Any) -> None:
-        """Find the parameters that a backward from this output can reach."""
+        """Add the parameters that a backward from this output can reach."""
         if self.find and torch.is_grad_enabled():
             if self._passed:
                 self._reached, self._passed = set(), False
             self._reached |= leaves_below(tensors_in(output))
 
     def before_backward(self, engine: Engine) -> None:
-        """Do not wait for gradients that this pass cannot bring."""
+        """Fill the slots of parameters that this pass cannot reach."""
         if self.find:
             without = engine.reducer.without
             engine.fill(without, lambda slot: id(slot.parameter) not in self._reached)
 
     def after_reduction(self, engine: Engine) -> None:
-        """Compare with the other ranks which parameters have had a gradient."""
+        """Exchange with the other ranks which parameters had a gradient."""
         self._passed, slots = True, engine.slots
         self.notes = self.show([slot.fresh for slot in slots])
         columns = zip(slots, zip(*self.notes, strict=True), strict=True)
@@ -84,9 +84,10 @@ class UnusedParameters:
         engine.reducer.unused = frozenset(unused)
 
     def after_backward(self, engine: Engine) -> None:
-        """Raise UnusedParametersError if some ranks had gradients that others had not.
+        """Raise UnusedParametersError if ranks had gradients for different parameters.
 
-        What no rank had is remembered: another pass may bring it.
+        Parameters for which no rank had one are recorded in `owed`: another pass may
+        reach them.
         """
         if self.find:
             return
@@ -102,15 +103,15 @@ class UnusedParameters:
         self.owed = None
         ranks = dist.get_process_group_ranks(engine.reducer.group)
         pairs = zip(ranks, missing, strict=True)
-        named = "; ".join(f"rank {rank}: {_list(m)}" for rank, m in pairs if m)
+        lists = "; ".join(f"rank {rank}: {_list(m)}" for rank, m in pairs if m)
         raise UnusedParametersError(
-            f"other ranks had gradients for parameters that these had none for: {named}"
-            f". The gradients of this step are of no use. {ADVICE}"
+            f"some ranks had no gradient for parameters for which others had one: "
+            f"{lists}. The gradients of this step are wrong. {ADVICE}"
         )
 
 
 def _list(names: Sequence[str]) -> str:
-    """Name some, in the order of their registration: buckets are in the reverse one."""
+    """Return up to SHOWN names; buckets hold them in reverse order of registration."""
     names = names[::-1]
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more

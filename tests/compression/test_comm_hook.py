@@ -305,7 +305,7 @@ def test_hooks_are_pytorchs_and_mistakes_are_told():
     for name, words in {
         "twice": "RuntimeError: this module has a communication hook already",
         "no hook": "TypeError: hook is 5; it must be a function (state, bucket)",
-        "late": "RuntimeError: register_comm_hook comes before the first backward",
+        "late": "RuntimeError: some parameters have gradients already",
         "no_future": "returned Tensor; a hook must return a torch.futures.Future",
         "too_short": "it must hold a tensor of",
         "broken, ours True": "ValueError: no mean today",

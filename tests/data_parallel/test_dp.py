@@ -411,10 +411,10 @@ def test_an_error_in_a_thread_is_raised_here():
     [
         ([], "devices is []; it must be a list of one or more"),
         ("cpu", "devices is 'cpu'; it must be a list of one or more"),
-        (["cpu", "moon"], "'moon' is no device"),
-        (["meta"], "device 'meta': this machine has a CPU and"),
-        ([10_000], "device 10000: this machine has a CPU and"),
-        ([None], "None is no device"),
+        (["cpu", "moon"], "'moon' is not a device"),
+        (["meta"], "device 'meta' does not exist: this machine has a CPU and"),
+        ([10_000], "device 10000 does not exist: this machine has a CPU and"),
+        ([None], "None is not a device"),
     ],
 )
 def test_bad_devices(devices, message):
@@ -435,7 +435,7 @@ def test_bad_modules():
 
 @pytest.mark.parametrize("shapes", [[[8, 2], [2, 2]], [[8, 2], []], [[]]])
 def test_inputs_that_cannot_be_cut(shapes):
-    told = f"the inputs have the shapes {', '.join(map(str, shapes))}; to be cut"
+    told = f"the inputs have the shapes {', '.join(map(str, shapes))}; all must"
     with pytest.raises(ValueError, match=re.escape(told)):
         scatter([torch.ones(shape) for shape in shapes], [CPU] * 4)
 
@@ -443,11 +443,11 @@ def test_inputs_that_cannot_be_cut(shapes):
 @pytest.mark.parametrize(
     ("outputs", "message"),
     [
-        ([torch.ones(2), [torch.ones(2)]], "replica 1 and replica 0 are not built"),
+        ([torch.ones(2), [torch.ones(2)]], "replica 1 and replica 0 return outputs"),
         ([torch.ones(2, 3), torch.ones(2, 4)], "tensors of the shapes [2, 3], [2, 4]"),
         ([torch.ones(2), torch.ones(())], "tensors of the shapes [2], []"),
-        ([3, 4], "the replicas return 3, 4: only tensors can be joined"),
-        ([torch.ones(1), None], "only tensors can be joined"),
+        ([3, 4], "the replicas return 3, 4; each output must be a tensor"),
+        ([torch.ones(1), None], "must be a tensor on all replicas"),
     ],
 )
 def test_outputs_that_cannot_be_joined(outputs, message):
@@ -484,7 +484,7 @@ def test_bytes(rows, n):
     assert replicas.moves.moved() == (forward if others else {})
     out.sum().backward()
     assert replicas.moves.moved() == (forward | backward if others else {})
-    assert {(m.src, m.dst) for m in replicas.moves if m.what == "outputs"} == {
+    assert {(m.src, m.dst) for m in replicas.moves if m.kind == "outputs"} == {
         (k, 0) for k in range(1, others + 1)
     }
     assert {(m.src, m.dst) for m in replicas.moves} == {
@@ -497,7 +497,7 @@ def test_bytes(rows, n):
     assert DataParallel(model, [CPU] * n).moves is None  # unless asked
     if others:
         assert replicas.moves[0] == Move("parameters", 0, 1, 16)
-        sent = [move for move in replicas.moves if move.what == "parameters"]
+        sent = [move for move in replicas.moves if move.kind == "parameters"]
         assert len(sent) == others * 7  # the tied weight once
 
 

@@ -193,7 +193,7 @@ test_bad_arguments = refused(
 
 
 def test_bad_data():
-    with pytest.raises(TypeError, match="dataset is a generator: it has no length"):
+    with pytest.raises(TypeError, match="dataset is a generator, which has no length"):
         DistributedSampler((i for i in range(3)), 2, 0)
     with pytest.raises(ValueError, match="length is -1; it must be an integer, 0 or"):
         shares(-1, 2)
