@@ -71,14 +71,16 @@ class UnderWay(Tensor):
     """Stands for a gradient that is under way: nobody can compute with it."""
 
     @classmethod
-    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
-        """Raise RuntimeError, whatever is asked."""
+    def __torch_dispatch__(cls, *_: Any, **__: Any) -> Any:
+        """Raise RuntimeError, whatever is asked; also by autograd, which adds to it."""
         raise RuntimeError(
             "this gradient is still under way. Layers are stepped one by one, after "
             "model.step(), without optimizer.step(); what needs all gradients at once, "
             "such as a global norm, must wait for them: model.step(max_norm=...), or "
             "model.finish() before it"
         )
+
+    __torch_function__ = __torch_dispatch__
 
 
 class NotYet:

@@ -108,8 +108,13 @@ class OrderedDataParallel(nn.Module):
         announce(self.parts, "after_forward", self, output)
         self.finish()  # layers that this forward has left out
         if torch.is_grad_enabled():
-            on_backward(tensors_in(output), self.engine.begin)
+            on_backward(tensors_in(output), self._backward_begins)
         return output
+
+    def _backward_begins(self) -> None:
+        """Receive the gradients of the last pass: this one adds to them."""
+        self.finish()
+        self.engine.begin()
 
     def _before_layer(self, name: str, buckets: Sequence[LiveBucket]) -> None:
         """A layer is about to run: wait for its gradients, and step with them."""

@@ -66,8 +66,8 @@ class Planned:
         """Make the plan when there are times; wait for everything before."""
         if self.played is None or self.policy.wait_for_all:
             model.finish()
-        if self.passes >= WARM and self.played is None:
-            self.make(model)
+        if self.passes >= WARM and self.played is None and torch.is_grad_enabled():
+            self.make(model)  # not before an evaluation: one rank may do it alone
         self._doing, self.called = None, []
         self.took.clear()
 
@@ -107,10 +107,17 @@ class Planned:
         return [seconds(moment) - seconds(self.began) for moment in times]
 
     def make(self, model: Any) -> None:
-        """Make the order that is kept from now on; a collective call."""
+        """Make the order that is kept from now on; a collective call.
+
+        It is an order of the layers as the first rank has called them: other ranks may
+        have called them in another order, or left some out.
+        """
         unseen = [b for b in model.engine.buckets[::-1] if b not in self.called]
-        layers = unseen + self.called
-        ready, reducer = self.ready_after(), model.reducer
+        own = tuple(bucket.index for bucket in unseen + self.called)
+        reducer = model.reducer
+        first_ranks, *_ = communicator(reducer.group).exchange(own)
+        layers = [model.engine.buckets[index] for index in first_ranks]
+        ready = self.ready_after()
         self.played = plan(layers, ready, reducer, self.took, self.policy)
         buckets = [bucket.index for bucket in layers]
         reducer.order = tuple((buckets[k], i) for k, i in self.played.order)

@@ -404,7 +404,7 @@ def test_ranks_that_disagree_are_wrong_and_what_cannot_be_is_refused():
         for name, part in {
             "clip": "this gradient is still under way",
             "step": "model.step.max_norm=....,",
-            "backward": "under way|memory location",  # who sees it first
+            "backward": "this gradient is still under way",
             "without forward": "layers.3.weight was used, but not by its module",
             "without forward, together": "layers.0.weight was used, but not by its",
             "copy": "cannot be copied or pickled",
