@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from ddp_course.lab.answers import code, on_ranks, one_line
 from ddp_course.lab.exercises import expect
 from ddp_course.measure import ByteMeter, EventLog
-from ddp_course.pipeline import PipelineParallel
+from ddp_course.pipeline import PipelineParallel, Recorded, parse
 from ddp_course.pipeline.checker import check
-from ddp_course.pipeline.schedule import Action, Schedule, ScheduleError, parse
+from ddp_course.pipeline.schedule import Action, Schedule, ScheduleError
 from ddp_course.pipeline.simulate import Simulated, simulate
 
 Rows = list[list[str]]
@@ -129,7 +129,8 @@ def _train(schedule: Schedule) -> dict[str, Any]:
     (Before the first message of a kind, its shape is told.)
     """
     p, m = schedule.num_ranks, schedule.num_microbatches
-    pipeline = PipelineParallel(_model(p), schedule, loss_fn=_loss)
+    recorder = Recorded()
+    pipeline = PipelineParallel(_model(p), schedule, loss_fn=_loss, recorder=recorder)
     pipeline.step(*_batch(m))
     pipeline.zero_grad()
     with EventLog() as log, ByteMeter() as meter:

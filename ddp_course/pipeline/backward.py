@@ -223,27 +223,20 @@ class SplitBackward:
 
     def __init__(self, module: nn.Module) -> None:
         self.store = WeightGradStore()
+        self.tasks: dict[tuple[int, int], list[Task]] = {}  # from I to W
         split_backward(module, self.store)
 
     def before_run(self, runtime: Runtime) -> None:
         """Add the two operations."""
-        halves = Halves(runtime, self.store)
-        runtime.operations |= {"I": halves.inputs, "W": halves.weights}
-
-
-class Halves:
-    """The two halves of the backwards of one run."""
-
-    def __init__(self, runtime: Runtime, store: WeightGradStore) -> None:
-        self.runtime, self.store = runtime, store
-        self.tasks: dict[tuple[int, int], list[Task]] = {}  # from I to W
+        inputs = partial(self.inputs, runtime)
+        runtime.operations |= {"I": inputs, "W": self.weights}
 
     def inputs(
-        self, stage: int, microbatch: int, gradient: Tensor | None
+        self, runtime: Runtime, stage: int, microbatch: int, gradient: Tensor | None
     ) -> Tensor | None:
         """I: go backward, but leave the weights' gradients for later."""
         with self.store.collect() as self.tasks[stage, microbatch]:
-            return self.runtime.backward(stage, microbatch, gradient)
+            return runtime.backward(stage, microbatch, gradient)
 
     def weights(self, stage: int, microbatch: int, _: None) -> None:
         """W: compute the gradients that I has left, and free what each one needed."""

@@ -12,13 +12,13 @@ It is `runtime.Pipeline` and a list of parts, which hear of each moment of a ste
 
     SameBatch        all ranks have the same batch, and it can be used (`batch_checks`)
     PostedAhead      messages that are received ahead of time (`overlapped`)
-    Recorded         events for the open logs (`recorded`)
     Recomputed       forward again before backward, if asked for (`backward`)
     SplitBackward    the operations I and W, for zero bubble (`backward`)
     SharedGradients  tied weights (`stage_plan`)
 
-Whoever listens to its parameters' gradients, such as data parallelism between several
-pipelines, is held until the last microbatch is through. Chapters 10 and 11.
+A recorder is one more part, which you hand in. Whoever listens to its parameters'
+gradients, such as data parallelism between several pipelines, is held until the last
+microbatch is through. Chapters 10 and 11.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,7 +48,6 @@ from ddp_course.pipeline.batch_checks import MeanLoss, SameBatch
 from ddp_course.pipeline.forms import Forms, PipelineError
 from ddp_course.pipeline.overlapped import PostedAhead
 from ddp_course.pipeline.program import add_messages
-from ddp_course.pipeline.recorded import Recorded
 from ddp_course.pipeline.runtime import Pipeline, Runtime
 from ddp_course.pipeline.schedule import SCHEDULES, Schedule, check_complete
 from ddp_course.pipeline.stage_plan import (
@@ -93,8 +92,9 @@ class PipelineParallel(DividedModule, Pipeline):
             is tried once, and refused if it is none); None is the model's own loss, or
             else cross-entropy.
         recompute: keep only what enters a stage, and compute again in backward.
-        recorder: writes events into the open logs; None is a `Recorded`. Ranks that
-            share cores can take `virtual_time.VirtualTime()`.
+        recorder: a part that records each step: `Recorded()` writes events into the
+            open event logs, `VirtualTime()` does so for ranks that share cores. None
+            records nothing.
 
     Raises ReplicaError, on every rank, if models or arguments differ or cannot be used;
     among others, with the checker's words, for a schedule that is not legal.
@@ -113,11 +113,10 @@ class PipelineParallel(DividedModule, Pipeline):
         sizes: Sequence[int] | None = None,
         loss_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
         recompute: bool = False,
-        recorder: Recorded | None = None,
+        recorder: Any = None,
     ) -> None:
         group, m = checked_group(group), num_microbatches
         rank, size = dist.get_rank(group), dist.get_world_size(group)
-        recorder = recorder or Recorded()
         form = form_of(model, num_microbatches=m, sizes=sizes, recompute=recompute)
         form |= {"recorder": type(recorder).__name__, "the schedule": schedule}
         choose = partial(decided, model, size, schedule, m, sizes)
@@ -148,9 +147,10 @@ class PipelineParallel(DividedModule, Pipeline):
         self.parts += [
             SameBatch(group, check_more, check_tokens, takes_targets, ignored),
             PostedAhead(),
-            recorder,
             SharedGradients(self.parameters_by_name, plan.shared, rank),
         ]
+        if recorder is not None:
+            self.parts.append(recorder)
         if recompute:
             self.parts.append(Recomputed())
         if any(action.op == "I" for row in schedule.ranks for action in row):

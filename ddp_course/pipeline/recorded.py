@@ -1,4 +1,6 @@
-"""A part of `PipelineParallel`: what each rank did, and when, for the open event logs.
+"""A recorder of pipelines: what each rank did, and when, for the open event logs.
+
+    PipelineParallel(model, "1f1b", 8, recorder=Recorded())
 
 Ranks that share cores slow each other down: `virtual_time` has another recorder.
 Chapter 10.

@@ -34,7 +34,7 @@ has more of them. Chapters 10 and 11.
 """
 
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral
@@ -197,19 +197,6 @@ def check_counts(**counts: int) -> None:
         if not isinstance(value, Integral) or value < 1:
             must = "it must be an integer of 1 or more"
             raise ValueError(f"{name} is {value!r}; {must}")
-
-
-def parse(name: str, rows: Iterable[str]) -> Schedule:
-    """Return the schedule that is written as a line of actions for each rank.
-
-    `parse("mine", ["0F0 0B0", "1F0 1B0"])` has two stages and one microbatch: as many
-    as the largest numbers ask for. Raises ValueError for what is no action. Chapter 11.
-    """
-    ranks = tuple(tuple(map(Action.parse, row.split())) for row in rows)
-    actions = [action for row in ranks for action in row]
-    stages = max((action.stage for action in actions), default=-1) + 1
-    microbatches = max((action.microbatch for action in actions), default=-1) + 1
-    return Schedule(name, stages, microbatches, ranks)
 
 
 # ---- one stage on each rank ----------------------------------------------------------

@@ -1,4 +1,4 @@
-"""More schedules: several stages on each rank, and backward in two halves.
+"""More schedules: several stages on each rank, backward in two halves, your own.
 
 They are of the same rule as those of `schedule`, with v stages on each rank: rank r has
 stages r, r + p, r + 2p, ... For m a multiple of p, and zero_bubble with F, I and W of
@@ -12,7 +12,7 @@ A new schedule is a function here and an entry in `SCHEDULES`, a line in `spec.p
 its title, its order in `tests/pipeline/test_schedules.py`, and a cell in chapter 11.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -119,3 +119,19 @@ def weights_behind(row: Sequence[Action], behind: int) -> Iterator[Action]:
             if len(due) > behind:
                 yield due.pop(0)
     yield from due
+
+
+# ---- your own -----------------------------------------------------------------------
+
+
+def parse(name: str, rows: Iterable[str]) -> Schedule:
+    """Return the schedule that is written as a line of actions for each rank.
+
+    `parse("mine", ["0F0 0B0", "1F0 1B0"])` has two stages and one microbatch: as many
+    as the largest numbers ask for. Raises ValueError for what is no action. Chapter 11.
+    """
+    ranks = tuple(tuple(map(Action.parse, row.split())) for row in rows)
+    actions = [action for row in ranks for action in row]
+    stages = max((action.stage for action in actions), default=-1) + 1
+    microbatches = max((action.microbatch for action in actions), default=-1) + 1
+    return Schedule(name, stages, microbatches, ranks)

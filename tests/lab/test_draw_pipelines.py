@@ -24,9 +24,9 @@ from ddp_course.lab.draw.pipeline_timeline import (
 from ddp_course.lab.draw.schedule_view import equal_costs, named, schedule_view
 from ddp_course.lab.palette import contrast, lighter
 from ddp_course.measure import Event
-from ddp_course.pipeline import SCHEDULES
+from ddp_course.pipeline import SCHEDULES, parse
 from ddp_course.pipeline.clocks import bubble
-from ddp_course.pipeline.schedule import ScheduleError, parse
+from ddp_course.pipeline.schedule import ScheduleError
 from ddp_course.pipeline.simulate import Costs, simulate
 
 VIEWS = [

@@ -28,6 +28,7 @@ from ddp_course.pipeline import (
     SCHEDULES,
     Action,
     Costs,
+    Recorded,
     VirtualTime,
     Waiting,
     bubble,
@@ -157,7 +158,7 @@ def done_and_kept(m: int) -> dict:
     for name in SCHEDULES:
         stages, count = 2 * p if name == "interleaved" else p, Count()
         model = nn.Sequential(*(Counted(count) for _ in range(stages)))
-        pipeline = PipelineParallel(model, name, m, loss_fn=mse)
+        pipeline = PipelineParallel(model, name, m, loss_fn=mse, recorder=Recorded())
         x = torch.ones(m, 3)
         pipeline.step(x, x)
         assert count.alive == 0
@@ -222,7 +223,8 @@ def waited(m: int) -> dict:
         stages = 2 * p if name == "interleaved" else p
         each = UNIT * p / stages
         model = nn.Sequential(*(Waiting(each, each, each) for _ in range(stages)))
-        pipeline, x = PipelineParallel(model, name, m, loss_fn=mse), torch.ones(m, 1)
+        pipeline = PipelineParallel(model, name, m, loss_fn=mse, recorder=Recorded())
+        x = torch.ones(m, 1)
         pipeline.step(x, x)
         with EventLog() as log:
             pipeline.step(x, x)
