@@ -21,7 +21,7 @@ from ddp_course.commands.bench_figure import plot_bench
 from ddp_course.launch import LaunchError, here, spawn
 
 KEYS = ["bench", "case", "variant", "beside", "metric", "ours", "theirs", "ratio"]
-NAMES = ["all-reduce", "async", "compression", "ddp", "launch", "order"]
+NAMES = ["all-reduce", "async", "attention", "compression", "ddp", "launch", "order"]
 NAMES += ["pp", "precision", "tp", "zero"]
 
 

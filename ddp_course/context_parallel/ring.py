@@ -54,7 +54,8 @@ class Ring:
 
         before_compute(ring, step, pairs)
         after_compute(ring, step, pairs)
-        arrived(ring, step)     the keys and values of the next step
+        passed_on(ring, tensor, handles)    it is on its way to the right neighbour
+        arrived(ring, step)                 the keys and values of the next step
 
     On a GPU these are moments of the host, which launches work without waiting.
 
@@ -107,7 +108,9 @@ class Ring:
         """
         arriving = torch.empty_like(tensor)
         right, left = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        return arriving, port.start([(tensor, right)], [(arriving, left)])
+        handles = port.start([(tensor, right)], [(arriving, left)])
+        announce(self.parts, "passed_on", self, tensor, handles)
+        return arriving, handles
 
 
 def _with_slices(ranges: Positions) -> Iterator[tuple[range, slice]]:

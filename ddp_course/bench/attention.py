@@ -1,0 +1,172 @@
+"""One layer's causal attention over a divided sequence, forward and backward.
+
+First with real computing, beside one process and PyTorch's ring. Four ranks share two
+cores here, so this tells what dividing costs, not what it wins. Then a ring whose steps
+wait in proportion to their pairs, over emulated links: on these a core is nobody's
+neck, and what was recorded tells whether messages are hidden and what zigzag wins.
+Chapter 16.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from ddp_course.bench import steps
+from ddp_course.bench.turns import Pair, Row, Told, against, row, rows_of
+from ddp_course.collectives import barrier
+from ddp_course.context_parallel.assignment import assign
+from ddp_course.context_parallel.naive import gathered_attention
+from ddp_course.context_parallel.pytorch import pytorch_ring
+from ddp_course.context_parallel.recorded import Recorded, Waiting
+from ddp_course.context_parallel.ring import Ring
+from ddp_course.context_parallel.ulysses import ulysses_attention
+from ddp_course.launch import Link, Links, spawn
+from ddp_course.measure import Event, EventLog, busy
+
+ABOUT = "Attention over a divided sequence, forward and backward, four ways."
+BATCH, HEADS, CHANNELS = 1, 12, 12
+ONE, RING, GATHER = "one process", "PyTorch ring", "PyTorch gather"
+DIVIDED = ("gathered", "ulysses", "ring", "zigzag")
+ZIGZAG, PLAIN, WORK = "zigzag, waiting", "ring, waiting", "computing or sending"
+PAIRS = (
+    *against(ONE, dict.fromkeys((*DIVIDED, RING, GATHER))),
+    *against(RING, dict.fromkeys(DIVIDED)),
+    Pair(ZIGZAG, WORK, 1.15, "zigzag", "the longer of its computing and its sending"),
+    Pair(ZIGZAG, PLAIN, 0.63, "zigzag", "a plain ring, waiting"),
+)
+RANKS, SHORT = 4, 256  # tokens, where computing is waiting
+BACKWARD = 2.5  # backward's five products of matrices, over forward's two
+SHARES = (0.25, 0.5, 1.0)  # a message's time, over that of a forward step of zigzag
+
+
+def bench(quick: bool) -> Iterator[Row]:
+    """Yield rows of real computing for numbers of ranks, then of waiting for links."""
+    for ranks in (2, RANKS):
+        for length in (1024,) if quick else (1024, 4096):
+            told = steps.on_ranks(ranks, computing, length, 3 if quick else 9)
+            case = f"{ranks} ranks, {length} tokens"
+            yield from rows_of(case, PAIRS, told, ranks=ranks, tokens=length)
+    for share in SHARES[1:2] if quick else SHARES:
+        seconds, turns = (0.1, 3) if quick else (0.2, 5)
+        case = f"4 ranks, a message takes {share:g} of a step"
+        yield from waiting(case, share, seconds, turns)
+
+
+# ---- real computing ------------------------------------------------------------------
+
+
+def computing(length: int, turns: int) -> Told:
+    """On every rank: return the seconds of each way, by turn."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    whole = drawn(length)
+
+    def own(assignment: str) -> tuple[list[Tensor], list[Tensor]]:
+        places = [torch.tensor([i for some in ranges for i in some])
+                  for ranges in assign(length, n, assignment)]  # fmt: skip
+        parts = [x[:, :, places[rank]].clone() for x in whole]
+        return parts, places
+
+    straight, places = own("contiguous")
+    crossed, _ = own("zigzag")
+    ring, zigzag = (Ring(assign(length, n, a)) for a in ("contiguous", "zigzag"))
+    attentions: dict[str, tuple[list[Tensor], Callable[..., Tensor]]] = {
+        "gathered": (straight, lambda q, k, v: gathered_attention(q, k, v, places)),
+        "ulysses": (straight, ulysses_attention),
+        "ring": (straight, ring),
+        "zigzag": (crossed, zigzag),
+        RING: (crossed, pytorch_ring),
+        GATHER: (crossed, partial(pytorch_ring, rotate="allgather")),
+    }
+    ways = {ONE: partial(once, attention, whole) if rank == 0 else lambda: None}
+    ways |= {name: partial(once, f, parts) for name, (parts, f) in attentions.items()}
+    return steps.together(ways, turns, 120.0, 1, warm=1)
+
+
+def drawn(length: int) -> list[Tensor]:
+    """Return q, k, v and a gradient of the output, (B, H, T, D) each."""
+    random = torch.Generator().manual_seed(0)
+    shape = BATCH, HEADS, length, CHANNELS
+    return [torch.randn(shape, generator=random) for _ in range(4)]
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return causal attention in one process."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def once(attend: Callable[..., Tensor], parts: list[Tensor]) -> None:
+    """Go forward and backward."""
+    qkv = [x.detach().requires_grad_() for x in parts[:3]]
+    attend(*qkv).backward(parts[3])
+
+
+# ---- waiting in place of computing ---------------------------------------------------
+
+
+class Step(NamedTuple):
+    """Seconds of one rank's step, and in it of its computing and of its sending."""
+
+    step: float
+    compute: float
+    send: float
+
+
+def waiting(case: str, share: float, seconds: float, turns: int) -> Iterator[Row]:
+    """Yield a zigzag step over its work, and over a plain ring's step.
+
+    `seconds` pass for the pairs of c queries and c keys, c being a rank's tokens.
+    """
+    u = 2 * BATCH * HEADS * (SHORT // RANKS) * CHANNELS * 4  # bytes of a message
+    links = Links(inside=Link(0.0, u / (share * seconds / 2)))
+    run = partial(spawn, world_size=RANKS, links=links, device="cpu", output="none")
+    told = run(waited_steps, seconds, turns, timeout=600)
+    zigzag, plain = (
+        [Step(*map(max, zip(*ranks, strict=True))) for ranks in zip(*its, strict=True)]
+        for its in zip(*told, strict=True)
+    )
+    work = [max(one.compute, one.send) for one in zigzag]
+    took = [one.step for one in zigzag]
+    for pair, theirs in zip(
+        PAIRS[-2:], (work, [one.step for one in plain]), strict=True
+    ):
+        paired = statistics.median(a / b for a, b in zip(took, theirs, strict=True))
+        both = map(statistics.median, (took, theirs))
+        yield row(case, pair, "seconds", *both, paired=paired, ranks=RANKS)
+
+
+def waited_steps(seconds: float, turns: int) -> tuple[list[Step], list[Step]]:
+    """On every rank: return the steps of zigzag and of a plain ring, in turns."""
+    steps_of = {assignment: [] for assignment in ("zigzag", "contiguous")}
+    for _ in range(turns):
+        for assignment, its in steps_of.items():
+            barrier()
+            its.append(measured(waited_step(assignment, seconds)))
+    return tuple(steps_of.values())
+
+
+def waited_step(assignment: str, seconds: float) -> list[Event]:
+    """Go forward and backward in a ring whose steps wait; return what was recorded."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    c, assigned = SHORT // n, assign(SHORT, n, assignment)
+    slow = Waiting(seconds / c**2)
+    ring = Ring(assigned, parts=[Recorded(), slow])
+    places = [i for some in assigned[rank] for i in some]
+    *qkv, dout = (x[:, :, places] for x in drawn(SHORT))
+    with EventLog() as log, log.span("step"):
+        out = ring(*(x.requires_grad_() for x in qkv))
+        slow.seconds *= BACKWARD
+        out.backward(dout)
+    return log.events
+
+
+def measured(events: list[Event]) -> Step:
+    """Return the seconds of a step that was recorded."""
+    return Step(*(busy(events, op) for op in Step._fields))

@@ -1,0 +1,71 @@
+"""Parts of `Ring`: record what each rank does and when; let a step take a given time.
+
+    lane "compute"          op "compute": one step's blocks, with their number of pairs
+    lane "wait"             op "wait": the next keys and values have not arrived
+    lane "communication"    op "send": a message is on a slow line (`spawn(links=...)`)
+
+On two cores four ranks hold each other up. `Waiting` replaces computing by waiting in
+proportion to the pairs, which uses no core. Chapter 16.
+"""
+
+import time
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ddp_course.collectives.port import Handle
+from ddp_course.context_parallel.ring import Ring
+from ddp_course.measure.blocks import active_logs
+
+
+class Recorded:
+    """Writes events into the logs that are open when a step begins."""
+
+    def __init__(self) -> None:
+        self.since = 0.0  # the time at which the last event ended
+
+    def before_compute(self, ring: Ring, step: int, pairs: int) -> None:
+        """Begin to compute."""
+        self.since = time.perf_counter()
+
+    def after_compute(self, ring: Ring, step: int, pairs: int) -> None:
+        """Write an event of the computing."""
+        self._write("compute", step=step, pairs=pairs)
+
+    def arrived(self, ring: Ring, step: int) -> None:
+        """Write an event of the wait."""
+        self._write("wait", step=step)
+
+    def passed_on(self, ring: Ring, tensor: Tensor, handles: Sequence[Handle]) -> None:
+        """Write an event when a slow line has carried the message."""
+        logs, start, nbytes = active_logs(), time.perf_counter(), tensor.nbytes
+
+        def carried(_: object) -> None:
+            for log in logs:
+                log.add(
+                    "send", start, time.perf_counter(), nbytes, lane="communication"
+                )
+
+        for handle in handles:
+            if hasattr(handle, "started"):  # of a slow line
+                handle.started.add_done_callback(carried)
+
+    def _write(self, op: str, **detail: int) -> None:
+        start, self.since = self.since, time.perf_counter()
+        for log in active_logs():
+            log.add(op, start, self.since, **detail)
+
+
+class Waiting:
+    """Lets each step of a ring take time in proportion to its work.
+
+    Attributes:
+        seconds: for one pair of query and key, all heads together.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def before_compute(self, ring: Ring, step: int, pairs: int) -> None:
+        """Sleep as long as this step's pairs take."""
+        time.sleep(self.seconds * pairs)
