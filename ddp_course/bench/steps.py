@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from ddp_course.bench.turns import Contender, Pair, Row, Told, in_turns, rows_of
-from ddp_course.collectives import communicator
+from ddp_course.collectives import meeting
 from ddp_course.collectives.patience import patient, threads_of
 from ddp_course.launch import Links, here, spawn
 from ddp_course.model import GPTConfig, build_gpt
@@ -50,7 +50,7 @@ def patiently(model: nn.Module, make: Variant) -> Made:
 
     Beside the variant itself it tells how much of our gain that is.
     """
-    threads = threads_of(communicator())
+    threads = threads_of(meeting())
     return during_step(make(model), lambda: patient(threads))
 
 
@@ -166,7 +166,7 @@ def together(
         return _of_rank_0(float(time.perf_counter() < end)) == 1
 
     def meet() -> None:
-        communicator().agree("begin")  # a barrier of microseconds
+        meeting().agree("begin")  # a barrier of microseconds
 
     return in_turns(contenders, turns, repeat, meet=meet, go_on=go_on)
 

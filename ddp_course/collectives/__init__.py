@@ -7,7 +7,7 @@
     halving_doubling, hierarchical
                       two more, as plans
     runtime           carry out a plan on real ranks
-    call, communicator
+    call, meeting, communicator
                       what every call does first: do all ranks mean the same?
     by_plan           the all-reduces that check the call and carry out a plan
     rooted            broadcast, reduce, scatter, gather: one rank is special
@@ -30,12 +30,8 @@ from ddp_course.collectives.by_plan import (
     ring_all_reduce,
     tree_all_reduce,
 )
-from ddp_course.collectives.communicator import (
-    CollectiveError,
-    Work,
-    communicator,
-    quick_exchange,
-)
+from ddp_course.collectives.communicator import Work, communicator
+from ddp_course.collectives.meeting import CollectiveError, meeting, quick_exchange
 from ddp_course.collectives.reduction import ReduceOp
 from ddp_course.collectives.rooted import broadcast, gather, reduce, scatter
 from ddp_course.collectives.unrooted import (

@@ -159,7 +159,7 @@ class Collective:
 
     def agree(self) -> None:
         """See whether all ranks mean the same; else CollectiveError on all."""
-        self.comm.agree(", ".join(self.words), self.problem)
+        self.comm.meeting.agree(", ".join(self.words), self.problem)
 
     @cached_property
     def port(self) -> Port:

@@ -39,11 +39,14 @@ def socket_threads(tasks: Path = Path("/proc/self/task")) -> list[int]:
     return found
 
 
-def threads_of(comm: Any) -> list[int]:
-    """Return the ids of gloo's socket threads, looked up once for a communicator."""
-    if "socket threads" not in comm.kept:
-        comm.kept["socket threads"] = socket_threads()
-    return comm.kept["socket threads"]
+def threads_of(its: Any) -> list[int]:
+    """Return the ids of gloo's socket threads, looked up once for a group.
+
+    `its` is the meeting or the communicator of the group.
+    """
+    if "socket threads" not in its.kept:
+        its.kept["socket threads"] = socket_threads()
+    return its.kept["socket threads"]
 
 
 @contextlib.contextmanager

@@ -45,9 +45,9 @@ def empty(
         if call.size == 1:
             made.append(torch.empty(shape, dtype=dtype))
             return
-        nbytes, comm = math.prod(shape) * dtype.itemsize, call.comm
-        memory = SymmetricMemory(comm.barrier, nbytes, comm.exchange)
-        _memories(comm).append(memory)
+        nbytes, its = math.prod(shape) * dtype.itemsize, call.comm.meeting
+        memory = SymmetricMemory(its.barrier, nbytes, its.exchange)
+        _memories(call.comm).append(memory)
         made.append(memory.own.view(dtype).view(shape))
 
     call.start(body)
@@ -119,7 +119,8 @@ def all_reduce(
             return
         if memory is None and "staging" not in kept:  # at the first call
             call.agree()
-            kept["staging"] = Staging(call.comm.barrier, call.comm.exchange)
+            its = call.comm.meeting
+            kept["staging"] = Staging(its.barrier, its.exchange)
         way = kept["staging"] if memory is None else memory
         way.all_reduce(tensor, call.op, call.agree)
         # No message is sent, but bytes of this rank are read by others; count those.

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp_course.collectives import communicator
+from ddp_course.collectives import meeting
 from ddp_course.communication_order.ordered import only, options_of
 from ddp_course.mechanisms.agreement import agreed, check_module, form_of
 from ddp_course.mechanisms.hooks import leaves_below, tensors_in, while_alive
@@ -189,14 +189,14 @@ def beside(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     A collective call of these ranks. Raises ReplicaError if some are members of more
     groups than others: PyTorch would give the new one other names there, and hang.
     """
-    comm = communicator(group)
-    if "beside" not in comm.kept:
+    its = meeting(group)
+    if "beside" not in its.kept:
         count = len(dist.distributed_c10d._world.pg_names)
         agreed(lambda: None, group, **{"process groups that it is in": count})
-        everyone = comm.size == dist.get_world_size()
+        everyone = its.size == dist.get_world_size()
         other = dist.new_group(
-            None if everyone else comm.ranks, use_local_synchronization=not everyone
+            None if everyone else its.ranks, use_local_synchronization=not everyone
         )
-        communicator(other)  # a collective call, too
-        comm.kept["beside"] = other
-    return comm.kept["beside"]
+        meeting(other)  # a collective call, too
+        its.kept["beside"] = other
+    return its.kept["beside"]

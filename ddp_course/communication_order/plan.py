@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ddp_course.collectives import communicator
+from ddp_course.collectives import meeting
 from ddp_course.communication_order.pieces import InPieces
 from ddp_course.communication_order.schedule import Piece, Played, Policy, simulate
 from ddp_course.measure.blocks import active_logs
@@ -115,7 +115,7 @@ class Planned:
         unseen = [b for b in model.engine.buckets[::-1] if b not in self.called]
         own = tuple(bucket.index for bucket in unseen + self.called)
         reducer = model.reducer
-        first_ranks, *_ = communicator(reducer.group).exchange(own)
+        first_ranks, *_ = meeting(reducer.group).exchange(own)
         layers = [model.engine.buckets[index] for index in first_ranks]
         ready = self.ready_after()
         self.played = plan(layers, ready, reducer, self.took, self.policy)
@@ -146,7 +146,7 @@ def plan(
     for k, layer in enumerate(layers):
         own.append(max(ready[later.index] for later in layers[k:]))
         own += [took["forward", layer.index], took["update", layer.index]]
-    shown = communicator(reducer.group).exchange((*own, *measure_link(reducer)))
+    shown = meeting(reducer.group).exchange((*own, *measure_link(reducer)))
     slowest = [Fraction(f"{max(one):.12f}") for one in zip(*shown, strict=True)]
     *times, each, per_byte = slowest
     backward = [before - after for before, after in pairwise((*times[::3], 0))]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ddp_course.collectives.communicator import quick_exchange
+from ddp_course.collectives.meeting import quick_exchange
 from ddp_course.communication_order.guards import (
     NotYet,
     SameStart,

@@ -3,7 +3,7 @@
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_course.collectives.communicator import communicator
+from ddp_course.collectives.meeting import meeting
 from ddp_course.mechanisms.agreement import described
 
 
@@ -16,8 +16,8 @@ class SameSequence:
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.comm = communicator(group)
+        self.meeting = meeting(group)
 
     def __call__(self, tokens: Tensor) -> None:
         """Compare type, shape and numbers of (B, T) tokens before anything is sent."""
-        self.comm.agree_now(f"a sequence that is shared: {described(tokens)}")
+        self.meeting.agree_now(f"a sequence that is shared: {described(tokens)}")

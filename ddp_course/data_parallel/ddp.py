@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_course.collectives.communicator import quick_exchange
+from ddp_course.collectives.meeting import quick_exchange
 from ddp_course.data_parallel.bucketed import BucketedDistributedDataParallel
 from ddp_course.data_parallel.buffers import Buffers
 from ddp_course.data_parallel.same_model import SameModel

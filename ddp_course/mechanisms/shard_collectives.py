@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_course.collectives.communicator import communicator
+from ddp_course.collectives.meeting import meeting
 
 Group = dist.ProcessGroup | None
 
@@ -104,4 +104,4 @@ def compare_calls(name: str, tensor: Tensor, group: Group) -> None:
     and it waits for ever when one rank gathers while another reduces. Ranks of one
     machine compare in shared memory, within microseconds.
     """
-    communicator(group).agree_now(f"{name} of {tensor.numel()} {tensor.dtype}")
+    meeting(group).agree_now(f"{name} of {tensor.numel()} {tensor.dtype}")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 
-from ddp_course.collectives.communicator import Communicator, communicator
+from ddp_course.collectives.meeting import Meeting, meeting
 from ddp_course.mechanisms.agreement import (
     agreed,
     described,
@@ -39,7 +39,7 @@ def check_model(
     They must have the same model, in every number, and the same options
     (`tensor_parallel`).
     """
-    problem, form = _problem_with(model, communicator(group).size), {}
+    problem, form = _problem_with(model, meeting(group).size), {}
     if not problem:
         form = form_of(
             model,
@@ -82,15 +82,15 @@ class SameTokens:
     sentences: no shape is wrong, and the loss even falls.
     """
 
-    def __init__(self, comm: Communicator) -> None:
-        self.comm = comm
+    def __init__(self, its: Meeting) -> None:
+        self.meeting = its
 
     def before_forward(
         self, ends: Any, idx: Tensor, targets: Tensor | None, problem: str | None
     ) -> None:
         """Compare the digests of the ranks' tokens; raise a rank's `problem` on all."""
         tokens = {"idx": idx} if targets is None else {"idx": idx, "targets": targets}
-        size = self.comm.size
+        size = self.meeting.size
         try:
             for name, tensor in tokens.items():
                 check_tokens(name, tensor, ends.config)
@@ -105,14 +105,14 @@ class SameTokens:
         except (ValueError, TypeError, AttributeError) as error:
             problem = str(error)
         words = ", ".join(f"{name} {described(t)}" for name, t in tokens.items())
-        self.comm.agree_now(f"forward({words})", problem)
+        self.meeting.agree_now(f"forward({words})", problem)
 
 
 class FailedPasses:
     """Note a forward or backward that fails here: other ranks may still wait in it."""
 
-    def __init__(self, comm: Communicator) -> None:
-        self.watch = comm.watch
+    def __init__(self, its: Meeting) -> None:
+        self.watch = its.watch
 
     def forward_failed(self, model: Any, error: Exception) -> None:
         """Note what the other ranks should be told."""

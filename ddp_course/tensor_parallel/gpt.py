@@ -32,7 +32,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_course.collectives.communicator import communicator
+from ddp_course.collectives.meeting import meeting
 from ddp_course.collectives.patience import patient, threads_of
 from ddp_course.mechanisms.exchange import MessageExchange
 from ddp_course.mechanisms.guards import leave_behind
@@ -234,10 +234,10 @@ def tensor_parallel(
     09.
     """
     check_model(model, group, sequence_parallel, all_reduce)
-    comm = communicator(group)
+    its = meeting(group)
     # gloo's threads do not interrupt this rank while it waits for them.
-    exchange = MessageExchange(group, all_reduce, partial(patient, threads_of(comm)))
-    parts = SameTokens(comm), FailedPasses(comm)
+    exchange = MessageExchange(group, all_reduce, partial(patient, threads_of(its)))
+    parts = SameTokens(its), FailedPasses(its)
     parallel = TensorParallelGPT(model, exchange, sequence_parallel, parts)
     leave_behind(model.parameters(), "tensor_parallel(model)")
     return parallel

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.nn.utils import clip_grad_value_, get_total_norm
 from torch.optim import Optimizer
 
-from ddp_course.collectives.communicator import quick_exchange
+from ddp_course.collectives.meeting import quick_exchange
 from ddp_course.mechanisms.agreement import agreed, digest, kind_of, stepped_in_backward
 from ddp_course.mechanisms.buckets import LiveBucket, Slot, bucket_plan
 from ddp_course.mechanisms.elementwise import check_elementwise

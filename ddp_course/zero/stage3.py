@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from ddp_course.collectives.communicator import quick_exchange
+from ddp_course.collectives.meeting import quick_exchange
 from ddp_course.launch.deadlock import CollectiveError, checked_group
 from ddp_course.mechanisms.agreement import agreed, form_of, problem_with
 from ddp_course.mechanisms.elementwise import Stepped

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ddp_course.collectives.communicator import quick_exchange
+from ddp_course.collectives.meeting import quick_exchange
 from ddp_course.mechanisms import shard_collectives
 from ddp_course.mechanisms.buckets import BUCKET_CAP_MB
 from ddp_course.mechanisms.placements import clip_grad_norm_, groups_of

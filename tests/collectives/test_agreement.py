@@ -18,7 +18,7 @@ from ddp_course.collectives import (
     ring_all_reduce,
     shared_memory,
 )
-from ddp_course.collectives.communicator import note, read
+from ddp_course.collectives.meeting import meeting, note, read
 from ddp_course.launch import spawn
 from ddp_course.launch.deadlock import DeadlockError, Watch
 from ddp_course.measure import ByteMeter
@@ -135,7 +135,7 @@ def test_every_rank_raises_the_same_clear_error_and_sends_nothing():
 
 def disagreements() -> list[object]:
     """On every rank: agree while a collective is under way; then do not agree."""
-    comm, x = ours.communicator(), torch.ones(100_000)
+    comm, x = meeting(), torch.ones(100_000)
     odd = comm.rank == 1
     work = ring_all_reduce(x, async_op=True)
     comm.agree_now("a step")

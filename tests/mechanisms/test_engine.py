@@ -5,7 +5,7 @@ from modules import Fails
 from on_ranks import launched
 from torch import nn
 
-from ddp_course.collectives.communicator import quick_exchange
+from ddp_course.collectives.meeting import quick_exchange
 from ddp_course.mechanisms.buckets import Bucket
 from ddp_course.mechanisms.engine import AllReduceBuckets, Engine
 from ddp_course.mechanisms.recovery import Recovery

@@ -30,7 +30,7 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from ddp_course.collectives import communicator
+from ddp_course.collectives import meeting
 from ddp_course.data_parallel.dp import DataParallel, parallel_apply
 from ddp_course.launch import here, spawn
 from ddp_course.theory.checks import check_count
@@ -182,7 +182,7 @@ def ways_of(model: nn.Module, batch: Tensor, replicas: int) -> dict[str, Way]:
 
 def timed(way: Way, takes_part: bool) -> tuple[float, float]:
     """Begin together, and return this rank's seconds and CPU seconds."""
-    communicator().agree_now("begin")
+    meeting().agree_now("begin")
     wall, cpu = time.perf_counter(), time.process_time()
     if takes_part:
         way()
