@@ -326,7 +326,7 @@ def test_what_is_run_by_these_rules_is_all_there_is():
     names = {name.split(".")[-1] for name in found()}
     ours_are = {name for name, f in vars(ours).items() if isfunction(f)}
     others = {"communicator", "meeting", "quick_exchange"}
-    assert ours_are - others <= names and len(ours_are) == 14
+    assert ours_are - others <= names and len(ours_are) == 15
     kinds = {layout.get("data_parallel") for layout in layouts(2)} - {None}
     assert kinds == {*DATA_PARALLEL}
     assert {layout.get("outer") for layout in layouts(2)} - {None} == {*OUTER}
