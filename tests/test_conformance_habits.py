@@ -876,12 +876,6 @@ EXCEPTIONS: dict[Case, str] = {
     ("hook_replaces_before", "pp"): "called on the sum of the microbatches so far",
     ("hook_replaces_after", "pp"): "called on the sum of the microbatches so far",
     # Open, to be mended or refused.
-    ("adafactor", "tp"): "wrong: looks at whole tensors",
-    ("muon", "tp"): "wrong: looks at whole tensors",
-    ("lars", "tp"): "wrong: looks at whole tensors",
-    ("norm_over_everything", "tp"): "wrong: each rank takes its own norm",
-    ("noise_per_tensor", "tp"): "other noise",
-    ("norm_over_everything", "pp"): "wrong: each rank takes its own norm",
     ("penalty", "order"): "an obscure error of PyTorch's",
 }
 

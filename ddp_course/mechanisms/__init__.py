@@ -18,6 +18,7 @@
     frozen, guards
                 what would be wrong in silence once a model is wrapped
     elementwise may an optimizer step parts of a tensor alone?
+    trial       each optimizer of a divided model is tried out before its first step
     exchange    activations are gathered and reduced
     shard_collectives
                 and so are shards, by PyTorch's collectives
@@ -25,3 +26,7 @@
 
 Chapters 04 to 13 explain them.
 """
+
+from ddp_course.mechanisms import trial
+
+trial.watch()  # strategies that divide models need not know of it

@@ -9,13 +9,11 @@ vectors. On parts of a tensor they would do something else, and nobody would not
 No list of names could be complete, as everybody may write an optimizer. So a small
 matrix is stepped as a whole, and in two parts: is that the same? Chapter 07.
 
-If the model is sharded, and not the optimizer, an optimizer of any class may be
-constructed later. PyTorch has one hook for the steps of all optimizers. In it `Stepped`
-tries out each optimizer once, before it changes a piece. Chapter 08.
+If the model is divided, and not the optimizer, an optimizer of any class may be
+constructed later: `trial` tries it out before its first step. Chapters 08 to 10.
 """
 
 import functools
-import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -38,45 +36,50 @@ def check_elementwise(
     defaults: dict[str, Any],
     device: torch.device,
     remedy: str = "NaiveZeroRedundancyOptimizer leaves tensors whole",
+    whole_tensors: bool = False,
 ) -> None:
     """Raise NotElementwiseError if parts are stepped otherwise than the whole.
 
     `options` are those of a parameter group, `defaults` the arguments of the optimizer.
+    With `whole_tensors` the parts are two tensors, and the whole is both together.
     """
+    start = torch.linspace(-1, 1, 24, device=device)
+    together, apart = [(0, 24, SHAPE)], [(0, CUT, (CUT,)), (CUT, 24, (24 - CUT,))]
+    cannot = "step parts of a tensor"
+    if whole_tensors:
+        together = apart = [(0, 12, (2, 6)), (12, 24, (2, 6))]
+        cannot = "step parameters one by one"
+
+    def stepped(*spans: tuple[int, int, tuple[int, ...]]) -> tuple[Tensor, Optimizer]:
+        """Step the elements [first, last) of each span, by one optimizer for all.
+
+        Parts have an optimizer each: one of both could take a norm over all.
+        """
+        params = [nn.Parameter(start[a:b].clone().view(shape)) for a, b, shape in spans]
+        optimizer = optimizer_class([{**options, "params": params}], **defaults)
+        if "lr" in (only := optimizer.param_groups[0]):
+            only["lr"] = only["lr"] * 0 + LR  # a tensor stays one
+        for gradient in _gradients(start):
+            for p, (a, b, shape) in zip(params, spans, strict=True):
+                p.grad = gradient[a:b].clone().view(shape)
+            optimizer.step(lambda: torch.zeros(()))  # LBFGS asks for a loss
+        return torch.cat([p.detach().flatten() for p in params]), optimizer
 
     def refused(why: str) -> NotElementwiseError:
         name = getattr(optimizer_class, "__name__", repr(optimizer_class))
         return NotElementwiseError(
-            f"optimizer_class is {name}, which cannot step parts of a tensor: {why}. "
-            f"{remedy}"
+            f"optimizer_class is {name}, which cannot {cannot}: {why}. {remedy}"
         )
-
-    start = torch.linspace(-1, 1, 24, device=device)
-
-    def stepped(first: int, last: int, shape: tuple[int, ...]) -> tuple:
-        """Step the elements [first, last); each part has an optimizer of its own.
-
-        One of both parts could not show a norm that is taken over all parameters.
-        """
-        parameter = nn.Parameter(start[first:last].clone().view(shape))
-        optimizer = optimizer_class([{**options, "params": [parameter]}], **defaults)
-        if "lr" in (only := optimizer.param_groups[0]):
-            only["lr"] = only["lr"] * 0 + LR  # a tensor stays one
-        for gradient in _gradients(start):
-            parameter.grad = gradient[first:last].clone().view(shape)
-            optimizer.step()
-        return parameter.detach().flatten(), optimizer
 
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         try:
-            whole, optimizer = stepped(0, 24, SHAPE)
-            halves = stepped(0, CUT, (CUT,))[0], stepped(CUT, 24, (24 - CUT,))[0]
+            whole, optimizer = stepped(*together)
+            parts = torch.cat([stepped(span)[0] for span in apart])
         except Exception as error:  # whatever somebody's optimizer raises
             raise refused(f"it says {error!r}") from None
-    parts = torch.cat(halves)
     if not torch.allclose(whole, parts, rtol=1e-4, atol=1e-6):
         raise refused("tried on two parts it made another step")
-    for state in optimizer.state.values():
+    for state in () if whole_tensors else optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, Tensor) and value.shape not in ((), SHAPE):
                 of = f"the shape {[*value.shape]} for a parameter of {[*SHAPE]}"
@@ -92,18 +95,11 @@ def _gradients(like: Tensor) -> Iterator[Tensor]:
 
 # ---- optimizers of a sharded model --------------------------------------------------
 
-REMEDY = (
-    "Take one that steps each element alone (SGD, AdamW, ...), or "
-    "DistributedDataParallel, which leaves tensors whole"
-)
-tried: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-
 
 class Stepped:
     """A part that refuses optimizer steps that would be wrong in silence.
 
-    These are steps of optimizers that look at whole tensors, of empty parameter groups,
-    and steps without a backward pass.
+    These are steps of empty parameter groups, and steps without a backward pass.
 
     Attributes:
         waits: a forward was recorded, and no backward has come since.
@@ -144,27 +140,9 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             "has come to the sharded module. backward(inputs=...) and autograd.grad "
             "do not reach parameters(), which are pieces: call loss.backward()"
         )
-    if optimizer in tried:
-        return
     if not all(group["params"] for group in groups):
         raise RuntimeError(
             "a parameter group of this optimizer is empty. Pieces of parameters are "
             "vectors: p.dim() is 1 for each, so choose groups by name, or by the shape "
             "that the plain module's parameters had"
         )
-    for group in groups:
-        _try_out(type(optimizer), group, optimizer.defaults)
-    tried.add(optimizer)
-
-
-def _try_out(kind: type[Optimizer], group: dict, defaults: dict[str, Any]) -> None:
-    """Raise NotElementwiseError if the class does other steps with parts of tensors."""
-    options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-    known = inspect.signature(kind.__init__).parameters
-    taken = {name: value for name, value in defaults.items() if name in known}
-    device = group["params"][0].device
-    try:
-        kind([{**options, "params": [nn.Parameter(torch.zeros(1))]}], **taken)
-    except Exception:  # it takes other arguments: it cannot be tried out
-        return
-    check_elementwise(kind, options, taken, device, REMEDY)

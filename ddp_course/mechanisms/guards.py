@@ -5,13 +5,13 @@ constructed, these tools are watched in this process:
 
     an optimizer that was made before     refused at its first step: what it steps has
                                           been left behind, and trains nothing
-    torch.optim.LBFGS                     refused: it looks at all parameters at once
     torch.nn.utils.clip_grad_norm_,       refused: they take this rank's part for all
     get_total_norm, clip_grads_with_norm_
     torch.amp.GradScaler                  agrees: if a gradient is inf on one rank, all
                                           skip the step. (Otherwise that rank alone
                                           would skip it, and the replicas would differ.)
 
+Optimizers that look at whole tensors, or at several, are refused by `trial`.
 PyTorch has a hook for the steps of optimizers. The other tools have none, so a function
 of each is wrapped in another. Chapters 05 and 07 to 10.
 """
@@ -74,18 +74,8 @@ def put_inside(decorated: Any, make: Callable[[Any], Any]) -> None:
 
 
 def _check_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Raise RuntimeError for an optimizer whose step would be wrong in silence.
-
-    Its parameters are trained no more, or it looks at all of them, of which this rank
-    has a part.
-    """
+    """Raise RuntimeError for an optimizer whose parameters nobody trains any more."""
     stepped = [p for group in optimizer.param_groups for p in group["params"]]
-    if isinstance(optimizer, torch.optim.LBFGS) and any(map(in_parts, stepped)):
-        raise RuntimeError(
-            "LBFGS searches along one direction for all parameters, and this rank has "
-            "only a part of the model's: each rank would step by itself. Take an "
-            "optimizer that steps each parameter alone, such as AdamW or SGD"
-        )
     left = [p for p in stepped if hasattr(p, "left_behind")]
     # A plain model that tensor parallelism has taken its parts from may be trained on.
     if left and all(p.grad is None or not p.untyped_storage().size() for p in left):

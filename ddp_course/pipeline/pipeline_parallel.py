@@ -69,7 +69,8 @@ NAMES = {
 class PipelineParallel(DividedModule, Pipeline):
     """Trains `model`, of which every rank of the group has some layers.
 
-    `parameters()` are those of this rank's layers, for any optimizer; after `step` each
+    `parameters()` are those of this rank's layers, for any optimizer that steps each
+    parameter alone (others are refused, `mechanisms.trial`); after `step` each
     has as `grad` what it would have in one process after a backward of the mean loss of
     the whole batch, added to what was there. `module` has the layers under their names
     in the model.

@@ -220,7 +220,9 @@ def tensor_parallel(
     """Return this rank's part of `model`, to be called and trained like the whole.
 
     Called by all ranks together, with the same model (`build_gpt` with the same seed);
-    it stays as it is: drop it, and the memory of what other ranks have is free.
+    it stays as it is: drop it, and the memory of what other ranks have is free. An
+    optimizer that looks at whole tensors (Adafactor, Muon, LAMB) is refused at its
+    first step, which PyTorch's DTensor would let see the other ranks' parts.
 
     Args:
         model: a plain GPT, on the CPU or on this rank's GPU.

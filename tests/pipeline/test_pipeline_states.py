@@ -153,7 +153,7 @@ def refusals() -> dict[str, str]:
     told["ignored"] = refused(words.step, ones, tokens)
     words.step(ones, tokens[[0, 2, 1, 2]])  # a half of each microbatch
     lbfgs = torch.optim.LBFGS(pipeline.parameters())
-    told["lbfgs"] = said(RuntimeError, lbfgs.step, lambda: None)
+    told["lbfgs"] = said(ValueError, lbfgs.step, lambda: None)
     told["state"] = refused(partial(load_full_state_dict, pipeline), {"a": x})
     pipeline.step(x, y)  # and it can still be used
     return told
@@ -184,7 +184,7 @@ def test_what_cannot_be_is_refused_on_all_ranks_in_the_same_words():
         "running mean": "the buffer mean of a RunningMean changes in each forward",
         "spectral norm": "of a _SpectralNorm changes in each forward",
         "ignored": "the loss leaves out targets of -100 (ignore_index)",
-        "lbfgs": "LBFGS searches along one direction for all parameters",
+        "lbfgs": "LBFGS, which cannot step parameters one by one",
         "state": "the state_dict has no embed.tokens.weight",
     }.items():
         assert words in told[0][case], told[0][case]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import Optimizer
 
+from ddp_course.mechanisms import trial
 from ddp_course.mechanisms.elementwise import check_elementwise
 from ddp_course.model import build_gpt
 from ddp_course.zero import NotElementwiseError, deal, shard_plan
@@ -166,3 +167,23 @@ def test_what_looks_at_whole_tensors_is_seen(cls):
     with pytest.raises(NotElementwiseError, match=f"optimizer_class is {cls.__name__}"):
         check_elementwise(cls, {}, {"lr": 1e-9}, CPU)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_stage_may_have_what_looks_at_a_whole_tensor_but_not_at_several():
+    for cls in (Trusts, Clips, Rows, torch.optim.Adafactor, torch.optim.Muon):
+        check_elementwise(cls, {}, {"lr": 0.1}, CPU, whole_tensors=True)
+    with pytest.raises(NotElementwiseError, match="step parameters one by one"):
+        check_elementwise(OneNorm, {}, {"lr": 0.1}, CPU, whole_tensors=True)
+
+
+class NeedsMore(torch.optim.SGD):
+    """Cannot be constructed from its options alone."""
+
+    def __init__(self, params, how):
+        super().__init__(params, lr=0.1)
+
+
+def test_who_cannot_be_tried_out_is_warned_of():
+    optimizer = NeedsMore([torch.nn.Parameter(torch.ones(2))], "somehow")
+    with pytest.warns(UserWarning, match="NeedsMore could not be tried out"):
+        trial._try_out(optimizer, optimizer.param_groups[0], whole_tensors=False)
