@@ -1,0 +1,328 @@
+"""The recipes of CONTRIBUTING.md, each carried out on a copy of the tree.
+
+Each recipe's list of files is held against the files that the trial touches, and the
+copy's own tests must pass with all four additions in it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell
+
+ROOT = Path(__file__).parents[1]
+Edit = Callable[[str], str]
+
+
+def append(text: str) -> Edit:
+    return lambda before: before + text
+
+
+def insert(anchor: str, text: str) -> Edit:
+    """Insert `text` behind the only place where `anchor` stands."""
+
+    def edit(before: str) -> str:
+        assert before.count(anchor) == 1, (anchor, before.count(anchor))
+        return before.replace(anchor, anchor + text)
+
+    return edit
+
+
+def add_cells(*cells) -> Edit:
+    def edit(before: str) -> str:
+        notebook = nbformat.reads(before, as_version=4)
+        notebook.cells += cells
+        code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+        for count, cell in enumerate(code, start=1):
+            cell.execution_count = count
+        return nbformat.writes(notebook)
+
+    return edit
+
+
+def together(*edits: Edit) -> Edit:
+    def edit(text: str) -> str:
+        for each in edits:
+            text = each(text)
+        return text
+
+    return edit
+
+
+EXERCISE = {
+    "ddp_course/chapters/ch01_ranks/solutions.py": append('''
+
+def node_of(rank: int, nproc_per_node: int) -> int:
+    """Return the node on which a rank runs: the nodes before it are full."""
+    return rank // nproc_per_node
+'''),
+    "ddp_course/chapters/ch01_ranks/exercises.py": append('''
+
+@exercise("node_of", solution=solutions.node_of)
+def check_node_of(answer: Answer) -> str:
+    """`node_of(rank, nproc_per_node)`: the node on which a rank runs.
+
+    How many full nodes come before this rank's node?
+
+    As many as `nproc_per_node` fits into the rank, without a remainder.
+    """
+    for p, cluster in PLACES:
+        size = cluster.nproc_per_node
+        why = f"each node has {size} ranks"
+        expect_call(answer, p.rank, size, returns=p.node_rank, because=why)
+    return SHAPES
+'''),
+    "tests/chapters/ch01_ranks/answers.py": append('''
+ANSWERS |= answers(
+    solutions,
+    globals(),
+    node_of="""
+    counted_down:
+        node = 0
+        while (node + 1) * nproc_per_node <= rank:
+            node += 1
+        return node
+    by_divmod:
+        return divmod(rank, nproc_per_node)[0]
+    the_remainder: each node has 4 ranks
+        // => %
+    always_four: each node has 3 ranks
+        // nproc_per_node => // 4
+    a_quotient: returned `0.0`
+        // => /
+    """,
+)
+'''),
+    "notebooks/01_ranks.ipynb": add_cells(
+        new_markdown_cell("**`node_of`**: on which node does a rank run?"),
+        new_code_cell(
+            "from ddp_course.chapters.ch01_ranks.exercises import check_node_of\n\n\n"
+            "def node_of(rank, nproc_per_node):\n    raise NotImplementedError\n\n\n"
+            "check_node_of(node_of)",
+            metadata={"tags": ["nbval-ignore-output"]},
+        ),
+    ),
+}
+SCHEDULE = {
+    "ddp_course/pipeline/schedules.py": append('''
+
+def eager_1f1b(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Return 1F1B with one more microbatch in flight on every rank but the last.
+
+    A gradient may then arrive one forward later without making a rank wait.
+    """
+    return one_stage_per_rank(
+        "eager_1f1b",
+        num_ranks,
+        num_microbatches,
+        lambda rank: num_ranks - rank + (rank < num_ranks - 1),
+    )
+
+
+SCHEDULES.update(eager_1f1b=eager_1f1b)
+'''),
+    "ddp_course/spec.py": insert(
+        "\nSCHEDULES = {\n", '    "eager_1f1b": ScheduleName("Eager 1F1B"),\n'
+    ),
+    "tests/pipeline/test_schedules.py": append("""
+
+from ddp_course.pipeline.schedules import eager_1f1b  # noqa: E402
+
+ORDERS[eager_1f1b] = [
+    "0F0 0F1 0F2 0B0 0B1 0B2",
+    "1F0 1B0 1F1 1B1 1F2 1B2",
+]
+
+
+def test_eager_1f1b_keeps_one_microbatch_more():
+    made = eager_1f1b(2, 3)
+    assert made == parse("eager_1f1b", ORDERS[eager_1f1b])
+    assert check(made).peak_activations == (3, 1)
+"""),
+    "notebooks/11_pipeline_schedules.ipynb": add_cells(
+        new_code_cell("print(SCHEDULES['eager_1f1b'](4, 8))"),
+    ),
+}
+SCHEDULE["ddp_course/pipeline/schedules.py"] = together(
+    insert("    check_counts,\n", "    one_stage_per_rank,\n"),
+    SCHEDULE["ddp_course/pipeline/schedules.py"],
+)
+AXIS = {
+    "ddp_course/spec.py": together(
+        insert(
+            "\nAXES = {\n",
+            '    "twin": Axis("ranks that compute the same", "twins"),\n',
+        ),
+        insert(
+            '    tp: int = option(1, AXES["tp"].about)\n',
+            '    twin: int = option(1, AXES["twin"].about)\n',
+        ),
+    ),
+    "ddp_course/twins/__init__.py": append(
+        '"""Floor 2: ranks that compute the same. Read:\n\n'
+        '    axis    leave the model as it is\n"""\n'
+    ),
+    "ddp_course/twins/axis.py": append('''\
+"""The axis twin: all its ranks compute the same, so nothing is sent."""
+
+from ddp_course.spec import Layout
+from ddp_course.strategy import Strategy
+
+
+def strategy(layout: Layout) -> Strategy:
+    """Return how the ranks along twin train: each by itself."""
+    return Strategy()
+'''),
+    "tests/test_architecture.py": insert('"context_parallel"', ', "twins"'),
+    "tests/twins/test_twins.py": append('''\
+"""Twins train as one process does."""
+
+from functools import partial
+
+import pytest
+
+from ddp_course.launch import spawn
+from ddp_course.train import train
+
+
+def test_two_twins_train_like_one_process():
+    run = partial(train, steps=2, batch_size=4)
+    alone = spawn(run, output="none")[0]
+    twins = spawn(partial(run, twin=2), world_size=2, output="none")
+    for each in twins:
+        assert each.losses == pytest.approx(alone.losses)
+'''),
+    "README.md": insert(
+        "ring attention |\n", "| `twins/` | ranks that compute the same |\n"
+    ),
+}
+BUCKET = {
+    "ddp_course/compression/ternary.py": append('''\
+"""Each number as -1, 0 or 1 times the largest. After Wen et al. 2017, TernGrad."""
+
+import torch
+from torch import Tensor
+
+from ddp_course.compression.exchange import Exchange
+from ddp_course.compression.hook import Gathered, as_bytes
+
+
+class Ternary(Gathered):
+    """Sends one byte for each number, and one float32 for them all."""
+
+    def __init__(self, feedback: bool = True, exchange: Exchange | None = None) -> None:
+        super().__init__(feedback, exchange)
+
+    def encode(self, v: Tensor, index: int) -> Tensor:
+        """Return -1, 0 and 1 as bytes, and the scale."""
+        scale = v.abs().max().float().view(1)
+        return as_bytes((v / scale).round().to(torch.int8), scale)
+
+    def decode(self, sent: Tensor, like: Tensor) -> Tensor:
+        """Return the scaled numbers."""
+        scale = sent[-4:].clone().view(torch.float32)
+        return (sent[:-4].view(torch.int8) * scale).to(like.dtype)
+'''),
+    "ddp_course/compression/named.py": together(
+        insert(
+            "from ddp_course.compression.sparse import RandomK, TopK\n",
+            "from ddp_course.compression.ternary import Ternary\n",
+        ),
+        insert(
+            "    {\n",
+            '        "ternary": lambda exchange: Ternary(exchange=exchange),\n',
+        ),
+    ),
+    "ddp_course/compression/__init__.py": insert(
+        "    sign        one bit a number\n", "    ternary     -1, 0 or 1\n"
+    ),
+    "ddp_course/spec.py": insert('    "sign": None,\n', '    "ternary": None,\n'),
+    "tests/compression/test_compressors.py": append("""
+
+def test_ternary_averages_on_ranks_as_in_one_process():
+    found = spawn(partial(as_ranks, partial(compressor, "ternary")), world_size=2)
+    for means, (metered, _) in found:
+        right = as_one(partial(compressor, "ternary", Exchange()), ranks=2)
+        assert all(map(torch.equal, means, right))
+        numel = sum(g.numel() for g in gradients(0, 0))
+        assert metered == numel + 4
+"""),
+    "notebooks/14_fewer_bytes.ipynb": add_cells(
+        new_markdown_cell("Ternary numbers: one of -1, 0 and 1 for each."),
+        new_code_cell('compressor("ternary")'),
+    ),
+}
+RECIPES = {
+    "A new exercise": EXERCISE,
+    "A new schedule": SCHEDULE,
+    "A new mesh axis": AXIS,
+    "A new way to average a bucket": BUCKET,
+}
+
+
+@pytest.mark.parametrize("title", RECIPES)
+def test_a_recipe_lists_the_files_that_it_touches(title):
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    (recipe,) = re.findall(rf"^## {title}\n(.*?)(?=^## )", text, re.M | re.S)
+    steps = re.findall(r"^\d+\. `([^`]+)`", recipe, re.M)
+    names = {"chNN_topic": "ch01_ranks", "AXIS": "twins", "NAME": "ternary"}
+    for placeholder, name in names.items():
+        steps = [step.replace(placeholder, name) for step in steps]
+    steps = [step.replace("NN_topic", "01_ranks") for step in steps]
+    assert sorted(steps) == sorted(RECIPES[title])
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory) -> Path:
+    """Return a copy of all files that git knows, with all four additions."""
+    folder = tmp_path_factory.mktemp("tree")
+    listed = ["git", "ls-files", "-co", "--exclude-standard"]
+    listing = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True)
+    for file in filter(lambda file: (ROOT / file).is_file(), listing.stdout.split()):
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / file, folder / file)
+    for files in RECIPES.values():
+        for file, edit in files.items():
+            path = folder / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(edit(path.read_text() if path.exists() else ""))
+    return folder
+
+
+def test_all_four_recipes_work_on_a_copy_of_the_tree(copy):
+    chosen = (
+        "node_of or eager_1f1b or twins or ternary or test_architecture or readme "
+        "or test_plain_words or pytorch_and_yet or house_rules or whole"
+    )
+    files = [
+        *("chapters/test_exercises.py", "test_repository.py", "test_architecture.py"),
+        *("test_plain_words.py", "test_cli.py", "pipeline/test_schedules.py"),
+        *("twins/test_twins.py", "compression/test_compressors.py"),
+    ]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-n", "0", "-v", "-k", chosen),
+            *(f"tests/{file}" for file in files),
+        ],
+        cwd=copy,
+        env={**os.environ, "PYTHONPATH": str(copy)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-9000:] + done.stderr
+    for seen in (
+        "test_the_solution_passes[node_of]",
+        "test_eager_1f1b_keeps_one_microbatch_more",
+        "test_legal_for_every_number_of_ranks_and_microbatches[eager_1f1b]",
+        "test_two_twins_train_like_one_process",
+        "test_ternary_averages_on_ranks_as_in_one_process",
+    ):
+        assert re.search(re.escape(seen) + " PASSED", done.stdout), seen
