@@ -1,24 +1,26 @@
-"""Floor 2: ZeRO: what data parallelism keeps N times is cut into N shards.
+"""Floor 2: ZeRO: cut into N shards what data parallelism stores N times.
 
 Read the modules in this order:
 
-    naive         `NaiveZeroRedundancyOptimizer`: whole parameters have owners
-    shards        who owns what: plain data
+    naive, options
+                  `NaiveZeroRedundancyOptimizer`: each parameter has one owner
+    shards        which rank owns which elements: plain data
     stage1        `Zero1`: optimizer states are sharded
-    stage2        `Zero2`: and so are gradients
+    stage2        `Zero2`: gradients are sharded, too
     zero_redundancy_optimizer, sharded_gradient_optimizer
-                  both with all that one trains with: a list of parts
+                  stages 1 and 2 with PyTorch's features: a list of parts
     optimizer_parts, optimizer_guards
-                  these parts: what is added, and what is refused
+                  these parts: added features, and refused mistakes
     units         stage 3: which parameters are gathered together: plain data
-    stage3_naive  `NaiveFullyShardedDataParallel`: all is gathered, used and freed
+    stage3_naive  `NaiveFullyShardedDataParallel`: gather, use and free everything
     stage3_simple `SimpleFullyShardedDataParallel`: one unit after the other
-    unit_storage  their memory, which comes and goes; what stands there meanwhile
-    stage3        `FullyShardedDataParallel`: messages under way meanwhile, and parts
-    sharded_parts its parts; what to gather next; shards on the CPU
-    metered       what meters need of all of them
+    unit_storage  the memory of units: allocated by a gather, freed after use
+    stage3        `FullyShardedDataParallel`: overlapped messages, options, parts
+    sharded_parts its parts; the order of prefetches; shards on the CPU
+    metered       byte meters, memory ledgers and event logs for all of them
     sharded_checkpoint
-                  saved shards
+                  save and load shards
+    axis          what `parallelize` calls to add ZeRO to a model
 
 Chapters 07 and 08.
 """
@@ -26,7 +28,7 @@ Chapters 07 and 08.
 from ddp_course.mechanisms.elementwise import NotElementwiseError
 from ddp_course.zero.naive import NaiveZeroRedundancyOptimizer, deal
 from ddp_course.zero.sharded_gradient_optimizer import ShardedGradientOptimizer
-from ddp_course.zero.shards import Piece, ShardedBucket, shard_plan
+from ddp_course.zero.shards import RowPiece, ShardedBucket, shard_plan
 from ddp_course.zero.stage1 import Zero1
 from ddp_course.zero.stage2 import Zero2
 from ddp_course.zero.stage3 import FullyShardedDataParallel

@@ -22,7 +22,7 @@ OPTIMIZERS = MappingProxyType({1: ZeroRedundancyOptimizer, 2: ShardedGradientOpt
 
 
 def shard(model: nn.Module, layout: Layout, axes: Axes) -> nn.Module:
-    """Wrap a model in FSDP; under autocast it gathers in 16 bits, and sums in 32."""
+    """Wrap a model in FSDP; with autocast, gather in 16 bits and reduce in 32."""
     options = {}
     if name := PRECISIONS[layout.precision].products:
         types = {"compute_dtype": getattr(torch, name), "reduce_dtype": torch.float32}
@@ -32,19 +32,19 @@ def shard(model: nn.Module, layout: Layout, axes: Axes) -> nn.Module:
         options["replicas"] = axes.group("replicate")
         groups = groups[1:]
     group = axes.group(*groups)
-    options |= metered.module(group)  # its collectives are checked
+    options |= metered.module(group)  # uses this course's checked collectives
     return FullyShardedDataParallel(model, group, **options)
 
 
 def sharded_adamw(model: nn.Module, layout: Layout, axes: Axes, lr: float) -> Optimizer:
-    """Return the AdamW that shards its states, and averages the gradients."""
+    """Return an AdamW that shards its states and averages the gradients."""
     group = axes.group(*layout.averaged)
     options = {"lr": lr, **metered.optimizer()}
     return OPTIMIZERS[layout.zero](model.parameters(), AdamW, group, **options)
 
 
 def strategy(layout: Layout) -> Strategy:
-    """Return how the ranks along dp train, by ZeRO's stage."""
+    """Return the functions that set up the layout's ZeRO stage."""
     if layout.zero in OPTIMIZERS:
         return Strategy(optimizer=sharded_adamw)
     return Strategy(shard)

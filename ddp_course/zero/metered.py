@@ -1,15 +1,17 @@
-"""What meters need of ZeRO and FSDP: hand it in where something is to be measured.
+"""Arguments for ZeRO and FSDP that make their bytes, memory and time measurable.
 
     ZeroRedundancyOptimizer(params, AdamW, **metered.optimizer())
     FullyShardedDataParallel(model, **metered.module())
 
-The classes themselves send by PyTorch's collectives, and know of no meter. With this
+By default these classes use PyTorch's collectives and are not measured. These arguments
+replace
 
-    collectives   are this course's: byte meters count them, slow links delay them, and
-                  before each of them the ranks compare what they call
-    Labels        and `LabelledStorage` tell ledgers (`measure.resident`) what memory is
-                  for
-    Recorded      and `RecordBackward` write what a step does into open event logs
+    collectives   by this course's: byte meters count them, slow links delay them, and
+                  the ranks compare their calls before each collective
+    memory        by labelled memory (`Labels`, `LabelledStorage`), so that ledgers
+                  (`measure.resident`) know its purpose
+
+and `RecordUnits` and `RecordBackward` write the events of each step into open logs.
 
 Chapters 07 and 08.
 """
@@ -37,28 +39,29 @@ from ddp_course.zero.unit_storage import FlatStorage, Unit
 
 
 def optimizer() -> dict[str, Any]:
-    """Return what `ZeroRedundancyOptimizer` and `ShardedGradientOptimizer` take."""
+    """Return arguments for `ZeroRedundancyOptimizer` or `ShardedGradientOptimizer`."""
     return {"collectives": course, "parts": [Labels(), RecordBackward()]}
 
 
 def module(group: dist.ProcessGroup | None = None) -> dict[str, Any]:
-    """Return what `FullyShardedDataParallel(module, group)` takes."""
-    messages = ShardMessages(group)
-    return {"exchange": messages, "storage": LabelledStorage, "parts": [Recorded()]}
+    """Return arguments for `FullyShardedDataParallel(module, group)`."""
+    messages = MeteredMessages(group)
+    parts = [RecordUnits()]
+    return {"exchange": messages, "storage": LabelledStorage, "parts": parts}
 
 
-class ShardMessages(PeerMessages):
-    """How shards are gathered and gradients are summed, with this course's collectives.
+class MeteredMessages(PeerMessages):
+    """The gathers and reductions of FSDP, with this course's collectives.
 
-    The first one for a group is constructed by all its ranks together.
+    All ranks of a group must construct the first object for the group together.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(group)
         self.comm, self.port = communicator(group), Port(group)
 
-    def ours(self, tensor: Tensor) -> bool:
-        """Tell whether this course's collectives send it; over NCCL PyTorch's do."""
+    def is_metered(self, tensor: Tensor) -> bool:
+        """Return whether this course's collectives send it; with NCCL PyTorch's do."""
         return not tensor.is_cuda or self.port.staged(tensor)
 
     def gather(
@@ -68,40 +71,40 @@ class ShardMessages(PeerMessages):
         prepare: Callable[[], None],
         async_op: bool = False,
     ) -> Any:
-        """Begin to put every rank's shard into its place in `whole`.
+        """Begin to gather every rank's shard into its place in `whole`.
 
-        Collectives of this course that go on meanwhile follow each other in a thread.
-        So does `prepare`: the memory for a gather is allocated when the reduce-scatter
-        before it has ended and given back its own, and not already when this is called.
+        This course's asynchronous collectives run one after the other in a thread, and
+        so does `prepare`: memory for the gather is allocated only when the previous
+        reduce-scatter has ended and freed its memory, not when this method is called.
         """
-        if not self.ours(whole):
+        if not self.is_metered(whole):
             return super().gather(whole, own, prepare, async_op)
         self.comm.perform(prepare, async_op=True) if async_op else prepare()
         return course.all_gather_single(whole, own, self.group, async_op)
 
     def reduce(self, own: Tensor, whole: Tensor, then: Callable[[], None]) -> Any:
         """Begin to sum `whole`, this rank's part into `own`; then call `then`."""
-        if not self.ours(whole):
+        if not self.is_metered(whole):
             return super().reduce(own, whole, then)
         work = course.reduce_scatter_single(own, whole, group=self.group, async_op=True)
 
         @torch.no_grad()
         def follow() -> None:  # in the thread of the reduce-scatter
-            work.wait()  # it has ended; raise what it raised
+            work.wait()  # returns at once; raises the collective's error, if any
             then()
 
         return self.comm.perform(follow, async_op=True)
 
     def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
         """Sum `tensor` over the ranks of another group: the replicas."""
-        if not self.ours(tensor):
+        if not self.is_metered(tensor):
             super().all_reduce(tensor, group)
         else:
             course.ring_all_reduce(tensor, group=group)
 
 
 class Labels:
-    """Labels the memory of a sharded optimizer."""
+    """A part of a sharded optimizer that labels its memory for ledgers."""
 
     def row_made(
         self, optimizer: Any, bucket: ShardedBucket, parameters: dict[str, Tensor]
@@ -110,9 +113,9 @@ class Labels:
         label(optimizer.rows[-1], "parameters")
 
     def bucket_added(self, engine: Engine, bucket: LiveBucket) -> None:
-        """Label the memory of a bucket, which in stage 2 is there for a while only."""
-        stays = not hasattr(engine.reducer, "shards")
-        label(bucket.flat, "gradients" if stays else "communication buffers")
+        """Label the memory of a bucket; in stage 2 it is only a buffer for messages."""
+        permanent = not hasattr(engine.reducer, "shards")
+        label(bucket.flat, "gradients" if permanent else "communication buffers")
 
     def shard_kept(self, shard: Tensor) -> None:
         """Label this rank's part of the mean gradients."""
@@ -120,7 +123,7 @@ class Labels:
 
 
 class LabelledStorage(FlatStorage):
-    """A FlatStorage of whose memory ledgers know the kind."""
+    """A FlatStorage that labels its memory for ledgers."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -129,33 +132,33 @@ class LabelledStorage(FlatStorage):
             label(flat, "communication buffers")
 
     def keep(self, gradient: Tensor) -> None:
-        """Make the parts of `gradient` the pieces' own."""
+        """Set the pieces' `grad` to their parts of `gradient`."""
         super().keep(label(gradient, "gradients"))
 
 
-class Recorded:
-    """Begin a time-line for each pass; record for how long each unit computes."""
+class RecordUnits:
+    """A part of FSDP that records a timeline of each pass, unit by unit."""
 
     def __init__(self) -> None:
-        self.since: dict[Unit, float] = {}  # when the unit began to compute
+        self.since: dict[Unit, float] = {}  # start time of the unit's computation
 
     def before_forward(self, fsdp: Sharded) -> None:
-        """Begin a time-line, if anybody keeps a log."""
+        """Begin a timeline, if an event log is open."""
         self.timeline = Timeline.begin()
         fsdp.span = partial(span, self.timeline)
 
     before_backward = before_forward
 
     def gathered(self, fsdp: Sharded, unit: Unit) -> None:
-        """Note when the unit begins to compute."""
+        """Record the start time of the unit's computation."""
         self.since[unit] = time.perf_counter()
 
     def used(self, fsdp: Sharded, unit: Unit, output: Any) -> None:
-        """Record how long its forward took."""
+        """Record the duration of the unit's forward."""
         self._computed(fsdp, "forward", unit)
 
     def left(self, fsdp: Sharded, unit: Unit) -> None:
-        """Record how long its backward took."""
+        """Record the duration of the unit's backward."""
         self._computed(fsdp, "backward", unit)
 
     def _computed(self, fsdp: Sharded, op: str, unit: Unit) -> None:

@@ -1,10 +1,10 @@
-"""ZeRO stage 1, as simple as it can be: each parameter has one owner, who steps it.
+"""ZeRO stage 1, as simple as it can be: each parameter has one owner, which steps it.
 
-In data parallelism every rank keeps the optimizer states of all parameters and does the
-optimizer's whole work, and all ranks compute the same numbers. Here each parameter is
-stepped by its owner alone, which broadcasts the result. PyTorch's
-ZeroRedundancyOptimizer divides the work in the same way. Nothing is checked here: all
-ranks must pass the same shapes and options. Chapter 07.
+In data parallelism every rank stores the optimizer states of all parameters and steps
+all of them, and all ranks compute the same numbers. Here only its owner steps a
+parameter, and broadcasts the result. PyTorch's ZeroRedundancyOptimizer divides the work
+in the same way. This file checks nothing: all ranks must pass the same shapes and
+options. Chapter 07.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,12 +18,13 @@ from ddp_course.zero.options import copy_options
 
 
 def deal(numels: Sequence[int], loads: Sequence[int]) -> tuple[int, ...]:
-    """Return for each parameter the rank that owns it.
+    """Return, for each parameter, the rank that owns it.
 
-    The largest parameter goes first, and each goes to the rank that owns the fewest
-    elements so far. So the rank with most owns at most the mean and one parameter.
-    PyTorch deals in the same way within every parameter group (`_partition_parameters`
-    in torch/distributed/optim/zero_redundancy_optimizer.py). Chapter 07.
+    Parameters are assigned in order of size, the largest first, each to the rank with
+    the fewest elements so far. So no rank owns more elements than the mean plus one
+    parameter. PyTorch does the same within every parameter group
+    (`_partition_parameters` in torch/distributed/optim/zero_redundancy_optimizer.py).
+    Chapter 07.
 
     Args:
         numels: elements of each parameter.
@@ -37,18 +38,18 @@ def deal(numels: Sequence[int], loads: Sequence[int]) -> tuple[int, ...]:
 
 
 class NaiveZeroRedundancyOptimizer(Optimizer):
-    """Runs `optimizer_class`, with the states of each parameter on one rank only.
+    """An optimizer that keeps the states of each parameter on one rank only.
 
-    Parameters stay whole, so it can be any optimizer, such as Adafactor or Muon. A rank
-    owns 1/N of all elements only if the parameters can be dealt out that evenly.
-    Averaging the gradients costs 2 (N - 1) / N of the parameters' bytes, broadcasting
-    the results (N - 1) / N: half as much again as data parallelism. A gradient that is
-    missing on a rank counts as zero.
+    Parameters stay whole, so `optimizer_class` can be any optimizer, such as Adafactor
+    or Muon. A rank owns 1/N of all elements only if the sizes of the parameters allow
+    it. Averaging the gradients sends 2 (N - 1) / N of the parameters' bytes, and
+    broadcasting the results (N - 1) / N: half as much again as data parallelism. A
+    gradient that is missing on a rank counts as zero.
 
     Args:
-        params: as of any optimizer: parameters, names and parameters, or groups.
+        params: as for any optimizer: parameters, names and parameters, or groups.
         optimizer_class: such as `torch.optim.AdamW`.
-        process_group: the ranks that share the states; None are all.
+        process_group: the ranks that share the states; None means all.
         gradients: "average": `step` averages them, one all-reduce for each parameter;
             "averaged": DistributedDataParallel has averaged them already.
         **defaults: arguments of `optimizer_class`.
@@ -75,12 +76,12 @@ class NaiveZeroRedundancyOptimizer(Optimizer):
         trained = [p for p in parameters if p.requires_grad]
         owners = deal([p.numel() for p in trained], [0] * self.world_size)
         self.owners = dict(zip(trained, owners, strict=True))
-        for parameter in parameters:  # all ranks start with rank 0's numbers
+        for parameter in parameters:  # all ranks start with rank 0's values
             self.broadcast(parameter, 0)
 
         own = [{"params": self.owned(group)} for group in self.param_groups]
         copy_options(self.param_groups, own)
-        self.optim = optimizer_class(own, **defaults)  # only this one has states
+        self.optim = optimizer_class(own, **defaults)  # only the inner one has states
         self.state = self.optim.state
         copy_options(self.optim.param_groups, self.param_groups)
 
@@ -90,7 +91,7 @@ class NaiveZeroRedundancyOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any | None:
-        """Step this rank's parameters and broadcast them; called by all ranks."""
+        """Step this rank's parameters and broadcast them; all ranks must call it."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -105,9 +106,9 @@ class NaiveZeroRedundancyOptimizer(Optimizer):
         return loss
 
     def average_gradients(self) -> None:
-        """Replace every gradient by its mean over the ranks."""
+        """Replace every gradient with its mean over the ranks."""
         for parameter in self.owners:
-            if parameter.grad is None:  # other ranks may have one, and wait for us
+            if parameter.grad is None:  # other ranks may have one, and all-reduce it
                 parameter.grad = torch.zeros_like(parameter)
             mean = parameter.grad.contiguous()
             dist.all_reduce(mean, group=self.process_group)
@@ -115,7 +116,7 @@ class NaiveZeroRedundancyOptimizer(Optimizer):
 
     @torch.no_grad()
     def broadcast(self, parameter: torch.Tensor, owner: int) -> None:
-        """Give all ranks the owner's numbers of a parameter."""
+        """Copy the owner's values of a parameter to all ranks."""
         numbers = parameter.detach().contiguous()
         dist.broadcast(numbers, group=self.process_group, group_src=owner)
         parameter.copy_(numbers)

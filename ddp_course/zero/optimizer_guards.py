@@ -1,14 +1,15 @@
-"""What a sharded optimizer would do wrongly in silence is refused.
+"""Guards: parts that raise where a sharded optimizer would silently compute nonsense.
 
-At construction the arguments of all ranks are checked and compared (`agreed_groups`):
-parameters that differ between the ranks would be added to each other, or hang. Then
-these parts raise RuntimeError and say what to do instead:
+At construction the ranks check and compare their arguments (`agreed_groups`): with
+different parameters, the reduce-scatter would add unrelated gradients, or hang. Later
+these parts raise RuntimeError, with advice, if
 
     Alone            another engine of this course averages the same gradients
     AveragedOnce     stage 1: PyTorch's DDP, or the training loop, averages them, too
     DenseGradients   a gradient is sparse
-    Unmoved          a parameter does not lie in its row any more, or was thawed
-    ShardsOnly       stage 2: a gradient beside the shards, or one of the last step
+    Unmoved          a parameter is no view of its row any more, or was unfrozen
+    ShardsOnly       stage 2: there is a gradient outside of the shards, or the shards
+                     were not zeroed after the last step
 
 Chapter 07.
 """
@@ -42,29 +43,29 @@ ADVICE = (
 
 
 class Alone:
-    """Refuses a second engine that averages the same gradients, in the first pass."""
+    """A guard that refuses a second engine that averages the same gradients."""
 
-    known = False
+    known = False  # whether the check was done: once is enough
 
     def pass_begins(self, engine: Engine) -> None:
-        """Raise RuntimeError if another engine of this course listens, too."""
+        """Raise RuntimeError if another engine of this course averages, too."""
         for slot in () if self.known else engine.slots:
             if len(listeners(slot.parameter)) > 1:
-                who = f"the gradient of parameter {slot.name} is averaged by something"
-                raise RuntimeError(f"{who} else, too. {ADVICE}")
+                other = f"another wrapper or optimizer averages parameter {slot.name}"
+                raise RuntimeError(f"{other}'s gradient, too. {ADVICE}")
         self.known = True
 
 
 class AveragedOnce:
-    """Refuses gradients that are equal on all ranks, in the first step.
+    """A guard that refuses gradients which are equal on all ranks in the first step.
 
-    Whoever knows PyTorch's ZeroRedundancyOptimizer wraps the model into its
-    DistributedDataParallel as well, or averages by hand. Then all ranks have the same
+    Users of PyTorch's ZeroRedundancyOptimizer wrap the model in
+    DistributedDataParallel, too, or average by hand. Then all ranks have the same
     gradients before the first step. Stage 1 alone leaves different ones: each rank has
     the mean in its own shard only.
     """
 
-    known = False
+    known = False  # whether a step has decided it
 
     def gradients_complete(self, optimizer: Any) -> None:
         """Raise RuntimeError, on all ranks, if all of them have the same gradients."""
@@ -79,13 +80,13 @@ class AveragedOnce:
         self.known = all(note[0] == "1" for note in notes)
         if self.known and len(set(notes)) == 1:
             raise RuntimeError(
-                "all ranks have the same gradients: something else has averaged them, "
-                f"too. {ADVICE}"
+                "all ranks have the same gradients, so they were averaged before this "
+                f"optimizer could do it. {ADVICE}"
             )
 
 
 class DenseGradients:
-    """Refuses sparse gradients."""
+    """A guard that refuses sparse gradients."""
 
     def gradient_ready(self, bucket: LiveBucket, slot: Slot) -> None:
         """Raise RuntimeError for a gradient that cannot be cut into shards."""
@@ -98,10 +99,10 @@ class DenseGradients:
 
 
 class Unmoved:
-    """Refuses parameters that do not lie in the rows (any more)."""
+    """A guard that refuses trained parameters which are not views of the rows."""
 
     def gradients_complete(self, optimizer: Any) -> None:
-        """Raise RuntimeError if what is trained is not what lies in the rows."""
+        """Raise RuntimeError if a parameter with a gradient is no view of its row."""
         places = {
             slot.parameter: optimizer.rows[bucket.index][slot.offset :].data_ptr()
             for bucket in optimizer.engine.buckets
@@ -110,16 +111,20 @@ class Unmoved:
         for parameter, name in names_of(optimizer.param_groups).items():
             place = places.get(parameter)
             if place is None and parameter.grad is not None and parameter.numel():
-                was = "was frozen when this optimizer was made, and has a gradient now"
-                raise RuntimeError(f"parameter {name} {was}; make it anew")
+                was = "was frozen at first, and has a gradient now"
+                raise RuntimeError(
+                    f"parameter {name} {was}; construct the optimizer anew"
+                )
             if place is not None and place != parameter.data_ptr():
-                was = "has been moved, to another device or type"
-                raise RuntimeError(f"parameter {name} {was}; make the optimizer anew")
+                was = "has been moved to another device or type"
+                raise RuntimeError(
+                    f"parameter {name} {was}; construct the optimizer anew"
+                )
 
 
 @functools.cache
 def watch_empty_clips() -> None:
-    """Let PyTorch's clipping refuse to clip nothing while gradients are in shards."""
+    """Make PyTorch's clipping raise if it would clip nothing: gradients in shards."""
     put_inside(clip_grad_value_, lambda clip: _checked(clip, lambda p: p.grad))
     put_inside(get_total_norm, lambda norm: _checked(norm, lambda gradient: gradient))
 
@@ -131,9 +136,9 @@ def _checked(clip: Callable[..., Any], gradient_of: Callable[[Any], Any]) -> Any
             gradient_of(t) is None for t in tensors
         ):
             raise RuntimeError(
-                "no parameter has a gradient to clip: the optimizer has this rank's "
-                "shards of the gradients. Clip by its clip_grad_norm_, or take "
-                "ZeroRedundancyOptimizer (stage 1)"
+                "no parameter has a gradient to clip: this rank's shards of the "
+                "gradients are in the optimizer. Call its clip_grad_norm_ instead, or "
+                "use ZeroRedundancyOptimizer (stage 1)"
             )
         return clip(tensors, *args, **kwargs)
 
@@ -141,37 +146,37 @@ def _checked(clip: Callable[..., Any], gradient_of: Callable[[Any], Any]) -> Any
 
 
 class ShardsOnly:
-    """Refuses gradients beside stage 2's shards; and shards of the last step."""
+    """A guard of stage 2: refuses gradients outside of the shards, and stale shards."""
+
+    stepped = False  # whether a step has used the present shards
 
     def row_made(self, optimizer: Any, *_: Any) -> None:
         """Watch PyTorch's clipping."""
         watch_empty_clips()
 
-    stepped = False
-
     def pass_begins(self, engine: Engine) -> None:
-        """Raise RuntimeError if the shards are those of the last step."""
+        """Raise RuntimeError if the shards were not zeroed after the last step."""
         if self.stepped and engine.reducer.shards:
             raise RuntimeError(
-                "the gradients of the last step are still there: call this optimizer's "
+                "the gradients of the last step were not zeroed: call this optimizer's "
                 "zero_grad() before backward; module.zero_grad() cannot reach a shard"
             )
 
     def gradients_complete(self, optimizer: Any) -> None:
-        """Raise RuntimeError for a gradient that nobody would use."""
+        """Raise RuntimeError for a gradient that this optimizer would ignore."""
         for slot in optimizer.engine.slots:
             if slot.parameter.grad is not None:
                 raise RuntimeError(
-                    "something else has written the gradient of parameter "
-                    f"{slot.name}, which this rank has in shards. {ADVICE}"
+                    f"parameter {slot.name} has a gradient that this optimizer did not "
+                    f"write; its own gradients are in shards. {ADVICE}"
                 )
 
     def after_step(self, optimizer: Any) -> None:
-        """Note that the shards have been used."""
+        """Record that a step has used the shards."""
         self.stepped = True
 
     def zeroed(self, optimizer: Any, set_to_none: bool) -> None:
-        """Note that the shards are zero, or freed."""
+        """Record that the shards are zero, or freed."""
         self.stepped = False
 
 
@@ -186,11 +191,11 @@ def agreed_groups(
     bucket_cap_mb: float,
     **options: Any,
 ) -> Groups:
-    """Return parameter groups with all options filled in, the same on all ranks.
+    """Return the parameter groups with all options, after comparing them on all ranks.
 
     A collective call, which sends no tensor. The arguments are those of
-    `ZeroRedundancyOptimizer`; `options` are more that must be the same on all ranks.
-    Raises ReplicaError, with the same text on every rank. Chapter 07.
+    `ZeroRedundancyOptimizer`; `options` are further ones that must be the same on all
+    ranks. Raises ReplicaError, with the same text on every rank. Chapter 07.
     """
 
     def checked() -> Groups:
@@ -200,9 +205,9 @@ def agreed_groups(
         for group in groups:
             if group["params"]:
                 device = group["params"][0].device
-                given: Groups = [{}]
-                copy_options([group], given)
-                check_elementwise(optimizer_class, given[0], defaults, device)
+                own_options: Groups = [{}]
+                copy_options([group], own_options)
+                check_elementwise(optimizer_class, own_options[0], defaults, device)
         return filled_in(groups, optimizer_class, defaults)
 
     options = {"bucket_cap_mb": bucket_cap_mb, **options}
@@ -214,11 +219,11 @@ def agreed_groups(
 def filled_in(
     groups: Groups, optimizer_class: Callable[..., Optimizer], defaults: dict[str, Any]
 ) -> Groups:
-    """Let an optimizer without parameters fill in the options of every group."""
+    """Fill in default options of every group, from an optimizer without parameters."""
     stand_ins: Groups = [{"params": []} for _ in groups]
     copy_options(groups, stand_ins)
-    tried = optimizer_class(stand_ins, **defaults)
-    copy_options(tried.param_groups, groups)
+    empty_optimizer = optimizer_class(stand_ins, **defaults)
+    copy_options(empty_optimizer.param_groups, groups)
     return groups
 
 
@@ -239,12 +244,12 @@ def check_parameters(groups: Groups) -> None:
     """Raise ValueError if these parameters cannot be laid in rows and cut."""
     names = names_of(groups)
     if not any(p.requires_grad and p.numel() for p in names):
-        raise ValueError("no parameter requires a gradient: there is nothing to do")
+        raise ValueError("no parameter requires a gradient; at least one must")
     end, before = 0, ""
     for parameter, name in sorted(names.items(), key=lambda item: item[0].data_ptr()):
         if parameter.is_meta:
             raise ValueError(
-                f"parameter {name} is on the meta device: it has no numbers"
+                f"parameter {name} is on the meta device: initialize it first"
             )
         if problem := stepped_in_backward(f"parameter {name}", parameter):
             raise ValueError(problem)
@@ -254,8 +259,8 @@ def check_parameters(groups: Groups) -> None:
             )
         if parameter.numel() and parameter.data_ptr() < end:
             raise ValueError(
-                f"parameters {before} and {name} are two, but share memory; tie them "
-                "by using one parameter twice"
+                f"parameters {before} and {name} are two objects that share memory; to "
+                "tie them, use one parameter twice"
             )
         if parameter.numel():
             end, before = parameter.data_ptr() + parameter.nbytes, name

@@ -1,12 +1,12 @@
-"""What ZeroRedundancyOptimizer adds to the readable stages 1 and 2, as parts.
+"""Parts that turn the readable stages 1 and 2 into ZeroRedundancyOptimizer.
 
-    Guarded            lets guards of PyTorch's own tools know who averages
-    Places             notes which elements of which parameter a piece is
-    ConsolidatedState  brings the states of all pieces together, and divides them again
-    AddsUp             stage 1: several backward passes add up until `zero_grad`
-    Patient            gloo's threads interrupt nobody while the parameters are shared
+    Guarded            registers the parameters with the guards of PyTorch's tools
+    Places             records which elements of which parameter each piece has
+    ConsolidatedState  gathers the states of all pieces, and divides them again
+    AddsUp             stage 1: adds up several backward passes until `zero_grad`
+    PatientStep        keeps gloo's threads from interrupting a step
 
-What they refuse is in `optimizer_guards`. Chapter 07.
+`optimizer_guards` has the parts that raise for mistakes. Chapter 07.
 """
 
 import weakref
@@ -31,22 +31,22 @@ from ddp_course.zero.shards import ShardedBucket, names_of
 
 
 class Guarded:
-    """Lets guards of PyTorch's own tools know who averages (`mechanisms.guards`)."""
+    """A part that registers the parameters with `mechanisms.guards`."""
 
     def row_made(
         self, optimizer: Any, bucket: ShardedBucket, parameters: dict[str, Tensor]
     ) -> None:
-        """Note that the gradients of these parameters are means in parts."""
+        """Record that `optimizer` holds these parameters' mean gradients in shards."""
         averaged_by((parameters[name] for name in bucket.parameters), optimizer)
 
 
 class Places:
-    """Places every piece, so that norms and states of the whole model can be taken."""
+    """A part that records each piece's place, for norms and states of the model."""
 
     def row_made(
         self, optimizer: Any, bucket: ShardedBucket, parameters: dict[str, Tensor]
     ) -> None:
-        """Place this rank's pieces of a row."""
+        """Record the places of this rank's pieces of a row."""
         for piece in bucket.pieces(optimizer.rank):
             parameter = parameters[piece.parameter]
             place(
@@ -61,15 +61,15 @@ class Places:
 class ConsolidatedState:
     """The whole state of a sharded optimizer, on one rank, until the next step.
 
-    It has the form of one process, so that one process, or any number of ranks, can go
-    on from it.
+    It has the format that one process would save, so one process, or any number of
+    ranks, can load it.
     """
 
     def __init__(self) -> None:
         self.whole: dict[str, Any] | None = None
 
     def gradients_complete(self, optimizer: Any) -> None:
-        """Forget the state: it is about to change."""
+        """Drop the consolidated state: the step is about to change the states."""
         self.whole = None
 
     def consolidate(self, optimizer: Any, to: int) -> None:
@@ -77,12 +77,12 @@ class ConsolidatedState:
         if to not in range(optimizer.world_size):
             last = optimizer.world_size - 1
             raise ValueError(f"to is {to}; it can be 0 to {last}")
-        where = plain_names(optimizer), [optimizer.process_group]
-        whole = full_optimizer_state(optimizer.optim, *where, everywhere=to > 0)
+        names, groups = plain_names(optimizer), [optimizer.process_group]
+        whole = full_optimizer_state(optimizer.optim, names, groups, everywhere=to > 0)
         self.whole = whole if optimizer.rank == to else None
 
     def state_dict(self, optimizer: Any) -> dict[str, Any]:
-        """Return the consolidated state. Raises RuntimeError if there is none."""
+        """Return the consolidated state; raise RuntimeError if this rank has none."""
         if self.whole is None:
             raise RuntimeError(
                 f"each rank has its own part of the state: call "
@@ -92,27 +92,27 @@ class ConsolidatedState:
         copy_options(optimizer.param_groups, self.whole["param_groups"])
         return self.whole
 
-    def load(self, optimizer: Any, state_dict: dict[str, Any], *where: Any) -> None:
-        """Give every piece its part of a whole state."""
-        load_full_optimizer_state(optimizer.optim, state_dict, *where)
+    def load(self, optimizer: Any, state_dict: dict[str, Any], *layout: Any) -> None:
+        """Load this rank's part of a whole state; `layout`: names, shapes, groups."""
+        load_full_optimizer_state(optimizer.optim, state_dict, *layout)
         optimizer.state, self.whole = optimizer.optim.state, None
         copy_options(optimizer.optim.param_groups, optimizer.param_groups)
 
 
 def plain_names(optimizer: Any) -> list[list[str]]:
-    """Return of each group the parameters' names in the plain model."""
+    """Return, for each group, the parameters' names in the model before sharding."""
     names = names_of(optimizer.param_groups)
     names |= {p: way.name for p in names if (way := placed(p))}
     return [[names[p] for p in group["params"]] for group in optimizer.param_groups]
 
 
 class AddsUp:
-    """Keeps the mean gradients of earlier passes apart from those of the next one.
+    """A part that adds up the mean gradients of several backward passes.
 
-    After a pass that was averaged, the buckets hold means. Autograd would add the next
-    pass's gradients to these means, and the sum would be averaged once more. So before
-    the first gradient comes, this rank's shards of the means are put aside, and the
-    buckets are zeroed; when the new means have arrived, the shards are added again.
+    After an averaged pass, the buckets hold means. Autograd would add the next pass's
+    gradients to these means, and the reducer would average the sum. So before the first
+    gradient of a pass, this part copies this rank's shards of the means and zeroes the
+    buckets; when the new means have arrived, it adds the shards to them.
     """
 
     def __init__(self) -> None:
@@ -120,13 +120,13 @@ class AddsUp:
         self.aside: dict[LiveBucket, Tensor] = {}  # this rank's shards of the means
 
     def bucket_added(self, engine: Engine, bucket: LiveBucket) -> None:
-        """Listen for gradients that autograd is about to accumulate."""
+        """Register a hook that runs before autograd accumulates a gradient."""
         self.engine = weakref.proxy(engine)
         for slot in bucket.slots:
             while_alive(slot.parameter.register_hook, self.put_aside)
 
     def pass_begins(self, engine: Engine) -> None:
-        """Put means aside, also on a rank that has no gradient at all in this pass."""
+        """Put the means aside, also on a rank without any gradient in this pass."""
         self.put_aside()
 
     def put_aside(self) -> None:
@@ -154,27 +154,27 @@ class AddsUp:
             self.engine.reducer.own(bucket).add_(before)
 
     def after_backward(self, engine: Engine) -> None:
-        """Note that the buckets hold means."""
+        """Record that the buckets hold means."""
         self.has_means = True
 
     def zeroed(self, optimizer: object, set_to_none: bool) -> None:
-        """Forget the means of earlier passes."""
+        """Drop the means of earlier passes."""
         self.aside.clear()
 
 
-class Patient:
-    """Lets gloo's threads interrupt nobody from the last gradient to the end of a step.
+class PatientStep:
+    """A part that keeps gloo's threads from interrupting other threads during a step.
 
-    Then this rank does nothing but step and wait for messages (`collectives.patience`).
+    A step is only computation and waiting for messages (`collectives.patience`).
     """
 
     def __init__(self) -> None:
         self.threads, self.stack = socket_threads(), ExitStack()
 
     def gradients_complete(self, optimizer: Any) -> None:
-        """Change how Linux schedules gloo's threads."""
+        """Make gloo's threads wait for a free core when they wake up."""
         self.stack.enter_context(patient(self.threads))
 
     def after_step(self, optimizer: Any) -> None:
-        """Change it back."""
+        """Restore the ordinary scheduling of gloo's threads."""
         self.stack.close()

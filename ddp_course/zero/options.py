@@ -9,7 +9,7 @@ def copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> 
     Schedulers change the options of the outer optimizer, and some inner optimizers
     change their own.
     """
-    for theirs, ours in zip(source, target, strict=True):
-        for name, value in theirs.items():
+    for source_group, target_group in zip(source, target, strict=True):
+        for name, value in source_group.items():
             if name not in ("params", "param_names"):
-                ours[name] = value
+                target_group[name] = value

@@ -3,17 +3,18 @@
     save(folder, fsdp, optimizer)      on 4 ranks
     load(folder, fsdp, optimizer)      on 4, 3, 2 or 1
 
-No rank ever has a whole model, so none could write it. Each writes a file with its
-pieces and their states, and which elements of which parameter they are:
+No rank ever has a whole model, so no rank could write one. Each rank writes a file with
+its pieces and their states, and records which elements of which parameter they are:
 
     folder/00000001/rank-0.pt          head.out.weight   [0, 3456) of 13824   ...
                     rank-1.pt          head.out.weight   [3456, 6912)         ...
 
-A rank that loads looks into all files for the elements that it now owns. So units and
-ranks may be others then. A save is a new folder: it has another name until all ranks
-have written, and the one before it stays until then (`mechanisms.saving`). What another
-parallelism has cut before is told by its placement, and must be cut alike by those who
-load. torch.distributed.checkpoint does all that for DTensors. Chapter 08.
+A rank that loads searches all files for the elements that it owns now. So the number of
+ranks and the units may differ between save and load. Each save goes into a new folder
+with a temporary name until all ranks have written; the previous save is deleted only
+then (`mechanisms.saving`). If another parallelism has cut a tensor before, its
+placement is part of the key, and the ranks that load must have cut it in the same way.
+torch.distributed.checkpoint does all that for DTensors. Chapter 08.
 """
 
 import os
@@ -47,17 +48,18 @@ from ddp_course.zero.stage3 import FullyShardedDataParallel as ShardedModule
 
 T = TypeVar("T")
 FORMAT = 1
-NUMBERS = "numbers"  # of a piece, among its optimizer's states
+NUMBERS = "numbers"  # key of a piece's own values beside its optimizer states
 
 
 def save(
     folder: str | Path, sharded: ShardedModule, optimizer: Optimizer | None = None
 ) -> None:
-    """Write pieces, buffers and the optimizer's states; called by all ranks.
+    """Write pieces, buffers and the optimizer's states; all ranks must call it.
 
-    `folder` is one that all ranks see; it is made if need be. Gradients are not saved.
-    Of replicas, the first ones write. Raises CheckpointError, on every rank, for an
-    optimizer of something else, and if it cannot be written; what was there stays.
+    All ranks must see the same `folder`, which is created if it does not exist.
+    Gradients are not saved. If there are replicas, only the first one writes. Raises
+    CheckpointError, on every rank, if the optimizer steps other tensors or if a file
+    cannot be written; the previous save is kept then.
     """
     groups, folder = _groups(sharded), Path(folder).absolute()
     first = all(dist.get_rank(group) == 0 for group in groups)
@@ -78,37 +80,38 @@ def save(
 def load(
     folder: str | Path, sharded: ShardedModule, optimizer: Optimizer | None = None
 ) -> None:
-    """Read what `save` has written, on any number of ranks; called by all of them.
+    """Load the newest save in `folder` on any number of ranks; all must call it.
 
     Raises CheckpointError, on every rank and before anything is changed, if the folder
-    holds no such checkpoint, or one of another model or other groups.
+    has no such checkpoint, or one of another model or other parameter groups.
     """
     groups, folder = _groups(sharded), Path(folder).absolute()
     _agreed(groups, lambda: _check_stepped(sharded, optimizer))
     newest = from_first(max(_saves(folder), default=None), groups)
-    found = _agreed(groups, lambda: _found(newest or folder, sharded, optimizer))
-    states, buffers, options = found
+    states, buffers, options = _agreed(
+        groups, lambda: _read_own(newest or folder, sharded, optimizer)
+    )
     with torch.no_grad():
         for piece, state in states.items():
             piece.copy_(state.pop(NUMBERS))
         for buffer, value in buffers:
             buffer.copy_(value)
     if optimizer is not None:
-        _go_on(optimizer, states, options)
+        _load_optimizer(optimizer, states, options)
 
 
 def _groups(sharded: ShardedModule) -> list[dist.ProcessGroup]:
-    """Return the groups along which there are other ranks with a part in this."""
+    """Return the groups that divide or replicate the module."""
     return list(dict.fromkeys([*sharded.groups, *sharded.replica_groups]))
 
 
 def _agreed(groups: list[dist.ProcessGroup], make: Callable[[], T]) -> T:
-    """Return `make()`, or raise CheckpointError on all ranks if one cannot make it."""
+    """Return `make()`, or raise CheckpointError on all ranks if it fails on one."""
     return agreed(make, *groups, error=CheckpointError)
 
 
 def from_first(value: Any, groups: list[dist.ProcessGroup]) -> Any:
-    """Return on all ranks what the first rank along all groups has."""
+    """Return, on all ranks, the `value` of the first rank along all groups."""
     for group in groups:
         box = [value]
         dist.broadcast_object_list(box, dist.get_global_rank(group, 0), group)
@@ -116,7 +119,7 @@ def from_first(value: Any, groups: list[dist.ProcessGroup]) -> Any:
     return value
 
 
-# ---- to write ------------------------------------------------------------------------
+# ---- write ---------------------------------------------------------------------------
 
 
 def _saves(folder: Path) -> list[Path]:
@@ -125,7 +128,7 @@ def _saves(folder: Path) -> list[Path]:
 
 
 def _begin(folder: Path) -> tuple[str, str]:
-    """Make a folder for a new save; return its name, and the one it will have."""
+    """Create a folder for a new save; return its temporary and its final name."""
     folder.mkdir(parents=True, exist_ok=True)
     for left_over in left_overs(folder):
         shutil.rmtree(left_over, ignore_errors=True)
@@ -136,7 +139,7 @@ def _begin(folder: Path) -> tuple[str, str]:
 
 
 def _end(unfinished: Path, path: Path) -> None:
-    """Give a save its name; those before it are not needed any more."""
+    """Rename a finished save to its final name, and delete the earlier saves."""
     rename(unfinished, path)
     for old in _saves(path.parent):
         if old != path:
@@ -167,24 +170,25 @@ def _numel(piece: Tensor) -> int:
 
 
 def _key(name: str, piece: Tensor) -> str:
-    """Return the name of what was cut into pieces: a part, if it was cut before."""
+    """Return the key of a piece: its parameter's name and earlier placements."""
     before = "; ".join(map(str, placed(piece).steps[:-1]))
     return f"{name} ({before})" if before else name
 
 
 def _check_stepped(sharded: ShardedModule, optimizer: Optimizer | None) -> None:
-    """Raise CheckpointError for an optimizer that steps other tensors, too."""
+    """Raise CheckpointError if the optimizer steps tensors that are no pieces."""
     own = set(sharded.pieces.values())
     groups = [] if optimizer is None else optimizer.param_groups
     others = [[*p.shape] for group in groups for p in group["params"] if p not in own]
     if others:
         raise CheckpointError(
-            f"the optimizer steps tensors of {others}, no pieces of this module"
+            f"the optimizer steps tensors of the shapes {others}, which are no pieces "
+            f"of this module; pass the optimizer that steps its parameters()"
         )
 
 
 def _options(sharded: ShardedModule, optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return of each group the names of what it steps, and its options."""
+    """Return, for each group, the names of its parameters and its options."""
     names = {piece: name for name, piece in sharded.pieces.items()}
     return [
         {"names": [names[p] for p in group["params"]], "options": options_of(group)}
@@ -192,21 +196,21 @@ def _options(sharded: ShardedModule, optimizer: Optimizer) -> list[dict[str, Any
     ]
 
 
-# ---- to read -------------------------------------------------------------------------
+# ---- read ----------------------------------------------------------------------------
 
 
-def _found(
+def _read_own(
     folder: Path, sharded: ShardedModule, optimizer: Optimizer | None
 ) -> tuple[dict[Tensor, dict[str, Tensor]], list[tuple[Tensor, Tensor]], Any]:
-    """Return all states of the own pieces, the buffers, and the optimizer's options."""
+    """Return the states of this rank's pieces, the buffers, the optimizer's options."""
     files = [read(path, FORMAT, mmap=True) for path in sorted(folder.glob("rank-*"))]
     if not files:
-        raise CheckpointError(f"{folder} holds no checkpoint")
+        raise CheckpointError(f"{folder} has no checkpoint (no file rank-*.pt)")
     try:
         if len({file["save"] for file in files}) > 1:
-            raise CheckpointError("its files are of several saves")
+            raise CheckpointError("its files are from several saves")
         options = unsealed(files[0]["options"])
-        _check_alike(files, sharded, optimizer, options)
+        _check_fits(files, sharded, optimizer, options)
         states = {
             piece: _assembled(files, _key(name, piece), piece, optimizer is not None)
             for name, piece in sharded.pieces.items()
@@ -218,7 +222,7 @@ def _found(
     return states, buffers, options
 
 
-def _check_alike(
+def _check_fits(
     files: list[Mapping[str, Any]],
     sharded: ShardedModule,
     optimizer: Optimizer | None,
@@ -228,27 +232,39 @@ def _check_alike(
     saved = {key: own for file in files for key, own in file["pieces"].items()}
     for name, piece in sharded.pieces.items():
         if (key := _key(name, piece)) not in saved:
-            raise CheckpointError(f"it has no {key}, but {', '.join(list(saved)[:5])}")
-        here, there = _numel(piece), saved[key]["elements"][2]
-        if there != here:
-            raise CheckpointError(f"its {key} has {there} elements; here it has {here}")
-    names = {key.partition(" ")[0] for key in saved} | {*files[0]["buffers"]}
-    here = {*sharded.pieces, *buffers_of(sharded)}
-    if names != here:
-        raise CheckpointError(f"only one side has {', '.join(sorted(names ^ here))}")
+            raise CheckpointError(
+                f"the module has {key}; the checkpoint has no such parameter, but has "
+                f"{', '.join(list(saved)[:5])}"
+            )
+        numel, saved_numel = _numel(piece), saved[key]["elements"][2]
+        if saved_numel != numel:
+            raise CheckpointError(
+                f"{key} has {saved_numel} elements in the checkpoint, and {numel} in "
+                f"the module"
+            )
+    saved_names = {key.partition(" ")[0] for key in saved} | {*files[0]["buffers"]}
+    own_names = {*sharded.pieces, *buffers_of(sharded)}
+    if saved_names != own_names:
+        only = ", ".join(sorted(saved_names ^ own_names))
+        raise CheckpointError(f"only the checkpoint, or only the module, has {only}")
     if optimizer is not None:
         if options is None:
-            raise CheckpointError("it has no optimizer")
-        own = [group["names"] for group in _options(sharded, optimizer)]
-        there = [group["names"] for group in options]
-        if own != there:
-            raise CheckpointError(f"the optimizer's groups are {own}, there {there}")
+            raise CheckpointError(
+                "it has no optimizer states; load it without an optimizer"
+            )
+        own_groups = [group["names"] for group in _options(sharded, optimizer)]
+        saved_groups = [group["names"] for group in options]
+        if own_groups != saved_groups:
+            raise CheckpointError(
+                f"the optimizer's groups are {own_groups}, and those of the checkpoint "
+                f"{saved_groups}"
+            )
 
 
 def _assembled(
     files: list[Mapping[str, Any]], key: str, piece: Tensor, with_states: bool
 ) -> dict[str, Tensor]:
-    """Return the numbers of a piece, and the states of it, from all files."""
+    """Assemble the values of a piece, and its states, from all files."""
     parts = [file["pieces"][key] for file in files if key in file["pieces"]]
     names = dict.fromkeys(name for part in parts for name in part["states"])
     return {
@@ -258,38 +274,38 @@ def _assembled(
 
 
 def _elements(
-    parts: list[Mapping[str, Any]], name: str, key: str, wanted: Flat
+    parts: list[Mapping[str, Any]], name: str, key: str, target: Flat
 ) -> Tensor:
-    """Return the elements of a state that are wanted, from all parts that have some."""
-    found, missing = None, wanted.last - wanted.first
+    """Return the elements `target` of one state, copied from the parts that overlap."""
+    elements, missing = None, target.last - target.first
     for part in (part for part in parts if name in part["states"]):
         first, last, _ = part["elements"]
-        begin, end = max(first, wanted.first), min(last, wanted.last)
+        begin, end = max(first, target.first), min(last, target.last)
         sealed = part["states"][name]
-        if sealed["value"].dim() == 0:  # such as "step": the same for all
+        if sealed["value"].dim() == 0:  # such as "step": equal in all parts
             return unsealed(sealed).clone()
-        if found is None:
-            found = sealed["value"].new_zeros(missing)
+        if elements is None:
+            elements = sealed["value"].new_zeros(missing)
         if begin < end:
             numbers = unsealed(sealed)[begin - first : end - first]
-            found[begin - wanted.first : end - wanted.first] = numbers
+            elements[begin - target.first : end - target.first] = numbers
             missing -= end - begin
     if missing:
         raise CheckpointError(f"of {key} ({name}) {missing} elements are in no file")
-    return found
+    return elements
 
 
-def _go_on(
+def _load_optimizer(
     optimizer: Optimizer,
     states: Mapping[Tensor, dict[str, Tensor]],
     options: list[dict[str, Any]],
 ) -> None:
-    """Give an optimizer its states and options; PyTorch puts them where it wants."""
+    """Load states and options into an optimizer, by its own `load_state_dict`."""
     own = optimizer.state_dict()
     stepped = (p for group in optimizer.param_groups for p in group["params"])
     own["state"] = {k: states[p] for k, p in enumerate(stepped) if states[p]}
-    for group, told in zip(own["param_groups"], options, strict=True):
-        for key, value in told["options"].items():
-            tuples = isinstance(group.get(key), tuple)  # they were saved as lists
-            group[key] = tuple(value) if tuples else value
+    for group, saved in zip(own["param_groups"], options, strict=True):
+        for key, value in saved["options"].items():
+            is_tuple = isinstance(group.get(key), tuple)  # files have lists instead
+            group[key] = tuple(value) if is_tuple else value
     optimizer.load_state_dict(own)

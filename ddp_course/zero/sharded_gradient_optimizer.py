@@ -1,4 +1,4 @@
-"""ZeRO stage 2 with all that one trains with: `Zero2`, and the list of its parts.
+"""ZeRO stage 2 with all features: `Zero2` and a list of parts.
 
 Chapter 07.
 """
@@ -17,24 +17,25 @@ from ddp_course.zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 
 class ShardedGradientOptimizer(ZeroRedundancyOptimizer, Zero2):
-    """Runs `optimizer_class` on 1/N of all elements, with 1/N of states and gradients.
+    """An optimizer that stores only 1/N of states and gradients on each rank.
 
-    As `ZeroRedundancyOptimizer`, but after `backward` there is only this rank's shard
-    of the mean gradients, and every parameter's `grad` is None. So gradients are zeroed
-    by this object's `zero_grad`, which must be called between `step` and the next
-    backward: `module.zero_grad()` finds nothing to zero. There is no `no_sync`: every
-    backward pass is averaged, and the means add up.
+    It differs from `ZeroRedundancyOptimizer` in this: after `backward` a rank has only
+    its shard of the mean gradients, and every parameter's `grad` is None. So call this
+    object's `zero_grad` between `step` and the next backward: `module.zero_grad()`
+    finds nothing to zero. There is no `no_sync`: every backward pass is averaged, and
+    the means add up.
 
     Args:
-        params, optimizer_class, process_group, options: as of
+        params, optimizer_class, process_group, options: as for
             `ZeroRedundancyOptimizer`.
         buckets_in_flight: how many buckets may have memory at once, 1 or more; with 1
-            backward waits for every bucket. (Their `bucket_cap_mb` is 4: what is on its
-            way is not sharded, so buckets are smaller here.)
+            backward waits for every bucket. (`bucket_cap_mb` is 4 by default: buckets
+            that are being sent are not sharded, so they are smaller here.)
 
-    Raises RuntimeError from `backward` if the gradients of the last step are still
-    there, and what `ZeroRedundancyOptimizer` raises. PyTorch has no stage 2 of its own;
-    FSDP's SHARD_GRAD_OP comes close. Rajbhandari et al. 2020, section 5.2. Chapter 07.
+    Raises the errors of `ZeroRedundancyOptimizer`, and RuntimeError from `backward` if
+    the gradients of the last step were not zeroed. PyTorch has no stage 2 of its own;
+    FSDP's SHARD_GRAD_OP is close to it. Rajbhandari et al. 2020, section 5.2.
+    Chapter 07.
     """
 
     def __init__(
@@ -60,12 +61,12 @@ class ShardedGradientOptimizer(ZeroRedundancyOptimizer, Zero2):
         super().__init__(params, optimizer_class, process_group, **options)
 
     def make_parts(self) -> list[Any]:
-        """Return the parts of this stage alone."""
+        """Return the parts that only this stage has."""
         return [ShardsOnly()]
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Refuse: gradients that are not averaged are whole, on every rank."""
+        """Raise RuntimeError: gradients that are not averaged need whole buckets."""
         raise RuntimeError(
-            "stage 2 keeps no whole gradients, so every backward pass is averaged, and "
-            "their means add up; ZeroRedundancyOptimizer (stage 1) has no_sync"
+            "stage 2 stores no whole gradients, so it averages every backward pass, "
+            "and the means add up; ZeroRedundancyOptimizer (stage 1) has no_sync"
         )

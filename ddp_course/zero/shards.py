@@ -1,16 +1,16 @@
-"""Who owns what: buckets cut into shards. Pure: plain data.
+"""Buckets cut into shards: which rank owns which elements. Pure: plain data.
 
-`naive` deals out whole parameters, and the largest one limits how equal the ranks can
-be: half of a model may be one embedding. Here the parameters of a bucket are laid side
-by side, and the row is cut into N equal parts, wherever the cuts may fall. A
-reduce-scatter gives every rank its part of the gradients, and an all-gather joins the
-parts again:
+`naive` assigns whole parameters, so the largest one limits how equal the ranks can be:
+half of a model may be one embedding. Here the parameters of a bucket lie side by side
+in a row, and the row is cut into N equal shards; a cut may go through a parameter. A
+reduce-scatter gives every rank its shard of the gradients, and an all-gather joins the
+shards again:
 
-       parameters    | a a a a a b b b | b c c c c . . . |   . is padding: with it all
-       shard of rank |       0         |        1        |   shards are equally long
+       parameters    | a a a a a b b b | b c c c c . . . |   padding (.) makes all
+       shard of rank |       0         |        1        |   shards equally long
 
-Rank 1 owns a *piece* of b: its elements 3 to 4. Rajbhandari et al. 2020, "ZeRO",
-sections 5.1 and 5.2. Chapter 07.
+Rank 1 owns a *piece* of b: its last element. Rajbhandari et al. 2020, "ZeRO", sections
+5.1 and 5.2. Chapter 07.
 """
 
 from collections.abc import Iterable
@@ -24,10 +24,10 @@ from ddp_course.mechanisms.buckets import BUCKET_CAP_MB, Bucket, bucket_plan
 
 
 @dataclass(frozen=True)
-class Piece:
+class RowPiece:
     """The elements [first, last) of a parameter, in the order of its memory.
 
-    They begin at element `offset` of the shard of the rank that owns them.
+    They begin at element `offset` of their owner's shard.
     """
 
     parameter: str
@@ -42,10 +42,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class ShardedBucket:
-    """A bucket whose elements are shared equally by `world_size` ranks.
+    """A bucket that is cut into one shard for each of `world_size` ranks.
 
-    Rank r owns the elements [r * shard_numel, (r + 1) * shard_numel); behind the last
-    parameter is padding, at most world_size - 1 elements.
+    Rank r owns the elements [r * shard_numel, (r + 1) * shard_numel). Padding follows
+    the last parameter, at most world_size - 1 elements.
     """
 
     bucket: Bucket
@@ -53,12 +53,12 @@ class ShardedBucket:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Their names, in the order in which they lie."""
+        """The names of the parameters, in the order of the row."""
         return self.bucket.parameters
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where each of them begins, in elements."""
+        """The offset of each parameter in the row, in elements."""
         return self.bucket.offsets
 
     @property
@@ -81,21 +81,21 @@ class ShardedBucket:
         """Elements that belong to no parameter."""
         return self.numel - self.bucket.numel
 
-    def pieces(self, rank: int, empty: bool = False) -> tuple[Piece, ...]:
-        """Return what `rank` owns of the parameters, in the order of its shard.
+    def pieces(self, rank: int, empty: bool = False) -> tuple[RowPiece, ...]:
+        """Return the pieces that `rank` owns, in the order of its shard.
 
-        With `empty`, also of those of which it owns nothing.
+        With `empty`, the result has an empty piece for each other parameter.
         """
         begin, end = rank * self.shard_numel, (rank + 1) * self.shard_numel
-        edges, found = [*self.offsets, self.bucket.numel], []
+        edges, pieces = [*self.offsets, self.bucket.numel], []
         for name, start, stop in zip(self.parameters, edges, edges[1:], strict=False):
             first, last = (min(max(begin, edge), end) for edge in (start, stop))
             inside = (first - start, last - start) if first < last else (0, 0)
-            found.append(Piece(name, *inside, first - begin))
-        return tuple(piece for piece in found if empty or piece.first < piece.last)
+            pieces.append(RowPiece(name, *inside, first - begin))
+        return tuple(piece for piece in pieces if empty or piece.first < piece.last)
 
     def zeros(self) -> Tensor:
-        """Return memory for all shards, padding included."""
+        """Allocate a row for all shards, padding included."""
         kind = {"dtype": self.bucket.dtype, "device": self.bucket.device}
         return torch.zeros(self.numel, **kind)
 
@@ -103,9 +103,9 @@ class ShardedBucket:
         lines = [f"{self.bucket}; {self.padding} elements of padding"]
         for rank in range(self.world_size):
             pieces = self.pieces(rank)
-            named = [f"{p.parameter}[{p.first}:{p.last}]" for p in pieces]
-            shown = named if len(named) < 4 else [named[0], "...", named[-1]]
-            lines.append(f"  rank {rank}: {' '.join(shown) or 'nothing'}")
+            names = [f"{p.parameter}[{p.first}:{p.last}]" for p in pieces]
+            names = names if len(names) < 4 else [names[0], "...", names[-1]]
+            lines.append(f"  rank {rank}: {' '.join(names) or 'nothing'}")
         return "\n".join(lines)
 
 
@@ -124,22 +124,22 @@ def shard_plan(
 
 
 def shard_of(row: Tensor, rank: int, bucket: ShardedBucket) -> Tensor:
-    """Return the part of a bucket's memory that belongs to `rank`: a view."""
+    """Return the shard of `rank` in a bucket's row: a view."""
     return row[rank * bucket.shard_numel :][: bucket.shard_numel]
 
 
 def names_of(groups: Iterable[dict[str, Any]]) -> dict[Tensor, str]:
-    """Return a name for each parameter: its own if the optimizer was told, or a number.
+    """Return a name for each parameter: its own if it was passed, otherwise a number.
 
-    `Optimizer(model.named_parameters(), ...)` tells them; otherwise the names are "0",
-    "1", ..., the numbers of the parameters in `state_dict`.
+    `Optimizer(model.named_parameters(), ...)` passes names; otherwise the names are
+    "0", "1", ..., the numbers of the parameters in `state_dict`.
     """
     names: dict[Tensor, str] = {}
-    taken = set()
+    used = set()
     for group in groups:
-        given = group.get("param_names") or [""] * len(group["params"])
-        for parameter, name in zip(group["params"], given, strict=True):
-            if not name or name in taken:
+        param_names = group.get("param_names") or [""] * len(group["params"])
+        for parameter, name in zip(group["params"], param_names, strict=True):
+            if not name or name in used:
                 name = f"{name}{len(names)}"
-            taken.add(names.setdefault(parameter, name))
+            used.add(names.setdefault(parameter, name))
     return names

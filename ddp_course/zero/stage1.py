@@ -1,18 +1,18 @@
-"""ZeRO stage 1: optimizer states are sharded, to the element.
+"""ZeRO stage 1: each rank stores the optimizer states of an equal 1/N of all elements.
 
-Two things are better than in `naive`. Shards are equal parts of a flat row of all
-parameters, so every rank has 1/N of the states, whatever the parameters are. And since
-a rank needs only its own part of the mean gradients, they are reduce-scattered instead
+It is better than `naive` in two ways. Shards are equal parts of a flat row of
+parameters, so every rank has 1/N of the states, whatever the parameters' sizes. And as
+a rank needs only its own shard of the mean gradients, they are reduce-scattered instead
 of all-reduced, while backward runs:
 
     data parallelism   all-reduce gradients                        2 (N - 1) / N
     naive              all-reduce gradients, broadcast parameters  3 (N - 1) / N
     stage 1            reduce-scatter, all-gather                  2 (N - 1) / N
 
-of the parameters' bytes, sent by each rank: the states of the other ranks are saved for
-nothing. An all-reduce *is* a reduce-scatter and an all-gather; here the optimizer steps
-in between. Read with it: `shards`, who owns what; `mechanisms.engine`, which launches a
-bucket when its last gradient has come. Chapter 07.
+of the parameters' bytes, sent by each rank: stage 1 saves memory without sending more.
+An all-reduce *is* a reduce-scatter and an all-gather; here the optimizer steps in
+between. Read also `shards` (which rank owns which elements) and `mechanisms.engine`,
+which launches a bucket when its last gradient has come. Chapter 07.
 """
 
 from collections.abc import Callable, Iterable
@@ -28,7 +28,7 @@ from ddp_course.mechanisms.engine import BucketReducer, Engine
 from ddp_course.mechanisms.parts import announce
 from ddp_course.zero.options import copy_options
 from ddp_course.zero.shards import (
-    Piece,
+    RowPiece,
     ShardedBucket,
     names_of,
     shard_of,
@@ -37,29 +37,27 @@ from ddp_course.zero.shards import (
 
 
 class Zero1(Optimizer):
-    """Runs `optimizer_class` on 1/N of all elements, with 1/N of its states.
+    """An optimizer that runs `optimizer_class` on this rank's 1/N of all elements.
 
-    The parameters of a bucket are moved into one row, of which every rank owns an equal
-    part. No DistributedDataParallel is needed: the gradients are averaged here, in one
-    backward pass for each step. `ZeroRedundancyOptimizer` is this class with parts,
-    which hear
+    The parameters of a bucket are moved into one row, and every rank owns an equal
+    shard of it. The model needs no DistributedDataParallel: this class averages the
+    gradients, in one backward pass for each step. `ZeroRedundancyOptimizer` is this
+    class with parts. Beside the moments of engine and reducer, it announces
 
-        row_made(self, bucket, parameters)  a row of parameters, by name
-        gradients_complete(self)            of a step; before they are clipped or used
+        row_made(self, bucket, parameters)  parameters (by name) are views of a new row
+        gradients_complete(self)            before gradients are clipped or used
         after_step(self)                    all ranks have the new parameters
         zeroed(self, set_to_none)           `zero_grad` was called
 
-    and what the engine and the reducer announce.
-
     Args:
-        params, optimizer_class, process_group, defaults: as of `naive`. The optimizer
-            must treat each element alone (`mechanisms.elementwise`).
+        params, optimizer_class, process_group, defaults: as for `naive`. The optimizer
+            must step each element by itself (`mechanisms.elementwise`).
         bucket_cap_mb: MiB at which a bucket is closed (`mechanisms.buckets`).
         collectives: has `reduce_scatter_single` and `all_gather_single`.
-        parts: objects that hear the moments above.
+        parts: objects with methods for these moments.
     """
 
-    optim: Optimizer | None = None  # steps this rank's pieces
+    optim: Optimizer | None = None  # the inner optimizer, for this rank's pieces
 
     def __init__(
         self,
@@ -80,23 +78,23 @@ class Zero1(Optimizer):
         self.parts = tuple(parts)
         self.reducer = self.make_reducer()
         self.engine = Engine(self.reducer, self.parts)
-        self.plan: list[ShardedBucket] = []  # which buckets there are, and whose
-        self.rows: list[Tensor] = []  # their parameters
+        self.plan: list[ShardedBucket] = []  # all buckets, with the owners' ranges
+        self.rows: list[Tensor] = []  # the memory of each bucket's parameters
         self.owned: dict[Tensor, Tensor] = {}  # parameter -> this rank's piece of it
 
         own = self.divide(self.param_groups)
-        self.optim = optimizer_class(own, **defaults)  # only this one has states
+        self.optim = optimizer_class(own, **defaults)  # only the inner one has states
         self.state, self.defaults = self.optim.state, dict(self.optim.defaults)
         copy_options(self.optim.param_groups, self.param_groups)
 
     def make_reducer(self) -> BucketReducer:
-        """Return what the engine does with a full bucket."""
+        """Return the reducer, which handles the engine's full buckets."""
         return ReduceScatterBuckets(self.process_group, self.collectives, self.parts)
 
     # ---- divide ----------------------------------------------------------------------
 
     def divide(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Lay parameters into rows; return the groups with this rank's pieces only."""
+        """Move parameters into rows; return the groups with this rank's pieces only."""
         names = names_of(self.param_groups)
         new = {names[p]: p for group in groups for p in group["params"]}
         for parameter in new.values():
@@ -116,7 +114,7 @@ class Zero1(Optimizer):
     def lay_in_a_row(
         self, bucket: ShardedBucket, parameters: dict[str, Tensor]
     ) -> None:
-        """Make the parameters of a bucket views of one row; own 1/N of it."""
+        """Make the parameters of a bucket views of one row, and own 1/N of it."""
         row = bucket.zeros()
         for name, offset in zip(bucket.parameters, bucket.offsets, strict=True):
             parameter = parameters[name]
@@ -132,13 +130,13 @@ class Zero1(Optimizer):
 
     @torch.no_grad()
     def broadcast(self, tensor: Tensor) -> None:
-        """Give all ranks the numbers of the group's first rank."""
+        """Copy the values of the group's first rank to all ranks."""
         numbers = tensor.detach().contiguous()
         dist.broadcast(numbers, group=self.process_group, group_src=0)
         tensor.copy_(numbers)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters to be trained; called by all ranks, as in PyTorch."""
+        """Add parameters to be trained; all ranks must call it."""
         super().add_param_group(param_group)
         if self.optim is not None:  # PyTorch's constructor adds the first groups
             [own] = self.divide(self.param_groups[-1:])
@@ -151,10 +149,10 @@ class Zero1(Optimizer):
     def step(
         self, closure: Callable[[], Any] | None = None, **kwargs: Any
     ) -> Any | None:
-        """Step what this rank owns, and share the result; called by all ranks.
+        """Step this rank's pieces, and all-gather the result; all ranks must call it.
 
         `closure` computes loss and gradients anew and returns the loss, as in PyTorch;
-        other arguments go to the optimizer.
+        other arguments go to the inner optimizer.
         """
         loss = None
         if closure is not None:
@@ -169,7 +167,7 @@ class Zero1(Optimizer):
         return loss
 
     def give_gradients(self) -> None:
-        """Let each piece see its part of the mean gradients."""
+        """Set the `grad` of each piece to its part of the mean gradients."""
         announce(self.parts, "gradients_complete", self)
         for bucket in self.engine.buckets:
             slots = {slot.name: slot for slot in bucket.slots}
@@ -179,35 +177,34 @@ class Zero1(Optimizer):
                 self.owned[slot.parameter].grad = mean
 
     def share_parameters(self) -> None:
-        """Bring the shards together again, in place, one all-gather for each bucket."""
+        """All-gather the shards of each bucket in place."""
         for bucket, row in zip(self.plan, self.rows, strict=True):
             own = shard_of(row, self.rank, bucket)
             self.collectives.all_gather_single(row, own, group=self.process_group)
-        for mine in self.owned.values():
-            mine.grad = None
-        # As PyTorch's optimizers do: a backward through a forward with the old numbers
-        # must find out that they are gone.
+        for piece in self.owned.values():
+            piece.grad = None
+        # PyTorch's optimizers increment the versions, too: a backward through a forward
+        # with the old values must raise.
         trained = [slot.parameter for slot in self.engine.slots]
         torch.autograd.graph.increment_version(trained)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, or make them zeros."""
+        """Drop the gradients, or set them to zero."""
         super().zero_grad(set_to_none)
         announce(self.parts, "zeroed", self, set_to_none)
 
 
 class ReduceScatterBuckets(BucketReducer):
-    """Give every rank its shard of the mean gradients.
+    """A reducer that leaves on every rank the mean of its own shard of a bucket.
 
-    That is half of an all-reduce, which would go on to give all shards to all ranks.
-    Afterwards a bucket holds the mean in this rank's shard, and in the others what this
-    rank has added to their sums: nothing that anybody needs. Every `grad` is a view of
-    its bucket.
+    That is half of an all-reduce; the other half would gather all shards on all ranks.
+    Afterwards a bucket holds the mean in this rank's shard, and partial sums that
+    nobody needs in the other shards. Every `grad` is a view of its bucket.
 
     Args:
-        group: the ranks that average; None are all.
+        group: the ranks that average; None means all.
         collectives: has `reduce_scatter_single`.
-        parts: objects that hear, beside what the engine announces, `bucket_added`,
+        parts: objects with methods for the engine's moments, and for `bucket_added`,
             `pass_begins`, `gradient_ready`, `gradient_kept` and `bucket_arrived`, with
             the arguments of the methods below.
     """
@@ -223,12 +220,12 @@ class ReduceScatterBuckets(BucketReducer):
         self.rank, self.parts = dist.get_rank(group), parts
 
     def added(self, engine: Engine, bucket: LiveBucket) -> None:
-        """Give a bucket memory for all its gradients, all the time."""
+        """Allocate a bucket's memory, which lasts as long as the optimizer."""
         bucket.lie_in(bucket.plan.zeros())
         announce(self.parts, "bucket_added", engine, bucket)
 
     def pass_begins(self, engine: Engine) -> None:
-        """Get ready: a backward pass that is to be averaged has begun."""
+        """Announce that an averaged backward pass has begun."""
         announce(self.parts, "pass_begins", engine)
 
     def pack(self, bucket: LiveBucket, slot: Slot) -> None:
@@ -237,11 +234,11 @@ class ReduceScatterBuckets(BucketReducer):
         super().pack(bucket, slot)
 
     def keep(self, bucket: LiveBucket, slot: Slot) -> None:
-        """Leave a gradient of a pass that is not averaged to the parts."""
+        """Announce a gradient of a pass that is not averaged."""
         announce(self.parts, "gradient_kept", bucket, slot)
 
     def own(self, bucket: LiveBucket) -> Tensor:
-        """Return this rank's part of a bucket: its shard."""
+        """Return this rank's shard of a bucket."""
         return shard_of(bucket.flat, self.rank, bucket.plan)
 
     def launch(self, bucket: LiveBucket) -> Any:
@@ -250,13 +247,13 @@ class ReduceScatterBuckets(BucketReducer):
         return self.reduce_scatter(own, bucket.flat, group=self.group, async_op=True)
 
     def arrived(self, bucket: LiveBucket) -> None:
-        """Leave a bucket whose reduction has ended to the parts."""
+        """Announce a bucket whose reduction has ended."""
         announce(self.parts, "bucket_arrived", bucket)
 
-    def mean_of(self, bucket: LiveBucket, slot: Slot, piece: Piece) -> Tensor | None:
+    def mean_of(self, bucket: LiveBucket, slot: Slot, piece: RowPiece) -> Tensor | None:
         """Return this rank's piece of a mean gradient; None if there is no gradient."""
         if slot.parameter.grad is None:
             return None
-        if slot.parameter.grad is not slot.view:  # somebody has replaced it
+        if slot.parameter.grad is not slot.view:  # the user has replaced it
             slot.parameter.grad = slot.view.copy_(slot.parameter.grad)
         return piece.part_of(self.own(bucket))

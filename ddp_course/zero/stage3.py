@@ -1,11 +1,11 @@
-"""FullyShardedDataParallel: the readable stage 3 plus messages meanwhile, and parts.
+"""FullyShardedDataParallel: the readable stage 3 plus overlapped messages and parts.
 
-The third step, after `stage3_simple`, whose moments it keeps; with the name of
-PyTorch's first class for it (`fully_shard` is the present one). What it adds itself: it
-gathers the next unit ahead (`Order`), sums gradients while backward goes on, keeps
-units whole if it is to, accumulates, recomputes, and is well again after an error.
-Everything else are parts (`sharded_parts`), and the whole state
-(`mechanisms.whole_state`). Explained in chapter 08.
+Step three, after `stage3_simple`; it announces the same moments. The name is that of
+PyTorch's first class (the present one is `fully_shard`). The class itself adds: it
+gathers the next unit ahead (`Order`), reduces gradients while backward goes on, keeps
+units gathered if asked to, accumulates gradients, works with activation recomputation,
+and can be used again after an error. All other features are parts (`sharded_parts`), or
+in `mechanisms.whole_state`. Explained in chapter 08.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -37,64 +37,64 @@ from ddp_course.zero.sharded_parts import Order
 from ddp_course.zero.stage3_simple import SimpleFullyShardedDataParallel
 from ddp_course.zero.unit_storage import (
     FlatStorage,
-    Messages,
     ShardedError,
+    ShardMessages,
     Unit,
     is_sharded,
 )
 from ddp_course.zero.units import Chosen, UnitPlan, unit_plan
 
 
-class PeerMessages(Messages):
-    """Messages of which gloo sends no byte twice, and which the ranks compare first."""
+class PeerMessages(ShardMessages):
+    """ShardMessages that send no byte twice over gloo; ranks compare calls first."""
 
     all_gather = staticmethod(all_gather_single)
 
     def reduce(self, own: Tensor, whole: Tensor, then: Callable[[], None]) -> Any:
         """Begin to sum `whole` over all ranks, this rank's part into `own`.
 
-        Returns an object to wait for, which then calls `then`.
+        Returns a handle, whose `wait()` calls `then` at the end.
         """
         work = reduce_scatter_single(own, whole, self.group, async_op=True)
         return Followed([work], then)
 
 
 class FullyShardedDataParallel(WholeState, SimpleFullyShardedDataParallel):
-    """As SimpleFullyShardedDataParallel, while messages are under way, with options.
+    """SimpleFullyShardedDataParallel with overlapped messages and PyTorch's options.
 
     In forward and backward
 
         launch    the gather of the next unit, or the reduce-scatter of gradients
-        wait      for the unit that is computed with now
-        compute   with it; then free it
+        wait      for the gather of the current unit
+        compute   with the current unit; then free it
 
-    Any elementwise optimizer can step `parameters()` (SGD, AdamW, ...), in groups by
-    name, too: to it they are vectors with their mean gradients. A parameter that some
-    rank has no gradient for counts as one whose gradient is zero there; one that none
-    has any for is left alone. Buffers stay each rank's own; the whole state has the
-    first rank's.
+    Any elementwise optimizer (SGD, AdamW, ...) can step `parameters()`, also in groups
+    by name: they are vectors with mean gradients. A parameter without a gradient on
+    some ranks counts as zero there; one without a gradient on all ranks is not changed.
+    Each rank keeps its own buffers; the whole state has those of the first rank.
 
     Args:
         module: on the CPU or on this rank's GPU.
-        process_group: the ranks that divide the model; None are all.
-        units: what is gathered together (`unit_plan`); None are the modules in
-            `nn.ModuleList`s, and the rest.
+        process_group: the ranks that divide the model; None means all.
+        units: names of the modules that are gathered as one (`unit_plan`); None means
+            the modules in `nn.ModuleList`s, and the rest.
         replicas: hybrid sharding: the ranks that have the same shard. Inside of
-            `process_group` a step sends 3 (F - 1) / F of the model's bytes, among R
-            replicas 2 (R - 1) / R of a shard's. Ranks of both groups have other rows.
-        reshard_after_forward: free each unit after its forward, and gather it again for
-            backward; None is all but the root unit (PyTorch's default, as the root is
-            needed at once); False is none, which sends 2 (N - 1) / N.
-        prefetch: how many units are gathered ahead.
-        compute_dtype: gather and compute in this type, floating inputs are cast to it;
-            shards stay as they are. As MixedPrecisionPolicy's param_dtype.
-        reduce_dtype: sum gradients in this type; None is that of computing.
+            `process_group` (F ranks) a step sends 3 (F - 1) / F of the model's bytes,
+            among R replicas 2 (R - 1) / R of a shard's. All these ranks train on
+            different samples.
+        reshard_after_forward: True frees each unit after its forward, and gathers it
+            again for backward; None excepts the root unit (PyTorch's default, as
+            backward needs the root at once); False frees none, and sends 2 (N - 1) / N.
+        prefetch: the number of units to gather ahead.
+        compute_dtype: gather and compute in this type, and cast floating-point inputs
+            to it; shards keep their type. As MixedPrecisionPolicy's param_dtype.
+        reduce_dtype: sum gradients in this type; None means the type of computing.
         cpu_offload: keep shards, gradients and optimizer states on the CPU, if `module`
             is on a GPU (`sharded_parts.OffloadedStorage`).
-        exchange: how shards are gathered and gradients are summed; None is by PyTorch's
-            collectives, which send no byte twice over gloo, either.
-        storage: the memory of a unit's parameters of one type.
-        parts: more parts, such as those that record (`metered`).
+        exchange: an object that gathers shards and sums gradients; None means
+            `PeerMessages`, by PyTorch's collectives.
+        storage: the class for the memory of a unit's parameters of one type.
+        parts: further parts, such as those that record (`metered`).
 
     Raises:
         ReplicaError: the ranks' modules or arguments differ, or cannot be used.
@@ -116,7 +116,7 @@ class FullyShardedDataParallel(WholeState, SimpleFullyShardedDataParallel):
         compute_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
         cpu_offload: bool = False,
-        exchange: Messages | None = None,
+        exchange: ShardMessages | None = None,
         storage: Callable[..., FlatStorage] = FlatStorage,
         parts: Iterable[Any] = (),
     ) -> None:
@@ -135,11 +135,11 @@ class FullyShardedDataParallel(WholeState, SimpleFullyShardedDataParallel):
         shows = [quick_exchange(group) for group in groups]
         parts = [
             *parts,
-            sharded_parts.Kept(),
+            sharded_parts.ParameterGuard(),
             Stepped(),
-            sharded_parts.Patient(),
+            sharded_parts.PatientPass(),
             *([sharded_parts.Offload()] if cpu_offload else []),
-            sharded_parts.Unused(shows),
+            sharded_parts.UnusedPieces(shows),
             sharded_parts.SameOrder(groups, shows),
             *([sharded_parts.Cast(compute_dtype)] if compute_dtype else []),
         ]
@@ -157,15 +157,15 @@ class FullyShardedDataParallel(WholeState, SimpleFullyShardedDataParallel):
         self.plain, self.groups = plain, (*before, groups[0])
         self.replica_groups = groups[1:]
         self._place_pieces()
-        self.sync = True  # backward passes are averaged
-        self.in_flight: Unit | None = None  # its gradients are being summed
+        self.sync = True  # whether backward passes are averaged
+        self.in_flight: Unit | None = None  # the unit whose gradients are being summed
         self.span: Callable[..., AbstractContextManager] = no_span
         keeps = {True: (), None: (self.root,), False: self.units}
-        self.stay = keeps[reshard_after_forward]  # whole from forward to backward
+        self.stay = keeps[reshard_after_forward]  # not freed after forward
         self.order = Order([unit.plan.index for unit in self.units[1:]], prefetch)
 
     def _place_pieces(self) -> None:
-        """Note on each piece which elements of which parameter it is."""
+        """Record for each piece which elements of which parameter it has."""
         group = self.groups[-1]
         for flat in (flat for unit in self.units for flat in unit.flats):
             plan = flat.plan.pieces(self.exchange.rank, empty=True)
@@ -176,7 +176,7 @@ class FullyShardedDataParallel(WholeState, SimpleFullyShardedDataParallel):
     # ---- forward ---------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module; its units are gathered and freed on the way."""
+        """Run the module; hooks gather and free its units."""
         if self._recomputing():
             return self.module(*inputs, **kwargs)
         self._tidy_up()
@@ -187,40 +187,40 @@ class FullyShardedDataParallel(WholeState, SimpleFullyShardedDataParallel):
             raise
         self.order.end_forward()
         for unit in self.units:
-            if not unit.here:
-                unit.free()  # gathered ahead, and not used
+            if not unit.is_whole:
+                unit.free()  # it was gathered ahead, but not used
         return output
 
     def _gather(self, unit: Unit) -> None:
-        """Launch `unit` and what comes next, and wait for `unit`."""
+        """Launch the gathers of `unit` and of the next units, and wait for `unit`."""
         order, at = self.order, unit.plan.index
         if unit is self.root:
             ahead = order.begin_backward() if self.open else order.begin_forward()
         else:
             ahead = order.backward(at) if self.open else order.forward(at)
         for each in [unit, *(self.units[index] for index in ahead)]:
-            if each.away:  # without prefetch there is nothing to go on with meanwhile
+            if each.needs_gather:  # async only if there is computation to overlap with
                 with self.span("launch", gather=each.plan.name), _explained():
                     each.start_gather(async_op=order.prefetch > 0)
         with self.span("wait", unit=unit.plan.name), _explained():
             unit.wait_gathered()
         super()._gather(unit)
 
-    def _used(self, unit: Unit, needed_again: bool) -> None:
-        """Free it, unless backward has called, and needs it next, or it is to stay."""
+    def _free_after_forward(self, unit: Unit, needed_again: bool) -> None:
+        """Free `unit`, unless backward recomputes it now or it is not resharded."""
         if not (self._recomputing() or (needed_again and unit in self.stay)):
             unit.free()
 
     def _recomputing(self) -> bool:
-        """Whether this forward is called by our backward, to have activations again."""
+        """Return whether this forward recomputes activations inside of backward."""
         return bool(self.open) and torch._C._current_graph_task_id() != -1
 
     # ---- backward --------------------------------------------------------------------
 
     def _reduce(self, unit: Unit) -> None:
-        """Begin to sum the gradients of `unit`, when those before have arrived.
+        """Wait for the previous reduction, then begin to sum the gradients of `unit`.
 
-        So beside what is computed now, there are one unit's gradients at most.
+        So the gradients of at most one unit are being sent at any time.
         """
         if self.sync and unit.has_gradients:
             self._wait_reduced()
@@ -235,23 +235,24 @@ class FullyShardedDataParallel(WholeState, SimpleFullyShardedDataParallel):
             with self.span("wait", reduced=unit.plan.name), _explained():
                 unit.wait_reduced()
 
-    def _settle(self) -> None:
-        """Send what is left, wait for what is under way, free what is still whole."""
-        for unit in self.units[::-1]:  # of earlier passes, or gathered ahead
+    def _finish_reductions(self) -> None:
+        """Free all units, reduce remaining gradients, and wait for all reductions."""
+        for unit in self.units[::-1]:  # no_sync left gradients, or a gather was ahead
             unit.free()
             self._reduce(unit)
         self._wait_reduced()
 
-    def _backward_has_ended(self) -> None:
+    def _end_backward(self) -> None:
         with _explained():
-            super()._backward_has_ended()
+            super()._end_backward()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Only collect the gradients of the backward passes in this block.
+        """Only accumulate the gradients of the backward passes in this block.
 
-        They stay whole, which takes the memory of all gradients; the next pass that is
-        averaged sends their sum. As set_requires_gradient_sync of PyTorch's FSDPModule.
+        They are stored whole, which takes the memory of all gradients; the next
+        averaged pass sends their sum. As set_requires_gradient_sync of PyTorch's
+        FSDPModule.
         """
         before, self.sync = self.sync, False
         try:
@@ -260,10 +261,10 @@ class FullyShardedDataParallel(WholeState, SimpleFullyShardedDataParallel):
             self.sync = before
 
     def _tidy_up(self) -> None:
-        """Free what an earlier pass has left whole: it failed, or had no backward.
+        """Free units that an earlier pass left whole: it failed, or had no backward.
 
-        If backward failed, some units' gradients are in and others are not: such a
-        mixture is dropped, with all that it was added to.
+        If backward failed, only some units have added their gradients, so this drops
+        the gradients of all units.
         """
         announce(self.parts, "tidied", self)
         self._wait_reduced()
@@ -275,9 +276,10 @@ class FullyShardedDataParallel(WholeState, SimpleFullyShardedDataParallel):
         self.open.clear()
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the plain module; its methods call this one's forward.
+        """Return an attribute of `module`; bind its methods to this object.
 
-        So `generate(...)` of a GPT, which calls itself, gathers and frees units, too.
+        So a method such as `generate(...)` of a GPT, which calls `self(...)`, calls
+        this object's forward, which gathers and frees the units.
         """
         try:
             return super().__getattr__(name)
@@ -288,7 +290,7 @@ class FullyShardedDataParallel(WholeState, SimpleFullyShardedDataParallel):
         of_its_own = getattr(value, "__self__", None) is self.module
         return MethodType(value.__func__, self) if of_its_own else value
 
-    # ---- what a sharded module cannot do any more ------------------------------------
+    # ---- methods of torch.nn.Module that a sharded module refuses --------------------
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         raise ShardedError(
@@ -297,26 +299,28 @@ class FullyShardedDataParallel(WholeState, SimpleFullyShardedDataParallel):
         )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Raise ShardedError: which state is meant has to be said."""
+        """Raise ShardedError: it could be the whole state or this rank's part."""
         raise ShardedError(
             "state_dict() could be the whole state or this rank's part: call "
             "full_state_dict(), or zero.sharded_checkpoint.save(folder, ...)"
         )
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise ShardedError: which state is meant has to be said."""
-        load = "zero.sharded_checkpoint.load(folder, ...)"
-        raise ShardedError(f"call load_full_state_dict(state), or {load}")
+        """Raise ShardedError: it could be the whole state or this rank's part."""
+        raise ShardedError(
+            "load_state_dict() could mean the whole state or this rank's part: call "
+            "load_full_state_dict(state), or zero.sharded_checkpoint.load(folder, ...)"
+        )
 
 
 def no_span(op: str, **detail: Any) -> AbstractContextManager:
-    """Record nothing; a part that records takes the place of this function."""
+    """Record nothing; a part that records replaces this function."""
     return nullcontext()
 
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Say in a CollectiveError what it most often comes from here."""
+    """Add the most common cause to a CollectiveError that the block raises."""
     try:
         yield
     except CollectiveError as error:
@@ -329,7 +333,7 @@ def _explained() -> Iterator[None]:
         ) from error
 
 
-# ---- before anything is divided: do all ranks mean the same, and can it be done? -----
+# ---- checks before construction ------------------------------------------------------
 
 
 def check_units(
@@ -338,9 +342,9 @@ def check_units(
     units: Chosen,
     **options: Any,
 ) -> None:
-    """Compare modules, units and options along all groups; nothing has been sent then.
+    """Check modules, units and options, and compare them along all groups.
 
-    Raises ReplicaError, with the same text on every rank.
+    Runs before anything is sent. Raises ReplicaError, with the same text on every rank.
     """
     problem = _unfit(module) or problem_with(module) or _unusable(module, **options)
     plan: tuple[UnitPlan, ...] = ()
@@ -361,18 +365,19 @@ def _refuse(problem: str | None) -> None:
 
 def _unfit(module: Any) -> str | None:
     if not isinstance(module, nn.Module):
-        return None  # `problem_with` says it
+        return None  # `problem_with` reports it
     if is_sharded(module):
-        return "the module is sharded already"
+        return "the module is sharded already; shard the original module once"
     averaged = any(listeners(p) for p in module.parameters())
     if averaged or any(isinstance(m, TorchDDP) for m in module.modules()):
         return (
             "the module is wrapped in DistributedDataParallel already, which averages "
-            "the same gradients: shard the plain module; for replicas, give `replicas`"
+            "the same gradients: shard the plain module; for replicas, pass `replicas`"
         )
     devices = {p.device for p in module.parameters()}
     if len(devices) > 1:
-        return f"the module is on {', '.join(map(str, devices))}; it must be on one"
+        names = ", ".join(map(str, devices))
+        return f"the module is on {names}; it must be on one device"
     return None
 
 
@@ -394,7 +399,7 @@ def _unusable(
     devices = {p.device.type for p in module.parameters()}
     if cpu_offload and "cpu" in devices:
         return (
-            "cpu_offload is True, but the module computes on the CPU: there is nothing "
-            "to offload. It must be on a GPU"
+            "cpu_offload is True, but the module is on the CPU, so there is nothing to "
+            "offload; move the module to a GPU, or leave cpu_offload out"
         )
     return None

@@ -1,8 +1,8 @@
-"""Stage 3 in its first step: gather everything, compute as usual, keep a shard.
+"""Stage 3, step one: gather everything, compute as usual, keep a shard.
 
 Between steps each rank has 1/N of parameters, gradients and optimizer states. During a
-step it has all parameters and all gradients, as in data parallelism, so its peak is
-hardly lower. `stage3_simple` gathers one unit after the other instead. Chapter 08.
+step it has all parameters and all gradients, as in data parallelism, so its peak memory
+is hardly lower. `stage3_simple` gathers one unit after the other instead. Chapter 08.
 """
 
 from collections.abc import Iterator
@@ -19,14 +19,14 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 class NaiveFullyShardedDataParallel(nn.Module):
-    """Runs `module`, whose parameters are in shards outside of forward and backward.
+    """A wrapper that shards the parameters of `module` between its passes.
 
-    All parameters are gathered before a forward, and freed when its backward has ended
-    (or at once, if there is none). Gradients are averaged by an all-reduce, of which
-    each rank needs 1/N. A step sends 3 (N - 1) / N of the model's bytes.
+    It gathers all parameters before a forward, and frees them when the backward has
+    ended (or at once, if there is none). It averages gradients by an all-reduce, of
+    which each rank needs only 1/N. A step sends 3 (N - 1) / N of the model's bytes.
 
-    All ranks construct it together, from equal modules with parameters of one type.
-    It checks nothing. Chapter 08.
+    All ranks must construct it together, from equal modules with parameters of one
+    type. It checks nothing. Chapter 08.
 
     Attributes:
         whole: all parameters side by side, padded; 0 bytes long while they are freed.
@@ -42,14 +42,14 @@ class NaiveFullyShardedDataParallel(nn.Module):
         self.size, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         self.wholes = dict(module.named_parameters())
         flat = torch.cat([p.detach().flatten() for p in self.wholes.values()])
-        numel = -(-flat.numel() // self.size)  # of a shard
+        numel = -(-flat.numel() // self.size)  # elements of a shard
         self.whole = nn.functional.pad(flat, (0, numel * self.size - flat.numel()))
         dist.broadcast(self.whole, group=self.group, group_src=0)
         self.own = slice(rank * numel, (rank + 1) * numel)
         self.shard = self.whole[self.own].clone()
         self.pieces: dict[str, nn.Parameter] = {}
-        self.spans: dict[str, slice] = {}  # where each piece lies in a shard
-        at = 0  # where the parameter begins in `whole`
+        self.spans: dict[str, slice] = {}  # name -> the piece's range in the shard
+        at = 0  # offset of the parameter in `whole`
         for name, p in self.wholes.items():
             p.data = self.whole[at : at + p.numel()].view(p.shape)
             edges = at - self.own.start, at - self.own.start + p.numel()
@@ -62,30 +62,30 @@ class NaiveFullyShardedDataParallel(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this rank's pieces, which an optimizer steps."""
+        """Yield this rank's pieces, for an optimizer to step."""
         yield from self.pieces.items()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Gather all parameters, and run the module."""
-        self._free()  # an earlier forward had no backward, and a step may have come
+        self._free()  # an earlier forward without a backward left old values
         self._gather()
         output = self.module(*inputs, **kwargs)
         tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
         recorded = [tensor for tensor in tensors if tensor.requires_grad]
         for tensor in recorded:
-            tensor.register_hook(self._backward_begins)
+            tensor.register_hook(self._begin_backward)
         if not recorded:
             self._free()
         return output
 
-    def _backward_begins(self, gradient: Tensor) -> None:
+    def _begin_backward(self, gradient: Tensor) -> None:
         if not self.in_backward:
             self.in_backward = True
             self._gather()
-            Variable._execution_engine.queue_callback(self._backward_has_ended)
+            Variable._execution_engine.queue_callback(self._end_backward)
 
     @torch.no_grad()
-    def _backward_has_ended(self) -> None:
+    def _end_backward(self) -> None:
         """Free the parameters, average all gradients, and keep this rank's shard."""
         self._free()
         mean = self.whole.new_zeros(self.size * self.shard.numel())
@@ -109,12 +109,12 @@ class NaiveFullyShardedDataParallel(nn.Module):
             all_gather(self.whole, self.shard, group=self.group)
 
     def _free(self) -> None:
-        """Give the memory of `whole` back; the parameters stay views of it."""
+        """Free the memory of `whole`; the parameters stay views of it."""
         self.in_backward = False
         self.whole.untyped_storage().resize_(0)
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Return the plain module's `state_dict`; a collective call."""
+        """Return the `state_dict` of the unsharded module; all ranks must call it."""
         self._gather()
         state = {key: t.clone() for key, t in self.module.state_dict().items()}
         self._free()

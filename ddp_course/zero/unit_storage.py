@@ -1,20 +1,19 @@
-"""The memory behind the units: a shard of each parameter always, all of it at times.
+"""The memory of the units: shards always, whole parameters while they are gathered.
 
-A unit's parameters are seen in two ways:
+A unit's parameters exist in two forms:
 
-    whole    what is computed with: the module's own parameters, views of one tensor,
-             whose storage is as long as needed when the unit is gathered, and 0 bytes
-             long when it is freed. Whatever autograd has saved for backward finds its
-             numbers again as soon as the unit is gathered again
-    pieces   what is kept: this rank's part of each parameter, under its name; views of
-             one shard. Of most parameters that is all or nothing. An optimizer steps
-             them; the modules show `Freed` meanwhile
+    whole    the module's own parameters, for computing: views of one tensor. A gather
+             allocates its storage, and `free` shrinks the storage to 0 bytes. Tensors
+             that autograd saved for backward are valid again after the next gather
+    pieces   this rank's part of each parameter, for the optimizer: views of one shard.
+             Of most parameters a rank has all or nothing. While the unit is freed, the
+             modules have `Freed` objects in place of parameters
 
                     | norm1.weight | attn.qkv.weight . . . | mlp.up.weight . . | . |
     shard of rank   |        0             |         1             |       2       |
 
-so a gather needs no copies, and an optimizer steps parameters that have their plain
-names. Chapter 08.
+So a gather needs no copies, and an optimizer steps parameters under their own names.
+Chapter 08.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,20 +28,20 @@ from torch.utils._pytree import tree_leaves
 from ddp_course.mechanisms.buckets import view_of
 from ddp_course.zero.units import FlatPlan, UnitPlan
 
-# PyTorch 2.13 has renamed them.
+# PyTorch 2.13 renamed these two functions.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
 
-Place = tuple[nn.Module, str]  # where a parameter is: module._parameters[name]
+Place = tuple[nn.Module, str]  # the parameter is module._parameters[name]
 
 
-class Messages:
-    """How the ranks of a group gather shards and sum gradients: PyTorch's collectives.
+class ShardMessages:
+    """The gathers and reductions of shards, with PyTorch's collectives.
 
-    `FullyShardedDataParallel` takes `PeerMessages`: gloo's own reduce-scatter sends
-    twice the bytes.
+    `FullyShardedDataParallel` uses `PeerMessages` instead: gloo's own reduce-scatter
+    sends twice the bytes.
     """
 
     all_gather = staticmethod(all_gather)
@@ -58,10 +57,10 @@ class Messages:
         prepare: Callable[[], None],
         async_op: bool = False,
     ) -> Any:
-        """Begin to put every rank's shard into its place in `whole`.
+        """Begin to gather every rank's shard into its place in `whole`.
 
-        `prepare()` allocates `whole`, and puts this rank's shard into its place `own`.
-        Returns an object to wait for, or None.
+        `prepare()` allocates `whole`, and copies this rank's shard to its place `own`.
+        Returns a handle with `wait()`, or None.
         """
         prepare()
         options = {"group": self.group, "async_op": async_op}
@@ -78,19 +77,19 @@ class Messages:
 
 
 class FlatStorage:
-    """Some parameters of a unit: `shard`, this rank's, and at times `whole`.
+    """The memory of a unit's parameters of one type: `shard` and `whole`.
 
     Args:
-        plan: where each parameter begins.
-        parameters: name -> parameter; those of the first rank have the numbers.
-        exchange: how the shards are gathered and gradients are summed.
+        plan: the parameters' offsets.
+        parameters: name -> parameter; all ranks get the first rank's values.
+        exchange: an object that gathers shards and sums gradients.
         replicas: ranks that have the same shard (hybrid sharding), or None.
-        compute_dtype: what `whole` is gathered in, None as it is.
-        reduce_dtype: what gradients are summed in, None as `whole`.
+        compute_dtype: type of `whole`; None means the type of the parameters.
+        reduce_dtype: type in which gradients are summed; None means that of `whole`.
 
     Attributes:
         pieces: name -> this rank's part of the parameter, which may be empty.
-        missed: names of those that get zeros for a gradient, as autograd had none.
+        missed: names of parameters without a gradient, for which zeros were sent.
     """
 
     @torch.no_grad()
@@ -98,7 +97,7 @@ class FlatStorage:
         self,
         plan: FlatPlan,
         parameters: Mapping[str, nn.Parameter],
-        exchange: Messages,
+        exchange: ShardMessages,
         replicas: dist.ProcessGroup | None = None,
         compute_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
@@ -109,20 +108,20 @@ class FlatStorage:
         first = self._packed()
         for group in (exchange.group, replicas)[: 1 + (replicas is not None)]:
             dist.broadcast(first, group=group, group_src=0)
-        mine = slice(rank * numel // size, (rank + 1) * numel // size)
+        own = slice(rank * numel // size, (rank + 1) * numel // size)
         self.shard = self.empty(numel // size, first)
-        self.shard.copy_(first[mine])
+        self.shard.copy_(first[own])
         floating = first.is_floating_point()
         dtype = compute_dtype if floating and compute_dtype else first.dtype
         self.whole = first.to(dtype)
         views = self._views(self.whole)
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.data = view
-        self.mine = self.whole[mine]
-        # Gradients are collected in memory that comes and goes in the same way.
+        self.own_whole = self.whole[own]
+        # Gradients are summed in memory that is allocated and freed in the same way.
         dtype = reduce_dtype if floating and reduce_dtype else dtype
         self.sum = torch.empty(numel, dtype=dtype, device=first.device)
-        self.own, self.slots = self.sum[mine], self._views(self.sum)
+        self.own_sum, self.slots = self.sum[own], self._views(self.sum)
         self.scale = 1 / size / (1 if replicas is None else replicas.size())
         for flat in (self.whole, self.sum):
             flat.untyped_storage().resize_(0)
@@ -136,8 +135,9 @@ class FlatStorage:
 
     def _packed(self) -> Tensor:
         """Return the parameters side by side, followed by zeros."""
-        of = self.plan.bucket
-        flat = torch.zeros(self.plan.numel, dtype=of.dtype, device=of.device)
+        bucket = self.plan.bucket
+        kind = {"dtype": bucket.dtype, "device": bucket.device}
+        flat = torch.zeros(self.plan.numel, **kind)
         for view, parameter in zip(self._views(flat), self.parameters, strict=True):
             view.copy_(parameter)
         return flat
@@ -159,32 +159,32 @@ class FlatStorage:
     # ---- gather and free -------------------------------------------------------------
 
     def gather(self, async_op: bool) -> Any:
-        """Begin to make `whole` whole; return an object to wait for, or None."""
-        # Autograd counts changes of a parameter to see whether what it has saved is
-        # still the same. These counters are the parameters' own: `whole` has another.
-        return self.exchange.gather(self.whole, self.mine, self._prepare, async_op)
+        """Begin to gather `whole`; return a handle with `wait()`, or None."""
+        # Autograd raises if a saved parameter's version has changed. Writing to `whole`
+        # is allowed, as `whole` and the parameters have separate version counters.
+        return self.exchange.gather(self.whole, self.own_whole, self._prepare, async_op)
 
     @torch.no_grad()
     def _prepare(self) -> None:
-        """Allocate `whole`; copy the shard into its place, cast, or from the CPU."""
+        """Allocate `whole`, and copy the shard into its place in it."""
         allocate(self.whole)
-        self.mine.copy_(self.shard, non_blocking=True)
+        self.own_whole.copy_(self.shard, non_blocking=True)
 
     def free(self) -> None:
-        """Give the memory of `whole` back."""
+        """Free the memory of `whole`."""
         self.whole.untyped_storage().resize_(0)
 
     # ---- gradients -------------------------------------------------------------------
 
     @property
     def has_gradients(self) -> bool:
-        """Whether autograd has left gradients at the parameters."""
+        """Whether the parameters have gradients that were not reduced yet."""
         return any(parameter.grad is not None for parameter in self.parameters)
 
     def collect(self) -> None:
-        """Put this rank's share of all gradients into `sum`, and let go of them.
+        """Write this rank's share of all gradients into `sum`, and free the gradients.
 
-        Copied and scaled in one pass over the memory, and freed one by one.
+        One pass over the memory copies and scales; each gradient is freed at once.
         """
         allocate(self.sum)
         pairs = zip(self.pieces.items(), self.parameters, strict=True)
@@ -194,23 +194,23 @@ class FlatStorage:
             gradient, parameter.grad = parameter.grad, None
             if gradient is None:
                 view.zero_()
-            else:  # scaled in the type of the sum, if that is another
+            else:  # cast first, so that scaling happens in the type of the sum
                 torch.mul(gradient.detach().to(view.dtype), self.scale, out=view)
         self.sum[self.plan.numel - self.plan.padding :].zero_()
 
     def reduce(self) -> Any:
-        """Begin to sum over the ranks; return an object to wait for, or None."""
-        return self.exchange.reduce(self.own, self.sum, self.reduced)
+        """Begin to sum over the ranks; return a handle with `wait()`, or None."""
+        return self.exchange.reduce(self.own_sum, self.sum, self.on_reduced)
 
-    def reduced(self) -> None:
-        """Add the sum to the other replicas': it is the mean of all ranks then."""
+    def on_reduced(self) -> None:
+        """All-reduce the shard over the replicas, add it to `grad`, free `sum`."""
         if self.replicas is not None:
-            self.exchange.all_reduce(self.own, self.replicas)
-        self.add_gradient(self.own)
+            self.exchange.all_reduce(self.own_sum, self.replicas)
+        self.add_gradient(self.own_sum)
         self.sum.untyped_storage().resize_(0)
 
     def add_gradient(self, mean: Tensor) -> None:
-        """Add a mean gradient to the pieces'; its own memory is used otherwise."""
+        """Add a mean gradient to the pieces' `grad`, or set `grad` to a copy of it."""
         if all(piece.grad is None for piece in self.pieces.values()):
             self.keep(mean.to(self.shard.dtype, copy=True))
             return
@@ -219,16 +219,16 @@ class FlatStorage:
             piece.grad = part.clone() if piece.grad is None else piece.grad.add_(part)
 
     def keep(self, gradient: Tensor) -> None:
-        """Make the parts of `gradient` the pieces' own."""
+        """Set the pieces' `grad` to their parts of `gradient`."""
         for piece, part in zip(self.pieces.values(), self._cut(gradient), strict=True):
             piece.grad = part
 
 
 class Unit:
-    """A unit with its memory: gathered as one, freed as one, reduced as one.
+    """A unit with its memory: gathered, freed and reduced as one.
 
     Attributes:
-        here: whether it is whole.
+        is_whole: whether the unit is gathered.
     """
 
     def __init__(
@@ -245,41 +245,41 @@ class Unit:
             for name, p in zip(flat.pieces, flat.parameters, strict=True)
             for place in places[name]
         ]
-        self.here = False
-        self.gathers: list[Any] | None = None  # under way
-        self.sums: list[Any] = []  # reduce-scatters under way
+        self.is_whole = False
+        self.gathers: list[Any] | None = None  # handles of gathers under way
+        self.sums: list[Any] = []  # handles of reduce-scatters under way
         self._show_freed()
 
     @property
-    def away(self) -> bool:
-        """Whether it is neither whole, nor on its way."""
-        return not self.here and self.gathers is None
+    def needs_gather(self) -> bool:
+        """Whether the unit is not gathered, and no gather is under way."""
+        return not self.is_whole and self.gathers is None
 
     def start_gather(self, async_op: bool = False) -> None:
         """Begin to gather; with `async_op`, return while messages are under way."""
         self.gathers = [flat.gather(async_op) for flat in self.flats]
 
     def wait_gathered(self) -> None:
-        """Return when the unit is whole; start its gather if nobody has."""
-        if self.here:
+        """Wait until the unit is gathered; start the gather if it was not started."""
+        if self.is_whole:
             return
-        if self.away:
+        if self.needs_gather:
             self.start_gather()
         works, self.gathers = self.gathers, None
         _wait_for(works)
         for (module, name), parameter, _ in self.places:
             module._parameters[name] = parameter
-        self.here = True
+        self.is_whole = True
 
     def free(self) -> None:
-        """Give the memory back; wait for a gather that is under way first."""
+        """Free the memory; wait for a gather that is under way first."""
         if self.gathers is not None:
             self.wait_gathered()
-        if self.here:
+        if self.is_whole:
             for flat in self.flats:
                 flat.free()
             self._show_freed()
-        self.here = False
+        self.is_whole = False
 
     def _show_freed(self) -> None:
         for (module, name), _, freed in self.places:
@@ -287,24 +287,24 @@ class Unit:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether autograd has left gradients at its parameters."""
+        """Whether its parameters have gradients that were not reduced yet."""
         return any(flat.has_gradients for flat in self.trainable)
 
     def start_reduce(self) -> None:
-        """Begin to sum the gradients that autograd has left."""
+        """Begin to sum the gradients of all parameters that have one."""
         for flat in self.trainable:
             if flat.has_gradients:
                 flat.collect()
                 self.sums.append(flat.reduce())
 
     def wait_reduced(self) -> None:
-        """Return when the mean gradients are in the pieces' `grad`."""
+        """Wait until the mean gradients are in the pieces' `grad`."""
         sums, self.sums = self.sums, []
         _wait_for(sums)
 
 
 def allocate(flat: Tensor) -> None:
-    """Allocate the memory of a tensor that had been given back."""
+    """Allocate the memory of a tensor again, after it was freed."""
     flat.untyped_storage().resize_(flat.numel() * flat.element_size())
 
 
@@ -315,29 +315,29 @@ def _wait_for(works: Iterable[Any]) -> None:
 
 
 def places_in(module: nn.Module) -> dict[str, list[Place]]:
-    """Return all places of each parameter, by name: a tied one has several."""
+    """Return, for each parameter, all its places: a tied parameter has several."""
     names = {parameter: name for name, parameter in module.named_parameters()}
-    found: dict[str, list[Place]] = {name: [] for name in names.values()}
+    places: dict[str, list[Place]] = {name: [] for name in names.values()}
     for owner in module.modules():
         for name, parameter in owner.named_parameters("", False, False):
-            found[names[parameter]].append((owner, name))
-    return found
+            places[names[parameter]].append((owner, name))
+    return places
 
 
-# ---- what stands in a module for a parameter that is not whole -----------------------
+# ---- placeholders for parameters that are not gathered -------------------------------
 
 
 class ShardedError(RuntimeError):
-    """Something that cannot be done while each rank has only its pieces."""
+    """An error: the operation needs whole parameters, but a rank has only pieces."""
 
 
 @dataclass(frozen=True, repr=False)
 class Freed:
-    """Stands for a parameter that is not whole at present; knows its form.
+    """A placeholder in a module for a parameter that is not gathered.
 
-    A tensor whose storage is 0 bytes long looks like any other, and a piece of a
-    parameter like a small one: who computes with them gets nonsense, or the process
-    ends. Whoever uses a Freed gets an error that names the parameter.
+    Computing with a tensor whose storage is 0 bytes long would crash the process, and
+    computing with a piece would give nonsense. Any use of a Freed raises an error that
+    names the parameter.
     """
 
     name: str
@@ -347,34 +347,34 @@ class Freed:
     requires_grad: bool
 
     def __getattr__(self, attribute: str) -> Any:
-        # copy and pickle probe for special methods; PyTorch asks for this one where a
-        # parameter is assigned, as it is when weights are tied
+        # copy and pickle probe for special methods, which must not raise ShardedError;
+        # PyTorch reads __qualname__ when a parameter is assigned, e.g. to tie weights
         if attribute.startswith("__") and attribute != "__qualname__":
             raise AttributeError(attribute)
         raise ShardedError(
-            f"{self.name} has no numbers at present (.{attribute}): each rank has its "
-            "piece of them, and they are whole while their unit computes. Elsewhere, "
-            "call full_state_dict()"
+            f"{self.name} has no values at present (.{attribute}): each rank has only "
+            "a piece of it, and it is gathered only while its unit computes. To read "
+            "it elsewhere, call full_state_dict()"
         )
 
     def __repr__(self) -> str:
-        """Say what it is; PyTorch's errors, as of functional_call, show this text."""
+        """Return a text that explains errors of PyTorch, such as functional_call's."""
         return (
-            f"{self.name}, of which each rank has its piece now (sharded modules take "
-            "no parameters from outside)"
+            f"{self.name}, of which each rank has only a piece now (sharded modules "
+            "accept no parameters from outside)"
         )
 
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Refuse any function of PyTorch that is called with a Freed."""
+        """Raise ShardedError from a PyTorch function that is called with a Freed."""
         leaves = tree_leaves((args, kwargs))
         freed = next(leaf for leaf in leaves if isinstance(leaf, cls))
         return freed.__getattr__(getattr(function, "__name__", "numbers"))
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Tell whether parameters of `module` are in shards already."""
+    """Return whether parameters of `module` are in shards already."""
     owners = module.modules()
     return any(isinstance(p, Freed) for m in owners for p in m._parameters.values())

@@ -1,18 +1,18 @@
-"""Which parameters are gathered together: the units of stage 3, as plain data.
+"""The units of stage 3, as plain data: which parameters are gathered together.
 
-Whole parameters are needed only where they are computed with, one layer after the
-other. So the model is divided into *units*: each is gathered just before its forward,
-freed after it, and the same again in backward. The blocks of a transformer are units;
-what is left, embedding and head, is the *root* unit, which stays from the beginning of
-a forward or backward to its end.
+A layer's whole parameters are needed only while it computes. So the model is divided
+into *units*: each is gathered just before its forward and freed after it, and the same
+again in backward. The blocks of a transformer are units; the remaining parameters,
+embedding and head, are the *root* unit, which is gathered from the beginning of a
+forward or backward to its end.
 
     unit blocks.0        | norm1.weight | norm1.bias | attn.qkv.weight | ... | . .|
     shard of rank        |        0          |         1         |        2       |
 
 A unit's parameters lie side by side in one flat tensor, and each rank owns 1/N of its
-elements, wherever the cuts may fall (`shards`). Parameters of several types, and frozen
-ones, which need no gradient, are flat tensors of their own: *flats* of the same unit.
-What they have in memory, and when, is in `unit_storage`.
+elements; a cut may go through a parameter (`shards`). If a unit has parameters of
+several types, or frozen ones, each kind has a flat tensor of its own: the unit's
+*flats*. `unit_storage` allocates and frees their memory.
 
 Zhao et al. 2023, "PyTorch FSDP", sections 3.2.1 and 4.2. Chapter 08.
 """
@@ -37,18 +37,18 @@ class FlatPlan(ShardedBucket):
     """Parameters of a unit that have one type, side by side: rank r owns shard r.
 
     Attributes:
-        name: of the unit, and what tells this one from the unit's others.
-        trainable: whether they have gradients.
+        name: the unit's name, with the type if the unit has several flats.
+        trainable: whether the parameters have gradients.
     """
 
     name: str
     trainable: bool
 
     def __str__(self) -> str:
-        of, count = self.bucket, len(self.parameters)
-        dtype = str(of.dtype).removeprefix("torch.")
+        bucket, count = self.bucket, len(self.parameters)
+        dtype = str(bucket.dtype).removeprefix("torch.")
         return (
-            f"{self.name}: {of.numel:,} {dtype} elements "
+            f"{self.name}: {bucket.numel:,} {dtype} elements "
             f"of {count} {'' if self.trainable else 'frozen '}parameter"
             f"{'s' * (count > 1)}, {self.world_size} x {self.shard_numel:,} with "
             f"{self.padding} of padding"
@@ -61,9 +61,9 @@ class UnitPlan:
 
     Attributes:
         index: its place in the plan; the root unit is number 0.
-        name: of the module, or "root".
-        flats: one for each type of its parameters; most often one. Of the root unit
-            there may be none.
+        name: the module's name, or "root".
+        flats: one for each type of the parameters, most often one; the root unit may
+            have none.
     """
 
     index: int
@@ -71,7 +71,7 @@ class UnitPlan:
     flats: tuple[FlatPlan, ...]
 
     def encloses(self, other: Self) -> bool:
-        """Tell whether the module of `other` is this one's, or inside of it."""
+        """Return whether `other` is this unit, or a unit inside of its module."""
         return self.name == ROOT or f"{other.name}.".startswith(f"{self.name}.")
 
     @property
@@ -86,30 +86,30 @@ class UnitPlan:
 def unit_plan(
     module: nn.Module, world_size: int, units: Chosen = None
 ) -> tuple[UnitPlan, ...]:
-    """Divide the parameters of `module` into units, the root first, each into shards.
+    """Divide the parameters of `module` into units, the root first, and into shards.
 
     Pure: reads names, shapes and types only. A parameter belongs to the innermost
-    chosen module that it is in; one that is in several, such as a tied weight, to the
-    root, and so do all that are in none.
+    chosen module that contains it. A parameter in several chosen modules, such as a
+    tied weight, or in none, belongs to the root.
 
     Args:
         module: the whole model.
         world_size: the number of ranks.
-        units: names of modules; None are the modules in `nn.ModuleList`s, which is
-            where a transformer has its blocks (in PyTorch, one calls `fully_shard` on
-            each of them).
+        units: names of modules; None means the modules in `nn.ModuleList`s, where a
+            transformer has its blocks (in PyTorch, one calls `fully_shard` on each of
+            them).
 
     Raises ValueError for a unit that is no module of `module`. Chapter 08.
     """
     chosen = _chosen(module, units)
-    homes: dict[Tensor, set[str]] = {}  # parameter -> the units it is in
+    homes: dict[Tensor, set[str]] = {}  # parameter -> units that contain it
     at = {"": ROOT}
     for path, child in module.named_modules(remove_duplicate=False):
         at[path] = chosen.get(id(child), at[path.rpartition(".")[0]])
         for parameter in child.parameters(recurse=False):
             homes.setdefault(parameter, set()).add(at[path])
-    # Parameters of one type lie side by side.
-    members: dict[str, dict[tuple, list[tuple[str, int]]]]  # names, and elements
+    # unit -> kind -> [(name, number of elements)]: parameters of one kind share a flat
+    members: dict[str, dict[tuple, list[tuple[str, int]]]]
     members = {unit: {} for unit in (ROOT, *chosen.values())}
     for name, p in module.named_parameters():
         (home, *others) = homes[p]
@@ -128,27 +128,27 @@ def unit_plan(
 def _flat(
     unit: str, kind: tuple, sizes: list[tuple[str, int]], world_size: int, more: bool
 ) -> FlatPlan:
-    """Lay parameters of a kind side by side; the unit may have `more` kinds."""
+    """Return a flat of parameters of one kind; its unit may have `more` kinds."""
     dtype, device, trainable = kind
     names, numels = zip(*sizes, strict=True)
     *offsets, numel = accumulate(numels, initial=0)
     bucket = Bucket(0, names, tuple(offsets), numel, dtype, device)
-    told = f".{str(dtype).removeprefix('torch.')}" + ".frozen" * (not trainable)
-    return FlatPlan(bucket, world_size, unit + told * more, trainable)
+    suffix = f".{str(dtype).removeprefix('torch.')}" + ".frozen" * (not trainable)
+    return FlatPlan(bucket, world_size, unit + suffix * more, trainable)
 
 
 def _chosen(module: nn.Module, units: Chosen) -> dict[int, str]:
-    """Return the id of each unit's module, and its name, in the order of the model."""
-    named = {name: child for name, child in module.named_modules() if name}
+    """Return {id of a unit's module: its name}, in the order of the model."""
+    children = {name: child for name, child in module.named_modules() if name}
     if units is None:  # a list in a list is no unit: it is never called
         lists = [m for m in module.modules() if isinstance(m, nn.ModuleList)]
         members = {c for m in lists for c in m if not isinstance(c, nn.ModuleList)}
-        units = [name for name, child in named.items() if child in members]
+        units = [name for name, child in children.items() if child in members]
     units = list(units)
     for name in units:
-        if name not in named:
+        if name not in children:
             raise ValueError(
                 f"units has {name!r}, which is no module of this model; its modules "
-                f"are {', '.join(list(named)[:8])}{', ...' * (len(named) > 8)}"
+                f"are {', '.join(list(children)[:8])}{', ...' * (len(children) > 8)}"
             )
-    return {id(child): name for name, child in named.items() if name in units}
+    return {id(child): name for name, child in children.items() if name in units}

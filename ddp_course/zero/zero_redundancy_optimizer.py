@@ -1,11 +1,11 @@
-"""ZeRO stage 1 with all that one trains with: `Zero1`, and the list of its parts.
+"""ZeRO stage 1 with all features: `Zero1` and a list of parts.
 
-What a part adds is said where it stands:
+These files have the parts:
 
-    optimizer_parts   backward passes add up until `zero_grad`; `state_dict` in the form
-                      of one process
-    optimizer_guards  arguments are compared, and what would be wrong in silence refused
-    metered           what meters need, for whoever wants it
+    optimizer_parts   accumulation over backward passes; `state_dict` in the format of
+                      one process
+    optimizer_guards  errors for differing arguments and for silent mistakes
+    metered           optional: labels and records for meters
 
 Chapter 07.
 """
@@ -34,7 +34,7 @@ from ddp_course.zero.optimizer_parts import (
     AddsUp,
     ConsolidatedState,
     Guarded,
-    Patient,
+    PatientStep,
     Places,
     plain_names,
 )
@@ -42,40 +42,41 @@ from ddp_course.zero.stage1 import Zero1
 
 
 class ZeroRedundancyOptimizer(Zero1):
-    """Runs `optimizer_class` on 1/N of all elements, with 1/N of its states.
+    """An optimizer that runs `optimizer_class` on this rank's 1/N of all elements.
 
         optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=3e-4)
         model(x, y)[1].backward()  # on this rank's part of the batch
         optimizer.step()
 
-    No DistributedDataParallel is needed: the gradients are averaged here, in buckets,
-    while backward runs. After `backward`, every `grad` holds the mean in this rank's
-    shard, and numbers of no use elsewhere; so norms are clipped by `clip_grad_norm_`.
-    Backward passes add up until `zero_grad`, as in PyTorch, and each must reach at
-    least one of the parameters. One that gets no gradient on any rank is not touched.
-    A module's buffers, such as BatchNorm's means, are not the optimizer's affair. Keep
-    this object as long as you train: the averaging goes with it.
+    The model needs no DistributedDataParallel: this class averages the gradients, in
+    buckets, while backward runs. After `backward`, a `grad` is the mean only in this
+    rank's shard, and meaningless elsewhere; so clip with this object's
+    `clip_grad_norm_`. Backward passes add up until `zero_grad`, as in PyTorch, and each
+    must reach at least one of the parameters. A parameter without a gradient on all
+    ranks is not changed. Buffers, such as BatchNorm's means, are not synchronized. Keep
+    this object as long as you train: its hooks go with it.
 
     Args:
-        params: as of any optimizer: parameters, names and parameters, or groups.
-        optimizer_class: any that treats each element alone (`elementwise`).
-        process_group: the ranks that share the states; None are all.
+        params: as for any optimizer: parameters, names and parameters, or groups.
+        optimizer_class: any that steps each element by itself (`elementwise`).
+        process_group: the ranks that share the states; None means all.
         bucket_cap_mb: MiB at which a bucket is closed (`mechanisms.buckets`). Every
-            bucket is two messages more.
+            bucket costs two messages.
         collectives: has `reduce_scatter_single` and `all_gather_single`. The default
-            uses PyTorch's collectives; over gloo its reduce-scatter sends no byte
-            twice.
-        parts: more parts, such as those that record (`metered`).
+            uses PyTorch's collectives, except that its reduce-scatter over gloo sends
+            no byte twice.
+        parts: further parts, such as those that record (`metered`).
         **defaults: arguments of `optimizer_class`.
 
-    PyTorch's class of this name wants a DistributedDataParallel around the model; that
-    is `NaiveZeroRedundancyOptimizer` with gradients="averaged".
+    PyTorch's class of this name needs a DistributedDataParallel around the model; ours
+    for that is `NaiveZeroRedundancyOptimizer` with gradients="averaged".
 
     Raises:
         ReplicaError: at construction, on every rank, if the ranks' arguments differ or
             cannot be used.
         RuntimeError: from `backward` or `step`, if something else averages the
-            gradients, too; from `step`, if a parameter has been moved elsewhere.
+            gradients, too; from `step`, if a parameter was moved to another device or
+            type.
 
     torch/distributed/optim/zero_redundancy_optimizer.py; Rajbhandari et al. 2020,
     "ZeRO", sections 5.1 and 7.2.1. Chapter 07.
@@ -97,7 +98,7 @@ class ZeroRedundancyOptimizer(Zero1):
         self._consolidated = ConsolidatedState()
         recovery = Recovery(process_group, quick_exchange(process_group))
         parts = [
-            *(Places(), Guarded(), Alone(), DenseGradients(), Unmoved(), Patient()),
+            *(Places(), Guarded(), Alone(), DenseGradients(), Unmoved(), PatientStep()),
             *(recovery, AgreeUnused(recovery.show)),
             *(*parts, self._consolidated, *self.make_parts()),
         ]
@@ -106,13 +107,13 @@ class ZeroRedundancyOptimizer(Zero1):
         super().__init__(groups, optimizer_class, process_group, **options)
 
     def make_parts(self) -> list[Any]:
-        """Return the parts of this stage alone."""
+        """Return the parts that only this stage has."""
         return [AveragedOnce(), AddsUp()]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters to be trained; called by all ranks, as in PyTorch.
+        """Add parameters to be trained; all ranks must call it.
 
-        Raises ReplicaError, on every rank.
+        Raises ReplicaError, on every rank, if the groups differ or cannot be used.
         """
         if self.optim is not None:  # PyTorch's constructor adds the first groups
             groups = [*({**group} for group in self.param_groups), param_group]
@@ -120,10 +121,10 @@ class ZeroRedundancyOptimizer(Zero1):
         super().add_param_group(param_group)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Only accumulate the gradients of backward passes made in this block.
+        """Only accumulate the gradients of backward passes that run in this block.
 
-        They stay this rank's own until the next averaged backward pass, which averages
-        their sum. It is `backward` that must be inside.
+        The next averaged backward pass averages the accumulated sum. `backward` must
+        run inside the block; where its forward ran does not matter.
         """
         return self.engine.hold()
 
@@ -131,47 +132,47 @@ class ZeroRedundancyOptimizer(Zero1):
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """Along which the gradients are divided: the own group, and those before it."""
+        """The groups that divide the gradients: this one and earlier parallelisms'."""
         parameters = (p for group in self.param_groups for p in group["params"])
         return list(dict.fromkeys([*groups_of(parameters), self.process_group]))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale the gradients to a norm of at most `max_norm`; return what it was.
+        """Scale the gradients to a norm of at most `max_norm`; return the norm before.
 
-        The norm is that of the mean gradients of all parameters together, as of
-        `torch.nn.utils.clip_grad_norm_` in one process; also if other parallelisms have
-        divided them. Called by all ranks, between `backward` and `step`.
+        It is the norm of the mean gradients of all parameters together, as from
+        `torch.nn.utils.clip_grad_norm_` in one process, also if other parallelisms have
+        divided the parameters. All ranks must call it, between `backward` and `step`.
         """
         self.give_gradients()
         return clip_grad_norm_(self.owned.values(), max_norm, self.groups, norm_type)
 
     @property
     def unscaled(self) -> Optimizer:
-        """The optimizer that has the gradients which a `GradScaler` has to unscale."""
+        """The inner optimizer, with the gradients that a `GradScaler` must unscale."""
         self.give_gradients()
         return self.optim
 
     # ---- states ----------------------------------------------------------------------
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Send all states to the group's rank `to`; called by all ranks.
+        """Send all states to the group's rank `to`; all ranks must call it.
 
-        There, `state_dict` can then be called until the next step.
+        Until the next step, that rank can call `state_dict`.
         """
         self._consolidated.consolidate(self, to)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of all ranks, in the form of one process' optimizer.
+        """Return the state of all ranks, in the format of one process' optimizer.
 
-        One process, or any number of ranks, can go on from it. RuntimeError if it has
+        One process, or any number of ranks, can load it. Raises RuntimeError if it has
         not been consolidated on this rank since the last step.
         """
         return self._consolidated.state_dict(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state of one process, or of any number of ranks.
+        """Load the state of one process, or of any number of ranks.
 
-        Called by all ranks, each with the whole state; it keeps its own part. Raises
+        All ranks must call it with the whole state; each keeps its own part. Raises
         ReplicaError, on every rank, if the state does not fit.
         """
         names = plain_names(self)
@@ -180,9 +181,9 @@ class ZeroRedundancyOptimizer(Zero1):
         shapes = {name: p.shape for name, p in zip(every, parameters, strict=True)}
         self.load_parts(state_dict, names, shapes, [self.process_group])
 
-    def load_parts(self, state_dict: dict[str, Any], *where: Any) -> None:
-        """The same from a state that was divided along more groups, too.
+    def load_parts(self, state_dict: dict[str, Any], *layout: Any) -> None:
+        """Load a whole state into parameters that other groups have divided, too.
 
-        `where` are names, shapes and groups, as of `load_full_optimizer_state`.
+        `layout` is names, shapes and groups, as for `load_full_optimizer_state`.
         """
-        self._consolidated.load(self, state_dict, *where)
+        self._consolidated.load(self, state_dict, *layout)

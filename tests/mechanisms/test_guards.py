@@ -34,7 +34,7 @@ from ddp_course.zero import (
     ShardedGradientOptimizer,
     ZeroRedundancyOptimizer,
 )
-from ddp_course.zero.sharded_parts import Kept
+from ddp_course.zero.sharded_parts import ParameterGuard
 
 GPT = GPTConfig(block_size=8, n_layer=2, n_head=2, d_model=16)
 SGD, ADAM = torch.optim.SGD, torch.optim.AdamW
@@ -362,8 +362,8 @@ def without_guards() -> None:
     guards._check_step = lambda optimizer, args, kwargs: None
     frozen.Frozen.check = lambda self: None
     DividedModule.newcomer = lambda self: None
-    Kept.before_forward = lambda self, fsdp: None
-    Kept.used = lambda self, fsdp, unit, output: None
+    ParameterGuard.before_forward = lambda self, fsdp: None
+    ParameterGuard.used = lambda self, fsdp, unit, output: None
     hooks.Averager.__getstate__ = lambda self: {}
 
 

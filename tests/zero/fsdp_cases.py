@@ -14,7 +14,7 @@ from ddp_course.model import GPTConfig, build_gpt
 from ddp_course.zero import FullyShardedDataParallel, metered
 from ddp_course.zero import NaiveFullyShardedDataParallel as Naive
 from ddp_course.zero import SimpleFullyShardedDataParallel as Simple
-from ddp_course.zero.metered import ShardMessages
+from ddp_course.zero.metered import MeteredMessages
 from ddp_course.zero.unit_storage import FlatStorage
 
 
@@ -302,7 +302,7 @@ class SumOfReplicas(Fake):
         flat.scale *= 2
 
 
-class NoMessages(ShardMessages):
+class NoMessages(MeteredMessages):
     """Leaves this rank's own numbers where the sum should be."""
 
     def reduce(self, own, whole, then):
@@ -327,7 +327,7 @@ class NotGatheredAgain(Ours):
             for flat in unit.flats:
                 flat.whole.untyped_storage().resize_(flat.whole.nbytes)
                 flat.whole.fill_(0.5)
-            unit.here = True
+            unit.is_whole = True
         else:
             super()._gather(unit)
 
@@ -337,7 +337,7 @@ class EverythingAtOnce(Ours):
 
     def _gather(self, unit):
         for each in self.units:
-            if each.away:
+            if each.needs_gather:
                 with self.span("launch", gather=each.plan.name):
                     each.start_gather(async_op=True)
         super()._gather(unit)

@@ -153,7 +153,7 @@ def constructions(odd: bool) -> dict:
             compute_dtype=torch.int8
         ),
         "*reduce_dtype is 'bf16'*": one(reduce_dtype="bf16"),
-        "*cpu_offload is True, but the module computes on the CPU: *": one(
+        "*cpu_offload is True, but the module is on the CPU, so *": one(
             cpu_offload=True
         ),
         "*is sharded already*": one(Ours(build_gpt(GPT))),

@@ -29,7 +29,7 @@ from ddp_course.measure import (
     resident,
 )
 from ddp_course.model import GPTConfig, build_gpt
-from ddp_course.zero.metered import LabelledStorage, ShardMessages
+from ddp_course.zero.metered import LabelledStorage, MeteredMessages
 from ddp_course.zero.units import unit_plan
 
 GPT = GPTConfig(
@@ -61,7 +61,7 @@ def labelled(model: nn.Module) -> nn.Module:
 
 SENDERS = {
     "ours": Ours,
-    "simple": lambda m: Simple(m, exchange=ShardMessages(), storage=LabelledStorage),
+    "simple": lambda m: Simple(m, exchange=MeteredMessages(), storage=LabelledStorage),
     "simple, PyTorch's": Simple,
     "root stays": lambda m: Ours(m, reshard_after_forward=None),
     "all stay": lambda m: Ours(m, reshard_after_forward=False),

@@ -24,7 +24,7 @@ from ddp_course.mechanisms.placements import placed
 from ddp_course.mechanisms.recompute import recompute_blocks
 from ddp_course.model import build_gpt
 from ddp_course.zero import FullyShardedDataParallel
-from ddp_course.zero.metered import ShardMessages
+from ddp_course.zero.metered import MeteredMessages
 from ddp_course.zero.sharded_parts import OffloadedStorage, settle
 from ddp_course.zero.units import unit_plan
 
@@ -340,7 +340,7 @@ def test_after_an_error_all_is_well_and_freed_parameters_say_so(two_ranks):
         assert rank["shape"] == (torch.Size([3, 3]), True)
         for what in ("sum", "times", "inner state_dict"):
             assert rank[what].startswith("ShardedError: ")
-            assert " has no numbers at present" in rank[what], what
+            assert " has no values at present" in rank[what], what
             assert "full_state_dict()" in rank[what]
         way, shape, of_gradient = rank["piece"]
         assert way.shape == (3, 3) and shape == of_gradient == way.steps[0].part_shape
@@ -417,7 +417,7 @@ def test_what_would_be_wrong_in_silence_is_refused(two_ranks):
         assert "no backward has come to the sharded module" in rank["inputs"]
         for kind in ("bias", "row"):
             assert "returned one of its parameters, or a view" in rank[kind], kind
-        assert "no tensor is found in what the forward" in rank["space"]
+        assert "returned no tensor, so no hook can notice" in rank["space"]
         for name in rank:
             if name.endswith(("ddp", "distributed")):
                 assert "is wrapped in DistributedDataParallel already" in rank[name]
@@ -554,7 +554,7 @@ class Unpinned(OffloadedStorage):
 def offloaded() -> list:
     """Add a gradient twice, in a buffer that is used for something else then."""
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-    exchange = ShardMessages(alone)
+    exchange = MeteredMessages(alone)
     (unit,) = unit_plan(nn.Linear(2, 2), 1)
     parameters = dict(nn.Linear(2, 2).named_parameters())
     flat = Unpinned(unit.flats[0], parameters, exchange)

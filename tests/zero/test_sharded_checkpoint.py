@@ -105,10 +105,10 @@ SPOILT = {
     "flipped": (flip, "is not what was written"),
     "foreign": (lambda p: p.write_bytes(b"spoilt"), "cannot be read"),
     "evil": (lambda p: p.write_bytes(pickle.dumps(Evil())), "cannot be read"),
-    "another save": (None, "files are of several saves"),
+    "another save": (None, "files are from several saves"),
     "without pieces": (without("pieces"), "cannot be loaded: 'pieces'"),
     "of a later version": (without("format"), "cannot be read ('format')"),
-    "empty": (lambda p: shutil.rmtree(p.parent), "holds no checkpoint"),
+    "empty": (lambda p: shutil.rmtree(p.parent), "has no checkpoint"),
 }
 
 

@@ -53,11 +53,11 @@ def constructions(odd: bool) -> dict:
             cls=Stage2, buckets_in_flight=3 if odd else 2
         ),
         "*ranks 0, 1, 2: optimizer got an empty parameter list*": one([]),
-        "*no parameter requires a gradient: there is nothing*": one([torch.zeros(3)]),
+        "*no parameter requires a gradient; at least*": one([torch.zeros(3)]),
         "*params argument*iterable*": one(torch.ones(3)),
         "*can only optimize Tensors*int*": one([1, 2]),
         "*some parameters appear in more than one parameter group*": one(twice),
-        "*parameters 0 and 1 are two, but share memory*": one(views),
+        "*parameters 0 and 1 are two objects that share memory*": one(views),
         "*parameter 0 is on the meta device*": one(meta),
         "*uninitialized*": one([*nn.LazyLinear(3).parameters()]),
         "*optimizer_class is Adafactor, which cannot step parts of a tensor: tried "
@@ -185,15 +185,15 @@ def not_zeroed() -> None:
 
 
 IN_TRAINING = {
-    "parameter 0 has been moved, to another device or type*": moved,
-    "parameter 0.weight was frozen when this optimizer was made*": thawed,
+    "parameter 0 has been moved to another device or type*": moved,
+    "parameter 0.weight was frozen at first*": thawed,
     "the gradient of parameter 0 is torch.sparse_coo; only dense*": sparse,
-    "the gradient of parameter * is averaged by something el*": two_optimizers,
-    "all ranks have the same gradients: something else has*": averaged_by_hand,
+    "another wrapper or optimizer averages parameter *": two_optimizers,
+    "all ranks have the same gradients, so they were avera*": averaged_by_hand,
     "of 4 of these 4 parameters this rank has a part of the g*": clipped_by_pytorch,
-    "something else has written the gradient of parameter 0,*": set_by_hand,
-    "the gradients of the last step are still there: call*": not_zeroed,
-    "stage 2 keeps no whole gradients*": lambda: small(Stage2)[1].no_sync(),
+    "parameter 0 has a gradient that this optimizer did not *": set_by_hand,
+    "the gradients of the last step were not zeroed: call*": not_zeroed,
+    "stage 2 stores no whole gradients*": lambda: small(Stage2)[1].no_sync(),
 }
 OTHERS = {"ours": OurDDP, "torch": DDP, "views": lambda m: DDP(
     m, gradient_as_bucket_view=True)}  # fmt: skip
