@@ -252,7 +252,9 @@ def test_one_of_several_processes_that_have_not_met_is_refused(monkeypatch):
     for name in ("SLURM_PROCID", "SLURM_LOCALID"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-    with pytest.raises(ValueError, match="as rank 1 of 2, but the ranks have not met"):
+    with pytest.raises(
+        ValueError, match="as rank 1 of 2, but it did not say where the ranks meet"
+    ):
         train(steps=0)
 
 

@@ -115,7 +115,7 @@ class Meeting:
     def _follow(self, late: list[int] | None) -> None:
         """See, while the barrier waits, whether those who are late can come."""
         if late is None:
-            self.watch.over()
+            self.watch.end_wait()
             return
         self.watch([self.ranks[index] for index in late])
         gone = [index for index in late if has_ended(self._processes[index])]

@@ -6,25 +6,25 @@ returned. Read the modules in this order:
     topology    node, rank, local_rank, node_rank, and a rank's own device
     devices     which GPUs or CPU and which backend a launch gets
     links       how long a message takes between two ranks
-    lines, wire the slow lines of a rank, and what senders ask for them
+    lines, wire the slow lines of a rank, and how a sender finds them
     job         the arguments of a launch, checked and decided
-    naive       the launcher that everybody writes first
+    naive       a first launcher: torch.multiprocessing and nothing else
     api         `spawn`
-    parent      the launcher's side: start, listen, end, tell
-    rank        the rank's side: prepare, call, answer
+    parent      the launcher's side: start the ranks, listen, end them, report
+    rank        the rank's side: prepare, call the function, send the result
     server      the fork server, which makes starting fast
     rendezvous  how ranks find each other
-    reports     what each rank did, which one is to blame; errors
-    stacks, transcript, packing, scratch: the tools of the above
-    torchrun    a rank's side of torchrun
+    reports     what each rank did, which rank caused a failure; errors
+    stacks, transcript, packing, scratch: helpers of the modules above
+    torchrun    joining and leaving the process group under torchrun
     strict, strict_rules
                 a backend with NCCL's rules, for any machine
-    deadlock    ranks that wait for each other for ever
+    deadlock    how ranks notice that they wait for each other forever
     __main__    the same function under torchrun, on one machine or many
 """
 
 from ddp_course.launch.api import spawn
-from ddp_course.launch.links import Link, Links, links_here, send_over_link
+from ddp_course.launch.links import Link, Links, current_links, send_over_link
 from ddp_course.launch.reports import (
     CannotSendError,
     LaunchArgumentError,

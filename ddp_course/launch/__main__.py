@@ -1,9 +1,9 @@
-"""The way out of the notebook: the same function under torchrun, on many machines.
+"""Run a notebook's function under torchrun, also on many machines.
 
     torchrun --nproc-per-node 4 -m ddp_course.launch MODULE:FUNCTION [ARGUMENT ...]
 
-calls FUNCTION of MODULE on every rank with the process group ready, as `spawn` does,
-and rank 0 prints what each rank returned, in rank order. An ARGUMENT is a Python value
+calls FUNCTION of MODULE on every rank with the process group ready, as `spawn` does.
+Rank 0 prints what each rank returned, in rank order. An ARGUMENT is a Python value
 (`12`, `0.5`, `"text"`) or `name=value`.
 
     torchrun --nproc-per-node 4 -m ddp_course.launch ddp_course.train:train steps=5
@@ -13,12 +13,12 @@ On several machines, run on each of them (A is any one of them):
     torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d \\
         --rdzv-endpoint A:29400 -m ddp_course.launch ddp_course.train:train
 
-With `--strict` everything goes by NCCL's rules, on the CPU (`launch.strict`). That also
-runs any program that makes its process group itself:
+With `--strict`, NCCL's rules apply on the CPU (`launch.strict`). It also runs any
+program that creates its process group itself:
 
     torchrun --nproc-per-node 4 -m ddp_course.launch --strict program.py [ARGUMENT ...]
 
-Restarts (`--max-restarts 3`) work: each attempt meets afresh.
+Restarts (`--max-restarts 3`) work: each attempt has its own rendezvous.
 """
 
 import argparse
@@ -47,7 +47,9 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--strict", action="store_true", help="by NCCL's rules")
+    parser.add_argument(
+        "--strict", action="store_true", help="apply NCCL's rules, on the CPU"
+    )
     parser.add_argument("function", metavar="MODULE:FUNCTION")
     parser.add_argument("arguments", nargs="*", metavar="ARGUMENT")
     argv = sys.argv[1:] if argv is None else argv
@@ -55,19 +57,19 @@ def main(argv: list[str] | None = None) -> None:
         with cause_first():
             strict.run_program(*argv[1:])
         return
-    told = parser.parse_args(argv)
-    if told.strict:
+    options = parser.parse_args(argv)
+    if options.strict:
         strict.wrap_batches()  # before the function's module is imported
     try:
-        fn = find_function(told.function)
-        args, kwargs = parse_arguments(told.arguments)
+        fn = find_function(options.function)
+        args, kwargs = parse_arguments(options.arguments)
     except ValueError as error:
         parser.error(str(error))
     if not under_torchrun():
         unset = "RANK and MASTER_ADDR are not set"
         parser.error(f"{unset}: start it with torchrun, which sets them")
     with cause_first():
-        store = join(backend=strict.NAME) if told.strict else join()
+        store = join(backend=strict.NAME) if options.strict else join()
         value = fn(*args, **kwargs)
         print_in_rank_order(value, store)
         leave()
@@ -76,12 +78,12 @@ def main(argv: list[str] | None = None) -> None:
 def find_function(name: str) -> Callable:
     """Return the function that "package.module:function" names.
 
-    Raises ValueError that says which part of the name is wrong.
+    Raises ValueError, which says which part of the name is wrong.
     """
     module_name, colon, function_name = name.partition(":")
     if not colon or module_name[:1] in ("", ".") or not function_name:
         raise ValueError(f"{name!r} is not of the form MODULE:FUNCTION")
-    sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it, and torchrun has not
+    sys.path.insert(0, str(Path.cwd()))  # `python -m` adds it, torchrun does not
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -101,14 +103,14 @@ def parse_arguments(words: list[str]) -> tuple[list[Any], dict[str, Any]]:
         if equals and name.isidentifier():
             kwargs[name] = _literal(value)
         elif kwargs:
-            raise ValueError(f"{word!r} stands after an argument with a name")
+            raise ValueError(f"{word!r} comes after an argument of the form name=value")
         else:
             args.append(_literal(word))
     return args, kwargs
 
 
 def print_in_rank_order(value: Any, store: dist.Store) -> None:
-    """Print on rank 0 what every rank returned, shortened; nothing if that is None."""
+    """Print on rank 0 what every rank returned, shortened; skip ranks with None."""
     place = here()
     text = "" if value is None else _shorten(value)
     store.set(f"returned/{place.rank}", text)

@@ -10,7 +10,7 @@ from ddp_course.launch.links import Links
 from ddp_course.launch.parent import Launch
 from ddp_course.launch.reports import LaunchArgumentError
 
-_told: set[str] = set()  # what was said already about where the ranks run
+_announced: set[str] = set()  # sentences about where the ranks run, printed already
 
 
 def spawn(
@@ -33,11 +33,11 @@ def spawn(
 ) -> list[Any]:
     """Call `fn(*args)` on every rank and return what each returned, in rank order.
 
-    Every rank is a process of its own, made for this call and gone after it. `fn` finds
-    the process group ready (`dist.get_rank()` works, as under torchrun) and may be any
-    function: of a module, of a notebook cell, a closure, a lambda. Tensors come back on
-    the CPU; of a tensor that is a view, all that it is a view of travels, too, so
-    `clone()` a small part of a large one. Under torchrun the same `fn` runs with
+    Every rank is a new process that ends with this call. `fn` finds the process group
+    ready (`dist.get_rank()` works, as under torchrun) and may be any function: of a
+    module or a notebook cell, a closure, a lambda. Tensors come back on the CPU. A view
+    is sent together with the whole tensor behind it, so `clone()` a small part of a
+    large tensor. Under torchrun the same `fn` runs with
     `torchrun --nproc-per-node 4 -m ddp_course.launch MODULE:FUNCTION`.
 
     Args:
@@ -46,29 +46,29 @@ def spawn(
         world_size: the number of ranks, 1 to 64; 4 unless the next two say otherwise.
         nnodes: the number of (emulated) nodes.
         nproc_per_node: the number of ranks on each node.
-        timeout: seconds after which the launch is ended, wherever the ranks are.
+        timeout: seconds after which the launch is ended, whatever the ranks are doing.
         check: raise if a rank fails. With False, return a `RankReport` for each rank
-            instead (status, value, output, traceback, where it stood, seconds).
+            instead (status, value, output, traceback, line of code reached, seconds).
         output: how to show what the ranks print: "rank" (in rank order, the same on
-            every run), "live" (as it comes) or "none"; 500 lines of each rank are
-            shown, a report holds all.
+            every run), "live" (as it is printed) or "none"; 500 lines of each rank are
+            shown, a report holds all of them.
         device: "auto" (a GPU for each rank if there are enough), "cpu" or "cuda".
         backend: "auto" (NCCL on GPUs, else gloo), "gloo", "nccl", "mpi", "ucc", or
             "strict": NCCL's rules on the CPU.
         share_gpus: let several ranks use the same GPU, over gloo.
         threads: threads that PyTorch may use in each rank.
-        init: make the process group. With False, `fn` calls `init_process_group`.
+        init: create the process group. With False, `fn` calls `init_process_group`.
         links: latency and bandwidth inside and between the nodes (`Links`).
         env: more environment variables for the ranks.
-        may_fail: ranks whose failure does not end the launch; in place of its value one
-            that failed has its `RankReport`. (torchrun's agent ends all.)
+        may_fail: ranks whose failure does not end the launch. A rank that failed
+            returns its `RankReport` instead of a value. (torchrun's agent ends all.)
 
     Raises:
-        LaunchArgumentError: an argument cannot be; nothing was started.
-        CannotSendError: `fn` or an argument cannot be sent; names what is at fault.
-        RankError: a rank failed: its own traceback, and where all the others were.
-        RankTimeout: the deadline passed: the line of code in which each rank hangs.
-        RankInterrupted: Jupyter's stop button or Ctrl-C: likewise.
+        LaunchArgumentError: an argument has an invalid value; nothing was started.
+        CannotSendError: `fn` or an argument cannot be sent; names the object at fault.
+        RankError: a rank failed; shows its traceback, and where the other ranks were.
+        RankTimeout: the deadline passed; shows the line in which each rank hangs.
+        RankInterrupted: Jupyter's stop button or Ctrl-C; shows the same lines.
 
     Chapters 00 and 01.
     """
@@ -92,19 +92,21 @@ def spawn(
         may_fail=tuple(may_fail),
     )
     if output != "none":
-        _tell_once(job.placement.sentence)
-    told = Launch(job).run()
+        _print_once(job.placement.sentence)
+    rank_reports = Launch(job).run()
     if not check:
-        return told
-    error = reports.failure(told, job.may_fail) or reports.late(told, job.timeout)
+        return rank_reports
+    error = reports.failure(rank_reports, job.may_fail) or reports.late(
+        rank_reports, job.timeout
+    )
     if error is not None:
         raise error
-    return [report if report.failed else report.value for report in told]
+    return [report if report.failed else report.value for report in rank_reports]
 
 
-def _tell_once(sentence: str) -> None:
-    """Print where the ranks run, but only the first time in a notebook."""
+def _print_once(sentence: str) -> None:
+    """Print where the ranks run, but only once per process."""
     about = sentence.split(" ", 2)[2]  # without "4 ranks"
-    if about not in _told:
-        _told.add(about)
+    if about not in _announced:
+        _announced.add(about)
         print(sentence)

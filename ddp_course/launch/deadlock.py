@@ -56,67 +56,67 @@ class Watch:
     failed: str = ""  # the error by which this rank left a block that others are in
 
     @contextmanager
-    def together(self, what: str) -> Iterator[None]:
-        """Note an error that ends this block here: other ranks may still be in it."""
+    def recording_failure(self, operation: str) -> Iterator[None]:
+        """Record an error that ends this block here: peers may still be in it."""
         try:
             yield
         except Exception as error:
-            self.failed = f"a {what} failed here ({type(error).__name__}: {error})"
+            self.failed = f"a {operation} failed here ({type(error).__name__}: {error})"
             raise
 
     def __call__(self, late: Sequence[int]) -> None:
-        """Look once; `late` are the ranks for which this rank waits."""
+        """Check once whether the ranks `late`, for which this rank waits, can come."""
         if self.since is None:
             self.since = time.monotonic()
         if not self.is_long() or self.busy():
             return
         if self.failed:
             raise DeadlockError(
-                f"{self.failed}, and ranks {list(late)} have not come out of theirs: "
+                f"{self.failed}, and ranks {list(late)} have not returned from theirs: "
                 "they wait for this rank in it. Let all ranks skip a batch, or none"
             )
         entries = {r: self._entry_of(r) for r in late}
-        if over := [r for r in late if entries[r].get("returned")]:
-            circle = entries[over[0]].get("circle", [])  # that rank found it first
+        if returned := [r for r in late if entries[r].get("returned")]:
+            circle = entries[returned[0]].get("circle", [])  # that rank found it first
             if any(name.startswith(f"rank {self.rank} at ") for name in circle):
                 raise DeadlockError(EACH_OTHER + "; ".join(circle))
-            why = f"ranks {over} have returned, and come to no collective"
+            why = f"ranks {returned} have returned, and call no further collective"
             raise DeadlockError(why)
         own = {"group": self.ranks, "late": list(late), "doing": self.doing}
-        self._write(own)
-        circle = self._circle(list(late))
+        self._write_entry(own)
+        circle = self._find_circle(list(late))
         # The same circle twice: no rank has gone on between two looks.
         if circle and circle == self.seen:
-            self._write({**own, "circle": circle})
+            self._write_entry({**own, "circle": circle})
             raise DeadlockError(EACH_OTHER + "; ".join(circle))
         self.seen = circle
 
-    def over(self) -> None:
-        """Note that the wait is over."""
+    def end_wait(self) -> None:
+        """Record that the wait has ended."""
         if self.is_long():
-            self._write({})
+            self._write_entry({})
         self.since, self.seen, self.failed = None, [], ""
 
     def is_long(self) -> bool:
         """Return whether this rank has been waiting for `PATIENCE` seconds."""
         return self.since is not None and time.monotonic() - self.since >= PATIENCE
 
-    def _write(self, entry: dict) -> None:
+    def _write_entry(self, entry: dict) -> None:
         self.store.set(_key(self.rank), repr(entry))
 
-    def _circle(self, late: list[int]) -> list[str]:
+    def _find_circle(self, late: list[int]) -> list[str]:
         """Follow the waits from this rank; return the ranks of a circle, in words."""
         entries: dict[int, dict] = {}
-        ways = [[self.rank, peer] for peer in late]
-        while ways:
-            way = ways.pop(0)
-            if way[-1] == self.rank:
-                return [_in_words(rank, entries[rank]) for rank in sorted(set(way))]
-            for rank in (self.rank, way[-1]):
+        paths = [[self.rank, peer] for peer in late]
+        while paths:
+            path = paths.pop(0)
+            if path[-1] == self.rank:
+                return [_in_words(rank, entries[rank]) for rank in sorted(set(path))]
+            for rank in (self.rank, path[-1]):
                 if rank not in entries:
                     entries[rank] = self._entry_of(rank)
-            following = entries[way[-1]].get("late", [])
-            ways += [[*way, r] for r in following if r not in way[1:]]
+            following = entries[path[-1]].get("late", [])
+            paths += [[*path, r] for r in following if r not in path[1:]]
         return []
 
     def _entry_of(self, rank: int) -> dict:
@@ -148,8 +148,8 @@ def checked_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return group
 
 
-def say_returned() -> None:
-    """Tell waiting peers that this rank calls no further collective."""
+def announce_return() -> None:
+    """Announce to waiting peers that this rank calls no further collective."""
     if dist.is_initialized():
         store, key = default_store(), _key(dist.get_rank())
         last = ast.literal_eval(store.get(key).decode()) if store.check([key]) else {}
@@ -183,7 +183,7 @@ def exchange_by_store(name: str, watch: Watch) -> Callable[[object], list]:
         ]:
             watch(late)
             time.sleep(SLICE if watch.is_long() else 0.001)
-        watch.over()
+        watch.end_wait()
         if count > 1:  # all have come to this exchange: they have read the last one
             store.delete_key(f"ddp_course/{name}/{count - 1}/{rank}")
         return [ast.literal_eval(store.get(key).decode()) for key in keys]

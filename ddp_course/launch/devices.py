@@ -1,9 +1,9 @@
 """Which device and which backend a rank gets: decided before any process starts.
 
-NCCL wants a GPU of its own for every rank ("each process must have exclusive access
-to every GPU it uses"); gloo does not mind. So: a GPU for each rank if there are
-enough, otherwise the CPU and gloo, in both cases with one line that says so. Several
-ranks share a GPU only when asked to. Explained in chapter 01.
+NCCL requires a separate GPU for every rank ("each process must have exclusive access to
+every GPU it uses"); gloo does not. So each rank gets a GPU if there are enough,
+otherwise all ranks run on the CPU over gloo; a sentence says which. Ranks share GPUs
+only if `share_gpus` is True. Chapter 01.
 """
 
 import os
@@ -19,7 +19,7 @@ DEVICES = ("auto", "cpu", "cuda")
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the ranks of a launch run, and what they talk over.
+    """The devices of a launch's ranks, and the backend that they talk over.
 
     `gpus[r]` is the number of the GPU that rank r uses, as this machine counts them;
     it is empty when the ranks run on the CPU.
@@ -30,7 +30,7 @@ class Placement:
     sentence: str
 
     def environment(self, place: Place) -> dict[str, str]:
-        """Return what the rank at `place` must know about its device.
+        """Return the environment variables for the device of the rank at `place`.
 
         An emulated node sees only its own GPUs, as a real one does: that makes
         `cuda:local_rank` right on every node, unless ranks share GPUs.
@@ -39,8 +39,8 @@ class Placement:
             return {"DDP_COURSE_DEVICE": "cpu"}
         first = place.node_rank * place.topology.nproc_per_node
         mine = self.gpus[first : first + place.topology.nproc_per_node]
-        told = os.environ.get("CUDA_VISIBLE_DEVICES", "")  # the numbers refer to these
-        visible, seen = [gpu for gpu in told.split(",") if gpu], sorted(set(mine))
+        allowed = os.environ.get("CUDA_VISIBLE_DEVICES", "")  # `gpus` are indices of it
+        visible, seen = [gpu for gpu in allowed.split(",") if gpu], sorted(set(mine))
         names = [visible[gpu] if visible else str(gpu) for gpu in seen]
         return {
             "DDP_COURSE_DEVICE": f"cuda:{seen.index(self.gpus[place.rank])}",
@@ -56,10 +56,10 @@ def choose(
     share_gpus: bool = False,
     gpus: int | None = None,
 ) -> Placement:
-    """Decide device and backend for every rank of `topology`. Pure: starts nothing.
+    """Choose device and backend for every rank of `topology`; start nothing.
 
-    `gpus` is the number of GPUs of this machine (default: ask PyTorch). Raises
-    ValueError, naming the value and what is allowed.
+    `gpus` is the number of GPUs of this machine (None: ask PyTorch). Raises ValueError,
+    which names the value and what is allowed.
     """
     n = topology.world_size
     have = torch.cuda.device_count() if gpus is None else gpus
@@ -69,8 +69,8 @@ def choose(
             can = ", ".join(map(repr, known))
             raise ValueError(f"{name} is {value!r}; it can be one of {can}")
     if backend in ("mpi", "ucc") and not _built_in(backend):
-        told = f"backend is {backend!r}, but this PyTorch was built without it"
-        raise ValueError(f"{told}; 'gloo' works everywhere")
+        sentence = f"backend is {backend!r}, but this PyTorch was built without it"
+        raise ValueError(f"{sentence}; 'gloo' works everywhere")
     if device == "cuda" and have == 0:
         raise ValueError("device is 'cuda', but this machine has no GPU; use 'cpu'")
     if backend == "strict" and device != "cuda":
@@ -78,15 +78,17 @@ def choose(
     if backend == "strict":
         raise ValueError("backend is 'strict', which is for the CPU; device is 'cuda'")
     if backend == "nccl":
-        _demand_gpus_for_nccl(n, have, device, share_gpus)
+        _require_gpus_for_nccl(n, have, device, share_gpus)
     if device == "cpu" or have == 0:
         why = "this machine has no GPU" if have == 0 else "as asked"
         return _on_cpu(n, backend, why)
     if share_gpus and n > have:
         backend = "gloo" if backend == "auto" else backend
-        told = f"{_ranks(n)} share {_gpus(have)} and talk over {backend}, since NCCL "
-        told += "wants a GPU for each rank."
-        return Placement(backend, tuple(rank % have for rank in range(n)), told)
+        sentence = (
+            f"{_ranks(n)} share {_gpus(have)} and talk over {backend}, since NCCL "
+        )
+        sentence += "wants a GPU for each rank."
+        return Placement(backend, tuple(rank % have for rank in range(n)), sentence)
     if n > have:
         if device == "cuda":
             raise ValueError(
@@ -95,19 +97,21 @@ def choose(
             )
         return _on_cpu(n, backend, f"this machine has {_gpus(have)}, too few for all")
     if backend == "auto":
-        # Both: NCCL for tensors on the GPUs, gloo for those on the CPU.
+        # NCCL for tensors on the GPUs, gloo for those on the CPU.
         backend = "cpu:gloo,cuda:nccl"
-    told = f"{_ranks(n)} on {_gpus(n)}, talking over {backend}."
-    return Placement(backend, tuple(range(n)), told)
+    sentence = f"{_ranks(n)} on {_gpus(n)}, talking over {backend}."
+    return Placement(backend, tuple(range(n)), sentence)
 
 
-def _demand_gpus_for_nccl(n: int, have: int, device: str, share_gpus: bool) -> None:
-    told = f"of the {n} ranks; this machine has {have}. Start at most {have}, or use"
+def _require_gpus_for_nccl(n: int, have: int, device: str, share_gpus: bool) -> None:
+    sentence = (
+        f"of the {n} ranks; this machine has {have}. Start at most {have}, or use"
+    )
     refused = {
         "rank, but this machine has none; use": have == 0,
         "rank, but device is 'cpu'; use": device == "cpu",
         f"rank, but share_gpus is True; this machine has {have}. Use": share_gpus,
-        told: n > have,
+        sentence: n > have,
     }
     for why in (why for why, is_so in refused.items() if is_so):
         needs = "backend is 'nccl', which needs a GPU for each"
@@ -116,8 +120,8 @@ def _demand_gpus_for_nccl(n: int, have: int, device: str, share_gpus: bool) -> N
 
 def _on_cpu(n: int, backend: str, why: str) -> Placement:
     backend = "gloo" if backend == "auto" else backend
-    told = f"{_ranks(n)} on the CPU, talking over {backend}: {why}."
-    return Placement(backend, (), told)
+    sentence = f"{_ranks(n)} on the CPU, talking over {backend}: {why}."
+    return Placement(backend, (), sentence)
 
 
 def _built_in(backend: str) -> bool:

@@ -1,4 +1,4 @@
-"""What a launch is to do: every argument checked, before anything is started."""
+"""The arguments of a launch, all checked before any process is started."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -10,15 +10,15 @@ from ddp_course.launch.links import Links
 from ddp_course.launch.reports import LaunchArgumentError
 from ddp_course.launch.topology import Topology
 
-MAX_WORLD_SIZE = 64  # a rank is a process: 64 of them want about 2 GB
-OURS = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "DDP_COURSE_")
+MAX_WORLD_SIZE = 64  # a rank is a process; 64 of them use about 2 GB
+RESERVED = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "DDP_COURSE_")
 
 
 @dataclass(frozen=True)
 class Job:
-    """A launch, decided: who runs where, with what, for how long.
+    """The checked arguments of a launch, as for `spawn`.
 
-    Raises LaunchArgumentError that names the value, and what can be.
+    Raises LaunchArgumentError, which names the value and what is allowed.
     """
 
     fn: Callable
@@ -34,18 +34,18 @@ class Job:
     may_fail: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check what is not checked where it was made."""
-        _whole("threads", self.threads, 1, 1024)
+        """Check the fields that `cluster`, `choose` and `variables` do not check."""
+        _check_whole_number("threads", self.threads, 1, 1024)
         number = isinstance(self.timeout, (int, float)) and self.timeout is not True
         if not number or not 0 < self.timeout < sys.float_info.max:
             _refuse("timeout", self.timeout, "it must be a number of seconds above 0")
         if not callable(self.fn):
-            _refuse("fn", self.fn, "it must be a function, to be called on every rank")
+            _refuse("fn", self.fn, "it must be a function that every rank calls")
         if self.output not in ("rank", "live", "none"):
             can = "'rank' (in rank order), 'live' or 'none'"
             _refuse("output", self.output, f"it can be {can}")
         for rank in self.may_fail:
-            _whole("may_fail", rank, 0, self.world_size - 1)
+            _check_whole_number("may_fail", rank, 0, self.world_size - 1)
         if not isinstance(self.links, Links):
             can = "Links(inside=..., between=...)"
             _refuse("links", self.links, f"it must be {can}")
@@ -59,17 +59,17 @@ class Job:
 def cluster(
     world_size: int | None, nnodes: int | None, nproc_per_node: int | None
 ) -> Topology:
-    """Return the shape that was asked for, 4 ranks by default."""
+    """Return the requested number of nodes and ranks per node; 1 x 4 by default."""
     asked = {"world_size": world_size, "nnodes": nnodes}
     for name, value in {**asked, "nproc_per_node": nproc_per_node}.items():
         if value is not None:
-            _whole(name, value, 1, MAX_WORLD_SIZE)
+            _check_whole_number(name, value, 1, MAX_WORLD_SIZE)
     nodes = nnodes or 1
     if nproc_per_node is None:
         total = world_size or 4
         if total % nodes:
             raise LaunchArgumentError(
-                f"{total} ranks do not fit on {nodes} nodes with as many on each"
+                f"{total} ranks cannot be divided equally among {nodes} nodes"
             )
         nproc_per_node = total // nodes
     topology = Topology(nodes, nproc_per_node)
@@ -79,26 +79,26 @@ def cluster(
             f"world_size is {world_size}, but nnodes * nproc_per_node is "
             f"{nodes} * {nproc_per_node} = {n}"
         )
-    _whole("nnodes * nproc_per_node", n, 1, MAX_WORLD_SIZE)
+    _check_whole_number("nnodes * nproc_per_node", n, 1, MAX_WORLD_SIZE)
     return topology
 
 
 def variables(env: Mapping[str, str] | None) -> dict[str, str]:
-    """Return a copy of `env`, which must be names and values for an environment."""
+    """Return a copy of `env` after checking its names and values."""
     if env is not None and not isinstance(env, Mapping):
         _refuse("env", env, "it must be a dict of strings")
     for name, value in (env or {}).items():
-        what = f"env[{name!r}]"
+        entry = f"env[{name!r}]"
         if not isinstance(name, str) or not isinstance(value, str):
-            _refuse(what, value, "names and values must be strings")
-        if name.startswith(OURS):
-            _refuse(what, value, f"the launcher itself sets {name}")
+            _refuse(entry, value, "names and values must be strings")
+        if name.startswith(RESERVED):
+            _refuse(entry, value, f"the launcher itself sets {name}")
         if not name or "=" in name or "\0" in name + value:
-            _refuse(what, value, "no environment can hold that")
+            _refuse(entry, value, "an environment cannot hold this name or value")
     return dict(env or {})
 
 
-def _whole(name: str, value: Any, low: int, high: int) -> None:
+def _check_whole_number(name: str, value: Any, low: int, high: int) -> None:
     if type(value) is not int:
         _refuse(name, value, f"it must be a whole number, {low} to {high}")
     if not low <= value <= high:

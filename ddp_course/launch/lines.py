@@ -1,8 +1,8 @@
-"""Slow lines: how a rank's messages take the time that its links say.
+"""Slow lines: delay a rank's messages as the links of an emulated cluster would.
 
 A rank that was started with `spawn(..., links=...)` has one line to all ranks on other
-nodes, and one to those on its own, as a machine with one network card has. Waiting
-takes no CPU. Chapters 01 and 03.
+nodes and one to the ranks on its own node, like a machine with one network card.
+Waiting takes no CPU. Chapters 01 and 03.
 """
 
 import queue
@@ -14,13 +14,13 @@ from datetime import timedelta
 from typing import Any
 
 from ddp_course.launch import wire
-from ddp_course.launch.links import Link, Links, links_here
+from ddp_course.launch.links import Link, Links, current_links
 from ddp_course.launch.topology import here
 
 
 def install() -> None:
-    """Let this rank's messages take as long as the links say that it started with."""
-    links, place = links_here(), here()
+    """Delay this rank's messages as the links that `spawn` was called with require."""
+    links, place = current_links(), here()
     if links == Links():
         return
     inside, between = (
@@ -30,27 +30,33 @@ def install() -> None:
 
 
 class Line:
-    """A link that takes its time: messages pass one after the other, in order.
+    """A link with latency and bandwidth, which messages pass one after the other.
 
     A message occupies the line for bytes / bandwidth and arrives `latency` later; the
-    next one may follow meanwhile. A thread waits for that time, without using the CPU.
+    next one may leave in that time. A thread waits, without using the CPU.
     """
 
     def __init__(self, link: Link) -> None:
         self.link = link
-        self.free = 0.0  # the time at which the last message so far has left
+        self.free = 0.0  # the time at which the last message has left the line
         self.lock = threading.Lock()  # several threads may send
         self.waiting: queue.SimpleQueue = queue.SimpleQueue()
         threading.Thread(target=self._carry, daemon=True, name="slow line").start()
 
     def send(self, start: Callable[[], Any], nbytes: int) -> Any:
-        """Call `start`, which sends the message, at the time when it arrives."""
+        """Call `start`, which sends the message, when it would arrive.
+
+        Returns a handle with `wait`.
+        """
         started: Future[Any] = Future()
         self.waiting.put((self._arrival(nbytes), start, started))
         return _Delayed(started)
 
     def pass_by(self, nbytes: int) -> None:
-        """Sleep for the message's time; delaying the send instead would reorder it."""
+        """Sleep until the message would arrive.
+
+        Used where delaying the send itself would reorder messages.
+        """
         time.sleep(max(0.0, self._arrival(nbytes) - time.monotonic()))
 
     def _arrival(self, nbytes: int) -> float:
@@ -65,7 +71,7 @@ class Line:
             time.sleep(max(0.0, at - time.monotonic()))
             try:
                 started.set_result(start())
-            except BaseException as error:  # tell whoever waits
+            except BaseException as error:  # raised again in the thread that waits
                 started.set_exception(error)
 
 

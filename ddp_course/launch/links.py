@@ -1,11 +1,11 @@
-"""Links between ranks: how long a message takes, and how to make one take longer.
+"""Links between ranks: how long a message takes, and how to slow messages down.
 
-On a laptop all ranks sit in one machine and every link is the same. A real cluster
-has fast links inside a node (NVLink: hundreds of GB/s) and slow ones between nodes
-(Ethernet, InfiniBand: 1 to 50 GB/s). A `Link` is the usual two-number model of
-that, `latency + bytes / bandwidth` (Hockney 1994, the "alpha-beta model" of chapter
-02), and `send_over_link` obeys it by waiting. Waiting costs no CPU, so twelve ranks on
-two cores still see honest links.
+On a laptop all ranks run on one machine and every link is the same. A real cluster has
+fast links inside a node (NVLink: hundreds of GB/s) and slow links between nodes
+(Ethernet, InfiniBand: 1 to 50 GB/s). A `Link` models the time of a message by two
+numbers, `latency + bytes / bandwidth` (Hockney 1994, the "alpha-beta model" of chapter
+02), and `send_over_link` waits that long. Waiting costs no CPU, so the model holds for
+twelve ranks on two cores, too.
 """
 
 import json
@@ -34,14 +34,14 @@ class Link:
     bandwidth: float = math.inf
 
     def __post_init__(self) -> None:
-        """Refuse what no link can be."""
+        """Raise ValueError for a negative latency or no bandwidth."""
         if not 0 <= self.latency < math.inf:
             raise ValueError(f"latency is {self.latency!r} s; it must be 0 or more")
         if not self.bandwidth > 0:
             raise ValueError(f"bandwidth is {self.bandwidth!r} B/s; it must be above 0")
 
     def seconds(self, nbytes: int) -> float:
-        """Return how long `nbytes` bytes are on the way."""
+        """Return how long a message of `nbytes` bytes takes."""
         return self.latency + nbytes / self.bandwidth
 
 
@@ -49,8 +49,8 @@ class Link:
 class Links:
     """The links of a cluster: one kind inside a node, one kind between nodes.
 
-    A link limits what a rank sends, not what it receives: if many send to one rank, a
-    real network would hold them up there, and this one does not.
+    A link limits what a rank sends, not what it receives: if many ranks send to one, a
+    real network would delay them there, and this model does not.
     """
 
     inside: Link = field(default_factory=Link)
@@ -65,18 +65,18 @@ class Links:
         return {VARIABLE: json.dumps(asdict(self))}
 
 
-def links_here(environ: Mapping[str, str] = os.environ) -> Links:
+def current_links(environ: Mapping[str, str] = os.environ) -> Links:
     """Return the links that the calling rank was started with."""
-    given = json.loads(environ.get(VARIABLE, "{}"))
-    return Links(**{name: Link(**numbers) for name, numbers in given.items()})
+    settings = json.loads(environ.get(VARIABLE, "{}"))
+    return Links(**{name: Link(**numbers) for name, numbers in settings.items()})
 
 
 def send_over_link(tensor: torch.Tensor, dst: int) -> None:
-    """Send `tensor` to rank `dst`, and take as long as the link to that rank does.
+    """Send `tensor` to rank `dst` after waiting as long as the link to that rank takes.
 
-    A `dist.send` (any shape, contiguous) that first waits for the link. The receiver
-    needs nothing special, `dist.recv` will do.
+    The tensor may have any shape and must be contiguous. The receiver calls
+    `dist.recv`.
     """
-    link = links_here().to(dst, here())
+    link = current_links().to(dst, here())
     time.sleep(link.seconds(tensor.numel() * tensor.element_size()))
     dist.send(tensor, dst)

@@ -1,8 +1,8 @@
 """Sending functions and values between processes, and naming what cannot be sent.
 
-Functions travel with cloudpickle: one that was defined in a notebook cell goes by
-value, with everything it refers to; one that lives in a module goes by name, and the
-rank imports that module from disk. Results come back as `torch.save` writes them.
+cloudpickle packs functions: one defined in a notebook cell by value, with everything
+that it refers to; one of a module by name, and the rank imports that module from disk.
+`torch.save` packs results.
 """
 
 import dis
@@ -22,20 +22,21 @@ import torch
 
 from ddp_course.launch.reports import CannotSendError
 
-DEEPEST = 100  # no culprit is looked for below that
-# What the body of a class inside a function names, cloudpickle would leave behind:
+DEEPEST = 100  # objects inspected in search of one that cannot be pickled
+# Without this, cloudpickle misses globals that a class body inside a function uses.
 cloudpickle.cloudpickle.GLOBAL_OPS += (dis.opmap["LOAD_NAME"],)
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Sends what a library's decorator made of a cell's function, but not the library.
+    """A pickler that sends a library's wrapper of a cell's function by module name.
 
-    `functools.wraps` says that PyTorch's `once_differentiable`, say, made a function of
-    `__main__`; cloudpickle believes it, and sends along what it uses of PyTorch.
+    `functools.wraps` gives a wrapper, such as that of PyTorch's `once_differentiable`,
+    the module `__main__`. cloudpickle would then send the wrapper by value, together
+    with all globals of PyTorch that it uses.
     """
 
     def reducer_override(self, obj: Any) -> Any:
-        """Return how to send `obj`."""
+        """Return how to rebuild `obj` in the rank, as `__reduce__` does."""
         if isinstance(obj, types.FunctionType) and obj.__module__ == "__main__":
             home = obj.__globals__.get("__name__", "__main__")
             module = sys.modules.get(home)
@@ -43,19 +44,26 @@ class _Pickler(cloudpickle.Pickler):
                 cells = [cell.cell_contents for cell in obj.__closure__ or ()]
                 state = cells, obj.__defaults__, obj.__kwdefaults__, vars(obj)
                 names = {n: getattr(obj, n) for n in ("__qualname__", "__doc__")}
-                made = home, obj.__code__, obj.__name__
-                return _made_in, made, (*state, names), None, None, _finished
+                arguments = home, obj.__code__, obj.__name__
+                return (
+                    _rebuild_function,
+                    arguments,
+                    (*state, names),
+                    None,
+                    None,
+                    _fill_in,
+                )
         return super().reducer_override(obj)
 
 
-def _made_in(home: str, code: types.CodeType, name: str) -> types.FunctionType:
+def _rebuild_function(home: str, code: types.CodeType, name: str) -> types.FunctionType:
     cells = tuple(types.CellType() for _ in code.co_freevars)
     module = importlib.import_module(home)
     return types.FunctionType(code, vars(module), name, None, cells)
 
 
-def _finished(fn: types.FunctionType, state: tuple) -> None:
-    """Fill in what may refer to the function itself."""
+def _fill_in(fn: types.FunctionType, state: tuple) -> None:
+    """Set closure cells, defaults and attributes: they may refer to `fn` itself."""
     cells, fn.__defaults__, fn.__kwdefaults__, attributes, names = state
     for cell, content in zip(fn.__closure__ or (), cells, strict=True):
         cell.cell_contents = content
@@ -67,7 +75,7 @@ def _finished(fn: types.FunctionType, state: tuple) -> None:
 def pack_call(fn: Any, args: tuple) -> bytes:
     """Return `fn` and `args` as bytes, with the source of the notebook's cells.
 
-    Raises CannotSendError, which names the variable that cannot be sent.
+    Raises CannotSendError, which names the object that cannot be sent.
     """
     try:
         buffer = io.BytesIO()
@@ -81,9 +89,9 @@ def pack_call(fn: Any, args: tuple) -> bytes:
 
 
 def unpack_call(data: bytes) -> tuple[Any, tuple, dict[str, str]]:
-    """Return function, arguments, and the labels of notebook cells by file name.
+    """Return the function, its arguments, and {file name: label} of notebook cells.
 
-    The cells' sources are put where tracebacks look for them.
+    Adds the cells' sources to `linecache`, where tracebacks look for them.
     """
     call, cells = pickle.loads(data)
     for file, (_, lines) in cells.items():
@@ -93,7 +101,10 @@ def unpack_call(data: bytes) -> tuple[Any, tuple, dict[str, str]]:
 
 
 def pack_value(value: Any) -> bytes:
-    """Return a rank's result as bytes. Raises CannotSendError, naming the culprit."""
+    """Return a rank's result as bytes.
+
+    Raises CannotSendError, which names the object that cannot be sent.
+    """
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer, pickle_module=cloudpickle)
@@ -106,7 +117,7 @@ def pack_value(value: Any) -> bytes:
 
 
 def unpack_value(data: bytes) -> Any:
-    """Return the result; tensors arrive on the CPU, wherever they were."""
+    """Return a rank's result, with all tensors on the CPU."""
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
     except Exception as error:
@@ -122,7 +133,7 @@ def cell_labels() -> dict[str, str]:
 
 
 def _cells() -> dict[str, tuple[str, list[str]]]:
-    """The notebook's cells that have run: file name -> (label, source lines)."""
+    """Return the notebook cells that have run: file name -> (label, source lines)."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
     label = getattr(getattr(shell, "compile", None), "format_code_name", None)
@@ -134,7 +145,7 @@ def _cells() -> dict[str, tuple[str, list[str]]]:
 
 
 def _captured(fn: Any) -> dict[str, Any]:
-    """The variables outside of it that a function uses."""
+    """Return the globals and closure variables that a function uses."""
     try:
         outside = inspect.getclosurevars(inspect.unwrap(fn))
     except (TypeError, ValueError):
@@ -145,8 +156,8 @@ def _captured(fn: Any) -> dict[str, Any]:
 def _culprit(parts: dict[str, Any], seen: set[int] | None = None) -> str | None:
     """Find the smallest part that cannot be pickled: "value['lock'] is a lock".
 
-    Each thing is looked into once. One whose bad parts have all been seen is only a
-    link in a circle, and not at fault.
+    Inspects each object once. An object is only blamed if all its parts can be pickled:
+    otherwise it is a link of a circle of references.
     """
     seen = set() if seen is None else seen
     for path, part in parts.items():

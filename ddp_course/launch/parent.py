@@ -1,8 +1,8 @@
-"""The launcher's side: start the ranks, listen to them, end them, tell what happened.
+"""The launcher's side: start the ranks, listen to them, end them, report.
 
-One loop listens to all ranks at once and never waits for a single one, so neither a
-large result nor ten megabytes of output can block it; and whatever happens, the ranks
-are gone when it ends.
+One loop listens to all ranks at once and never waits for a single rank, so neither a
+large result nor ten megabytes of output can block it. Whatever happens, no rank is
+alive when it ends.
 """
 
 import contextlib
@@ -26,18 +26,18 @@ from ddp_course.launch.reports import RankReport
 from ddp_course.launch.scratch import scratch_files
 from ddp_course.launch.transcript import Transcript
 
-GRACE = 0.7  # seconds in which the other ranks may notice that one has failed
-TICK = 0.1  # seconds after which the loop looks at the clock and the stop button
+GRACE = 0.7  # seconds that the other ranks have to report a failure, too
+TICK = 0.1  # seconds between two looks at the clock and the stop button
 
 
 @dataclass
 class Rank:
-    """What the launcher knows of one rank."""
+    """A rank as the launcher sees it: its process, its pipes, its report."""
 
-    rank: int  # its number
+    rank: int
     process: BaseProcess
     result: Connection
-    streams: dict[Connection, str]  # "stdout", "stderr", "stacks"
+    streams: dict[Connection, str]  # open pipes -> "stdout", "stderr" or "stacks"
     answer: bytearray = field(default_factory=bytearray)
     stacks: bytearray = field(default_factory=bytearray)
     report: RankReport | None = None
@@ -50,44 +50,50 @@ class Launch:
         self.job = job
         self.ranks: list[Rank] = []
         self.transcript = Transcript(job.world_size, job.output)
-        self.stopped = False  # by hand
+        self.stopped = False  # by the stop button or Ctrl-C
         self.labels = cell_labels()
         self.started_at = time.monotonic()
-        self.asked = False  # whether the unfinished ranks were asked where they stand
+        self.stacks_requested = False
 
     def run(self) -> list[RankReport]:
-        """Do it all. Raises RankInterrupted if it was stopped by hand."""
+        """Start the ranks, wait for them, and return one report per rank.
+
+        Raises RankInterrupted if the user stopped the launch.
+        """
         call = pack_call(self.job.fn, self.job.args)
         server.warm()
-        with self._noting_a_stop(), scratch_files("call", "store") as (file, store):
+        with (
+            self._interrupts_recorded(),
+            scratch_files("call", "store") as (file, store),
+        ):
             Path(file.path).write_bytes(call)
             try:
                 self._start(file, store)
                 self._listen()
-                self._ask_the_unfinished()
+                self._request_stacks()
             finally:
                 self._end()
-            told = [self._report(rank) for rank in self.ranks]
+            rank_reports = [self._report(rank) for rank in self.ranks]
         if self.stopped:
-            raise reports.stopped(told)
-        return told
+            raise reports.stopped(rank_reports)
+        return rank_reports
 
     @contextlib.contextmanager
-    def _noting_a_stop(self) -> Iterator[None]:
-        """Remember an interrupt instead of raising it in the middle of something.
+    def _interrupts_recorded(self) -> Iterator[None]:
+        """Record an interrupt in `self.stopped` instead of raising KeyboardInterrupt.
 
-        A KeyboardInterrupt can come between any two lines; one that came between
-        starting a process and noting that it was started would leave it behind. Only
-        the main thread gets signals.
+        Python raises it between any two lines. Raised just after a process was started
+        and before it was recorded, it would leave that process behind. Only the main
+        thread gets signals.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
 
-        def note(*_: object) -> None:
+        def record(*_: object) -> None:
             self.stopped = True
 
-        before = signal.signal(signal.SIGINT, note)
+        before = signal.signal(signal.SIGINT, record)
         try:
             yield
         finally:
@@ -125,7 +131,7 @@ class Launch:
             its_end.close()
 
     def _listen(self) -> None:
-        """Take in what the ranks send until all are done, one fails, or time is up."""
+        """Read the ranks' pipes until all are done, one fails, or time is up."""
         self.started_at = time.monotonic()
         deadline, failed = self.started_at + self.job.timeout, False
         while not (self.stopped or all(rank.report for rank in self.ranks)):
@@ -134,35 +140,35 @@ class Launch:
             left = deadline - time.monotonic()
             if left <= 0:
                 break
-            self._take_in(min(left, TICK))
+            self._read_pipes(min(left, TICK))
 
     def _has_failed(self) -> bool:
-        """Whether a rank has failed that may not."""
+        """Return whether a rank has failed that is not in `may_fail`."""
         failed = {r.rank for r in self.ranks if r.report and r.report.failed}
         return not failed <= set(self.job.may_fail)
 
-    def _take_in(self, seconds: float) -> None:
-        """Read once from every pipe that has something, and show what may be shown."""
+    def _read_pipes(self, seconds: float) -> None:
+        """Read once from every pipe that has data, and print what is ready to show."""
         owners = {}
         for rank in self.ranks:
             owners |= {pipe: (rank, name) for pipe, name in rank.streams.items()}
             if rank.report is None:
                 owners[rank.result] = rank, "result"
-                if rank.process.pid is not None:  # it was started
+                if rank.process.pid is not None:  # the process was started
                     owners[rank.process.sentinel] = rank, "end"
         ready = connection.wait(list(owners), seconds)
         for pipe in ready:
             rank, name = owners[pipe]
-            if name == "end":  # a child of the rank may still hold its pipes open
+            if name == "end":  # the rank's own children may still hold its pipes open
                 if rank.report is None and rank.result not in ready:
-                    rank.report = self._obituary(rank)
+                    rank.report = self._report_of_dead(rank)
                 continue
             try:
                 data = os.read(pipe.fileno(), 2**20)
             except OSError:
                 data = b""
             if name == "result":
-                self._take_answer(rank, data)
+                self._read_answer(rank, data)
             elif not data:
                 del rank.streams[pipe]
                 pipe.close()
@@ -173,67 +179,71 @@ class Launch:
                 self.transcript.add(rank.rank, name, data)
         self.transcript.show()
 
-    def _take_answer(self, rank: Rank, data: bytes) -> None:
+    def _read_answer(self, rank: Rank, data: bytes) -> None:
         rank.answer += data
         size = int.from_bytes(rank.answer[:8], "big")
         if len(rank.answer) >= 8 + size > 8:
-            what = pickle.loads(rank.answer[8:])
+            fields = pickle.loads(rank.answer[8:])
             rank.answer.clear()
-            rank.report = RankReport(rank.rank, ended_at=time.monotonic(), **what)
+            rank.report = RankReport(rank.rank, ended_at=time.monotonic(), **fields)
         elif not data:
-            rank.report = self._obituary(rank)
+            rank.report = self._report_of_dead(rank)
 
-    def _obituary(self, rank: Rank) -> RankReport:
-        """The report of a rank that ended without an answer."""
+    def _report_of_dead(self, rank: Rank) -> RankReport:
+        """Return the report of a rank whose process ended without sending a result."""
         report = RankReport(rank.rank, "unfinished", ended_at=time.monotonic())
-        if not self.asked and server.ended(rank.process, 2.0):
+        if not self.stacks_requested and server.wait_for_end(rank.process, 2.0):
             code = rank.process.exitcode
             report.status = "killed" if code < 0 else "exited"
-            report.error = _last_words(code)
+            report.error = _describe_exit_code(code)
         return report
 
-    def _ask_the_unfinished(self) -> None:
-        """Have every rank that still runs write down where it stands."""
-        self.asked = True
-        asked = [rank for rank in self.ranks if not rank.report]
-        if not asked:
+    def _request_stacks(self) -> None:
+        """Ask every rank that still runs for a dump of its stacks, and read the dumps.
+
+        SIGUSR1 starts the dump (`rank._redirect`).
+        """
+        self.stacks_requested = True
+        unfinished = [rank for rank in self.ranks if not rank.report]
+        if not unfinished:
             return
-        for rank in asked:
+        for rank in unfinished:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rank.process.pid, signal.SIGUSR1)
         deadline = time.monotonic() + 0.5
-        heard: list[int] = []
+        received: list[int] = []
         while time.monotonic() < deadline:
-            self._take_in(0.05)
-            before = heard
-            heard = [len(rank.stacks) for rank in asked if not rank.report]
-            if all(heard) and heard == before:  # a dump comes in many pieces
+            self._read_pipes(0.05)
+            before = received
+            received = [len(rank.stacks) for rank in unfinished if not rank.report]
+            if all(received) and received == before:  # a dump arrives in many pieces
                 break
 
     def _end(self) -> None:
-        """End all ranks with all their children, and read what is left in the pipes."""
+        """Kill all ranks with their children, and read what is left in the pipes."""
         started = [rank for rank in self.ranks if rank.process.pid is not None]
         for rank in started:
-            # Most often the group; a rank that has just been forked has none yet.
+            # The rank's process group, if it has one: a rank that was forked a moment
+            # ago is still in the launcher's.
             for kill in (os.killpg, os.kill):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     kill(rank.process.pid, signal.SIGKILL)
                     break
         for rank in started:
-            server.ended(rank.process, 5.0)
+            server.wait_for_end(rank.process, 5.0)
         deadline = time.monotonic() + 0.5
         try:
             while any(r.streams for r in self.ranks) and time.monotonic() < deadline:
-                self._take_in(0.02)
+                self._read_pipes(0.02)
             self.transcript.show(final=True)
         finally:
             for rank in self.ranks:
                 for pipe in (rank.result, *rank.streams):
                     pipe.close()
-                server.forget(rank.process)
+                server.release(rank.process)
 
     def _report(self, rank: Rank) -> RankReport:
-        """Complete the report of a rank with what it printed and where it stood."""
+        """Return the rank's report, completed with its output and its line of code."""
         now = time.monotonic()
         report = rank.report or RankReport(rank.rank, "unfinished", ended_at=now)
         report.output = self.transcript.text(rank.rank, "stdout")
@@ -248,26 +258,26 @@ class Launch:
         if report.status in ("unfinished", "killed", "exited") and not report.seconds:
             report.seconds = report.ended_at - self.started_at
         if report.status == "killed" and report.stderr.strip():
-            # C++ says why it aborts on stderr, and only there.
+            # C++ writes the reason for an abort to stderr only.
             last_words = report.stderr.strip().splitlines()[-2:]
             report.error = f"{report.error}: {' '.join(map(str.strip, last_words))}"
         return report
 
 
-def _last_words(code: int) -> str:
-    """Say what an exit code of multiprocessing means."""
+def _describe_exit_code(code: int) -> str:
+    """Return in words what an exit code of multiprocessing means."""
     if code == 255:
         return "ended without an exit code: the fork server died"
     if code >= 0:
         return f"ended with exit code {code} before it returned"
     try:
         return f"killed by {signal.Signals(-code).name}"
-    except ValueError:  # the real-time signals have no names
+    except ValueError:  # real-time signals have no names
         return f"killed by signal {-code}"
 
 
 def environment(job: Job, rank: int, port: str) -> dict[str, str]:
-    """Return the environment of a rank: ours, and on top what torchrun would set."""
+    """Return a rank's environment: this process's, and what torchrun would set."""
     place, torchruns = job.topology.place(rank), ("TORCHELASTIC_", "PET_")
     return {
         **{k: v for k, v in os.environ.items() if not k.startswith(torchruns)},

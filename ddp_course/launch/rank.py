@@ -1,7 +1,6 @@
-"""What happens inside a rank: prepare the process, call the function, send the result.
+"""A rank's process, from fork to exit: prepare, call the function, send the result.
 
-This is the whole life of a rank, from the fork to the exit. The steps have names;
-each is a function of a few lines.
+Each step is a function of a few lines.
 """
 
 import contextlib
@@ -28,13 +27,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from ddp_course.launch import lines, rendezvous, stacks, strict
-from ddp_course.launch.deadlock import say_returned
+from ddp_course.launch.deadlock import announce_return
 from ddp_course.launch.packing import pack_value, unpack_call
 from ddp_course.launch.scratch import NamedFile, OpenFile
 from ddp_course.launch.topology import here
 
-# A rank that is done stays until all are, so that no peer loses it; but if a peer still
-# waits for a message from it, that is an error, and it should be told soon.
+# Seconds that a finished rank stays alive, so that peers do not lose their connection
+# to it. A peer that still waits for its message then gets an error.
 STAY = 2.0
 
 
@@ -42,7 +41,7 @@ STAY = 2.0
 class Pipes:
     """The rank's connections to the launcher."""
 
-    result: Connection  # both ways: the result; and a word that all ranks are done
+    result: Connection
     stdout: Connection
     stderr: Connection
     stacks: Connection  # where faulthandler writes
@@ -50,10 +49,10 @@ class Pipes:
 
 @dataclass
 class Orders:
-    """What the launcher tells a rank; the same for all ranks but `env`."""
+    """A rank's instructions from the launcher; only `env` and `listener` differ."""
 
     call: OpenFile | NamedFile  # the packed function and its arguments
-    store: OpenFile | NamedFile  # where the ranks meet
+    store: OpenFile | NamedFile  # the file of the FileStore in which the ranks meet
     listener: socket.socket | None  # rank 0: the socket bound to MASTER_PORT
     backend: str
     threads: int
@@ -62,13 +61,13 @@ class Orders:
 
 
 def main(orders: Orders, pipes: Pipes) -> None:
-    """Live as a rank. Never returns."""
-    _live_and_die_alone()
+    """Run as a rank: call the function, send its result, exit. Never returns."""
+    _isolate_process()
     _redirect(pipes)
     started = time.monotonic()
     labels: dict[str, str] = {}
     try:
-        _settle(orders)
+        _apply_orders(orders)
         fn, args, labels = unpack_call(Path(orders.call.path).read_bytes())
         if orders.init:
             _join_process_group(orders)
@@ -76,20 +75,20 @@ def main(orders: Orders, pipes: Pipes) -> None:
         value = fn(*args)
         seconds = time.monotonic() - started
         report = {"status": "ok", "value": pack_value(value)}
-        say_returned()
+        announce_return()
     except BaseException as error:
         seconds, report = time.monotonic() - started, _describe(error, labels)
     _flush()
     send_frame(pipes.result.fileno(), pickle.dumps({**report, "seconds": seconds}))
     if report["status"] == "ok":
-        time.sleep(STAY)  # most often the launcher ends us here, when all are done
-    os._exit(0)  # straight out: the peers of one that failed notice it at once
+        time.sleep(STAY)  # usually the launcher kills this process here
+    os._exit(0)  # at once: the peers of a failed rank notice that it has gone
 
 
 def _flush() -> None:
-    """Write out what Python and C have kept back: `os._exit` would not."""
+    """Flush the output buffers of Python and C: `os._exit` would not."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # the reader may have closed it
+        with contextlib.suppress(Exception):  # `fn` may have closed it
             stream.flush()
     ctypes.CDLL(None).fflush(None)
 
@@ -101,20 +100,21 @@ def send_frame(fd: int, payload: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
-def _live_and_die_alone() -> None:
-    """Be immune to the notebook's stop button, and die when the notebook dies."""
-    gc.enable()  # the server, of which this is a fork, did without while it imported
-    os.setpgid(0, 0)  # own group: the launcher can end the rank's children with it
+def _isolate_process() -> None:
+    """Protect this process from the stop button; let it end when the launcher ends."""
+    gc.enable()  # the fork server, which imported PyTorch, has switched it off
+    os.setpgid(0, 0)  # own group: the launcher can kill the rank's children with it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     server = forkserver._forkserver
     if server._forkserver_alive_fd is not None:
-        # The server lives while anyone holds this; a rank that hangs must not.
+        # The fork server lives while any process holds this descriptor open; a rank
+        # that hangs must not keep it alive.
         os.close(server._forkserver_alive_fd)
         server._forkserver_alive_fd = server._forkserver_address = None
     _die_with_parent()
-    _let_children_die_with_us()
+    _end_children_with_this_process()
     threading.Thread(target=_watch_launcher, name="watch launcher", daemon=True).start()
-    if sys.platform == "linux":  # DataLoader workers: fork, as under torchrun
+    if sys.platform == "linux":  # DataLoader forks its workers, as under torchrun
         mp.set_start_method("fork", force=True)
 
 
@@ -124,9 +124,12 @@ def _die_with_parent() -> None:
         mp._prctl_pr_set_pdeathsig(signal.SIGKILL)
 
 
-def _let_children_die_with_us() -> None:
-    """Let DataLoader workers, too, end with this process, however it ends."""
-    by_main: list[bool] = []  # only the main thread lives as long as the process
+def _end_children_with_this_process() -> None:
+    """Let DataLoader workers end with this process, however it ends.
+
+    Only children of the main thread: Linux ends them with the thread that forked them.
+    """
+    by_main: list[bool] = []
 
     def before() -> None:
         by_main.append(threading.current_thread() is threading.main_thread())
@@ -146,7 +149,7 @@ def _watch_launcher() -> None:
 
 
 def _redirect(pipes: Pipes) -> None:
-    """Send all output, C++'s too, to the launcher; be ready to say where we are."""
+    """Send all output, also that of C++, to the launcher; dump stacks on SIGUSR1."""
     for pipe, fd in ((pipes.stdout, 1), (pipes.stderr, 2)):
         os.dup2(pipe.fileno(), fd)
         pipe.close()
@@ -157,11 +160,11 @@ def _redirect(pipes: Pipes) -> None:
     faulthandler.register(signal.SIGUSR1, pipes.stacks.fileno(), all_threads=True)
 
 
-def _settle(orders: Orders) -> None:
-    """Take over the environment, the threads and the device that were decided."""
+def _apply_orders(orders: Orders) -> None:
+    """Set the environment and the number of threads, and install the slow lines."""
     os.environ.clear()
     os.environ.update(orders.env)
-    dist.set_debug_level_from_env()  # it was read when torch was imported, long ago
+    dist.set_debug_level_from_env()  # torch read it when the fork server imported it
     torch.set_num_threads(orders.threads)
     rendezvous.use_bound_port(orders.listener)
     lines.install()
@@ -181,25 +184,25 @@ def _join_process_group(orders: Orders) -> None:
         store=dist.FileStore(orders.store.path, place.world_size),
         rank=place.rank,
         world_size=place.world_size,
-        timeout=datetime.timedelta(days=1),  # the launch has a deadline of its own
+        timeout=datetime.timedelta(days=1),  # the launcher has its own deadline
         **options,
     )
-    # Joining is no barrier: a rank that returned at once would leave before the last
-    # one has connected to it.
+    # `init_process_group` does not wait for all: a rank whose `fn` returns at once
+    # could leave before the last peer has connected to it.
     dist.barrier()
 
 
 def _describe(error: BaseException, labels: dict[str, str]) -> dict[str, Any]:
-    """Return what a `RankReport` tells about an exception, as plain strings."""
-    told = traceback.TracebackException.from_exception(error)
-    stacks.drop_launcher(told)
-    frames = [(f.filename, f.lineno, f.line) for f in told.stack]
-    what = "".join(told.format_exception_only()).strip()
-    if isinstance(error, SyntaxError):  # Python tells the file first
-        what = f"{type(error).__name__}: {error.msg}"
+    """Return the fields of a `RankReport` that describe an exception."""
+    parsed = traceback.TracebackException.from_exception(error)
+    stacks.drop_launcher(parsed)
+    frames = [(f.filename, f.lineno, f.line) for f in parsed.stack]
+    text = "".join(parsed.format_exception_only()).strip()
+    if isinstance(error, SyntaxError):  # Python writes the file's name first
+        text = f"{type(error).__name__}: {error.msg}"
     return {
         "status": "exited" if isinstance(error, SystemExit) else "raised",
-        "error": what,
-        "traceback": stacks.relabel("".join(told.format()), labels),
+        "error": text,
+        "traceback": stacks.relabel("".join(parsed.format()), labels),
         "where": stacks.innermost(frames, labels),
     }

@@ -1,13 +1,13 @@
 """How ranks find each other: through a store, a small dictionary that all can reach.
 
-Each rank writes its address into the store and reads those of the others; from then on
-they talk directly. PyTorch knows three kinds: `env://` and `tcp://` (a TCP server at
-MASTER_ADDR:MASTER_PORT, run by rank 0) and `file://` (a file that all can open).
+Each rank writes its address into the store and reads the addresses of the others; from
+then on they talk directly. PyTorch has three kinds of rendezvous: `env://` and `tcp://`
+(a TCP server at MASTER_ADDR:MASTER_PORT, run by rank 0) and `file://` (a file that all
+ranks can open).
 
-Ranks of `spawn` meet in a file without a name, so that nothing is left on disk and no
-port is needed. MASTER_ADDR and MASTER_PORT are real all the same: the launcher has
-bound that port, and rank 0 serves a TCPStore on it for whoever asks for one.
-Explained in chapter 01.
+Ranks of `spawn` meet in a file without a name, which leaves nothing on disk and needs
+no port. MASTER_ADDR and MASTER_PORT are valid all the same: the launcher has bound that
+port, and rank 0 serves a TCPStore on it if the program asks for one. Chapter 01.
 """
 
 import datetime
@@ -24,7 +24,7 @@ import torch.distributed as dist
 def listening_socket() -> socket.socket:
     """Return a socket that listens on a free port of this machine's loopback only.
 
-    The port is taken from this moment on: nobody can come between choosing and using.
+    No other program can take the port between its choice and its use.
     """
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
@@ -33,15 +33,15 @@ def listening_socket() -> socket.socket:
 
 
 def loopback_interface() -> str:
-    """Return the network interface that gloo shall use for ranks of one machine."""
+    """Return the network interface that gloo uses among the ranks of one machine."""
     return "lo0" if sys.platform == "darwin" else "lo"
 
 
 def use_bound_port(listener: socket.socket | None) -> None:
     """Let env:// and tcp:// on MASTER_PORT use the socket that is already bound.
 
-    PyTorch's own handlers stay in charge, they only find the listening socket ready;
-    `listener` is None on all ranks but rank 0.
+    PyTorch's own handlers still create the store; they only get `listener` instead of a
+    new socket. It is None on all ranks but rank 0.
     """
     module = sys.modules["torch.distributed.rendezvous"]
     original = module._create_c10d_store
@@ -60,8 +60,9 @@ def use_bound_port(listener: socket.socket | None) -> None:
             connected.append(
                 dist.TCPStore(hostname, port, world_size, timeout=timeout, **serves)
             )
-        # One server for all meetings, since two on one socket would each get some of
-        # the ranks; and a part of its own for each, or it would find old addresses.
+        # One server for all process groups: of two on one socket, each would get some
+        # of the ranks. A prefix per group, or a group would read another one's
+        # addresses.
         return dist.PrefixStore(f"meeting {next(meetings)}", connected[0])
 
     module._create_c10d_store = create
@@ -73,14 +74,14 @@ def agreed_store(
     world_size: int,
     timeout: datetime.timedelta = datetime.timedelta(minutes=10),
 ) -> dist.Store:
-    """Return a part of `store` that only this attempt's ranks use.
+    """Return a view of `store` with a prefix that only this attempt's ranks use.
 
-    torchrun restarts all ranks when one fails, but keeps the store; without this, new
-    ranks would read the addresses of dead ones and wait for them. torchrun's restart
-    counter is no help, as each machine counts for itself. So rank 0 draws a new name
-    for the attempt, every other rank writes a number of its own under the newest name
-    it knows, and goes on only when rank 0 has echoed that very number: dead ranks
-    cannot echo. Raises TimeoutError if rank 0 does not come.
+    torchrun restarts all ranks when one fails, but keeps the store: new ranks would
+    read the addresses of dead ranks and wait for them. torchrun's restart counter does
+    not help, as each machine counts for itself. So rank 0 draws a new name for the
+    attempt. Every other rank writes a random number under the newest name that it sees,
+    and continues only when rank 0 has echoed this number: a dead rank 0 cannot echo it.
+    Raises TimeoutError if rank 0 does not answer within `timeout`.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     if rank == 0:
@@ -100,13 +101,15 @@ def agreed_store(
                 echo = store.get(f"{name}/echo/{rank}")
             if echo != hello:
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"rank 0 did not come within {timeout}")
+                    raise TimeoutError(
+                        f"rank 0 did not come to the rendezvous within {timeout}"
+                    )
                 time.sleep(0.01)
     return dist.PrefixStore(name, store)
 
 
 def store_of_torchrun(timeout: datetime.timedelta) -> dist.Store:
-    """Return the store of this attempt, inside a process that torchrun started."""
+    """Return this attempt's store, in a process that torchrun started."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = dist.TCPStore(

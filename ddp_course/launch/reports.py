@@ -1,8 +1,8 @@
-"""What each rank did, as data, which rank is to blame, and errors that tell it.
+"""What each rank did, which rank caused a failure, and the errors that show both.
 
-IPython asks an exception for `_render_traceback_` before it formats one itself. Ours
-returns the story of the ranks, the cause first, and not the launcher's own frames:
-those frames tell a reader nothing about the mistake.
+IPython calls `_render_traceback_` of an exception, if it has this method. The method
+here returns the traceback of the cause and a line per rank, without the launcher's own
+frames: those do not show the mistake.
 """
 
 import re
@@ -10,27 +10,28 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-# What a rank says when another one went away: a consequence, not a cause.
+# Errors of a rank that has lost its connection to another: a consequence, not a cause.
 LOST = re.compile(
     r"closed by peer|reset by peer|broken pipe|connectFullMesh|connection refused"
     r"|connection was likely closed|socket closed|remote process exited"
     r"|communicator was aborted",
     re.IGNORECASE,
 )
-# gloo and the stores raise RuntimeErrors and PyTorch's own; any other connection that
-# breaks (a download, a pipe) is the reader's. C++ that gives up does so by SIGABRT.
+# gloo and the stores raise RuntimeError or an error of torch.distributed, or abort. Any
+# other broken connection (of a download, a pipe) belongs to the user's code.
 OF_PYTORCH = re.compile(r"(RuntimeError|torch\.distributed\.\w+|killed by SIGABRT): ")
 WAITED = re.compile(r"timed out|timeout", re.IGNORECASE)
 
 
 @dataclass
 class RankReport:
-    """The end of one rank, told as data.
+    """The result of one rank.
 
     `status` is "ok", "raised" (an exception), "exited" (it ended without returning),
     "killed" (by a signal) or "unfinished" (it still ran when the launch ended). `where`
-    is the line of the reader's code in which it stood, if it did not return. `output`
-    and `stderr` are all that it printed; `seconds` is the time spent in the function.
+    is the line of the user's code that the rank had reached, if it did not return.
+    `output` and `stderr` are what it printed; `seconds` is the time spent in the
+    function.
     """
 
     rank: int
@@ -42,16 +43,16 @@ class RankReport:
     traceback: str | None = None
     where: str | None = None
     seconds: float = 0.0
-    ended_at: float = 0.0  # on the monotonic clock: who was first
+    ended_at: float = 0.0  # on the monotonic clock, in seconds
 
     @property
     def failed(self) -> bool:
-        """Whether the rank ended by itself, but not by returning."""
+        """Whether the rank ended without returning, and not by the launcher."""
         return self.status in ("raised", "exited", "killed")
 
     @property
     def lost_a_peer(self) -> bool:
-        """Whether the rank failed only because another one went away."""
+        """Whether the rank failed only because another rank had ended."""
         error = self.error or ""
         of_pytorch = OF_PYTORCH.match(error) is not None
         return self.failed and of_pytorch and LOST.search(error) is not None
@@ -64,8 +65,7 @@ class RankReport:
         if self.status == "unfinished":
             outside = self.error or "outside of your code"
             return f"in {self.where}" if self.where else outside
-        what = self.headline
-        return f"{what}, in {self.where}" if self.where else what
+        return f"{self.headline}, in {self.where}" if self.where else self.headline
 
     @property
     def headline(self) -> str:
@@ -80,14 +80,14 @@ RED, PLAIN = "\x1b[31m", "\x1b[0m"
 
 
 class LaunchError(Exception):
-    """Anything that a launch can complain about."""
+    """The base class of a launch's errors."""
 
     def _render_traceback_(self) -> list[str]:
         return [f"{RED}{type(self).__name__}{PLAIN}: {self}"]
 
 
 class LaunchArgumentError(LaunchError, ValueError):
-    """An argument of `spawn` that cannot be; nothing was started."""
+    """An invalid argument of `spawn`; nothing was started."""
 
 
 class CannotSendError(LaunchError, TypeError):
@@ -95,11 +95,11 @@ class CannotSendError(LaunchError, TypeError):
 
 
 class Story(BaseException):
-    """An exception that tells what every rank did.
+    """An exception that shows what every rank did.
 
-    `rank` is the rank that caused it, `headline` says in one line what happened, and
-    `reports` holds one `RankReport` for each rank, in rank order. `str(error)` is the
-    headline; what the launcher itself writes there is the same on every run.
+    `rank` is the rank that caused it (None if unknown), `headline` says in one line
+    what happened, and `reports` has one `RankReport` per rank, in rank order.
+    `str(error)` is the headline, the same on every run.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Story(BaseException):
         self.headline = headline
         self.reports = reports
         self.rank = rank
-        self.add_note(self.story)  # what a script and pytest show
+        self.add_note(self.story)  # shown by scripts and pytest
 
     def __reduce__(self) -> tuple:
         """Pickle with all three arguments, not only the headline."""
@@ -136,19 +136,19 @@ class RankTimeout(RankError, TimeoutError):
 
 
 class RankInterrupted(Story, KeyboardInterrupt):
-    """The launch was stopped: Jupyter's stop button, Ctrl-C. No `Exception`."""
+    """The user stopped the launch (Jupyter's stop button, Ctrl-C). No `Exception`."""
 
 
-# ---- who is to blame -----------------------------------------------------------------
+# ---- the cause -----------------------------------------------------------------------
 
 
 def cause(
     reports: list[RankReport], may_fail: Collection[int] = ()
 ) -> RankReport | None:
-    """Return the report of the rank that is to blame, or None if none failed.
+    """Return the report of the rank that caused the failure, or None if none failed.
 
-    That is the first rank that failed by itself and may not; ranks which merely lost a
-    peer, or tired of waiting for one, come last.
+    The cause is the first rank to fail that is not in `may_fail`. Ranks that only lost
+    a peer, or whose wait for a peer timed out, count after all others.
     """
 
     def blame(report: RankReport) -> tuple[bool, bool, float]:
@@ -157,7 +157,7 @@ def cause(
 
     failed = [r for r in reports if r.failed and r.rank not in may_fail]
     first = min(failed, key=blame, default=None)
-    # If all make the same mistake, it is chance who does so first: take the lowest.
+    # If ranks raise the same error, chance decides which is first: report the lowest.
     alike = [report for report in failed if report.headline == first.headline]
     return min(alike, key=lambda report: report.rank, default=None)
 
@@ -165,13 +165,13 @@ def cause(
 def failure(
     reports: list[RankReport], may_fail: Collection[int] = ()
 ) -> RankError | None:
-    """Return the exception that tells what went wrong, or None if nothing did."""
+    """Return the exception for the failure of a rank, or None if no rank failed."""
     if (first := cause(reports, may_fail)) is None:
         return None
     left = [report.rank for report in reports if report.status == "ok"]
     if first.lost_a_peer and left:
-        what = f"returned while rank {first.rank} still wanted to communicate"
-        return RankError(f"{_named(left)} {what}", reports)
+        waiting = f"while rank {first.rank} still wanted to communicate"
+        return RankError(f"{_named(left)} returned {waiting}", reports)
     return RankError(f"rank {first.rank}: {first.headline}", reports, first.rank)
 
 
@@ -180,8 +180,10 @@ def late(reports: list[RankReport], timeout: float) -> RankTimeout | None:
     busy = [report.rank for report in reports if report.status == "unfinished"]
     if not busy:
         return None
-    who = f"{_named(busy)} {'has' if len(busy) == 1 else 'have'}"
-    return RankTimeout(f"{who} not returned after {timeout:g} s", reports)
+    have = "has" if len(busy) == 1 else "have"
+    return RankTimeout(
+        f"{_named(busy)} {have} not returned after {timeout:g} s", reports
+    )
 
 
 def stopped(reports: list[RankReport]) -> RankInterrupted:

@@ -1,8 +1,8 @@
 """Files of a launch that leave nothing on disk, however the launch ends.
 
-On Linux a file can exist in memory without a name (`memfd_create`): it is gone when
-the last process that has it open is gone, even after `kill -9`. Elsewhere it is a file
-in a temporary folder, which the launcher removes.
+On Linux a file can exist in memory without a name (`memfd_create`): the kernel frees it
+when the last process that has it open ends, even after `kill -9`. Elsewhere it is a
+file in a temporary folder, which the launcher removes.
 """
 
 import contextlib
@@ -16,19 +16,19 @@ from typing import Any
 
 
 class OpenFile:
-    """A nameless file that a process hands to its children open."""
+    """A nameless file that child processes inherit as an open file descriptor."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
 
     @property
     def path(self) -> str:
-        """A path by which this process, and only this one, can open the file."""
+        """A path by which only this process can open the file."""
         return f"/proc/self/fd/{self.fd}"
 
     def __reduce__(self) -> tuple[Any, tuple]:
-        """Travel as an open file descriptor, which has another number over there."""
-        return _arrived, (reduction.DupFd(self.fd),)
+        """Pickle as an open file descriptor, which gets a new number in the child."""
+        return _open_received, (reduction.DupFd(self.fd),)
 
 
 class NamedFile:
@@ -38,15 +38,15 @@ class NamedFile:
         self.path = path
 
 
-def _arrived(handed: Any) -> OpenFile:
-    return OpenFile(handed.detach())
+def _open_received(descriptor: Any) -> OpenFile:
+    return OpenFile(descriptor.detach())
 
 
 @contextlib.contextmanager
 def scratch_files(
     *names: str, in_memory: bool = hasattr(os, "memfd_create")
 ) -> Iterator[list[OpenFile | NamedFile]]:
-    """Make an empty file for each name; they are gone when the block ends."""
+    """Create an empty file for each name; remove the files when the block ends."""
     if in_memory:
         with contextlib.ExitStack() as closing:
             files = []

@@ -1,15 +1,15 @@
 """The fork server: a helper process that has imported PyTorch, so that ranks need not.
 
-A fresh Python that imports PyTorch takes seconds before it can do anything. A fork of
-a process which has imported it already takes milliseconds. The notebook's own process
-must not be forked, though: it has running threads (OpenMP's, ZeroMQ's), and their
-locks would be copied in whatever state they are. So the standard library's
-`forkserver` keeps one clean process that imports, waits, and forks a rank on request.
+A fresh Python needs seconds to import PyTorch. A fork of a process that has imported it
+already takes milliseconds. The notebook's own process must not be forked, though: it
+has running threads (OpenMP's, ZeroMQ's), and a fork would copy their locks in whatever
+state they are. So the standard library's `forkserver` keeps one clean process that
+imports PyTorch, waits, and forks a rank on request.
 
-The server imports nothing of the reader's: every rank imports that from disk, so edited
-code is never stale. Of this course it imports what ranks train with, which would take
-each of them a quarter of a second, and what checks of exercises are made of; when one
-of these files was edited, it is replaced.
+The server imports no user code: every rank imports that from disk, so edited code is
+never stale. It imports those modules of the course that ranks train with (a quarter of
+a second per rank otherwise) and those that check exercises. When one of their files is
+edited, a new server replaces the old one.
 """
 
 import atexit
@@ -35,10 +35,10 @@ from pathlib import Path
 
 import torch.multiprocessing as mp
 
-# torch._dynamo and sympy are what the first optimizer or DDP of a process imports, and
-# torch.utils.serialization what packs the result of every rank.
+# The first optimizer or DDP of a process imports torch._dynamo and sympy; packing a
+# result imports torch.utils.serialization.
 PRELOAD = [
-    "ddp_course",  # first: it says that nobody looks for garbage while this goes on
+    "ddp_course",  # first: it switches off the garbage collector during these imports
     "torch",
     "torch.distributed",
     "torch.nn.parallel",
@@ -52,22 +52,22 @@ PRELOAD = [
     "numpy",
     "sympy",
 ]
-TESTING = ["pytest", "hypothesis"]  # if the launcher has them, its ranks will want them
+TESTING = ["pytest", "hypothesis"]  # preloaded if the launcher has imported them
 IN_SERVER = "DDP_COURSE_FORK_SERVER"  # set in the server's environment only
 COURSE = Path(__file__).parents[1]
 METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 
 # Only one thread at a time may use multiprocessing's tables of children.
 STARTING = threading.RLock()
-_preloaded: dict[str, None] = {}  # what the package wants to be imported, in order
-_served: dict[str, int] = {}  # which version of the course the server has imported
+_preloaded: dict[str, None] = {}  # further modules to import, in order
+_served: dict[str, int] = {}  # "version": the last edit of the course when it started
 
 
 def warm(*modules: str) -> None:
-    """Start the fork server in the background, if it does not run yet. Returns at once.
+    """Start the fork server in the background, unless it runs already; return at once.
 
-    Called when the package is imported: the server imports PyTorch while you read, and
-    these `modules` after it, from then on.
+    Importing the package calls this, so the server imports PyTorch while you read.
+    Every server from now on imports `modules` after PyTorch.
     """
     _preloaded.update(dict.fromkeys(modules))
     if METHOD != "forkserver" or _is_a_child():
@@ -80,17 +80,17 @@ def warm(*modules: str) -> None:
         wanted = [*PRELOAD, *_preloaded]
         wanted += [name for name in TESTING if name in sys.modules]
         mp.get_context(METHOD).set_forkserver_preload(wanted)
-        with _environment_of_the_server():
-            resource_tracker.ensure_running()  # first: it unblocks SIGINT on its way
+        with _server_environment():
+            resource_tracker.ensure_running()  # first, as starting it unblocks SIGINT
             with _without_interrupts():
                 forkserver.ensure_running()
 
 
 def _last_edit() -> int:
-    """Return when the course was edited, in ns since 1970."""
+    """Return when a file of the course was last edited, in ns since 1970."""
     times = [0]
     for file in _imported():
-        with contextlib.suppress(FileNotFoundError):  # an editor's lock, or renamed now
+        with contextlib.suppress(FileNotFoundError):  # an editor renames or locks files
             times.append(file.stat().st_mtime_ns)
     return max(times)
 
@@ -109,8 +109,9 @@ def context() -> BaseContext:
 def start(process: BaseProcess) -> None:
     """Start `process`, without running this program's own main script again in it.
 
-    multiprocessing makes `__main__` anew in a child, for functions that live there.
-    Ours are sent by value, and a script that is run again would launch ranks again.
+    multiprocessing imports `__main__` again in a child, for functions that it defines.
+    The launcher sends functions by value instead: a script that ran again in the child
+    would launch ranks again.
     """
     with STARTING:
         script = sys.modules["__main__"]
@@ -121,24 +122,27 @@ def start(process: BaseProcess) -> None:
             sys.modules["__main__"] = script
 
 
-def ended(process: BaseProcess, seconds: float) -> bool:
-    """Wait up to `seconds` for `process` to end; tell whether it has."""
+def wait_for_end(process: BaseProcess, seconds: float) -> bool:
+    """Wait up to `seconds` for `process` to end; return whether it has ended."""
     has_ended = bool(connection.wait([process.sentinel], seconds))
     if has_ended:
         with STARTING:
-            process.join(1.0)  # takes no time: it only fetches the exit code
+            process.join(1.0)  # takes no time: only fetches the exit code
     return has_ended
 
 
-def forget(process: BaseProcess) -> None:
-    """Let go of what is kept of a process that has ended."""
-    with STARTING, contextlib.suppress(ValueError):  # ValueError: it has not ended
+def release(process: BaseProcess) -> None:
+    """Free the resources of a process that has ended."""
+    with STARTING, contextlib.suppress(ValueError):  # the process has not ended
         process.close()
 
 
-def _tidy(launcher: int) -> None:
-    """In the fork server, when the notebook has died: remove the socket it left."""
-    deadline = time.monotonic() + 1.0  # it closes its pipes a moment before it is dead
+def _remove_socket(launcher: int) -> None:
+    """Remove the fork server's socket if process `launcher` has died without doing so.
+
+    Runs in the fork server at its exit.
+    """
+    deadline = time.monotonic() + 1.0  # a dying process closes its pipes before it ends
     while os.getppid() == launcher and time.monotonic() < deadline:
         time.sleep(0.01)
     if os.getppid() != launcher:
@@ -148,18 +152,21 @@ def _tidy(launcher: int) -> None:
 
 
 if IN_SERVER in os.environ:
-    atexit.register(_tidy, os.getppid())
+    atexit.register(_remove_socket, os.getppid())
 
 
 def _is_a_child() -> bool:
-    """Whether this process was itself started by multiprocessing, or just is being."""
+    """Return whether multiprocessing started this process, or is starting it now."""
     being_started = getattr(current_process(), "_inheriting", False)
     return IN_SERVER in os.environ or being_started or parent_process() is not None
 
 
 @contextlib.contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """Jupyter's stop button signals the whole process group: shield the new server."""
+    """Block SIGINT, so that Jupyter's stop button does not end the new server.
+
+    The stop button signals the whole process group.
+    """
     old = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
@@ -168,15 +175,15 @@ def _without_interrupts() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _environment_of_the_server() -> Iterator[None]:
-    """What must be set when PyTorch is imported: pools of one thread, no CUDA call."""
+def _server_environment() -> Iterator[None]:
+    """Set what importing PyTorch reads: thread pools of one thread, no CUDA call."""
     settings = {
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
         IN_SERVER: "1",
-        "PYTHONSAFEPATH": "1",  # not a random.py of the current folder
-        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # a fork after a CUDA call is broken
+        "PYTHONSAFEPATH": "1",  # no random.py from the current folder
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # CUDA does not survive a fork
     }
     old = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)

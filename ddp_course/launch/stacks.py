@@ -1,4 +1,4 @@
-"""Where in the reader's code a rank stands: read from tracebacks and stack dumps."""
+"""Which line of the user's code a rank is at: read from tracebacks and stack dumps."""
 
 import linecache
 import re
@@ -17,8 +17,8 @@ _ESCAPE = re.compile(r"\\(?:x(..)|u(....)|U(.{8}))")
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x.*\n")
 
 
-def is_readers(file: str) -> bool:
-    """Tell whether `file` is code to point at: not a library's, not the launcher's."""
+def is_user_code(file: str) -> bool:
+    """Return whether `file` is neither a library's nor the launcher's."""
     path = Path(file)
     if PACKAGE in path.parents:
         return LAUNCHER not in path.parents
@@ -29,7 +29,7 @@ def is_readers(file: str) -> bool:
 
 
 def label(file: str, labels: dict[str, str]) -> str:
-    """Return the name by which a reader knows `file`: "Cell In[5]", "train.py"."""
+    """Return the name by which a user knows `file`: "Cell In[5]", "train.py"."""
     if file in labels:
         return labels[file]
     path = Path(file)
@@ -41,26 +41,26 @@ def label(file: str, labels: dict[str, str]) -> str:
 def innermost(
     frames: Iterable[tuple[str, int | None, str | None]], labels: dict[str, str]
 ) -> str | None:
-    """Return "Cell In[5], line 3: dist.recv(x)" for the last frame of the reader's.
+    """Return "Cell In[5], line 3: dist.recv(x)" for the innermost frame of user code.
 
-    Of this course's, if there is none of another file: who calls our `all_reduce` asks
-    which of these calls it was. `frames` are (file, line number, source line or None),
-    outermost first.
+    Frames of this course count only if there are no others: who calls the course's
+    `all_reduce` wants to see that call. `frames` are (file, line number, source line or
+    None), outermost first.
     """
-    readers = [frame for frame in frames if is_readers(frame[0])]
-    if not readers:
+    visible = [frame for frame in frames if is_user_code(frame[0])]
+    if not visible:
         return None
-    own = [frame for frame in readers if PACKAGE not in Path(frame[0]).parents]
-    file, line, source = (own or readers)[-1]
+    own = [frame for frame in visible if PACKAGE not in Path(frame[0]).parents]
+    file, line, source = (own or visible)[-1]
     source = (source or linecache.getline(file, line or 0)).strip()
     place = f"{label(file, labels)}, line {line}"
     return f"{place}: {source}" if source else place
 
 
 def where(dump: str, labels: dict[str, str]) -> str | None:
-    """Read faulthandler's newest dump: where the main thread of the process stands."""
+    """Return where the main thread is, from faulthandler's newest dump."""
     main_thread = _THREAD.split(dump)[-1]  # faulthandler writes the main thread last
-    frames = _FRAME.findall(main_thread)[::-1]  # the innermost was the first
+    frames = _FRAME.findall(main_thread)[::-1]  # innermost last
     return innermost([(_unescaped(f), int(line), None) for f, line in frames], labels)
 
 
@@ -69,19 +69,19 @@ def _unescaped(file: str) -> str:
     return _ESCAPE.sub(lambda found: chr(int(found[found.lastindex], 16)), file)
 
 
-def drop_launcher(told: TracebackException | None) -> None:
-    """Remove the launcher's frames, which say nothing about the mistake, in place."""
-    if told is None:
+def drop_launcher(parsed: TracebackException | None) -> None:
+    """Remove the launcher's frames, which do not show the mistake, in place."""
+    if parsed is None:
         return
-    kept = (f for f in told.stack if LAUNCHER not in Path(f.filename).parents)
-    told.stack[:] = [frame for frame in kept if not frame.filename.endswith(_NOISE)]
-    inner = getattr(told, "exceptions", None) or ()  # of an ExceptionGroup
-    for part in (*inner, told.__context__, told.__cause__):
+    kept = (f for f in parsed.stack if LAUNCHER not in Path(f.filename).parents)
+    parsed.stack[:] = [frame for frame in kept if not frame.filename.endswith(_NOISE)]
+    inner = getattr(parsed, "exceptions", None) or ()  # those of an ExceptionGroup
+    for part in (*inner, parsed.__context__, parsed.__cause__):
         drop_launcher(part)
 
 
 def relabel(text: str, labels: dict[str, str]) -> str:
-    """Write `Cell In[5]` in a traceback where a cell's temporary file name stands."""
+    """Replace the temporary file names of cells in a traceback, as by `Cell In[5]`."""
     for file, name in labels.items():
         text = text.replace(f'File "{file}"', name)
     return text

@@ -1,31 +1,32 @@
 """NCCL's rules on a laptop: a backend for tensors on the CPU, as strict as on GPUs.
 
-gloo forgives much. It tells messages apart by their tags, lets both ranks send first,
-takes counts that differ. On GPUs, over NCCL, the same program hangs, or finishes with
-wrong numbers, and nothing says why. This backend carries everything over gloo, but
+gloo forgives much. It matches messages by their tags, lets both ranks send first, and
+accepts counts that differ. On GPUs, over NCCL, the same program hangs, or finishes with
+wrong numbers, and no message says why. This backend sends everything over gloo, but
 
-* unbatched sends and receives of two ranks run one after the other; a send lasts until
-  it is received;
+* unbatched sends and receives between two ranks run one after the other; a send ends
+  when it is received;
 * messages match by their order alone, whatever their tags;
-* a batch (`batch_isend_irecv`) is one group. It meets the same group on the peer, and
-  never a message that is sent alone (over NCCL these take different communicators);
+* a batch (`batch_isend_irecv`) is one call. It matches a batch of the peer, and never a
+  message that is sent alone (over NCCL these use different communicators);
 * batches and collectives of a process group run one after the other;
-* tensors are contiguous, operations those that NCCL has.
+* tensors must be contiguous, and operations must be among those of NCCL.
 
-Before anything is sent, the ranks show each other what they are about to do. Where NCCL
-would hang or mix up numbers, both raise a `StrictError` that names both calls; a circle
-of ranks that wait for each other raises a `DeadlockError`.
+Before each call, the ranks exchange notes that describe it. Where NCCL would hang or
+mix up numbers, both raise a `StrictError` that names both calls; ranks that wait for
+each other in a circle raise a `DeadlockError`.
 
     spawn(program, world_size=2, backend="strict")
     torchrun --nproc-per-node 2 -m ddp_course.launch --strict program.py
 
-The second line runs a program that knows nothing of this course: whichever backend it
-asks for, it gets this one. With STRICT_TAGS=ignored in the environment, messages whose
-tags differ pass as over NCCL, and one is taken for another.
+The second line runs a program that does not use this course: it gets this backend,
+whichever it asks for. With STRICT_TAGS=ignored in the environment, messages with
+different tags match, as over NCCL, and the program computes with the wrong numbers.
 
-Three things are not as on GPUs. `wait` lets the host wait, not a stream, so a program
-that reads a result before its stream has it is not caught. Kernels cost nothing. And a
-message to oneself is refused, even in a batch, where NCCL would copy it.
+Three things differ from GPUs. `wait` blocks the host, not a stream, so a program that
+reads a result before its stream has computed it is not caught. Launching a kernel costs
+nothing. A message from a rank to itself is refused, even in a batch, where NCCL would
+copy it.
 
 Sources: NVIDIA/nccl issues 479, 584, 783, 1279; torch/csrc/distributed/c10d/
 ProcessGroupNCCL.cpp. The rules as tables: `strict_rules`. Chapters 01, 02 and 10.
@@ -54,22 +55,22 @@ from ddp_course.launch.strict_rules import (
     COLLECTIVES,
     WHY,
     Facts,
-    Message,
+    P2PMessage,
     batch_facts,
     counts_by_rank,
+    explain_deadlock,
     facts_of,
+    find_problem,
     in_words,
-    note,
-    problem_with,
-    read,
+    pack_note,
+    read_note,
     tensors_in,
-    why_stuck,
 )
 
 NAME = "strict"
-GROUP, PAIR = 0, 2  # gloo's tags for the stream of a group, or of two ranks: of notes,
-DATA = 1  # and that much more of messages
-MOMENT = 0.3  # seconds that a rank which found something wrong leaves others to see it
+GROUP, PAIR = 0, 2  # gloo's tags of notes, in the stream of a group or of two ranks
+DATA = 1  # added to them, the tags of messages
+MOMENT = 0.3  # seconds before a failing rank raises, so that its peers can raise, too
 
 
 class StrictError(RuntimeError):
@@ -77,29 +78,33 @@ class StrictError(RuntimeError):
 
 
 class StrictWork(dist._Work):
-    """A call under way: in a stream it meets `facts[peer]` of each peer, then `do`es.
+    """A call in a stream: compare `facts[peer]` with each peer, then run `action`.
 
-    As `isend`, `irecv` and `async_op=True` return it.
+    `isend`, `irecv` and `async_op=True` return it. `text` names the call in errors.
     """
 
     def __init__(
-        self, stream: Stream, told: str, facts: dict[int, Facts], do: Callable[[], Any]
+        self,
+        stream: Stream,
+        text: str,
+        facts: dict[int, Facts],
+        action: Callable[[], Any],
     ) -> None:
         super().__init__()
-        self.stream, self.told, self.facts, self.do = stream, told, facts, do
+        self.stream, self.text, self.facts, self.action = stream, text, facts, action
         self.done = threading.Event()
-        self.value: Any = None  # what came of it
+        self.value: Any = None  # the result of `action`
         self.error: BaseException | None = None
         self.for_future = False
-        self.late: list[int] = []  # a rank that it waits for
+        self.late: list[int] = []  # the rank that it waits for, if any
 
-    def carry_out(self, broken: BaseException | None) -> BaseException | None:
-        """Do it, unless something is broken; let go of whoever waits."""
+    def execute(self, broken: BaseException | None) -> BaseException | None:
+        """Run the call unless an earlier one failed; return its error, or `broken`."""
         try:
             if broken is not None:
                 raise broken
-            self.stream.meet(self)
-            self.value = self.do()
+            self.stream.compare_notes(self)
+            self.value = self.action()
         except BaseException as error:
             self.error = error
             if error is not broken and LOST.search(str(error)):
@@ -107,49 +112,52 @@ class StrictWork(dist._Work):
                 ranks, me = self.stream.group.ranks, self.stream.group.me
                 gone = f"rank {self.late[0]}" if self.late else "another rank"
                 self.error = RuntimeError(
-                    f"rank {ranks[me]} calls {self.told}, {gone} has ended: connection "
-                    "closed by peer"
+                    f"rank {ranks[me]} calls {self.text}, {gone} has ended: "
+                    "connection closed by peer"
                 )
         self.done.set()
         return self.error
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for it, and all before it in its stream; raise what it raised."""
+        """Wait for this call and all before it in its stream; raise its error."""
         group, start, watch = self.stream.group, time.monotonic(), None
         limit = timeout.total_seconds() if timeout else 0.0
         limit = limit if limit > 0 else group.timeout
         while not self.done.wait(min(SLICE, limit)):
-            head = self.stream.head  # what all are waiting for
+            head = self.stream.head  # the call that the stream is running
             if time.monotonic() - start > limit:
                 late = ", ".join(f"rank {rank}" for rank in head.late) or "its data"
                 raise StrictError(
-                    f"{head.told} has waited {limit:g} s for {late}, in the group of "
+                    f"{head.text} has waited {limit:g} s for {late}, in the group of "
                     f"ranks {group.ranks}"
                 )
-            # Who waits for a future comes to nothing else: that thread may speak.
-            of_main = threading.current_thread() is threading.main_thread()
-            if of_main or (self.for_future and head is self):
+            # One thread per rank reports to the watch: the main one, or one that waits
+            # for a future and does nothing else.
+            in_main = threading.current_thread() is threading.main_thread()
+            if in_main or (self.for_future and head is self):
                 watch = watch or group.watch()
-                watch.doing = head.told
+                watch.doing = head.text
                 try:
                     watch(head.late)
                 except DeadlockError as error:
-                    raise DeadlockError(f"{error}{why_stuck(str(error))}") from None
+                    raise DeadlockError(
+                        f"{error}{explain_deadlock(str(error))}"
+                    ) from None
         if watch:
-            watch.over()
+            watch.end_wait()
         if self.error is not None:
             raise self.error
         return True
 
     def is_completed(self) -> bool:
-        """Tell whether it is done."""
+        """Return whether the call has ended."""
         return self.done.is_set()
 
     def get_future(self) -> torch.futures.Future:
-        """Return what C++ waits for (DistributedDataParallel); it fails as `wait` does.
+        """Return a future, which fails as `wait` does; DistributedDataParallel uses it.
 
-        An error that is *set* is an object to C++, which crashes on it; one raised in a
-        callback is an error there, too.
+        C++ crashes on an exception that was set as the future's error. One raised in a
+        callback becomes an error in C++, too.
         """
         begun, self.for_future = torch.futures.Future(), True
         ended = begun.then(lambda _: self.wait() and self.value)
@@ -158,7 +166,7 @@ class StrictWork(dist._Work):
 
 
 class Stream:
-    """Calls that are carried out one after the other, as by a CUDA stream."""
+    """A queue of calls that a thread runs one after the other, like a CUDA stream."""
 
     def __init__(self, group: StrictGroup, tags: int) -> None:
         self.group, self.tags = group, tags
@@ -167,15 +175,17 @@ class Stream:
         threading.Thread(target=self._run, daemon=True, name="strict stream").start()
 
     def _run(self) -> None:
-        broken: BaseException | None = None  # after an error nothing can be trusted
+        broken: BaseException | None = None  # after one error, all later calls fail
         while call := self.calls.get():
             self.head = call
-            broken = call.carry_out(broken)
+            broken = call.execute(broken)
 
-    def meet(self, call: StrictWork) -> None:
-        """Show the peers what is to be done, and see whether they mean the same."""
+    def compare_notes(self, call: StrictWork) -> None:
+        """Exchange notes with the call's peers; raise StrictError if they differ."""
         gloo, ranks = self.group.gloo, self.group.ranks
-        notes = {peer: note(facts, call.told) for peer, facts in call.facts.items()}
+        notes = {
+            peer: pack_note(facts, call.text) for peer, facts in call.facts.items()
+        }
         sent = []
         for peer, own in notes.items():
             call.late = [ranks[peer]]
@@ -184,13 +194,18 @@ class Stream:
             call.late = [ranks[peer]]
             shown = torch.empty_like(own)
             gloo.recv([shown], peer, self.tags).wait()
-            (mine, _), (theirs, told) = read(own), read(shown)
-            wrong = [fact for fact in WHY if mine.get(fact) != theirs.get(fact)]
+            (own_facts, _), (peer_facts, text) = read_note(own), read_note(shown)
+            wrong = [
+                fact for fact in WHY if own_facts.get(fact) != peer_facts.get(fact)
+            ]
             if wrong:
                 time.sleep(MOMENT)
-                # The lowest rank speaks for all that are known to mean the same.
+                # Several ranks may have this rank's note: the error names the lowest.
                 same = [p for p, n in notes.items() if p < peer and n.equal(own)]
-                calls = {min([self.group.me, *same]): call.told, peer: told}
+                calls = {
+                    min([self.group.me, *same]): call.text,
+                    peer: text,
+                }
                 both = [f"rank {ranks[r]} calls {calls[r]}" for r in sorted(calls)]
                 raise StrictError(f"{', '.join(both)}: {WHY[wrong[0]]}")
         call.late = []
@@ -199,7 +214,7 @@ class Stream:
 
 
 class StrictGroup(dist.ProcessGroup):
-    """A process group under NCCL's rules; everything goes through its `gloo`."""
+    """A process group under NCCL's rules, which sends everything over `self.gloo`."""
 
     def __init__(self, options: c10d._DistributedBackendOptions, *_: Any) -> None:
         self.me, size, store = options.group_rank, options.group_size, options.store
@@ -208,14 +223,14 @@ class StrictGroup(dist.ProcessGroup):
         self.timeout = options.timeout.total_seconds()
         kind, ever = dist.ProcessGroup.BackendType.GLOO, timedelta(days=1)
         gloo = dist.ProcessGroupGloo(store, self.me, size, timeout=ever)
-        self.gloo = dist.ProcessGroup(store, self.me, size)  # has all methods
+        self.gloo = dist.ProcessGroup(store, self.me, size)  # wraps it: has all methods
         self.gloo._set_default_backend(kind)
         self.gloo._register_backend(torch.device("cpu"), kind, gloo)
-        self.streams: dict[int | None, Stream] = {}  # the group's is that of None
-        self.together: list[Message] | None = None  # what is being coalesced
+        self.streams: dict[int | None, Stream] = {}  # by peer; None: the whole group
+        self.coalescing: list[P2PMessage] | None = None  # the messages of an open batch
 
     def getBackendName(self) -> str:
-        """Return the name, for C++."""
+        """Return the backend's name; C++ calls this."""
         return NAME
 
     _get_backend_name = getBackendName
@@ -225,24 +240,24 @@ class StrictGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        """The name by which PyTorch knows the group; DeviceMesh wants it."""
+        """The name by which PyTorch knows the group; DeviceMesh reads it."""
         return self.named
 
     def shutdown(self) -> None:
-        """End the streams, when they have done what they have to."""
+        """End the streams after their last calls."""
         for stream in self.streams.values():
             stream.calls.put(None)
 
     def watch(self) -> Watch:
-        """Return who looks after this rank while it waits."""
+        """Return the deadlock detector for this rank's next wait."""
         return Watch(default_store(), self.ranks, self.ranks[self.me])
 
-    def _call(self, told: str, facts: dict[int, Facts], do: Callable, pair=None):
-        """Append a call to the stream of the group, or to that with one peer."""
+    def _call(self, text: str, facts: dict[int, Facts], action: Callable, pair=None):
+        """Append a call to the stream of the group, or to that with rank `pair`."""
         if pair not in self.streams:
             self.streams[pair] = Stream(self, GROUP if pair is None else PAIR)
         stream = self.streams[pair]
-        work = StrictWork(stream, told, facts, do)
+        work = StrictWork(stream, text, facts, action)
         stream.calls.put(work)
         return work
 
@@ -250,65 +265,69 @@ class StrictGroup(dist.ProcessGroup):
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> StrictWork | None:
         """Send a tensor to rank `dst` of the group, alone or in a batch."""
-        return self._message(Message("send", tensors[0], dst, tag))
+        return self._message(P2PMessage("send", tensors[0], dst, tag))
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> StrictWork | None:
         """Receive a tensor from rank `src` of the group, alone or in a batch."""
-        return self._message(Message("recv", tensors[0], src, tag))
+        return self._message(P2PMessage("recv", tensors[0], src, tag))
 
     def recv_anysource(self, *_: Any) -> None:
-        """Refuse."""
-        raise StrictError("recv without src: NCCL must know who sends")
+        """Raise StrictError: NCCL must know the sender."""
+        raise StrictError("recv without src: NCCL must know which rank sends; name it")
 
-    def _message(self, message: Message) -> StrictWork | None:
-        told, peer = self._checked(message), message.peer
-        if self.together is not None:
-            self.together.append(message)
+    def _message(self, message: P2PMessage) -> StrictWork | None:
+        text, peer = self._checked(message), message.peer
+        if self.coalescing is not None:
+            self.coalescing.append(message)
             return None
         facts = {"call": "a message", **message.facts(self.me)}
         return self._call(
-            told, {peer: facts}, lambda: self._carry([message], PAIR), peer
+            text, {peer: facts}, lambda: self._carry([message], PAIR), peer
         )
 
-    def _checked(self, message: Message) -> str:
-        """Return a message in words; StrictError if NCCL's rules do not allow it."""
-        told = message.told(self.ranks)
-        _check(told, [message.tensor])
+    def _checked(self, message: P2PMessage) -> str:
+        """Return the call's text; raise StrictError if NCCL's rules forbid it."""
+        text = message.call_text(self.ranks)
+        _check(text, [message.tensor])
         if message.peer == self.me:
-            raise StrictError(f"{told} is to itself")
-        return told
+            raise StrictError(f"{text} is from this rank to itself; copy the tensor")
+        return text
 
-    def batch(self, messages: list[Message]) -> StrictWork:
-        """Begin a batch, behind the collectives. Each peer must have its other half."""
+    def batch(self, messages: list[P2PMessage]) -> StrictWork:
+        """Append a batch to the group's stream; each peer must call its match."""
         for message in messages:
             self._checked(message)
         peers = sorted({m.peer for m in messages})
         facts = {peer: batch_facts(messages, peer, self.me) for peer in peers}
-        told = f"a batch of {', '.join(m.told(self.ranks) for m in messages)}"
-        return self._call(told, facts, lambda: self._carry(messages, GROUP))
+        text = f"a batch of {', '.join(m.call_text(self.ranks) for m in messages)}"
+        return self._call(text, facts, lambda: self._carry(messages, GROUP))
 
-    def _carry(self, messages: list[Message], tags: int) -> None:
-        """Send and receive over gloo, all at once."""
+    def _carry(self, messages: list[P2PMessage], tags: int) -> None:
+        """Start all messages over gloo, then wait for them."""
         move = {"send": self.gloo.send, "recv": self.gloo.recv}
         works = [move[m.kind]([m.tensor], m.peer, tags + DATA) for m in messages]
         for work in works:
             work.wait()
 
     def _start_coalescing(self, device: torch.device) -> None:
-        self.together = []
+        self.coalescing = []
 
     def _end_coalescing(self, device: torch.device) -> StrictWork:
-        messages, self.together = self.together or [], None
+        messages, self.coalescing = self.coalescing or [], None
         return self.batch(messages)
 
     # ---- collectives -----------------------------------------------------------------
 
     def _collective(
-        self, method: str, name: str, alike: int | None, *args: Any, **more: Any
+        self, method: str, name: str, compared: int | None, *args: Any, **more: Any
     ) -> StrictWork:
-        """Begin a collective: `method` of gloo, called `name` by the reader."""
+        """Append a collective to the group's stream.
+
+        `method` is gloo's name for it, `name` that of torch.distributed. The tensors of
+        argument number `compared` must have the same types and counts on all ranks.
+        """
         args = (*args, *more.values())
-        tensors = [] if alike is None else list(tensors_in(args[alike]))
+        tensors = [] if compared is None else list(tensors_in(args[compared]))
         options = args[-1]
         facts, words = {"call": name, **facts_of(tensors)}, [in_words(tensors)]
         if op := getattr(options, "reduceOp", None):
@@ -317,8 +336,8 @@ class StrictGroup(dist.ProcessGroup):
         if name in ("broadcast", "reduce", "gather", "scatter"):
             facts["root"] = self.ranks[options.rootRank]
             words.append(f"root {facts['root']}")
-        told = f"{name}({', '.join(filter(None, words))})"
-        _check(told, tensors_in(args), facts.get("op", "SUM"))
+        text = f"{name}({', '.join(filter(None, words))})"
+        _check(text, tensors_in(args), facts.get("op", "SUM"))
         every = {peer: {**facts} for peer in range(len(self.ranks)) if peer != self.me}
         if name.startswith("all_to_all"):
             gets, gives = (counts_by_rank(args, k, len(self.ranks)) for k in (0, 1))
@@ -326,11 +345,11 @@ class StrictGroup(dist.ProcessGroup):
                 both = ([self.me, peer], gives[peer]), ([peer, self.me], gets[peer])
                 fact["count"] = sorted(both)
 
-        def do() -> Any:
+        def action() -> Any:
             getattr(self.gloo, method)(*args).wait()
-            return args[0] if args else None  # DistributedDataParallel looks at it
+            return args[0] if args else None  # DistributedDataParallel reads it
 
-        return self._call(told, every, do)
+        return self._call(text, every, action)
 
 
 for _name, (_alike, _methods) in COLLECTIVES.items():
@@ -340,10 +359,10 @@ for _name, (_alike, _methods) in COLLECTIVES.items():
 
 
 def wrap_batches() -> None:
-    """Let `batch_isend_irecv` hand a strict group its messages as one batch.
+    """Let `batch_isend_irecv` pass its messages to a strict group as one batch.
 
-    PyTorch groups a batch for its own process groups only; for others it calls `isend`
-    and `irecv` one by one. Called in each rank before anything else is imported.
+    PyTorch does so for its own process groups only; for others it calls `isend` and
+    `irecv` one by one. Each rank calls this before it imports the user's modules.
     """
     original = c10d.batch_isend_irecv
     if hasattr(original, "__wrapped__"):
@@ -356,21 +375,21 @@ def wrap_batches() -> None:
             return original(p2p_op_list)
         if any(op.group != group for op in p2p_op_list):
             raise ValueError("All ops need to use the same group.")
-        return [group.batch(list(map(Message.of, p2p_op_list)))]
+        return [group.batch(list(map(P2PMessage.of, p2p_op_list)))]
 
     c10d.batch_isend_irecv = dist.batch_isend_irecv = batch_isend_irecv
 
 
-def _check(told: str, tensors: Iterable[Tensor], op: str = "SUM") -> None:
-    if problem := problem_with(tensors, op):
-        raise StrictError(f"{told}: {problem}")
+def _check(text: str, tensors: Iterable[Tensor], op: str = "SUM") -> None:
+    if problem := find_problem(tensors, op):
+        raise StrictError(f"{text}: {problem}")
 
 
 dist.Backend.register_backend(NAME, StrictGroup, True, devices=["cpu"])
 
 
 def run_program(path: str, *arguments: str) -> None:
-    """Run a Python program as if alone; whichever backend it asks for, it gets this."""
+    """Run a program as `__main__` with this backend, whichever backend it asks for."""
     wrap_batches()
     first_group, later_group = c10d.init_process_group, c10d.new_group
 
@@ -378,7 +397,7 @@ def run_program(path: str, *arguments: str) -> None:
         return first_group(NAME, *args, **options)
 
     def new_group(ranks=None, timeout=None, backend=None, *args: Any, **options: Any):
-        over = NAME if backend == "nccl" else backend  # a group over gloo stays one
+        over = NAME if backend == "nccl" else backend  # a group over gloo remains so
         return later_group(ranks, timeout, over, *args, **options)
 
     c10d.init_process_group = dist.init_process_group = init_process_group

@@ -1,4 +1,4 @@
-"""Who is who: nodes, processes, and the four numbers that name a rank.
+"""Nodes, processes, and the four numbers that name a rank.
 
 A *node* is a machine. On every node run `nproc_per_node` processes, and each process
 is one *rank*. A rank has a number in the whole job (`rank`), a number on its node
@@ -6,8 +6,7 @@ is one *rank*. A rank has a number in the whole job (`rank`), a number on its no
 
     rank = node_rank * nproc_per_node + local_rank
 
-Everything here is plain data and arithmetic: nothing is started. Explained in
-chapter 01.
+Everything here is data and arithmetic: nothing is started. Chapter 01.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-OTHERS = (  # launchers that say it by other names than torchrun
+OTHER_LAUNCHERS = (  # torchrun's variables -> those of another launcher
     {
         "RANK": "SLURM_PROCID",
-        "WORLD_SIZE": "SLURM_STEP_NUM_TASKS",  # of srun; a batch script has none
+        "WORLD_SIZE": "SLURM_STEP_NUM_TASKS",  # set by srun, not in a batch script
         "LOCAL_RANK": "SLURM_LOCALID",
         "GROUP_RANK": "SLURM_NODEID",
         "GROUP_WORLD_SIZE": "SLURM_STEP_NUM_NODES",
@@ -50,7 +49,7 @@ class Topology:
     nproc_per_node: int = 4
 
     def __post_init__(self) -> None:
-        """Refuse a cluster without ranks."""
+        """Raise ValueError for a cluster without ranks."""
         if self.nnodes < 1 or self.nproc_per_node < 1:
             raise ValueError(f"a cluster of {self}: both numbers must be 1 or more")
 
@@ -78,7 +77,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class Place:
-    """One rank's names: what it is called in the job, on its node, and its node."""
+    """One rank's numbers: in the job, on its node, and the number of its node."""
 
     rank: int
     local_rank: int
@@ -91,14 +90,14 @@ class Place:
         return self.topology.world_size
 
     def same_node(self, peer: int) -> bool:
-        """Tell whether rank `peer` runs on this rank's node."""
+        """Return whether rank `peer` runs on this rank's node."""
         return self.topology.place(peer).node_rank == self.node_rank
 
     def environment(self) -> dict[str, str]:
-        """Return the variables by which torchrun tells a process who it is.
+        """Return the environment variables that torchrun would set for this rank.
 
-        The names are torchrun's (`torch/distributed/run.py`, "Environment Variables").
-        torchrun calls the node rank GROUP_RANK, since a node's processes form a group.
+        See `torch/distributed/run.py`, "Environment Variables". torchrun calls the node
+        rank GROUP_RANK, since a node's processes form a group.
         """
         return {
             "RANK": str(self.rank),
@@ -116,33 +115,38 @@ class Place:
 def here(environ: Mapping[str, str] = os.environ) -> Place:
     """Return the place of the calling process, read from its environment.
 
-    Works in a rank of `spawn`, of torchrun, SLURM's srun and MPI. One that none of them
-    started has the place that its process group gives it, as on one node; without a
+    Works in a rank of `spawn`, torchrun, SLURM's srun and MPI. A process that none of
+    them started has its rank in the default process group, on a single node; without a
     process group it is rank 0 of a world of one.
     """
-    told = _as_torchrun_says_it(environ)
-    rank, world_size = int(told.get("RANK", 0)), int(told.get("WORLD_SIZE", 1))
+    variables = _torchrun_variables(environ)
+    rank, world_size = (
+        int(variables.get("RANK", 0)),
+        int(variables.get("WORLD_SIZE", 1)),
+    )
     if environ is os.environ and dist.is_initialized():
         in_group = dist.get_rank(), dist.get_world_size()
-        if (rank, world_size) != in_group:  # the environment tells of something else
-            told, (rank, world_size) = {}, in_group
-    per_node = int(told.get("LOCAL_WORLD_SIZE", 0))
-    nnodes = int(told.get("GROUP_WORLD_SIZE", world_size // (per_node or world_size)))
+        if (rank, world_size) != in_group:  # the variables belong to another job
+            variables, (rank, world_size) = {}, in_group
+    per_node = int(variables.get("LOCAL_WORLD_SIZE", 0))
+    nnodes = int(
+        variables.get("GROUP_WORLD_SIZE", world_size // (per_node or world_size))
+    )
     per_node = per_node or world_size // nnodes
     if nnodes * per_node != world_size:
         raise ValueError(
             f"WORLD_SIZE is {world_size}, but there are {nnodes} nodes and {per_node} "
-            f"ranks on this one: every node must run as many"
+            f"ranks on this one: every node must run the same number of ranks"
         )
-    local_rank = int(told.get("LOCAL_RANK", rank % per_node))
-    node_rank = int(told.get("GROUP_RANK", rank // per_node))
+    local_rank = int(variables.get("LOCAL_RANK", rank % per_node))
+    node_rank = int(variables.get("GROUP_RANK", rank // per_node))
     return Place(rank, local_rank, node_rank, Topology(nnodes, per_node))
 
 
 def device(environ: Mapping[str, str] = os.environ) -> torch.device:
     """Return the device of the calling process: its own GPU, or the CPU.
 
-    In a rank of `spawn` it is what the launcher chose. Under torchrun it is
+    In a rank of `spawn` it is the launcher's choice. Under torchrun it is
     `cuda:LOCAL_RANK` if the machine has a GPU for each of its ranks, else the CPU.
     """
     chosen = environ.get("DDP_COURSE_DEVICE")
@@ -154,9 +158,9 @@ def device(environ: Mapping[str, str] = os.environ) -> torch.device:
     return torch.device("cpu")
 
 
-def _as_torchrun_says_it(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the variables that say who this process is, under torchrun's names."""
-    for theirs in OTHERS if "RANK" not in environ else ():
-        if {theirs["RANK"], theirs["WORLD_SIZE"]} <= environ.keys():
-            return {n: environ[name] for n, name in theirs.items() if name in environ}
+def _torchrun_variables(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the launcher's variables (rank, world size) under torchrun's names."""
+    for names in OTHER_LAUNCHERS if "RANK" not in environ else ():
+        if {names["RANK"], names["WORLD_SIZE"]} <= environ.keys():
+            return {n: environ[name] for n, name in names.items() if name in environ}
     return environ

@@ -1,8 +1,7 @@
-"""A rank's side of torchrun: come to the process group, and leave it in good order.
+"""Joining and leaving the process group in a process that torchrun started.
 
-torchrun has started this process and told it, in environment variables, who it is and
-where its store is. `join` does with that what `spawn` does for its ranks.
-Explained in chapter 01.
+torchrun passes the rank and the address of its store in environment variables. `join`
+creates the process group from them, as `spawn` does for its ranks. Chapter 01.
 """
 
 import datetime
@@ -21,23 +20,23 @@ from ddp_course.launch.topology import device, here
 
 
 def under_torchrun() -> bool:
-    """Tell whether a launcher that says where its ranks meet started this process."""
-    told = "RANK" in os.environ or here().world_size > 1
-    return told and "MASTER_ADDR" in os.environ
+    """Return whether a launcher that sets MASTER_ADDR started this process."""
+    has_rank = "RANK" in os.environ or here().world_size > 1
+    return has_rank and "MASTER_ADDR" in os.environ
 
 
 def check_alone() -> None:
     """Raise ValueError if a launcher started this process as one of several.
 
-    SLURM and MPI do not say where ranks meet: each would believe to be the only one.
+    SLURM and MPI do not set MASTER_ADDR, so each rank would train alone.
     """
     place = here()
     if place.world_size > 1 and not dist.is_initialized():
         raise ValueError(
             f"SLURM, MPI or another launcher started this process as rank {place.rank} "
-            f"of {place.world_size}, but the ranks have not met. Let it start torchrun "
-            f"on each node (see the README), or set MASTER_ADDR and MASTER_PORT, "
-            f"where all meet"
+            f"of {place.world_size}, but it did not say where the ranks meet. Let it "
+            f"start torchrun on each node (see the README), or set MASTER_ADDR and "
+            f"MASTER_PORT to an address that all ranks can reach"
         )
 
 
@@ -45,15 +44,14 @@ def join(
     timeout: datetime.timedelta = datetime.timedelta(minutes=10),
     backend: str | None = None,
 ) -> dist.Store:
-    """Make the default process group and return the store that its ranks share.
+    """Create the default process group and return the store that its ranks share.
 
-    Over NCCL for tensors on GPUs and gloo for others; or over another `backend`, on the
-    CPU.
+    It uses NCCL for tensors on GPUs and gloo for others; or `backend`, on the CPU.
     """
     if backend is not None:
         os.environ["DDP_COURSE_DEVICE"] = "cpu"
     place, mine = here(), device()
-    os.environ.update(place.environment())  # SLURM and MPI have other names for it
+    os.environ.update(place.environment())  # SLURM and MPI use other names
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     if place.topology.nnodes == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
@@ -70,7 +68,7 @@ def join(
 
 
 def leave() -> None:
-    """End the process group together, unless the function has ended it already."""
+    """Destroy the process group when all ranks are ready to; do nothing without one."""
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
@@ -78,17 +76,17 @@ def leave() -> None:
 
 @contextmanager
 def cause_first(patience: float = 5.0) -> Iterator[None]:
-    """Let a rank that only lost a peer wait, so that the peer's own error comes first.
+    """Delay the error of a rank that only lost a peer: report the peer's error first.
 
-    When a rank fails, all others fail in the next moment, since it is gone; torchrun
-    takes for the cause whoever failed in the earliest second, and of several the lowest
-    rank. Normally it ends the waiting rank by a signal in less than `patience` seconds,
-    and only the culprit's traceback is printed.
+    When a rank fails, all others lose their connection to it and fail, too. torchrun
+    reports the rank that failed in the earliest second, and of several the lowest. It
+    normally ends the delayed rank by a signal in less than `patience` seconds, so only
+    the traceback of the cause is printed.
     """
     try:
         yield
     except Exception as error:
-        told = f"{type(error).__name__}: {error}"
-        if RankReport(rank=0, status="raised", error=told).lost_a_peer:
+        message = f"{type(error).__name__}: {error}"
+        if RankReport(rank=0, status="raised", error=message).lost_a_peer:
             time.sleep(patience)
         raise

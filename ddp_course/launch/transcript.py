@@ -1,16 +1,16 @@
 """What the ranks print, shown so that it reads the same on every run.
 
-The ranks run at the same time, and what they print arrives in any order. In order of
-rank it is the same every time: rank 0's lines appear as they come, those of rank r when
-all lower ranks are done. With "live" every line appears when it is printed.
+The ranks run at the same time, and their output arrives in any order. In rank order it
+is the same every time: rank 0's lines are shown at once, those of rank r when all lower
+ranks are done. With "live" every line is shown at once.
 """
 
 import sys
 from collections import defaultdict
 from typing import TextIO
 
-MAX_LINES = 500  # lines shown of each rank's output; a report holds all of them
-KEEP = 32 * 2**20  # bytes kept of each stream of each rank; more is counted, not kept
+MAX_LINES = 500  # lines shown per rank; its report has all of them
+KEEP = 32 * 2**20  # bytes kept per stream of a rank; further bytes are only counted
 
 
 class Transcript:
@@ -27,14 +27,14 @@ class Transcript:
         self._ended: set[tuple[int, str]] = set()
 
     def add(self, rank: int, stream: str, data: bytes) -> None:
-        """Take in what `rank` wrote to `stream` ("stdout" or "stderr")."""
+        """Append what `rank` wrote to `stream` ("stdout" or "stderr")."""
         text = self._text[rank, stream]
         room = KEEP - len(text)
         text += data[:room]
         self._dropped[rank, stream] += max(0, len(data) - room)
 
     def end(self, rank: int, stream: str) -> None:
-        """Note that nothing more will come."""
+        """Record that `rank` has closed `stream`."""
         self._ended.add((rank, stream))
 
     def text(self, rank: int, stream: str) -> str:
@@ -44,7 +44,7 @@ class Transcript:
         return text + (f"\n... and {dropped} bytes more" if dropped else "")
 
     def show(self, *, final: bool = False) -> None:
-        """Print what may be printed by now; with `final`, everything."""
+        """Print the lines that are due; with `final`, all lines."""
         if self.order == "none":
             return
         for rank in range(self.world_size):
@@ -75,5 +75,5 @@ class Transcript:
 
 
 def _overwritten(line: str) -> str:
-    """Return what progress bars leave of a line: all after the last carriage return."""
+    """Return the visible part of a line with progress bars: after the last "\\r"."""
     return line.rstrip("\r").rsplit("\r", 1)[-1]

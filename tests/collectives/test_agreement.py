@@ -194,7 +194,7 @@ def test_a_circle_of_three_is_found_and_a_late_rank_is_none():
     assert [look(r) for r in (0, 1, 0, 1, 0)] == [""] * 5  # 2 may still come
     assert look(2) == ""  # seen once
     assert "rank 0" in look(2) and "rank 1" in look(2)
-    watches[1].over()  # 1 goes on, so nobody is stuck
+    watches[1].end_wait()  # 1 goes on, so nobody is stuck
     assert [look(r) for r in (0, 2, 0, 2)] == [""] * 4
 
 

@@ -194,7 +194,7 @@ def test_nothing_but_a_launch_argument_error_ever_comes_out(name, value):
     try:
         made = planned(**{name: value})
     except LaunchArgumentError as error:
-        assert name in str(error) or "ranks do not fit" in str(error)
+        assert name in str(error) or "cannot be divided equally" in str(error)
         return
     assert 0 < made.timeout < math.inf
     for each in (made.world_size, made.threads):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_course.launch.links import VARIABLE, Link, Links, links_here, send_over_link
+from ddp_course.launch.links import VARIABLE, Link, Links, current_links, send_over_link
 from ddp_course.launch.topology import Topology
 
 latencies = st.floats(0, 10)
@@ -21,7 +21,7 @@ def test_latency_and_bandwidth_add_up():
     assert ethernet.seconds(0) == 50e-6
     assert ethernet.seconds(1_250_000) == pytest.approx(50e-6 + 1e-3)
     assert Link().seconds(0) == Link().seconds(10**12) == 0.0
-    assert links_here({}) == Links()
+    assert current_links({}) == Links()
 
 
 @given(any_link, st.integers(0, 10**12), st.integers(0, 10**12))
@@ -47,7 +47,7 @@ def test_impossible_links_are_named(how, problem):
 
 @given(any_links)
 def test_ranks_find_the_links_that_the_launcher_gave(given_links):
-    assert links_here(given_links.environment()) == given_links
+    assert current_links(given_links.environment()) == given_links
 
 
 # ---- which link leads to whom ------------------------------------------------------

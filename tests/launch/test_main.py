@@ -131,7 +131,7 @@ def test_any_words_are_understood_or_refused_in_clear(words):
     try:
         args, kwargs = parse_arguments(words)
     except ValueError as error:
-        assert "stands after an argument with a name" in str(error)
+        assert "comes after an argument of the form name=value" in str(error)
     else:
         assert len(args) + len(kwargs) <= len(words)
         assert all(name.isidentifier() for name in kwargs)
@@ -175,7 +175,10 @@ def not_under_torchrun(monkeypatch):
         (["nope"], "'nope' is not of the form MODULE:FUNCTION"),
         (["there_is_no_such_module:f"], "no module 'there_is_no_such_module'"),
         (["math:pi"], "module 'math' has no function 'pi'"),
-        (["math:sqrt", "x=1", "2"], "'2' stands after an argument with a name"),
+        (
+            ["math:sqrt", "x=1", "2"],
+            "'2' comes after an argument of the form name=value",
+        ),
         (["math:sqrt", "4"], "start it with torchrun"),
     ],
 )

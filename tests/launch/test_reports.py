@@ -381,7 +381,7 @@ def told_by(data: bytes, cuts: list[int]) -> RankReport:
     for start, end in itertools.pairwise(edges):
         if data[start:end]:
             assert rank.report is None, "an answer was taken before it was all there"
-            launch._take_answer(rank, data[start:end])
+            launch._read_answer(rank, data[start:end])
     return rank.report
 
 
@@ -426,11 +426,11 @@ def test_an_exception_arrives_as_a_report(kind, status):
     ids=["nothing", "half a length", "half an answer"],
 )
 def test_a_rank_that_ends_without_an_answer(code, status, words, pieces, monkeypatch):
-    monkeypatch.setattr(server, "ended", lambda process, seconds: True)
+    monkeypatch.setattr(server, "wait_for_end", lambda process, seconds: True)
     launch = some_launch()
     rank = parent.Rank(0, SimpleNamespace(exitcode=code), None, {})
     if pieces:
-        launch._take_answer(rank, pieces)
-    launch._take_answer(rank, b"")
+        launch._read_answer(rank, pieces)
+    launch._read_answer(rank, b"")
     assert rank.report.status == status
     assert words in rank.report.error

@@ -394,7 +394,7 @@ def test_without_a_gpu_the_ranks_are_on_the_cpu_over_gloo_and_say_so_once(
     capsys, monkeypatch
 ):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    monkeypatch.setattr("ddp_course.launch.api._told", set())
+    monkeypatch.setattr("ddp_course.launch.api._announced", set())
 
     def look():
         return str(device()), dist.get_backend(), torch.get_num_threads()
@@ -465,8 +465,8 @@ def test_spawn_where_there_is_no_fork_server_and_no_memory_file(
     monkeypatch.setattr(parent, "scratch_files", in_folder)
     monkeypatch.setattr(server, "METHOD", "spawn")
     offset = 5
-    told = spawn(lambda: sum_of_ranks() + offset, world_size=2)
-    assert told == [6.0, 6.0]
+    rank_reports = spawn(lambda: sum_of_ranks() + offset, world_size=2)
+    assert rank_reports == [6.0, 6.0]
 
 
 def test_a_script_is_not_run_again_nor_what_lies_in_the_current_folder(tmp_path):

@@ -158,7 +158,7 @@ def test_the_readers_and_the_courses_code_is_pointed_at_and_libraries_are_not():
         str(PACKAGE / "collectives/ring.py"),
         __file__,
     ]
-    assert [file for file in readers if not stacks.is_readers(file)] == []
+    assert [file for file in readers if not stacks.is_user_code(file)] == []
     others = [
         TORCH,
         f"{STDLIB}/threading.py",
@@ -170,7 +170,7 @@ def test_the_readers_and_the_courses_code_is_pointed_at_and_libraries_are_not():
         "<__array_function__ internals>",
         str(LAUNCHER / "rank.py"),
     ]
-    assert [file for file in others if stacks.is_readers(file)] == []
+    assert [file for file in others if stacks.is_user_code(file)] == []
 
 
 def test_lines_are_called_as_a_reader_knows_them():

@@ -132,8 +132,11 @@ ILLEGAL = {  # what two ranks do -> what the error says, on both of them
         lambda me, x, group: dist.all_reduce(x.int(), dist.ReduceOp.BXOR, group),
         "NCCL has no BXOR",
     ),
-    "from anyone": (lambda me, x, group: dist.recv(x, group=group), "who sends"),
-    "to itself": (lambda me, x, group: dist.isend(x, me, group), "is to itself"),
+    "from anyone": (lambda me, x, group: dist.recv(x, group=group), "which rank sends"),
+    "to itself": (
+        lambda me, x, group: dist.isend(x, me, group),
+        "to itself; copy the tensor",
+    ),
 }
 
 
