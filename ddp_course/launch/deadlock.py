@@ -52,6 +52,7 @@ class Watch:
     doing: str = "its first collective"
     since: float | None = None
     seen: list[str] = field(default_factory=list)
+    failed: str = ""  # the error by which this rank left a block that others are in
 
     def __call__(self, late: Sequence[int]) -> None:
         """Check once whether the ranks `late`, for which this rank waits, can come."""
@@ -59,6 +60,11 @@ class Watch:
             self.since = time.monotonic()
         if not self.is_long() or self.busy():
             return
+        if self.failed:
+            raise DeadlockError(
+                f"{self.failed}, and ranks {list(late)} have not returned from theirs: "
+                "they wait for this rank in it. Let all ranks skip a batch, or none"
+            )
         entries = {r: self._entry_of(r) for r in late}
         if returned := [r for r in late if entries[r].get("returned")]:
             circle = entries[returned[0]].get("circle", [])  # that rank found it first
@@ -79,7 +85,7 @@ class Watch:
         """Record that the wait has ended."""
         if self.is_long():
             self._write_entry({})
-        self.since, self.seen = None, []
+        self.since, self.seen, self.failed = None, [], ""
 
     def is_long(self) -> bool:
         """Return whether this rank has been waiting for `PATIENCE` seconds."""
