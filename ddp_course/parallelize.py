@@ -27,7 +27,8 @@ from ddp_course.mechanisms.assembly import (
     load_full_optimizer_state,
     names_along,
 )
-from ddp_course.mechanisms.placements import DividedModule, clip_grad_norm_
+from ddp_course.mechanisms.divided import DividedModule
+from ddp_course.mechanisms.placements import clip_grad_norm_
 from ddp_course.mechanisms.states import HasState, Whole
 from ddp_course.mechanisms.whole_state import full_state_dict, load_full_state_dict
 from ddp_course.mesh import Axes

@@ -10,7 +10,7 @@ from ddp_course.bench import async_, ddp, pp, steps, tp, zero
 from ddp_course.bench.turns import rows_of
 from ddp_course.launch import spawn
 from ddp_course.measure import resident
-from ddp_course.mechanisms.placements import DividedModule
+from ddp_course.mechanisms.divided import DividedModule
 from ddp_course.mechanisms.whole_state import full_state_dict
 from ddp_course.model import GPTConfig
 from ddp_course.parameter_server import simulate

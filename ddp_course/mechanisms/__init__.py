@@ -11,6 +11,7 @@
     timeline    what a step writes into the open event logs
     placements  which part of which parameter of the plain model a rank has, and the
                 norm of the whole gradient, which follows from that
+    divided     a module that is divided, and what it was before
     assembly    whole tensors and states of optimizers from the ranks' parts: each
                 number has one owner
     whole_state the states of a divided module, put together by it

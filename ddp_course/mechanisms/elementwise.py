@@ -13,14 +13,12 @@ If the model is divided, and not the optimizer, an optimizer of any class may be
 constructed later: `trial` tries it out before its first step. Chapters 08 to 10.
 """
 
-import functools
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim import Optimizer
 
 SHAPE, CUT, STEPS = (4, 6), 7, 3  # a cut in the second row
 LR = 0.1  # the real one may be 0 at first, with which everything is the same
@@ -91,58 +89,3 @@ def _gradients(like: Tensor) -> Iterator[Tensor]:
     for step in range(STEPS):
         wave = torch.cos(torch.arange(like.numel(), device=like.device) + 2.0 * step)
         yield wave * 10.0 ** (step - 1)
-
-
-# ---- optimizers of a sharded model --------------------------------------------------
-
-
-class Stepped:
-    """A part that refuses optimizer steps that would be wrong in silence.
-
-    These are steps of empty parameter groups, and steps without a backward pass.
-
-    Attributes:
-        waits: a forward was recorded, and no backward has come since.
-    """
-
-    waits = False
-
-    def constructed(self, fsdp: Any) -> None:
-        """Mark the pieces, and watch the steps of all optimizers."""
-        _watch()
-        for piece in fsdp.pieces.values():
-            piece.stepped = weakref.ref(self)
-
-    def after_forward(self, fsdp: Any) -> None:
-        """Note that a backward should come."""
-        self.waits = torch.is_grad_enabled()
-
-    def before_backward(self, fsdp: Any) -> None:
-        """Note that it has come."""
-        self.waits = False
-
-
-@functools.cache
-def _watch() -> None:
-    register_optimizer_step_pre_hook(_check)
-
-
-def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Raise an error for an optimizer that would step pieces wrongly."""
-    groups = optimizer.param_groups
-    pieces = [p for group in groups for p in group["params"] if hasattr(p, "stepped")]
-    if not pieces:
-        return
-    part = pieces[0].stepped()
-    if part and part.waits and all(piece.grad is None for piece in pieces):
-        raise RuntimeError(
-            "no parameter has a gradient, though a forward was recorded: no backward "
-            "has come to the sharded module. backward(inputs=...) and autograd.grad "
-            "do not reach parameters(), which are pieces: call loss.backward()"
-        )
-    if not all(group["params"] for group in groups):
-        raise RuntimeError(
-            "a parameter group of this optimizer is empty. Pieces of parameters are "
-            "vectors: p.dim() is 1 for each, so choose groups by name, or by the shape "
-            "that the plain module's parameters had"
-        )

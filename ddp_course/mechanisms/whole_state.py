@@ -25,7 +25,8 @@ from ddp_course.mechanisms.assembly import (
     names_along,
     way_of,
 )
-from ddp_course.mechanisms.placements import DividedModule, Placed
+from ddp_course.mechanisms.divided import DividedModule
+from ddp_course.mechanisms.placements import Placed
 
 
 def full_state_dict(model: DividedModule) -> dict[str, Tensor]:

@@ -33,16 +33,11 @@ from torch import Tensor, nn
 from ddp_course.collectives.port import Port
 from ddp_course.launch.deadlock import checked_group
 from ddp_course.mechanisms.agreement import agreed, check_module, form_of
+from ddp_course.mechanisms.divided import DividedModule, PlainModel, groups_before
 from ddp_course.mechanisms.guards import watch
 from ddp_course.mechanisms.hooks import held
 from ddp_course.mechanisms.parts import announce
-from ddp_course.mechanisms.placements import (
-    DividedModule,
-    PlainModel,
-    Stage,
-    groups_before,
-    place,
-)
+from ddp_course.mechanisms.placements import Stage, place
 from ddp_course.pipeline.backward import Recomputed, SplitBackward
 from ddp_course.pipeline.batch_checks import MeanLoss, SameBatch
 from ddp_course.pipeline.forms import Forms, PipelineError

@@ -8,19 +8,15 @@ these parts raise RuntimeError, with advice, if
     AveragedOnce     stage 1: PyTorch's DDP, or the training loop, averages them, too
     DenseGradients   a gradient is sparse
     Unmoved          a parameter is no view of its row any more, or was unfrozen
-    ShardsOnly       stage 2: there is a gradient outside of the shards, or the shards
-                     were not zeroed after the last step
 
 Chapter 07.
 """
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.utils import clip_grad_value_, get_total_norm
 from torch.optim import Optimizer
 
 from ddp_course.collectives.meeting import quick_exchange
@@ -28,7 +24,6 @@ from ddp_course.mechanisms.agreement import agreed, digest, kind_of, stepped_in_
 from ddp_course.mechanisms.buckets import LiveBucket, Slot, bucket_plan
 from ddp_course.mechanisms.elementwise import check_elementwise
 from ddp_course.mechanisms.engine import Engine
-from ddp_course.mechanisms.guards import AVERAGED, in_parts, put_inside
 from ddp_course.mechanisms.hooks import listeners
 from ddp_course.zero.options import copy_options
 from ddp_course.zero.shards import names_of
@@ -120,64 +115,6 @@ class Unmoved:
                 raise RuntimeError(
                     f"parameter {name} {was}; construct the optimizer anew"
                 )
-
-
-@functools.cache
-def watch_empty_clips() -> None:
-    """Make PyTorch's clipping raise if it would clip nothing: gradients in shards."""
-    put_inside(clip_grad_value_, lambda clip: _checked(clip, lambda p: p.grad))
-    put_inside(get_total_norm, lambda norm: _checked(norm, lambda gradient: gradient))
-
-
-def _checked(clip: Callable[..., Any], gradient_of: Callable[[Any], Any]) -> Any:
-    def checked(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        if any(map(in_parts, AVERAGED)) and all(
-            gradient_of(t) is None for t in tensors
-        ):
-            raise RuntimeError(
-                "no parameter has a gradient to clip: this rank's shards of the "
-                "gradients are in the optimizer. Call its clip_grad_norm_ instead, or "
-                "use ZeroRedundancyOptimizer (stage 1)"
-            )
-        return clip(tensors, *args, **kwargs)
-
-    return checked
-
-
-class ShardsOnly:
-    """A guard of stage 2: refuses gradients outside of the shards, and stale shards."""
-
-    stepped = False  # whether a step has used the present shards
-
-    def row_made(self, optimizer: Any, *_: Any) -> None:
-        """Watch PyTorch's clipping."""
-        watch_empty_clips()
-
-    def pass_begins(self, engine: Engine) -> None:
-        """Raise RuntimeError if the shards were not zeroed after the last step."""
-        if self.stepped and engine.reducer.shards:
-            raise RuntimeError(
-                "the gradients of the last step were not zeroed: call this optimizer's "
-                "zero_grad() before backward; module.zero_grad() cannot reach a shard"
-            )
-
-    def gradients_complete(self, optimizer: Any) -> None:
-        """Raise RuntimeError for a gradient that this optimizer would ignore."""
-        for slot in optimizer.engine.slots:
-            if slot.parameter.grad is not None:
-                raise RuntimeError(
-                    f"parameter {slot.name} has a gradient that this optimizer did not "
-                    f"write; its own gradients are in shards. {ADVICE}"
-                )
-
-    def after_step(self, optimizer: Any) -> None:
-        """Record that a step has used the shards."""
-        self.stepped = True
-
-    def zeroed(self, optimizer: Any, set_to_none: bool) -> None:
-        """Record that the shards are zero, or freed."""
-        self.stepped = False
 
 
 # ---- arguments ----------------------------------------------------------------------

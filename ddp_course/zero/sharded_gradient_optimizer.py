@@ -1,17 +1,24 @@
-"""ZeRO stage 2 with all features: `Zero2` and a list of parts.
+"""ZeRO stage 2 with all features: `Zero2` and the parts of stage 1.
+
+`ShardsOnly` guards what goes wrong without an error in stage 2 alone.
 
 Chapter 07.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.nn.utils import clip_grad_value_, get_total_norm
 from torch.optim import Optimizer
 
 from ddp_course.mechanisms.agreement import agreed
-from ddp_course.zero.optimizer_guards import ShardsOnly
+from ddp_course.mechanisms.engine import Engine
+from ddp_course.mechanisms.guards import AVERAGED, in_parts, put_inside
+from ddp_course.zero.optimizer_guards import ADVICE
 from ddp_course.zero.stage2 import SMALLER_CAP_MB, Zero2
 from ddp_course.zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
@@ -70,3 +77,61 @@ class ShardedGradientOptimizer(ZeroRedundancyOptimizer, Zero2):
             "stage 2 stores no whole gradients, so it averages every backward pass, "
             "and the means add up; ZeroRedundancyOptimizer (stage 1) has no_sync"
         )
+
+
+@functools.cache
+def watch_empty_clips() -> None:
+    """Make PyTorch's clipping raise if it would clip nothing: gradients in shards."""
+    put_inside(clip_grad_value_, lambda clip: _checked(clip, lambda p: p.grad))
+    put_inside(get_total_norm, lambda norm: _checked(norm, lambda gradient: gradient))
+
+
+def _checked(clip: Callable[..., Any], gradient_of: Callable[[Any], Any]) -> Any:
+    def checked(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        if any(map(in_parts, AVERAGED)) and all(
+            gradient_of(t) is None for t in tensors
+        ):
+            raise RuntimeError(
+                "no parameter has a gradient to clip: this rank's shards of the "
+                "gradients are in the optimizer. Call its clip_grad_norm_ instead, or "
+                "use ZeroRedundancyOptimizer (stage 1)"
+            )
+        return clip(tensors, *args, **kwargs)
+
+    return checked
+
+
+class ShardsOnly:
+    """A guard of stage 2: refuses gradients outside of the shards, and stale shards."""
+
+    stepped = False  # whether a step has used the present shards
+
+    def row_made(self, optimizer: Any, *_: Any) -> None:
+        """Watch PyTorch's clipping."""
+        watch_empty_clips()
+
+    def pass_begins(self, engine: Engine) -> None:
+        """Raise RuntimeError if the shards were not zeroed after the last step."""
+        if self.stepped and engine.reducer.shards:
+            raise RuntimeError(
+                "the gradients of the last step were not zeroed: call this optimizer's "
+                "zero_grad() before backward; module.zero_grad() cannot reach a shard"
+            )
+
+    def gradients_complete(self, optimizer: Any) -> None:
+        """Raise RuntimeError for a gradient that this optimizer would ignore."""
+        for slot in optimizer.engine.slots:
+            if slot.parameter.grad is not None:
+                raise RuntimeError(
+                    f"parameter {slot.name} has a gradient that this optimizer did not "
+                    f"write; its own gradients are in shards. {ADVICE}"
+                )
+
+    def after_step(self, optimizer: Any) -> None:
+        """Record that a step has used the shards."""
+        self.stepped = True
+
+    def zeroed(self, optimizer: Any, set_to_none: bool) -> None:
+        """Record that the shards are zero, or freed."""
+        self.stepped = False

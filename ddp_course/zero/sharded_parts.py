@@ -1,6 +1,7 @@
 """Parts that turn the readable stage 3 into FullyShardedDataParallel.
 
     ParameterGuard  raise for replaced or changed parameters, and for double backward
+    Stepped         raise for steps without gradients, and for empty parameter groups
     UnusedPieces    leave pieces unchanged for which no rank had a gradient
     SameOrder       raise unless all ranks use the units in the same order
     PatientPass     keep gloo's threads from interrupting forward and backward
@@ -12,7 +13,9 @@ part. The file also has `Order`, which decides what to gather ahead, and
 `OffloadedStorage`, for shards on the CPU. Chapter 08.
 """
 
+import functools
 import hashlib
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -20,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
 from ddp_course.collectives.patience import patient, socket_threads
@@ -100,6 +104,58 @@ class ParameterGuard:
     def before_backward(self, fsdp: Sharded) -> None:
         """Raise RuntimeError if this backward itself is recorded (create_graph)."""
         check_first_order()
+
+
+class Stepped:
+    """A part that refuses optimizer steps that would be wrong in silence.
+
+    These are steps of empty parameter groups, and steps without a backward pass.
+
+    Attributes:
+        waits: a forward was recorded, and no backward has come since.
+    """
+
+    waits = False
+
+    def constructed(self, fsdp: Any) -> None:
+        """Mark the pieces, and watch the steps of all optimizers."""
+        _watch()
+        for piece in fsdp.pieces.values():
+            piece.stepped = weakref.ref(self)
+
+    def after_forward(self, fsdp: Any) -> None:
+        """Note that a backward should come."""
+        self.waits = torch.is_grad_enabled()
+
+    def before_backward(self, fsdp: Any) -> None:
+        """Note that it has come."""
+        self.waits = False
+
+
+@functools.cache
+def _watch() -> None:
+    register_optimizer_step_pre_hook(_check)
+
+
+def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Raise an error for an optimizer that would step pieces wrongly."""
+    groups = optimizer.param_groups
+    pieces = [p for group in groups for p in group["params"] if hasattr(p, "stepped")]
+    if not pieces:
+        return
+    part = pieces[0].stepped()
+    if part and part.waits and all(piece.grad is None for piece in pieces):
+        raise RuntimeError(
+            "no parameter has a gradient, though a forward was recorded: no backward "
+            "has come to the sharded module. backward(inputs=...) and autograd.grad "
+            "do not reach parameters(), which are pieces: call loss.backward()"
+        )
+    if not all(group["params"] for group in groups):
+        raise RuntimeError(
+            "a parameter group of this optimizer is empty. Pieces of parameters are "
+            "vectors: p.dim() is 1 for each, so choose groups by name, or by the shape "
+            "that the plain module's parameters had"
+        )
 
 
 class UnusedPieces:

@@ -22,10 +22,10 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from ddp_course.collectives.meeting import quick_exchange
 from ddp_course.launch.deadlock import CollectiveError, checked_group
 from ddp_course.mechanisms.agreement import agreed, form_of, problem_with
-from ddp_course.mechanisms.elementwise import Stepped
+from ddp_course.mechanisms.divided import PlainModel, groups_before
 from ddp_course.mechanisms.hooks import listeners
 from ddp_course.mechanisms.parts import announce
-from ddp_course.mechanisms.placements import Flat, PlainModel, groups_before, place
+from ddp_course.mechanisms.placements import Flat, place
 from ddp_course.mechanisms.shard_collectives import (
     Followed,
     all_gather_single,
@@ -136,7 +136,7 @@ class FullyShardedDataParallel(WholeState, SimpleFullyShardedDataParallel):
         parts = [
             *parts,
             sharded_parts.ParameterGuard(),
-            Stepped(),
+            sharded_parts.Stepped(),
             sharded_parts.PatientPass(),
             *([sharded_parts.Offload()] if cpu_offload else []),
             sharded_parts.UnusedPieces(shows),

@@ -24,7 +24,7 @@ from ddp_course.data_parallel import DistributedDataParallel
 from ddp_course.launch import RankError, spawn
 from ddp_course.measure import MemoryLog
 from ddp_course.mechanisms import frozen, guards, hooks
-from ddp_course.mechanisms.placements import DividedModule
+from ddp_course.mechanisms.divided import DividedModule
 from ddp_course.mechanisms.whole_state import full_state_dict
 from ddp_course.model import GPTConfig, build_gpt
 from ddp_course.pipeline import PipelineParallel

@@ -13,10 +13,10 @@ from on_ranks import error_of, launched
 from torch import Tensor, nn
 
 from ddp_course.mechanisms.assembly import assemble
+from ddp_course.mechanisms.divided import PlainModel
 from ddp_course.mechanisms.placements import (
     Flat,
     Placed,
-    PlainModel,
     Replicate,
     Shard,
     Stage,
