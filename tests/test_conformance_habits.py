@@ -443,6 +443,21 @@ def changes_weights_between_steps(s: Script) -> None:
     s.train(change)
 
 
+@habit(("ddp", "order", "zero1", "zero2"))
+def averages_weights(s: Script) -> None:
+    """Follow the weights by an average, and train on with it at the end."""
+    s.start()
+    parameters = s.parameters
+    average = [p.detach().clone() for p in parameters]
+    for step in range(STEPS):
+        s.train(steps=[step])
+        for mean, p in zip(average, parameters, strict=True):
+            mean.lerp_(p.detach(), 0.3)
+    for mean, p in zip(average, parameters, strict=True):
+        with torch.no_grad():
+            p.copy_(mean)
+
+
 @habit(SIMPLE)
 def assigns_data(s: Script) -> None:
     """Replace the memory of a weight between two steps."""
@@ -875,8 +890,6 @@ EXCEPTIONS: dict[Case, str] = {
     ("hook_in_place_after", "pp"): "called on the sum of the microbatches so far",
     ("hook_replaces_before", "pp"): "called on the sum of the microbatches so far",
     ("hook_replaces_after", "pp"): "called on the sum of the microbatches so far",
-    # Open, to be mended or refused.
-    ("penalty", "order"): "an obscure error of PyTorch's",
 }
 
 

@@ -4,13 +4,15 @@
     StatesFinish   whoever saves or loads a state gets the numbers of all steps
     Unchanged      nobody changes a parameter while its step is due
     NotYet         nobody computes with a gradient that is under way
-    Seen           parameters that are used without their module's forward
+    StepFirst      nobody uses a parameter before its step
 
 Chapter 15.
 """
 
+import copy
 import inspect
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -20,7 +22,7 @@ from torch.optim import Optimizer
 from ddp_course.collectives import meeting
 from ddp_course.communication_order.ordered import only, options_of
 from ddp_course.mechanisms.agreement import agreed, check_module, form_of
-from ddp_course.mechanisms.hooks import leaves_below, tensors_in, while_alive
+from ddp_course.mechanisms.hooks import tensors_in, while_alive
 
 
 class SameStart:
@@ -50,7 +52,11 @@ class StatesFinish:
 
 
 class Unchanged:
-    """Raise RuntimeError if a parameter was changed between `step` and its update."""
+    """Raise RuntimeError if a parameter was changed between `step` and its update.
+
+    By a view of the parameter, that is: who changes the parameter itself takes the step
+    first (`StepFirst`).
+    """
 
     def step_due(self, model: Any) -> None:
         """Remember the parameters as they are."""
@@ -94,54 +100,55 @@ class NotYet:
                 slot.parameter.grad = nothing.as_subclass(UnderWay)
 
 
-class Seen:
-    """Wait early for parameters that are used without their module's forward.
+class StepDue(nn.Parameter):
+    """A parameter whose step is due: whoever uses it takes the step first.
 
-    What uses them so and calls the module later, in another pass, is noticed by the
-    output: then forward may have used parameters before their step.
+    Its layer waits for the gradient in any case. This class is for everybody else: a
+    penalty in the loss, an average of weights, a tied matrix, a change by hand.
     """
 
-    def __init__(self) -> None:
-        self.begun: set[str] = set()  # layers that the last forward has called
-        self.stepped: list[Any] = []  # buckets that were updated while it ran
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Step the parameters among the arguments; then call the function."""
+        for tensor in tensors_in([args, kwargs]):
+            if isinstance(tensor, StepDue):
+                tensor.take_step()
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
 
-    def before_forward(self, model: Any) -> None:
-        """Receive buckets of layers that the last forward has not called."""
-        before, self.begun = self.begun, set()
-        for bucket in model.engine.buckets:
-            if not before.issuperset(model.homes[bucket.index]):
-                model.receive(bucket)
-        self.stepped = []
+    def take_step(self) -> None:
+        """Step, and be an ordinary parameter again."""
+        self.__class__ = nn.Parameter
+        weak, bucket = self.__dict__.pop("receive"), self.__dict__.pop("bucket")
+        if (receive := weak()) is not None:
+            receive(bucket)
 
-    def layer_reached(self, model: Any, name: str) -> None:
-        """Note that a layer's forward was called."""
-        self.begun.add(name)
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Copy the parameter as it is after the step."""
+        self.take_step()
+        return copy.deepcopy(self, memo)
 
-    def after_update(self, model: Any, bucket: Any) -> None:
-        """Note that a bucket was updated."""
-        self.stepped.append(bucket)
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the parameter as it is after the step."""
+        self.take_step()
+        return self.__reduce_ex__(protocol)
 
-    def after_forward(self, model: Any, output: Any) -> None:
-        """Raise RuntimeError if parameters may have been used before their step.
 
-        Their module's forward was called the last time, and was not this time. Their
-        step is still due, or was taken when a layer began that travels with them.
-        """
-        late = model.reducer.under_way if model.due else ()
-        unseen = [
-            slot
-            for bucket in [*self.stepped, *(model.engine.buckets[k] for k in late)]
-            for slot in bucket.slots
-            if self.begun.isdisjoint(model.layers.users[slot.parameter])
-        ]
-        reached = leaves_below(tensors_in(output)) if unseen else ()
-        for slot in unseen:
-            if id(slot.parameter) in reached:
-                raise RuntimeError(
-                    f"{slot.name} was used, but not by its module's forward, as in the "
-                    "last pass: it may have been stepped too late, and this output be "
-                    "wrong. Name a module around it in `layers`"
-                )
+class StepFirst:
+    """Let nobody use a parameter before its step."""
+
+    def step_due(self, model: Any) -> None:
+        """Mark the parameters whose gradients are under way."""
+        for bucket in [model.engine.buckets[k] for k in model.reducer.under_way]:
+            for slot in bucket.slots:
+                if type(slot.parameter) is nn.Parameter:
+                    slot.parameter.receive = WeakMethod(model.receive)
+                    slot.parameter.bucket = bucket
+                    slot.parameter.__class__ = StepDue
+                else:  # of a class of its own
+                    model.receive(bucket)
 
 
 # ---- helpers -------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from ddp_course.collectives.meeting import quick_exchange
 from ddp_course.communication_order.guards import (
     NotYet,
     SameStart,
-    Seen,
     StatesFinish,
+    StepFirst,
     Unchanged,
     beside,
 )
@@ -56,9 +56,8 @@ class ScheduledDataParallel(OrderedDataParallel):
     `backward` and the next forward gradients are under way: who asks for one gets an
     error that says so. A layer is a module that has parameters of its own; small
     neighbours travel together, up to a piece, as every message has its price.
-    Parameters that are used without their module's forward are waited for before the
-    whole forward begins. What uses them so and calls the module later is not seen: name
-    a module around both in `layers`. Who changes them by hand calls `finish()` first.
+    Whoever uses a parameter before its layer does, such as a penalty in the loss, an
+    average of weights or a change by hand, waits for its step.
 
     Made by all ranks together. Keep it as long as you train (its hooks go with it), and
     `finish()` before you let it go: the last step may still be due. On a GPU, where
@@ -76,7 +75,7 @@ class ScheduledDataParallel(OrderedDataParallel):
 
     Raises ReplicaError, on every rank, if the modules differ or the optimizer cannot
     step layers one by one; RuntimeError, when a step is taken, if a parameter was
-    changed meanwhile.
+    changed by a view of it while the step was due.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class ScheduledDataParallel(OrderedDataParallel):
     ) -> None:
         piece = policy.piece and max(16, int(policy.piece) // 16 * 16)  # whole numbers
         recovery = Recovery(process_group, quick_exchange(process_group))
-        self.planner, self.seen = Planned(replace(policy, piece=piece)), Seen()
+        self.planner = Planned(replace(policy, piece=piece))
         parts = [
             SameStart(process_group, policy=policy),
             KeepFrozen(),
@@ -99,9 +98,9 @@ class ScheduledDataParallel(OrderedDataParallel):
             RecordBackward(),
             StatesFinish(),
             self.planner,
-            self.seen,
             Unchanged(),
             NotYet(),
+            StepFirst(),
         ]
         sending = beside(process_group)
         super().__init__(
