@@ -18,8 +18,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from ddp_course.launch import calls, rendezvous, reports, server, stacks
 from ddp_course.launch import rank as rank_side
-from ddp_course.launch import rendezvous, reports, server, stacks
 from ddp_course.launch.job import Job
 from ddp_course.launch.packing import cell_labels, pack_call, unpack_value
 from ddp_course.launch.reports import RankReport
@@ -62,18 +62,19 @@ class Launch:
         """
         call = pack_call(self.job.fn, self.job.args)
         server.warm()
-        with (
-            self._interrupts_recorded(),
-            scratch_files("call", "store") as (file, store),
-        ):
+        names = "call", "store", "notes"
+        with self._interrupts_recorded(), scratch_files(*names) as (file, store, notes):
             Path(file.path).write_bytes(call)
+            calls.make_room(Path(notes.path), self.job.world_size)
             try:
-                self._start(file, store)
+                self._start(call=file, store=store, notes=notes)
                 self._listen()
                 self._request_stacks()
             finally:
                 self._end()
             rank_reports = [self._report(rank) for rank in self.ranks]
+            for report in rank_reports:
+                report.calls = calls.read(Path(notes.path), report.rank)
         if self.stopped:
             raise reports.stopped(rank_reports)
         return rank_reports
@@ -99,7 +100,7 @@ class Launch:
         finally:
             signal.signal(signal.SIGINT, before)
 
-    def _start(self, call: object, store: object) -> None:
+    def _start(self, **files: object) -> None:
         context = server.context()
         with rendezvous.listening_socket() as listener:
             port = str(listener.getsockname()[1])
@@ -107,8 +108,7 @@ class Launch:
                 if self.stopped:
                     return
                 orders = rank_side.Orders(
-                    call=call,
-                    store=store,
+                    **files,
                     listener=listener if place.rank == 0 else None,
                     backend=self.job.placement.backend,
                     threads=self.job.threads,

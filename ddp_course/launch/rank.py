@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from ddp_course.launch import lines, rendezvous, stacks, strict
+from ddp_course.launch import calls, lines, rendezvous, stacks, strict
 from ddp_course.launch.deadlock import announce_return
 from ddp_course.launch.packing import pack_value, unpack_call
 from ddp_course.launch.scratch import NamedFile, OpenFile
@@ -53,6 +53,7 @@ class Orders:
 
     call: OpenFile | NamedFile  # the packed function and its arguments
     store: OpenFile | NamedFile  # the file of the FileStore in which the ranks meet
+    notes: OpenFile | NamedFile  # the last collectives that the ranks called
     listener: socket.socket | None  # rank 0: the socket bound to MASTER_PORT
     backend: str
     threads: int
@@ -169,6 +170,7 @@ def _apply_orders(orders: Orders) -> None:
     rendezvous.use_bound_port(orders.listener)
     lines.install()
     strict.wrap_batches()
+    calls.install(Path(orders.notes.path), here().rank)
 
 
 def _join_process_group(orders: Orders) -> None:

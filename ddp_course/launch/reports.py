@@ -7,8 +7,11 @@ frames: those do not show the mistake.
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from ddp_course.launch.calls import Call, first_difference
+from ddp_course.launch.deadlock import by_text
 
 # Errors of a rank that has lost its connection to another: a consequence, not a cause.
 LOST = re.compile(
@@ -20,6 +23,7 @@ LOST = re.compile(
 # gloo and the stores raise RuntimeError or an error of torch.distributed, or abort. Any
 # other broken connection (of a download, a pipe) belongs to the user's code.
 OF_PYTORCH = re.compile(r"(RuntimeError|torch\.distributed\.\w+|killed by SIGABRT): ")
+MISMATCH = "Is there a distributed collective mismatch in your code?"  # gloo's abort
 WAITED = re.compile(r"timed out|timeout", re.IGNORECASE)
 
 
@@ -44,6 +48,7 @@ class RankReport:
     where: str | None = None
     seconds: float = 0.0
     ended_at: float = 0.0  # on the monotonic clock, in seconds
+    calls: dict[Call, tuple[str, str]] = field(default_factory=dict, repr=False)
 
     @property
     def failed(self) -> bool:
@@ -168,6 +173,8 @@ def failure(
     """Return the exception for the failure of a rank, or None if no rank failed."""
     if (first := cause(reports, may_fail)) is None:
         return None
+    if (first.lost_a_peer or MISMATCH in first.error) and (calls := unequal(reports)):
+        return RankError(calls, reports)
     left = [report.rank for report in reports if report.status == "ok"]
     if first.lost_a_peer and left:
         waiting = f"while rank {first.rank} still wanted to communicate"
@@ -181,9 +188,18 @@ def late(reports: list[RankReport], timeout: float) -> RankTimeout | None:
     if not busy:
         return None
     have = "has" if len(busy) == 1 else "have"
-    return RankTimeout(
-        f"{_named(busy)} {have} not returned after {timeout:g} s", reports
-    )
+    calls = unequal(reports)
+    after = f"not returned after {timeout:g} s{calls and '; '}{calls}"
+    return RankTimeout(f"{_named(busy)} {have} {after}", reports)
+
+
+def unequal(reports: list[RankReport]) -> str:
+    """Name the first collective in which the ranks' types or counts differ, or ""."""
+    made = first_difference([report.calls for report in reports])
+    if not made:
+        return ""
+    each = by_text(list(made.values()), list(made))
+    return f"the ranks' collectives do not fit together: {each}"
 
 
 def stopped(reports: list[RankReport]) -> RankInterrupted:

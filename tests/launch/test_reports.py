@@ -20,6 +20,7 @@ from ddp_course.launch import (
     RankInterrupted,
     RankReport,
     RankTimeout,
+    calls,
     parent,
     reports,
     server,
@@ -434,3 +435,25 @@ def test_a_rank_that_ends_without_an_answer(code, status, words, pieces, monkeyp
     launch._read_answer(rank, b"")
     assert rank.report.status == status
     assert words in rank.report.error
+
+
+# ---- calls that do not fit ---------------------------------------------------------
+
+
+def test_calls_are_compared_by_group_number_type_and_count_not_by_shape():
+    same = {("0", 0): ("all_reduce 6", "all_reduce(float32 [6])")}
+    shaped = {("0", 0): ("all_reduce 6", "all_reduce(float32 [2, 3])")}
+    alone = {("1", 0): ("all_reduce 9", "all_reduce(float32 [9])")}
+    assert calls.first_difference([same, shaped, {**same, **alone}, {}]) == {}
+    wrong = {**same, ("0", 1): ("x", "a"), ("0", 2): ("y", "b")}
+    right = {**same, ("0", 1): ("z", "c"), ("0", 2): ("z", "d")}
+    assert calls.first_difference([right, wrong]) == {0: "c", 1: "a"}
+
+
+def test_a_failure_of_another_kind_does_not_speak_of_unequal_calls():
+    reports_ = [ok(0), failed(1, *REAL[0])]
+    for number, report in enumerate(reports_):
+        report.calls = {("0", 0): (f"{number}", f"all_reduce(float32 [{number}])")}
+    assert str(reports.failure(reports_)) == "rank 1: ValueError: two is enough"
+    told = str(reports.failure([reports_[0], lost(1, calls=reports_[1].calls)]))
+    assert told.endswith("0: all_reduce(float32 [0]); rank 1: all_reduce(float32 [1])")

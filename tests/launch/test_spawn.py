@@ -272,13 +272,40 @@ def test_who_may_fail_ends_nobody_and_others_do():
         spawn(dies, [1, 2], world_size=3, may_fail=[1])
 
 
-def test_a_mismatch_that_gloo_answers_with_an_abort_has_a_cause():
-    def mismatch():
-        dist.all_reduce(torch.ones(5 if dist.get_rank() == 1 else 500_000))
+UNEQUAL = "the ranks' collectives do not fit together: "
+
+
+@pytest.mark.parametrize(
+    ("first", "others"),
+    [(torch.ones(3), torch.ones(4)), (torch.ones(5), torch.ones(500_000))],
+    ids=["gloo loses a peer", "gloo aborts"],
+)
+def test_unequal_tensors_are_named(first, others):
+    def unequal():
+        sum_of_ranks()
+        dist.all_reduce(first if dist.get_rank() == 0 else others)
 
     with pytest.raises(RankError) as caught:
-        spawn(mismatch, world_size=2, timeout=5)
+        spawn(unequal, world_size=2, timeout=5)
+    n, m = len(first), len(others)
+    each = f"rank 0: all_reduce(float32 [{n}]); rank 1: all_reduce(float32 [{m}])"
+    assert str(caught.value) == UNEQUAL + each
     assert "dist.all_reduce" in caught.value.story
+
+
+def test_a_collective_that_does_not_fit_is_named_at_the_deadline():
+    def other_calls():
+        pair = dist.new_group([0, 1])
+        if dist.get_rank() == 0:
+            dist.broadcast(torch.ones(2), 0, group=pair)
+            dist.broadcast(torch.ones(2), 1, group=pair)
+        elif dist.get_rank() == 1:
+            dist.all_reduce(torch.ones(2), group=pair)
+
+    with pytest.raises(RankError) as caught:
+        spawn(other_calls, world_size=3, timeout=3)
+    each = "rank 0: broadcast(float32 [2]); rank 1: all_reduce(float32 [2])"
+    assert str(caught.value).endswith(UNEQUAL + each)
 
 
 def test_a_rank_that_returns_too_early_is_named():

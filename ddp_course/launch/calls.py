@@ -1,0 +1,94 @@
+"""Note each rank's last collectives of PyTorch, so that a failure can name them.
+
+gloo does not compare shapes. Ranks that call `all_reduce` with unequal tensors lose
+each other's connection, abort, wait for ever, or return wrong sums, and no error names
+a shape. So each rank writes its calls into memory that it shares with the launcher;
+there they outlive the rank, however it ends. A note takes about a microsecond.
+"""
+
+import itertools
+import mmap
+from collections import defaultdict
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_course.launch.strict_rules import facts_of, in_words
+
+# Collectives of a tensor that must have the same type and count on all ranks, and the
+# position of their argument `group`.
+NOTED = {"all_reduce": 2, "broadcast": 2, "reduce": 3}
+SLOTS, WIDTH = 32, 256  # notes that are kept of each rank; bytes of a note
+ROOM = SLOTS * WIDTH
+
+Call = tuple[str, int]  # a group's name, and the number of a call in that group
+
+
+def make_room(file: Path, world_size: int) -> None:
+    """Give the file of a launch's notes ROOM bytes for each rank."""
+    file.write_bytes(bytes(ROOM * world_size))
+
+
+def install(file: Path, rank: int) -> None:
+    """Let PyTorch's collectives write a note before each call of this rank."""
+    with file.open("r+b") as opened:
+        page = mmap.mmap(opened.fileno(), 0)
+    numbers: dict[str, itertools.count] = defaultdict(itertools.count)
+    slots = itertools.cycle(range(rank * ROOM, (rank + 1) * ROOM, WIDTH))
+    forms: dict[tuple, str] = {}
+
+    def note(name: str, tensor: Any, group: Any) -> None:
+        if not isinstance(tensor, Tensor):  # the collective itself will refuse it
+            return
+        key = name, tensor.dtype, tensor.shape
+        if (form := forms.get(key)) is None:
+            form = f"{name} {facts_of([tensor])}\t{name}({in_words([tensor])})"
+            forms[key] = form
+        group = getattr(group or dist.group.WORLD, "group_name", "")
+        text = f"{group}\t{next(numbers[group])}\t{form}".encode()[:WIDTH]
+        slot = next(slots)
+        page[slot : slot + WIDTH] = text.ljust(WIDTH, b"\0")
+
+    for name, position in NOTED.items():
+        setattr(dist, name, _noting(name, position, note))
+
+
+def _noting(name: str, position: int, note: Any) -> Any:
+    original = getattr(dist, name)
+
+    @wraps(original)
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        group = args[position] if len(args) > position else kwargs.get("group")
+        note(name, args[0] if args else kwargs.get("tensor"), group)
+        return original(*args, **kwargs)
+
+    return collective
+
+
+def read(file: Path, rank: int) -> dict[Call, tuple[str, str]]:
+    """Return a rank's last calls: what all ranks must have in common, and the words."""
+    with file.open("rb") as opened:
+        opened.seek(rank * ROOM)
+        page = opened.read(ROOM)
+    found = {}
+    for slot in range(0, len(page), WIDTH):
+        parts = page[slot : slot + WIDTH].rstrip(b"\0").decode(errors="replace")
+        if parts.count("\t") == 3:
+            group, number, facts, words = parts.split("\t")
+            found[group, int(number)] = facts, words
+    return found
+
+
+def first_difference(calls: list[dict[Call, tuple[str, str]]]) -> dict[int, str]:
+    """Return the first call in which ranks of a group differ, in words, by rank.
+
+    `calls[rank]` is what `read` returns. The result is empty if there is none.
+    """
+    for call in sorted(set().union(*calls)):
+        made = {rank: of[call] for rank, of in enumerate(calls) if call in of}
+        if len({facts for facts, _ in made.values()}) > 1:
+            return {rank: words for rank, (_, words) in made.items()}
+    return {}
