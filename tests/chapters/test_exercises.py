@@ -1,25 +1,24 @@
-"""Every solution passes, every planted wrong answer gets its hint, no stub counts."""
+"""Every exercise has answers, hints and a solution to show; verdicts are clear."""
 
 import ast
 import contextlib
 import inspect
 import re
-import runpy
 import sys
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from answer_lists import ANSWERS, EXERCISES, RIGHT, WRONG
 from slips import slip
 
-from ddp_course.chapters import all_exercises, hint, show_solution
+from ddp_course.chapters import hint, show_solution
 from ddp_course.lab import answers
 from ddp_course.lab.answers import on_ranks
 from ddp_course.lab.exercises import (
@@ -31,75 +30,6 @@ from ddp_course.lab.exercises import (
     expect_call,
 )
 from ddp_course.launch import RankInterrupted
-
-EXERCISES = all_exercises()
-
-
-ANSWERS = {
-    name: answers
-    for file in sorted(Path(__file__).parent.glob("ch*/answers.py"))
-    for name, answers in runpy.run_path(str(file))["ANSWERS"].items()
-}
-ALL = [(name, answer) for name in ANSWERS for answer in ANSWERS[name]]
-RIGHT = [(name, answer) for name, answer in ALL if not ANSWERS[name][answer]]
-WRONG = [plant for plant in ALL if plant not in RIGHT]
-# Their ranks wait for messages that never come: for many of them at once, that takes no
-# longer than for one, and no more computing. Their hints say so, or their names.
-HANGS = re.compile("still waits to|not returned after|still wanted to com|^silent_")
-HANGING = [
-    (name, wrong)
-    for name, wrong in WRONG
-    if HANGS.search(ANSWERS[name][wrong]) or HANGS.search(wrong.__name__)
-]
-OTHERS = [plant for plant in WRONG if plant not in HANGING]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def hanging(request) -> Iterator[dict[tuple, Future]]:
-    """Check the answers that hang in the background, from the first test on."""
-    chosen = [
-        (item.callspec.params["name"], item.callspec.params["wrong"])
-        for item in request.session.items
-        if getattr(item, "originalname", "") == test_an_answer_that_hangs.__name__
-    ]
-    with ThreadPoolExecutor(len(chosen) or 1) as threads:
-        yield {
-            (name, wrong): threads.submit(EXERCISES[name], wrong)
-            for name, wrong in chosen
-        }
-
-
-@pytest.mark.parametrize("name", EXERCISES)
-def test_the_solution_passes(name):
-    verdict = EXERCISES[name](EXERCISES[name].reference)
-    assert verdict.status == PASSED, verdict
-    assert re.fullmatch(r"Verified: .{20,}\.", verdict.message)
-
-
-def each(answer: str, plants: list[tuple[str, Callable]]) -> pytest.MarkDecorator:
-    """Let a test look at each of the answers, by their names."""
-    ids = [f"{name}-{getattr(one, '__name__', one)}" for name, one in plants]
-    return pytest.mark.parametrize(("name", answer), plants, ids=ids)
-
-
-@each("right", RIGHT)
-def test_a_right_answer_in_another_style_passes(name, right):
-    verdict = EXERCISES[name](right)
-    assert verdict.status == PASSED, verdict
-
-
-@each("wrong", OTHERS)
-def test_a_wrong_answer_gets_its_hint(name, wrong):
-    verdict = EXERCISES[name](wrong)
-    assert verdict.status == NOT_YET, verdict
-    assert ANSWERS[name][wrong] in verdict.message
-
-
-@each("wrong", HANGING)
-def test_an_answer_that_hangs(name, wrong, hanging):
-    verdict = hanging[name, wrong].result()
-    assert verdict.status == NOT_YET, verdict
-    assert ANSWERS[name][wrong] in verdict.message
 
 
 @pytest.mark.parametrize(

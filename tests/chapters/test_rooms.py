@@ -184,9 +184,11 @@ def test_a_toy_chapter_is_found_everywhere(copy):
     stored = run(copy, "-m", "ddp_course.cli", "notebooks", "--save", "99")
     assert "99_toy: stored" in stored
     assert "✓ **twice: passed.**" in (copy / "notebooks/99_toy.ipynb").read_text()
-    tests = ["chapters/test_exercises.py", "chapters/test_figures.py"]
+    tests = ["exercises", "right_answers", "wrong_answers", "figures"]
+    tests = [f"chapters/test_{name}.py" for name in tests]
     tests += ["test_repository.py", "test_architecture.py", "chapters/test_rooms.py"]
-    chosen = "[twice or up_to_date or readme or 99 or toy.ipynb or formatted"
+    chosen = "[twice or up_to_date or readme or 99 or floor_imports"
+    chosen += " or toy.ipynb or formatted"
     told = run(
         copy,
         *("-m", "pytest", "-n", "0", "-v", "-k", f"({chosen}) and not everywhere"),
@@ -203,7 +205,7 @@ def test_a_toy_chapter_is_found_everywhere(copy):
         "test_images_are_up_to_date",
         "test_notebooks_keep_the_house_rules[99_toy.ipynb]",
         "test_readme_lists_every_chapter_and_no_other",
-        "[ddp_course.chapters.ch99_toy.figures]",
+        "test_a_floor_imports_only_from_lower_floors",
         "99_toy::ipynb::Cell 1",
     ):
         assert re.search(re.escape(seen) + " PASSED", told), (seen, told[-9000:])

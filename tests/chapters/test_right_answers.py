@@ -1,0 +1,21 @@
+"""Every solution passes, and every right answer in another style."""
+
+import re
+
+import pytest
+from answer_lists import EXERCISES, RIGHT, each
+
+from ddp_course.lab.exercises import PASSED
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_the_solution_passes(name):
+    verdict = EXERCISES[name](EXERCISES[name].reference)
+    assert verdict.status == PASSED, verdict
+    assert re.fullmatch(r"Verified: .{20,}\.", verdict.message)
+
+
+@each("right", RIGHT)
+def test_a_right_answer_in_another_style_passes(name, right):
+    verdict = EXERCISES[name](right)
+    assert verdict.status == PASSED, verdict
