@@ -70,12 +70,12 @@ def overtaken(plan: Plan) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("plan", all_plans(), ids=lambda p: f"{p.name}, {p.world_size}")
-def test_every_plan_is_right(plan):
-    assert mistakes(plan) == []
-    assert clashes(plan) == [] or plan.idempotent
-    assert overtaken(plan) == []
-    assert all(t.src != t.dst and t.first < t.last for t in plan.transfers)
+def test_every_plan_is_right():
+    for plan in all_plans():
+        assert mistakes(plan) == [], plan
+        assert clashes(plan) == [] or plan.idempotent, plan
+        assert overtaken(plan) == [], plan
+        assert all(t.src != t.dst and t.first < t.last for t in plan.transfers), plan
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 8])
