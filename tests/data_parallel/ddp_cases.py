@@ -72,7 +72,7 @@ OPTIMIZERS: dict[str, Callable] = {
 def train(
     wrap: Callable[[nn.Module], nn.Module] | None,
     optimizer: str = "sgd",
-    steps: int = 5,
+    steps: int = 3,
     micro: int = 1,
     seed: int | None = None,
     in_step: bool = False,

@@ -69,16 +69,16 @@ def test_the_same_training_as_one_process_and_as_pytorch():
 def accumulated() -> dict[str, object]:
     """On every rank: four microbatches in all, by ranks, by no_sync, or both."""
     n = dist.get_world_size()
-    told = {"ranks": train(WRAPPERS["ours"], steps=3)}
+    told = {"ranks": train(WRAPPERS["ours"])}
     for name in ("ours", "small buckets", "shared", "copied", "find", "torch"):
         micro = {1: 4, 2: 2, 4: 3}[n]
-        told[name] = train(WRAPPERS[name], steps=3, micro=micro)
+        told[name] = train(WRAPPERS[name], micro=micro)
     for name in ("bucketed", "small buckets", "copied", "find"):
         how = {"micro": 12 // n, "in_step": True}
-        told[f"{name}, held"] = train(WRAPPERS[name], steps=3, **how)
+        told[f"{name}, held"] = train(WRAPPERS[name], **how)
     if n == 2:
         fake = partial(OneTooEarly, **SMALL_BUCKETS)
-        told["fake"] = train(fake, steps=3, micro=2)
+        told["fake"] = train(fake, micro=2)
     return told
 
 
@@ -106,7 +106,7 @@ def test_a_step_in_no_sync_only_adds_up():
 
 
 def test_more_ranks_a_larger_batch_and_accumulation_are_the_same():
-    alone = train(None, steps=3)
+    alone = train(None)
     for n in (1, 2, 4):
         told = spawn(accumulated, world_size=n, output="none")
         for name in told[0]:

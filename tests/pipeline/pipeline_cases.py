@@ -61,7 +61,7 @@ def mse(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-def alone(model: str = "tied", steps: int = 5, clip: bool = True) -> Trained:
+def alone(model: str = "tied", steps: int = 3, clip: bool = True) -> Trained:
     """Train in one process with the whole batch."""
     plain, told = MODELS[model](), Trained()
     optimizer = adamw(plain.parameters())
@@ -79,7 +79,7 @@ def train(
     make: Callable[..., nn.Module],
     *args,
     model="tied",
-    steps=5,
+    steps=3,
     seed=None,
     parts=methodcaller("named_parameters"),
     **options,
@@ -119,7 +119,7 @@ def whole(ranks: list[Trained]) -> Trained:
 # ---- PyTorch's -----------------------------------------------------------------------
 
 
-def pytorchs(schedule: str, m: int, steps: int = 5) -> Trained:
+def pytorchs(schedule: str, m: int, steps: int = 3) -> Trained:
     """Train the untied GPT on this rank under torch.distributed.pipelining."""
     from torch.distributed import pipelining
 
@@ -248,7 +248,7 @@ def fake(name: str, schedule: str, m: int) -> Trained:
     with ExitStack() as stack:
         for where, what, wrong in PATCHED.get(name, ()):
             stack.enter_context(patch.object(where, what, wrong))
-        return train(make, schedule, m, steps=3)
+        return train(make, schedule, m)
 
 
 MAKERS = {"next batch": NextBatch}

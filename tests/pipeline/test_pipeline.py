@@ -28,7 +28,7 @@ from ddp_course.launch import spawn
 from ddp_course.model import cross_entropy
 from ddp_course.pipeline import SCHEDULES, NaivePipeline, Pipeline
 
-MICROBATCHES = {1: (3,), 2: (5,), 3: (2, 7)}  # of so many ranks
+MICROBATCHES = {1: (3,), 3: (2, 7)}  # of so many ranks
 RECOMPUTED = ("1f1b", "zero_bubble")
 PYTORCH = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 

@@ -1,11 +1,13 @@
-"""A pipeline of a tensor-parallel model trains as one process does."""
+"""A pipeline of a tensor-parallel model: evaluation, states, zero bubble, refusals.
+
+`test_composed_training.py` trains it, on 8 ranks.
+"""
 
 from __future__ import annotations
 
 import functools
 import gc
 import weakref
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -15,17 +17,12 @@ from pipeline_cases import (
     CLOSE,
     GPT_UNTIED,
     adamw,
-    alone,
     batch,
-    train,
     untied,
 )
-from torch import nn
-from trained import far_apart, same
+from trained import same
 
 from ddp_course.mechanisms.agreement import ReplicaError
-from ddp_course.mechanisms.assembly import assemble
-from ddp_course.mechanisms.placements import placed
 from ddp_course.mechanisms.whole_state import (
     full_optimizer_state_dict,
 )
@@ -36,8 +33,6 @@ from ddp_course.pipeline import PipelineParallel
 from ddp_course.spec import layout_for
 from ddp_course.tensor_parallel import tensor_parallel
 
-CASES = {"interleaved": "tied", "zero_bubble": "untied"}  # the rest is on 8 ranks
-
 
 @functools.cache
 def axes() -> Axes:
@@ -47,25 +42,6 @@ def axes() -> Axes:
 def beside_tp(gpt: GPT, schedule: str, m: int) -> PipelineParallel:
     gpt = tensor_parallel(gpt, axes().group("tp"))
     return PipelineParallel(gpt, schedule, m, axes().group("pp"))
-
-
-def whole_parts(pipeline: PipelineParallel) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the plain model's parameters, and their gradients; on rank 0."""
-    own = {placed(p).name: p for p in pipeline.parameters()}
-    items = {
-        name: (placed(p), {"": p.detach()} | ({} if p.grad is None else {"g": p.grad}))
-        for name, p in own.items()
-    }
-    for name, state in assemble(items, pipeline.groups, pipeline.plain.shapes).items():
-        parameter = nn.Parameter(state[""])
-        parameter.grad = state.get("g")
-        yield name, parameter
-
-
-def trained() -> dict:
-    """Train on this rank, under two schedules."""
-    how = {"m": 3, "seed": 0, "parts": whole_parts}
-    return {s: train(beside_tp, s, model=CASES[s], **how) for s in CASES}
 
 
 def one_step() -> tuple:
@@ -112,17 +88,8 @@ def weights_are_split() -> tuple[int, int, int]:
 
 
 ranks = launched(
-    4, trained, one_step, weights_are_split, one_of_two_pipelines_cannot_be, timeout=250
+    4, one_step, weights_are_split, one_of_two_pipelines_cannot_be, timeout=250
 )
-
-
-def test_tensor_parallel_stages_train_as_one_process(ranks):
-    for schedule, model in CASES.items():
-        first, *others = (told[schedule] for told in ranks["trained"])
-        wrong = far_apart(first, alone(model), 1e-4, of_gradients=1e-5, losses=True)
-        assert not wrong, (schedule, wrong[:3])
-        for told in others:
-            assert (told.losses, told.norms) == (first.losses, first.norms)
 
 
 def test_evaluation_and_the_optimizers_state_are_those_of_one_process(ranks):

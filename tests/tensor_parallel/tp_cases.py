@@ -104,7 +104,7 @@ def norm_of(gpt: nn.Module, clip: float) -> float:
 
 
 def train(
-    wrap: Callable[[GPT], nn.Module] | None, name: str = "plain", steps: int = 5
+    wrap: Callable[[GPT], nn.Module] | None, name: str = "plain", steps: int = 3
 ) -> Trained:
     """Train for some steps of AdamW, clipped; without `wrap`, in one process."""
     gpt = model(name)

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -78,9 +77,9 @@ class Odd(nn.Module):
         )
 
 
-def frozen_gpt(seed: int, vocab_size: int = CLASSES) -> nn.Module:
+def frozen_gpt(seed: int) -> nn.Module:
     """Return a tied GPT whose second block and all first norms are frozen."""
-    model = build_gpt(replace(GPT, vocab_size=vocab_size), seed)
+    model = build_gpt(GPT, seed)
     model.blocks[1].requires_grad_(False)
     for block in model.blocks:
         block.norm1.requires_grad_(False)
@@ -89,7 +88,6 @@ def frozen_gpt(seed: int, vocab_size: int = CLASSES) -> nn.Module:
 
 MODELS: dict[str, Callable[[int], nn.Module]] = {
     "gpt": frozen_gpt,
-    "even": lambda seed: frozen_gpt(seed, 12),  # as tensor parallelism wants it
     "odd": Odd,
 }
 
@@ -132,26 +130,22 @@ def train(
     wrap: Callable[[nn.Module], nn.Module] | None,
     optimizer: str = "adamw",
     model: str = "gpt",
-    steps: int = 5,
+    steps: int = 3,
     micro: int = 1,
     clip: float | None = None,
     sync_all: bool = False,
-    share: tuple[int, int] | None = None,
     states: bool = False,
 ) -> Trained:
     """Train on this rank's rows, which it takes in `micro` microbatches.
 
     Without `wrap`: one process on the whole batch. Ranks start from different seeds.
-    With `sync_all`, every microbatch is averaged, otherwise the last one is. `share`
-    is which part of the rows, and of how many, if not one for each rank. With `states`,
-    the optimizer's are told, too.
+    With `sync_all`, every microbatch is averaged, otherwise the last one is. With
+    `states`, the optimizer's are told, too.
     """
     alone = wrap is None
     rank, n = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
-    # Neither PyTorch's nor tensor parallelism makes the ranks equal.
-    equal = alone or wrap in PYTORCH or share is not None
+    equal = alone or wrap in PYTORCH  # which does not make the ranks equal
     plain = MODELS[model](0 if equal else rank)
-    rank, n = share or (rank, n)
     sharded = plain if alone else wrap(plain)
     opt = OPTIMIZERS[optimizer](sharded.parameters())
     told = Trained()

@@ -10,7 +10,7 @@ from trained import bits, far_apart
 from ddp_course.launch import spawn
 
 alone = functools.cache(functools.partial(train, None))  # one process, whole batch
-SGD = {"optimizer": "sgd", "steps": 3}
+SGD = {"optimizer": "sgd"}
 ODD = {**SGD, "model": "odd"}
 CLIP = {**SGD, "clip": 0.05}
 EQUAL_ONLY = {"naive", "torch"}  # have no parameters of several types
@@ -33,7 +33,7 @@ def everything() -> dict[tuple[str, str], tuple]:
     return {case: (how, train(wraps[case[0]], **how)) for case, how in cases.items()}
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("n", [1, 3])
 def test_the_same_training_as_one_process_and_as_pytorch(n):
     told = spawn(everything, world_size=n, output="none", timeout=240)
     assert max(alone(**CLIP).norms) > 0.05  # it is clipped

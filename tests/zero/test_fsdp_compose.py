@@ -1,4 +1,4 @@
-"""Stage 3 beside other axes: replicas of the shards, and tensor parallelism below."""
+"""Stage 3 with replicas of the shards; `test_composed_training.py` adds tp below it."""
 
 import functools
 
@@ -20,7 +20,6 @@ from trained import Trained, bits, far_apart, same
 from ddp_course.launch import spawn
 from ddp_course.mesh import Axes, Mesh, make_groups
 from ddp_course.model import GPTConfig, build_gpt
-from ddp_course.tensor_parallel import tensor_parallel
 from ddp_course.zero import sharded_checkpoint
 
 CLIP = 0.05
@@ -108,37 +107,8 @@ def saved(wrap, folder: str) -> bool:
     return all(torch.equal(after[name], before[name]) for name in before)
 
 
-def below_is_tensor_parallelism(folder: str) -> dict[str, object]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import parallelize_module
-
-    from ddp_course.bench.tp import styles
-
-    axes = make_groups(Mesh({"dp": 2, "tp": 2}))
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    how = {**HOW, "share": (axes.index("dp"), 2)}
-
-    def ours(model: nn.Module) -> nn.Module:
-        return Ours(tensor_parallel(model, axes.group("tp")), axes.group("dp"))
-
-    def theirs(model: nn.Module) -> nn.Module:
-        plan = styles(model, True, False).items()  # of tied weights they lose one
-        blocks = {name: style for name, style in plan if name.startswith("blocks")}
-        cut = parallelize_module(model, mesh["tp"], blocks)
-        return fully_shard(cut, mesh=mesh["dp"])
-
-    ways = [("ours", "sgd"), ("ours", "adamw"), ("torch", "adamw")]
-    wraps = {"ours": ours, "torch": theirs}
-    told = {way: train(wraps[way[0]], way[1], "even", **how) for way in ways}
-    return {"tp": told, "saved beside tp": saved(ours, f"{folder}/tp")}
-
-
-def everything(folder: str) -> dict[str, object]:
-    return {**replicas(f"{folder}/dp"), **below_is_tensor_parallelism(folder)}
-
-
-def test_beside_other_axes_it_trains_as_one_process_and_as_pytorchs(tmp_path):
-    ranks = spawn(everything, str(tmp_path), world_size=4, output="none")
+def test_with_replicas_it_trains_as_one_process_and_as_pytorchs(tmp_path):
+    ranks = spawn(replicas, str(tmp_path), world_size=4, output="none")
     first = ranks[0]["trained"]
     for who, optimizer, what in first:
         got = [rank["trained"][who, optimizer, what] for rank in ranks]
@@ -150,9 +120,4 @@ def test_beside_other_axes_it_trains_as_one_process_and_as_pytorchs(tmp_path):
     for rank in ranks:
         assert "weight is float32 [4, 3] on cpu" in rank["error"]
         assert rank["error"].startswith("ReplicaError: ") and "rank 3" in rank["error"]
-        assert rank["saved"] and rank["saved beside tp"]
-    for who, optimizer in ranks[0]["tp"]:
-        got = [rank["tp"][who, optimizer] for rank in ranks]
-        assert not different(got, optimizer, "even"), (who, optimizer)
-    mine, theirs = (ranks[0]["tp"][who, "adamw"] for who in ("ours", "torch"))
-    assert not far_apart(mine, theirs, CLOSE["adamw"])
+        assert rank["saved"]

@@ -1,6 +1,4 @@
-"""States of stage 3: whole ones for one process, and shards for any number of ranks."""
-
-import functools
+"""States of stage 3: sharded checkpoints, parameter groups, and what does not fit."""
 
 import pytest
 import torch
@@ -13,13 +11,6 @@ from trained import same
 from ddp_course.launch import spawn
 from ddp_course.model import GPTConfig, build_gpt
 from ddp_course.zero import sharded_checkpoint
-from ddp_course.zero.stage3 import FullyShardedDataParallel
-
-
-def plain(model: str, optimizer: str, seed: int = 0):
-    """Return a module of one process and its optimizer."""
-    module = MODELS[model](seed)
-    return module, OPTIMIZERS[optimizer](module.parameters())
 
 
 def sharded(model: str, optimizer: str, **options):
@@ -29,9 +20,8 @@ def sharded(model: str, optimizer: str, **options):
 
 
 def run(module: nn.Module, optimizer, steps: range) -> None:
-    """Train for some steps, in one process or on all ranks."""
-    alone = not isinstance(module, FullyShardedDataParallel)
-    rank, n = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
+    """Train for some steps on this rank's rows."""
+    rank, n = dist.get_rank(), dist.get_world_size()
     for step in steps:
         x, y = (t[rank * ROWS // n : (rank + 1) * ROWS // n] for t in batch(step))
         optimizer.zero_grad()
@@ -39,29 +29,7 @@ def run(module: nn.Module, optimizer, steps: range) -> None:
         optimizer.step()
 
 
-@functools.cache
-def of_one_process(model: str, optimizer: str, steps: int) -> tuple[dict, dict]:
-    module, opt = plain(model, optimizer)
-    run(module, opt, range(steps))
-    return module.state_dict(), opt.state_dict()
-
-
 CASES = [("gpt", "adamw"), ("odd", "adamw"), ("odd", "sgd")]
-
-
-def continued(before: dict) -> dict:
-    """On every rank: go on from one process after 2 steps; return states after 4."""
-    told = {}
-    for case in CASES:
-        module, optimizer = sharded(*case)
-        state, opt = before[case]
-        module.load_full_state_dict(state)
-        module.load_full_optimizer_state_dict(optimizer, opt)
-        same = module.full_state_dict(), module.full_optimizer_state_dict(optimizer)
-        run(module, optimizer, range(2, 4))
-        after = module.full_state_dict(), module.full_optimizer_state_dict(optimizer)
-        told[case] = same, after
-    return told
 
 
 def without(state: dict) -> dict:
@@ -69,9 +37,9 @@ def without(state: dict) -> dict:
     return {key: value for key, value in state.items() if "calls" not in key}
 
 
-def everything(before: dict, folder: str) -> dict:
+def everything(folder: str) -> dict:
     """On every rank: what the tests below look at, in one launch."""
-    told = {"continued": continued(before), "loaded": loaded(folder)}
+    told = {"loaded": loaded(folder)}
     if dist.get_world_size() == 3:
         told |= {"groups": groups(), "fake": rank_0_only(folder)}
     return told
@@ -86,29 +54,7 @@ def saved_on_4(tmp_path_factory) -> tuple[str, dict]:
 
 @pytest.fixture(scope="module", params=[1, 3, 4])
 def ranks(request, saved_on_4) -> list[dict]:
-    before = {case: of_one_process(*case, 2) for case in CASES}
-    args = before, saved_on_4[0]
-    return spawn(everything, *args, world_size=request.param, output="none")
-
-
-def test_one_process_and_many_ranks_go_on_from_each_other(ranks):
-    before = {case: of_one_process(*case, 2) for case in CASES}
-    told = [rank["continued"] for rank in ranks]
-    for case in CASES:
-        for rank in told:
-            kept, (state, opt) = rank[case]
-            assert same(before[case][0], kept[0]), case
-            assert same(before[case][1], kept[1]), case
-            model, optimizer = of_one_process(*case, 4)
-            assert same(without(model), without(state), rtol=1e-4, atol=1e-5)
-            assert same(optimizer, opt, rtol=1e-3, atol=1e-5)
-        # And one process goes on from the ranks.
-        module, optimizer = plain(*case, seed=5)
-        module.load_state_dict(told[0][case][1][0])
-        optimizer.load_state_dict(told[0][case][1][1])
-        run(module, optimizer, range(4, 6))
-        model, _ = of_one_process(*case, 6)
-        assert same(without(model), without(module.state_dict()), rtol=1e-4, atol=1e-5)
+    return spawn(everything, saved_on_4[0], world_size=request.param, output="none")
 
 
 def groups() -> dict:

@@ -210,7 +210,7 @@ def test_what_is_sent_is_twice_the_model_and_pytorch_sends_half_as_much_again(me
         assert mean == pytest.approx(3 * psi * (n - 1) / n, rel=0.01), name
 
 
-measured = launched((2, 3), ledgers, sent)
+measured = launched(3, ledgers, sent)
 
 
 # ---- what overlaps -------------------------------------------------------------------

@@ -57,7 +57,7 @@ WITH_GROUPS = {"optimizer": "momentum", "groups": True, "clip": 0.05}
 
 
 def everything() -> dict:
-    """On every rank: train in all ways; on 1 and 2 ranks in one for each stage."""
+    """On every rank: train in all ways; alone in one for each stage."""
     if dist.get_world_size() < 3:
         return {way: train(**WAYS[way]) for way in ("naive", "small", "2, small")}
     told = {way: train(**how) for way, how in WAYS.items()}
@@ -66,13 +66,13 @@ def everything() -> dict:
     told["naive", "momentum"] = train(Naive, "momentum")
     told["pytorch"] = train(**PYTORCHS)
     told["pytorch", "groups"] = train(**PYTORCHS, **WITH_GROUPS)
-    told |= {("fake", name): train(**fake, steps=3) for name, fake in FAKES.items()}
+    told |= {("fake", name): train(**fake) for name, fake in FAKES.items()}
     make = WAYS["small"]["make"]
     told |= {("of", name): train(make, name, 3) for name in OPTIMIZERS}
     return told
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("n", [1, 3])
 def test_the_same_training_as_one_process_and_as_pytorch(n):
     told = spawn(everything, world_size=n, output="none")
     alone, in_groups = train(None), train(None, **WITH_GROUPS)

@@ -140,7 +140,7 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 def train(
     make: Make | None,
     optimizer: str = "adamw",
-    steps: int = 5,
+    steps: int = 3,
     groups: bool = False,
     clip: float | None = None,
     wrap: Callable[[nn.Module], nn.Module] | None = None,
