@@ -86,19 +86,27 @@ ZERO = {
 
 
 class ScheduleName(NamedTuple):
-    """The title of a pipeline schedule, and its default stages per rank."""
+    """What is known of a pipeline schedule by its name.
+
+    Attributes:
+        title: for people.
+        stages_per_rank: by default.
+        any_stages: whether a rank may have another number of stages.
+        closed_form: whether `theory.pipeline` has formulas for it.
+    """
 
     title: str
     stages_per_rank: int = 1
-    any_stages: bool = False  # whether a rank may have another number of stages
+    any_stages: bool = False
+    closed_form: bool = False
 
 
 SCHEDULES = {
-    "naive": ScheduleName("Naive"),
-    "gpipe": ScheduleName("GPipe"),
-    "1f1b": ScheduleName("1F1B"),
-    "interleaved": ScheduleName("Interleaved 1F1B", 2, any_stages=True),
-    "zero_bubble": ScheduleName("Zero bubble (ZB-H1)", any_stages=True),
+    "naive": ScheduleName("Naive", closed_form=True),
+    "gpipe": ScheduleName("GPipe", closed_form=True),
+    "1f1b": ScheduleName("1F1B", closed_form=True),
+    "interleaved": ScheduleName("Interleaved 1F1B", 2, True, closed_form=True),
+    "zero_bubble": ScheduleName("Zero bubble (ZB-H1)", 1, True, closed_form=True),
 }
 
 

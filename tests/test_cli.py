@@ -31,6 +31,7 @@ import ddp_course
 from ddp_course import compression, pipeline, spec, theory
 from ddp_course.cli import main
 from ddp_course.commands import CommandError, doctor, lab, proofs
+from ddp_course.context_parallel.gpt import ATTENTIONS
 from ddp_course.data_parallel.axis import WRAPPERS
 from ddp_course.launch import LaunchError, here
 from ddp_course.model import GPTConfig
@@ -95,7 +96,7 @@ def test_help_does_not_wait_for_pytorch_and_yet_names_what_there_is():
         (theory.MODELS, spec.MODELS),
         (theory.OPTIMIZERS, spec.OPTIMIZERS),
         (theory.PRECISIONS, spec.PLANNED),
-        (theory.RECOMPUTE, spec.RECOMPUTE),
+        (ATTENTIONS, spec.ATTENTION),
     ):
         assert {*known} == {*names}
     ask = """

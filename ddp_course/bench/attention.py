@@ -30,11 +30,12 @@ from ddp_course.context_parallel.ring import Ring
 from ddp_course.context_parallel.ulysses import ulysses_attention
 from ddp_course.launch import Link, Links, spawn
 from ddp_course.measure import Event, EventLog, busy
+from ddp_course.spec import ATTENTION
 
 ABOUT = "Attention over a divided sequence, forward and backward, four ways."
 BATCH, HEADS, CHANNELS = 1, 12, 12
 ONE, RING, GATHER = "one process", "PyTorch ring", "PyTorch gather"
-DIVIDED = ("gathered", "ulysses", "ring", "zigzag")
+DIVIDED = (*ATTENTION, "zigzag")
 ZIGZAG, PLAIN, WORK = "zigzag, waiting", "ring, waiting", "computing or sending"
 PAIRS = (
     *against(ONE, dict.fromkeys((*DIVIDED, RING, GATHER))),

@@ -22,8 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.optim import AdamW
 
+from ddp_course import spec
 from ddp_course.bench import steps
 from ddp_course.bench.turns import Pair, Row, Told, row, slowest
 from ddp_course.model import PRESETS, cross_entropy
@@ -33,7 +35,7 @@ ABOUT = "A training step under our pipeline over one under PyTorch's; their bubb
 MICROBATCHES = 8
 WAIT = 0.03  # seconds of F, of I and of W on each rank
 
-THEIRS: dict[str, Callable[..., Any]] = {
+THEIRS: dict[str, type] = {
     "gpipe": pipelining.ScheduleGPipe,
     "1f1b": pipelining.Schedule1F1B,
     "interleaved": pipelining.ScheduleInterleaved1F1B,
@@ -84,7 +86,8 @@ def theirs_step(
         pipelining.PipelineStage(stage, index, number, torch.device("cpu"))
         for index, stage in pipeline.stages.items()
     ]
-    given = stages if schedule in ("interleaved", "zero_bubble") else stages[0]
+    several = issubclass(THEIRS[schedule], PipelineScheduleMulti)
+    given = stages if several else stages[0]
     made = THEIRS[schedule](given, MICROBATCHES, loss_fn=loss_fn)
     first, last = 0 in pipeline.stages, number - 1 in pipeline.stages
 
@@ -120,8 +123,12 @@ PAIRS = (
 def fits(case: steps.Case, name: str) -> bool:
     """Tell whether the model has a layer for each of a variant's stages."""
     layers = PRESETS[case.preset].n_layer + 2
-    two_stages = {THEIRS["interleaved"].__name__, "interleaved gloo"}
-    return layers >= 2 * case.ranks or name not in two_stages
+    stages = {
+        variant: case.ranks * spec.SCHEDULES[schedule].stages_per_rank
+        for schedule, made in THEIRS.items()
+        for variant in (made.__name__, f"{schedule} gloo")
+    }
+    return layers >= stages.get(name, case.ranks)
 
 
 def bench(quick: bool) -> Iterator[Row]:
@@ -185,7 +192,7 @@ def waiting_step(
 ) -> Callable[[], object]:
     """Return a step of ours or of theirs with layers that wait."""
     p = dist.get_world_size()
-    stages = 2 * p if schedule == "interleaved" else p
+    stages = p * spec.SCHEDULES[schedule].stages_per_rank
     each = seconds * p / stages
     times = [each] * (3 if layer is Waiting else 1)
     model = nn.Sequential(*(layer(*times) for _ in range(stages)))

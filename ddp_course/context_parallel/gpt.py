@@ -31,7 +31,6 @@ from ddp_course.context_parallel.ring import Ring
 from ddp_course.context_parallel.ulysses import ulysses_attention
 
 Group = dist.ProcessGroup | None  # None: all ranks
-ATTENTIONS = ("ring", "gathered", "ulysses")
 
 
 class Division:
@@ -39,7 +38,7 @@ class Division:
 
     Args:
         group: the ranks; None are all.
-        attention: one of ATTENTIONS.
+        attention: a name in ATTENTIONS.
         assignment: which rank has which positions; Ulysses takes contiguous ones.
     """
 
@@ -62,12 +61,27 @@ class Division:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the attention of this rank's queries; all are (B, H, T/N, D)."""
-        length = q.shape[2] * self.size
-        if self.attention == "ulysses":
-            return ulysses_attention(q, k, v, self.group)
-        if self.attention == "gathered":
-            return gathered_attention(q, k, v, self.positions(length, q), self.group)
-        return Ring(self.assigned(length), self.group)(q, k, v)
+        return ATTENTIONS[self.attention](self, q, k, v)
+
+
+def by_ring(division: Division, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attend to keys and values that go around."""
+    length = q.shape[2] * division.size
+    return Ring(division.assigned(length), division.group)(q, k, v)
+
+
+def by_gathering(division: Division, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attend to the keys and values of all ranks at once."""
+    positions = division.positions(q.shape[2] * division.size, q)
+    return gathered_attention(q, k, v, positions, division.group)
+
+
+def by_heads(division: Division, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attend to whole sequences, each rank with some of the heads."""
+    return ulysses_attention(q, k, v, division.group)
+
+
+ATTENTIONS = {"ring": by_ring, "gathered": by_gathering, "ulysses": by_heads}
 
 
 class DividedEmbedding(nn.Module):

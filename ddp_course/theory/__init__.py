@@ -22,7 +22,6 @@ need to all-reduce 1 MiB in a ring of such links. Read the modules in this order
 """
 
 from ddp_course.theory.activations import (
-    RECOMPUTE,
     gpt_activations,
     gpt_peak,
     layer_activations,

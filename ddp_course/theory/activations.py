@@ -11,9 +11,8 @@ from __future__ import annotations
 from functools import partial
 
 from ddp_course.model import GPTConfig
+from ddp_course.spec import RECOMPUTE
 from ddp_course.theory.checks import check_choice
-
-RECOMPUTE = ("none", "selective", "full")
 
 
 def layer_activations(

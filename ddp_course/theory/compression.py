@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from math import prod
 
+from ddp_course.spec import COMPRESSORS
 from ddp_course.theory.checks import (
     check_choice,
     check_positive,
@@ -105,7 +106,7 @@ def compressed_bytes(
     name, _, amount = method.partition(":")
     check_choice("method", name, METHODS)
     value = float(amount) if amount else None
-    if name in ("topk", "randomk", "powersgd"):
+    if COMPRESSORS.get(name):
         check_positive(f"what stands after {name}:", value)
     numel = sum(prod(shape) for shape in shapes)
     return METHODS[name](shapes, numel, world_size, rank, value)

@@ -30,9 +30,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
+from ddp_course.spec import ATTENTION
 from ddp_course.theory.checks import check_choice
 
-ATTENTIONS = ("gathered", "ulysses", "ring")
 FLOAT32 = 4  # bytes of a number
 
 
@@ -63,7 +63,7 @@ def attention_volume(
     """Return the bytes that each rank sends for one layer's attention.
 
     Args:
-        attention: "gathered", "ulysses" or "ring".
+        attention: one of `spec.ATTENTION`.
         ranks: N, which share each sequence.
         batch: B, sequences.
         length: T, tokens of a sequence; a multiple of N.
@@ -74,7 +74,7 @@ def attention_volume(
 
     Chapter 16.
     """
-    check_choice("attention", attention, ATTENTIONS)
+    check_choice("attention", attention, ATTENTION)
     kv_heads = heads if kv_heads is None else kv_heads
     row = Fraction(batch * length * d_head, ranks)  # numbers of one head on one rank
     u = 2 * row * kv_heads * itemsize

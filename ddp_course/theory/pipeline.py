@@ -25,8 +25,8 @@ from numbers import Rational, Real
 from ddp_course.spec import SCHEDULES
 from ddp_course.theory.checks import check_choice
 
-# Those that have closed forms; a new schedule needs none, as `simulate` counts.
-PIPELINES = ("naive", "gpipe", "1f1b", "interleaved", "zero_bubble")
+# A new schedule needs no closed form, as `simulate` counts.
+PIPELINES = tuple(name for name, each in SCHEDULES.items() if each.closed_form)
 STAGES_PER_RANK = {  # the others always have one
     name: each.stages_per_rank for name, each in SCHEDULES.items() if each.any_stages
 }

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 
 from ddp_course.measure import Ledger
 from ddp_course.model import PRESETS, GPTConfig
-from ddp_course.theory.activations import RECOMPUTE, gpt_peak, model_activations
+from ddp_course.spec import RECOMPUTE
+from ddp_course.theory.activations import gpt_peak, model_activations
 from ddp_course.theory.checks import check_choice, check_count, check_positive
 from ddp_course.theory.memory import (
     Precision,

@@ -81,7 +81,7 @@ def test_the_busiest_rank():
 test_what_cannot_be_asked_for = refused(
     (
         lambda: attention_volume("all", 2, batch=1, length=2, heads=1, d_head=1),
-        "attention is 'all'; it can be 'gathered', 'ulysses', 'ring'",
+        "attention is 'all'; it can be 'ring', 'gathered', 'ulysses'",
     ),
     (
         lambda: causal_pairs("zag", 8, 2),

@@ -72,7 +72,8 @@ def named(
     count("ranks", ranks, 1, MOST_RANKS)
     count("microbatches", microbatches, 1, MOST_MICROBATCHES)
     count("stages_per_rank", stages_per_rank, 1, MOST_STAGES)
-    more = {"stages_per_rank": stages_per_rank} if name == "interleaved" else {}
+    by_default = spec.SCHEDULES[name].stages_per_rank
+    more = {"stages_per_rank": stages_per_rank} if by_default > 1 else {}
     return SCHEDULES[name](ranks, microbatches, **more)
 
 
