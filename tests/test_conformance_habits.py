@@ -192,7 +192,8 @@ class InSteps:
         )
 
     def zero_grad(self) -> None:
-        """Do nothing: `step` does it."""
+        """Forget the gradients. (`step` does it, too.)"""
+        self.own.zero_grad()
 
 
 def chain() -> nn.Sequential:
@@ -480,6 +481,21 @@ def averages_by_hand(s: Script) -> None:
                 p.grad /= s.ranks
 
     s.train(average)
+
+
+@habit(("ddp", "order", "zero1"))
+def gradients_by_autograd_grad(s: Script) -> None:
+    """Get gradients from autograd.grad, average them, and write them."""
+    s.start()
+
+    def backward(step: int) -> None:
+        gradients = torch.autograd.grad(s.loss(step), s.parameters)
+        for p, gradient in zip(s.parameters, gradients, strict=True):
+            if s.ranks > 1:
+                dist.all_reduce(gradient)
+            p.grad = gradient / s.ranks
+
+    s.train(backward=backward)
 
 
 # ---- hooks

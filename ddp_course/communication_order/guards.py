@@ -99,12 +99,28 @@ class NotYet:
                 nothing = slot.view.new_empty(()).expand(slot.view.shape)
                 slot.parameter.grad = nothing.as_subclass(UnderWay)
 
+    def step_due(self, model: Any) -> None:
+        """Raise RuntimeError for a gradient that the step would not see."""
+        for index in model.reducer.under_way:
+            for slot in model.engine.buckets[index].slots:
+                gradient = slot.parameter.grad
+                if gradient is not None and not isinstance(gradient, UnderWay):
+                    raise RuntimeError(
+                        f"the gradient of {slot.name} was replaced while the one that "
+                        "backward has computed is under way: the step would not see "
+                        "it. Call finish() before you write a gradient"
+                    )
+
+
+GRADIENTS = Tensor.grad.__get__, Tensor.grad.__set__  # as zero_grad uses them
+
 
 class StepDue(nn.Parameter):
     """A parameter whose step is due: whoever uses it takes the step first.
 
     Its layer waits for the gradient in any case. This class is for everybody else: a
-    penalty in the loss, an average of weights, a tied matrix, a change by hand.
+    penalty in the loss, an average of weights, a tied matrix, a change by hand. Its
+    `grad` belongs to the next step already.
     """
 
     @classmethod
@@ -112,7 +128,7 @@ class StepDue(nn.Parameter):
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Step the parameters among the arguments; then call the function."""
-        for tensor in tensors_in([args, kwargs]):
+        for tensor in () if function in GRADIENTS else tensors_in([args, kwargs]):
             if isinstance(tensor, StepDue):
                 tensor.take_step()
         with torch._C.DisableTorchFunctionSubclass():
@@ -149,6 +165,12 @@ class StepFirst:
                     slot.parameter.__class__ = StepDue
                 else:  # of a class of its own
                     model.receive(bucket)
+
+    def before_update(self, model: Any, bucket: Any) -> None:
+        """Let the parameters of a bucket be ordinary again."""
+        for slot in bucket.slots:
+            if isinstance(slot.parameter, StepDue):
+                slot.parameter.take_step()
 
 
 # ---- helpers -------------------------------------------------------------------------

@@ -221,7 +221,8 @@ def tensor_parallel(
     Called by all ranks together, with the same model (`build_gpt` with the same seed);
     it stays as it is: drop it, and the memory of what other ranks have is free. An
     optimizer that looks at whole tensors (Adafactor, Muon, LAMB) is refused at its
-    first step, which PyTorch's DTensor would let see the other ranks' parts.
+    first step, which PyTorch's DTensor would let see the other ranks' parts. What a
+    program itself computes of a gradient, such as its norm, is of this rank's part.
 
     Args:
         model: a plain GPT, on the CPU or on this rank's GPU.

@@ -69,7 +69,8 @@ class FullyShardedDataParallel(WholeState, SimpleFullyShardedDataParallel):
         compute   with the current unit; then free it
 
     Any elementwise optimizer (SGD, AdamW, ...) can step `parameters()`, also in groups
-    by name: they are vectors with mean gradients. A parameter without a gradient on
+    by name: they are vectors with mean gradients, of which this rank has a part, and so
+    has whoever computes a norm of them by hand. A parameter without a gradient on
     some ranks counts as zero there; one without a gradient on all ranks is not changed.
     Each rank keeps its own buffers; the whole state has those of the first rank.
 
@@ -251,8 +252,8 @@ class FullyShardedDataParallel(WholeState, SimpleFullyShardedDataParallel):
         """Only accumulate the gradients of the backward passes in this block.
 
         They are stored whole, which takes the memory of all gradients; the next
-        averaged pass sends their sum. As set_requires_gradient_sync of PyTorch's
-        FSDPModule.
+        averaged pass sends their sum, even if `zero_grad` was called in between. As
+        set_requires_gradient_sync of PyTorch's FSDPModule.
         """
         before, self.sync = self.sync, False
         try:

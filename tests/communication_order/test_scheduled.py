@@ -33,7 +33,7 @@ from ddp_course.communication_order import (
     priority,
     recorded,
 )
-from ddp_course.communication_order.guards import StepFirst, check_one_by_one
+from ddp_course.communication_order.guards import StepDue, StepFirst, check_one_by_one
 from ddp_course.communication_order.ordered import options_of
 from ddp_course.compression import CourseExchange, compress, compressor
 from ddp_course.data_parallel.ddp import DistributedDataParallel
@@ -330,8 +330,11 @@ def loaded(by: Callable[[nn.Module, dict[str, Tensor]], object]) -> bool:
     return not any(map(torch.any, model.parameters()))
 
 
-def without_a_gradient() -> tuple[bool, bool]:
-    """Take one gradient away before a step; tell whether others moved, and this one."""
+def without_a_gradient() -> tuple[bool, bool, bool]:
+    """Take one gradient away before a step; tell whether others moved, and this one.
+
+    And tell whether the step was still due after the gradients were made None.
+    """
     model = run(wrapped(policy=FIFO), 3)
     model.finish()
     before = [p.detach().clone() for p in model.parameters()]
@@ -339,11 +342,12 @@ def without_a_gradient() -> tuple[bool, bool]:
     model.module.layers[1].weight.grad = None
     model.step()
     model.optimizer.zero_grad()  # as people do; the step is due all the same
+    due = all(type(p) is StepDue for p in model.module.parameters())
     model.finish()
     after = dict(model.module.named_parameters())
     moved = dict(zip(after, map(torch.ne, before, after.values()), strict=True))
     this = bool(moved.pop("layers.1.weight").any())
-    return all(bool(each.any()) for each in moved.values()), this
+    return all(bool(each.any()) for each in moved.values()), this, due
 
 
 def used_without_forward(
@@ -409,7 +413,7 @@ def test_ranks_that_disagree_are_wrong_and_what_cannot_be_is_refused():
     assert not same(told["naive"], other["naive"])  # and nobody has said so
     for own in (told, other):
         assert same(own["skipped"], (True, told["right"]))
-        assert own["loaded"] and own["without"] == (True, False)
+        assert own["loaded"] and own["without"] == (True, False, True)
         assert same(own["used"], own["used, finished"])
         pairs = zip(own["used"], own["used too early"], strict=True)
         assert not any(map(torch.equal, *zip(*pairs, strict=True)))
