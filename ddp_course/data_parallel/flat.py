@@ -1,4 +1,4 @@
-"""DistributedDataParallel, step two: all gradients in one message.
+"""DistributedDataParallel, step two: all gradients in one all-reduce.
 
 Like `naive`, it averages after backward has ended. Chapter 04.
 """
