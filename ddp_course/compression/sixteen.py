@@ -15,7 +15,7 @@ class SixteenBits(Compressor):
     """Sends float16 or bfloat16, and lets the collective add in that type, too.
 
     Each number is divided by N before it is sent, so that the sum does not overflow;
-    beyond 65,504 a float16 is infinite. PyTorch: `fp16_compress_hook`.
+    from 65,520 on a float16 is infinite. PyTorch: `fp16_compress_hook`.
     """
 
     def __init__(

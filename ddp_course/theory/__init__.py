@@ -81,7 +81,6 @@ from ddp_course.theory.ordering import (
     good_piece,
     least_step_time,
     ready_times,
-    seed_recurrence,
     send_starts,
     wait_for_all_time,
 )

@@ -61,22 +61,6 @@ def send_starts(compute: Sequence[Real], network: Sequence[Real]) -> list[Real]:
     return starts
 
 
-def seed_recurrence(compute: Sequence[Real], network: Sequence[Real]) -> list[Real]:
-    """Return the starts by s[i+1] = max(s[i] + c, s[i-1] + n[i-1]): a wrong formula.
-
-    It goes from text to text as ByteScheduler's, whose paper does not have it. Read in
-    its favour, as starts of sends, with c the computing that makes the next bucket, it
-    lets two sends share the link: bucket i+1 waits for bucket i-1, and not for bucket
-    i. Compare `send_starts`.
-    """
-    starts = list(compute[:1])
-    for i in range(len(compute) - 1):
-        computed = starts[i] + compute[i + 1]
-        sent = starts[i - 1] + network[i - 1] if i else 0
-        starts.append(max(computed, sent))
-    return starts
-
-
 def wait_for_all_time(layers: Sequence[Layer]) -> Real:
     """Return the step time if sends are in the order of backward, and all waited for.
 

@@ -31,7 +31,6 @@ from ddp_course.theory import (
     binding_layer,
     good_piece,
     least_step_time,
-    seed_recurrence,
     send_starts,
     wait_for_all_time,
 )
@@ -93,10 +92,8 @@ def test_three_layers_by_hand():
     assert best_order(long).step_time == 26
 
 
-def test_the_recurrence_of_many_texts_sends_two_at_once():
-    assert seed_recurrence([1, 1], [2, 2]) == [1, 2]  # the first is under way until 3
-    assert send_starts([1, 1], [2, 2]) == [1, 3]
-    assert seed_recurrence([1, 1, 1], [1, 1, 1]) == send_starts([1, 1, 1], [1, 1, 1])
+def test_a_send_waits_for_its_gradient_and_for_the_send_before():
+    assert send_starts([1, 1], [2, 2]) == [1, 3]  # the first is under way until 3
     two = [Layer(0, 1, 2), Layer(0, 1, 2)]
     sends = [event.start for event in simulate(two, FIFO).events if event.op == "send"]
     assert sends == [1, 3]
