@@ -5,8 +5,8 @@ PyTorch's schedules have their stages cut where ours are.
 
 Then the idle share of each schedule, with layers that on each rank together wait for 30
 ms in each of F, I and W instead of computing, so that four ranks on two cores do not
-hinder each other (`pipeline.Waiting`): ours beside PyTorch's, and beside what the
-schedule asks for (`pipeline.simulate`). Chapters 10 and 11.
+hinder each other (`pipeline.SleepingLayer`): ours beside PyTorch's, and beside what the
+schedule asks for (`pipeline.simulate_schedule`). Chapters 10 and 11.
 """
 
 from __future__ import annotations
@@ -29,7 +29,12 @@ from ddp_course import spec
 from ddp_course.bench import steps
 from ddp_course.bench.turns import Pair, Row, Told, row, slowest
 from ddp_course.model import PRESETS, cross_entropy
-from ddp_course.pipeline import SCHEDULES, PipelineParallel, Waiting, simulate
+from ddp_course.pipeline import (
+    SCHEDULES,
+    PipelineParallel,
+    SleepingLayer,
+    simulate_schedule,
+)
 
 ABOUT = "A training step under our pipeline over one under PyTorch's; their bubbles."
 MICROBATCHES = 8
@@ -143,7 +148,7 @@ def bench(quick: bool) -> Iterator[Row]:
 
 
 class WaitingForBoth(nn.Module):
-    """Waits as `Waiting` does, in a way that PyTorch can split.
+    """Waits as `SleepingLayer` does, in a way that PyTorch can split.
 
     PyTorch cuts autograd's graph where the paths to inputs and to weights part. So one
     function on the path to the input waits in F and I, one on that to the weight in W.
@@ -182,7 +187,7 @@ def waits(seconds: float, turns: int) -> Told:
     made = {
         f"{schedule} {whose}": waiting_step(whose, schedule, layer, seconds)
         for schedule in THEIRS
-        for whose, layer in (("ours", Waiting), ("theirs", WaitingForBoth))
+        for whose, layer in (("ours", SleepingLayer), ("theirs", WaitingForBoth))
     }
     return steps.together(made, turns, math.inf, repeat=1)
 
@@ -194,7 +199,7 @@ def waiting_step(
     p = dist.get_world_size()
     stages = p * spec.SCHEDULES[schedule].stages_per_rank
     each = seconds * p / stages
-    times = [each] * (3 if layer is Waiting else 1)
+    times = [each] * (3 if layer is SleepingLayer else 1)
     model = nn.Sequential(*(layer(*times) for _ in range(stages)))
     pipeline = PipelineParallel(model, schedule, MICROBATCHES, loss_fn=mean_square)
     # PyTorch goes back to a stage's input only if that requires a gradient.
@@ -216,7 +221,9 @@ def bubble_rows(ranks: int, told: list[Told], seconds: float) -> Iterator[Row]:
             1 - busy / statistics.median(times[f"{schedule} {whose}"])
             for whose in ("ours", "theirs")
         )
-        simulated = float(simulate(SCHEDULES[schedule](ranks, MICROBATCHES)).bubble)
+        simulated = float(
+            simulate_schedule(SCHEDULES[schedule](ranks, MICROBATCHES)).bubble
+        )
         for beside, other in ((made.__name__, theirs), (ASKED, simulated)):
             pair = Pair(f"bubble of {schedule}", beside)
             yield row(f"{ranks} ranks", pair, "share", ours, other, ranks=ranks)

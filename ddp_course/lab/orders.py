@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from ddp_course.lab.answers import code, on_ranks, one_line
 from ddp_course.lab.exercises import expect
 from ddp_course.measure import ByteMeter, EventLog
-from ddp_course.pipeline import PipelineParallel, Recorded, parse
+from ddp_course.pipeline import PipelineParallel, PipelineRecorder, parse
 from ddp_course.pipeline.checker import check
 from ddp_course.pipeline.schedule import Action, Schedule, ScheduleError
-from ddp_course.pipeline.simulate import Simulated, simulate
+from ddp_course.pipeline.simulate import SimulatedSchedule, simulate_schedule
 
 Rows = list[list[str]]
 WIDTH, ROWS = 4, 2  # of the layers, and of each microbatch; powers of 2: no rounding
@@ -44,7 +44,7 @@ def judge_row(call: str, row: Any, rank: int, ops: str) -> None:
         )
 
 
-def judge_legal(where: str, rows: Rows, num_microbatches: int) -> Simulated:
+def judge_legal(where: str, rows: Rows, num_microbatches: int) -> SimulatedSchedule:
     """Let the checker judge; return what the simulator says."""
     try:
         expect(any(rows), f"{where} no rank does anything.")
@@ -58,10 +58,12 @@ def judge_legal(where: str, rows: Rows, num_microbatches: int) -> Simulated:
         f"{where} your ranks have actions of {schedule.num_microbatches} microbatches; "
         "those of the next batch have to wait for the step.",
     )
-    return simulate(schedule)
+    return simulate_schedule(schedule)
 
 
-def judge_bubble(where: str, played: Simulated, wanted: Fraction, whose: str) -> None:
+def judge_bubble(
+    where: str, played: SimulatedSchedule, wanted: Fraction, whose: str
+) -> None:
     """Expect no larger bubble than `wanted`, that of a schedule called `whose`."""
     expect(
         played.bubble <= wanted,
@@ -129,7 +131,7 @@ def _train(schedule: Schedule) -> dict[str, Any]:
     (Before the first message of a kind, its shape is told.)
     """
     p, m = schedule.num_ranks, schedule.num_microbatches
-    recorder = Recorded()
+    recorder = PipelineRecorder()
     pipeline = PipelineParallel(_model(p), schedule, loss_fn=_loss, recorder=recorder)
     pipeline.step(*_batch(m))
     pipeline.zero_grad()

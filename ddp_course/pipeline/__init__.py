@@ -1,40 +1,44 @@
 """Floor 2: a model cut between its layers, and microbatches that pass through it.
 
-Three rungs, each of which is read in this order:
+Three rungs, in this order:
 
-    by_hand, stages
-                  one microbatch after the other, and every message written out; how a
-                  model is cut between its layers
+    stages, by_hand
+                  cut a model between its layers; train one microbatch after the other,
+                  with every message written out
     schedule, runtime
-                  who computes what in which order, as plain data; and a rank that
-                  carries it out, whatever the order is
+                  the order of each rank's actions as plain data, and `Runtime`, which
+                  carries out any such order
     pipeline_parallel
-                  `PipelineParallel`: the same and its parts, each of which can be read
-                  alone: overlapped (messages ahead of time), backward (recomputed, or
-                  in two halves), batch_checks, forms (of activations); and what is
-                  decided first: schedules (interleaved, zero bubble), program (who
-                  sends what to whom), stage_plan (who has which layers, and whose
-                  weights are tied)
+                  `PipelineParallel`: the full class, a list of parts. Its plans:
+                  schedules (interleaved, zero bubble), program (the messages),
+                  stage_plan (layers of each stage, tied weights). Its parts, each of
+                  which can be read alone: overlapped (receives posted early), backward
+                  (recomputed, or in two halves), batch_checks, forms (of activations)
 
-And without any process:
+Without any process:
 
     player, checker, simulate
-                  what happens when; is it legal, and what does it cost?
+                  run a program in virtual time; prove that a schedule is legal; compute
+                  what it costs
+
+To measure a run:
+
     clocks, recorded, virtual_time
-                  what the bubble was; what each rank did and when; the same on a clock
-                  that is fair to ranks that share cores
+                  the bubble; a recorder of each rank's actions; a recorder whose clock
+                  is fair to ranks that share cores
+    axis          what `parallelize` calls to add the pipeline to a model
 
 Chapters 10 and 11.
 """
 
 from ddp_course.pipeline.by_hand import NaivePipeline
 from ddp_course.pipeline.checker import Proof, check
-from ddp_course.pipeline.clocks import Waiting, bubble
+from ddp_course.pipeline.clocks import SleepingLayer, bubble
 from ddp_course.pipeline.forms import PipelineError
 from ddp_course.pipeline.pipeline_parallel import PipelineParallel
 from ddp_course.pipeline.player import Costs, play
-from ddp_course.pipeline.program import Instruction, Program, Timed, add_messages
-from ddp_course.pipeline.recorded import Recorded
+from ddp_course.pipeline.program import Instruction, Program, TimedAction, add_messages
+from ddp_course.pipeline.recorded import PipelineRecorder
 from ddp_course.pipeline.runtime import Pipeline, Runtime
 from ddp_course.pipeline.schedule import (
     SCHEDULES,
@@ -46,7 +50,7 @@ from ddp_course.pipeline.schedule import (
     one_f_one_b,
 )
 from ddp_course.pipeline.schedules import interleaved, parse, zero_bubble
-from ddp_course.pipeline.simulate import Simulated, simulate
+from ddp_course.pipeline.simulate import SimulatedSchedule, simulate_schedule
 from ddp_course.pipeline.stage_plan import StagePlan, partition, stage_plan
 from ddp_course.pipeline.stages import spine
 from ddp_course.pipeline.virtual_time import VirtualTime

@@ -1,4 +1,4 @@
-"""The axis pp: every rank has some layers, and `step` trains them. Chapters 10, 11."""
+"""The pp axis of a layout: wrap the model in `PipelineParallel`. Chapters 10 and 11."""
 
 from torch import nn
 
@@ -9,11 +9,11 @@ from ddp_course.strategy import Strategy
 
 
 def wrap(model: nn.Module, layout: Layout, axes: Axes) -> nn.Module:
-    """Return this rank's stages of the model."""
-    how = layout.schedule, layout.microbatches, axes.group("pp")
-    return PipelineParallel(model, *how)
+    """Return the pipeline with this rank's stages of the model."""
+    group = axes.group("pp")
+    return PipelineParallel(model, layout.schedule, layout.microbatches, group)
 
 
 def strategy(layout: Layout) -> Strategy:
-    """Return how the ranks along pp train."""
+    """Return the functions that set up the pipeline of this layout."""
     return Strategy(wrap)

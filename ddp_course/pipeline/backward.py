@@ -1,20 +1,19 @@
 """Parts of `PipelineParallel` that change how a stage goes backward.
 
-    Recomputed     keeps what enters a stage, and runs its forward again before B or I
+    Recomputed     stores only a stage's input, and runs its forward again before B or I
     SplitBackward  adds the operations I and W: backward in two halves
 
-I computes what another stage waits for, W what nobody waits for before the optimizer.
-The backward of y = x Wᵀ + b, with G the gradient of y, has three products:
+Another stage waits for the result of I; nobody waits for that of W before the optimizer
+steps. The backward of y = x Wᵀ + b, with G the gradient of y, has three products:
 
-    gradient of x    G W         the stage before cannot go on without it
-    gradient of W    Gᵀ x        needed when the optimizer steps
-    gradient of b    sum of G    likewise
+    gradient of x    G W         the previous stage needs it to go on
+    gradient of W    Gᵀ x        the optimizer needs it
+    gradient of b    sum of G    the optimizer needs it
 
-Autograd computes them one after the other. `SplitLinear` computes the first, and leaves
-the others for later if a `WeightGradStore` collects them; until then x and G are kept.
-In a transformer the linear layers are nearly all of the weights' half; LayerNorm and
-embeddings stay where they are, in the first half. The sums are the same, so the
-gradients are, too.
+Autograd computes all three, one after the other. `SplitLinear` computes the first, and
+lets a `WeightGradStore` postpone the others; until then x and G are stored. In a
+transformer the linear layers are nearly all of W's work; LayerNorm and embeddings
+compute all their gradients in I. The gradients are equal bit by bit.
 
 Qi et al. 2024, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241, section 2, and the
 WeightGradStore of its code. PyTorch walks through autograd's graph instead, and cuts it
@@ -39,15 +38,16 @@ from ddp_course.pipeline.schedule import Action
 
 
 class Recomputed:
-    """Keep only what enters a stage, and run its forward again before its backward.
+    """A part that stores only a stage's input, and recomputes before its backward.
 
-    Random numbers are drawn again as they were. All microbatches but one then need
-    memory for their inputs alone, for one more forward in a step of three. (`recompute`
+    The recomputed forward draws the same random numbers. All microbatches but one then
+    need memory for their inputs only, at the cost of one more forward. (`recompute`
     does the same for a block of a model: chapter 06.)
     """
 
     def __init__(self) -> None:
-        self.kept: dict[tuple[int, int], tuple[Tensor, Any]] = {}  # from F to B or I
+        # (stage, microbatch) -> input and random state, from F to B or I
+        self.inputs: dict[tuple[int, int], tuple[Tensor, Any]] = {}
 
     def before_run(self, runtime: Runtime) -> None:
         """Replace F, if a backward will follow."""
@@ -57,8 +57,8 @@ class Recomputed:
     def forward(
         self, runtime: Runtime, stage: int, microbatch: int, x: Tensor
     ) -> Tensor | None:
-        """F: record nothing, and keep the input."""
-        self.kept[stage, microbatch] = x, random_state(x.device)
+        """Compute F without recording a graph, and store the input."""
+        self.inputs[stage, microbatch] = x, random_state(x.device)
         with torch.no_grad():
             return runtime.forward(stage, microbatch, x)
 
@@ -66,7 +66,7 @@ class Recomputed:
         """Run forward again, recorded, before a backward enters its graph."""
         if action.op in ("B", "I"):
             stage, microbatch = action.stage, action.microbatch
-            x, state = self.kept.pop((stage, microbatch))
+            x, state = self.inputs.pop((stage, microbatch))
             with drawn_again(state, x.device):
                 runtime.forward(stage, microbatch, x)
 
@@ -81,7 +81,7 @@ def random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
 def drawn_again(
     state: tuple[Tensor, Tensor | None], device: torch.device
 ) -> Iterator[None]:
-    """Within this block random numbers are those of `state`; after it as before it."""
+    """Draw random numbers from `state` inside the block; restore the generators."""
     cpu, gpu = state
     with torch.random.fork_rng(devices=[] if gpu is None else [device]):
         torch.set_rng_state(cpu)
@@ -97,27 +97,27 @@ Task = Callable[[], None]
 
 
 class WeightGradStore:
-    """Where layers leave what can be done later; `tasks` is None if that is now.
+    """A store of postponed tasks: the weights' gradients of layers.
 
-    A layer that can leave its weights' gradients for later has an attribute
-    `weight_grads`, None or the store that its backward asks:
+    A layer that can postpone its weights' gradients has an attribute `weight_grads`,
+    None or the store that its backward calls:
 
-        of_weight, of_bias = store.compute((weight, bias), lambda: ...)
+        grad_weight, grad_bias = store.compute((weight, bias), lambda: ...)
 
-    That is `[gradient, gradient]`, or `[None, None]` while somebody collects:
+    The result is `[gradient, gradient]`, or `[None, None]` inside of `collect`:
 
         with store.collect() as tasks:
-            loss.backward()        # the gradients of the inputs
+            loss.backward()        # computes the gradients of the inputs
         for task in tasks:
-            task()                 # those of the weights
+            task()                 # computes the gradients of the weights
     """
 
     def __init__(self) -> None:
-        self.tasks: list[Task] | None = None
+        self.tasks: list[Task] | None = None  # None outside of `collect`
 
     @contextmanager
     def collect(self) -> Iterator[list[Task]]:
-        """Within this block, collect tasks in the list that it is given."""
+        """Postpone gradients inside the block; yield the list of tasks."""
         self.tasks = tasks = []
         try:
             yield tasks
@@ -127,10 +127,10 @@ class WeightGradStore:
     def compute(
         self, parameters: Gradients, gradients: Callable[[], Gradients]
     ) -> Gradients:
-        """Return what `gradients` does, one for each parameter; later, as many Nones.
+        """Return `gradients()`, one for each parameter; inside of `collect`, Nones.
 
-        For the backward of a layer. None in the place of a parameter or of its gradient
-        is one that there is not.
+        A layer's backward calls it. A parameter, or its gradient, is None if the layer
+        has no such parameter, or needs no such gradient.
         """
         if self.tasks is None:
             return gradients()
@@ -140,15 +140,15 @@ class WeightGradStore:
 
 @torch.no_grad()
 def _accumulate(parameters: Gradients, gradients: Callable[[], Gradients]) -> None:
-    """Add gradients to what the parameters have, as autograd does: hooks are called."""
+    """Add gradients to the parameters' `grad` through autograd, which calls hooks."""
     pairs = zip(parameters, gradients(), strict=True)
-    there = [(p, gradient) for p, gradient in pairs if gradient is not None]
-    if there:
-        torch.autograd.backward(*zip(*there, strict=True))
+    present = [(p, gradient) for p, gradient in pairs if gradient is not None]
+    if present:
+        torch.autograd.backward(*zip(*present, strict=True))
 
 
 class SplitLinear(torch.autograd.Function):
-    """`F.linear`, whose weights' gradients can be put off."""
+    """`F.linear` with a backward that can postpone the weights' gradients."""
 
     @staticmethod
     def forward(
@@ -160,28 +160,28 @@ class SplitLinear(torch.autograd.Function):
         y = F.linear(x, weight, bias)
         if y.dtype != weight.dtype:
             raise RuntimeError(
-                "backward in two halves (I and W) cannot be used with autocast; take a "
-                "schedule with B, or a model whose layers are in the lower precision"
+                "backward in two halves (I and W) cannot be used with autocast; use a "
+                "schedule with B, or convert the layers to the lower precision"
             )
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of x, and those of W and b or, put off, None."""
+        """Return the gradients of x, W and b; postponed ones are None."""
         x, weight = ctx.saved_tensors
         needs_x, *needed = ctx.needs_input_grad[:3]
-        of_x = gradient @ weight if needs_x else None  # (..., in)
-        of_parameters = partial(_of_parameters, x, gradient, needed)
+        grad_x = gradient @ weight if needs_x else None  # (..., in)
+        compute = partial(_weight_gradients, x, gradient, needed)
         if not any(needed):
-            return of_x, None, None, None
-        if any(map(_has_hooks, ctx.parameters)):  # it is called once, now
-            return of_x, *of_parameters(), None
-        return of_x, *ctx.store.compute(ctx.parameters, of_parameters), None
+            return grad_x, None, None, None
+        if any(map(_has_hooks, ctx.parameters)):  # hooks must run once, in backward
+            return grad_x, *compute(), None
+        return grad_x, *ctx.store.compute(ctx.parameters, compute), None
 
 
 def _has_hooks(parameter: Tensor | None) -> bool:
-    """Whether a hook waits for this gradient; ours know that it may come later."""
+    """Return whether the user has registered a hook; ours allow a later gradient."""
     hooks = getattr(parameter, "_backward_hooks", None) or {}
     return any(
         not getattr(hook, "__module__", "").startswith("ddp_course.")
@@ -189,10 +189,10 @@ def _has_hooks(parameter: Tensor | None) -> bool:
     )
 
 
-def _of_parameters(
+def _weight_gradients(
     x: Tensor, gradient: Tensor, needed: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Return the gradients of W (out, in) and b (out,), those that are needed."""
+    """Return the gradients of W (out, in) and b (out,); None where not needed."""
     rows = gradient.reshape(-1, gradient.shape[-1])  # (N, out)
     return [
         rows.t() @ x.reshape(-1, x.shape[-1]) if needed[0] else None,  # (out, in)
@@ -201,11 +201,11 @@ def _of_parameters(
 
 
 def split_backward(module: nn.Module, store: WeightGradStore) -> None:
-    """Let the linear layers of a module put their weights' gradients off.
+    """Make the linear layers of a module postpone their weights' gradients to `store`.
 
-    Changes what their `forward` does, for the instances. A layer of another kind that
-    can do so, too, has an attribute `weight_grads`, which is set; one that has not
-    computes its weights' gradients together with its input's.
+    Replaces the `forward` of each `nn.Linear` instance. Layers of other kinds that can
+    postpone have an attribute `weight_grads`, which is set to `store`; all others
+    compute their weights' gradients together with their input's.
     """
     for layer in module.modules():
         if type(layer) is nn.Linear:
@@ -219,11 +219,12 @@ def _forward(layer: nn.Linear, store: WeightGradStore, x: Tensor) -> Tensor:
 
 
 class SplitBackward:
-    """Teaches a runtime the operations I and W."""
+    """A part that adds the operations I and W to a runtime."""
 
     def __init__(self, module: nn.Module) -> None:
         self.store = WeightGradStore()
-        self.tasks: dict[tuple[int, int], list[Task]] = {}  # from I to W
+        # (stage, microbatch) -> postponed gradients, from I to W
+        self.tasks: dict[tuple[int, int], list[Task]] = {}
         split_backward(module, self.store)
 
     def before_run(self, runtime: Runtime) -> None:
@@ -234,12 +235,12 @@ class SplitBackward:
     def inputs(
         self, runtime: Runtime, stage: int, microbatch: int, gradient: Tensor | None
     ) -> Tensor | None:
-        """I: go backward, but leave the weights' gradients for later."""
+        """Compute I: go backward, but postpone the weights' gradients."""
         with self.store.collect() as self.tasks[stage, microbatch]:
             return runtime.backward(stage, microbatch, gradient)
 
     def weights(self, stage: int, microbatch: int, _: None) -> None:
-        """W: compute the gradients that I has left, and free what each one needed."""
+        """Compute W: the postponed gradients; each task frees its tensors."""
         tasks = self.tasks.pop((stage, microbatch))
         while tasks:
             tasks.pop()()

@@ -1,10 +1,9 @@
-"""What microbatches ask of a batch and of its loss.
+"""Checks that a batch and its loss can be divided into microbatches.
 
-    SameBatch   a part of `PipelineParallel`: before a step or an evaluation, before
-                anything is sent, it compares the ranks' batches
-    MeanLoss    a loss function that is tried once. The gradient of the batch is the sum
-                of the microbatches' gradients only if the batch's loss is the mean of
-                its rows' losses
+    SameBatch   a part of `PipelineParallel` that compares the ranks' batches before
+                anything is sent
+    MeanLoss    a loss function that its first call tests: microbatches' gradients add
+                up to the batch's only if its loss is the mean of its rows' losses
 
 Chapter 10.
 """
@@ -26,13 +25,14 @@ BATCH_NORM = nn.modules.batchnorm._BatchNorm
 
 
 class SameBatch:
-    """Raises CollectiveError, on every rank, if the ranks' batches cannot be used.
+    """A part that raises CollectiveError, on every rank, for an unusable batch.
 
     Args:
         group: the ranks of the pipeline.
-        check_more: of a tensor-parallel model, compares tokens across its ranks.
-        check_tokens: of the course's GPT (`token_check`), or None.
-        takes_targets: whether y are tokens, too, as many as in x.
+        check_more: a tensor-parallel model's function that compares tokens across its
+            ranks, or None.
+        check_tokens: the `token_check` of the course's GPT, or None.
+        takes_targets: whether y has tokens, too, in the shape of x.
         ignored: the target that the loss function leaves out.
     """
 
@@ -53,10 +53,13 @@ class SameBatch:
         problem = "y is None; step needs targets" if y is None else None
         if pipeline.schedule.num_microbatches > 1:
             problem = problem or needs_whole_batch(pipeline.module)
-            problem = problem or self._ignores(pipeline.schedule.num_microbatches, y)
+            problem = problem or self._weight_problem(
+                pipeline.schedule.num_microbatches, y
+            )
         if not torch.is_grad_enabled():
             problem = (
-                "gradients are switched off; step needs them, a plain call does not"
+                "gradients are switched off, and step needs them; to evaluate, call "
+                "the pipeline itself"
             )
         self._agree("step", pipeline, x, y, problem)
 
@@ -68,7 +71,7 @@ class SameBatch:
         self, name: str, pipeline: Any, x: Any, y: Any, problem: str | None
     ) -> None:
         m = pipeline.schedule.num_microbatches
-        problem = problem or pipeline.newcomer() or self._problem_with(x, y, m)
+        problem = problem or pipeline.newcomer() or self._batch_problem(x, y, m)
         call = {"the call": name, "x": described(x), "y": described(y)}
         same = self._all_have(f"{call} {problem}")
         if problem or not same:
@@ -84,7 +87,8 @@ class SameBatch:
         dist.all_gather(others, own, self.group)
         return all(torch.equal(own, other) for other in others)
 
-    def _problem_with(self, x: Any, y: Any, m: int) -> str | None:
+    def _batch_problem(self, x: Any, y: Any, m: int) -> str | None:
+        """Return why x and y cannot be used, or None."""
         if not isinstance(x, Tensor) or x.dim() == 0 or len(x) < m:
             return (
                 f"x is {kind_of(x)}; it must be a tensor with a row or more for each "
@@ -103,8 +107,8 @@ class SameBatch:
             return f"y is {kind_of(y)}; it must be {list(x.shape)}, as x is"
         return None
 
-    def _ignores(self, m: int, y: Any) -> str | None:
-        """Return why microbatches cannot be weighed by their rows, or None."""
+    def _weight_problem(self, m: int, y: Any) -> str | None:
+        """Return why microbatches cannot be weighted by their rows, or None."""
         if not isinstance(y, Tensor) or y.dtype != torch.int64 or len(y) < m:
             return None
         left_out = {
@@ -114,9 +118,9 @@ class SameBatch:
             return None
         return (
             f"the loss leaves out targets of {self.ignored} (ignore_index), and the "
-            "microbatches have different shares of them, but count by their rows: the "
-            "sum would not be the batch's mean. Divide a sum by a number that is the "
-            "same for all batches, or take num_microbatches 1"
+            "microbatches have different shares of them. As microbatches are weighted "
+            "by their rows, the sum would not be the batch's mean. Use a loss that "
+            "divides a sum by a fixed number, or num_microbatches 1"
         )
 
 
@@ -127,12 +131,12 @@ def refuse(problem: str | None) -> None:
 
 
 def needs_whole_batch(module: nn.Module) -> str | None:
-    """Return which layer would need the whole batch and gets microbatches, or None."""
+    """Return which layer needs the whole batch, and why, or None."""
     for name, layer in module.named_modules():
         if isinstance(layer, BATCH_NORM) and layer.training:
             return (
                 f"{name} is a {type(layer).__name__} in training: its mean would "
-                "be a microbatch's, not the batch's; take another norm, or eval()"
+                "be a microbatch's, not the batch's; use another norm, or call eval()"
             )
     return None
 
@@ -141,34 +145,34 @@ def needs_whole_batch(module: nn.Module) -> str | None:
 
 
 class MeanLoss:
-    """A loss function that is tried out at its first call.
+    """A loss function that its first call tests: is it a mean over the rows?
 
-    With all rows and, as twice as many, with the same rows halved: a sum is no mean of
-    the two results, and neither is a square root of a mean. And in two parts: a mean
-    that leaves out targets, or weighs them by class, is none over rows. Raises
-    ValueError if so.
+    The test calls the loss with the rows and the same rows halved, separately and
+    together, which detects a sum or the square root of a mean; and with the two parts
+    of the batch, which detects a mean that leaves out targets or weights them by class.
+    Raises ValueError if a result for all rows is not the mean of the parts' results.
     """
 
     def __init__(self, loss_fn: Callable[[Tensor, Tensor], Tensor]) -> None:
-        self.loss_fn, self.tried = loss_fn, False
+        self.loss_fn, self.tested = loss_fn, False
 
     @property
     def ignored(self) -> int:
         """The target that the loss leaves out, as `ignore_index` of cross-entropy."""
-        options = getattr(self.loss_fn, "keywords", {})  # of a functools.partial
-        named = getattr(self.loss_fn, "ignore_index", -100)
-        return options.get("ignore_index", named)
+        options = getattr(self.loss_fn, "keywords", {})  # if it is a functools.partial
+        default = getattr(self.loss_fn, "ignore_index", -100)
+        return options.get("ignore_index", default)
 
     def __call__(self, output: Tensor, targets: Tensor) -> Tensor:
         """Return the loss, a scalar."""
         loss = self.loss_fn(output, targets)
-        if not self.tried:
+        if not self.tested:
             with torch.no_grad():
-                self._try(output, targets, loss)
-            self.tried = True
+                self._test(output, targets, loss)
+            self.tested = True
         return loss
 
-    def _try(self, output: Tensor, targets: Tensor, loss: Tensor) -> None:
+    def _test(self, output: Tensor, targets: Tensor, loss: Tensor) -> None:
         if loss.dim():
             raise ValueError(f"loss_fn returned {loss}; it must be a scalar")
         n, half = len(output), output * 0.5
@@ -189,5 +193,5 @@ class MeanLoss:
             raise ValueError(
                 f"loss_fn returned {first} for {k} rows, {second} for {n} others, and "
                 f"{whole} for all of them; it must be a mean over the rows, so that "
-                "microbatches can share it"
+                "the microbatches' losses add up to the batch's"
             )

@@ -1,9 +1,10 @@
 """The naive pipeline: each rank has a slice of the model; one rank works at a time.
 
 A microbatch goes forward through all ranks and back again before the next one starts.
-Everything that a pipeline must do is written out here: what is sent, where the graph
-ends and begins again, how the gradients of microbatches add up. `runtime` does the same
-for any order. With one microbatch this is naive model parallelism. Chapters 09 and 10.
+This file writes out all that a pipeline must do: which tensors are sent, where a rank's
+graph ends and the next rank's begins, how the gradients of microbatches add up.
+`runtime` does the same for any order. With one microbatch this is naive model
+parallelism. Chapters 09 and 10.
 """
 
 import torch
@@ -22,9 +23,9 @@ class NaivePipeline(nn.Module):
     Args:
         model: the same on all ranks, with a `spine`, and no parameter on two ranks.
         sizes: for each rank of the group the number of its layers.
-        num_microbatches: into how many parts a batch is cut.
-        form: shape of what passes from layer to layer, without its rows: (T, C).
-        group: the ranks of the pipeline, in order; None are all.
+        num_microbatches: the number of parts of a batch.
+        form: shape of an activation between layers, without its rows: (T, C).
+        group: the ranks of the pipeline, in order; None means all.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class NaivePipeline(nn.Module):
         loss = torch.zeros((), device=x.device)
         parts = zip(x.tensor_split(self.m), y.tensor_split(self.m), strict=True)
         for inputs, targets in parts:
-            weight = len(inputs) / len(x)  # a microbatch counts as much as it has rows
+            weight = len(inputs) / len(x)  # a microbatch's share of the rows
             if self.before is not None:
                 inputs = torch.empty(len(inputs), *self.form, device=x.device)
                 dist.recv(inputs, self.before, self.group)

@@ -1,17 +1,17 @@
-"""Is a schedule legal? `check` proves it, or says what is wrong first.
+"""Check whether a schedule is legal: `check` returns a proof, or raises an error.
 
 A schedule is legal if
 
 1. it is complete: on each stage each microbatch has one F and either one B or one I and
-   one W, and each stage is on one rank (DualPipe keeps each on two: it has no place in
-   this notation);
-2. every rank can come to the end of its row, each action after those that it needs;
-3. no ranks wait for each other for ever when they send and receive, even if a send
-   lasts until the message is received;
-4. no rank keeps more activations than it has memory for, if a limit is given.
+   one W, and each stage is on one rank (DualPipe puts each stage on two ranks, so this
+   notation cannot express it);
+2. every rank can finish its row, with each action after the actions that it needs;
+3. the ranks' sends and receives never deadlock, even if each send blocks until the
+   message is received;
+4. no rank stores more activations than its limit, if there is one.
 
-1 and 4 are counted, 2 and 3 are played through once (`player.play`): once is a proof.
-Chapter 11.
+Counting decides 1 and 4. One simulated run (`player.play`) decides 2 and 3, as every
+run has the same outcome. Chapter 11.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,13 +32,12 @@ from ddp_course.pipeline.schedule import (
 
 @dataclass(frozen=True)
 class Proof:
-    """A schedule is legal: here is a way through it.
+    """A proof that a schedule is legal: an order in which its actions can run.
 
     Attributes:
         program: what each rank computes, sends and receives.
-        blocking: whether it is proved with sends that block.
-        order: all actions as (rank, action), each after all that it needs: carried out
-            one by one in this order, nobody ever waits.
+        blocking: whether the proof assumes sends that block.
+        order: all actions as (rank, action), each after all actions that it needs.
         peak_activations: per rank, in microbatches.
     """
 
@@ -69,17 +68,17 @@ def check(
 
     Args:
         schedule: any.
-        blocking: a send lasts until it is received, as the strictest backend may have
-            it. False: nobody waits for a send, and messages are told apart by what they
-            are, so that point 3 is always given.
+        blocking: whether a send blocks until it is received, as in the strictest
+            backend. If False, nobody waits for a send, and a receive gets the message
+            that it asks for, so condition 3 always holds.
         fused: whether messages between two actions are posted together (`program`).
-        max_activations: the most microbatches whose activations a rank may keep; one
+        max_activations: the most microbatches whose activations a rank may store; one
             limit for all, or one for each rank.
 
     Raises:
-        ScheduleError: names the first thing that is wrong, in the order of this
+        ScheduleError: names the first condition that fails, in the order of this
             module's text.
-        ValueError: for limits that are not one for each rank.
+        ValueError: the number of limits is not the number of ranks.
 
     Chapter 11.
     """
@@ -88,17 +87,17 @@ def check(
     events = play(steps)
     if blocking:
         events = play(steps, blocking=True)
-    for wrong in _too_much(schedule, max_activations):
-        raise ScheduleError(f"{schedule.name}: {wrong}")
+    for problem in _memory_problems(schedule, max_activations):
+        raise ScheduleError(f"{schedule.name}: {problem}")
     order = tuple((event.rank, event.action) for event in events)
     return Proof(steps, blocking, order, peak_activations(schedule))
 
 
 def activations(schedule: Schedule, rank: int) -> list[Fraction]:
-    """Return how many microbatches' activations `rank` keeps after each of its actions.
+    """Return how many microbatches' activations `rank` stores after each action.
 
-    F adds what its stage keeps, 1 / the number of the rank's stages; B takes it away,
-    or W: until then the weights' gradients need it.
+    F adds 1 / (number of the rank's stages). B subtracts it, or else W: the weights'
+    gradients need the activations until then.
     """
     change = {"F": 1, "B": -1, "I": 0, "W": -1}
     row, stages = schedule.ranks[rank], len(schedule.stages_of(rank))
@@ -106,25 +105,26 @@ def activations(schedule: Schedule, rank: int) -> list[Fraction]:
 
 
 def peak_activations(schedule: Schedule) -> tuple[Fraction, ...]:
-    """Return for each rank the most that it keeps at a time, see `activations`."""
-    kept = (activations(schedule, rank) for rank in range(schedule.num_ranks))
-    return tuple(max(of_rank, default=Fraction(0)) for of_rank in kept)
+    """Return for each rank the maximum of its `activations`."""
+    counts = (activations(schedule, rank) for rank in range(schedule.num_ranks))
+    return tuple(max(of_rank, default=Fraction(0)) for of_rank in counts)
 
 
-def _too_much(
+def _memory_problems(
     schedule: Schedule, limits: Real | Sequence[Real] | None
 ) -> Iterator[str]:
-    """Say which rank keeps more than its limit, and from which action on."""
+    """Yield each rank and action after which the rank stores more than its limit."""
     if limits is None:
         return
     if not isinstance(limits, Sequence):
         limits = [limits] * schedule.num_ranks
     if len(limits) != (n := schedule.num_ranks):
-        told = f"max_activations has {len(limits)} limits"
-        raise ValueError(f"{told}; there are {n} ranks")
+        raise ValueError(
+            f"max_activations has {len(limits)} limits; there are {n} ranks"
+        )
     for rank, limit in enumerate(limits):
-        kept = activations(schedule, rank)
-        for action, now in zip(schedule.ranks[rank], kept, strict=True):
-            if now > limit:
-                much = f"the activations of {now} microbatches after {action}"
+        counts = activations(schedule, rank)
+        for action, count in zip(schedule.ranks[rank], counts, strict=True):
+            if count > limit:
+                much = f"the activations of {count} microbatches after {action}"
                 yield f"rank {rank} keeps {much}; its limit is {limit}"

@@ -1,8 +1,8 @@
-"""How much of a pipeline's time was idle, and how to measure that on few cores.
+"""Measure the bubble of a pipeline, the idle share of its time, also on few cores.
 
 Ranks that share cores slow each other down. `virtual_time` has a clock for this case.
-Or let the ranks not compute at all: layers that sleep (`Waiting`) take no core,
-and four ranks on two cores behave as four machines would. Chapter 10.
+Another way is layers that sleep instead of computing (`SleepingLayer`): they need no
+core, so four ranks on two cores behave as four machines would. Chapter 10.
 """
 
 import time
@@ -21,28 +21,31 @@ from ddp_course.theory.checks import check_not_negative
 def bubble(events: Iterable[Event]) -> float:
     """Return the idle share of all ranks' time, from their events in one or more steps.
 
-    A step lasts from the first start to the last end of F, B, I and W on any rank; idle
-    is what a rank does not spend on them, be it waiting for messages or handing them
-    over. As `simulate` defines it. Raises ValueError if there are no such events.
+    A step lasts from the first start to the last end of F, B, I and W on any rank. A
+    rank is idle while it computes none of them: it waits for messages or sends them.
+    `simulate_schedule` has the same definition. Raises ValueError if there are no such
+    events.
     """
     steps: dict[int, list[Event]] = {}
     for event in events:
         if event.lane == COMPUTE:
             steps.setdefault(event.detail["step"], []).append(event)
     if not steps:
-        none = f"there are no events of the lane {COMPUTE!r}"
-        raise ValueError(f"{none}: was a log open?")
+        raise ValueError(
+            f"there are no events of the lane {COMPUTE!r}; open an event log, and pass "
+            "a recorder to the pipeline"
+        )
     spans = [max(e.end for e in s) - min(e.start for e in s) for s in steps.values()]
     computed = [event for step in steps.values() for event in step]
     ranks, busy = {e.rank for e in computed}, sum(e.seconds for e in computed)
     return 1 - busy / (len(ranks) * sum(spans))
 
 
-class Waiting(nn.Module):
-    """A layer that returns its input times a weight (of 1), after some time.
+class SleepingLayer(nn.Module):
+    """A layer that sleeps, and returns its input times a weight of 1.
 
     Args:
-        F, I, W: seconds of forward and of the two halves of backward.
+        F, I, W: seconds to sleep in forward and in the two halves of backward.
 
     Raises ValueError for a time below 0.
     """
@@ -56,11 +59,11 @@ class Waiting(nn.Module):
         self.weight_grads = WeightGradStore()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Wait, and return x times the weight."""
-        return _Wait.apply(x, self.weight, self.seconds, self.weight_grads)
+        """Sleep, and return x times the weight."""
+        return _Sleep.apply(x, self.weight, self.seconds, self.weight_grads)
 
 
-class _Wait(torch.autograd.Function):
+class _Sleep(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -80,10 +83,10 @@ class _Wait(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         for_input, for_weight = ctx.backward_seconds
 
-        def of_weight() -> list[Tensor]:
+        def compute() -> list[Tensor]:
             time.sleep(for_weight)
             return [(gradient * x).sum()]
 
         time.sleep(for_input)
-        of_parameters = ctx.store.compute((ctx.parameter,), of_weight)
-        return gradient * weight, *of_parameters, None, None
+        grad_weight = ctx.store.compute((ctx.parameter,), compute)
+        return gradient * weight, *grad_weight, None, None

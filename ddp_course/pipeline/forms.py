@@ -1,9 +1,9 @@
-"""A part of `PipelineParallel`: what form do activations have at each boundary?
+"""Find the forms (types and shapes) of the activations between stages.
 
 Every stage receives one row and reports the form of its output. The runtime needs the
-forms to allocate memory for messages. Meanwhile one more question is answered: does a
-layer count or average what it sees, so that microbatches would change it otherwise than
-the batch? Chapter 10.
+forms to allocate memory for messages. The same run detects layers that count or average
+over their inputs in a buffer: microbatches would change it differently than the batch
+does. Chapter 10.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,15 +23,15 @@ from ddp_course.pipeline.stages import Stage
 
 
 class PipelineError(RuntimeError):
-    """An action failed on this rank: says which one. What it raised is the cause."""
+    """An error of an action on this rank; `__cause__` is the layer's own error."""
 
 
 class Forms:
-    """The forms at all boundaries, for each kind of batch that has been seen.
+    """The forms at all boundaries between stages, for each kind of batch so far.
 
     Args:
-        stages: this rank's, by number.
-        ranks: of all stages, counted in the group.
+        stages: stage number -> stage, for this rank's stages.
+        ranks: the rank of each stage, counted in the group.
         group: the ranks of the pipeline.
         several: whether a batch is cut into several microbatches.
     """
@@ -49,26 +49,26 @@ class Forms:
 
     @torch.no_grad()
     def of(self, x: Tensor) -> list[Form]:
-        """Return the forms for a batch like `x`; all ranks call it.
+        """Return the forms for a batch like `x`; all ranks must call it.
 
         Raises PipelineError on the rank where a stage fails, and CollectiveError, on
         all ranks, for a layer whose buffers change in a training forward.
         """
         one = torch.empty(1, 1, device=x.device)
-        kind = x.dtype, x.shape[1:], (one @ one).dtype  # perhaps that of an autocast
+        kind = x.dtype, x.shape[1:], (one @ one).dtype  # the last depends on autocast
         if kind not in self.known:
             self.known[kind] = self._find(x[:1])
         return self.known[kind]
 
     def _find(self, row: Tensor) -> list[Form]:
-        """Pass one row, of zeros but for the first stage, through all stages."""
+        """Pass one row through all stages: x's for the first stage, zeros after it."""
         forms: list[Form] = []
         problem = None
         for stage, home in enumerate(self.ranks):
             form = [None]
             if stage in self.stages:
                 form = [self._form(stage, row)]
-                problem = problem or self._seen(self.stages[stage], row)
+                problem = problem or self._buffer_problem(self.stages[stage], row)
             if stage == len(self.ranks) - 1:
                 break
             dist.broadcast_object_list(form, group=self.group, group_src=home)
@@ -84,17 +84,18 @@ class Forms:
                 output = functional_call(module, copies_of_buffers(module), row)
             if not isinstance(output, Tensor):
                 raise TypeError(
-                    f"stage {stage} returned a {type(output).__name__}; between the "
-                    "layers of a pipeline there must be one tensor"
+                    f"stage {stage} returned a {type(output).__name__}; each layer of "
+                    "a pipeline must return one tensor"
                 )
         except Exception as error:
             raise PipelineError(
-                f"one row of x, {kind_of(row)}, was sent through the stages to see "
-                f"what they return; it failed: {type(error).__name__}: {error}"
+                f"one row of x, {kind_of(row)}, was sent through the stages to find "
+                f"the form of their outputs, and stage {stage} raised "
+                f"{type(error).__name__}: {error}"
             ) from error
         return output.dtype, tuple(output.shape[1:])
 
-    def _seen(self, module: Stage, row: Tensor) -> str | None:
+    def _buffer_problem(self, module: Stage, row: Tensor) -> str | None:
         """Return which buffer of a layer a forward in training changes, or None."""
         if not self.several:
             return None
@@ -106,12 +107,12 @@ class Forms:
             except Exception:  # some layers cannot train on one row
                 return None
         for name, copy in copies.items():
-            if copy._version:  # written to, perhaps with the same numbers
+            if copy._version:  # written to, perhaps with the same values
                 layer = module.get_submodule(name.rpartition(".")[0])
                 return (
                     f"the buffer {name.rpartition('.')[2]} of a {type(layer).__name__} "
                     "changes in each forward: it would see microbatches, not the "
-                    "batch; take num_microbatches 1, another layer, or eval()"
+                    "batch; use num_microbatches 1 or another layer, or call eval()"
                 )
         return None
 
@@ -123,7 +124,7 @@ def copies_of_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[nn.Module]:
-    """Within this block, have `module` in evaluation mode."""
+    """Put `module` into evaluation mode inside the block."""
     training = {one: one.training for one in module.modules()}
     try:
         yield module.eval()

@@ -1,16 +1,16 @@
-"""A part of `PipelineParallel`: messages are posted ahead of time, so ranks wait less.
+"""A part of `PipelineParallel` that posts receives early, so that ranks wait less.
 
-A program says which messages are posted together (`program`), and that order is kept.
-Over gloo the rest is a matter of time:
+A program defines the order of messages, and which are posted together (`program`). This
+part keeps that order. Over gloo it
 
-    post     a receive before it is its turn, AHEAD actions before the one that needs
-             it: then the message comes while this rank computes
-    send     and go on; the memory is kept until the message has left
-    receive  wait for what has not arrived when it is needed
+    posts     each receive AHEAD actions before the action that needs it, so that the
+              message arrives while this rank computes
+    sends     without waiting; it keeps the memory until the message has left
+    receives  by waiting until the message has arrived
 
-NCCL carries out the messages of two ranks one after the other, in the order in which
-they are given. There a receive, too, is posted at its place in the program, whose order
-is the same on both ranks. Chapters 10 and 11.
+NCCL runs the messages between two ranks one after the other, in the order of the calls.
+So with NCCL a receive, too, is posted at its place in the program, where the order is
+the same on both ranks. Chapters 10 and 11.
 """
 
 from bisect import bisect_left
@@ -21,19 +21,24 @@ from torch import Tensor
 
 from ddp_course.collectives.port import Handle
 from ddp_course.mechanisms.parts import announce
-from ddp_course.pipeline.program import Group, Instruction, Program, add_messages
+from ddp_course.pipeline.program import (
+    Instruction,
+    InstructionGroup,
+    Program,
+    add_messages,
+)
 from ddp_course.pipeline.runtime import Runtime
 from ddp_course.pipeline.schedule import Action
 
-AHEAD = 2  # actions
-UNDER_WAY = 2  # messages to one rank whose memory is not free yet
+AHEAD = 2  # how many actions early a receive is posted
+UNDER_WAY = 2  # most unfinished sends to one rank
 
 
 class PostedAhead:
-    """Lets a runtime's messages follow a program, with receives posted ahead."""
+    """A part that replaces a runtime's messages by those of a program, posted early."""
 
     def __init__(self) -> None:
-        self.programs: dict[int, Program] = {}  # by the id of their schedule
+        self.programs: dict[int, Program] = {}  # id of a schedule -> its program
 
     def before_run(self, runtime: Runtime) -> None:
         """Replace the runtime's messages."""
@@ -49,14 +54,14 @@ class PostedAhead:
 
 
 class MessagesAhead:
-    """The messages of one run, as a program says."""
+    """The messages of one run, in the order of a program."""
 
     def __init__(self, runtime: Runtime, program: Program) -> None:
         self.runtime = runtime
         self.groups = program.ranks[runtime.port.rank]
         self.horizons = horizons(self.groups, AHEAD)
         self.in_order = runtime.device.type == "cuda" or runtime.port.strict
-        self.next, self.posted = 0, -1  # group to carry out; last one posted
+        self.next, self.posted = 0, -1  # indices: next group to run, last one posted
         self.arriving: dict[Action, tuple[Tensor, Handle]] = {}
         self.under_way: dict[int, deque[tuple[Tensor, Handle]]] = {}
 
@@ -75,7 +80,7 @@ class MessagesAhead:
                     self._start_receive(step)
 
     def receive(self, source: Action) -> None:
-        """Wait for the result of `source`, and put it among this rank's results."""
+        """Wait for the result of `source`, and store it in the runtime's results."""
         runtime = self.runtime
         announce(runtime.parts, "before_wait", runtime, source)
         runtime.results[source], handle = self.arriving.pop(source)
@@ -83,17 +88,17 @@ class MessagesAhead:
         announce(runtime.parts, "after_wait", runtime, source)
 
     def send(self, action: Action) -> None:
-        """Do nothing yet: the program says when."""
+        """Do nothing: `go_on` sends at the program's place."""
 
     def finish(self) -> None:
-        """Carry out what is left, and wait until all messages have left."""
+        """Carry out the remaining groups, and wait until all messages have left."""
         self.go_on()
         for messages in self.under_way.values():
             while messages:
                 messages.popleft()[1].wait()
 
     def _post(self) -> None:
-        """Post what may be received from the next group on."""
+        """Post the receives of all groups up to the next group's horizon."""
         while not self.in_order and self.posted < self.horizons[self.next]:
             self.posted += 1
             for step in self.groups[self.posted]:
@@ -106,7 +111,7 @@ class MessagesAhead:
         self.arriving[step.action] = tensor, handle
 
     def _start_send(self, step: Instruction) -> None:
-        """Start to send a result, when there is room for one more."""
+        """Start to send a result; wait first if too many sends are under way."""
         runtime, tensor = self.runtime, self.runtime.results.pop(step.action)
         announce(runtime.parts, "before_send", runtime, step.action)
         under_way = self.under_way.setdefault(step.peer, deque())
@@ -116,14 +121,14 @@ class MessagesAhead:
         announce(runtime.parts, "after_send", runtime, step.action, tensor)
 
 
-def horizons(groups: Sequence[Group], ahead: int) -> list[int]:
-    """Return for each group up to which one receives are posted when it begins. Pure.
+def horizons(groups: Sequence[InstructionGroup], ahead: int) -> list[int]:
+    """Return, for each group, the last group whose receives are posted by then. Pure.
 
-    That is the group of the action that is `ahead` actions after the next one.
+    It is the group of the action that is `ahead` actions after the next action.
     """
     actions = [n for n, group in enumerate(groups) if group[0].kind == "compute"]
-    found = []
+    lasts = []
     for number in range(len(groups)):
         last = bisect_left(actions, number) + ahead
-        found.append(actions[last] if last < len(actions) else len(groups) - 1)
-    return found
+        lasts.append(actions[last] if last < len(actions) else len(groups) - 1)
+    return lasts

@@ -8,16 +8,16 @@
         pipeline.clip_grad_norm_(1.0)
         optimizer.step()
 
-It is `runtime.Pipeline` and a list of parts, which hear of each moment of a step:
+It is `runtime.Pipeline` and a list of parts with methods for the moments of a step:
 
-    SameBatch        all ranks have the same batch, and it can be used (`batch_checks`)
-    PostedAhead      messages that are received ahead of time (`overlapped`)
-    Recomputed       forward again before backward, if asked for (`backward`)
-    SplitBackward    the operations I and W, for zero bubble (`backward`)
-    SharedGradients  tied weights (`stage_plan`)
+    SameBatch        raises unless all ranks have the same usable batch (`batch_checks`)
+    PostedAhead      posts receives early (`overlapped`)
+    Recomputed       optional: runs forward again before backward (`backward`)
+    SplitBackward    adds the operations I and W, for zero bubble (`backward`)
+    SharedGradients  sums the gradients of tied weights (`stage_plan`)
 
-A recorder is one more part, which you hand in. Whoever listens to its parameters'
-gradients, such as data parallelism between several pipelines, is held until the last
+A recorder is one more part, which you pass. Hooks on the parameters' gradients, such as
+those of data parallelism between several pipelines, are held back until the last
 microbatch is through. Chapters 10 and 11.
 """
 
@@ -62,38 +62,37 @@ NAMES = {
 
 
 class PipelineParallel(DividedModule, Pipeline):
-    """Trains `model`, of which every rank of the group has some layers.
+    """A pipeline that trains `model`, with some of the layers on each rank.
 
     `parameters()` are those of this rank's layers, for any optimizer that steps each
-    parameter alone (others are refused, `mechanisms.trial`); after `step` each
-    has as `grad` what it would have in one process after a backward of the mean loss of
-    the whole batch, added to what was there. `module` has the layers under their names
-    in the model.
+    parameter by itself (others are refused, `mechanisms.trial`). `step` adds to each
+    `grad` the gradient of the mean loss of the whole batch, as one process would.
+    `module` has this rank's layers under their names in the model.
 
-    Made by all ranks together, with equal models, of which the first rank's numbers are
-    sent to all. It uses the model's own layers; let go of `model`, and the memory of
-    the other ranks' layers is free.
+    All ranks must construct it together, with equal models; all get the first rank's
+    values. It uses the model's own layers: delete `model`, and the memory of the other
+    ranks' layers is freed.
 
     Args:
         model: the course's GPT, another with embed, blocks and head, or an
-            `nn.Sequential`; on the CPU or on this rank's GPU. It may be one of which
-            each rank has a part already, as tensor parallelism leaves it.
+            `nn.Sequential`; on the CPU or on this rank's GPU. Tensor parallelism may
+            have divided it before.
         schedule: a name in SCHEDULES, or any legal `Schedule` for as many ranks, as
             `interleaved(4, 8, stages_per_rank=3)`.
-        num_microbatches: into how many parts a batch is cut; None are as many as ranks,
-            or those of the schedule.
-        group: the ranks of the pipeline, in order; None are all.
+        num_microbatches: the number of parts of a batch; None means that of the
+            schedule, or one for each rank.
+        group: the ranks of the pipeline, in order; None means all.
         sizes: for each stage its number of layers; None divides by cost (`partition`).
-        loss_fn: from the last layer's output and the targets to a mean over rows (which
-            is tried once, and refused if it is none); None is the model's own loss, or
-            else cross-entropy.
-        recompute: keep only what enters a stage, and compute again in backward.
-        recorder: a part that records each step: `Recorded()` writes events into the
-            open event logs, `VirtualTime()` does so for ranks that share cores. None
+        loss_fn: a function of the last layer's output and the targets that returns a
+            mean over rows (it is tested once); None means the model's own loss, or
+            cross-entropy if it has none.
+        recompute: store only the inputs of a stage, and recompute in backward.
+        recorder: a part that records each step: `PipelineRecorder()` writes events into
+            the open logs, `VirtualTime()` does so for ranks that share cores. None
             records nothing.
 
-    Raises ReplicaError, on every rank, if models or arguments differ or cannot be used;
-    among others, with the checker's words, for a schedule that is not legal.
+    Raises ReplicaError, on every rank, if models or arguments differ or cannot be used,
+    or, with the checker's words, if the schedule is not legal.
 
     torch/distributed/pipelining; Huang et al. 2019, "GPipe", arXiv:1811.06965;
     Narayanan et al. 2021, arXiv:2104.04473. Chapters 10 and 11.
@@ -121,7 +120,7 @@ class PipelineParallel(DividedModule, Pipeline):
             numbers = tensor.detach().contiguous()
             dist.broadcast(numbers, group=group, group_src=0)
             tensor.data.copy_(numbers)
-        ends = getattr(model, "ends", model)  # a cut GPT has some, without layers
+        ends = getattr(model, "ends", model)  # tensor parallelism adds this attribute
         own = getattr(ends, "loss_fn", cross_entropy_of_all)
         self.gather_logits = getattr(ends, "gather_logits", None)
         check_more = getattr(ends, "check_tokens", None)
@@ -131,14 +130,16 @@ class PipelineParallel(DividedModule, Pipeline):
         self.rank, self.plan, self.plain = rank, plan, PlainModel.of(model)
         self.groups = (*groups_before(model), group)
         watch()
-        named, users = model.named_parameters(), plan.holders
-        self.parameters_by_name = {n: p for n, p in named if rank in users[n]}
+        users = plan.holders
+        self.parameters_by_name = {
+            n: p for n, p in model.named_parameters() if rank in users[n]
+        }
         for name, parameter in self.parameters_by_name.items():
             place(parameter, group, Stage(plan.holders[name]), name=name)
         several = schedule.num_microbatches > 1
         self.forms = Forms(self.stages, plan.ranks, group, several)
         ignored = getattr(mean_loss, "ignored", -100)
-        check_tokens = getattr(model, "token_check", None)  # of the course's GPT
+        check_tokens = getattr(model, "token_check", None)  # the course's GPT has one
         takes_targets = check_tokens is not None and loss_fn is None
         self.parts += [
             SameBatch(group, check_more, check_tokens, takes_targets, ignored),
@@ -158,15 +159,15 @@ class PipelineParallel(DividedModule, Pipeline):
         """Go forward and backward with a batch, and return its mean loss, in float32.
 
         Args:
-            x: (B, T), on all ranks; it is used on the first stage's.
-            y: (B, T), likewise; used on the last one's.
+            x: (B, T), on all ranks; the first stage uses it.
+            y: (B, T), on all ranks; the last stage uses it.
             loss_scale: gradients are those of the loss times this number.
 
         If B is no multiple of the number of microbatches, the first have one row more,
-        and count as much more. Raises CollectiveError, on every rank, if the batches
+        and a larger weight. Raises CollectiveError, on every rank, if the batches
         cannot be used or differ, or under `torch.no_grad`; PipelineError on the rank on
-        which a layer fails. Then this pipeline cannot be used any more, as the ranks
-        are no longer in time with each other.
+        which a layer fails. After an error this pipeline cannot be used any more, as
+        the ranks have reached different places of the schedule.
         """
         self._check_usable()
         announce(self.parts, "before_step", self, x, y)
@@ -179,10 +180,11 @@ class PipelineParallel(DividedModule, Pipeline):
     def forward(
         self, x: Tensor, y: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Go forward alone; for evaluation, no gradients are recorded.
+        """Evaluate: go forward without recording gradients.
 
-        Returns the last layer's output, (B, T, V), on the last stage's rank, None on
-        the others; or, given targets, None and the mean loss on all ranks.
+        Without targets, returns (output of the last layer, None) on the last stage's
+        rank, with an output of (B, T, V), and (None, None) on the others. With targets,
+        returns (None, mean loss) on all ranks.
         """
         self._check_usable()
         announce(self.parts, "before_forward", self, x, y)
@@ -198,19 +200,22 @@ class PipelineParallel(DividedModule, Pipeline):
 
     @cached_property
     def forward_schedule(self) -> Schedule:
-        """The forwards of the schedule, in the same order."""
+        """The schedule without its backwards, in the same order."""
         s = self.schedule
         rows = [[action for action in row if action.op == "F"] for row in s.ranks]
         return Schedule(s.name, s.num_stages, s.num_microbatches, rows)
 
     def _check_usable(self) -> None:
-        if self._broken:  # the others wait inside of that step, or have heard of it
+        if self._broken:
             raise PipelineError(self._broken)
 
     def _run(
         self, schedule: Schedule, x: Tensor, y: Tensor | None, loss_scale: float = 1.0
     ) -> Runtime:
-        self._broken = "an earlier step failed: this pipeline cannot be used any more"
+        self._broken = (
+            "an earlier step failed, so this pipeline cannot be used any more; "
+            "construct a new one on all ranks"
+        )
         x, y = x.to(self.device), None if y is None else y.to(self.device)
         port, forms = Port(self.group), self.forms.of(x)
         runtime = Runtime(self.stages, schedule, port, forms, x, y, self.parts)
@@ -219,7 +224,7 @@ class PipelineParallel(DividedModule, Pipeline):
             runtime.run()
         except Exception as error:
             action = runtime.computing
-            if action is None:  # a message
+            if action is None:  # a message failed, not a layer
                 raise
             raise PipelineError(
                 f"{action} failed ({NAMES[action.op]} of stage {action.stage}, "
@@ -229,12 +234,11 @@ class PipelineParallel(DividedModule, Pipeline):
         return runtime
 
     def _loss_of(self, runtime: Runtime) -> Tensor:
-        """Send the loss to all ranks; the rank that has it does not wait."""
+        """Broadcast the loss from the last stage's rank, which does not wait."""
         if self._loss_under_way is not None:
             self._loss_under_way[0].wait()
         last, loss = self.plan.ranks[-1], runtime.loss
-        how = {"group": self.group, "group_src": last, "async_op": True}
-        work = dist.broadcast(loss, **how)
+        work = dist.broadcast(loss, group=self.group, group_src=last, async_op=True)
         if self.rank == last:
             self._loss_under_way = work, loss
             return loss.clone()
@@ -242,11 +246,11 @@ class PipelineParallel(DividedModule, Pipeline):
         return loss
 
     def extra_repr(self) -> str:
-        """Return who has what, and who does what when."""
+        """Return the stages and the schedule as text."""
         return f"{self.plan}\n{self.schedule}"
 
 
-# ---- what is decided before anything is sent -----------------------------------------
+# ---- plan, before anything is sent ---------------------------------------------------
 
 
 def decided(
@@ -256,7 +260,7 @@ def decided(
     num_microbatches: int | None,
     sizes: Sequence[int] | None,
 ) -> tuple[Schedule, StagePlan]:
-    """Return who does what when, and who has what. Raises ValueError or TypeError."""
+    """Return the schedule and the stages; raise ValueError or TypeError if unusable."""
     check_module(model)
     schedule = _schedule(num_ranks, schedule, num_microbatches)
     check_complete(schedule)
@@ -267,7 +271,7 @@ def decided(
 def _schedule(
     num_ranks: int, schedule: str | Schedule, num_microbatches: int | None
 ) -> Schedule:
-    """Return the schedule that is meant. Raises ValueError if there is none such."""
+    """Return the schedule of this name; raise ValueError if it does not fit."""
     if not isinstance(schedule, Schedule):
         m = num_ranks if num_microbatches is None else num_microbatches
         if schedule not in SCHEDULES:
@@ -276,13 +280,13 @@ def _schedule(
                 f"schedule is {schedule!r}; it can be {known}, or a Schedule"
             )
         return SCHEDULES[schedule](num_ranks, m)
-    for name, given, its in (
+    for name, value, required in (
         ("num_microbatches", num_microbatches, schedule.num_microbatches),
         ("the number of ranks of the group", num_ranks, schedule.num_ranks),
     ):
-        if given not in (None, its):
+        if value not in (None, required):
             raise ValueError(
-                f"{name} is {given!r}; the schedule {schedule.name} is for {its}"
+                f"{name} is {value!r}; the schedule {schedule.name} is for {required}"
             )
     return schedule
 
@@ -290,8 +294,8 @@ def _schedule(
 def _stages(
     model: nn.Module, schedule: Schedule, sizes: Sequence[int] | None
 ) -> StagePlan:
-    """Return who has what. Raises ValueError or TypeError if it cannot be cut so."""
-    if sizes is None:  # a model that knows its layers' costs is cut by them
+    """Return the plan of the stages; raise ValueError or TypeError if it cannot fit."""
+    if sizes is None:  # cut by the layers' costs, if the model has them
         config, layers = getattr(model, "config", None), spine(model)
         costs = getattr(config, "layer_costs", [1] * len(layers))
         sizes = partition(costs, schedule.num_stages)

@@ -1,6 +1,6 @@
-"""A recorder of pipelines: what each rank did, and when, for the open event logs.
+"""A recorder of pipelines: writes each rank's actions into the open event logs.
 
-    PipelineParallel(model, "1f1b", 8, recorder=Recorded())
+    PipelineParallel(model, "1f1b", 8, recorder=PipelineRecorder())
 
 Ranks that share cores slow each other down: `virtual_time` has another recorder.
 Chapter 10.
@@ -19,28 +19,28 @@ COMPUTE = "compute"  # the lane of F, B, I and W
 
 
 class WallClock:
-    """Seconds of `time.perf_counter()`, the same for all ranks of a machine."""
+    """A clock of `time.perf_counter()`, common to all ranks of a machine."""
 
     begin = end = now = staticmethod(time.perf_counter)
 
 
-class Recorded:
-    """Writes an event for each action, each send and each wait."""
+class PipelineRecorder:
+    """A part that writes an event for each action, each send and each wait."""
 
     def __init__(self) -> None:
         self.clock: Any = WallClock()
-        self.step, self.start = 0, 0.0  # when the action that is under way began
+        self.step, self.start = 0, 0.0  # start: of the current action
 
     def before_run(self, runtime: Runtime) -> None:
         """Find the logs that are open now."""
         self.logs = active_logs()
 
     def after_run(self, runtime: Runtime) -> None:
-        """Count the step."""
+        """Increase the number of the step."""
         self.step += 1
 
     def before_compute(self, runtime: Runtime, action: Action) -> None:
-        """Begin to compute."""
+        """Record the start of an action."""
         self.start = self.clock.begin()
 
     def after_compute(self, runtime: Runtime, action: Action) -> None:
@@ -49,7 +49,7 @@ class Recorded:
         self._write(action.op, COMPUTE, action)
 
     def before_wait(self, runtime: Runtime, action: Action) -> None:
-        """Begin to wait for a message."""
+        """Record the start of a wait or a send."""
         self.start = self.clock.now()
 
     def after_wait(self, runtime: Runtime, action: Action) -> None:
@@ -63,7 +63,7 @@ class Recorded:
         self._write("send", "send", action, tensor.nbytes)
 
     def _write(self, op: str, lane: str, action: Action, nbytes: int = 0) -> None:
-        which = {"stage": action.stage, "microbatch": action.microbatch}
+        where = {"stage": action.stage, "microbatch": action.microbatch}
         end = self.clock.now()
         for log in self.logs:
-            log.add(op, self.start, end, nbytes, lane=lane, step=self.step, **which)
+            log.add(op, self.start, end, nbytes, lane=lane, step=self.step, **where)

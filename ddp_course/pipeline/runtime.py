@@ -5,13 +5,13 @@
         result = self.compute(action, received)
         self.send(action, result)
 
-    F  take the input, compute, keep input and output, pass the output on
-    B  take the output's gradient, go backward, pass the input's gradient on
+    F  get the input, compute, store input and output, pass the output on
+    B  get the output's gradient, go backward, pass the input's gradient on
 
-A result goes to the stage after or before: as a message, or directly if the same rank
-has that stage. B drops what F has kept: nothing is kept that the schedule does not ask
-for. `Runtime` runs one batch; `Pipeline` is a model that is trained this way. Both
-announce their moments to `parts`; `PipelineParallel` is made of them. Chapter 10.
+A result goes to the next or the previous stage: as a message, or directly if the same
+rank has that stage. B frees what F has stored. `Runtime` runs one batch; `Pipeline` is
+a model that is trained this way. Both announce their moments to `parts`;
+`PipelineParallel` is built on them. Chapter 10.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,27 +26,28 @@ from ddp_course.mechanisms.parts import announce
 from ddp_course.pipeline.schedule import Action, Schedule
 from ddp_course.pipeline.stages import Stage, add_layers, spine
 
-Form = tuple[torch.dtype, tuple[int, ...]]  # of an activation, without its rows
+Form = tuple[torch.dtype, tuple[int, ...]]  # type and shape of one row's activation
 
 
 class Runtime:
-    """One batch on its way through a pipeline, as far as one rank sees it.
+    """One rank's part of a run: a batch that passes through the pipeline.
 
     Args:
-        stages: this rank's, by number.
+        stages: stage number -> stage, for this rank's stages.
         schedule: for as many ranks as `port` has.
         port: sends messages to the other ranks and receives theirs.
-        forms: for each boundary between stages, the form of the activation there.
+        forms: for each boundary between stages, the form of its activation.
         x: (B, ...), the model's input; y: (B, ...), the targets, or None.
-        parts: hear "before_run", "before_action", "before_compute", "after_compute",
-            "before_wait", "after_wait", "before_send", "after_send", "after_run".
+        parts: objects with methods for "before_run", "before_action", "before_compute",
+            "after_compute", "before_wait", "after_wait", "before_send", "after_send",
+            "after_run".
 
     Attributes:
         operations: op of an action -> the method that computes it.
-        weights: of each microbatch in the mean loss; their sum is 1.
-        losses, outputs: of the last stage, by microbatch; losses are weighted.
-        loss_scale: backward is that of the loss times this number (loss scaling).
-        computing: the action that is being computed now, or None.
+        weights: the weight of each microbatch in the mean loss; their sum is 1.
+        losses, outputs: microbatch -> the last stage's weighted loss, or its output.
+        loss_scale: backward starts from the loss times this number (loss scaling).
+        computing: the action that is being computed, or None.
     """
 
     def __init__(
@@ -66,15 +67,16 @@ class Runtime:
         self.y = [None] * m if y is None else y.tensor_split(m)
         self.weights, self.loss_scale = [len(part) / len(x) for part in self.x], 1.0
         self.operations = {"F": self.forward, "B": self.backward}
-        self.kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # from F to B
-        self.results: dict[Action, Tensor] = {}  # for the stages of this rank
+        # (stage, microbatch) -> input and output, from F to B
+        self.saved: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.results: dict[Action, Tensor] = {}  # inputs of this rank's later actions
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Tensor] = {}
-        self.messages = Messages(self)
+        self.messages = OrderedMessages(self)
         self.computing: Action | None = None
 
     def run(self) -> None:
-        """Carry out this rank's row."""
+        """Carry out this rank's row of the schedule."""
         announce(self.parts, "before_run", self)
         for action in self.schedule.ranks[self.port.rank]:
             announce(self.parts, "before_action", self, action)
@@ -85,9 +87,9 @@ class Runtime:
         announce(self.parts, "after_run", self)
 
     def receive(self, action: Action) -> Tensor | None:
-        """Return what `action` takes: a part of the batch, or another stage's result.
+        """Return the input of `action`: a part of the batch, or another stage's result.
 
-        None if it takes nothing: the loss goes backward by itself.
+        The last stage's backward has no input: None.
         """
         source = self.schedule.source(action)
         if source is None:
@@ -107,16 +109,16 @@ class Runtime:
         return result
 
     def send(self, action: Action, result: Tensor | None) -> None:
-        """Pass the result on to the stage that takes it."""
+        """Pass the result on to the stage that needs it."""
         if result is not None:
             self.results[action] = result.contiguous()
             if self.schedule.receiver(action) is not None:
                 self.messages.send(action)
 
     def forward(self, stage: int, microbatch: int, x: Tensor) -> Tensor | None:
-        """F: the graph of this stage begins with a new leaf, and ends with its output.
+        """Compute F: a graph from a new leaf to the stage's output.
 
-        In the last stage it ends with the microbatch's part of the batch's mean loss.
+        In the last stage the graph ends with the microbatch's part of the mean loss.
         """
         training, y = torch.is_grad_enabled(), None
         if stage > 0 and training and x.is_floating_point():
@@ -132,14 +134,14 @@ class Runtime:
         elif stage == self.last:
             self.outputs[microbatch] = output
         if training:
-            self.kept[stage, microbatch] = x, output
+            self.saved[stage, microbatch] = x, output
         return output.detach() if stage < self.last else None
 
     def backward(
         self, stage: int, microbatch: int, gradient: Tensor | None
     ) -> Tensor | None:
-        """B: enter the graph at its output; return the gradient of its input."""
-        x, output = self.kept.pop((stage, microbatch))
+        """Compute B: backward from the stage's output; return the input's gradient."""
+        x, output = self.saved.pop((stage, microbatch))
         if output.requires_grad:
             torch.autograd.backward(output, gradient)
         if stage == 0:
@@ -147,7 +149,7 @@ class Runtime:
         return torch.zeros_like(x) if x.grad is None else x.grad
 
     def allocate(self, action: Action) -> Tensor:
-        """Return memory for the result of `action`: an activation, or its gradient."""
+        """Allocate memory for the result of `action`: activation or gradient."""
         dtype, shape = self.forms[action.stage - (action.op != "F")]
         rows = len(self.x[action.microbatch])
         return torch.empty((rows, *shape), dtype=dtype, device=self.device)
@@ -161,10 +163,10 @@ class Runtime:
         return loss
 
 
-class Messages:
-    """Messages in the order of the schedule: they have no names, as over NCCL.
+class OrderedMessages:
+    """Messages without tags, as over NCCL: the schedule's order identifies them.
 
-    All ranks know the whole schedule, hence what their neighbours send, in which order.
+    All ranks know the whole schedule, and so the order in which their neighbours send.
     Sends do not block; their memory is kept until the end.
     """
 
@@ -176,7 +178,7 @@ class Messages:
         self.leaving: list[tuple[Tensor, Handle]] = []
 
     def receive(self, source: Action) -> None:
-        """Put the result of `source` among this rank's results."""
+        """Receive messages until the result of `source` is in `runtime.results`."""
         runtime = self.runtime
         peer = runtime.schedule.rank_of(source.stage)
         while source not in runtime.results:
@@ -187,7 +189,7 @@ class Messages:
             announce(runtime.parts, "after_wait", runtime, coming)
 
     def send(self, action: Action) -> None:
-        """Start to send the result of `action`; nobody waits."""
+        """Start to send the result of `action`, without waiting."""
         runtime = self.runtime
         tensor, peer = runtime.results.pop(action), runtime.schedule.receiver(action)
         announce(runtime.parts, "before_send", runtime, action)
@@ -207,13 +209,16 @@ class Pipeline(nn.Module):
         model: the same on all ranks, with a `spine`, and no parameter on two ranks.
         schedule: of F and B, for as many ranks as the group has.
         sizes: for each stage the number of its layers.
-        form: shape of what passes from layer to layer, without its rows: (T, C).
-        loss_fn: from the last layer's output and the targets to a mean over rows.
-        group: the ranks of the pipeline, in order; None are all.
-        parts: hear "before_step" and "after_step", and the moments of `Runtime`.
+        form: shape of an activation between layers, without its rows: (T, C).
+        loss_fn: a function of the last layer's output and the targets that returns a
+            mean over rows.
+        group: the ranks of the pipeline, in order; None means all.
+        parts: objects with methods for "before_step", "after_step", and the moments of
+            `Runtime`.
 
     Attributes:
-        stages: this rank's, by number; `module` has their layers by their plain names.
+        stages: stage number -> stage, for this rank's stages.
+        module: the layers of these stages, under their names in `model`.
     """
 
     def __init__(
@@ -245,7 +250,7 @@ class Pipeline(nn.Module):
 
         x: (B, T), y: (B, T), the same on all ranks; the first stage uses x, the last
         one y. If B is no multiple of the number of microbatches, the first have one row
-        more, and count as much more.
+        more, and a larger weight.
         """
         announce(self.parts, "before_step", self, x, y)
         port, x, y = Port(self.group), x.to(self.device), y.to(self.device)
@@ -261,6 +266,6 @@ class Pipeline(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this rank's parameters, by their names in the plain model."""
+        """Yield this rank's parameters, by their names in `model`."""
         for name, parameter in self.parameters_by_name.items():
             yield prefix + ("." if prefix else "") + name, parameter

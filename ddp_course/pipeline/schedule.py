@@ -1,28 +1,28 @@
-"""Schedules: which rank computes what in which order, as plain data.
+"""Schedules: the order of each rank's actions, as plain data.
 
-A pipeline is decided before anything is computed. The model is cut into *stages*, the
-batch into *microbatches*, and an *action* is one of four things that a stage does with
-a microbatch:
+A pipeline is planned before anything is computed. The model is cut into *stages*, the
+batch into *microbatches*, and an *action* is one of four computations of a stage with a
+microbatch:
 
     F  forward: from the stage's input to its output
     B  backward: from the output's gradient to the input's and the weights' gradients
-    I  the half of B that somebody waits for: the gradient of the input
-    W  the half of B that nobody waits for: the gradients of the weights
+    I  the half of B that the previous stage waits for: the gradient of the input
+    W  the half of B that no stage waits for: the gradients of the weights
 
-A *schedule* is a row of actions for each rank. It says nothing about time: a rank takes
-the next action of its row as soon as what it needs has arrived. Two ranks, two
+A *schedule* is a row of actions for each rank. It has no times: a rank runs the next
+action of its row as soon as the action's inputs have arrived. Two ranks, two
 microbatches, first all forwards and then all backwards:
 
     gpipe: 2 stages on 2 ranks, 2 microbatches
     rank 0 | 0F0 0F1 0B0 0B1
     rank 1 | 1F0 1F1 1B0 1B1
 
-Schedules can be printed, drawn, checked (`checker`) and played through in virtual time
+Schedules can be printed, drawn, checked (`checker`) and run in virtual time
 (`simulate`) without any process; `runtime` carries them out on ranks. Those of this
-file have stage r on rank r, and are made by one rule, `at_most`: go forward while fewer
-than a limit of microbatches are in flight, else backward. A microbatch is *in flight*
-on a stage from its forward to its backward: so long its activations take memory. With p
-ranks and m microbatches, m at least p,
+file have stage r on rank r, and follow one rule, `at_most`: go forward while fewer than
+a limit of microbatches are in flight, else backward. A microbatch is *in flight* on a
+stage from its forward to its backward: during this time its activations take memory.
+With p ranks and m microbatches, m at least p,
 
     schedule     limit on rank r    bubble / whole time    activations kept
     naive        1                  (p-1)/p                1
@@ -44,17 +44,17 @@ OPS = ("F", "B", "I", "W")
 
 
 class ScheduleError(ValueError):
-    """A schedule cannot be run; the text says what is wrong first."""
+    """An error: the schedule cannot be run. The text names the first problem."""
 
 
 @dataclass(frozen=True)
 class Action:
-    """What one stage does with one microbatch. "2F0": stage 2, forward, microbatch 0.
+    """One computation of one stage: "2F0" is stage 2, forward, microbatch 0.
 
     Attributes:
         op: "F", "B", "I" or "W".
-        stage: 0 has the model's input, the last one the loss.
-        microbatch: counted from 0.
+        stage: number of the stage; 0 has the model's input, the last one the loss.
+        microbatch: number of the microbatch, counted from 0.
 
     Raises ValueError for another op, and for a stage or a microbatch below 0.
     """
@@ -75,14 +75,14 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the action that is written `text`. Raises ValueError if none is."""
-        found = re.fullmatch(r"(\d+)([FBIW])(\d+)", text)
-        if not found:
+        """Return the action of the text, such as "2F0"; raise ValueError if invalid."""
+        match = re.fullmatch(r"(\d+)([FBIW])(\d+)", text)
+        if not match:
             raise ValueError(
                 f"{text!r} is no action; it must be stage, op and microbatch, as in "
                 f"'2F0', with one of the ops {', '.join(OPS)}"
             )
-        stage, op, microbatch = found.groups()
+        stage, op, microbatch = match.groups()
         return cls(op, int(stage), int(microbatch))
 
     def __str__(self) -> str:
@@ -91,13 +91,13 @@ class Action:
 
 @dataclass(frozen=True)
 class Schedule:
-    """All actions of one training step. Being legal is another matter: see `check`.
+    """All actions of one training step; `check` finds out whether it is legal.
 
     Attributes:
         name: for people.
         num_stages: stages of the model, on all ranks together.
         num_microbatches: parts of the batch.
-        ranks: for each rank its actions, in the order in which it takes them.
+        ranks: for each rank its actions, in the order in which it runs them.
 
     Raises ValueError for fewer than one stage, microbatch or rank.
     """
@@ -108,7 +108,7 @@ class Schedule:
     ranks: tuple[tuple[Action, ...], ...]
 
     def __post_init__(self) -> None:
-        """Check the numbers; make tuples of lists."""
+        """Check the numbers, and convert lists to tuples."""
         object.__setattr__(self, "ranks", tuple(map(tuple, self.ranks)))
         names = "num_stages", "num_microbatches", "num_ranks"
         check_counts(**{name: getattr(self, name) for name in names})
@@ -120,7 +120,7 @@ class Schedule:
 
     @cached_property
     def homes(self) -> Mapping[int, tuple[int, ...]]:
-        """The ranks on which each stage is found: one, if the schedule is legal."""
+        """The ranks of each stage: one, if the schedule is legal."""
         homes: dict[int, tuple[int, ...]] = {}
         for rank, row in enumerate(self.ranks):
             for stage in {action.stage for action in row}:
@@ -132,9 +132,11 @@ class Schedule:
         return tuple(sorted({action.stage for action in self.ranks[rank]}))
 
     def rank_of(self, stage: int) -> int:
-        """Return the rank that has `stage`. Raises ValueError if none has."""
+        """Return the rank that has `stage`; raise ValueError if no rank has it."""
         if stage not in self.homes:
-            raise ValueError(f"stage {stage} is on no rank")
+            raise ValueError(
+                f"stage {stage} is on no rank; stages are 0 to {self.num_stages - 1}"
+            )
         return self.homes[stage][0]
 
     @property
@@ -143,10 +145,10 @@ class Schedule:
         return tuple(map(self.rank_of, range(self.num_stages)))
 
     def source(self, action: Action) -> Action | None:
-        """Return the action of another stage whose result `action` takes, or None.
+        """Return the action of another stage whose result `action` needs, or None.
 
-        F takes the activation that the stage before has made, B and I the gradient that
-        the stage after has made. None: the batch, the loss, or what its own I has left.
+        F needs the activation of the previous stage, B and I the gradient of the next
+        stage. None: it needs the batch, the loss, or its own I.
         """
         stage, microbatch = action.stage, action.microbatch
         if action.op == "F":
@@ -157,14 +159,14 @@ class Schedule:
         return half if half in self._splits else Action("B", stage + 1, microbatch)
 
     def needs(self, action: Action) -> tuple[Action, ...]:
-        """Return the actions that must be done before `action` can begin.
+        """Return the actions that must end before `action` can begin.
 
-        Its `source`; and B and I need the activations of their own F, W its own I.
+        These are its `source`, and on its own stage F before B or I, and I before W.
         """
-        own = {"B": "F", "I": "F", "W": "I"}.get(action.op)
-        mine = (Action(own, action.stage, action.microbatch),) if own else ()
+        op = {"B": "F", "I": "F", "W": "I"}.get(action.op)
+        own = (Action(op, action.stage, action.microbatch),) if op else ()
         source = self.source(action)
-        return mine if source is None else (*mine, source)
+        return own if source is None else (*own, source)
 
     def receiver(self, action: Action) -> int | None:
         """Return the rank to which the result of `action` is sent, or None."""
@@ -207,14 +209,14 @@ def at_most(
 ) -> list[Action]:
     """Go forward while fewer than `limit` are in flight, else backward."""
     row: list[Action] = []
-    done = 0  # backwards; all else in the row are forwards
-    while done < len(backwards):
-        begun = len(row) - done
-        if begun < len(forwards) and begun - done < limit:
-            row.append(forwards[begun])
+    b = 0  # number of backwards in the row
+    while b < len(backwards):
+        f = len(row) - b  # number of forwards
+        if f < len(forwards) and f - b < limit:
+            row.append(forwards[f])
         else:
-            row.append(backwards[done])
-            done += 1
+            row.append(backwards[b])
+            b += 1
     return row
 
 
@@ -222,8 +224,9 @@ def naive(num_ranks: int, num_microbatches: int) -> Schedule:
     """Return the schedule in which one stage computes and all others wait.
 
     A microbatch goes forward through all stages and back again before the next one
-    begins. Bubble (p-1)/p, however many microbatches there are; activations of one.
-    This is a model with `.to(device)` between its layers: "naive model parallelism".
+    begins. The bubble is (p-1)/p for any number of microbatches; a rank stores the
+    activations of one. A model with `.to(device)` between its layers runs in this
+    order: "naive model parallelism".
     Raises ValueError for fewer than one rank or microbatch. Chapter 10.
     """
     return one_stage_per_rank("naive", num_ranks, num_microbatches, lambda rank: 1)
@@ -232,10 +235,10 @@ def naive(num_ranks: int, num_microbatches: int) -> Schedule:
 def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     """Return the schedule with all forwards first, then all backwards.
 
-    Bubble (p-1)/(m+p-1); activations of all m microbatches. Raises ValueError for fewer
-    than one rank or microbatch. Source: Huang et al. 2019, "GPipe", arXiv:1811.06965,
-    section 2.3, which computes the activations a second time; PyTorch's ScheduleGPipe.
-    Chapter 10.
+    The bubble is (p-1)/(m+p-1); a rank stores the activations of all m microbatches.
+    Raises ValueError for fewer than one rank or microbatch. Source: Huang et al. 2019,
+    "GPipe", arXiv:1811.06965, section 2.3, which also recomputes the activations;
+    PyTorch's ScheduleGPipe. Chapter 10.
     """
     return one_stage_per_rank(
         "gpipe", num_ranks, num_microbatches, lambda rank: num_microbatches
@@ -245,9 +248,9 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     """Return the schedule that goes backward as soon as it can: 1F1B.
 
-    While rank r's first microbatch goes to the last rank and back, p-1-r others can
-    follow it: p-r in flight keep the rank busy, and more would only take memory. After
-    this warm-up each backward makes room for one forward. The bubble is GPipe's,
+    While rank r's first microbatch goes to the last rank and back, rank r can compute
+    p-1-r others: p-r in flight keep it busy, and more would only take memory. After
+    this warm-up each backward frees the memory for one forward. The bubble is GPipe's,
     (p-1)/(m+p-1); the activations are those of min(m, p-r) microbatches. Raises
     ValueError for fewer than one rank or microbatch. Source: Narayanan et al. 2021,
     "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-Flush),
@@ -261,7 +264,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
 def one_stage_per_rank(
     name: str, p: int, m: int, limit: Callable[[int], int]
 ) -> Schedule:
-    """Apply the rule to rank r's stage r."""
+    """Build a schedule with stage r on rank r and `limit(r)` microbatches in flight."""
     check_counts(num_ranks=p, num_microbatches=m)
     rows = []
     for rank in range(p):
@@ -270,7 +273,7 @@ def one_stage_per_rank(
     return Schedule(name, p, m, rows)
 
 
-# The schedules that have a name; `schedules` adds its own.
+# name -> function; `schedules` adds more
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "naive": naive,
     "gpipe": gpipe,
@@ -278,7 +281,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 }
 
 
-# ---- is every action there, once? ----------------------------------------------------
+# ---- completeness --------------------------------------------------------------------
 
 
 def check_complete(schedule: Schedule) -> None:
@@ -286,12 +289,12 @@ def check_complete(schedule: Schedule) -> None:
 
     For each stage and microbatch these are one F, and one B, or one I and one W.
     """
-    for wrong in _incomplete(schedule):
-        raise ScheduleError(f"{schedule.name}: {wrong}")
+    for problem in _incomplete(schedule):
+        raise ScheduleError(f"{schedule.name}: {problem}")
 
 
 def _incomplete(schedule: Schedule) -> Iterator[str]:
-    """Yield in words each action that is missing, repeated, or out of range."""
+    """Yield a message for each action that is missing, repeated, or out of range."""
     first: dict[Action, int] = {}
     stages, microbatches = schedule.num_stages, schedule.num_microbatches
     for rank, row in enumerate(schedule.ranks):
@@ -307,15 +310,15 @@ def _incomplete(schedule: Schedule) -> Iterator[str]:
     for stage in range(stages):
         ranks = schedule.homes.get(stage, ())
         if len(ranks) != 1:
-            where = " and ".join(f"rank {rank}" for rank in ranks) or "no rank"
+            names = " and ".join(f"rank {rank}" for rank in ranks) or "no rank"
             why = " (so DualPipe cannot be written here)" if ranks else ""
-            yield f"stage {stage} is on {where}; it must be on one{why}"
+            yield f"stage {stage} is on {names}; it must be on one{why}"
         for microbatch in range(microbatches):
             yield from _not_once(first, stage, microbatch)
 
 
 def _not_once(run: Container[Action], stage: int, microbatch: int) -> Iterator[str]:
-    """Yield in words what a microbatch lacks on a stage, or has twice."""
+    """Yield a message for each action that a microbatch lacks, or has twice."""
     f, b, i, w = (Action(op, stage, microbatch) for op in OPS)
     if f not in run:
         yield f"{f} is missing"
@@ -323,6 +326,6 @@ def _not_once(run: Container[Action], stage: int, microbatch: int) -> Iterator[s
     if b in run and halves:
         yield f"{b} is run, and {halves[0]}, which is a part of it"
     if b not in run and len(halves) == 1:
-        yield f"{w if halves == [i] else i} is missing: {halves[0]} is but half of {b}"
+        yield f"{w if halves == [i] else i} is missing: {halves[0]} is only half of {b}"
     if b not in run and not halves:
         yield f"{b} is missing, or {i} and {w} in its place"

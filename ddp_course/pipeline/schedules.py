@@ -1,15 +1,15 @@
 """More schedules: several stages on each rank, backward in two halves, your own.
 
-They are of the same rule as those of `schedule`, with v stages on each rank: rank r has
-stages r, r + p, r + 2p, ... For m a multiple of p, and zero_bubble with F, I and W of
-equal time and v = 1,
+They follow the same rule as those of `schedule`, with v stages on each rank: rank r has
+stages r, r + p, r + 2p, ... For m a multiple of p, and for zero_bubble with equal times
+of F, I and W and v = 1,
 
     schedule     limit on rank r          bubble / whole time          activations kept
     interleaved  (v-1)p + 2(p-1-r) + 1    (p-1)/v / (m + (p-1)/v)      min(m, limit/v)
     zero_bubble  p-r, W later             (p-1)/3 / (m + (p-1)/3)      p, or less
 
-A new schedule is a function here and an entry in `SCHEDULES`, a line in `spec.py` with
-its title, its order in `tests/pipeline/test_schedules.py`, and a cell in chapter 11.
+To add a schedule, write a function here and an entry in `SCHEDULES`, its title in
+`spec.py`, its order in `tests/pipeline/test_schedules.py`, and a cell in chapter 11.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,18 +31,18 @@ def interleaved(
     """Return 1F1B with v smaller stages on each rank instead of a large one.
 
     Stage s is on rank s % p, so a microbatch passes each rank v times, and filling the
-    pipeline takes 1/v of the time: bubble (p-1)/v / (m + (p-1)/v), for (pv-1)/(p-1)
-    times as many messages. Microbatches go in groups of at least p: a whole group
-    passes one stage of a rank before its first microbatch comes round to the rank's
-    next stage. Rank r begins with the first group's forwards in v-1 stages and, in the
-    last one, twice the p-1-r that 1F1B has, as in Megatron-LM: half of them would do
-    for the same bubble, in less memory, if messages took no time. That many and one are
-    in flight. With two groups of p or more, rank 0 keeps p(1 + (p-1)/(pv))
-    microbatches' activations, 1F1B p. (With one stage per rank rank 0 keeps 2p - 1.)
+    pipeline takes 1/v of the time. The bubble is (p-1)/v / (m + (p-1)/v), at the cost
+    of (pv-1)/(p-1) times as many messages. Microbatches form groups of at least p: a
+    whole group passes one stage of a rank before its first microbatch reaches the
+    rank's next stage. In the warm-up, rank r runs the first group's forwards in v-1
+    stages, and in its last stage 2(p-1-r) forwards, as in Megatron-LM: 1F1B's p-1-r
+    would give the same bubble, in less memory, if messages took no time. One more than
+    that are in flight. With two groups of p or more, rank 0 stores the activations of
+    p(1 + (p-1)/(pv)) microbatches, 1F1B those of p. (With v = 1 rank 0 stores 2p - 1.)
 
-    Megatron-LM asks for a multiple of p microbatches; PyTorch for groups of one size.
-    Here groups have p to 2p - 1, so every number is legal, and from p on the bubble is
-    the formula's; larger groups keep more.
+    Megatron-LM requires a multiple of p microbatches, PyTorch groups of one size. Here
+    groups have p to 2p - 1 microbatches, so every number is legal, and from p on the
+    bubble is that of the formula; larger groups need more memory.
 
     Raises ValueError for fewer than one rank, microbatch or stage. Source: Narayanan et
     al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
@@ -58,14 +58,14 @@ def zero_bubble(
 ) -> Schedule:
     """Return ZB-H1: 1F1B with the weights' gradients computed where ranks would wait.
 
-    The rank before waits for the gradient of the input alone, I. Those of the weights,
-    W, can come at any later time: rank r is r of them behind all the way, and makes up
-    for it at the end, when 1F1B would idle. Bubble (p-1)(F+I-W) of time instead of
-    (p-1)(F+I+W); activations of p-r microbatches as with 1F1B, and of r more what their
-    W needs, so those of at most p.
+    The previous rank waits only for I, the gradient of the input. W, the gradients of
+    the weights, can run at any later time: rank r postpones r of them, and runs them at
+    the end, when 1F1B would idle. The idle time is (p-1)(F+I-W) instead of
+    (p-1)(F+I+W). Rank r stores the activations of p-r microbatches, as with 1F1B, and
+    those that r postponed W need, so those of at most p.
 
-    With v stages on each rank it is interleaved, too: the bubble is 1/v of that, for as
-    many messages as interleaved, and for no more memory where p divides m. Raises
+    With v stages on each rank it is interleaved, too: the bubble is 1/v of that, with
+    as many messages as interleaved, and no more memory if p divides m. Raises
     ValueError for fewer than one rank, microbatch or stage. Source: Qi et al. 2024,
     "Zero Bubble Pipeline Parallelism", arXiv:2401.10241, section 2; PyTorch's
     ScheduleInterleavedZeroBubble. Chapter 11.
@@ -82,9 +82,9 @@ SCHEDULES.update(interleaved=interleaved, zero_bubble=zero_bubble)
 def _in_turns(
     name: str, p: int, m: int, v: int, backward: str, ahead: Callable[[int], int]
 ) -> Schedule:
-    """Apply the rule to v stages on each rank, with `ahead(r)` in flight in the last.
+    """Build a schedule with v stages on each rank; the last has `ahead(r)` in flight.
 
-    The m microbatches go in groups of at least p, as equal as they can be.
+    The m microbatches form groups of at least p, as equal as possible.
     """
     check_counts(stages_per_rank=v, num_ranks=p, num_microbatches=m)
     count = max(1, m // p)
@@ -99,7 +99,7 @@ def _in_turns(
 
 
 def _in_groups(op: str, stages: Sequence[int], sizes: Sequence[int]) -> list[Action]:
-    """Take a group of microbatches through all `stages`, then the next group."""
+    """Return the actions of a group of microbatches in all `stages`, group by group."""
     starts = [0, *accumulate(sizes)]
     return [
         Action(op, stage, microbatch)
@@ -110,7 +110,7 @@ def _in_groups(op: str, stages: Sequence[int], sizes: Sequence[int]) -> list[Act
 
 
 def weights_behind(row: Sequence[Action], behind: int) -> Iterator[Action]:
-    """After each I but the first `behind` the oldest W that is due; the rest last."""
+    """Insert the oldest due W after each I except the first `behind`; the rest last."""
     due: list[Action] = []
     for action in row:
         yield action
@@ -125,10 +125,10 @@ def weights_behind(row: Sequence[Action], behind: int) -> Iterator[Action]:
 
 
 def parse(name: str, rows: Iterable[str]) -> Schedule:
-    """Return the schedule that is written as a line of actions for each rank.
+    """Return the schedule that has these rows: one line of actions for each rank.
 
-    `parse("mine", ["0F0 0B0", "1F0 1B0"])` has two stages and one microbatch: as many
-    as the largest numbers ask for. Raises ValueError for what is no action. Chapter 11.
+    `parse("mine", ["0F0 0B0", "1F0 1B0"])` has two stages and one microbatch, as the
+    largest numbers say. Raises ValueError for a word that is no action. Chapter 11.
     """
     ranks = tuple(tuple(map(Action.parse, row.split())) for row in rows)
     actions = [action for row in ranks for action in row]

@@ -1,6 +1,6 @@
-"""What a schedule costs, in virtual time: when each rank computes, and when it waits.
+"""Simulate a schedule in virtual time: when does each rank compute, and when wait?
 
-    print(simulate(gpipe(2, 3)))
+    print(simulate_schedule(gpipe(2, 3)))
 
     gpipe: 2 stages on 2 ranks, 3 microbatches; 1/4 of the time idle
     rank 0 | 0F0 0F1 0F2     0B0 ... 0B1 ... 0B2 ...
@@ -18,24 +18,24 @@ from operator import attrgetter
 
 from ddp_course.pipeline.checker import peak_activations
 from ddp_course.pipeline.player import Costs, play
-from ddp_course.pipeline.program import Timed, add_messages
+from ddp_course.pipeline.program import TimedAction, add_messages
 from ddp_course.pipeline.schedule import Schedule
 
-COLUMNS = 200  # the most that a line of text is divided into
+COLUMNS = 200  # the most columns of a printed chart
 
 
 @dataclass(frozen=True)
-class Simulated:
-    """What `simulate` has found. Times are in the unit of the costs.
+class SimulatedSchedule:
+    """A simulated run of a schedule. Times are in the unit of the costs.
 
     Attributes:
-        schedule: what was played.
+        schedule: the schedule that was simulated.
         events: the ranks' actions with start and end, in the order of their starts.
         peak_activations: per rank, in microbatches.
     """
 
     schedule: Schedule
-    events: tuple[Timed, ...]
+    events: tuple[TimedAction, ...]
     peak_activations: tuple[Fraction, ...]
 
     @property
@@ -46,7 +46,7 @@ class Simulated:
 
     @property
     def busy(self) -> tuple[Real, ...]:
-        """How long each rank computes."""
+        """The time for which each rank computes."""
         times: list[Real] = [0] * self.schedule.num_ranks
         for event in self.events:
             times[event.rank] += event.end - event.start
@@ -69,27 +69,27 @@ class Simulated:
         return "\n".join([head, *_chart(self.schedule.num_ranks, self.events)])
 
 
-def simulate(
+def simulate_schedule(
     schedule: Schedule, costs: Costs | None = None, *, blocking: bool = False
-) -> Simulated:
-    """Return what happens when, on ranks that each compute as fast as `costs` say.
+) -> SimulatedSchedule:
+    """Return when each action runs, with the durations that `costs` defines.
 
     Without `costs`, F, I and W take 1 each, B takes 2 and messages no time: then the
-    bubbles in `schedules` hold exactly. With `blocking` ranks also wait for their
-    messages to arrive at others (`program`). Raises ScheduleError for a schedule that
-    comes to no end, ValueError for costs that do not fit. Chapters 10 and 11.
+    bubbles of `schedules` hold exactly. With `blocking`, a sender also waits until its
+    message is received (`program`). Raises ScheduleError for a schedule in which ranks
+    wait for ever, ValueError for costs that do not fit. Chapters 10 and 11.
     """
     events = play(add_messages(schedule), costs, blocking=blocking)
     events = sorted(events, key=attrgetter("start", "end", "rank"))
-    return Simulated(schedule, tuple(events), peak_activations(schedule))
+    return SimulatedSchedule(schedule, tuple(events), peak_activations(schedule))
 
 
 def _text(number: Real) -> str:
     return str(number) if isinstance(number, Rational) else f"{number:.3f}"
 
 
-def _chart(num_ranks: int, events: Sequence[Timed]) -> list[str]:
-    """Return a line for each rank: columns of time if all times are whole columns."""
+def _chart(num_ranks: int, events: Sequence[TimedAction]) -> list[str]:
+    """Return a line for each rank: columns of time, or else start and end as text."""
     times = [time for event in events for time in (event.start, event.end)]
     column = _common(times)
     width = max(3, *(len(str(event.action)) for event in events))
@@ -108,7 +108,7 @@ def _chart(num_ranks: int, events: Sequence[Timed]) -> list[str]:
 
 
 def _common(times: Sequence[Real]) -> Fraction | None:
-    """Return the longest column that divides all times, if it is not too short."""
+    """Return the longest duration that divides all times, if it is not too short."""
     if not all(isinstance(time, Rational) for time in times):
         return None
     exact = [Fraction(time) for time in times]

@@ -1,11 +1,11 @@
-"""Who has which layers: decided before anything is computed, as plain data.
+"""The plan of the stages, as plain data: which rank has which layers.
 
     stage 0 on rank 0: embed, blocks.0 (273,312 parameters)
     stage 1 on rank 1: blocks.1, blocks.2, blocks.3, head (764,928 parameters)
 
-Where to cut is a question of time: the slowest stage sets the pace of all. `partition`
-takes what each layer costs, in any unit: multiply-adds, which one can count
-(`GPTConfig.layer_costs`), or seconds, which one can measure.
+The slowest stage sets the pace of all, so the cuts should balance the stages.
+`partition` gets the cost of each layer in any unit: multiply-adds, which can be counted
+(`GPTConfig.layer_costs`), or seconds, which can be measured.
 
 A parameter may be used in two stages: the tied GPT's output matrix is its token
 embedding. Then both ranks have a copy and a part of the gradient, and the copies stay
@@ -28,13 +28,13 @@ from ddp_course.pipeline.stages import spine
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Which layers each stage has, and on which rank it is.
+    """The layers and the rank of each stage.
 
     Attributes:
         layers: for each stage the names of its layers, in the order of the model.
         ranks: for each stage its rank, counted in the pipeline.
         numel: for each stage the elements of its parameters.
-        holders: parameter, by its name in the model -> the ranks that use it.
+        holders: name of a parameter in the model -> the ranks that use it.
     """
 
     layers: tuple[tuple[str, ...], ...]
@@ -44,7 +44,7 @@ class StagePlan:
 
     @property
     def shared(self) -> dict[str, tuple[int, ...]]:
-        """The parameters that several ranks use, with these ranks."""
+        """The parameters that several ranks use: name -> ranks."""
         return {name: ranks for name, ranks in self.holders.items() if len(ranks) > 1}
 
     def __str__(self) -> str:
@@ -63,21 +63,22 @@ class StagePlan:
 def stage_plan(
     model: nn.Module, sizes: Sequence[int], ranks: Sequence[int]
 ) -> StagePlan:
-    """Cut the model's spine into stages of so many layers each. Pure.
+    """Cut the model's spine into stages of `sizes` layers. Pure.
 
     Args:
         model: with a `spine`.
         sizes: for each stage the number of its layers, 1 or more.
         ranks: for each stage its rank.
 
-    A rank whose layers have no parameter shares the smallest one of the model, so that
-    its optimizer, too, has something to step. Raises ValueError if `sizes` and `ranks`
-    do not fit the model or each other.
+    A rank without any parameter shares the smallest one of the model, as an optimizer
+    needs at least one. Raises ValueError if `sizes` and `ranks` do not fit the model or
+    each other.
     """
     layers = spine(model)
     if len(sizes) != (n := len(ranks)):
-        told = f"sizes {list(sizes)} is for {len(sizes)} stages"
-        raise ValueError(f"{told}; the schedule has {n}")
+        raise ValueError(
+            f"sizes {list(sizes)} is for {len(sizes)} stages; the schedule has {n}"
+        )
     if min(sizes, default=0) < 1 or sum(sizes) != len(layers):
         raise ValueError(
             f"sizes is {list(sizes)}; it must be a number of layers for each stage, 1 "
@@ -103,12 +104,12 @@ def stage_plan(
 
 
 def partition(costs: Sequence[Real], num_stages: int) -> tuple[int, ...]:
-    """Return how many layers each stage has, one at least.
+    """Return the number of layers of each stage, at least 1.
 
-    The most expensive stage costs as little as it can. Among all such partitions the
-    one with the smallest sum of squares is taken, which keeps the other stages alike,
-    too, and of several the one with the most layers in its last stages. The same costs
-    always give the same sizes. `partition([0, 4, 4, 4, 4, 1], 2)` is `(3, 3)`.
+    The most expensive stage costs as little as possible. Among all such partitions,
+    the result has the smallest sum of squared costs, which balances the other stages,
+    too; if several have it, the one with the most layers in its last stages. The same
+    costs always give the same sizes. `partition([0, 4, 4, 4, 4, 1], 2)` is `(3, 3)`.
 
     Raises ValueError for a negative or infinite cost, for fewer than one stage, and for
     more stages than layers. Source: dynamic programming, Bellman 1957. Chapter 10.
@@ -120,7 +121,7 @@ def partition(costs: Sequence[Real], num_stages: int) -> tuple[int, ...]:
         if not 0 <= cost < math.inf:
             must = "it must be a finite number, 0 or more"
             raise ValueError(f"costs[{layer}] is {cost!r}; {must}")
-    upto = [0, *accumulate(costs)]  # upto[i]: the cost of layers 0 to i - 1
+    upto = [0, *accumulate(costs)]  # upto[i]: cost of layers 0 to i - 1
 
     def stage(first: int, last: int) -> Real:
         return upto[last] - upto[first]
@@ -141,8 +142,8 @@ def _best(
 ) -> tuple[Real, list[int]]:
     """Cut 0 to `count` into `parts` ranges; return the lowest price, and the ends.
 
-    The best cut into k ranges that ends at `last` is one range, and before it the best
-    cut into k - 1 ranges of what is left.
+    The best cut of 0 to `last` into k ranges is, for the best `first`, the best cut of
+    0 to `first` into k - 1 ranges and the range from `first` to `last`.
     """
     best = {last: (price(0, last), [0, last]) for last in range(1, count + 1)}
     for k in range(2, parts + 1):
@@ -160,11 +161,11 @@ def _best(
 
 
 class SharedGradients:
-    """A part that sums, over the ranks, gradients of parameters that several ranks use.
+    """A part that sums the gradients of parameters that several ranks use.
 
     Every rank sends its part to each of the others, and all add in the order of the
-    ranks: they get the same bits, and what was equal before a step is equal after it.
-    Bytes sent by each of k ranks: k - 1 times the gradient's.
+    ranks, so they get the same bits, and the copies of a parameter stay equal. Each of
+    k ranks sends k - 1 times the bytes of the gradient.
     """
 
     def __init__(
@@ -182,20 +183,20 @@ class SharedGradients:
         self.before: dict[nn.Parameter, Tensor | None] = {}
 
     def before_run(self, runtime: Runtime) -> None:
-        """Put aside the gradients of earlier steps: they have been summed already."""
+        """Put the gradients of earlier steps aside: they were summed already."""
         if torch.is_grad_enabled():
             self.before = {parameter: parameter.grad for parameter in self.shared}
             for parameter in self.before:
                 parameter.grad = None
 
     def after_run(self, runtime: Runtime) -> None:
-        """Sum the gradients of this step; in an evaluation there are none."""
+        """Sum the gradients of this step; an evaluation has none."""
         if torch.is_grad_enabled():
             self.sum(runtime.port)
 
     @torch.no_grad()
     def sum(self, port: Port) -> None:
-        """Replace each gradient by its sum over the ranks, and add what was there."""
+        """Replace each gradient with its sum over the ranks plus earlier gradients."""
         for parameter, ranks in self.shared.items():
             own = parameter.grad
             own = torch.zeros_like(parameter) if own is None else own.contiguous()

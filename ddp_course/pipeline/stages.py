@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 
 def spine(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers that, called one after another, are the model, by name.
+    """Return {name: layer}; calling the layers one after another runs the model.
 
     For an `nn.Sequential` these are its members; for the course's GPT, or any model
-    with the same attributes, embed, the blocks and head. Raises TypeError for another.
+    with the same attributes, embed, the blocks and head. Raises TypeError for any other
+    model.
     """
     if isinstance(model, nn.Sequential):
         return dict(model._modules)
@@ -30,7 +31,8 @@ def spine(model: nn.Module) -> dict[str, nn.Module]:
 def add_layers(module: nn.Module, layers: Mapping[str, nn.Module]) -> nn.Module:
     """Add layers to `module` under the names they have in the model; return it.
 
-    "blocks.2" becomes the member "2" of the member "blocks", which is made if needed.
+    "blocks.2" becomes the member "2" of the member "blocks", which is created if
+    needed.
     """
     for name, layer in layers.items():
         *path, last = name.split(".")
@@ -44,10 +46,7 @@ def add_layers(module: nn.Module, layers: Mapping[str, nn.Module]) -> nn.Module:
 
 
 class Stage(nn.Sequential):
-    """A slice of the spine: from the activations before it to those after it.
-
-    With targets, as the last stage gets them, it also computes the loss.
-    """
+    """A slice of the spine; with targets, as in the last stage, also the loss."""
 
     def __init__(
         self,

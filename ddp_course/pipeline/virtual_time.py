@@ -2,11 +2,11 @@
 
     PipelineParallel(model, "1f1b", 8, recorder=VirtualTime())
 
-On the wall clock, ranks that share cores slow each other down. The virtual clock asks
-what would be if each had cores of its own: computing takes the time that this rank's
-thread was on a core, waiting and messages take none, and every message says when it was
-sent, so that a receiver that is behind moves on to that time (Lamport 1978, "Time,
-Clocks, and the Ordering of Events"). Chapter 10.
+On the wall clock, ranks that share cores slow each other down. The virtual clock shows
+the times that ranks with cores of their own would have: computing takes the time that
+this rank's thread was on a core, waiting and messages take none, and every message
+carries the time of its send, to which a receiver that is behind sets its clock (Lamport
+1978, "Time, Clocks, and the Ordering of Events"). Chapter 10.
 """
 
 import time
@@ -16,22 +16,23 @@ import torch
 from torch import Tensor
 
 from ddp_course.collectives.port import Handle, Port
-from ddp_course.pipeline.recorded import Recorded
+from ddp_course.pipeline.recorded import PipelineRecorder
 from ddp_course.pipeline.runtime import Runtime
 
 
-class VirtualTime(Recorded):
-    """Writes the events of `Recorded` on a virtual clock.
+class VirtualTime(PipelineRecorder):
+    """A `PipelineRecorder` with a virtual clock.
 
-    Each message is followed by one of 8 bytes, the time at which it was sent. Raises
-    ValueError on a GPU, whose work this thread does not do itself.
+    Each message is followed by one of 8 bytes: the time of its send. Raises ValueError
+    for a model on a GPU, as the clock counts the time of this thread only.
     """
 
     def before_run(self, runtime: Runtime) -> None:
-        """Begin at 0, and send the time with each message."""
+        """Start the clock at 0, and send the time with each message."""
         if runtime.device.type != "cpu":
             raise ValueError(
-                f"virtual time is for the CPU; the model is on {runtime.device}"
+                f"VirtualTime works on the CPU only; the model is on {runtime.device}; "
+                "use PipelineRecorder"
             )
         super().before_run(runtime)
         self.clock = VirtualClock()
@@ -43,15 +44,15 @@ class VirtualClock:
 
     def __init__(self) -> None:
         self.time = 0.0
-        self._since = 0.0  # seconds of this thread
+        self._since = 0.0  # thread time at the last `begin`
 
     def begin(self) -> float:
-        """Return the time at which computing begins."""
+        """Start to compute; return the time."""
         self._since = time.thread_time()
         return self.time
 
     def end(self) -> float:
-        """Return the time at which it has ended: later by what it took of a core."""
+        """Stop computing: add this thread's time on a core; return the time."""
         self.time += time.thread_time() - self._since
         return self.time
 
@@ -59,19 +60,19 @@ class VirtualClock:
         """Return the time."""
         return self.time
 
-    def heard(self, sent_at: float) -> None:
-        """A message has arrived that was sent at this time: it is not earlier."""
+    def advance(self, sent_at: float) -> None:
+        """Set the clock to the time of a received message, if that is later."""
         self.time = max(self.time, sent_at)
 
 
 class StampedPort:
-    """A port whose messages are each followed by the time at which they were sent."""
+    """A port that sends the time after each message."""
 
     def __init__(self, port: Port, clock: VirtualClock) -> None:
         self.port, self.clock = port, clock
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else is the port's."""
+        """Return any other attribute of the port."""
         return getattr(self.port, name)
 
     def send(self, tensor: Tensor, peer: int) -> Handle:
@@ -80,7 +81,7 @@ class StampedPort:
         return _Both(self.port.send(tensor, peer), self.port.send(stamp, peer), stamp)
 
     def receive(self, tensor: Tensor, peer: int) -> Handle:
-        """Start to receive a tensor, and when it was sent; `wait()` sets the clock."""
+        """Start to receive a tensor, and its time; `wait()` sets the clock."""
         stamp = torch.empty(1, dtype=torch.float64)
         first, second = (self.port.receive(each, peer) for each in (tensor, stamp))
         return _Both(first, second, stamp, self.clock)
@@ -100,4 +101,4 @@ class _Both:
         for handle in self.handles:
             handle.wait()
         if self.clock is not None:
-            self.clock.heard(self.stamp.item())
+            self.clock.advance(self.stamp.item())

@@ -25,7 +25,7 @@ from numbers import Rational, Real
 from ddp_course.spec import SCHEDULES
 from ddp_course.theory.checks import check_choice
 
-# A new schedule needs no closed form, as `simulate` counts.
+# A new schedule needs no closed form, as `simulate_schedule` counts.
 PIPELINES = tuple(name for name, each in SCHEDULES.items() if each.closed_form)
 STAGES_PER_RANK = {  # the others always have one
     name: each.stages_per_rank for name, each in SCHEDULES.items() if each.any_stages

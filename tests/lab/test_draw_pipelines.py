@@ -27,7 +27,7 @@ from ddp_course.measure import Event
 from ddp_course.pipeline import SCHEDULES, parse
 from ddp_course.pipeline.clocks import bubble
 from ddp_course.pipeline.schedule import ScheduleError
-from ddp_course.pipeline.simulate import Costs, simulate
+from ddp_course.pipeline.simulate import Costs, simulate_schedule
 
 VIEWS = [
     (name, *numbers)
@@ -39,7 +39,7 @@ VIEWS = [
 def recorded(name, p, m, unit=0.03, rank0=5.0):
     """A simulated schedule as the ranks of a pipeline would record it."""
     schedule = named(name, p, m)
-    for e in simulate(schedule, equal_costs(schedule)).events:
+    for e in simulate_schedule(schedule, equal_costs(schedule)).events:
         a, start, end = e.action, float(e.start), float(e.end)
         yield Event(
             e.rank, a.op, rank0 + start * unit, rank0 + end * unit, lane="compute",
@@ -59,7 +59,7 @@ def one_after_the_other(ranks=3, forward=0.02, backward=0.04, at=7.0):
 
 
 RUNS = {
-    "simulated": simulate(named("1f1b", 4, 8)).events,
+    "simulated": simulate_schedule(named("1f1b", 4, 8)).events,
     "measured": list(recorded("1f1b", 4, 8)),
     "zero bubble": list(recorded("zero_bubble", 4, 8)),
     "interleaved": list(recorded("interleaved", 4, 8)),
@@ -119,7 +119,7 @@ def shown_faults(drawing, schedule, simulated):
 @pytest.mark.parametrize("view", [v for v in VIEWS if v[1] > 1 and v[2] < 16], ids=str)
 def test_every_action_is_drawn_when_it_happens(view):
     schedule = named(*view)
-    simulated = simulate(schedule, equal_costs(schedule))
+    simulated = simulate_schedule(schedule, equal_costs(schedule))
     drawing = schedule_view(*view)
     assert list(shown_faults(drawing, schedule, simulated)) == []
     said = " ".join(words(drawing))
@@ -128,7 +128,7 @@ def test_every_action_is_drawn_when_it_happens(view):
 
 def test_a_wrong_picture_of_a_schedule_is_seen():
     right = named("1f1b", 4, 8)
-    simulated = simulate(right)
+    simulated = simulate_schedule(right)
     others = [named("gpipe", 4, 8), named("1f1b", 4, 7), named("zero_bubble", 4, 8)]
     for other in others:
         assert list(shown_faults(schedule_view(other), right, simulated))

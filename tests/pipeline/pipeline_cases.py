@@ -174,7 +174,7 @@ class Stale:
     """The gradient of one microbatch goes through the graph of another."""
 
     def before_compute(self, runtime, action):
-        stage, microbatch, kept = action.stage, action.microbatch, runtime.kept
+        stage, microbatch, kept = action.stage, action.microbatch, runtime.saved
         others = [k for s, k in kept if s == stage and k != microbatch]
         same = [k for k in others if len(runtime.x[k]) == len(runtime.x[microbatch])]
         if action.op == "B" and same and stage != runtime.last:

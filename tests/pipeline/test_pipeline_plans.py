@@ -164,8 +164,8 @@ def test_the_bubble_is_the_idle_share_of_all_ranks():
 
 def test_a_virtual_clock_moves_with_computing_and_with_what_it_hears():
     clock = VirtualClock()
-    clock.heard(2.0)
-    clock.heard(1.0)
+    clock.advance(2.0)
+    clock.advance(1.0)
     assert clock.begin() == 2.0
     sum(range(100_000))
     assert 2.0 < clock.end() == clock.now() < 3.0

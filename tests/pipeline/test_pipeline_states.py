@@ -179,7 +179,7 @@ def test_what_cannot_be_is_refused_on_all_ranks_in_the_same_words():
         "long": "x has shape (8, 45); it must be (B, T) with B >= 1 and T from 1 to",
         "token": "y holds the token -9",
         "columns": "y is int64 [8, 2]; it must be [8, 5], as x is",
-        "no gradients": "gradients are switched off; step needs them",
+        "no gradients": "gradients are switched off, and step needs them",
         "norm": "1 is a BatchNorm1d in training: its mean would be a microbatch's, not",
         "running mean": "the buffer mean of a RunningMean changes in each forward",
         "spectral norm": "of a _SpectralNorm changes in each forward",
@@ -237,7 +237,7 @@ def one_step(columns: int, loss_fn) -> None:
             sum_of_squares,
             2,
             "PipelineError: 2F0 failed (forward of stage 2, microbatch 0)",
-            "it must be a mean over the rows, so that microbatches can share it",
+            "it must be a mean over the rows, so that the microbatches",
         ),
         (
             2,

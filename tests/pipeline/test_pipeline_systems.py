@@ -28,11 +28,11 @@ from ddp_course.pipeline import (
     SCHEDULES,
     Action,
     Costs,
-    Recorded,
+    PipelineRecorder,
+    SleepingLayer,
     VirtualTime,
-    Waiting,
     bubble,
-    simulate,
+    simulate_schedule,
 )
 
 ACTIVATIONS = ROWS * TOKENS * GPT_TIED.d_model * 4  # bytes of a whole batch
@@ -158,7 +158,9 @@ def done_and_kept(m: int) -> dict:
     for name in SCHEDULES:
         stages, count = 2 * p if name == "interleaved" else p, Count()
         model = nn.Sequential(*(Counted(count) for _ in range(stages)))
-        pipeline = PipelineParallel(model, name, m, loss_fn=mse, recorder=Recorded())
+        pipeline = PipelineParallel(
+            model, name, m, loss_fn=mse, recorder=PipelineRecorder()
+        )
         x = torch.ones(m, 3)
         pipeline.step(x, x)
         assert count.alive == 0
@@ -181,7 +183,9 @@ def test_ranks_do_what_the_schedule_says_and_keep_no_more(p, m):
     for name in SCHEDULES:
         assert all(rank[name][0] for rank in told), name
         peaks = [rank[name][1] for rank in told]
-        assert peaks == list(simulate(SCHEDULES[name](p, m)).peak_activations), name
+        assert peaks == list(
+            simulate_schedule(SCHEDULES[name](p, m)).peak_activations
+        ), name
     assert [rank["gpipe"][1] for rank in told] == [m] * p
     assert [rank["1f1b"][1] for rank in told] == [min(m, p - r) for r in range(p)]
 
@@ -222,8 +226,10 @@ def waited(m: int) -> dict:
     for name in SCHEDULES:
         stages = 2 * p if name == "interleaved" else p
         each = UNIT * p / stages
-        model = nn.Sequential(*(Waiting(each, each, each) for _ in range(stages)))
-        pipeline = PipelineParallel(model, name, m, loss_fn=mse, recorder=Recorded())
+        model = nn.Sequential(*(SleepingLayer(each, each, each) for _ in range(stages)))
+        pipeline = PipelineParallel(
+            model, name, m, loss_fn=mse, recorder=PipelineRecorder()
+        )
         x = torch.ones(m, 1)
         pipeline.step(x, x)
         with EventLog() as log:
@@ -250,7 +256,7 @@ def test_events_are_in_the_order_that_was_simulated_and_never_shorter():
                 assert events[need].end <= event.start, (name, action, need)
         span = max(e.end for e in events.values())
         span -= min(e.start for e in events.values())
-        found = simulate(schedule).makespan / stages_of_a_rank
+        found = simulate_schedule(schedule).makespan / stages_of_a_rank
         assert span >= 0.99 * UNIT * found, name
 
 

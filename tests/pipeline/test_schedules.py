@@ -23,7 +23,7 @@ from ddp_course.pipeline import (
     naive,
     one_f_one_b,
     parse,
-    simulate,
+    simulate_schedule,
     zero_bubble,
 )
 
@@ -100,7 +100,7 @@ def test_bubble_and_time_are_the_formulas(name):
             if name == "zero_bubble" and m < p and (v or 1) > 1:
                 continue  # no formula
             each_has = v or SEVERAL.get(name, 1)
-            found = simulate(named(name, p, m, v), each(each_has))
+            found = simulate_schedule(named(name, p, m, v), each(each_has))
             assert found.makespan == theory.pipeline_time(name, p, m, v), (p, m, v)
             bubble = theory.pipeline_bubble(name, p, m, v)
             assert found.bubble == bubble
@@ -118,7 +118,9 @@ def test_bubble_and_time_are_the_formulas(name):
 def test_with_any_times_of_forward_and_backward(name, p, m, v, times):
     v = v if name == "interleaved" or (name == "zero_bubble" and m >= p) else 1
     forward, inputs, weights = times
-    found = simulate(named(name, p, m, v), Costs(*(Fraction(t, v) for t in times)))
+    found = simulate_schedule(
+        named(name, p, m, v), Costs(*(Fraction(t, v) for t in times))
+    )
     time = theory.pipeline_time(name, p, m, v, F=forward, I=inputs, W=weights)
     if name == "zero_bubble" and weights > min(forward, inputs):
         assert found.makespan >= time

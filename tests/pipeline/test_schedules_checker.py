@@ -22,7 +22,7 @@ from ddp_course.pipeline import (
     naive,
     one_f_one_b,
     parse,
-    simulate,
+    simulate_schedule,
     zero_bubble,
 )
 from ddp_course.pipeline.player import play
@@ -48,8 +48,8 @@ PLANTED = {
         "0B1 is missing, or 0I1 and 0W1 in its place",
     ),
     "missing forward": (["0F0 0B0 0B1", "1F0 1B0 1F1 1B1"], "0F1 is missing"),
-    "missing weights": (["0F0 0I0"], "0W0 is missing: 0I0 is but half of 0B0"),
-    "missing inputs": (["0F0 0W0"], "0I0 is missing: 0W0 is but half of 0B0"),
+    "missing weights": (["0F0 0I0"], "0W0 is missing: 0I0 is only half of 0B0"),
+    "missing inputs": (["0F0 0W0"], "0I0 is missing: 0W0 is only half of 0B0"),
     "twice": (
         ["0F0 0F1 0B0 0B1 0B0", "1F0 1B0 1F1 1B1"],
         "0B0 is run twice, by ranks 0 and 0",
@@ -261,11 +261,11 @@ def test_blocking_costs_no_time_but_between_two_interleaved_ranks():
     for name in SCHEDULES:
         for p, m in [(1, 3), (2, 1), (2, 8), (3, 7), (4, 4), (4, 8), (6, 8)]:
             made = SCHEDULES[name](p, m)
-            blocking = simulate(made, blocking=True).makespan
+            blocking = simulate_schedule(made, blocking=True).makespan
             if name == "interleaved" and p == 2 and m > 2:
-                assert blocking > simulate(made).makespan
+                assert blocking > simulate_schedule(made).makespan
             else:
-                assert blocking == simulate(made).makespan, (name, p, m)
+                assert blocking == simulate_schedule(made).makespan, (name, p, m)
 
 
 @st.composite

@@ -17,7 +17,7 @@ from ddp_course.pipeline import (
     naive,
     one_f_one_b,
     parse,
-    simulate,
+    simulate_schedule,
     zero_bubble,
 )
 
@@ -30,7 +30,7 @@ def test_a_rank_does_one_thing_at_a_time_and_nothing_too_early(name, blocking):
     costs = Costs(F=2, I=[3, 1, 2, 4, 1, 2], W=1, send=Fraction(1, 2))
     for p, m in [(1, 3), (2, 3), (3, 5)]:
         made = SCHEDULES[name](p, m)
-        found = simulate(made, costs, blocking=blocking)
+        found = simulate_schedule(made, costs, blocking=blocking)
         ends, starts = {}, [event.start for event in found.events]
         assert starts == sorted(starts)
         for event in found.events:
@@ -49,7 +49,7 @@ def test_a_rank_does_one_thing_at_a_time_and_nothing_too_early(name, blocking):
 @pytest.mark.parametrize("blocking", [False, True])
 def test_messages_take_their_time(blocking):
     """Naive: all p-1 hops, there and back, for every microbatch."""
-    found = simulate(naive(3, 4), Costs(1, 2, 3, send=10), blocking=blocking)
+    found = simulate_schedule(naive(3, 4), Costs(1, 2, 3, send=10), blocking=blocking)
     assert found.makespan == 4 * (3 * (1 + 2 + 3) + 2 * 2 * 10)
 
 
@@ -57,22 +57,27 @@ def test_messages_in_gpipe_delay_only_filling_and_draining():
     """Unless a rank waits for each of its sends to arrive."""
     p, m, send = 4, 8, Fraction(1, 4)
     costs = Costs(send=send)
-    assert simulate(gpipe(p, m), costs).makespan == (m + p - 1) * 3 + 2 * (p - 1) * send
-    waiting = simulate(gpipe(p, m), costs, blocking=True).makespan
-    assert waiting > simulate(gpipe(p, m), costs).makespan
+    assert (
+        simulate_schedule(gpipe(p, m), costs).makespan
+        == (m + p - 1) * 3 + 2 * (p - 1) * send
+    )
+    waiting = simulate_schedule(gpipe(p, m), costs, blocking=True).makespan
+    assert waiting > simulate_schedule(gpipe(p, m), costs).makespan
 
 
 def test_one_slow_stage_sets_the_pace():
     """The other ranks wait at least as long as the slow one works more."""
-    slow = simulate(one_f_one_b(4, 16), Costs(F=[1, 2, 1, 1], I=[1, 2, 1, 1], W=1))
-    even = simulate(one_f_one_b(4, 16))
+    slow = simulate_schedule(
+        one_f_one_b(4, 16), Costs(F=[1, 2, 1, 1], I=[1, 2, 1, 1], W=1)
+    )
+    even = simulate_schedule(one_f_one_b(4, 16))
     assert slow.makespan >= 16 * 5
     assert slow.idle[1] < even.idle[1] < slow.idle[0]
 
 
 def test_idle_and_bubble():
     """Two ranks, of which one does three times the other's work."""
-    found = simulate(naive(2, 1), Costs(F=[1, 3], I=[1, 3], W=[1, 3]))
+    found = simulate_schedule(naive(2, 1), Costs(F=[1, 3], I=[1, 3], W=[1, 3]))
     assert found.makespan == 12
     assert found.busy == (3, 9)
     assert found.idle == (Fraction(3, 4), Fraction(1, 4))
@@ -80,9 +85,11 @@ def test_idle_and_bubble():
 
 
 def test_floats_stay_floats_and_fractions_fractions():
-    found = simulate(gpipe(2, 3), Costs(0.5, 0.25, 0.25))
+    found = simulate_schedule(gpipe(2, 3), Costs(0.5, 0.25, 0.25))
     assert isinstance(found.bubble, float) and math.isclose(found.bubble, 0.25)
-    found = simulate(gpipe(2, 3), Costs(Fraction(1, 2), Fraction(1, 4), Fraction(1, 4)))
+    found = simulate_schedule(
+        gpipe(2, 3), Costs(Fraction(1, 2), Fraction(1, 4), Fraction(1, 4))
+    )
     assert isinstance(found.bubble, Fraction) and found.bubble == Fraction(1, 4)
 
 
@@ -93,10 +100,10 @@ def test_a_schedule_that_comes_to_no_end():
     stuck = parse("stuck", ["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"])
     for blocking in (True, False):
         with pytest.raises(ScheduleError, match="ranks wait for each other: rank 0"):
-            simulate(stuck, blocking=blocking)
+            simulate_schedule(stuck, blocking=blocking)
     half = parse("half", ["0F0 0B0", "1F0"])
     with pytest.raises(ScheduleError, match="0B0, which needs 1B0, which no rank runs"):
-        simulate(half)
+        simulate_schedule(half)
 
 
 test_costs_say_what_is_wrong = refused(
@@ -105,7 +112,10 @@ test_costs_say_what_is_wrong = refused(
     (lambda: Costs(W="1"), "W is '1'"),
     (lambda: Costs(send=math.nan), "send is nan"),
     (lambda: Costs(F=0, I=0, W=0), "F, I and W are all 0"),
-    (lambda: simulate(gpipe(3, 2), Costs(F=[1, 2])), "F has 2 costs; there is a stage"),
+    (
+        lambda: simulate_schedule(gpipe(3, 2), Costs(F=[1, 2])),
+        "F has 2 costs; there is a stage",
+    ),
 )
 
 
@@ -113,13 +123,13 @@ test_costs_say_what_is_wrong = refused(
 
 
 def test_charts():
-    assert str(simulate(gpipe(2, 3))).splitlines() == [
+    assert str(simulate_schedule(gpipe(2, 3))).splitlines() == [
         "gpipe: 2 stages on 2 ranks, 3 microbatches; 1/4 of the time idle",
         "rank 0 | 0F0 0F1 0F2             0B0 ... 0B1 ... 0B2 ...",
         "rank 1 |     1F0 1F1 1F2 1B0 ... 1B1 ... 1B2 ...",
     ]
     thirds = Costs(*[Fraction(1, 3)] * 3)
-    rows = str(simulate(zero_bubble(2, 2), thirds)).splitlines()[1:]
+    rows = str(simulate_schedule(zero_bubble(2, 2), thirds)).splitlines()[1:]
     assert rows == [
         "rank 0 | 0F0 0F1     0I0 0W0 0I1 0W1",
         "rank 1 |     1F0 1I0 1F1 1I1 1W0 1W1",
@@ -127,13 +137,13 @@ def test_charts():
 
 
 def test_times_that_are_no_columns_are_written_as_numbers():
-    text = str(simulate(naive(1, 1), Costs(0.5, 0.25, 0.5)))
+    text = str(simulate_schedule(naive(1, 1), Costs(0.5, 0.25, 0.5)))
     assert text.splitlines()[1] == "rank 0 | 0F0 0-0.5 0B0 0.5-1.25"
     long = Costs(
         F=Fraction(2000, 2), I=Fraction(1), W=0
     )  # would be columns by the thousand
-    assert str(simulate(naive(1, 1), long)).splitlines()[1] == (
+    assert str(simulate_schedule(naive(1, 1), long)).splitlines()[1] == (
         "rank 0 | 0F0 0-1000 0B0 1000-1001"
     )
-    free = str(simulate(interleaved(1, 1), Costs(F=1, I=0, W=0)))
+    free = str(simulate_schedule(interleaved(1, 1), Costs(F=1, I=0, W=0)))
     assert free.splitlines()[1] == "rank 0 | 0F0 1F0 1B0 0B0"

@@ -11,7 +11,7 @@ from ddp_course.lab.draw.pipeline_timeline import idle_share, run_of, works_of
 from ddp_course.lab.draw.plots import GRID, Drawn, canvas, plot
 from ddp_course.lab.draw.schedule_view import named
 from ddp_course.lab.palette import INK, MUTED, rank_color
-from ddp_course.pipeline.simulate import Costs, simulate
+from ddp_course.pipeline.simulate import Costs, simulate_schedule
 
 STAGES, MICROBATCHES = 4, 4
 PARTS = ("embed, block 0", "block 1", "block 2", "block 3, head")
@@ -25,9 +25,9 @@ def staircase() -> Drawing:
     Chapter 10.
     """
     times = Costs(*[MICROBATCHES] * 3)  # F, I and W of a whole batch
-    whole = works_of(simulate(named("naive", STAGES, 1), times).events)
+    whole = works_of(simulate_schedule(named("naive", STAGES, 1), times).events)
     whole = [replace(work, microbatch=None) for work in whole]
-    parts = works_of(simulate(named("gpipe", STAGES, MICROBATCHES)).events)
+    parts = works_of(simulate_schedule(named("gpipe", STAGES, MICROBATCHES)).events)
     long = max(work.end for work in whole)
     waiting = f"at any time {STAGES - 1} of {STAGES} ranks wait"
     follows = f"The same batch in {MICROBATCHES} microbatches: the next one follows"

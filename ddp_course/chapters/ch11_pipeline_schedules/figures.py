@@ -10,7 +10,7 @@ from ddp_course.lab.draw.drawing import Drawing
 from ddp_course.lab.draw.lanes import draw_runs
 from ddp_course.lab.draw.pipeline_timeline import legend_of, run_of, works_of
 from ddp_course.lab.draw.schedule_view import equal_costs, named
-from ddp_course.pipeline.simulate import simulate
+from ddp_course.pipeline.simulate import simulate_schedule
 from ddp_course.spec import SCHEDULES
 
 RANKS, MICROBATCHES = 4, 8
@@ -21,7 +21,7 @@ def two_orders() -> Drawing:
     works, long = {}, 0.0
     for name in ("gpipe", "zero_bubble"):
         schedule = named(name, RANKS, MICROBATCHES)
-        run = simulate(schedule, equal_costs(schedule))
+        run = simulate_schedule(schedule, equal_costs(schedule))
         works[name], long = works_of(run.events), max(long, float(run.makespan))
     return draw_runs(
         f"The same step in two orders: {RANKS} ranks, {MICROBATCHES} microbatches",

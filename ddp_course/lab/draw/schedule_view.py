@@ -16,7 +16,7 @@ from ddp_course.lab.draw.pipeline_timeline import (
 from ddp_course.lab.draw.steps import count
 from ddp_course.pipeline import SCHEDULES
 from ddp_course.pipeline.schedule import Schedule
-from ddp_course.pipeline.simulate import Costs, Simulated, simulate
+from ddp_course.pipeline.simulate import Costs, SimulatedSchedule, simulate_schedule
 
 MOST_RANKS, MOST_MICROBATCHES, MOST_STAGES = 8, 16, 4
 
@@ -34,8 +34,8 @@ def schedule_view(
     knows its numbers itself; only "interleaved" has `stages_per_rank`. By default F, I
     and W of a rank's whole part of the model take 1 each, so that schedules with other
     numbers of stages are comparable. Raises ValueError for unknown names and numbers
-    that are too small or too large to draw, and what `simulate` raises for a schedule
-    that cannot be carried out. Chapters 10 and 11.
+    that are too small or too large to draw, and ScheduleError for a schedule that
+    cannot be carried out. Chapters 10 and 11.
     """
     formula = ""
     if not isinstance(schedule, Schedule):
@@ -43,7 +43,7 @@ def schedule_view(
         schedule = named(schedule, *numbers)
         if not costs and schedule.name in theory.PIPELINES:
             formula = f" (formula: {formula_of(schedule):.1%})"
-    simulated = simulate(schedule, costs or equal_costs(schedule))
+    simulated = simulate_schedule(schedule, costs or equal_costs(schedule))
     works, long = works_of(simulated.events), float(simulated.makespan)
     notes = {
         rank: f"waits {idle_share(works, rank):.1%}, keeps {float(peak):.3g}"
@@ -100,7 +100,7 @@ def formula_of(schedule: Schedule) -> float:
     return float(theory.pipeline_bubble(schedule.name, p, m, s // p))
 
 
-def in_words(simulated: Simulated, formula: str = "") -> str:
+def in_words(simulated: SimulatedSchedule, formula: str = "") -> str:
     """Say how long it takes, how much of it is bubble, and what is kept."""
     most = float(max(simulated.peak_activations))
     return (
