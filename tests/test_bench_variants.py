@@ -13,7 +13,7 @@ from ddp_course.measure import resident
 from ddp_course.mechanisms.divided import DividedModule
 from ddp_course.mechanisms.whole_state import full_state_dict
 from ddp_course.model import GPTConfig
-from ddp_course.parameter_server import simulate
+from ddp_course.parameter_server import simulate_run
 from ddp_course.theory import gradients_per_second
 
 TINY = GPTConfig(block_size=16, n_layer=1, d_model=24)
@@ -174,7 +174,7 @@ def test_seconds_per_gradient_are_those_of_the_formula_if_nothing_else_takes_tim
     rule = async_.WAYS[way]
     for slower in (1.0, 2.0, 4.0, 8.0):
         times = [1.0] * (async_.WORKERS - 1) + [slower]
-        record = simulate(rule, times, 240)
+        record = simulate_run(rule, times, 240)
         took = async_.per_gradient(record, rule.bound)
         told = gradients_per_second(way, times, rule.spare)
         assert took == pytest.approx(1 / told, rel=0.05)

@@ -80,7 +80,7 @@ def per_gradient(record: Record, bound: float) -> float:
     """
     steps = record.of("step")
     if bound < math.inf:
-        slow = [k for k, step in enumerate(steps) if step.taken == (WORKERS,)]
+        slow = [k for k, step in enumerate(steps) if step.workers == (WORKERS,)]
         first, last = slow[1], slow[-1]
         return (steps[last].seconds - steps[first].seconds) / (last - first)
     return record.seconds / record.gradients

@@ -6,16 +6,16 @@ A worker pulls the weights, computes a gradient with them, pushes it, and pulls 
                       pull: weights |         push: gradient      |
     worker                          `-> [forward, backward] ----------'
 
-The server has a thread for each worker, so that a slow or dead worker keeps no other
-one waiting. One lock guards the ledger and the weights (`rules.Book` decides who must
-wait for whom). A worker gets a copy made with the lock held; otherwise a step in
-between would tear it, its beginning old and its end new.
+The server has a thread for each worker, so that no worker waits for a slow or dead one.
+One lock guards the ledger and the weights (`rules.Book` decides which worker must
+wait). The server copies the weights for a worker with the lock held; otherwise a step
+could change them halfway through the copy.
 
-A single thread could call `recv` from any rank (`naive`), which gloo has and NCCL has
-not. Here every thread knows its peer, and a server and a worker take turns: neither
-sends while the other one does. (NCCL also wants one thread at a time in a communicator,
+A single thread could receive from any rank (`naive`); gloo supports that, NCCL does
+not. Here every thread knows its peer, and a server and a worker take turns: they never
+send at the same time. (NCCL also allows only one thread at a time in a communicator,
 which `backend="strict"` does not check.) A request is an *envelope* of three numbers:
-what, how many, and the form of the parameters. Byte meters count its content only.
+its kind, a count, and the form of the parameters. Byte meters do not count envelopes.
 
 Sources: Dean et al. 2012 (Downpour SGD); Li et al. 2014, "Scaling Distributed Machine
 Learning with the Parameter Server". Chapter 13.
@@ -37,34 +37,34 @@ from torch.optim import Optimizer
 
 from ddp_course.collectives.port import Port
 from ddp_course.parameter_server.record import Record
-from ddp_course.parameter_server.row import Remedy, Row
+from ddp_course.parameter_server.row import ParameterRow, Remedy
 from ddp_course.parameter_server.rules import ASYNCHRONOUS, Book, Rule
 
-PULL, PUSH, LEAVE, DONE, DIFFERS = range(5)  # what an envelope says
-TICK = 0.1  # seconds between two looks for workers that have been silent for too long
+PULL, PUSH, LEAVE, DONE, DIFFERS = range(5)  # kinds of envelopes
+TICK = 0.1  # seconds between two checks for silent workers
 
 
 class ServerGoneError(RuntimeError):
-    """The server is gone, or does not answer."""
+    """An error of a worker: the server has ended, or does not answer."""
 
 
 class Server:
-    """Has the weights, and steps its optimizer with the gradients that workers push.
+    """A server: holds the weights, and steps with the gradients that workers push.
 
     Args:
         params: the parameters to train, as `model.parameters()`; the same, in the same
             order, on all ranks. Workers begin with this rank's values.
         optimizer: any of PyTorch's, over `params`.
-        rule: who waits for whom.
-        workers: their ranks in the group; None: all ranks but this one.
+        rule: which worker waits for which.
+        workers: their ranks in the group; None means all ranks but this one.
         late: workers that the others need not wait for at the beginning.
-        steps: how many steps to make; then workers are told to stop. None: one for
-            each gradient that they push.
-        version: how many steps were made before, in a checkpoint.
+        steps: the number of steps after which workers are told to stop. None means one
+            for each gradient that they push.
+        version: the number of earlier steps, from a checkpoint.
         patience: seconds that a worker may be silent before it counts as lost.
-        remedy: returns what a step takes in place of a stale gradient (`remedies`).
+        remedy: a function that corrects a stale gradient (`remedies`).
         after_step: called with the new version, while all workers wait.
-        group: the ranks; None are all.
+        group: the ranks; None means all.
     """
 
     def __init__(
@@ -85,19 +85,19 @@ class Server:
         self.port, self.envelopes = Port(group), Port(group, ())
         everybody = set(range(self.port.size)) - {self.port.rank}
         self.workers = sorted(everybody if workers is None else workers)
-        self.row, self.optimizer, self.patience = Row(params), optimizer, patience
-        self.form = self.row.form
+        self.row, self.optimizer = ParameterRow(params), optimizer
+        self.form, self.patience = self.row.form, patience
         self.remedy, self.after_step = remedy, after_step
         self.book = Book(rule, set(self.workers) - set(late), steps, version)
         like = self.row.weights
         self.leaving = {worker: torch.empty_like(like) for worker in self.workers}
         self.arrived = {worker: torch.empty_like(like) for worker in self.workers}
         self.heard = dict.fromkeys(self.workers, time.monotonic())
-        self.changed = threading.Condition()  # the lock, and what wakes its waiters
+        self.changed = threading.Condition()  # has the lock
         self.error: BaseException | None = None
 
     def serve(self) -> Record:
-        """Serve until all workers have left; return what happened."""
+        """Serve until all workers have left; return the record of the run."""
         for worker in set(self.workers) - {self.port.rank}:
             name = f"serves {worker}"
             threading.Thread(
@@ -106,7 +106,7 @@ class Server:
         with self.changed:
             while not self.book.empty and self.error is None:
                 self.changed.wait(TICK)
-                self._strike_off_the_silent()
+                self._remove_silent_workers()
         if self.error is not None:
             raise self.error
         return Record(tuple(self.book.events))
@@ -115,43 +115,43 @@ class Server:
         """Carry out the requests of one worker until it leaves."""
         envelope = torch.zeros(3, dtype=torch.int64)
         try:
-            while (what := self.listen(worker, envelope)) != LEAVE:
-                if what == PUSH:
-                    self.take(worker)
+            while (kind := self.listen(worker, envelope)) != LEAVE:
+                if kind == PUSH:
+                    self.receive_gradient(worker)
                     self.do(self.push, worker)
                 else:
                     differs = envelope[2] != self.form
                     answer = (DIFFERS, 0, 0) if differs else self.do(self.pull, worker)
                     self.envelopes.send(torch.tensor(answer), worker).wait()
                     if answer[0] == PULL:
-                        self.give(worker)
-            self.do(self.book.gone, worker)
-        except RuntimeError:  # its connection is closed
+                        self.send_weights(worker)
+            self.do(self.book.remove, worker)
+        except RuntimeError:  # the worker's connection is closed
             self.do(self.lose, worker)
 
     def listen(self, worker: int, envelope: Tensor) -> int:
-        """Receive a request."""
+        """Receive a request; return its kind."""
         self.envelopes.receive(envelope, worker).wait()
         return int(envelope[0])
 
-    def take(self, worker: int) -> None:
-        """Receive a gradient."""
+    def receive_gradient(self, worker: int) -> None:
+        """Receive a worker's gradient."""
         self.port.receive(self.arrived[worker], worker).wait()
 
-    def give(self, worker: int) -> None:
-        """Send the weights that were copied."""
+    def send_weights(self, worker: int) -> None:
+        """Send the copy of the weights to a worker."""
         self.port.send(self.leaving[worker], worker).wait()
 
     def do(self, act: Callable[[int], Any], worker: int) -> Any:
-        """Act on a request with the lock held; then step, and wake waiting threads."""
+        """Call `act(worker)` with the lock held; then step, and wake other threads."""
         with self.changed:
-            self.heard[worker] = math.inf  # it is our turn now
+            self.heard[worker] = math.inf  # the worker waits for us: it is not silent
             try:
                 if worker not in self.book.clock and act != self.lose:
                     self.book.join(worker)
                 answer = act(worker)
-                while self.error is None and (taken := self.book.ready()):
-                    self._step(taken)
+                while self.error is None and (workers := self.book.ready()):
+                    self._step(workers)
             except BaseException as error:
                 self.error = self.error or error  # `serve` raises it
                 raise
@@ -161,7 +161,7 @@ class Server:
             return answer
 
     def pull(self, worker: int) -> tuple[int, int, int]:
-        """Wait until this worker may have the weights; copy them, whole, for it."""
+        """Wait until this worker may pull; copy the weights for it."""
         book = self.book
         self.changed.wait_for(lambda: self.error or book.done or book.may_pull(worker))
         if self.error is not None:
@@ -177,33 +177,33 @@ class Server:
         self.leaving[worker].copy_(self.row.weights)
 
     def push(self, worker: int) -> None:
-        """Note that this worker's gradient has arrived."""
+        """Record that this worker's gradient has arrived."""
         self.book.push(worker)
 
     def lose(self, worker: int) -> None:
         """Go on without this worker."""
-        self.book.gone(worker, "lost")
+        self.book.remove(worker, "lost")
 
-    def _step(self, taken: list[int]) -> None:
-        self.apply(taken)
-        self.book.step(taken)
+    def _step(self, workers: list[int]) -> None:
+        self.apply(workers)
+        self.book.step(workers)
         if self.after_step is not None:
             self.after_step(self.book.version)
 
-    def apply(self, taken: list[int]) -> None:
+    def apply(self, workers: list[int]) -> None:
         """Step the optimizer with the gradients of these workers."""
-        gradients = [self.arrived[worker] for worker in taken]
+        gradients = [self.arrived[worker] for worker in workers]
         if self.remedy is not None:
-            gradients = [self._remedied(worker) for worker in taken]
+            gradients = [self._correct(worker) for worker in workers]
         self.row.step(self.optimizer, gradients)
 
-    def _remedied(self, worker: int) -> Tensor:
+    def _correct(self, worker: int) -> Tensor:
         gradient, then = self.arrived[worker], self.leaving[worker]
         return self.remedy(
             gradient, self.book.staleness(worker), self.row.weights, then
         )
 
-    def _strike_off_the_silent(self) -> None:
+    def _remove_silent_workers(self) -> None:
         """Remove workers that have been silent for too long, so that nobody waits."""
         latest = time.monotonic() - self.patience
         for worker in [*self.book.clock, *self.book.missing]:
@@ -212,7 +212,7 @@ class Server:
 
 
 class Worker:
-    """Computes gradients for a server. A context manager, which leaves at its end.
+    """A worker that computes gradients for a server; a context manager that leaves it.
 
         with Worker(model.parameters()) as worker:
             while worker.pull():
@@ -223,11 +223,11 @@ class Worker:
         params: the same as the server's; their values are replaced.
         server: the server's rank in the group.
         patience: seconds to wait for an answer.
-        group: the ranks; None are all.
+        group: the ranks; None means all.
 
     Attributes:
-        clock: how many gradients this worker has pushed.
-        version: how many steps are in this worker's weights.
+        clock: the number of gradients that this worker has pushed.
+        version: the number of steps in this worker's weights.
 
     `pull` and `push` raise ServerGoneError; `pull` raises ValueError if the server's
     parameters have other shapes or types.
@@ -235,14 +235,15 @@ class Worker:
 
     def __init__(
         self,
-        params: Iterable[nn.Parameter] | Row,
+        params: Iterable[nn.Parameter] | ParameterRow,
         server: int = 0,
         *,
         patience: float = 300.0,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self.port, self.envelopes = Port(group), Port(group, ())
-        self.row = params if isinstance(params, Row) else Row(params)
+        is_row = isinstance(params, ParameterRow)
+        self.row = params if is_row else ParameterRow(params)
         self.server, self.patience = server, patience
         self.form = self.row.form
         self.clock = self.version = 0
@@ -256,8 +257,8 @@ class Worker:
         """Receive the answer to a pull."""
         answer = torch.zeros(3, dtype=torch.int64)
         self._wait(self.envelopes.receive(answer, self.server))
-        what, clock, version = answer.tolist()
-        if what == DIFFERS:
+        kind, clock, version = answer.tolist()
+        if kind == DIFFERS:
             raise ValueError(
                 f"rank {self.port.ranks[self.server]} serves other parameters than "
                 f"these {len(self.row.views)} of {self.row.weights.dtype}: their "
@@ -265,9 +266,9 @@ class Worker:
                 "the same model everywhere"
             )
         self.clock, self.version = clock, version
-        if what == DONE:
+        if kind == DONE:
             return False
-        self.take()
+        self.receive_row()
         self.row.clear()
         return True
 
@@ -275,24 +276,24 @@ class Worker:
         """Send the gradients."""
         gradient = self.row.collect()
         self.ask(PUSH)
-        self.give(gradient)
+        self.send_gradient(gradient)
         self.clock += 1
 
-    def take(self) -> None:
+    def receive_row(self) -> None:
         """Receive the weights."""
         self._wait(self.port.receive(self.row.weights, self.server))
 
-    def give(self, gradient: Tensor) -> None:
+    def send_gradient(self, gradient: Tensor) -> None:
         """Send a gradient."""
         self._wait(self.port.send(gradient, self.server))
 
     def leave(self) -> None:
-        """Tell the server that nothing more will come."""
+        """Tell the server that this worker will send nothing more."""
         self.ask(LEAVE)
 
-    def ask(self, what: int, count: int = 0) -> None:
+    def ask(self, kind: int, count: int = 0) -> None:
         """Send a request."""
-        envelope = torch.tensor([what, count, self.form])
+        envelope = torch.tensor([kind, count, self.form])
         self._wait(self.envelopes.send(envelope, self.server))
 
     def _wait(self, handle: Any) -> None:
@@ -301,9 +302,11 @@ class Worker:
             handle.wait(timedelta(seconds=self.patience))
         except RuntimeError as error:
             late = time.monotonic() - start >= self.patience
-            how = f"has not answered for {self.patience:g} s" if late else "is gone"
-            who = f"rank {self.port.ranks[self.server]}, which serves the weights,"
-            raise ServerGoneError(f"{who} {how}") from error
+            problem = f"has not answered for {self.patience:g} s" if late else "is gone"
+            rank = self.port.ranks[self.server]
+            raise ServerGoneError(
+                f"rank {rank}, which serves the weights, {problem}"
+            ) from error
 
     def __enter__(self) -> Worker:
         return self

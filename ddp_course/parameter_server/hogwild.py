@@ -1,8 +1,9 @@
-"""Hogwild: no server, no messages, no lock; everybody writes into the same weights.
+"""Hogwild: no server, no messages, no lock: all ranks write into the same weights.
 
-Two ranks that change a number at once may lose one of the two changes. If each step
-touches few of many numbers that is rare; the paper is about such sparse problems. In
-dense ones more is lost, and training works all the same. Within one machine only.
+If two ranks change a number at the same time, one of the two changes may be lost. That
+is rare if each step changes only few of many numbers; the paper is about such sparse
+problems. In dense problems more changes are lost, and training still works. It needs
+ranks of one machine.
 
 Source: Recht et al. 2011, arXiv:1106.5730. Chapter 13.
 """
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_course.parameter_server.row import Row
+from ddp_course.parameter_server.row import ParameterRow
 
 MEMORY = Path("/dev/shm")  # a folder whose files are in memory, on Linux
 
@@ -23,13 +24,13 @@ MEMORY = Path("/dev/shm")  # a folder whose files are in memory, on Linux
 def hogwild(
     params: Iterable[nn.Parameter], group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Let all ranks of a machine share the same parameters, with the values of rank 0.
+    """Share one set of parameters, with the values of rank 0, among a machine's ranks.
 
-    Every rank then trains as if alone, with an optimizer of its own: a step in place is
-    a step for all. Returns the row of weights. Called by all ranks together; raises
-    FileNotFoundError on ranks of another machine. Chapter 13.
+    Every rank then trains as if alone, with an optimizer of its own, whose in-place
+    steps change the shared weights. Returns the row of weights. All ranks must call it;
+    raises FileNotFoundError on ranks of another machine. Chapter 13.
     """
-    row = Row(params)
+    row = ParameterRow(params)
     first = dist.get_process_group_ranks(group or dist.group.WORLD)[0]
     size, dtype = row.weights.numel(), row.weights.dtype
     with tempfile.NamedTemporaryFile(dir=MEMORY if MEMORY.exists() else None) as file:

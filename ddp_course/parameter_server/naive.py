@@ -1,11 +1,11 @@
-"""A parameter server in a few lines: whoever comes next is served next.
+"""A parameter server in a few lines: it serves workers in the order of arrival.
 
     server    [weights] ---------.   .-> [step] ---.   .-> [step]
                          weights |       gradient  | weights
     worker                       `-> [forward, backward] ----'
 
-Nobody waits for another worker. `dist.recv` without a rank receives from any rank,
-which gloo has and NCCL has not. Chapter 13.
+No worker waits for another one. `dist.recv` without a rank receives from any rank; gloo
+supports that, NCCL does not. Chapter 13.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 def serve(
     params: Iterable[nn.Parameter], optimizer: Optimizer, pushes: int
 ) -> list[int]:
-    """On rank 0: step with each of `pushes` gradients; return who sent them, in order.
+    """Step with each of `pushes` gradients; return their senders, in order.
 
-    All workers together push so many.
+    Rank 0 calls it. `pushes` is the number of gradients of all workers together.
     """
     params, senders = list(params), []
     gradient = torch.empty_like(parameters_to_vector(params))
@@ -43,7 +43,7 @@ def serve(
 def work(
     params: Iterable[nn.Parameter], backward: Callable[[int], object], pushes: int
 ) -> None:
-    """On the other ranks: pull, call `backward(k)`, push; `pushes` times."""
+    """Pull, call `backward(k)` and push, `pushes` times; all other ranks call it."""
     params = list(params)
     weights = torch.empty_like(parameters_to_vector(params).detach())
     for k in range(pushes + 1):

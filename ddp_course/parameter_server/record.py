@@ -1,24 +1,22 @@
-"""What happened at a server, as data: events, and what can be counted in them.
-
-Chapter 13.
-"""
+"""The record of a server's run, as data: events, and counts of them. Chapter 13."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Event:
-    """Something that happened at a server.
+class ServerEvent:
+    """An event at a server.
 
     Attributes:
-        kind: "join", "pull", "push", "step", "drop" (a gradient that no step takes),
-            "leave" or "lost" (a worker that is gone without a word).
+        kind: "join", "pull", "push", "step", "drop" (a gradient that no step uses),
+            "leave" or "lost" (a worker that has ended without a message).
         worker: the worker's rank; -1 for a step.
-        clock: how many gradients the worker had pushed before.
-        version: of the weights: for a pull those that were sent; for a push or drop
-            those with which the gradient was computed; for a step the new ones.
+        clock: the number of gradients that the worker had pushed before.
+        version: version of the weights: for a pull, of those that were sent; for a push
+            or drop, of those that the gradient was computed with; for a step, of the
+            new ones.
         seconds: time since the server was constructed.
-        taken: for a step: the workers whose gradients it takes, in the order of adding.
+        workers: for a step: the workers whose gradients it uses, in order of adding.
     """
 
     kind: str
@@ -26,43 +24,43 @@ class Event:
     clock: int
     version: int
     seconds: float
-    taken: tuple[int, ...] = ()
+    workers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Record:
-    """What happened at a server, in the order in which it happened."""
+    """The events at a server, in the order in which they happened."""
 
-    events: tuple[Event, ...]
+    events: tuple[ServerEvent, ...]
 
-    def of(self, kind: str) -> list[Event]:
+    def of(self, kind: str) -> list[ServerEvent]:
         """Return the events of one kind."""
         return [event for event in self.events if event.kind == kind]
 
     @property
     def steps(self) -> int:
-        """Steps of the optimizer."""
+        """The number of steps of the optimizer."""
         return len(self.of("step"))
 
     @property
     def gradients(self) -> int:
-        """Gradients in these steps."""
-        return sum(len(step.taken) for step in self.of("step"))
+        """The number of gradients in these steps."""
+        return sum(len(step.workers) for step in self.of("step"))
 
     @property
     def seconds(self) -> float:
-        """From the first pull to the last step."""
+        """The time from the first pull to the last step."""
         return self.of("step")[-1].seconds - self.of("pull")[0].seconds
 
     def staleness(self) -> list[int]:
-        """Return, for each gradient in a step, the steps between its pull and this one.
+        """Return, for each gradient of each step, the steps since its weights' pull.
 
-        Counted in the server's versions: a worker's clock says nothing about the age of
-        its weights.
+        The server's versions count these steps; a worker's clock does not tell the age
+        of its weights.
         """
-        version, found = {}, []
+        version, ages = {}, []
         for event in self.events:
             if event.kind == "push":
                 version[event.worker] = event.version
-            found += [event.version - 1 - version[worker] for worker in event.taken]
-        return found
+            ages += [event.version - 1 - version[worker] for worker in event.workers]
+        return ages

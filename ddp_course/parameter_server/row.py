@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-# (gradient, its staleness, the weights now, the weights that it was computed with)
-# -> what a step takes in place of the gradient.
+# (gradient, staleness, present weights, weights of the gradient) -> corrected gradient
 Remedy = Callable[[Tensor, int, Tensor, Tensor], Tensor]
 
 
-class Row:
+class ParameterRow:
     """Parameters side by side: one row of weights and one of gradients, on the CPU.
 
     Each parameter, and its gradient, becomes a view of its part of the row. Frozen
@@ -29,9 +28,15 @@ class Row:
     def __init__(self, params: Iterable[nn.Parameter], multiple_of: int = 1) -> None:
         params = dict.fromkeys(p for p in params if p.requires_grad)
         if len(kinds := {(p.dtype, p.device.type) for p in params}) != 1:
-            raise ValueError(f"params are of {len(kinds)} kinds: {kinds or 'none'}")
+            raise ValueError(
+                f"params are of {len(kinds)} kinds: {kinds or 'none'}; they must have "
+                "one type, on one device, and one at least must be trained"
+            )
         if {kind for _, kind in kinds} != {"cpu"}:
-            raise ValueError("params are on a GPU; a server's are on the CPU")
+            raise ValueError(
+                "params are on a GPU; a server needs them on the CPU: move the model "
+                "with cpu()"
+            )
         dtype, numel = next(iter(params)).dtype, sum(p.numel() for p in params)
         numel += -numel % multiple_of
         self.views: dict[nn.Parameter, Tensor] = dict.fromkeys(params)
@@ -49,7 +54,7 @@ class Row:
             end += parameter.numel()
 
     def lie_in(self, weights: Tensor, gradient: Tensor) -> None:
-        """Let the parameters be what is in these two rows."""
+        """Make the parameters and their gradients views of these two rows."""
         self.weights, self.gradient = weights, gradient
         for parameter, view in self._places(weights):
             parameter.data = view
@@ -57,24 +62,24 @@ class Row:
         self.clear()
 
     def parts(self, count: int) -> list[Self]:
-        """Return the row, cut into equal parts, without any parameters."""
-        found = []
+        """Return the row in equal parts, which have no parameters."""
+        parts = []
         for pair in zip(
             self.weights.chunk(count), self.gradient.chunk(count), strict=True
         ):
             part = copy(self)
             part.views, (part.weights, part.gradient) = {}, pair
-            found.append(part)
-        return found
+            parts.append(part)
+        return parts
 
     def clear(self) -> None:
-        """Begin a new gradient."""
+        """Set the gradient to zero."""
         self.gradient.zero_()
         for parameter, view in self.views.items():
             parameter.grad = view
 
     def collect(self) -> Tensor:
-        """Return the gradients of all parameters; those that have none have zeros."""
+        """Return the row of gradients, with zeros for parameters without a gradient."""
         for parameter, view in self.views.items():
             if parameter.grad is None:
                 view.zero_()
@@ -84,7 +89,7 @@ class Row:
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer, gradients: Sequence[Tensor]) -> None:
-        """Let the optimizer take the mean of some gradients, added in this order."""
+        """Step the optimizer with the mean of the gradients, added in this order."""
         total = gradients[0]
         if len(gradients) > 1:
             total = self.gradient.copy_(total)

@@ -1,11 +1,11 @@
-"""Sparse updates: of a large embedding only the rows that a batch touches travel.
+"""Sparse updates: send only the rows of a large embedding that a batch uses.
 
 A batch of a recommender looks up a few thousand of many million rows. All other rows
-have no gradient, and need not be pulled either. Of n rows of D numbers the worker sends
-the n indices (8 bytes each), gets n D numbers and sends n D back, however long the
-table is, which it never has as a whole. This is where parameter servers live on: an
-all-reduce of the table would send zeros above all. Li et al. 2014, section 3.1.
-Chapter 13.
+have no gradient, and need not be pulled either. For n rows of D numbers the worker
+sends n indices (8 bytes each), receives n D numbers and sends n D back. It never has
+the whole table, and the table's length does not matter. Parameter servers are still
+used for this: an all-reduce of the table would send mostly zeros. Li et al. 2014,
+section 3.1. Chapter 13.
 """
 
 from typing import Any
@@ -19,45 +19,47 @@ from ddp_course.parameter_server.row import digest
 
 
 class RowServer(Server):
-    """Serves the rows of one table to `RowWorker`s.
+    """A server of the rows of one table, for `RowWorker`s.
 
     Args:
         table: of shape (rows, D).
-        optimizer: over it; one that takes sparse gradients: SGD, Adagrad, SparseAdam.
-        **how: the other arguments of `Server`, but for a remedy.
+        optimizer: steps the table, with sparse gradients: SGD, Adagrad, SparseAdam.
+        **options: the other arguments of `Server`, except `remedy`.
     """
 
-    def __init__(self, table: nn.Parameter, optimizer: Optimizer, **how: Any) -> None:
-        super().__init__([table], optimizer, **how)
+    def __init__(
+        self, table: nn.Parameter, optimizer: Optimizer, **options: Any
+    ) -> None:
+        super().__init__([table], optimizer, **options)
         self.table = table
         self.form = digest((table.shape[1], str(table.dtype)))
         self.leaving, self.arrived = {}, {}  # not the whole table for each worker
-        self.asked: dict[int, Tensor] = {}  # the rows that each worker asks for
-        self.given: dict[int, Tensor] = {}  # the rows that each worker has
+        self.requested: dict[int, Tensor] = {}  # worker -> indices that it asks for
+        self.pulled: dict[int, Tensor] = {}  # worker -> indices of the rows that it has
 
     def listen(self, worker: int, envelope: Tensor) -> int:
-        """Receive a request; with a pull come the indices of the rows."""
-        what = super().listen(worker, envelope)
-        if what == PULL:
+        """Receive a request; a pull is followed by the indices of the rows."""
+        kind = super().listen(worker, envelope)
+        if kind == PULL:
             rows = torch.empty(int(envelope[1]), dtype=torch.int64)
             self.port.receive(rows, worker).wait()
-            self.asked[worker] = rows
-        return what
+            self.requested[worker] = rows
+        return kind
 
     def copy(self, worker: int) -> None:
-        """Copy the rows that were asked for."""
-        self.given[worker] = self.asked[worker]
-        self.leaving[worker] = self.table.detach()[self.given[worker]]
+        """Copy the requested rows."""
+        self.pulled[worker] = self.requested[worker]
+        self.leaving[worker] = self.table.detach()[self.pulled[worker]]
 
-    def take(self, worker: int) -> None:
-        """Receive the gradients of the rows that were pulled."""
+    def receive_gradient(self, worker: int) -> None:
+        """Receive the gradients of the rows that the worker has pulled."""
         self.arrived[worker] = torch.empty_like(self.leaving[worker])
-        super().take(worker)
+        super().receive_gradient(worker)
 
-    def apply(self, taken: list[int]) -> None:
-        """Let the optimizer take the mean; where several touched a row, their sum."""
-        rows = torch.cat([self.given[worker] for worker in taken])
-        values = torch.cat([self.arrived[worker] for worker in taken]) / len(taken)
+    def apply(self, workers: list[int]) -> None:
+        """Step with the mean of the workers' gradients, as a sparse gradient."""
+        rows = torch.cat([self.pulled[worker] for worker in workers])
+        values = torch.cat([self.arrived[worker] for worker in workers]) / len(workers)
         with torch.sparse.check_sparse_tensor_invariants():
             size = self.table.shape
             self.table.grad = torch.sparse_coo_tensor(rows[None], values, size)
@@ -65,7 +67,7 @@ class RowServer(Server):
 
 
 class RowWorker(Worker):
-    """Pulls the rows that it needs, and pushes their gradients; has no table.
+    """A worker without a table: pulls the rows of a batch, and pushes their gradients.
 
         with RowWorker(width=16) as worker:
             while (vectors := worker.pull(indices)) is not None:
@@ -74,13 +76,13 @@ class RowWorker(Worker):
 
     Args:
         width: the D of the table.
-        server: its rank in the group.
-        **how: the other arguments of `Worker`.
+        server: the server's rank in the group.
+        **options: the other arguments of `Worker`.
     """
 
-    def __init__(self, width: int, server: int = 0, **how: Any) -> None:
+    def __init__(self, width: int, server: int = 0, **options: Any) -> None:
         self.values = nn.Parameter(torch.empty(0, width))
-        super().__init__([self.values], server, **how)
+        super().__init__([self.values], server, **options)
         self.form = digest((width, str(self.values.dtype)))
 
     def pull(self, indices: Tensor) -> Tensor | None:
@@ -95,5 +97,5 @@ class RowWorker(Worker):
     def push(self) -> None:
         """Send the gradients of these rows."""
         self.ask(PUSH)
-        self.give(self.values.grad)
+        self.send_gradient(self.values.grad)
         self.clock += 1

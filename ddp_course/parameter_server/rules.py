@@ -1,21 +1,20 @@
-"""Who waits for whom at a parameter server: decided in a ledger, without any process.
+"""Rules of a parameter server: which worker waits for which. A ledger, as plain data.
 
-A worker pulls the weights, computes a gradient with them, and pushes it. What differs
-between the ways to train is when it may pull again, and which gradients make a step:
+A worker pulls the weights, computes a gradient with them, and pushes it. Rules differ
+in when the worker may pull again, and in which gradients make a step:
 
-    rule          a step takes                     a worker that has pushed waits for
-    SYNCHRONOUS   the mean of all                  all others
-    backup(b)     the mean of all but b at most;   all others but b
-                  who comes later came in vain
+    rule          a step uses                      a worker that has pushed waits for
+    SYNCHRONOUS   the mean of all gradients        all others
+    backup(b)     the mean of all but at most b,   all others but b
+                  which are dropped
     ASYNCHRONOUS  one gradient                     nobody
-    bounded(s)    one gradient                     those that are more than s behind it
+    bounded(s)    one gradient                     workers more than s clocks behind
 
-The *version* of the weights counts steps, the *clock* of a worker its gradients. That
-a gradient was computed with old weights shows in versions: its *staleness* is how many
-steps were taken between its pull and its own step. With bounded(s) a worker at clock c
-has all gradients of clocks below c - s, as in the paper, and none of clock c + s or
-later: so bounded(0) is synchronous but for this, that the gradients of a clock make a
-small step each, and not a large one together.
+The *version* of the weights counts steps, the *clock* of a worker counts its gradients.
+The *staleness* of a gradient is the number of steps between its pull and its own step.
+With bounded(s) a worker at clock c has all gradients of clocks below c - s, as in the
+paper, and none of clock c + s or later. So bounded(0) differs from synchronous only in
+that the gradients of a clock make one small step each instead of a large one together.
 
 Sources: Dean et al. 2012, "Large Scale Distributed Deep Networks" (asynchronous); Ho
 et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter
@@ -27,16 +26,16 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from ddp_course.parameter_server.record import Event
+from ddp_course.parameter_server.record import ServerEvent
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A way to train with a parameter server.
+    """A rule of a parameter server.
 
     Attributes:
-        together: a step takes the mean of many gradients, all of the same version.
-        spare: how many gradients such a step does not wait for.
+        together: whether a step uses the mean of many gradients, all of one version.
+        spare: the number of gradients that such a step does not wait for.
         bound: clocks by which a worker may be ahead of another one.
     """
 
@@ -55,7 +54,7 @@ SYNCHRONOUS, ASYNCHRONOUS = Rule(together=True), Rule()
 
 
 def bounded(bound: int) -> Rule:
-    """Return the rule of bounded staleness (SSP): asynchronous, but not too much."""
+    """Return the rule of bounded staleness (SSP): at most `bound` clocks ahead."""
     return Rule(bound=bound)
 
 
@@ -65,14 +64,14 @@ def backup(spare: int) -> Rule:
 
 
 class Book:
-    """The ledger of a server: what each worker has done, and what may be done next.
+    """The ledger of a server: each worker's state, and which actions are allowed.
 
     Args:
-        rule: who waits for whom.
-        expected: the workers that are waited for before anything begins.
-        steps: how many steps are to be made in all; None: there is no end.
-        version: how many were made before.
-        now: says how late it is, in seconds.
+        rule: which worker waits for which.
+        expected: the workers that must join before any of them may pull.
+        steps: the total number of steps; None means no end.
+        version: the number of earlier steps.
+        now: returns the time in seconds.
     """
 
     def __init__(
@@ -86,84 +85,84 @@ class Book:
         self.rule, self.missing, self.version = rule, set(expected), version
         self.last = math.inf if steps is None else steps
         self.now, self.began = now, now()
-        self.clock: dict[int, int] = {}  # of each that lives: gradients pushed
-        self.pulled: dict[int, int] = {}  # the clock up to which it has pulled
-        self.base: dict[int, int] = {}  # the version that it has
-        self.waiting: dict[int, int] = {}  # whose gradient waits for a step: its clock
-        self.events: list[Event] = []
+        self.clock: dict[int, int] = {}  # present worker -> gradients pushed
+        self.pulled: dict[int, int] = {}  # worker -> clock up to which it has pulled
+        self.base: dict[int, int] = {}  # worker -> version of its weights
+        self.waiting: dict[int, int] = {}  # worker -> clock of its unused gradient
+        self.events: list[ServerEvent] = []
 
     @property
     def done(self) -> bool:
-        """Whether all steps are made."""
+        """Whether all steps are finished."""
         return self.version >= self.last
 
     @property
     def empty(self) -> bool:
-        """Whether all have come, and gone."""
+        """Whether all workers have joined, and left."""
         return not self.clock and not self.missing
 
     def may_pull(self, worker: int) -> bool:
-        """Tell whether the weights may be given to this worker now."""
+        """Return whether this worker may get the weights now."""
         if self.missing or worker in self.waiting:
             return False
         return self.clock[worker] - min(self.clock.values()) <= self.rule.bound
 
     def ready(self) -> list[int]:
-        """Return whose gradients make a step now; nobody's: nothing is to be done."""
+        """Return the workers whose gradients make a step now; empty if none do."""
         if self.rule.together:
             behind = [worker for worker in self.clock if worker not in self.waiting]
             return sorted(self.waiting) if len(behind) <= self.rule.spare else []
-        return [worker for worker in self.waiting if self._seen_by_none(worker)][:1]
+        return [worker for worker in self.waiting if self._is_in_bound(worker)][:1]
 
-    def _seen_by_none(self, worker: int) -> bool:
-        """Whether nobody who is too far behind could still pull this gradient."""
-        made = self.waiting[worker] - self.rule.bound
-        return all(self.pulled[other] > made for other in self.clock)
+    def _is_in_bound(self, worker: int) -> bool:
+        """Return whether no worker that is too far behind can pull this gradient."""
+        oldest = self.waiting[worker] - self.rule.bound
+        return all(self.pulled[other] > oldest for other in self.clock)
 
-    # ---- what happens ----------------------------------------------------------------
+    # ---- events ----------------------------------------------------------------------
 
     def join(self, worker: int) -> None:
-        """Let a worker in. One that comes late is as far as the slowest."""
+        """Add a worker; one that joins late gets the clock of the slowest."""
         self.missing.discard(worker)
         self.clock[worker] = min(self.clock.values(), default=0)
         self.pulled[worker] = self.clock[worker]
-        self._tell("join", worker)
+        self._record("join", worker)
 
     def pull(self, worker: int) -> None:
-        """Note that a worker gets the weights as they are now."""
+        """Record that a worker gets the present weights."""
         self.base[worker] = self.version
-        self._tell("pull", worker)
+        self._record("pull", worker)
         self.pulled[worker] = self.clock[worker] + 1
 
     def push(self, worker: int) -> None:
-        """Note that a gradient is here; it waits for its step, or came in vain."""
+        """Record that a gradient has arrived; it waits for its step, or is dropped."""
         late = self.rule.together and self.base[worker] < self.version
-        in_vain = late or self.done
-        self._tell("drop" if in_vain else "push", worker)
-        if not in_vain:
+        dropped = late or self.done
+        self._record("drop" if dropped else "push", worker)
+        if not dropped:
             self.waiting[worker] = self.clock[worker]
         self.clock[worker] += 1
 
     def step(self, workers: list[int]) -> None:
-        """Note that the gradients of these workers have made a step."""
+        """Record a step with the gradients of these workers."""
         self.version += 1
-        self._tell("step", -1, tuple(workers))
+        self._record("step", -1, tuple(workers))
         for worker in list(self.waiting) if self.done else workers:
             del self.waiting[worker]
 
-    def gone(self, worker: int, kind: str = "leave") -> None:
-        """Forget a worker; what it has pushed counts."""
+    def remove(self, worker: int, kind: str = "leave") -> None:
+        """Remove a worker; a gradient that it has pushed still counts."""
         self.missing.discard(worker)
         if worker in self.clock:
-            self._tell(kind, worker)
+            self._record(kind, worker)
             del self.clock[worker]
 
     def staleness(self, worker: int) -> int:
-        """Return how many steps were made since the worker that waits has pulled."""
+        """Return the number of steps since this worker's pull."""
         return self.version - self.base[worker]
 
-    def _tell(self, kind: str, worker: int, taken: tuple[int, ...] = ()) -> None:
+    def _record(self, kind: str, worker: int, workers: tuple[int, ...] = ()) -> None:
         version = self.base[worker] if kind in ("push", "drop") else self.version
         clock = self.clock.get(worker, -1)
         seconds = self.now() - self.began
-        self.events.append(Event(kind, worker, clock, version, seconds, taken))
+        self.events.append(ServerEvent(kind, worker, clock, version, seconds, workers))

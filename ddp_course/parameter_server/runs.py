@@ -1,9 +1,9 @@
-"""Repeat a run from its record, or work out the record of a run that never was.
+"""Replay a run from its record, or simulate the record of a run.
 
-Nobody can repeat an asynchronous run: who comes first is chance. But the server writes
-down who pulled and pushed when, and from that `replay` computes the same weights, bit
-by bit, in one process. `simulate` asks the same ledger what a server would write down.
-Chapter 13.
+An asynchronous run cannot be repeated: the order of the workers depends on chance. But
+the server records each pull and push, and from this record `replay` computes the same
+weights, bit by bit, in one process. `simulate_run` uses the same ledger to compute the
+record that a server would write. Chapter 13.
 """
 
 import heapq
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_course.parameter_server.record import Record
-from ddp_course.parameter_server.row import Remedy, Row
+from ddp_course.parameter_server.row import ParameterRow, Remedy
 from ddp_course.parameter_server.rules import Book, Rule
 
 
@@ -26,22 +26,22 @@ def replay(
     remedy: Remedy | None = None,
     after_step: Callable[[int], object] | None = None,
 ) -> None:
-    """Train as a record says, in this process: the same weights, bit by bit.
+    """Repeat the training of a record in this process: the same weights, bit by bit.
 
     Args:
-        record: of a `Server`, or of `simulate`.
-        params: with the weights that the server began with; they are changed.
-        optimizer: over them, made as the server's was.
+        record: the result of `Server.serve`, or of `simulate_run`.
+        params: parameters with the server's initial weights; they are changed.
+        optimizer: steps `params`; constructed as the server's was.
         gradient: called as `gradient(worker, clock)`; fills `grad` of the parameters,
             as that worker did with its gradient number `clock`.
         remedy: the server's.
-        after_step: called with the version that a step has made.
+        after_step: called with the new version after each step.
 
     Chapter 13.
     """
-    row = Row(params)
-    pulled: dict[int, Tensor] = {}  # the weights that each worker has
-    pushed: dict[int, tuple[Tensor, int]] = {}  # its gradient, and their version
+    row = ParameterRow(params)
+    pulled: dict[int, Tensor] = {}  # worker -> its weights
+    pushed: dict[int, tuple[Tensor, int]] = {}  # worker -> gradient, weights' version
     for event in record.events:
         if event.kind == "pull":
             pulled[event.worker] = row.weights.clone()
@@ -53,41 +53,44 @@ def replay(
             pushed[event.worker] = row.collect().clone(), event.version
             row.weights.copy_(now)
         elif event.kind == "step":
-            taken = []
-            for worker in event.taken:
+            gradients = []
+            for worker in event.workers:
                 one, version = pushed[worker]
                 if remedy is not None:
                     age = event.version - 1 - version
                     one = remedy(one, age, row.weights, pulled[worker])
-                taken.append(one)
-            row.step(optimizer, taken)
+                gradients.append(one)
+            row.step(optimizer, gradients)
             if after_step is not None:
                 after_step(event.version)
 
 
-def simulate(rule: Rule, seconds: Sequence[float], steps: int) -> Record:
-    """Return the record of a run that nobody has run: with messages that take no time.
+def simulate_run(rule: Rule, seconds: Sequence[float], steps: int) -> Record:
+    """Return the record of a simulated run, in which messages take no time.
 
-    `seconds[k]` are what worker k + 1 needs for a gradient (rank 0 serves); a record
-    ends with the last of `steps` steps. It can be replayed, too. Raises ValueError for
-    no worker, no step or a time that is not above 0. Chapter 13.
+    `seconds[k]` is the time that worker k + 1 needs for a gradient (rank 0 serves); the
+    record ends with the last of `steps` steps. It can be replayed, too. Raises
+    ValueError for no worker, no step or a time that is not above 0. Chapter 13.
     """
     if not seconds or min(seconds) <= 0 or steps < 1:
-        raise ValueError("seconds must be above 0, of one worker or more; steps >= 1")
-    late, workers = 0.0, range(1, len(seconds) + 1)
-    book = Book(rule, workers, steps, now=lambda: late)
+        raise ValueError(
+            f"seconds is {list(seconds)} and steps is {steps}; seconds must be above 0, "
+            "of one worker or more, and steps 1 or more"
+        )
+    now, workers = 0.0, range(1, len(seconds) + 1)
+    book = Book(rule, workers, steps, now=lambda: now)
     for worker in workers:
         book.join(worker)
     asking, busy = list(workers), []
     while not book.done:
-        if taken := book.ready():
-            book.step(taken)
+        if ready := book.ready():
+            book.step(ready)
         elif pulls := [worker for worker in asking if book.may_pull(worker)]:
             book.pull(pulls[0])
             asking.remove(pulls[0])
-            heapq.heappush(busy, (late + seconds[pulls[0] - 1], pulls[0]))
+            heapq.heappush(busy, (now + seconds[pulls[0] - 1], pulls[0]))
         else:
-            late, worker = heapq.heappop(busy)
+            now, worker = heapq.heappop(busy)
             book.push(worker)
             asking.append(worker)
     return Record(tuple(book.events))

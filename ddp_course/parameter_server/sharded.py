@@ -1,17 +1,18 @@
-"""A server on every rank: each serves 1/N of the weights, and works for all of them.
+"""A server on every rank: each rank serves 1/N of the weights, and is a worker, too.
 
-Through the link of one server pass 2 N S bytes while N workers work once. If the row of
-all weights is cut into N equal shards, and each rank serves one, then each rank sends
+The link of a single server carries 2 N S bytes for one gradient of each of N workers,
+where S are the bytes of the weights. If the row of weights is cut into N equal shards,
+and each rank serves one, then each rank sends
 
     (N - 1) / N S   gradients, to the servers of the other shards
     (N - 1) / N S   weights, of its own shard to the others
 
-which is what ZeRO-1 sends: pushing is a reduce-scatter, pulling an all-gather. What is
-not the same is who waits: that is a rule here. With another rule than SYNCHRONOUS each
-shard is as old as its server says, and weights of several ages come together.
+which is what ZeRO-1 sends: pushing is a reduce-scatter, pulling an all-gather. The
+difference is who waits: here, a rule decides. With a rule other than SYNCHRONOUS the
+shards that a worker pulls may have different versions.
 
 Two ranks serve each other, so their messages could cross. Each server has a process
-group of its own, on NCCL a communicator: there, too, a server and a worker take turns.
+group of its own (on NCCL, a communicator), in which a server and a worker take turns.
 Chapter 13.
 """
 
@@ -27,12 +28,12 @@ from ddp_course.collectives.port import Port
 from ddp_course.mechanisms.elementwise import check_elementwise
 from ddp_course.parameter_server.central import PULL, Server, Worker
 from ddp_course.parameter_server.record import Record
-from ddp_course.parameter_server.row import Row
+from ddp_course.parameter_server.row import ParameterRow
 from ddp_course.parameter_server.rules import ASYNCHRONOUS, Rule
 
 
 class ShardedServer:
-    """One rank's worker, and its server of 1/N of the weights. Made by all ranks.
+    """One rank's worker and its server of 1/N of the weights.
 
         server = ShardedServer(model.parameters(), torch.optim.Adam, SYNCHRONOUS)
         for batch in batches:
@@ -41,12 +42,14 @@ class ShardedServer:
             server.push()
         record = server.leave()
 
+    All ranks must construct it together.
+
     Args:
-        params: those that are trained, alike on all ranks. Each rank's shard begins
-            with its own values.
-        optimizer_class: any that treats each element alone (`elementwise`).
-        rule: who waits for whom, at every server.
-        group: the ranks; None are all.
+        params: the parameters to train, of the same shapes on all ranks. Each shard
+            begins with the values of the rank that serves it.
+        optimizer_class: any that steps each element by itself (`elementwise`).
+        rule: which worker waits for which, at every server.
+        group: the ranks; None means all.
         more: arguments of `Server`: patience, remedy, after_step.
         **defaults: arguments of `optimizer_class`.
 
@@ -64,7 +67,7 @@ class ShardedServer:
     ) -> None:
         port = Port(group)
         self.rank, size = port.rank, port.size
-        self.row = Row(params, multiple_of=size)
+        self.row = ParameterRow(params, multiple_of=size)
         device = self.row.weights.device
         check_elementwise(optimizer_class, {}, defaults, device)
         new = {"ranks": port.ranks, "use_local_synchronization": True}
@@ -107,10 +110,10 @@ class ShardedServer:
         self.server.do(self.server.push, self.rank)
 
     def leave(self) -> Record:
-        """Serve until all have left; return what happened to this rank's shard."""
+        """Serve until all workers have left; return the record of this rank's shard."""
         for worker in self.others:
             worker.leave()
-        self.server.do(self.server.book.gone, self.rank)
+        self.server.do(self.server.book.remove, self.rank)
         self.serving.join()
         if self.server.error is not None:
             raise self.server.error

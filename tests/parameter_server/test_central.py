@@ -21,7 +21,7 @@ from ddp_course.parameter_server import (
     SYNCHRONOUS,
     Book,
     DelayCompensation,
-    Row,
+    ParameterRow,
     Server,
     backup,
     bounded,
@@ -43,7 +43,7 @@ def check_ages(record) -> None:
         if event.kind == "push":
             pushed[event.worker] = has[event.worker]
         if event.kind == "step":
-            found += [version - pushed[worker] for worker in event.taken]
+            found += [version - pushed[worker] for worker in event.workers]
             version += 1
     assert record.staleness() == found
 
@@ -185,12 +185,13 @@ def test_a_server_goes_on_from_its_checkpoint(tmp_path):
 
 def test_gradients_are_collected_wherever_they_lie():
     a, b, c = (nn.Parameter(torch.full((2,), x)) for x in (1.0, 2.0, 3.0))
-    row = Row([a, b, c])
+    row = ParameterRow([a, b, c])
     (a * a + b * b + c * c).sum().backward()
     a.grad, b.grad = None, torch.full((2,), 7.0)  # as `zero_grad` and hooks may do
     assert row.collect().tolist() == [0, 0, 7, 7, 6, 6]
     frozen = nn.Parameter(torch.ones(9), requires_grad=False)
-    assert Row([a, frozen, b, a]).weights.tolist() == [1, 1, 2, 2]  # one is tied
+    row = ParameterRow([a, frozen, b, a])  # one is tied
+    assert row.weights.tolist() == [1, 1, 2, 2]
 
 
 def test_who_waits_for_the_server_is_not_silent():
@@ -213,6 +214,9 @@ def test_who_waits_for_the_server_is_not_silent():
 
 
 test_parameters_that_make_no_row_are_refused = refused(
-    (lambda: Row([]), "0 kinds"),
-    (lambda: Row([nn.Parameter(torch.zeros(2, dtype=t)) for t in TYPES]), "2 kinds"),
+    (lambda: ParameterRow([]), "0 kinds"),
+    (
+        lambda: ParameterRow([nn.Parameter(torch.zeros(2, dtype=t)) for t in TYPES]),
+        "2 kinds",
+    ),
 )

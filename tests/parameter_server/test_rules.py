@@ -21,7 +21,7 @@ from ddp_course.parameter_server import (
     backup,
     bounded,
     replay,
-    simulate,
+    simulate_run,
 )
 
 SECONDS = st.lists(st.integers(1, 9), min_size=1, max_size=5)
@@ -34,7 +34,7 @@ def check_bounded(run, bound: int, workers: int) -> None:
         if event.kind == "push":
             waiting[event.worker] = event.worker, clock[event.worker]
             clock[event.worker] += 1
-        inside |= {waiting[worker] for worker in event.taken}
+        inside |= {waiting[worker] for worker in event.workers}
         if event.kind == "pull":
             c = clock[event.worker]
             assert c - min(clock.values()) <= bound
@@ -46,10 +46,10 @@ def check_bounded(run, bound: int, workers: int) -> None:
 @settings(max_examples=60)
 @given(SECONDS, st.integers(0, 3))
 def test_nobody_sees_what_is_too_old_or_too_new(seconds, bound):
-    run = simulate(bounded(bound), seconds, 40)
+    run = simulate_run(bounded(bound), seconds, 40)
     check_bounded(run, bound, len(seconds))
     assert run.steps == run.gradients == 40
-    everybody = simulate(SYNCHRONOUS, seconds, 8)
+    everybody = simulate_run(SYNCHRONOUS, seconds, 8)
     assert set(everybody.staleness()) == {0}
     assert everybody.gradients == 8 * len(seconds)
 
@@ -86,7 +86,7 @@ def test_a_ledger_that_forgets_the_bound_is_caught(monkeypatch):
         check_hidden(Steps)
     monkeypatch.setattr("ddp_course.parameter_server.runs.Book", Runs)
     with pytest.raises(AssertionError):
-        check_bounded(simulate(bounded(0), [1, 2, 5], 40), 0, 3)
+        check_bounded(simulate_run(bounded(0), [1, 2, 5], 40), 0, 3)
 
 
 def by_own_clock(run) -> list[int]:
@@ -94,26 +94,26 @@ def by_own_clock(run) -> list[int]:
     clock = {push.worker: [] for push in run.of("push")}
     for push in run.of("push"):
         clock[push.worker].append(push.clock)
-    return [s.version - 1 - clock[w].pop(0) for s in run.of("step") for w in s.taken]
+    return [s.version - 1 - clock[w].pop(0) for s in run.of("step") for w in s.workers]
 
 
 @pytest.mark.parametrize("workers", range(1, 9))
 def test_equal_workers_are_stale_by_all_others(workers):
-    run = simulate(ASYNCHRONOUS, [1.0] * workers, 40)
+    run = simulate_run(ASYNCHRONOUS, [1.0] * workers, 40)
     assert set(run.staleness()[workers:]) == {workers - 1}
     if workers > 1:
         assert set(by_own_clock(run)[workers:]) != {workers - 1}
 
 
 def test_a_straggler_is_stale_and_backup_workers_do_not_wait_for_it():
-    run = simulate(ASYNCHRONOUS, [1.0, 1.0, 5.0], 300)
+    run = simulate_run(ASYNCHRONOUS, [1.0, 1.0, 5.0], 300)
     assert max(run.staleness()) == 10
-    run = simulate(backup(1), [1.0, 1.0, 5.0], 100)
-    assert {step.taken for step in run.of("step")} == {(1, 2)}
+    run = simulate_run(backup(1), [1.0, 1.0, 5.0], 100)
+    assert {step.workers for step in run.of("step")} == {(1, 2)}
     assert {drop.worker for drop in run.of("drop")} == {3}
     assert [drop.version for drop in run.of("drop")][:3] == [0, 5, 10]
     assert run.seconds == 100
-    assert simulate(backup(1), [1.0], 3).steps == 3  # nobody is left to be spared
+    assert simulate_run(backup(1), [1.0], 3).steps == 3  # nobody is left to be spared
 
 
 def test_who_comes_late_is_as_far_as_the_slowest_and_who_is_gone_keeps_nobody():
@@ -129,11 +129,11 @@ def test_who_comes_late_is_as_far_as_the_slowest_and_who_is_gone_keeps_nobody():
     assert not book.may_pull(1)
     book.join(3)
     assert book.clock[3] == 1
-    book.gone(2, "lost")
-    book.gone(3)
+    book.remove(2, "lost")
+    book.remove(3)
     book.step(book.ready())
     assert book.may_pull(1) and not book.empty
-    book.gone(1)
+    book.remove(1)
     assert book.empty
 
 
@@ -142,7 +142,7 @@ def test_who_never_comes_keeps_nobody_and_gradients_are_added_by_rank():
     book.join(2)
     book.join(1)
     assert not book.may_pull(1)
-    book.gone(3, "lost")  # it was expected, and was never here
+    book.remove(3, "lost")  # it was expected, and was never here
     for worker in (2, 1):
         assert book.may_pull(worker)
         book.pull(worker)
@@ -171,7 +171,7 @@ def test_a_last_gradient_counts_although_its_worker_has_left():
         book.join(worker)
         book.pull(worker)
     book.push(1)
-    book.gone(1)
+    book.remove(1)
     assert book.ready() == []  # rank 2 still computes
     book.push(2)
     assert book.ready() == [1, 2]
@@ -181,9 +181,9 @@ test_what_is_no_rule_and_what_is_no_run_is_refused = refused(
     (lambda: Rule(spare=-1), "spare"),
     (lambda: Rule(bound=-1), "bound"),
     (lambda: Rule(bound=math.nan), "bound"),
-    (lambda: simulate(ASYNCHRONOUS, [], 1), "above 0"),
-    (lambda: simulate(ASYNCHRONOUS, [1.0, 0.0], 1), "above 0"),
-    (lambda: simulate(ASYNCHRONOUS, [1.0], 0), "above 0"),
+    (lambda: simulate_run(ASYNCHRONOUS, [], 1), "above 0"),
+    (lambda: simulate_run(ASYNCHRONOUS, [1.0, 0.0], 1), "above 0"),
+    (lambda: simulate_run(ASYNCHRONOUS, [1.0], 0), "above 0"),
 )
 
 
@@ -198,7 +198,7 @@ def replayed(rule, lr=0.25, seconds=(1, 2, 5), steps=12):
         target = torch.arange(4.0) * worker + clock % 3
         (weight * target).sum().backward()
 
-    run = simulate(rule, seconds, steps)
+    run = simulate_run(rule, seconds, steps)
     replay(run, [weight], torch.optim.SGD([weight], lr=lr), gradient)
     return weight.detach()
 

@@ -184,7 +184,7 @@ class LastWins(RowServer):
 
     def apply(self, taken):
         for worker in taken[:-1]:
-            twice = (self.given[worker][:, None] == self.given[taken[-1]]).any(1)
+            twice = (self.pulled[worker][:, None] == self.pulled[taken[-1]]).any(1)
             self.arrived[worker][twice] = 0.0
         super().apply(taken)
 

@@ -19,7 +19,7 @@ from ddp_course.parameter_server import (
     by_staleness,
     corrected_momentum,
     replay,
-    simulate,
+    simulate_run,
 )
 from ddp_course.theory import (
     gradients_per_second,
@@ -40,7 +40,7 @@ RULES = {
 )
 def test_throughput_with_a_straggler(way, slow):
     seconds = [1.0, 1.0, 1.0, slow]
-    run = simulate(RULES[way], seconds, 1000)
+    run = simulate_run(RULES[way], seconds, 1000)
     spare = {"spare": 1} if way == "backup" else {}
     told = gradients_per_second(way, seconds, **spare)
     assert run.gradients / run.seconds == pytest.approx(told, rel=0.02)
@@ -53,10 +53,10 @@ def test_throughput_with_a_straggler(way, slow):
 @pytest.mark.parametrize("seconds", [[1.0], [1.0] * 3, [1, 1, 5], [1, 2, 3, 8.5]])
 def test_mean_staleness_is_workers_minus_1_whoever_is_slow(seconds):
     """And of one worker, t_k times what the others make in a second."""
-    run = simulate(ASYNCHRONOUS, seconds, 3000)
+    run = simulate_run(ASYNCHRONOUS, seconds, 3000)
     ages = run.staleness()
     assert fmean(ages) == pytest.approx(len(seconds) - 1, abs=0.03)
-    takers = [worker - 1 for step in run.of("step") for worker in step.taken]
+    takers = [worker - 1 for step in run.of("step") for worker in step.workers]
     for worker, own in enumerate(seconds):
         mine = [age for age, taker in zip(ages, takers, strict=True) if taker == worker]
         others = gradients_per_second("asynchronous", seconds) - 1 / own
@@ -67,7 +67,7 @@ def after(workers: int, lr: float, steps: int = 400, remedy=None) -> float:
     """Return the distance from the bottom of a quadratic of curvature 3, from 1."""
     weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
     optimizer = torch.optim.SGD([weight], lr=lr)
-    run = simulate(ASYNCHRONOUS, [1.0] * workers, steps)
+    run = simulate_run(ASYNCHRONOUS, [1.0] * workers, steps)
     backward = lambda worker, clock: (1.5 * weight**2).sum().backward()  # noqa: E731
     replay(run, [weight], optimizer, backward, remedy=remedy)
     return weight.abs().item()

@@ -13,7 +13,7 @@ from ddp_course.parameter_server import (
     Record,
     backup,
     bounded,
-    simulate,
+    simulate_run,
 )
 
 Points = Sequence[tuple[float, float]]
@@ -45,7 +45,7 @@ def waiting(mode: str = "bounded", slow: int = 4, slack: int = 1) -> Drawing:
 def _simulated(modes: Sequence[str], slow: int, slack: int = 1) -> Drawing:
     seconds = [1] * (WORKERS - 1) + [slow]
     records = {
-        mode.capitalize(): simulate(MODES[mode](slack), seconds, 3 * LONG)
+        mode.capitalize(): simulate_run(MODES[mode](slack), seconds, 3 * LONG)
         for mode in modes
     }
     title = f"{WORKERS} workers; the last needs {slow} times as long as the others"

@@ -12,7 +12,7 @@ from ddp_course.chapters.ch13_async.figures import (
     two_ways,
     waiting,
 )
-from ddp_course.parameter_server import ASYNCHRONOUS, simulate
+from ddp_course.parameter_server import ASYNCHRONOUS, simulate_run
 
 test_the_layout = laid_out(
     two_ways, (waiting, itertools.product(MODES, (1, 4, 8), (2,)))
@@ -25,7 +25,7 @@ def test_what_the_timelines_say():
     assert "waits" not in told.partition("Asynchronous")[2]
     assert "dropped" in words(waiting("backup"))
     assert "updates by 12" in waiting("bounded", 4, 3).description
-    record = simulate(ASYNCHRONOUS, [0.1, 0.1, 0.4], 20)
+    record = simulate_run(ASYNCHRONOUS, [0.1, 0.1, 0.4], 20)
     told = timelines({"as it was": record}, 400, unit=1000).description
     assert told.startswith("as it was: 9 updates by 400. rank 1: 0 1 2 3; rank 2: 0")
 
