@@ -74,7 +74,7 @@ def simulate_run(rule: Rule, seconds: Sequence[float], steps: int) -> Record:
     """
     if not seconds or min(seconds) <= 0 or steps < 1:
         raise ValueError(
-            f"seconds is {list(seconds)} and steps is {steps}; seconds must be above 0, "
+            f"seconds is {seconds!r} and steps is {steps}; seconds must be above 0, "
             "of one worker or more, and steps 1 or more"
         )
     now, workers = 0.0, range(1, len(seconds) + 1)

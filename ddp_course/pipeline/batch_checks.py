@@ -51,11 +51,9 @@ class SameBatch:
     def before_step(self, pipeline: Any, x: Any, y: Any) -> None:
         """Check the batch of a step."""
         problem = "y is None; step needs targets" if y is None else None
-        if pipeline.schedule.num_microbatches > 1:
+        if (m := pipeline.schedule.num_microbatches) > 1:
             problem = problem or needs_whole_batch(pipeline.module)
-            problem = problem or self._weight_problem(
-                pipeline.schedule.num_microbatches, y
-            )
+            problem = problem or self._weight_problem(m, y)
         if not torch.is_grad_enabled():
             problem = (
                 "gradients are switched off, and step needs them; to evaluate, call "

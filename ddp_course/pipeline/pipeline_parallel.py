@@ -130,10 +130,8 @@ class PipelineParallel(DividedModule, Pipeline):
         self.rank, self.plan, self.plain = rank, plan, PlainModel.of(model)
         self.groups = (*groups_before(model), group)
         watch()
-        users = plan.holders
-        self.parameters_by_name = {
-            n: p for n, p in model.named_parameters() if rank in users[n]
-        }
+        pairs, users = model.named_parameters(), plan.holders
+        self.parameters_by_name = {n: p for n, p in pairs if rank in users[n]}
         for name, parameter in self.parameters_by_name.items():
             place(parameter, group, Stage(plan.holders[name]), name=name)
         several = schedule.num_microbatches > 1
@@ -212,10 +210,7 @@ class PipelineParallel(DividedModule, Pipeline):
     def _run(
         self, schedule: Schedule, x: Tensor, y: Tensor | None, loss_scale: float = 1.0
     ) -> Runtime:
-        self._broken = (
-            "an earlier step failed, so this pipeline cannot be used any more; "
-            "construct a new one on all ranks"
-        )
+        self._broken = "an earlier step failed: construct a new pipeline on all ranks"
         x, y = x.to(self.device), None if y is None else y.to(self.device)
         port, forms = Port(self.group), self.forms.of(x)
         runtime = Runtime(self.stages, schedule, port, forms, x, y, self.parts)

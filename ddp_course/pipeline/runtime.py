@@ -210,11 +210,9 @@ class Pipeline(nn.Module):
         schedule: of F and B, for as many ranks as the group has.
         sizes: for each stage the number of its layers.
         form: shape of an activation between layers, without its rows: (T, C).
-        loss_fn: a function of the last layer's output and the targets that returns a
-            mean over rows.
+        loss_fn: returns a mean over rows, from the last layer's output and the targets.
         group: the ranks of the pipeline, in order; None means all.
-        parts: objects with methods for "before_step", "after_step", and the moments of
-            `Runtime`.
+        parts: objects with methods for "before_step", "after_step", and those above.
 
     Attributes:
         stages: stage number -> stage, for this rank's stages.

@@ -76,9 +76,8 @@ def stage_plan(
     """
     layers = spine(model)
     if len(sizes) != (n := len(ranks)):
-        raise ValueError(
-            f"sizes {list(sizes)} is for {len(sizes)} stages; the schedule has {n}"
-        )
+        many = f"sizes {list(sizes)} is for {len(sizes)} stages"
+        raise ValueError(f"{many}; the schedule has {n}")
     if min(sizes, default=0) < 1 or sum(sizes) != len(layers):
         raise ValueError(
             f"sizes is {list(sizes)}; it must be a number of layers for each stage, 1 "
