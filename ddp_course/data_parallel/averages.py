@@ -65,7 +65,7 @@ class MeanOverRanks:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all batches."""
+        """Drop all batches."""
         # sum over samples, samples, sum of the batches' means, batches
         self.sums = torch.zeros(4, dtype=torch.float64, device=self.device)
 

@@ -82,7 +82,7 @@ class BucketedDistributedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Only accumulate the gradients of forward passes that run in this block.
+        """Accumulate, without averaging, the gradients of forward passes in this block.
 
         The next averaged backward pass averages the accumulated sum. The forward must
         be inside the block; its backward may run later.

@@ -58,11 +58,11 @@ class DDPReducer(AllReduceBuckets):
     hook: CommHook | None = None
 
     def register(self, hook: CommHook) -> None:
-        """Let `hook` launch the buckets from now on."""
+        """Use `hook` to launch the buckets from now on."""
         self.hook, self.scale = hook, 1
 
     def launch(self, bucket: LiveBucket) -> Any:
-        """Hand a full bucket to the hook, or begin its all-reduce."""
+        """Pass a full bucket to the hook, or begin its all-reduce."""
         if self.hook is not None:
             return self.hook(bucket)
         return super().launch(bucket)
@@ -75,7 +75,7 @@ class DDPReducer(AllReduceBuckets):
             slot.parameter.grad = gradient
 
     def settle(self, engine: Engine) -> None:
-        """Give the parameters their means, in the bucket or in memory of their own."""
+        """Set every `grad` to its mean, in the bucket or in memory of its own."""
         if self.as_view:
             super().settle(engine)
             return
@@ -98,7 +98,7 @@ class BeginAtOutputs:
     """
 
     def after_replication(self, model: Any) -> None:
-        """Let no gradient begin a pass: no forward has run yet."""
+        """Prevent gradients from beginning a pass: no forward has run yet."""
         model.engine.expecting = False
 
     before_forward = after_replication
@@ -225,7 +225,7 @@ class DistributedDataParallel(BucketedDistributedDataParallel):
         return output
 
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
-        """Let `hook(state, bucket)` send the buckets, in place of `all_reduce`.
+        """Use `hook(state, bucket)` to send the buckets, in place of `all_reduce`.
 
         The hook returns a future of the mean (`mechanisms.comm_hook`). All ranks must
         register the same one, once, before the first backward. Raises RuntimeError,

@@ -44,7 +44,7 @@ class Recorder:
 
 
 def record_naive(ddp: NaiveDistributedDataParallel) -> NaiveDistributedDataParallel:
-    """Make a naive or flat DDP write events; return it. Chapter 04."""
+    """Record the events of a naive or flat DDP; return the DDP. Chapter 04."""
     recorder, all_reduce = Recorder(ddp), ddp.all_reduce
 
     def recorded(flat: Tensor, group: dist.ProcessGroup | None) -> None:
@@ -61,7 +61,7 @@ def record_naive(ddp: NaiveDistributedDataParallel) -> NaiveDistributedDataParal
 
 
 def record_pytorch(ddp: PyTorchDDP) -> None:
-    """Make PyTorch's DDP write events.
+    """Record the events of PyTorch's DDP.
 
     This uses up the one communication hook that a DDP can have. The hook does what DDP
     does without a hook: launch an all-reduce and divide by the ranks. Chapter 05.

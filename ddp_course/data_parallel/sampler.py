@@ -90,7 +90,7 @@ def filled(order: list[int], num_replicas: int) -> list[int]:
 
 
 def cut(order: list[int], num_replicas: int) -> list[int]:
-    """Shorten `order` to a multiple of num_replicas."""
+    """Truncate `order` to a multiple of num_replicas."""
     return order[: len(order) // num_replicas * num_replicas]
 
 

@@ -112,7 +112,7 @@ class Server:
         return Record(tuple(self.book.events))
 
     def _attend(self, worker: int) -> None:
-        """Carry out the requests of one worker until it leaves."""
+        """Serve the requests of one worker until it leaves."""
         envelope = torch.zeros(3, dtype=torch.int64)
         try:
             while (kind := self.listen(worker, envelope)) != LEAVE:
@@ -181,7 +181,7 @@ class Server:
         self.book.push(worker)
 
     def lose(self, worker: int) -> None:
-        """Go on without this worker."""
+        """Continue without this worker."""
         self.book.remove(worker, "lost")
 
     def _step(self, workers: list[int]) -> None:
@@ -288,7 +288,7 @@ class Worker:
         self._wait(self.port.send(gradient, self.server))
 
     def leave(self) -> None:
-        """Tell the server that this worker will send nothing more."""
+        """Notify the server that this worker will send nothing more."""
         self.ask(LEAVE)
 
     def ask(self, kind: int, count: int = 0) -> None:

@@ -54,7 +54,7 @@ class ParameterRow:
             end += parameter.numel()
 
     def lie_in(self, weights: Tensor, gradient: Tensor) -> None:
-        """Make the parameters and their gradients views of these two rows."""
+        """Place the parameters and their gradients in these two rows, as views."""
         self.weights, self.gradient = weights, gradient
         for parameter, view in self._places(weights):
             parameter.data = view

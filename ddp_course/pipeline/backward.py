@@ -117,7 +117,7 @@ class WeightGradStore:
 
     @contextmanager
     def collect(self) -> Iterator[list[Task]]:
-        """Postpone gradients inside the block; yield the list of tasks."""
+        """Collect postponed gradients inside the block; yield the list of tasks."""
         self.tasks = tasks = []
         try:
             yield tasks
@@ -201,7 +201,7 @@ def _weight_gradients(
 
 
 def split_backward(module: nn.Module, store: WeightGradStore) -> None:
-    """Make the linear layers of a module postpone their weights' gradients to `store`.
+    """Configure a module's linear layers to postpone their weights' gradients.
 
     Replaces the `forward` of each `nn.Linear` instance. Layers of other kinds that can
     postpone have an attribute `weight_grads`, which is set to `store`; all others

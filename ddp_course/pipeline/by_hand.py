@@ -54,7 +54,7 @@ class NaivePipeline(nn.Module):
         return x
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
-        """Go forward and backward with a batch, and return its mean loss, on all ranks.
+        """Run forward and backward with a batch; return its mean loss, on all ranks.
 
         x, y: (B, T), the same on all ranks.
         """

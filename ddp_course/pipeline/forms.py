@@ -124,7 +124,7 @@ def copies_of_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[nn.Module]:
-    """Put `module` into evaluation mode inside the block."""
+    """Set `module` to evaluation mode inside the block."""
     training = {one: one.training for one in module.modules()}
     try:
         yield module.eval()

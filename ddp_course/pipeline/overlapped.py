@@ -49,7 +49,7 @@ class PostedAhead:
         runtime.messages = MessagesAhead(runtime, program)
 
     def before_action(self, runtime: Runtime, action: Action) -> None:
-        """Carry out the messages that come before an action."""
+        """Execute the messages that come before an action."""
         runtime.messages.go_on()
 
 
@@ -66,7 +66,7 @@ class MessagesAhead:
         self.under_way: dict[int, deque[tuple[Tensor, Handle]]] = {}
 
     def go_on(self) -> None:
-        """Carry out the groups of messages up to the next action, or to the end."""
+        """Execute the groups of messages up to the next action, or to the end."""
         while self.next < len(self.groups):
             group = self.groups[self.next]
             self._post()
@@ -88,10 +88,10 @@ class MessagesAhead:
         announce(runtime.parts, "after_wait", runtime, source)
 
     def send(self, action: Action) -> None:
-        """Do nothing: `go_on` sends at the program's place."""
+        """Skip the send: `go_on` sends at the program's place."""
 
     def finish(self) -> None:
-        """Carry out the remaining groups, and wait until all messages have left."""
+        """Execute the remaining groups, and wait until all messages have left."""
         self.go_on()
         for messages in self.under_way.values():
             while messages:

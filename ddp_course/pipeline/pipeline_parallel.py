@@ -154,7 +154,7 @@ class PipelineParallel(DividedModule, Pipeline):
         self._broken: str | None = None
 
     def step(self, x: Tensor, y: Tensor, loss_scale: float = 1.0) -> Tensor:
-        """Go forward and backward with a batch, and return its mean loss, in float32.
+        """Run forward and backward with a batch, and return its mean loss, in float32.
 
         Args:
             x: (B, T), on all ranks; the first stage uses it.

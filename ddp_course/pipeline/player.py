@@ -132,7 +132,7 @@ class _BlockingPlay:
         raise ScheduleError(f"{self.schedule.name}: {words}")
 
     def _step(self, rank: int) -> bool:
-        """Carry out a rank's next group; return False if it must wait."""
+        """Execute a rank's next group; return False if it must wait."""
         group = self.rows[rank][self.at[rank]]
         if group[0].kind == "compute":
             self._compute(rank, group[0].action)

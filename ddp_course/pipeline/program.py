@@ -127,7 +127,7 @@ def _one_by_one(schedule: Schedule, rank: int) -> tuple[InstructionGroup, ...]:
 
 
 def _grouped(steps: Sequence[Instruction]) -> tuple[InstructionGroup, ...]:
-    """Put all messages between two actions into one group."""
+    """Collect all messages between two actions in one group."""
     groups: list[InstructionGroup] = []
     for step in steps:
         messages = groups and "compute" not in (step.kind, groups[-1][0].kind)

@@ -36,7 +36,7 @@ class PipelineRecorder:
         self.logs = active_logs()
 
     def after_run(self, runtime: Runtime) -> None:
-        """Increase the number of the step."""
+        """Count the step."""
         self.step += 1
 
     def before_compute(self, runtime: Runtime, action: Action) -> None:

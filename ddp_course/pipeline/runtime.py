@@ -76,7 +76,7 @@ class Runtime:
         self.computing: Action | None = None
 
     def run(self) -> None:
-        """Carry out this rank's row of the schedule."""
+        """Execute this rank's row of the schedule."""
         announce(self.parts, "before_run", self)
         for action in self.schedule.ranks[self.port.rank]:
             announce(self.parts, "before_action", self, action)
@@ -99,7 +99,7 @@ class Runtime:
         return self.results.pop(source)
 
     def compute(self, action: Action, received: Tensor | None) -> Tensor | None:
-        """Go forward or backward; return the result for another stage, or None."""
+        """Compute an action; return the result for another stage, or None."""
         self.computing = action
         announce(self.parts, "before_compute", self, action)
         operation = self.operations[action.op]
@@ -244,7 +244,7 @@ class Pipeline(nn.Module):
         self.device = next(model.parameters()).device
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
-        """Go forward and backward with a batch, and return its mean loss.
+        """Run forward and backward with a batch, and return its mean loss.
 
         x: (B, T), y: (B, T), the same on all ranks; the first stage uses x, the last
         one y. If B is no multiple of the number of microbatches, the first have one row

@@ -207,7 +207,7 @@ def check_counts(**counts: int) -> None:
 def at_most(
     limit: int, forwards: Sequence[Action], backwards: Sequence[Action]
 ) -> list[Action]:
-    """Go forward while fewer than `limit` are in flight, else backward."""
+    """Return a row: forward while fewer than `limit` are in flight, else backward."""
     row: list[Action] = []
     b = 0  # number of backwards in the row
     while b < len(backwards):

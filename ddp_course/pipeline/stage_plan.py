@@ -182,7 +182,7 @@ class SharedGradients:
         self.before: dict[nn.Parameter, Tensor | None] = {}
 
     def before_run(self, runtime: Runtime) -> None:
-        """Put the gradients of earlier steps aside: they were summed already."""
+        """Remove the gradients of earlier steps: they were summed already."""
         if torch.is_grad_enabled():
             self.before = {parameter: parameter.grad for parameter in self.shared}
             for parameter in self.before:

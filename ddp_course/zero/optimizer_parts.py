@@ -126,7 +126,7 @@ class AddsUp:
             while_alive(slot.parameter.register_hook, self.put_aside)
 
     def pass_begins(self, engine: Engine) -> None:
-        """Put the means aside, also on a rank without any gradient in this pass."""
+        """Move the means aside, also on a rank without any gradient in this pass."""
         self.put_aside()
 
     def put_aside(self) -> None:
@@ -172,7 +172,7 @@ class PatientStep:
         self.threads, self.stack = socket_threads(), ExitStack()
 
     def gradients_complete(self, optimizer: Any) -> None:
-        """Make gloo's threads wait for a free core when they wake up."""
+        """Schedule gloo's threads so that they wait for a free core."""
         self.stack.enter_context(patient(self.threads))
 
     def after_step(self, optimizer: Any) -> None:

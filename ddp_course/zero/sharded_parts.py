@@ -236,7 +236,7 @@ class PatientPass:
         self.threads, self.stack = socket_threads(), ExitStack()
 
     def before_forward(self, fsdp: Sharded) -> None:
-        """Make gloo's threads wait for a free core when they wake up."""
+        """Schedule gloo's threads so that they wait for a free core."""
         self.stack.enter_context(patient(self.threads))
 
     before_backward = before_forward

@@ -114,7 +114,7 @@ class Zero1(Optimizer):
     def lay_in_a_row(
         self, bucket: ShardedBucket, parameters: dict[str, Tensor]
     ) -> None:
-        """Make the parameters of a bucket views of one row, and own 1/N of it."""
+        """Move the parameters of a bucket into one row, and own 1/N of it."""
         row = bucket.zeros()
         for name, offset in zip(bucket.parameters, bucket.offsets, strict=True):
             parameter = parameters[name]

@@ -81,7 +81,7 @@ class ReduceScatterAndFree(ReduceScatterBuckets):
     # ---- allocate --------------------------------------------------------------------
 
     def added(self, engine: Engine, bucket: LiveBucket) -> None:
-        """Lay a bucket out, and free its memory until the window reaches it."""
+        """Assign a bucket's views, and free its memory until the window reaches it."""
         self.engine = weakref.proxy(engine)
         super().added(engine, bucket)
         self.free(bucket)

@@ -249,7 +249,7 @@ class FullyShardedDataParallel(WholeState, SimpleFullyShardedDataParallel):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Only accumulate the gradients of the backward passes in this block.
+        """Accumulate, without averaging, the gradients of backwards in this block.
 
         They are stored whole, which takes the memory of all gradients; the next
         averaged pass sends their sum, even if `zero_grad` was called in between. As

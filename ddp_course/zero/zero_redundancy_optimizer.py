@@ -121,7 +121,7 @@ class ZeroRedundancyOptimizer(Zero1):
         super().add_param_group(param_group)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Only accumulate the gradients of backward passes that run in this block.
+        """Accumulate, without averaging, the gradients of backwards in this block.
 
         The next averaged backward pass averages the accumulated sum. `backward` must
         run inside the block; where its forward ran does not matter.

@@ -203,7 +203,7 @@ def test_who_waits_for_the_server_is_not_silent():
     server.book, server.heard[2] = Book(ASYNCHRONOUS, [1, 2]), 0.0  # it never came
     server.book.join(1)
     server.patience = 60.0
-    Server._strike_off_the_silent(server)
+    Server._remove_silent_workers(server)
     assert [event.kind for event in server.book.events] == ["join"]
     assert server.book.may_pull(1)
     server.book.pull(1)
