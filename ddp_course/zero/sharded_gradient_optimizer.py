@@ -81,7 +81,7 @@ class ShardedGradientOptimizer(ZeroRedundancyOptimizer, Zero2):
 
 @functools.cache
 def watch_empty_clips() -> None:
-    """Make PyTorch's clipping raise if it would clip nothing: gradients in shards."""
+    """Prevent PyTorch's clipping from silently clipping nothing."""
     put_inside(clip_grad_value_, lambda clip: _checked(clip, lambda p: p.grad))
     put_inside(get_total_norm, lambda norm: _checked(norm, lambda gradient: gradient))
 

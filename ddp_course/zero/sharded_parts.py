@@ -124,11 +124,11 @@ class Stepped:
             piece.stepped = weakref.ref(self)
 
     def after_forward(self, fsdp: Any) -> None:
-        """Note that a backward should come."""
+        """Record that a backward should follow."""
         self.waits = torch.is_grad_enabled()
 
     def before_backward(self, fsdp: Any) -> None:
-        """Note that it has come."""
+        """Record that the backward has begun."""
         self.waits = False
 
 
