@@ -47,18 +47,6 @@ FULL_ON_GPUS = FULL | {
 _here = threading.local()  # a mode is a thread's own
 
 
-def autocast_dtype(kind: str) -> torch.dtype | None:
-    """Return what products are computed in on devices of a kind, None for as they come.
-
-    By the innermost `Autocast` of this thread, or by torch.autocast. For operations
-    that are written by hand (`torch.autograd.Function`), whose inside no table sees.
-    """
-    modes = getattr(_here, "modes", ())
-    if modes:
-        return modes[-1].dtype if modes[-1].enabled else None
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-
-
 class Autocast(TorchFunctionMode):
     """A block in which operations compute in the types of the table.
 

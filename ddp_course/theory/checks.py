@@ -24,15 +24,6 @@ def check_choice(name: str, value: object, known: Collection[object]) -> None:
         raise ValueError(f"{name} is {value!r}; it can be {told}")
 
 
-def check_root(root: int, world_size: int) -> None:
-    """Raise ValueError unless `root` is one of the ranks 0 to world_size - 1."""
-    if not isinstance(root, Integral) or not 0 <= root < world_size:
-        raise ValueError(
-            f"root is {root!r}; with world_size {world_size} it can be an integer from "
-            f"0 to {world_size - 1}"
-        )
-
-
 def check_not_negative(name: str, value: float) -> None:
     """Raise ValueError unless `value` is a finite number of 0 or more."""
     if not isinstance(value, Real) or not 0 <= value < math.inf:

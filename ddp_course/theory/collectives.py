@@ -24,7 +24,6 @@ from fractions import Fraction
 from ddp_course.launch import Link, Links
 from ddp_course.theory.checks import (
     check_choice,
-    check_root,
     log2_up,
     power_below,
 )
@@ -64,16 +63,14 @@ class Algorithm:
         about: what it does, its time, its source.
         messages: of n, how many stand one after the other.
         nbytes: of n, likewise, in multiples of S.
-        sent: of n and r, how many S rank r sends; r is counted from the root, if there
-            is one. None where that depends on the size of its pieces.
-        root: whether there is a root.
+        sent: of n and r, how many S rank r sends; a root is rank 0. None where that
+            depends on the size of its pieces.
     """
 
     about: str
     messages: Callable[[int], int]
     nbytes: Callable[[int], Fraction | int]
     sent: Callable[[int, int], Fraction | int] | None
-    root: bool = False
 
     def __call__(self, world_size: int, nbytes: float) -> Cost:
         """Return what it costs for a tensor of `nbytes`."""
@@ -89,7 +86,6 @@ class Algorithm:
             lambda n: self.messages(n) + other.messages(n),
             lambda n: self.nbytes(n) + other.nbytes(n),
             lambda n, r: self.sent(n, r) + other.sent(n, r),
-            self.root or other.root,
         )
 
 
@@ -139,27 +135,27 @@ def _halved(n: int, r: int) -> Fraction | int:
 
 broadcast_naive = Algorithm(
     "The root sends S to one rank after the other: (n-1)(alpha + S beta).",
-    *(_but_one, _but_one, _but_one, True),
+    *(_but_one, _but_one, _but_one),
 )
 broadcast_tree = Algorithm(
     "Whoever has S passes it on, in a binomial tree: ceil(log2 n)(alpha + S beta).",
-    *(log2_up, log2_up, _to_children, True),
+    *(log2_up, log2_up, _to_children),
 )
 scatter = Algorithm(
     "The root sends another S/n to each, in turn: (n-1) alpha + (n-1)/n S beta.",
-    *(_but_one, _part, lambda n, r: Fraction(_but_one(n, r), n), True),
+    *(_but_one, _part, lambda n, r: Fraction(_but_one(n, r), n)),
 )
 gather = Algorithm(
     "Each sends its S/n to the root, where they arrive in turn: as `scatter`.",
-    *(_but_one, _part, lambda n, r: Fraction(_others(n, r), n), True),
+    *(_but_one, _part, lambda n, r: Fraction(_others(n, r), n)),
 )
 reduce_naive = Algorithm(
     "Each sends S to the root, which adds: (n-1)(alpha + S beta).",
-    *(_but_one, _but_one, _others, True),
+    *(_but_one, _but_one, _others),
 )
 reduce_tree = Algorithm(
     "`broadcast_tree` backwards: pairs add, then pairs of pairs, to the root.",
-    *(log2_up, log2_up, _others, True),
+    *(log2_up, log2_up, _others),
 )
 all_gather = Algorithm(
     "A ring: n-1 steps of S/n, in which each rank passes on what it received last:"
@@ -207,26 +203,20 @@ ALGORITHMS = {
 }
 
 
-def bytes_sent(algorithm: str, world_size: int, root: int = 0) -> list[Fraction]:
+def bytes_sent(algorithm: str, world_size: int) -> list[Fraction]:
     """Return, for every rank in rank order, the bytes it sends, in multiples of S.
 
     A byte meter on every rank must show these numbers (for sizes that the algorithm can
     divide into equal parts). `algorithm` is a name in ALGORITHMS; if it has a root,
-    `root` says which rank that is. Raises ValueError for another name, for a root
-    outside 0 to world_size - 1, and for a root where there is none. All that an
-    all-reduce sends, added over the ranks, is 2(n-1) S, whichever the algorithm: each
-    of the n-1 other tensors is sent once to be added, and the result n-1 times to be
-    kept (nccl-tests, PERFORMANCE.md). Chapters 02 and 03.
+    that is rank 0. Raises ValueError for another name. All that an all-reduce sends,
+    added over the ranks, is 2(n-1) S, whichever the algorithm: each of the n-1 other
+    tensors is sent once to be added, and the result n-1 times to be kept (nccl-tests,
+    PERFORMANCE.md). Chapters 02 and 03.
     """
-    check_root(root, world_size)
     known = {name: row for name, row in ALGORITHMS.items() if row.sent is not None}
     check_choice("algorithm", algorithm, known)
-    if root and not known[algorithm].root:
-        raise ValueError(f"root is {root}, but {algorithm} has no root: leave it 0")
     sent = known[algorithm].sent
-    return [
-        Fraction(sent(world_size, (r - root) % world_size)) for r in range(world_size)
-    ]
+    return [Fraction(sent(world_size, rank)) for rank in range(world_size)]
 
 
 # ---- two levels ----------------------------------------------------------------------
@@ -333,33 +323,23 @@ def least_bytes(collective: str, world_size: int, nbytes: float) -> float:
     return factor.numerator * nbytes / factor.denominator if world_size > 1 else 0
 
 
-def crossover(
-    world_size: int,
-    alpha: float,
-    beta: float,
-    other: Callable[[int, float], Cost] = all_reduce_double_tree,
-) -> float:
-    """Return the size in bytes from which on the ring is not slower than `other`.
+def crossover(world_size: int, alpha: float, beta: float) -> float:
+    """Return the size in bytes from which on the ring is not slower than a double tree.
 
-    `other` is an all-reduce of the table, `alpha` is in s, `beta` in s per byte. Every
-    closed form there is m alpha + b S beta. The ring has m = 2(n-1) messages, as many
-    as any, and b = 2(n-1)/n, as few as possible; equate the two times:
+    `alpha` is in s, `beta` in s per byte. Every closed form of the table is
+    m alpha + b S beta. The ring has m = 2(n-1) messages, as many as any, and
+    b = 2(n-1)/n, as few as possible; equate the two times:
 
         m_ring alpha + b_ring S beta = m alpha + b S beta
         S = (m_ring - m) / (b - b_ring) x alpha / beta
 
-    - naive: m = 2(n-1), so S = 0: the ring is never slower.
-    - tree, with L = ceil(log2 n): m = 2L and b = 2L, so that
-      S = (n-1-L) / (L - (n-1)/n) x alpha/beta.
-    - double tree: m = 2L and b = 2, so that S = n (n-1-L) x alpha/beta.
-    - halving-doubling, n = 2^k > 2: the same b, but fewer m: S = infinity.
-
-    Source: derived as above. Chapter 03.
+    The double tree, with L = ceil(log2 n), has m = 2L and b = 2, so that
+    S = n (n-1-L) x alpha/beta. Source: derived as above. Chapter 03.
     """
     one = Fraction(1)  # S = 1 turns a cost's bytes into its b
-    ring, rival = all_reduce_ring(world_size, one), other(world_size, one)
-    later = (ring.messages - rival.messages) * alpha
-    sooner = (rival.nbytes - ring.nbytes) * beta  # per byte of S
+    ring, tree = (f(world_size, one) for f in (all_reduce_ring, all_reduce_double_tree))
+    later = (ring.messages - tree.messages) * alpha
+    sooner = (tree.nbytes - ring.nbytes) * beta  # per byte of S
     if later <= 0:
         return 0.0
     return float(later / sooner) if sooner > 0 else math.inf
