@@ -369,23 +369,7 @@ def _whole(most: int, least: int = 1) -> Callable[[str], int]:
     return read
 
 
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return value
-
-
-def _number(each: Field) -> Callable[[str], float]:
-    """Return how a field's number is read: within its limits."""
-    limits = each.metadata["limits"]
-    if each.type.startswith("int"):
-        most = 64 if each.name in (*spec.AXES, "shard") else 10**9
-        return _whole(2**31 if each.name == "seed" else most, limits["least"])
-
+def _real(**limits: float) -> Callable[[str], float]:
     def read(text: str) -> float:
         try:
             value = float(text)
@@ -398,6 +382,18 @@ def _number(each: Field) -> Callable[[str], float]:
         return value
 
     return read
+
+
+_positive = _real(above=0)
+
+
+def _number(each: Field) -> Callable[[str], float]:
+    """Return how a field's number is read: within its limits."""
+    limits = each.metadata["limits"]
+    if each.type.startswith("int"):
+        most = 64 if each.name in (*spec.AXES, "shard") else 10**9
+        return _whole(2**31 if each.name == "seed" else most, limits["least"])
+    return _real(**limits)
 
 
 def _gone(option: str) -> Callable[[str], str]:
