@@ -57,9 +57,7 @@ NOT_YET |= {
     "chapters/ch14_fewer_bytes",
     "chapters/ch15_communication_order",
     "communication_order",
-    "compression",
     "context_parallel",
-    "local_sgd",
     "tensor_parallel",
 }
 

@@ -1,17 +1,20 @@
-"""Floor 1: gradients that travel in fewer bytes. Read the modules in this order:
+"""Floor 1: send gradients in fewer bytes.
+
+Read the modules in this order:
 
     naive       16 bits, and low rank, for one tensor in a few lines each
-    exchange    what a compressor needs from the other ranks
-    hook        the base of all compressors: a state with `mean`; and one hook for them
-    feedback    keep what was left out, and add it to the next gradient
+    exchange    the collectives that a compressor needs
+    feedback    error feedback: add what was left out to the next gradient
+    hook        `Compressor`, the base class, and the hook that calls it
     sixteen     16 bits a number, which an all-reduce can add
     blocks      8 bits a number and a scale for each block: reduced and gathered
     sign        one bit a number
     sparse      the largest numbers, or random ones
     powersgd    matrices of low rank: an all-reduce can add their factors
-    course_exchange  the same collectives, metered, and beside backward
-    play        one process plays all ranks
-    named       each compressor by a word
+    course_exchange
+                this course's metered collectives, beside backward
+    play        run the compressors of all ranks in one process
+    named       compressors by name, such as "topk:0.01"
 
     ddp.register_comm_hook(TopK(0.01), compress)
 

@@ -1,8 +1,8 @@
-"""The exchange of real trainings: the course's collectives, beside backward.
+"""`CourseExchange`: the course's collectives, which run beside backward.
 
-Byte meters and slow links see the course's collectives only. They run in a thread of
-the process group, so that backward goes on while a bucket is compressed and sent.
-Chapter 14.
+Only the course's collectives are counted by byte meters and delayed by slow links. They
+run in a thread of the process group, so that backward goes on while a bucket is
+compressed and sent. Chapter 14.
 """
 
 from collections.abc import Callable
@@ -22,10 +22,10 @@ from ddp_course.compression.exchange import Exchange
 
 
 class CourseExchange(Exchange):
-    """Calls the course's collectives, in the thread of the process group.
+    """An `Exchange` by the course's collectives, in the thread of the process group.
 
     Args:
-        group: the ranks; None are all.
+        group: the ranks; None means all.
         all_reduce: `ring_all_reduce`, `dist.all_reduce` or another of that form.
     """
 
@@ -37,7 +37,7 @@ class CourseExchange(Exchange):
         super().__init__(group)
         self.all_reduce = all_reduce
 
-    def meanwhile(self, job: Callable[[], Tensor]) -> torch.futures.Future[Tensor]:
+    def run_async(self, job: Callable[[], Tensor]) -> torch.futures.Future[Tensor]:
         """Run `job` while backward goes on; return a future of its result.
 
         The group's thread runs jobs in the same order on all ranks. PyTorch's
@@ -57,7 +57,7 @@ class CourseExchange(Exchange):
         return future
 
     def add_up(self, tensor: Tensor) -> None:
-        """Replace `tensor` by the sum over all ranks, in place."""
+        """Sum `tensor` over all ranks, in place."""
         self.all_reduce(tensor, group=self.group)
 
     def gather(self, tensor: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""What a compressor needs from the other ranks: a sum, an all-gather, an all-to-all.
+"""The collectives that a compressor needs: a sum, an all-gather, an all-to-all.
 
 `Exchange` calls torch.distributed and waits for the result. `CourseExchange` runs the
-course's own collectives beside backward, and `play` lets one process play all ranks.
+course's own collectives beside backward, and `play` runs all ranks in one process.
 Chapter 14.
 """
 
@@ -23,14 +23,14 @@ class Exchange:
         """The number of ranks."""
         return dist.get_world_size(self.group)
 
-    def meanwhile(self, job: Callable[[], Tensor]) -> torch.futures.Future[Tensor]:
+    def run_async(self, job: Callable[[], Tensor]) -> torch.futures.Future[Tensor]:
         """Run `job`, which calls collectives; return a future of its result."""
         future = torch.futures.Future()
         future.set_result(job())
         return future
 
     def add_up(self, tensor: Tensor) -> None:
-        """Replace `tensor` by the sum over all ranks, in place."""
+        """Sum `tensor` over all ranks, in place."""
         dist.all_reduce(tensor, group=self.group)
 
     def gather(self, tensor: Tensor) -> Tensor:

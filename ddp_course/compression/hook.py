@@ -1,4 +1,4 @@
-"""A compressor: a state that has `mean`; and the one hook for all compressors.
+"""`Compressor`, the base class of compressors, and the DDP hook that calls it.
 
 Chapter 14.
 """
@@ -15,15 +15,15 @@ from ddp_course.compression.feedback import ErrorFeedback
 
 
 class Compressor:
-    """Averages buckets over all ranks, in fewer bytes.
+    """A compressor: averages buckets over all ranks, in fewer bytes.
 
     Args:
-        feedback: keep what is left out, and add it to the next gradient.
-        exchange: the collectives, and their group; None: torch.distributed's, among all
-            ranks. A `CourseExchange` sends while backward goes on, and is metered.
+        feedback: store the errors, and add them to the next gradients.
+        exchange: the collectives and their group; None means torch.distributed's, among
+            all ranks. A `CourseExchange` is metered, and sends while backward goes on.
 
-    Every rank makes its own, with the same arguments. With feedback it keeps as much
-    memory as the gradients, and belongs to one model.
+    Every rank constructs its own, with the same arguments. With feedback it belongs to
+    one model, and stores as many bytes as the gradients have.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Compressor:
         self.members: dict[int, list[int]] = {}  # bucket -> ids of its parameters
 
     def forget_if_rebuilt(self, bucket: dist.GradBucket) -> None:
-        """Forget a bucket's memory if the bucket has other gradients than before.
+        """Drop a bucket's memory if the bucket has other gradients than before.
 
         After its first step PyTorch's DDP rebuilds its buckets, in the order in which
         gradients became ready.
@@ -45,10 +45,10 @@ class Compressor:
             self.forget(bucket.index())
 
     def forget_if_infinite(self, index: int, mean: Tensor) -> None:
-        """Forget a bucket's memory if its mean has an inf or a nan.
+        """Drop a bucket's memory if its mean has an inf or a nan.
 
-        A loss scaler skips such a step. All ranks have the same mean, so all forget;
-        otherwise the inf would stay in the memory, and in every later mean.
+        A loss scaler skips such a step. Otherwise the inf would stay in the memory, and
+        in every later mean. All ranks have the same mean, so all drop theirs.
         """
         if self.remembers(index) and not mean.isfinite().all():
             self.forget(index)
@@ -58,23 +58,23 @@ class Compressor:
         return index in self.feedback.memory
 
     def forget(self, index: int) -> None:
-        """Begin anew with this bucket."""
+        """Drop the memory of this bucket."""
         self.feedback.memory.pop(index, None)
 
     def mean(self, bucket: Any) -> Tensor:
-        """Return (nearly) the mean over the ranks of `bucket.buffer()`, [numel].
+        """Return approximately the mean over the ranks of `bucket.buffer()`, [numel].
 
-        Called by all ranks, for the same buckets in the same order; on all of them the
-        result has the same bits.
+        All ranks call it, for the same buckets in the same order; the result has the
+        same bits on all of them.
         """
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank must have to go on: its errors, by bucket."""
+        """Return this rank's state: its errors, by bucket."""
         return {"errors": {i: e.clone() for i, e in self.feedback.memory.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` gave on this rank."""
+        """Load a `state_dict` of this rank."""
         self.feedback.memory = {i: e.clone() for i, e in state["errors"].items()}
 
 
@@ -94,34 +94,33 @@ def compress(
         return mean
 
     state.forget_if_rebuilt(bucket)
-    return state.exchange.meanwhile(average)
+    return state.exchange.run_async(average)
 
 
 class Gathered(Compressor):
-    """Sends what no all-reduce can add: every rank gets all, and takes the mean itself.
+    """A compressor to bytes that no all-reduce can add: ranks gather and average them.
 
-    A subclass says how numbers become bytes and bytes numbers. A rank sends its bytes
-    N - 1 times (around a ring), so this pays while they are less than 2 / N of the
-    gradient's.
+    A subclass defines `encode` and `decode`. A rank sends its bytes N - 1 times (around
+    a ring), so this saves bytes only if they are fewer than 2 / N of the gradient's.
     """
 
     def encode(self, v: Tensor, index: int) -> Tensor:
-        """Return numbers [numel] as bytes, uint8; all ranks make as many."""
+        """Return numbers [numel] as bytes, uint8, the same number on all ranks."""
         raise NotImplementedError
 
-    def decode(self, sent: Tensor, like: Tensor) -> Tensor:
-        """Return what those bytes stand for, in the shape and type of `like`."""
+    def decode(self, data: Tensor, like: Tensor) -> Tensor:
+        """Return the numbers of these bytes, in the shape and type of `like`."""
         raise NotImplementedError
 
     def mean(self, bucket: Any) -> Tensor:
-        """Encode, gather, decode all in the order of the ranks, and take the mean."""
+        """Encode, gather, decode in the order of the ranks, and average."""
         index = bucket.index()
         v = self.feedback.add(index, bucket.buffer())
-        sent = self.encode(v, index)
+        own = self.encode(v, index)
         total = torch.zeros_like(v)
-        self.feedback.keep(index, v, self.decode(sent, v))
-        for everyones in self.exchange.gather(sent):
-            total += self.decode(everyones, v)
+        self.feedback.keep(index, v, self.decode(own, v))
+        for data in self.exchange.gather(own):
+            total += self.decode(data, v)
         return total / self.exchange.size
 
 

@@ -1,7 +1,7 @@
-"""The two ideas of this room, each in a few lines, for one tensor of every rank.
+"""Two compressors in a few lines each, for one tensor on every rank.
 
-Nothing is remembered from step to step but PowerSGD's Q: error feedback is an idea of
-its own (`feedback`). Chapter 14.
+They store nothing from step to step, except PowerSGD's Q; `feedback` adds error
+feedback. Chapter 14.
 """
 
 import torch
@@ -17,12 +17,13 @@ def mean_in_16_bits(gradient: Tensor) -> Tensor:
 
 
 def mean_in_low_rank(matrix: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean over the ranks of a matrix (n, m), nearly; and the next Q.
+    """Return approximately the mean over the ranks of a matrix (n, m), and the next Q.
 
-    Two thin matrices travel: P (n, r) and Q (m, r). Begin with any Q that is the same
-    on all ranks, and pass on the returned one: it knows the directions of this step.
+    The ranks send two thin matrices: P (n, r) and Q (m, r). Begin with any Q that is
+    the same on all ranks, and pass the returned Q, which approximates the matrix's main
+    directions, to the next call.
     """
-    p = matrix @ q  # linear in the matrix: the sum of the products is right
+    p = matrix @ q  # linear in the matrix, so the products can be summed
     dist.all_reduce(p)
     p = torch.linalg.qr(p).Q  # orthonormal columns, equal on all ranks
     q = matrix.T @ p

@@ -1,4 +1,4 @@
-"""Compressors by name, as `ddp-course train --compress topk:0.01` says them."""
+"""Compressors by name, as in `ddp-course train --compress topk:0.01`. Chapter 14."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ddp_course.compression.sixteen import SixteenBits
 from ddp_course.compression.sparse import RandomK, TopK
 from ddp_course.spec import compression
 
-# For each name of `spec.COMPRESSORS` what makes it from an exchange, and an amount.
+# name in `spec.COMPRESSORS` -> function of an exchange, and an amount if it needs one
 CLASSES: MappingProxyType[str, Callable[..., Compressor]] = MappingProxyType(
     {
         "fp16": lambda exchange: SixteenBits(torch.float16, exchange),
@@ -34,8 +34,8 @@ CLASSES: MappingProxyType[str, Callable[..., Compressor]] = MappingProxyType(
 def compressor(words: str, exchange: Exchange | None = None) -> Compressor:
     """Return a new compressor for `words` such as "int8", "topk:0.01", "powersgd:4".
 
-    `exchange` defaults to a `CourseExchange` of all ranks. Raises ValueError, which
-    says what is allowed. Nothing is sent.
+    `exchange` defaults to a `CourseExchange` of all ranks. Sends nothing. Raises
+    ValueError, with the allowed names, for any other text.
     """
     name, amount = compression(words)
     exchange = CourseExchange() if exchange is None else exchange

@@ -1,8 +1,8 @@
-"""One process plays all ranks: N compressors run in N threads.
+"""Run the compressors of N ranks in one process, in N threads.
 
 A collective is a list and a barrier. The results have the same bits as those of N ranks
-whose all-reduce adds in the order of the ranks (as `naive.through_rank_0` does; with
-two ranks every all-reduce does). So loss curves need no launch. Chapter 14.
+with an all-reduce that adds in the order of the ranks (as `naive.through_rank_0` does,
+and every all-reduce of two ranks). So loss curves need no launch. Chapter 14.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ from ddp_course.compression.exchange import Exchange
 from ddp_course.mechanisms.comm_hook import GradBucket
 
 
-class PlayedExchange(Exchange):
-    """The collectives among threads of one process; `table` has a place per rank."""
+class ThreadExchange(Exchange):
+    """The collectives among threads of one process; `table` has one entry per rank."""
 
     size = 0
 
@@ -27,7 +27,7 @@ class PlayedExchange(Exchange):
         self.size = len(table)
 
     def _all(self, tensor: Tensor) -> list[Tensor]:
-        """Show a tensor; return the tensors of all ranks."""
+        """Write this rank's tensor to the table; return the tensors of all ranks."""
         self.table[self.rank] = tensor.clone()
         self.barrier.wait()
         rows = list(self.table)
@@ -35,7 +35,7 @@ class PlayedExchange(Exchange):
         return rows
 
     def add_up(self, tensor: Tensor) -> None:
-        """Replace `tensor` by the sum over all ranks, added in their order."""
+        """Sum `tensor` over all ranks, in their order, in place."""
         first, *others = self._all(tensor)
         tensor.copy_(first)
         for other in others:
@@ -46,16 +46,16 @@ class PlayedExchange(Exchange):
         return torch.stack(self._all(tensor))
 
     def swap(self, rows: Tensor) -> Tensor:
-        """Return every rank's row for this one."""
-        return torch.stack([theirs[self.rank] for theirs in self._all(rows)])
+        """Return every rank's row for this rank."""
+        return torch.stack([other[self.rank] for other in self._all(rows)])
 
 
 def play(
     compressors: Sequence[Any], gradients: Sequence[Sequence[Tensor]], index: int = 0
 ) -> list[list[Tensor]]:
-    """Play all ranks in this process: return the mean gradients of each rank.
+    """Run the compressors of all ranks; return the mean gradients of each rank.
 
-    `gradients[r]` are those of rank r, all in bucket `index`; they stay unchanged.
+    `gradients[r]` are those of rank r, all in bucket `index`; they are not changed.
     `compressors[r]` belongs to rank r, and keeps its memory for the next call.
     """
     table, barrier = [None] * len(compressors), Barrier(len(compressors))
@@ -65,7 +65,7 @@ def play(
         flat = torch.cat([gradient.reshape(-1) for gradient in own])
         parts = flat.split([gradient.numel() for gradient in own])
         views = [p.view(g.shape) for p, g in zip(parts, own, strict=True)]
-        compressors[r].exchange = PlayedExchange(r, table, barrier)
+        compressors[r].exchange = ThreadExchange(r, table, barrier)
         try:
             bucket = GradBucket(index, flat, own, views, last=True)
             mean = compressors[r].mean(bucket)

@@ -1,15 +1,15 @@
 """PowerSGD: a matrix of gradients as the product of two thin ones, P [n, r] Q [m, r]^T.
 
-One step of subspace iteration in every training step, from where the last one ended:
+Every training step runs one step of subspace iteration, beginning with the last Q:
 
     P = mean over ranks of M Q        an all-reduce of n r numbers
-    P = orthonormal columns of P      on all ranks alike, since all have the same P
+    P = orthonormal columns of P      equal on all ranks, since all have the same P
     Q = mean over ranks of M^T P      an all-reduce of m r numbers
-    M is taken to be P Q^T            the same on all ranks
+    M is approximated by P Q^T        equal on all ranks
 
-Both products are linear in M, so the mean of the products is the product of the mean:
-that is why an all-reduce can add them. Vogels et al. 2019, arXiv:1905.13727; in
-PyTorch, ddp_comm_hooks/powerSGD_hook.py. Chapter 14.
+Both products are linear in M, so the mean of the products is the product with the mean
+of M, and an all-reduce can add them. Vogels et al. 2019, arXiv:1905.13727; in PyTorch,
+ddp_comm_hooks/powerSGD_hook.py. Chapter 14.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from torch import Tensor
 from ddp_course.compression.exchange import Exchange
 from ddp_course.compression.hook import Compressor
 
-WORTH = 2  # a matrix travels in factors only if that makes it so many times smaller
+WORTH = 2  # send factors only if they are at least this many times smaller
 
 
 class PowerSGD(Compressor):
-    """Sends matrices as factors of `rank` columns, and vectors as they are.
+    """A compressor that sends matrices as factors of `rank` columns, vectors unchanged.
 
     Args:
-        rank: of the approximation, 1 or more.
-        start: so many steps are averaged as they are, before it begins.
-        seed: of the first Q; the same on all ranks.
+        rank: rank of the approximation, 1 or more.
+        start: number of first steps that are averaged without compression.
+        seed: seed of the first Q; the same on all ranks.
 
-    It keeps Q from step to step, and the errors, which it cannot do without.
+    It stores Q and the errors from step to step; it needs error feedback to converge.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class PowerSGD(Compressor):
                 )
         self.rank, self.start, self.step = rank, start, 0
         self.generator = torch.Generator().manual_seed(seed)
-        self.qs: dict[int, list[Tensor]] = {}  # for each bucket
+        self.qs: dict[int, list[Tensor]] = {}  # bucket -> its Q matrices
 
     def mean(self, bucket: Any) -> Tensor:
-        """Average matrices by their factors, the rest as it is."""
+        """Average matrices by their factors, and all other gradients unchanged."""
         index, whole = bucket.index(), self.step < self.start
         self.step += bucket.is_last()
         if whole:
@@ -65,7 +65,7 @@ class PowerSGD(Compressor):
             return flat.div_(self.exchange.size)
         v = self.feedback.add(index, bucket.buffer())
         bucket.buffer().copy_(v)
-        stacks, rest = self.sorted_out(bucket.gradients())
+        stacks, rest = self.split_gradients(bucket.gradients())
         matrices = [torch.stack([m.flatten(1) for m in stack]) for stack in stacks]
         if index not in self.qs:
             self.qs[index] = [self.random_q(m) for m in matrices]
@@ -88,14 +88,14 @@ class PowerSGD(Compressor):
         self.feedback.keep(index, v, bucket.buffer())
         return bucket.buffer()
 
-    def sorted_out(
+    def split_gradients(
         self, gradients: list[Tensor]
     ) -> tuple[list[list[Tensor]], list[Tensor]]:
-        """Return the gradients that are worth it, stacked by shape, and the others."""
+        """Return the gradients worth compressing, grouped by shape, and the others."""
         stacks: dict[torch.Size, list[Tensor]] = {}
         rest = []
         for gradient in gradients:
-            n = prod(gradient.shape[:1])  # 1, if it is one number
+            n = prod(gradient.shape[:1])  # 1 for a scalar
             m = gradient.numel() // n
             if factors(n, m, self.rank) * WORTH < n * m:
                 stacks.setdefault(gradient.shape, []).append(gradient)
@@ -104,7 +104,7 @@ class PowerSGD(Compressor):
         return list(stacks.values()), rest
 
     def random_q(self, matrices: Tensor) -> Tensor:
-        """Return the first Q of each of them: random directions."""
+        """Return the first Q of each matrix: random directions."""
         many, n, m = matrices.shape
         shape = (many, m, min(n, m, self.rank))
         drawn = torch.randn(shape, generator=self.generator, dtype=matrices.dtype)
@@ -115,7 +115,7 @@ class PowerSGD(Compressor):
         return index in self.qs
 
     def forget(self, index: int) -> None:
-        """Begin anew with this bucket: drop its errors and its Q."""
+        """Drop the errors and the Q of this bucket."""
         super().forget(index)
         self.qs.pop(index, None)
 
@@ -129,13 +129,13 @@ class PowerSGD(Compressor):
                 tensor.copy_(part.view(tensor.shape))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the errors, Q and how far it is."""
+        """Return the errors, Q, the step and the state of the random generator."""
         qs = {i: [q.clone() for q in some] for i, some in self.qs.items()}
         more = {"qs": qs, "step": self.step, "generator": self.generator.get_state()}
         return super().state_dict() | more
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Load a `state_dict` of this rank."""
         super().load_state_dict(state)
         self.qs = {i: [q.clone() for q in some] for i, some in state["qs"].items()}
         self.step = state["step"]
@@ -143,20 +143,20 @@ class PowerSGD(Compressor):
 
 
 def factors(n: int, m: int, rank: int) -> int:
-    """Return how many numbers the factors of an n x m matrix have."""
+    """Return the number of elements of the factors of an n x m matrix."""
     return (n + m) * min(n, m, rank)
 
 
 def product(matrices: Tensor, thin: Tensor) -> Tensor:
-    """Return matrices @ thin; the other way round BLAS takes a third of the time."""
+    """Return matrices @ thin, transposed, as BLAS then takes a third of the time."""
     return (thin.mT @ matrices.mT).mT
 
 
 def orthonormal(matrices: Tensor) -> Tensor:
-    """Make each matrix' columns, [..., n, r], orthonormal, in place: Q of Q R.
+    """Replace each matrix, [..., n, r], with orthonormal columns, in place: Q of Q R.
 
-    They span what they have spanned. Of zeros it makes columns, too: a matrix that is
-    zero in one step can be sent in the next.
+    The columns span the same space as before. Columns of zeros become orthonormal, too, so a
+    matrix that is zero in one step can be sent in the next.
     """
-    least = torch.promote_types(matrices.dtype, torch.float32)  # not of 16 bits
+    least = torch.promote_types(matrices.dtype, torch.float32)  # QR needs 32 bits
     return matrices.copy_(torch.linalg.qr(matrices.to(least)).Q)

@@ -1,8 +1,8 @@
 """One bit a number: its sign.
 
-All numbers of a bucket become plus or minus the mean of their sizes, which is far from
-each of them: without error feedback most of a gradient is lost. Seide et al. 2014;
-Bernstein et al. 2018, arXiv:1802.04434. Chapter 14.
+All numbers of a bucket become plus or minus the mean of their absolute values. That is
+far from most of the numbers: without error feedback most of a gradient is lost. Seide
+et al. 2014; Bernstein et al. 2018, arXiv:1802.04434. Chapter 14.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ BITS = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8)
 
 
 class Sign(Gathered):
-    """Sends one bit for each number, eight to a byte, and one float32 for them all."""
+    """A compressor to one bit for each number, and one float32 for all of them."""
 
     def __init__(self, feedback: bool = True, exchange: Exchange | None = None) -> None:
         super().__init__(feedback, exchange)
 
     def encode(self, v: Tensor, index: int) -> Tensor:
-        """Return the bits, and the scale."""
+        """Return the bits, eight to a byte, and the scale."""
         size = v.abs().mean(dtype=torch.float32).view(1)
         positive = pad((v >= 0).to(torch.uint8), (0, -v.numel() % 8))
         return as_bytes(pack(positive), size)
 
-    def decode(self, sent: Tensor, like: Tensor) -> Tensor:
-        """Return plus or minus the scale."""
-        size = sent[-4:].clone().view(torch.float32)
-        values = unpack(sent[:-4], torch.cat([-size, size]))
+    def decode(self, data: Tensor, like: Tensor) -> Tensor:
+        """Return plus or minus the scale for each bit."""
+        size = data[-4:].clone().view(torch.float32)
+        values = unpack(data[:-4], torch.cat([-size, size]))
         return values[: like.numel()].to(like.dtype)
 
 
@@ -45,4 +45,4 @@ def unpack(packed: Tensor, values: Tensor) -> Tensor:
     """Return n bytes as 8 n numbers: `values[0]` for a zero, `values[1]` for a one."""
     every = torch.arange(256, dtype=torch.uint8, device=packed.device)
     bits = (every[:, None] & BITS.to(packed.device)).ne(0).int()  # [256, 8]
-    return values[bits][packed.int()].view(-1)  # eight at once: a row for each byte
+    return values[bits][packed.int()].view(-1)  # one look-up yields eight numbers

@@ -12,7 +12,7 @@ from ddp_course.compression.hook import Compressor
 
 
 class SixteenBits(Compressor):
-    """Sends float16 or bfloat16, and lets the collective add in that type, too.
+    """A compressor to float16 or bfloat16; the collective adds in that type, too.
 
     Each number is divided by N before it is sent, so that the sum does not overflow;
     from 65,520 on a float16 is infinite. PyTorch: `fp16_compress_hook`.

@@ -1,9 +1,10 @@
-"""A few of the numbers, and which they are; the rest counts as zero.
+"""Send only selected values, with their indices; the others count as zero.
 
-Top-k takes the largest: other ones on every rank, so that indices must travel, too, and
-no all-reduce can add. Random-k takes the same random ones on all ranks: no index is
-sent, and an all-reduce adds, but they are seldom the ones that count. Stich et al.
-2018, arXiv:1809.07599; Lin et al. 2017, arXiv:1712.01887. Chapter 14.
+Top-k selects the largest values. They differ on every rank, so the indices must be
+sent, too, and no all-reduce can add. Random-k selects the same random values on all
+ranks: no index is sent, and an all-reduce adds, but the selected values are seldom the
+important ones. Stich et al. 2018, arXiv:1809.07599; Lin et al. 2017, arXiv:1712.01887.
+Chapter 14.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from ddp_course.compression.exchange import Exchange
 from ddp_course.compression.hook import Compressor, Gathered, as_bytes
 
 
-def how_many(density: float, numel: int) -> int:
-    """Return k: that part of `numel`, rounded, and one at least."""
+def count_selected(density: float, numel: int) -> int:
+    """Return k: density * numel, rounded, and at least 1."""
     return max(1, round(density * numel))
 
 
 def check_density(density: float) -> float:
-    """Return `density`, or raise ValueError."""
+    """Return `density`; raise ValueError if it is not above 0 and at most 1."""
     if isinstance(density, bool) or not isinstance(density, (int, float)):
         raise ValueError(f"density is {density!r}; it must be a number")
     if not 0 < density <= 1:
@@ -32,9 +33,9 @@ def check_density(density: float) -> float:
 
 
 class TopK(Gathered):
-    """Sends the k largest numbers of a bucket, and their indices: 8 bytes for each.
+    """A compressor to the k largest values of a bucket and their indices: 8 bytes each.
 
-    `density` is k / numel. PyTorch has none.
+    `density` is k / numel. PyTorch has no such hook.
     """
 
     def __init__(
@@ -45,24 +46,24 @@ class TopK(Gathered):
 
     def encode(self, v: Tensor, index: int) -> Tensor:
         """Return the indices (int32), then the values."""
-        k = how_many(self.density, v.numel())
-        where = v.abs().topk(k, sorted=False).indices
-        return as_bytes(where.to(torch.int32), v[where])
+        k = count_selected(self.density, v.numel())
+        indices = v.abs().topk(k, sorted=False).indices
+        return as_bytes(indices.to(torch.int32), v[indices])
 
-    def decode(self, sent: Tensor, like: Tensor) -> Tensor:
-        """Return those numbers at their places, and zeros."""
-        k = how_many(self.density, like.numel())
-        where = sent[: 4 * k].clone().view(torch.int32).long()
-        values = sent[4 * k :].clone().view(like.dtype)
-        return torch.zeros_like(like).index_copy_(0, where, values)
+    def decode(self, data: Tensor, like: Tensor) -> Tensor:
+        """Return zeros, with the values at their indices."""
+        k = count_selected(self.density, like.numel())
+        indices = data[: 4 * k].clone().view(torch.int32).long()
+        values = data[4 * k :].clone().view(like.dtype)
+        return torch.zeros_like(like).index_copy_(0, indices, values)
 
 
 class RandomK(Compressor):
-    """Sends k random numbers of a bucket, other ones in every step: 4 bytes for each.
+    """A compressor to k random values, new ones in every step; 4 bytes each.
 
-    With feedback they are sent as they are. Without it they are multiplied by
-    numel / k: then their expected value is the gradient's (it is unbiased), and their
-    variance so much larger. All ranks have the same `seed`.
+    With feedback they are sent unchanged. Without it they are multiplied by numel / k:
+    then their expected value is the gradient (they are unbiased), and their variance is
+    larger. All ranks must have the same `seed`.
     """
 
     def __init__(
@@ -77,22 +78,22 @@ class RandomK(Compressor):
         self.generator = torch.Generator().manual_seed(seed)
 
     def mean(self, bucket: Any) -> Tensor:
-        """Draw, take, add up."""
+        """Draw indices, select their values, and add the values up."""
         v = self.feedback.add(bucket.index(), bucket.buffer())
-        k = how_many(self.density, v.numel())
-        where = torch.randperm(v.numel(), generator=self.generator)[:k].to(v.device)
-        chosen = v[where]
-        sent = torch.zeros_like(v).index_copy_(0, where, chosen)
-        self.feedback.keep(bucket.index(), v, sent)
-        self.exchange.add_up(chosen)
+        k = count_selected(self.density, v.numel())
+        indices = torch.randperm(v.numel(), generator=self.generator)[:k].to(v.device)
+        values = v[indices]
+        result = torch.zeros_like(v).index_copy_(0, indices, values)
+        self.feedback.keep(bucket.index(), v, result)
+        self.exchange.add_up(values)
         scale = 1 if self.feedback.on else v.numel() / k
-        return sent.index_copy_(0, where, chosen * (scale / self.exchange.size))
+        return result.index_copy_(0, indices, values * (scale / self.exchange.size))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the errors, and where the random numbers stand."""
+        """Return the errors, and the state of the random generator."""
         return super().state_dict() | {"generator": self.generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Load a `state_dict` of this rank."""
         super().load_state_dict(state)
         self.generator.set_state(state["generator"])

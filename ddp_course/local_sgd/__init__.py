@@ -1,11 +1,12 @@
-"""Floor 2: the ranks train alone for a while, and average what they have become.
+"""Floor 2: the ranks step independently, and average their parameters now and then.
 
 Read the modules in this order:
 
     naive       the loop in ten lines
-    local       the same as an optimizer around any optimizer; and DiLoCo's outer steps
-    local_sgd   `LocalSGD` and `DiLoCo`: with the parts of real trainings
-    simulation  one process plays all ranks, bit by bit
+    local       `LocalSteps` around any optimizer, and DiLoCo's `OuterSteps`
+    local_sgd   `LocalSGD` and `DiLoCo`: the full classes, with parts
+    simulation  run all ranks in one process, with the same bits
+    axis        what `parallelize` calls to add local steps to a model
 
 Chapter 14.
 """
@@ -18,4 +19,4 @@ from ddp_course.local_sgd.local import (
 )
 from ddp_course.local_sgd.local_sgd import DiLoCo, LocalSGD, NotAveragedError
 from ddp_course.local_sgd.naive import train_locally
-from ddp_course.local_sgd.simulation import Simulated, simulate
+from ddp_course.local_sgd.simulation import SimulatedTraining, simulate_training

@@ -1,4 +1,4 @@
-"""Replicas that step alone and average their parameters now and then. Chapter 14."""
+"""The local steps of a layout: an AdamW that averages parameters. Chapter 14."""
 
 from torch import nn
 from torch.optim import AdamW
@@ -13,16 +13,16 @@ from ddp_course.strategy import Strategy
 def local_adamw(
     model: nn.Module, layout: Layout, axes: Axes | None, lr: float
 ) -> LocalSteps:
-    """Return an AdamW that steps alone, and averages all ranks as the layout says."""
+    """Return an AdamW with local steps, and with the averages that the layout asks."""
     kind = DiLoCo if "lr" in layout.local else LocalSGD
     return kind(AdamW(model.parameters(), lr=lr), model, **layout.local)
 
 
 def finish(model: nn.Module) -> None:
-    """Replace the parameters of all ranks by their mean."""
+    """Replace the parameters of all ranks with their mean."""
     average_parameters(model.parameters())
 
 
 def strategy(layout: Layout) -> Strategy:
-    """Return how replicas train that step alone."""
+    """Return the functions that set up local steps for this layout."""
     return Strategy(optimizer=local_adamw, finish=finish)

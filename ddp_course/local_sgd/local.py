@@ -1,19 +1,19 @@
-"""Local SGD: H steps alone, then the mean of the parameters; and what grew out of it.
+"""Local SGD and DiLoCo: H steps with a rank's own gradients, then an average.
 
 Data parallelism averages gradients in every step. Here every rank steps with its own
-gradient, and after H steps all ranks take the mean of their parameters: the bytes of
-one all-reduce in H steps. In between they are no replicas, they *drift* apart.
+gradient, and after H steps the ranks average their parameters: they send the bytes of
+one all-reduce in H steps. In between their parameters *drift* apart.
 
-With SGD and H = 1 the result is the same, but for rounding. A step is linear in the
-gradients, with momentum, too: the mean of the steps is the step of the mean. Adam's is
-not, as it divides by a root. And the optimizer's states stay each rank's own: averaging
-them would send twice or three times as many bytes.
+With SGD and H = 1 the result equals data parallelism's, up to rounding. A step is
+linear in the gradients, also with momentum: the mean of the steps is the step of the
+mean. Adam's step is not linear, as it divides by a root. The ranks do not average the
+optimizer's states: that would send two or three times as many bytes.
 
     LocalSteps   around any optimizer; post-local SGD begins with a DDP
-    OuterSteps   DiLoCo: the mean is not the next place, but a direction
+    OuterSteps   DiLoCo: the mean is not the next point, but defines a direction
 
-Both announce their moments to `parts` (`local_sgd.LocalSGD` and `DiLoCo` have those of
-real trainings), each with this object as argument:
+Both announce their moments to `parts` (`local_sgd.LocalSGD` and `DiLoCo` have some),
+each with this object as argument:
 
     constructed    before anything is sent
     before_step    before the optimizer steps
@@ -48,7 +48,7 @@ def average_parameters(
     group: Group = None,
     all_reduce: AllReduce = dist.all_reduce,
 ) -> None:
-    """Replace each by its mean over the ranks, in place; called by all of them."""
+    """Replace each parameter with its mean over the ranks; all ranks must call it."""
     own = list(parameters)
     for parameter, mean in zip(own, means(own, group, all_reduce), strict=True):
         parameter.copy_(mean)
@@ -62,9 +62,9 @@ def means(
 ) -> list[Tensor]:
     """Return the mean of each tensor over the ranks: one all-reduce for each type.
 
-    The tensors stay as they are. Without a process group they are the means.
+    It does not change the tensors. Without a process group it returns copies of them.
     """
-    found: dict[int, Tensor] = {}
+    results: dict[int, Tensor] = {}
     for kind in dict.fromkeys((t.dtype, t.device) for t in tensors):
         places = [k for k, t in enumerate(tensors) if (t.dtype, t.device) == kind]
         flat = torch.cat([tensors[k].detach().flatten() for k in places])
@@ -72,8 +72,8 @@ def means(
             all_reduce(flat, group=group)
             flat /= dist.get_world_size(group)
         parts = flat.split([tensors[k].numel() for k in places])
-        found |= zip(places, parts, strict=True)
-    return [found[k].view(t.shape) for k, t in enumerate(tensors)]
+        results |= zip(places, parts, strict=True)
+    return [results[k].view(t.shape) for k, t in enumerate(tensors)]
 
 
 def distance(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> float:
@@ -88,7 +88,7 @@ def drift(
 ) -> list[float]:
     """Return, for each rank, the distance of its trained parameters from the mean.
 
-    Called by all ranks together; it sends as much as an average. Chapter 14.
+    All ranks must call it; it sends as many bytes as an average. Chapter 14.
     """
     trained = [p for p in module.parameters() if p.requires_grad]
     own = distance(trained, means(trained, group, all_reduce))
@@ -100,23 +100,24 @@ def drift(
 
 
 class LocalSteps:
-    """An optimizer that steps alone, and takes the ranks' mean after every H steps.
+    """An optimizer with local steps, which averages the ranks after every H steps.
 
     It averages trained parameters and floating-point buffers, such as BatchNorm's
     means. Frozen parameters, counters and the states of `optimizer` are not sent.
 
     Args:
-        optimizer: of parameters of `module`; any of PyTorch's.
-        module: the same on all ranks; rank 0's numbers are taken.
-        every: H, the steps from one average to the next.
-        warmup: post-local SGD: so many steps average gradients at first. `module` is
-            then a DistributedDataParallel, the course's or PyTorch's, which stops
-            averaging after them.
-        group: the ranks; None are all. Without a process group: one process.
+        optimizer: any of PyTorch's, over parameters of `module`.
+        module: the same on all ranks; all get rank 0's values.
+        every: H, the number of steps from one average to the next.
+        warmup: post-local SGD: the number of first steps that average gradients.
+            `module` must then be a DistributedDataParallel, the course's or PyTorch's,
+            which stops averaging after them.
+        group: the ranks; None means all. Without a process group: one process.
         all_reduce: any of this course, or PyTorch's.
-        parts: objects to which the moments are announced.
+        parts: objects with methods for the moments.
 
-    `steps` counts the steps.
+    Attributes:
+        steps: the number of steps so far.
     """
 
     def __init__(
@@ -141,12 +142,12 @@ class LocalSteps:
         self._share_gradients()
 
     def _share_gradients(self) -> None:
-        """Let a DDP average gradients in the warm-up, and not afterwards."""
+        """Enable a DDP's averages of gradients in the warm-up, and disable them after it."""
         if hasattr(self.module, "require_backward_grad_sync"):
             self.module.require_backward_grad_sync = self.steps < self.warmup
 
     def step(self) -> None:
-        """Step with this rank's gradients; then average, if it is time."""
+        """Step with this rank's gradients; average after every H steps."""
         if self.step_alone():
             self.average()
 
@@ -155,47 +156,47 @@ class LocalSteps:
         announce(self.parts, "before_step", self)
         self.optimizer.step()
         self.steps += 1
-        alone = self.steps - self.warmup
-        if alone == 0:
+        local = self.steps - self.warmup
+        if local == 0:
             self._share_gradients()
             self.begin()
-        return alone > 0 and alone % self.every == 0
+        return local > 0 and local % self.every == 0
 
     def begin(self) -> None:
-        """Begin to step alone; all ranks have the same parameters."""
+        """Begin local steps; at this time all ranks have the same parameters."""
 
     def average(self) -> None:
-        """Take the mean of all ranks, which all call this."""
+        """Average over all ranks; all must call it."""
         try:
-            mean = means(self.place(), self.group, self.all_reduce)
+            mean = means(self.averaged_tensors(), self.group, self.all_reduce)
         except RuntimeError as error:
             announce(self.parts, "not_averaged", self, error)
             raise
-        self.meet(mean)
+        self.apply_mean(mean)
 
-    def place(self) -> list[Tensor]:
-        """Return the tensors to average."""
+    def averaged_tensors(self) -> list[Tensor]:
+        """Return the tensors to average: trained parameters and floating buffers."""
         return [*self.trained, *filter(torch.is_floating_point, self.module.buffers())]
 
     @torch.no_grad()
-    def meet(self, mean: list[Tensor]) -> None:
-        """Go on from the mean of all ranks' places."""
-        for own, value in zip(self.place(), mean, strict=True):
+    def apply_mean(self, mean: list[Tensor]) -> None:
+        """Copy the mean of all ranks into this rank's tensors."""
+        for own, value in zip(self.averaged_tensors(), mean, strict=True):
             own.copy_(value)
 
-    # ---- as any optimizer ------------------------------------------------------------
+    # ---- methods of an optimizer -----------------------------------------------------
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of the optimizer."""
+        """The parameter groups of the inner optimizer."""
         return self.optimizer.param_groups
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Begin a new gradient."""
+        """Reset the gradients."""
         self.optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank needs to go on; every rank has its own."""
+        """Return this rank's state; every rank has its own."""
         return {"optimizer": self.optimizer.state_dict(), "steps": self.steps}
 
     def whole_states(self, model: nn.Module) -> tuple[EachRanks, EachRanks]:
@@ -203,26 +204,28 @@ class LocalSteps:
         return EachRanks(model), EachRanks(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`, with the parameters that this rank had then."""
+        """Load `state`; the module must have the parameters that this rank had then."""
         self.optimizer.load_state_dict(state["optimizer"])
         self.steps = state["steps"]
         self._share_gradients()
 
 
 class OuterSteps(LocalSteps):
-    """DiLoCo: the mean is a direction, in which an outer optimizer steps.
+    """DiLoCo: local steps with an outer optimizer that steps towards the mean.
 
-    From the last common point to the mean is a step that all ranks have made together.
-    SGD with Nesterov momentum takes its negative for a gradient:
+    The difference between the last common point and the mean serves as the gradient of
+    an outer SGD with Nesterov momentum:
 
-        gradient = common point - mean;  common point <- outer step;  all go on there
+        gradient = common point - mean
+        common point <- outer step with this gradient; all ranks go on from there
 
-    With lr 1 and no momentum it is local SGD, but for rounding: a - (a - b) is b, if b
-    lies between a/2 and 2a, and nearly b otherwise.
+    With lr 1 and no momentum this is local SGD, up to rounding: a - (a - b) is b if b
+    is between a/2 and 2a, and nearly b otherwise.
 
     Args:
-        lr, momentum, nesterov: of the outer SGD; the paper's by default. The inner
-            optimizer there is AdamW. All others are LocalSteps's.
+        lr, momentum, nesterov: arguments of the outer SGD, by default the paper's. The
+            paper's inner optimizer is AdamW.
+        all others: those of LocalSteps.
     """
 
     def __init__(
@@ -243,26 +246,26 @@ class OuterSteps(LocalSteps):
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Begin to step alone: this is the first common point."""
+        """Begin local steps: the present parameters are the first common point."""
         for common, own in zip(self.common, self.trained, strict=True):
             common.copy_(own)
 
     @torch.no_grad()
-    def meet(self, mean: list[Tensor]) -> None:
-        """Step from the last common point towards the mean; buffers take the mean."""
+    def apply_mean(self, mean: list[Tensor]) -> None:
+        """Step from the last common point towards the mean; set buffers to the mean."""
         count = len(self.common)
         for common, value in zip(self.common, mean[:count], strict=True):
             common.grad = common - value
         self.outer.step()
-        super().meet([*self.common, *mean[count:]])
+        super().apply_mean([*self.common, *mean[count:]])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank needs to go on: also between two averages."""
+        """Return this rank's state, with the common point and the outer optimizer's."""
         outer = {"common": self.common, "outer": self.outer.state_dict()}
         return super().state_dict() | outer
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`."""
+        """Load `state`."""
         super().load_state_dict(state)
         self.outer.load_state_dict(state["outer"])
         for common, value in zip(self.common, state["common"], strict=True):

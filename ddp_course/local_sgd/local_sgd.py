@@ -1,7 +1,7 @@
-"""`LocalSGD` and `DiLoCo`: the steps of `local`, with the parts of real trainings.
+"""`LocalSGD` and `DiLoCo`: the full classes, `local` with parts.
 
-The parts compare the ranks before anything is sent, watch frozen parameters, let a loss
-scaler agree on all ranks, and say what to do when a rank is gone. Chapter 14.
+The parts compare the ranks before anything is sent, watch frozen parameters, make loss
+scalers agree on all ranks, and explain the error when a rank is lost. Chapter 14.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from ddp_course.mechanisms.guards import watch
 
 
 class NotAveragedError(RuntimeError):
-    """The ranks could not be averaged; this rank's own parameters are still there."""
+    """An error: the average failed. This rank's own parameters are unchanged."""
 
 
 class LocalSGD(LocalSteps):
-    """An optimizer that steps alone, and takes the ranks' mean after every H steps.
+    """An optimizer with local steps, which averages the ranks after every H steps.
 
         optimizer = LocalSGD(AdamW(model.parameters()), model, every=8)
 
-    The arguments are those of `LocalSteps`, but for `parts`. Raises ValueError for
-    impossible numbers; ReplicaError, on every rank, if the ranks differ, or if a
+    The arguments are those of `LocalSteps`, except `parts`. Raises ValueError for an
+    argument out of its range; ReplicaError, on every rank, if the ranks differ, or if a
     parameter of `optimizer` is not one of the module's; and NotAveragedError if an
     average fails. Chapter 14.
     """
@@ -44,14 +44,15 @@ class LocalSGD(LocalSteps):
         all_reduce: AllReduce = dist.all_reduce,
     ) -> None:
         parts = parts_of(every=every, warmup=warmup)
-        how = {"warmup": warmup, "group": group, "all_reduce": all_reduce}
-        super().__init__(optimizer, module, every, **how, parts=parts)
+        options = {"warmup": warmup, "group": group, "all_reduce": all_reduce}
+        super().__init__(optimizer, module, every, **options, parts=parts)
 
 
 class DiLoCo(OuterSteps):
-    """Local SGD with an outer optimizer; arguments and errors as `LocalSGD`'s.
+    """Local SGD with an outer optimizer.
 
-    And the arguments of `OuterSteps`: the outer lr, momentum and nesterov. Chapter 14.
+    The arguments are those of `LocalSGD`, and the outer lr, momentum and nesterov of
+    `OuterSteps`; the errors are those of `LocalSGD`. Chapter 14.
     """
 
     def __init__(
@@ -66,28 +67,28 @@ class DiLoCo(OuterSteps):
         **outer: Any,
     ) -> None:
         parts = parts_of(every=every, warmup=warmup, **outer)
-        how = {"warmup": warmup, "group": group, "all_reduce": all_reduce}
-        super().__init__(optimizer, module, every, **how, **outer, parts=parts)
+        options = {"warmup": warmup, "group": group, "all_reduce": all_reduce}
+        super().__init__(optimizer, module, every, **options, **outer, parts=parts)
 
 
 # ---- parts ---------------------------------------------------------------------------
 
 
 def parts_of(*, every: int, warmup: int, **outer: Any) -> list[Any]:
-    """Return the parts of a real training; raise ValueError for impossible numbers."""
+    """Return the parts; raise ValueError for an argument out of its range."""
     for name, value, least in (("every", every, 1), ("warmup", warmup, 0)):
         if type(value) is not int or value < least:
             raise ValueError(f"{name} is {value!r}; it must be {least} or more")
     return [
-        SameStart(every=every, warmup=warmup, **outer),
+        SameReplicas(every=every, warmup=warmup, **outer),
         StaysFrozen(),
         AgreedScaler(),
-        Explained(),
+        AverageErrors(),
     ]
 
 
-class SameStart:
-    """Compare modules and `form` on all ranks before anything is sent."""
+class SameReplicas:
+    """A part that compares modules and `form` on all ranks before anything is sent."""
 
     def __init__(self, **form: Any) -> None:
         self.form = form
@@ -100,52 +101,56 @@ class SameStart:
 
 
 def check_local(local: LocalSteps) -> None:
-    """Raise ValueError if something of this rank's would never be averaged."""
+    """Raise ValueError if parameters or gradients of this rank are never averaged."""
     check_module(local.module)
     known = set(local.trained)
     stepped = (p for group in local.param_groups for p in group["params"])
     if any(p.requires_grad and p not in known for p in stepped):
-        raise ValueError("the optimizer has a parameter that is none of the module's")
+        raise ValueError(
+            "the optimizer has a parameter that is none of the module's; pass the "
+            "module that has all of them"
+        )
     averages = hasattr(local.module, "require_backward_grad_sync")
     if local.warmup and not averages:
         raise ValueError(
-            f"warmup is {local.warmup}, and nobody averages gradients: the module "
-            f"must be a DistributedDataParallel, and is a {type(local.module)}"
+            f"warmup is {local.warmup}, so the module must be a "
+            f"DistributedDataParallel, which averages gradients; it is a "
+            f"{type(local.module)}"
         )
 
 
 class StaysFrozen:
-    """Raise before a step if parameters were frozen, trained or exchanged meanwhile."""
+    """A part that raises if parameters were frozen, unfrozen or replaced since."""
 
     def constructed(self, local: LocalSteps) -> None:
-        """Remember which parameters are trained."""
+        """Record which parameters are trained."""
         self.frozen = Frozen(local.module)
 
     def before_step(self, local: LocalSteps) -> None:
-        """Raise RuntimeError if that has changed."""
+        """Raise RuntimeError if other parameters are trained now."""
         self.frozen.check()
 
 
 class AgreedScaler:
-    """Let torch.amp.GradScaler skip a step on all ranks, if one of them has an inf.
+    """A part that makes torch.amp.GradScaler skip a step on all ranks or on none.
 
-    Otherwise the ranks would count different steps, and average different ones.
+    Otherwise the ranks would count different steps, and average at different ones.
     """
 
     def constructed(self, local: LocalSteps) -> None:
-        """Watch scalers; they ask an optimizer for its `groups`."""
+        """Watch scalers, which read an optimizer's `groups`."""
         if dist.is_initialized():
             local.groups = (local.group,)
             watch()
 
 
-class Explained:
-    """Say what a failed average leaves behind."""
+class AverageErrors:
+    """A part that explains in an error what state a failed average leaves behind."""
 
     def not_averaged(self, local: LocalSteps, error: RuntimeError) -> None:
         """Raise NotAveragedError from the error of the collective."""
         raise NotAveragedError(
-            f"the ranks could not be averaged after step {local.steps}: a rank is "
-            "gone, or late. This one's parameters are its own, as they were: save "
-            f"them, or go on from a checkpoint ({error})"
+            f"the ranks could not be averaged after step {local.steps}: a rank has "
+            "ended, or is late. This rank's own parameters are unchanged: save them, "
+            f"or go on from a checkpoint ({error})"
         ) from error

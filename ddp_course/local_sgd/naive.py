@@ -1,4 +1,4 @@
-"""Local SGD, the loop: H steps alone, then the mean of the parameters. Chapter 14."""
+"""Local SGD, the loop: H local steps, then the mean of the parameters. Chapter 14."""
 
 from collections.abc import Callable
 
@@ -16,9 +16,9 @@ def train_locally(
     steps: int,
     every: int,
 ) -> None:
-    """Train on this rank's rows, `loss(model, step)`; average after each `every` steps.
+    """Train with this rank's `loss(model, step)`; average after every `every` steps.
 
-    All ranks begin with the same model.
+    All ranks must begin with the same model.
     """
     for step in range(steps):
         optimizer.zero_grad()
@@ -30,7 +30,7 @@ def train_locally(
 
 @torch.no_grad()
 def average(model: nn.Module) -> None:
-    """Replace all parameters by their mean over the ranks."""
+    """Replace all parameters with their mean over the ranks."""
     mean = parameters_to_vector(model.parameters())
     dist.all_reduce(mean)
     mean /= dist.get_world_size()

@@ -1,9 +1,10 @@
-"""One process plays all ranks: the same numbers, without launching anything.
+"""Simulate local SGD in one process: the same numbers, without launching ranks.
 
-The ranks step one after the other, each with a model and an optimizer of its own, and
-their mean is added up in the order of `collectives.naive_all_reduce`: so the bits are
-those of real ranks with that one; on two ranks, with any. For that it takes one thread
-meanwhile, as every rank has: sums in parts are rounded otherwise. Chapter 14.
+The simulated ranks step one after the other, each with a model and an optimizer of its
+own. Means are added up in the order of `collectives.naive_all_reduce`, so the bits are
+those of real ranks with that all-reduce; for two ranks, with any. PyTorch is set to one
+thread, as on every rank, because several threads would round sums differently.
+Chapter 14.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from ddp_course.local_sgd.local import LocalSteps, distance
 
 
 @dataclass(frozen=True)
-class Simulated:
-    """What came out: a row for each step.
+class SimulatedTraining:
+    """The results of `simulate_training`, with one entry for each step.
 
-    `losses[k]` is the mean of the ranks' losses before step k + 1, `drift[k][r]` the
-    distance of rank r from the mean after it, before they meet; `models` are the ranks'
-    at the end.
+    Attributes:
+        losses: `losses[k]` is the mean of the ranks' losses before step k + 1.
+        drift: `drift[k][r]` is the distance of rank r from the mean after step k + 1,
+            before they average.
+        models: the ranks' models at the end.
     """
 
     losses: list[float]
@@ -31,20 +34,22 @@ class Simulated:
     models: list[nn.Module] = field(repr=False)
 
 
-def simulate(
+def simulate_training(
     build: Callable[[], nn.Module],
     wrap: Callable[[nn.Module], LocalSteps],
     loss: Callable[[nn.Module, int, int], Tensor],
     ranks: int,
     steps: int,
-) -> Simulated:
-    """Train as so many ranks would; pure, if what it is given is.
+) -> SimulatedTraining:
+    """Train as `ranks` ranks would.
 
     Args:
         build: returns a model, the same each time.
-        wrap: returns its LocalSGD, or DiLoCo. In its `warmup` gradients are averaged,
-            as by a DDP, which does not need to be there.
-        loss: called as `loss(model, step, rank)`; that rank's loss in this step.
+        wrap: returns a LocalSGD or DiLoCo for a model. In its `warmup` the simulation
+            averages gradients, as a DDP does; the model must not be one.
+        loss: called as `loss(model, step, rank)`; returns that rank's loss.
+        ranks: the number of ranks.
+        steps: the number of steps.
 
     Chapter 14.
     """
@@ -58,10 +63,10 @@ def simulate(
 
 def _simulate(
     build: Callable, wrap: Callable, loss: Callable, ranks: int, steps: int
-) -> Simulated:
+) -> SimulatedTraining:
     models = [build() for _ in range(ranks)]
     parts = [wrap(model) for model in models]
-    losses, apart = [], []
+    losses, drifts = [], []
     for step in range(steps):
         each = [loss(model, step, rank) for rank, model in enumerate(models)]
         for part, one in zip(parts, each, strict=True):
@@ -71,29 +76,29 @@ def _simulate(
         if parts[0].steps < parts[0].warmup:
             _average_gradients(parts)
         due = [part.step_alone() for part in parts]
-        mean = _means([part.place() for part in parts])
+        mean = _means([part.averaged_tensors() for part in parts])
         trained = len(parts[0].trained)
-        apart.append([distance(p.trained, mean[:trained]) for p in parts])
+        drifts.append([distance(p.trained, mean[:trained]) for p in parts])
         if due[0]:
             for part in parts:
-                part.meet(mean)
-    return Simulated(losses, apart, models)
+                part.apply_mean(mean)
+    return SimulatedTraining(losses, drifts, models)
 
 
 @torch.no_grad()
 def _means(rows: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Return the mean of each column, added up as through rank 0: it, the last, ..."""
-    found = []
+    """Return the mean of each column, added in the order of `naive_all_reduce`."""
+    results = []
     for first, *others in zip(*rows, strict=True):
         mean = first.detach().clone()
         for other in reversed(others):
             mean += other
-        found.append(mean.div_(len(rows)))
-    return found
+        results.append(mean.div_(len(rows)))
+    return results
 
 
 def _average_gradients(parts: Sequence[LocalSteps]) -> None:
-    """Replace gradients by their means; where a rank has none, zero counts."""
+    """Replace gradients with their means; a rank without a gradient counts as zero."""
     for same in zip(*(part.trained for part in parts), strict=True):
         if any(p.grad is not None for p in same):
             rows = [[torch.zeros_like(p) if p.grad is None else p.grad] for p in same]

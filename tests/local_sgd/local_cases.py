@@ -24,7 +24,7 @@ from ddp_course.local_sgd import (
     LocalSGD,
     NotAveragedError,
     drift,
-    simulate,
+    simulate_training,
     train_locally,
 )
 from ddp_course.measure import ByteMeter, SystemBytes
@@ -125,7 +125,7 @@ def played(outer: Any, inner: str, build=Model, loss=loss, **how: Any) -> Any:
     def wrap(model: nn.Module) -> LocalSGD:
         return wrapped(model, outer, inner, **how)
 
-    return simulate(build, wrap, loss, RANKS, STEPS)
+    return simulate_training(build, wrap, loss, RANKS, STEPS)
 
 
 # ---- planted -------------------------------------------------------------------------
@@ -139,8 +139,8 @@ class AveragesStates(LocalSGD):
 
 
 class Sums(LocalSGD):
-    def meet(self, mean):
-        super().meet([value * RANKS for value in mean])
+    def apply_mean(self, mean):
+        super().apply_mean([value * RANKS for value in mean])
 
 
 class AStepLate(LocalSGD):
@@ -159,15 +159,15 @@ class AveragesCounters(LocalSGD):
 
 
 class LeavesBuffers(LocalSGD):
-    def place(self):
+    def averaged_tensors(self):
         return self.trained
 
 
 class WrongSign(DiLoCo):
-    def meet(self, mean):
+    def apply_mean(self, mean):
         for common, value in zip(self.common, mean, strict=False):
             value.copy_(2 * common - value)
-        super().meet(mean)
+        super().apply_mean(mean)
 
 
 class ForgetsMomentum(DiLoCo):

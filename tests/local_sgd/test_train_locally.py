@@ -15,7 +15,7 @@ from refusals import answered, nothing_starts  # noqa: F401
 from ddp_course.checkpoint import CheckpointError
 from ddp_course.data import load_corpus, shard
 from ddp_course.launch import RankError, spawn
-from ddp_course.local_sgd import DiLoCo, LocalSGD, simulate
+from ddp_course.local_sgd import DiLoCo, LocalSGD, simulate_training
 from ddp_course.mechanisms.states import EachRanks
 from ddp_course.model import GPTConfig, build_gpt
 from ddp_course.train import History, largest_difference, train
@@ -68,7 +68,7 @@ def dies(folder: Path) -> None:
 
 def test_two_ranks_are_the_simulation_and_resumed_they_have_every_bit(tmp_path):
     ranks = spawn(partial(runs, tmp_path), world_size=2, output="none")
-    played = simulate(
+    played = simulate_training(
         partial(build_gpt, SMALL),
         lambda model: DiLoCo(
             torch.optim.AdamW(model.parameters(), 1e-2), model, every=3, lr=0.6

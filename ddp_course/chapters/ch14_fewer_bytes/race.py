@@ -31,7 +31,7 @@ from torch.optim import AdamW
 
 from ddp_course.compression import PowerSGD, TopK, compressor, play
 from ddp_course.data import load_corpus, shard
-from ddp_course.local_sgd import DiLoCo, LocalSGD, simulate
+from ddp_course.local_sgd import DiLoCo, LocalSGD, simulate_training
 from ddp_course.mechanisms.agreement import digest
 from ddp_course.model import build_gpt
 from ddp_course.theory import local_sgd_bytes
@@ -65,7 +65,7 @@ def losses(method: str, seed: int, steps: int = STEPS, preset: Any = GPT) -> lis
         def wrap(model: nn.Module) -> LocalSGD:
             return kind(AdamW(model.parameters(), LR), model, EVERY)
 
-        return simulate(build, wrap, loss, RANKS, steps).losses
+        return simulate_training(build, wrap, loss, RANKS, steps).losses
     return compressed(method, build(), loss, steps)
 
 
