@@ -155,7 +155,7 @@ def product(matrices: Tensor, thin: Tensor) -> Tensor:
 def orthonormal(matrices: Tensor) -> Tensor:
     """Replace each matrix, [..., n, r], with orthonormal columns, in place: Q of Q R.
 
-    The columns span the same space as before. Columns of zeros become orthonormal, too, so a
+    They span the same space as before. Columns of zeros become orthonormal, too, so a
     matrix that is zero in one step can be sent in the next.
     """
     least = torch.promote_types(matrices.dtype, torch.float32)  # QR needs 32 bits

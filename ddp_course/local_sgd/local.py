@@ -142,7 +142,7 @@ class LocalSteps:
         self._share_gradients()
 
     def _share_gradients(self) -> None:
-        """Enable a DDP's averages of gradients in the warm-up, and disable them after it."""
+        """Enable a DDP's averaging in the warm-up, and disable it afterwards."""
         if hasattr(self.module, "require_backward_grad_sync"):
             self.module.require_backward_grad_sync = self.steps < self.warmup
 

@@ -112,7 +112,7 @@ def test_bytes_are_those_of_the_formula_by_meter_and_by_the_systems_count(ranks)
 def test_what_cannot_be_is_refused_in_words(ranks):
     for told in ranks:
         warmup, foreign, every, lr = told["refused"]
-        assert "nobody averages gradients: the module must be a Distrib" in warmup
+        assert "so the module must be a DistributedDataParallel" in warmup
         assert "has a parameter that is none of the module's" in foreign
         assert "every is 2 on ranks 0, 1, 2, 3 on rank 3" in every
         assert "lr is 0.5 on ranks 0, 1, 2, 1.5 on rank 3" in lr
