@@ -5,7 +5,8 @@ Every import counts: also within a function, and by `import_module`. Only what i
 """
 
 import ast
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatch
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -228,3 +229,32 @@ def test_only_what_is_for_notebooks_imports_matplotlib():
 
 def test_every_room_is_on_a_floor():
     assert {name for name in ROOMS if floor(name) is None} == set(BESIDE)
+
+
+# ---- reading lists -------------------------------------------------------------------
+
+FOLDERS = sorted({path.parent for path in MODULES.values()} - {PACKAGE})
+READ_IN_ORDER = [path for path in FOLDERS if path.parent.name != "chapters"]
+
+
+def not_listed(docstring: str, files: Iterable[str]) -> list[str]:
+    """Return the files that no row of a reading list names.
+
+    A row is indented, or has a name, two or more spaces, and a description.
+    """
+    rows = re.findall(r"^(?:    .*|[\w, ]+?\s{2,}.*)$", docstring, re.MULTILINE)
+    words = set(re.findall(r"\w+", "\n".join(rows)))
+    return sorted(set(files) - words)
+
+
+@pytest.mark.parametrize("folder", READ_IN_ORDER, ids=lambda path: path.name)
+def test_a_rooms_reading_list_names_every_file(folder):
+    docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+    files = {path.stem for path in folder.glob("*.py")} - {"__init__", "__main__"}
+    assert not_listed(docstring, files) == []
+
+
+def test_a_file_that_no_reading_list_names_is_seen():
+    listed = "A room about naive things.\n\n    ring, tree  two files\nplan  one"
+    assert not_listed(listed, ["ring", "tree", "plan"]) == []
+    assert not_listed(listed, ["naive", "ring"]) == ["naive"]

@@ -25,7 +25,7 @@ from ddp_course.collectives import barrier
 from ddp_course.context_parallel.assignment import assign
 from ddp_course.context_parallel.naive import gathered_attention
 from ddp_course.context_parallel.pytorch import pytorch_ring
-from ddp_course.context_parallel.recorded import Recorded, Waiting
+from ddp_course.context_parallel.recorded import RingRecorder, SleepingSteps
 from ddp_course.context_parallel.ring import Ring
 from ddp_course.context_parallel.ulysses import ulysses_attention
 from ddp_course.launch import Link, Links, spawn
@@ -157,8 +157,8 @@ def waited_step(assignment: str, seconds: float) -> list[Event]:
     """Go forward and backward in a ring whose steps wait; return what was recorded."""
     n, rank = dist.get_world_size(), dist.get_rank()
     c, assigned = SHORT // n, assign(SHORT, n, assignment)
-    slow = Waiting(seconds / c**2)
-    ring = Ring(assigned, parts=[Recorded(), slow])
+    slow = SleepingSteps(seconds / c**2)
+    ring = Ring(assigned, parts=[RingRecorder(), slow])
     places = [i for some in assigned[rank] for i in some]
     *qkv, dout = (x[:, :, places] for x in drawn(SHORT))
     with EventLog() as log, log.span("step"):

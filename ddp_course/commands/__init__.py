@@ -5,7 +5,7 @@ execute       run one notebook in this Python; say what failed and where
 run           `run`
 author        `notebooks` and `site`: the authors' tools, which only a clone has
 train         `train`, and a rank that torchrun starts
-train_options its options, checked without PyTorch
+train_options  its options, checked without PyTorch
 plan          `plan`
 proofs        start ranks, and check that they agree
 doctor        `doctor`: cores, memory, GPUs, and the limits that a container sets

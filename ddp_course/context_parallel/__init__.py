@@ -8,6 +8,8 @@ Read the modules in this order:
     ring            keys and values pass around a ring of ranks
     assignment      which rank has which positions: contiguous, zigzag, striped
     gpt             `context_parallel`: the course's GPT over a divided sequence
-    checks          a part: do the ranks of a sequence have the same tokens?
-    axis            how `parallelize` applies it
+    checks          raise unless the ranks of a sequence have the same tokens
+    recorded        parts of `ring` that record its steps, or replace them by sleep
+    pytorch         PyTorch's own ring attention on the CPU, to compare with
+    axis            what `parallelize` calls to divide a model's sequences
 """

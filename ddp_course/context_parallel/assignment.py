@@ -18,15 +18,15 @@ All ranks wait for the slowest. Zigzag: Llama 3 report, section 3.3.2 (Dubey et 
 from collections.abc import Sequence
 
 ASSIGNMENTS = ("contiguous", "zigzag", "striped")
-Positions = tuple[range, ...]  # of one rank, as ranges without a position in common
+Positions = tuple[range, ...]  # one rank's positions, as ranges that do not overlap
 
 
 def assign(length: int, num_ranks: int, assignment: str = "zigzag") -> list[Positions]:
     """Return each rank's positions of a sequence of `length`; pure.
 
-    All ranks have equally many positions. Zigzag cuts the sequence into twice as many
-    chunks as there are ranks; each rank has one from the front and one from the back.
-    Raises ValueError for a length that cannot be divided so; `padded_length` can be.
+    All ranks have the same number of positions. Zigzag cuts the sequence into twice as
+    many chunks as ranks; each rank has one from the front and one from the back. Raises
+    ValueError for a length that cannot be divided like this; pad it to `padded_length`.
     """
     n = num_ranks
     if assignment not in ASSIGNMENTS:
@@ -51,7 +51,7 @@ def assign(length: int, num_ranks: int, assignment: str = "zigzag") -> list[Posi
 def padded_length(length: int, num_ranks: int, assignment: str) -> int:
     """Return the smallest length, `length` or more, that can be divided; pure.
 
-    Causal attention never looks at padding behind the last position.
+    Causal attention never looks at padding after the last position.
     """
     unit = num_ranks * (2 if assignment == "zigzag" else 1)
     return -(-length // unit) * unit
@@ -62,11 +62,11 @@ def pairs(queries: Sequence[int], keys: Sequence[int]) -> int:
 
     Both are ascending. A query sees the keys at its own position and before.
     """
-    count, seen = 0, 0
+    count, visible = 0, 0
     for query in queries:
-        while seen < len(keys) and keys[seen] <= query:
-            seen += 1
-        count += seen
+        while visible < len(keys) and keys[visible] <= query:
+            visible += 1
+        count += visible
     return count
 
 

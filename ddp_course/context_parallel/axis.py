@@ -1,4 +1,4 @@
-"""The axis cp: every rank has some positions of every sequence."""
+"""The cp axis of a layout: every rank has some positions of every sequence."""
 
 from torch import nn
 
@@ -14,5 +14,5 @@ def wrap(model: nn.Module, layout: Layout, axes: Axes) -> nn.Module:
 
 
 def strategy(layout: Layout) -> Strategy:
-    """Return how the ranks along cp train."""
+    """Return the functions that set up context parallelism for this layout."""
     return Strategy(wrap)

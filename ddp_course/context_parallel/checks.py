@@ -1,4 +1,4 @@
-"""A check of context parallelism: do the ranks of a sequence have the same tokens?"""
+"""A check of context parallelism: the ranks of a sequence must have the same tokens."""
 
 import torch.distributed as dist
 from torch import Tensor
@@ -8,11 +8,11 @@ from ddp_course.mechanisms.agreement import described
 
 
 class SameSequence:
-    """Raises CollectiveError, on every rank, unless all ranks have the same tokens.
+    """A check that raises CollectiveError on every rank if the ranks' tokens differ.
 
     In data parallelism every rank has rows of its own. Ranks that share sequences must
-    have the same rows: otherwise they would attend to other sequences, and no error
-    would show it. On a GPU the comparison copies the tokens to the host, which waits.
+    have the same rows: otherwise they would attend to each other's sequences, without
+    any error. On a GPU the comparison copies the tokens to the host, which waits.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:

@@ -1,11 +1,11 @@
-"""Parts of `Ring`: record what each rank does and when; let a step take a given time.
+"""Parts of `Ring` that record its steps, or replace computing by sleep.
 
     lane "compute"          op "compute": one step's blocks, with their number of pairs
     lane "wait"             op "wait": the next keys and values have not arrived
     lane "communication"    op "send": a message is on a slow line (`spawn(links=...)`)
 
-On two cores four ranks hold each other up. `Waiting` replaces computing by waiting in
-proportion to the pairs, which uses no core. Chapter 16.
+Four ranks on two cores slow each other down. `SleepingSteps` sleeps in proportion to
+the pairs, which uses no core. Chapter 16.
 """
 
 import time
@@ -18,14 +18,14 @@ from ddp_course.context_parallel.ring import Ring
 from ddp_course.measure.blocks import active_logs
 
 
-class Recorded:
-    """Writes events into the logs that are open when a step begins."""
+class RingRecorder:
+    """A part that writes events into the open logs."""
 
     def __init__(self) -> None:
-        self.since = 0.0  # the time at which the last event ended
+        self.since = 0.0  # time at which the last event ended
 
     def before_compute(self, ring: Ring, step: int, pairs: int) -> None:
-        """Begin to compute."""
+        """Record the start of computing."""
         self.since = time.perf_counter()
 
     def after_compute(self, ring: Ring, step: int, pairs: int) -> None:
@@ -47,7 +47,7 @@ class Recorded:
                 )
 
         for handle in handles:
-            if hasattr(handle, "started"):  # of a slow line
+            if hasattr(handle, "started"):  # the handle of a slow line
                 handle.started.add_done_callback(carried)
 
     def _write(self, op: str, **detail: int) -> None:
@@ -56,16 +56,16 @@ class Recorded:
             log.add(op, start, self.since, **detail)
 
 
-class Waiting:
-    """Lets each step of a ring take time in proportion to its work.
+class SleepingSteps:
+    """A part that sleeps in each step of a ring, in proportion to its work.
 
     Attributes:
-        seconds: for one pair of query and key, all heads together.
+        seconds: time for one pair of query and key, all heads together.
     """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 
     def before_compute(self, ring: Ring, step: int, pairs: int) -> None:
-        """Sleep as long as this step's pairs take."""
+        """Sleep for the time of this step's pairs."""
         time.sleep(self.seconds * pairs)

@@ -1,7 +1,7 @@
-"""Ring attention: keys and values go around, and no rank ever has them all.
+"""Ring attention: keys and values pass around a ring, and no rank ever has all of them.
 
 In step s rank r computes with the keys and values of rank r - s, and at the same time
-passes them on to its right neighbour:
+sends them to its right neighbour:
 
     step        0        1        2        3
     rank 0    0 -> 1   3 -> 1   2 -> 1   1
@@ -9,13 +9,13 @@ passes them on to its right neighbour:
     rank 2    2 -> 3   1 -> 3   0 -> 3   3
     rank 3    3 -> 0   2 -> 0   1 -> 0   0
 
-Each step's output is merged into those before (`online_softmax`). In backward they go
-around once more; their gradients follow one step behind, and each rank adds what its
-own queries contribute. The owner is the last to get them, and adds its own part.
+Each step's output is merged into the previous ones (`online_softmax`). In backward keys
+and values pass around once more; their gradients follow one step behind, and each rank
+adds its own queries' contribution. The owner receives them last, and adds its own part.
 
     sent by each rank    forward (N - 1) u, backward 2 (N - 1) u
-    kept by each rank    forward 2 u: what it computes with, and what arrives; backward
-                         their gradients, too
+    stored by each rank  forward 2 u: present keys and values, and arriving ones;
+                         backward their gradients, too
 
 u is the number of bytes of one rank's keys and values (in backward, gradients travel in
 float32 at least). Forward sends as much as gathering does, backward twice as much; both
@@ -40,7 +40,7 @@ from ddp_course.context_parallel.online_softmax import (
 )
 from ddp_course.mechanisms.parts import announce
 
-Block = tuple[slice, slice, Tensor | None]  # of queries, of keys, which see which
+Block = tuple[slice, slice, Tensor | None]  # queries, keys, mask of visible pairs
 
 
 class Ring:
@@ -54,15 +54,16 @@ class Ring:
 
         before_compute(ring, step, pairs)
         after_compute(ring, step, pairs)
-        passed_on(ring, tensor, handles)    it is on its way to the right neighbour
-        arrived(ring, step)                 the keys and values of the next step
+        passed_on(ring, tensor, handles)    `tensor` is being sent to the right
+        arrived(ring, step)                 the next step's keys and values are here
 
     On a GPU these are moments of the host, which launches work without waiting.
 
     Args:
         assigned: the positions of all ranks, `assign(length, N)`.
-        group: the ranks that share the sequence, in the order of the ring; None: all.
-        parts: objects that hear the moments above.
+        group: the ranks that share the sequence, in the order of the ring; None means
+            all.
+        parts: objects with methods for these moments.
     """
 
     def __init__(

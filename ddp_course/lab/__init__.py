@@ -6,8 +6,21 @@ Drawing, gallery, explore  a schematic; for some settings; with sliders
 style, plot_losses, curves figures of measured data
 tell                       print a long text in lines that a page has room for
 
-`exercises`, `answers` and `messages` are what a check is made of; `draw/` is what more
-than one chapter draws.
+Read the modules in this order:
+
+    source      show the package's own source
+    predict, beliefs
+                write a number down before it is measured; common wrong guesses
+    exercises   run the learner's function; answer with a hint
+    answers, messages
+                call the learner's function safely; watch what it sends
+    judge, hard compare an answer with its solution; models that are hard to train
+    orders      judge a pipeline's order that the learner wrote
+    progress    store which exercises pass, in the learner's copy
+    place       explain what a notebook outside of its folder lacks
+    palette, draw
+                one colour for each rank; the figures of several chapters
+    widgets     interactive views, each after a static figure
 """
 
 from ddp_course.lab.answers import tell

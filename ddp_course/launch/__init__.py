@@ -19,6 +19,7 @@ returned. Read the modules in this order:
     torchrun    joining and leaving the process group under torchrun
     strict, strict_rules
                 a backend with NCCL's rules, for any machine
+    calls       notes of each rank's last collectives, so that a failure can name them
     deadlock    how ranks notice that they wait for each other forever
     __main__    the same function under torchrun, on one machine or many
 """

@@ -1,21 +1,23 @@
 """Floor 2: tensor parallelism: one matrix product on several ranks.
 
-The ladder:
+Three rungs, in this order:
 
     naive       a matrix cut by columns or rows; whole tensors before and after it
     layers      `ColumnParallelLinear`, `RowParallelLinear`, with f and g: the idea
-    gpt         `tensor_parallel`: the spine's GPT, cut, with all that follows
+    gpt         `tensor_parallel`: the course's GPT, cut
 
-The last one is made of:
+`gpt` uses these modules:
 
-    ops         the other pairs of operations, where tensors enter and leave a region;
-                norms and positions of T/tp tokens
-    vocabulary  an embedding that is cut; cross-entropy of logits never gathered
+    ops         pairs of operations at the borders of a parallel region; norms and
+                positions of T/tp tokens
+    vocabulary  an embedding that is cut; cross-entropy without gathered logits
     fused       a product and its communication in one operation, which is faster
     random      dropout inside of a region
+    checks      checks of the model, of each batch, and of passes that fail
+    axis        what `parallelize` calls to cut a model
 
-How ranks sum and join tensors is `mechanisms.exchange`; whole states and clipping
-follow from `mechanisms.placements`. Chapter 09.
+`mechanisms.exchange` sums and joins tensors over the ranks; `mechanisms.placements`
+provides whole states and clipping. Chapter 09.
 """
 
 from ddp_course.tensor_parallel.gpt import TensorParallelGPT, tensor_parallel

@@ -134,5 +134,5 @@ def test_a_rank_that_dies_leaves_the_others_what_they_have_learnt():
     told = spawn(cases.one_dies, world_size=3, may_fail=[2], timeout=30)
     for rank in (0, 1):
         words, unchanged, steps = told[rank]
-        assert "could not be averaged after step 8: a rank is gone" in words
+        assert "could not be averaged after step 8: a rank has ended" in words
         assert unchanged and steps == 8
