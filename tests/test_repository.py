@@ -1,5 +1,6 @@
 """What a newcomer meets first: README, environments, CI, links, notebooks."""
 
+import ast
 import json
 import re
 import subprocess
@@ -286,6 +287,56 @@ def test_planted_notebook_mistakes_are_seen():
     bad[1]["outputs"] = []
     bad[0]["source"] = bad[1]["source"] = "short"
     assert "None" in lengths({"cells": bad})[0]  # no time is stated
+
+
+# ---- names in prose ------------------------------------------------------------------
+
+ELSEWHERE = """
+    NCCL srun CUDA_VISIBLE_DEVICES torchfrtrace SLURM_PROCID SLURM_LOCALID
+    SLURM_NODEID SLURM_NTASKS A c10d GLOO_SOCKET_IFNAME Join exp_avg exp_avg_sq
+    DTensor TorchDispatchMode non_blocking DataLoader record_stream fully_shard
+    parallelize_module CPUOffloadPolicy set_requires_gradient_sync
+    fused_all_gather_matmul ColwiseParallel RowwiseParallel SequenceParallel
+    loss_parallel send_forward_recv_backward continue pipeline_order
+    allow_bf16_reduced_precision_reduction bf16_compress_hook pg_options
+    is_high_priority_stream optim_grads_params a2a pipeline_parallel_schedule
+    OSS _single PipelineModule OneBitAdam ParallelismConfig Fused
+"""  # names of PyTorch and of other programs
+
+
+def names_in_package() -> set[str]:
+    """Return the names of files, classes, functions, arguments and attributes."""
+    names: set[str] = set()
+    for file in ROOT.glob("ddp_course/**/*.py"):
+        names |= {file.stem, file.parent.name}
+        for node in ast.walk(ast.parse(file.read_text())):
+            names |= {getattr(node, key, None) for key in ("name", "arg", "attr")}
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                names.add(node.target.id)
+    return names
+
+
+def unknown_names(notebook: dict, known: set[str]) -> list[str]:
+    """Return the names in prose that neither the chapter's cells nor `known` have."""
+    code = [(c["source"], c["outputs"]) for c in notebook["cells"] if "outputs" in c]
+    seen = set(re.findall(r"\w+", json.dumps(code).replace("\\n", " ")))
+    prose = [c for c in notebook["cells"] if c["cell_type"] == "markdown"]
+    texts = ["".join(cell["source"]) for cell in prose]
+    names = {
+        name
+        for text in texts
+        if "## Read next" not in text
+        for name in re.findall(r"`([A-Za-z_]\w*)(?:\([^`]*\))?`", text)
+    }
+    return sorted(names - seen - known)
+
+
+def test_prose_names_only_what_there_is():
+    known = names_in_package() | set(ELSEWHERE.split())
+    for path in NOTEBOOKS:
+        assert unknown_names(json.loads(path.read_text()), known) == [], path.name
+    renamed = {"cell_type": "markdown", "source": ["`Kept` and `no_such(1)`"]}
+    assert unknown_names({"cells": [renamed]}, known) == ["Kept", "no_such"]
 
 
 # ---- what the endurance tests came to ------------------------------------------------
