@@ -47,7 +47,7 @@ def ledgers(
         for at, ledger in zip(places[name], group, strict=True):
             _draw_ledger(axes, at, ledger, kinds, size, width, wide)
         for at, says in zip(places[name], marks.get(name, ()), strict=False):
-            _draw_marks(axes, at, says, kinds, size, width)
+            _draw_marks(axes, at, says, size, width)
         x += len(group) + (not wide)
     _name_ledgers(axes, places)
     axes.set_ylabel(f"resident on a rank [{unit}]")
@@ -122,9 +122,7 @@ def _draw_ledger(
                   ha="center", fontsize=9, fontweight="bold")  # fmt: skip
 
 
-def _draw_marks(
-    axes: Axes, x: float, says: Any, kinds: Sequence[str], size: float, width: float
-) -> None:
+def _draw_marks(axes: Axes, x: float, says: Any, size: float, width: float) -> None:
     """Draw what theory says: the sum, or the upper end of each kind."""
     ends = [says / size] if not hasattr(says, "keys") else []
     if not ends:
