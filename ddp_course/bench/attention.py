@@ -157,13 +157,13 @@ def waited_step(assignment: str, seconds: float) -> list[Event]:
     """Go forward and backward in a ring whose steps wait; return what was recorded."""
     n, rank = dist.get_world_size(), dist.get_rank()
     c, assigned = SHORT // n, assign(SHORT, n, assignment)
-    slow = SleepingSteps(seconds / c**2)
-    ring = Ring(assigned, parts=[RingRecorder(), slow])
+    slow, recorder = SleepingSteps(seconds / c**2), RingRecorder()
+    ring = Ring(assigned, parts=[recorder, slow])
     places = [i for some in assigned[rank] for i in some]
     *qkv, dout = (x[:, :, places] for x in drawn(SHORT))
     with EventLog() as log, log.span("step"):
         out = ring(*(x.requires_grad_() for x in qkv))
-        slow.seconds *= BACKWARD
+        recorder.op, slow.seconds = "backward", slow.seconds * BACKWARD
         out.backward(dout)
     return log.events
 

@@ -1,6 +1,6 @@
 """Parts of `Ring` that record its steps, or replace computing by sleep.
 
-    lane "compute"          op "compute": one step's blocks, with their number of pairs
+    lane "compute"          op `op`: one step's blocks, with their number of pairs
     lane "wait"             op "wait": the next keys and values have not arrived
     lane "communication"    op "send": a message is on a slow line (`spawn(links=...)`)
 
@@ -19,9 +19,14 @@ from ddp_course.measure.blocks import active_logs
 
 
 class RingRecorder:
-    """A part that writes events into the open logs."""
+    """A part that writes events into the open logs.
+
+    Attributes:
+        op: the op of the events of computing, "forward" or "backward".
+    """
 
     def __init__(self) -> None:
+        self.op = "forward"
         self.since = 0.0  # time at which the last event ended
 
     def before_compute(self, ring: Ring, step: int, pairs: int) -> None:
@@ -30,11 +35,11 @@ class RingRecorder:
 
     def after_compute(self, ring: Ring, step: int, pairs: int) -> None:
         """Write an event of the computing."""
-        self._write("compute", step=step, pairs=pairs)
+        self._write(self.op, "compute", step=step, pairs=pairs)
 
     def arrived(self, ring: Ring, step: int) -> None:
         """Write an event of the wait."""
-        self._write("wait", step=step)
+        self._write("wait", "wait", step=step)
 
     def passed_on(self, ring: Ring, tensor: Tensor, handles: Sequence[Handle]) -> None:
         """Write an event when a slow line has carried the message."""
@@ -50,10 +55,10 @@ class RingRecorder:
             if hasattr(handle, "started"):  # the handle of a slow line
                 handle.started.add_done_callback(carried)
 
-    def _write(self, op: str, **detail: int) -> None:
+    def _write(self, op: str, lane: str, **detail: int) -> None:
         start, self.since = self.since, time.perf_counter()
         for log in active_logs():
-            log.add(op, start, self.since, **detail)
+            log.add(op, start, self.since, lane=lane, **detail)
 
 
 class SleepingSteps:

@@ -48,8 +48,9 @@ def test_spawn_pytorchs_ring_has_our_outputs_and_gradients(n):
 def test_spawn_a_zigzag_step_is_recorded():
     run = {"world_size": N, "links": LINKS, "output": "none"}
     for events in spawn(waited_step, "zigzag", 0.01, **run):
-        computes = [e for e in events if e.op == "compute"]
+        computes = [e for e in events if e.lane == "compute"]
         assert [e.detail["pairs"] for e in computes] == 2 * [FIRST, *3 * [LATER]]
+        assert [e.op for e in computes] == 4 * ["forward"] + 4 * ["backward"]
         sends = [e for e in events if e.op == "send"]
         u = 2 * 12 * C * 12 * 4
         assert [e.nbytes for e in sends] == 9 * [u]  # 3 forward, 6 backward
@@ -65,7 +66,9 @@ def test_spawn_a_zigzag_step_is_recorded():
 def test_spawn_the_busiest_rank_of_a_plain_ring_computes_all_blocks():
     run = {"world_size": N, "output": "none"}
     found = spawn(waited_step, "contiguous", 0.0, **run)
-    pairs = [sum(e.detail["pairs"] for e in its if e.op == "compute") for its in found]
+    pairs = [
+        sum(e.detail["pairs"] for e in its if e.lane == "compute") for its in found
+    ]
     assert pairs == [2 * (rank + 1) * C * C for rank in range(N)]
 
 
