@@ -46,6 +46,7 @@ from torch.utils._pytree import tree_map_only
 
 from ddp_course import data_parallel, zero
 from ddp_course.communication_order import ScheduledDataParallel, priority
+from ddp_course.context_parallel.gpt import context_parallel
 from ddp_course.mechanisms.agreement import digest, kind_of
 from ddp_course.mechanisms.buckets import bucket_plan
 from ddp_course.mechanisms.hooks import tensors_in
@@ -106,6 +107,11 @@ def in_units(kind: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     return lambda model: kind(model, units=members(model))
 
 
+def over_positions(model: nn.Module) -> nn.Module:
+    """Return a model whose ranks share each sequence, and average their gradients."""
+    return DDP(context_parallel(model))
+
+
 def in_stages(model: nn.Module) -> nn.Module:
     """Return a pipeline; the course's GPT has a loss of its own."""
     return PipelineParallel(model, loss_fn=None if hasattr(model, "config") else score)
@@ -130,10 +136,11 @@ OURS: dict[str, Strategy] = {
     "zero2": sharding(zero.ShardedGradientOptimizer),
     "zero3": wrapped(in_units(zero.FullyShardedDataParallel)),
     "tp": wrapped(tensor_parallel),
+    "cp": wrapped(over_positions),
     "pp": wrapped(in_stages),
 }
 PYTORCHS: dict[str, Strategy] = {"DDP": wrapped(PyTorchDDP), "FSDP": wrapped(by_fsdp)}
-WHOLE_BATCH = ("tp", "pp")  # ranks that share a model work on the same rows
+WHOLE_BATCH = ("tp", "cp", "pp")  # ranks that share a model work on the same rows
 CHECK_NOTHING = ("naive", "flat", "bucket")  # nor refuse sparse gradients
 SENDS_BUFFERS = ("ddp", "ddp unused", "DDP")  # the first rank's, before each forward
 # With this epsilon AdamW, too, sees how large gradients are, and rests where they are
@@ -467,7 +474,7 @@ def test_every_strategy_conforms_or_refuses():
         assert {case: kind for case, kind in found.items() if FAILS in kind} == {}
         # A bed that refuses everything would prove nothing.
         assert sum(kind.startswith(EQUAL) for kind in found.values()) > 100
-        assert found["GPT, tied", "tp"] == EQUAL
+        assert found["GPT, tied", "tp"] == found["GPT, tied", "cp"] == EQUAL
         assert found["buffer that counts", "pp"].startswith(REFUSED)
         assert [WORDS["first"], WORDS["own"]] == [
             found["moving mean", strategy].removeprefix(f"{EQUAL}: ")

@@ -193,6 +193,11 @@ def context_parallel(
     if attention not in ATTENTIONS:
         known = ", ".join(ATTENTIONS)
         raise ValueError(f"attention is {attention!r}; it can be {known}")
+    if not all(hasattr(model, name) for name in ("embed", "blocks", "loss_fn")):
+        raise ValueError(
+            f"the model is a {type(model).__name__}; context_parallel takes a GPT of "
+            "this course, as its embedding, attention and loss must know the positions"
+        )
     if attention == "ulysses":
         assignment = "contiguous"
     division, check = Division(group, attention, assignment), SameSequence(group)
