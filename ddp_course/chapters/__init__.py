@@ -56,8 +56,8 @@ def show_solution(name: str) -> Markdown:
 def _exercise(name: str) -> Exercise:
     known = all_exercises()
     if name not in known:
-        there = ", ".join(known)
-        raise ValueError(f"no exercise is called {name!r}; there are {there}")
+        exercises = ", ".join(known)
+        raise ValueError(f"no exercise is called {name!r}; there are {exercises}")
     return known[name]
 
 

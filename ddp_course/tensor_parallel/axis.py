@@ -1,4 +1,4 @@
-"""The axis tp: every rank has a part of every matrix. Chapter 09."""
+"""The tp axis of a layout: every rank has a part of every matrix. Chapter 09."""
 
 from torch import nn
 
@@ -14,5 +14,5 @@ def wrap(model: nn.Module, layout: Layout, axes: Axes) -> nn.Module:
 
 
 def strategy(layout: Layout) -> Strategy:
-    """Return how the ranks along tp train."""
+    """Return the functions that set up tensor parallelism for this layout."""
     return Strategy(wrap)

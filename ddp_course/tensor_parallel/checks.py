@@ -1,8 +1,8 @@
-"""What `tensor_parallel` checks: the model, each batch, and passes that fail.
+"""Checks of `tensor_parallel`: the model, each batch, and passes that fail.
 
-    check_model   can these ranks cut this model, and do all have the same one?
-    SameTokens    a part: before each forward, do all ranks have the same tokens?
-    FailedPasses  a part: a pass that fails on one rank, which others still wait in
+    check_model   raise unless all ranks have the same model, and can cut it
+    SameTokens    a part: raise unless all ranks have the same tokens in a forward
+    FailedPasses  a part: report a pass that failed here, in which others still wait
 
 Chapter 09.
 """
@@ -75,11 +75,11 @@ def _problem_with(model: Any, size: int) -> str | None:
 
 
 class SameTokens:
-    """Raise CollectiveError, on every rank, unless all have the same tokens.
+    """A part that raises CollectiveError, on every rank, unless tokens are equal.
 
-    In data parallelism every rank has tokens of its own, and a `DistributedSampler`
-    sees to it. Used here, it would make every sum over the ranks a sum of different
-    sentences: no shape is wrong, and the loss even falls.
+    In data parallelism a `DistributedSampler` gives every rank tokens of its own. With
+    such tokens here, every sum over the ranks would mix different sentences: no shape
+    is wrong, and the loss even falls.
     """
 
     def __init__(self, its: Meeting) -> None:
@@ -109,17 +109,17 @@ class SameTokens:
 
 
 class FailedPasses:
-    """Note a forward or backward that fails here: other ranks may still wait in it."""
+    """A part that reports a failed pass to other ranks, which may still wait in it."""
 
     def __init__(self, its: Meeting) -> None:
         self.watch = its.watch
 
     def forward_failed(self, model: Any, error: Exception) -> None:
-        """Note what the other ranks should be told."""
+        """Record the error for the report to the other ranks."""
         self.watch.failed = f"a forward failed here ({type(error).__name__}: {error})"
 
     def after_forward(self, model: Any, logits: Tensor) -> None:
-        """Note, when backward begins, that this rank is in it, until it has ended."""
+        """Record, from its begin to its end, that this rank is in backward."""
         if logits.requires_grad:
             logits.register_hook(self._backward_begins)
 

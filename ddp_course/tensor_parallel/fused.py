@@ -5,10 +5,10 @@ They compute what the layers of `layers` do, and with `sequence_parallel` this:
     column    F.linear(gather_sequence(x), weight, bias)
     row       scatter_sequence(F.linear(x, weight)) + copy_to_group(bias)
 
-In one operation, a summand is computed where it is sent from, and not copied there; and
-while the gradient of the input is summed over the ranks, a column product computes
-those of weight and bias, for which no other rank waits. (A pipeline may want these even
-later: `weight_grads`.)
+One operation writes a summand directly into the buffer that is sent, without a copy.
+And while the gradient of the input is summed over the ranks, a column product computes
+those of weight and bias, for which no other rank waits. (A pipeline may postpone them
+even further: `weight_grads`.)
 
 LinearWithGradAccumulationAndAsyncCommunication in Megatron-LM's
 megatron/core/tensor_parallel/layers.py. Chapter 09.
@@ -32,7 +32,7 @@ from ddp_course.tensor_parallel.layers import (
 
 
 class FusedLinear(ParallelLayer):
-    """What both have.
+    """The base of the column and the row layer.
 
     Args:
         full: the `nn.Linear`.
@@ -65,8 +65,8 @@ class FusedLinear(ParallelLayer):
         _, needs_weight, needs_bias = ctx.needs_input_grad[:3]
 
         def gradients() -> Sequence[Tensor | None]:
-            given = rows.sum(0) if of_bias is None and needs_bias else of_bias
-            return [rows.t() @ _rows(x) if needs_weight else None, given]
+            bias = rows.sum(0) if of_bias is None and needs_bias else of_bias
+            return [rows.t() @ _rows(x) if needs_weight else None, bias]
 
         store = self.weight_grads
         return store.compute(ctx.own, gradients) if store else gradients()
@@ -76,7 +76,7 @@ class FusedColumnParallelLinear(FusedLinear, ColumnParallelLinear):
     """This rank's columns of Y: (..., I) -> (..., O/tp), or from (B, T/tp, I)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Take the whole input; compute the own columns."""
+        """Compute this rank's columns from the whole input."""
         return self.product(ColumnProduct, x)
 
 
@@ -84,7 +84,7 @@ class FusedRowParallelLinear(FusedLinear, RowParallelLinear):
     """The sum of all ranks' products: (..., I/tp) -> (..., O), or to (B, T/tp, O)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute the own summand, add all ranks', then the bias: once."""
+        """Sum the products over the ranks, then add the bias once."""
         return self.product(RowProduct, x)
 
 
@@ -104,24 +104,24 @@ class ColumnProduct(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Sum the gradient of X over the ranks; meanwhile compute those of W and b."""
+        """Sum the gradient of X over the ranks while computing those of W and b."""
         x, weight = ctx.saved_tensors
         layer, group, rows = ctx.layer, ctx.layer.group, _rows(gradient)  # (R, O/tp)
         own: list[Tensor | None] = []
 
-        def meanwhile() -> None:
+        def compute_own() -> None:
             own.extend(layer.own_gradients(ctx, rows, x))
 
         if not ctx.needs_input_grad[0]:
-            meanwhile()
+            compute_own()
             return None, *own, None
         summand = group.buffer(x.shape, gradient)
         torch.mm(rows, weight, out=_rows(summand))
         if layer.sequence_parallel:
-            meanwhile()
+            compute_own()
             total = group.reduce_scatter(summand, 1)  # (B, T/tp, I)
         else:
-            total = group.all_reduce(summand, meanwhile=meanwhile)  # (..., I)
+            total = group.all_reduce(summand, meanwhile=compute_own)  # (..., I)
         return total, *own, None
 
 
@@ -146,7 +146,7 @@ class RowProduct(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """All ranks have the gradient of the sum: it is that of each summand."""
+        """Compute from the gradient of the sum, which is that of each summand."""
         x, weight = ctx.saved_tensors
         layer, of_bias = ctx.layer, None
         if layer.sequence_parallel:
@@ -159,5 +159,5 @@ class RowProduct(Function):
 
 
 def _rows(x: Tensor) -> Tensor:
-    """See `x` as a matrix: (..., I) -> (R, I)."""
+    """Flatten `x` to a matrix: (..., I) -> (R, I)."""
     return x.reshape(-1, x.shape[-1])

@@ -205,7 +205,7 @@ class TensorParallelGPT(DividedModule, nn.Module):
         return self.ends.gather_logits(logits)
 
     def extra_repr(self) -> str:
-        """Tell what is cut, and how."""
+        """Return the tensors that are cut, and how, as text."""
         return "\n".join(str(placed(parameter)) for parameter in self.parameters())
 
 

@@ -6,10 +6,10 @@ A product Y = X W can be cut in two ways (in PyTorch, which computes X Wᵀ, the
     column   W = [W_0, W_1]    rank r computes its columns of Y from the whole of X
     row      W = [W_0; W_1]    rank r computes a summand of Y from its columns of X
 
-One after the other they need one all-reduce in forward, after the second: the columns
-that rank r has after the first are those that its part of the second wants. In backward
-the gradient of X comes from all ranks, which is one all-reduce more. So two operations
-stand where tensors enter and leave, of which each is the backward of the other:
+A column product followed by a row product needs one all-reduce in forward, after the
+second: the columns that rank r has after the first are those that its part of the
+second needs. In backward the gradient of X is a sum over all ranks: one more
+all-reduce. So two operations are needed at the borders, each the other's backward:
 
                           forward          backward
     f   copy_to_group     nothing          all-reduce
@@ -51,13 +51,13 @@ class CopyToGroup(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: MessageExchange) -> Tensor:
-        """Change nothing."""
+        """Return x unchanged."""
         ctx.group = group
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """(g_0, ..., g_N-1) -> g_0 + ... + g_N-1: every rank's use of x counts."""
+        """Sum (g_0, ..., g_N-1) over the ranks: every rank's use of x counts."""
         return reduce_from_group(gradient, ctx.group), None
 
 
@@ -72,7 +72,7 @@ class ReduceFromGroup(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """g -> (g, ..., g): each summand counts once, on its own rank."""
+        """Return g on every rank: each summand counts once, on its own rank."""
         return copy_to_group(gradient, ctx.group), None
 
 
@@ -110,7 +110,7 @@ class ColumnParallelLinear(ParallelLayer):
     CUTS = MappingProxyType({"weight": 0, "bias": 0})
 
     def forward(self, x: Tensor) -> Tensor:
-        """Take the whole input; compute the own columns."""
+        """Compute this rank's columns from the whole input."""
         return F.linear(copy_to_group(x, self.group), self.weight, self.bias)
 
 
@@ -120,7 +120,7 @@ class RowParallelLinear(ParallelLayer):
     CUTS = MappingProxyType({"weight": 1, "bias": None})
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute the own summand, add all ranks', then the bias: once."""
+        """Sum the products over the ranks, then add the bias once."""
         y = reduce_from_group(F.linear(x, self.weight), self.group)  # (..., O)
         return y if self.bias is None else y + self.bias
 
@@ -138,5 +138,5 @@ class ParallelMLP(nn.Module):
         self.down = RowParallelLinear(full.down, group)
 
     def forward(self, x: Tensor) -> Tensor:
-        """As the plain MLP: (B, T, C) -> (B, T, C)."""
+        """Compute what the plain MLP does: (B, T, C) -> (B, T, C)."""
         return self.down(F.gelu(self.up(x)))

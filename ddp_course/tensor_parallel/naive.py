@@ -20,11 +20,11 @@ Group = dist.ProcessGroup | None  # None: all ranks
 
 
 class SumGradients(Function):
-    """Return x, which all ranks have; in backward, add up the ranks' gradients."""
+    """An identity with a backward that adds up the ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        """Change nothing."""
+        """Return x unchanged."""
         ctx.group = group
         return x.view_as(x)
 
@@ -37,7 +37,7 @@ class SumGradients(Function):
 
 
 class GatherColumns(Function):
-    """Put the ranks' columns side by side; in backward, take the own ones."""
+    """A gather of the ranks' columns, with a backward that selects this rank's."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, group: Group) -> Tensor:
@@ -55,7 +55,7 @@ class GatherColumns(Function):
 
 
 class SumOutputs(Function):
-    """Add up the ranks' y; in backward, each has the gradient of the sum."""
+    """A sum of the ranks' y; in backward, each rank has the gradient of the sum."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, group: Group) -> Tensor:
@@ -66,7 +66,7 @@ class SumOutputs(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Change nothing."""
+        """Return the gradient unchanged."""
         return gradient, None
 
 
@@ -118,5 +118,5 @@ class NaiveParallelMLP(nn.Module):
         self.down = NaiveColumnLinear(full.down, group)
 
     def forward(self, x: Tensor) -> Tensor:
-        """As the plain MLP: (B, T, C) -> (B, T, C)."""
+        """Compute what the plain MLP does: (B, T, C) -> (B, T, C)."""
         return self.down(F.gelu(self.up(x)))

@@ -51,20 +51,25 @@ Map = Callable[[MessageExchange, Tensor, int], Tensor]
 
 
 class Exchanged(Function):
-    """What a map does along `dim`; its backward is what the transposed map does."""
+    """A map along `dim`, with the transposed map as its backward."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, group: MessageExchange, dim: int, there: Map, back: Map
+        ctx: Any,
+        x: Tensor,
+        group: MessageExchange,
+        dim: int,
+        apply: Map,
+        transposed: Map,
     ) -> Tensor:
-        """Go there."""
-        ctx.way_back = group, dim, back, there
-        return there(group, x, dim)
+        """Apply the map."""
+        ctx.backward_args = group, dim, transposed, apply
+        return apply(group, x, dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Lead the gradient back."""
-        return Exchanged.apply(gradient, *ctx.way_back), None, None, None, None
+        """Apply the transposed map to the gradient."""
+        return Exchanged.apply(gradient, *ctx.backward_args), None, None, None, None
 
 
 def _own_part(group: MessageExchange, x: Tensor, dim: int) -> Tensor:
@@ -133,6 +138,6 @@ class SequenceParallelPositions(ParallelLayer):
     CUTS = MappingProxyType({"weight": None})
 
     def forward(self, positions: Tensor) -> Tensor:
-        """Look the own positions up."""
+        """Embed this rank's positions."""
         own = split_to_group(positions, 0, self.group)  # (T/tp,)
         return F.embedding(own, copy_to_group(self.weight, self.group))  # (T/tp, C)

@@ -23,7 +23,7 @@ from ddp_course.tensor_parallel.ops import scatter_sequence
 
 
 class VocabParallelEmbedding(ParallelLayer):
-    """Embeds the tokens whose rows this rank has, and asks the others: () -> (C,).
+    """An embedding with some of the rows on each rank: () -> (C,).
 
     Every rank looks its own tokens up and has zeros for the others'; the sum is the
     whole. In backward each rank gets the gradients of its own rows, without a message.
@@ -53,7 +53,7 @@ class VocabParallelEmbedding(ParallelLayer):
         self.first = self.group.rank * self.weight.shape[0]  # the first own token
 
     def forward(self, idx: Tensor) -> Tensor:
-        """Look the own tokens up, and add what the other ranks have found."""
+        """Embed this rank's tokens, and sum over the ranks."""
         row = idx - self.first
         elsewhere = (row < 0) | (row >= self.weight.shape[0])
         found = F.embedding(row.masked_fill(elsewhere, 0), self.weight)  # (B, T, C)
@@ -134,7 +134,7 @@ class VocabParallelCrossEntropy(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """softmax - onehot(target), of the own part of the vocabulary."""
+        """Return softmax - onehot(target), for this rank's part of the vocabulary."""
         softmax, column, mine, counts = ctx.saved_tensors
         weight = gradient.masked_fill(~counts, 0.0).unsqueeze(1)  # (R, 1)
         logits = softmax * weight

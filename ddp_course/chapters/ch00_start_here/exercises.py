@@ -66,22 +66,22 @@ def _slice(my_slice: Callable, batch: Tensor) -> Tensor:
 
 
 def _judge(batch: Tensor, slices: list[Any]) -> None:
-    """Look at what each rank got: a tensor, of whole rows, as many, the right ones."""
+    """Check what each rank got: a tensor of whole rows, as many, and the right ones."""
     each, taken = ROWS // len(slices), set()
     for rank, got in enumerate(slices):
-        told = {"tensor": isinstance(got, Tensor), "got": shown(got), "each": each}
-        if told["tensor"]:
+        facts = {"tensor": isinstance(got, Tensor), "got": shown(got), "each": each}
+        if facts["tensor"]:
             wanted, shape = batch[rank * each :][:each], tuple(got.shape)
             whole = got.dim() == batch.dim() and shape[1:] == batch.shape[1:]
             rows = [int(row.flatten()[0]) for row in got] if whole else []
-            told |= {"shape": shape, "whole": whole, "dtype": batch.dtype}
-            told |= {"expected": tuple(wanted.shape), "rows": rows, "count": len(rows)}
-            told |= {"twice": sorted(taken & {*rows})[:1], "right": equal(got, wanted)}
-            told |= {"as_many": len(rows) == each, "once": not taken & {*rows}}
-            told["wanted"] = [*range(rank * each, (rank + 1) * each)]
+            facts |= {"shape": shape, "whole": whole, "dtype": batch.dtype}
+            facts |= {"expected": tuple(wanted.shape), "rows": rows, "count": len(rows)}
+            facts |= {"twice": sorted(taken & {*rows})[:1], "right": equal(got, wanted)}
+            facts |= {"as_many": len(rows) == each, "once": not taken & {*rows}}
+            facts["wanted"] = [*range(rank * each, (rank + 1) * each)]
             taken |= {*rows}
         who = f"A batch of {ROWS} rows, world_size {len(slices)}: rank {rank} got"
-        judge(who, told, SLICE)
+        judge(who, facts, SLICE)
 
 
 @exercise("my_average", solution=solutions.my_average)

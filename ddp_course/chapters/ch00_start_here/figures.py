@@ -102,7 +102,7 @@ MIDDLE = MAP_W / 2
 WAYS = 152  # y of the cards' top
 END = WAYS + WAY_H + 36  # y where the five ways meet again
 MAP_H = END + 72
-SIDE = 84  # what is cut is a square: four bars of 21, or of 18 with gaps of 4
+SIDE = 84  # a square is cut: four bars of 21, or of 18 with gaps of 4
 # The boxes of a square, by the rank that has them, and how round their corners are.
 ROWS = [(i, (0, 21 * i, SIDE, 21), 0) for i in range(4)]
 COLUMNS = [(i, (21 * i, 0, 21, SIDE), 0) for i in range(4)]

@@ -11,6 +11,6 @@ def my_slice(batch: Tensor, rank: int, world_size: int) -> Tensor:
 
 
 def my_average(tensor: Tensor) -> None:
-    """Put the mean over all ranks into `tensor`."""
+    """Replace `tensor` with its mean over all ranks."""
     dist.all_reduce(tensor)
     tensor /= dist.get_world_size()

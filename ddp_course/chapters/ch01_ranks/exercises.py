@@ -42,7 +42,7 @@ def check_global_rank(answer: Answer) -> str:
 
 
 def _my_rank(global_rank: Callable) -> Any:
-    """On every rank: compute the rank from the other variables."""
+    """Compute this rank from the other variables."""
     me = here()
     return global_rank(me.node_rank, me.local_rank, me.topology.nproc_per_node)
 
@@ -74,7 +74,7 @@ def check_peer_on_next_node(answer: Answer) -> str:
 
 
 def _exchange(peer_on_next_node: Callable) -> tuple[tuple, tuple]:
-    """On every rank: send the own place to the peer, and receive one."""
+    """Send this rank's place to the peer, and receive the peer's."""
     me = here()
     nnodes, size = me.topology.nnodes, me.topology.nproc_per_node
     mine = torch.tensor([me.node_rank, me.local_rank])
@@ -115,9 +115,9 @@ def check_node_group(answer: Answer) -> str:
         shape = {"nnodes": nnodes, "nproc_per_node": size}
         real = on_ranks(_use, answer, **shape, hint=hint)
         for table in (GROUP, TOTAL):
-            for told in real:
+            for facts in real:
                 where = f"On a real {nnodes} x {size} cluster,"
-                judge(where, {"hint": hint} | told, table)
+                judge(where, {"hint": hint} | facts, table)
     return (
         "on real 2 x 3 and 3 x 2 clusters every rank is in the group of its own node, "
         "and an all_reduce there adds up that node's ranks"
@@ -125,31 +125,31 @@ def check_node_group(answer: Answer) -> str:
 
 
 def _use(node_group: Callable) -> dict[str, Any]:
-    """On every rank: make the groups in step with the others, and try the own one."""
+    """Create the groups, in step with the other ranks, and test the own one."""
     me = here()
     wanted = [p.rank for p in me.topology.places() if p.node_rank == me.node_rank]
-    told = {"rank": me.rank, "node": me.node_rank, "wanted": wanted}
+    facts = {"rank": me.rank, "node": me.node_rank, "wanted": wanted}
     try:
         with _watched(node_group):
             group = node_group()
         _same("returned")
     except _OutOfStep as error:
-        return told | {"in_step": False, "alone": str(error)}
+        return facts | {"in_step": False, "alone": str(error)}
     a_group = isinstance(group, dist.ProcessGroup)
     members = dist.get_process_group_ranks(group) if a_group else None
-    told |= {"in_step": True, "a_group": a_group, "instead": f"`{one_line(group)}`"}
-    told |= {"members": members, "right": members == wanted, "sum": sum(wanted)}
+    facts |= {"in_step": True, "a_group": a_group, "instead": f"`{one_line(group)}`"}
+    facts |= {"members": members, "right": members == wanted, "sum": sum(wanted)}
     everyones = _from_all(members)
     # A collective that not all members take part in would hang.
     if a_group and all(everyones[rank] == members for rank in members):
         total = torch.tensor(me.rank)
         dist.all_reduce(total, group=group)
-        told |= {"total": total.item(), "adds_up": total.item() == sum(wanted)}
-    return told
+        facts |= {"total": total.item(), "adds_up": total.item() == sum(wanted)}
+    return facts
 
 
 class _OutOfStep(Exception):
-    """Not all ranks make the same groups."""
+    """An error: the ranks do not create the same groups."""
 
 
 @contextmanager

@@ -176,7 +176,7 @@ def rendezvous(world_size: int = 4) -> Drawing:
 
 
 def _port(rank: int, peer: int, world_size: int, width: float) -> float:
-    """Where `rank`'s block is connected to `peer`, so that no curves cross there."""
+    """Return where `rank`'s block is connected to `peer`, so that no curves cross."""
     left = list(range(rank - 1, -1, -1))  # the nearest outermost
     right = list(range(world_size - 1, rank, -1))
     place = (left + right).index(peer)

@@ -142,7 +142,7 @@ def _short(plan: Plan) -> str:
 
 
 def _in_words(plan: Plan) -> str:
-    """Say what every rank has before and after."""
+    """Describe what every rank has before and after."""
     names = labels(plan)
 
     def chunks(which: frozenset[int]) -> str:

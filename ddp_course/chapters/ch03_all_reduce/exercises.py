@@ -58,8 +58,8 @@ def check_ring_transfers(answer: Answer) -> str:
             f"time, one chunk each, {2 * (n - 1)} are enough.",
         )
     for n in (3, 4):
-        for rank, told in enumerate(on_ranks(_run, _as_plan(answer, n), world_size=n)):
-            judge(f"On {n} real ranks, rank {rank}", told, RAN)
+        for rank, facts in enumerate(on_ranks(_run, _as_plan(answer, n), world_size=n)):
+            judge(f"On {n} real ranks, rank {rank}", facts, RAN)
     return (
         "1 to 11 ranks end with the numbers of every rank, once; each sends 2 (N - 1) "
         "chunks to its right; and so did 3 and 4 real ranks"
@@ -67,7 +67,7 @@ def check_ring_transfers(answer: Answer) -> str:
 
 
 def _as_plan(answer: Answer, n: int) -> Plan:
-    """Make a plan of what the reader returned, if it is a list of transfers."""
+    """Convert the reader's list of transfers to a plan; return other answers unchanged."""
     got, call = answer(n), answer.call(n)
     listed = isinstance(got, list) and all(isinstance(t, Transfer) for t in got)
     expect(listed, f"{call} returned {shown(got)}; expected a list of `Transfer`s.")
@@ -93,9 +93,9 @@ def _run(plan: Plan) -> dict[str, Any]:
     with ByteMeter() as meter:
         all_reduce_by("ring_transfers", lambda world_size: plan, x)
     sent, wanted = meter.total_sent / x.nbytes, theory.least_bytes("all_reduce", n, 1)
-    told = {"numbers": x[::1000].tolist(), "total": total}
-    told["right"] = bool((x == total).all())
-    return told | {"sent": sent, "wanted": wanted, "least": abs(sent - wanted) < 1e-9}
+    facts = {"numbers": x[::1000].tolist(), "total": total}
+    facts["right"] = bool((x == total).all())
+    return facts | {"sent": sent, "wanted": wanted, "least": abs(sent - wanted) < 1e-9}
 
 
 # ---- ring_reduce_scatter -----------------------------------------------------------
@@ -192,9 +192,9 @@ def check_hierarchical_sum(answer: Answer) -> str:
     for nnodes, size in CLUSTERS:
         shape = {"nnodes": nnodes, "nproc_per_node": size}
         real = on_ranks(_sum_over_nodes, answer, **shape, hint=hint)
-        for rank, told in enumerate(real):
+        for rank, facts in enumerate(real):
             where = f"On a real {nnodes} x {size} cluster rank {rank}"
-            judge(where, told | {"hint": hint}, HIERARCHY)
+            judge(where, facts | {"hint": hint}, HIERARCHY)
     return (
         "on real 2 x 2, 2 x 3 and 3 x 2 clusters the sums are right, and each rank "
         "sends 2 (G - 1) / G S / g to other nodes, G nodes of g ranks"
@@ -202,7 +202,7 @@ def check_hierarchical_sum(answer: Answer) -> str:
 
 
 def _sum_over_nodes(function: Callable) -> dict[str, Any]:
-    """On every rank: call the reader's function, count bytes by link."""
+    """Call the reader's function on this rank, and count bytes by link."""
     me, shape = here(), here().topology
     g, ranks = shape.nproc_per_node, range(shape.world_size)
     nodes = [dist.new_group([*ranks[first : first + g]]) for first in ranks[::g]]
@@ -215,20 +215,23 @@ def _sum_over_nodes(function: Callable) -> dict[str, Any]:
     total = sum(everyones)
     wrong = torch.ne(x, total).flatten()
     first = int(wrong.int().argmax())
-    told: dict[str, Any] = {"parts": 100 * (1 - wrong.float().mean().item())}
-    told["first"] = f"{x.flatten()[first]} in place {first}; expected "
-    told["first"] += f"{total.flatten()[first]}"
+    facts: dict[str, Any] = {"parts": 100 * (1 - wrong.float().mean().item())}
+    facts["first"] = f"{x.flatten()[first]} in place {first}; expected "
+    facts["first"] += f"{total.flatten()[first]}"
     report, least = meter.report(), theory.hierarchical_bytes_sent(shape.nnodes, g)
     for way in ("between", "inside"):
-        told[way] = getattr(report, way) / x.nbytes
+        facts[way] = getattr(report, way) / x.nbytes
         wanted = getattr(least[me.rank], way)
-        told[f"{way}_right"] = Fraction(told[way]).limit_denominator(1000) == wanted
-        told[f"{way}_least"] = float(wanted)
+        facts[f"{way}_right"] = Fraction(facts[way]).limit_denominator(1000) == wanted
+        facts[f"{way}_least"] = float(wanted)
     # Inside a node messages are cheap: a whole all-reduce there is no mistake.
-    told["inside_right"] = told["inside"] <= 1.51 * told["inside_least"]
-    told |= {"right": not wrong.any(), "counted": told["between"] + told["inside"] > 0}
-    told["own_work"] = not any(e.op.startswith("hierarchical") for e in log.events)
-    return told
+    facts["inside_right"] = facts["inside"] <= 1.51 * facts["inside_least"]
+    facts |= {
+        "right": not wrong.any(),
+        "counted": facts["between"] + facts["inside"] > 0,
+    }
+    facts["own_work"] = not any(e.op.startswith("hierarchical") for e in log.events)
+    return facts
 
 
 def _numbers(rank: int, cluster: Topology) -> Tensor:

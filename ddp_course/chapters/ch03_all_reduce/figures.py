@@ -15,7 +15,7 @@ from ddp_course.lab.draw.steps import count, draw_legend, in_buffers, in_words, 
 from ddp_course.lab.palette import MUTED, PANEL, PANEL_EDGE, rank_color
 
 MARGIN, GAP, SIDE = 16, 14, 30  # SIDE: of a rank's block
-STEPS_TOP, RADIUS = 36, 66  # of the ring picture
+STEPS_TOP, RADIUS = 36, 66  # ring picture
 PITCH, NODE_H, NODE_GAP = 52, 64, 40  # in a hierarchy: of ranks, and of nodes
 PHASE_TOP, WIDEST, MOST_NODES, MOST_LOCAL = 60, 760, 4, 8
 
@@ -177,7 +177,7 @@ def link(
 CARD_W, CARD_H, FIELD_W, FIELD_TOP = 300, 250, 240, 54
 NODES = "hierarchical: 2 nodes"
 SQUARE = ((60, 15), (180, 15), (60, 115), (180, 115))
-PLACES: dict[str, tuple[Point, ...]] = {  # of ranks 0 to 3
+PLACES: dict[str, tuple[Point, ...]] = {  # ranks 0 to 3
     "naive": ((120, 15), (25, 115), (120, 115), (215, 115)),
     "tree": ((120, 3), (55, 62), (185, 62), (185, 127)),
     "halving-doubling": SQUARE,

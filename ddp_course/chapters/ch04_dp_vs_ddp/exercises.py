@@ -61,24 +61,26 @@ def _watch(function: Callable, model: nn.Module) -> dict[str, Any]:
     return {"ops": ops, "torchs": torchs.nbytes, "sent": meter.total_sent}
 
 
-def _sending(told: dict[str, Any], fine: bool, op: str, most: int, nbytes: int) -> None:
-    """Tell whether `op` was called often enough; looked at if all is `fine` everywhere.
+def _sending(
+    facts: dict[str, Any], fine: bool, op: str, most: int, nbytes: int
+) -> None:
+    """Record whether `op` was called as often as needed, if all ranks are `fine`.
 
     Of PyTorch's collectives the tensors are known; of ours, what all ranks send:
     (n - 1) S in a broadcast, 2 (n - 1) S in an all-reduce, or n (n - 1) S for a small
     one in shared memory.
     """
-    n, ops = dist.get_world_size(), told["ops"]
+    n, ops = dist.get_world_size(), facts["ops"]
     everyones: list[Any] = [None] * n
-    dist.all_gather_object(everyones, (told["sent"], fine))
+    dist.all_gather_object(everyones, (facts["sent"], fine))
     sent = sum(s for s, _ in everyones)
     skip = n == 1 or not all(f for _, f in everyones)
     times = {"broadcast": [n - 1], "all_reduce": [2 * (n - 1), n * (n - 1)]}[op]
-    carried = [told["torchs"] + sent // max(1, k) for k in times]
+    carried = [facts["torchs"] + sent // max(1, k) for k in times]
     counts = [f"{ops.count(one)} x {one}" for one in dict.fromkeys(ops)]
-    told |= {"calls": ", ".join(counts) or "no collective", "most": f"{most} x {op}"}
-    told |= {"few": skip or set(ops) == {op} and len(ops) <= most}
-    told |= {"enough": skip or nbytes in carried, "nbytes": nbytes, "carried": carried}
+    facts |= {"calls": ", ".join(counts) or "no collective", "most": f"{most} x {op}"}
+    facts |= {"few": skip or set(ops) == {op} and len(ops) <= most}
+    facts |= {"enough": skip or nbytes in carried, "nbytes": nbytes, "carried": carried}
 
 
 def _size(tensors: dict[str, Tensor]) -> int:
@@ -125,12 +127,12 @@ def check_make_replicas(answer: Answer) -> str:
 
 
 def _replicate(function: Callable) -> dict[str, Any]:
-    """On every rank: call the reader's function on a model from a seed of its own."""
+    """Call the reader's function on this rank, on a model from a seed of its own."""
     model, wanted = Odd(seed=dist.get_rank()), Odd(seed=0).states()
     before = model.tensors()
     places = {name: tensor.data_ptr() for name, tensor in before.items()}
     flags = [p.requires_grad for p in model.parameters()]
-    told = _watch(function, model)
+    facts = _watch(function, model)
     now = model.tensors()
     wrong = [name for name in wanted if not torch.equal(now[name], wanted[name])]
     moved = [
@@ -139,13 +141,13 @@ def _replicate(function: Callable) -> dict[str, Any]:
         if now.get(name) is not before[name] or now[name].data_ptr() != places[name]
     ]
     how = "is not rank 0's" if dist.get_rank() else "has changed"
-    told |= {"right": not wrong, "first": (wrong or [""])[0], "how": how}
-    told |= {"many": f"{len(wrong)} of {len(wanted)} tensors"}
-    told |= {"in_place": not moved, "moved": (moved or [""])[0]}
-    told["learns"] = flags == [p.requires_grad for p in model.parameters()]
+    facts |= {"right": not wrong, "first": (wrong or [""])[0], "how": how}
+    facts |= {"many": f"{len(wrong)} of {len(wanted)} tensors"}
+    facts |= {"in_place": not moved, "moved": (moved or [""])[0]}
+    facts["learns"] = flags == [p.requires_grad for p in model.parameters()]
     types, fine = {t.dtype for t in wanted.values()}, not wrong and not moved
-    _sending(told, fine, "broadcast", len(types), _size(wanted))
-    return told
+    _sending(facts, fine, "broadcast", len(types), _size(wanted))
+    return facts
 
 
 # ---- average_gradients_flat --------------------------------------------------------
@@ -205,34 +207,34 @@ def _gradients(rank: int, n: int) -> dict[str, Tensor | None]:
 
 
 def _average(function: Callable) -> dict[str, Any]:
-    """On every rank: call the reader's function on a model with made-up gradients."""
+    """Call the reader's function on this rank, on a model with invented gradients."""
     rank, n = dist.get_rank(), dist.get_world_size()
     model = Odd(seed=0).double() if n == 3 else Odd(seed=0)
     before, parameters = model.states(), dict(model.named_parameters())
     everyones = [_gradients(k, n) for k in range(n)]
     for name, gradient in everyones[rank].items():
         parameters[name].grad = None if gradient is None else gradient.clone()
-    told = _watch(function, model)
-    told |= {"there": True, "means": True, "name": "", "got": 0, "wanted": 0}
+    facts = _watch(function, model)
+    facts |= {"there": True, "means": True, "name": "", "got": 0, "wanted": 0}
     zeros = {name: torch.zeros_like(parameters[name]) for name in everyones[0]}
     for name, zero in zeros.items():
-        given = [one[name] for one in everyones if one[name] is not None]
-        total, got = sum(given, zero.detach()), parameters[name].grad
+        present = [one[name] for one in everyones if one[name] is not None]
+        total, got = sum(present, zero.detach()), parameters[name].grad
         if got is None:
-            told |= {"there": False, "name": name}
+            facts |= {"there": False, "name": name}
         elif not equal_values(got, total / n):
-            told |= {"means": False, "name": name, "more": ""}
-            told |= {"got": shown(got), "wanted": shown(total / n)}
+            facts |= {"means": False, "name": name, "more": ""}
+            facts |= {"got": shown(got), "wanted": shown(total / n)}
             if name == LACKING[n]:
-                told["more"] = " One rank had none for it, which counts as zero."
+                facts["more"] = " One rank had none for it, which counts as zero."
             elif equal_values(got, total):
-                told["more"] = " That is the sum."
+                facts["more"] = " That is the sum."
     now = model.states()
-    told["frozen"] = all(p.grad is None for p in model.frozen.parameters())
-    told["same_weights"] = all(torch.equal(now[name], before[name]) for name in before)
-    fine = all(told[what] for what in ("there", "means", "frozen", "same_weights"))
-    _sending(told, fine, "all_reduce", 1, _size(zeros))
-    return told
+    facts["frozen"] = all(p.grad is None for p in model.frozen.parameters())
+    facts["same_weights"] = all(torch.equal(now[name], before[name]) for name in before)
+    fine = all(facts[what] for what in ("there", "means", "frozen", "same_weights"))
+    _sending(facts, fine, "all_reduce", 1, _size(zeros))
+    return facts
 
 
 # ---- replicas_agree ----------------------------------------------------------------
@@ -281,8 +283,8 @@ CASES = {
 
 
 def _agree(function: Callable) -> list[dict[str, Any]]:
-    """On every rank: the answer, the bytes written, and whether nothing was changed."""
-    told = []
+    """Return the answer, the bytes written, and whether anything was changed."""
+    answers = []
     for case, (agree, what) in CASES.items():
         model = _model_for(case)
         before = {name: _bits(t) for name, t in model.state_dict().items()}
@@ -293,8 +295,8 @@ def _agree(function: Callable) -> list[dict[str, Any]]:
         one |= {"is_bool": isinstance(got, bool), "right": got == agree}
         one["untouched"] = all(torch.equal(after[k], before[k]) for k in before)
         one |= {"short": written is None or written <= ENOUGH, "written": written}
-        told.append(one)
-    return told
+        answers.append(one)
+    return answers
 
 
 def _bits(tensor: Tensor) -> Tensor:

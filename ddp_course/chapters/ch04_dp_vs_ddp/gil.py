@@ -54,7 +54,7 @@ class ManyTinyOperations(nn.Module):
         self.from_past = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Look at the same input again and again."""
+        """Process the same input again and again."""
         h = torch.zeros_like(x)
         for _ in range(self.steps):
             h = torch.tanh(self.from_input(x) + self.from_past(h))
@@ -85,7 +85,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
 
 @dataclass(frozen=True)
 class Timing:
-    """How long n replicas took, run in one way: medians over the turns.
+    """Seconds of n replicas, run in one way: medians over the turns.
 
     `cpu_seconds` are those of all threads and processes together. `speed_up` is the
     time of "one after another" over this one, of the same turn: it cannot well be more
@@ -111,21 +111,21 @@ def threads_against_processes(replicas: int = 2, turns: int = 15) -> list[Timing
     """
     check_count("replicas", replicas)
     check_count("turns", turns)
-    told = spawn(
+    by_rank = spawn(
         measure, turns, world_size=replicas, device="cpu", threads=1, output="none"
     )
     return [
         timing
         for model in MODELS
-        for timing in timings(model, [by_model[model] for by_model in told])
+        for timing in timings(model, [by_model[model] for by_model in by_rank])
     ]
 
 
-def timings(model: str, told: list[Times]) -> list[Timing]:
-    """Put together what all ranks measured: a way has ended when its last rank has."""
+def timings(model: str, by_rank: list[Times]) -> list[Timing]:
+    """Combine what all ranks measured: a way has ended when its last rank has."""
     seconds, cpu_seconds = {}, {}
     for way in WAYS:
-        turns = list(zip(*(times[way] for times in told), strict=True))
+        turns = list(zip(*(times[way] for times in by_rank), strict=True))
         seconds[way] = [max(wall for wall, _ in ranks) for ranks in turns]
         cpu_seconds[way] = [sum(cpu for _, cpu in ranks) for ranks in turns]
     alone = seconds[WAYS[0]]
@@ -146,7 +146,7 @@ def timings(model: str, told: list[Times]) -> list[Timing]:
 
 @torch.no_grad()
 def measure(turns: int) -> dict[str, Times]:
-    """On every rank: return what it took for its part, by model, way and turn."""
+    """Measure this rank's part: return seconds by model, way and turn."""
     result = {}
     for name, (build, rows) in MODELS.items():
         torch.manual_seed(0)

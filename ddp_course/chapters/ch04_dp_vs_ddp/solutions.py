@@ -8,7 +8,7 @@ from ddp_course.train import checksum
 
 @torch.no_grad()
 def make_replicas(model: torch.nn.Module) -> None:
-    """Give every rank rank 0's numbers, with one broadcast for each dtype."""
+    """Copy rank 0's numbers to all ranks, with one broadcast for each dtype."""
     states = [*model.parameters(), *model.buffers()]
     for dtype in dict.fromkeys(state.dtype for state in states):
         members = [state for state in states if state.dtype == dtype]
@@ -34,7 +34,7 @@ def average_gradients_flat(model: torch.nn.Module) -> None:
 
 
 def replicas_agree(model: torch.nn.Module) -> bool:
-    """Tell whether all ranks have the same bits: 16 letters of each rank are enough."""
+    """Return whether all ranks have the same bits: 16 letters of each rank suffice."""
     everyones = [""] * dist.get_world_size()
     dist.all_gather_object(everyones, checksum(model.state_dict()))
     return len(set(everyones)) == 1

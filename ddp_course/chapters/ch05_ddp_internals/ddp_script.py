@@ -53,7 +53,7 @@ def train(device: torch.device, epochs: int, batch_size: int, path: Path) -> Non
     for epoch in range(done, epochs):
         sampler.set_epoch(epoch)
         torch.manual_seed(epoch * world_size + rank)  # dropout: other masks on each
-        total = torch.zeros(2, device=device)  # of the losses, and how many
+        total = torch.zeros(2, device=device)  # [sum of losses, number of losses]
         for x, y in loader:
             loss = nn.functional.cross_entropy(ddp(x.to(device)), y.to(device))
             optimizer.zero_grad()

@@ -40,9 +40,9 @@ def check_my_bucket_plan(answer: Answer) -> str:
     Close what is left, and sort by the place of each last member.
     """
     models = _models()
-    for told, parameters in models.items():
+    for title, parameters in models.items():
         for cap, first in CAPS:
-            where = f"For {told}, cap = {cap} and first = {first},"
+            where = f"For {title}, cap = {cap} and first = {first},"
             before = list(parameters)
             got = answer(parameters, cap, first)
             _judge_plan(where, got, before, cap, first)
@@ -76,7 +76,7 @@ def _models() -> dict[str, Pairs]:
     }
 
 
-NAMED = {  # of each name in a bucket
+NAMED = {  # each name in a bucket
     "known": "there is no parameter {name}.",
     "trained": "{name} is in a bucket, but it is frozen: no gradient of it will ever "
     "come, and the bucket will never be full.",
@@ -114,26 +114,26 @@ def _judge_plan(where: str, got: Any, parameters: Pairs, cap: int, first: int) -
     for name, parameter in parameters:
         first_name.setdefault(id(parameter), name)
     for name in names:
-        told = {"name": code(name), "known": name in known}
-        if told["known"]:
+        facts = {"name": code(name), "known": name in known}
+        if facts["known"]:
             p, other = known[name], first_name[id(known[name])]
-            told |= {
+            facts |= {
                 "trained": p.requires_grad,
                 "some": p.numel(),
                 "other": code(other),
             }
-            told |= {"first": other == name, "once": names.count(name) == 1}
-        judge(where, told, NAMED)
+            facts |= {"first": other == name, "once": names.count(name) == 1}
+        judge(where, facts, NAMED)
     right = bucket_plan(parameters, cap / MIB, first / MIB)
     left_out = [n for b in right for n in b.parameters if n not in names]
     types = [{str(known[n].dtype).removeprefix("torch.") for n in b} for b in got]
     mixed = next((its for its in types if len(its) > 1), ())
-    told = {"all": not left_out, "left_out": code((left_out or [""])[0])}
-    judge(where, told | {"one_type": not mixed, "types": " and ".join(mixed)}, PLAN)
+    facts = {"all": not left_out, "left_out": code((left_out or [""])[0])}
+    judge(where, facts | {"one_type": not mixed, "types": " and ".join(mixed)}, PLAN)
     for dtype in dict.fromkeys(known[name].dtype for name in names):
         buckets = [bucket for bucket in got if known[bucket[0]].dtype == dtype]
-        for told in _each_bucket(buckets, known, cap, first):
-            judge(where, told, OF_A_TYPE)
+        for facts in _each_bucket(buckets, known, cap, first):
+            judge(where, facts, OF_A_TYPE)
     says = f"the buckets are right, but their order is not: {code(one_line(got))}. The"
     says += " bucket whose last gradient is ready first comes first, whatever its type."
     expect(got == [list(b.parameters) for b in right], f"{where} {says}")
@@ -142,7 +142,7 @@ def _judge_plan(where: str, got: Any, parameters: Pairs, cap: int, first: int) -
 def _each_bucket(
     buckets: list[list[str]], known: dict[str, Tensor], cap: int, first: int
 ) -> Iterator[dict[str, Any]]:
-    """Tell of the buckets of one type whether they are in order, and closed at caps."""
+    """Check that the buckets of one type are in order, and closed at their caps."""
     names = [name for bucket in buckets for name in bucket]
     in_order = names == sorted(names, key=[*known].index, reverse=True)
     ends = {"begin": code(names[0]), "end": code(names[-1]), "in_order": in_order}
@@ -150,21 +150,21 @@ def _each_bucket(
         limit, last = cap if k else min(first, cap), bucket[-1]
         nbytes = sum(known[name].nbytes for name in bucket)
         which = f"{f'bucket {k}' if k else 'the first bucket'} of its type"
-        told = {"which": which, "nbytes": nbytes, "limit": limit, "last": code(last)}
-        told["closed"] = nbytes - known[last].nbytes < limit
-        yield ends | told | {"full": nbytes >= limit or k == len(buckets) - 1}
+        facts = {"which": which, "nbytes": nbytes, "limit": limit, "last": code(last)}
+        facts["closed"] = nbytes - known[last].nbytes < limit
+        yield ends | facts | {"full": nbytes >= limit or k == len(buckets) - 1}
 
 
 # ---- mini_ddp ----------------------------------------------------------------------
 
-SHAPES = ((3,), (2, 2), (5,), (3, 2), (7,), (2, 2, 2))  # of parameters 0 to 5
+SHAPES = ((3,), (2, 2), (5,), (3, 2), (7,), (2, 2, 2))  # parameters 0 to 5
 MEMBERS = {  # by ranks: the parameters of each bucket; no two buckets are equally large
     1: ((5, 3, 1), (4, 2, 0)),
     2: ((5, 4), (3,), (2, 1, 0)),
     3: ((5,), (4, 3), (2, 1), (0,)),
 }
 TYPES = {1: torch.bfloat16, 2: torch.float32, 3: torch.float64}  # by ranks
-ORDERS = ((0, 1, 2, 3, 4, 5), (1, 2, 4, 0, 5, 3), (5, 4, 3, 2, 1, 0))  # of forward
+ORDERS = ((0, 1, 2, 3, 4, 5), (1, 2, 4, 0, 5, 3), (5, 4, 3, 2, 1, 0))  # forward
 LAUNCHES = {
     "alone": "called `{other}` of PyTorch; send with `launch` alone.",
     "all_sent": "launched {sent} of {buckets} buckets. Each backward sends every "
@@ -205,7 +205,7 @@ def check_mini_ddp(answer: Answer) -> str:
 
 
 def _use_mini_ddp(mini_ddp: Callable) -> list[dict[str, Any]]:
-    """On every rank: train with the reader's hooks, and note the order of things."""
+    """Train with the reader's hooks on this rank, and record the order of events."""
     rank, n = dist.get_rank(), dist.get_world_size()
     weights = [nn.Parameter(_share(k, n, 0, n)) for k, _ in enumerate(SHAPES)]
     buckets = [[weights[k] for k in members] for members in MEMBERS[n]]
@@ -225,7 +225,7 @@ def _use_mini_ddp(mini_ddp: Callable) -> list[dict[str, Any]]:
         Variable._execution_engine.queue_callback(function)
 
     mini_ddp(buckets, launch, at_the_end)
-    told = []
+    facts = []
     for step in (1, 2, 3):
         for weight in weights:  # as `optimizer.zero_grad` does it, in both ways
             weight.grad = None if step < 3 else weight.grad.zero_()
@@ -239,8 +239,8 @@ def _use_mini_ddp(mini_ddp: Callable) -> list[dict[str, Any]]:
         one["same_weights"] = all(kept)
         calls = [call.op for call in torchs.calls]
         one |= {"alone": not calls, "other": (calls or [""])[0]}
-        told.append(one | {"case": f"in step {step}"})
-    return told
+        facts.append(one | {"case": f"in step {step}"})
+    return facts
 
 
 class _Noting:
@@ -297,7 +297,7 @@ def _share(k: int, rank: int, step: int, n: int) -> Tensor:
 def _launches(
     events: list[tuple[str, int]], members: Sequence[Sequence[int]]
 ) -> dict[str, Any]:
-    """Tell what was launched when, seen from the gradients' order."""
+    """Describe what was launched when, relative to the gradients' order."""
     launched = [k for what, k in events if what == "launch"]
     came = [at for at, (what, _) in enumerate(events) if what == "gradient"]
     late = 0
@@ -309,28 +309,28 @@ def _launches(
         )
     waits = [(at, k) for at, (what, k) in enumerate(events) if what == "wait"]
     every = list(range(len(members)))
-    told = {"all_sent": launched == every, "sent": len(launched)}
-    told |= {
+    facts = {"all_sent": launched == every, "sent": len(launched)}
+    facts |= {
         "buckets": len(every),
         "waits": len(waits),
         "once": len(waits) <= len(every),
     }
-    told |= {"at_once": not late, "late": f"{late} gradient{'s' * (late > 1)}"}
-    told["goes_on"] = all(at > max(came) for at, _ in waits)
-    return told | {"waited": {k for _, k in waits} == {*every}}
+    facts |= {"at_once": not late, "late": f"{late} gradient{'s' * (late > 1)}"}
+    facts["goes_on"] = all(at > max(came) for at, _ in waits)
+    return facts | {"waited": {k for _, k in waits} == {*every}}
 
 
 def _means(gradients: list[Tensor], step: int, n: int) -> dict[str, Any]:
-    told = {"means": True, "got": "", "wanted": "", "why": ""}
+    facts = {"means": True, "got": "", "wanted": "", "why": ""}
     for k, got in enumerate(gradients):
         total = sum(_share(k, rank, step, n) for rank in range(n))
         if not equal_values(got, total / n):
             is_sum = equal_values(got, total)
             why = ": is the mean back in `grad` when backward returns?"
             why = ": this is the sum; divide by the number of ranks" if is_sum else why
-            told = {"means": False, "got": code(one_line(got.tolist())), "why": why}
-            told["wanted"] = code(one_line((total / n).tolist()))
-    return told
+            facts = {"means": False, "got": code(one_line(got.tolist())), "why": why}
+            facts["wanted"] = code(one_line((total / n).tolist()))
+    return facts
 
 
 # ---- accumulate --------------------------------------------------------------------
@@ -410,7 +410,7 @@ def _gradient_of_all(parts: Sequence[Sequence[int]]) -> Tensor:
 
 
 def _accumulate(accumulate: Callable, parts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """On every rank: call the reader's function, and note what is sent when."""
+    """Call the reader's function on this rank, and record what it sends and when."""
     sizes, model = parts[dist.get_rank()], _Regression()
     events: list[str] = []
 
@@ -425,21 +425,21 @@ def _accumulate(accumulate: Callable, parts: Sequence[Sequence[int]]) -> dict[st
     )
     microbatches = _rows(dist.get_rank(), sizes)
     barrier()
-    given = list(microbatches)
+    batches = list(microbatches)
     with TorchCollectives() as torchs:
-        accumulate(ddp, given)
+        accumulate(ddp, batches)
     order = [event for event in events if event != "all_reduce"]
     passes = [part.count("a") for part in "".join(e[0] for e in events).split("f")[1:]]
     got, wanted, buckets = model.gradient(), _gradient_of_all(parts), len(ddp.buckets)
-    told = {"case": f"with microbatches of {sizes} rows", "micro": len(sizes)}
-    told |= {"order": code(", ".join(order)), "passes": passes, "buckets": buckets}
-    told["in_turns"] = order == ["forward", "backward"] * len(sizes)
-    told["quiet"] = not any(passes[:-1])
-    told |= {"sends": passes[-1:] == [buckets], "last": passes[-1] if passes else 0}
+    facts = {"case": f"with microbatches of {sizes} rows", "micro": len(sizes)}
+    facts |= {"order": code(", ".join(order)), "passes": passes, "buckets": buckets}
+    facts["in_turns"] = order == ["forward", "backward"] * len(sizes)
+    facts["quiet"] = not any(passes[:-1])
+    facts |= {"sends": passes[-1:] == [buckets], "last": passes[-1] if passes else 0}
     more = torchs.count() - buckets
-    told |= {"no_more": not more, "more": more}
-    told["untouched"] = [*map(id, given)] == [*map(id, microbatches)]
+    facts |= {"no_more": not more, "more": more}
+    facts["untouched"] = [*map(id, batches)] == [*map(id, microbatches)]
     pairs = zip(model.parameters(), _Regression().parameters(), strict=True)
-    told["same_weights"] = all(torch.equal(now, before) for now, before in pairs)
-    told["right"] = torch.allclose(got, wanted, rtol=1e-4, atol=1e-6)
-    return told | {"ratio": (got / wanted).median().item()}
+    facts["same_weights"] = all(torch.equal(now, before) for now, before in pairs)
+    facts["right"] = torch.allclose(got, wanted, rtol=1e-4, atol=1e-6)
+    return facts | {"ratio": (got / wanted).median().item()}

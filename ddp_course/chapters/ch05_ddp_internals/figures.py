@@ -18,7 +18,7 @@ from ddp_course.theory.checks import check_choice
 
 MARGIN, LABEL_W, STRIP_W, LEAST = 16, 66, 540, 2.5  # LEAST: of a tiny parameter
 TOP, ROW, CELL_H = 62, 50, 24
-FILLS = ("#FFFFFF", WHOLE)  # of buckets in turns: colours are for ranks
+FILLS = ("#FFFFFF", WHOLE)  # greys of buckets in turns: colours are for ranks
 
 
 def buckets(

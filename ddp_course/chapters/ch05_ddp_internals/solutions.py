@@ -24,7 +24,7 @@ def my_bucket_plan(
         if sum(n for _, _, n in filling[dtype]) >= limit.get(dtype, min(first, cap)):
             closed.append(filling.pop(dtype))
             limit[dtype] = cap
-    closed += filling.values()  # what did not reach its cap
+    closed += filling.values()  # buckets that did not reach their cap
     closed.sort(key=lambda bucket: bucket[-1][0])  # by the last gradient's place
     return [[name for _, name, _ in bucket] for bucket in closed]
 

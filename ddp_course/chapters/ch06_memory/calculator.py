@@ -188,12 +188,12 @@ def count(parameters: int) -> str:
 
 
 def _in_words(rows: Sequence[Any], memory: float, amount: Unit) -> str:
-    told = []
+    texts = []
     for row in rows:
         has = [f"{kind} {amount(row.ledger[kind])}" for kind in row.ledger
                if row.ledger[kind]]  # fmt: skip
-        told.append(
+        texts.append(
             f"{row.name}: {amount(row.ledger.total)} ({', '.join(has)}), which "
             f"{FITS[row.fits]}"
         )
-    return f"A GPU has {Unit.of(memory)(memory)}. {'; '.join(told)}."
+    return f"A GPU has {Unit.of(memory)(memory)}. {'; '.join(texts)}."

@@ -36,11 +36,11 @@ def check_my_ledger(answer: Answer) -> str:
     under its address, and add up the bytes of what you have kept.
     """
     cases = list(_kept())
-    for told, look_at, (model, optimizer) in cases:
+    for title, look_at, (model, optimizer) in cases:
         right = resident(model, optimizer)
         before = _seen(model, optimizer)
         got = answer(model, optimizer)
-        where = f"For {told},"
+        where = f"For {title},"
         expect(
             isinstance(got, dict) and set(got) == set(COUNTED),
             f"{where} your function returned {code(one_line(got))}; expected a "
@@ -143,7 +143,7 @@ CONFIGS = (
     GPTConfig(vocab_size=300, block_size=8, n_layer=1, n_head=1, d_model=24),
     GPTConfig(vocab_size=40, block_size=64, n_layer=3, n_head=8, d_model=16),
 )
-ROWS = (0, 1, 5, 17, 1234)  # of the last one, a number per token makes some rows
+ROWS = (0, 1, 5, 17, 1234)  # the last config: a number per token makes some rows
 MEASURED = (
     "forward with {got} rows keeps {kept:,} bytes: {always:,} of them always, and "
     "{of_a_row:,} for each row, as measured."
@@ -176,14 +176,14 @@ def check_largest_batch(answer: Answer) -> str:
         fitting = [(always + r * of_a_row + of_a_row // 2, r) for r in ROWS]
         for memory, rows in [*fitting, (always // 2, 0)]:
             got = answer(config, memory)
-            told = {"whole": type(got) is int and got >= 0, "rows": rows, "got": got}
-            told |= {"shown": code(one_line(got)), "always": always}
-            if told["whole"]:
-                told |= {"kept": always + got * of_a_row, "of_a_row": of_a_row}
-                told |= {"fits": got <= rows, "all": got == rows}
-                told["missing"] = MISSING[rows < got < 1.1 * rows]
+            facts = {"whole": type(got) is int and got >= 0, "rows": rows, "got": got}
+            facts |= {"shown": code(one_line(got)), "always": always}
+            if facts["whole"]:
+                facts |= {"kept": always + got * of_a_row, "of_a_row": of_a_row}
+                facts |= {"fits": got <= rows, "all": got == rows}
+                facts["missing"] = MISSING[rows < got < 1.1 * rows]
             where = f"For {code(str(config))} and {memory:,} bytes, your function"
-            judge(where, told, BATCH)
+            judge(where, facts, BATCH)
     return (
         f"{len(CONFIGS) * (len(ROWS) + 1)} cases, held against real forwards of "
         f"{len(CONFIGS)} models under a `MemoryLog`"
@@ -238,15 +238,15 @@ def check_step_in_backward(answer: Answer) -> str:
     """
     for name, make in MAKERS.items():
         wanted, _ = _train(make, None)
-        got, told = _train(make, answer)
+        got, facts = _train(make, answer)
         wrong = [key for key in wanted if not torch.equal(got[key], wanted[key])]
-        told |= {
-            "freed": told["left"] == 0,
+        facts |= {
+            "freed": facts["left"] == 0,
             "trained": not wrong,
             "names": ", ".join(map(code, wrong[:3])),
-            "small": told["peak"] <= told["allowed"],
+            "small": facts["peak"] <= facts["allowed"],
         }
-        judge(f"With {name},", told, STEPPED)
+        judge(f"With {name},", facts, STEPPED)
     return (
         "three steps of SGD with momentum and of AdamW, with a tied and a frozen "
         "parameter: the weights of the usual loop bit for bit, and never more than two "
@@ -279,7 +279,7 @@ def _train(
     dice = torch.Generator().manual_seed(1)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = None if step_in_backward else make(trained)
-    told = {"left": 0, "allowed": 2 * 16 * 16 * 4 + 16 * 4}
+    facts = {"left": 0, "allowed": 2 * 16 * 16 * 4 + 16 * 4}
     with MemoryLog(model) as log:  # it sees each gradient before the reader's hooks do
         if step_in_backward:
             step_in_backward(model, make)
@@ -289,6 +289,6 @@ def _train(
                 optimizer.step()
                 optimizer.zero_grad()
             left = sum(p.grad is not None for p in trained)
-            told["left"] = max(told["left"], left)
-    told["peak"] = log.peak_of("gradients")
-    return {k: v.clone() for k, v in model.state_dict().items()}, told
+            facts["left"] = max(facts["left"], left)
+    facts["peak"] = log.peak_of("gradients")
+    return {k: v.clone() for k, v in model.state_dict().items()}, facts

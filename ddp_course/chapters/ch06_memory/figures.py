@@ -18,7 +18,7 @@ BYTE, BOX_H = 46, 34  # the boxes of "16 bytes"
 
 @dataclass(frozen=True)
 class Moment:
-    """What is alive after an operation, beside parameters and optimizer states.
+    """Memory in use after an operation, beside parameters and optimizer states.
 
     Attributes:
         phase, name: such as "backward" and "layer 2".

@@ -43,7 +43,7 @@ def _row(d: Draw) -> tuple[list[int], int, int]:
 
 
 def wrong_pieces(case: Case) -> str:
-    """Say what is wrong with the pieces of a rank: the mistakes that have a name."""
+    """Describe what is wrong with a rank's pieces: the mistakes that have a name."""
     numels, rank, n = case.args.values()
     got, sum_, length = case.got, sum(numels), -(-sum(numels) // n)
     returned = f"returned {code(str(got))};"
@@ -128,7 +128,7 @@ def _step(d: Draw) -> tuple[Tensor, Tensor, Tensor, float, float]:
 
 
 def wrong_step(case: Case) -> str:
-    """Say whether this rank's part of the weights is wrong, another's, or momentum."""
+    """Describe whether this rank's weights are wrong, another's, or the momentum."""
     if equal_values(case.after["weights"], case.right["weights"]):
         return (
             "has an old momentum: `momentum` is not the new momentum of your part; "

@@ -15,7 +15,7 @@ def my_pieces(
     """Cut the row into equal shards, and see what of each parameter lies in mine."""
     length = -(-sum(numels) // world_size)  # rounded up
     begin, end = rank * length, (rank + 1) * length
-    pieces, start = [], 0  # of parameter k, in the row
+    pieces, start = [], 0  # offset of parameter k in the row
     for k, numel in enumerate(numels):
         first, last = max(begin, start), min(end, start + numel)
         if first < last:
@@ -27,7 +27,7 @@ def my_pieces(
 def sharded_step(
     weights: Tensor, gradient: Tensor, momentum: Tensor, lr: float, beta: float
 ) -> None:
-    """Half an all-reduce, the step of this rank's shard, the other half."""
+    """Reduce-scatter the gradients, step this rank's shard, all-gather the weights."""
     mean = torch.empty_like(momentum)
     reduce_scatter_single(mean, gradient)
     mean /= dist.get_world_size()

@@ -76,20 +76,20 @@ def check_my_schedule(answer: Answer) -> str:
     for units, prefetch, keep in cases:
         where = f"For {units} units, prefetch = {prefetch} and keep = {keep},"
         got = answer(units, prefetch, keep)
-        told = {"pairs": _are_pairs(got, units), "in_order": True}
-        told |= {"got": code(one_line(got)), "ops": ", ".join(OPS)}
-        judge(where, told, SCHEDULE)
+        facts = {"pairs": _are_pairs(got, units), "in_order": True}
+        facts |= {"got": code(one_line(got)), "ops": ", ".join(OPS)}
+        judge(where, facts, SCHEDULE)
         ops = [tuple(op) for op in got]
         order = [op for op in ops if op[0] in ("forward", "backward")]
         wanted = [("forward", k) for k in range(units)]
         wanted += [("backward", k) for k in range(units)[::-1]]
-        told |= {"in_order": order == wanted, "order": code(one_line(order))}
-        judge(where, told, SCHEDULE)
+        facts |= {"in_order": order == wanted, "order": code(one_line(order))}
+        judge(where, facts, SCHEDULE)
         whole: set[int] = set()
-        for told in _each_op(ops, whole, units, prefetch, keep):
-            judge(where, told, DURING)
-        for told in _each_unit(ops, whole, units, keep):
-            judge(where, told, AT_THE_END)
+        for facts in _each_op(ops, whole, units, prefetch, keep):
+            judge(where, facts, DURING)
+        for facts in _each_unit(ops, whole, units, keep):
+            judge(where, facts, AT_THE_END)
     return (
         f"{len(cases)} steps, in each of which every unit was whole when it was "
         "computed with, no more units than needed were whole, and nothing was sent "
@@ -114,52 +114,52 @@ def _each_op(
     """Follow what is `whole` through the step; tell of each operation."""
     forward, before = True, -1
     for what, unit in ops:
-        told: dict[str, Any] = dict.fromkeys(DURING, True)
-        told |= {"what": what, "unit": unit, "prefetch": prefetch, "before": before}
+        facts: dict[str, Any] = dict.fromkeys(DURING, True)
+        facts |= {"what": what, "unit": unit, "prefetch": prefetch, "before": before}
         if what == "gather":
             late = before >= 0 and (unit < before) == forward
-            told |= {"not_for_nothing": unit not in whole, "first": not late}
+            facts |= {"not_for_nothing": unit not in whole, "first": not late}
             whole.add(unit)
             before = unit
         elif what == "free":
-            told |= {"was_whole": unit in whole, "kept": not (keep and forward)}
+            facts |= {"was_whole": unit in whole, "kept": not (keep and forward)}
             whole.discard(unit)
         elif what == "reduce":
-            told["freed_first"] = unit not in whole
+            facts["freed_first"] = unit not in whole
         else:
             forward, before = what == "forward" and unit < units - 1, -1
             ahead = range(unit, unit + prefetch + 1)
             ahead = ahead if what == "forward" else range(unit - prefetch, unit + 1)
             wanted = {k for k in ahead if 0 <= k < units}
             wanted |= set(range(unit + 1)) if keep else set()
-            told |= {"there": unit in whole, "ahead": whole >= wanted}
-            told |= {"few": whole <= wanted, "whole": sorted(whole)}
-            told |= {"wanted": sorted(wanted), "more": sorted(whole - wanted)}
-        yield told
+            facts |= {"there": unit in whole, "ahead": whole >= wanted}
+            facts |= {"few": whole <= wanted, "whole": sorted(whole)}
+            facts |= {"wanted": sorted(wanted), "more": sorted(whole - wanted)}
+        yield facts
 
 
 def _each_unit(
     ops: list[tuple[str, int]], whole: set[int], units: int, keep: bool
 ) -> Iterator[dict[str, Any]]:
-    """Tell of each unit's messages, and what is still `whole`."""
+    """Describe each unit's messages, and what is still `whole`."""
     for unit in range(units):
         times, reduced = ops.count(("gather", unit)), ops.count(("reduce", unit))
-        told = {"whole": sorted(whole), "shards": not whole, "unit": unit}
-        told |= {"times": times, "wanted": 1 if keep else 2, "reduced": reduced == 1}
-        told["reduces"] = reduced
-        told["gathered"] = times == told["wanted"]
+        facts = {"whole": sorted(whole), "shards": not whole, "unit": unit}
+        facts |= {"times": times, "wanted": 1 if keep else 2, "reduced": reduced == 1}
+        facts["reduces"] = reduced
+        facts["gathered"] = times == facts["wanted"]
         at = ops.index(("reduce", unit)) if reduced else -1
         back = ops.index(("backward", unit))
         later = [op for op in ops[back + 1 : at] if op[0] == "backward"]
         early = "before they are there" if at < back else "only after others' backward"
-        yield told | {"soon": back < at and not later, "when": early}
+        yield facts | {"soon": back < at and not later, "when": early}
 
 
 # ---- sharded_linear ----------------------------------------------------------------
 
 WIDTHS = (8, 12, 12)  # the layers are 8 -> 12 and 12 -> 12: one of them is square
 ROWS = 3
-LAYERS = (  # what is hard, the type, what is frozen, how many backward passes
+LAYERS = (  # hard part, type, frozen parameters, number of backward passes
     ("with two layers", torch.float32, "", 1),
     ("with two layers of float64, twice", torch.float64, "", 2),
     ("with an x that is frozen", torch.float32, "x", 1),
@@ -212,7 +212,7 @@ def check_sharded_linear(answer: Answer) -> str:
 
 
 def _all_layers(sharded_linear: Callable) -> Iterator[dict[str, Any]]:
-    """On every rank: what is hard, one after the other."""
+    """Run all hard cases on this rank, one after the other."""
     return (_two_layers(sharded_linear, *case) for case in LAYERS)
 
 
@@ -247,7 +247,7 @@ class _Tools:
 def _two_layers(
     sharded_linear: Callable, case: str, dtype: torch.dtype, frozen: str, passes: int
 ) -> dict[str, Any]:
-    """On a rank: two layers, forward and backward, and what is kept in between."""
+    """Run two layers forward and backward; record what is kept in between."""
     rank, n, tools = dist.get_rank(), dist.get_world_size(), _Tools()
     shapes = enumerate(itertools.pairwise(WIDTHS))
     weights = [_numbers(k, dtype, b, a).requires_grad_() for k, (a, b) in shapes]
@@ -255,7 +255,7 @@ def _two_layers(
     shards = [w.detach().chunk(n)[rank].clone().requires_grad_() for w in weights]
     x, saved = inputs[rank].clone().requires_grad_(frozen != "x"), []
     shards[0].requires_grad_(frozen != "shard")
-    told: dict[str, Any] = {"case": case, "tensor": True, "way_back": True}
+    facts: dict[str, Any] = {"case": case, "tensor": True, "way_back": True}
 
     def note(tensor: Tensor) -> Tensor:
         saved.append(tuple(tensor.shape))
@@ -272,16 +272,16 @@ def _two_layers(
                     hidden, shard, tools.gather, tools.reduce_scatter, n
                 )
                 if not isinstance(hidden, Tensor):
-                    return told | {"tensor": False, "got": code(one_line(hidden))}
+                    return facts | {"tensor": False, "got": code(one_line(hidden))}
                 outputs += hidden.untyped_storage().nbytes()
-        told["kept"] = resident()["communication buffers"]
-        told["more"] = living_bytes() - before - outputs
-        told["gathered"] = tools.gathers - gathers
+        facts["kept"] = resident()["communication buffers"]
+        facts["more"] = living_bytes() - before - outputs
+        facts["gathered"] = tools.gathers - gathers
         if not hidden.requires_grad:
-            return told | {"way_back": False}
+            return facts | {"way_back": False}
         with TorchCollectives() as torchs:
             hidden.square().sum().backward()
-        told["again"] = tools.gathers - gathers - told["gathered"]
+        facts["again"] = tools.gathers - gathers - facts["gathered"]
     for whole in inputs:
         whole.requires_grad_()
         for _ in range(passes):
@@ -291,12 +291,12 @@ def _two_layers(
     least = min(w.nbytes for w in weights)
     wanted = inputs[rank].detach() @ weights[0].T @ weights[1].T
     left = resident()["communication buffers"]
-    told |= {"output": equal_values(hidden, wanted), "freed": told["kept"] == 0}
-    told |= {"saved": not large, "shape": large[0] if large else ""}
-    told |= {"copy": n == 1 or told["more"] < least, "least": least}
-    told |= {"left": left == 0, "left_over": left, "reduced": tools.reduces}
-    told |= {
-        "gathers": bool(frozen) or (told["gathered"], told["again"]) == (2, 2),
+    facts |= {"output": equal_values(hidden, wanted), "freed": facts["kept"] == 0}
+    facts |= {"saved": not large, "shape": large[0] if large else ""}
+    facts |= {"copy": n == 1 or facts["more"] < least, "least": least}
+    facts |= {"left": left == 0, "left_over": left, "reduced": tools.reduces}
+    facts |= {
+        "gathers": bool(frozen) or (facts["gathered"], facts["again"]) == (2, 2),
         "x": frozen == "x" or equal_values(x.grad, inputs[rank].grad),
         "reduces": bool(frozen) or tools.reduces == 2 * passes,
         "frozen": (x if frozen == "x" else shards[0]).grad is None or not frozen,
@@ -314,8 +314,8 @@ def _two_layers(
                 why = "it is the mean of all ranks' gradients, of this rank's rows"
             if passes > 1 and not sums:
                 why += ", and a second backward adds to it"
-            return told | {"mean": False, "layer": k, "why": why}
-    return told
+            return facts | {"mean": False, "layer": k, "why": why}
+    return facts
 
 
 # ---- ranks_needed ------------------------------------------------------------------
@@ -375,7 +375,7 @@ def _units(d: Draw) -> tuple[list[int], int, int]:
 
 
 def _wrong_number(case: Case) -> str:
-    """Say whether the number is too small, too large, or no number of ranks."""
+    """Describe whether the number is too small, too large, or no number of ranks."""
     units, memory, activations = case.args.values()
     got, wanted = case.got, case.wanted
     if got is not None and not (fits(got, 1) and 1 <= got <= 1024 and got == int(got)):
@@ -410,5 +410,5 @@ def _parts(units: list[int], activations: int, ranks: int) -> dict[str, int]:
 def _needs(units: list[int], activations: int, ranks: int) -> str:
     """Write the bytes of a rank, in all and part by part."""
     parts = _parts(units, activations, ranks)
-    told = " + ".join(f"{nbytes:,} ({name})" for name, nbytes in parts.items())
-    return f"{sum(parts.values()):,} = {told}"
+    terms = " + ".join(f"{nbytes:,} ({name})" for name, nbytes in parts.items())
+    return f"{sum(parts.values()):,} = {terms}"

@@ -89,11 +89,11 @@ class _Step:
         """Launch the all-gathers of those units that are not whole, nor on the way."""
         for unit in units:
             if unit not in self.whole:
-                there = self.send("all-gather", unit, self.now)
-                self.whole[unit] = self.now, there
+                arrival = self.send("all-gather", unit, self.now)
+                self.whole[unit] = self.now, arrival
 
     def compute(self, op: str, unit: int, time: float) -> None:
-        """Compute, once the unit is there."""
+        """Compute, once the unit has arrived."""
         start = max(self.now, self.whole.get(unit, (0, 0))[1])
         self.now = start + time
         self.ops.append(UnitOp("compute", op, unit, start, self.now))
@@ -120,8 +120,8 @@ def lanes_of(ops: Sequence[UnitOp]) -> list[Lane]:
         for name in LANES[:3]
     ]
     whole: list[list[UnitOp]] = []
-    held = [op for op in ops if op.op == "whole"]
-    for op in sorted(held, key=lambda op: (op.start, op.unit)):
+    whole_ops = [op for op in ops if op.op == "whole"]
+    for op in sorted(whole_ops, key=lambda op: (op.start, op.unit)):
         free = next((line for line in whole if line[-1].end <= op.start + 1e-9), None)
         if free is None:
             whole.append(free := [])
@@ -156,11 +156,11 @@ def fsdp_step(
     end = max(op.end for op in ops)
     gathers = sum(op.op == "all-gather" for op in ops)
     idle = end - sum(op.end - op.start for op in ops if op.lane == "compute")
-    told = (
+    summary = (
         f"{gathers} all-gathers, {units} reduce-scatters; at most {most_whole(ops)} of "
         f"{units} units whole; not computing: {idle / end:.0%} of the time"
     )
     kept = "" if reshard_after_forward else ", kept after forward"
     title, runs = f"Stage 3, {units} units, prefetch {prefetch}{kept}", lanes_of(ops)
-    words = {"says": told, "foot": FOOT, "name_w": NAME_W}
+    words = {"says": summary, "foot": FOOT, "name_w": NAME_W}
     return draw_runs(title, [Run(runs)], "time [a unit's forward]", end, **words)

@@ -51,14 +51,14 @@ def train(device: torch.device, epochs: int, batch_size: int, folder: Path) -> N
     fully_shard(model, mp_policy=policy)  # the rest is the root's
     model.to_empty(device=device)  # memory, of this rank's shards alone
     first_numbers(model.named_parameters(), rank)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # of shards: last
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # after sharding
     done = load(folder, model, optimizer)
     data = build_data()
     sampler = DistributedSampler(data, drop_last=True)
     loader = DataLoader(data, batch_size, sampler=sampler)
     for epoch in range(done, epochs):
         sampler.set_epoch(epoch)
-        total = torch.zeros(2, device=device)  # of the losses, and how many
+        total = torch.zeros(2, device=device)  # [sum of losses, number of losses]
         for x, y in loader:
             loss = nn.functional.cross_entropy(model(x.to(device)), y.to(device))
             optimizer.zero_grad()

@@ -85,7 +85,7 @@ def habits() -> Markdown:
     heads += [f"PyTorch's `{name}`" for name in STRATEGIES[-2:]]
     lines = [f"| | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
     for habit in HABITS:
-        told = (outcome(habit, strategy) for strategy in STRATEGIES)
-        lines.append(f"| {habit} | {' | '.join(told)} |")
+        outcomes = (outcome(habit, strategy) for strategy in STRATEGIES)
+        lines.append(f"| {habit} | {' | '.join(outcomes)} |")
     notes = "; ".join(f"*{word}*: {means}" for word, means in NOTES.items())
     return Markdown("\n".join(lines) + f"\n\n{notes}.")

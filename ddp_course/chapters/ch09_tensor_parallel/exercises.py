@@ -36,7 +36,7 @@ class _AllReduces:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Note what is sent inside: by this all-reduce, and by `others`."""
+        """Record what is sent inside: by this all-reduce, and by `others`."""
         self.numels.clear()
         with TorchCollectives() as torchs, ByteMeter() as ours:
             yield
@@ -98,16 +98,16 @@ def check_copy_to_ranks(answer: Answer) -> str:
 
 
 def _copies(copy: Callable) -> Iterator[dict[str, Any]]:
-    """On every rank: use a copy of x, to which b is added; what do both get?"""
+    """Use a copy of x, to which b is added; check the gradients of both."""
     rank, n, sums = dist.get_rank(), dist.get_world_size(), _AllReduces()
-    for case, given, times in (
+    for case, source, times in (
         ("x of 3 x 4 numbers", quarters(1, 3, 4), 1),
         ("x of float64", quarters(2, 5).double(), 1),
         ("x of bfloat16", quarters(3, 2, 1, 3).bfloat16(), 1),
         ("a strided x", quarters(4, 4, 11).T, 1),
         ("two copies of x", quarters(5, 7), 2),
     ):
-        x = given.clone(memory_format=torch.preserve_format).requires_grad_()
+        x = source.clone(memory_format=torch.preserve_format).requires_grad_()
         b = torch.zeros_like(x, requires_grad=True)
         # How a rank uses x; rank 1's gradient is all zero.
         fine = 1 + 2**-30 * (x.dtype == torch.float64)  # what no smaller type holds
@@ -116,12 +116,12 @@ def _copies(copy: Callable) -> Iterator[dict[str, Any]]:
         beside = 1 * b  # one tensor is the gradient of both sides of a sum
         with sums.watched():
             copied, *more = [copy(x, sums) for _ in range(times)]
-        told = {"case": case, "numel": x.numel(), "shown": shown(copied)}
-        told["is_tensor"] = isinstance(copied, Tensor)
-        told["silent"] = not sums.numels and not sums.others
-        told["same"] = told["is_tensor"] and equal(copied.detach(), given)
-        told["way_back"] = told["same"] and copied.requires_grad
-        if told["way_back"]:
+        facts = {"case": case, "numel": x.numel(), "shown": shown(copied)}
+        facts["is_tensor"] = isinstance(copied, Tensor)
+        facts["silent"] = not sums.numels and not sums.others
+        facts["same"] = facts["is_tensor"] and equal(copied.detach(), source)
+        facts["way_back"] = facts["same"] and copied.requires_grad
+        if facts["way_back"]:
             total = torch.stack(uses).sum(0)
             right = total + own
             y = (beside + copied) * uses[rank] + x * own
@@ -134,15 +134,18 @@ def _copies(copy: Callable) -> Iterator[dict[str, Any]]:
                 y.sum().backward()
             once = [x.numel()] * times, *([[]] if n == 1 else [])
             is_mean = x.grad is not None and equal((x.grad - own) * n, right - own)
-            told |= {"numels": sum(sums.numels), "others": sums.others}
-            told["asked"] = n == 1 or sums.numels or sums.others
-            told["once"] = not sums.others and sums.numels in once
-            told["sum"] = n == 1 or not is_mean
-            told["copy"] = n == 1 or not equal(x.grad, right + (n - 1) * own)
-            told |= {"got": shown(x.grad), "wanted": shown(right)}
-            told |= {"right": equal(x.grad, right), "beside": equal(b.grad, uses[rank])}
-            told["untouched"] = equal(x.detach(), given)
-        yield told
+            facts |= {"numels": sum(sums.numels), "others": sums.others}
+            facts["asked"] = n == 1 or sums.numels or sums.others
+            facts["once"] = not sums.others and sums.numels in once
+            facts["sum"] = n == 1 or not is_mean
+            facts["copy"] = n == 1 or not equal(x.grad, right + (n - 1) * own)
+            facts |= {"got": shown(x.grad), "wanted": shown(right)}
+            facts |= {
+                "right": equal(x.grad, right),
+                "beside": equal(b.grad, uses[rank]),
+            }
+            facts["untouched"] = equal(x.detach(), source)
+        yield facts
 
 
 # ---- row_linear ----------------------------------------------------------------------
@@ -196,7 +199,7 @@ class _Reduce(torch.autograd.Function):
 
 
 def _rows(row_linear: Callable) -> Iterator[dict[str, Any]]:
-    """On every rank: the layer on its parts, forward and backward."""
+    """Run the layer on this rank's parts, forward and backward."""
     rank, n, sums = dist.get_rank(), dist.get_world_size(), _AllReduces()
     for case, shape, out, kind in (
         ("texts of tokens", (2, 3), 5, torch.float32),
@@ -207,8 +210,8 @@ def _rows(row_linear: Callable) -> Iterator[dict[str, Any]]:
         double = kind == torch.float64  # thirds: no type holds them
         x, near = (x / 3, 1e-9) if double else (x, 1e-5)
         whole = [x, weight.to(kind), (1 + quarters(7, out).abs()).to(kind)]
-        given = [whole[0].chunk(n, -1)[rank], whole[1].chunk(n, 1)[rank], whole[2]]
-        parts = [part.clone().requires_grad_() for part in given]
+        inputs = [whole[0].chunk(n, -1)[rank], whole[1].chunk(n, 1)[rank], whole[2]]
+        parts = [part.clone().requires_grad_() for part in inputs]
         with sums.watched():
             y = row_linear(*parts, lambda summand: _Reduce.apply(summand, sums))
             if isinstance(y, Tensor) and y.requires_grad:
@@ -217,13 +220,13 @@ def _rows(row_linear: Callable) -> Iterator[dict[str, Any]]:
         right = whole[0] @ whole[1].T + whole[2]
         right.square().sum().backward()
         grads = [whole[0].grad.chunk(n, -1)[rank], whole[1].grad.chunk(n, 1)[rank]]
-        told = {"case": case, "shown": shown(y), "is_tensor": isinstance(y, Tensor)}
-        told |= {"got": tuple(getattr(y, "shape", ())), "wanted": tuple(right.shape)}
-        told["shape"] = getattr(y, "shape", None) == right.shape
-        told |= {"numel": right.numel(), "numels": sums.numels[:] or "no"}
-        told["one_sum"] = not sums.others and sums.numels == [right.numel()]
-        told["others"] = sums.others
-        if told["shape"]:
+        facts = {"case": case, "shown": shown(y), "is_tensor": isinstance(y, Tensor)}
+        facts |= {"got": tuple(getattr(y, "shape", ())), "wanted": tuple(right.shape)}
+        facts["shape"] = getattr(y, "shape", None) == right.shape
+        facts |= {"numel": right.numel(), "numels": sums.numels[:] or "no"}
+        facts["one_sum"] = not sums.others and sums.numels == [right.numel()]
+        facts["others"] = sums.others
+        if facts["shape"]:
             times = ((y - right + whole[2]) / whole[2]).detach().unique()
             found = [part.grad for part in parts]
             both = zip(found, [*grads, whole[2].grad], strict=True)
@@ -235,18 +238,21 @@ def _rows(row_linear: Callable) -> Iterator[dict[str, Any]]:
                 if name not in untrained and not torch.allclose(got, wanted, rtol=near)
             ]
             got, wanted = pairs[wrong[0]] if wrong else (torch.ones(1), torch.ones(1))
-            told["bias_once"] = len(times) > 1 or times[0] == 1
-            told["output"] = torch.allclose(y, right, rtol=near)
-            told |= {"times": times[0].item(), "untrained": " and ".join(untrained)}
-            told |= {"trained": not untrained, "wrong": " and ".join(wrong)}
-            told |= {"gradients": not wrong, "ratio": (got / wanted).nanmedian().item()}
-            told["untouched"] = all(map(equal, [p.detach() for p in parts], given))
-        yield told
+            facts["bias_once"] = len(times) > 1 or times[0] == 1
+            facts["output"] = torch.allclose(y, right, rtol=near)
+            facts |= {"times": times[0].item(), "untrained": " and ".join(untrained)}
+            facts |= {"trained": not untrained, "wrong": " and ".join(wrong)}
+            facts |= {
+                "gradients": not wrong,
+                "ratio": (got / wanted).nanmedian().item(),
+            }
+            facts["untouched"] = all(map(equal, [p.detach() for p in parts], inputs))
+        yield facts
 
 
 # ---- vocab_loss ----------------------------------------------------------------------
 
-WORDS = 8  # of each rank
+WORDS = 8  # each rank
 LOSS = {
     "is_pair": "was returned {shown}, not (loss, gradient).",
     "few": "sent {sent} numbers in all by `all_reduce` (and other collectives: "
@@ -311,9 +317,9 @@ def _losses(vocab_loss: Callable) -> Iterator[dict[str, Any]]:
     rank, n, sums = dist.get_rank(), dist.get_world_size(), _AllReduces()
     for case, logits, targets in _texts(n):
         own = logits.chunk(n, 1)[rank]
-        given = own.clone(memory_format=torch.preserve_format), targets.clone()
+        args = own.clone(memory_format=torch.preserve_format), targets.clone()
         with sums.watched():
-            answer = vocab_loss(*given, sums)
+            answer = vocab_loss(*args, sums)
         whole = logits.double().requires_grad_()
         right = F.cross_entropy(whole, targets)
         right.backward()
@@ -327,13 +333,13 @@ def _losses(vocab_loss: Callable) -> Iterator[dict[str, Any]]:
         close = (1e-9, 1e-12) if double else (1e-3, 1e-6)
         same = gradient.shape == wanted.shape
         sent, most = sum(sums.numels), 4 * len(targets)
-        told = {"case": case, "shown": shown(answer), "is_pair": pair}
-        told |= {"few": not sums.others and sent <= most, "sent": sent, "most": most}
-        told |= {"others": sums.others, "tokens": len(targets)}
-        told |= {"loss": loss, "right": right.item(), "finite": math.isfinite(loss)}
-        told |= {"common": near or n == 1 or "max" in sums.ops, "loss_right": near}
-        told |= {"got": tuple(gradient.shape), "wanted": tuple(wanted.shape)}
+        facts = {"case": case, "shown": shown(answer), "is_pair": pair}
+        facts |= {"few": not sums.others and sent <= most, "sent": sent, "most": most}
+        facts |= {"others": sums.others, "tokens": len(targets)}
+        facts |= {"loss": loss, "right": right.item(), "finite": math.isfinite(loss)}
+        facts |= {"common": near or n == 1 or "max" in sums.ops, "loss_right": near}
+        facts |= {"got": tuple(gradient.shape), "wanted": tuple(wanted.shape)}
         alike = same and torch.allclose(gradient.to(wanted.dtype), wanted, *close)
-        told |= {"shape": same, "gradient_right": alike}
-        untouched = equal(given[0], own) and equal(given[1], targets)
-        yield told | {"untouched": untouched}
+        facts |= {"shape": same, "gradient_right": alike}
+        untouched = equal(args[0], own) and equal(args[1], targets)
+        yield facts | {"untouched": untouched}

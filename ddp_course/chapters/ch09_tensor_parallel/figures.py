@@ -58,7 +58,7 @@ def cut_products() -> Drawing:
 
 
 def _sums(cut: CutProduct) -> str:
-    """Say how the bytes of the all-reduce come about."""
+    """Explain how the bytes of the all-reduce are computed."""
     (message,) = cut.forward
     y = cut.matrices[-1]
     sent = message.sent(cut.ranks)

@@ -68,7 +68,7 @@ class Message:
 
     op: str
     name: str
-    nbytes: int  # of the full matrix
+    nbytes: int  # the full matrix
 
     def sent(self, ranks: int) -> Fraction:
         """Return the bytes that each rank sends, by the algorithm that sends fewest."""
@@ -122,7 +122,7 @@ TERMS = {  # how -> what is read from the left: matrices and their cuts, and mes
 }
 # The gradients that are summed in backward: each rank's columns give a part of them.
 SUMMED = {"column": "X", "row": "", "column then row": "X", "column then column": "ZX"}
-SHAPES = {  # of one product; of two, Y has the shape of X
+SHAPES = {  # one product; with two, Y has the shape of X
     "X": ("rows", "inner"),
     "W": ("inner", "columns"),
     "A": ("inner", "columns"),
@@ -214,18 +214,18 @@ def matrix_cut(
     """
     cut = cut_product(rows, inner, columns, ranks, how)
     picture = CutPicture(cut)
-    told = [w for line in _told(cut) for w in wrapped(line, ROOM - 2 * MARGIN)]
-    wide = max(picture.width, *(room(line, 12) for line in told), 420)
+    texts = [w for line in _sentences(cut) for w in wrapped(line, ROOM - 2 * MARGIN)]
+    wide = max(picture.width, *(room(line, 12) for line in texts), 420)
     d = Drawing(
         math.ceil(wide + 2 * MARGIN),
-        math.ceil(48 + picture.height + 24 * len(told) + 8),
+        math.ceil(48 + picture.height + 24 * len(texts) + 8),
         title=f"{TITLES[how]}: {ranks} rank{'s' * (ranks > 1)}",
         description=in_words(cut),
     )
     d.text(MARGIN, 26, d.title, size=15, bold=True, anchor="start")
     with d.shifted(MARGIN, 48):
         picture.draw(d)
-    for i, line in enumerate(told):
+    for i, line in enumerate(texts):
         y = 48 + picture.height + 24 * (i + 1)
         d.text(MARGIN, y, line, size=12, anchor="start")
     return d
@@ -247,7 +247,9 @@ class CutPicture:
             longest -= 30 * (len(cut.forward) > 1)  # many terms: the page is narrow
         self.longest = longest
         self.most = max(max(m.rows, m.columns) for m in cut.matrices)
-        self.high = max(self.side(m.rows) for m in cut.matrices)  # of a rank's row
+        self.high = max(
+            self.side(m.rows) for m in cut.matrices
+        )  # height of a rank's row
         self.lines: list[list[tuple[Term, float]]] = [[]]
         for term in cut.terms:
             line, wide = self.lines[-1], self._width(term)
@@ -351,7 +353,7 @@ def _bytes(sent: Fraction) -> str:
     return f"{int(sent):,}" if whole else f"{float(sent):,.1f}"
 
 
-def _told(cut: CutProduct) -> list[str]:
+def _sentences(cut: CutProduct) -> list[str]:
     """Return what the picture costs, in sentences."""
     numbers = sum(w.rows * w.columns for w in cut.weights)
     names = " and ".join(w.name for w in cut.weights)
@@ -375,9 +377,9 @@ def _sends(messages: Sequence[Message], ranks: int) -> str:
 
 
 def in_words(cut: CutProduct) -> str:
-    """Say what the picture shows."""
+    """Describe the picture."""
     has = "; ".join(
         f"{m.name} of {m.rows} × {m.columns} numbers, {IN_WORDS[m.cut]}"
         for m in cut.matrices
     )
-    return f"From left to right: {has}. {' '.join(_told(cut))}"
+    return f"From left to right: {has}. {' '.join(_sentences(cut))}"

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ddp_course.measure import Event, EventLog
 
-WAITING = "send", "recv", "broadcast"  # of torch.distributed
+WAITING = "send", "recv", "broadcast"  # functions of torch.distributed
 
 
 def computing(step: Callable[[], Any]) -> list[Event]:

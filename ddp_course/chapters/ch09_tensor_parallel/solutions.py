@@ -44,7 +44,9 @@ def vocab_loss(
     place = targets - words * dist.get_rank()  # in this rank's part, if inside
     mine = (place >= 0) & (place < words)
     row, column = torch.arange(tokens)[mine], place[mine]
-    sums = logits.new_zeros(2, tokens)  # of the exponentials; of the target's logit
+    sums = logits.new_zeros(
+        2, tokens
+    )  # sums of the exponentials; of the target's logit
     sums[0] = exponentials.sum(dim=1)
     sums[1, mine] = logits[row, column] - highest[mine]
     all_reduce(sums, "sum")

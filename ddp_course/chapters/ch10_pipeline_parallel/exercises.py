@@ -48,8 +48,8 @@ def check_my_gpipe(answer: Answer) -> str:
                 "microbatches come first.",
             )
         where = f"With {p} stages and {m} microbatches,"
-        played = orders.judge_legal(where, rows, m)
-        orders.judge_bubble(where, played, Fraction(p - 1, m + p - 1), "GPipe's")
+        simulated = orders.judge_legal(where, rows, m)
+        orders.judge_bubble(where, simulated, Fraction(p - 1, m + p - 1), "GPipe's")
     orders.judge_training([answer(3, 4, rank) for rank in range(3)])
     return (
         f"{len(PIPELINES)} pipelines: legal, all forwards first, and no more waiting "
@@ -102,7 +102,7 @@ def _costs(d: Draw) -> tuple[list[float], int]:
 
 
 def wrong_cut(case: Case) -> str:
-    """Say what is wrong with a cut; other cuts than the solution's may be as good."""
+    """Describe what is wrong with a cut; others than the solution's may be as good."""
     (costs, stages), got = case.args.values(), case.got
     listed = isinstance(got, (list, tuple))
     if not listed or not all(fits(size, 1) and size == int(size) for size in got):
@@ -132,7 +132,7 @@ def _dearest(costs: Sequence[float], sizes: Sequence[int]) -> float:
 
 # ---- my_stage_step -------------------------------------------------------------------
 
-SAMPLES, WIDE, WORDS = 2, 4, 8  # of a microbatch; channels; tokens that there are
+SAMPLES, WIDE, WORDS = 2, 4, 8  # rows of a microbatch; channels; number of tokens
 MICROBATCHES = {1: 2, 2: 11, 3: 4}  # by ranks
 STEP = {
     "each_once": "called `{way}_in` for the microbatches {order}; each of the {m} has "
@@ -194,7 +194,7 @@ def _stages(p: int) -> list[nn.Module]:
         layer.bias.requires_grad_(False)  # frozen
         for parameter in stages[-1].parameters():
             if parameter.requires_grad:
-                parameter.grad = torch.ones_like(parameter)  # of a step before
+                parameter.grad = torch.ones_like(parameter)  # a step before
     return stages
 
 
@@ -296,20 +296,20 @@ class _Boundaries:
         return got
 
     def pack(self, tensor: Tensor) -> _Saved:
-        """Autograd keeps a tensor: note it for as long as it is kept."""
+        """Record a tensor for as long as autograd keeps it."""
         saved = _Saved(tensor)
         self.saved.add(saved)
         return saved
 
 
 def _step_on_rank(my_stage_step: Callable) -> dict[str, Any]:
-    """On every rank: one step of its stage, and all that can be judged."""
+    """Run one step of this rank's stage, and return all that can be judged."""
     rank, n = dist.get_rank(), dist.get_world_size()
     m, stage = MICROBATCHES[n], _stages(n)[rank]
     ends = _Boundaries(m)
     barrier()
     hooks = torch.autograd.graph.saved_tensors_hooks(ends.pack, lambda s: s.tensor)
-    with watched() as told, hooks:
+    with watched() as record, hooks:
         functions = ends.forward_in, ends.forward_out, ends.backward_in
         my_stage_step(stage, m, *functions, ends.backward_out)
         for work, _ in ends.works:
@@ -331,8 +331,8 @@ def _step_on_rank(my_stage_step: Callable) -> dict[str, Any]:
     result |= {"same_order": not others, "others": (others or [None])[0]}
     result |= {"no_graph": not ends.graph, "none": ends.handed is None}
     result |= {"handed": shown(ends.handed), "wanted": m * len(peers)}
-    result |= {key: len(told[key]) for key in ("sent", "collectives")}
-    own = sorted(told["sent"]) == messages and not told["collectives"]
+    result |= {key: len(record[key]) for key in ("sent", "collectives")}
+    own = sorted(record["sent"]) == messages and not record["collectives"]
     result["own_messages"] = own
     result["mode"] = all(module.training for module in stage.modules())
     result |= {"reached": reached, "added": not lost, "gradients": all(same)}
@@ -342,8 +342,8 @@ def _step_on_rank(my_stage_step: Callable) -> dict[str, Any]:
 
 
 def _orders_of(events: list[tuple[str, int]], m: int) -> dict[str, Any]:
-    """Tell whether a rank has done in GPipe's order what it had to do."""
-    told: dict[str, Any] = {
+    """Check that a rank has run its actions in GPipe's order."""
+    facts: dict[str, Any] = {
         "m": m,
         "events": code(" ".join(f"{what}({k})" for what, k in events)),
         "each_once": True,
@@ -353,9 +353,9 @@ def _orders_of(events: list[tuple[str, int]], m: int) -> dict[str, Any]:
         found = [event for event in events if event[0].startswith(way)]
         order = [k for what, k in found if what == f"{way}_in"]
         if sorted(order) != list(range(m)):
-            told |= {"each_once": False, "way": way, "order": order}
-        told["in_turn"] &= found == [
+            facts |= {"each_once": False, "way": way, "order": order}
+        facts["in_turn"] &= found == [
             (f"{way}_{end}", k) for k in order for end in ("in", "out")
         ]
     ways = [what.partition("_")[0] for what, _ in events]
-    return told | {"flush": ways == sorted(ways, reverse=True)}
+    return facts | {"flush": ways == sorted(ways, reverse=True)}

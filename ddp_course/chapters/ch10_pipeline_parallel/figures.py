@@ -93,12 +93,12 @@ def bubble_curve(
     axes.set(xlim=(0, most + 0.5), ylim=(0, None))
     axes.grid(axis="y", **GRID)
     axes.legend()
-    told = [
+    texts = [
         f"p = {p}, m = {m}: {share:.0%} (formula: {float(formula(p, m)):.0%})"
         for p, points in measured.items()
         for m, share in points.items()
     ]
-    return figure, f"The bubble against the number of microbatches. {'; '.join(told)}."
+    return figure, f"The bubble against the number of microbatches. {'; '.join(texts)}."
 
 
 IMAGES = {"10_pipeline_parallel.svg": staircase}

@@ -44,7 +44,7 @@ def my_stage_step(
     backward_in: Callable[[int], Tensor],
     backward_out: Callable[[int, Tensor | None], None],
 ) -> None:
-    """Take a stage through a step of GPipe; autograd ends at both of its boundaries."""
+    """Run a stage through a step of GPipe; autograd ends at both of its boundaries."""
     kept = []
     for k in range(num_microbatches):
         x = forward_in(k)

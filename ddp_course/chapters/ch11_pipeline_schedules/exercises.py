@@ -36,8 +36,8 @@ def check_my_one_f_one_b(answer: Answer) -> str:
             rows.append(answer(rank, p, m))
             orders.judge_row(answer.call(rank, p, m), rows[-1], rank, "FB")
         where = f"For {p} ranks and {m} microbatches,"
-        played = orders.judge_legal(where, rows, m)
-        for rank, kept in enumerate(played.peak_activations):
+        simulated = orders.judge_legal(where, rows, m)
+        for rank, kept in enumerate(simulated.peak_activations):
             least = min(m, p - rank)
             expect(
                 kept <= least,
@@ -45,7 +45,7 @@ def check_my_one_f_one_b(answer: Answer) -> str:
                 f"{least} are enough to keep it busy. Go backward as soon as so many "
                 "are in flight.",
             )
-        orders.judge_bubble(where, played, Fraction(p - 1, m + p - 1), "GPipe's")
+        orders.judge_bubble(where, simulated, Fraction(p - 1, m + p - 1), "GPipe's")
     orders.judge_training([answer(rank, 4, 8) for rank in range(4)])
     return (
         f"{len(SHAPES)} pipelines: legal, GPipe's bubble, activations of min(m, p - r) "
@@ -74,8 +74,8 @@ def check_place_weights(answer: Answer) -> str:
     for p, m in SPLIT:
         rows = _placed(answer, p, m)
         where = f"For {p} ranks and {m} microbatches,"
-        played = orders.judge_legal(where, rows, m)
-        for rank, kept in enumerate(played.peak_activations):
+        simulated = orders.judge_legal(where, rows, m)
+        for rank, kept in enumerate(simulated.peak_activations):
             expect(
                 kept <= p,
                 f"{where} rank {rank} keeps what {kept} microbatches need, from F to "
@@ -83,7 +83,7 @@ def check_place_weights(answer: Answer) -> str:
                 "more W's than the rank has to wait.",
             )
         share = Fraction(p - 1, 3 * m + p - 1)
-        orders.judge_bubble(where, played, share, "zero-bubble's")
+        orders.judge_bubble(where, simulated, share, "zero-bubble's")
     orders.judge_training(_placed(answer, 4, 8))
     return (
         f"{len(SPLIT)} pipelines: legal, the order of F and I unchanged, bubble "
@@ -96,11 +96,11 @@ def _placed(answer: Answer, p: int, m: int) -> Rows:
     """Ask for the rows of all ranks, and look at each."""
     rows = []
     for rank, actions in enumerate(one_f_one_b(p, m).ranks):
-        given = [str(action).replace("B", "I") for action in actions]
-        before = list(given)
-        row = answer(given, rank)
+        argument = [str(action).replace("B", "I") for action in actions]
+        before = list(argument)
+        row = answer(argument, rank)
         call = answer.call(before, rank)
-        expect(given == before, f"{call} changed the list `row`.")
+        expect(argument == before, f"{call} changed the list `row`.")
         orders.judge_row(call, row, rank, "FIW")
         expect(
             [action for action in row if "W" not in action] == before,
@@ -129,13 +129,13 @@ def check_who_waits(answer: Answer) -> str:
     moves: who has not come to the end stands there.
     """
     count = 0
-    for told, rows in _schedules():
-        given = [list(row) for row in rows]
-        got = answer(given)
+    for title, rows in _schedules():
+        argument = [list(row) for row in rows]
+        got = answer(argument)
         wanted = solutions.who_waits(rows)
         shown = "; ".join(" ".join(row) for row in rows)
-        where = f"For {told} (the ranks' rows are {code(one_line(shown, 300))})"
-        expect(given == rows, f"{where} your function changed the lists.")
+        where = f"For {title} (the ranks' rows are {code(one_line(shown, 300))})"
+        expect(argument == rows, f"{where} your function changed the lists.")
         expect(
             isinstance(got, dict),
             f"{where} your function returned {code(one_line(got))}; expected a "
@@ -174,14 +174,14 @@ def _judge(where: str, got: dict[int, str], wanted: dict[int, str], rows: Rows) 
 
 def _schedules() -> Iterator[tuple[str, Rows]]:
     """Return schedules by what is to be said about them."""
-    made = [naive(3, 2), gpipe(2, 3), one_f_one_b(4, 6), interleaved(2, 4, 2)]
-    made += [gpipe(1, 2), one_f_one_b(2, 12), gpipe(12, 1)]
-    for schedule in made:
+    examples = [naive(3, 2), gpipe(2, 3), one_f_one_b(4, 6), interleaved(2, 4, 2)]
+    examples += [gpipe(1, 2), one_f_one_b(2, 12), gpipe(12, 1)]
+    for schedule in examples:
         yield f"{schedule.name} as it should be", _rows(schedule)
         yield f"{schedule.name} with the ranks in reverse order", _rows(schedule)[::-1]
     dice = random.Random(0)
     for number in range(CHANGED):
-        schedule = made[5 if number >= 60 else number % 4]
+        schedule = examples[5 if number >= 60 else number % 4]
         rows = _rows(schedule)[:: -1 if number % 5 == 0 else 1]
         row = dice.choice(rows)
         a, b = sorted(dice.sample(range(len(row)), 2))

@@ -238,9 +238,9 @@ def _shards(d: Draw) -> tuple[list[Tensor], list[Tensor], float, float, float]:
     norm = math.sqrt(sum(g.square().sum() for gs in everyones for g in gs))
     gradients, scale = everyones[d.rank], d.same.choice([1024.0, 8.0])
     max_norm = norm * (0.95, 0.1, 1.5)[d.case % 3] + 0.001
-    whose, special = d.same.randrange(d.n), d.same.choice(SPECIAL_NUMBERS)
+    owner, special = d.same.randrange(d.n), d.same.choice(SPECIAL_NUMBERS)
     full = [gradient for gradient in gradients if len(gradient)]
-    if d.case % 3 == 1 and d.rank == whose and full:
+    if d.case % 3 == 1 and d.rank == owner and full:
         chosen = d.own.choice(full)
         chosen[d.own.randrange(len(chosen))] = special
     weights = [torch.ones_like(gradient) for gradient in gradients]

@@ -155,12 +155,18 @@ def errors_of_sums(
     process and measured on real ranks; `expected` has formulas of N, the thin lines.
     """
     figure, axes = canvas((7, 3.8))
-    told, ranks = [], sorted({n for its in simulated.values() for n in its})
+    texts, ranks = [], sorted({n for its in simulated.values() for n in its})
     for (order, points), look in zip(simulated.items(), CURVES, strict=False):
         axes.plot(points.keys(), points.values(), label=order, **look)
-        told.append(f"{order}: {points[ranks[-1]]:.2%} at {ranks[-1]} ranks")
-        there = measured.get(order, {})
-        axes.plot(there.keys(), there.values(), "o", color=INK, markersize=5)
+        texts.append(f"{order}: {points[ranks[-1]]:.2%} at {ranks[-1]} ranks")
+        points_measured = measured.get(order, {})
+        axes.plot(
+            points_measured.keys(),
+            points_measured.values(),
+            "o",
+            color=INK,
+            markersize=5,
+        )
     for formula in expected.values():
         axes.plot(ranks, [formula(n) for n in ranks], color=INK, linewidth=0.8)
     axes.plot([], [], color=INK, linewidth=0.8, label="expected")
@@ -172,7 +178,7 @@ def errors_of_sums(
     axes.minorticks_off()
     axes.grid(axis="y", **GRID)
     axes.legend()
-    return figure, f"The error of a sum over ranks. {'; '.join(told)}."
+    return figure, f"The error of a sum over ranks. {'; '.join(texts)}."
 
 
 IMAGES = {"12_precision.svg": formats_and_a_step}

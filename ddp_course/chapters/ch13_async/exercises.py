@@ -125,7 +125,7 @@ def _replayed(d: Draw) -> tuple[Record, Tensor, Gradients, float]:
 
 
 def wrong_calls(case: Case) -> str:
-    """Say of which workers the gradients were asked for, and of which they should."""
+    """Describe whose gradients were requested, and whose should have been."""
     calls, wanted = case.after["gradient"].calls, case.right["gradient"].calls
     return (
         f"asked for gradients of the workers {shown(calls)}; the record has pushes of "
@@ -223,7 +223,7 @@ def check_my_server(answer: Answer) -> str:
 
 
 def _serve(my_server: Callable) -> Iterator[dict[str, Any]]:
-    """On every rank: rank 0 serves, the others push; yield what can be judged."""
+    """Serve on rank 0, push on the others; yield what can be judged."""
     rank, n = dist.get_rank(), dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
     for number, (shape, dtype, lr) in enumerate(SERVED):

@@ -106,12 +106,12 @@ def twice(
     if not 1 <= len(losses) <= len(LOOKS):
         raise ValueError(f"{len(losses)} runs; 1 to {len(LOOKS)} can be told apart")
     figure, both = canvas((7.2, 3.4), ncols=2, sharey=True)
-    told = []
+    texts = []
     for look, (name, points) in zip(LOOKS, losses.items(), strict=False):
         updates, times, values = zip(*points, strict=True)
         for axes, x in zip(both, (updates, times), strict=True):
             axes.plot(x, values, label=name, **look)
-        told.append(
+        texts.append(
             f"{name}: {values[-1]:.2f} after {updates[-1]} updates, at {times[-1]:g}"
         )
     both[0].set(xlabel="updates of the weights", ylabel="loss [nats per character]")
@@ -119,7 +119,7 @@ def twice(
     for axes in both:
         axes.grid(axis="y", **GRID)
     both[0].legend(handlelength=3)
-    return figure, f"The loss over updates, and over time. {'; '.join(told)}."
+    return figure, f"The loss over updates, and over time. {'; '.join(texts)}."
 
 
 IMAGES = {"13_async.svg": two_ways}

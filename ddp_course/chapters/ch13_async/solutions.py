@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def my_staleness(record: Sequence[tuple[str, int]]) -> list[int]:
-    """Of each push, count the pushes since its worker's newest pull."""
+    """Count, for each push, the pushes since its worker's newest pull."""
     version, pulled, found = 0, {}, []
     for what, worker in record:
         if what == "pull":

@@ -27,7 +27,7 @@ def largest(tensor: Tensor) -> Tensor:
 
 
 class EachInTurn:
-    """Keep one number, another one in each call; the others become 0."""
+    """A compressor that keeps one number, a different one in each call."""
 
     calls = 0
 
@@ -130,25 +130,25 @@ def wrong_memory(case: Case) -> str:
         return "my_memory must return a function to be called."
     compress, streams = case.args.values()
     ranks = len(streams)
-    held = [torch.zeros_like(stream[0]) for stream in streams]
+    errors = [torch.zeros_like(stream[0]) for stream in streams]
     rest = [torch.zeros_like(stream[0]) for stream in streams]
     pairs = zip(case.got, case.wanted, strict=True)
     for number, ((got, bucket), (right, gradient)) in enumerate(pairs):
         step, rank = divmod(number, ranks)
         mistakes = {
             "has forgotten what was held back": compress(gradient),
-            "takes off what it should add": compress(gradient - held[rank]),
+            "takes off what it should add": compress(gradient - errors[rank]),
             "has kept the rest of the last gradient alone": compress(
                 gradient + rest[rank]
             ),
-            "adds it after compressing": compress(gradient) + held[rank],
+            "adds it after compressing": compress(gradient) + errors[rank],
         }
         if not equal_values(bucket, gradient):
             return "the gradient was changed; work on a copy."
         if not equal_values(got, right):
             break
         rest[rank] = gradient - right
-        held[rank] = held[rank] + rest[rank]
+        errors[rank] = errors[rank] + rest[rank]
     why = "the gradient and all that was held back before, compressed together."
     if step == 0:
         why = "the compressed gradient: nothing was held back before."
@@ -293,7 +293,7 @@ def _outer(
 
 
 def wrong_outer_step(case: Case) -> str:
-    """Say what is wrong: the momentum first; if that is right, only the step can be."""
+    """Describe what is wrong: the momentum; if that is right, only the step can be."""
     got, right = case.after["momentum"], case.right["momentum"]
     if not equal_values(got, right):
         return (

@@ -126,8 +126,8 @@ def drift(
     axes.grid(axis="y", **GRID)
     axes.legend(loc="upper right")
     first, last = (f"{max(distances[step]):.3g}" for step in (0, every - 1))
-    told = f"after step 1: {first}, before the first average: {last}"
-    return figure, f"How far replicas are from their mean. The furthest, {told}."
+    text = f"after step 1: {first}, before the first average: {last}"
+    return figure, f"How far replicas are from their mean. The furthest, {text}."
 
 
 @plot
@@ -148,9 +148,9 @@ def worth(curves: Mapping[str, Sequence[tuple[float, float]]], base: str) -> Dra
     axes.set(xlabel="sent by a rank so far [MB]", ylabel="loss", xscale="log")
     axes.xaxis.set_major_formatter(lambda sent, _: f"{sent / 1e6:g}")
     axes.grid(**GRID)
-    told = [f"{name}: {sent:,.0f} bytes, {loss:.2f}"
+    texts = [f"{name}: {sent:,.0f} bytes, {loss:.2f}"
             for name, (sent, loss) in ends.items()]  # fmt: skip
-    return figure, f"The loss over what was sent. At the end {'; '.join(told)}."
+    return figure, f"The loss over what was sent. At the end {'; '.join(texts)}."
 
 
 @plot
@@ -163,7 +163,7 @@ def over_time(
     """
     size = (7.2, 2.6 * len(links))
     figure, panels = canvas(size, nrows=len(links), squeeze=False)
-    told, line = [], {"arrowstyle": "-", "color": PANEL_EDGE, "relpos": (0, 0.5)}
+    texts, line = [], {"arrowstyle": "-", "color": PANEL_EDGE, "relpos": (0, 0.5)}
     for axes, (link, curves) in zip(panels.flat, links.items(), strict=True):
         for look, curve in zip(_looks(curves, base), curves.values(), strict=True):
             axes.plot(*zip(*curve, strict=True), **look)
@@ -175,9 +175,9 @@ def over_time(
         axes.set(title=link, ylabel="loss", xlim=(0, 1.2 * right))
         axes.set_ylim(lowest - 0.25, lowest + 0.85)
         axes.grid(**GRID)
-        told.append(f"{link}: {', '.join(f'{n} {y:.2f}' for n, y in ends.items())}")
+        texts.append(f"{link}: {', '.join(f'{n} {y:.2f}' for n, y in ends.items())}")
     axes.set_xlabel("time [s]")
-    return figure, f"The loss over time. At the end, at {'; at '.join(told)}."
+    return figure, f"The loss over time. At the end, at {'; at '.join(texts)}."
 
 
 def _apart(at: Mapping[str, float], gap: float) -> dict[str, float]:

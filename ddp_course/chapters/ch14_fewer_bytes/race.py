@@ -71,7 +71,7 @@ def losses(method: str, seed: int, steps: int = STEPS, preset: Any = GPT) -> lis
 
 def compressed(method: str, model: nn.Module, loss: Callable, steps: int) -> list:
     """Train by compressed gradients, with one model: all ranks have the same."""
-    optimizer, told = AdamW(model.parameters(), LR), []
+    optimizer, losses = AdamW(model.parameters(), LR), []
     ranks, parameters = compressors(method), list(model.parameters())
     for step in range(steps):
         each = [loss(model, step, rank) for rank in range(RANKS)]
@@ -80,8 +80,8 @@ def compressed(method: str, model: nn.Module, loss: Callable, steps: int) -> lis
         for parameter, gradient in zip(parameters, mean, strict=True):
             parameter.grad = gradient
         optimizer.step()
-        told.append(sum(one.item() for one in each) / RANKS)
-    return told
+        losses.append(sum(one.item() for one in each) / RANKS)
+    return losses
 
 
 def compressors(method: str) -> list:
@@ -188,21 +188,21 @@ def measure(seeds: list[int]) -> None:
     torch.set_num_threads(1)
     for seed in seeds:
         for method in METHODS:
-            told = stored()
-            row = told["methods"].setdefault(method, {"losses": {}})
+            results = stored()
+            row = results["methods"].setdefault(method, {"losses": {}})
             if str(seed) in row["losses"]:
                 continue
             row["losses"][str(seed)] = [round(x, 4) for x in losses(method, seed)]
             row |= {"bytes": step_bytes(method), **cpu_seconds(method)}
             how = {"date": date.today().isoformat(), "torch": torch.__version__}
             how["text"] = text()
-            write(told | how | {"steps": STEPS, "ranks": RANKS, "rows": ROWS})
+            write(results | how | {"steps": STEPS, "ranks": RANKS, "rows": ROWS})
 
 
-def write(told: dict[str, Any]) -> None:
+def write(results: dict[str, Any]) -> None:
     """Store it, a method a line."""
-    rest = {name: value for name, value in told.items() if name != "methods"}
-    rows = (f"{json.dumps(n)}: {json.dumps(r)}" for n, r in told["methods"].items())
+    rest = {name: value for name, value in results.items() if name != "methods"}
+    rows = (f"{json.dumps(n)}: {json.dumps(r)}" for n, r in results["methods"].items())
     text = ",\n".join(rows)
     STORED.write_text(json.dumps(rest)[:-1] + f', "methods": {{\n{text}\n}}}}\n')
 

@@ -44,10 +44,10 @@ def my_outer_step(
     lr: float,
     mu: float,
 ) -> None:
-    """Take the way back from the mean for a gradient, and step with Nesterov's."""
-    for here, there, velocity in zip(
+    """Use the difference to the mean as a gradient, and step with Nesterov momentum."""
+    for own, others, velocity in zip(
         common, zip(*replicas, strict=True), momentum, strict=True
     ):
-        gradient = here - sum(there) / len(there)
+        gradient = own - sum(others) / len(others)
         velocity.mul_(mu).add_(gradient)
-        here.sub_(lr * (gradient + mu * velocity))
+        own.sub_(lr * (gradient + mu * velocity))

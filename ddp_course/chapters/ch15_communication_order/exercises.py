@@ -115,9 +115,9 @@ def _step(d: Draw) -> tuple[list[int], ...]:
 
 # ---- my_late_steps -------------------------------------------------------------------
 
-SIZES = (3, 2, 2, 3)  # of neighbouring layers
+SIZES = (3, 2, 2, 3)  # neighbouring layers
 FROZEN, UNUSED = "2.inner.bias", "1.scale"  # these two have no gradient
-OPTIMIZERS = {  # whose step depends on more than the gradient
+OPTIMIZERS = {  # optimizers with a step that depends on more than the gradient
     "SGD with momentum": lambda ps: torch.optim.SGD(ps, lr=0.25, momentum=0.5),
     "AdamW": lambda ps: torch.optim.AdamW(ps, lr=0.125),
 }
@@ -133,7 +133,7 @@ class _Watched(nn.Module):
         self.inner = nn.Linear(SIZES[number], SIZES[number + 1])
 
     def forward(self, x: Tensor) -> Tensor:
-        """Note, and run."""
+        """Record the call, and run."""
         self.log.append(f"layer {self.number}")
         return self.scale * self.inner(x)
 
@@ -177,7 +177,7 @@ def _right(optimizer: Callable[[Any], Any], means: dict[str, Tensor]) -> dict:
 
 
 class _Handle:
-    """What `send` returns here: until it is waited for, the gradient is no number."""
+    """A handle of `send`: until the wait, the gradient is nan."""
 
     def __init__(self, tensor: Tensor, name: str, mean: Tensor, log: list[Any]) -> None:
         self.tensor, self.name, self.mean, self.log = tensor, name, mean, log
@@ -301,7 +301,7 @@ REAL = {"right": "{why}"}
 
 
 def _use(my_late_steps: Callable) -> dict[str, Any]:
-    """On every rank: gradients of its own, means by real all-reduces."""
+    """Run with this rank's own gradients, and means by real all-reduces."""
     rank, n = dist.get_rank(), dist.get_world_size()
     optimizer = OPTIMIZERS["AdamW"]
     trained = _trained(optimizer, rank)

@@ -26,7 +26,7 @@ POLICIES = ("wait for all", "forward layer by layer", "priority")
 
 
 def steps(
-    played: Mapping[str, Played],
+    simulated: Mapping[str, Played],
     label: str = "time [any unit]",
     *,
     unit: float = 1.0,
@@ -39,10 +39,10 @@ def steps(
     has, such as 1000 for seconds in ms; with `path` a third lane has what holds the
     step up. Raises ValueError for no step.
     """
-    if not played:
+    if not simulated:
         raise ValueError("there are no steps; at least one must be drawn")
     runs = []
-    for name, one in played.items():
+    for name, one in simulated.items():
         events = {"compute": [], "link": []}
         for event in one.events:
             events[event.lane].append(event)
@@ -51,12 +51,12 @@ def steps(
         lanes = [Lane(LANES[lane], 0, _blocks(its, unit), boxed=False)
                  for lane, its in events.items()]  # fmt: skip
         runs.append(Run(lanes, name, f"{float(one.step_time * unit):.4g} in all"))
-    long = float(max(one.step_time for one in played.values()) * unit)
+    long = float(max(one.step_time for one in simulated.values()) * unit)
     return draw_runs(title, runs, label, long, legend=LEGEND, foot="Numbers: layers.")
 
 
 def _blocks(events: Sequence[Timed], unit: float) -> list[Block]:
-    """Make a block of each event; of neighbours that are alike, one."""
+    """Return a block for each event; equal neighbours share one."""
     blocks: list[Block] = []
     for event in events:
         start, end = float(event.start * unit), float(event.end * unit)
@@ -91,8 +91,8 @@ def two_orders() -> Drawing:
         "As they come, and all waited for": WAIT_FOR_ALL,
         "What is needed first goes first": priority(Fraction(1, 2)),
     }
-    played = {name: simulate(layers, policy) for name, policy in two.items()}
-    return steps(played, title="One step of three layers, in two orders")
+    simulated = {name: simulate(layers, policy) for name, policy in two.items()}
+    return steps(simulated, title="One step of three layers, in two orders")
 
 
 IMAGES = {"15_communication_order.svg": two_orders}

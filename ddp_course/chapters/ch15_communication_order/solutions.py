@@ -12,14 +12,14 @@ from torch.optim import Optimizer
 def my_priority(
     ready: Sequence[int], send: Sequence[int], piece: int
 ) -> list[tuple[int, int, int]]:
-    """Whenever the link is free, send a piece of the first layer that is there."""
+    """Send, whenever the link is free, a piece of the first layer that is ready."""
     left, now, sent = list(send), 0, []
     while any(left):
-        there = [k for k, rest in enumerate(left) if rest and ready[k] <= now]
-        if not there:
+        ready_layers = [k for k, rest in enumerate(left) if rest and ready[k] <= now]
+        if not ready_layers:
             now = min(ready[k] for k, rest in enumerate(left) if rest)
             continue
-        layer = there[0]
+        layer = ready_layers[0]
         length = min(piece, left[layer])
         sent.append((layer, now, now + length))
         left[layer] -= length
@@ -30,7 +30,7 @@ def my_priority(
 def my_least_time(
     forward: Sequence[int], backward: Sequence[int], send: Sequence[int]
 ) -> int:
-    """Take every layer's path: backward to it, sends up to it, forward from it on."""
+    """Compare every layer's path: backward to it, sends up to it, forward from it."""
     return max(
         sum(backward[c:]) + sum(send[: c + 1]) + sum(forward[c:])
         for c in range(len(send))
@@ -44,8 +44,8 @@ def my_late_steps(
 ) -> None:
     """Send everything, and leave a hook that waits and steps on each layer."""
     for layer, optimizer in zip(layers, optimizers, strict=True):
-        there = [p for p in layer.parameters() if p.grad is not None]
-        _step_before_forward(layer, optimizer, [send(p.grad) for p in there])
+        present = [p for p in layer.parameters() if p.grad is not None]
+        _step_before_forward(layer, optimizer, [send(p.grad) for p in present])
 
 
 def _step_before_forward(

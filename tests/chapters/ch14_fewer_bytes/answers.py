@@ -193,21 +193,21 @@ ANSWERS = answers(
         sgd = torch.optim.SGD(common, lr=lr, momentum=mu, nesterov=mu > 0)
         for number, (here, velocity) in enumerate(zip(common, momentum, strict=True)):
             here.grad = here - torch.stack([each[number] for each in replicas]).mean(0)
-            sgd.state[here]["momentum_buffer"] = velocity
+            sgd.state[own]["momentum_buffer"] = velocity
         sgd.step()
         if mu == 0:  # then SGD keeps none
-            for here, velocity in zip(common, momentum, strict=True):
-                velocity.copy_(here.grad)
-        for here in common:
-            here.grad = None
+            for own, velocity in zip(common, momentum, strict=True):
+                velocity.copy_(own.grad)
+        for own in common:
+            own.grad = None
     outer_step_forward:
-        for number, here in enumerate(common):
+        for number, own in enumerate(common):
             mean = sum(each[number] for each in replicas) / len(replicas)
-            forward = mean - here
+            forward = mean - own
             momentum[number].copy_(mu * momentum[number] - forward)
-            here += lr * forward - lr * mu * momentum[number]
+            own += lr * forward - lr * mu * momentum[number]
     the_wrong_way: the way *back* from the mean
-        here - sum(there) / len(there) => sum(there) / len(there) - here
+        own - sum(others) / len(others) => sum(others) / len(others) - own
     without_a_look_ahead: mu times the *new* momentum
         gradient + mu * velocity => velocity
     with_the_old_momentum: mu times the *new* momentum
@@ -216,32 +216,32 @@ ANSWERS = answers(
     forgets_the_momentum: mu times the old one
         velocity.mul_(mu).add_(gradient) => velocity = mu * velocity + gradient
     sum_of_replicas: from the mean
-        sum(there) / len(there) => sum(there)
+        sum(others) / len(others) => sum(others)
     lr_in_the_momentum: in `momentum`
-        here - sum(there) / len(there) => lr * (here - sum(there) / len(there))
-        here.sub_(lr * => here.sub_(1 *
+        own - sum(others) / len(others) => lr * (own - sum(others) / len(others))
+        own.sub_(lr * => own.sub_(1 *
     other_tensors: in the tensors themselves
-        for here, => common[:] = [tensor.clone() for tensor in common]
-        => for here,
+        for own, => common[:] = [tensor.clone() for tensor in common]
+        => for own,
     replicas_brought_back: leave them as they are
         mu * velocity)) => mu * velocity))
-        => for tensor in there:
-        =>     tensor.copy_(here)
+        => for tensor in others:
+        =>     tensor.copy_(own)
     mean_alone: in `momentum`
-        for here, => lr, mu = 1.0, 0.0
-        => for here,
+        for own, => lr, mu = 1.0, 0.0
+        => for own,
     mean_of_everything: from the mean
-        sum(there) / len(there) => torch.stack(there).mean()
+        sum(others) / len(others) => torch.stack(others).mean()
     median_of_replicas: from the mean
-        sum(there) / len(there) => torch.stack(there).median(0).values
+        sum(others) / len(others) => torch.stack(others).median(0).values
     one_replica: from the mean
-        sum(there) / len(there) => there[len(there) // 2]
+        sum(others) / len(others) => others[len(others) // 2]
     first_and_last: from the mean
-        sum(there) / len(there) => (there[0] + there[-1]) / 2
+        sum(others) / len(others) => (others[0] + others[-1]) / 2
     always_three: from the mean
-        sum(there) / len(there) => sum(there) / 3
+        sum(others) / len(others) => sum(others) / 3
     flipped: from the mean
-        sum(there) / len(there)
-        => (sum(there) / len(there)).flatten().flip(0).view_as(here)
+        sum(others) / len(others)
+        => (sum(others) / len(others)).flatten().flip(0).view_as(own)
     """,
 )

@@ -63,7 +63,7 @@ ANSWERS = answers(
             now += chosen[2]
         return sent
     first_come_first_served: layer 0 is next from 3 on
-        there[0] => min(there, key=lambda k: (ready[k], -k))
+        ready_layers[0] => min(ready_layers, key=lambda k: (ready[k], -k))
     before_it_is_there: nothing is there before 3
         and ready[k] <= now =>
     whole_layers: the last piece is shorter
@@ -73,7 +73,7 @@ ANSWERS = answers(
     waits_for_all_of_backward: layer 1 is alone until 4
         list(send), 0 => list(send), max(ready)
     last_layers_first: layer 0 is next from 3 on
-        there[0] => there[-1]
+        ready_layers[0] => ready_layers[-1]
     full_pieces_only: the last piece is shorter
         list(send), 0 => [-(-s // piece) * piece for s in send], 0
     uses_up_the_callers_list: changed `send`
@@ -84,7 +84,7 @@ ANSWERS = answers(
     priority_as_lists:
         return [[*one] for one in solutions.my_priority(ready, send, piece)]
     the_latest_first: layer
-        there[0] => max(there, key=lambda k: ready[k])
+        ready_layers[0] => max(ready_layers, key=lambda k: ready[k])
     """,
     my_least_time="""
     least_by_sums_from_both_ends:
@@ -157,8 +157,8 @@ ANSWERS = answers(
         for layer in layers:
             layer.register_forward_pre_hook(arrive)
     waits_at_once: did not return before it had waited: wait 0.
-        _step_before_forward(layer, optimizer, [send(p.grad) for p in there])
-        => arrival([send(p.grad) for p in there], optimizer)()
+        _step_before_forward(layer, optimizer, [send(p.grad) for p in present])
+        => arrival([send(p.grad) for p in present], optimizer)()
     the_first_layer_waits_for_all: 0.scale, 1.inner.bias
         parameters = [p for layer in layers for p in layer.parameters()]
         handles = [send(p.grad) for p in parameters if p.grad is not None]
@@ -167,23 +167,23 @@ ANSWERS = answers(
     as_backward_made_them: needs its gradients first
         (layers, optimizers, strict => (layers[::-1], optimizers[::-1], strict
     steps_at_every_forward: when layer 0 ran a second time
-        _step_before_forward(layer, optimizer, [send(p.grad) for p in there])
-        => arrive = arrival([send(p.grad) for p in there], optimizer)
+        _step_before_forward(layer, optimizer, [send(p.grad) for p in present])
+        => arrive = arrival([send(p.grad) for p in present], optimizer)
         => layer.register_forward_pre_hook(arrive)
     after_the_layer_has_run: Before layer 0 ran, nothing had been waited for
-        _step_before_forward(layer, optimizer, [send(p.grad) for p in there])
-        => arrive = arrival([send(p.grad) for p in there], optimizer)
+        _step_before_forward(layer, optimizer, [send(p.grad) for p in present])
+        => arrive = arrival([send(p.grad) for p in present], optimizer)
         => layer.register_forward_hook(arrive)  # the layer runs with old parameters
     steps_without_waiting: Before layer 0 ran, nothing had been waited for
-        [send(p.grad) for p in there] => [send(p.grad) for p in there][:0]
+        [send(p.grad) for p in present] => [send(p.grad) for p in present][:0]
     the_last_layers_handles_for_all: Before layer 0 ran, 2.inner.weight
-        _step_before_forward(layer, optimizer, [send(p.grad) for p in there])
-        => handles = [send(p.grad) for p in there]
+        _step_before_forward(layer, optimizer, [send(p.grad) for p in present])
+        => handles = [send(p.grad) for p in present]
         => layer.register_forward_pre_hook(lambda *_: arrival(handles, optimizer)())
     sends_when_it_is_needed: Sent: nothing
-        _step_before_forward(layer, optimizer, [send(p.grad) for p in there])
-        => def arrive(*_, its=optimizer, there=there):
-        =>     arrival([send(p.grad) for p in there], its)()
+        _step_before_forward(layer, optimizer, [send(p.grad) for p in present])
+        => def arrive(*_, its=optimizer, present=present):
+        =>     arrival([send(p.grad) for p in present], its)()
         => layer.register_forward_pre_hook(arrive)
     weights_only: Expected each gradient that there is
         layer.parameters() => [layer.inner.weight]
@@ -194,8 +194,8 @@ ANSWERS = answers(
     of_the_layer_itself_alone: Expected each gradient that there is
         layer.parameters() => layer.parameters(recurse=False)
     sgd_by_hand: with the mean gradients
-        _step_before_forward(layer, optimizer, [send(p.grad) for p in there])
-        => def arrive(layer, _, its=[(p, send(p.grad)) for p in there]):
+        _step_before_forward(layer, optimizer, [send(p.grad) for p in present])
+        => def arrive(layer, _, its=[(p, send(p.grad)) for p in present]):
         =>     while its:
         =>         p, handle = its.pop()
         =>         handle.wait()
