@@ -67,7 +67,7 @@ def check_ring_transfers(answer: Answer) -> str:
 
 
 def _as_plan(answer: Answer, n: int) -> Plan:
-    """Convert the reader's list of transfers to a plan; return other answers unchanged."""
+    """Convert a list of transfers to a plan; return other answers unchanged."""
     got, call = answer(n), answer.call(n)
     listed = isinstance(got, list) and all(isinstance(t, Transfer) for t in got)
     expect(listed, f"{call} returned {shown(got)}; expected a list of `Transfer`s.")
