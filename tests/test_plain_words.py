@@ -39,7 +39,6 @@ NOT_YET = {
     "train.py",
 }
 NOT_YET |= {
-    "communication_order",
     "context_parallel",
 }
 

@@ -22,9 +22,9 @@ from ddp_course.communication_order import (
     WAIT_FOR_ALL,
     Policy,
     ScheduledDataParallel,
-    Waiting,
+    SleepingStack,
     priority,
-    simulate,
+    simulate_step,
 )
 from ddp_course.data import load_corpus
 from ddp_course.data_parallel import DistributedDataParallel
@@ -44,7 +44,7 @@ GAINS = {n: Pair(f"{GAIN}, {n}", SIMULATED, 1.05) for n in ("whole layers", "pie
 PAIRS = (*against(DDP, dict.fromkeys(POLICIES)), *GAINS.values())
 LAYERS = [(0.03, 0.05, 4 << 20)] * 6  # each is sent in 63 ms
 CASES: dict[str, Callable[[], nn.Module]] = {
-    "layers that wait": partial(Waiting, LAYERS),
+    "layers that wait": partial(SleepingStack, LAYERS),
     "GPT 1m": partial(build_gpt, "1m"),
 }
 
@@ -91,7 +91,7 @@ def side_by_side(
     gains = {}
     for name, own in scheduled.items():
         own.finish()
-        waited = simulate(own.planned.layers, WAIT_FOR_ALL, each=own.planned.each)
+        waited = simulate_step(own.planned.layers, WAIT_FOR_ALL, each=own.planned.each)
         gains[name] = float(own.planned.step_time / waited.step_time)
     return told, gains
 

@@ -1,14 +1,16 @@
-"""Floor 2: in which order gradients travel, as data and on ranks. Read in this order:
+"""Floor 2: the order in which gradients are sent, as data and on ranks.
 
-    schedule    layers, pieces, policies; a step played through in fractions
-    judge       is it legal, what holds it up, is there a better order?
-    naive       on ranks: each sends what is most urgent of its own; what comes of it
-    pieces      a reducer of the engine: gradients leave in pieces, by an agreed order
+Read the modules in this order:
+
+    schedule    layers, pieces, policies; a step simulated in exact fractions
+    judge       check whether a step is legal; its critical path; the best order
+    naive       on ranks: each sends its own most urgent gradient, and why that fails
+    pieces      a reducer of the engine that sends pieces in an agreed order
     ordered     OrderedDataParallel: the next forward begins layer by layer
-    plan        a part: from measured times to the order
-    guards      parts: what real trainings check
-    scheduled   ScheduledDataParallel: both together; a recorded step, as a schedule
-    waiting     layers that wait for stated times, to lay the one beside the other
+    plan        a part that derives the order from measured times
+    guards      parts that check and wait
+    scheduled   ScheduledDataParallel, the full class; a recorded step, as a schedule
+    waiting     layers that sleep for stated times, to compare plan and record
 
 Formulas are in `theory.ordering`. Chapter 15.
 """
@@ -23,16 +25,16 @@ from ddp_course.communication_order.ordered import OrderedDataParallel
 from ddp_course.communication_order.schedule import (
     FIFO,
     WAIT_FOR_ALL,
+    GradientPiece,
     OrderError,
-    Piece,
-    Played,
     Policy,
-    Timed,
+    StepEvent,
+    TimedStep,
     follow,
     pieces_of,
     priority,
-    simulate,
+    simulate_step,
 )
 from ddp_course.communication_order.scheduled import ScheduledDataParallel, recorded
-from ddp_course.communication_order.waiting import Waiting
+from ddp_course.communication_order.waiting import SleepingStack
 from ddp_course.theory import Layer

@@ -1,10 +1,10 @@
-"""Parts of a real training layer by layer: what they check, and what they wait for.
+"""Parts of ScheduledDataParallel that check, or that wait for gradients.
 
-    SameStart      the ranks' modules and policies are the same; the optimizer can do it
-    StatesFinish   whoever saves or loads a state gets the numbers of all steps
-    Unchanged      nobody changes a parameter while its step is due
-    NotYet         nobody computes with a gradient that is under way
-    StepFirst      nobody uses a parameter before its step
+    SameStart      raises unless modules and policies are equal, and the optimizer fits
+    StatesFinish   finishes the step before a state is saved or loaded
+    Unchanged      raises if a parameter is changed while its step is due
+    NotYet         raises if a gradient is used while it is being sent
+    StepFirst      takes a parameter's step before anything else uses the parameter
 
 Chapter 15.
 """
@@ -26,7 +26,7 @@ from ddp_course.mechanisms.hooks import tensors_in, while_alive
 
 
 class SameStart:
-    """Compare modules and `form` on all ranks, and try the optimizer."""
+    """A part that compares modules and `form` on all ranks, and tests the optimizer."""
 
     def __init__(self, group: dist.ProcessGroup | None, **form: Any) -> None:
         self.group, self.form = group, form
@@ -42,7 +42,7 @@ class SameStart:
 
 
 class StatesFinish:
-    """Let a state dict wait for all that is due."""
+    """A part that finishes the step before a state dict is read or loaded."""
 
     def before_replication(self, model: Any) -> None:
         """Register hooks; they go with the model."""
@@ -52,18 +52,18 @@ class StatesFinish:
 
 
 class Unchanged:
-    """Raise RuntimeError if a parameter was changed between `step` and its update.
+    """A part that raises if a parameter was changed between `step` and its update.
 
-    By a view of the parameter, that is: who changes the parameter itself takes the step
+    It detects changes through a view; a change of the parameter itself takes the step
     first (`StepFirst`).
     """
 
     def step_due(self, model: Any) -> None:
-        """Remember the parameters as they are."""
+        """Record the versions and addresses of the parameters."""
         self.before = {p: (p._version, p.data_ptr()) for p in model.layers.users}
 
     def before_update(self, model: Any, bucket: Any) -> None:
-        """Compare those of a bucket."""
+        """Compare the versions and addresses of a bucket's parameters."""
         for slot in bucket.slots:
             now = slot.parameter._version, slot.parameter.data_ptr()
             if now != self.before[slot.parameter]:
@@ -74,11 +74,11 @@ class Unchanged:
 
 
 class UnderWay(Tensor):
-    """Stands for a gradient that is under way: nobody can compute with it."""
+    """A placeholder for a gradient that is being sent; any use of it raises."""
 
     @classmethod
     def __torch_dispatch__(cls, *_: Any, **__: Any) -> Any:
-        """Raise RuntimeError, whatever is asked; also by autograd, which adds to it."""
+        """Raise RuntimeError from any function, also when autograd accumulates."""
         raise RuntimeError(
             "this gradient is still under way. Layers are stepped one by one, after "
             "model.step(), without optimizer.step(); what needs all gradients at once, "
@@ -90,17 +90,17 @@ class UnderWay(Tensor):
 
 
 class NotYet:
-    """Put an `UnderWay` in the place of every gradient, until it has arrived."""
+    """A part that replaces every gradient with an `UnderWay` until it has arrived."""
 
     def after_backward(self, engine: Any) -> None:
-        """Replace what the reducer has set."""
+        """Replace the gradients that the reducer has set."""
         for slot in engine.slots:
             if slot.parameter.grad is not None:
                 nothing = slot.view.new_empty(()).expand(slot.view.shape)
                 slot.parameter.grad = nothing.as_subclass(UnderWay)
 
     def step_due(self, model: Any) -> None:
-        """Raise RuntimeError for a gradient that the step would not see."""
+        """Raise RuntimeError for a gradient that the step would ignore."""
         for index in model.reducer.under_way:
             for slot in model.engine.buckets[index].slots:
                 gradient = slot.parameter.grad
@@ -116,9 +116,9 @@ GRADIENTS = Tensor.grad.__get__, Tensor.grad.__set__  # as zero_grad uses them
 
 
 class StepDue(nn.Parameter):
-    """A parameter whose step is due: whoever uses it takes the step first.
+    """A parameter with a due step, which any use of the parameter takes first.
 
-    Its layer waits for the gradient in any case. This class is for everybody else: a
+    Its layer waits for the gradient in any case. This class is for all other uses: a
     penalty in the loss, an average of weights, a tied matrix, a change by hand. Its
     `grad` belongs to the next step already.
     """
@@ -153,7 +153,7 @@ class StepDue(nn.Parameter):
 
 
 class StepFirst:
-    """Let nobody use a parameter before its step."""
+    """A part that takes a parameter's step before anything else uses the parameter."""
 
     def step_due(self, model: Any) -> None:
         """Mark the parameters whose gradients are under way."""
@@ -163,11 +163,11 @@ class StepFirst:
                     slot.parameter.receive = WeakMethod(model.receive)
                     slot.parameter.bucket = bucket
                     slot.parameter.__class__ = StepDue
-                else:  # of a class of its own
+                else:  # a subclass cannot be marked
                     model.receive(bucket)
 
     def before_update(self, model: Any, bucket: Any) -> None:
-        """Let the parameters of a bucket be ordinary again."""
+        """Restore the class of the parameters of a bucket."""
         for slot in bucket.slots:
             if isinstance(slot.parameter, StepDue):
                 slot.parameter.take_step()
@@ -177,9 +177,10 @@ class StepFirst:
 
 
 def check_one_by_one(optimizer: Optimizer) -> None:
-    """Raise ValueError if an optimizer cannot step parameters one by one: try it.
+    """Raise ValueError if an optimizer cannot step parameters one by one: test it.
 
-    What looks at several at once, or keeps in its options what it learns, cannot.
+    An optimizer cannot if it uses several parameters at once, or stores in its options
+    what it learns.
     """
     start, name = torch.linspace(-1, 1, 12).view(3, 4), type(optimizer).__name__
     options = options_of(optimizer)[0]
@@ -213,7 +214,7 @@ def check_one_by_one(optimizer: Optimizer) -> None:
 
 
 def beside(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return another process group of the same ranks, made at the first call.
+    """Return another process group of the same ranks, created at the first call.
 
     A collective call of these ranks. Raises ReplicaError if some are members of more
     groups than others: PyTorch would give the new one other names there, and hang.

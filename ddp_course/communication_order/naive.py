@@ -1,10 +1,11 @@
-"""What one would write first: each rank sends the most urgent gradient that it has.
+"""The naive scheduler: each rank sends its own most urgent gradient.
 
-For one rank, or where a server takes what comes (P3, over a parameter server), that is
-right. But all ranks must call the same collectives in the same order, and what is ready
-differs: if one rank's backward is a little slower, ranks send different layers at the
-same time. If these are of one size, they are added to each other and nobody notices; if
-not, the course's collectives say so, gloo may not, and NCCL hangs. Chapter 15.
+That is right for one rank, or with a parameter server, which accepts any order (P3).
+But all ranks must call the same collectives in the same order, and which gradients are
+ready differs: if one rank's backward is a little slower, ranks send different layers at
+the same time. Gradients of equal sizes are then added to each other without any error;
+with different sizes the course's collectives raise, gloo may not, and NCCL hangs.
+Chapter 15.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,10 +18,10 @@ from torch.optim import Optimizer
 
 
 class NaiveScheduledDataParallel(nn.Module):
-    """Runs `module`; first layers' gradients leave first, and forward waits for each.
+    """A wrapper that sends first layers' gradients first; forward waits layer by layer.
 
-    Every layer has an optimizer of its own, made by `make_optimizer(parameters)`. The
-    ranks do not agree about the order of their messages: do not train so.
+    Every layer has an optimizer of its own, `make_optimizer(parameters)`. The ranks do
+    not agree on the order of their messages: do not train with it.
     """
 
     def __init__(
@@ -31,8 +32,8 @@ class NaiveScheduledDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         self.module, self.all_reduce = module, all_reduce
-        self.ready: list[tuple[int, nn.Parameter]] = []  # not yet sent, with its layer
-        self.work: dict[nn.Parameter, Any] = {}  # under way
+        self.ready: list[tuple[int, nn.Parameter]] = []  # (layer, parameter) to send
+        self.work: dict[nn.Parameter, Any] = {}  # handles of sends under way
         layers = [m for m in module.modules() if [*m.parameters(recurse=False)]]
         for k, layer in enumerate(layers):
             own = [*layer.parameters(recurse=False)]
@@ -47,7 +48,7 @@ class NaiveScheduledDataParallel(nn.Module):
         return self.module(*inputs)
 
     def _is_ready(self, layer: int, parameter: nn.Parameter) -> None:
-        """Note a gradient; send the most urgent one if none is under way."""
+        """Add a gradient; send the most urgent one if none is under way."""
         self.ready.append((layer, parameter))
         if all(work.is_completed() for work in self.work.values()):
             self._send_most_urgent()
@@ -65,7 +66,7 @@ class NaiveScheduledDataParallel(nn.Module):
             self._send_most_urgent()
 
     def _step_layer(self, parameters: list[Tensor], optimizer: Optimizer) -> None:
-        """Before a layer runs: wait for its gradients, and step with them."""
+        """Wait for a layer's gradients before it runs, and step with them."""
         for parameter in parameters:
             if parameter in self.work:
                 self.work.pop(parameter).wait()

@@ -1,12 +1,12 @@
 """Data parallelism that keeps an order: the next forward begins layer by layer.
 
-    backward   a layer's gradient is ready: its pieces leave when the order says so
-    step       notes that a step is due, and returns at once
-    forward    before each layer: wait for its gradient alone, and step its parameters
+    backward   sends the pieces of a ready gradient when it is their turn
+    step       records that a step is due, and returns at once
+    forward    before each layer: waits for its gradient only, and steps its parameters
 
-Neither `step` nor the end of backward may wait, as DDP does: then no order would be
-better than any other. Where the order comes from, who checks that the ranks agree, and
-that nobody touches a gradient under way, are parts (`scheduled`). Chapter 15.
+Unlike in DDP, neither `step` nor the end of backward waits: otherwise all orders would
+be equally good. Parts (`scheduled`) choose the order, check that the ranks agree, and
+protect gradients that are being sent. Chapter 15.
 """
 
 import copy
@@ -30,27 +30,27 @@ WHOLE = 1e9  # MiB: a bucket for each layer, however large
 
 
 class OrderedDataParallel(nn.Module):
-    """Runs `module` on this rank's part of the batch, and steps it layer by layer.
+    """A wrapper that averages gradients in an order, and steps layer by layer.
 
     Args:
-        module: the same on all ranks; rank 0's numbers are taken.
-        optimizer: of `module.parameters()`; any that steps each parameter for itself.
-        piece: bytes that are sent at once; None: a layer's gradient as a whole.
+        module: the same on all ranks; all get rank 0's values.
+        optimizer: of `module.parameters()`; any that steps each parameter by itself.
+        piece: bytes of a piece; None sends a layer's gradient as a whole.
         process_group: the ranks that share a batch; None are all.
-        sending: a second process group of the same ranks, for gradients alone.
+        sending: a second process group of the same ranks, for gradients only.
         all_reduce: any of this course, or PyTorch's.
-        layers: modules that are one layer with all that is in them.
-        parts: objects to which the moments are announced, those of the `Engine` and:
+        layers: modules that count as one layer with all their submodules.
+        parts: objects with methods for the moments of the `Engine`, and for:
 
-            before_replication(model)        the ranks' modules may differ still
-            after_replication(model)         they are equal, and there is an engine
+            before_replication(model)        the ranks' modules may still differ
+            after_replication(model)         they are equal, and `engine` exists
             before_forward(model), after_forward(model, output)
             layer_reached(model, name)       a layer's forward has been called
-            before_layer(model, buckets)     its parameters are those of this step
+            before_layer(model, buckets)     its parameters are up to date
             step_due(model)                  the program has called `step`
             before_update(model, bucket), after_update(model, bucket)
 
-    `reducer.order` is what all ranks keep; it may be replaced between two passes.
+    All ranks follow `reducer.order`; it may be replaced between two passes.
     """
 
     def __init__(
@@ -72,15 +72,15 @@ class OrderedDataParallel(nn.Module):
             dist.broadcast(tensor.data, first, process_group)
         self.reducer = InPieces(process_group, all_reduce, piece, sending)
         self.engine = Engine(self.reducer, parts)
-        self.due: list[dict[str, Any]] | None = None  # a step: the options to step with
+        self.due: list[dict[str, Any]] | None = None  # options of a due step
         self.with_gradient: set[Tensor] = set()  # the parameters to step
         self.layers = Layers(module, layers, piece or 0)
-        self.homes: list[list[str]] = []  # by bucket: the layers that it is of
+        self.homes: list[list[str]] = []  # by bucket: names of its layers
         self._add_buckets()
         announce(parts, "after_replication", self)
 
     def _add_buckets(self) -> None:
-        """Give every layer a bucket, and a hook before its forward."""
+        """Add a bucket for every layer, and a hook before its forward."""
         bucket_of: dict[Tensor, LiveBucket] = {}
         for group in self.layers.groups:
             parameters = {k: p for n in group for k, p in self.layers.own[n].items()}
@@ -106,7 +106,7 @@ class OrderedDataParallel(nn.Module):
             self.finish()
         output = self.module(*inputs, **kwargs)
         announce(self.parts, "after_forward", self, output)
-        self.finish()  # layers that this forward has left out
+        self.finish()  # layers that this forward did not use
         if torch.is_grad_enabled():
             on_backward(tensors_in(output), self._backward_begins)
         return output
@@ -117,7 +117,7 @@ class OrderedDataParallel(nn.Module):
         self.engine.begin()
 
     def _before_layer(self, name: str, buckets: Sequence[LiveBucket]) -> None:
-        """A layer is about to run: wait for its gradients, and step with them."""
+        """Wait for a layer's gradients before it runs, and step with them."""
         if in_backward():
             return
         announce(self.parts, "layer_reached", self, name)
@@ -148,11 +148,11 @@ class OrderedDataParallel(nn.Module):
     def step(self, max_norm: float | None = None) -> None:
         """Let the optimizer step with the gradients of the last backward.
 
-        Each layer when it is next used, with the options (`lr`, ...) that hold now. A
-        norm over all gradients needs all of them: with `max_norm` they are waited for,
-        clipped as by `torch.nn.utils.clip_grad_norm_`, and stepped at once.
+        Each layer steps when it is next used, with the present options (`lr`, ...). A
+        norm over all gradients needs all of them: with `max_norm` this method waits for
+        them, clips as `torch.nn.utils.clip_grad_norm_` does, and steps at once.
         """
-        self.optimizer._opt_called = True  # what a scheduler of PyTorch wants to see
+        self.optimizer._opt_called = True  # PyTorch's schedulers check this flag
         if max_norm is None and self.reducer.under_way:
             self.due = options_of(self.optimizer)
             slots = (slot.parameter for slot in self.engine.slots)
@@ -166,20 +166,20 @@ class OrderedDataParallel(nn.Module):
         self.optimizer.zero_grad()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context in which backward passes only add up."""
+        """Return a context manager in which backward passes only accumulate."""
         return self.engine.hold()
 
     def finish(self) -> None:
-        """Wait for all that is under way; take the step if one is due.
+        """Wait for all gradients that are being sent; take the step if one is due.
 
-        Otherwise parameters have their gradients now.
+        If no step is due, parameters have their gradients afterwards.
         """
         for bucket in self.engine.buckets:
             self.receive(bucket)
         self.due = None
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode, as of every module; before evaluation wait for everything."""
+        """Set the mode of every module; finish the step before evaluation."""
         if not mode:
             self.finish()
         return super().train(mode)

@@ -1,17 +1,17 @@
-"""A reducer of the engine: gradients leave in pieces, in an order that all ranks keep.
+"""A reducer of the engine that sends gradients in pieces, in an order of all ranks.
 
-Collectives are told apart by nothing but their order. So it must be the same on all
-ranks, whatever is ready on each of them: if every rank made up an order from what it
-has ready, one rank's first layer would be added to another's last (`naive`), and over
-NCCL ranks would hang. There are two ways out:
+Only their order identifies collectives. So it must be the same on all ranks, whichever
+gradients are ready on each: if every rank chose its own order, one rank's first layer
+would be added to another's last (`naive`), and over NCCL ranks would hang. There are
+two solutions:
 
     one rank decides, and tells the others before each piece    ByteScheduler
-    all follow an order that was made from earlier times        TicTac; here
+    all follow one order, derived from earlier times            TicTac; here
 
-The second sends nothing but gradients, and needs neither a thread nor a queue: the hook
-that makes a piece ready hands it over, if it is its turn, and the pieces after it that
-are ready. (The order already takes the credit into account.) The price: if times
-change, a ready piece may wait for one that is not. Chapter 15.
+The second sends only gradients, and needs neither a thread nor a queue: the hook of a
+ready gradient sends its pieces if it is their turn, and later pieces that are ready.
+(The order already accounts for the credit.) The price: if times change, a ready piece
+may wait for one that is not. Chapter 15.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -25,18 +25,19 @@ from ddp_course.mechanisms.engine import BucketReducer, Engine
 
 
 class InPieces(BucketReducer):
-    """Sums buckets over the ranks in pieces, by `order`, while backward goes on.
+    """A reducer that sums buckets in pieces, by `order`, while backward goes on.
 
     Args:
         group: the ranks.
         all_reduce: any of this course, or PyTorch's.
-        piece: bytes; None: a bucket is one piece.
-        sending: a process group of the same ranks for the pieces alone, so that
-            nothing else waits behind them; None: `group`.
+        piece: bytes of a piece; None means that a bucket is one piece.
+        sending: a process group of the same ranks for the pieces only, so that other
+            collectives need not wait behind them; None means `group`.
 
-    `order` has (number of the bucket, number of the piece); at first as buckets are
-    added, the last layer's first. `under_way` has the numbers of the buckets whose
-    gradients the parameters have not got.
+    Attributes:
+        order: (number of the bucket, number of the piece) of all pieces; at first in
+            the order of the buckets, the last layer's first.
+        under_way: numbers of the buckets that the parameters have not yet received.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class InPieces(BucketReducer):
         self.order: tuple[tuple[int, int], ...] = ()
         self.pieces: list[Sequence[Tensor]] = []  # by bucket
         self.handles: list[list[Any]] = []  # by bucket
-        self.left: list[tuple[int, int]] = []  # of the order, in this pass
+        self.remaining: list[tuple[int, int]] = []  # pieces of `order` to send
         self.ready: set[int] = set()
         self.under_way: set[int] = set()
 
@@ -66,20 +67,20 @@ class InPieces(BucketReducer):
         self.order += tuple((bucket.index, k) for k in range(len(cut)))
 
     def pass_begins(self, engine: Engine) -> None:
-        """Begin the order anew."""
+        """Start the order again."""
         for bucket in engine.buckets:  # an error may have left some under way
             self.wait_for(bucket)
-        self.left, self.ready = list(self.order), set()
+        self.remaining, self.ready = list(self.order), set()
 
     def launch(self, bucket: LiveBucket) -> None:
-        """A bucket is full: send all pieces whose turn it is."""
+        """Record that a bucket is full; send all pieces that may be sent now."""
         self.ready.add(bucket.index)
         self.hand_over()
 
     def hand_over(self) -> None:
         """Send pieces as long as the next one is ready."""
-        while self.left and self.left[0][0] in self.ready:
-            self.send(*self.left.pop(0))
+        while self.remaining and self.remaining[0][0] in self.ready:
+            self.send(*self.remaining.pop(0))
 
     def send(self, bucket: int, piece: int) -> None:
         """Send a piece, and do not wait for it."""
@@ -88,7 +89,7 @@ class InPieces(BucketReducer):
         self.handles[bucket].append(work)
 
     def settle(self, engine: Engine) -> None:
-        """Note that backward has ended; wait for nothing."""
+        """Mark all buckets as under way, without waiting for them."""
         super().settle(engine)
         self.under_way = {bucket.index for bucket in engine.buckets}
 
@@ -99,9 +100,9 @@ class InPieces(BucketReducer):
             if work is not None:
                 work.wait()
 
-    def give(self, bucket: LiveBucket, wanted: Collection[Tensor]) -> None:
-        """Wait for a bucket; let the `wanted` parameters have their gradients."""
+    def give(self, bucket: LiveBucket, receivers: Collection[Tensor]) -> None:
+        """Wait for a bucket; set the gradients of the parameters in `receivers`."""
         self.wait_for(bucket)
         self.under_way.discard(bucket.index)
         for slot in bucket.slots:
-            slot.parameter.grad = slot.view if slot.parameter in wanted else None
+            slot.parameter.grad = slot.view if slot.parameter in receivers else None

@@ -1,7 +1,7 @@
-"""A part: from what the first passes took to an order, the same on all ranks.
+"""A part that derives an order from measured times, the same on all ranks.
 
-All ranks show their times, the slowest counts, and each makes the same plan of the same
-numbers. Chapter 15.
+The ranks exchange their times, the slowest counts, and each computes the same plan from
+the same numbers. Chapter 15.
 """
 
 import time
@@ -16,33 +16,38 @@ import torch
 
 from ddp_course.collectives import meeting
 from ddp_course.communication_order.pieces import InPieces
-from ddp_course.communication_order.schedule import Piece, Played, Policy, simulate
+from ddp_course.communication_order.schedule import (
+    GradientPiece,
+    Policy,
+    TimedStep,
+    simulate_step,
+)
 from ddp_course.measure.blocks import active_logs
 from ddp_course.mechanisms.buckets import LiveBucket
 from ddp_course.mechanisms.timeline import GpuClock
 from ddp_course.theory.ordering import Layer
 
-WARM = 2  # averaged passes, the last of which is the one whose times count
+WARM = 2  # averaged passes; the times of the last of them count
 
 
 class Planned:
-    """Times the first passes; then gives the reducer the order that `policy` makes.
+    """A part that times the first passes, then sets the reducer's order by `policy`.
 
-    What a layer's forward and update take is written into open event logs, too. Until
+    It also writes the times of layers' forwards and updates into open event logs. Until
     there is a plan, and with a policy that waits for all, forward waits for everything.
     """
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.played: Played | None = None  # the plan
+        self.planned: TimedStep | None = None  # the plan
         self.places: dict[int, int] = {}  # bucket -> its layer in the plan
-        self.passes = 0  # that were averaged
+        self.passes = 0  # averaged passes
         self.clock: GpuClock | None = None
-        self.began: Any = None  # when the last backward began
-        self.ready: dict[int, Any] = {}  # bucket -> when it was full in that pass
+        self.began: Any = None  # start of the last backward
+        self.ready: dict[int, Any] = {}  # bucket -> time when it was full
         self.took: Counter[tuple[str, int]] = Counter()  # (op, bucket) -> seconds
-        self.called: list[LiveBucket] = []  # by the last forward, in its order
-        self._doing: tuple[str, LiveBucket, float] | None = None  # since when
+        self.called: list[LiveBucket] = []  # in the order of the last forward
+        self._doing: tuple[str, LiveBucket, float] | None = None  # op, start
 
     def now(self) -> Any:
         """Return the current time; on a GPU, an event recorded on its stream."""
@@ -55,7 +60,7 @@ class Planned:
         self.began = self.now()
 
     def before_launch(self, engine: Any, bucket: LiveBucket) -> None:
-        """Note when a bucket is full."""
+        """Record when a bucket is full."""
         self.ready[bucket.index] = self.now()
 
     def after_backward(self, engine: Any) -> None:
@@ -63,16 +68,16 @@ class Planned:
         self.passes += 1
 
     def before_forward(self, model: Any) -> None:
-        """Make the plan when there are times; wait for everything before."""
-        if self.played is None or self.policy.wait_for_all:
+        """Plan as soon as there are times; until then wait for everything."""
+        if self.planned is None or self.policy.wait_for_all:
             model.finish()
-        if self.passes >= WARM and self.played is None and torch.is_grad_enabled():
+        if self.passes >= WARM and self.planned is None and torch.is_grad_enabled():
             self.make(model)  # not before an evaluation: one rank may do it alone
         self._doing, self.called = None, []
         self.took.clear()
 
     def layer_reached(self, model: Any, name: str) -> None:
-        """End the layer before."""
+        """Record the end of the previous layer."""
         self._computed()
 
     def before_layer(self, model: Any, buckets: Sequence[LiveBucket]) -> None:
@@ -85,11 +90,11 @@ class Planned:
         self._doing = "update", bucket, time.perf_counter()
 
     def after_update(self, model: Any, bucket: LiveBucket) -> None:
-        """End an update."""
+        """Record the end of an update."""
         self._computed()
 
     def after_forward(self, model: Any, output: Any) -> None:
-        """End the last layer."""
+        """Record the end of the last layer."""
         self._computed()
 
     def _computed(self) -> None:
@@ -107,9 +112,9 @@ class Planned:
         return [seconds(moment) - seconds(self.began) for moment in times]
 
     def make(self, model: Any) -> None:
-        """Make the order that is kept from now on; a collective call.
+        """Compute the order for all later steps; all ranks must call it.
 
-        It is an order of the layers as the first rank has called them: other ranks may
+        The layers are in the order in which the first rank called them: other ranks may
         have called them in another order, or left some out.
         """
         unseen = [b for b in model.engine.buckets[::-1] if b not in self.called]
@@ -118,15 +123,15 @@ class Planned:
         first_ranks, *_ = meeting(reducer.group).exchange(own)
         layers = [model.engine.buckets[index] for index in first_ranks]
         ready = self.ready_after()
-        self.played = plan(layers, ready, reducer, self.took, self.policy)
+        self.planned = plan(layers, ready, reducer, self.took, self.policy)
         buckets = [bucket.index for bucket in layers]
-        reducer.order = tuple((buckets[k], i) for k, i in self.played.order)
+        reducer.order = tuple((buckets[k], i) for k, i in self.planned.order)
         self.places = {bucket: k for k, bucket in enumerate(buckets)}
 
     @property
-    def order(self) -> tuple[Piece, ...] | None:
-        """The order that all ranks keep, by layers; None without a plan."""
-        return self.played and self.played.order
+    def order(self) -> tuple[GradientPiece, ...] | None:
+        """The order that all ranks follow, by layers; None without a plan."""
+        return self.planned and self.planned.order
 
 
 def plan(
@@ -135,8 +140,8 @@ def plan(
     reducer: InPieces,
     took: Mapping[tuple[str, int], float],
     policy: Policy,
-) -> Played:
-    """Return the step that `policy` makes of measured times; a collective call.
+) -> TimedStep:
+    """Return the step of `policy` for measured times; all ranks must call it.
 
     `layers` are in the order of forward; `ready` has seconds by the number of the
     bucket, `took` those of an op ("update" or "forward") on this rank. A piece of
@@ -146,21 +151,21 @@ def plan(
     for k, layer in enumerate(layers):
         own.append(max(ready[later.index] for later in layers[k:]))
         own += [took["forward", layer.index], took["update", layer.index]]
-    shown = meeting(reducer.group).exchange((*own, *measure_link(reducer)))
-    slowest = [Fraction(f"{max(one):.12f}") for one in zip(*shown, strict=True)]
+    every = meeting(reducer.group).exchange((*own, *measure_link(reducer)))
+    slowest = [Fraction(f"{max(one):.12f}") for one in zip(*every, strict=True)]
     *times, each, per_byte = slowest
     backward = [before - after for before, after in pairwise((*times[::3], 0))]
     rows = zip(layers, backward, times[1::3], times[2::3], strict=True)
     costs = [Layer(f, b, layer.flat.nbytes * per_byte, u) for layer, b, f, u in rows]
     piece = policy.piece and policy.piece * per_byte
-    return simulate(costs, replace(policy, piece=piece), each=each)
+    return simulate_step(costs, replace(policy, piece=piece), each=each)
 
 
 def measure_link(reducer: InPieces) -> tuple[float, float]:
-    """Return the seconds of a piece beside its length, and those of a byte.
+    """Return the seconds of a piece beside its length, and the seconds of a byte.
 
-    Of single numbers and of largest pieces: the shorter of two rows of three, which are
-    handed over at once, as in a step.
+    Measures single numbers and largest pieces, three at a time as in a step; the
+    shorter of two measurements counts.
     """
     largest = max((cut[0] for cut in reducer.pieces), key=lambda piece: piece.nbytes)
 

@@ -1,21 +1,21 @@
-"""In which order gradients travel, as plain data; and what a step takes then.
+"""The order in which gradients are sent, as plain data, and the time of a step.
 
-A step is played from the first moment of backward to the last of the next forward.
-There are two lanes, and each does one thing at a time:
+A simulated step lasts from the start of backward to the end of the next forward. It has
+two lanes, and each does one thing at a time:
 
     compute   backward, last layer first; then, first layer first, update and forward
     link      sends: a gradient as a whole, or piece by piece
 
 A layer's gradient may be sent when its backward has ended, and its parameters may be
-updated when all its pieces have been sent. Which piece is next, a *policy* says:
+updated when all its pieces have been sent. A *policy* chooses the next piece:
 
     WAIT_FOR_ALL       first come, first served; updates wait for everything: DDP
     FIFO               the same, and forward goes on layer by layer
-    priority(piece)    what the first layers need goes first, in pieces
+    priority(piece)    the first layers' gradients first, in pieces
 
-What was handed over to the link cannot be called back. So a policy has a *credit*: how
-many pieces may be handed over and not yet sent. Without one, an urgent piece would find
-everything handed over already, and priority is nothing but FIFO.
+A piece that was handed over to the link cannot be called back. So a policy has a
+*credit*: how many pieces may be handed over and not yet sent. Without a credit, all
+other pieces would be handed over before an urgent one, and priority would equal FIFO.
 
 P3 (Jayarajan et al. 2019, arXiv:1905.03960) cuts and sends by priority, TicTac (Hashemi
 et al. 2019, arXiv:1803.03288) fixes an order in advance, ByteScheduler (Peng et al.,
@@ -33,14 +33,14 @@ from typing import NamedTuple
 
 from ddp_course.theory import Layer, ready_times
 
-COLUMNS = 90  # the most that a line of text is divided into
+COLUMNS = 90  # the most columns of a printed chart
 
 
 class OrderError(ValueError):
-    """An order cannot be carried out; the text says what is wrong first."""
+    """An error: the order cannot be carried out. The text names the first problem."""
 
 
-class Piece(NamedTuple):
+class GradientPiece(NamedTuple):
     """Piece number `index` of the gradient of layer `layer`."""
 
     layer: int
@@ -51,11 +51,11 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Timed:
-    """What was done when; a send is of one piece, all else of a layer (piece 0).
+class StepEvent:
+    """An event of a step: the send of a piece, or a layer's op (with piece 0).
 
-    `op` is "backward", "send", "update" or "forward"; `handed` is when a piece was
-    handed over to the link.
+    `op` is "backward", "send", "update" or "forward"; `handed` is the time at which a
+    piece was handed over to the link.
     """
 
     op: str
@@ -67,26 +67,28 @@ class Timed:
 
     @property
     def lane(self) -> str:
-        """Where: "link" or "compute"."""
+        """The lane: "link" or "compute"."""
         return "link" if self.op == "send" else "compute"
 
     def __str__(self) -> str:
-        what = Piece(self.layer, self.piece) if self.op == "send" else self.layer
+        what = (
+            GradientPiece(self.layer, self.piece) if self.op == "send" else self.layer
+        )
         return f"{self.op} {what}"
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Which piece is to be handed over next, and who waits for what.
+    """A rule for the next piece to hand over, and for when layers are updated.
 
     Attributes:
         name: for people.
-        priority: the first layers first; otherwise first come, first served.
-        piece: how much of a gradient is sent at once, the last piece being shorter;
-            None: all of it. In time on the link (on ranks: in bytes).
-        credit: how many pieces may be handed over and not yet sent; None: any number.
-            (ByteScheduler counts bytes.)
-        wait_for_all: nothing is updated before everything has been sent.
+        priority: whether the first layers go first; otherwise first come, first served.
+        piece: length of a piece (the last one may be shorter), as time on the link, or
+            on ranks in bytes; None sends gradients whole.
+        credit: how many pieces may be handed over and not yet sent; None means any
+            number. (ByteScheduler counts bytes.)
+        wait_for_all: whether updates wait until all gradients have been sent.
 
     Raises ValueError for a piece that is not above 0, and a credit below 1.
     """
@@ -109,8 +111,8 @@ class Policy:
             must = "it must be an integer of 1 or more, or None"
             raise ValueError(f"credit is {self.credit!r}; {must}")
 
-    def choose(self, ready: Sequence[Piece]) -> Piece | None:
-        """Return the next to be sent; None: nothing yet.
+    def choose(self, ready: Sequence[GradientPiece]) -> GradientPiece | None:
+        """Return the piece to send next; None means to wait.
 
         `ready` has the next piece of each layer that is ready, the last layer first.
         """
@@ -124,64 +126,66 @@ FIFO = Policy("fifo")
 def priority(piece: Real | None = None, credit: int | None = 1) -> Policy:
     """Return the policy that sends the first layers first, in pieces.
 
-    A credit above 1 hides what it takes to hand a piece over; None is too much.
+    A credit above 1 hides the time of handing a piece over; None makes it FIFO.
     """
     return Policy("priority", True, piece, credit)
 
 
-def pieces_of(layers: Sequence[Layer], piece: Real | None = None) -> dict[Piece, Real]:
-    """Cut all gradients; return how long each piece is on the link, last layer first.
+def pieces_of(
+    layers: Sequence[Layer], piece: Real | None = None
+) -> dict[GradientPiece, Real]:
+    """Cut all gradients; return each piece's time on the link, last layer first.
 
-    What takes no time to be sent is one piece, too.
+    A gradient that takes no time is one piece, too.
     """
-    cut: dict[Piece, Real] = {}
+    cut: dict[GradientPiece, Real] = {}
     for number, layer in reversed([*enumerate(layers)]):
         whole, index = layer.send, 0
         while piece is not None and whole > piece:
-            cut[Piece(number, index)] = piece
+            cut[GradientPiece(number, index)] = piece
             whole, index = whole - piece, index + 1
-        cut[Piece(number, index)] = whole
+        cut[GradientPiece(number, index)] = whole
     return cut
 
 
-# ---- played through ------------------------------------------------------------------
+# ---- simulate ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Played:
-    """One step: from the first moment of backward to the last of the next forward.
+class TimedStep:
+    """A step, simulated or recorded, from backward to the end of the next forward.
 
     Attributes:
-        layers: what was played.
-        policy: by which rule.
-        each: what every piece takes on the link beside its length.
-        events: in the order of their starts.
+        layers: the layers with their times.
+        policy: the rule that chose the pieces.
+        each: time of every piece on the link beside its length.
+        events: the events, in the order of their starts.
     """
 
     layers: tuple[Layer, ...]
     policy: Policy
     each: Real
-    events: tuple[Timed, ...]
+    events: tuple[StepEvent, ...]
 
     @property
     def step_time(self) -> Real:
-        """How long a step takes: forwards end when everything has been sent."""
+        """The time of the step, which ends with the last forward."""
         return max(event.end for event in self.events)
 
     @property
     def idle(self) -> Real:
-        """How long nothing is computed."""
+        """The time in which nothing is computed."""
         busy = (e.end - e.start for e in self.events if e.lane == "compute")
         return self.step_time - sum(busy)
 
     @property
-    def order(self) -> tuple[Piece, ...]:
+    def order(self) -> tuple[GradientPiece, ...]:
         """The pieces in the order in which they were sent."""
         sends = (event for event in self.events if event.op == "send")
-        return tuple(Piece(event.layer, event.piece) for event in sends)
+        return tuple(GradientPiece(event.layer, event.piece) for event in sends)
 
     def __str__(self) -> str:
-        """A row of text for each lane, a column for each unit of time, if they fit."""
+        """Return a row of text for each lane, with a column for each unit of time."""
         unit = Fraction(
             1, math.lcm(*(Fraction(e.end).denominator for e in self.events))
         )
@@ -200,96 +204,98 @@ class Played:
         return "\n".join([head, *(row.rstrip() for row in rows)])
 
 
-def simulate(
+def simulate_step(
     layers: Sequence[Layer], policy: Policy, *, each: Real = 0, launch: Real = 0
-) -> Played:
-    """Return what happens when, if pieces are handed over as `policy` says.
+) -> TimedStep:
+    """Return the simulated step in which `policy` chooses the pieces.
 
     Args:
         layers: in the order of forward.
         policy: any.
-        each: how long a piece is on the link beside its own length.
-        launch: from handing a piece over to its start on the link; it passes while
-            earlier pieces are sent, if the credit allows to hand over before they are.
+        each: time of a piece on the link beside its own length.
+        launch: time from handing a piece over to its start on the link; with a credit
+            above 1 it overlaps with the sends of earlier pieces.
 
-    Raises OrderError for a policy that comes to no end: it leaves a piece for ever.
+    Raises OrderError for a policy that never sends one of the pieces.
     """
-    return _played(layers, policy, policy.choose, each, launch)
+    return _run_step(layers, policy, policy.choose, each, launch)
 
 
 def follow(
     layers: Sequence[Layer],
-    order: Sequence[Piece | int],
+    order: Sequence[GradientPiece | int],
     policy: Policy = FIFO,
     *,
     each: Real = 0,
-) -> Played:
-    """Return what happens when, if pieces are sent exactly in the given order.
+) -> TimedStep:
+    """Return the simulated step in which pieces are sent exactly in this order.
 
-    Whoever is to be next is waited for, even if others are ready: that is what ranks
-    do which have agreed on an order. `order` may have numbers of layers in the place of
-    pieces, as often as the layer has pieces. Of `policy` only `piece` and
-    `wait_for_all` count. Raises OrderError if a piece is left out, or not to be had.
+    The link waits for the next piece of the order even if others are ready, as ranks do
+    that have agreed on an order. `order` may have numbers of layers in place of pieces,
+    once for each piece of the layer. Of `policy` only `piece` and `wait_for_all` count.
+    Raises OrderError if the order leaves a piece out, or has one that does not exist.
     """
-    wanted = list(_as_pieces(order))
+    remaining = list(_as_pieces(order))
 
-    def choose(ready: Sequence[Piece]) -> Piece | None:
-        return wanted.pop(0) if wanted and wanted[0] in ready else None
+    def choose(ready: Sequence[GradientPiece]) -> GradientPiece | None:
+        return remaining.pop(0) if remaining and remaining[0] in ready else None
 
     free = replace(policy, name="in order", credit=None)
-    return _played(layers, free, choose, each, 0)
+    return _run_step(layers, free, choose, each, 0)
 
 
-def _as_pieces(order: Iterable[Piece | int]) -> Iterator[Piece]:
+def _as_pieces(order: Iterable[GradientPiece | int]) -> Iterator[GradientPiece]:
     sent: Counter[int] = Counter()
     for one in order:
-        if isinstance(one, Piece):
+        if isinstance(one, GradientPiece):
             yield one
         else:
-            yield Piece(one, sent[one])
+            yield GradientPiece(one, sent[one])
             sent[one] += 1
 
 
-def _played(
+def _run_step(
     layers: Sequence[Layer],
     policy: Policy,
-    choose: Callable[[Sequence[Piece]], Piece | None],
+    choose: Callable[[Sequence[GradientPiece]], GradientPiece | None],
     each: Real,
     launch: Real,
-) -> Played:
+) -> TimedStep:
     for name, time in (("each", each), ("launch", launch)):
         if not 0 <= time < math.inf:
             must = "it must be a finite number, 0 or more"
             raise ValueError(f"{name} is {time!r}; {must}")
-    there = ready_times(layers)
+    ready_at = ready_times(layers)
     backward = [
-        Timed("backward", number, 0, end - layers[number].backward, end)
-        for number, end in reversed([*enumerate(there)])
+        StepEvent("backward", number, 0, end - layers[number].backward, end)
+        for number, end in reversed([*enumerate(ready_at)])
     ]
     sends = list(_sends(layers, policy, choose, each, launch))
-    sent = {send.layer: send.end for send in sends}  # of each layer the last
-    forward = _forward(layers, [sent[k] for k in range(len(layers))], policy, there[0])
+    sent = {send.layer: send.end for send in sends}  # layer -> end of its last piece
+    forward = _forward(
+        layers, [sent[k] for k in range(len(layers))], policy, ready_at[0]
+    )
     events = sorted([*backward, *sends, *forward], key=lambda e: (e.start, e.end))
-    return Played(tuple(layers), policy, each, tuple(events))
+    return TimedStep(tuple(layers), policy, each, tuple(events))
 
 
 def _sends(
     layers: Sequence[Layer],
     policy: Policy,
-    choose: Callable[[Sequence[Piece]], Piece | None],
+    choose: Callable[[Sequence[GradientPiece]], GradientPiece | None],
     each: Real,
     launch: Real,
-) -> Iterator[Timed]:
-    """Hand over what is chosen, as long as there is credit; else let time pass."""
-    there, now = ready_times(layers), 0
-    waiting: dict[int, deque[tuple[Piece, Real]]] = {}  # by layer, the last one first
+) -> Iterator[StepEvent]:
+    """Yield the sends: hand the chosen piece over if the credit allows; else wait."""
+    ready_at, now = ready_times(layers), 0
+    waiting: dict[int, deque[tuple[GradientPiece, Real]]] = {}  # layer -> its pieces
     for piece, length in pieces_of(layers, policy.piece).items():
         waiting.setdefault(piece.layer, deque()).append((piece, length))
-    free = 0  # the link is free from then on
-    under_way: list[Real] = []  # when that which was handed over will have been sent
+    free = 0  # time from which on the link is free
+    under_way: list[Real] = []  # end times of pieces that were handed over
     while waiting:
         under_way = [end for end in under_way if end > now]
-        ready = [left[0][0] for k, left in waiting.items() if there[k] <= now]
+        ready = [left[0][0] for k, left in waiting.items() if ready_at[k] <= now]
         chosen = None
         if ready and (policy.credit is None or len(under_way) < policy.credit):
             chosen = choose(ready)
@@ -300,9 +306,9 @@ def _sends(
             start = max(free, now + launch)
             free = start + each + length
             under_way.append(free)
-            yield Timed("send", *chosen, start, free, handed=now)
+            yield StepEvent("send", *chosen, start, free, handed=now)
             continue
-        later = [*under_way, *(time for time in there if time > now)]
+        later = [*under_way, *(time for time in ready_at if time > now)]
         if not later:
             raise OrderError(
                 f"{policy.name}: after {now} nothing more is sent, and "
@@ -314,7 +320,7 @@ def _sends(
 
 def _forward(
     layers: Sequence[Layer], sent: Sequence[Real], policy: Policy, now: Real
-) -> Iterator[Timed]:
+) -> Iterator[StepEvent]:
     """Update and run each layer when its gradient has been sent, or all have."""
     if policy.wait_for_all:
         sent = [max(sent)] * len(layers)
@@ -324,4 +330,4 @@ def _forward(
     for op, number in ops:
         start = max(now, sent[number])
         now = start + getattr(layers[number], op)
-        yield Timed(op, number, 0, start, now)
+        yield StepEvent(op, number, 0, start, now)

@@ -1,8 +1,8 @@
 """Data parallelism by a schedule: `OrderedDataParallel`, with parts.
 
-The order is made of what the first passes took (`plan`), and all ranks keep it
-(`pieces` has why). Until then gradients go as they come, and forward waits for all.
-Chapter 15.
+The order is derived from the times of the first passes (`plan`), and all ranks follow
+it (`pieces` explains why). Until then gradients are sent as they become ready, and
+forward waits for all. Chapter 15.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,10 +25,10 @@ from ddp_course.communication_order.guards import (
 from ddp_course.communication_order.ordered import OrderedDataParallel
 from ddp_course.communication_order.plan import Planned
 from ddp_course.communication_order.schedule import (
-    Piece,
-    Played,
+    GradientPiece,
     Policy,
-    Timed,
+    StepEvent,
+    TimedStep,
     priority,
 )
 from ddp_course.mechanisms.frozen import KeepFrozen
@@ -42,40 +42,40 @@ MIB = 1 << 20
 
 
 class ScheduledDataParallel(OrderedDataParallel):
-    """Runs `module` on this rank's part of the batch, and steps it layer by layer.
+    """A wrapper that averages gradients by a schedule, and steps layer by layer.
 
         model = ScheduledDataParallel(module, torch.optim.AdamW(module.parameters()))
         for x, y in batches:
             loss = model(x, y)
             loss.backward()
-            model.step()  # in the place of optimizer.step() and zero_grad()
+            model.step()  # instead of optimizer.step() and zero_grad()
 
-    After `finish()`, or when a state is saved or loaded, parameters are what
-    DistributedDataParallel makes them, bit by bit if the collective adds in the same
-    order wherever a gradient is cut (a ring of three ranks or more does not). Between
-    `backward` and the next forward gradients are under way: who asks for one gets an
-    error that says so. A layer is a module that has parameters of its own; small
-    neighbours travel together, up to a piece, as every message has its price.
-    Whoever uses a parameter before its layer does, such as a penalty in the loss, an
-    average of weights or a change by hand, waits for its step.
+    After `finish()`, or when a state is saved or loaded, parameters equal those of
+    DistributedDataParallel, bit by bit if the collective adds in the same order
+    wherever a gradient is cut (a ring of three ranks or more does not). Between
+    `backward` and the next forward gradients are being sent: using one raises an error.
+    A layer is a module that has parameters of its own; small neighbours are sent
+    together, up to a piece, as every message costs time. Any other use of a parameter
+    before its layer's, such as a penalty in the loss, an average of weights or a change
+    by hand, waits for its step.
 
-    Made by all ranks together. Keep it as long as you train (its hooks go with it), and
-    `finish()` before you let it go: the last step may still be due. On a GPU, where
-    this was not run, moments are those of its stream.
+    All ranks must construct it together. Keep it as long as you train (its hooks go
+    with it), and call `finish()` at the end: the last step may still be due. On a GPU,
+    where this was not run, times are those of its stream.
 
     Args:
-        module: the same on all ranks; rank 0's numbers are taken. Buffers stay each
-            rank's own.
-        optimizer: of `module.parameters()`; any that steps each parameter for itself.
-        policy: by which the order is made; `piece` in bytes. One that waits for all
-            lets the forward wait, too.
-        process_group: the ranks that share a batch; None are all.
+        module: the same on all ranks; all get rank 0's values. Each rank keeps its
+            own buffers.
+        optimizer: of `module.parameters()`; any that steps each parameter by itself.
+        policy: chooses the order; its `piece` is in bytes. With a policy that waits for
+            all, forward waits, too.
+        process_group: the ranks that share a batch; None means all.
         all_reduce: any of this course, or PyTorch's.
-        layers: modules that are one layer with all that is in them.
+        layers: modules that count as one layer with all their submodules.
 
     Raises ReplicaError, on every rank, if the modules differ or the optimizer cannot
     step layers one by one; RuntimeError, when a step is taken, if a parameter was
-    changed by a view of it while the step was due.
+    changed through a view while the step was due.
     """
 
     def __init__(
@@ -108,31 +108,33 @@ class ScheduledDataParallel(OrderedDataParallel):
         )
 
     @property
-    def planned(self) -> Played | None:
-        """The step that the order is made of; None before there are times for it."""
-        return self.planner.played
+    def planned(self) -> TimedStep | None:
+        """The simulated step that defines the order; None before there is a plan."""
+        return self.planner.planned
 
     @property
-    def order(self) -> tuple[Piece, ...] | None:
-        """The order that all ranks keep; None before there is a plan."""
+    def order(self) -> tuple[GradientPiece, ...] | None:
+        """The order that all ranks follow; None before there is a plan."""
         return self.planner.order
 
 
-def recorded(events: "Sequence[Event]", model: ScheduledDataParallel) -> Played:
-    """Return what an `EventLog` has of backward, step and the next forward, as a step.
+def recorded(events: "Sequence[Event]", model: ScheduledDataParallel) -> TimedStep:
+    """Return the recorded events of backward, step and the next forward, as a step.
 
-    In seconds from the begin of backward; sends are there if the collective is one of
-    this course, and last from when it starts to when it has ended. Lay it beside
-    `model.planned`. Raises ValueError before there is a plan.
+    Times are seconds from the start of backward. Sends are included if the collective
+    is one of this course. Compare the result with `model.planned`. Raises ValueError
+    before there is a plan.
     """
     planned, places = model.planned, model.planner.places
     if planned is None:
-        raise ValueError("there is no plan yet; it is made in the third forward")
+        raise ValueError(
+            "there is no plan yet; the third forward makes it: train two steps first"
+        )
     computed = [e for e in events if e.lane == "compute" and "bucket" in e.detail]
     sends = [e for e in events if e.lane == "communication" and e.nbytes]
     start = min(event.start for event in computed)
-    found = [(e, e.op, places[e.detail["bucket"]], 0) for e in computed]
-    found += [(e, "send", *p) for e, p in zip(sends, model.order, strict=False)]
-    timed = [Timed(op, *at, e.start - start, e.end - start) for e, op, *at in found]
+    rows = [(e, e.op, places[e.detail["bucket"]], 0) for e in computed]
+    rows += [(e, "send", *p) for e, p in zip(sends, model.order, strict=False)]
+    timed = [StepEvent(op, *at, e.start - start, e.end - start) for e, op, *at in rows]
     timed.sort(key=lambda event: (event.start, event.end))
-    return Played(planned.layers, planned.policy, planned.each, tuple(timed))
+    return TimedStep(planned.layers, planned.policy, planned.each, tuple(timed))

@@ -1,7 +1,7 @@
-"""Layers that wait in place of computing, for stated times; sent are real bytes.
+"""Layers that sleep for stated times instead of computing, and send real bytes.
 
-Waiting takes no core, so four ranks on two cores compute at the same time, and what is
-recorded can be laid beside what was simulated. Chapter 15.
+Sleeping takes no core, so four ranks on two cores "compute" at the same time, and a
+recorded step can be compared with the simulated one. Chapter 15.
 """
 
 import time
@@ -12,18 +12,18 @@ import torch
 from torch import Tensor, nn
 
 
-class Waiting(nn.Sequential):
-    """Layers of (seconds forward, seconds backward, bytes of parameters) each.
+class SleepingStack(nn.Sequential):
+    """A stack of layers: (seconds forward, seconds backward, bytes of parameters) each.
 
-    Takes any tensor that requires no gradient, and returns a number to go back from.
+    The input is any tensor that requires no gradient, the output a scalar.
     """
 
     def __init__(self, layers: Sequence[tuple[float, float, int]]) -> None:
-        super().__init__(*(WaitingLayer(*layer) for layer in layers))
+        super().__init__(*(SleepingBlock(*layer) for layer in layers))
 
 
-class WaitingLayer(nn.Module):
-    """Adds the mean of its float32 weight to what it is given, and takes its time."""
+class SleepingBlock(nn.Module):
+    """A layer that sleeps, and adds the mean of its float32 weight to its input."""
 
     def __init__(self, forward: float, backward: float, nbytes: int) -> None:
         super().__init__()
@@ -31,11 +31,11 @@ class WaitingLayer(nn.Module):
         self.weight = nn.Parameter(torch.zeros(nbytes // 4))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Wait, and add."""
-        return _Wait.apply(x.sum() + self.weight.mean(), *self.seconds)
+        """Sleep, and add."""
+        return _Sleep.apply(x.sum() + self.weight.mean(), *self.seconds)
 
 
-class _Wait(torch.autograd.Function):
+class _Sleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
         ctx.seconds = backward

@@ -13,18 +13,18 @@ import pytest
 from ddp_course.communication_order import (
     FIFO,
     WAIT_FOR_ALL,
+    GradientPiece,
     OrderError,
-    Piece,
-    Played,
     Policy,
-    Timed,
+    StepEvent,
+    TimedStep,
     best_order,
     check,
     critical_path,
     follow,
     pieces_of,
     priority,
-    simulate,
+    simulate_step,
 )
 from ddp_course.theory import (
     Layer,
@@ -55,18 +55,21 @@ def small_models(count: int) -> list[tuple[Layer, ...]]:
 def test_formulas_priority_and_all_orders_agree():
     beaten = helped = 0
     for layers in small_models(120):
-        waits, fifo = simulate(layers, WAIT_FOR_ALL), simulate(layers, FIFO)
-        pieces, whole = simulate(layers, priority(1)), simulate(layers, priority())
+        waits, fifo = simulate_step(layers, WAIT_FOR_ALL), simulate_step(layers, FIFO)
+        pieces, whole = (
+            simulate_step(layers, priority(1)),
+            simulate_step(layers, priority()),
+        )
         assert waits.step_time == wait_for_all_time(layers)
         best = best_order(layers, priority(1))
         assert best.step_time == pieces.step_time == least_step_time(layers)
         assert best.step_time <= best_order(layers).step_time <= whole.step_time
         assert pieces.step_time <= fifo.step_time <= waits.step_time
         if all(layer.backward for layer in layers):  # then no two are ready at once
-            assert simulate(layers, priority(1, None)).step_time == fifo.step_time
+            assert simulate_step(layers, priority(1, None)).step_time == fifo.step_time
         for one in (waits, fifo, pieces, whole, best):
             check(one)
-        check(simulate(layers, priority(1, 2), each=Fraction(1, 3), launch=1))
+        check(simulate_step(layers, priority(1, 2), each=Fraction(1, 3), launch=1))
         beaten += whole.step_time > best_order(layers).step_time
         helped += pieces.step_time < fifo.step_time
     assert beaten > 5  # of whole layers, the first ready one is not always the best
@@ -74,7 +77,7 @@ def test_formulas_priority_and_all_orders_agree():
 
 
 def test_three_layers_by_hand():
-    waits, best = simulate(THREE, WAIT_FOR_ALL), simulate(THREE, priority(1))
+    waits, best = simulate_step(THREE, WAIT_FOR_ALL), simulate_step(THREE, priority(1))
     assert str(waits).splitlines() == [
         "wait for all: 18, of which 5 idle",
         "compute | B2 B2 B1 B1 B0 B0 B0 B0 .  .  .  .  .  F0 F0 F1 F1 F2",
@@ -86,7 +89,7 @@ def test_three_layers_by_hand():
         "link    | .  .  S2 S2 S1 S1 S1 S1 S0 S0 S1 S2 S2 .  .",
     ]
     assert paths(THREE) == [15, 14, 14] and binding_layer(THREE) == 0
-    assert simulate(THREE, FIFO).step_time == 18  # layer 0 is the last to be sent
+    assert simulate_step(THREE, FIFO).step_time == 18  # layer 0 is the last to be sent
     long = (Layer(1, 1, 1), Layer(1, 1, 20), Layer(1, 1, 1))  # for any order too long
     assert binding_layer(long) == 1 and least_step_time(long) == 25
     assert best_order(long).step_time == 26
@@ -95,14 +98,16 @@ def test_three_layers_by_hand():
 def test_a_send_waits_for_its_gradient_and_for_the_send_before():
     assert send_starts([1, 1], [2, 2]) == [1, 3]  # the first is under way until 3
     two = [Layer(0, 1, 2), Layer(0, 1, 2)]
-    sends = [event.start for event in simulate(two, FIFO).events if event.op == "send"]
+    sends = [
+        event.start for event in simulate_step(two, FIFO).events if event.op == "send"
+    ]
     assert sends == [1, 3]
 
 
 def test_what_is_critical_delays_the_end():
     little = Fraction(1, 100)
     for layers in (THREE, *small_models(20)):
-        played = simulate(layers, priority())
+        played = simulate_step(layers, priority())
         path = critical_path(played)
         assert sum(event.end - event.start for event in path) == played.step_time
         for op, number in {(event.op, event.layer) for event in path}:
@@ -115,11 +120,15 @@ def test_what_is_critical_delays_the_end():
 def test_a_credit_hides_the_launch_and_too_much_of_it_forgets_the_order():
     """A piece of 1 is launched in 1: one by one, the link stands still half of it."""
     layers = [Layer(3, 3, 6)] * 3
-    times = [simulate(layers, priority(1, c), launch=1).step_time for c in (1, 2, 30)]
+    times = [
+        simulate_step(layers, priority(1, c), launch=1).step_time for c in (1, 2, 30)
+    ]
     assert times[1] < times[0] and times[1] < times[2]
     sizes = [Fraction(6, k) for k in (1, 2, 3, 6, 12, 24, 48)]
     swept = {
-        float(size): simulate(layers, priority(size), each=Fraction(1, 4)).step_time
+        float(size): simulate_step(
+            layers, priority(size), each=Fraction(1, 4)
+        ).step_time
         for size in sizes
     }
     best = min(swept, key=swept.get)
@@ -128,9 +137,9 @@ def test_a_credit_hides_the_launch_and_too_much_of_it_forgets_the_order():
 
 def test_where_no_order_helps():
     fast = [Layer(3, 6, Fraction(1, 10))] * 4
-    assert simulate(fast, WAIT_FOR_ALL).idle == Fraction(1, 10)
+    assert simulate_step(fast, WAIT_FOR_ALL).idle == Fraction(1, 10)
     slow = [Layer(Fraction(1, 10), Fraction(1, 10), 6)] * 4
-    gain = simulate(slow, priority(1)).step_time / wait_for_all_time(slow)
+    gain = simulate_step(slow, priority(1)).step_time / wait_for_all_time(slow)
     assert gain > 0.97  # the link is what takes the time
 
 
@@ -139,7 +148,7 @@ def test_where_no_order_helps():
 
 @dataclass(frozen=True)
 class Choosing(Policy):
-    chooses: Callable[[Sequence[Piece]], Piece | None] = min
+    chooses: Callable[[Sequence[GradientPiece]], GradientPiece | None] = min
 
     def choose(self, ready):
         return self.chooses(ready)
@@ -148,11 +157,11 @@ class Choosing(Policy):
 def test_a_policy_that_starves_or_deadlocks_is_refused():
     starves = Choosing("starves", chooses=lambda r: min(r) if min(r)[0] < 2 else None)
     with pytest.raises(OrderError, match="1 pieces wait for ever, 2.0 among them"):
-        simulate(THREE, starves)
+        simulate_step(THREE, starves)
     empty = Policy("no credit", credit=1)
     object.__setattr__(empty, "credit", 0)
     with pytest.raises(OrderError, match="no credit: after 8 nothing more is sent"):
-        simulate(THREE, empty)
+        simulate_step(THREE, empty)
     with pytest.raises(ValueError, match="credit is 0; it must be an integer of 1"):
         priority(1, 0)
     with pytest.raises(ValueError, match="piece is 0; it must be"):
@@ -163,7 +172,7 @@ def test_a_policy_that_starves_or_deadlocks_is_refused():
         best_order(THREE, priority(1))
 
 
-def changed(played: Played, op: str, layer: int, to: dict) -> Played:
+def changed(played: TimedStep, op: str, layer: int, to: dict) -> TimedStep:
     """Return the step with one event changed, or left out, if `to` is empty."""
     events = []
     for event in played.events:
@@ -187,18 +196,18 @@ def changed(played: Played, op: str, layer: int, to: dict) -> Played:
     ],
 )
 def test_what_is_wrong_is_named(op, layer, to, told):
-    right = simulate(THREE, Policy("one by one", credit=1))
+    right = simulate_step(THREE, Policy("one by one", credit=1))
     assert "3 pieces of 3 layers" in check(right)
     with pytest.raises(OrderError, match=told):
         check(changed(right, op, layer, to))
 
 
 def test_wait_for_all_is_judged_by_its_own_rule():
-    layer_by_layer = simulate((Layer(1, 1, 1), Layer(1, 1, 3)), priority(1))
+    layer_by_layer = simulate_step((Layer(1, 1, 1), Layer(1, 1, 3)), priority(1))
     check(layer_by_layer)
     with pytest.raises(OrderError, match="update 0 begins at .* needs send"):
         check(replace(layer_by_layer, policy=replace(priority(1), wait_for_all=True)))
-    late = simulate(THREE, WAIT_FOR_ALL)
+    late = simulate_step(THREE, WAIT_FOR_ALL)
     late = changed(late, "forward", 0, {"start": 15, "end": 17})
     events = sorted(
         changed(late, "forward", 1, {"start": 13, "end": 15}).events, key=START
@@ -206,4 +215,4 @@ def test_wait_for_all_is_judged_by_its_own_rule():
     with pytest.raises(OrderError, match="forward goes through layers 1, 0, 2"):
         check(replace(late, events=tuple(events)))
     assert sum(pieces_of(THREE, Fraction(3, 2)).values()) == 11
-    assert str(Timed("send", 1, 2, 0, 1)) == "send 1.2"
+    assert str(StepEvent("send", 1, 2, 0, 1)) == "send 1.2"

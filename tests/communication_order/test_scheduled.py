@@ -29,7 +29,7 @@ from ddp_course.communication_order import (
     WAIT_FOR_ALL,
     NaiveScheduledDataParallel,
     ScheduledDataParallel,
-    Waiting,
+    SleepingStack,
     priority,
     recorded,
 )
@@ -503,7 +503,7 @@ class Unordered(Reordered):
 
 def in_time(kind: type[ScheduledDataParallel]) -> tuple:
     """Return steps as recorded, the plan, and the sizes of what each step has sent."""
-    model, x = wrapped(kind, Waiting(STATED), priority()), torch.ones(1)
+    model, x = wrapped(kind, SleepingStack(STATED), priority()), torch.ones(1)
     steps, sent = [], []
     for _ in range(4):
         loss, planned = model(x), model.order is not None

@@ -8,11 +8,11 @@ from fractions import Fraction
 from ddp_course.communication_order import (
     FIFO,
     WAIT_FOR_ALL,
-    Played,
-    Timed,
+    StepEvent,
+    TimedStep,
     critical_path,
     priority,
-    simulate,
+    simulate_step,
 )
 from ddp_course.lab.draw.drawing import Drawing
 from ddp_course.lab.draw.lanes import Block, Lane, Run, draw_runs
@@ -26,7 +26,7 @@ POLICIES = ("wait for all", "forward layer by layer", "priority")
 
 
 def steps(
-    simulated: Mapping[str, Played],
+    simulated: Mapping[str, TimedStep],
     label: str = "time [any unit]",
     *,
     unit: float = 1.0,
@@ -55,7 +55,7 @@ def steps(
     return draw_runs(title, runs, label, long, legend=LEGEND, foot="Numbers: layers.")
 
 
-def _blocks(events: Sequence[Timed], unit: float) -> list[Block]:
+def _blocks(events: Sequence[StepEvent], unit: float) -> list[Block]:
     """Return a block for each event; equal neighbours share one."""
     blocks: list[Block] = []
     for event in events:
@@ -81,7 +81,7 @@ def step(
     layers = [Layer(1, 2, send)] * len(LAYERS)
     way = dict(zip(POLICIES, ways, strict=True))[policy]
     label = "time [a layer's forward = 1]"
-    return steps({policy.capitalize(): simulate(layers, way)}, label)
+    return steps({policy.capitalize(): simulate_step(layers, way)}, label)
 
 
 def two_orders() -> Drawing:
@@ -91,7 +91,7 @@ def two_orders() -> Drawing:
         "As they come, and all waited for": WAIT_FOR_ALL,
         "What is needed first goes first": priority(Fraction(1, 2)),
     }
-    simulated = {name: simulate(layers, policy) for name, policy in two.items()}
+    simulated = {name: simulate_step(layers, policy) for name, policy in two.items()}
     return steps(simulated, title="One step of three layers, in two orders")
 
 

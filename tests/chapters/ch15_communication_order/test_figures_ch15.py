@@ -13,7 +13,7 @@ from ddp_course.chapters.ch15_communication_order.figures import (
     two_orders,
 )
 from ddp_course.chapters.ch15_communication_order.ways import looking_back
-from ddp_course.communication_order import WAIT_FOR_ALL, priority, simulate
+from ddp_course.communication_order import WAIT_FOR_ALL, priority, simulate_step
 from ddp_course.model import GPTConfig
 
 test_the_layout = laid_out(two_orders, (step, itertools.product(POLICIES, (0, 1, 8))))
@@ -24,8 +24,8 @@ def test_what_the_steps_say():
     assert "sends: send 2 send 1 send 0. What" in told  # in the order of backward
     assert told.endswith("sends: send 2 send 1 send 0 send 1 send 2.")
     played = {
-        "one": simulate(LAYERS, WAIT_FOR_ALL),
-        "two": simulate(LAYERS, priority(1)),
+        "one": simulate_step(LAYERS, WAIT_FOR_ALL),
+        "two": simulate_step(LAYERS, priority(1)),
     }
     drawn = steps(played, path=True)
     assert drawn.description.startswith("one: 18 in all. computes: backward 3")
