@@ -21,6 +21,7 @@ from ddp_course.mesh import Axes, Mesh
 from ddp_course.model import GPTConfig, build_gpt
 from ddp_course.parallelize import parallelize
 from ddp_course.spec import DATA_PARALLEL, layout_for
+from ddp_course.tensor_parallel import axis as tp_axis
 from ddp_course.train import History, largest_difference, train
 
 # Six layers and both ends: eight stages, for two on each of four ranks.
@@ -338,6 +339,21 @@ def test_a_model_that_cannot_be_cut_is_refused_on_all_ranks(ranks, told, message
 
     texts = spawn(work, world_size=ranks, timeout=60)
     assert len(set(texts)) == 1 and message in texts[0]
+
+
+def test_what_fails_on_one_rank_is_raised_on_all_ranks_of_all_axes():
+    """The other replica would otherwise go on, and wait for this one's gradients."""
+
+    def fail(model, group):
+        raise ValueError("no room for this part")
+
+    def work():
+        if dist.get_rank() == 3:
+            tp_axis.tensor_parallel = fail
+        return said(ValueError, train, 1, **CURVE, tp=2)
+
+    texts = spawn(work, world_size=4, timeout=60)
+    assert all("no room for this part" in text for text in texts), texts
 
 
 def test_ranks_that_were_told_other_layouts_say_so():

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_course.launch.deadlock import (
+    DeadlockError,
     Watch,
     by_text,
     checked_group,
@@ -82,7 +83,10 @@ def agreed(
     own = {} if problem else {name: str(entry) for name, entry in form.items()}
     digest = hashlib.sha256(repr(own).encode()).hexdigest()
     rank = dist.get_rank() if groups else 0
-    found = _along(groups, {rank: (problem, digest)})
+    try:
+        found = _along(groups, {rank: (problem, digest)})
+    except DeadlockError as lost:  # a rank waits elsewhere: within `make`, for this one
+        raise (error(problem) if problem else lost) from None
     problems = [found[rank][0] for rank in found]
     text = problem
     if groups and any(problems):
@@ -93,7 +97,7 @@ def agreed(
     if text:
         with suppress(RuntimeError):  # the store ends with rank 0: all must have read
             _along(groups, {rank: None})
-    if text:  # that of an `agreed` inside of `make` is a whole sentence already
+        # That of an `agreed` inside of `make` is a whole sentence already.
         whole = error is not ReplicaError or text.endswith("Nothing was sent.")
         raise error(text if whole else f"{text}. Nothing was sent.")
     return value
