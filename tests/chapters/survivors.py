@@ -100,5 +100,28 @@ SURVIVORS = {
     ("ring_transfers", "rank - 1 -> rank (line"): "a chunk may start on any rank",
     ("ring_transfers", "1 -> 2 (line 8)"): "a chunk may start on any rank",
     ("ring_transfers", "1 -> 0 (line 8)"): "a chunk may start on any rank",
+    ("my_merge", "torch.logaddexp(lse1, lse2) -> "): "a sum in any order",
+    ("my_merge", "0 -> "): "e to the power of -inf less anything finite is 0",
+    (
+        "my_merge",
+        "for one in (lse1, lse2) -> for one in list((lse1, lse2))[:2]",
+    ): "these are both",
+    ("my_zigzag", "min((k + 1) * size, length) -> "): COMMUTES,
+    ("my_zigzag", "2 -> 3 (line 4)"): "further chunks are empty, and no rank's",
+    ("my_ring", "torch.zeros_like(q) -> q"): "what has seen no key weighs nothing",
+    ("my_ring", "q -> "): "queries, keys and values have one shape",
+    ("my_ring", "0 -> "): "any channel has the shape of the lse",
+    ("my_ring", "step == ranks - 1 -> step >= ranks - 1"): "no step comes after it",
+    ("my_gradient_check", "torch.rand_like(function(*inputs)) + 0.5 -> torch"): "any "
+    "weights that differ",
+    ("my_gradient_check", "0.5 -> "): "any weights that differ",
+    ("my_gradient_check", "for step in (1e-05, -1e-05): "): "these are both",
+    ("my_gradient_check", "tensor.detach().clone() -> "): "nothing changes it in place",
+    ("my_gradient_check", "abs(slope - expected) < "): "a bound that is never met",
+    ("my_gradient_check", "1e-07 * (1 + abs(slope)) -> 1e-07"): "right gradients are "
+    "nearer than any of these bounds, wrong ones farther",
+    ("my_gradient_check", "1 + abs(slope) -> 1"): "as above",
+    ("my_gradient_check", "1 -> 2"): "as above",
+    ("my_gradient_check", "slope - expected -> expected - slope"): "abs takes both",
 }
 REVERSED = "[::-1]"  # where the order does not matter, only this change survives

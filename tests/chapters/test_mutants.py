@@ -24,7 +24,8 @@ HERE = [
     *("my_least_time", "my_late_steps", "from_bits", "master_step", "next_scale"),
     *("my_memory", "my_outer_step", "place_weights", "who_waits", "my_bucket_plan"),
     *("my_schedule", "ranks_needed", "my_gpipe", "my_cut", "my_ledger", "my_slice"),
-    *("largest_batch", "step_in_backward"),
+    *("largest_batch", "step_in_backward", "my_merge", "my_zigzag", "my_ring"),
+    "my_gradient_check",
 ]
 ON_RANKS = [
     *("swap", "my_transpose", "sharded_step", "clip_shards", "agreed_step"),

@@ -1,0 +1,1 @@
+"""Chapter 16: what if one sequence does not fit?"""

@@ -1,0 +1,383 @@
+"""The exercises of chapter 16: a merge, an assignment, a ring, and a gradient check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from ddp_course.chapters.ch16_long_sequences import solutions
+from ddp_course.collectives.port import Port
+from ddp_course.context_parallel.online_softmax import attend
+from ddp_course.lab.answers import Answer
+from ddp_course.lab.exercises import exercise, expect, judge_ranks, shown
+from ddp_course.lab.judge import Case, Draw, equal_values, same_as
+
+# ---- my_merge ------------------------------------------------------------------------
+
+INF = float("inf")
+
+
+@exercise("my_merge", solution=solutions.my_merge)
+def check_my_merge(answer: Answer) -> str:
+    """`my_merge(out1, lse1, out2, lse2)`: output and lse over two blocks of keys.
+
+    How large is each block's part of the sum of all exponentials, and what is it if
+    only the difference of two logarithms may be put into an exponential?
+
+    The new lse is the logarithm of the sum of both exponentials, for which PyTorch has
+    a function that does not overflow. A block's output weighs e to the power of its own
+    lse less the new one. Where both are minus infinity, that difference is not a
+    number: put 0 in the place of the new lse there.
+    """
+    hints = {"right": _about_merge}
+    same_as(answer, solutions.my_merge, _blocks, cases=80, hints=hints)
+    return "80 pairs of blocks, with lses up to 10,000 and queries that see no key"
+
+
+def _blocks(d: Draw) -> tuple[Tensor, ...]:
+    large = d.case % 2
+    dtype = torch.float64 if large else d.same.choice([torch.float32, torch.float64])
+    shape = d.same.choice([(1,), (5,), (2, 3), (2, 3, 4)])
+    random = torch.Generator().manual_seed(d.case)
+    outs = [torch.randn(*shape, d.case % 3 + 1, generator=random).to(dtype)
+            for _ in range(2)]  # fmt: skip
+    middle, spread = (d.same.choice([-1e4, 0, 1e3, 1e4]), 5.0) if large else (0, 3.0)
+    lses = [(middle + spread * torch.randn(shape, generator=random)).to(dtype)
+            for _ in range(2)]  # fmt: skip
+    if d.case >= 4:  # some queries see no key of a block
+        for out, lse in zip(outs, lses, strict=True):
+            blind = torch.rand(shape, generator=random) < 0.4
+            lse[blind], out[blind] = -INF, 0.0
+    return outs[0], lses[0], outs[1], lses[1]
+
+
+def _about_merge(case: Case) -> str:
+    lses = case.args["lse1"], case.args["lse2"]
+    of = f"for lses {shown(lses[0])} and {shown(lses[1])}"
+    if not all(isinstance(x, Tensor) for x in case.got):
+        return f"{of}: return two tensors, the output and the lse."
+    out, lse = case.got
+    right_out, right_lse = case.wanted
+    if not (out.isfinite().all() and lse.isnan().logical_not().all()):
+        blind = (torch.stack(lses) == -INF).all(0).any()
+        why = "the exponential of such an lse is infinite, or 0 for all"
+        if blind and torch.equal(out.isnan().any(-1), right_lse.isneginf()):
+            why = "a query that sees no key of either block has the output 0"
+        return f"{of} gave numbers that are infinite or none at all: {why}."
+    if not equal_values(lse, right_lse):
+        return f"{of} gave the lse {shown(lse)}; expected {shown(right_lse)}."
+    return (
+        f"{of} gave the output {shown(out)}; expected {shown(right_out)}. The block "
+        "with the larger lse weighs more."
+    )
+
+
+# ---- my_zigzag -----------------------------------------------------------------------
+
+
+@exercise("my_zigzag", solution=solutions.my_zigzag)
+def check_my_zigzag(answer: Answer) -> str:
+    """`my_zigzag(length, ranks)`: for each rank, the list of its positions.
+
+    How many chunks are there, and which of them are a rank's two?
+
+    Round the length of a chunk up, so that twice as many chunks as ranks hold all
+    positions. Rank r has the chunk of its own number, and the one that is as far from
+    the end; both are cut off where the sequence ends.
+    """
+    hints = {"fits": _about_zigzag, "right": _about_zigzag}
+    same_as(answer, solutions.my_zigzag, _sequence, cases=60, hints=hints)
+    return "60 sequences, most of which cannot be divided equally"
+
+
+SEQUENCES = ((8, 2), (16, 4), (6, 1), (7, 2), (10, 4), (3, 4))
+
+
+def _sequence(d: Draw) -> tuple[int, int]:
+    if d.case < len(SEQUENCES):
+        return SEQUENCES[d.case]
+    return d.same.randint(1, 70), d.same.randint(1, 9)
+
+
+def _about_zigzag(case: Case) -> str:
+    length, ranks = case.args.values()
+    told = f"returned {shown(case.got)}; expected {shown(case.wanted)}"
+    try:
+        flat = sorted(int(i) for its in case.got for i in its)
+    except (TypeError, ValueError):
+        return f"{told}: a list of positions for each rank."
+    missing = sorted({*range(length)} - {*flat})
+    if missing:
+        return f"{told}: no rank has position {missing[0]}."
+    if flat != [*range(length)]:
+        return f"{told}: all positions once, and none behind the last."
+    if any([*its] != sorted(its) for its in case.got):
+        return f"{told}: a rank's positions ascend."
+    return f"{told}: a chunk from the front, and one as far from the end."
+
+
+# ---- my_ring -------------------------------------------------------------------------
+
+
+class _Neighbours:
+    """Plays the other ranks of a ring for one rank, and notes what it does."""
+
+    def __init__(self, parts: Sequence[tuple[Tensor, Tensor]], rank: int) -> None:
+        self.parts, self.rank = parts, rank
+        self.log: list[str] = []
+        self.passed: list[tuple[Tensor, Tensor]] = []
+        self.keys: list[int] = []
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Attend, as the package does."""
+        self.log.append("attend")
+        self.keys.append(k.shape[-2])
+        return attend(q, k, v)
+
+    def pass_on(self, k: Tensor, v: Tensor) -> _Arriving:
+        """Note what is passed on; return what the left neighbour passes on."""
+        self.log.append("pass_on")
+        self.passed.append((k.clone(), v.clone()))
+        source = (self.rank - len(self.passed)) % len(self.parts)
+        return _Arriving(self, self.parts[source])
+
+
+class _Arriving:
+    def __init__(self, neighbours: _Neighbours, part: tuple[Tensor, Tensor]) -> None:
+        self.neighbours, self.part = neighbours, part
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        self.neighbours.log.append("wait")
+        return tuple(x.clone() for x in self.part)
+
+
+@exercise("my_ring", solution=solutions.my_ring)
+def check_my_ring(answer: Answer) -> str:
+    """`my_ring(q, k, v, ranks, attend, pass_on)`: the outputs of this rank's queries.
+
+    What can a rank compute while the next keys and values travel, and in which step has
+    it nothing left to pass on?
+
+    In every step but the last one, begin to pass on the keys and values that you have.
+    Attend to them, merge the block into those before, and only then wait for the next
+    ones. An output that has seen no key yet is 0, and its lse minus infinity.
+    """
+    for ranks in (3, 1, 2, 4, 5):
+        for rank in range(ranks):
+            _judge_ring(answer, ranks, rank)
+    judge_ranks(REAL, _on_real_ranks, answer, worlds=(3,))
+    return (
+        "rings of 1 to 5 ranks, and three real ones; nothing waits before it computes"
+    )
+
+
+REAL = {"right": "returned other outputs than attention over the whole sequence has."}
+
+
+def _whole(ranks: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    shape = 2, 2, 3 * ranks, 4  # (B, H, T, D)
+    q, k, v = (torch.randn(shape, generator=random) for _ in range(3))
+    if ranks % 2:  # exponentials of these scores overflow
+        q, k, v = q.double(), 400 * k.double(), v.double()
+    return q, k, v
+
+
+def _judge_ring(answer: Answer, ranks: int, rank: int) -> None:
+    q, k, v = _whole(ranks, ranks)
+    parts = list(zip(k.chunk(ranks, 2), v.chunk(ranks, 2), strict=True))
+    mine, seen = q.chunk(ranks, 2)[rank], _Neighbours(parts, rank)
+    mine_k, mine_v = (x.clone() for x in parts[rank])
+    out = answer(mine.clone(), mine_k, mine_v, ranks, seen.attend, seen.pass_on)
+    where = f"With {ranks} ranks, rank {rank}"
+    called = f"{where} called {', '.join(seen.log) or 'nothing'}"
+    expect(
+        len(seen.passed) == ranks - 1,
+        f"{called}. Each part has to be passed on {ranks - 1} times to be seen by all.",
+    )
+    for step, passed in enumerate(seen.passed):
+        source = (rank - step) % ranks
+        expect(
+            equal_values(passed, parts[source]),
+            f"{where} passed on something else, in step {step}, than the keys and "
+            f"values of rank {source}, which it then has.",
+        )
+    expect(
+        seen.keys == [3] * ranks,
+        f"{called}, with {seen.keys} keys. A rank attends to one part in each step.",
+    )
+    wanted = ["pass_on", "attend", "wait"] * (ranks - 1) + ["attend"]
+    expect(
+        seen.log == wanted,
+        f"{called}. Begin to pass on, compute while that is under way, then wait.",
+    )
+    right = F.scaled_dot_product_attention(mine, k, v)
+    expect(
+        isinstance(out, Tensor) and out.shape == right.shape,
+        f"{where} returned {shown(out)}; expected a tensor of {tuple(right.shape)}.",
+    )
+    expect(
+        equal_values(out, right),
+        f"{where} returned other outputs than attention over the whole sequence has.",
+    )
+    expect(
+        equal_values((mine_k, mine_v), parts[rank]),
+        f"{where} changed its keys or values; work on tensors of your own.",
+    )
+
+
+def _on_real_ranks(my_ring: Callable) -> dict[str, Any]:
+    """On every rank: run the answer over real messages, and compare."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    port, (q, k, v) = Port(), _whole(n, 0)
+
+    class Message:
+        def __init__(self, k: Tensor, v: Tensor) -> None:
+            leaving = torch.stack((k, v))
+            self.arriving = torch.empty_like(leaving)
+            ways = [(leaving, (rank + 1) % n)], [(self.arriving, (rank - 1) % n)]
+            self.leaving, self.handles = leaving, port.start(*ways)
+
+        def wait(self) -> tuple[Tensor, Tensor]:
+            for handle in self.handles:
+                handle.wait()
+            return tuple(self.arriving.unbind())
+
+    mine = [x.chunk(n, 2)[rank].contiguous() for x in (q, k, v)]
+    out = my_ring(*mine, n, attend, Message)
+    right = F.scaled_dot_product_attention(mine[0], k, v)
+    return {"right": equal_values(out, right)}
+
+
+# ---- my_gradient_check ---------------------------------------------------------------
+
+
+Change = Callable[[Tensor, Tensor], Tensor]  # of a gradient and its tensor
+
+
+class _Tampered(Function):
+    """The identity; its backward returns a changed gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, change: Change) -> Tensor:
+        ctx.change = change
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.change(gradient, *ctx.saved_tensors), None
+
+
+def _right(gradient: Tensor, x: Tensor) -> Tensor:
+    return gradient
+
+
+def _but_one(gradient: Tensor, x: Tensor) -> Tensor:
+    changed = gradient.clone()
+    changed.view(-1)[-1] += 1
+    return changed
+
+
+def _with_same_sum(gradient: Tensor, x: Tensor) -> Tensor:
+    """Add numbers whose sum is 0: whoever moves all elements alike sees no change."""
+    added = torch.linspace(-1, 1, x.numel(), dtype=x.dtype)
+    return gradient + added.view(x.shape)
+
+
+def _across(gradient: Tensor, x: Tensor) -> Tensor:
+    """Add what is orthogonal to x: whoever moves x along itself sees no change."""
+    ones = torch.ones_like(x)
+    return gradient + ones - x * (x.sum() / x.square().sum())
+
+
+CHANGES: dict[str, Change] = {  # what backward returns in the place of the gradient
+    "the right gradient": _right,
+    "half of the gradient": lambda g, x: g / 2,
+    "the gradient of other rows": lambda g, x: g.roll(1, 0) + 0.1,
+    "zeros": lambda g, x: torch.zeros_like(g),
+    "the gradient, wrong in its last element": _but_one,
+    "a gradient with the same sum": _with_same_sum,
+    "a gradient that is wrong across the tensor": _across,
+    "a gradient that is off by a hundredth": lambda g, x: 1.01 * g,
+}
+
+
+def _weighted(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    return torch.softmax(x @ y.T, -1) @ z + x
+
+
+def _averaged(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    """Go backward as if each element of the output counted alike."""
+    return _Tampered.apply(_weighted(x, y, z), lambda g, _: g.mean().expand_as(g))
+
+
+def _unused(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    return x.sin() * y.sum() + 3 * x**3
+
+
+def _number(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    return (x * y.mean(0)).exp().sum() / 7 + z.tanh().square().sum()
+
+
+FUNCTIONS = {
+    "attention": _weighted,
+    "a function of two of its tensors": _unused,
+    "a number": _number,
+    "an attention whose backward takes all outputs alike": _averaged,
+}
+
+
+@exercise("my_gradient_check", solution=solutions.my_gradient_check)
+def check_my_gradient_check(answer: Answer) -> str:
+    """`my_gradient_check(function, tensors)`: for each tensor, is its gradient right?
+
+    By how much does a function change if one of its arguments moves a little way, and
+    what do gradients say about that?
+
+    Make one number of the output: the sum of its elements, each with a random weight.
+    Go backward. Then, for each tensor, move it alone by a tiny step in a random
+    direction, forth and back: the difference of the two numbers over the distance is
+    what the gradient times the direction, summed, should be. No gradient is a zero.
+    """
+    same_as(
+        answer,
+        solutions.my_gradient_check,
+        _function,
+        cases=48,
+        where=lambda case: case.args["function"].words,
+        hints={"fits": _about_check, "right": _about_check},
+    )
+    return "48 functions of three tensors, with seven kinds of wrong gradients"
+
+
+def _function(d: Draw) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    kinds = list(CHANGES)
+    name = list(FUNCTIONS)[d.case % 3 if d.case < 40 else 3]
+    wrong = d.same.randrange(2 if FUNCTIONS[name] is _unused else 3)
+    kind = kinds[d.case % len(kinds)]
+    changes = [CHANGES[kind] if k == wrong else _right for k in range(3)]
+    random = torch.Generator().manual_seed(d.case)
+    rows, channels = d.same.choice([(2, 3), (4, 2), (1, 5)])
+    tensors = [torch.randn(rows, channels, generator=random).double() for _ in "xyz"]
+    tensors[1].requires_grad_(d.case % 2 == 1)
+
+    def function(*inputs: Tensor) -> Tensor:
+        pairs = zip(inputs, changes, strict=True)
+        return FUNCTIONS[name](*(_Tampered.apply(x, change) for x, change in pairs))
+
+    function.words = (
+        f"For {name}, of {rows} rows, whose tensor {wrong} gets {kind} in backward, "
+        "`my_gradient_check(function, tensors)`"
+    )
+    return function, tensors
+
+
+def _about_check(case: Case) -> str:
+    return f"returned {shown(case.got)}; expected {shown(case.wanted)}."
