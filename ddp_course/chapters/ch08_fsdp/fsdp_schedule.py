@@ -126,7 +126,7 @@ def lanes_of(ops: Sequence[UnitOp]) -> list[Lane]:
         if free is None:
             whole.append(free := [])
         free.append(op)
-    names = [LANES[3], *["and"] * len(whole)]
+    names = [LANES[3], *["also in memory"] * len(whole)]
     return lanes + [
         Lane(name, 0, [_block(op) for op in line], boxed=False)
         for name, line in zip(names, whole, strict=False)

@@ -31,7 +31,7 @@ def plot_memory(
     """Draw the memory that was recorded in a step, by kind, and mark the peak.
 
     `logs` is a `measure.MemoryLog`, its `moments`, or up to three of either by name,
-    which are drawn beside each other with the same axes of bytes and of time. `events`
+    which are drawn below each other with the same axes of bytes and of time. `events`
     are the `measure.Event`s of this step, or of each by name: from the first to the
     last named forward, backward or step is marked above. `clock` is "time", in ms, or
     "count", the number of the moment: so the same step gives the same picture. Raises
@@ -46,9 +46,10 @@ def plot_memory(
     top = max(total_of(ledger) for run in runs.values() for _, ledger, _ in run)
     unit, size = unit_of(top)
     longest = max(run[-1][0] - run[0][0] for run in runs.values()) * MS or 1
-    inches = (8.5 if len(runs) == 1 else 11, 3.8)
-    figure, panels = canvas(inches, ncols=len(runs), sharey=True, squeeze=False)
-    for axes, (name, run) in zip(panels[0], runs.items(), strict=True):
+    alone = len(runs) == 1
+    inches = (8.5, 3.8) if alone else (7.5, 0.8 + 2.9 * len(runs))
+    figure, panels = canvas(inches, nrows=len(runs), sharey=True, squeeze=False)
+    for axes, (name, run) in zip(panels[:, 0], runs.items(), strict=True):
         _draw_moments(axes, run, kinds, size, clock)
         axes.set_xlim(0, longest if clock == "time" else max(1, len(run) - 1))
         _draw_peak(axes, run, unit, size, clock)
@@ -56,9 +57,10 @@ def plot_memory(
         if name:
             axes.set_title(name, fontsize=11, pad=22, fontweight="bold")
         axes.set_xlabel("time [ms]" if clock == "time" else "moment recorded")
-    panels[0][0].set_ylabel(f"memory [{unit}]")
-    panels[0][0].set_ylim(0, 1.16 * top / size)
-    figure.legend(*samples_of(kinds[::-1]), loc="outside right upper")
+        axes.set_ylabel(f"memory [{unit}]")
+        axes.set_ylim(0, 1.16 * top / size)
+    place = "outside right upper" if alone else "outside lower center"
+    figure.legend(*samples_of(kinds[::-1]), loc=place, ncols=1 if alone else 3)
     words = [_in_words(name, run, kinds, unit, size) for name, run in runs.items()]
     return figure, f"Memory by kind over a training step. {' '.join(words)}"
 
@@ -85,7 +87,7 @@ def _check_runs(
     runs: Mapping[str, Moments], spans: Mapping[str, Sequence[Any]], clock: str
 ) -> None:
     if not 1 <= len(runs) <= 3:
-        raise ValueError(f"{len(runs)} logs; 1 to 3 can be drawn beside each other")
+        raise ValueError(f"{len(runs)} logs; 1 to 3 can be drawn below each other")
     check_choice("clock", clock, ("time", "count"))
     if set(spans) != set(runs):
         raise ValueError(f"logs are {sorted(runs)}, events are of {sorted(spans)}")

@@ -104,7 +104,6 @@ def in_words(simulated: SimulatedSchedule, formula: str = "") -> str:
     """Say how long it takes, how much of it is bubble, and what is kept."""
     most = float(max(simulated.peak_activations))
     return (
-        f"takes {float(simulated.makespan):.4g}; bubble {float(simulated.bubble):.1%} "
-        f"of the ranks' time{formula}; a rank keeps activations of at most "
-        f"{most:.4g} microbatch{'es' * (most != 1)}"
+        f"takes {float(simulated.makespan):.4g}; bubble {float(simulated.bubble):.1%}"
+        f"{formula}; a rank keeps at most {most:.4g} microbatch{'es' * (most != 1)}"
     )

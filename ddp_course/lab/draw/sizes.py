@@ -69,7 +69,7 @@ def plot_fit(
     axes.set_ylabel("time [ms]")
     log_log(axes, sizes)
     axes.set_xlabel("size of the message")
-    axes.legend(loc="upper left")
+    figure.legend(loc="outside upper left", ncols=2)  # points may lie anywhere
     points = zip(sizes, seconds, strict=True)
     told = [f"{size_name(n)}: {s * MS:.3g} ms ({line(n) * MS:.3g})" for n, s in points]
     return figure, f"Time against size, measured (and of the model). {', '.join(told)}."
