@@ -88,12 +88,21 @@ class Parser(argparse.ArgumentParser):
         tell(f"{message} (see `{self.prog} --help`)")
         sys.exit(2)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse; refuse unknown arguments here, so that the error names the command."""
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return parsed, unknown
+
     def option(self, each: Field) -> None:
         """Add the option of a field of `spec`; None means that it was not typed."""
         about, default = each.metadata["about"], each.default
         how: dict[str, Any] = {"help": about}
         if default is not None and each.name != "dp":
-            how["help"] = f"{about}; {default}"
+            how["help"] = f"{about} (default: {default})"
+        if each.name == "dp":
+            how["help"] = f"{about} (default: all that the other axes leave)"
         if choices := each.metadata["choices"]:
             read = type(next(iter(choices)))
             how |= {"choices": tuple(choices), "type": read}
@@ -105,11 +114,11 @@ class Parser(argparse.ArgumentParser):
             how["metavar"] = "FOLDER" if each.name == "checkpoint" else "HOW"
         self.add_argument(_option(each.name), **how)
 
-    def numbers(self, **about: tuple[Callable, Any, str]) -> None:
+    def numbers(self, **options: tuple[Callable, Any, str]) -> None:
         """Add an option for each number: how it is read, its default, what it is."""
-        for name, (read, default, text) in about.items():
-            told = text if default is None else f"{text}; {default}"
-            how = {"type": read, "default": default, "metavar": "N", "help": told}
+        for name, (read, default, text) in options.items():
+            about = text if default is None else f"{text} (default: {default})"
+            how = {"type": read, "default": default, "metavar": "N", "help": about}
             self.add_argument(_option(name), **how)
 
 
@@ -134,7 +143,7 @@ def parser() -> Parser:
     top = Parser(
         prog="ddp-course",
         description="Distributed deep-learning training, from real processes up.",
-        epilog="example: ddp-course lab",
+        epilog="Begin with `ddp-course lab`. Options: `ddp-course COMMAND --help`.",
     )
     version = f"ddp-course {ddp_course.__version__}"
     top.add_argument("--version", action="version", version=version)
@@ -181,26 +190,32 @@ def _lab(add: Callable[..., Parser]) -> None:
         "ddp-course lab",
         "ddp-course lab my-course --no-browser --port 8890",
     )
-    about = "the folder of your copy; updates keep your edits; default: "
-    lab.add_argument("folder", nargs="?", metavar="FOLDER", help=f"{about}ddp-course")
+    about = "folder of your copy; what you change in it stays (default: ddp-course)"
+    lab.add_argument("folder", nargs="?", metavar="FOLDER", help=about)
     _flags(
         lab,
-        here="edit the course itself, as its authors do",
-        no_browser="only print the address",
+        here="open the course itself and not a copy, as its authors do",
+        no_browser="print the address, open no browser",
     )
-    lab.numbers(port=(_whole(65535), None, "default: 8888, or the next free one"))
-    lab.add_argument("--ip", default="localhost", help="listen here; %(default)s")
+    lab.numbers(
+        port=(
+            _whole(65535),
+            None,
+            "port (default: 8888, or the next free one)",
+        )
+    )
+    lab.add_argument("--ip", default="localhost", help="address (default: %(default)s)")
 
 
 def _run(add: Callable[..., Parser]) -> None:
     run = add(
         "run",
-        "execute chapters without a browser, and store nothing",
+        "execute chapters without a browser; nothing is stored",
         "ddp-course run 00",
         "ddp-course run all",
         "ddp-course run notebooks/01_ranks.ipynb",
     )
-    about = "00, all, or a path"
+    about = "a number such as 00, the path of a notebook, or all"
     run.add_argument("chapters", nargs="+", metavar="CHAPTER", help=about)
     run.set_defaults(before=_check_chapters)
     run.numbers(timeout=_TIMEOUT)
@@ -220,9 +235,9 @@ def _progress(add: Callable[..., Parser]) -> None:
         "ddp-course progress --collect /shared/our-class",
     )
     what = progress.add_mutually_exclusive_group()
-    about = "write it without your name: to a folder, or to a new .json file"
+    about = "write a report without your name to a new .json file, or into a folder"
     _files(what, report=about)
-    _files(what, "FOLDER", collect="count the reports of a class")
+    _files(what, "FOLDER", collect="count the passed exercises of a class")
 
 
 def _train(add: Callable[..., Parser]) -> None:
@@ -237,32 +252,34 @@ def _train(add: Callable[..., Parser]) -> None:
         "ddp-course train --threads 2 --steps 50",
         "ddp-course train --ranks 2 --steps 200 --checkpoint runs/a --every 20",
         "torchrun --nproc-per-node 4 -m ddp_course train --zero 1",
-        more=_list("zero", stages, 11)
-        + _list("data-parallel", spec.DATA_PARALLEL, 11)
-        + _list("precision", {n: p.about for n, p in spec.PRECISIONS.items()}, 11),
+        more=_list("--zero", stages, 11)
+        + _list("--data-parallel", spec.DATA_PARALLEL, 11)
+        + _list("--attention", spec.ATTENTION, 11)
+        + _list("--precision", {n: p.about for n, p in spec.PRECISIONS.items()}, 11)
+        + _list("--outer", spec.OUTER, 11),
     )
     train.set_defaults(before=check_typed)
     axes = f"{', '.join([*spec.AXES][:-1])} and {[*spec.AXES][-1]}"
-    ranks = f"1 to 64 processes; by default as many as {axes} say, or 1"
+    ranks = f"processes, 1 to 64 (default: the product of {axes})"
     train.numbers(ranks=(_whole(64), None, ranks))
     for each in (*fields(spec.Training), *fields(spec.Layout)):
         train.option(each)
     for gone in ("strategy", "replicas"):
         train.add_argument(_option(gone), type=_gone(gone), help=argparse.SUPPRESS)
-    _files(train, json="write the loss curve there")
+    _files(train, json="write the loss curve to this file")
 
 
 def _notebooks(add: Callable[..., Parser]) -> None:
     notebooks = add(
         "notebooks",
-        "execute chapters and store clean outputs, or check that they are stored so",
+        "execute chapters and store their outputs, or check what is stored",
         "ddp-course notebooks --save 00 01",
         "ddp-course notebooks --check",
         module="author",
     )
     what = notebooks.add_mutually_exclusive_group(required=True)
-    _flags(what, save="execute and store", check="report what is not clean")
-    about = "00, or a path; all by default"
+    _flags(what, save="execute and store", check="name what the rules forbid")
+    about = "a number such as 00, or a path (default: all)"
     notebooks.add_argument("chapters", nargs="*", metavar="CHAPTER", help=about)
     notebooks.set_defaults(before=_check_chapters)
     notebooks.numbers(timeout=_TIMEOUT)
@@ -271,12 +288,12 @@ def _notebooks(add: Callable[..., Parser]) -> None:
 def _site(add: Callable[..., Parser]) -> None:
     site = add(
         "site",
-        "make web pages of the course, from the stored notebooks",
+        "make web pages of the course; in a clone of its repository only",
         "ddp-course site",
         "ddp-course site --out /srv/www/ddp-course",
         module="author",
     )
-    about = "a new folder, or one with an older edition; %(default)s"
+    about = "a new folder, or one with an older edition (default: %(default)s)"
     _files(site, "FOLDER", out=about)
     site.set_defaults(out=Path("ddp-course-site"))
 
@@ -284,11 +301,11 @@ def _site(add: Callable[..., Parser]) -> None:
 def _doctor(add: Callable[..., Parser]) -> None:
     doctor = add(
         "doctor",
-        "say what this machine has and what will run how on it, and prove it",
+        "say what this machine has, and prove that ranks run on it",
         "ddp-course doctor",
         "ddp-course doctor --report",
     )
-    about = "as text to send when asking for help: no names, no folders"
+    about = "print a text to send when you ask for help: no names, no folders"
     instead = {"dest": "module", "action": "store_const", "const": "report"}
     doctor.add_argument("--report", **instead, help=about)
 
@@ -302,11 +319,11 @@ def _bench(add: Callable[..., Parser]) -> None:
         "ddp-course bench all-reduce --figure all_reduce.svg",
         "ddp-course bench --list",
     )
-    bench.add_argument("bench", nargs="?", metavar="NAME", help="which bench")
+    bench.add_argument("bench", nargs="?", metavar="NAME", help="see --list")
     _flags(bench, list="list the benches, and what each compares")
-    about = "draw the rows there (svg, png, pdf)"
-    _files(bench, json="write the rows there", figure=about)
-    _flags(bench, quick="few turns of few cases")
+    about = "draw the rows to this .svg, .png or .pdf file"
+    _files(bench, json="write the rows to this file", figure=about)
+    _flags(bench, quick="measure fewer cases, fewer times")
     bench.set_defaults(before=_check_bench)
 
 
@@ -323,36 +340,41 @@ def _check_bench(args: argparse.Namespace) -> None:
 def _plan(add: Callable[..., Parser]) -> None:
     plan = add(
         "plan",
-        "tell which ZeRO stage fits on which GPUs, and what it sends",
+        "say which ZeRO stage fits on your GPUs, and how much it sends",
         "ddp-course plan --preset gpt2-xl --gpus 8 --memory 24",
         "ddp-course plan --parameters 7.5b --gpus 64 --memory 32",
         "ddp-course plan --parameters 6.6b --layers 32 --hidden 4096 --bandwidth 50",
-        more=_list("precisions", spec.PLANNED, 20),
+        more=_list("--precision", spec.PLANNED, 20),
     )
     model = plan.add_mutually_exclusive_group(required=True)
-    model.add_argument("--preset", choices=spec.MODELS, help="a model by name")
-    about = "how many; 7.5e9, 7.5b, 350m"
+    model.add_argument("--preset", choices=spec.MODELS, help="a known model")
+    about = "number of parameters, as 7.5e9, 7.5b or 350m"
     model.add_argument("--parameters", type=_many, metavar="N", help=about)
     many = _whole(10**9)
     plan.numbers(
-        layers=(many, None, "of the model, with --hidden: then activations count, too"),
-        hidden=(many, None, "channels of a layer"),
-        heads=(many, None, "of a layer; one for 64 channels"),
-        sequence=(many, None, "tokens of a row; 2048"),
-        vocab=(many, None, "words; 50,257"),
-        gpus=(many, 8, "that share the data"),
-        memory=(_positive, 80, "GB of one GPU, 1 GB = 10^9 bytes"),
-        batch=(many, 1, "rows at a time on one GPU"),
-        bandwidth=(_positive, None, "GB/s that a GPU sends"),
+        layers=(many, None, "number of layers; with --hidden, activations count, too"),
+        hidden=(many, None, "width of a layer"),
+        heads=(many, None, "attention heads of a layer (default: hidden / 64)"),
+        sequence=(many, None, "tokens of a row (default: 2048)"),
+        vocab=(many, None, "words of the vocabulary (default: 50257)"),
+        gpus=(many, 8, "number of GPUs, all data parallel"),
+        memory=(_positive, 80, "memory of one GPU in GB, 10^9 bytes each"),
+        batch=(many, 1, "rows of a step on one GPU"),
+        bandwidth=(
+            _positive,
+            None,
+            "GB/s that a GPU sends: adds a column of seconds",
+        ),
     )
-    for name, among, default in (
-        ("--optimizer", spec.OPTIMIZERS, "adamw"),
-        ("--precision", tuple(spec.PLANNED), "mixed"),
-        ("--recompute", spec.RECOMPUTE, "none"),
+    for name, among, default, about in (
+        ("--optimizer", spec.OPTIMIZERS, "adamw", "the optimizer"),
+        ("--precision", tuple(spec.PLANNED), "mixed", "number formats; see below"),
+        ("--recompute", spec.RECOMPUTE, "none", "which activations are recomputed"),
     ):
-        plan.add_argument(name, choices=among, default=default, help="%(default)s")
-    _flags(plan, scores="attention is not fused: it keeps scores")
-    _files(plan, json="write the rows there")
+        about = f"{about} (default: %(default)s)"
+        plan.add_argument(name, choices=among, default=default, help=about)
+    _flags(plan, scores="attention is not fused: its scores are kept")
+    _files(plan, json="write the rows to this file")
 
 
 # How what was typed is read
@@ -413,7 +435,7 @@ def _many(text: str) -> int:
     return round(value)
 
 
-_TIMEOUT = (_whole(10**6), 600, "seconds that a cell may run")
+_TIMEOUT = (_whole(10**6), 600, "end a cell after so many seconds")
 
 
 if __name__ == "__main__":

@@ -56,11 +56,15 @@ class Axis(NamedTuple):
 # In the order of the mesh: the axis that communicates most comes last, so its ranks are
 # neighbours. `parallelize` applies the axes in the opposite order.
 AXES = {
-    "dp": Axis("ranks with other rows of the batch; all that are left", None, (), True),
-    "pp": Axis("ranks with other layers", "pipeline"),
-    "cp": Axis("ranks with other positions", "context_parallel", averaged=True),
+    "dp": Axis("data parallel: ranks with different rows of the batch", None, (), True),
+    "pp": Axis("pipeline parallel: ranks with different layers", "pipeline"),
+    "cp": Axis(
+        "context parallel: ranks with different positions of a sequence",
+        "context_parallel",
+        averaged=True,
+    ),
     "tp": Axis(
-        "ranks with other parts of every matrix",
+        "tensor parallel: ranks with different parts of every matrix",
         "tensor_parallel",
         ("n_head", "vocab_size"),
     ),
@@ -78,10 +82,10 @@ ATTENTION = {
     "ulysses": "every rank gets the whole sequence of some heads",
 }
 ZERO = {
-    0: "every rank keeps all of its model",
+    0: "nothing is sharded: each rank of dp keeps its whole model",
     1: "optimizer states are sharded",
-    2: "and gradients",
-    3: "and parameters: fully sharded data parallelism",
+    2: "optimizer states and gradients are sharded",
+    3: "parameters, too: fully sharded data parallelism (FSDP)",
 }
 
 
@@ -124,13 +128,18 @@ class PrecisionName(NamedTuple):
 
 
 PRECISIONS = {
-    "fp32": PrecisionName("all in float32"),
+    "fp32": PrecisionName("everything in float32"),
     "bf16": PrecisionName(
-        "float32, and products by autocast; ZeRO-3 gathers in 16 bits",
+        "autocast: float32 weights, products in bfloat16; ZeRO-3 gathers bfloat16",
         products="bfloat16",
     ),
-    "fp16": PrecisionName("the same bytes", products="float16"),
-    "bf16-pure": PrecisionName("all in bfloat16, no copy", parameters="bfloat16"),
+    "fp16": PrecisionName(
+        "autocast with float16, and loss scaling", products="float16"
+    ),
+    "bf16-pure": PrecisionName(
+        "everything in bfloat16",
+        parameters="bfloat16",
+    ),
 }
 
 
@@ -154,17 +163,17 @@ COMPRESSORS: dict[str, Amount | None] = {
     "powersgd": Amount("rank", int, "4", {"least": 1}),
 }
 OUTER = {
-    "average": "take the mean of the ranks' parameters",
-    "nesterov": "make an outer step towards it (DiLoCo)",
+    "average": "every rank takes the mean of the ranks' parameters",
+    "nesterov": "a step of Nesterov's momentum towards this mean (DiLoCo)",
 }
 # `ddp-course plan` also knows models and precisions that are never trained here.
 MODELS = (*PRESETS, "gpt2", "gpt2-xl", "gpt3-175b")
 OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum")
 PLANNED = {name: each.about for name, each in PRECISIONS.items()} | {
     "fsdp-bf16": "float32 shards, gathered and reduced in bfloat16 (FSDP2)",
-    "mixed": "half, and the optimizer has a float32 copy (the ZeRO paper)",
-    "mixed-fp32-gradients": "as mixed, gradients added up in float32 (Megatron-LM)",
-    "mixed-both-gradients": "as mixed, and a float32 copy of them (Megatron-LM, fp16)",
+    "mixed": "16-bit weights; the optimizer keeps a float32 copy (ZeRO paper)",
+    "mixed-fp32-gradients": "mixed, gradients added up in float32 (Megatron-LM)",
+    "mixed-both-gradients": "mixed, gradients in 16 bits and float32 (Megatron-LM)",
 }
 RECOMPUTE = ("none", "selective", "full")
 
@@ -192,14 +201,14 @@ def option(default: Any, about: str, choices: Any = None, **limits: float) -> An
 class Training:
     """What is trained, and for how long."""
 
-    steps: int = option(20, "steps of AdamW", least=0)
-    batch_size: int = option(8, "rows of a step, shared by all ranks")
-    preset: str = option("1m", "model", PRESETS)
+    steps: int = option(20, "optimizer steps (AdamW)", least=0)
+    batch_size: int = option(8, "rows of one step's batch, divided among the ranks")
+    preset: str = option("1m", "size of the GPT, in parameters", PRESETS)
     lr: float = option(3e-4, "learning rate", above=0)
-    seed: int = option(0, "of the weights and the batches", least=0)
-    clip: float | None = option(None, "the largest norm of a step's gradient", above=0)
+    seed: int = option(0, "seed of the initial weights and the batches", least=0)
+    clip: float | None = option(None, "clip each step's gradient to this norm", above=0)
     checkpoint: str | None = option(
-        None, "save there, and go on from the newest checkpoint in it"
+        None, "save checkpoints in this folder; resume from the newest one in it"
     )
     every: int = option(10, "steps between two checkpoints")
 
@@ -216,25 +225,38 @@ class Layout:
     pp: int = option(1, AXES["pp"].about)
     cp: int = option(1, AXES["cp"].about)
     tp: int = option(1, AXES["tp"].about)
-    zero: int = option(0, "ZeRO's stage: what the ranks of dp shard", ZERO)
+    zero: int = option(0, "ZeRO stage: what the ranks of dp shard; see below", ZERO)
     shard: int | None = option(
-        None, "with zero 3: ranks of dp that share one copy; all"
+        None,
+        "with --zero 3: ranks of dp that share one model (default: all)",
     )
     data_parallel: str = option(
-        "ddp", "with zero 0: how gradients are averaged along dp", DATA_PARALLEL
+        "ddp",
+        "with --zero 0: how gradients are averaged; see below",
+        DATA_PARALLEL,
     )
-    threads: int = option(1, "replicas as threads of one process: DataParallel")
-    schedule: str = option("1f1b", "the order of work in a pipeline", SCHEDULES)
-    microbatches: int = option(4, "parts in which a pipeline takes its rows")
-    attention: str = option("ring", "with cp: how ranks attend", ATTENTION)
-    precision: str = option("fp32", "see below", PRECISIONS)
+    threads: int = option(1, "replicas in threads of one process (DataParallel)")
+    schedule: str = option("1f1b", "with --pp: its schedule", SCHEDULES)
+    microbatches: int = option(4, "with --pp: parts into which the batch is cut")
+    attention: str = option(
+        "ring", "with --cp: who has which keys; see below", ATTENTION
+    )
+    precision: str = option("fp32", "number formats; see below", PRECISIONS)
     compress: str | None = option(
-        None, f"gradients travel in fewer bytes: {compressor_words()}"
+        None, f"compress gradients before sending them: {compressor_words()}"
     )
-    local_steps: int | None = option(None, "steps alone, then the parameters' mean")
-    outer: str | None = option(None, "what is done with this mean; average", OUTER)
-    outer_lr: float | None = option(None, "of the outer optimizer; 0.7", least=0)
-    outer_momentum: float | None = option(None, "of it, too; 0.9", least=0, below=1)
+    local_steps: int | None = option(
+        None, "average parameters every N steps, not gradients"
+    )
+    outer: str | None = option(
+        None, "with --local-steps: see below (default: average)", OUTER
+    )
+    outer_lr: float | None = option(
+        None, "learning rate of nesterov (default: 0.7)", least=0
+    )
+    outer_momentum: float | None = option(
+        None, "momentum of nesterov (default: 0.9)", least=0, below=1
+    )
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -21,9 +21,9 @@ Found = dict[str, Mapping[str, Any]]  # case -> its row
 def lines(about: str, pairs: Iterable[Pair], rows: Rows) -> list[str]:
     """Return the lines to print for a bench, each of at most `WIDTH` characters."""
     text = textwrap.wrap(
-        f"{about} Each number is a median ratio: the column's variant divided by the "
-        "one that the table's title names, whose own value comes first. Below 1, the "
-        "column's variant takes less.",
+        f"{about} In a table 'over X', a column with a unit holds X's own values. The "
+        "others are ratios: what the column's variant takes, divided by what X takes, "
+        "the median of several turns. 0.8 means: 20 % less than X.",
         WIDTH,
     )
     panels = grouped(pairs, rows)
