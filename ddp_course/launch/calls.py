@@ -27,8 +27,8 @@ ROOM = SLOTS * WIDTH
 Call = tuple[str, int]  # a group's name, and the number of a call in that group
 
 
-def make_room(file: Path, world_size: int) -> None:
-    """Give the file of a launch's notes ROOM bytes for each rank."""
+def allocate(file: Path, world_size: int) -> None:
+    """Allocate ROOM bytes for each rank in the file of a launch's notes."""
     file.write_bytes(bytes(ROOM * world_size))
 
 
@@ -88,7 +88,7 @@ def first_difference(calls: list[dict[Call, tuple[str, str]]]) -> dict[int, str]
     `calls[rank]` is what `read` returns. The result is empty if there is none.
     """
     for call in sorted(set().union(*calls)):
-        made = {rank: of[call] for rank, of in enumerate(calls) if call in of}
-        if len({facts for facts, _ in made.values()}) > 1:
-            return {rank: words for rank, (_, words) in made.items()}
+        by_rank = {rank: of[call] for rank, of in enumerate(calls) if call in of}
+        if len({facts for facts, _ in by_rank.values()}) > 1:
+            return {rank: words for rank, (_, words) in by_rank.items()}
     return {}

@@ -65,7 +65,7 @@ class Launch:
         names = "call", "store", "notes"
         with self._interrupts_recorded(), scratch_files(*names) as (file, store, notes):
             Path(file.path).write_bytes(call)
-            calls.make_room(Path(notes.path), self.job.world_size)
+            calls.allocate(Path(notes.path), self.job.world_size)
             try:
                 self._start(call=file, store=store, notes=notes)
                 self._listen()

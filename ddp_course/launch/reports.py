@@ -195,10 +195,10 @@ def late(reports: list[RankReport], timeout: float) -> RankTimeout | None:
 
 def unequal(reports: list[RankReport]) -> str:
     """Name the first collective in which the ranks' types or counts differ, or ""."""
-    made = first_difference([report.calls for report in reports])
-    if not made:
+    words = first_difference([report.calls for report in reports])
+    if not words:
         return ""
-    each = by_text(list(made.values()), list(made))
+    each = by_text(list(words.values()), list(words))
     return f"the ranks' collectives do not fit together: {each}"
 
 
