@@ -38,9 +38,6 @@ NOT_YET = {
     "theory",
     "train.py",
 }
-NOT_YET |= {
-    "context_parallel",
-}
 
 BANNED = {"told", "made", "given", "there", "whose", "meanwhile", "held", "played"}
 

@@ -4,16 +4,16 @@
     _, loss = model(x, y)                         # the same x and y on all ranks
     loss.backward()                               # then average over these ranks, too
 
-Three places of the model know that the sequence is divided; no layer between them does:
+Only three places of the model know that the sequence is divided:
 
-    embed              takes whole rows, and keeps this rank's positions
+    embed              gets whole rows, and selects this rank's positions
     attention          "ring", "gathered" (`naive`) or "ulysses"
     loss               the mean over the positions of all ranks
 
 A sequence that cannot be divided equally is padded at its end: no real position attends
-to the padding, and the loss leaves it out. The ranks have equal parameters, and
-different gradients, as in data parallelism; so whatever averages replicas averages over
-these ranks as well.
+to the padding, and the loss leaves it out. The ranks have equal parameters and
+different gradients, as in data parallelism, so gradients must be averaged over these
+ranks, too.
 """
 
 from collections.abc import Callable
@@ -34,18 +34,18 @@ Group = dist.ProcessGroup | None  # None: all ranks
 
 
 class Division:
-    """The ranks that share a sequence, and how they attend to it.
+    """The division of a sequence among ranks, and the attention over it.
 
     Args:
-        group: the ranks; None are all.
+        group: the ranks; None means all.
         attention: a name in ATTENTIONS.
-        assignment: which rank has which positions; Ulysses takes contiguous ones.
+        assignment: a name in ASSIGNMENTS; Ulysses needs "contiguous".
     """
 
     def __init__(self, group: Group, attention: str, assignment: str) -> None:
         self.group, self.attention, self.assignment = group, attention, assignment
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.length: int | None = None  # of the sequences that were embedded last
+        self.length: int | None = None  # length of the last embedded sequences
 
     def assigned(self, length: int) -> list[Positions]:
         """Return the positions of all ranks; some may be `length` or more: padding."""
@@ -65,19 +65,19 @@ class Division:
 
 
 def by_ring(division: Division, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend to keys and values that go around."""
+    """Compute attention to keys and values that pass around a ring."""
     length = q.shape[2] * division.size
     return Ring(division.assigned(length), division.group)(q, k, v)
 
 
 def by_gathering(division: Division, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend to the keys and values of all ranks at once."""
+    """Compute attention to the gathered keys and values of all ranks."""
     positions = division.positions(q.shape[2] * division.size, q)
     return gathered_attention(q, k, v, positions, division.group)
 
 
 def by_heads(division: Division, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend to whole sequences, each rank with some of the heads."""
+    """Compute attention over whole sequences, with some of the heads."""
     return ulysses_attention(q, k, v, division.group)
 
 
@@ -85,7 +85,7 @@ ATTENTIONS = {"ring": by_ring, "gathered": by_gathering, "ulysses": by_heads}
 
 
 class DividedEmbedding(nn.Module):
-    """Takes whole rows, (B, T), and returns this rank's positions, (B, T/N, C)."""
+    """An embedding of this rank's positions: (B, T) -> (B, T/N, C)."""
 
     def __init__(
         self, embed: nn.Module, division: Division, check: SameSequence
@@ -95,7 +95,7 @@ class DividedEmbedding(nn.Module):
         self.division, self.check = division, check
 
     def forward(self, idx: Tensor) -> Tensor:
-        """Look up every own token and its position, and add."""
+        """Add the embeddings of this rank's tokens and positions."""
         self.check(idx)
         self.division.length = length = idx.shape[1]
         own = self.division.positions(length, idx)[self.division.rank]
@@ -127,12 +127,12 @@ class DividedLoss:
         share = int(real.sum()) * division.size / length
         if share:
             loss = self.mean_loss(logits[:, real], targets[:, own[real]]) * share
-        else:  # this rank has padding alone, and still takes part in backward
+        else:  # this rank has only padding, but must take part in backward
             loss = logits.sum() * 0.0
-        return MeanOverRanks.apply(loss, division.group)
+        return AverageLoss.apply(loss, division.group)
 
 
-class MeanOverRanks(Function):
+class AverageLoss(Function):
     """The mean of the ranks' numbers; in backward each rank keeps its own gradient."""
 
     @staticmethod

@@ -28,7 +28,7 @@ def merge(
     Outputs are (..., T, D), lses (..., T). For a query that sees no key of a block, the
     block's lse is -inf, and its output can be anything.
     """
-    share = torch.sigmoid(lse2 - lse1)[..., None]  # of block 2 in the sum
+    share = torch.sigmoid(lse2 - lse1)[..., None]  # weight of block 2
     share = torch.where(lse2.isneginf()[..., None], 0.0, share)  # no nan if both are
     out = out1 - share * (out1 - out2)
     return out, torch.logaddexp(lse1, lse2)

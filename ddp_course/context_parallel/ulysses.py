@@ -1,8 +1,8 @@
-"""Ulysses: from parts of the sequence to some of the heads, and back.
+"""Ulysses: exchange parts of the sequence for some of the heads, and back.
 
-Heads do not look at each other. So an all-to-all hands every rank the whole sequence of
-1/N of the heads; there attention is what it is in one process; a second all-to-all
-hands the outputs back:
+Heads are independent of each other. So an all-to-all sends every rank the whole
+sequence of 1/N of the heads; each rank computes attention as one process would; a
+second all-to-all sends the outputs back:
 
     rank 0   positions 0-31, heads 0-11        heads 0-5,  positions 0-63
     rank 1   positions 32-63, heads 0-11  ->   heads 6-11, positions 0-63
@@ -23,7 +23,7 @@ from torch.autograd import Function
 Group = dist.ProcessGroup | None  # None: all ranks
 
 
-class Exchange(Function):
+class HeadExchange(Function):
     """All-to-all of pieces along one dimension, joined along another.
 
     Its backward is the exchange in the other direction.
@@ -66,7 +66,7 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, group: Group = None) -> T
                 f"{name} has {x.shape[1]} heads, which {n} ranks cannot share equally; "
                 "take a number of ranks that divides it, or ring attention"
             )
-    q, k, v = (Exchange.apply(x, 1, 2, group) for x in (q, k, v))  # (B, H/N, T, D)
+    q, k, v = (HeadExchange.apply(x, 1, 2, group) for x in (q, k, v))  # (B, H/N, T, D)
     grouped = k.shape[1] != q.shape[1]
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-    return Exchange.apply(y, 2, 1, group)
+    return HeadExchange.apply(y, 2, 1, group)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from on_ranks import error_of
 
-from ddp_course.context_parallel.gpt import MeanOverRanks, context_parallel
+from ddp_course.context_parallel.gpt import AverageLoss, context_parallel
 from ddp_course.launch import spawn
 from ddp_course.model import build_gpt
 from ddp_course.spec import SpecError, layout_for
@@ -104,7 +104,7 @@ def loss_of_own_tokens(model):
 
 def gradient_of_the_sum(model):
     """Backward of the mean divides, too: every gradient is halved."""
-    MeanOverRanks.backward = staticmethod(lambda ctx, gradient: (gradient / 2, None))
+    AverageLoss.backward = staticmethod(lambda ctx, gradient: (gradient / 2, None))
 
 
 @pytest.mark.parametrize(

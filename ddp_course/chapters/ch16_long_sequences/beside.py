@@ -29,7 +29,7 @@ B, H, D, T = 2, 12, 12, 256  # rows, heads of queries, channels of a head, posit
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank saw of one attention, forward and backward.
+    """An observation of one attention on one rank, forward and backward.
 
     Attributes:
         error: the largest difference from one process, of outputs and gradients.
@@ -48,7 +48,7 @@ class Seen:
 
 
 def in_words(attention: str, seen: Seen, ranks: int = 4) -> str:
-    """Say what a rank saw, and whether it sent what the formula says."""
+    """Describe an observation, and whether the bytes sent equal the formula."""
     sizes = {"batch": B, "length": T, "heads": H, "d_head": D}
     volume = attention_volume(attention, ranks, **sizes)
     equal = (seen.forward, seen.backward) == (volume.forward, volume.backward)
@@ -71,7 +71,7 @@ def drawn(kv_heads: int = H, dtype: torch.dtype = torch.float32) -> list[Tensor]
 def against_one_process(
     attention: str, assignment: str = "contiguous", kv_heads: int = H
 ) -> Seen:
-    """On every rank: run one way of attention on this rank's positions, and compare.
+    """Run one way of attention on this rank's positions, and compare.
 
     `attention` is "gathered", "ulysses", "ring" or "pytorch".
     """
@@ -129,7 +129,7 @@ class ProcessorTime:
 
 
 def computing_time(assignment: str, length: int = 2048) -> float:
-    """On every rank: return the seconds of a ring's computing, the least of five."""
+    """Return the seconds of this rank's computing in a ring, the least of five."""
     n = dist.get_world_size()
     shape, found = (1, H, length // n, D), []
     q, k, v = (torch.randn(shape) for _ in range(3))
@@ -156,7 +156,7 @@ def per_character(length: int) -> tuple[float, float]:
 
 @contextmanager
 def counted() -> Iterator[list[float]]:
-    """Put the bytes into a list that this rank sends in the block."""
+    """Append the bytes that this rank sends in the block to a list."""
     found: list[float] = []
     with ByteMeter() as meter, TorchCollectives() as torchs:
         yield found
@@ -165,7 +165,7 @@ def counted() -> Iterator[list[float]]:
 
 @contextmanager
 def saved() -> Iterator[dict[int, int]]:
-    """Put the bytes of each storage that autograd keeps into a dictionary."""
+    """Record the bytes of each storage that autograd keeps in a dictionary."""
     kept: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:

@@ -107,26 +107,26 @@ def _sequence(d: Draw) -> tuple[int, int]:
 
 def _about_zigzag(case: Case) -> str:
     length, ranks = case.args.values()
-    told = f"returned {shown(case.got)}; expected {shown(case.wanted)}"
+    comparison = f"returned {shown(case.got)}; expected {shown(case.wanted)}"
     try:
         flat = sorted(int(i) for its in case.got for i in its)
     except (TypeError, ValueError):
-        return f"{told}: a list of positions for each rank."
+        return f"{comparison}: a list of positions for each rank."
     missing = sorted({*range(length)} - {*flat})
     if missing:
-        return f"{told}: no rank has position {missing[0]}."
+        return f"{comparison}: no rank has position {missing[0]}."
     if flat != [*range(length)]:
-        return f"{told}: all positions once, and none behind the last."
+        return f"{comparison}: all positions once, and none behind the last."
     if any([*its] != sorted(its) for its in case.got):
-        return f"{told}: a rank's positions ascend."
-    return f"{told}: a chunk from the front, and one as far from the end."
+        return f"{comparison}: a rank's positions ascend."
+    return f"{comparison}: a chunk from the front, and one as far from the end."
 
 
 # ---- my_ring -------------------------------------------------------------------------
 
 
 class _Neighbours:
-    """Plays the other ranks of a ring for one rank, and notes what it does."""
+    """The other ranks of a ring, simulated for one rank; records what it does."""
 
     def __init__(self, parts: Sequence[tuple[Tensor, Tensor]], rank: int) -> None:
         self.parts, self.rank = parts, rank
@@ -135,13 +135,13 @@ class _Neighbours:
         self.keys: list[int] = []
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Attend, as the package does."""
+        """Compute attention as the package does."""
         self.log.append("attend")
         self.keys.append(k.shape[-2])
         return attend(q, k, v)
 
     def pass_on(self, k: Tensor, v: Tensor) -> _Arriving:
-        """Note what is passed on; return what the left neighbour passes on."""
+        """Record what is passed on; return what the left neighbour passes on."""
         self.log.append("pass_on")
         self.passed.append((k.clone(), v.clone()))
         source = (self.rank - len(self.passed)) % len(self.parts)
@@ -233,7 +233,7 @@ def _judge_ring(answer: Answer, ranks: int, rank: int) -> None:
 
 
 def _on_real_ranks(my_ring: Callable) -> dict[str, Any]:
-    """On every rank: run the answer over real messages, and compare."""
+    """Run the answer on this rank over real messages, and compare."""
     n, rank = dist.get_world_size(), dist.get_rank()
     port, (q, k, v) = Port(), _whole(n, 0)
 
@@ -258,7 +258,7 @@ def _on_real_ranks(my_ring: Callable) -> dict[str, Any]:
 # ---- my_gradient_check ---------------------------------------------------------------
 
 
-Change = Callable[[Tensor, Tensor], Tensor]  # of a gradient and its tensor
+Change = Callable[[Tensor, Tensor], Tensor]  # (gradient, its tensor)
 
 
 class _Tampered(Function):
@@ -297,7 +297,7 @@ def _across(gradient: Tensor, x: Tensor) -> Tensor:
     return gradient + ones - x * (x.sum() / x.square().sum())
 
 
-CHANGES: dict[str, Change] = {  # what backward returns in the place of the gradient
+CHANGES: dict[str, Change] = {  # backward returns this in place of the gradient
     "the right gradient": _right,
     "half of the gradient": lambda g, x: g / 2,
     "the gradient of other rows": lambda g, x: g.roll(1, 0) + 0.1,
@@ -314,7 +314,7 @@ def _weighted(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
 
 
 def _averaged(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
-    """Go backward as if each element of the output counted alike."""
+    """Run backward as if each element of the output counted alike."""
     return _Tampered.apply(_weighted(x, y, z), lambda g, _: g.mean().expand_as(g))
 
 
