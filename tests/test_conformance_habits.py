@@ -350,7 +350,7 @@ def groups_by_dim(s: Script) -> None:
     s.train()
 
 
-@habit(STEPPED)
+@habit(SIMPLE)
 def group_added_later(s: Script) -> None:
     """Begin with the last layer, and add the first one after two steps."""
     later = [name for name, _ in s.plain[0].named_parameters("0")]

@@ -259,7 +259,7 @@ def only(
     """
     groups = optimizer.param_groups
     own = [[p for p in group["params"] if p in parameters] for group in groups]
-    pairs = zip(options, own, strict=True)
+    pairs = zip(options, own, strict=False)  # groups may have been added since
     optimizer.param_groups = [{**o, "params": some} for o, some in pairs if some]
     try:
         yield

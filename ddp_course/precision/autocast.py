@@ -17,19 +17,22 @@ casts one floor below, in its dispatcher: aten/src/ATen/autocast_mode.h. Chapter
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 
 LOWER = frozenset(
     (
         *("linear", "matmul", "mm", "bmm", "addmm", "addbmm", "baddbmm"),
         *("conv1d", "conv2d", "conv3d", "scaled_dot_product_attention"),
         *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
-        "einsum",
+        *("einsum", "inner", "tensordot", "linalg_multi_dot", "conv_tbc"),
+        *("lstm", "rnn_tanh", "rnn_relu", "multi_head_attention_forward"),
     )
 )
 FULL = frozenset(
@@ -60,7 +63,8 @@ class Autocast(TorchFunctionMode):
 
     A parameter is cast once, however often it is used, and its casts are dropped at the
     end of the block, so do not change one inside. Raises ValueError for another type.
-    As torch.autocast.
+    As torch.autocast, but torch.utils.checkpoint is refused inside: it would compute
+    again without the block. `mechanisms.recompute` does not.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class Autocast(TorchFunctionMode):
 
     def __enter__(self) -> Autocast:
         """Cast from now on, in this thread."""
+        _watch_checkpoint()
         _here.modes = [*getattr(_here, "modes", ()), self]
         return super().__enter__()
 
@@ -92,15 +97,16 @@ class Autocast(TorchFunctionMode):
         kwargs = kwargs or {}
         wanted = self._type_for(function, args, kwargs)
         # Of blocks inside of each other, the innermost decides.
-        if wanted and self.enabled and _here.modes[-1] is self and "out" not in kwargs:
+        decides = self.enabled and _here.modes[-1] is self
+        if wanted and decides and kwargs.get("out") is None:
             args = self._cast(args, wanted)
             kwargs = {name: self._cast(v, wanted) for name, v in kwargs.items()}
         return function(*args, **kwargs)
 
     def _type_for(self, function: Any, args: Any, kwargs: Any) -> torch.dtype | None:
         """Look the function up; None if it takes things as they come."""
-        name = getattr(function, "__name__", "").strip("_").removeprefix("r")
-        if name in LOWER:
+        name = getattr(function, "__name__", "").strip("_")
+        if name in LOWER or name == "rmatmul":
             return self.dtype
         given = (*args, *kwargs.values()) if name in FULL_ON_GPUS else ()
         on_gpu = any(getattr(value, "is_cuda", False) for value in given)
@@ -118,6 +124,26 @@ class Autocast(TorchFunctionMode):
         if key not in self.casts:
             self.casts[key] = value, value.to(dtype)
         return self.casts[key][1]
+
+
+@functools.cache
+def _watch_checkpoint() -> None:
+    """Let torch.utils.checkpoint raise RuntimeError in a block."""
+    name = "_get_autocast_kwargs"  # it asks so which types to compute with again
+    inner = getattr(checkpoint, name, None)
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        modes = getattr(_here, "modes", ())
+        if modes and modes[-1].enabled:
+            raise RuntimeError(
+                "torch.utils.checkpoint knows torch.autocast alone: it would compute "
+                "again without this Autocast. Use torch.autocast, or recompute_blocks "
+                "of ddp_course.mechanisms.recompute"
+            )
+        return inner(*args, **kwargs)
+
+    if inner is not None:  # another PyTorch may have another one
+        setattr(checkpoint, name, checked)
 
 
 def _can_be_cast(value: Any) -> bool:

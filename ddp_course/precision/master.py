@@ -36,8 +36,9 @@ class MasterWeights(Optimizer):
 
     The state of a parameter is that of the optimizer inside, and its copy, "master", so
     states are saved, loaded and cut into shards like any other optimizer's: it can be
-    the `optimizer_class` of a ZeroRedundancyOptimizer, by functools.partial. Whoever
-    changes a parameter from outside must change its copy, too.
+    the `optimizer_class` of a ZeroRedundancyOptimizer, by functools.partial. If a
+    parameter was changed from outside, as by `load_state_dict` of the model, the next
+    step begins with the changed numbers.
 
     A `GradScaler` unscales the gradients of the copies, in float32. After it has, clip
     them by `clip_grad_norm_` of this optimizer, not the parameters' gradients:
@@ -59,26 +60,32 @@ class MasterWeights(Optimizer):
         **defaults: Any,
     ) -> None:
         super().__init__(params, defaults)
-        self.optim = optimizer_class(self._inner_groups(), **defaults)
+        groups = [self._inner_group(group) for group in self.param_groups]
+        self.optim = optimizer_class(groups, **defaults)
         # The gradients that the copies have got, each with its version; None before.
         self.copied: list[tuple[Tensor, int] | None] | None = None
         for group, inner in self._groups():
             # What was not given has the optimizer's own defaults.
             group.update({k: v for k, v in inner.items() if k != "params"})
 
-    def _inner_groups(self) -> list[dict[str, Any]]:
-        """Return groups of copies, like those of the parameters."""
-        groups = []
-        for group in self.param_groups:
-            copies = []
-            for parameter in group["params"]:
-                copy = parameter.detach().to(torch.float32, copy=True)
-                if way := placed(parameter):  # a norm counts each number once
-                    copy.placed = way
-                self.state[parameter][MASTER] = copy
-                copies.append(copy.requires_grad_(parameter.requires_grad))
-            groups.append({**group, "params": copies})
-        return groups
+    def _inner_group(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Return a group of copies, like one of the parameters."""
+        copies = []
+        for parameter in group["params"]:
+            copy = parameter.detach().to(torch.float32, copy=True)
+            if way := placed(parameter):  # a norm counts each number once
+                copy.placed = way
+            self.state[parameter][MASTER] = copy
+            copies.append(copy.requires_grad_(parameter.requires_grad))
+        return {**group, "params": copies}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters to be stepped, with copies."""
+        super().add_param_group(param_group)
+        if hasattr(self, "optim"):  # PyTorch's constructor adds the first groups
+            group = self.param_groups[-1]
+            self.optim.add_param_group(self._inner_group(group))
+            self.copied = None
 
     def _groups(self) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
         return zip(self.param_groups, self.optim.param_groups, strict=True)
@@ -146,6 +153,7 @@ class MasterWeights(Optimizer):
             # A scheduler has changed the learning rate here.
             inner.update({k: v for k, v in group.items() if k != "params"})
         self._check_gradients()
+        self._take_changes()
         self.optim.step()
         for group, inner in self._groups():
             for parameter, copy in zip(group["params"], inner["params"], strict=True):
@@ -155,6 +163,14 @@ class MasterWeights(Optimizer):
                     self.state[parameter].update(self.optim.state[copy])
         self.copied = None
         return loss
+
+    def _take_changes(self) -> None:
+        """Let copies have the numbers that parameters have got from outside."""
+        for group, inner in self._groups():
+            for parameter, copy in zip(group["params"], inner["params"], strict=True):
+                same = parameter == copy.to(parameter.dtype)
+                if not same.all():
+                    copy.copy_(torch.where(same, copy, parameter.to(copy.dtype)))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state. (PyTorch's own would round it to the parameters'.)"""

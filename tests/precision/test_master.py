@@ -125,8 +125,26 @@ def test_copies_are_copies_and_gradients_are_those_of_this_step():
     assert master.optim.param_groups[0]["params"][0].grad is None
     weight.grad = torch.full((1,), 2.0)
     master.step()
-    assert weight.item() == 0.0
+    assert weight.item() == 6.0  # it was changed from outside
     assert master.optim.param_groups[0]["params"][0].grad is None  # 4 bytes fewer
+
+
+def test_parameters_changed_from_outside_and_added_later_are_stepped():
+    layer = nn.Linear(2, 1, bias=False).to(BF16)
+    master = MasterWeights([layer.weight], SGD, lr=2**-12)
+    layer.load_state_dict({"weight": torch.tensor([[1.0, 3.0]])})
+    later = nn.Parameter(torch.ones(1, dtype=BF16))
+    for step in range(3):
+        for p in (layer.weight, later):
+            p.grad = torch.ones_like(p)
+        if step == 1:
+            master.add_param_group({"params": [later], "lr": 2**-10})
+            with torch.no_grad():
+                layer.weight[0, 1] = 5.0
+        master.step()
+    copies = [master.state[p]["master"] for p in (layer.weight, later)]
+    assert copies[0].tolist() == [[1 - 3 * 2**-12, 5 - 2 * 2**-12]]
+    assert copies[1].tolist() == [1 - 2 * 2**-10]
 
 
 def test_saved_and_loaded_the_copies_keep_their_bits():
