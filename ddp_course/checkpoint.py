@@ -19,10 +19,10 @@ import torch.distributed as dist
 from ddp_course.mechanisms.agreement import agreed
 from ddp_course.mechanisms.saving import (
     CheckpointError,
-    left_overs,
-    read,
+    abandoned,
+    read_whole,
     seal,
-    unsealed,
+    unseal,
     write_whole,
 )
 from ddp_course.mechanisms.states import HasState, on_cpu
@@ -171,7 +171,7 @@ class Checkpoints:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if _rank() == 0:
-                for left_over in left_overs(self.folder):
+                for left_over in abandoned(self.folder):
                     left_over.unlink(missing_ok=True)
                 tempfile.TemporaryFile(dir=self.folder).close()
         except OSError as error:
@@ -183,7 +183,7 @@ class Checkpoints:
     def _read(self, step: int) -> dict[str, Any]:
         path = self._path(step)
         try:
-            state = unsealed(read(path, FORMAT)["state"])
+            state = unseal(read_whole(path, FORMAT)["state"])
             settings = state["settings"]
         except (CheckpointError, KeyError, TypeError) as error:
             told = str(error) if str(path) in str(error) else f"{path}: {error}"

@@ -41,7 +41,7 @@ class Sleeping(nn.Module):
 
 def send_after_backward(engine: Engine) -> None:
     """Let everything be sent when backward has ended, in the same buckets."""
-    launch, ended = engine._launch_full, engine._backward_has_ended
+    launch, ended = engine._launch_full, engine._end_backward
     engine._launch_full = lambda: None
 
     def at_the_end():
@@ -49,7 +49,7 @@ def send_after_backward(engine: Engine) -> None:
         ended()
         engine._launch_full = lambda: None
 
-    engine._backward_has_ended = at_the_end
+    engine._end_backward = at_the_end
 
 
 def launched_early(events: list[Event]) -> int:

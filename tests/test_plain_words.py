@@ -27,7 +27,6 @@ NOT_YET = {
     "lab/draw",
     "learners_copy.py",
     "measure",
-    "mechanisms",
     "mesh.py",
     "model.py",
     "parallelize.py",

@@ -167,7 +167,7 @@ class OrderedDataParallel(nn.Module):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context manager in which backward passes only accumulate."""
-        return self.engine.hold()
+        return self.engine.defer()
 
     def finish(self) -> None:
         """Wait for all gradients that are being sent; take the step if one is due.

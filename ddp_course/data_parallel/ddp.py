@@ -216,10 +216,10 @@ class DistributedDataParallel(BucketedDistributedDataParallel):
     def step(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run `module.step`, which runs backward itself, as a pipeline does.
 
-        The gradients are averaged when it returns (`mechanisms.hooks.held`).
+        The gradients are averaged when it returns (`mechanisms.hooks.defer_averaging`).
         """
         announce(self.parts, "before_forward", self)
-        with nullcontext() if self.require_backward_grad_sync else self.engine.hold():
+        with nullcontext() if self.require_backward_grad_sync else self.engine.defer():
             output = self.module.step(*inputs, **kwargs)
         announce(self.parts, "after_forward", self, None)
         return output

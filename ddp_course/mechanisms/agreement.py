@@ -1,10 +1,10 @@
-"""Do all ranks mean the same? Compared once, at the boundary, before anything is sent.
+"""Compare the ranks' modules and arguments once, before anything is sent.
 
-    agreed              make a value on every rank; compare a form; all ranks return, or
-                        all raise the same sentence
-    form_of             what must be the same of a module
-    problem_with        why a module cannot be replicated
-    kind_of, described  a tensor in words, to be compared
+    agreed              compute a value on every rank and compare a form; all ranks
+                        return, or all raise the same error
+    form_of             the properties of a module that must be the same on all ranks
+    why_not_replicable  why a module cannot be replicated
+    kind_of, described  a tensor as text, for comparison
 
 Data parallelism rests on one promise: before every step all ranks have the same
 parameters. It is made at construction. The form (names, shapes, types, what is
@@ -37,9 +37,9 @@ from ddp_course.launch.deadlock import (
 )
 
 T = TypeVar("T")
-SHOWN = 5  # differences that are described; of more only the number
+SHOWN = 5  # the largest number of differences that an error lists
 
-Form = dict[str, str]  # what is compared -> how it is on one rank; in order
+Form = dict[str, str]  # a name -> its description on one rank, in order
 
 
 class ReplicaError(ValueError):
@@ -56,16 +56,16 @@ def agreed(
     error: type[Exception] = ReplicaError,
     **form: Any,
 ) -> T:
-    """Return `make()` if every rank could make its value and all have the same `form`.
+    """Return `make()` if it succeeds on every rank and all have the same `form`.
 
-    Every rank of the groups calls it; none of them raises alone. First a rank makes its
-    value; then the ranks compare one digest of their `form`, along all `groups`, one
-    after the other. Only if it differs, the forms themselves are sent, to be compared
-    in words. Without a group (None is the group of all ranks) this is the only process.
+    Every rank of the groups calls it; no rank raises alone. Each rank calls `make`;
+    then the ranks compare a digest of their `form`, along one group after the other.
+    Only if the digests differ, the ranks exchange the forms themselves, to name the
+    differences. Without a group (None is the group of all ranks), nothing is compared.
 
     Args:
-        make: makes this rank's value, or raises what is wrong on this rank.
-        groups: the ranks; those along several axes of a mesh compare along each.
+        make: returns this rank's value, or raises this rank's error.
+        groups: the groups of ranks that compare, such as one per axis of a mesh.
         error: the class of the error that all ranks raise.
         form: what must be the same on all ranks: name -> anything with a stable text,
             such as the entries of `form_of(module)`.
@@ -106,7 +106,7 @@ def agreed(
 def _along(
     groups: Sequence[dist.ProcessGroup | None], own: dict[int, Any]
 ) -> dict[int, Any]:
-    """Return what all ranks along the groups have, by rank."""
+    """Return the values of all ranks along the groups: {rank: value}."""
     known = own
     for group in groups:
         shown = _exchange(checked_group(group))(tuple(known.items()))
@@ -118,7 +118,7 @@ _exchanges: WeakKeyDictionary[dist.ProcessGroup, Callable] = WeakKeyDictionary()
 
 
 def _exchange(group: dist.ProcessGroup) -> Callable[[Any], list]:
-    """Return the function that shows a value to all ranks of a group; kept for it."""
+    """Return the function that all-gathers a value in a group; cached per group."""
     if group not in _exchanges:
         ranks = dist.get_process_group_ranks(group)
         watch = Watch(default_store(), ranks, dist.get_rank(), doing="agreed(...)")
@@ -128,7 +128,7 @@ def _exchange(group: dist.ProcessGroup) -> Callable[[Any], list]:
 
 
 def differences(forms: Sequence[Form], ranks: Sequence[int]) -> str:
-    """Say which entries differ between the ranks, and how. Pure."""
+    """Return in words which entries differ between the ranks, and how."""
     names = list(dict.fromkeys(name for form in forms for name in form))
     found = []
     for name in names:
@@ -146,12 +146,12 @@ def differences(forms: Sequence[Form], ranks: Sequence[int]) -> str:
 
 
 def form_of(module: nn.Module, **options: Any) -> Form:
-    """Return what must be the same on all ranks, in words: name -> description.
+    """Return what must be the same on all ranks: name -> description.
 
-    For a module that cannot be replicated, only the options: `check_module` refuses it.
+    For a module that cannot be replicated (`check_module`), only the options.
     """
     form = {f"argument {name}": repr(value) for name, value in options.items()}
-    if problem_with(module):
+    if why_not_replicable(module):
         return form
     for name, p in module.named_parameters():
         strides = "" if p.is_contiguous() else f", strides {list(p.stride())}"
@@ -162,7 +162,7 @@ def form_of(module: nn.Module, **options: Any) -> Form:
     return form
 
 
-def problem_with(module: Any) -> str | None:
+def why_not_replicable(module: Any) -> str | None:
     """Return why this module cannot be replicated, or None."""
     if not isinstance(module, nn.Module):
         return f"module is a {type(module).__name__}; it must be a torch.nn.Module"
@@ -171,7 +171,7 @@ def problem_with(module: Any) -> str | None:
         if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
             return f"{name} has no shape yet; run the module once before wrapping it"
         if tensor.is_meta:
-            return f"{name} is on the meta device: it has no numbers to be replicated"
+            return f"{name} is on the meta device: it has no values to replicate"
     for name, p in module.named_parameters():
         if problem := stepped_in_backward(name, p):
             return problem
@@ -195,7 +195,7 @@ def stepped_in_backward(name: str, parameter: Tensor) -> str | None:
 
 def check_module(module: Any) -> None:
     """Raise ValueError if this module cannot be replicated."""
-    if problem := problem_with(module):
+    if problem := why_not_replicable(module):
         raise ValueError(problem)
 
 

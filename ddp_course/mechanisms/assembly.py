@@ -1,4 +1,4 @@
-"""Put tensors together of which each rank has a part: add up what each rank owns.
+"""Assemble divided tensors: add up the numbers that each rank owns.
 
 Every number of a divided tensor has one owner (`placements`). So each rank writes the
 numbers that it owns into zeros of the whole tensor's shape, and the sum over the ranks
@@ -8,12 +8,12 @@ is the whole tensor:
     rank 1   [  0,   0, 3.5, 4.5]
     sum      [1.5, 2.5, 3.5, 4.5]
 
-Bytes are added, as integers, so that all bits arrive as they were, also those of -0.0
-and nan. It is done tensor by tensor: beside the parts and the result only one tensor
-exists twice. A sharded checkpoint does the same with files in place of the sum
+Bytes are added, as integers, so no bit changes, not even those of -0.0 and nan. Tensors
+are assembled one by one, so that beside the parts and the result only one tensor exists
+twice. A sharded checkpoint does the same with files in place of the sum
 (`zero.sharded_checkpoint`).
 
-The state of a divided optimizer is put together in the same way. To load it, all ranks
+The state of a divided optimizer is assembled in the same way. To load it, all ranks
 pass the whole state, and each keeps its own part. Chapters 07 and 08.
 """
 
@@ -38,8 +38,8 @@ from ddp_course.mechanisms.placements import (
 )
 
 Group = dist.ProcessGroup
-Names = list[list[str]]  # what an optimizer steps in each of its groups, in order
-State = dict[str, Any]  # of one parameter: name -> value
+Names = list[list[str]]  # the parameters' names in each group of an optimizer, in order
+State = dict[str, Any]  # a parameter's state: name -> value
 Item = tuple[Placed, State]  # how a parameter was cut, and its state, cut likewise
 
 
@@ -70,9 +70,9 @@ class Form:
 
 
 def form_of(value: Any, steps: Sequence[Step]) -> Form | None:
-    """Return the form of the whole of `value`; None if it is not cut as its parameter.
+    """Return the form of the undivided `value`; None if it is not cut as its parameter.
 
-    As the count "step", a state without dimensions, or one of another shape.
+    A state without dimensions (the count "step") or of another shape is not cut.
     """
     if not isinstance(value, Tensor) or value.dim() == 0:
         return None
@@ -95,10 +95,10 @@ def assemble(
     the result, the others an empty dict; with `everywhere` all ranks get it.
 
     Args:
-        own: this rank's parts.
+        own: this rank's parts, by name.
         groups: the groups along which they were divided.
-        order: all names there can be, the same on all ranks.
-        everywhere: whether all ranks want the result.
+        order: all possible names, the same on all ranks.
+        everywhere: whether all ranks get the result.
     """
     steps = {
         name: [step for step in way.steps if step.group in groups]
@@ -131,9 +131,9 @@ def assemble(
 def _known(
     own: Mapping[str, Item], steps: Mapping[str, list[Step]], groups: Sequence[Group]
 ) -> dict[str, tuple[int, State]]:
-    """Return, of each name, the first rank that has it, and what its state consists of.
+    """Return, for each name, the first rank that has it, and the entries of its state.
 
-    That is a `Form` for each tensor that is to be summed, and other values themselves.
+    An entry is a `Form` for a tensor that has to be summed, else the value itself.
     """
     known: dict[str, tuple[int, State]] = {}
     for name, (_, state) in own.items():
@@ -155,9 +155,9 @@ def _copy(value: Any) -> Any:
 
 
 def _owns(steps: Sequence[Step], groups: Sequence[Group], holder: int) -> bool:
-    """Tell whether this rank is the one to write its part.
+    """Return whether this rank has to write its part.
 
-    If nothing was noted, as of a buffer, the first rank that has the tensor writes it.
+    Of a tensor that was not placed, such as a buffer, `holder` writes it.
     """
     if not steps:
         return dist.get_rank() == holder
@@ -167,7 +167,7 @@ def _owns(steps: Sequence[Step], groups: Sequence[Group], holder: int) -> bool:
 
 
 def _sum(zeros: Tensor, groups: Sequence[Group], everywhere: bool) -> Tensor | None:
-    """Add up the bytes of all ranks' tensors; return the sum, or None if it left."""
+    """Add up the bytes of all ranks' tensors; return the sum where it is wanted."""
     if zeros.numel():
         data = in_memory_order(zeros, zeros.stride()).view(torch.uint8)
         for group in reversed(groups):
@@ -193,11 +193,11 @@ def full_optimizer_state(
 
     All ranks along the groups call it. The first one along all groups gets the state,
     the others an empty dict, unless `everywhere`. Raises ReplicaError, on every rank,
-    for states of other shapes.
+    for states that have not the shapes of their parameters.
 
     Args:
         optimizer: steps parameters that were placed along the groups, or pieces.
-        names: the names of what it would step in one process, for each of its groups.
+        names: the names that it would step in one process, for each of its groups.
         groups: the process groups along which the parameters were divided.
         everywhere: whether all ranks get the state.
     """
@@ -251,9 +251,10 @@ def load_full_optimizer_state(
 def names_along(
     optimizer: Optimizer, order: Iterable[str], groups: Sequence[Group]
 ) -> Names:
-    """Return which names the plain optimizer would have in each group, in `order`.
+    """Return the names that the plain optimizer would have in each group, in `order`.
 
-    All ranks call it. Raises ReplicaError, on every rank, for other tensors.
+    All ranks call it. Raises ReplicaError, on every rank, if the optimizer steps
+    tensors that are no part of the model.
     """
     stepped = [group["params"] for group in optimizer.param_groups]
     own = agreed(lambda: _names_of(stepped), *groups)
@@ -280,7 +281,7 @@ def _check_counts(counts: list[int]) -> None:
 
 
 def _check_parts(optimizer: Optimizer) -> None:
-    """Raise ValueError for a state that is no part of a whole one, as of Adafactor."""
+    """Raise ValueError for states of other shapes than the parameters' (Adafactor)."""
     for p, state in optimizer.state.items():
         cut = any(isinstance(s.placement, (Shard, Flat)) for s in way_of(p).steps)
         for key, value in state.items():
@@ -288,14 +289,14 @@ def _check_parts(optimizer: Optimizer) -> None:
                 raise ValueError(
                     f"the state {key} of {way_of(p).name} has the shape "
                     f"{[*value.shape]}; only states of the parameter's own shape, "
-                    f"{[*p.shape]}, can be put together"
+                    f"{[*p.shape]}, can be assembled"
                 )
 
 
 def check_state(
     state_dict: Any, names: list[list[str]], shapes: Mapping[str, torch.Size]
 ) -> None:
-    """Raise ValueError for a state that is none of an optimizer of these parameters."""
+    """Raise ValueError if no optimizer of these parameters has such a state."""
     try:
         lengths = [len(group["params"]) for group in state_dict["param_groups"]]
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]

@@ -18,11 +18,11 @@ TOGETHER = 25 << 20  # bytes
 def broadcast_all(
     tensors: Iterable[Tensor], src: int = 0, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Give every rank what rank `src` (of the job) has in `tensors`, in place.
+    """Broadcast the `tensors` of global rank `src` to all ranks, in place.
 
-    A model has hundreds of small tensors, and every message has its latency: those of
-    one type and device travel together, in messages of about 25 MiB. All ranks give the
-    same shapes in the same order.
+    A model has hundreds of small tensors, and every message has its latency: tensors of
+    one type and device are sent together, in messages of about 25 MiB. All ranks pass
+    the same shapes in the same order.
     """
     full, kind = (t for t in tensors if t.numel()), attrgetter("dtype", "device")
     for members in in_batches(full, attrgetter("nbytes"), kind):
@@ -32,8 +32,8 @@ def broadcast_all(
             continue
         parts = flat.split([tensor.numel() for tensor in members])
         for tensor, part in zip(members, parts, strict=True):
-            # Through `data`, autograd does not take it for a change in place: an
-            # earlier forward may have kept a buffer for its backward (as PyTorch does).
+            # Through `data`, autograd does not see a change in place: a forward before
+            # this may have saved the buffer for its backward (PyTorch does the same).
             tensor.data.copy_(part.view(tensor.shape))
 
 
@@ -42,7 +42,7 @@ def in_batches(
     nbytes: Callable[[Any], int],
     kind: Callable[[Any], Any] = lambda _: None,
 ) -> Iterator[list[Any]]:
-    """Gather what is of one kind, until it is `TOGETHER` bytes."""
+    """Yield lists of items of one kind, each of about `TOGETHER` bytes."""
     open_lists: dict[Any, list[Any]] = {}
     for item in items:
         members = open_lists.setdefault(kind(item), [])

@@ -1,14 +1,14 @@
-"""Which gradients travel together: the bucket plan, as plain data.
+"""Which gradients are sent together: the bucket plan, as plain data.
 
 One all-reduce for each parameter pays the latency of a message hundreds of times; one
 for all of them cannot start before backward has ended. Buckets are in between. Backward
 reaches the last layers first, so the buckets are filled in reverse order: bucket 0 is
-full, and on its way, while the gradients of the first layers are still to come.
+full, and under way, before backward has reached the first layers.
 
 The rules are those of PyTorch (`compute_bucket_assignment_by_size` in
 torch/csrc/distributed/c10d/reducer.cpp; Li et al. 2020, section 3.2.3): a bucket is
-closed as soon as it holds its cap or more, so a parameter is never cut in two, and the
-first bucket is a small one, so that the first message leaves early. Chapter 05.
+closed as soon as it has its cap or more, so a parameter is never cut in two, and the
+first bucket is small, so that the first message leaves early. Chapter 05.
 """
 
 from collections.abc import Iterable
@@ -29,12 +29,11 @@ class Bucket:
     """The gradients that one all-reduce sends: parameter k begins at `offsets[k]`.
 
     Attributes:
-        index: its place in the order in which buckets are sent.
-        parameters: their names, in the order in which backward should reach them.
-        offsets: where each begins, in elements.
-        numel: elements of all together.
-        dtype: of all of them.
-        device: of all of them.
+        index: the bucket's place in the order in which buckets are sent.
+        parameters: names, in the order in which backward should reach them.
+        offsets: the first element of each parameter in the bucket.
+        numel: the number of elements of all parameters together.
+        dtype, device: the type and device of all its gradients.
     """
 
     index: int
@@ -63,11 +62,11 @@ def bucket_plan(
     bucket_cap_mb: float = BUCKET_CAP_MB,
     first_bucket_mb: float = FIRST_BUCKET_MB,
 ) -> tuple[Bucket, ...]:
-    """Divide the parameters into buckets. Pure: reads shapes, types and devices only.
+    """Divide the parameters into buckets, by their shapes, types and devices.
 
     Frozen parameters and those without elements are in no bucket, tied ones are in one.
-    A bucket holds gradients of one type on one device; each type has a small first
-    bucket of its own, and the bucket that is complete first comes first.
+    A bucket has gradients of one type on one device; each type has its own small first
+    bucket, and the bucket that is full first is sent first.
 
     The caps are MiB: a bucket is closed at `bucket_cap_mb`, the first one at
     `first_bucket_mb` if that is less. Raises ValueError if one is not above 0.
@@ -90,7 +89,7 @@ def bucket_plan(
             cap_of[kind] = bucket_cap_mb
             closed.append(filling.pop(kind))
     closed += filling.values()
-    closed.sort(key=lambda bucket: bucket[-1])  # by when the last gradient is there
+    closed.sort(key=lambda bucket: bucket[-1])  # by when the last gradient comes
     return tuple(
         _bucket(index, [to_place[at] for at in places])
         for index, places in enumerate(closed)
@@ -98,7 +97,7 @@ def bucket_plan(
 
 
 def _trainable(pairs: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """Return what has a gradient to send, each once, the last registered first."""
+    """Return the parameters to send, each once, the last registered first."""
     once: dict[int, tuple[str, Tensor]] = {}
     for name, parameter in pairs:
         if parameter.requires_grad and parameter.numel():
@@ -107,7 +106,7 @@ def _trainable(pairs: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
 
 
 def _bucket(index: int, members: list[tuple[str, Tensor]]) -> Bucket:
-    """Lay the gradients of a bucket one after the other."""
+    """Return a bucket in which the gradients follow each other."""
     names, parameters = zip(*members, strict=True)
     *offsets, numel = accumulate((p.numel() for p in parameters), initial=0)
     first = parameters[0]
@@ -116,37 +115,37 @@ def _bucket(index: int, members: list[tuple[str, Tensor]]) -> Bucket:
 
 @dataclass(eq=False)
 class Slot:
-    """A parameter's place in a bucket: its gradient is to be written into `view`."""
+    """A parameter's place in a bucket: the engine writes its gradient into `view`."""
 
     name: str
     parameter: Tensor
     offset: int
     view: Tensor = field(init=False)
     fresh: bool = False  # a gradient has come since the ranks were last averaged
-    here: bool = False  # what the present pass sends is in its place
+    filled: bool = False  # `view` has what the present pass sends
 
 
 @dataclass(eq=False)
 class LiveBucket:
-    """Bucket number `index` of an engine, whose memory is `flat`."""
+    """An engine's bucket number `index`, with its memory `flat`."""
 
     index: int
     plan: Bucket
     slots: list[Slot]
     flat: Tensor = field(init=False)
     missing: int = 0  # gradients that have not come in this pass
-    sent: bool = False  # and not yet waited for
+    sent: bool = False  # sent, and not yet waited for
     work: Any = None
 
     def lie_in(self, flat: Tensor) -> None:
-        """Take `flat`, of `plan.numel` elements or more, for the bucket's memory."""
+        """Use `flat`, of `plan.numel` elements or more, as the bucket's memory."""
         self.flat = flat
         for slot in self.slots:
             slot.view = view_of(flat, slot.offset, slot.parameter)
 
 
 def view_of(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
-    """Return a parameter's part of a bucket, laid out as autograd lays its gradient."""
+    """Return a parameter's part of a bucket, with the strides of its gradient."""
     part = flat[offset : offset + parameter.numel()]
     strides = torch.empty_like(parameter, device="meta").stride()
     return part.as_strided(parameter.shape, strides)

@@ -1,10 +1,10 @@
-"""What PyTorch calls a communication hook: a function that says how a bucket travels.
+"""PyTorch's communication hooks: functions of a user that average a bucket.
 
     hook(state, bucket) -> a torch.futures.Future of the mean of all ranks' gradients
 
 `bucket` has this rank's own gradients, not divided by anything. The engine's reducer
-launches the hook where it would launch an all-reduce, and when the future is waited
-for, what it holds is written into the bucket. Chapter 14; in PyTorch: `GradBucket` and
+calls the hook instead of launching an all-reduce. Waiting for the future copies its
+tensor into the bucket. Chapter 14; in PyTorch: `GradBucket` and
 torch/distributed/algorithms/ddp_comm_hooks.
 """
 
@@ -23,11 +23,11 @@ class GradBucket:
     """A bucket as a hook sees it; the names are those of PyTorch's class.
 
     Args:
-        index: its number, the same on all ranks and in every step.
-        flat: its numbers, in one dimension.
-        parameters: whose gradients lie in it, one after the other.
-        views: these gradients, in the shapes of their parameters.
-        last: whether it is the last one of a backward pass.
+        index: the bucket's number, the same on all ranks and in every step.
+        flat: its gradients, [numel].
+        parameters: the parameters of these gradients, in order.
+        views: the gradients as views of `flat`, in their parameters' shapes.
+        last: whether it is the last bucket of a backward pass.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class GradBucket:
         return self._index
 
     def buffer(self) -> Tensor:
-        """Return all its numbers, [numel]; what is written there is sent."""
+        """Return the gradients, [numel]; a hook may write into them."""
         return self._flat
 
     def gradients(self) -> list[Tensor]:
@@ -49,11 +49,11 @@ class GradBucket:
         return self._views
 
     def parameters(self) -> list[Tensor]:
-        """Return the parameters whose gradients these are."""
+        """Return the parameters of these gradients."""
         return self._parameters
 
     def is_last(self) -> bool:
-        """Tell whether no other bucket follows in this backward pass."""
+        """Return whether this is the last bucket of a backward pass."""
         return self._last
 
     def set_buffer(self, tensor: Tensor) -> None:
@@ -61,20 +61,20 @@ class GradBucket:
         self._flat = tensor
 
 
-class Answer:
-    """A hook's future: once it is waited for, its tensor is in the bucket."""
+class HookFuture:
+    """A hook's future; waiting for it copies its tensor into the bucket."""
 
     def __init__(self, future: torch.futures.Future, flat: Tensor, name: str) -> None:
         self.future, self.flat, self.name = future, flat, name
 
     def wait(self) -> None:
-        """Wait, and write the mean into the bucket.
+        """Wait, and copy the mean into the bucket.
 
-        Raises ValueError if the hook made anything but as many numbers.
+        Raises ValueError if the future's value is no tensor of the bucket's size.
         """
         mean = self.future.wait()
         if isinstance(mean, (list, tuple)) and len(mean) == 1:
-            mean = mean[0]  # what the futures of PyTorch's collectives hold
+            mean = mean[0]  # the futures of PyTorch's collectives hold a list
         if not isinstance(mean, Tensor) or mean.numel() != self.flat.numel():
             got = list(mean.shape) if isinstance(mean, Tensor) else type(mean).__name__
             raise ValueError(
@@ -86,13 +86,13 @@ class Answer:
 
 
 class CommHook:
-    """`hook` with its `state`, as something that a reducer launches."""
+    """A launch function for reducers that calls `hook` with its `state`."""
 
     def __init__(self, state: Any, hook: Hook, buckets: Sequence[LiveBucket]) -> None:
         self.state, self.hook, self.buckets = state, hook, buckets
 
-    def __call__(self, bucket: LiveBucket) -> Answer:
-        """Hand a full bucket to the hook; return what is to be waited for."""
+    def __call__(self, bucket: LiveBucket) -> HookFuture:
+        """Call the hook with a full bucket; return a handle to wait for."""
         flat = bucket.flat[: bucket.plan.numel]
         parameters = [slot.parameter for slot in bucket.slots]
         views = [slot.view for slot in bucket.slots]
@@ -104,9 +104,9 @@ class CommHook:
                 f"{name_of(self.hook)} returned {type(future).__name__}; a hook must "
                 "return a torch.futures.Future of a tensor"
             )
-        return Answer(future, flat, name_of(self.hook))
+        return HookFuture(future, flat, name_of(self.hook))
 
 
 def name_of(hook: Any) -> str:
-    """Return what to call a hook in a sentence."""
+    """Return a hook's name for error messages."""
     return getattr(hook, "__qualname__", None) or repr(hook)

@@ -1,13 +1,13 @@
-"""Can this optimizer step a part of a tensor alone? It is tried out on a small one.
+"""Check on a small tensor whether an optimizer can step a part of a tensor alone.
 
-A shard may begin in the middle of a matrix. AdamW does not mind: what it makes of an
-element depends on that element's own numbers. Most optimizers are *elementwise* like
-that (SGD, Adam and its relatives, Adagrad, RMSprop, Lion, ...). Others look at a whole
-tensor: Adafactor at its rows and columns, LAMB at its norm, Muon at its singular
-vectors. On parts of a tensor they would do something else, and nobody would notice.
+A shard may begin in the middle of a matrix. AdamW does not mind: its update of an
+element depends only on that element's own gradient and state. Most optimizers are
+*elementwise* like that (SGD, Adam and its relatives, Adagrad, RMSprop, Lion, ...).
+Others use a whole tensor: Adafactor its rows and columns, LAMB its norm, Muon its
+singular vectors. On parts of a tensor they would silently compute other updates.
 
-No list of names could be complete, as everybody may write an optimizer. So a small
-matrix is stepped as a whole, and in two parts: is that the same? Chapter 07.
+No list of names could be complete, as everyone may write an optimizer. So a small
+matrix is stepped as a whole and in two parts, and the results are compared. Chapter 07.
 
 If the model is divided, and not the optimizer, an optimizer of any class may be
 constructed later: `trial` tries it out before its first step. Chapters 08 to 10.
@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-SHAPE, CUT, STEPS = (4, 6), 7, 3  # a cut in the second row
-LR = 0.1  # the real one may be 0 at first, with which everything is the same
+SHAPE, CUT, STEPS = (4, 6), 7, 3  # the cut is in the second row
+LR = 0.1  # the real one may be 0 at first, and every result would be the same
 
 
 class NotElementwiseError(ValueError):
-    """The optimizer looks at whole tensors, so it cannot step parts of them."""
+    """The optimizer uses whole tensors, so it cannot step parts of them."""
 
 
 def check_elementwise(
@@ -36,10 +36,10 @@ def check_elementwise(
     remedy: str = "NaiveZeroRedundancyOptimizer leaves tensors whole",
     whole_tensors: bool = False,
 ) -> None:
-    """Raise NotElementwiseError if parts are stepped otherwise than the whole.
+    """Raise NotElementwiseError if stepping parts gives another result than the whole.
 
-    `options` are those of a parameter group, `defaults` the arguments of the optimizer.
-    With `whole_tensors` the parts are two tensors, and the whole is both together.
+    `options` are those of a parameter group, `defaults` the optimizer's arguments. With
+    `whole_tensors` the parts are two tensors, and the whole is both together.
     """
     start = torch.linspace(-1, 1, 24, device=device)
     together, apart = [(0, 24, SHAPE)], [(0, CUT, (CUT,)), (CUT, 24, (24 - CUT,))]
@@ -49,14 +49,14 @@ def check_elementwise(
         cannot = "step parameters one by one"
 
     def stepped(*spans: tuple[int, int, tuple[int, ...]]) -> tuple[Tensor, Optimizer]:
-        """Step the elements [first, last) of each span, by one optimizer for all.
+        """Step the elements [first, last) of each span by one optimizer.
 
-        Parts have an optimizer each: one of both could take a norm over all.
+        Each part needs its own call: one optimizer could take a norm over both parts.
         """
         params = [nn.Parameter(start[a:b].clone().view(shape)) for a, b, shape in spans]
         optimizer = optimizer_class([{**options, "params": params}], **defaults)
         if "lr" in (only := optimizer.param_groups[0]):
-            only["lr"] = only["lr"] * 0 + LR  # a tensor stays one
+            only["lr"] = only["lr"] * 0 + LR  # a tensor remains a tensor
         for gradient in _gradients(start):
             for p, (a, b, shape) in zip(params, spans, strict=True):
                 p.grad = gradient[a:b].clone().view(shape)
@@ -73,19 +73,19 @@ def check_elementwise(
         try:
             whole, optimizer = stepped(*together)
             parts = torch.cat([stepped(span)[0] for span in apart])
-        except Exception as error:  # whatever somebody's optimizer raises
-            raise refused(f"it says {error!r}") from None
+        except Exception as error:  # an optimizer may raise anything
+            raise refused(f"its step raised {error!r}") from None
     if not torch.allclose(whole, parts, rtol=1e-4, atol=1e-6):
         raise refused("tried on two parts it made another step")
     for state in () if whole_tensors else optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, Tensor) and value.shape not in ((), SHAPE):
-                of = f"the shape {[*value.shape]} for a parameter of {[*SHAPE]}"
-                raise refused(f"its state {name} has {of}")
+                shapes = f"{[*value.shape]} for a parameter of shape {[*SHAPE]}"
+                raise refused(f"its state {name} has the shape {shapes}")
 
 
 def _gradients(like: Tensor) -> Iterator[Tensor]:
-    """Yield gradients of quite different sizes: an optimizer may have thresholds."""
+    """Yield gradients of very different sizes: an optimizer may have thresholds."""
     for step in range(STEPS):
         wave = torch.cos(torch.arange(like.numel(), device=like.device) + 2.0 * step)
         yield wave * 10.0 ** (step - 1)

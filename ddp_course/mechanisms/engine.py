@@ -1,20 +1,20 @@
-"""The engine: gradients go into buckets, which leave while backward still computes.
+"""The engine: collect gradients in buckets, and send these while backward computes.
 
-Autograd calls the engine for every gradient. This rank's share of the gradient is
-written into its place in a bucket, and from then on
+Autograd calls the engine for every gradient. The engine writes this rank's share of the
+gradient into its place in a bucket, and then
 
-    launch    a bucket whose last gradient has come is sent, if it is its turn
-    compute   backward goes on with earlier layers meanwhile
-    wait      backward has ended: wait for the buckets that are still under way
+    launch    sends a bucket whose last gradient has come, if it is its turn
+    compute   lets backward continue with earlier layers
+    wait      when backward has ended, waits for the buckets that are still under way
 
-Every averaged pass sends every bucket once, in one order on all ranks, whatever
-gradients come and when: collectives are told apart by nothing but their order, and a
-rank that sends less than the others would leave them waiting.
+Every averaged pass sends every bucket once, in the same order on all ranks, whichever
+gradients come and when: collectives match by nothing but their order, and a rank that
+sent less than the others would leave them waiting.
 
-A `BucketReducer` decides what a bucket's reduction leads to: every rank gets the mean
-of everything (`AllReduceBuckets`: data parallelism), or of its own shard only (`zero`).
+A `BucketReducer` decides how a bucket is reduced: every rank gets the mean of
+everything (`AllReduceBuckets`: data parallelism), or of its own shard only (`zero`).
 Checks, records and recovery are `parts`, to which the engine announces its moments
-(`parts.announce`); it knows none of them. PyTorch's counterpart is
+(`parts.announce`); it imports none of them. PyTorch's counterpart is
 torch/csrc/distributed/c10d/reducer.cpp; Li et al. 2020, "PyTorch Distributed", section
 3.2. Chapter 05.
 """
@@ -37,17 +37,17 @@ from ddp_course.mechanisms.parts import announce
 
 
 class BucketReducer:
-    """What the engine does with gradients and buckets; subclasses `launch` a bucket.
+    """The base class of an engine's reducers; subclasses `launch` a bucket.
 
-    A gradient is multiplied by 1 / world_size straight into its bucket, and then *is*
-    its place in the bucket: there is no second copy.
+    A gradient is multiplied by 1 / world_size straight into its bucket. Then `grad` is
+    a view of the bucket: there is no second copy.
 
     Args:
-        group: the ranks that average.
+        group: the ranks that average; None: all ranks.
         empty: allocates the memory of a bucket: `empty(numel, dtype=..., device=...)`.
     """
 
-    unused: frozenset[Tensor] = frozenset()  # no rank had a gradient, says a part
+    unused: frozenset[Tensor] = frozenset()  # no rank had a gradient; a part sets it
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class BucketReducer:
         bucket.lie_in(flat.zero_())
 
     def pass_begins(self, engine: Engine) -> None:
-        """Get ready: a backward pass that is to be averaged has begun."""
+        """Prepare for a backward pass that is to be averaged."""
 
     def pack(self, bucket: LiveBucket, slot: Slot) -> None:
         """Write this rank's share of a new gradient into the bucket."""
@@ -74,7 +74,7 @@ class BucketReducer:
     def without(self, bucket: LiveBucket, slot: Slot) -> None:
         """Fill the slot of a parameter that got no gradient in this pass.
 
-        Zero counts, or the gradient that earlier passes have left.
+        With the gradient of earlier passes if there is one, else with zeros.
         """
         if slot.parameter.grad is None:
             slot.view.zero_()
@@ -82,23 +82,24 @@ class BucketReducer:
             self.pack(bucket, slot)
 
     def launch(self, bucket: LiveBucket) -> Any:
-        """Send a full bucket; return a handle, which has `wait()`, or None if done."""
+        """Send a full bucket; return a handle with `wait()`, or None if it is done."""
         raise NotImplementedError
 
     def arrived(self, bucket: LiveBucket) -> None:
         """Use a bucket whose reduction has ended."""
 
     def settle(self, engine: Engine) -> None:
-        """Give the parameters their means; all buckets have arrived.
+        """Set `grad` of every parameter to its mean, once all buckets have arrived.
 
-        An unused one keeps what it has, mostly None: no weight decay moves it then.
+        An unused parameter keeps its `grad`, usually None, so no weight decay changes
+        it.
         """
         for slot in engine.slots:
             if slot.parameter not in self.unused:
                 slot.parameter.grad = slot.view
 
     def keep(self, bucket: LiveBucket, slot: Slot) -> None:
-        """Take note of a gradient in a pass that is not averaged, and only adds up."""
+        """Record a gradient of a pass that only accumulates, and is not averaged."""
 
 
 class AllReduceBuckets(BucketReducer):
@@ -118,36 +119,37 @@ class AllReduceBuckets(BucketReducer):
         self.all_reduce = all_reduce
 
     def launch(self, bucket: LiveBucket) -> Any:
-        """Begin the all-reduce of a bucket."""
+        """Start the all-reduce of a bucket."""
         return self.all_reduce(bucket.flat, group=self.group, async_op=True)
 
 
 class Engine(Averager):
-    """Fills buckets with gradients, and launches them by `reducer`.
+    """The object that fills buckets with gradients and launches them by its `reducer`.
 
-    Every rank adds the same buckets, and every backward pass that reaches one of their
-    parameters is averaged, unless the engine is `held`, or not `expecting` any. Its
-    hooks go when its owner goes. It announces to its parts, in this order:
+    Every rank adds the same buckets. Every backward pass that reaches one of their
+    parameters is averaged, unless averaging is deferred (`defer`) or the engine is not
+    `expecting` a pass. Its hooks are removed with its owner. It announces to its parts,
+    in this order:
 
-        backward_broke(engine)          noticed later: the last pass ended in an error
+        backward_broke(engine)          found before a pass: the last one has failed
         before_backward(engine)         the first gradient of a pass has come
         bucket_full(engine, bucket)     the bucket's last gradient has come
         before_launch(engine, bucket)
         after_launch(engine, bucket)    `bucket.work` is the handle, or None
-        backward_ended(engine)          no gradient will come any more
+        backward_ended(engine)          no further gradient will come
         before_wait(engine, bucket)     bucket is None: for all that are under way
         after_wait(engine, bucket)
-        after_reduction(engine)         all buckets are there; no `grad` has changed yet
+        after_reduction(engine)         all buckets are reduced; no `grad` is set yet
         after_backward(engine)          every parameter has its mean
     """
 
     def __init__(self, reducer: BucketReducer, parts: Iterable[Any] = ()) -> None:
         self.reducer, self.parts = reducer, parts
         self.buckets: list[LiveBucket] = []  # in the order in which they are launched
-        self.nodes: list[Any] = []  # of autograd; hooks go with them
-        self.next = 0  # the index in `buckets` of the one to be launched next
+        self.nodes: list[Any] = []  # autograd's nodes, which own the engine's hooks
+        self.next = 0  # the index in `buckets` of the next bucket to launch
         self.expecting = True  # the next gradient begins a pass that is averaged
-        self._callback: weakref.ref | None = None  # of the pass that is under way
+        self._callback: weakref.ref | None = None  # the end of the running pass
 
     def add(self, plan: Bucket, parameters: Mapping[str, Tensor]) -> LiveBucket:
         """Add a bucket to average; `parameters` has all names of its plan."""
@@ -157,7 +159,7 @@ class Engine(Averager):
         self.buckets.append(bucket)
         self.reducer.added(self, bucket)
         for slot in slots:
-            node = on_gradient(slot.parameter, self._gradient_is_there, bucket, slot)
+            node = on_gradient(slot.parameter, self._gradient_accumulated, bucket, slot)
             self.nodes.append(node)
         return bucket
 
@@ -174,9 +176,9 @@ class Engine(Averager):
 
     def begin(self) -> None:
         """Begin an averaged pass; the first gradient does so, if nobody has before."""
-        if not self.running and not self.held:
+        if not self.running and not self.deferrals:
             self.recover()
-            callback = functools.partial(self._backward_has_ended)
+            callback = functools.partial(self._end_backward)
             self._callback = weakref.ref(callback)
             Variable._execution_engine.queue_callback(callback)
             self._begin()
@@ -187,23 +189,23 @@ class Engine(Averager):
         for bucket in self.buckets:
             bucket.missing = len(bucket.slots)
             for slot in bucket.slots:
-                slot.here = False
+                slot.filled = False
         self.reducer.pass_begins(self)
 
-    def _gradient_is_there(self, bucket: LiveBucket, slot: Slot) -> None:
-        """Autograd has accumulated a gradient: its share goes into the bucket."""
+    def _gradient_accumulated(self, bucket: LiveBucket, slot: Slot) -> None:
+        """Write this rank's share of a new gradient into its bucket."""
         if slot.parameter.grad is None:
-            return  # reached, and left for later: backward in two halves
+            return  # a backward in two halves computes it later
         slot.fresh = True
-        if self.held or not (self.running or self.expecting):
+        if self.deferrals or not (self.running or self.expecting):
             self.reducer.keep(bucket, slot)
             return
         self.begin()
-        if slot.here:
+        if slot.filled:
             raise RuntimeError(
                 f"parameter {slot.name} got its gradient twice in one backward pass, "
-                "or from beside the module's outputs. Checkpointing with "
-                "use_reentrant=True does so; take use_reentrant=False."
+                "or not through the module's outputs. Checkpointing with "
+                "use_reentrant=True does so; use use_reentrant=False."
             )
         self._put(self.reducer.pack, bucket, slot)
         if not bucket.missing:
@@ -211,20 +213,20 @@ class Engine(Averager):
             self._launch_full()
 
     def fill(self, put: Callable, wanted: Callable[[Slot], bool]) -> None:
-        """Do the same with all wanted slots that are not here, bucket by bucket."""
+        """Fill all wanted slots that are not filled yet, bucket by bucket."""
         for bucket in self.buckets:
             for slot in bucket.slots if bucket.missing else ():
-                if not slot.here and wanted(slot):
+                if not slot.filled and wanted(slot):
                     self._put(put, bucket, slot)
             self._launch_full()
 
     def _put(self, put: Callable, bucket: LiveBucket, slot: Slot) -> None:
         put(bucket, slot)
-        slot.here = True
+        slot.filled = True
         bucket.missing -= 1
 
     def _launch_full(self) -> None:
-        """Launch the buckets that are full, as far as it is their turn."""
+        """Launch full buckets in order, up to the first that is not full."""
         while self.next < len(self.buckets) and not self.buckets[self.next].missing:
             self.launch(self.buckets[self.next])
             self.next += 1
@@ -236,7 +238,7 @@ class Engine(Averager):
         announce(self.parts, "after_launch", self, bucket)
 
     @torch.no_grad()
-    def _backward_has_ended(self) -> None:
+    def _end_backward(self) -> None:
         """Send the remaining buckets, and wait (on GPUs: the stream does) for all."""
         announce(self.parts, "backward_ended", self)
         self.fill(self.reducer.without, lambda slot: True)
@@ -253,7 +255,7 @@ class Engine(Averager):
                 slot.fresh = False
 
     def recover(self) -> None:
-        """Tell parts of a pass that broke off in an error; wait for what was sent."""
+        """Announce a pass that ended in an error; wait for the buckets that it sent."""
         if self._callback is not None and not self.running:
             self._callback = None
             announce(self.parts, "backward_broke", self)
@@ -274,10 +276,10 @@ class Engine(Averager):
 
     @torch.no_grad()
     def average(self) -> None:
-        """Average the gradients that there are, outside of backward."""
+        """Average all gradients that are not None, outside of backward."""
         self.recover()
         for slot in self.slots:
             slot.fresh = slot.parameter.grad is not None
         self._begin()
         self.fill(self.reducer.pack, lambda slot: slot.fresh)
-        self._backward_has_ended()
+        self._end_backward()

@@ -1,8 +1,8 @@
-"""How the ranks of a group exchange activations: PyTorch's collectives, shaped for it.
+"""How the ranks of a group exchange activations, by PyTorch's collectives.
 
-A *summand* is a tensor of which only the sum over the ranks means anything. It is
+A *summand* is a rank's partial result: only its sum over the ranks is meaningful. It is
 computed in a `buffer`, and summed there. After an all-reduce all ranks have the same
-bits. How ranks exchange shards is in `shard_collectives`. Chapter 09.
+bits. The collectives of shards are in `shard_collectives`. Chapter 09.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,13 +15,13 @@ from torch import Tensor
 
 
 class MessageExchange:
-    """The ranks of a group, and how they send each other tensors.
+    """The collectives of activations within a group.
 
     Args:
-        group: the ranks; None are all.
+        group: the ranks; None: all ranks.
         all_reduce: called as `all_reduce(tensor, op, group=..., async_op=...)`, in
-            place. None is PyTorch's.
-        waiting: makes a context in which this rank waits for messages.
+            place; None: PyTorch's.
+        waiting: returns a context in which this rank waits for messages.
     """
 
     def __init__(
@@ -42,24 +42,24 @@ class MessageExchange:
         self,
         summand: Tensor,
         op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-        meanwhile: Callable[[], None] | None = None,
+        compute: Callable[[], None] | None = None,
     ) -> Tensor:
         """Return the sum over the ranks, in the memory of `summand`.
 
-        Call `meanwhile` between launching the all-reduce and waiting for it.
+        Calls `compute`, if any, between launching the all-reduce and waiting for it.
         """
-        later = meanwhile is not None
+        later = compute is not None
         with self.waiting():
             if self.size > 1:
                 work = self._all_reduce(summand, op, group=self.group, async_op=later)
             if later:
-                meanwhile()
+                compute()
                 if self.size > 1:
                     work.wait()
         return summand
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of all ranks' `x`, which stays as it is."""
+        """Return the sum of all ranks' `x`, which does not change."""
         return self.all_reduce(self.buffer(x.shape, x).copy_(x))
 
     def reduce_scatter(self, summand: Tensor, dim: int) -> Tensor:

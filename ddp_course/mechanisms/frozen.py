@@ -1,6 +1,6 @@
-"""Guards that a strategy calls itself: has the wrapped model changed since?
+"""Checks, which a strategy calls itself, that a wrapped model has not changed.
 
-They import torch alone. What watches PyTorch's own tools is in `guards`.
+They import only torch. Guards around PyTorch's own tools are in `guards`.
 """
 
 from typing import Any
@@ -10,22 +10,22 @@ from torch import Tensor, nn
 
 
 class Frozen:
-    """The parameters that a strategy has wrapped, and which of them were frozen then.
+    """The parameters of a module when a strategy wrapped it, and which were frozen.
 
-    Parameters that are put into the module later would not be averaged, nor would those
-    that are unfrozen later. If the parameters are `pieces`, with which autograd does
-    not compute, none may be frozen later, either, or have hooks: nobody calls them.
+    Parameters that are added or unfrozen later would not be averaged. If the parameters
+    are `pieces`, with which autograd does not compute, none may be frozen later or have
+    hooks, either: nothing would call those hooks.
     """
 
     def __init__(self, module: nn.Module, *, pieces: bool = False) -> None:
-        self.module = None if pieces else module  # else it would keep itself alive
+        self.module = None if pieces else module  # None avoids a reference cycle
         self.parameters = dict(module.named_parameters())
         self.present = self._present()
         every = ((name, p, p.requires_grad) for name, p in self.parameters.items())
         self.kept = [(*of, trained) for *of, trained in every if pieces or not trained]
 
     def check(self) -> None:
-        """Raise RuntimeError for what is not as it was any more."""
+        """Raise RuntimeError if the parameters or what is frozen have changed."""
         for name, parameter, trained in self.kept:
             if parameter.requires_grad != trained:
                 was, now = ("trained", "frozen") if trained else ("frozen", "trained")
@@ -35,7 +35,7 @@ class Frozen:
                 )
             if self.module is None and _hooks_of(parameter):
                 raise RuntimeError(
-                    f"{name} has a hook, which nobody would call: autograd computes "
+                    f"{name} has a hook, which would never run: autograd computes "
                     "with the whole parameter, and this is a piece of it. Register "
                     "hooks before the model is wrapped"
                 )
@@ -43,14 +43,14 @@ class Frozen:
             named = self.module.named_parameters()
             new = (name for name, p in named if p is not self.parameters.get(name))
             if name := next(new, ""):
-                raise RuntimeError(came_later(name))
+                raise RuntimeError(added_too_late(name))
             raise RuntimeError(
                 "a parameter that the model was wrapped with is gone, or tied to "
                 "another now: change the model first, and wrap it then"
             )
 
     def _present(self) -> list[int]:
-        """Return which parameters the module has; faster than `parameters()`."""
+        """Return the ids of the module's parameters; faster than `parameters()`."""
         owners = () if self.module is None else self.module.modules()
         return [id(p) for owner in owners for p in owner._parameters.values()]
 
@@ -59,28 +59,28 @@ class KeepFrozen:
     """A part that refuses parameters added, removed or unfrozen after wrapping."""
 
     def after_replication(self, model: Any) -> None:
-        """Remember the parameters of the wrapped module."""
+        """Record the parameters of the wrapped module."""
         self.frozen = Frozen(model.module)
 
     def before_forward(self, model: Any) -> None:
-        """Raise RuntimeError if it has others, or trains others."""
+        """Raise RuntimeError if the module has or trains other parameters now."""
         if torch.is_grad_enabled():
             self.frozen.check()
 
 
 def _hooks_of(parameter: Tensor) -> list[Any]:
-    """Return the hooks of a parameter; those of meters may find nothing to do."""
+    """Return the hooks of a parameter, without those of the course's meters."""
     hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
     each = (hook for kind in hooks for hook in (kind or {}).values())
     meters = "ddp_course.measure"
     return [h for h in each if not getattr(h, "__module__", "").startswith(meters)]
 
 
-def came_later(name: str) -> str:
+def added_too_late(name: str) -> str:
     """Return the error text for a parameter that was added after wrapping."""
     return (
-        f"{name} was put into the model after it was wrapped, and nobody would look "
-        "after it: change numbers in place, or wrap the model again"
+        f"{name} was put into the model after it was wrapped, so its gradients would "
+        "not be averaged: change numbers in place, or wrap the model again"
     )
 
 
@@ -88,7 +88,7 @@ def check_first_order() -> None:
     """Raise RuntimeError in a backward pass that is itself recorded."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "create_graph=True: the gradient of a gradient needs what this parallelism "
-            "has freed, or computed in one piece. For a gradient penalty, or forces, "
-            "take DistributedDataParallel or ZeroRedundancyOptimizer"
+            "create_graph=True: the gradient of a gradient needs tensors that this "
+            "parallelism has freed, or computed in one piece. For a gradient penalty, "
+            "or forces, use DistributedDataParallel or ZeroRedundancyOptimizer"
         )

@@ -1,19 +1,19 @@
-"""Guards around PyTorch's own tools, which would be wrong in silence on sharded models.
+"""Guards around PyTorch's own tools, which would silently be wrong on sharded models.
 
-PyTorch's tools know of one process. As soon as a strategy that shards parameters is
-constructed, these tools are watched in this process:
+PyTorch's tools assume one process. As soon as a strategy that shards parameters is
+constructed, these tools are guarded in this process:
 
-    an optimizer that was made before     refused at its first step: what it steps has
-                                          been left behind, and trains nothing
-    torch.nn.utils.clip_grad_norm_,       refused: they take this rank's part for all
-    get_total_norm, clip_grads_with_norm_
-    torch.amp.GradScaler                  agrees: if a gradient is inf on one rank, all
-                                          skip the step. (Otherwise that rank alone
-                                          would skip it, and the replicas would differ.)
+    an optimizer constructed before       refused at its first step: the model no longer
+                                          uses the parameters that it steps
+    torch.nn.utils.clip_grad_norm_,       refused: they would take this rank's part of
+    get_total_norm, clip_grads_with_norm_ the gradient for the whole
+    torch.amp.GradScaler                  if a gradient is inf on one rank, all ranks
+                                          skip the step. (Otherwise only that rank
+                                          would, and the replicas would differ.)
 
-Optimizers that look at whole tensors, or at several, are refused by `trial`.
-PyTorch has a hook for the steps of optimizers. The other tools have none, so a function
-of each is wrapped in another. Chapters 05 and 07 to 10.
+`trial` refuses optimizers that use whole tensors, or several at once. PyTorch has a
+hook for the steps of optimizers. The other tools have none, so the guards wrap a
+function of each. Chapters 05 and 07 to 10.
 """
 
 import functools
@@ -30,19 +30,19 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ddp_course.mechanisms.placements import PLACED, device_of, groups_of, placed
 
-# Parameters whose gradients are means in parts -> the optimizer that averages them.
+# Parameters with only a part of the averaged gradient -> the optimizer that averages.
 AVERAGED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def leave_behind(parameters: Iterable[Tensor], by: str) -> None:
-    """Note that `by` trains others in place of these parameters."""
+    """Record that `by`, the strategy, trains other tensors in place of these."""
     watch()
     for parameter in parameters:
         parameter.left_behind = by
 
 
 def averaged_by(parameters: Iterable[Tensor], optimizer: Optimizer) -> None:
-    """Note that `optimizer` averages these parameters' gradients, in parts."""
+    """Record that `optimizer` averages a part of these parameters' gradients."""
     watch()
     for parameter in parameters:
         AVERAGED[parameter] = weakref.ref(optimizer)
@@ -50,15 +50,15 @@ def averaged_by(parameters: Iterable[Tensor], optimizer: Optimizer) -> None:
 
 @functools.cache
 def watch() -> None:
-    """Watch what PyTorch does with parameters from now on; once is enough."""
+    """Install the guards in this process, once."""
     register_optimizer_step_pre_hook(_check_step)
-    put_inside(utils.clip_grads_with_norm_, _clips_no_parts)
-    put_inside(utils.get_total_norm, _norms_no_parts)
-    _put_around(torch.amp.GradScaler, "_unscale_grads_", _agrees)
+    put_inside(utils.clip_grads_with_norm_, _clip_refusing_parts)
+    put_inside(utils.get_total_norm, _norm_refusing_parts)
+    _put_around(torch.amp.GradScaler, "_unscale_grads_", _unscale_agreed)
 
 
 def _put_around(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    if inner := getattr(owner, name, None):  # another PyTorch may have another one
+    if inner := getattr(owner, name, None):  # other versions of PyTorch may lack it
         setattr(owner, name, functools.wraps(inner)(make(inner)))
 
 
@@ -74,41 +74,41 @@ def put_inside(decorated: Any, make: Callable[[Any], Any]) -> None:
 
 
 def _check_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Raise RuntimeError for an optimizer whose parameters nobody trains any more."""
+    """Raise RuntimeError if the model no longer uses the optimizer's parameters."""
     stepped = [p for group in optimizer.param_groups for p in group["params"]]
     left = [p for p in stepped if hasattr(p, "left_behind")]
-    # A plain model that tensor parallelism has taken its parts from may be trained on.
+    # Tensor parallelism copies its parts: the plain model may be trained further.
     if left and all(p.grad is None or not p.untyped_storage().size() for p in left):
         raise RuntimeError(
             f"this {type(optimizer).__name__} was made before {left[0].left_behind}, "
             f"and {len(left)} of the parameters that it steps are none of the model's "
-            "any more: make it afterwards, of what parameters() are then"
+            "any more: construct it afterwards, with the new parameters()"
         )
 
 
-def in_parts(parameter: Tensor) -> bool:
-    """Tell whether this rank's gradient of it is a part, of the whole or of a mean."""
+def is_partial(parameter: Tensor) -> bool:
+    """Return whether this rank has only a part of the parameter's averaged gradient."""
     way = placed(parameter)
     optimizer = AVERAGED.get(parameter)
-    in_parts = optimizer is not None and optimizer() is not None
-    return in_parts or (way is not None and way.divided)
+    part_averaged = optimizer is not None and optimizer() is not None
+    return part_averaged or (way is not None and way.divided)
 
 
-def _clips_no_parts(clip: Callable[..., None]) -> Callable[..., None]:
+def _clip_refusing_parts(clip: Callable[..., None]) -> Callable[..., None]:
     def checked(parameters: Any, *args: Any, **kwargs: Any) -> None:
         parameters = _as_list(parameters)
-        _refuse_parts(sum(map(in_parts, parameters)), len(parameters))
+        _refuse_parts(sum(map(is_partial, parameters)), len(parameters))
         clip(parameters, *args, **kwargs)
 
     return checked
 
 
-def _norms_no_parts(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap a norm of gradients so that it refuses parts, which it knows by their id."""
+def _norm_refusing_parts(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wrap a norm of gradients so that it refuses parts (found by their ids)."""
 
     def checked(tensors: Any, *args: Any, **kwargs: Any) -> Tensor:
         tensors = _as_list(tensors)
-        divided = filter(in_parts, [*AVERAGED, *PLACED.values()])
+        divided = filter(is_partial, [*AVERAGED, *PLACED.values()])
         parts = {id(p.grad) for p in divided if p.grad is not None}
         _refuse_parts(sum(id(tensor) in parts for tensor in tensors), len(tensors))
         return norm(tensors, *args, **kwargs)
@@ -125,12 +125,12 @@ def _refuse_parts(count: int, total: int) -> None:
     if count:
         raise RuntimeError(
             f"of {count} of these {total} parameters this rank has a part of the "
-            "gradients, which torch.nn.utils takes for all: clip by clip_grad_norm_ of "
-            "what has divided them, the parallel module or the optimizer"
+            "gradients, which torch.nn.utils takes for the whole: call clip_grad_norm_ "
+            "of the object that divided them, the parallel module or the optimizer"
         )
 
 
-def _agrees(unscale: Callable[..., Any]) -> Callable[..., Any]:
+def _unscale_agreed(unscale: Callable[..., Any]) -> Callable[..., Any]:
     def agreed(scaler: Any, optimizer: Any, *args: Any) -> dict[torch.device, Tensor]:
         found = unscale(scaler, getattr(optimizer, "unscaled", optimizer), *args)
         own = sum(found.values(), torch.zeros(()))
@@ -142,10 +142,10 @@ def _agrees(unscale: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def seen_by_all(optimizer: Optimizer, own: Tensor | None) -> Tensor:
-    """Return the largest `own` of all ranks that have parts of what is stepped.
+    """Return the largest `own` of all ranks that share the optimizer's parameters.
 
-    Called by all of them together, also by one that has found nothing: None is 0. If
-    none has parts, all have the same gradients, and nothing is sent.
+    All these ranks call it together; None counts as 0. If the parameters are not
+    divided, all ranks have the same gradients, and nothing is sent.
     """
     stepped = (p for group in optimizer.param_groups for p in group["params"])
     groups = getattr(optimizer, "groups", None) or groups_of(stepped)

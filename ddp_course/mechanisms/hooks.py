@@ -1,8 +1,9 @@
-"""Where data parallelism takes hold of autograd: hooks, and a walk over its graph.
+"""Autograd hooks of data parallelism, and a walk over autograd's graph.
 
-Hooks refer weakly to the object whose method they call, and are removed with it. What
-averages a parameter's gradients is found through the parameter (`held`): code that goes
-backward several times for one step need not know it. Chapter 05.
+Hooks refer weakly to the object whose method they call, and are removed with it.
+`defer_averaging` finds the objects that average a parameter's gradients through the
+parameter, so code that runs backward several times for one step need not know them.
+Chapter 05.
 """
 
 import weakref
@@ -23,10 +24,10 @@ class Weakly(weakref.ref):
 
 
 def on_gradient(parameter: Tensor, method: Callable[..., None], *args: Any) -> Node:
-    """Call the bound `method(*args)` whenever the gradient of `parameter` is there.
+    """Call the bound `method(*args)` whenever autograd has accumulated a gradient.
 
-    That is after all hooks of the parameter, also those that come later. The caller
-    keeps the node that is returned: the hook goes with it.
+    It runs after all hooks of the parameter, also those that are registered later. The
+    caller must keep the returned node: the hook is removed with it.
     """
     node = get_gradient_edge(parameter).node
     while_alive(node.register_hook, method, *args)
@@ -38,12 +39,12 @@ def on_gradient(parameter: Tensor, method: Callable[..., None], *args: Any) -> N
 def on_backward(tensors: Iterable[Tensor], method: Callable[[], None]) -> None:
     """Call the bound `method()` when a backward pass reaches one of the tensors."""
     for tensor in tensors:
-        if tensor.grad_fn is not None:  # not an input, or a parameter as it is
+        if tensor.grad_fn is not None:  # computed, not an input or a parameter
             while_alive(tensor.register_hook, method)
 
 
 def while_alive(register: Callable, method: Callable[..., None], *args: Any) -> None:
-    """Register a hook that calls `method(*args)`; it goes with the method's object."""
+    """Register a hook that calls `method(*args)` while the method's object lives."""
     weak = weakref.WeakMethod(method, lambda _: handle.remove())
 
     def hook(*_: Any) -> None:
@@ -59,55 +60,56 @@ def listeners(parameter: Tensor) -> list[Any]:
     return [one for each in weak if each and (one := each())]
 
 
-# ---- who averages what is there ------------------------------------------------------
+# ---- objects that average gradients --------------------------------------------------
 
 
 class Averager:
-    """An object that averages gradients, except while it is held (`held`)."""
+    """An object that averages gradients, except in a `defer` block."""
 
-    held = 0  # the number of blocks that hold it
+    deferrals = 0  # open `defer` blocks
 
     @contextmanager
-    def hold(self) -> Iterator[None]:
-        """Let the backward passes of this block only add up."""
-        self.held += 1
+    def defer(self) -> Iterator[None]:
+        """Let the backward passes of this block only accumulate gradients."""
+        self.deferrals += 1
         try:
             yield
         finally:
-            self.held -= 1
+            self.deferrals -= 1
 
     def __getstate__(self) -> Any:
-        """Raise TypeError: parameters are copied without those who listen to them."""
+        """Raise TypeError: a copy would have none of the parameters' hooks."""
         raise TypeError(
-            "what averages gradients cannot be copied or pickled: the copy would "
-            "average nothing. Copy the wrapped module (`.module`), or save its "
+            f"{type(self).__name__} cannot be copied or pickled: the copy would "
+            "average no gradients. Copy the wrapped module (`.module`), or save its "
             "state_dict()"
         )
 
     def average(self) -> None:
-        """Average the gradients that there are; a collective call."""
+        """Average the present gradients; all ranks call it together."""
         raise NotImplementedError
 
 
 @contextmanager
-def held(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Let gradients add up in this block, and average them at its end, all at once.
+def defer_averaging(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Let gradients accumulate in this block, and average the sums at its end.
 
-    For a pipeline, which goes backward once for each microbatch. All listeners of these
-    gradients average their sum, as if it had come in one pass; an inner block leaves
+    For a pipeline, which runs backward once for each microbatch. The averagers of these
+    gradients average the sums as if they had come in one pass; an inner block leaves
     that to the outer one. After an error nothing is averaged. Chapter 10.
     """
-    those = dict.fromkeys(one for p in parameters for one in listeners(p))
+    averagers = dict.fromkeys(one for p in parameters for one in listeners(p))
     with ExitStack() as stack:
-        for one in those:
-            stack.enter_context(one.hold())
+        for one in averagers:
+            stack.enter_context(one.defer())
         yield
-    for one in those:
-        if not one.held:
+    for one in averagers:
+        if not one.deferrals:
             one.average()
 
 
-# ---- what a backward pass is going to reach ------------------------------------------
+# ---- the tensors that a backward pass will reach
+# --------------------------------------
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
@@ -126,7 +128,7 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
 def leaves_below(tensors: Iterable[Tensor]) -> set[int]:
     """Return the `id` of every leaf that a backward from these tensors would reach."""
     tensors = list(tensors)
-    # A tensor without a grad_fn may be a parameter that is returned as it is.
+    # A tensor without a grad_fn may be a parameter that the module returns itself.
     leaves = {id(tensor) for tensor in tensors if tensor.grad_fn is None}
     todo = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     seen = set(todo)

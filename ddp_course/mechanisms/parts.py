@@ -1,9 +1,9 @@
-"""Parts: what a strategy announces its moments to.
+"""Parts: objects whose methods a strategy calls at its moments.
 
-A strategy has a list of `parts`, objects that it does not know otherwise. At each of
-its moments, such as "before_forward", it calls `announce`, and every part that has a
-method of that name is called, in the order of the list. So checks, records and
-recovery are added to a strategy without a line in it. Chapter 05.
+A strategy has a list of `parts`. At each of its moments, such as "before_forward", it
+calls `announce`, which calls the method of that name of every part that has one, in the
+order of the list. So checks, records and recovery need no line in the strategy itself.
+Chapter 05.
 """
 
 from collections.abc import Iterable

@@ -1,21 +1,21 @@
-"""Placements: who holds which part of which parameter, and all that follows from it.
+"""Placements: which rank has which part of which parameter.
 
-A strategy that divides parameters over the ranks of a group says so, once for each:
+A strategy that divides parameters over the ranks of a group records it, once for each:
 
     place(weight, tp_group, Shard(0), name="head.out.weight", shape=(96, 144))
     place(piece, dp_group, Flat(0, 3456), like=weight)
 
-and from then on the tensor bears a `Placed`, the way from the plain model's parameter
-to what this rank has, one step for each group:
+From then on the tensor has a `Placed`: the way from the plain model's parameter to this
+rank's part, one step for each group:
 
     head.out.weight (96, 144): Shard(dim=0), 1 of 2; Flat(first=0, last=3456), 0 of 2
 
-The steps add up: ZeRO-3 does not know that tensor parallelism was there before it.
-Taken backwards they put the plain model together again (`assembly`), whatever was
-combined; and each number of the model is *owned* by one rank of those that have it, so
-that a norm counts it once (`total_norm`). DTensor has the same for its meshes,
-`Replicate()` and `Shard(dim)` (torch/distributed/tensor/placement_types.py). Chapters
-08 and 09.
+The steps add up: ZeRO-3 need not know that tensor parallelism has divided a tensor
+before. Applied backwards, the steps assemble the plain model (`assembly`), whatever
+strategies were combined. Each number of the model is *owned* by one of the ranks that
+have it, so that a norm counts it once (`total_norm`). DTensor has the same placements
+for its meshes, `Replicate()` and `Shard(dim)`
+(torch/distributed/tensor/placement_types.py). Chapters 08 and 09.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,43 +30,43 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Replicate:
-    """Every rank of the group has all of it."""
+    """Every rank of the group has the whole tensor."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Every rank has one of equal parts along dimension `dim`, in the ranks' order."""
+    """Every rank has one of equal parts along dimension `dim`, in rank order."""
 
     dim: int
 
 
 @dataclass(frozen=True)
 class Flat:
-    """This rank has the elements [first, last), counted in the order of the memory."""
+    """This rank has the elements [first, last), counted in memory order."""
 
     first: int
     last: int
 
 
 @dataclass(frozen=True)
-class Stage:
-    """Those `ranks` of the group have all of it, the others nothing: a pipeline."""
+class OnRanks:
+    """The given `ranks` of the group have the whole tensor, as in a pipeline."""
 
     ranks: tuple[int, ...]
 
 
-Placement = Replicate | Shard | Flat | Stage
+Placement = Replicate | Shard | Flat | OnRanks
 
 
 @dataclass(frozen=True)
 class Step:
-    """How the ranks of one group divide a tensor, seen by the rank number `rank`.
+    """The division of one tensor by the ranks of one group, as one rank sees it.
 
     Attributes:
-        placement: what this rank has.
-        rank, size: this rank in the group, and how many ranks that has.
-        shape, stride: of what was divided, and how it lies in memory.
-        group: None in a copy that another process has received.
+        placement: this rank's part.
+        rank, size: this rank's number in the group, and the group's size.
+        shape, stride: those of the tensor that was divided.
+        group: the group; None in a copy that another process has received.
     """
 
     placement: Placement
@@ -77,21 +77,18 @@ class Step:
     group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
 
     def __reduce__(self) -> tuple:
-        """A process group cannot be sent; the rest can."""
+        """Pickle without the process group, which cannot be sent."""
         return Step, (self.placement, self.rank, self.size, self.shape, self.stride)
 
     @property
     def owns(self) -> bool:
-        """Whether this rank is the one of those with the same numbers that owns them.
-
-        Of equals, the first of the group.
-        """
-        if isinstance(self.placement, Stage):
+        """Whether this rank owns its part: the first of the ranks that have it does."""
+        if isinstance(self.placement, OnRanks):
             return self.rank == self.placement.ranks[0]
         return self.rank == 0 or not isinstance(self.placement, Replicate)
 
     def part(self, tensor: Tensor) -> Tensor:
-        """Return what this rank has of a tensor: a view if it lies as it did."""
+        """Return this rank's part of a tensor; a view if the strides are the same."""
         if isinstance(self.placement, Shard):
             return tensor.tensor_split(self.size, self.placement.dim)[self.rank]
         if isinstance(self.placement, Flat):
@@ -100,17 +97,17 @@ class Step:
         return tensor
 
     def around(self, part: Tensor) -> Tensor:
-        """Return what was divided, with zeros around this rank's part."""
-        if isinstance(self.placement, (Replicate, Stage)):
+        """Return a tensor of the undivided shape: this rank's part, else zeros."""
+        if isinstance(self.placement, (Replicate, OnRanks)):
             return part
         where = {"dtype": part.dtype, "device": part.device}
         whole = torch.empty_strided(self.shape, self.stride, **where).zero_()
-        self.part(whole).copy_(part)  # a view of it
+        self.part(whole).copy_(part)  # `part` returns a view
         return whole
 
     @property
     def part_shape(self) -> tuple[int, ...]:
-        """The shape of what this rank has."""
+        """The shape of this rank's part."""
         if isinstance(self.placement, Flat):
             return (self.placement.last - self.placement.first,)
         return tuple(self.part(torch.empty(self.shape, device="meta")).shape)
@@ -121,12 +118,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Placed:
-    """The way from a parameter of the plain model to what this rank has of it.
+    """The way from a parameter of the plain model to this rank's part of it.
 
     Attributes:
-        name: in the plain model.
-        shape: there.
-        steps: what was done with it, group by group, in this order.
+        name, shape: those in the plain model.
+        steps: the divisions, one per group, in order.
     """
 
     name: str
@@ -135,17 +131,17 @@ class Placed:
 
     @property
     def owned(self) -> bool:
-        """Whether the numbers count on this rank: on one of those that have them."""
+        """Whether this rank owns the numbers: one of the ranks that have them does."""
         return all(step.owns for step in self.steps)
 
     @property
     def divided(self) -> bool:
-        """Whether other ranks have other numbers of it, or of the model."""
+        """Whether other ranks have other parts of the parameter, or of the model."""
         several = (step.placement for step in self.steps if step.size > 1)
         return any(not isinstance(placement, Replicate) for placement in several)
 
     def part(self, whole: Tensor) -> Tensor:
-        """Return what this rank has of the whole parameter, or of one like it."""
+        """Return this rank's part of the whole parameter, or of a tensor like it."""
         for step in self.steps:
             whole = step.part(whole)
         return whole
@@ -154,8 +150,8 @@ class Placed:
         return f"{self.name} {self.shape}: {'; '.join(map(str, self.steps))}"
 
 
-# All tensors that were placed and are still alive, for guards that get a gradient and
-# have to find its parameter. By id, as tensors cannot be compared.
+# All placed tensors that are still alive, for guards that have to find a gradient's
+# parameter. By id, as `==` of tensors compares their elements.
 PLACED: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 
 
@@ -168,17 +164,17 @@ def place(
     name: str | None = None,
     shape: Sequence[int] | None = None,
 ) -> Tensor:
-    """Note how `tensor` was cut along `group`, and return it.
+    """Record how `tensor` was cut along `group`, and return it.
 
-    What was noted before for the same group is forgotten.
+    Replaces an earlier record for the same group.
 
     Args:
         tensor: this rank's part: a parameter, or a piece of one.
-        group: the ranks that divide it; None are all.
-        placement: what this rank has of it.
-        like: what it was cut from; that one's way goes on here.
-        name, shape: of the plain model's parameter, if `like` is not given or has not
-            been placed; a shape that is not given is that of `like`, or of `tensor`.
+        group: the ranks that divide it; None: all ranks.
+        placement: this rank's part.
+        like: the tensor that `tensor` was cut from; its steps are kept.
+        name, shape: those of the plain model's parameter, if `like` is None or has not
+            been placed; the default shape is that of `like`, or of `tensor`.
     """
     source = tensor if like is None else like
     before = placed(source)
@@ -200,15 +196,15 @@ def place(
 
 
 def placed(tensor: Tensor) -> Placed | None:
-    """Return how a tensor was placed; None if nobody has divided it."""
+    """Return how a tensor was placed; None if it was not."""
     return getattr(tensor, "placed", None)
 
 
 def in_memory_order(tensor: Tensor, stride: Sequence[int]) -> Tensor:
-    """Return the elements of `tensor` in the order in which `stride` lays them.
+    """Return the elements of `tensor`, flat, in the memory order of `stride`.
 
-    One-dimensional, and a view if `tensor` lies that way already. (The stride of a
-    dimension of one element means nothing, and may differ.)
+    A view if `tensor` has these strides. (The stride of a dimension of one element has
+    no meaning, and may differ.)
     """
     pairs = zip(tensor.shape, tensor.stride(), stride, strict=True)
     if any(length > 1 and own != other for length, own, other in pairs):
@@ -238,11 +234,11 @@ def total_norm(
     groups: Iterable[dist.ProcessGroup] | None = None,
     norm_type: float = 2.0,
 ) -> Tensor:
-    """Return the norm of the whole model's gradient, in float64; for all ranks.
+    """Return the norm of the whole model's gradient, in float64, on all ranks.
 
-    The norm of all gradients is not the sum of the parts' norms, but their squares can
-    be added: first of the gradients that this rank owns, then over the ranks along each
-    group. For a p-norm, p-th powers are added; for inf, maxima are taken.
+    The norms of parts cannot be added, but their squares can: first those of the
+    gradients that this rank owns, then over the ranks along each group. For a p-norm,
+    p-th powers are added; for inf, maxima are taken.
 
     Args:
         tensors: this rank's parts, each with a `grad` or None.
@@ -278,8 +274,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale all gradients so that the whole model's norm is at most `max_norm`.
 
-    Returns the norm as it was before; called by all ranks along the groups, with the
-    arguments of `total_norm`. As torch.nn.utils.clip_grad_norm_, which takes each
+    Returns the norm before scaling. All ranks along the groups call it, with the
+    arguments of `total_norm`. As torch.nn.utils.clip_grad_norm_, which would take each
     rank's part for the whole. Chapter 07.
     """
     tensors = list(tensors)

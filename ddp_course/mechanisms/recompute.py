@@ -1,10 +1,10 @@
-"""Activation recomputation: forward keeps its inputs, and backward runs it again.
+"""Activation recomputation: store a block's inputs only, and run it again in backward.
 
-A block of a transformer keeps some sixteen times its input for backward. `recompute`
-keeps the input alone, and has backward run the block's forward once more when its turn
-comes: of N blocks only one has all its activations at a time, for one more forward in a
-step of three (backward costs two). Read first `NaiveRecompute`, then `Recompute`; then
-`recompute`, for arguments and results of any form.
+A block of a transformer stores some sixteen times its input for backward. `recompute`
+stores only the input, and backward runs the block's forward again: of N blocks only one
+has all its activations at a time. The price is one more forward in a step of three
+(backward costs two). Read first `NaiveRecompute`, then `Recompute`; then `recompute`,
+for arguments and results of any form.
 
 Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174;
 torch/utils/checkpoint.py, where it is called checkpointing. Explained in chapter 06.
@@ -26,25 +26,25 @@ from ddp_course.mechanisms.hooks import leaves_below
 
 
 class NaiveRecompute(torch.autograd.Function):
-    """The idea alone, for a function of one tensor: `NaiveRecompute.apply(block, x)`.
+    """Recomputation of a function of one tensor: `NaiveRecompute.apply(block, x)`.
 
-    The backward pass inside of backward puts the parameters' gradients where they
-    belong, unseen by the graph outside ("reentrant", as with use_reentrant=True). So
-    they get none if `x` needs none; `torch.autograd.grad` does not find them; those of
-    a parameter that two such blocks share come twice, for which DDP cannot wait; and
-    dropout draws other numbers the second time. Chapter 06.
+    A backward pass inside of backward writes the parameters' gradients into `.grad`,
+    unseen by the graph outside ("reentrant", as with use_reentrant=True). So parameters
+    get no gradient if `x` needs none; `torch.autograd.grad` does not find them; a
+    parameter that two such blocks share gets its gradient twice, for which DDP cannot
+    wait; and dropout draws other numbers the second time. Chapter 06.
     """
 
     @staticmethod
     def forward(ctx: Any, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Run `function` without recording: nothing is kept but `x`."""
+        """Run `function` without recording; save only `x`."""
         ctx.function = function
         ctx.save_for_backward(x)
         return function(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None]:
-        """Run it again, recorded, and go backward through it."""
+        """Run `function` again, recorded, and backward through it."""
         (x,) = ctx.saved_tensors
         x = x.detach().requires_grad_()
         with torch.enable_grad():
@@ -54,29 +54,28 @@ class NaiveRecompute(torch.autograd.Function):
 
 
 def recompute(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return `function(*args, **kwargs)`, of which backward will run forward again.
+    """Return `function(*args, **kwargs)`; backward will run the function again.
 
-    Gradients are the same to the bit: random numbers (dropout) are drawn again as they
-    were, which keeps some 5 KB per call. They reach parameters through the graph
-    outside, so each comes once, hooks are called once, and DDP sees what it always
-    sees.
+    Gradients are the same to the bit: random numbers (dropout) are drawn again, from
+    saved states of some 5 KB per call. Gradients reach parameters through the graph
+    outside, so each comes once, hooks are called once, and DDP sees no difference.
 
     A block whose parameters are gathered for its forward and freed after it (stage 3,
-    PyTorch's `fully_shard`) can be recomputed, if `function` is called inside of the
+    PyTorch's `fully_shard`) can be recomputed if `function` is called inside of the
     module's own call, where they are gathered and the same objects each time:
-    `recompute_blocks` does so. Backward has then to gather them before it reaches the
-    block, and may free them when the gradients of the block's inputs are there. Called
-    from outside, where they are not to be seen, it is an error in backward.
+    `recompute_blocks` does so. Backward then has to gather them before it reaches the
+    block, and may free them when the gradients of the block's inputs are computed.
+    Called from outside, where the parameters are not gathered, it fails in backward.
 
     Args:
         function: a module or a method of one; or a function that uses no parameters but
             those in its arguments. It must do the same when it is called again.
-        args, kwargs: tensors, in lists and dicts, too, and anything else.
+        args, kwargs: its arguments; tensors may be nested in lists and dicts.
 
     Raises:
         TypeError: `function` cannot be called.
-        RuntimeError: in backward: it used a parameter that is not its own; or the
-            gradient of the gradient is asked for.
+        RuntimeError: in backward: it used a parameter that is not its own; or
+            create_graph=True.
 
     Source: torch/utils/checkpoint.py. Chapter 06.
     """
@@ -86,24 +85,24 @@ def recompute(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     leaves, tree = pytree.tree_flatten((args, kwargs))
     inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     own = owner.parameters() if isinstance(owner, nn.Module) else ()
-    parameters = [p for p in own if isinstance(p, Tensor)]  # while they are there
+    parameters = [p for p in own if isinstance(p, Tensor)]  # those gathered now
     needed = any(tensor.requires_grad for tensor in (*inputs, *parameters))
     if not (needed and torch.is_grad_enabled()):
         return function(*args, **kwargs)
-    call = Call(function, leaves, tree)
+    call = RecomputedCall(function, leaves, tree)
     return call.result_of(Recompute.apply(call, *inputs, *parameters))
 
 
 class Recompute(torch.autograd.Function):
-    """The idea, with what the naive version forgets: `apply(call, *tensors)`.
+    """Recomputation without the naive version's faults: `apply(call, *tensors)`.
 
-    All parameters are arguments, so the graph outside knows of them: their gradients
-    are returned, and come once. What else a result depends on is as it was. Chapter 06.
+    All parameters are arguments, so the graph outside knows them: their gradients are
+    returned, and come once. Random numbers and autocast are restored. Chapter 06.
     """
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Run without recording; keep the inputs, of which others hold most."""
+    def forward(ctx: Any, call: RecomputedCall, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Run the call without recording; save its tensors, most of them shared."""
         ctx.call = call
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
@@ -111,7 +110,7 @@ class Recompute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Run it again, recorded; the gradients go where the tensors came from."""
+        """Run the call again, recorded; return the gradients of its tensors."""
         call, needed = ctx.call, ctx.needs_input_grad[1:]
         inputs = ctx.saved_tensors[: call.num_inputs]
         parameters = ctx.saved_tensors[call.num_inputs :]
@@ -130,10 +129,10 @@ def _gradients(
     gradients: Iterable[Tensor | None],
     wanted: Sequence[Tensor],
 ) -> Sequence[Tensor | None]:
-    """Return the gradients of `wanted`. RuntimeError if any others would be lost."""
+    """Return the gradients of `wanted`; raise RuntimeError if others would be lost."""
     if torch.is_grad_enabled():  # create_graph=True
         raise RuntimeError(
-            "recompute has no gradient of its gradient (create_graph=True); take "
+            "recompute has no gradient of its gradient (create_graph=True); use "
             "torch.utils.checkpoint with use_reentrant=False"
         )
     both = zip(outputs, gradients, strict=True)
@@ -141,9 +140,9 @@ def _gradients(
     if lost := leaves_below(output for output, _ in pairs) - {*map(id, wanted)}:
         raise RuntimeError(
             f"{function!r} used {len(lost)} parameter(s) that are neither its own nor "
-            "in its arguments, so they would get no gradient. Give recompute the "
-            "module itself, or a method of it; if its parameters come and go, from "
-            "inside of its forward (recompute_blocks)."
+            "in its arguments, so they would get no gradient. Pass the module "
+            "itself, or a method of it, to recompute; if its parameters are gathered "
+            "and freed, call it inside of the module's forward (recompute_blocks)."
         )
     if not pairs:
         return [None] * len(wanted)
@@ -154,31 +153,30 @@ def _gradients(
 
 @contextmanager
 def _without_hooks(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Hold back the hooks of `Tensor.register_hook`: they belong to the graph outside.
+    """Disable the hooks of `Tensor.register_hook`: the graph outside calls them.
 
-    `torch.autograd.grad` would call them, and then they would be called again.
+    `torch.autograd.grad` would call them first, so they would be called twice.
     """
     hooks = [p._backward_hooks for p in parameters if p._backward_hooks]
-    held = [dict(of_one) for of_one in hooks]
-    for of_one in hooks:
-        of_one.clear()
+    saved = [dict(hooks_of_one) for hooks_of_one in hooks]
+    for hooks_of_one in hooks:
+        hooks_of_one.clear()
     try:
         yield
     finally:
-        for of_one, before in zip(hooks, held, strict=True):
-            of_one.update(before)
+        for hooks_of_one, before in zip(hooks, saved, strict=True):
+            hooks_of_one.update(before)
 
 
-# ---- a call that can be made again ---------------------------------------------------
+# ---- a call that can be repeated -----------------------------------------------------
 
-_GAP = object()  # where there was a tensor
+_GAP = object()  # stands for a tensor in a list of leaves
 
 
-class Call:
-    """A function with its arguments, but for the tensors among them, and its results.
+class RecomputedCall:
+    """A function with its arguments, without the tensors among them.
 
-    Called with these tensors, it returns those in the result. `surroundings` is what
-    else its results depend on.
+    Called with these tensors, it returns the tensors in the function's result.
     """
 
     def __init__(
@@ -212,14 +210,14 @@ def _with_tensors(
 
 
 class Surroundings:
-    """What a result depends on beside the arguments: random numbers and autocast."""
+    """The state that a result depends on beside arguments: random numbers, autocast."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         devices = {tensor.device for tensor in tensors}
         self.cpu = torch.get_rng_state()
         gpus = sorted(d.index for d in devices if d.type == "cuda")
         self.gpus = {index: torch.cuda.get_rng_state(index) for index in gpus}
-        self.modes = _get_current_function_mode_stack()  # such as our Autocast
+        self.modes = _get_current_function_mode_stack()  # such as `precision.Autocast`
         self.autocasts = [
             {
                 "device_type": kind,
@@ -233,7 +231,7 @@ class Surroundings:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Within this block everything is as it was; after it as before it."""
+        """Restore this state within the block, and the present one after it."""
         with ExitStack() as stack:
             for autocast in self.autocasts:
                 stack.enter_context(torch.autocast(**autocast))
@@ -247,12 +245,11 @@ class Surroundings:
 
 
 def recompute_blocks(model: nn.Module) -> None:
-    """Make the blocks of a model keep their inputs alone.
+    """Replace `forward` of a model's blocks by one that recomputes.
 
-    Their names, parameters and hooks stay as they are: only what `forward` does is
-    changed, for the instance. Blocks are the members of all `nn.ModuleList`s of the
-    model, as for stage 3. Raises ValueError if there are none, and if one is recomputed
-    already. Chapter 06.
+    Names, parameters and hooks do not change. Blocks are the members of all
+    `nn.ModuleList`s of the model, as for stage 3. Raises ValueError if there are none,
+    or if one is recomputed already. Chapter 06.
     """
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
     blocks = dict.fromkeys(block for members in lists for block in members)
@@ -261,6 +258,9 @@ def recompute_blocks(model: nn.Module) -> None:
     for block in blocks:
         if "forward" in vars(block):
             kind = type(block).__name__
-            raise ValueError(f"a {kind} has a forward of its own already: recomputed?")
+            raise ValueError(
+                f"this {kind} has a forward of its own already; call recompute_blocks "
+                "once"
+            )
     for block in blocks:
         block.forward = partial(recompute, block.forward)

@@ -1,13 +1,13 @@
-"""Parts of an engine with which ranks show each other flags after every averaged pass.
+"""Parts of an engine by which ranks exchange flags after every averaged pass.
 
-    Recovery     ends passes which broke off in an error, and compares who went on
-    AgreeUnused  finds the parameters that no rank had a gradient for
+    Recovery     completes passes that ended in an error, and compares their numbers
+    AgreeUnused  finds the parameters for which no rank had a gradient
 
 If a forward or backward raises on one rank, and the program catches it and skips the
 batch, the other ranks wait for the buckets that this rank has not sent; and from then
-on it would average another batch than they do. So before the next pass this part sends
-what is missing, and after every averaged pass the ranks compare how many of their
-passes have failed: either all skip a batch, or none. Chapter 05.
+on this rank would average another batch than they do. So before the next pass
+`Recovery` sends the missing buckets, and after every averaged pass the ranks compare
+how many of their passes have failed: either all skip a batch, or none. Chapter 05.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,15 +19,15 @@ from ddp_course.launch.deadlock import CollectiveError, by_text
 
 
 class Recovery:
-    """Counts failed passes, ends broken ones, and lets ranks compare flags.
+    """A part that counts failed passes, completes them, and lets ranks compare flags.
 
-    `show` is what other parts call after an averaged pass, once and on all ranks, to
-    show their flags; it compares the counts, too.
+    Other parts call `show` after an averaged pass, once and on all ranks, to exchange
+    their flags; it compares the counts, too.
 
     Args:
-        group: the ranks that average; None are all.
-        exchange: takes this rank's text, and returns the texts of all ranks; they are
-            equally long. It is called in every pass.
+        group: the ranks that average; None: all ranks.
+        exchange: all-gathers a text; the ranks' texts have the same length. It is
+            called in every pass.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class Recovery:
         model.engine.recover()
 
     def after_forward(self, model: Any, output: Any) -> None:
-        """Note that this forward has not failed."""
+        """Record that this forward has not failed."""
         self._in_forward = False
 
     def backward_broke(self, engine: Any) -> None:
-        """Send the buckets that a broken pass has left: other ranks wait for them.
+        """Send the buckets of a failed pass: other ranks wait for them.
 
-        Raises CollectiveError, on every rank, if it did not break off on all of them.
+        Raises CollectiveError, on every rank, if the pass did not fail on all of them.
         """
         self.failed += 1
         for bucket in engine.buckets[engine.next :]:
@@ -63,9 +63,9 @@ class Recovery:
     def show(self, flags: Sequence[bool]) -> list[str]:
         """Return every rank's flags, a "1" or "0" each; compare the failed passes.
 
-        A rank that goes on after an error which the others did not have is a step ahead
-        of them, and averages another batch: raises CollectiveError, on every rank, if
-        the numbers of failed passes differ.
+        Raises CollectiveError, on every rank, if the numbers of failed passes differ: a
+        rank that continues after an error of its own averages another batch than the
+        other ranks.
         """
         own = "".join("01"[bool(flag)] for flag in flags)
         shown = self.exchange(f"{self.failed:8}{own}")
@@ -81,14 +81,14 @@ class Recovery:
 
 
 class AgreeUnused:
-    """Sets `engine.reducer.unused` after every averaged pass.
+    """A part that sets `engine.reducer.unused` after every averaged pass.
 
-    A parameter that no rank had a gradient for keeps `grad` None, as in one process, so
-    that neither weight decay nor momentum moves it. Where only some ranks had a
-    gradient, zero counts for the others. Chapters 05 and 07.
+    A parameter for which no rank had a gradient keeps `grad` None, as in one process,
+    so that neither weight decay nor momentum changes it. If only some ranks had a
+    gradient, the others count as zero. Chapters 05 and 07.
 
-    `show(flags)` returns what all ranks show: a "1" or "0" for each flag, one string
-    per rank (`Recovery.show`).
+    `show(flags)` returns one string per rank, with a "1" or "0" for each of its flags
+    (`Recovery.show`).
     """
 
     def __init__(self, show: Callable[[Sequence[bool]], list[str]]) -> None:

@@ -1,13 +1,13 @@
-"""What is written to a disk: whole or not there; and what is read is what was written.
+"""Checkpoint files that are complete or absent, and are verified when they are read.
 
 A process can be ended at any moment, also in the middle of writing. So a file is
-written under another name, flushed to the disk, and only then given its own: a rename
-happens completely or not at all. Of what bears its name all is there. Files of several
-ranks are written into a folder that is given its name when all have written.
+written under a temporary name, flushed to the disk, and renamed: a rename happens
+completely or not at all, so a file with its final name is complete. The files of
+several ranks are written into a folder that is renamed when all ranks have written.
 
-And a disk may return something else. So what is written is *sealed* with its
-fingerprint, which is computed again when it is read. Reading runs no code that is in a
-file (`weights_only`): it may come from anybody. Chapters 05 and 08.
+A disk may return other bytes than were written. So a value is *sealed* with its
+fingerprint, which is computed again when it is read. Reading never runs code from the
+file (`weights_only`), as a file may come from a stranger. Chapters 05 and 08.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from ddp_course.mechanisms.agreement import described
 
-WRITING = ".being-written-"  # how the names of unfinished files and folders begin
+WRITING = ".being-written-"  # the prefix of unfinished files and folders
 
 
 class CheckpointError(RuntimeError):
@@ -30,15 +30,16 @@ class CheckpointError(RuntimeError):
 
 
 def seal(value: Any) -> dict[str, Any]:
-    """Return a value, of any depth, beside its fingerprint."""
+    """Return a (nested) value together with its fingerprint."""
     return {"fingerprint": fingerprint(value), "value": value}
 
 
-def unsealed(sealed: Mapping[str, Any]) -> Any:
-    """Return what was sealed; raise CheckpointError if it is not the same any more."""
+def unseal(sealed: Mapping[str, Any]) -> Any:
+    """Return the sealed value; raise CheckpointError if it has changed."""
     if fingerprint(sealed["value"]) != sealed["fingerprint"]:
         raise CheckpointError(
-            "something in it is not what was written: its fingerprint is another one"
+            "it is damaged: the fingerprint of its contents is not the one that was "
+            "written"
         )
     return sealed["value"]
 
@@ -46,13 +47,12 @@ def unsealed(sealed: Mapping[str, Any]) -> Any:
 def fingerprint(value: Any) -> str:
     """Return 32 hexadecimal digits that change with any name, number, type or shape."""
     leaves, structure = pytree.tree_flatten(value)
-
     words = [described(x) if isinstance(x, Tensor) else repr(x) for x in leaves]
     return hashlib.blake2b(f"{structure} {words}".encode(), digest_size=16).hexdigest()
 
 
 def write_whole(state: Any, path: Path) -> None:
-    """Save `state` as `path`: completely, or not at all, whenever the process ends."""
+    """Save `state` as `path`, completely or not at all, whenever the process ends."""
     unfinished = path.with_name(f"{WRITING}{os.getpid()}")
     try:
         with unfinished.open("wb") as file:
@@ -66,17 +66,17 @@ def write_whole(state: Any, path: Path) -> None:
 
 
 def rename(unfinished: Path, path: Path) -> None:
-    """Give what is complete its name."""
+    """Rename a complete file or folder to its final name, durably."""
     unfinished.replace(path)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(folder)  # the name, too, is on the disk
+        os.fsync(folder)  # flushes the name, too
     finally:
         os.close(folder)
 
 
-def left_overs(folder: Path) -> list[Path]:
-    """Return what nobody will complete: who wrote it, on this machine, has ended."""
+def abandoned(folder: Path) -> list[Path]:
+    """Return unfinished files whose writing process, on this machine, has ended."""
     return [path for path in folder.glob(f"{WRITING}*") if not _is_written(path)]
 
 
@@ -85,21 +85,22 @@ def _is_written(path: Path) -> bool:
     if not pid.isdigit() or int(pid) == os.getpid():
         return False
     try:
-        os.kill(int(pid), 0)  # sends nothing, and tells whether that process is there
+        os.kill(int(pid), 0)  # sends no signal; raises if there is no such process
     except OSError as error:
-        return isinstance(error, PermissionError)  # it is, and somebody else's
+        return isinstance(error, PermissionError)  # it is another user's
     return True
 
 
-def read(path: Path, version: int, mmap: bool = False) -> dict[str, Any]:
-    """Return what `write_whole` has written, a dict with its "format", on the CPU.
+def read_whole(path: Path, version: int, mmap: bool = False) -> dict[str, Any]:
+    """Return the dict that `write_whole` has written, with its tensors on the CPU.
 
-    With `mmap`, tensors are read when they are used. Raises CheckpointError.
+    With `mmap`, tensors are read when they are used. Raises CheckpointError for a file
+    that cannot be read, or whose "format" is not `version`.
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
         found = state["format"]
-    except Exception as error:  # whatever is in that file
+    except Exception as error:  # the file may contain anything
         problem = str(error).splitlines()[0] if str(error) else repr(error)
         raise CheckpointError(f"{path} cannot be read ({problem})") from None
     if found != version:

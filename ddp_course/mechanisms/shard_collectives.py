@@ -1,13 +1,14 @@
-"""The collectives of shards, made of PyTorch's: as fast, and no byte is sent twice.
+"""All-gather and reduce-scatter of shards, over PyTorch's own operations.
 
 gloo's own reduce-scatter is an all-reduce, which sends twice as many bytes as needed.
-Here each rank sends every other rank that rank's part, and adds what it receives to its
-own: (N - 1) / N of the bytes, all parts at once. What is received takes as much memory
-until it has been added. Over NCCL, and for tensors on a GPU, these are PyTorch's.
+Here each rank sends every other rank that rank's part, and adds the parts that it
+receives to its own: (N - 1) / N of the bytes, all parts at once. The received parts
+take as much memory until they are added. Over NCCL, and for tensors on a GPU, PyTorch's
+own functions run.
 
-Before a collective of tensors on the CPU, the ranks compare their calls. Strategies
-that shard accept other collectives of these names, too: byte meters count those of this
-course (`ddp_course.collectives`). Chapter 07.
+Before a collective of tensors on the CPU, the ranks compare their calls. A strategy
+that shards accepts other functions with these names, too: byte meters count the
+collectives of this course (`ddp_course.collectives`). Chapter 07.
 """
 
 from collections.abc import Callable
@@ -31,18 +32,18 @@ native_reduce_scatter = (
 
 
 class Followed:
-    """A collective that is under way; whoever waits for it calls `then` first.
+    """A handle of messages that are under way; `wait` also calls `then`.
 
     Args:
-        works: the handles of what is under way.
-        then: uses what has arrived.
+        works: the handles of the messages; None for one that is done.
+        then: uses the received tensors.
     """
 
     def __init__(self, works: list[Any], then: Callable[[], None]) -> None:
         self.works, self.then = works, then
 
     def wait(self) -> None:
-        """Return when all is done."""
+        """Wait for all messages, then call `then`."""
         for work in self.works:
             if work is not None:
                 work.wait()
@@ -52,9 +53,9 @@ class Followed:
 def all_gather_single(
     output: Tensor, input: Tensor, group: Group = None, async_op: bool = False
 ) -> Any:
-    """Put all ranks' `input` one after another into `output`.
+    """Gather all ranks' `input`, one after another, into `output`.
 
-    As torch.distributed has it. CollectiveError, on every rank, if the calls differ.
+    As in torch.distributed. Raises CollectiveError, on every rank, if the calls differ.
     """
     if not input.is_cuda:
         compare_calls("all-gather", output, group)
@@ -64,9 +65,9 @@ def all_gather_single(
 def reduce_scatter_single(
     output: Tensor, input: Tensor, group: Group = None, async_op: bool = False
 ) -> Any:
-    """Add up all ranks' `input`; the r-th rank gets the r-th part, in `output`.
+    """Sum all ranks' `input`; write this rank's part of the sum into `output`.
 
-    `output` may be this rank's part of `input`. As torch.distributed has it.
+    `output` may be this rank's part of `input`. As in torch.distributed. Raises
     CollectiveError, on every rank, if the calls differ.
     """
     if not input.is_cuda:
@@ -101,7 +102,7 @@ def compare_calls(name: str, tensor: Tensor, group: Group) -> None:
     """Raise CollectiveError, on every rank, if the ranks' next calls differ.
 
     gloo compares nothing: it ends the process when a message is longer than expected,
-    and it waits for ever when one rank gathers while another reduces. Ranks of one
+    and it waits forever when one rank gathers while another reduces. Ranks of one
     machine compare in shared memory, within microseconds.
     """
     meeting(group).agree_now(f"{name} of {tensor.numel()} {tensor.dtype}")

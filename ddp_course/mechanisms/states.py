@@ -1,7 +1,7 @@
-"""States that a checkpoint can save: whole ones, and those that each rank has.
+"""States that a checkpoint can save: full states, and states that differ per rank.
 
-Everything with a `state_dict` and a `load_state_dict` can be saved, as a module and an
-optimizer can. `parallelize.whole` returns such objects for a divided training.
+A checkpoint saves every object with `state_dict` and `load_state_dict`, such as a
+module or an optimizer. `parallelize.whole` returns such objects for a divided training.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ class HasState(Protocol):
         """Return the state to save; it is complete on rank 0 at least."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> object:
-        """Go on from this state."""
+        """Load this state."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class Whole:
 
 
 class EachRanks:
-    """The states of all ranks as one state, where each rank has a state of its own.
+    """The states of all ranks as one state, for objects that differ between ranks.
 
     `own` is this rank's object: a compressor with its error memory, or the model of a
-    rank that steps alone. If fewer ranks go on, the states of the last ones are lost;
-    if more, some of them load the same state.
+    rank that steps alone. Loaded on fewer ranks, the states of the last ranks are lost;
+    on more ranks, some load the same state.
     """
 
     def __init__(self, own: HasState) -> None:
@@ -60,7 +60,7 @@ class EachRanks:
 
 
 def on_cpu(state: Any) -> Any:
-    """Return a state with its tensors on the CPU, however deep they lie."""
+    """Return a state with all its tensors, also nested ones, on the CPU."""
     if isinstance(state, Tensor):
         return state.detach().cpu()
     if isinstance(state, Mapping):

@@ -1,4 +1,4 @@
-"""The state of a whole model of which each rank has a part, as one process has it.
+"""The full state of a divided model, in the form that one process would have.
 
     full_state_dict             load_full_state_dict
     full_optimizer_state_dict   load_full_optimizer_state_dict
@@ -30,7 +30,7 @@ from ddp_course.mechanisms.placements import Placed
 
 
 def full_state_dict(model: DividedModule) -> dict[str, Tensor]:
-    """Return what the plain module's `state_dict` would be, on the CPU."""
+    """Return the `state_dict` of the plain module, on the CPU."""
     own = {way_of(p).name: (way_of(p), {"": p}) for p in model.parameters()}
     own |= {k: (Placed(k, b.shape), {"": b}) for k, b in buffers_of(model).items()}
     whole = assemble(own, model.groups, model.plain.shapes, everywhere=True)
@@ -41,7 +41,7 @@ def full_state_dict(model: DividedModule) -> dict[str, Tensor]:
 def load_full_state_dict(
     model: DividedModule, state_dict: Mapping[str, Tensor]
 ) -> None:
-    """Take the numbers of a plain module's `state_dict`: each rank its own part.
+    """Load a plain module's `state_dict`; each rank copies its own part.
 
     Raises ReplicaError, on every rank, if names or shapes do not fit.
     """

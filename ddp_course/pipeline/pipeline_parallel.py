@@ -35,9 +35,9 @@ from ddp_course.launch.deadlock import checked_group
 from ddp_course.mechanisms.agreement import agreed, check_module, form_of
 from ddp_course.mechanisms.divided import DividedModule, PlainModel, groups_before
 from ddp_course.mechanisms.guards import watch
-from ddp_course.mechanisms.hooks import held
+from ddp_course.mechanisms.hooks import defer_averaging
 from ddp_course.mechanisms.parts import announce
-from ddp_course.mechanisms.placements import Stage, place
+from ddp_course.mechanisms.placements import OnRanks, place
 from ddp_course.pipeline.backward import Recomputed, SplitBackward
 from ddp_course.pipeline.batch_checks import MeanLoss, SameBatch
 from ddp_course.pipeline.forms import Forms, PipelineError
@@ -133,7 +133,7 @@ class PipelineParallel(DividedModule, Pipeline):
         pairs, users = model.named_parameters(), plan.holders
         self.parameters_by_name = {n: p for n, p in pairs if rank in users[n]}
         for name, parameter in self.parameters_by_name.items():
-            place(parameter, group, Stage(plan.holders[name]), name=name)
+            place(parameter, group, OnRanks(plan.holders[name]), name=name)
         several = schedule.num_microbatches > 1
         self.forms = Forms(self.stages, plan.ranks, group, several)
         ignored = getattr(mean_loss, "ignored", -100)
@@ -169,7 +169,7 @@ class PipelineParallel(DividedModule, Pipeline):
         """
         self._check_usable()
         announce(self.parts, "before_step", self, x, y)
-        with held(self.parameters()):
+        with defer_averaging(self.parameters()):
             runtime = self._run(self.schedule, x, y, loss_scale)
         announce(self.parts, "after_step", self)
         return self._loss_of(runtime)

@@ -20,7 +20,7 @@ from ddp_course.mechanisms.agreement import (
     described,
     digest,
     form_of,
-    problem_with,
+    why_not_replicable,
 )
 from ddp_course.mechanisms.frozen import check_first_order
 from ddp_course.model import GPT, check_tokens
@@ -59,7 +59,7 @@ def check_model(
 def _problem_with(model: Any, size: int) -> str | None:
     if not isinstance(model, GPT):
         return f"model is a {type(model).__name__}; it must be a plain GPT"
-    if wrong := problem_with(model) or model.config.indivisible(SHARED, size):
+    if wrong := why_not_replicable(model) or model.config.indivisible(SHARED, size):
         return wrong
     devices = {str(parameter.device) for parameter in model.parameters()}
     if len(devices) > 1:

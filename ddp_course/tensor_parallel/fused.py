@@ -121,7 +121,7 @@ class ColumnProduct(Function):
             compute_own()
             total = group.reduce_scatter(summand, 1)  # (B, T/tp, I)
         else:
-            total = group.all_reduce(summand, meanwhile=compute_own)  # (..., I)
+            total = group.all_reduce(summand, compute=compute_own)  # (..., I)
         return total, *own, None
 
 

@@ -35,11 +35,11 @@ from ddp_course.mechanisms.placements import Flat, placed
 from ddp_course.mechanisms.saving import (
     WRITING,
     CheckpointError,
-    left_overs,
-    read,
+    abandoned,
+    read_whole,
     rename,
     seal,
-    unsealed,
+    unseal,
     write_whole,
 )
 from ddp_course.mechanisms.states import on_cpu
@@ -130,7 +130,7 @@ def _saves(folder: Path) -> list[Path]:
 def _begin(folder: Path) -> tuple[str, str]:
     """Create a folder for a new save; return its temporary and its final name."""
     folder.mkdir(parents=True, exist_ok=True)
-    for left_over in left_overs(folder):
+    for left_over in abandoned(folder):
         shutil.rmtree(left_over, ignore_errors=True)
     unfinished = f"{WRITING}{os.getpid()}-{secrets.token_hex(8)}"
     (folder / unfinished).mkdir()
@@ -203,20 +203,22 @@ def _read_own(
     folder: Path, sharded: ShardedModule, optimizer: Optimizer | None
 ) -> tuple[dict[Tensor, dict[str, Tensor]], list[tuple[Tensor, Tensor]], Any]:
     """Return the states of this rank's pieces, the buffers, the optimizer's options."""
-    files = [read(path, FORMAT, mmap=True) for path in sorted(folder.glob("rank-*"))]
+    files = [
+        read_whole(path, FORMAT, mmap=True) for path in sorted(folder.glob("rank-*"))
+    ]
     if not files:
         raise CheckpointError(f"{folder} has no checkpoint (no file rank-*.pt)")
     try:
         if len({file["save"] for file in files}) > 1:
             raise CheckpointError("its files are from several saves")
-        options = unsealed(files[0]["options"])
+        options = unseal(files[0]["options"])
         _check_fits(files, sharded, optimizer, options)
         states = {
             piece: _assembled(files, _key(name, piece), piece, optimizer is not None)
             for name, piece in sharded.pieces.items()
         }
         saved = files[0]["buffers"]
-        buffers = [(b, unsealed(saved[key])) for key, b in buffers_of(sharded).items()]
+        buffers = [(b, unseal(saved[key])) for key, b in buffers_of(sharded).items()]
     except (CheckpointError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder} cannot be loaded: {error}") from None
     return states, buffers, options
@@ -283,11 +285,11 @@ def _elements(
         begin, end = max(first, target.first), min(last, target.last)
         sealed = part["states"][name]
         if sealed["value"].dim() == 0:  # such as "step": equal in all parts
-            return unsealed(sealed).clone()
+            return unseal(sealed).clone()
         if elements is None:
             elements = sealed["value"].new_zeros(missing)
         if begin < end:
-            numbers = unsealed(sealed)[begin - first : end - first]
+            numbers = unseal(sealed)[begin - first : end - first]
             elements[begin - target.first : end - target.first] = numbers
             missing -= end - begin
     if missing:

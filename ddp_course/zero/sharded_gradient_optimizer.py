@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from ddp_course.mechanisms.agreement import agreed
 from ddp_course.mechanisms.engine import Engine
-from ddp_course.mechanisms.guards import AVERAGED, in_parts, put_inside
+from ddp_course.mechanisms.guards import AVERAGED, is_partial, put_inside
 from ddp_course.zero.optimizer_guards import ADVICE
 from ddp_course.zero.stage2 import SMALLER_CAP_MB, Zero2
 from ddp_course.zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
@@ -89,7 +89,7 @@ def watch_empty_clips() -> None:
 def _checked(clip: Callable[..., Any], gradient_of: Callable[[Any], Any]) -> Any:
     def checked(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        if any(map(in_parts, AVERAGED)) and all(
+        if any(map(is_partial, AVERAGED)) and all(
             gradient_of(t) is None for t in tensors
         ):
             raise RuntimeError(

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map_only
 from ddp_course.collectives.patience import patient, socket_threads
 from ddp_course.launch.deadlock import CollectiveError
 from ddp_course.mechanisms.agreement import agreed
-from ddp_course.mechanisms.frozen import Frozen, came_later, check_first_order
+from ddp_course.mechanisms.frozen import Frozen, added_too_late, check_first_order
 from ddp_course.mechanisms.guards import leave_behind
 from ddp_course.mechanisms.hooks import tensors_in
 from ddp_course.zero.stage3_simple import SimpleFullyShardedDataParallel as Sharded
@@ -65,7 +65,7 @@ class ParameterGuard:
         for owner, module in fsdp.module.named_modules():
             for name, parameter in module._parameters.items():
                 if not (parameter is None or isinstance(parameter, Freed)):
-                    raise RuntimeError(came_later(f"{owner}.{name}"))
+                    raise RuntimeError(added_too_late(f"{owner}.{name}"))
 
     def gathered(self, fsdp: Sharded, unit: Unit) -> None:
         """Record autograd's version counter of each parameter."""

@@ -127,7 +127,7 @@ class ReduceScatterAndFree(ReduceScatterBuckets):
             self.opened.add(bucket)
             bucket.flat.untyped_storage().resize_(bucket.plan.nbytes)
             for slot in bucket.slots:
-                if slot.here:  # its gradient came before the window
+                if slot.filled:  # its gradient came before the window
                     self.move(slot)
         return bucket in self.opened
 

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ddp_course.collectives.meeting import quick_exchange
 from ddp_course.launch.deadlock import CollectiveError, checked_group
-from ddp_course.mechanisms.agreement import agreed, form_of, problem_with
+from ddp_course.mechanisms.agreement import agreed, form_of, why_not_replicable
 from ddp_course.mechanisms.divided import PlainModel, groups_before
 from ddp_course.mechanisms.hooks import listeners
 from ddp_course.mechanisms.parts import announce
@@ -347,7 +347,9 @@ def check_units(
 
     Runs before anything is sent. Raises ReplicaError, with the same text on every rank.
     """
-    problem = _unfit(module) or problem_with(module) or _unusable(module, **options)
+    problem = (
+        _unfit(module) or why_not_replicable(module) or _unusable(module, **options)
+    )
     plan: tuple[UnitPlan, ...] = ()
     if not problem:
         try:
@@ -366,7 +368,7 @@ def _refuse(problem: str | None) -> None:
 
 def _unfit(module: Any) -> str | None:
     if not isinstance(module, nn.Module):
-        return None  # `problem_with` reports it
+        return None  # `why_not_replicable` reports it
     if is_sharded(module):
         return "the module is sharded already; shard the original module once"
     averaged = any(listeners(p) for p in module.parameters())

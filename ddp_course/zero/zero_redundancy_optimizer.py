@@ -126,7 +126,7 @@ class ZeroRedundancyOptimizer(Zero1):
         The next averaged backward pass averages the accumulated sum. `backward` must
         run inside the block; where its forward ran does not matter.
         """
-        return self.engine.hold()
+        return self.engine.defer()
 
     # ---- norms and scalers -----------------------------------------------------------
 

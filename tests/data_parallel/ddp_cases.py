@@ -19,7 +19,7 @@ from ddp_course.data_parallel.ddp import DistributedDataParallel as Ours
 from ddp_course.data_parallel.flat import FlatDistributedDataParallel as Flat
 from ddp_course.data_parallel.naive import NaiveDistributedDataParallel as Naive
 from ddp_course.mechanisms.frozen import KeepFrozen
-from ddp_course.mechanisms.hooks import held
+from ddp_course.mechanisms.hooks import defer_averaging
 
 ROWS, CHANNELS = 12, 7  # rows that 1, 2, 3 and 4 ranks can share
 
@@ -51,7 +51,7 @@ class Small(nn.Module):
 
     def step(self, x: Tensor, y: Tensor, micro: int) -> None:
         """Go forward and backward by itself, as a pipeline does."""
-        with held(self.parameters()):
+        with defer_averaging(self.parameters()):
             for some_x, some_y in zip(x.chunk(micro), y.chunk(micro), strict=True):
                 (nn.functional.mse_loss(self(some_x), some_y) / micro).backward()
 

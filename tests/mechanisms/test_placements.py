@@ -16,10 +16,10 @@ from ddp_course.mechanisms.assembly import assemble
 from ddp_course.mechanisms.divided import PlainModel
 from ddp_course.mechanisms.placements import (
     Flat,
+    OnRanks,
     Placed,
     Replicate,
     Shard,
-    Stage,
     Step,
     place,
     placed,
@@ -56,8 +56,8 @@ def test_of_those_with_the_same_numbers_one_owns_them():
     for first, second, owned in [
         (step(Replicate(), 0, w), step(Shard(0), 1, w), True),
         (step(Replicate(), 1, w), step(Shard(0), 0, w), False),
-        (step(Stage((1,)), 1, w), step(Replicate(), 0, w), True),
-        (step(Stage((0, 1)), 1, w), step(Flat(0, 2), 0, w), False),
+        (step(OnRanks((1,)), 1, w), step(Replicate(), 0, w), True),
+        (step(OnRanks((0, 1)), 1, w), step(Flat(0, 2), 0, w), False),
     ]:
         assert Placed("w", (4,), (first, second)).owned is owned
 
@@ -106,7 +106,7 @@ class Divided(WholeState, nn.Module):
             ranks = STAGES.get(name, (1,))
             if dist.get_rank(pp) not in ranks:
                 continue
-            place(parameter, pp, Stage(ranks), name=name)
+            place(parameter, pp, OnRanks(ranks), name=name)
             how = Shard(CUT[name]) if name in CUT else Replicate()
             local = step(how, dist.get_rank(tp), parameter).part(parameter)
             local = local.detach().clone()  # keeps the order of dimensions in memory

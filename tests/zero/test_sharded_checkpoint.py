@@ -122,7 +122,7 @@ def load_each(folder: str, compared: bool) -> dict:
     os.chdir(folder)
     if not compared:
         saving.fingerprint = lambda value: "the same"
-        sharded_checkpoint.unsealed = lambda sealed: sealed["value"]
+        sharded_checkpoint.unseal = lambda sealed: sealed["value"]
     return {name: loaded(f"{folder}/{name}") for name in SPOILT}
 
 

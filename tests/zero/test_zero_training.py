@@ -33,7 +33,7 @@ from zero_cases import (
 
 from ddp_course import collectives
 from ddp_course.launch import spawn
-from ddp_course.mechanisms.hooks import held
+from ddp_course.mechanisms.hooks import defer_averaging
 from ddp_course.zero import Zero1, Zero2
 
 WAYS: dict[str, dict] = {
@@ -145,7 +145,7 @@ def steps_of(make: Make | None, name: str, set_to_none: bool = True) -> list:
         with ExitStack() as stack:
             for k, (used, sync) in enumerate(STEPS["all" if step == 0 else name]):
                 if sync == "held":
-                    stack.enter_context(held(model.parameters()))
+                    stack.enter_context(defer_averaging(model.parameters()))
                 for rank in range(n) if alone else [dist.get_rank()]:
                     loss = model(rows(rank, k), layers_of(used, rank))
                     with opt.no_sync() if not sync and not alone else nullcontext():
