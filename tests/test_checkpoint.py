@@ -171,7 +171,7 @@ def resealed(path: Path, **changes) -> None:
         ),
         (lambda path: path.rename(path.with_name("step-00000008.pt")), "of step 8"),
         (lambda path: torch.save(Path, path), "cannot be read"),  # runs no code
-        (lambda path: flip(path), "is not what was written"),
+        (lambda path: flip(path), "is not the one that was written"),
         (lambda path: resealed(path, model={}), "is of another model or optimizer"),
         (lambda path: resealed(path, settings=None), "'settings'"),
     ],

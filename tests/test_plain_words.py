@@ -18,7 +18,6 @@ NOT_YET = {
     "bench",
     "checkpoint.py",
     "cli.py",
-    "collectives",
     "commands",
     "coordinates.py",
     "data.py",

@@ -1,15 +1,15 @@
-"""Floor 1: the collectives, made of send and recv. Read the modules in this order:
+"""Floor 1: the collectives, built on send and recv. Read the modules in this order:
 
-    plan              who sends which slice to whom in which step: plain data
+    plan              which rank sends which chunks to which rank, step by step
     catalog           every plan of the course: pure functions
     naive, tree, ring
                       three all-reduces as functions over send and recv
     halving_doubling, hierarchical
                       two more, as plans
-    runtime           carry out a plan on real ranks
+    runtime           execute a plan on real ranks
     call, meeting, communicator
-                      what every call does first: do all ranks mean the same?
-    by_plan           the all-reduces that check the call and carry out a plan
+                      check a call and compare it between the ranks, before any message
+    by_plan           the all-reduces that check the call and execute a plan
     rooted            broadcast, reduce, scatter, gather: one rank is special
     unrooted          all-gather, reduce-scatter, all-to-all, barrier
     shared_memory     a sixth all-reduce, for the ranks of one machine
@@ -17,7 +17,7 @@
     staging, memory_barrier, allocator
                       how ranks share memory: from the algorithm downwards
     port, patience, reduction
-                      the tools of the above
+                      helpers of the modules above
 
 The functions have the names and arguments of `torch.distributed`. Chapters 02 and 03.
 """

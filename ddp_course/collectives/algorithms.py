@@ -1,8 +1,8 @@
-"""All all-reduces by name, and the one that suits a size and a group.
+"""All all-reduces by name, and a rule that chooses one by size and group.
 
-No algorithm is the fastest for all sizes. Small tensors want few steps, large ones few
-bytes, ranks of one node want shared memory, and slow links between nodes want to be
-spared. `all_reduce` chooses by a rule. Explained in chapter 03.
+No algorithm is the fastest for all sizes. Small tensors need few steps, large ones few
+bytes; ranks of one node can use shared memory; slow links between nodes should carry
+little. Explained in chapter 03.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ ALGORITHMS: dict[str, Callable[..., Work | None]] = {
     "hierarchical": by_plan.hierarchical_all_reduce,
     "shared_memory": shared_memory.all_reduce,
 }
-SMALL = 64 << 10  # bytes up to which the number of steps matters most
+SMALL = 64 << 10  # bytes; up to this size the number of steps matters most
 
 
 def all_reduce(
@@ -33,14 +33,14 @@ def all_reduce(
     *,
     algorithm: str = "auto",
 ) -> Work | None:
-    """Combine all ranks' `tensor` (any shape, in place) by the algorithm that suits.
+    """Reduce all ranks' `tensor` (any shape, in place).
 
-    `algorithm` is "auto" or one of `ALGORITHMS`; see `rule`. For the other arguments
+    `algorithm` is "auto" (see `rule`) or one of `ALGORITHMS`. For the other arguments
     and the errors see `call.all_reduce_by`. Chapter 03.
     """
     comm = communicator(group)
     if algorithm == "auto":
-        # Something that is no tensor is for the call's own check, on all ranks alike.
+        # The call itself refuses other types, on all ranks.
         if isinstance(tensor, Tensor):
             algorithm = rule(comm, tensor.nbytes, tensor.device.type == "cpu")
         else:

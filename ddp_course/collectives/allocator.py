@@ -1,7 +1,7 @@
-"""Memory that the ranks of one machine have in common: one mapping in every rank.
+"""Shared memory of the ranks of one machine.
 
-The memory is a file without a name: nothing is ever to be found in /dev/shm, and it is
-gone when the last rank is gone, even after `kill -9`. Explained in chapter 03.
+The memory is a file without a name: it is never visible in /dev/shm, and the kernel
+frees it when the last rank ends, even after `kill -9`. Explained in chapter 03.
 """
 
 import os
@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Exchange = Callable[[Any], Sequence[Any]]  # shows an object to all ranks, returns all
+Exchange = Callable[[Any], Sequence[Any]]  # all-gathers an object, in rank order
 
-LINE = 64  # bytes of a cache line: what two ranks write often must not share one
+LINE = 64  # bytes of a cache line: two ranks must not write to the same line often
 PAGE = 4096  # bytes
 
 
 def container() -> tuple[str, str] | None:
-    """Return what ranks that can have memory in common have in common.
+    """Return an identifier that is equal on ranks that can share memory.
 
-    That is when the kernel was started (its boot id), and the namespace in which
-    process numbers count. None if this is not Linux: then they cannot.
+    It consists of the kernel's boot id and the namespace of process ids. None if this
+    is not Linux: then ranks cannot share memory.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
@@ -34,10 +34,10 @@ def container() -> tuple[str, str] | None:
 
 
 def machine(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Return what ranks on one node have in common, and no others.
+    """Return an identifier that is equal on the ranks of one node only.
 
-    That is the machine's name and when its kernel was started; and the node's number,
-    since `spawn` has several nodes on one machine.
+    It consists of the machine's name, the kernel's boot id, and the node's number,
+    since `spawn` emulates several nodes on one machine.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -49,14 +49,14 @@ def machine(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
 def allocate(nbytes: int, rank: int, exchange: Exchange) -> Tensor:
     """Return the same `nbytes` bytes of zeros in every rank; called by all ranks.
 
-    As a tensor of uint8, which begins with a page of the memory; `nbytes`, 1 or more,
-    are the same on all ranks. Rank 0 makes a file without a name and tells its process
-    number and file descriptor; the others open it through /proc. When all have mapped
-    it, it is closed: the mapping remains until the last tensor that looks into it is
-    gone. `exchange` is such as `all_gather_object`.
+    The result is a tensor of uint8 that begins at a page of the memory; `nbytes`, 1 or
+    more, is the same on all ranks. Rank 0 creates a file without a name and sends its
+    process id and file descriptor; the others open the file through /proc. When all
+    have mapped it, it is closed: the mapping remains until the last tensor that uses it
+    is freed. `exchange` works like `all_gather_object`.
 
-    Raises OSError, on all ranks, if one cannot have the memory; says which one, and
-    why. Chapter 03.
+    Raises OSError, on all ranks, if one cannot create or map the memory; it names the
+    rank and the reason. Chapter 03.
     """
     fd, memory, offer, problem = -1, None, None, None
     how = {"shared": True, "size": nbytes, "dtype": torch.uint8}
@@ -64,8 +64,8 @@ def allocate(nbytes: int, rank: int, exchange: Exchange) -> Tensor:
         if rank == 0:
             try:
                 fd, offer = _create(nbytes)
-            except Exception as error:  # whatever it is, the others must know
-                problem = f"cannot make it: {error}"
+            except Exception as error:  # the other ranks must know
+                problem = f"cannot create it: {error}"
         offer = exchange(offer)[0]
         if offer is not None:
             try:
@@ -79,17 +79,17 @@ def allocate(nbytes: int, rank: int, exchange: Exchange) -> Tensor:
         if fd >= 0:
             os.close(fd)
     if problems:
-        what = "; ".join(f"rank {r} {p}" for r, p in problems.items())
-        raise OSError(f"no {nbytes} bytes of shared memory: {what}")
+        text = "; ".join(f"rank {r} {p}" for r, p in problems.items())
+        raise OSError(f"no {nbytes} bytes of shared memory: {text}")
     return memory
 
 
 def _create(nbytes: int) -> tuple[int, tuple[int, int, str]]:
-    """Return a new file descriptor, and what others must know to open it."""
+    """Return a new file descriptor, and the arguments with which others `_open` it."""
     name = f"ddp-course-{secrets.token_hex(8)}"
-    fd = os.memfd_create(name)  # closed in whatever this process executes
+    fd = os.memfd_create(name)  # programs that this process executes do not inherit it
     try:
-        # Without a reservation, memory that is short shows itself late and as a crash.
+        # Without a reservation, a lack of memory shows later, as a crash.
         os.posix_fallocate(fd, 0, nbytes)
     except BaseException:
         os.close(fd)
@@ -100,7 +100,7 @@ def _create(nbytes: int) -> tuple[int, tuple[int, int, str]]:
 def _open(pid: int, fd: int, name: str) -> int:
     """Return a file descriptor of the file that process `pid` has open as `fd`."""
     path = Path(f"/proc/{pid}/fd/{fd}")
-    if name not in str(path.readlink()):  # in another container: another process
+    if name not in str(path.readlink()):  # `pid` is another process in this container
         raise OSError(f"{path} is another file here: not one machine, or container")
     return os.open(path, os.O_RDWR | os.O_CLOEXEC)
 

@@ -1,8 +1,8 @@
-"""The all-reduces that carry out a plan, with everything that a library needs.
+"""The all-reduces that execute a plan, with everything that a library needs.
 
-Each sends the messages of its plan (`catalog`). Before that all ranks compare their
-calls (`call`); long chunks travel in pieces (`runtime`); with `async_op=True` the rank
-computes meanwhile. The ideas without all this are `naive`, `tree` and `ring`.
+All ranks compare their calls (`call`), then each sends the messages of its plan
+(`catalog`), long chunks in pieces (`runtime`). With `async_op=True` the rank computes
+at the same time. `naive`, `tree` and `ring` are the same algorithms without all this.
 Explained in chapter 03.
 """
 
@@ -33,9 +33,9 @@ def hierarchical_all_reduce(
     *,
     variant: str = "sharded",
 ) -> Work | None:
-    """Combine all ranks' `tensor` (any shape, in place), sparing links between nodes.
+    """Reduce all ranks' `tensor` (any shape, in place), sparing links between nodes.
 
-    Every node must have as many ranks of the group, one node's after the other's.
+    Every node must have equally many ranks of the group, numbered node by node.
     `variant` is "sharded" or "leader". See `call.all_reduce_by` for the other
     arguments and errors. Chapter 03.
     """

@@ -1,12 +1,12 @@
-"""What a call does first: say what it means, and see what the other ranks mean.
+"""Check a collective's arguments and compare the ranks' calls before any message.
 
-A collective goes wrong in the worst way if the ranks do not mean the same: gloo hangs,
-or adds numbers that do not belong together (chapter 02 shows it). So before a rank
-sends anything it says what it is about to do, and looks at what the others say:
+If the ranks' calls differ, gloo hangs, or adds numbers that do not belong together
+(chapter 02 shows it). So before a rank sends anything it describes its call, and
+compares the description with those of the other ranks:
 
-    call = Collective(group, "broadcast", src=0)  # and what else all must agree on
-    call.tensor("tensor", tensor)                 # is it usable? its type and shape
-    call.start(body, async_op)                    # all agree: body() sends, receives
+    call = Collective(group, "broadcast", src=0)  # options that must be equal
+    call.tensor("tensor", tensor)                 # usable? type and shape must be equal
+    call.start(body, async_op)                    # compare; body() sends and receives
 
 If one rank's tensor is unusable, or if the calls differ, every rank raises the same
 `CollectiveError`, and nothing has been sent.
@@ -31,35 +31,35 @@ from ddp_course.measure.blocks import active_logs, active_meters
 
 
 class Collective:
-    """What one rank is about to do, in words, and what is wrong with it, if anything.
+    """A call of one rank: its description in words, and the problem with it, if any.
 
-    The words of all ranks must be the same. A rank whose own arguments are unusable
-    says so instead, so that the others do not wait for it. Raises ValueError or
-    TypeError, on this rank only, if `group` is none that it is in.
+    The words of all ranks must be equal. A rank with unusable arguments shows its
+    problem instead, so that the others do not wait for it. Raises ValueError or
+    TypeError, on this rank only, if it is not a member of `group`.
     """
 
     def __init__(self, group: Group, name: str, **details: Any) -> None:
         self.comm = communicator(group)
         self.rank, self.size = self.comm.rank, self.comm.size
         self.name = name
-        told = ", ".join(f"{key}={value}" for key, value in details.items())
-        self.words = [f"{name}({told})" if told else name]
+        arguments = ", ".join(f"{key}={value}" for key, value in details.items())
+        self.words = [f"{name}({arguments})" if arguments else name]
         self.problem: str | None = None
         self.op = ReduceOp.SUM
 
-    # ---- what is wrong with it? ------------------------------------------------------
+    # ---- check the arguments ---------------------------------------------------------
 
     def refuse(self, problem: str) -> None:
-        """Note what is wrong; the first word counts."""
+        """Record a problem; only the first one counts."""
         self.problem = self.problem or problem
 
     def tensor(self, role: str, tensor: Any) -> None:
-        """Check a tensor that all ranks must give in the same shape and type."""
+        """Check a tensor whose shape and type must be the same on all ranks."""
         if self.usable(role, tensor):
-            self.words.append(_told(role, tensor.dtype, tensor.shape))
+            self.words.append(_tensor_text(role, tensor.dtype, tensor.shape))
 
     def tensors(self, role: str, tensors: Any, like: Any) -> None:
-        """Check a list of one tensor for each rank, each of them like `like`."""
+        """Check a list of one tensor per rank, with the shape and type of `like`."""
         if not isinstance(tensors, Sequence) or isinstance(tensors, Tensor):
             self.refuse(f"{role} is {type(tensors).__name__}; it must be a list")
         elif len(tensors) != self.size:
@@ -79,12 +79,12 @@ class Collective:
         elif not tensor.is_contiguous():
             self.refuse(
                 f"{role} is not contiguous (shape {list(tensor.shape)}, stride "
-                f"{list(tensor.stride())}); give {role}.contiguous()"
+                f"{list(tensor.stride())}); pass {role}.contiguous()"
             )
         elif tensor.is_conj() or tensor.is_neg():
             self.refuse(
-                f"{role} is a view that negates or conjugates what is in memory; "
-                f"give {role}.resolve_conj().resolve_neg()"
+                f"{role} is a view that negates or conjugates the numbers in memory; "
+                f"pass {role}.resolve_conj().resolve_neg()"
             )
         elif isinstance(like, Tensor) and (
             (tensor.shape, tensor.dtype) != (like.shape, like.dtype)
@@ -96,7 +96,7 @@ class Collective:
         return False
 
     def times(self, role: str, tensor: Any, of: str, part: Any) -> None:
-        """Check a tensor that is as large as those like `part` of all ranks."""
+        """Check a tensor that must have the elements of all ranks' `part` together."""
         if self.usable(role, tensor) and isinstance(part, Tensor):
             wanted = self.size * part.numel()
             if tensor.dtype != part.dtype or tensor.numel() != wanted:
@@ -106,14 +106,14 @@ class Collective:
                 )
 
     def reduction(self, op: Any, tensor: Any) -> None:
-        """Check that `op` can be used on a tensor; all ranks must give the same."""
+        """Check that `op` can reduce `tensor`; it must be the same on all ranks."""
         self.op = op = getattr(op, "op", op)  # ReduceOp(ReduceOp.SUM) is SUM, too
         if isinstance(tensor, Tensor) and (wrong := check_op(op, tensor.dtype)):
             self.refuse(wrong)
         self.words.append(NAMES.get(op) or f"op {op!r}")
 
     def choice(self, name: str, value: Any, allowed: Sequence[str]) -> None:
-        """Check that an option is one of those there are."""
+        """Check that an option is one of the allowed ones."""
         if value not in allowed:
             self.refuse(f"{name} is {value!r}; it can be {', '.join(allowed)}")
 
@@ -126,7 +126,7 @@ class Collective:
         self.refuse(f"{name} is {rank!r}; the group's ranks are {known}")
         return 0
 
-    # ---- agree, and do it ------------------------------------------------------------
+    # ---- compare and run -------------------------------------------------------------
 
     def start(
         self,
@@ -135,13 +135,13 @@ class Collective:
         *,
         agreed_by_body: bool = False,
     ) -> Work | None:
-        """Agree with the other ranks, then do `body`; with `async_op`, meanwhile.
+        """Compare calls, then run `body`; in the group's thread with `async_op`.
 
-        A body that has to wait for the other ranks anyhow may do both at once, by
-        calling `agree` itself before anything is changed.
+        With `agreed_by_body`, `body` calls `agree` itself before it changes anything,
+        as it has to wait for the other ranks anyhow.
         """
         self.meters, logs = active_meters(), active_logs()
-        # Under way beside other work, messages had better interrupt that.
+        # Beside other work, gloo's threads should interrupt it: not patient then.
         self.threads = [] if async_op else threads_of(self.comm)
 
         def job() -> None:
@@ -158,16 +158,16 @@ class Collective:
         return self.comm.perform(job, async_op)
 
     def agree(self) -> None:
-        """See whether all ranks mean the same; else CollectiveError on all."""
+        """Compare the ranks' calls; raise CollectiveError on all if they differ."""
         self.comm.meeting.agree(", ".join(self.words), self.problem)
 
     @cached_property
     def port(self) -> Port:
-        """How messages leave and arrive."""
+        """The object that sends and receives this call's messages."""
         return Port(self.comm.group, self.meters)
 
     def carry_out(self, plan: Plan, buffer: Buffer, op: Op | None = None) -> None:
-        """Send and receive by a plan: in pieces, or step by step by NCCL's rules."""
+        """Execute a plan: in pieces, or step by step if NCCL's rules apply."""
         op, like = self.op if op is None else op, buffer.parts[0]
         if like.is_cuda or self.port.strict:
             runtime.step_by_step(plan, buffer, self.port, op)
@@ -179,7 +179,7 @@ class Collective:
     def all_reduce(
         self, plan: Callable[[int], Plan], tensor: Any, op: Any, async_op: bool
     ) -> Work | None:
-        """Check a tensor and an op, and start: combine by `plan(world_size)`."""
+        """Check tensor and op, and start an all-reduce by `plan(world_size)`."""
         self.tensor("tensor", tensor)
         self.reduction(op, tensor)
 
@@ -198,11 +198,11 @@ def all_reduce_by(
     group: Group = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Combine `tensor` of all ranks, in place, by the plan `plan(world_size)`.
+    """Reduce `tensor` over all ranks, in place, by the plan `plan(world_size)`.
 
     `tensor` is contiguous, of any shape and type; `op` is SUM, AVG, MAX, MIN or
-    PRODUCT; `group` is a process group, by default all ranks. Afterwards all ranks have
-    the same bits. With `async_op` it returns at once, with a handle to wait for.
+    PRODUCT; `group` is a process group (None: all ranks). The result has the same bits
+    on all ranks. With `async_op` the call returns a handle at once.
 
     Raises CollectiveError, on every rank and before anything is sent, if a tensor or op
     is unusable or differs between ranks; ValueError or TypeError for a wrong group.
@@ -212,6 +212,6 @@ def all_reduce_by(
 
 
 @lru_cache(maxsize=1000)
-def _told(role: str, dtype: torch.dtype, shape: torch.Size) -> str:
-    """Write a tensor in words: "tensor float32 [2, 3]"."""
+def _tensor_text(role: str, dtype: torch.dtype, shape: torch.Size) -> str:
+    """Return "tensor float32 [2, 3]"."""
     return f"{role} {str(dtype).removeprefix('torch.')} {list(shape)}"

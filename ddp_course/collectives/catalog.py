@@ -1,8 +1,8 @@
 """Every plan of the course: pure functions from a world size to a `Plan`.
 
-Read `plan` first. The all-reduces by halving and doubling and between nodes have files
-of their own, `halving_doubling` and `hierarchical`. `PLANS` names them all, for
-figures, widgets and tests. Explained in chapters 02 and 03.
+Read `plan` first. Two all-reduces have files of their own, `halving_doubling` and
+`hierarchical`. `PLANS` names all plans, for figures, widgets and tests. Explained in
+chapters 02 and 03.
 """
 
 from collections.abc import Callable
@@ -16,9 +16,9 @@ from ddp_course.collectives.plan import Plan, Transfer, backwards, chain, make_p
 
 @cache
 def broadcast_naive_plan(world_size: int, root: int = 0) -> Plan:
-    """Rank `root` sends everything to one rank after the other.
+    """Plan a broadcast: rank `root` sends to one rank after the other.
 
-    In step k it serves the k-th of the others: world_size - 1 steps.
+    In step k it sends to the k-th of the others: world_size - 1 steps.
     """
     others = [(root + k) % world_size for k in range(1, world_size)]
     transfers = [Transfer(k, root, dst, 0, 1, False) for k, dst in enumerate(others)]
@@ -27,7 +27,7 @@ def broadcast_naive_plan(world_size: int, root: int = 0) -> Plan:
 
 @cache
 def broadcast_tree_plan(world_size: int, root: int = 0) -> Plan:
-    """Whoever has it passes it on: the number of those who have it doubles each step.
+    """Plan a broadcast: every rank that has the data sends it on in each step.
 
     A binomial tree, ceil(log2(world_size)) steps: counted from the root, rank r sends
     to rank r + d, for d = ..., 4, 2, 1 (Thakur et al. 2005).
@@ -50,24 +50,24 @@ def _broadcast(
 
 @cache
 def reduce_naive_plan(world_size: int, root: int = 0) -> Plan:
-    """Rank `root` receives from one rank after the other, and adds what it gets."""
-    there = broadcast_naive_plan(world_size, root)
-    return backwards(there, "reduce, naive", reduce=True)
+    """Plan a reduce: rank `root` receives from one rank after the other, and adds."""
+    broadcast = broadcast_naive_plan(world_size, root)
+    return backwards(broadcast, "reduce, naive", reduce=True)
 
 
 @cache
 def reduce_tree_plan(world_size: int, root: int = 0) -> Plan:
-    """In each step half of those who still have something pass it on to the others.
+    """Plan a reduce: in each step half of the ranks with partial sums send them on.
 
     ceil(log2(world_size)) steps along a binomial tree.
     """
-    there = broadcast_tree_plan(world_size, root)
-    return backwards(there, "reduce, tree", reduce=True)
+    broadcast = broadcast_tree_plan(world_size, root)
+    return backwards(broadcast, "reduce, tree", reduce=True)
 
 
 @cache
 def scatter_plan(world_size: int, root: int = 0) -> Plan:
-    """Rank `root` sends chunk r to rank r, to one rank after the other."""
+    """Plan a scatter: rank `root` sends chunk r to rank r, one after the other."""
     n = world_size
     others = [(root + k) % n for k in range(1, n)]
     transfers = [Transfer(k, root, r, r, r + 1, False) for k, r in enumerate(others)]
@@ -77,7 +77,7 @@ def scatter_plan(world_size: int, root: int = 0) -> Plan:
 
 @cache
 def gather_plan(world_size: int, root: int = 0) -> Plan:
-    """Rank r sends chunk r to `root`, one rank after the other."""
+    """Plan a gather: rank r sends chunk r to `root`, one after the other."""
     return backwards(scatter_plan(world_size, root), "gather", reduce=False)
 
 
@@ -85,13 +85,13 @@ def gather_plan(world_size: int, root: int = 0) -> Plan:
 
 
 def _shards(n: int) -> list[set[int]]:
-    """Chunk r on rank r: how an all-gather starts, and a reduce-scatter ends."""
+    """Return {r} for each rank r: the start of an all-gather."""
     return [{r} for r in range(n)]
 
 
 @cache
 def all_gather_ring_plan(world_size: int) -> Plan:
-    """Every rank passes on to its right what it has just received from its left.
+    """Plan an all-gather: every rank sends to its right what came from its left.
 
     In step k rank r sends chunk r - k to rank r + 1: world_size - 1 steps.
     """
@@ -106,10 +106,10 @@ def all_gather_ring_plan(world_size: int) -> Plan:
 
 @cache
 def reduce_scatter_ring_plan(world_size: int) -> Plan:
-    """Every rank passes on to its right the sum that it has just added its own to.
+    """Plan a reduce-scatter: every rank adds to a sum and sends it to its right.
 
-    In step k rank r sends chunk r - 1 - k to rank r + 1, which adds it. The sum of
-    chunk c sets out from rank c + 1 and arrives, complete, at rank c.
+    In step k rank r sends chunk r - 1 - k to rank r + 1, which adds its own. The sum of
+    chunk c starts at rank c + 1 and ends, complete, at rank c.
     """
     n = world_size
     transfers = [
@@ -122,7 +122,7 @@ def reduce_scatter_ring_plan(world_size: int) -> Plan:
 
 @cache
 def reduce_scatter_direct_plan(world_size: int) -> Plan:
-    """Every rank sends every other rank its chunk, and adds what it receives.
+    """Plan a reduce-scatter: every rank sends each peer the peer's chunk, and adds.
 
     As many bytes as around the ring, but no message waits for another.
     """
@@ -137,9 +137,9 @@ def reduce_scatter_direct_plan(world_size: int) -> Plan:
 
 @cache
 def all_to_all_plan(world_size: int) -> Plan:
-    """In step k every rank sends to the rank k further, and receives from k before.
+    """Plan an all-to-all: in step k rank r sends to rank r + k.
 
-    Chunk i * n + j is what rank i has for rank j: world_size - 1 steps.
+    Chunk i * n + j goes from rank i to rank j: world_size - 1 steps.
     """
     n = world_size
     transfers = [
@@ -155,10 +155,11 @@ def all_to_all_plan(world_size: int) -> Plan:
 
 @cache
 def barrier_plan(world_size: int) -> Plan:
-    """In step k every rank tells the rank 2^k further all of whom it has heard.
+    """Plan a barrier: in step k rank r sends rank r + 2^k the list of arrived ranks.
 
-    After ceil(log2(world_size)) steps all have heard of all (dissemination barrier:
-    Hensgen, Finkel and Manber 1988). To hear of someone twice does no harm.
+    After ceil(log2(world_size)) steps every rank knows that all have arrived
+    (dissemination barrier: Hensgen, Finkel and Manber 1988). A rank may be in the list
+    twice.
     """
     n = world_size
     transfers = [
@@ -174,7 +175,7 @@ def barrier_plan(world_size: int) -> Plan:
 
 @cache
 def naive_plan(world_size: int) -> Plan:
-    """Rank 0 receives from one rank after the other, then sends to one after the other.
+    """Plan an all-reduce: rank 0 receives from all, one by one, then sends to all.
 
     2 (N - 1) steps; rank 0 sends (N - 1) S bytes, each of the others S.
     """
@@ -184,14 +185,14 @@ def naive_plan(world_size: int) -> Plan:
 
 @cache
 def tree_plan(world_size: int) -> Plan:
-    """A binomial tree up to rank 0, and down again: 2 ceil(log2(N)) steps."""
+    """Plan an all-reduce: up a binomial tree and down again, 2 ceil(log2(N)) steps."""
     up, down = reduce_tree_plan(world_size), broadcast_tree_plan(world_size)
     return chain("all_reduce, tree", up, down)
 
 
 @cache
 def ring_plan(world_size: int) -> Plan:
-    """First every rank gets the whole sum of one chunk, then everyone gets them all."""
+    """Plan an all-reduce around a ring: a reduce-scatter, then an all-gather."""
     sums = reduce_scatter_ring_plan(world_size)
     return chain("all_reduce, ring", sums, all_gather_ring_plan(world_size))
 

@@ -1,8 +1,8 @@
-"""What the ranks of a process group keep for their collectives: a thread, and memory.
+"""Communicators: the thread and the memory of a process group's collectives.
 
-Collectives can be under way in the thread (`async_op=True`), and receive into the
-memory. Where the ranks meet before each call, see `meeting`. A communicator lives as
-long as the process group. Explained in chapter 02.
+Collectives with `async_op=True` run in the thread, and receive into the memory. How the
+ranks compare their calls is in `meeting`. A communicator lives as long as its process
+group. Explained in chapter 02.
 """
 
 import threading
@@ -24,12 +24,12 @@ class Work:
         self._future = future
 
     def wait(self) -> bool:
-        """Return when the collective is done; raise what it raised."""
+        """Wait until the collective is done; raise its error, if any."""
         self._future.result()
         return True
 
     def is_completed(self) -> bool:
-        """Tell whether it is done."""
+        """Return whether the collective is done."""
         return self._future.done()
 
 
@@ -37,10 +37,10 @@ class Communicator:
     """This rank's part of a process group.
 
     Attributes:
-        meeting: where its ranks compare their calls.
-        rank, size: within the group.
-        ranks: the members' ranks in the job.
-        kept: what an algorithm wants to find again at the group's next call.
+        meeting: compares the ranks' calls.
+        rank, size: this rank's number in the group, and the group's size.
+        ranks: the members' global ranks.
+        kept: objects that algorithms keep for the group's next call, by name.
     """
 
     def __init__(self, its: Meeting) -> None:
@@ -51,7 +51,7 @@ class Communicator:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether all ranks of the group can have memory in common, as GPUs cannot."""
+        """Whether all ranks of the group can share memory (on the CPU)."""
         strict = dist.get_backend(self.group) == "strict"
         return self.meeting.barrier is not None and not strict
 
@@ -64,7 +64,7 @@ class Communicator:
         return list(nodes.values())
 
     def scratch(self, numel: int, like: Tensor) -> Tensor:
-        """Return memory for `numel` elements, the same again at the next call."""
+        """Return memory for `numel` elements; the next call returns the same memory."""
         nbytes = numel * like.element_size()
         memory = self._memory.get(like.device)
         if memory is None or memory.numel() < nbytes:
@@ -73,9 +73,9 @@ class Communicator:
         return memory[:nbytes].view(like.dtype)
 
     def perform(self, job: Callable[[], None], async_op: bool) -> Work | None:
-        """Do `job` now, or in this group's thread, in the order of the calls.
+        """Run `job` now, or in this group's thread, in the order of the calls.
 
-        What a job in the thread performs is part of it, and done at once.
+        A job that a job of the thread passes to this method runs at once.
         """
         in_thread = threading.get_ident() == self.meeting.thread
         if in_thread or not (async_op or self.meeting.busy):
@@ -96,28 +96,24 @@ class Communicator:
 
 
 def in_this_stream(job: Callable[[], None]) -> Callable[[], None]:
-    """Return `job` for another thread: on this one's GPU, in its stream.
+    """Return a function that runs `job` in this thread's CUDA stream, in any thread.
 
-    Every thread begins with the first GPU and its default stream, where nobody waits
-    for what this thread's stream still computes.
+    A new thread uses the first GPU and its default stream, which do not wait for the
+    kernels of this thread's stream.
     """
     if not torch.cuda.is_initialized():
         return job
     stream = torch.cuda.current_stream()
 
-    def there() -> None:
+    def moved() -> None:
         with torch.cuda.stream(stream):
             job()
 
-    return there
+    return moved
 
 
 def communicator(group: Group = None) -> Communicator:
-    """Return what this rank keeps for `group` (None: all ranks).
-
-    The first call for a group is a collective: its members must all make it. Raises
-    ValueError, TypeError if `group` is none that this rank is in.
-    """
+    """Return the communicator of `group` (None: all ranks); see `meeting`."""
     its = meeting(group)
     if "communicator" not in its.kept:
         its.kept["communicator"] = Communicator(its)

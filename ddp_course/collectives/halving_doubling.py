@@ -1,9 +1,9 @@
 """All-reduce by halving and doubling: a ring's bytes in a tree's number of steps.
 
-A reduce-scatter in which the messages are halved each time, then an all-gather in which
-they are doubled (Thakur, Rabenseifner and Gropp 2005). Between ranks far apart, though:
-on a cluster whose links get slower with distance, a ring may be better. Explained in
-chapter 03.
+A reduce-scatter in which the messages are halved in each step, then an all-gather in
+which they are doubled (Thakur, Rabenseifner and Gropp 2005). The largest messages go
+between the ranks farthest apart: on a cluster whose links get slower with distance, a
+ring may be better. Explained in chapter 03.
 """
 
 from functools import cache
@@ -20,7 +20,7 @@ from ddp_course.collectives.plan import (
 
 @cache
 def halving_plan(world_size: int) -> Plan:
-    """Reduce-scatter: partners swap halves of what they are still responsible for.
+    """Plan a reduce-scatter: partners swap halves of the chunks that both still have.
 
     In each step rank r and the rank at `distance` (..., 4, 2, 1) have the same range of
     chunks; one of them keeps the lower half, the other the upper. `world_size` must be
@@ -39,10 +39,10 @@ def halving_plan(world_size: int) -> Plan:
 
 @cache
 def plan(world_size: int) -> Plan:
-    """Halve, then double: the same messages back. Others take part through a partner.
+    """Plan an all-reduce: halving, then doubling, which sends the same messages back.
 
-    With p = 2^k the largest power of two up to N, rank p + i first gives all it has to
-    rank i, and at the end gets the result back: two steps more, of S bytes each.
+    p is the largest power of two up to N. Rank p + i first sends its whole tensor to
+    rank i, and at the end receives the result: two more steps, of S bytes each.
     """
     p = 1 << (world_size.bit_length() - 1)
     extra = range(world_size - p)

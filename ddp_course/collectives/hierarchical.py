@@ -1,8 +1,8 @@
 """All-reduce on several nodes: first inside each, then between them, then inside again.
 
-Links between nodes are slow, so as little as possible should go over them. With
-`leader_plan`, the version of the textbooks, one rank of each node carries everything.
-With `sharded_plan` every rank carries its part, so each node's network cards all work
+Links between nodes are slow, so as little as possible should go over them. In
+`leader_plan`, the textbook version, one rank of each node sends everything. In
+`sharded_plan` every rank sends its part, so all network cards of a node are used
 (BlueConnect: Cho et al. 2019; Horovod's NCCLHierarchicalAllreduce). Explained in
 chapter 03.
 """
@@ -22,9 +22,9 @@ from ddp_course.collectives.plan import Plan, Transfer, among, chain, make_plan
 
 @cache
 def leader_plan(nnodes: int, nproc_per_node: int) -> Plan:
-    """Reduce to each node's first rank; a ring of these; broadcast inside the nodes.
+    """Reduce to each node's first rank; all-reduce these; broadcast inside the nodes.
 
-    Between nodes only the leaders talk: each sends 2 (G - 1) / G S bytes, for G nodes.
+    Between nodes only these leaders send: each 2 (G - 1) / G S bytes, for G nodes.
     """
     nodes = _nodes(nnodes, nproc_per_node)
     phases = [
@@ -37,7 +37,7 @@ def leader_plan(nnodes: int, nproc_per_node: int) -> Plan:
 
 @cache
 def sharded_plan(nnodes: int, nproc_per_node: int) -> Plan:
-    """Reduce-scatter inside; a ring between ranks of equal local rank; all-gather.
+    """Reduce-scatter inside; all-reduce between equal local ranks; all-gather inside.
 
     Every rank sends 2 (G - 1) / G S / g bytes to another node, for G nodes of g ranks.
     """
@@ -62,7 +62,7 @@ def _nodes(nnodes: int, nproc_per_node: int) -> list[list[int]]:
 def _in_each(nodes: list[list[int]], plan: Callable[[int], Plan]) -> list[Transfer]:
     """Return the transfers of `plan` inside every node.
 
-    What is one chunk there is divided among the nodes, so it is as many chunks here.
+    A chunk of `plan` becomes as many chunks as there are nodes, which share it later.
     """
     many = len(nodes)
     return [t for node in nodes for t in among(plan(len(node)), node, times=many)]
@@ -77,7 +77,7 @@ def _chained(
 
 
 def regular(nodes: list[list[int]]) -> bool:
-    """Tell whether the group's nodes have equally many ranks, one after the other."""
+    """Return whether all nodes have equally many ranks, numbered node by node."""
     return nodes == _nodes(len(nodes), len(nodes[0]))
 
 

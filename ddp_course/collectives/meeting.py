@@ -1,8 +1,8 @@
-"""Where the ranks of a process group compare their calls, before any of them sends.
+"""Meetings: how the ranks of a process group compare their calls before they send.
 
-The ranks of one machine meet at a barrier in shared memory (`memory_barrier`), which
-takes microseconds; others meet at the store through which they were launched. A meeting
-lives as long as its process group. Explained in chapter 02.
+The ranks of one machine compare at a barrier in shared memory (`memory_barrier`), which
+takes microseconds; others through the store of the rendezvous. A meeting lives as long
+as its process group. Explained in chapter 02.
 """
 
 import ast
@@ -30,22 +30,21 @@ from ddp_course.launch.deadlock import (
 
 Group = dist.ProcessGroup | None  # None: all ranks
 
-PROBLEM = "!"  # the first letter of a note that tells of a problem
-SHOWN = " \0"  # between what must be equal and what is only shown
+PROBLEM = "!"  # the first letter of a note that reports a problem
+SHOWN = " \0"  # separates the words, which must be equal, from the value shown
 
 
 class Meeting:
-    """This rank's place among the ranks of a process group.
+    """This rank's view of a process group whose ranks compare their calls.
 
     Attributes:
-        rank, size: within the group.
-        ranks: the members' ranks in the job.
-        exchange: `exchange(value)` shows a value (of numbers, strings, and tuples of
-            such) to all ranks, and returns everyone's: slow, for setting things up.
-        barrier: where the ranks of one machine meet; None where they can have no memory
-            in common.
-        machines: of each rank.
-        kept: what an algorithm wants to find again at the group's next call.
+        rank, size: this rank's number in the group, and the group's size.
+        ranks: the members' global ranks.
+        exchange: `exchange(value)` all-gathers a value (numbers, strings, tuples of
+            these) through the store: slow, for setup.
+        barrier: the barrier of ranks on one machine; None if they cannot share memory.
+        machines: the machine of each rank.
+        kept: objects that algorithms keep for the group's next call, by name.
         under_way: the newest collective that was started in a thread of this group.
         thread: the identifier of that thread.
     """
@@ -59,10 +58,10 @@ class Meeting:
         )
         self.exchange = exchange_by_store(group.group_name, self.watch)
         self.barrier: Barrier | None = None
-        where = self.exchange((container(), machine(), os.getpid()))  # of each rank
+        where = self.exchange((container(), machine(), os.getpid()))  # one per rank
         containers, self.machines, self._processes = zip(*where, strict=True)
         if self.size > 1 and None not in containers and len(set(containers)) == 1:
-            with contextlib.suppress(OSError):  # on all ranks, or on none
+            with contextlib.suppress(OSError):  # raised on all ranks or on none
                 self.barrier = Barrier(
                     self.rank, self.size, self.exchange, watch=self._follow
                 )
@@ -78,7 +77,7 @@ class Meeting:
     def agree_now(
         self, words: str, problem: str | None = None, show: Any = None
     ) -> list[Any]:
-        """Wait for what is under way in this group; then `agree`."""
+        """Wait for the group's collective that is under way; then `agree`."""
         if self.busy and threading.get_ident() != self.thread:
             futures.wait([self.under_way])
         return self.agree(words, problem, show)
@@ -86,21 +85,22 @@ class Meeting:
     def agree(
         self, words: str, problem: str | None = None, show: Any = None
     ) -> list[Any]:
-        """Compare what all ranks are about to do, before any of them sends anything.
+        """Compare the ranks' calls before any of them sends anything.
 
         On one machine it takes microseconds, and is a barrier. Raises CollectiveError,
-        with the same text on every rank. Chapter 02.
+        with the same text on every rank, if a rank has a problem or the words differ.
+        Chapter 02.
 
         Args:
-            words: what this rank is about to do; must be equal on all ranks.
-            problem: why this rank cannot do it, if so.
-            show: a value (numbers, strings, and lists of such) to show to all ranks.
+            words: this rank's call, which must be equal on all ranks.
+            problem: why this rank cannot make the call, or None.
+            show: a value (numbers, strings, lists of these) to gather from all ranks.
 
         Returns:
-            what every rank shows, in order.
+            the values that the ranks show, in rank order.
         """
         self.watch.doing = words
-        own = note(words, problem, show)
+        own = make_note(words, problem, show)
         notes: list[str] | None = [own]
         if self.barrier is not None:
             notes = self.barrier.meet(own)
@@ -110,10 +110,10 @@ class Meeting:
             if not problem:
                 return [show] * self.size
             notes = [own] * self.size
-        return read(notes, self.ranks)
+        return read_notes(notes, self.ranks)
 
     def _follow(self, late: list[int] | None) -> None:
-        """See, while the barrier waits, whether those who are late can come."""
+        """Check, while the barrier waits, whether the ranks `late` can still come."""
         if late is None:
             self.watch.end_wait()
             return
@@ -128,7 +128,7 @@ class Meeting:
 
 
 def has_ended(process: int) -> bool:
-    """Tell whether a process of this machine is no more, or waits to be buried."""
+    """Return whether a process of this machine has ended (or is a zombie)."""
     try:
         return psutil.Process(process).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -139,14 +139,14 @@ _MEETINGS: dict[dist.ProcessGroup, Meeting] = {}
 
 
 def meeting(group: Group = None) -> Meeting:
-    """Return where the ranks of `group` (None: all ranks) meet.
+    """Return the meeting of `group` (None: all ranks); created by the first call.
 
-    The first call for a group is a collective: its members must all make it. Raises
-    ValueError, TypeError if `group` is none that this rank is in.
+    That call is a collective: all members must make it. Raises ValueError or TypeError
+    if this rank is not a member of `group`.
     """
     group = checked_group(group)
     if group not in _MEETINGS:
-        for known in list(_MEETINGS):  # some may have been destroyed meanwhile
+        for known in list(_MEETINGS):  # forget groups that were destroyed
             if _is_destroyed(known):
                 del _MEETINGS[known]
         _MEETINGS[group] = Meeting(group)
@@ -154,7 +154,7 @@ def meeting(group: Group = None) -> Meeting:
 
 
 def quick_exchange(group: Group = None) -> Callable[[str], list[str]]:
-    """Return a function that shows a text to all ranks of a group, and returns theirs.
+    """Return a function that all-gathers a text within a group.
 
     On one machine it takes microseconds, in shared memory.
     """
@@ -168,26 +168,26 @@ def _is_destroyed(group: dist.ProcessGroup) -> bool:
         return True
 
 
-# ---- do all mean the same? Every rank shows a note, and judges those of all ----------
+# ---- notes: every rank shows one, and compares those of all --------------------------
 
 
-def note(words: str, problem: str | None, show: Any) -> str:
-    """Return what a rank shows the others: its words and more, or its problem."""
+def make_note(words: str, problem: str | None, show: Any) -> str:
+    """Return a rank's note: its words and the value to show, or its problem."""
     if problem:
         return PROBLEM + problem
     return words if show is None else f"{words}{SHOWN}{show!r}"
 
 
-def read(notes: Sequence[str], ranks: Sequence[int]) -> list[Any]:
-    """Return what every rank shows beside its words, if these are equal.
+def read_notes(notes: Sequence[str], ranks: Sequence[int]) -> list[Any]:
+    """Return the values that the ranks show, if their words are equal.
 
     Raises CollectiveError if a rank has a problem, or if the words differ.
     """
-    problems = [note[1:] if note[:1] == PROBLEM else "" for note in notes]
+    problems = [n[1:] if n[:1] == PROBLEM else "" for n in notes]
     if any(problems):
         raise CollectiveError(f"{by_text(problems, ranks)}. Nothing was sent.")
     words, shown = zip(*(n.partition(SHOWN)[::2] for n in notes), strict=True)
     if len(set(words)) > 1:
-        told = f"the ranks do not call the same. {by_text(words, ranks)}"
-        raise CollectiveError(f"{told}. Nothing was sent.")
+        difference = f"the ranks do not call the same. {by_text(words, ranks)}"
+        raise CollectiveError(f"{difference}. Nothing was sent.")
     return [ast.literal_eval(value) if value else None for value in shown]

@@ -1,17 +1,17 @@
-"""A barrier in shared memory, at which each rank may show what it came for.
+"""A barrier in shared memory, at which the ranks may also compare a text.
 
-On one machine ranks need no message to wait for each other: they can look at the same
-memory. And as they wait anyhow, they see for next to nothing whether all of them have
-come for the same (`Barrier.meet`; chapter 02).
+On one machine ranks need no message to wait for each other: they can read the same
+memory. As they wait anyhow, comparing their calls costs almost nothing (`Barrier.meet`;
+chapter 02).
 
-All that ranks do in shared memory obeys one rule, of two pages that take turns:
+All use of shared memory obeys one rule, with two pages that take turns:
 
-    What is written before barrier number c is written on page c % 2, each rank in
-    places of its own. It is read after that barrier and before the next.
+    Before barrier number c, each rank writes to its own places on page c % 2. Ranks
+    read this page after that barrier and before the next.
 
-So whoever reads has passed the barrier at which the writer was done; and a page is
-written again only behind one more barrier, at which all have arrived that read it. No
-place is ever written and read at once. Explained in chapter 03.
+So a reader has passed the barrier at which the writer was done; and a page is written
+again only after one more barrier, at which all its readers have arrived. No place is
+ever written and read at the same time. Explained in chapter 03.
 """
 
 import ctypes
@@ -28,10 +28,10 @@ from torch import Tensor
 from ddp_course.collectives.allocator import LINE, PAGE, Exchange, allocate, round_up
 from ddp_course.launch.deadlock import ranks_in_words
 
-SPINS = 2000  # looks at a semaphore before going to sleep: about 1 ms
-NAP = 0.5  # seconds asleep before looking up for a deadline, or for Ctrl-C
-LONGEST = PAGE - 8  # bytes of a text that are shown to the others
-TIMEOUT = 1800.0  # seconds that a rank waits for the others; gloo's own by default
+SPINS = 2000  # tries at a semaphore before the rank sleeps: about 1 ms
+NAP = 0.5  # seconds of sleep between two looks at the deadline and for Ctrl-C
+LONGEST = PAGE - 8  # bytes of a text that the other ranks see
+TIMEOUT = 1800.0  # seconds that a rank waits for the others; gloo's default
 
 
 class _Time(ctypes.Structure):
@@ -44,10 +44,10 @@ def _libc() -> ctypes.CDLL:
 
 
 def _sleep_at(semaphore: ctypes.c_void_p, seconds: float) -> bool:
-    """Sleep until the semaphore is posted, and take it; False if that was too long.
+    """Sleep until the semaphore is posted, and take it; return False after `seconds`.
 
-    By the clock that somebody may set, as not all C libraries know another one here:
-    a post wakes the sleeper all the same.
+    Uses the clock that a user can set, as not all C libraries offer another one here. A
+    post wakes the sleeper in any case.
     """
     until = time.time_ns() + int(seconds * 1e9)
     until = ctypes.byref(_Time(*divmod(until, 10**9)))
@@ -56,7 +56,7 @@ def _sleep_at(semaphore: ctypes.c_void_p, seconds: float) -> bool:
 
 @lru_cache(maxsize=1000)
 def _hashed(text: str) -> tuple[bytes, bytes]:
-    """Return a text as bytes, and its hash of 8 bytes; kept, as calls repeat."""
+    """Return a text as bytes, and its hash of 8 bytes; cached, as calls repeat."""
     encoded = text.encode()
     return encoded, hashlib.blake2b(encoded, digest_size=8).digest()
 
@@ -64,24 +64,24 @@ def _hashed(text: str) -> tuple[bytes, bytes]:
 class Barrier:
     """A place in shared memory where a few ranks wait for each other.
 
-    `count` is the number of barriers so far, on all ranks alike, and `turn`, 0 or 1,
+    `count` is the number of barriers so far, the same on all ranks, and `turn`, 0 or 1,
     the page that may be written now.
 
-    It is a dissemination barrier: in round k, each rank tells the one 2**k places
-    further that it has arrived (with all whom it heard of), and waits for the one 2**k
-    places behind; after ceil(log2(size)) rounds each has heard of all. It "tells" by a
-    POSIX semaphore in the shared memory. Those, unlike plain flags, put reads and
-    writes in order on every CPU, and a rank can sleep at one.
+    It is a dissemination barrier: in round k, each rank signals the rank 2**k places
+    further that it has arrived (with all ranks that it knows of), and waits for the
+    rank 2**k places behind; after ceil(log2(size)) rounds each knows of all. The signal
+    is a POSIX semaphore in the shared memory. Unlike plain flags, semaphores order
+    reads and writes on every CPU, and a rank can sleep at one.
 
     Args:
-        rank, size: the calling rank, 0 to size - 1, and their number.
-        exchange: shows an object to all ranks and returns everyone's, in rank order.
+        rank, size: the calling rank, 0 to size - 1, and the number of ranks.
+        exchange: all-gathers an object, in rank order.
         timeout: seconds that a rank waits for the others.
-        watch: called while a rank waits for long: with those who are late, again and
-            again, and with None when all have come.
+        watch: called again and again with the late ranks while this rank waits for
+            long, and with None when all have come.
 
-    Made by all ranks together. Raises OSError, on all of them, if one cannot have the
-    memory. Source: Hensgen, Finkel, Manber 1988, "Two algorithms for barrier
+    All ranks construct it together. Raises OSError, on all of them, if one cannot map
+    the memory. Source: Hensgen, Finkel, Manber 1988, "Two algorithms for barrier
     synchronization". Chapter 03.
     """
 
@@ -101,11 +101,11 @@ class Barrier:
         head = LINE * size * (1 + rounds)  # counters and semaphores, a line for each
         page = round_up(8 * size, LINE) + PAGE * size  # hashes, then texts
         memory = allocate(round_up(head, PAGE) + 2 * page, rank, exchange)
-        self._memory = memory  # the addresses below are valid as long as this is
-        # Two numbers of each rank: how many barriers it came to; whether it has left.
-        told = memory[: LINE * size].view(torch.int64).numpy()
-        self._arrived = memoryview(told[:: LINE // 8])
-        self._left = memoryview(told[1 :: LINE // 8])
+        self._memory = memory  # keeps the addresses below valid
+        # Two numbers per rank: the barriers it has come to; whether it has left.
+        counters = memory[: LINE * size].view(torch.int64).numpy()
+        self._arrived = memoryview(counters[:: LINE // 8])
+        self._left = memoryview(counters[1 :: LINE // 8])
         self._post, self._try = _libc().sem_post, _libc().sem_trywait
 
         def semaphore(rank: int, k: int) -> ctypes.c_void_p:
@@ -124,7 +124,7 @@ class Barrier:
         self._hashes = [memoryview(p[: 8 * size].numpy()) for p in pages]
         self._texts = [_rows(p[-PAGE * size :].view(size, PAGE)) for p in pages]
         self._shown: list[bytes | None] = [None, None]  # hash of the own text, by page
-        exchange(None)  # nobody posts before that
+        exchange(None)  # no rank posts before all semaphores are initialised
 
     @property
     def turn(self) -> int:
@@ -132,10 +132,10 @@ class Barrier:
         return self.count & 1
 
     def wait(self) -> None:
-        """Wait until all ranks are here.
+        """Wait until all ranks have come.
 
         Raises:
-            TimeoutError: some did not arrive within `timeout` seconds; names them.
+            TimeoutError: some did not come within `timeout` seconds; names them.
             RuntimeError: a rank has left (see `leave`), or this one did, earlier.
         """
         if why := self._broken:
@@ -156,11 +156,10 @@ class Barrier:
             raise
 
     def meet(self, text: str) -> list[str] | None:
-        """Wait for all, showing `text`; return None if all are equal, else all of them.
+        """Wait for all and compare texts; return None if all are equal, else all texts.
 
-        Of a text longer than `LONGEST` bytes the others are shown as much; compared is
-        the hash of all of it. Nothing is written if it is already there. Errors: as
-        `wait`.
+        The hashes of whole texts are compared; only `LONGEST` bytes are returned. A
+        text that this page has already is not written again. Errors: as `wait`.
         """
         encoded, digest = _hashed(text)
         page = self.turn
@@ -179,7 +178,7 @@ class Barrier:
         return [bytes(text[8:end]).decode(errors="ignore") for text, end in shown]
 
     def __enter__(self) -> Self:
-        """Begin what the other ranks rely on: see `leave`."""
+        """Enter a block; if it fails, the other ranks are notified (`leave`)."""
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
@@ -187,10 +186,10 @@ class Barrier:
             self.leave(error)
 
     def leave(self, why: BaseException) -> None:
-        """Tell the others that this rank comes to no barrier any more.
+        """Notify the others that this rank will come to no further barrier.
 
         For a rank that fails between two barriers: the others then fail at the next
-        one, and not at its deadline.
+        barrier, and not only after its timeout.
         """
         if self._broken is None:
             self._left[self.rank] = 1

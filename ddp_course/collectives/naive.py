@@ -1,4 +1,4 @@
-"""All-reduce, the naive way: everything through rank 0, which adds.
+"""The naive all-reduce: all ranks send to rank 0, which adds and sends the sum back.
 
 Rank 0 receives and sends (N - 1) S bytes while the others wait, so the time grows with
 the number of ranks. `by_plan.naive_all_reduce` sends the same messages and checks the

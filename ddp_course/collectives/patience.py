@@ -1,20 +1,20 @@
-"""Why gloo's messages sometimes take four milliseconds, and what to do about it.
+"""Avoid that gloo's messages sometimes take four milliseconds.
 
-In every rank a thread of gloo's reads from and writes to the sockets. It shares a lock
-with whoever calls `isend` or `irecv`; if it finds the lock taken, it tries again at
-once, and again (`handleEvents` in gloo's transport/tcp/pair.cc). When Linux lets this
-thread interrupt the very one that has the lock, on the same core, it tries until its
-time is up: 3 to 4 ms in which nothing happens. Two ranks that send to each other at
-the same moment provoke just that, and a step of a ring is nothing else. Measured on two
-cores: with 32 KiB each way, up to half of all exchanges took 4 ms instead of 0.1 ms.
+In every rank a thread of gloo reads from and writes to the sockets. It shares a lock
+with the thread that calls `isend` or `irecv`; if the lock is taken, gloo's thread tries
+again and again without sleeping (`handleEvents` in gloo's transport/tcp/pair.cc). When
+Linux lets it interrupt the thread that has the lock, on the same core, it tries until
+its time slice ends: 3 to 4 ms in which nothing happens. Two ranks that send to each
+other at the same moment provoke this, and that is what a step of a ring is. Measured on
+two cores: with 32 KiB each way, up to half of all exchanges took 4 ms instead of 0.1
+ms.
 
 A thread under the policy SCHED_BATCH does not interrupt others when it wakes up; it
-waits until a core is free or the other's time is up. So while this rank does nothing
-but wait for messages, we put gloo's threads under it: on a machine that has nothing
-else to do, the 4 ms are gone. Linux only, and nobody needs special rights for it; and
-only from PyTorch 2.13 on: in 2.12 the thread has no name by which to find it.
-(PyTorch's own collectives over gloo would gain as much: `ddp-course bench all-reduce`
-measures that, too, as "gloo, patient".)
+waits until a core is free or the other's time slice ends. So while this rank only waits
+for messages, gloo's threads run under that policy: on an otherwise idle machine, the
+4 ms are gone. It needs Linux, but no privileges; and PyTorch 2.13 or later: in 2.12 the
+thread has no name by which to find it. (PyTorch's own collectives over gloo would gain
+as much: `ddp-course bench all-reduce` measures that as "gloo, patient".)
 """
 
 import contextlib
@@ -51,7 +51,7 @@ def threads_of(its: Any) -> list[int]:
 
 @contextlib.contextmanager
 def patient(threads: list[int]) -> Iterator[None]:
-    """Let these threads interrupt nobody, inside the block."""
+    """Schedule these threads so that they interrupt no other, inside the block."""
     _schedule(threads, "SCHED_BATCH")
     try:
         yield

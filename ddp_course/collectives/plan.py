@@ -1,13 +1,13 @@
-"""Plans: who sends which slice to whom in which step, as plain data.
+"""Plans: which rank sends which chunks to which rank in which step, as plain data.
 
-A collective is decided before anything is sent. Each rank's buffer is divided into
+A collective is planned before anything is sent. Each rank's buffer is divided into
 chunks, numbered 0, 1, 2, ...; a *transfer* says that in some step one rank sends a few
 consecutive chunks to another, which either adds them to its own or overwrites its own;
 and a *plan* is all transfers of a collective. Plans can be printed, drawn, counted and
-played through (`simulate`) without any process; `runtime` executes them on real ranks.
+simulated (`simulate`) without any process; `runtime` executes them on real ranks.
 
-Within one step all transfers happen together: what is sent is what was there before
-the step. Explained in chapter 02.
+Within one step all transfers happen together: a rank sends its chunks as they were
+before the step. Explained in chapter 02.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ Contributions = tuple[int, ...]  # the ranks whose numbers are in a chunk, sorte
 
 @dataclass(frozen=True, order=True)
 class Transfer:
-    """In step `step`, rank `src` sends its chunks `first` to `last - 1` to rank `dst`.
+    """A message: in step `step`, rank `src` sends chunks [first, last) to rank `dst`.
 
     With `reduce`, `dst` combines them with its own (adds, for a sum); otherwise they
     replace its own.
@@ -45,10 +45,10 @@ class Transfer:
 class Plan:
     """All transfers of one collective among `world_size` ranks.
 
-    The buffer has `chunks` chunks. `start[r]` are the chunks that hold rank r's own
-    numbers at the start, and `end[r]` those that must be complete on rank r at the
-    end: made of the numbers of all ranks that started with that chunk, each once (or
-    at least once, if combining is `idempotent`, as with a maximum).
+    The buffer has `chunks` chunks. `start[r]` are the chunks in which rank r has
+    numbers at the start, and `end[r]` those that must be complete on rank r at the end.
+    A chunk is complete if it combines the numbers of all ranks that started with it,
+    each once (or at least once, if combining is `idempotent`, as with a maximum).
     """
 
     name: str
@@ -61,15 +61,15 @@ class Plan:
 
     @cached_property
     def steps(self) -> int:
-        """The number of steps, one after the other."""
+        """The number of steps."""
         return max((t.step for t in self.transfers), default=-1) + 1
 
     def sent_by(self, rank: int) -> tuple[Transfer, ...]:
-        """Return what `rank` sends, in the order of the steps."""
+        """Return the transfers that `rank` sends, in the order of the steps."""
         return tuple(t for t in self.transfers if t.src == rank)
 
     def received_by(self, rank: int) -> tuple[Transfer, ...]:
-        """Return what `rank` receives, in the order of the steps."""
+        """Return the transfers that `rank` receives, in the order of the steps."""
         return tuple(t for t in self.transfers if t.dst == rank)
 
     def chunks_sent(self) -> list[int]:
@@ -102,10 +102,10 @@ def make_plan(
 
 
 def chain(name: str, *plans: Plan) -> Plan:
-    """Return the plan that carries out `plans` one after the other.
+    """Return the plan that executes `plans` one after the other.
 
-    They must be of as many ranks and chunks; it starts like the first and ends like
-    the last of them.
+    They must have the same numbers of ranks and chunks. It starts like the first of
+    them and ends like the last.
     """
     transfers, step = [], 0
     for plan in plans:
@@ -118,8 +118,8 @@ def chain(name: str, *plans: Plan) -> Plan:
 def backwards(plan: Plan, name: str, reduce: bool) -> Plan:
     """Return the plan that sends every message of `plan` back, the last one first.
 
-    With `reduce` they are combined: what was one before is then made of all, so every
-    rank starts with every chunk. Otherwise it starts as `plan` ends.
+    With `reduce` the receivers combine (a broadcast becomes a reduce), and every rank
+    starts with every chunk. Otherwise the new plan starts as `plan` ends.
     """
     transfers = [
         Transfer(plan.steps - 1 - t.step, t.dst, t.src, t.first, t.last, reduce)
@@ -134,15 +134,15 @@ def among(
 ) -> list[Transfer]:
     """Return the transfers of `plan` for a part of a larger world.
 
-    What `plan` calls rank i is rank `ranks[i]` there. Each of its chunks is `times`
-    chunks there, and the first of them has the number `skip`.
+    Rank i of `plan` is rank `ranks[i]` of that world. Each chunk of `plan` is `times`
+    chunks of it, and the first of them has the number `skip`.
     """
 
-    def there(t: Transfer) -> Transfer:
+    def moved(t: Transfer) -> Transfer:
         first, last = (skip + chunk * times for chunk in (t.first, t.last))
         return Transfer(t.step, ranks[t.src], ranks[t.dst], first, last, t.reduce)
 
-    return [there(t) for t in plan.transfers]
+    return [moved(t) for t in plan.transfers]
 
 
 def bounds(numel: int, chunks: int) -> list[int]:
@@ -158,11 +158,11 @@ State = list[list[Contributions]]  # state[rank][chunk]
 
 
 def simulate(plan: Plan) -> list[State]:
-    """Play a plan through: what is in every chunk of every rank, after each step.
+    """Simulate a plan: return the contents of every chunk of every rank, step by step.
 
-    Returns `plan.steps + 1` states, the first one before anything was sent. A chunk is
-    described by the ranks whose numbers are in it: (0, 2) is the sum of ranks 0's and
-    2's, (0, 0) has rank 0's numbers twice, and () holds nothing yet.
+    There are `plan.steps + 1` states, the first one before anything was sent. A chunk
+    is described by the ranks that contributed to it: (0, 2) is the sum of ranks 0 and
+    2, (0, 0) has rank 0's numbers twice, and () is empty.
     """
     state: State = [
         [(rank,) if chunk in plan.start[rank] else () for chunk in range(plan.chunks)]
@@ -182,9 +182,9 @@ def simulate(plan: Plan) -> list[State]:
 
 
 def mistakes(plan: Plan) -> list[str]:
-    """Return what is wrong with the outcome of a plan: nothing, if it is a right one.
+    """Return the errors in the outcome of a plan, as sentences; [] if it is right.
 
-    Each chunk that a rank must have at the end has to hold the numbers of every rank
+    Each chunk that a rank must have at the end has to combine the numbers of every rank
     that started with that chunk, each exactly once.
     """
     wrong = []
@@ -193,6 +193,6 @@ def mistakes(plan: Plan) -> list[str]:
         for chunk in sorted(wanted):
             right = tuple(r for r, has in enumerate(plan.start) if chunk in has)
             if (has := outcome[rank][chunk]) != right:
-                told = f"rank {rank} ends with {has} in chunk {chunk}"
-                wrong.append(f"{told}; it should have {right}")
+                found = f"rank {rank} ends with {has} in chunk {chunk}"
+                wrong.append(f"{found}; it should have {right}")
     return wrong

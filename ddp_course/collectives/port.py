@@ -1,10 +1,10 @@
-"""Ports: how a rank's messages leave and arrive, counted, over links fast and slow.
+"""Ports: send and receive a rank's messages, counted, over fast or slow links.
 
-All messages of this course's collectives go through `Port.send` and `Port.receive`,
-which are `dist.isend` and `dist.irecv` and more: an open byte meter counts the message;
-a slow line (`spawn(..., links=...)`) delays it; a tensor on a GPU is copied to the CPU
-if gloo carries it; and our messages have a tag of their own, so that they never mix
-with other messages between the same ranks. Chapter 02.
+All messages of this course's collectives go through `Port.send` and `Port.receive`.
+These call `dist.isend` and `dist.irecv`, and do more: open byte meters count the
+message; a slow line (`spawn(..., links=...)`) delays it; a tensor on a GPU is copied to
+the CPU if the backend is gloo; and the messages have a tag of their own, so that they
+never match other messages between the same ranks. Chapter 02.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from torch import Tensor
 from ddp_course.launch.wire import line_to
 from ddp_course.measure.blocks import active_meters
 
-TAG = 77  # of all our messages
+TAG = 77  # the tag of all messages
 
 
 class Handle(Protocol):
     """Something to wait for: a message that is being sent or received."""
 
     def wait(self) -> object:
-        """Return when the message's memory may be used again."""
+        """Wait until the message's memory may be used again."""
 
 
 class Port:
-    """One rank's way to the other ranks of a process group (None: all ranks).
+    """The sender and receiver of one rank's messages in a process group.
 
-    `rank`, `size` and all peers are numbers within the group. `meters` count each
-    message; None are those that are open now.
+    `group` is None for all ranks. `rank`, `size` and all peers are numbers within the
+    group. `meters` count each message; None: the meters that are open now.
     """
 
     def __init__(
@@ -52,20 +52,21 @@ class Port:
         self.nbytes_sent = 0
 
     def among(self, members: Sequence[int]) -> Port:
-        """Return a port to some ranks of the group, this one among them."""
+        """Return a port of a part of the group; `members` include this rank."""
         port = Port(self.group, self.meters)
         port.ranks = [self.ranks[member] for member in members]
         port.rank, port.size = members.index(self.rank), len(members)
         return port
 
     def in_order(self, tensor: Tensor) -> bool:
-        """Whether its messages match by their order alone: over NCCL, or strict."""
+        """Return whether messages match by order, not by tags: NCCL and strict."""
         return self.backends.get(tensor.device.type) in ("nccl", "strict")
 
     def staged(self, tensor: Tensor) -> bool:
-        """Whether it goes through the CPU: gloo would take a GPU's address for its own.
+        """Return whether a tensor must be copied through the CPU: on a GPU, over gloo.
 
-        (`ProcessGroupGloo::send`; its collectives, but these two, copy by themselves.)
+        `ProcessGroupGloo::send` would read a GPU's address as one of the CPU; only
+        gloo's collectives copy by themselves.
         """
         kind = tensor.device.type
         return kind != "cpu" and self.backends.get(kind) == "gloo"
@@ -105,10 +106,10 @@ class Port:
         sends: Sequence[tuple[Tensor, int]],
         receives: Sequence[tuple[Tensor, int]],
     ) -> list[Handle]:
-        """Start to send and receive several (tensor, peer); return what to wait for.
+        """Start to send and receive several (tensor, peer); return their handles.
 
-        All of it is handed over as one batch: one by one, two ranks that send to each
-        other can wait for each other for ever (on NCCL, with any size).
+        They are one batch: with single calls, two ranks that send to each other can
+        wait for each other forever (over NCCL, with any size).
         """
         sends = [(tensor, peer) for tensor, peer in sends if tensor.numel()]
         receives = [(tensor, peer) for tensor, peer in receives if tensor.numel()]
@@ -142,12 +143,12 @@ class Port:
 
 @cache
 def _backends(config: str) -> dict[str, str]:
-    """Return kind of device -> backend, of "cpu:gloo,cuda:nccl"."""
+    """Return {kind of device: backend} from "cpu:gloo,cuda:nccl"."""
     return dict(pair.split(":") for pair in config.split(","))
 
 
 class _Landing:
-    """A message that goes on to where it belongs when it has arrived on the CPU."""
+    """A handle that copies a message from the CPU to its tensor when it has arrived."""
 
     def __init__(self, handle: Handle, arrived: Tensor, tensor: Tensor) -> None:
         self.handle, self.arrived, self.tensor = handle, arrived, tensor

@@ -1,4 +1,4 @@
-"""How two numbers become one: the reduce operations, and what they can be used on."""
+"""The reduce operations, and the types that they accept."""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -14,7 +14,7 @@ Op = dist.ReduceOp.RedOpType
 # defines a sum as "or" and a product as "and", as gloo and NCCL do.
 COMBINE: dict[Op, Callable[..., Tensor]] = {
     ReduceOp.SUM: torch.add,
-    ReduceOp.AVG: torch.add,  # and a division at the end, see `finish`
+    ReduceOp.AVG: torch.add,  # `finish` divides
     ReduceOp.MAX: torch.maximum,
     ReduceOp.MIN: torch.minimum,
     ReduceOp.PRODUCT: torch.mul,
@@ -24,17 +24,17 @@ NAMES = {op: f"op {str(op).rpartition('.')[2]}" for op in COMBINE}  # in words
 
 @lru_cache
 def check_op(op: Op, dtype: torch.dtype) -> str | None:
-    """Return what is wrong with reducing `dtype` by `op`, or None."""
+    """Return why `dtype` cannot be reduced by `op`, or None."""
     if op not in COMBINE:
         return f"op is {op!r}; it can be {', '.join(map(str, COMBINE))}"
     if op == ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex):
-        return f"op is AVG, but the mean of {dtype} need not be one; use SUM and divide"
+        return f"op is AVG, but {dtype} cannot represent a mean; use SUM and divide"
     if dtype.is_complex and op in (ReduceOp.MAX, ReduceOp.MIN):
         return f"op is {op!r}, but complex numbers have no order"
     return None
 
 
 def finish(tensor: Tensor, op: Op, world_size: int) -> None:
-    """Turn a complete sum into what `op` asks for: a mean is divided, in place."""
+    """Divide a complete sum by `world_size`, in place, if `op` is AVG."""
     if op == ReduceOp.AVG and tensor.numel():
         tensor.div_(world_size)

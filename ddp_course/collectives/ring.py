@@ -1,10 +1,11 @@
 """All-reduce around a ring: send to the right neighbour, add what comes from the left.
 
 A reduce-scatter, then an all-gather (Patarasuk and Yuan 2009; made popular for deep
-learning by Gibiansky 2017). Each rank sends 2 (N - 1) / N S bytes, and no all-reduce
-can do with less. The price is the number of steps, 2 (N - 1). Explained in chapter 03.
+learning by Gibiansky 2017). Each rank sends 2 (N - 1) / N S bytes, the least that an
+all-reduce can send. The price is the number of steps, 2 (N - 1). Explained in chapter
+03.
 
-`around_the_ring` is the whole idea, over send and receive (`port`).
+`around_the_ring` is the whole algorithm, over send and receive (`port`).
 `by_plan.ring_all_reduce` sends the same messages, as a plan: it first compares the
 ranks' calls, cuts long messages into pieces, and can run while the rank computes.
 """
@@ -34,10 +35,10 @@ def around_the_ring(tensor: Tensor, group: dist.ProcessGroup | None = None) -> N
 
 
 def reduce_scatter(chunks: Sequence[Tensor], port: Port) -> None:
-    """Add up: afterwards chunk r of rank r is the sum of all ranks' chunks r.
+    """Add up, so that chunk r of rank r becomes the sum of all ranks' chunks r.
 
-    In step k rank r sends chunk r - 1 - k, and adds chunk r - 2 - k: it passes on what
-    it has added to in the step before. N - 1 steps; the other chunks are half sums.
+    In step k rank r sends chunk r - 1 - k, and adds to chunk r - 2 - k, which it sends
+    in the next step. N - 1 steps; the other chunks are left with partial sums.
     """
     rank, n = port.rank, port.size
     for step in range(n - 1):
@@ -49,10 +50,10 @@ def reduce_scatter(chunks: Sequence[Tensor], port: Port) -> None:
 
 
 def all_gather(chunks: Sequence[Tensor], port: Port) -> None:
-    """Hand round: afterwards all ranks have chunk r of rank r, for every r.
+    """Send chunk r of rank r to all ranks, for every r.
 
-    In step k rank r sends chunk r - k, and keeps chunk r - 1 - k: it passes on what it
-    has received in the step before. N - 1 steps.
+    In step k rank r sends chunk r - k, and receives chunk r - 1 - k, which it sends in
+    the next step. N - 1 steps.
     """
     rank, n = port.rank, port.size
     for step in range(n - 1):

@@ -1,7 +1,7 @@
 """The collectives with a root: broadcast, reduce, scatter and gather.
 
-One rank, the root, has something for all others or gets something from all of them. It
-is a rank of the whole job, as in `torch.distributed`. Explained in chapter 02.
+One rank, the root, sends to all others or receives from all of them. It is a global
+rank, as in `torch.distributed`. Explained in chapter 02.
 """
 
 from collections.abc import Sequence
@@ -32,11 +32,10 @@ def broadcast(
     *,
     algorithm: str = "tree",
 ) -> Work | None:
-    """Give every rank of `group` what rank `src` has in `tensor` (any shape, in place).
+    """Broadcast `tensor` (any shape, in place) from rank `src` to all ranks of `group`.
 
-    With `async_op` it returns at once, with a handle to wait for. `algorithm` is "tree"
-    or "naive". Raises CollectiveError, on every rank, if the ranks' calls do not fit
-    together. Chapter 02.
+    With `async_op` the call returns a handle at once. `algorithm` is "tree" or "naive".
+    Raises CollectiveError, on every rank, if the ranks' calls differ. Chapter 02.
     """
     call = Collective(group, "broadcast", algorithm=algorithm, src=src)
     call.tensor("tensor", tensor)
@@ -57,10 +56,10 @@ def reduce(
     group: Group = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Combine the ranks' tensors (any shape) in `tensor` of rank `dst`, in place.
+    """Reduce the ranks' tensors (any shape) into `tensor` of rank `dst`, in place.
 
-    The other ranks keep theirs as they are. It goes along a tree; the rest is as for
-    `all_reduce`. Raises CollectiveError. Chapter 02.
+    The other ranks' tensors do not change. The messages go along a tree; the arguments
+    are those of `all_reduce`. Raises CollectiveError. Chapter 02.
     """
     call = Collective(group, "reduce", dst=dst)
     call.tensor("tensor", tensor)
@@ -83,7 +82,7 @@ def scatter(
     group: Group = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Put `scatter_list[r]` of rank `src` into `tensor` of the group's r-th rank.
+    """Send `scatter_list[r]` of rank `src` to `tensor` of the group's r-th rank.
 
     Rank `src` gives as many tensors as the group has ranks, each like `tensor`; the
     other ranks give none. Raises CollectiveError. Chapter 02.
@@ -99,10 +98,10 @@ def gather(
     group: Group = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Put `tensor` of the group's r-th rank into `gather_list[r]` of rank `dst`.
+    """Send `tensor` of the group's r-th rank to `gather_list[r]` of rank `dst`.
 
-    Rank `dst` gives as many tensors as the group has ranks, each like `tensor`; the
-    other ranks give none. Raises CollectiveError. Chapter 02.
+    Rank `dst` passes as many tensors as the group has ranks, each like `tensor`; the
+    other ranks pass None. Raises CollectiveError. Chapter 02.
     """
     call = Collective(group, "gather", dst=dst)
     return _start_with_list(call, tensor, dst, gather_list, async_op)
@@ -111,9 +110,9 @@ def gather(
 def _start_with_list(
     call: Collective, tensor: Tensor, rank: int, rows: Any, async_op: bool
 ) -> Work | None:
-    """Check and start a scatter or gather: only rank `rank`, the root, has `rows`.
+    """Check and start a scatter or gather; only rank `rank`, the root, has `rows`.
 
-    One for each rank of the group: its `tensor`, before a gather or after a scatter.
+    There is a row for each rank: its `tensor` before a gather or after a scatter.
     """
     is_scatter = call.name == "scatter"
     call.tensor("tensor", tensor)

@@ -1,12 +1,12 @@
-"""The runtime: carry out a plan on real ranks, with nothing but send and recv.
+"""The runtime: execute a plan on real ranks, with nothing but send and recv.
 
-`step_by_step` is the one to read first: it does what the plan says, one step after the
-other. `pipelined` does the same with long chunks cut into pieces, so that one piece is
-added while the next is still on its way. Both are given
+Read `step_by_step` first: it executes the plan one step after the other. `pipelined`
+does the same with long chunks cut into pieces, so that it adds one piece while the next
+is under way. Both take
 
-    plan     who sends which chunks to whom (`plan`)
-    buffer   where on this rank the chunks are
-    port     how messages leave and arrive (`port`)
+    plan     which rank sends which chunks to which rank (`plan`)
+    buffer   this rank's chunks
+    port     the object that sends and receives (`port`)
 
 Explained in chapters 02 (step by step) and 03 (pieces).
 """
@@ -24,15 +24,15 @@ from ddp_course.collectives.plan import Plan, Transfer, bounds
 from ddp_course.collectives.port import Port
 from ddp_course.collectives.reduction import COMBINE, Op, ReduceOp, finish
 
-PIECE = 4 << 20  # bytes: longer chunks travel in pieces of this size
-WINDOW = 2  # how many receives are posted ahead
+PIECE = 4 << 20  # bytes; longer chunks are sent in pieces of this size
+WINDOW = 2  # receives posted ahead
 
 
 class Buffer:
-    """The chunks of a rank's memory: chunk c is the elements [bounds[c], bounds[c+1]).
+    """A rank's memory in chunks: chunk c is the elements [bounds[c], bounds[c + 1]).
 
-    The elements lie in one or several contiguous one-dimensional tensors of one type,
-    `parts`, one after the other; a chunk never lies in two of them.
+    `parts` are contiguous one-dimensional tensors of one type, whose elements are
+    numbered one after the other; a chunk is never in two of them.
     """
 
     def __init__(self, bounds: Sequence[int], parts: Sequence[Tensor]) -> None:
@@ -49,7 +49,7 @@ class Buffer:
 
     @classmethod
     def pieces(cls, tensors: Sequence[Tensor | None]) -> Self:
-        """Use `tensors[c]` as chunk c; None is a chunk that is never on this rank."""
+        """Use `tensors[c]` as chunk c; None is a chunk that this rank never has."""
         here = next(t for t in tensors if t is not None)
         parts = [here.new_empty(0) if t is None else t.view(-1) for t in tensors]
         buffer = cls((), parts)
@@ -57,7 +57,7 @@ class Buffer:
         return buffer
 
     def of(self, t: Transfer) -> Tensor:
-        """Return the chunks that a transfer is about."""
+        """Return the chunks that a transfer sends or receives."""
         return self[self.bounds[t.first], self.bounds[t.last]]
 
     def chunk(self, c: int) -> Tensor:
@@ -75,9 +75,9 @@ class Buffer:
 
 
 def step_by_step(plan: Plan, buffer: Buffer, port: Port, op: Op = ReduceOp.SUM) -> None:
-    """Carry out `plan`: in each step exchange messages, then combine or keep them.
+    """Execute `plan`: in each step exchange messages, then combine or copy them.
 
-    Sends and receives of a step are handed over together, as NCCL asks for.
+    The sends and receives of a step are one batch, as NCCL requires.
     """
     for step in range(plan.steps):
         sends = [t for t in plan.sent_by(port.rank) if t.step == step]
@@ -94,42 +94,42 @@ def step_by_step(plan: Plan, buffer: Buffer, port: Port, op: Op = ReduceOp.SUM) 
 
 
 def finish_chunks(plan: Plan, buffer: Buffer, port: Port, op: Op) -> None:
-    """Divide the sums that `plan` has completed on this rank, for a mean."""
+    """Divide the sums that `plan` has completed on this rank, if `op` is AVG."""
     if op == ReduceOp.AVG:
         for chunk in plan.end[port.rank]:
             finish(buffer.chunk(chunk), op, plan.world_size)
 
 
 @dataclass(frozen=True)
-class Message:
-    """A piece of a transfer: the elements [first, last), to or from rank `peer`."""
+class TransferPiece:
+    """A message of a transfer: the elements [first, last), to or from rank `peer`."""
 
     peer: int
     first: int
     last: int
     step: int
     reduce: bool = False
-    after: int = 0  # a send: how many receives must be done before
+    after: int = 0  # sends only: receives that must be done first
 
 
 @dataclass(frozen=True)
-class Messages:
-    """What one rank does: its receives in order, its sends in order."""
+class RankPieces:
+    """The messages of one rank: its receives and its sends, each in order."""
 
-    receives: tuple[Message, ...]
-    sends: tuple[Message, ...]
-    longest: int  # elements of the longest message that is to be added
+    receives: tuple[TransferPiece, ...]
+    sends: tuple[TransferPiece, ...]
+    longest: int  # elements of the longest message that has to be added
 
 
 @lru_cache(maxsize=512)
-def messages_of(plan: Plan, rank: int, edges: tuple[int, ...], piece: int) -> Messages:
+def pieces_of(plan: Plan, rank: int, edges: tuple[int, ...], piece: int) -> RankPieces:
     """Cut the transfers of `rank` into messages of at most `piece` elements.
 
     `edges` are the bounds of the chunks. A message may be sent when the receives of
-    earlier steps that touch its elements are done: `after` of them, in order.
+    earlier steps that change its elements are done: the first `after` receives.
     """
     receives = tuple(
-        Message(t.src, first, last, t.step, t.reduce)
+        TransferPiece(t.src, first, last, t.step, t.reduce)
         for t in plan.received_by(rank)
         for first, last in _cut(edges[t.first], edges[t.last], piece)
     )
@@ -139,13 +139,13 @@ def messages_of(plan: Plan, rank: int, edges: tuple[int, ...], piece: int) -> Me
             for count, r in enumerate(receives, 1):
                 if r.step < t.step and r.first < last and first < r.last:
                     after = max(after, count)
-            sends.append(Message(t.dst, first, last, t.step, after=after))
+            sends.append(TransferPiece(t.dst, first, last, t.step, after=after))
     longest = max((r.last - r.first for r in receives if r.reduce), default=0)
-    return Messages(receives, tuple(sends), longest)
+    return RankPieces(receives, tuple(sends), longest)
 
 
 def _cut(first: int, last: int, piece: int) -> list[tuple[int, int]]:
-    """Cut [first, last) into pieces; nothing at all is no message."""
+    """Cut [first, last) into pieces; an empty range has none."""
     return [(at, min(at + piece, last)) for at in range(first, last, piece)]
 
 
@@ -156,14 +156,14 @@ def pipelined(
     op: Op = ReduceOp.SUM,
     scratch: Callable[[int], Tensor] = torch.empty,
 ) -> None:
-    """Carry out `plan` in pieces: add one piece while the next ones are on the way.
+    """Execute `plan` in pieces: add one piece while the next ones are under way.
 
-    `scratch(numel)` returns memory for messages that are to be added, of the buffer's
-    type. Receives are posted `WINDOW` ahead; each message is sent as soon as what it
-    contains is there.
+    `scratch(numel)` returns memory of the buffer's type for messages that have to be
+    added. Receives are posted `WINDOW` ahead; each message is sent as soon as its
+    elements are complete.
     """
     piece = max(1, PIECE // buffer.parts[0].element_size())
-    todo = messages_of(plan, port.rank, buffer.bounds, piece)
+    todo = pieces_of(plan, port.rank, buffer.bounds, piece)
     slots = scratch(WINDOW * todo.longest).split(max(1, todo.longest))
     arriving, sending = [], []
 

@@ -1,13 +1,13 @@
-"""All-reduce in shared memory: inside a node no message need be sent at all.
+"""All-reduce in shared memory: inside a node, ranks need no messages.
 
 Every rank reduces its own 1/N of the tensor, reading its peers' parts directly, and all
-read the result. A tensor that lies anywhere goes through a *staging* buffer that all
-ranks can see; one that was made by `empty` lies in shared memory already (NCCL calls
-that a *registered* buffer), and nothing has to be copied in or out.
+read the result. An ordinary tensor is copied through a *staging* buffer that all ranks
+can read; a tensor created by `empty` is in shared memory already (NCCL calls that a
+*registered* buffer), and need not be copied.
 
-NCCL does something like it inside a node for small messages, or where GPUs have
-*symmetric* memory; otherwise rings or NVLink's own sums. How it is done here: `staging`
-and, below it, `memory_barrier` and `allocator`. Explained in chapter 03.
+NCCL does this inside a node for small messages, or where GPUs have *symmetric* memory;
+otherwise it uses rings or NVLink's own sums. The implementation is in `staging` and,
+below it, `memory_barrier` and `allocator`. Explained in chapter 03.
 """
 
 import math
@@ -22,47 +22,46 @@ from ddp_course.collectives.communicator import Communicator, Group, Work
 from ddp_course.collectives.reduction import Op, ReduceOp
 from ddp_course.collectives.staging import ONE_SHOT, Staging, SymmetricMemory, cuts
 
-# ---- tensors that lie in shared memory -----------------------------------------------
+# ---- tensors in shared memory --------------------------------------------------------
 
 
 def empty(
     *shape: int, dtype: torch.dtype = torch.float32, group: Group = None
 ) -> Tensor:
-    """Return an uninitialised tensor in shared memory; called by all ranks together.
+    """Return an uninitialised tensor in shared memory; all ranks call it together.
 
-    It can be used like any other; an `all_reduce` of it, or of a contiguous part of it,
-    needs no staging. All ranks give the same shape and type. It takes memory until
-    `free` or the end of the group. Raises CollectiveError; OSError if there is too
-    little memory. Chapter 03.
+    An `all_reduce` of the tensor, or of a contiguous part of it, needs no staging. All
+    ranks pass the same shape and type. It takes memory until `free` or the end of the
+    group. Raises CollectiveError; OSError if there is too little memory. Chapter 03.
     """
     call = Collective(group, "shared_memory.empty", shape=list(shape), dtype=dtype)
-    made: list[Tensor] = []
+    tensors: list[Tensor] = []
     if any(not isinstance(length, int) or length < 0 for length in shape):
         call.refuse(f"shape is {shape}; it must be whole numbers, 0 or more")
     _check_shared(call)
 
     def body() -> None:
         if call.size == 1:
-            made.append(torch.empty(shape, dtype=dtype))
+            tensors.append(torch.empty(shape, dtype=dtype))
             return
         nbytes, its = math.prod(shape) * dtype.itemsize, call.comm.meeting
         memory = SymmetricMemory(its.barrier, nbytes, its.exchange)
         _memories(call.comm).append(memory)
-        made.append(memory.own.view(dtype).view(shape))
+        tensors.append(memory.own.view(dtype).view(shape))
 
     call.start(body)
-    return made[0]
+    return tensors[0]
 
 
 def free(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Let go of the memory of `tensor`, made by `empty`; called by all ranks.
+    """Free the memory of `tensor`, created by `empty`; all ranks call it together.
 
-    It is given back when the tensor itself is gone, too. Raises CollectiveError.
+    The memory is freed when no tensor uses it any more. Raises CollectiveError.
     """
     call = Collective(group, "shared_memory.free")
     memory = _memory_of(call, tensor)
     if memory is None and call.size > 1:
-        call.refuse("the tensor does not lie in this group's shared memory")
+        call.refuse("the tensor is not in this group's shared memory")
     call.start(lambda: _memories(call.comm).remove(memory) if memory else None)
 
 
@@ -71,7 +70,7 @@ def _memories(comm: Communicator) -> list[SymmetricMemory]:
 
 
 def _memory_of(call: Collective, tensor: object) -> SymmetricMemory | None:
-    """Find the shared memory in which a tensor lies; on all ranks at the same place."""
+    """Find the shared memory of a tensor; its place must be the same on all ranks."""
     if not call.problem and isinstance(tensor, Tensor) and tensor.numel():
         for number, memory in enumerate(_memories(call.comm)):
             offset = memory.find(tensor)
@@ -82,7 +81,7 @@ def _memory_of(call: Collective, tensor: object) -> SymmetricMemory | None:
 
 
 def _check_shared(call: Collective, *tensors: object) -> None:
-    """Check that the group's ranks, and the tensors, are where memory can be shared."""
+    """Check that the ranks can share memory and the tensors are on the CPU."""
     comm = call.comm
     if len(comm.nodes) > 1:
         nodes = [[comm.ranks[index] for index in node] for node in comm.nodes]
@@ -100,11 +99,10 @@ def _check_shared(call: Collective, *tensors: object) -> None:
 def all_reduce(
     tensor: Tensor, op: Op = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Work | None:
-    """Combine all ranks' `tensor` (on the CPU, any shape, in place), on one machine.
+    """Reduce all ranks' `tensor` (on the CPU, any shape, in place), on one node.
 
-    Without staging if it lies in memory made by `empty`, at the same place on all
-    ranks. See `call.all_reduce_by` for arguments and errors; ranks that are not on
-    one node cannot do it. Chapter 03.
+    Without staging if it is in memory created by `empty`, at the same place on all
+    ranks. See `call.all_reduce_by` for arguments and errors. Chapter 03.
     """
     call = Collective(group, "shared_memory.all_reduce")
     call.tensor("tensor", tensor)
@@ -123,7 +121,7 @@ def all_reduce(
             kept["staging"] = Staging(its.barrier, its.exchange)
         way = kept["staging"] if memory is None else memory
         way.all_reduce(tensor, call.op, call.agree)
-        # No message is sent, but bytes of this rank are read by others; count those.
+        # No message is sent; the meters count the bytes that other ranks read.
         if call.meters:
             how = tensor.element_size(), call.size, call.rank, memory is not None
             moved = volumes(tensor.numel(), *how)
@@ -140,12 +138,12 @@ def all_reduce(
 def volumes(
     numel: int, itemsize: int, size: int, rank: int, registered: bool = False
 ) -> list[int]:
-    """Return how many bytes an all-reduce moves from `rank` to each of `size` ranks.
+    """Return the bytes that an all-reduce moves from `rank` to each of `size` ranks.
 
-    As many come back. A small tensor is read whole by everyone. Otherwise rank p reads
-    slice p of this rank's numbers, and slice `rank` of the result goes to p: together
-    2 (N - 1) / N S to all peers, as around a ring; slices begin at cache lines, so that
-    some are a little longer than others. Chapter 03.
+    As many come back. Every rank reads the whole of a small tensor. Otherwise rank p
+    reads slice p of this rank's numbers, and slice `rank` of the result: together
+    2 (N - 1) / N S to all peers, as around a ring. Slices begin at cache lines, so some
+    are a little longer than others. Chapter 03.
     """
     nbytes = numel * itemsize
     if nbytes <= ONE_SHOT and not registered:

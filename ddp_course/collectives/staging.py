@@ -1,15 +1,15 @@
 """All-reduce in shared memory: each rank reduces one slice of all ranks' tensors.
 
-Rank r is in charge of slice r. It combines slice r of rank 0, of rank 1, ..., in that
-order, and then all ranks have the result from it. So every element is reduced in the
-same order, however it gets there: the same bits on all ranks and in both of
+Rank r combines slice r of rank 0, of rank 1, ..., in that order, and all ranks read the
+result from it. So every element is reduced in the same order, with the same bits on all
+ranks and in both classes:
 
-    Staging          any tensor goes through slots in shared memory, in slabs
-    SymmetricMemory  tensors that lie in shared memory already
+    Staging          copies any tensor through slots in shared memory, in slabs
+    SymmetricMemory  reduces tensors that are in shared memory already
 
 Both take contiguous tensors of any type and shape. Each all-reduce begins with one
-barrier, which may be the caller's own `meet` (that of ranks that agree, say). If it
-raises, no tensor has been changed. Errors: as `Barrier.wait`, and what `meet` raises.
+barrier, which may be the caller's own `meet` (such as a comparison of calls). If it
+raises, no tensor has been changed. Errors: as `Barrier.wait`, and those of `meet`.
 Chapter 03.
 """
 
@@ -25,28 +25,28 @@ from ddp_course.collectives.reduction import COMBINE, Op, finish
 
 Meet = Callable[[], object]
 
-SLOT = 1 << 20  # bytes of a slab: longer tensors go through in slabs of this size
-ONE_SHOT = 64 << 10  # bytes up to which every rank reduces everything itself
+SLOT = 1 << 20  # bytes of a slab: longer tensors are copied in slabs of this size
+ONE_SHOT = 64 << 10  # bytes; up to this size every rank reduces the whole tensor
 BLOCK = 256 << 10  # bytes reduced at once: those of all ranks should fit in a cache
-KEPT = 256  # views are kept for as many different sizes and places
+KEPT = 256  # the number of sizes and places for which views are cached
 
 
 @lru_cache(maxsize=KEPT)
 def cuts(numel: int, size: int, itemsize: int) -> tuple[int, ...]:
-    """Return where the slices of `numel` elements begin and end.
+    """Return the bounds of the slices of `numel` elements.
 
-    Slice r is [cuts[r], cuts[r + 1]). They are equally long, but begin at multiples of
-    a cache line; so the last ones may be shorter, or empty.
+    Slice r is [cuts[r], cuts[r + 1]). Slices begin at multiples of a cache line and are
+    equally long, but the last ones may be shorter, or empty.
     """
     longest = round_up(-(-numel // size), max(1, LINE // itemsize))
     return tuple(min(r * longest, numel) for r in range(size + 1))
 
 
 def combine(inputs: Sequence[Tensor], op: Op, out: Tensor) -> None:
-    """Reduce `inputs`, one of each rank, into `out`, in the order of the ranks.
+    """Reduce `inputs`, one of each rank, into `out`, in rank order.
 
-    `out` may be the first or the second of them, but none of the others: what is in
-    those is still needed when the first two have been combined.
+    `out` may be the first or second input, but none of the others: they are read after
+    `out` has been written.
     """
     if len(inputs) == 1:
         out.copy_(inputs[0])
@@ -61,10 +61,10 @@ def combine(inputs: Sequence[Tensor], op: Op, out: Tensor) -> None:
 class Staging:
     """All-reduce of any contiguous tensors, through slots in shared memory.
 
-    Each of two pages has a slot for every rank, and one for results. A rank writes on
-    the page whose turn it is; it reads the other one, which all ranks have finished.
-    `slot` is the size of each in bytes, a multiple of 4096. Made by all ranks together;
-    OSError on all of them if one cannot have the memory.
+    Each of two pages has a slot for every rank, and one for results. A rank writes to
+    the page whose turn it is, and reads the other one, which all ranks have finished.
+    `slot` is the size of a slot in bytes, a multiple of 4096. All ranks construct it
+    together. Raises OSError on all of them if one cannot map the memory.
     """
 
     def __init__(self, barrier: Barrier, exchange: Exchange, slot: int = SLOT) -> None:
@@ -76,10 +76,7 @@ class Staging:
         self._views: dict[tuple, list[Tensor]] = {}
 
     def page(self, turn: int, like: Tensor) -> list[Tensor]:
-        """Return every rank's slot of a page, and that of results, as long as `like`.
-
-        They are of its type, and one-dimensional.
-        """
+        """Return the slots of a page (ranks', then results), each as a flat `like`."""
         key = turn, like.numel(), like.dtype
         if key not in self._views:
             if len(self._views) >= KEPT:
@@ -93,14 +90,14 @@ class Staging:
         return self.page(self.barrier.turn, like)
 
     def read(self, like: Tensor) -> list[Tensor]:
-        """Return the page that was written before the last one."""
+        """Return the page that was written before the last barrier."""
         return self.page(1 - self.barrier.turn, like)
 
     def all_reduce(self, tensor: Tensor, op: Op, meet: Meet | None = None) -> None:
         """Reduce `tensor` over all ranks, in place.
 
-        A small one is read whole by everyone. Of a larger one every rank reduces its
-        slice of each slab, and reads the others' results.
+        Of a small tensor every rank reads all copies. Of a larger one every rank
+        reduces its slice of each slab, and reads the other ranks' results.
         """
         rank, size, flat = self.rank, self.size, tensor.view(-1)
 
@@ -141,10 +138,9 @@ class Staging:
     def _in_turns(
         self, parts: Sequence[Any], stages: Sequence[Callable], meet: Meet | None
     ) -> None:
-        """Do the first stage of part i, the second of part i - 1, ...; then a barrier.
+        """Run the first stage of part i, the second of part i - 1, ...; then a barrier.
 
-        So there is one barrier for each part, and one more for each stage after the
-        second.
+        There is one barrier per part, and one more for each stage after the second.
         """
         turns = len(parts) + len(stages) - 1
         for i in range(turns):
@@ -159,13 +155,13 @@ class Staging:
 
 
 class SymmetricMemory:
-    """Memory of every rank that all ranks can read and write: `own`, on this rank.
+    """Memory of every rank that all ranks can read and write; `own` is this rank's.
 
-    A tensor made of `own` (`own[:4096].view(torch.float32)`) is reduced where it is:
-    rank r reduces slice r of all ranks' tensors, and writes it into all of them. The
-    tensor must begin at the same place on all ranks. The memory is freed when the last
-    tensor in it is gone, on the last rank. Made by all ranks together, of `nbytes`
-    bytes on each; OSError on all of them if one cannot have it.
+    A view of `own` (`own[:4096].view(torch.float32)`) is reduced in place: rank r
+    reduces slice r of all ranks' tensors, and writes it into all of them. The tensor
+    must begin at the same place on all ranks. The memory is freed with the last tensor
+    in it, on the last rank. All ranks construct it together, with `nbytes` bytes on
+    each. Raises OSError on all of them if one cannot map it.
 
     The name is that of PyTorch's counterpart for GPUs
     (`torch.distributed._symmetric_memory`). Chapter 03.
@@ -180,24 +176,27 @@ class SymmetricMemory:
         self._kept: dict[tuple, list[list[Tensor]]] = {}
 
     def find(self, tensor: Tensor) -> int | None:
-        """Return at which byte of `own` a contiguous tensor begins; None: elsewhere."""
+        """Return the byte of `own` at which a tensor begins; None: elsewhere."""
         offset = tensor.data_ptr() - self.own.data_ptr()
         return offset if 0 <= offset <= self.own.numel() - tensor.nbytes else None
 
     def peers(self, tensor: Tensor) -> list[Tensor]:
-        """Return every rank's tensor at the place of a contiguous `tensor` in here."""
+        """Return every rank's tensor at the place of a contiguous `tensor`."""
         start = self.find(tensor) if tensor.numel() else 0
         if start is None:
-            raise ValueError(f"the tensor of shape {[*tensor.shape]} is not in here")
+            raise ValueError(
+                f"the tensor of shape {[*tensor.shape]} is not in this shared memory"
+            )
         return [
             memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             for memory in self._all
         ]
 
     def all_reduce(self, tensor: Tensor, op: Op, meet: Meet | None = None) -> None:
-        """Reduce `tensor` over all ranks, in place; ValueError if it lies elsewhere.
+        """Reduce `tensor` over all ranks, in place.
 
-        Between two barriers slice r is touched by rank r only, on all ranks.
+        Between two barriers only rank r reads and writes slice r, on all ranks. Raises
+        ValueError if `tensor` is not in this memory.
         """
         rank, size = self.barrier.rank, self.barrier.size
         edges = cuts(tensor.numel(), size, tensor.element_size())
@@ -205,14 +204,14 @@ class SymmetricMemory:
         (meet or self.barrier.wait)()
         with self.barrier as barrier:
             for block in blocks:
-                result = block[0]  # rank 0's own numbers are the first to be used up
+                result = block[0]  # rank 0's numbers are read first
                 combine(block, op, result)
                 for other in block[1:]:
                     other.copy_(result)
             barrier.wait()
 
     def _blocks(self, tensor: Tensor, first: int, last: int) -> list[list[Tensor]]:
-        """Return elements [first, last) in blocks, each as it is on every rank."""
+        """Return elements [first, last) in blocks: for each, every rank's tensor."""
         key = tensor.data_ptr(), tensor.numel(), tensor.dtype, first, last
         if key not in self._kept:
             if len(self._kept) >= KEPT:

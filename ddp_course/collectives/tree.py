@@ -1,8 +1,9 @@
 """All-reduce along a tree: reduce up, broadcast down, half as many ranks at each level.
 
-2 log2(N) steps instead of 2 (N - 1), but still whole tensors, and some ranks send
-log2(N) of them, others one. Good for small tensors. `by_plan.tree_all_reduce` sends the
-same messages and checks the call first. Explained in chapter 03.
+It takes 2 log2(N) steps instead of 2 (N - 1), but each message is a whole tensor, and
+some ranks send log2(N) of them, others one. Good for small tensors.
+`by_plan.tree_all_reduce` sends the same messages and checks the call first. Explained
+in chapter 03.
 """
 
 import torch

@@ -1,8 +1,8 @@
 """The collectives without a root: all-gather, reduce-scatter, all-to-all, barrier.
 
-The first two are the halves of a ring all-reduce (chapter 03), and what ZeRO and FSDP
-do with sharded weights and gradients (chapters 07 and 08). All-to-all brings the tokens
-of a mixture of experts to the ranks that have them. Explained in chapter 02.
+The first two are the halves of a ring all-reduce (chapter 03); ZeRO and FSDP use them
+for sharded weights and gradients (chapters 07 and 08). All-to-all sends the tokens of a
+mixture of experts to the ranks with these experts. Explained in chapter 02.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,10 +29,10 @@ def all_gather(
     group: Group = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Put `tensor` of the group's r-th rank into `tensor_list[r]` of every rank.
+    """Gather `tensor` of the group's r-th rank into `tensor_list[r]` of every rank.
 
-    All tensors have one shape and type. It goes around a ring. Raises CollectiveError.
-    Chapter 02.
+    All tensors have the same shape and type. The messages go around a ring. Raises
+    CollectiveError. Chapter 02.
     """
     call = Collective(group, "all_gather")
     call.tensor("tensor", tensor)
@@ -48,7 +48,7 @@ def all_gather(
 def all_gather_single(
     output: Tensor, input: Tensor, group: Group = None, async_op: bool = False
 ) -> Work | None:
-    """Put the inputs of all ranks one after the other into `output` of every rank.
+    """Gather the inputs of all ranks, one after the other, into `output`.
 
     `output` has world_size times as many elements as `input`; if `input` already is
     this rank's part of `output`, nothing is copied. Raises CollectiveError.
@@ -74,10 +74,10 @@ def reduce_scatter(
     group: Group = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Combine all ranks' `input_list[r]` in `output` of the group's r-th rank.
+    """Reduce all ranks' `input_list[r]` into `output` of the group's r-th rank.
 
-    All tensors have one shape and type; the inputs stay as they are, since every rank
-    sends them itself. Raises CollectiveError. Chapter 02.
+    All tensors have the same shape and type; the inputs do not change. Raises
+    CollectiveError. Chapter 02.
     """
     call = Collective(group, "reduce_scatter")
     call.tensor("output", output)
@@ -92,9 +92,9 @@ def reduce_scatter_single(
     group: Group = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Combine all ranks' `input`; the r-th rank gets the r-th part, in `output`.
+    """Reduce all ranks' `input`; the r-th rank gets the r-th part, in `output`.
 
-    `input` has world_size times as many elements as `output`, and stays as it is.
+    `input` has world_size times as many elements as `output`, and does not change.
     Raises CollectiveError. Chapter 02.
     """
     call = Collective(group, "reduce_scatter_single")
@@ -108,7 +108,7 @@ def reduce_scatter_single(
 def _reduce_scatter(
     call: Collective, output: Tensor, inputs: Callable, op: Any, async_op: bool
 ) -> Work | None:
-    """Check the op and start; `inputs()` are this rank's chunks, if all is well."""
+    """Check the op and start; `inputs()` returns this rank's chunks."""
     call.reduction(op, output)
 
     def body() -> None:
@@ -128,11 +128,11 @@ def all_to_all_single(
     group: Group = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Exchange the parts of one tensor: part j of `input` goes to the j-th rank.
+    """Exchange the parts of a tensor: part j of `input` goes to the j-th rank.
 
-    Both have one shape, of which the first dimension can be divided into as many equal
-    parts as there are ranks. Parts of other sizes are refused: PyTorch's function sends
-    them. Raises CollectiveError. Chapter 02.
+    `input` and `output` have the same shape; the number of ranks divides the first
+    dimension. Unequal parts are refused: PyTorch's function sends them. Raises
+    CollectiveError. Chapter 02.
     """
     call = Collective(group, "all_to_all_single")
     n, me = call.size, call.rank
@@ -148,7 +148,7 @@ def all_to_all_single(
         if not input.dim() or input.shape[0] % n:
             call.refuse(f"input {list(input.shape)} cannot be cut into {n} equal parts")
         elif _overlap(output, input):
-            call.refuse("output lies where input does, which is still to be sent")
+            call.refuse("output and input share memory; pass two tensors")
 
     def body() -> None:
         takes, gives = (t.view(-1).tensor_split(n) for t in (output, input))
@@ -162,17 +162,17 @@ def all_to_all_single(
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Tell whether two contiguous tensors share memory."""
+    """Return whether two contiguous tensors share memory."""
     (a, a_size), (b, b_size) = ((t.data_ptr(), t.nbytes) for t in (a, b))
     return max(a, b) < min(a + a_size, b + b_size)
 
 
 def barrier(group: Group = None, async_op: bool = False) -> Work | None:
-    """Return when every rank of `group` has called this. Chapter 02."""
+    """Wait until every rank of `group` has called this. Chapter 02."""
     call = Collective(group, "barrier")
 
     def body() -> None:
-        where = "cpu" if "cpu" in call.port.backends else "cuda"  # NCCL's alone
+        where = "cpu" if "cpu" in call.port.backends else "cuda"  # only NCCL
         token = torch.zeros(1, dtype=torch.uint8, device=where)
         plan = barrier_plan(call.size)
         call.carry_out(plan, Buffer.flat(token, 1), ReduceOp.MAX)

@@ -23,7 +23,7 @@ from ddp_course.collectives import (
 )
 from ddp_course.collectives.call import Collective
 from ddp_course.collectives.reduction import ReduceOp
-from ddp_course.collectives.runtime import PIECE, Messages
+from ddp_course.collectives.runtime import PIECE, RankPieces
 from ddp_course.launch import here, spawn
 from ddp_course.measure import ByteMeter
 
@@ -149,7 +149,7 @@ def test_messages_are_really_cut():
 # ---- planted: pieces that do not wait ----------------------------------------------
 
 
-def first_piece_only(todo: Messages) -> dict[tuple[int, int], int]:
+def first_piece_only(todo: RankPieces) -> dict[tuple[int, int], int]:
     """Return for each transfer what its first piece waits for."""
     first = {}
     for send in todo.sends:
@@ -166,15 +166,15 @@ MISTAKES = (  # how many receives a send waits for
 
 def planted() -> list[set[str]]:
     """On every rank: the algorithms that go wrong with each mistake."""
-    seen, right = [], runtime.messages_of
+    seen, right = [], runtime.pieces_of
     for after in MISTAKES:
 
-        def wrong(*args, after=after) -> Messages:
+        def wrong(*args, after=after) -> RankPieces:
             todo = right(*args)
             sends = (replace(send, after=after(send, todo)) for send in todo.sends)
             return replace(todo, sends=tuple(sends))
 
-        with patch.object(runtime, "messages_of", wrong):
+        with patch.object(runtime, "pieces_of", wrong):
             seen.append(
                 {
                     told.split(":")[0]

@@ -18,7 +18,7 @@ from ddp_course.collectives.plan import (
     mistakes,
     simulate,
 )
-from ddp_course.collectives.runtime import messages_of
+from ddp_course.collectives.runtime import pieces_of
 
 SIZES = range(1, 10)
 ROOTED = [
@@ -137,7 +137,7 @@ def test_pieces_cover_each_transfer_and_wait_for_what_they_contain(numel, piece,
     plan = PLANS[name](4)
     edges = tuple(bounds(numel, plan.chunks))
     for rank in range(4):
-        todo = messages_of(plan, rank, edges, piece)
+        todo = pieces_of(plan, rank, edges, piece)
         sent = sum(m.last - m.first for m in todo.sends)
         mine = plan.sent_by(rank)
         assert sent == sum(edges[t.last] - edges[t.first] for t in mine)
@@ -146,7 +146,7 @@ def test_pieces_cover_each_transfer_and_wait_for_what_they_contain(numel, piece,
             for r in todo.receives[s.after :]:
                 assert r.step >= s.step or r.last <= s.first or s.last <= r.first
     # What one rank sends to another is what that one expects, in the same order.
-    messages = [messages_of(plan, rank, edges, piece) for rank in range(4)]
+    messages = [pieces_of(plan, rank, edges, piece) for rank in range(4)]
     for a, b in ((a, b) for a in range(4) for b in range(4)):
         sent = [m.last - m.first for m in messages[a].sends if m.peer == b]
         assert sent == [m.last - m.first for m in messages[b].receives if m.peer == a]

@@ -301,7 +301,7 @@ def fail() -> str:
 
 def test_memory_is_found_and_goes_and_errors_are_everyones():
     told = spawn(lambda: (live(), disagree(), fail()), world_size=3)
-    elsewhere = "ValueError: the tensor of shape [3] is not in here"
+    elsewhere = "ValueError: the tensor of shape [3] is not in this shared memory"
     lived = (elsewhere, [4096, 4104, 0, None], 3, 1, True, 0)
     assert [facts[:2] for facts in told] == [(lived, [])] * 3
     assert told[1][2].startswith("TypeError")

@@ -348,7 +348,7 @@ def test_blocks_of_a_model_keep_their_inputs_alone():
     recompute_blocks(model)
     found, with_it = trained(model)
     copied, _ = trained(copy.deepcopy(model))
-    with pytest.raises(ValueError, match="a Block has a forward of its own"):
+    with pytest.raises(ValueError, match="this Block has a forward of its own"):
         recompute_blocks(model)
     with pytest.raises(ValueError, match=r"no nn.ModuleList"):
         recompute_blocks(nn.Linear(1, 1))
