@@ -25,7 +25,6 @@ NOT_YET = {
     "lab",
     "lab/draw",
     "learners_copy.py",
-    "measure",
     "mesh.py",
     "model.py",
     "parallelize.py",

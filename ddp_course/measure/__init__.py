@@ -1,15 +1,14 @@
-"""Floor 0: the meters, each beside what it measures and none inside it.
+"""Floor 0: the meters; none needs a line in the code that it measures.
 
 Read the modules in this order:
 
-    meter       bytes, by rank and peer: counted by our own collectives
-    events      what happened when: time-lines, overlap, traces for Perfetto
-    blocks      which meters and logs are open now
-    pytorch     which collectives PyTorch calls, and how large they are
-    system      what the operating system saw this process write
-    storages    the memory that tensors look at, and labels on it
-    memory      which bytes are kept now, by kind
-    memory_log  which bytes are kept when, by kind; hears of it from `allocations`
+    meter       bytes sent, by rank and peer, as the course's collectives count them
+    events      timelines: events, their overlap, traces for Perfetto blocks      the
+    meters and logs that are open now pytorch     the collectives that PyTorch calls,
+    and their sizes system      the bytes that this process writes, as the operating
+    system counts them storages    the memory of tensors, and labels on it memory
+    the bytes that are kept now, by kind memory_log  the bytes that are kept over time,
+    by kind; `allocations` reports changes
 """
 
 from ddp_course.measure.blocks import active_logs, active_meters
@@ -24,6 +23,6 @@ from ddp_course.measure.events import (
 from ddp_course.measure.memory import Ledger, resident
 from ddp_course.measure.memory_log import MemoryLog, Moment
 from ddp_course.measure.meter import ByteMeter, Bytes, table
-from ddp_course.measure.pytorch import Call, TorchCollectives
+from ddp_course.measure.pytorch import CollectiveCall, TorchCollectives
 from ddp_course.measure.storages import KINDS, label
 from ddp_course.measure.system import SystemBytes

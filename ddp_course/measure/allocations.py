@@ -1,4 +1,4 @@
-"""How a memory log hears of what happens: from operations, resizes and hooks.
+"""Report operations, resizes, gradients and optimizer steps to a memory log.
 
 Explained in chapter 06.
 """
@@ -22,14 +22,14 @@ from ddp_course.measure.storages import open_logs, plain
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """Yield the tensors in the arguments or results of an operation, plain ones."""
+    """Yield the plain tensors in the arguments or results of an operation."""
     for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, Tensor):
             yield from plain(leaf)
 
 
 class Operations(TorchDispatchMode):
-    """Within its block, tells a memory log of every operation of the calling thread."""
+    """A mode that reports every operation of its thread to a memory log."""
 
     def __init__(self, log: Any) -> None:
         super().__init__()
@@ -39,12 +39,12 @@ class Operations(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            # A DTensor or another wrapper: let it come back with what it is made of.
+            # A DTensor or another wrapper calls this again with its inner tensors.
             return NotImplemented
         result = func(*args, **(kwargs or {}))
-        # What torch.tensor and such have just made goes into this one operation.
-        made = func is torch.ops.aten.lift_fresh.default
-        self.log.operated(str(func), () if made else (args, kwargs), result)
+        # torch.tensor passes its new tensor through this operation.
+        is_new = func is torch.ops.aten.lift_fresh.default
+        self.log.operated(str(func), () if is_new else (args, kwargs), result)
         return result
 
 
@@ -54,25 +54,25 @@ _watchers = 0
 
 @contextmanager
 def watched_resizes() -> Iterator[None]:
-    """Within this block, tell all open logs of every `UntypedStorage.resize_`.
+    """Report every `UntypedStorage.resize_` in this block to all open logs.
 
-    It is no operation that a dispatch mode could see.
+    A dispatch mode does not see this call.
     """
     global _watchers
     with _lock:
         _watchers += 1
         if _watchers == 1:
-            torch.UntypedStorage.resize_ = _resize_and_tell
+            torch.UntypedStorage.resize_ = _resize_and_report
     try:
         yield
     finally:
         with _lock:
             _watchers -= 1
             if not _watchers:
-                del torch.UntypedStorage.resize_  # that of its base class is back
+                del torch.UntypedStorage.resize_  # the base class has the original
 
 
-def _resize_and_tell(storage: torch.UntypedStorage, nbytes: int) -> Any:
+def _resize_and_report(storage: torch.UntypedStorage, nbytes: int) -> Any:
     result = torch._C.StorageBase.resize_(storage, nbytes)
     for log in open_logs.now:
         log.resized(storage)
@@ -81,7 +81,7 @@ def _resize_and_tell(storage: torch.UntypedStorage, nbytes: int) -> Any:
 
 @contextmanager
 def hooks(log: Any, watched: Iterable[Any]) -> Iterator[None]:
-    """Within this block, tell a log of forwards, gradients and optimizer steps."""
+    """Report forwards, gradients and optimizer steps in this block to a log."""
 
     def looks(*_: Any) -> None:
         log.look()

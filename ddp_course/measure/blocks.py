@@ -1,9 +1,9 @@
-"""Which meters and logs are open now: the one thing of this room that is shared.
+"""The meters and logs whose blocks are open now.
 
-A collective does not take a meter as an argument: it asks which ones are open. The
-list belongs to the process and not to a thread, since autograd calls DDP's hooks from a
-thread of its own, and what they send belongs to the step that is being measured. Who
-announces messages or events imports this file alone, and neither meter nor log.
+A collective does not take a meter as an argument: it asks for the open ones. The list
+belongs to the process and not to a thread, since autograd calls DDP's hooks from
+another thread, and their messages belong to the step that is being measured. Code that
+reports messages or events imports only this file, no meter and no log.
 """
 
 import threading
@@ -16,7 +16,7 @@ class OpenBlocks(Generic[T]):
     """The objects of one kind whose `with` block is open, the outermost first.
 
     `now` is a tuple that is replaced and never changed: reading it takes no lock, costs
-    some 30 ns, and who has read it keeps what was open then.
+    some 30 ns, and a reader keeps the blocks that were open at that moment.
     """
 
     def __init__(self) -> None:
@@ -24,26 +24,26 @@ class OpenBlocks(Generic[T]):
         self._lock = threading.Lock()
 
     def open(self, block: T) -> None:
-        """Add `block`. RuntimeError if it is open already: it would count twice."""
+        """Add `block`; raise RuntimeError if it is open: it would count twice."""
         with self._lock:
             if any(other is block for other in self.now):
-                told = f"this {type(block).__name__} is open already; to measure a "
-                raise RuntimeError(f"{told}block within its block, open a second one")
+                text = f"this {type(block).__name__} is open already; to measure a "
+                raise RuntimeError(f"{text}block within its block, open a second one")
             self.now = (*self.now, block)
 
     def close(self, block: T) -> None:
-        """Remove `block`, wherever it stands: threads may close out of order."""
+        """Remove `block`; threads may close blocks out of order."""
         with self._lock:
             self.now = tuple(other for other in self.now if other is not block)
 
 
-class Block:
-    """What measures while its `with` block is open, and is told by any thread.
+class MeasuredBlock:
+    """The base class of meters and logs, which measure while their block is open.
 
-    It pickles without its lock, to be returned from a rank.
+    Any thread may report to it. It pickles without its lock, so a rank can return it.
     """
 
-    opened: ClassVar[OpenBlocks[Any]]  # of each kind of meter
+    opened: ClassVar[OpenBlocks[Any]]  # one list for each kind of meter
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -74,8 +74,8 @@ LOGS: OpenBlocks[Any] = OpenBlocks()  # the open `EventLog`s
 def active_meters() -> tuple[Any, ...]:
     """Return the byte meters whose `with` block is open now in this process.
 
-    A collective asks once, when it is called, and counts into these until it is done,
-    be it later or in another thread.
+    A collective asks once, when it is called, and counts in these meters until it is
+    done, also later and in another thread.
     """
     return METERS.now
 

@@ -1,4 +1,4 @@
-"""What happened when: events on a time-line, and how much of it at the same time.
+"""Timelines: the events of ranks, and the time in which they overlap.
 
     with EventLog() as log:
         with log.span("compute"):
@@ -8,7 +8,7 @@
 Ranks record and return events; figures, Perfetto and tests read them. All times are
 seconds of `time.perf_counter()`, which on Linux is CLOCK_MONOTONIC: it counts from the
 machine's start and is the same clock in all processes of one machine, so the events of
-its ranks can be laid on one time-line as they are. Explained in chapters 02 and 05.
+its ranks share one timeline. Explained in chapters 02 and 05.
 """
 
 import json
@@ -22,16 +22,16 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 
-from ddp_course.measure.blocks import LOGS, Block
+from ddp_course.measure.blocks import LOGS, MeasuredBlock
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that rank `rank` did from `start` to `end`, in seconds.
+    """An operation of rank `rank` from `start` to `end`, in seconds.
 
-    `lane` is the line on which it is drawn, such as "compute" or "communication"; an
-    event without one has a lane of its `op`. `nbytes` are the bytes that it sent,
-    `detail` is anything else worth knowing. ValueError if it ends before it starts.
+    `lane` is the line on which it is drawn, such as "compute" or "communication", by
+    default its `op`. `nbytes` are the bytes that it sent, `detail` has further values
+    by name. Raises ValueError if it ends before it starts.
     """
 
     rank: int
@@ -50,15 +50,15 @@ class Event:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """The duration, in seconds."""
         return self.end - self.start
 
 
-class EventLog(Block):
-    """Collects what this rank does; a context manager like `ByteMeter`.
+class EventLog(MeasuredBlock):
+    """A log of this rank's events; a context manager like `ByteMeter`.
 
     The collectives of this course add an event to every log that is open when they are
-    called. `rank` is the calling process's unless given. Any thread may add.
+    called. `rank` is by default the calling process's. Any thread may add events.
     """
 
     opened: ClassVar = LOGS
@@ -96,7 +96,7 @@ class EventLog(Block):
 
     @property
     def events(self) -> list[Event]:
-        """The events so far, by their start (a new list; plain data for a return)."""
+        """The events so far, sorted by their start (a new list)."""
         with self._lock:
             return sorted(self._events, key=lambda event: (event.start, event.end))
 
@@ -107,14 +107,13 @@ def _rank_here() -> int:
     return int(os.environ.get("RANK", 0))
 
 
-# ---- how long, and how long at the same time ---------------------------------------
+# ---- durations and overlap ---------------------------------------------------------
 
 
 def busy(events: Iterable[Event], what: str | None = None) -> float:
     """Return the seconds in which at least one event runs: each second counts once.
 
-    `what` is an op or a lane, None takes all events. Of several ranks the seconds are
-    added up.
+    `what` is an op or a lane; None: all events. The seconds of several ranks are added.
     """
     events = list(events)
     return sum(
@@ -127,9 +126,9 @@ def busy(events: Iterable[Event], what: str | None = None) -> float:
 def overlap(events: Iterable[Event], a: str, b: str) -> float:
     """Return the seconds in which events `a` and events `b` of one rank both run.
 
-    `a` and `b` are ops or lanes. However many events run at a moment, it counts once.
-    Of several ranks the seconds are added up: what two different ranks do at the same
-    time is no overlap. Chapter 05.
+    `a` and `b` are ops or lanes. A moment counts once, however many events run in it.
+    The seconds of several ranks are added; events of different ranks do not overlap.
+    Chapter 05.
     """
     events = list(events)
     return sum(
@@ -171,7 +170,7 @@ def chrome_trace(events: Iterable[Event]) -> dict[str, Any]:
     events = sorted(events, key=lambda event: (event.rank, event.start, event.end))
     first = min((event.start for event in events), default=0)
     trace: list[dict[str, Any]] = []
-    lines: dict[int, dict[str, float]] = {}  # of each rank: until when they are full
+    lines: dict[int, dict[str, float]] = {}  # rank -> line -> the end of its last event
 
     def name(kind: str, of: str, pid: int, tid: int = 0) -> None:
         named = {"name": f"{kind}_name", "ph": "M", "pid": pid, "tid": tid}

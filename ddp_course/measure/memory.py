@@ -1,20 +1,20 @@
-"""Which bytes a rank keeps, by kind: a ledger, counted now and exact.
+"""The bytes that a rank keeps now, by kind: a ledger, exact.
 
     resident(model, optimizer)
 
-Counted are *storages*: the memory that tensors look at. A storage counts once, with all
-its bytes, however many tensors look at how little of it; it lives as long as the last
-of them. Nothing here measures the process (`RSS` is mostly PyTorch itself) or asks an
-allocator, so the same model gives the same number everywhere.
+It counts *storages*: the memory behind tensors. A storage counts once, with all its
+bytes, however many tensors are views of it; it lives as long as the last of them.
+Nothing here measures the process (`RSS` is mostly PyTorch itself) or asks an allocator,
+so the same model gives the same number everywhere.
 
 Of memory that several processes share (`collectives.shared_memory.empty`), one mapping
-holds the parts of all ranks. There only the bytes count that a labelled tensor, a
-parameter, a gradient or a state looks at: they are this rank's part.
+holds the parts of all ranks. There only those bytes count that a labelled tensor, a
+parameter, a gradient or a state covers: they are this rank's part.
 
-What no count of storages sees: what an operation needs while it runs, what an allocator
-keeps for later or loses to fragments, what gloo and NCCL hold for themselves, and
-memory in which no tensor lies. `memory_log` follows the same ledger through a step.
-Explained in chapter 06.
+A count of storages does not see: the temporary memory of an operation, memory that an
+allocator caches or loses to fragments, the buffers of gloo and NCCL, and memory outside
+of tensors. `memory_log` follows the same ledger through a step. Explained in chapter
+06.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -37,10 +37,10 @@ from ddp_course.measure.storages import (
 
 
 class Ledger(Mapping[str, int]):
-    """Bytes by kind: a mapping with all of `KINDS`, in their order; prints as a table.
+    """Bytes by kind: a mapping with all of `KINDS`, in order, that prints as a table.
 
-    Two ledgers are equal if all their numbers are; so are a ledger and a dict. Raises
-    ValueError for a kind that is none, and for fewer than 0 bytes. Chapter 06.
+    Ledgers, and a ledger and a dict, are equal if all their numbers are. Raises
+    ValueError for an unknown kind or a negative number. Chapter 06.
     """
 
     def __init__(self, counts: Mapping[str, int] | None = None) -> None:
@@ -73,16 +73,16 @@ class Ledger(Mapping[str, int]):
 
 
 def resident(*modules_and_optimizers: Any) -> Ledger:
-    """Return the bytes that are kept now by these modules and optimizers, by kind.
+    """Return the bytes that these modules and optimizers keep now, by kind.
 
-    Counted are their parameters, gradients, optimizer states and buffers ("other"), and
-    every living storage that has a label, whoever keeps it. What two kinds share counts
-    as the first of: its label, parameters, gradients, optimizer states, other. What an
-    optimizer steps is a parameter if it is one of these modules' (or there are none);
-    else, as a master copy in full precision, it belongs to the optimizer's states.
+    It counts their parameters, gradients, optimizer states and buffers ("other"), and
+    every living storage with a label. Memory of two kinds counts as the first of: its
+    label, parameters, gradients, optimizer states, other. A tensor that an optimizer
+    steps is a parameter if it belongs to one of the modules (or there are none); else,
+    such as a master copy in full precision, it counts as optimizer state.
 
-    An optimizer is whatever has `param_groups` and `state` as a `torch.optim.Optimizer`
-    has. TypeError for an argument that is neither that nor an `nn.Module`. Chapter 06.
+    An optimizer is an object with `param_groups` and `state`. Raises TypeError for an
+    argument that is neither that nor an `nn.Module`. Chapter 06.
     """
     counts = dict.fromkeys(KINDS, 0)
     for parts in census(modules_and_optimizers).values():
@@ -92,9 +92,9 @@ def resident(*modules_and_optimizers: Any) -> Ledger:
 
 
 def census(watched: Iterable[Any]) -> dict[torch.UntypedStorage, list[Part]]:
-    """Return storage -> its parts by kind, each byte in one part at most.
+    """Return {storage: its parts by kind}, each byte in one part at most.
 
-    The result keeps the storages alive: do not keep it for long.
+    The result keeps the storages alive: discard it soon.
     """
     found: dict[torch.UntypedStorage, list[Part]] = {}
     for storage, parts in list(labels.items()):
@@ -109,7 +109,7 @@ def census(watched: Iterable[Any]) -> dict[torch.UntypedStorage, list[Part]]:
 
 
 def tensors_of(watched: Iterable[Any]) -> list[tuple[Tensor, str]]:
-    """Return the tensors of modules and optimizers with their kinds, surest first."""
+    """Return the tensors of modules and optimizers with their kinds, by precedence."""
     watched = list(watched)
     modules = [one for one in watched if isinstance(one, nn.Module)]
     steppers = [one for one in watched if not isinstance(one, nn.Module)]

@@ -1,4 +1,4 @@
-"""Which bytes are kept when: every allocation and release within a block, by kind.
+"""The bytes that are kept over time: all allocations and releases in a block, by kind.
 
     with MemoryLog(model, optimizer) as log:
         loss = model(x).sum()
@@ -6,16 +6,15 @@
         optimizer.step()
     log.peak
 
-Every operation of PyTorch passes the log (`TorchDispatchMode`), which looks at the
-storages that come out; that one of them is gone is told by a weak reference, on
-whichever thread it happens. So the log keeps nothing alive, and changes nothing but the
-time that an operation takes.
+Every operation of PyTorch reports its results to the log (`TorchDispatchMode`), which
+records their storages; a weak reference reports the end of a storage, on any thread. So
+the log keeps nothing alive, and changes only the time that an operation takes.
 
-It does not see what never leaves an operation (the work space of a kernel), what other
-threads allocate (unless they `label` it; autograd's own are seen), memory that no
-operation made (`torch.from_numpy`), what existed before and belongs to none of the
-watched objects, nor what the allocator and gloo hold for themselves. How it hears of
-everything: `allocations`; how it counts: `Storages`, below. Explained in chapter 06.
+It does not see temporary memory of an operation (the work space of a kernel),
+allocations of other threads (except autograd's, and tensors that they `label`), memory
+that no operation allocated (`torch.from_numpy`), earlier tensors that belong to none of
+the watched objects, and the memory of the allocator and gloo. `allocations` reports the
+changes; `Storages`, below, counts. Explained in chapter 06.
 """
 
 from __future__ import annotations
@@ -52,12 +51,11 @@ from ddp_course.measure.storages import (
 
 
 class Moment(NamedTuple):
-    """What was kept after something had happened, at `time` (`time.perf_counter()`).
+    """The bytes kept from a moment to the next; `time` is `time.perf_counter()`.
 
-    `ledger` are the bytes by kind, from this moment to the next. `what` is the
-    operation that allocated ("aten.mm.default"), or "begin", "free", "resize", "label"
-    (another one than before, or on what was not known) or "found" (a parameter,
-    gradient or state that no operation had made).
+    `ledger` has the bytes by kind. `what` is the operation that allocated
+    ("aten.mm.default"), or "begin", "free", "resize", "label" (a new or changed one) or
+    "found" (a parameter, gradient or state that no operation had allocated).
     """
 
     time: float
@@ -66,25 +64,26 @@ class Moment(NamedTuple):
 
 
 class MemoryLog:
-    """Records every allocation and release within a `with` block.
+    """A record of every allocation and release within a `with` block.
 
-    What a storage holds is told by its label, or found out when it becomes a parameter,
-    a gradient or a state of the watched objects; it counts as that from then on, and
-    from its birth if until then there was only a guess. The guess: an activation, if it
-    was allocated in the forward of a watched module, or from something that requires a
-    gradient while gradients are recorded; else "other", such as what backward computes
-    on its way. A log that is entered again starts anew. It can be returned from a rank.
+    A storage's kind is its label, or becomes known when it is a parameter, a gradient
+    or a state of the watched objects; it counts as that from then on, and from its
+    allocation if its kind was only guessed before. The guess is an activation if it was
+    allocated in the forward of a watched module, or from a tensor that requires a
+    gradient while gradients are recorded; else "other", such as intermediate results of
+    backward. A log that is entered again starts anew. A rank can return it.
 
-    What is watched is given as for `resident`. What that, and labelled tensors, hold at
-    the beginning counts from the beginning. TypeError for an argument that is neither a
-    module nor an optimizer; RuntimeError if it is entered when it is open. Chapter 06.
+    The arguments are those of `resident`. The memory of these objects and of labelled
+    tensors counts from the beginning. Raises TypeError for an argument that is neither
+    a module nor an optimizer; RuntimeError if it is entered while it is open. Chapter
+    06.
     """
 
     def __init__(self, *modules_and_optimizers: Any) -> None:
         self._watched = modules_and_optimizers
         tensors_of(self._watched)
         self._storages = Storages()
-        self._forwards = 0  # of watched modules that are running
+        self._forwards = 0  # the running forwards of watched modules
         self._lock = threading.RLock()
         self._open: ExitStack | None = None
 
@@ -109,11 +108,11 @@ class MemoryLog:
             self.look()
             self._storages.close()
 
-    # ---- what was recorded ---------------------------------------------------------
+    # ---- the record ----------------------------------------------------------------
 
     @property
     def moments(self) -> list[Moment]:
-        """What was kept from moment to moment, the first one being the beginning."""
+        """The moments so far; the first one is the beginning of the block."""
         now, moments = dict.fromkeys(KINDS, 0), []
         with self._lock:
             if self._open is not None:
@@ -126,11 +125,11 @@ class MemoryLog:
 
     @property
     def peak(self) -> Ledger:
-        """The ledger of the moment at which most was kept (the first of several)."""
+        """The ledger of the moment with the most bytes (the first of several)."""
         return max((m.ledger for m in self.moments), key=lambda ledger: ledger.total)
 
     def peak_of(self, kind: str) -> int:
-        """Return the most bytes of one kind that were kept at any moment."""
+        """Return the largest number of bytes of one kind at any moment."""
         check_kind(kind)
         return max(moment.ledger[kind] for moment in self.moments)
 
@@ -144,55 +143,57 @@ class MemoryLog:
         MemoryLog.__init__(self)
         self._storages.changes = state["changes"]
 
-    # ---- what the log is told, on any thread ---------------------------------------
+    # ---- reports to the log, on any thread -----------------------------------------
 
-    def operated(self, name: str, given: Any, result: Any) -> None:
-        """An operation has returned: which storages are new, which have grown?"""
+    def operated(self, name: str, inputs: Any, result: Any) -> None:
+        """Record the new and grown storages in an operation's result."""
         with self._lock:
             self._storages.note_ends()
-            inputs: set[int] | None = None  # most operations return views: nobody asks
+            input_storages: set[int] | None = None  # computed only if needed
             for tensor in tensors_in(result):
                 storage, changes = tensor.untyped_storage(), []
                 if self._storages.knows(storage):
                     changes = self._storages.measure(storage)
                 elif not is_mapping(storage):
-                    if inputs is None:
-                        inputs = {t.untyped_storage()._cdata for t in tensors_in(given)}
-                    if storage._cdata not in inputs:
-                        kind = "activations" if self._is_forward(given) else "other"
-                        piece = Piece(0, storage.nbytes(), kind, sure=False)
+                    if input_storages is None:
+                        input_storages = {
+                            t.untyped_storage()._cdata for t in tensors_in(inputs)
+                        }
+                    if storage._cdata not in input_storages:
+                        kind = "activations" if self._is_forward(inputs) else "other"
+                        piece = TrackedPart(0, storage.nbytes(), kind, sure=False)
                         changes = self._storages.add(storage, piece)
                 self._storages.note(name, changes)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """A storage was given another size."""
+        """Record that a storage was resized."""
         with self._lock:
             self._storages.note_ends()
             if self._storages.knows(storage):
                 self._storages.note("resize", self._storages.measure(storage))
 
     def labelled(self, tensor: Tensor, kind: str) -> None:
-        """A tensor was labelled."""
+        """Record that a tensor was labelled."""
         self._claimed(tensor, kind, "label")
 
     def accumulated(self, parameter: Tensor) -> None:
-        """A parameter has got its gradient, and may have lost it again to a hook."""
+        """Record a parameter's gradient, unless a hook has removed it again."""
         for gradient in () if parameter.grad is None else plain(parameter.grad):
             if gradient.untyped_storage() not in labels:
                 self._claimed(gradient, "gradients", "found")
 
     def forward(self, begins: bool) -> None:
-        """The forward of a watched module begins or ends."""
+        """Record that the forward of a watched module begins or ends."""
         with self._lock:
             self._forwards += 1 if begins else -1
 
     def look(self) -> None:
-        """Find out what the watched objects hold now."""
+        """Record the tensors that the watched objects have now."""
         with self._lock:
             self._storages.note_ends()
             self._storages.note("found", self._found())
 
-    def _found(self) -> list[tuple[Piece, int]]:
+    def _found(self) -> list[tuple[TrackedPart, int]]:
         return [
             change
             for storage, parts in census(self._watched).items()
@@ -207,63 +208,63 @@ class MemoryLog:
             changes = self._storages.claim(tensor.untyped_storage(), part)
             self._storages.note(what, changes)
 
-    def _is_forward(self, given: Any) -> bool:
+    def _is_forward(self, inputs: Any) -> bool:
         return self._forwards > 0 or (
-            torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(given))
+            torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(inputs))
         )
 
 
-# ---- how it counts ------------------------------------------------------------------
+# ---- counting ------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
-class Piece(Part):
-    """A part that is followed; its kind is a guess until it is `sure`."""
+class TrackedPart(Part):
+    """A part of a storage; its kind is a guess until it is `sure`."""
 
     sure: bool = True
 
 
 @dataclass
 class Living:
-    """A living storage: how one hears of its end, and what lies in it."""
+    """A living storage: a weak reference that reports its end, and its parts."""
 
     end: weakref.ref
-    pieces: list[Piece]
+    pieces: list[TrackedPart]
 
 
-Change = tuple[Piece, int]  # so many bytes more, or less
+Change = tuple[TrackedPart, int]  # so many bytes more, or less
 
 
 class Storages:
-    """Follows storages from their birth, or from when they are found, to their end.
+    """The storages that a log follows until they end, and their changes.
 
-    It keeps none of them alive. Whoever calls holds a lock.
+    It keeps no storage alive. Callers must have the log's lock.
 
     Attributes:
-        changes: (seconds of `time.perf_counter()`, what happened, which pieces became
-            larger or smaller), in the order of time. A piece that is not `sure` may
-            still turn out to have been of another kind.
+        changes: (`time.perf_counter()`, operation, parts with the bytes by which they
+            grew or shrank), in order of time. The kind of a part that is not `sure` may
+            still change.
     """
 
     def __init__(self) -> None:
         self.changes: list[tuple[float, str, list[Change]]] = []
         self._living: dict[int, Living] = {}  # by the address of the storage
-        # A storage may end at any moment, on any thread, in the midst of this code: its
-        # end only leaves a note here, which is read before anything else is counted.
+        # A storage may end at any moment, on any thread, also while this code runs: its
+        # end is only appended here, and processed before the next change.
         self._ends: deque[tuple[float, int]] = deque()
 
     def knows(self, storage: torch.UntypedStorage) -> bool:
-        """Tell whether it is followed."""
+        """Return whether the storage is followed."""
         return storage._cdata in self._living
 
     def note(self, what: str, changes: list[Change]) -> None:
-        """Write down what has changed, if anything has."""
+        """Record changes, unless there are none."""
         changes = [(piece, nbytes) for piece, nbytes in changes if nbytes]
         if changes:
             self.changes.append((time.perf_counter(), what, changes))
 
     def note_ends(self) -> None:
-        """Write down which storages have ended since the last time."""
+        """Record the storages that have ended since the last call."""
         while self._ends:
             when, key = self._ends.popleft()
             pieces = self._living.pop(key).pieces
@@ -272,22 +273,22 @@ class Storages:
                 self.changes.append((when, "free", changes))
 
     def close(self) -> None:
-        """Follow nothing any more."""
+        """Stop following all storages."""
         self.note_ends()
         self._living = {}
 
-    def add(self, storage: torch.UntypedStorage, piece: Piece) -> list[Change]:
-        """Follow a storage that was not known, and return what that changes."""
+    def add(self, storage: torch.UntypedStorage, piece: TrackedPart) -> list[Change]:
+        """Follow a new storage; return the change."""
         key, ends = storage._cdata, self._ends
 
-        def end(_: weakref.ref) -> None:  # holds nothing but a number and the notes
+        def end(_: weakref.ref) -> None:  # refers to no tensor and no storage
             ends.append((time.perf_counter(), key))
 
         self._living[key] = Living(weakref.ref(storage, end), [piece])
         return [(piece, piece.nbytes)]
 
     def measure(self, storage: torch.UntypedStorage) -> list[Change]:
-        """Return what it changes if a known storage has another size than before."""
+        """Return the change of a known storage's size, if any."""
         nbytes = storage.nbytes()
         piece = self._living[storage._cdata].pieces[0]
         if is_mapping(storage) or nbytes == piece.stop:
@@ -296,28 +297,30 @@ class Storages:
         return [(piece, nbytes - before)]
 
     def claim(self, storage: torch.UntypedStorage, part: Part) -> list[Change]:
-        """Return what it changes that a part of a storage is known to be of a kind."""
+        """Set the kind of a part of a storage; return the changes."""
         living = self._living.get(storage._cdata)
         if living is None:
-            return self.add(storage, Piece(part.start, part.stop, part.kind))
+            return self.add(storage, TrackedPart(part.start, part.stop, part.kind))
         if is_mapping(storage):
             return self._claim_part(living, part)
         (old,) = living.pieces
-        if not old.sure:  # what was guessed at its birth was wrong
+        if not old.sure:  # replace the guess, from the allocation on
             old.kind, old.sure = part.kind, True
         if old.kind == part.kind:
             return []
-        new = Piece(0, old.stop, part.kind)
+        new = TrackedPart(0, old.stop, part.kind)
         living.pieces = [new]
         return [(old, -old.nbytes), (new, new.nbytes)]
 
     def _claim_part(self, living: Living, part: Part) -> list[Change]:
         same = [old for old in living.pieces if old.kind == part.kind]
-        new = [Piece(*ab, part.kind) for ab in uncovered(same, part.start, part.stop)]
+        new = [
+            TrackedPart(*ab, part.kind) for ab in uncovered(same, part.start, part.stop)
+        ]
         if not new:
             return []
         rest = [
-            Piece(*ab, old.kind)
+            TrackedPart(*ab, old.kind)
             for old in living.pieces
             if old.kind != part.kind
             for ab in uncovered([part], old.start, old.stop)

@@ -1,13 +1,13 @@
-"""A meter for bytes: who sends how much to whom.
+"""A meter for the bytes that each rank sends to each other rank.
 
     with ByteMeter() as meter:
         all_reduce(tensor)
     return meter.report()
 
-The collectives of this course count into every meter that is open when they are called.
-They count the payload, `tensor.numel() * tensor.element_size()` for each message, which
-is what the formulas speak of; that no byte is forgotten is seen from outside, by the
-operating system's count (`SystemBytes`). Explained in chapter 02.
+The collectives of this course count in every meter that is open when they are called.
+They count the payload, `tensor.numel() * tensor.element_size()` for each message, as
+the formulas do. The operating system's count (`SystemBytes`) shows that no byte is
+missing. Explained in chapter 02.
 """
 
 from collections.abc import Iterable
@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ddp_course.launch.topology import Place, here
-from ddp_course.measure.blocks import METERS, Block
+from ddp_course.measure.blocks import METERS, MeasuredBlock
 
 
 class Totals:
-    """Sums over all peers, for what counts by peer: a meter, and what it reports."""
+    """The sums over all peers, for a meter and its report."""
 
     sent: dict[int, int]
     received: dict[int, int]
@@ -41,17 +41,17 @@ class Totals:
         return sum(self.messages.values())
 
     def sent_to(self, peers: Iterable[int]) -> int:
-        """Return the bytes sent to these ranks of the job, such as those of a group.
+        """Return the bytes sent to these global ranks, such as those of a group.
 
         Along an axis of a mesh: `meter.sent_to(dist.get_process_group_ranks(group))`.
-        Two ranks that differ along one axis only have no other group in common.
+        Two ranks that differ along one axis only share no other group.
         """
         return sum(self.sent.get(peer, 0) for peer in set(peers))
 
 
 @dataclass(frozen=True)
 class Bytes(Totals):
-    """What one rank's meter counted, in bytes (`messages`: how many were sent).
+    """The report of one rank's meter, in bytes (`messages`: the number sent).
 
     `inside` and `between` split the bytes sent by whether the peer is on this rank's
     node. Two reports are equal if all their numbers are.
@@ -74,19 +74,18 @@ class Bytes(Totals):
         )
 
 
-class ByteMeter(Totals, Block):
-    """Counts the bytes that this rank sends and receives, to and from each peer.
+class ByteMeter(Totals, MeasuredBlock):
+    """A meter of the bytes that this rank sends to and receives from each peer.
 
-    A context manager. Several may be open at once, each in its own block or one inside
-    the other, and all of them count. A block that is entered again counts on. What was
-    started within the block is counted even if it ends after it (`async_op=True`): wait
-    for it before reading.
+    A context manager. Several may be open at once, and all of them count. A block that
+    is entered again continues to count. A collective that starts within the block is
+    counted even if it ends after it (`async_op=True`): wait for it before reading.
 
     Attributes:
-        sent: peer (rank in the whole job, not in a group) -> bytes sent to it.
+        sent: peer (a global rank) -> bytes sent to it.
         received: peer -> bytes received from it.
         messages: peer -> number of messages sent to it.
-        place: whose meter it is; the calling process unless given.
+        place: the rank that is measured; by default the calling process.
     """
 
     opened: ClassVar = METERS
@@ -99,23 +98,23 @@ class ByteMeter(Totals, Block):
         self.messages: dict[int, int] = {}
 
     def count_sent(self, peer: int, nbytes: int) -> None:
-        """Count one message of `nbytes` bytes to rank `peer`. Any thread may call.
+        """Count one message (also an empty one) to rank `peer`; any thread may call.
 
-        An empty message is a message, too. ValueError if `nbytes` is negative.
+        Raises ValueError if `nbytes` is negative.
         """
         with self._lock:
             self.sent[peer] = self.sent.get(peer, 0) + _checked(nbytes)
             self.messages[peer] = self.messages.get(peer, 0) + 1
 
     def count_received(self, peer: int, nbytes: int) -> None:
-        """Count `nbytes` bytes that came from rank `peer`. Any thread may call."""
+        """Count `nbytes` bytes received from rank `peer`; any thread may call."""
         with self._lock:
             self.received[peer] = self.received.get(peer, 0) + _checked(nbytes)
 
     def report(self) -> Bytes:
-        """Return what was counted so far, as plain data to be returned from a rank.
+        """Return the counts so far as data that a rank can return.
 
-        ValueError if a peer is no rank of this job.
+        Raises ValueError if a peer is no rank of this job.
         """
         with self._lock:
             inside = self.sent_to(filter(self.place.same_node, self.sent))
@@ -129,10 +128,10 @@ class ByteMeter(Totals, Block):
 
 
 def table(reports: Iterable[Bytes]) -> str:
-    """Return a Markdown table: who sent how many bytes to whom, with sums.
+    """Return a Markdown table of the bytes sent from each rank to each, with sums.
 
-    A row for each rank that sends, a column for each that receives. ValueError if two
-    reports are of the same rank.
+    It has a row for each sender and a column for each receiver. Raises ValueError if
+    two reports are of the same rank.
     """
     reports = list(reports)
     sent = {report.rank: report.sent for report in reports}

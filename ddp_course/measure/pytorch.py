@@ -1,4 +1,4 @@
-"""What PyTorch's own collectives do: which ones are called, and how much they send.
+"""The collectives that PyTorch calls, and the bytes that they send.
 
     with TorchCollectives() as torchs:
         loss.backward()  # of a DDP model
@@ -6,11 +6,11 @@
 
 PyTorch writes every collective into its *flight recorder*, a ring of 2000 entries that
 exists to explain hangs ("Flight Recorder", PyTorch tutorials). It is on by default, and
-under gloo it needs no setting. What it holds, found with torch 2.13 and gloo:
+under gloo it needs no setting. Its entries, as found with torch 2.13 and gloo:
 
 - An entry is made when the collective is called, so those with `async_op=True` count in
   the block that calls them. It has op, shapes, dtypes and group, but no durations.
-- It tells what gloo does, not what was asked: `reduce_scatter` is an `all_reduce`.
+- It shows what gloo runs, not what was called: `reduce_scatter` is an `all_reduce`.
 - `send` and `recv` are not in it, nor is `monitored_barrier`. torch.profiler sees them
   (`gloo:send`, with shapes but without dtypes); `SystemBytes` counts their bytes.
 - The output of an all-gather of several tensors at once is recorded wrongly; so sizes
@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-SIZE = "TORCH_FR_BUFFER_SIZE"  # the variable that says how many entries are kept
+SIZE = "TORCH_FR_BUFFER_SIZE"  # the variable for the number of entries kept
 OTHER_NAMES = {
     "Byte": torch.uint8,
     "Char": torch.int8,
@@ -42,13 +42,13 @@ OTHER_NAMES = {
 
 
 @dataclass(frozen=True)
-class Call:
+class CollectiveCall:
     """One collective that this rank called.
 
-    `op` is its name, such as "all_reduce": what the backend runs, not what was asked.
-    `nbytes` are the bytes of the whole tensor, the S of the formulas: what an
-    all-reduce sums, what an all-gather returns; 0 for a barrier. `world_size` is the
-    number of ranks in its group, `backend` "gloo" or "nccl".
+    `op` is the name of what the backend runs, such as "all_reduce". `nbytes` are the
+    bytes of the whole tensor, the S of the formulas: the tensor that an all-reduce sums
+    or that an all-gather returns; 0 for a barrier. `world_size` is the number of ranks
+    in its group, `backend` "gloo" or "nccl".
     """
 
     op: str
@@ -58,7 +58,7 @@ class Call:
 
     @property
     def bytes_sent(self) -> float | None:
-        """Bytes that each rank sends, headers left out; None if there is no one number.
+        """Bytes that each rank sends, without headers; None if ranks differ.
 
         By the algorithms of gloo, for n ranks and a tensor of S bytes: `all_reduce` is
         a ring, 2 (n-1)/n S; `all_gather` is a ring, (n-1)/n S; so is `all_to_all` if
@@ -73,25 +73,25 @@ class Call:
 
 
 class TorchCollectives:
-    """Lists the collectives of PyTorch that this rank calls within a `with` block.
+    """A list of the PyTorch collectives that this rank calls within a `with` block.
 
-    May be nested. The calls are there after the block, in the order in which they were
-    made, by whichever thread. For numbers of a training step look at the fourth or a
-    later one: DDP rearranges its buckets after the first.
+    May be nested. `calls` is complete after the block, in the order of the calls, of
+    all threads. To measure a training step, use the fourth or a later one: DDP
+    rearranges its buckets after the first.
 
     Raises:
-        RuntimeError: the recorder is off, no backend is there that writes into it, more
-            calls were made than it keeps, or they are asked for within the block.
+        RuntimeError: the recorder is off, no backend writes into it, more calls were
+            made than it keeps, or `calls` is read within the block.
 
-    A version of PyTorch that records nothing is told by a warning.
+    A version of PyTorch that records nothing causes a warning.
     """
 
     def __init__(self) -> None:
-        self._calls: list[Call] | None = []  # None: within the block
+        self._calls: list[CollectiveCall] | None = []  # None: within the block
 
     @property
-    def calls(self) -> list[Call]:
-        """The calls that were made in the block that has ended."""
+    def calls(self) -> list[CollectiveCall]:
+        """The calls in the block, after its end."""
         if self._calls is None:
             raise RuntimeError(
                 "the calls are listed when the `with` block ends; ask after it, and "
@@ -128,7 +128,7 @@ class TorchCollectives:
         self._calls = [call_of(entry, sizes) for entry in new]
 
     def count(self, op: str | None = None) -> int:
-        """Return how many calls there were, or how many of `op`."""
+        """Return the number of calls, or of calls of `op`."""
         return sum(op in (None, call.op) for call in self.calls)
 
     @property
@@ -144,11 +144,11 @@ class TorchCollectives:
         return f"<TorchCollectives: {shown}; tensors of {self.nbytes:,} bytes>"
 
 
-def call_of(entry: dict[str, Any], sizes: dict[str, int]) -> Call:
-    """Return what one entry of the flight recorder says.
+def call_of(entry: dict[str, Any], sizes: dict[str, int]) -> CollectiveCall:
+    """Return the call that one entry of the flight recorder describes.
 
-    `sizes` maps the names of process groups to their numbers of ranks; RuntimeError if
-    the entry's is not among them.
+    `sizes` maps the names of process groups to their numbers of ranks. Raises
+    RuntimeError if the entry's group is not among them.
     """
     backend, _, op = entry["profiling_name"].rpartition(":")
     group = entry["process_group"][0]
@@ -159,10 +159,10 @@ def call_of(entry: dict[str, Any], sizes: dict[str, int]) -> Call:
         )
     sides = ("input", "output")
     into, out_of = (_nbytes(entry[f"{s}_sizes"], entry[f"{s}_dtypes"]) for s in sides)
-    # The inputs of an all-gather are of one size. A scatter's input is there on the
-    # root only, and so is a gather's output.
+    # The inputs of an all-gather have one size. Only the root has a scatter's input and
+    # a gather's output.
     nbytes = sizes[group] * into if op == "all_gather" else max(into, out_of)
-    return Call(op, nbytes, sizes[group], backend)
+    return CollectiveCall(op, nbytes, sizes[group], backend)
 
 
 def _nbytes(shapes: list[list[int]], dtypes: list[str]) -> int:
@@ -171,12 +171,12 @@ def _nbytes(shapes: list[list[int]], dtypes: list[str]) -> int:
 
 
 def _dtype(name: str) -> torch.dtype:
-    """Return the dtype that C++ calls `name`: "Float" is torch.float."""
+    """Return the dtype with the C++ name `name`: "Float" is torch.float."""
     return OTHER_NAMES.get(name) or getattr(torch, name.lower())
 
 
 def _entries() -> list[dict[str, Any]]:
-    """Return what the flight recorder holds; a full one takes some 30 ms to read."""
+    """Return the flight recorder's entries; a full one takes some 30 ms to read."""
     return json.loads(c10d._dump_fr_trace_json()).get("entries", [])
 
 
@@ -187,7 +187,7 @@ def _group_sizes() -> dict[str, int]:
 
 
 def _times_used() -> int:
-    """Return how many operations the default group was asked for, if it counts them."""
+    """Return the number of operations of the default group; 0 if it does not count."""
     group = dist.group.WORLD
     try:
         return group._get_sequence_number_for_group()
@@ -196,7 +196,7 @@ def _times_used() -> int:
 
 
 def _check_recorder() -> None:
-    """RuntimeError if nothing will be recorded: better than a count of 0."""
+    """Raise RuntimeError if nothing will be recorded: better than a count of 0."""
     if not dist.is_initialized():
         raise RuntimeError("no process group yet: measure after init_process_group")
     if os.environ.get(SIZE, os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE")) == "0":

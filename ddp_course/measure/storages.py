@@ -1,7 +1,7 @@
-"""The memory that tensors look at: storages, what lies in them, and labels on them.
+"""Storages, the memory behind tensors, and labels on them.
 
-A storage lives as long as the last tensor that looks at it, and so does its label.
-Explained in chapter 06.
+A storage and its label live as long as the last tensor that uses the storage. Explained
+in chapter 06.
 """
 
 from collections.abc import Iterable, Iterator
@@ -33,29 +33,29 @@ def check_kind(kind: str) -> None:
 
 
 def plain(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors with a storage of which `tensor` is made.
+    """Yield the tensors with storages that `tensor` consists of.
 
     That is the tensor itself; the local shard of a DTensor; indices and values of a
-    sparse one. Meta tensors have no memory, nor are other layouts known to have any.
+    sparse tensor. Meta tensors and tensors of other layouts yield none.
     """
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         for part in (getattr(tensor, name) for name in names):
-            if isinstance(part, Tensor):  # of a DTensor torch 2.13 names its mesh, too
+            if isinstance(part, Tensor):  # torch 2.13 lists a DTensor's mesh, too
                 yield from plain(part)
     elif tensor.layout is torch.sparse_coo:
         yield from (tensor._indices(), tensor._values())
     elif tensor.layout is torch.strided and not tensor.is_meta:
         storage = tensor.untyped_storage()
-        if storage.device.type != "meta":  # a FakeTensor only says that it is not
+        if storage.device.type != "meta":  # a FakeTensor's own device is not "meta"
             yield tensor
 
 
 def span_of(tensor: Tensor) -> tuple[int, int]:
-    """Return the first byte of its storage for which a tensor stands, and the end.
+    """Return the range of bytes of its storage that a tensor keeps: (start, stop).
 
-    All bytes of the storage, for a tensor keeps all of them; of memory that processes
-    share only those from its first element to its last.
+    That is the whole storage; of memory that processes share, only the bytes from the
+    tensor's first element to its last.
     """
     storage = tensor.untyped_storage()
     if not is_mapping(storage):
@@ -69,13 +69,13 @@ def span_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def is_mapping(storage: torch.UntypedStorage) -> bool:
-    """Tell whether it is a mapping of memory that several processes can see."""
+    """Return whether several processes share the storage's memory."""
     return storage.device.type == "cpu" and storage.is_shared()
 
 
 @dataclass(eq=False)
 class Part:
-    """Bytes `start` to `stop` of one storage, and what they hold."""
+    """The bytes [start, stop) of one storage, and their kind."""
 
     start: int
     stop: int
@@ -83,12 +83,12 @@ class Part:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes these are."""
+        """The number of bytes."""
         return self.stop - self.start
 
 
 def uncovered(parts: Iterable[Part], start: int, stop: int) -> list[tuple[int, int]]:
-    """Return what is left of the bytes `start` to `stop` without those of `parts`."""
+    """Return the ranges of bytes in [start, stop) that `parts` do not cover."""
     left = [(start, stop)] if stop > start else []
     for part in parts:
         pieces = [
@@ -100,19 +100,19 @@ def uncovered(parts: Iterable[Part], start: int, stop: int) -> list[tuple[int, i
     return left
 
 
-# By storage, for as long as it lives: an entry goes with the last tensor that looks at
-# it. It belongs to the process, as memory does.
+# Storage -> its parts. An entry is removed with the last tensor that uses the storage.
+# The dictionary belongs to the process, as memory does.
 labels: WeakKeyDictionary[torch.UntypedStorage, list[Part]] = WeakKeyDictionary()
-open_logs: OpenBlocks[Any] = OpenBlocks()  # those that want to know of new labels
+open_logs: OpenBlocks[Any] = OpenBlocks()  # the memory logs, which record new labels
 
 
 def label(tensor: Tensor, kind: str) -> Tensor:
     """Count the storage of `tensor` as `kind` from now on, and return `tensor`.
 
-    For what only a strategy knows: that a tensor is a gathered block, or waits to be
-    sent. A label wins over what a ledger would think of the storage, a later label over
-    an earlier one, and it is gone with the storage. Raises ValueError for an unknown
-    kind. Chapter 06.
+    For facts that only a strategy knows: that a tensor is a gathered block, or waits to
+    be sent. A label overrides the kind that a ledger would choose, and a later label an
+    earlier one; it is removed with the storage. Raises ValueError for an unknown kind.
+    Chapter 06.
     """
     check_kind(kind)
     for part in plain(tensor):

@@ -4,21 +4,21 @@
         all_reduce(tensor)
     system.written
 
-A second opinion on `ByteMeter`: it needs no line in the code that is measured, and it
-cannot forget a message. It reads `wchar` of `/proc/self/io` (Linux, `man 5
-proc_pid_io`), which psutil's `io_counters` shows, too. Found with torch 2.13 and gloo,
-and held by the tests:
+It checks `ByteMeter`: it needs no line in the code that is measured, and cannot miss a
+message. It reads `wchar` of `/proc/self/io` (Linux, `man 5 proc_pid_io`), as psutil's
+`io_counters` does. Found with torch 2.13 and gloo, and checked by the tests:
 
 - gloo sends with `writev`, which `wchar` counts: the payload and 48 bytes of header for
-  each message, and 48 bytes from a receiver that says it is ready. For messages of
-  1 MiB that is 0.01 %, an idle process writes nothing, and other programs do not count.
-- Nothing comes late. A send is done (`wait()`, or the return of a collective) when its
-  last byte was handed to the kernel, which is after the receiver has asked for it;
-  what was counted 0.3 s later was the same to the byte.
-- gloo receives with `recv`, which the kernel's `rchar` does not count. So bytes are
-  compared on the side of the sender.
-- All that the process writes is counted, files and printed text included; what passes
-  through shared memory is written by nobody.
+  each message, and 48 bytes from a receiver that announces that it is ready. For
+  messages of 1 MiB that is 0.01 %. An idle process writes nothing, and other programs
+  do not count.
+- No byte is counted late. A send is done (`wait()`, or the return of a collective) when
+  its last byte was passed to the kernel, which is after the receiver has asked for it;
+  the count 0.3 s later was the same to the byte.
+- gloo receives with `recv`, which the kernel's `rchar` does not count. So only senders
+  are compared.
+- Everything that the process writes counts, also files and printed text, but not what
+  it writes into shared memory.
 
 Explained in chapter 02.
 """
@@ -28,10 +28,10 @@ from typing import Self
 
 
 class SystemBytes:
-    """Counts what this process, all its threads, writes by system calls.
+    """A count of the bytes that this process writes by system calls, in all threads.
 
-    A context manager; may be nested. RuntimeError where there is no `/proc/self/io`, or
-    if the number is asked for within the block: it is there when the block has ended.
+    A context manager; may be nested. Raises RuntimeError without `/proc/self/io`, or if
+    `written` is read within the block.
     """
 
     def __init__(self) -> None:
@@ -52,8 +52,8 @@ class SystemBytes:
         self._written = _count() - self._before
 
     def __repr__(self) -> str:
-        told = "counting" if self._written is None else f"{self._written:,} written"
-        return f"<SystemBytes: {told}>"
+        text = "counting" if self._written is None else f"{self._written:,} written"
+        return f"<SystemBytes: {text}>"
 
 
 def _count(file: Path = Path("/proc/self/io")) -> int:

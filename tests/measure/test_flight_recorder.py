@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_course.launch import spawn
-from ddp_course.measure import Call, SystemBytes, TorchCollectives
+from ddp_course.measure import CollectiveCall, SystemBytes, TorchCollectives
 from ddp_course.measure.pytorch import call_of
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/io is Linux's")
@@ -57,7 +57,9 @@ def entry(op: str, into: list, out_of: list, dtype: str = "Float", pg: str = "0"
     ],
 )
 def test_an_entry_tells_the_size_of_the_whole_tensor(op, into, out_of, dtype, nbytes):
-    assert call_of(entry(op, into, out_of, dtype), {"0": 3}) == Call(op, nbytes, 3)
+    assert call_of(entry(op, into, out_of, dtype), {"0": 3}) == CollectiveCall(
+        op, nbytes, 3
+    )
 
 
 def test_an_entry_of_a_group_that_is_gone_is_told():
@@ -69,11 +71,11 @@ def test_bytes_sent_by_formula_unless_they_depend_on_the_rank():
     sent = {"all_reduce": 150, "all_gather": 75, "all_to_all": 75, "barrier": 0}
     sent |= dict.fromkeys(["broadcast", "reduce", "scatter", "gather"])  # no number
     for op, nbytes in sent.items():
-        assert Call(op, 100, 4).bytes_sent == nbytes
-        assert not Call(op, 100, 1).bytes_sent
-        assert Call(op, 100, 4, "nccl").bytes_sent is None
+        assert CollectiveCall(op, 100, 4).bytes_sent == nbytes
+        assert not CollectiveCall(op, 100, 1).bytes_sent
+        assert CollectiveCall(op, 100, 4, "nccl").bytes_sent is None
     told = TorchCollectives()
-    told._calls = [Call("all_reduce", 8, 2), Call("gather", 1, 2)]
+    told._calls = [CollectiveCall("all_reduce", 8, 2), CollectiveCall("gather", 1, 2)]
     shown = "<TorchCollectives: 1 all_reduce, 1 gather; tensors of 9 bytes>"
     assert repr(told) == shown
 
