@@ -18,7 +18,7 @@ from ddp_course.collectives import (
     ring_all_reduce,
     shared_memory,
 )
-from ddp_course.collectives.meeting import meeting, make_note, read
+from ddp_course.collectives.meeting import make_note, meeting, read_notes
 from ddp_course.launch import spawn
 from ddp_course.launch.deadlock import DeadlockError, Watch
 from ddp_course.measure import ByteMeter
@@ -200,9 +200,9 @@ def test_a_circle_of_three_is_found_and_a_late_rank_is_none():
 
 def test_reading_notes():
     same = [make_note("ring_all_reduce", None, None)] * 3
-    assert read(same, [0, 1, 2]) == [None] * 3
+    assert read_notes(same, [0, 1, 2]) == [None] * 3
     shown = [make_note("a", None, [1, "b"]), make_note("a", None, None)]
-    assert read(shown, [0, 1]) == [[1, "b"], None]
+    assert read_notes(shown, [0, 1]) == [[1, "b"], None]
     for notes, told in (
         (("a", "b", "a"), "the ranks do not call the same. ranks 4, 6: a; rank 5: b"),
         (("a", "!no", "b"), "rank 5: no"),
@@ -210,7 +210,7 @@ def test_reading_notes():
         (("a", make_note("b", None, 3), "a"), "ranks 4, 6: a; rank 5: b."),
     ):
         with pytest.raises(CollectiveError, match=told):
-            read(notes, [4, 5, 6])
+            read_notes(notes, [4, 5, 6])
 
 
 # ---- the choice of an algorithm ------------------------------------------------------
