@@ -1,9 +1,9 @@
 """Floor 4: the course's code side by side with PyTorch's own (`ddp-course bench`).
 
-    turns           any number of contenders, measured in turns; pairs, and their rows;
-                    how much of the machine other programs took meanwhile
-    steps           training steps as contenders, and the cases in which they meet
-    table           what is printed
+    turns           measure any number of contenders in turns; pairs, and their rows;
+                    the share of the machine that other programs took
+    steps           training steps as contenders, and their cases
+    table           the printed table
     all_reduce      every all-reduce of the course beside gloo's
     ddp             a training step under our DDP beside PyTorch's
     zero            a training step under our ZeRO and FSDP beside PyTorch's
@@ -11,15 +11,15 @@
     attention       attention over a divided sequence, beside one process and PyTorch's
     pp              a training step under our pipeline beside PyTorch's, and bubbles
     async_          a parameter server beside its formulas, bare messages and rpc
-    order           priority over our DDP on slow links, beside what was simulated
+    order           priority over our DDP on slow links, beside a simulation
     precision       a training step in 16 bits, ours beside PyTorch's
-    compression     a training step whose gradients travel in fewer bytes
+    compression     a training step that sends gradients in fewer bytes
     launch          `spawn` beside `torch.multiprocessing.spawn`
-    launch_process  one of the two, in a process of its own
+    launch_process  one of the two, in its own process
 
-A bench is a module here with ABOUT, a sentence; PAIRS, what is laid over what; and
-`bench(quick)`, which yields rows. It is found by looking: to add one is to add a file.
-(A module cannot be imported as `async`, so that one ends in an underscore.)
+A bench is a module here with ABOUT, a sentence; PAIRS, its comparisons; and
+`bench(quick)`, which yields rows. To add a bench, add a file: it is found by its
+contents. (`async` is a keyword of Python, so that module's name ends in an underscore.)
 """
 
 from __future__ import annotations

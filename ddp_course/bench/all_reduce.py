@@ -1,10 +1,10 @@
 """Every all-reduce of the course beside gloo's own, in one run, for many sizes.
 
 In its turn each is called several times without a pause, as nccl-tests do; a time is
-the mean of these calls. Beside them stand gloo a second time, so that one sees how much
-of a difference is noise; gloo with its threads held back as in our own collectives
-(`collectives.patience`); and two limits: how fast a rank copies memory when all do, and
-how fast two ranks send over loopback. Chapter 03.
+the mean of these calls. Also measured are gloo a second time, which shows the noise;
+gloo with its threads scheduled as by our own collectives (`collectives.patience`); and
+two limits: the speed at which a rank copies memory while all do, and the speed at which
+two ranks send over loopback. Chapter 03.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ddp_course import collectives
 from ddp_course.bench import steps
-from ddp_course.bench.turns import Pair, Row, Told, against, row, rows_of, slowest
+from ddp_course.bench.turns import Pair, Row, Timings, against, row, rows_of, slowest
 from ddp_course.collectives import patience, shared_memory
 from ddp_course.theory import bus_factor
 
@@ -28,13 +28,13 @@ KIB, MIB = 1 << 10, 1 << 20
 SIZES = dict.fromkeys((4 * KIB, 64 * KIB, MIB, 4 * MIB), 20)
 SIZES |= {16 * MIB: 15, 64 * MIB: 10}
 QUICK = {4 * KIB: 5, MIB: 5, 16 * MIB: 3}
-CALLED = 8 * MIB  # small tensors are reduced until so many bytes are done
+CALLED = 8 * MIB  # bytes; small tensors are reduced repeatedly up to this sum
 # PyTorch's, under the names that they have in this version.
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 P2P = ("naive", "tree", "halving_doubling", "ring")
 OURS = "shared_memory", "registered", "chosen"
-LIMITED = tuple(  # what each cannot outrun
+LIMITED = tuple(  # algorithms beside their limits
     Pair(ours, limit, title=f"{ours} over {limit}", over="the bandwidth that there is")
     for ours, limit in (("ring", "loopback"), ("registered", "memory"))
 )
@@ -51,22 +51,24 @@ def bench(quick: bool) -> Iterator[Row]:
     sizes = QUICK if quick else SIZES
     for ranks in steps.RANKS:
         seconds = steps.BUDGET[quick] / 2 / len(sizes)
-        told = steps.on_ranks(ranks, measure, sizes, seconds)
-        limits = {p.beside: min(r["limits"][p.beside] for r in told) for p in LIMITED}
+        results = steps.on_ranks(ranks, measure, sizes, seconds)
+        limits = {
+            p.beside: min(r["limits"][p.beside] for r in results) for p in LIMITED
+        }
         for nbytes in sizes:
-            times = [r["times"][nbytes] for r in told]
+            times = [r["times"][nbytes] for r in results]
             yield from rows_of_size(ranks, nbytes, times, limits)
 
 
 def rows_of_size(
-    ranks: int, nbytes: int, told: list[Told], limits: dict[str, float]
+    ranks: int, nbytes: int, timings: list[Timings], limits: dict[str, float]
 ) -> Iterator[Row]:
     """Yield the rows of one size: seconds, and the bandwidth beside its limits."""
     size = f"{nbytes // MIB} MiB" if nbytes >= MIB else f"{nbytes // KIB} KiB"
     case = f"{ranks} ranks, {size}"
     where = {"ranks": ranks, "nbytes": nbytes}
-    yield from rows_of(case, PAIRS, told, **where)
-    times, others = slowest(told)
+    yield from rows_of(case, PAIRS, timings, **where)
+    times, others = slowest(timings)
     for pair in LIMITED:
         seconds = statistics.median(times[pair.variant])
         ours = bus_factor("all_reduce", ranks) * nbytes / seconds
@@ -78,7 +80,7 @@ def rows_of_size(
 
 
 def measure(sizes: dict[int, int], seconds: float) -> dict:
-    """On every rank: return the limits, and the times of every turn, by size."""
+    """Return the limits, and the times of every turn, by size; on every rank."""
     limits = {"memory": memory_bandwidth(), "loopback": loopback_bandwidth()}
     times = {}
     for nbytes, turns in sizes.items():
@@ -90,7 +92,7 @@ def measure(sizes: dict[int, int], seconds: float) -> dict:
 
 
 def all_contenders(nbytes: int) -> tuple[dict[str, Callable[[], object]], torch.Tensor]:
-    """Return what is measured, name -> a function, and the tensor in shared memory."""
+    """Return {name: function to measure}, and the tensor in shared memory."""
     n, numel = dist.get_world_size(), nbytes // 4
     # Zeros stay zeros, however often they are added.
     tensor, shard = torch.zeros(numel), torch.zeros(numel // n)
@@ -115,19 +117,19 @@ def all_contenders(nbytes: int) -> tuple[dict[str, Callable[[], object]], torch.
 
 
 def patiently(function: Callable, tensor: torch.Tensor) -> None:
-    """Call a collective of PyTorch's as we call ours: see `collectives.patience`."""
+    """Call a collective of PyTorch with gloo's threads scheduled by `patience`."""
     with patience.patient(patience.threads_of(collectives.communicator())):
         function(tensor)
 
 
 def memory_bandwidth() -> float:
-    """Return how many bytes per second this rank copies while all ranks do."""
+    """Return the bytes per second that this rank copies while all ranks do."""
     source, target = torch.zeros(16 * MIB), torch.zeros(16 * MIB)
     return source.nbytes / _median_of(5, lambda: target.copy_(source))
 
 
 def loopback_bandwidth() -> float:
-    """Return how many bytes per second rank 0 sends to rank 1 over the network."""
+    """Return the bytes per second that rank 0 sends to rank 1 over loopback."""
     message = torch.zeros(16 * MIB)
 
     def once() -> None:

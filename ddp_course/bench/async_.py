@@ -1,9 +1,9 @@
-"""A parameter server: how much faster nobody waits, and what a pull and a push cost.
+"""A parameter server: the gain of asynchronous training, and the cost of pull and push.
 
-Workers wait for a stated time in place of computing, and one of them four times as
-long (1 to 8 times, if not quick): seconds per gradient beside the formula. And 16 MiB
-of weights are pulled, and as much of gradients pushed, beside the same bytes by bare
-`send` and `recv`, and by PyTorch's `torch.distributed.rpc`, if there is. Chapter 13.
+Workers wait for a given time instead of computing, and one of them four times as long
+(1 to 8 times, if not quick): seconds per gradient beside the formula. And a worker
+pulls 16 MiB of weights and pushes as many gradients, beside the same bytes by bare
+`send` and `recv`, and by PyTorch's `torch.distributed.rpc`, if available. Chapter 13.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import rpc
 
 from ddp_course.bench import steps
-from ddp_course.bench.turns import Pair, Row, Told, against, row, rows_of
+from ddp_course.bench.turns import Pair, Row, Timings, against, row, rows_of
 from ddp_course.launch import spawn
 from ddp_course.parameter_server import (
     ASYNCHRONOUS,
@@ -59,24 +59,24 @@ def bench(quick: bool) -> Iterator[Row]:
 def beside_formulas(slower: int, turns: int) -> Iterator[Row]:
     """Yield a row for each rule and one for the gain, over `turns` of the slowest."""
     times = [SECONDS] * (WORKERS - 1) + [SECONDS * slower]
-    told, took = {}, {}
+    predicted, measured = {}, {}
     for way, rule in WAYS.items():
-        told[way] = 1 / gradients_per_second(way, times, rule.spare)
-        count = turns if rule.together else round(times[-1] / told[way] * turns)
+        predicted[way] = 1 / gradients_per_second(way, times, rule.spare)
+        count = turns if rule.together else round(times[-1] / predicted[way] * turns)
         record = quietly(straggle, rule, count, slower, world_size=1 + WORKERS)[0]
-        took[way] = per_gradient(record, rule.bound)
-    for seconds in (told, took):
+        measured[way] = per_gradient(record, rule.bound)
+    for seconds in (predicted, measured):
         seconds[GAIN] = seconds["asynchronous"] / seconds["synchronous"]
-    for way in told:
+    for way in predicted:
         case = f"{WORKERS} workers, one {slower}x"
-        yield row(case, Pair(way, FORMULA), "seconds", took[way], told[way])
+        yield row(case, Pair(way, FORMULA), "seconds", measured[way], predicted[way])
 
 
 def per_gradient(record: Record, bound: float) -> float:
     """Return seconds per gradient, from the first pull to the last step.
 
-    If bounded, from the second gradient of the slowest to its last one: before, the
-    others get ahead.
+    If bounded, from the second gradient of the slowest worker to its last: before that,
+    the others get ahead.
     """
     steps = record.of("step")
     if bound < math.inf:
@@ -102,8 +102,8 @@ def straggle(rule: object, count: int, slower: int) -> Record | None:
     return None
 
 
-def pull_and_push(turns: int, numel: int = NUMEL) -> Told:
-    """Rank 1 pulls and pushes; rank 0 serves, and waits until it has."""
+def pull_and_push(turns: int, numel: int = NUMEL) -> Timings:
+    """Measure pull and push of rank 1 from rank 0, in several ways; on both ranks."""
     ways = {BARE: bare(numel), "server": served(numel)}
     if rpc.is_available():
         ways["rpc"] = remote(numel)
@@ -111,7 +111,7 @@ def pull_and_push(turns: int, numel: int = NUMEL) -> Told:
 
 
 def both(server: Callable[[], object], worker: Callable[[], object]) -> Callable:
-    """Return what a rank does; the server's ends when the worker's has."""
+    """Return this rank's side; the server's side ends after the worker's."""
     over = torch.zeros(1)
 
     def server_side() -> None:
@@ -126,7 +126,7 @@ def both(server: Callable[[], object], worker: Callable[[], object]) -> Callable
 
 
 def bare(numel: int) -> Callable:
-    """Send the weights, receive gradients, and step."""
+    """Return a pull and a push by bare messages, and a step."""
     weight = nn.Parameter(torch.zeros(numel))
     gradient = weight.grad = torch.zeros(numel)
     weights, sgd = weight.detach(), torch.optim.SGD([weight], lr=0.1)
@@ -144,7 +144,7 @@ def bare(numel: int) -> Callable:
 
 
 def served(numel: int) -> Callable:
-    """Pull and push."""
+    """Return a pull and a push by the parameter server."""
     weight = nn.Parameter(torch.zeros(numel))
     group = dist.new_group()  # its messages are apart from the others'
     if dist.get_rank() == 0:
@@ -161,14 +161,14 @@ def served(numel: int) -> Callable:
     return both(lambda: None, work)
 
 
-kept: dict[str, object] = {}  # what rank 0 serves by remote procedure calls
+kept: dict[str, object] = {}  # the objects that rank 0 serves by rpc
 
 
 def remote(numel: int) -> Callable:
-    """Pull and push by PyTorch's remote procedure calls."""
+    """Return a pull and a push by PyTorch's remote procedure calls."""
     rank, weight = dist.get_rank(), nn.Parameter(torch.zeros(numel))
     kept.update(weight=weight, sgd=torch.optim.SGD([weight], lr=0.1))
-    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=2)  # from here on it is asked
+    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=2)  # serves from here on
     gradient = torch.zeros(numel)
 
     def work() -> None:
@@ -179,11 +179,11 @@ def remote(numel: int) -> Callable:
 
 
 def remote_pull() -> Tensor:
-    """On rank 0: return the weights."""
+    """Return the weights; runs on rank 0."""
     return kept["weight"].detach()
 
 
 def remote_push(gradient: Tensor) -> None:
-    """On rank 0: step."""
+    """Step the weights; runs on rank 0."""
     kept["weight"].grad = gradient
     kept["sgd"].step()

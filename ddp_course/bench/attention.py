@@ -1,10 +1,9 @@
 """One layer's causal attention over a divided sequence, forward and backward.
 
-First with real computing, beside one process and PyTorch's ring. Four ranks share two
-cores here, so this tells what dividing costs, not what it wins. Then a ring whose steps
-wait in proportion to their pairs, over emulated links: on these a core is nobody's
-neck, and what was recorded tells whether messages are hidden and what zigzag wins.
-Chapter 16.
+First with real computation, beside one process and PyTorch's ring. Four ranks share two
+cores here, so this measures the cost of dividing, not its gain. Then a ring whose steps
+wait in proportion to their pairs, over emulated links: no core is the bottleneck, and
+the recorded events show whether messages are hidden and what zigzag gains. Chapter 16.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ddp_course.bench import steps
-from ddp_course.bench.turns import Pair, Row, Told, against, row, rows_of
+from ddp_course.bench.turns import Pair, Row, Timings, against, row, rows_of
 from ddp_course.collectives import barrier
 from ddp_course.context_parallel.assignment import assign
 from ddp_course.context_parallel.naive import gathered_attention
@@ -52,9 +51,9 @@ def bench(quick: bool) -> Iterator[Row]:
     """Yield rows of real computing for numbers of ranks, then of waiting for links."""
     for ranks in (2, RANKS):
         for length in (1024,) if quick else (1024, 4096):
-            told = steps.on_ranks(ranks, computing, length, 3 if quick else 9)
+            timings = steps.on_ranks(ranks, computing, length, 3 if quick else 9)
             case = f"{ranks} ranks, {length} tokens"
-            yield from rows_of(case, PAIRS, told, ranks=ranks, tokens=length)
+            yield from rows_of(case, PAIRS, timings, ranks=ranks, tokens=length)
     for share in SHARES[1:2] if quick else SHARES:
         seconds, turns = (0.1, 3) if quick else (0.2, 5)
         case = f"4 ranks, a message takes {share:g} of a step"
@@ -64,8 +63,8 @@ def bench(quick: bool) -> Iterator[Row]:
 # ---- real computing ------------------------------------------------------------------
 
 
-def computing(length: int, turns: int) -> Told:
-    """On every rank: return the seconds of each way, by turn."""
+def computing(length: int, turns: int) -> Timings:
+    """Return the seconds of each way, by turn; on every rank."""
     n, rank = dist.get_world_size(), dist.get_rank()
     whole = drawn(length)
 
@@ -104,7 +103,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def once(attend: Callable[..., Tensor], parts: list[Tensor]) -> None:
-    """Go forward and backward."""
+    """Run forward and backward."""
     qkv = [x.detach().requires_grad_() for x in parts[:3]]
     attend(*qkv).backward(parts[3])
 
@@ -128,10 +127,10 @@ def waiting(case: str, share: float, seconds: float, turns: int) -> Iterator[Row
     u = 2 * BATCH * HEADS * (SHORT // RANKS) * CHANNELS * 4  # bytes of a message
     links = Links(inside=Link(0.0, u / (share * seconds / 2)))
     run = partial(spawn, world_size=RANKS, links=links, device="cpu", output="none")
-    told = run(waited_steps, seconds, turns, timeout=600)
+    results = run(waited_steps, seconds, turns, timeout=600)
     zigzag, plain = (
         [Step(*map(max, zip(*ranks, strict=True))) for ranks in zip(*its, strict=True)]
-        for its in zip(*told, strict=True)
+        for its in zip(*results, strict=True)
     )
     work = [max(one.compute, one.send) for one in zigzag]
     took = [one.step for one in zigzag]
@@ -144,7 +143,7 @@ def waiting(case: str, share: float, seconds: float, turns: int) -> Iterator[Row
 
 
 def waited_steps(seconds: float, turns: int) -> tuple[list[Step], list[Step]]:
-    """On every rank: return the steps of zigzag and of a plain ring, in turns."""
+    """Return the steps of zigzag and of a plain ring, in turns; on every rank."""
     steps_of = {assignment: [] for assignment in ("zigzag", "contiguous")}
     for _ in range(turns):
         for assignment, its in steps_of.items():
@@ -154,7 +153,7 @@ def waited_steps(seconds: float, turns: int) -> tuple[list[Step], list[Step]]:
 
 
 def waited_step(assignment: str, seconds: float) -> list[Event]:
-    """Go forward and backward in a ring whose steps wait; return what was recorded."""
+    """Run forward and backward in a ring whose steps wait; return its events."""
     n, rank = dist.get_world_size(), dist.get_rank()
     c, assigned = SHORT // n, assign(SHORT, n, assignment)
     slow, recorder = SleepingSteps(seconds / c**2), RingRecorder()
@@ -169,5 +168,5 @@ def waited_step(assignment: str, seconds: float) -> list[Event]:
 
 
 def measured(events: list[Event]) -> Step:
-    """Return the seconds of a step that was recorded."""
+    """Return the seconds of a recorded step."""
     return Step(*(busy(events, op) for op in Step._fields))

@@ -1,10 +1,10 @@
-"""A training step whose gradients travel in fewer bytes, over one of our plain DDP.
+"""A training step that sends gradients in fewer bytes, over one of our plain DDP.
 
-Four ranks whose links carry 100 MB/s each: a step waits for its bytes, and a compressor
-must win more of that wait than it takes in computing. "Alone" sends nothing at all: no
-method can be faster. Local SGD and DiLoCo meet after 8 steps, and a step is an eighth
-of that round. Then the same without slow links, where compressing is all loss: our
-hooks beside PyTorch's, on the same DDP. Chapter 14.
+Four ranks with links of 100 MB/s each: a step waits for its bytes, and a compressor
+must save more of that wait than it computes. "Alone" sends nothing: no method can be
+faster. Local SGD and DiLoCo average after 8 steps, and a step is an eighth of that
+round. Then the same without slow links, where compression only costs time: our hooks
+beside PyTorch's, on the same DDP. Chapter 14.
 """
 
 from __future__ import annotations
@@ -42,55 +42,60 @@ def hooked(
     state: Callable[[], Any],
     hook: Callable,
     caps: Mapping[str, float] = ONE_BUCKET,
-) -> steps.Made:
-    """Return the model under our DDP, with a hook; in one bucket, if not told other.
+) -> steps.Parallelized:
+    """Return the model under our DDP, with a hook; by default in one bucket.
 
-    With two, PyTorch's PowerSGD starts collectives in gloo's threads, on some ranks in
-    another order: they hang, or end.
+    With two buckets, PyTorch's PowerSGD starts collectives in gloo's threads in an
+    order that may differ between ranks: they hang, or abort.
     """
     ddp = DistributedDataParallel(model, **caps)
     ddp.register_comm_hook(state(), hook)
     return steps.with_adamw(ddp)
 
 
-def ours(words: str, all_reduce: Callable, **caps: Any) -> steps.Variant:
+def our_variant(words: str, all_reduce: Callable, **caps: Any) -> steps.Variant:
     """Return a variant with one of our compressors."""
     state = partial(compressor, words, CourseExchange(all_reduce=all_reduce))
     return partial(hooked, state=state, hook=compress, **caps)
 
 
-def meanwhile(words: str) -> steps.Variant:
-    """Return the same over our ring: while backward goes on, in the buckets of DDP.
+def our_variant_in_backward(words: str) -> steps.Variant:
+    """Return a variant over our ring that compresses DDP's buckets during backward.
 
-    PowerSGD's in one: a message of so few bytes is nearly all latency.
+    PowerSGD has one bucket: the time of its short messages is nearly all latency.
     """
-    return ours(words, ring_all_reduce, caps=ONE_BUCKET if "powersgd" in words else {})
+    return our_variant(
+        words, ring_all_reduce, caps=ONE_BUCKET if "powersgd" in words else {}
+    )
 
 
-def plain(model: nn.Module) -> steps.Made:
+def our_ddp(model: nn.Module) -> steps.Parallelized:
     """Return the model under our DDP, over this course's ring."""
     return steps.with_adamw(DistributedDataParallel(model, all_reduce=ring_all_reduce))
 
 
-def local(cls: type[LocalSGD], model: nn.Module) -> steps.Made:
-    """Return the model, and an optimizer that meets the others after H steps."""
+def meet_rarely(cls: type[LocalSGD], model: nn.Module) -> steps.Parallelized:
+    """Return the model, and an optimizer that averages after H steps."""
     model, optimizer = steps.with_adamw(model)
     return model, cls(optimizer, model, H, all_reduce=ring_all_reduce)
 
 
 H = 8
-LOCAL = {"local": partial(local, LocalSGD), "diloco": partial(local, DiLoCo)}
+LOCAL = {
+    "local": partial(meet_rarely, LocalSGD),
+    "diloco": partial(meet_rarely, DiLoCo),
+}
 BARS = {"fp16": 0.6, "int8": 0.4, "powersgd:4": 0.3}
 ALSO = ("sign", "topk:0.01", "randomk:0.01", "powersgd:1")
-SLOW: dict[str, steps.Variant] = {"ddp": plain, "again": plain}
+SLOW: dict[str, steps.Variant] = {"ddp": our_ddp, "again": our_ddp}
 SLOW |= {"alone": steps.with_adamw, **LOCAL}
-SLOW |= {words: meanwhile(words) for words in (*BARS, *ALSO)}
+SLOW |= {words: our_variant_in_backward(words) for words in (*BARS, *ALSO)}
 power = partial(PowerSGDState, None, 4, start_powerSGD_iter=2)
 FAST: dict[str, steps.Variant] = {
     "torch fp16": partial(hooked, state=lambda: None, hook=fp16_compress_hook),
-    "our fp16": ours("fp16", dist.all_reduce),
+    "our fp16": our_variant("fp16", dist.all_reduce),
     "torch powersgd": partial(hooked, state=power, hook=powerSGD_hook),
-    "our powersgd": ours("powersgd:4", dist.all_reduce),
+    "our powersgd": our_variant("powersgd:4", dist.all_reduce),
 }
 PAIRS = (
     *against("ddp", BARS | dict.fromkeys(ALSO)),
@@ -106,18 +111,18 @@ def bench(quick: bool) -> Iterator[Row]:
     seconds = steps.BUDGET[quick] / 2
     for variants, links in ((SLOW, LINKS), (FAST, None)):
         how = variants, case, seconds, of_round
-        told = steps.on_ranks(4, steps.measure, *how, links=links)
+        timings = steps.on_ranks(4, steps.measure, *how, links=links)
         words = f"{case}, {'100 MB/s' if links else 'no slow links'}"
-        yield from rows_of(words, PAIRS, told, **case.fields)
+        yield from rows_of(words, PAIRS, timings, **case.fields)
 
 
 def of_round(name: str, step: Contender) -> Contender:
-    """Return what is measured: a round of H steps, if so many make one."""
+    """Return the function to measure: for local methods, a round of H steps."""
     return partial(mean_of_round, step) if name in LOCAL else step
 
 
 def mean_of_round(step: Contender) -> float:
-    """Make H steps; return the seconds of one."""
+    """Run H steps; return the seconds of one."""
     start = time.perf_counter()
     for _ in range(H):
         step()

@@ -1,6 +1,6 @@
 """A training step under our DistributedDataParallel and under PyTorch's, in one run.
 
-All of them use the fused AdamW, the faster of PyTorch's. Chapter 05.
+All of them use the fused AdamW, PyTorch's fastest. Chapter 05.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from ddp_course.data_parallel.ddp import DistributedDataParallel
 ABOUT = "A training step under our DDP over one under PyTorch's."
 
 
-def theirs(model: nn.Module, **options: bool) -> steps.Made:
+def torch_ddp(model: nn.Module, **options: bool) -> steps.Parallelized:
     """Return the model under PyTorch's DDP."""
     return steps.with_adamw(PyTorchDDP(model, **options))
 
 
-def ours(model: nn.Module, **options: bool) -> steps.Made:
+def our_ddp(model: nn.Module, **options: bool) -> steps.Parallelized:
     """Return the model under this course's DDP."""
     return steps.with_adamw(DistributedDataParallel(model, **options))
 
 
 BEST = {"static_graph": True, "gradient_as_bucket_view": True}
 VARIANTS: dict[str, steps.Variant] = {
-    "default": theirs,
-    "again": theirs,  # how much of a difference is noise
-    "best": partial(theirs, **BEST),
-    "gloo": ours,
+    "default": torch_ddp,
+    "again": torch_ddp,  # shows the noise
+    "best": partial(torch_ddp, **BEST),
+    "gloo": our_ddp,
     "bound": steps.with_adamw,  # no communication at all: no DDP can be faster
 }
 PAIRS = (

@@ -1,8 +1,8 @@
-"""How long a launch takes: `spawn` beside `torch.multiprocessing.spawn`.
+"""The time of a launch: `spawn` beside `torch.multiprocessing.spawn`.
 
-Both do the same on the same number of ranks, with one thread for each rank and over the
-loopback interface. Each lives in a process of its own (`launch_process`), so that what
-one has imported does not help the other.
+Both do the same on the same number of ranks, with one thread per rank and over the
+loopback interface. Each runs in its own process (`launch_process`), so that the imports
+of one do not help the other.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PAIRS = (Pair("spawn", "torch.multiprocessing.spawn"),)
 def bench(quick: bool) -> Iterator[Row]:
     """Yield a row for each case and number of ranks, and one for the first launch."""
     with LaunchProcess("ours") as ours, LaunchProcess("theirs") as theirs:
-        ours.launch("step", 4)  # warm, as it is for a reader's second cell
+        ours.launch("step", 4)  # warm, as for the second launch of a notebook
         for ranks, turns in ({2: 1, 4: 1} if quick else TURNS).items():
             for case, words in CASES.items():
                 both = (partial(p.launch, case, ranks) for p in (ours, theirs))
@@ -57,7 +57,7 @@ def first_launch(side: str) -> float:
 
 
 class LaunchProcess(subprocess.Popen):
-    """A fresh Python that launches ranks in "our" or in "their" way on demand.
+    """A fresh Python that launches ranks on demand, by either launcher.
 
     `since_start` are the seconds from its first import to the end of the last launch.
     The process ends when its input is closed, at the end of a `with`. After an error,
@@ -71,7 +71,7 @@ class LaunchProcess(subprocess.Popen):
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # Ctrl-C is for us; without us its input ends
+            start_new_session=True,  # Ctrl-C must not reach it; it ends with its input
             env=os.environ
             | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback_interface()},
         )
@@ -84,7 +84,7 @@ class LaunchProcess(subprocess.Popen):
         super().__exit__(kind, *error)
 
     def launch(self, case: str, ranks: int) -> float:
-        """Return the seconds of one launch. LaunchError if it failed: see stderr."""
+        """Return the seconds of one launch; raise LaunchError if it failed."""
         try:
             print(case, ranks, file=self.stdin, flush=True)
             seconds, self.since_start = map(float, self.stdout.readline().split())

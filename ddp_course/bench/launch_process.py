@@ -1,11 +1,11 @@
-"""Launch ranks when told to, and say how long it took: ours or theirs.
+"""Launch ranks on request, by this course's launcher or PyTorch's, and time it.
 
     python launch_process.py ours|theirs
 
-reads lines such as `step 4`, launches 4 ranks that each do that, and answers with two
+reads lines such as `step 4`, launches 4 ranks that each run `step`, and prints two
 numbers: the seconds of this launch, and the seconds since the first import below. It
-runs as a script, so that "theirs" is what anyone would write: nothing of this course is
-imported there.
+runs as a script, so that "theirs" imports nothing of this course, as a user's own
+script.
 """
 
 # ruff: noqa: E402
@@ -54,8 +54,8 @@ def launch(side: str, case: str, ranks: int) -> None:
     try:
         mp.spawn(their_rank, args=(case, ranks, port), nprocs=ranks)
     except mp.ProcessExitedException as error:
-        # Now and then PyTorch's threads abort a rank that exits. (One that aborted
-        # before its work was done would count as fast: to their favour, not ours.)
+        # Now and then PyTorch's threads abort a rank that exits. (A rank that aborted
+        # before its work was done would count as fast, in PyTorch's favour.)
         if error.signal_name != "SIGABRT":
             raise
 
@@ -65,7 +65,7 @@ def their_rank(rank: int, case: str, ranks: int, port: int) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
     CASES[case]()
-    dist.barrier()  # nobody leaves while another rank may still need it
+    dist.barrier()  # no rank leaves while another may still need it
     dist.destroy_process_group()
 
 

@@ -1,9 +1,9 @@
-"""Priority over our DDP, on slow links: what an order wins, beside what was simulated.
+"""Priority over our DDP, on slow links: the gain of an order, beside a simulation.
 
-Four ranks, a ring over links of 100 MB/s, as both have them. Layers that wait for
-stated times show the order alone; the GPT computes, which takes other times on every
-rank. What was simulated is told from the times of the first steps (`planned`): a step
-by the order over a step that waits for all. Chapter 15.
+Both use four ranks and a ring over links of 100 MB/s. Layers that wait for given times
+show the order alone; the GPT computes, which takes different times on every rank. The
+simulation uses the times of the first steps (`planned`): a step by the order over a
+step that waits for all. Chapter 15.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_course.bench import steps
-from ddp_course.bench.turns import Pair, Row, Told, against, row, rows_of
+from ddp_course.bench.turns import Pair, Row, Timings, against, row, rows_of
 from ddp_course.collectives import ring_all_reduce
 from ddp_course.communication_order import (
     WAIT_FOR_ALL,
@@ -50,16 +50,16 @@ CASES: dict[str, Callable[[], nn.Module]] = {
 
 
 def bench(quick: bool) -> Iterator[Row]:
-    """Yield for each case a row for each policy, and what was simulated beside two."""
+    """Yield for each case a row for each policy, and two rows beside the simulation."""
     for case, make in CASES.items():
         turns = 3 if quick else 12
         run = partial(spawn, world_size=RANKS, links=LINKS, output="none", device="cpu")
-        all_told, gains = zip(*run(side_by_side, make, turns), strict=True)
-        rows = {r["variant"]: r for r in rows_of(case, PAIRS, all_told, ranks=RANKS)}
+        all_timings, gains = zip(*run(side_by_side, make, turns), strict=True)
+        rows = {r["variant"]: r for r in rows_of(case, PAIRS, all_timings, ranks=RANKS)}
         yield from rows.values()
         for name, pair in GAINS.items():
-            measured, told = rows[name]["paired"], gains[0][name]
-            yield row(case, pair, "ratio", measured, told, ranks=RANKS)
+            measured, simulated = rows[name]["paired"], gains[0][name]
+            yield row(case, pair, "ratio", measured, simulated, ranks=RANKS)
 
 
 # ---- on the ranks --------------------------------------------------------------------
@@ -67,8 +67,8 @@ def bench(quick: bool) -> Iterator[Row]:
 
 def side_by_side(
     make: Callable[[], nn.Module], turns: int
-) -> tuple[Told, dict[str, float]]:
-    """Return the times of all contenders, and the gains that were simulated."""
+) -> tuple[Timings, dict[str, float]]:
+    """Return the times of all contenders, and the simulated gains."""
     model, optimizer = steps.with_adamw(make())
     how = {"all_reduce": ring_all_reduce}
     ddp = DistributedDataParallel(model, bucket_cap_mb=1, **how)
@@ -87,19 +87,21 @@ def side_by_side(
         own = ScheduledDataParallel(model, optimizer, policy, layers=layers, **how)
         scheduled[name] = own
         ways[name] = stepping(own, own.step, batch_of(model))
-    told = steps.together(ways, turns, 60.0, 1, warm=6)  # then there is an order
+    timings = steps.together(
+        ways, turns, 60.0, 1, warm=6
+    )  # the order is planned by then
     gains = {}
     for name, own in scheduled.items():
         own.finish()
         waited = simulate_step(own.planned.layers, WAIT_FOR_ALL, each=own.planned.each)
         gains[name] = float(own.planned.step_time / waited.step_time)
-    return told, gains
+    return timings, gains
 
 
 def batch_of(model: nn.Module) -> tuple[Tensor, ...]:
-    """Return what the model is called with: for a GPT two rows of tokens, and targets.
+    """Return the model's arguments: for a GPT two rows of tokens, and their targets.
 
-    The same on all ranks: nothing depends on the numbers.
+    They are the same on all ranks: no time depends on the numbers.
     """
     if not isinstance(model, GPT):
         return (torch.ones(1),)
@@ -109,7 +111,7 @@ def batch_of(model: nn.Module) -> tuple[Tensor, ...]:
 def stepping(
     model: nn.Module, step: Callable[[], None], batch: tuple[Tensor, ...]
 ) -> Callable[[], None]:
-    """Return what does backward, step and the next forward: a step that is complete."""
+    """Return a function that runs backward, step and the next forward."""
 
     def forward() -> Tensor:
         output = model(*batch)

@@ -1,12 +1,12 @@
 """A training step under our pipeline and PyTorch's, in one run; and their bubbles.
 
 All ranks work on one batch of 8 microbatches; `tokens` are those of a microbatch.
-PyTorch's schedules have their stages cut where ours are.
+PyTorch's schedules have the same stages.
 
-Then the idle share of each schedule, with layers that on each rank together wait for 30
-ms in each of F, I and W instead of computing, so that four ranks on two cores do not
-hinder each other (`pipeline.SleepingLayer`): ours beside PyTorch's, and beside what the
-schedule asks for (`pipeline.simulate_schedule`). Chapters 10 and 11.
+Then the idle share of each schedule, with layers that wait instead of computing (30 ms
+per rank in each of F, I and W), so that four ranks on two cores do not slow each other
+(`pipeline.SleepingLayer`): ours beside PyTorch's, and beside the simulated schedule
+(`pipeline.simulate_schedule`). Chapters 10 and 11.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ from torch.optim import AdamW
 
 from ddp_course import spec
 from ddp_course.bench import steps
-from ddp_course.bench.turns import Pair, Row, Told, row, slowest
+from ddp_course.bench.turns import Pair, Row, Timings, row, slowest
 from ddp_course.model import PRESETS, cross_entropy
 from ddp_course.pipeline import (
     SCHEDULES,
     PipelineParallel,
     SleepingLayer,
-    simulate_schedule,
 )
 
 ABOUT = "A training step under our pipeline over one under PyTorch's; their bubbles."
@@ -53,25 +52,25 @@ if torch.__version__ < "2.13":
 # ---- the variants ----------------------------------------------------------------
 
 
-def ours(model: nn.Module, schedule: str) -> steps.Made:
+def our_pipeline(model: nn.Module, schedule: str) -> steps.Parallelized:
     """Return our pipeline, and an optimizer of this rank's part."""
     pipeline = PipelineParallel(model, schedule, MICROBATCHES)
     return stepping(pipeline, pipeline.step)
 
 
-def theirs(model: nn.Module, schedule: str) -> steps.Made:
+def torch_pipeline(model: nn.Module, schedule: str) -> steps.Parallelized:
     """Return PyTorch's pipeline of the same stages, and the same optimizer."""
     pipeline = PipelineParallel(model, schedule, MICROBATCHES)
-    return stepping(pipeline, theirs_step(pipeline, schedule, cross_entropy))
+    return stepping(pipeline, torch_step(pipeline, schedule, cross_entropy))
 
 
 def stepping(
     pipeline: nn.Module, step: Callable[[Tensor, Tensor], object]
-) -> steps.Made:
-    """Return a step as `steps` wants it: a call returns a loss to go back from.
+) -> steps.Parallelized:
+    """Return a module for `steps`, whose call runs `step`, and its optimizer.
 
-    The pipeline goes backward itself, in its step; what is returned has nothing left to
-    do.
+    The pipeline runs backward itself, in its step; the backward of the returned loss
+    does nothing.
     """
     optimizer = AdamW(pipeline.parameters(), **steps.ADAMW)
 
@@ -82,7 +81,7 @@ def stepping(
     return steps.OneBatch(call, MICROBATCHES), optimizer
 
 
-def theirs_step(
+def torch_step(
     pipeline: PipelineParallel, schedule: str, loss_fn: Callable[..., Tensor]
 ) -> Callable[[Tensor, Tensor], object]:
     """Return a step of PyTorch's schedule, with the stages of `pipeline`."""
@@ -92,46 +91,51 @@ def theirs_step(
         for index, stage in pipeline.stages.items()
     ]
     several = issubclass(THEIRS[schedule], PipelineScheduleMulti)
-    given = stages if several else stages[0]
-    made = THEIRS[schedule](given, MICROBATCHES, loss_fn=loss_fn)
+    argument = stages if several else stages[0]
+    pipeline_schedule = THEIRS[schedule](argument, MICROBATCHES, loss_fn=loss_fn)
     first, last = 0 in pipeline.stages, number - 1 in pipeline.stages
 
     def step(x: Tensor, y: Tensor) -> object:
-        return made.step(*((x,) if first else ()), target=y if last else None)
+        return pipeline_schedule.step(
+            *((x,) if first else ()), target=y if last else None
+        )
 
     return step
 
 
-AGAIN = "Schedule1F1B again"  # how much is noise
+AGAIN = "Schedule1F1B again"  # shows the noise
 VARIANTS: dict[str, steps.Variant] = {
-    **{made.__name__: partial(theirs, schedule=name) for name, made in THEIRS.items()},
-    **{f"{name} gloo": partial(ours, schedule=name) for name in THEIRS},
-    AGAIN: partial(theirs, schedule="1f1b"),
+    **{
+        kind.__name__: partial(torch_pipeline, schedule=name)
+        for name, kind in THEIRS.items()
+    },
+    **{f"{name} gloo": partial(our_pipeline, schedule=name) for name in THEIRS},
+    AGAIN: partial(torch_pipeline, schedule="1f1b"),
 }
 ASKED, OWN = "what it asks for", "PyTorch's own"
 PAIRS = (
     Pair(AGAIN, "Schedule1F1B", control=True, over=OWN),
     *(
-        Pair(f"{name} gloo", made.__name__, 1.05 if name == "1f1b" else None, over=OWN)
-        for name, made in THEIRS.items()
+        Pair(f"{name} gloo", kind.__name__, 1.05 if name == "1f1b" else None, over=OWN)
+        for name, kind in THEIRS.items()
     ),
     *(
         Pair(f"bubble of {schedule}", beside, over=f"the bubble of {over}",
              title=f"bubble {schedule}")
         for over in ("PyTorch's", "the formula")
-        for schedule, made in THEIRS.items()
-        for beside in [made.__name__ if over == "PyTorch's" else ASKED]
+        for schedule, kind in THEIRS.items()
+        for beside in [kind.__name__ if over == "PyTorch's" else ASKED]
     ),
 )  # fmt: skip
 
 
 def fits(case: steps.Case, name: str) -> bool:
-    """Tell whether the model has a layer for each of a variant's stages."""
+    """Return whether the model has a layer for each of a variant's stages."""
     layers = PRESETS[case.preset].n_layer + 2
     stages = {
         variant: case.ranks * spec.SCHEDULES[schedule].stages_per_rank
-        for schedule, made in THEIRS.items()
-        for variant in (made.__name__, f"{schedule} gloo")
+        for schedule, kind in THEIRS.items()
+        for variant in (kind.__name__, f"{schedule} gloo")
     }
     return layers >= stages.get(name, case.ranks)
 
@@ -140,18 +144,19 @@ def bench(quick: bool) -> Iterator[Row]:
     """Yield a row for each number of ranks, model and pair; then the bubbles."""
     yield from steps.contest(quick, VARIANTS, PAIRS, fits=fits)
     for ranks in steps.RANKS:
-        told = steps.on_ranks(ranks, waits, WAIT, 1 if quick else 3)
-        yield from bubble_rows(ranks, told, WAIT)
+        timings = steps.on_ranks(ranks, waiting_steps, WAIT, 1 if quick else 3)
+        yield from bubble_rows(ranks, timings, WAIT)
 
 
 # ---- bubbles -------------------------------------------------------------------------
 
 
 class WaitingForBoth(nn.Module):
-    """Waits as `SleepingLayer` does, in a way that PyTorch can split.
+    """A layer that waits like `SleepingLayer`, with a backward that PyTorch can split.
 
     PyTorch cuts autograd's graph where the paths to inputs and to weights part. So one
-    function on the path to the input waits in F and I, one on that to the weight in W.
+    function on the path to the input waits in F and I, another on the path to the
+    weight in W.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -178,52 +183,50 @@ class _Wait(torch.autograd.Function):
 
 
 def mean_square(output: Tensor, target: Tensor) -> Tensor:
-    """Return a loss."""
+    """Return the mean squared error."""
     return (output - target).square().mean()
 
 
-def waits(seconds: float, turns: int) -> Told:
-    """On every rank: return the seconds of steps that wait, of ours and of theirs."""
-    made = {
-        f"{schedule} {whose}": waiting_step(whose, schedule, layer, seconds)
+def waiting_steps(seconds: float, turns: int) -> Timings:
+    """Return the seconds of waiting steps, ours and PyTorch's; on every rank."""
+    contenders = {
+        f"{schedule} {side}": waiting_step(side, schedule, layer, seconds)
         for schedule in THEIRS
-        for whose, layer in (("ours", SleepingLayer), ("theirs", WaitingForBoth))
+        for side, layer in (("ours", SleepingLayer), ("theirs", WaitingForBoth))
     }
-    return steps.together(made, turns, math.inf, repeat=1)
+    return steps.together(contenders, turns, math.inf, repeat=1)
 
 
 def waiting_step(
-    whose: str, schedule: str, layer: type, seconds: float
+    side: str, schedule: str, layer: type, seconds: float
 ) -> Callable[[], object]:
-    """Return a step of ours or of theirs with layers that wait."""
+    """Return a step of our pipeline or PyTorch's (`side`) with layers that wait."""
     p = dist.get_world_size()
     stages = p * spec.SCHEDULES[schedule].stages_per_rank
     each = seconds * p / stages
     times = [each] * (3 if layer is SleepingLayer else 1)
     model = nn.Sequential(*(layer(*times) for _ in range(stages)))
     pipeline = PipelineParallel(model, schedule, MICROBATCHES, loss_fn=mean_square)
-    # PyTorch goes back to a stage's input only if that requires a gradient.
-    x = torch.ones(MICROBATCHES, 1, requires_grad=whose == "theirs")
+    # PyTorch computes the gradient of a stage's input only if the input requires one.
+    x = torch.ones(MICROBATCHES, 1, requires_grad=side == "theirs")
     step = pipeline.step
-    if whose == "theirs":
-        step = theirs_step(pipeline, schedule, mean_square)
+    if side == "theirs":
+        step = torch_step(pipeline, schedule, mean_square)
     return lambda: step(x, x)
 
 
-def bubble_rows(ranks: int, told: list[Told], seconds: float) -> Iterator[Row]:
-    """Yield for each schedule our idle share beside theirs, and beside the formula.
+def bubble_rows(ranks: int, timings: list[Timings], seconds: float) -> Iterator[Row]:
+    """Yield for each schedule our idle share beside PyTorch's, and beside the formula.
 
-    A step's idle share is what is not F, I and W of the time that it takes.
+    The idle share is the part of a step's time that is not spent in F, I and W.
     """
-    busy, (times, _) = 3 * MICROBATCHES * seconds, slowest(told)
-    for schedule, made in THEIRS.items():
+    busy, (times, _) = 3 * MICROBATCHES * seconds, slowest(timings)
+    for schedule, kind in THEIRS.items():
         ours, theirs = (
-            1 - busy / statistics.median(times[f"{schedule} {whose}"])
-            for whose in ("ours", "theirs")
+            1 - busy / statistics.median(times[f"{schedule} {side}"])
+            for side in ("ours", "theirs")
         )
-        simulated = float(
-            simulate_schedule(SCHEDULES[schedule](ranks, MICROBATCHES)).bubble
-        )
-        for beside, other in ((made.__name__, theirs), (ASKED, simulated)):
+        simulated = float(simulate(SCHEDULES[schedule](ranks, MICROBATCHES)).bubble)
+        for beside, other in ((kind.__name__, theirs), (ASKED, simulated)):
             pair = Pair(f"bubble of {schedule}", beside)
             yield row(f"{ranks} ranks", pair, "share", ours, other, ranks=ranks)

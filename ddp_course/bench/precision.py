@@ -1,7 +1,7 @@
 """A training step under our autocast and loss scaling, and under PyTorch's, in one run.
 
-Each rank trains alone. In bf16 a step is autocast's forward, in fp16 scaled, too; fp32
-shows what 16 bits win on this machine, or lose. Chapter 12.
+Each rank trains alone. In bf16 forward runs under autocast, in fp16 the loss is scaled,
+too; fp32 shows the gain or loss of 16 bits on this machine. Chapter 12.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ABOUT = "A training step in 16 bits, ours over PyTorch's."
 
 
 class Rounded(nn.Module):
-    """Runs a module in a context, and scales its loss; steps its optimizer likewise."""
+    """A module in a context, with a scaled loss; also its own optimizer."""
 
     def __init__(
         self,
@@ -41,34 +41,37 @@ class Rounded(nn.Module):
         return None, self.scaler.scale(loss)
 
     def zero_grad(self) -> None:
-        """As an optimizer's."""
+        """Clear the gradients."""
         self.optimizer.zero_grad()
 
     def step(self) -> None:
-        """As an optimizer's, if no gradient is inf or nan."""
+        """Step the optimizer, unless a gradient is inf or nan."""
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
 
-def made(
+def with_precision(
     model: nn.Module,
     context: Callable[[], AbstractContextManager] = nullcontext,
     scaler: Callable[[], Any] | None = None,
 ) -> tuple[nn.Module, Any]:
-    """Return the model in some precision, and what steps it."""
+    """Return the model in some precision, and its optimizer."""
     rounded = Rounded(model, context, scaler() if scaler else GradScaler(enabled=False))
     return rounded, rounded
 
 
-theirs, scaled = partial(torch.autocast, "cpu"), partial(torch.amp.GradScaler, "cpu")
-in_bf16 = partial(made, context=partial(theirs, dtype=torch.bfloat16))
-in_fp16 = partial(made, context=partial(theirs, dtype=torch.float16))
+torch_autocast, torch_scaler = (
+    partial(torch.autocast, "cpu"),
+    partial(torch.amp.GradScaler, "cpu"),
+)
+in_bf16 = partial(with_precision, context=partial(torch_autocast, dtype=torch.bfloat16))
+in_fp16 = partial(with_precision, context=partial(torch_autocast, dtype=torch.float16))
 VARIANTS: dict[str, steps.Variant] = {
     "torch.autocast": in_bf16,
     "again": in_bf16,
-    "autocast": partial(made, context=partial(Autocast, torch.bfloat16)),
-    "fp32": made,
-    "torch.amp.GradScaler": partial(in_fp16, scaler=scaled),
+    "autocast": partial(with_precision, context=partial(Autocast, torch.bfloat16)),
+    "fp32": with_precision,
+    "torch.amp.GradScaler": partial(in_fp16, scaler=torch_scaler),
     "GradScaler": partial(in_fp16, scaler=GradScaler),
 }
 PAIRS = (

@@ -1,6 +1,6 @@
 """Training steps side by side: any number of variants, measured in one run.
 
-A variant is a function that takes a model and returns it made parallel, with its
+A variant is a function that takes a model and returns a parallel model and its
 optimizer. A step is forward, backward and optimizer. All variants of a case are
 measured in turns inside the same ranks (`turns`).
 """
@@ -17,45 +17,50 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from ddp_course.bench.turns import Contender, Pair, Row, Told, in_turns, rows_of
+from ddp_course.bench.turns import Contender, Pair, Row, Timings, in_turns, rows_of
 from ddp_course.collectives import meeting
 from ddp_course.collectives.patience import patient, threads_of
 from ddp_course.launch import Links, here, spawn
 from ddp_course.model import GPTConfig, build_gpt
 
-Made = tuple[nn.Module, Optimizer]
-Variant = Callable[[nn.Module], Made]
-ADAMW = {"lr": 1e-4, "fused": True}  # the faster of PyTorch's
-TURN = 0.25  # seconds; a step is repeated for about so long in a turn, 8 times at most
+Parallelized = tuple[nn.Module, Optimizer]
+Variant = Callable[[nn.Module], Parallelized]
+ADAMW = {"lr": 1e-4, "fused": True}  # PyTorch's fastest implementation
+TURN = 0.25  # seconds for which a step is repeated in a turn, at most 8 times
 RANKS = (2, 4)
 BUDGET = {True: 50.0, False: 400.0}  # seconds for all turns of a bench, if it is quick
 
 
-def with_adamw(model: nn.Module) -> Made:
-    """Return a model as it is, and an optimizer of its parameters."""
+def with_adamw(model: nn.Module) -> Parallelized:
+    """Return the unchanged model, and an optimizer of its parameters."""
     return model, AdamW(model.parameters(), **ADAMW)
 
 
-def during_step(made: Made, context: Callable[[], object]) -> Made:
+def during_step(
+    parallelized: Parallelized, context: Callable[[], object]
+) -> Parallelized:
     """Open `context()` when forward begins, and close it when the optimizer does."""
-    (model, optimizer), stack = made, ExitStack()
+    (model, optimizer), stack = parallelized, ExitStack()
     enter = lambda *_: stack.enter_context(context()) and None  # noqa: E731
     model.register_forward_pre_hook(enter, prepend=True)
     optimizer.register_step_pre_hook(lambda *_: stack.close())
-    return made
+    return parallelized
 
 
-def patiently(model: nn.Module, make: Variant) -> Made:
-    """Return a variant in whose steps gloo's threads interrupt nobody, as in ours.
+def patiently(model: nn.Module, make: Variant) -> Parallelized:
+    """Return a variant whose steps use `patience`, as this course's collectives do.
 
-    Beside the variant itself it tells how much of our gain that is.
+    Compared with the variant itself, it shows how much of the course's gain that is.
     """
     threads = threads_of(meeting())
     return during_step(make(model), lambda: patient(threads))
 
 
 class OneBatch(nn.Module):
-    """Calls a module with rank 0's batch, so many times, on every rank; sent once."""
+    """A wrapper that calls a module with rank 0's batch, repeated, on every rank.
+
+    `times` is the number of repetitions. Rank 0 broadcasts the batch once.
+    """
 
     def __init__(self, module: Callable[[Tensor, Tensor], Any], times: int = 1) -> None:
         super().__init__()
@@ -63,7 +68,7 @@ class OneBatch(nn.Module):
         self.batch: tuple[Tensor, Tensor] | None = None
 
     def forward(self, x: Tensor, y: Tensor) -> Any:
-        """Run the module on its own batch, (times B, T) each, whatever is given."""
+        """Run the module on rank 0's first batch, (times B, T) each."""
         if self.batch is None:
             self.batch = x.repeat(self.times, 1), y.repeat(self.times, 1)
             for tokens in self.batch:
@@ -72,7 +77,7 @@ class OneBatch(nn.Module):
 
 
 class Case(NamedTuple):
-    """So many ranks train a preset with so many tokens (per rank) in so many turns."""
+    """A case: the ranks, the model's preset, the tokens per rank, and the turns."""
 
     ranks: int
     preset: str | GPTConfig
@@ -81,7 +86,7 @@ class Case(NamedTuple):
 
     @property
     def fields(self) -> dict[str, Any]:
-        """What a row says of its case."""
+        """The fields of the case in a row."""
         return {"ranks": self.ranks, "preset": self.preset, "tokens": self.tokens}
 
     def __str__(self) -> str:
@@ -89,7 +94,7 @@ class Case(NamedTuple):
 
 
 def cases(quick: bool) -> list[Case]:
-    """Return the cases of a bench, those of a quick one in few turns."""
+    """Return the cases of a bench; a quick bench has fewer cases and turns."""
     sizes = [("1m", 128, 20), ("1m", 1024, 10), ("8m", 128, 20)]
     if quick:
         sizes = [("1m", 128, 5)]
@@ -105,20 +110,20 @@ def contest(
 ) -> Iterator[Row]:
     """Yield a row for each case (ranks, preset, tokens) and pair.
 
-    `of` so many contests share the bench's time. `fits(case, name)` tells whether a
-    variant can be run in a case.
+    `of` is the number of contests that share the bench's time. `fits(case, name)`
+    returns whether a variant can run in a case.
     """
     each = BUDGET[quick] / of / len(cases(quick))
     for case in cases(quick):
-        there = {name: make for name, make in variants.items() if fits(case, name)}
-        told = on_ranks(case.ranks, measure, there, case, each)
-        yield from rows_of(str(case), pairs, told, **case.fields)
+        fitting = {name: make for name, make in variants.items() if fits(case, name)}
+        timings = on_ranks(case.ranks, measure, fitting, case, each)
+        yield from rows_of(str(case), pairs, timings, **case.fields)
 
 
 def on_ranks(
     ranks: int, function: Callable, *args: object, links: Links | None = None
 ) -> list:
-    """Call `function` on so many ranks, on the CPU, and return all answers."""
+    """Call `function` on `ranks` ranks, on the CPU, and return all results."""
     where = {"world_size": ranks, "device": "cpu", "links": links}
     return spawn(function, *args, **where, timeout=1200, output="none")
 
@@ -131,13 +136,13 @@ def measure(
     case: Case,
     seconds: float,
     as_one: Callable[[str, Contender], Contender] = lambda name, step: step,
-) -> Told:
-    """On every rank: return seconds per step, by variant and turn, and the CPU used.
+) -> Timings:
+    """Return seconds per step, by variant and turn, and the CPU used; on every rank.
 
-    `as_one(name, step)` is what is measured of a variant.
+    `as_one(name, step)` returns the function that is measured for a variant.
     """
     steps = {name: as_one(name, step_of(v, case)) for name, v in variants.items()}
-    # PyTorch's DDP arranges its buckets anew after the first.
+    # PyTorch's DDP rearranges its buckets after the first step.
     return together(steps, case.turns, seconds, warm=3)
 
 
@@ -147,12 +152,12 @@ def together(
     seconds: float,
     repeat: int | None = None,
     warm: int = 0,
-) -> Told:
-    """On every rank: measure in turns that begin at the same time on all of them.
+) -> Timings:
+    """Measure in turns that begin at the same time on all ranks, which call this.
 
-    Before, each is called `warm` times. Ends early if about so many `seconds` have
-    passed; rank 0's clock counts, for that and for how often the first contender fits
-    into a turn (unless `repeat` says).
+    Before, each contender is called `warm` times. The measurement ends early after
+    about `seconds` on rank 0's clock. By default the first contender's time on rank 0
+    decides how often each is repeated in a turn.
     """
     for call in contenders.values():
         for _ in range(warm):
@@ -172,9 +177,9 @@ def together(
 
 
 def _of_rank_0(number: float) -> float:
-    told = torch.tensor(number)
-    dist.broadcast(told, 0)
-    return told.item()
+    value = torch.tensor(number)
+    dist.broadcast(value, 0)
+    return value.item()
 
 
 def step_of(make: Variant, case: Case) -> Callable[[], None]:

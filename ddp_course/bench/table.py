@@ -1,6 +1,6 @@
 """The rows of a bench as a table: a line for each case, a column for each comparison.
 
-First what is compared with what; last what was asked for, and whether it held.
+Above it the compared variants, below it the required ratios and whether they were met.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def lines(about: str, pairs: Iterable[Pair], rows: Rows) -> list[str]:
     panels = grouped(pairs, rows)
     for over, columns in panels.items():
         text += ["", f"over {over}", *_grid(columns)]
-    held = [line for columns in panels.values() for line in _held(columns)]
-    if held:
-        text += ["", "Asked for, and held?", *held]
+    verdicts = [line for columns in panels.values() for line in _bars(columns)]
+    if verdicts:
+        text += ["", "Asked for, and verdicts?", *verdicts]
     loud = max((row.get("others", 0.0) for row in rows), default=0.0)
     if loud > LOUD:
         text += textwrap.wrap(
@@ -43,7 +43,7 @@ def lines(about: str, pairs: Iterable[Pair], rows: Rows) -> list[str]:
 
 
 def grouped(pairs: Iterable[Pair], rows: Rows) -> dict[str, list[tuple[Pair, Found]]]:
-    """Return what is laid over -> the pairs that are, and their rows by case."""
+    """Return {title of a table: its pairs, each with its rows by case}."""
     panels: dict[str, list[tuple[Pair, Found]]] = {}
     for pair in pairs:
         both = pair.variant, pair.beside
@@ -61,12 +61,12 @@ def number(value: float) -> str:
 
 
 def ratio_of(row: Mapping[str, Any]) -> float:
-    """Return the ratio of a row: the one within turns, if the row has it."""
+    """Return the ratio of a row: the median within turns, if the row has it."""
     return row.get("paired", row["ratio"])
 
 
 def title_of(pair: Pair) -> str:
-    """Return the head of a column: the variant, without what both are called."""
+    """Return the head of a column: the variant, without the words of both names."""
     own, other = pair.variant.split(), pair.beside.split()
     shared = own[:-1] == other[:-1] or own[: len(other)] == other
     return pair.title or (own[-1] if shared else pair.variant).replace("_", " ")
@@ -105,15 +105,15 @@ def column(
 
 
 def beside(columns: list[list[str]], gap: str = "  ") -> list[str]:
-    """Return the lines of columns of which some have longer heads: all end below."""
+    """Return the lines of columns side by side, aligned at the bottom."""
     most = max(map(len, columns))
     full = [[" " * len(c[-1])] * (most - len(c)) + c for c in columns]
     return [gap.join(cells).rstrip() for cells in zip(*full, strict=True)]
 
 
-def _held(columns: list[tuple[Pair, Found]]) -> list[str]:
-    """Return a line for each ratio that is asked for, and one for each control."""
-    told = []
+def _bars(columns: list[tuple[Pair, Found]]) -> list[str]:
+    """Return a line for each required ratio, and one for each control."""
+    verdicts = []
     for pair, found in columns:
         asked = {c: 1.0 if pair.control else pair.bar(r) for c, r in found.items()}
         for bar in dict.fromkeys(bar for bar in asked.values() if bar is not None):
@@ -126,5 +126,5 @@ def _held(columns: list[tuple[Pair, Found]]) -> list[str]:
                 answer, limit, missed = "noise", ", the same twice", []
             words = f"  {answer:6} {pair.variant} over {pair.beside}{limit}: {seen}"
             words += f"; not in {'; '.join(missed)}" if missed else ""
-            told += textwrap.wrap(words, WIDTH, subsequent_indent=" " * 9)
-    return told
+            verdicts += textwrap.wrap(words, WIDTH, subsequent_indent=" " * 9)
+    return verdicts

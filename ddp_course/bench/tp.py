@@ -1,6 +1,6 @@
 """A training step under our tensor parallelism and under PyTorch's, in one run.
 
-All ranks work on the same batch; `tokens` are those of all together. Chapter 09.
+All ranks work on the same batch, of `tokens` tokens. Chapter 09.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ABOUT = "A training step under our tensor parallelism over one under PyTorch's D
 
 
 def styles(model: GPT, gathers: bool, sequence: bool) -> dict[str, ParallelStyle]:
-    """Return PyTorch's plan that cuts a GPT as ours is cut."""
+    """Return PyTorch's plan that divides a GPT as this course does."""
     cut = {"output_layouts": Shard(1)} if sequence else {}
     entered = {"input_layouts": Shard(1)} if sequence else {}
     out = Replicate() if gathers else Shard(-1)
@@ -54,18 +54,20 @@ def styles(model: GPT, gathers: bool, sequence: bool) -> dict[str, ParallelStyle
             plan[f"{at}.norm1"] = plan[f"{at}.norm2"] = SequenceParallel()
     if sequence:
         plan["head.norm"] = SequenceParallel()
-        # Positions are looked up on every rank, and its own part of them is added.
+        # Every rank looks all positions up, and adds its own part of them.
         plan["embed.positions"] = RowwiseParallel(
             input_layouts=Replicate(), output_layouts=Shard(0)
         )
     return plan
 
 
-def dtensor(model: GPT, best: bool = True, sequence: bool = False) -> steps.Made:
+def dtensor(
+    model: GPT, best: bool = True, sequence: bool = False
+) -> steps.Parallelized:
     """Return the model cut by PyTorch, with its optimizer."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     parallel = parallelize_module(model, mesh, styles(model, not best, sequence))
-    groups: dict[type, list[nn.Parameter]] = {}  # the fused AdamW wants them apart
+    groups: dict[type, list[nn.Parameter]] = {}  # fused AdamW: one type per group
     for parameter in parallel.parameters():
         groups.setdefault(type(parameter.data), []).append(parameter)
     options = [{"params": group} for group in groups.values()]
@@ -78,14 +80,14 @@ def dtensor(model: GPT, best: bool = True, sequence: bool = False) -> steps.Made
 # ---- ours ----------------------------------------------------------------------------
 
 
-def ours(model: GPT, **options: bool) -> steps.Made:
+def our_layers(model: GPT, **options: bool) -> steps.Parallelized:
     """Return the model cut by this course, with its optimizer."""
     parallel, optimizer = steps.with_adamw(tensor_parallel(model, **options))
     return steps.OneBatch(parallel), optimizer
 
 
-class Nothing(nn.Module):
-    """What a rank does that has nothing to do: a loss of one parameter."""
+class IdleModel(nn.Module):
+    """A model for an idle rank: its loss is one parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,20 +98,20 @@ class Nothing(nn.Module):
         return None, self.parameter * 1
 
 
-def alone(model: GPT) -> steps.Made:
-    """Return the whole model on rank 0, and nothing on the others."""
-    return steps.with_adamw(Nothing() if dist.get_rank() > 0 else model)
+def one_rank_alone(model: GPT) -> steps.Parallelized:
+    """Return the whole model on rank 0, and an idle one on the others."""
+    return steps.with_adamw(IdleModel() if dist.get_rank() > 0 else model)
 
 
 VARIANTS: dict[str, steps.Variant] = {
     "DTensor default": partial(dtensor, best=False),  # as in PyTorch's tutorial
-    "DTensor again": partial(dtensor, best=False),  # how much of a difference is noise
+    "DTensor again": partial(dtensor, best=False),  # shows the noise
     "DTensor best": dtensor,  # the fused AdamW; logits are not gathered
     "DTensor patient": partial(steps.patiently, make=dtensor),
     "DTensor sequence": partial(dtensor, sequence=True),  # norms, residuals cut, too
-    "tp gloo": ours,
-    "tp gloo sequence": partial(ours, sequence_parallel=True),
-    "one rank alone": alone,  # what tensor parallelism has to beat
+    "tp gloo": our_layers,
+    "tp gloo sequence": partial(our_layers, sequence_parallel=True),
+    "one rank alone": one_rank_alone,  # tensor parallelism has to be faster
 }
 DEFAULT, BEST, SEQUENCE = "DTensor default", "DTensor best", "DTensor sequence"
 PAIRS = (

@@ -1,9 +1,9 @@
 """A training step under our ZeRO and under PyTorch's, in one run.
 
-First beside PyTorch's ZeroRedundancyOptimizer (ZRO) with DDP; then beside its
-`fully_shard` of every block and then of the model, which leaves the root unsharded
-after forward, and so do ours. And the most memory that a step needs under `fully_shard`
-and under ours. Chapters 07 and 08.
+First beside PyTorch's ZeroRedundancyOptimizer (ZRO) with DDP; then beside `fully_shard`
+of every block and of the model, which leaves the root unsharded after forward, as ours
+does. And the peak memory of a step under `fully_shard` and under ours. Chapters 07 and
+08.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ ABOUT = "A step under our ZeRO over ZeroRedundancyOptimizer (ZRO), over fully_sh
 # ---- PyTorch's -----------------------------------------------------------------------
 
 
-def zero_default(model: nn.Module) -> steps.Made:
+def zero_default(model: nn.Module) -> steps.Parallelized:
     """Return DDP and ZeroRedundancyOptimizer as the documentation has them."""
     replica = PyTorchDDP(model)
     return replica, PyTorchZeRO(replica.parameters(), AdamW, lr=steps.ADAMW["lr"])
 
 
-def zero_best(model: nn.Module) -> steps.Made:
-    """Return both with everything that makes them faster."""
+def zero_best(model: nn.Module) -> steps.Parallelized:
+    """Return DDP and ZeroRedundancyOptimizer with all options that make them faster."""
     replica = PyTorchDDP(model, static_graph=True, gradient_as_bucket_view=True)
     options = steps.ADAMW | {"parameters_as_bucket_view": True}
     return replica, PyTorchZeRO(replica.parameters(), AdamW, **options)
@@ -50,7 +50,7 @@ def zero_best(model: nn.Module) -> steps.Made:
 
 def fully_sharded(
     model: nn.Module, best: bool = True, reshard_after_forward: bool | None = None
-) -> steps.Made:
+) -> steps.Parallelized:
     """Return PyTorch's fully_shard of every block, and of the rest."""
     for block in model.blocks:
         fully_shard(block, reshard_after_forward=reshard_after_forward)
@@ -66,12 +66,14 @@ def fully_sharded(
 # ---- ours ----------------------------------------------------------------------------
 
 
-def stages_1_and_2(model: nn.Module, kind: type[Optimizer]) -> steps.Made:
-    """Return the model as it is, and the optimizer that shards states (gradients)."""
+def stages_1_and_2(model: nn.Module, kind: type[Optimizer]) -> steps.Parallelized:
+    """Return the model, and an optimizer that shards states (and gradients)."""
     return model, kind(model.parameters(), AdamW, **steps.ADAMW)
 
 
-def stage3(model: nn.Module, reshard_after_forward: bool | None = None) -> steps.Made:
+def stage3(
+    model: nn.Module, reshard_after_forward: bool | None = None
+) -> steps.Parallelized:
     """Return the sharded model, and a plain optimizer of its shards."""
     sharded = FullyShardedDataParallel(
         model, reshard_after_forward=reshard_after_forward
@@ -79,8 +81,8 @@ def stage3(model: nn.Module, reshard_after_forward: bool | None = None) -> steps
     return steps.with_adamw(sharded)
 
 
-def bound(model: nn.Module) -> steps.Made:
-    """Return the model as it is, and an optimizer of about 1/N of its parameters."""
+def bound(model: nn.Module) -> steps.Parallelized:
+    """Return the model, and an optimizer of about 1/N of its parameters."""
     parameters = list(model.parameters())
     enough = sum(p.numel() for p in parameters) / dist.get_world_size()
     taken: list[nn.Parameter] = []
@@ -89,11 +91,11 @@ def bound(model: nn.Module) -> steps.Made:
     return model, AdamW(taken, **steps.ADAMW)
 
 
-# ---- which are compared --------------------------------------------------------------
+# ---- the comparisons -----------------------------------------------------------------
 
 STAGES_1_AND_2: dict[str, steps.Variant] = {
     "ZRO default": zero_default,
-    "ZRO again": zero_default,  # how much of a difference is noise
+    "ZRO again": zero_default,  # shows the noise
     "ZRO best": zero_best,
     "zero1 gloo": partial(stages_1_and_2, kind=ZeroRedundancyOptimizer),
     "zero2 gloo": partial(stages_1_and_2, kind=ShardedGradientOptimizer),
@@ -102,7 +104,7 @@ STAGES_1_AND_2: dict[str, steps.Variant] = {
 STAGE_3: dict[str, steps.Variant] = {
     "fully_shard default": partial(fully_sharded, best=False),
     "fully_shard again": partial(fully_sharded, best=False),
-    "fully_shard best": fully_sharded,  # fused AdamW, and told which block comes next
+    "fully_shard best": fully_sharded,  # fused AdamW and prefetching of blocks
     "fully_shard patient": partial(steps.patiently, make=fully_sharded),
     "fully_shard kept": partial(fully_sharded, reshard_after_forward=False),
     "zero3 gloo": stage3,
@@ -139,23 +141,23 @@ def bench(quick: bool) -> Iterator[Row]:
 
 
 def peaks(case: steps.Case) -> dict[str, int]:
-    """On every rank: return the most bytes that a step has alive, by variant.
+    """Return the peak bytes of a step's storages, by variant; on every rank.
 
-    Counted from storages (`measure.memory_log`), in the third step.
+    Measured in the third step (`measure.memory_log`).
     """
     both = [name for p in PEAKS for name in (p.title, p.beside)]
     return {name: _peak(STAGE_3[name], case) for name in both}
 
 
 def _peak(make: steps.Variant, case: steps.Case) -> int:
-    made: list[Any] = []
+    parallelized: list[Any] = []
 
-    def noted(model: nn.Module) -> steps.Made:
-        made.extend(make(model))
-        return made[0], made[1]
+    def build(model: nn.Module) -> steps.Parallelized:
+        parallelized.extend(make(model))
+        return parallelized[0], parallelized[1]
 
-    step = steps.step_of(noted, case)
-    with MemoryLog(*made) as log:  # open when `fully_shard` makes its buffers
+    step = steps.step_of(build, case)
+    with MemoryLog(*parallelized) as log:  # open when `fully_shard` makes its buffers
         for _ in range(2):
             step()
         begin = time.perf_counter()
@@ -163,9 +165,9 @@ def _peak(make: steps.Variant, case: steps.Case) -> int:
     return max(m.ledger.total for m in log.moments if m.time >= begin)
 
 
-def peak_rows(case: steps.Case, told: list[dict[str, int]]) -> Iterator[Row]:
-    """Yield the rows of one case: the rank that needs most counts."""
+def peak_rows(case: steps.Case, peaks_by_rank: list[dict[str, int]]) -> Iterator[Row]:
+    """Yield the rows of one case, from the rank with the highest peak."""
     for pair in PEAKS:
         both = pair.title, pair.beside
-        peaks = (max(rank[name] for rank in told) for name in both)
+        peaks = (max(rank[name] for rank in peaks_by_rank) for name in both)
         yield row(str(case), pair, "bytes", *peaks, **case.fields)

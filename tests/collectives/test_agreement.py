@@ -35,7 +35,7 @@ SHAPES = {  # what rank 1 gives in place of four zeros; what is told of it
     "no tensor": ([1.0], "tensor is a list, not a tensor"),
     "sparse": (FOUR.to_sparse(), "torch.sparse_coo"),
     "negated": (torch._neg_view(FOUR), "rank 1: tensor is a view that negates"),
-    "conjugated": (FOUR.cfloat().conj(), "give tensor.resolve_conj().resolve_neg()"),
+    "conjugated": (FOUR.cfloat().conj(), "pass tensor.resolve_conj().resolve_neg()"),
 }
 
 

@@ -120,8 +120,8 @@ def test_if_one_rank_cannot_have_the_memory_all_say_so():
     assert told == [told[0]] * 3
     begin = r"OSError: no \d+ bytes of shared memory: "
     for what, text in {
-        "no memfd": "rank 0 cannot make it: 'NoneType'",
-        "no memory": "rank 0 cannot make it: .* No space left on device",
+        "no memfd": "rank 0 cannot create it: 'NoneType'",
+        "no memory": "rank 0 cannot create it: .* No space left on device",
         "other user": "rank 1 cannot map it: .* Permission denied",
         "full": "rank 2 cannot map it: .* No space left on device",
         "other": "rank 1 cannot .* is another file here.*; rank 2 cannot",
