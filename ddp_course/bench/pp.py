@@ -226,7 +226,9 @@ def bubble_rows(ranks: int, timings: list[Timings], seconds: float) -> Iterator[
             1 - busy / statistics.median(times[f"{schedule} {side}"])
             for side in ("ours", "theirs")
         )
-        simulated = float(simulate(SCHEDULES[schedule](ranks, MICROBATCHES)).bubble)
+        simulated = float(
+            simulate_schedule(SCHEDULES[schedule](ranks, MICROBATCHES)).bubble
+        )
         for beside, other in ((kind.__name__, theirs), (ASKED, simulated)):
             pair = Pair(f"bubble of {schedule}", beside)
             yield row(f"{ranks} ranks", pair, "share", ours, other, ranks=ranks)

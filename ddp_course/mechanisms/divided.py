@@ -18,7 +18,7 @@ from ddp_course.mechanisms.placements import clip_grad_norm_, placed
 
 @dataclass(frozen=True)
 class PlainModel:
-    """What a module was before anybody divided it.
+    """The names and shapes of a module before it was divided.
 
     Attributes:
         keys: of its `state_dict`, each with its parameter's name; None: a buffer. (A
