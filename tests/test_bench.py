@@ -80,7 +80,7 @@ def test_a_line_for_each_case_and_a_column_for_each_pair():
     assert text[at + 2].split() == ["2", "ranks,", "128", "2,000", "0.80", "1.02"]
     last = [line.split()[-1] for line in text if line.startswith("2 ranks, 1024")]
     assert last == ["1.02", "0.50"]
-    assert text[text.index("Asked for, and held?") + 1 :] == [
+    assert text[text.index("Required, and met?") + 1 :] == [
         "  yes    gloo over best at most 0.9: 0.80",
         "  noise  again over best, the same twice: 1.02 to 1.02",
     ]

@@ -216,7 +216,7 @@ from ddp_course.compression.hook import Gathered, as_bytes
 
 
 class Ternary(Gathered):
-    """Sends one byte for each number, and one float32 for them all."""
+    """A compressor that sends one byte per number, and one float32 for all."""
 
     def __init__(self, feedback: bool = True, exchange: Exchange | None = None) -> None:
         super().__init__(feedback, exchange)

@@ -33,6 +33,7 @@ from ddp_course.pipeline import (
     SCHEDULES,
     PipelineParallel,
     SleepingLayer,
+    simulate_schedule,
 )
 
 ABOUT = "A training step under our pipeline over one under PyTorch's; their bubbles."

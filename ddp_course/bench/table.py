@@ -31,7 +31,7 @@ def lines(about: str, pairs: Iterable[Pair], rows: Rows) -> list[str]:
         text += ["", f"over {over}", *_grid(columns)]
     verdicts = [line for columns in panels.values() for line in _bars(columns)]
     if verdicts:
-        text += ["", "Asked for, and verdicts?", *verdicts]
+        text += ["", "Required, and met?", *verdicts]
     loud = max((row.get("others", 0.0) for row in rows), default=0.0)
     if loud > LOUD:
         text += textwrap.wrap(
