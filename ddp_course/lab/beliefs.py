@@ -142,4 +142,11 @@ BELIEFS: dict[str, dict[Guess, str]] = {
         1: "Layer 0's gradient is sent between backward and forward, in any order.",
         3: "Backward hides all sends but one already; there is nothing left to hide.",
     },
+    # 16: 2 - 1/N nearly; all keys go to all ranks either way
+    "The busiest of four ranks, over the mean": {
+        1: "Equal parts are not equal work: position i looks at i + 1 positions.",
+    },
+    "Forward, bytes that a ring sends over a gather's": {
+        (0.25, 0.5): "Each rank's keys still reach every other rank, once.",
+    },
 }

@@ -156,7 +156,7 @@ ANSWERS = answers(
         flat /= dist.get_world_size() => pass
     never_copied_back: the mean over the ranks is
         p.grad.copy_(mean.view(p.shape)) => pass
-    skips_those_without: of another type or size
+    skips_those_without: collectives do not fit together
         parameters() if p.requires_grad => parameters() if p.grad is not None
     averages_the_parameters: the mean over the ranks is
         p.grad.flatten() for p in trained => p.flatten() for p in trained

@@ -191,8 +191,8 @@ ANSWERS = answers(
     my_outer_step="""
     outer_step_by_pytorch:
         sgd = torch.optim.SGD(common, lr=lr, momentum=mu, nesterov=mu > 0)
-        for number, (here, velocity) in enumerate(zip(common, momentum, strict=True)):
-            here.grad = here - torch.stack([each[number] for each in replicas]).mean(0)
+        for number, (own, velocity) in enumerate(zip(common, momentum, strict=True)):
+            own.grad = own - torch.stack([each[number] for each in replicas]).mean(0)
             sgd.state[own]["momentum_buffer"] = velocity
         sgd.step()
         if mu == 0:  # then SGD keeps none
