@@ -27,6 +27,7 @@ FLOORS = [
         "learners_copy",
         "coordinates",
         "gpt_config",
+        "ledger",
         "spec",
     },
     {"collectives", "mesh", "mechanisms", "precision", "compression", "strategy"},

@@ -2,6 +2,9 @@
 
 import json
 import re
+import shutil
+import subprocess
+import sys
 
 import pytest
 from refusals import answered
@@ -98,3 +101,13 @@ test_nonsense_is_answered_in_one_line = answered(
 )  # fmt: skip
 def test_parameters_can_be_typed_short(typed, numel, capsys):
     assert f" {numel:,} parameters" in shown(capsys, f"--parameters {typed}")
+
+
+def test_a_plan_needs_no_pytorch():
+    typed = [shutil.which("ddp-course"), "plan", "--preset", "gpt2-xl"]
+    command = [sys.executable, "-X", "importtime", *typed]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "ddp_course.theory.plan" in imported
+    assert "torch" not in imported

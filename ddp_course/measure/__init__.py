@@ -11,6 +11,7 @@ Read the modules in this order:
     by kind; `allocations` reports changes
 """
 
+from ddp_course.ledger import KINDS, Ledger
 from ddp_course.measure.blocks import active_logs, active_meters
 from ddp_course.measure.events import (
     Event,
@@ -20,9 +21,9 @@ from ddp_course.measure.events import (
     overlap,
     save_trace,
 )
-from ddp_course.measure.memory import Ledger, resident
+from ddp_course.measure.memory import resident
 from ddp_course.measure.memory_log import MemoryLog, Moment
 from ddp_course.measure.meter import ByteMeter, Bytes, table
 from ddp_course.measure.pytorch import CollectiveCall, TorchCollectives
-from ddp_course.measure.storages import KINDS, label
+from ddp_course.measure.storages import label
 from ddp_course.measure.system import SystemBytes

@@ -17,59 +17,22 @@ of tensors. `memory_log` follows the same ledger through a step. Explained in ch
 06.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ddp_course.ledger import KINDS, Ledger
 from ddp_course.measure.storages import (
-    KINDS,
     Part,
-    check_kind,
     is_mapping,
     labels,
     plain,
     span_of,
     uncovered,
 )
-
-
-class Ledger(Mapping[str, int]):
-    """Bytes by kind: a mapping with all of `KINDS`, in order, that prints as a table.
-
-    Ledgers, and a ledger and a dict, are equal if all their numbers are. Raises
-    ValueError for an unknown kind or a negative number. Chapter 06.
-    """
-
-    def __init__(self, counts: Mapping[str, int] | None = None) -> None:
-        counts = {} if counts is None else counts
-        for kind, nbytes in counts.items():
-            check_kind(kind)
-            if nbytes < 0:
-                raise ValueError(f"{kind}: {nbytes} bytes; it must be 0 or more")
-        self._bytes = {kind: counts.get(kind, 0) for kind in KINDS}
-
-    @property
-    def total(self) -> int:
-        """Bytes of all kinds together."""
-        return sum(self._bytes.values())
-
-    def __getitem__(self, kind: str) -> int:
-        return self._bytes[kind]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._bytes)
-
-    def __len__(self) -> int:
-        return len(self._bytes)
-
-    def __repr__(self) -> str:
-        rows = [*self._bytes.items(), ("total", self.total)]
-        cells = [(kind, f"{nbytes:,}" if nbytes else "-") for kind, nbytes in rows]
-        wide = max(len(number) for _, number in cells)
-        return "\n".join(f"{kind:<21}  {number:>{wide}}" for kind, number in cells)
 
 
 def resident(*modules_and_optimizers: Any) -> Ledger:

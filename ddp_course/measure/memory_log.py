@@ -30,17 +30,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ddp_course.ledger import KINDS, Ledger, check_kind
 from ddp_course.measure.allocations import (
     Operations,
     hooks,
     tensors_in,
     watched_resizes,
 )
-from ddp_course.measure.memory import Ledger, census, tensors_of
+from ddp_course.measure.memory import census, tensors_of
 from ddp_course.measure.storages import (
-    KINDS,
     Part,
-    check_kind,
     is_mapping,
     labels,
     open_logs,

@@ -13,23 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ddp_course.ledger import check_kind
 from ddp_course.measure.blocks import OpenBlocks
-
-KINDS = (
-    "parameters",
-    "gradients",
-    "optimizer states",
-    "activations",
-    "communication buffers",
-    "other",
-)
-
-
-def check_kind(kind: str) -> None:
-    """Raise ValueError unless `kind` is one of `KINDS`."""
-    if kind not in KINDS:
-        known = ", ".join(repr(known) for known in KINDS)
-        raise ValueError(f"kind is {kind!r}; it can be {known}")
 
 
 def plain(tensor: Tensor) -> Iterator[Tensor]:

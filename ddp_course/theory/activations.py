@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from ddp_course.model import GPTConfig
+from ddp_course.gpt_config import GPTConfig
 from ddp_course.spec import RECOMPUTE
 from ddp_course.theory.checks import check_choice
 

@@ -20,13 +20,16 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
-from ddp_course.launch import Link, Links
 from ddp_course.theory.checks import (
     check_choice,
     log2_up,
     power_below,
 )
+
+if TYPE_CHECKING:  # formulas work without PyTorch, and links wait with it
+    from ddp_course.launch import Link, Links
 
 
 @dataclass(frozen=True)

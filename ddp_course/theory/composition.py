@@ -29,8 +29,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from ddp_course.measure import Ledger
-from ddp_course.model import GPTConfig
+from ddp_course.gpt_config import GPTConfig
+from ddp_course.ledger import Ledger
 from ddp_course.theory.memory import (
     Precision,
     model_states,

@@ -14,11 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ddp_course.launch import Link
 from ddp_course.theory.checks import check_not_negative, check_positive
+
+if TYPE_CHECKING:
+    from ddp_course.launch import Link
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,8 @@ class Fit:
     @property
     def link(self) -> Link:
         """The link that takes as long: latency alpha, bandwidth 1/beta."""
+        from ddp_course.launch import Link  # with PyTorch
+
         return Link(self.alpha, 1 / self.beta if self.beta else math.inf)
 
     def seconds(self, nbytes: float) -> float:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from ddp_course.measure import Ledger
+from ddp_course.ledger import Ledger
 from ddp_course.theory.checks import check_choice
 
 STAGES = (0, 1, 2, 3)  # 0 shards nothing: DDP

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ddp_course.measure import Ledger
-from ddp_course.model import PRESETS, GPTConfig
+from ddp_course.gpt_config import PRESETS, GPTConfig
+from ddp_course.ledger import Ledger
 from ddp_course.spec import RECOMPUTE
 from ddp_course.theory.activations import gpt_peak, model_activations
 from ddp_course.theory.checks import check_choice, check_count, check_positive

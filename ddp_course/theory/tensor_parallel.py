@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from ddp_course.model import GPTConfig
+from ddp_course.gpt_config import GPTConfig
 
 
 @dataclass(frozen=True)
