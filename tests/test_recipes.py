@@ -1,7 +1,7 @@
 """The recipes of CONTRIBUTING.md, each carried out on a copy of the tree.
 
 Each recipe's list of files is held against the files that the trial touches, and the
-copy's own tests must pass with all four additions in it.
+copy's own tests must pass with all four additions, and a new chapter, in it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from nbformat.v4 import new_code_cell, new_markdown_cell
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+from ddp_course import chapters
+from ddp_course.launch.server import IN_SERVER
 
 ROOT = Path(__file__).parents[1]
 Edit = Callable[[str], str]
@@ -260,6 +263,101 @@ def test_ternary_averages_on_ranks_as_in_one_process():
         new_code_cell('compressor("ternary")'),
     ),
 }
+
+CELLS = [
+    new_markdown_cell(
+        "# 99 What does a new chapter need? One folder and this page.\n\n"
+        "**Time:** 1 minutes to read."
+    ),
+    new_code_cell(
+        "from ddp_course.chapters.ch99_toy.exercises import check_twice\n\n"
+        "check_twice(lambda number: number + number)"
+    ),
+    new_markdown_cell("The picture of this chapter is a lonely square, with a name."),
+    new_code_cell(
+        "from ddp_course.chapters.ch99_toy.figures import square\n\nsquare(40).title"
+    ),
+]
+CHAPTER = {
+    "ddp_course/chapters/ch99_toy/__init__.py": append(
+        '"""Chapter 99: what is needed?"""\n'
+    ),
+    "ddp_course/chapters/ch99_toy/exercises.py": append('''\
+"""The exercise of chapter 99."""
+
+from ddp_course.chapters.ch99_toy import solutions
+from ddp_course.lab.answers import Answer
+from ddp_course.lab.exercises import exercise, expect_call
+
+
+@exercise("twice", solution=solutions.twice)
+def check_twice(answer: Answer) -> str:
+    """`twice(number)`: the number and once more the number.
+
+    How often is the number in it?
+
+    It is there, and once more: a sum of two.
+    """
+    expect_call(answer, 3, returns=6, because="3 + 3 is 6")
+    expect_call(answer, 2.5, returns=5.0, because="numbers need not be whole")
+    return "two numbers, one of them not whole"
+'''),
+    "ddp_course/chapters/ch99_toy/solutions.py": append('''\
+"""A solution of chapter 99's exercise."""
+
+
+def twice(number):
+    """Add it to itself."""
+    return number + number
+'''),
+    "ddp_course/chapters/ch99_toy/figures.py": append('''\
+"""The figure of chapter 99."""
+
+from functools import partial
+
+from ddp_course.lab import Drawing
+
+
+def square(side: int) -> Drawing:
+    """Draw a square of `side` pixels."""
+    d = Drawing(side, side, title="A square")
+    d.rect(2, 2, side - 4, side - 4)
+    return d
+
+
+IMAGES = {"99_square.svg": partial(square, 60)}
+'''),
+    "tests/chapters/ch99_toy/answers.py": append('''\
+"""Answers to the exercise of chapter 99."""
+
+
+def square(number):
+    return number * number
+
+
+def whole(number):
+    return 2 * int(number)
+
+
+def nothing(number):
+    return None
+
+
+def shifted(number):
+    return 2 * number
+
+
+ANSWERS = {
+    "twice": {
+        shifted: "",
+        square: "because 3 + 3 is 6",
+        whole: "need not be whole",
+        nothing: "`None`",
+    },
+}
+'''),
+}
+ROW = "| 99 | [toy](notebooks/99_toy.ipynb) | What does a new chapter need? |"
 RECIPES = {
     "A new exercise": EXERCISE,
     "A new schedule": SCHEDULE,
@@ -282,49 +380,84 @@ def test_a_recipe_lists_the_files_that_it_touches(title):
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory) -> Path:
-    """Return a copy of all files that git knows, with all four additions."""
+    """Return a copy of all files that git knows, with a chapter and four additions."""
     folder = tmp_path_factory.mktemp("tree")
     listed = ["git", "ls-files", "-co", "--exclude-standard"]
     listing = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True)
     for file in filter(lambda file: (ROOT / file).is_file(), listing.stdout.split()):
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / file, folder / file)
-    for files in RECIPES.values():
+    (last,) = re.findall(
+        rf"^\| {max(chapters.rooms())[2:4]} \|.*",
+        (ROOT / "README.md").read_text(),
+        re.MULTILINE,
+    )
+    row = {"README.md": insert(last, f"\n{ROW}")}
+    for files in (CHAPTER, row, *RECIPES.values()):
         for file, edit in files.items():
             path = folder / file
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(edit(path.read_text() if path.exists() else ""))
+    nbformat.write(new_notebook(cells=CELLS), folder / "notebooks/99_toy.ipynb")
     return folder
 
 
-def test_all_four_recipes_work_on_a_copy_of_the_tree(copy):
-    chosen = (
-        "node_of or eager_1f1b or twins or ternary or test_architecture or readme "
-        "or test_plain_words or pytorch_and_yet or house_rules or whole"
-    )
-    answers = ("exercises", "right_answers", "wrong_answers")
-    files = [
-        *(f"chapters/test_{name}.py" for name in answers),
-        *("test_repository.py", "test_architecture.py"),
-        *("test_plain_words.py", "test_cli.py", "pipeline/test_schedules.py"),
-        *("twins/test_twins.py", "compression/test_compressors.py"),
-    ]
+def run(folder: Path, *command: str, **variables: str) -> str:
+    """Run `python ...` on the copy; return what it printed."""
     done = subprocess.run(
-        [
-            *(sys.executable, "-m", "pytest", "-n", "0", "-v", "-k", chosen),
-            *(f"tests/{file}" for file in files),
-        ],
-        cwd=copy,
-        env={**os.environ, "PYTHONPATH": str(copy)},
+        [sys.executable, *command],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder), **variables},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stdout[-9000:] + done.stderr
+    return done.stdout
+
+
+@pytest.mark.kernel
+def test_a_chapter_and_all_four_recipes_work_on_a_copy_of_the_tree(copy):
+    no_ranks = {IN_SERVER: "1"}
+    drawn = run(copy, "-m", "ddp_course.chapters", **no_ranks)
+    assert "images/99_square.svg" in drawn
+    save = "-m", "ddp_course.cli", "notebooks", "--save", "99"
+    assert "99_toy: stored" in run(copy, *save, **no_ranks)
+    assert "✓ **twice: passed.**" in (copy / "notebooks/99_toy.ipynb").read_text()
+    chosen = (
+        "[twice or 99 or up_to_date or node_of or eager_1f1b or twins or ternary or "
+        "test_architecture or readme or test_plain_words or pytorch_and_yet or "
+        "house_rules or test_rooms"
+    )
+    rooms = ("exercises", "right_answers", "wrong_answers", "figures", "rooms")
+    files = [
+        *(f"chapters/test_{name}.py" for name in rooms),
+        *("test_repository.py", "test_architecture.py"),
+        *("test_plain_words.py", "test_cli.py", "pipeline/test_schedules.py"),
+        *("twins/test_twins.py", "compression/test_compressors.py"),
+    ]
+    told = run(
+        copy,
+        *("-m", "pytest", "-n", "0", "-v", "-k", chosen),
+        *(f"tests/{file}" for file in files),
+        "notebooks/99_toy.ipynb",
+    )
     for seen in (
+        "test_the_solution_passes[twice]",
+        "test_an_untouched_stub_is_not_attempted_yet[twice]",
+        "test_the_solution_is_shown[twice]",
+        "test_two_hints_come_before_the_solution[twice]",
+        "test_a_right_answer_in_another_style_passes[twice-shifted]",
+        "test_a_wrong_answer_gets_its_hint[twice-whole]",
+        "test_images_are_up_to_date",
+        "test_every_chapter_is_whole",
+        "test_notebooks_keep_the_house_rules[99_toy.ipynb]",
+        "test_readme_lists_every_chapter_and_no_other",
+        "test_a_floor_imports_only_from_lower_floors",
+        "99_toy::ipynb::Cell 1",
         "test_the_solution_passes[node_of]",
         "test_eager_1f1b_keeps_one_microbatch_more",
         "test_legal_for_every_number_of_ranks_and_microbatches[eager_1f1b]",
         "test_two_twins_train_like_one_process",
         "test_ternary_averages_on_ranks_as_in_one_process",
     ):
-        assert re.search(re.escape(seen) + " PASSED", done.stdout), seen
+        assert re.search(re.escape(seen) + " PASSED", told), (seen, told[-9000:])
