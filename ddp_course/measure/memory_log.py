@@ -127,6 +127,27 @@ class MemoryLog:
         """The ledger of the moment with the most bytes (the first of several)."""
         return max((m.ledger for m in self.moments), key=lambda ledger: ledger.total)
 
+    @property
+    def requests(self) -> list[tuple[int, int]]:
+        """The requests to an allocator, in order: (number of a storage, its bytes).
+
+        A storage is numbered when it is allocated, and appears again with its new size
+        when it is resized; 0 bytes: it was freed.
+        """
+        sizes: dict[int, int] = {}
+        requests = []
+        with self._lock:
+            if self._open is not None:
+                self.look()
+            for _, _, changes in self._storages.changes:
+                before = {
+                    part.storage: sizes.get(part.storage, 0) for part, _ in changes
+                }
+                for part, nbytes in changes:
+                    sizes[part.storage] = sizes.get(part.storage, 0) + nbytes
+                requests += [(n, sizes[n]) for n in before if sizes[n] != before[n]]
+        return requests
+
     def peak_of(self, kind: str) -> int:
         """Return the largest number of bytes of one kind at any moment."""
         check_kind(kind)
@@ -218,9 +239,13 @@ class MemoryLog:
 
 @dataclass(eq=False)
 class TrackedPart(Part):
-    """A part of a storage; its kind is a guess until it is `sure`."""
+    """A part of a storage; its kind is a guess until it is `sure`.
+
+    `storage` is the number of its storage in the log.
+    """
 
     sure: bool = True
+    storage: int = 0
 
 
 @dataclass
@@ -248,6 +273,7 @@ class Storages:
     def __init__(self) -> None:
         self.changes: list[tuple[float, str, list[Change]]] = []
         self._living: dict[int, Living] = {}  # by the address of the storage
+        self._count = 0  # the storages so far
         # A storage may end at any moment, on any thread, also while this code runs: its
         # end is only appended here, and processed before the next change.
         self._ends: deque[tuple[float, int]] = deque()
@@ -283,6 +309,8 @@ class Storages:
         def end(_: weakref.ref) -> None:  # refers to no tensor and no storage
             ends.append((time.perf_counter(), key))
 
+        self._count += 1
+        piece.storage = self._count
         self._living[key] = Living(weakref.ref(storage, end), [piece])
         return [(piece, piece.nbytes)]
 
@@ -307,7 +335,7 @@ class Storages:
             old.kind, old.sure = part.kind, True
         if old.kind == part.kind:
             return []
-        new = TrackedPart(0, old.stop, part.kind)
+        new = TrackedPart(0, old.stop, part.kind, storage=old.storage)
         living.pieces = [new]
         return [(old, -old.nbytes), (new, new.nbytes)]
 
@@ -326,4 +354,6 @@ class Storages:
         ]
         gone = [(old, -old.nbytes) for old in living.pieces]
         living.pieces = [*same, *rest, *new]
+        for piece in living.pieces:
+            piece.storage = gone[0][0].storage
         return [*gone, *((piece, piece.nbytes) for piece in living.pieces)]

@@ -80,6 +80,35 @@ def test_allocations_and_releases_one_by_one():
     assert log.peak.total - start == 4008
 
 
+def test_requests_number_storages_and_have_their_sizes():
+    with MemoryLog() as log:
+        earlier = {number for number, _ in log.requests}  # other tests' labels
+        x = torch.zeros(100)
+        x.t()  # no memory of its own
+        z = torch.cat([x, x])
+        label(z, "gradients")  # another kind of the same memory
+        x.untyped_storage().resize_(40)
+        del x
+        y = torch.zeros(3)
+    requests = [pair for pair in log.requests if pair[0] not in earlier]
+    a, b, c = dict.fromkeys(number for number, _ in requests)
+    assert requests == [(a, 400), (b, 800), (a, 40), (a, 0), (c, 12)]
+    assert y.nbytes == 12 and pickle.loads(pickle.dumps(log)).requests == log.requests
+
+
+def test_requests_add_up_to_every_moment_of_a_training():
+    model, stepper, idx = trainable()
+    with MemoryLog(model, stepper) as log:
+        step(model, stepper, idx)
+        step(model, stepper, idx)
+    sizes, totals = {}, [0]
+    for number, nbytes in log.requests:
+        sizes[number] = nbytes
+        totals.append(sum(sizes.values()))
+    assert totals[-1] == log.moments[-1].ledger.total
+    assert max(totals) == log.peak.total
+
+
 def test_the_end_of_a_log_is_what_is_there():
     model, stepper, idx = trainable()
     with MemoryLog(model, stepper) as log:
