@@ -33,7 +33,7 @@ FLOORS = [
     {"collectives", "mesh", "mechanisms", "precision", "compression", "strategy"},
     {
         *("data_parallel", "zero", "tensor_parallel", "pipeline", "parameter_server"),
-        *("communication_order", "local_sgd", "context_parallel"),
+        *("communication_order", "local_sgd", "context_parallel", "experts"),
     },
     {"checkpoint", "parallelize", "train"},
     {"bench", "commands", "cli", "preload", "__main__"},

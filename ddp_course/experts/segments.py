@@ -1,0 +1,65 @@
+"""Sort the rows of a batch by expert, so that each expert's rows are one segment.
+
+    choices of four tokens, k = 1     2 0 2 1
+    order                             token 1 | token 3 | tokens 0 and 2
+    counts                            1         1         2
+
+An expert then computes its segment, however long it is: nothing is dropped, and no row
+is padded. That is the idea of Gale et al. 2022, "MegaBlocks", arXiv:2211.15841, whose
+kernel computes all segments in one call. Chapter 17.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+
+class Segments:
+    """The choices of a batch, sorted by expert, and among one expert's by token.
+
+    Args:
+        chosen: (N, k) int64, the experts of each token.
+        num_experts: E.
+        kept: (N, k) bool, the choices that are computed; None: all.
+
+    Attributes:
+        order: (M,) int64, which of the N k choices is in each of the sorted rows.
+        counts: (E,) int64, the number of rows of each expert.
+    """
+
+    def __init__(
+        self, chosen: Tensor, num_experts: int, kept: Tensor | None = None
+    ) -> None:
+        self.k = chosen.shape[1]
+        experts = chosen.flatten()
+        if kept is not None:  # dropped choices come last, and are cut off
+            experts = experts.where(kept.flatten(), num_experts)
+        self.counts = torch.bincount(experts, minlength=num_experts)[:num_experts]
+        num_rows = experts.numel() if kept is None else int(kept.sum())
+        self.order = experts.argsort(stable=True)[:num_rows]
+
+    def sort(self, x: Tensor) -> Tensor:
+        """Copy each token to the rows of its experts: (N, C) -> (M, C)."""
+        return x[self.order // self.k]
+
+    def sum(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """Return each token's weighted sum of its rows: (M, C), (N, k) -> (N, C).
+
+        A token whose choices are all dropped gets zeros.
+        """
+        weighted = rows * weights.flatten()[self.order, None]
+        y = weighted.new_zeros(len(weights), rows.shape[1])
+        return y.index_add(0, self.order // self.k, weighted)
+
+
+def compute_segments(
+    experts: Sequence[Callable[[Tensor], Tensor]], rows: Tensor, counts: Sequence[int]
+) -> Tensor:
+    """Return the outputs of each expert for its segment of the sorted rows.
+
+    An expert without rows computes an empty tensor: its parameters get gradients of
+    zero, which other ranks may have to average.
+    """
+    parts = rows.split(list(counts))
+    return torch.cat([e(part) for e, part in zip(experts, parts, strict=True)])
