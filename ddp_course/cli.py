@@ -27,6 +27,7 @@ from ddp_course import spec
 from ddp_course.bench import benches
 from ddp_course.commands import CommandError, chapters, check_file, tell
 from ddp_course.commands.train_options import check_typed
+from ddp_course.planning.accelerators import ACCELERATORS
 
 RANKS = ("lab", "train", "doctor", "report", "bench")  # who may start some
 
@@ -340,17 +341,25 @@ def _check_bench(args: argparse.Namespace) -> None:
 def _plan(add: Callable[..., Parser]) -> None:
     plan = add(
         "plan",
-        "say which ZeRO stage fits on your GPUs, and how much it sends",
+        "say which layout fits on your GPUs, how fast it is, and what it sends",
         "ddp-course plan --preset gpt2-xl --gpus 8 --memory 24",
         "ddp-course plan --parameters 7.5b --gpus 64 --memory 32",
         "ddp-course plan --parameters 6.6b --layers 32 --hidden 4096 --bandwidth 50",
+        "ddp-course plan --parameters 70b --tokens 15t --gpus 512 --gpu h100 --node 8",
         more=_list("--precision", spec.PLANNED, 20),
     )
     model = plan.add_mutually_exclusive_group(required=True)
     model.add_argument("--preset", choices=spec.MODELS, help="a known model")
     about = "number of parameters, as 7.5e9, 7.5b or 350m"
-    model.add_argument("--parameters", type=_many, metavar="N", help=about)
+    model.add_argument("--parameters", "--params", type=_many, metavar="N", help=about)
+    _flags(
+        model,
+        accelerators="print the data sheets of all accelerators",
+        anchors="print published trainings beside what is predicted of them",
+    )
     many = _whole(10**9)
+    about = "the accelerator: then layouts are predicted, and sorted by a step's time"
+    plan.add_argument("--gpu", choices=tuple(ACCELERATORS), help=about)
     plan.numbers(
         layers=(many, None, "number of layers; with --hidden, activations count, too"),
         hidden=(many, None, "width of a layer"),
@@ -358,21 +367,40 @@ def _plan(add: Callable[..., Parser]) -> None:
         sequence=(many, None, "tokens of a row (default: 2048)"),
         vocab=(many, None, "words of the vocabulary (default: 50257)"),
         gpus=(many, 8, "number of GPUs, all data parallel"),
-        memory=(_positive, 80, "memory of one GPU in GB, 10^9 bytes each"),
-        batch=(many, 1, "rows of a step on one GPU"),
+        memory=(
+            _positive,
+            None,
+            "memory of one GPU in GB, 10^9 bytes each (default: 80, or --gpu's)",
+        ),
+        batch=(many, None, "without --gpu: rows of a step on one GPU (default: 1)"),
         bandwidth=(
             _positive,
             None,
-            "GB/s that a GPU sends: adds a column of seconds",
+            "without --gpu: GB/s that a GPU sends: adds a column of seconds",
         ),
+        node=(many, None, "with --gpu: GPUs in a node (default: as it is sold)"),
+        network=(
+            _positive,
+            None,
+            "with --gpu: GB/s that a GPU sends to other nodes (default: 50)",
+        ),
+        step_tokens=(
+            _many,
+            None,
+            "with --gpu: tokens of a step on all GPUs (default: 4m)",
+        ),
+        tokens=(_many, None, "with --gpu: tokens of the training: days, energy, cost"),
+        price=(_positive, None, "with --gpu: price of a GPU-hour, in any currency"),
+        top=(_whole(1000), None, "with --gpu: how many are printed (default: 10)"),
     )
     for name, among, default, about in (
         ("--optimizer", spec.OPTIMIZERS, "adamw", "the optimizer"),
         ("--precision", tuple(spec.PLANNED), "mixed", "number formats; see below"),
-        ("--recompute", spec.RECOMPUTE, "none", "which activations are recomputed"),
     ):
         about = f"{about} (default: %(default)s)"
         plan.add_argument(name, choices=among, default=default, help=about)
+    about = "activations that are recomputed (default: none; with --gpu all are tried)"
+    plan.add_argument("--recompute", choices=spec.RECOMPUTE, help=about)
     _flags(plan, scores="attention is not fused: its scores are kept")
     _files(plan, json="write the rows to this file")
 

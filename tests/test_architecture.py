@@ -28,6 +28,7 @@ FLOORS = [
         "coordinates",
         "gpt_config",
         "ledger",
+        "planning",
         "spec",
     },
     {"collectives", "mesh", "mechanisms", "precision", "compression", "strategy"},

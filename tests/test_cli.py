@@ -111,7 +111,7 @@ def test_help_does_not_wait_for_pytorch_and_yet_names_what_there_is():
 
 def test_ctrl_c_while_pytorch_is_imported(tmp_path):
     (tmp_path / "torch.py").write_text("print(flush=True)\nimport time; time.sleep(60)")
-    command = begun("plan --preset 1m", os.environ | {"PYTHONPATH": str(tmp_path)})
+    command = begun("doctor", os.environ | {"PYTHONPATH": str(tmp_path)})
     assert command.stdout.readline() == "\n"
     command.send_signal(signal.SIGINT)
     told = command.communicate(timeout=30)[1]
@@ -148,7 +148,7 @@ test_what_is_typed_wrongly_is_answered_in_one_line = answered(
     ("train --ranks 65", "'65' is not a whole number from 1 to 64"),
     ("train --lr nan", "'nan' is not a number above 0"),
     ("train --seed -1", "--seed"),
-    ("plan", "--preset --parameters is required"),
+    ("plan", "--preset --parameters/--params --accelerators --anchors is"),
     ("plan --preset gpt5", "invalid choice: 'gpt5'"),
     ("plan --preset 1m --parameters 7b", "not allowed with"),
     ("plan --parameters 7q", "'7q' is not a number"),

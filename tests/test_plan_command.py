@@ -111,3 +111,54 @@ def test_a_plan_needs_no_pytorch():
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "ddp_course.theory.plan" in imported
     assert "torch" not in imported
+
+
+# ---- layouts -------------------------------------------------------------------------
+
+
+def test_layouts_are_sorted_and_the_best_is_explained(capsys, tmp_path):
+    file = tmp_path / "plan.json"
+    typed = "--params 70e9 --tokens 15e12 --gpus 512 --gpu h100 --node 8 --price 2"
+    text = shown(capsys, f"{typed} --json {file}")
+    rows = json.loads(file.read_text())
+    assert len(rows) == 10
+    assert [row["seconds"] for row in rows] == sorted(row["seconds"] for row in rows)
+    first = rows[0]
+    assert first["dp"] * first["pp"] * first["cp"] * first["tp"] == 512
+    assert sum(first["parts"].values()) == pytest.approx(first["seconds"])
+    days = 15e12 / 4096 / 1024 * first["seconds"] / 86_400
+    assert f"{days:,.1f} days" in text
+    hours = float(re.search(r"([\d,]+) GPU-hours", text)[1].replace(",", ""))
+    assert hours == pytest.approx(days * 24 * 512, rel=1e-3)
+    assert f"{2 * hours:,.0f}"[:5] in text, "the price"
+    assert "dp alone: at least 1,128.0 GB, of which 840.0 are optimizer states" in text
+    assert "Taken as usual: --layers 88 --hidden 8192" in text
+    assert "Not predicted: experts" in text
+
+
+def test_nothing_fits(capsys):
+    assert main(["plan", "--params", "405b", "--gpus", "8", "--gpu", "h100"]) == 1
+    assert "No layout fits" in (text := capsys.readouterr().out)
+    assert "89 GPUs could hold them" in text
+
+
+def test_tables_of_data_sheets_and_published_trainings(capsys):
+    text = shown(capsys, "--accelerators")
+    assert line(text, "h100") == ["989", "80", "3.35", "450", "700", "295"]
+    assert "Ultra-Scale" in shown(capsys, "--anchors")
+
+
+test_what_goes_with_what = answered(
+    "plan",
+    1,
+    ("--params 7b --tokens 1t", "--tokens goes with --gpu"),
+    ("--params 7b --step-tokens 1m", "--step-tokens goes with --gpu"),
+    ("--params 7b --gpu h100 --batch 2", "--batch 2 goes without --gpu"),
+    ("--params 7b --gpu h100 --bandwidth 9", "--bandwidth 9 goes without --gpu"),
+    ("--params 7b --gpu h100 --precision fp32", "is fp32; with --gpu it can be bf16"),
+    ("--params 7b --gpu h100 --layers 3", "say both --layers and --hidden"),
+    ("--params 7b --gpu h100 --heads 3", "--heads 3 goes with --layers and --hidden"),
+    ("--preset gpt2 --gpu h100 --heads 3", "--heads goes with --parameters"),
+    ("--params 1m --gpu h100", "the embeddings of 128,256 words"),
+    ("--params 70b --gpu h100 --gpus 1000003", "no layout of 1000003 GPUs divides"),
+)

@@ -7,6 +7,7 @@ author        `notebooks` and `site`: the authors' tools, which only a clone has
 train         `train`, and a rank that torchrun starts
 train_options  its options, checked without PyTorch
 plan          `plan`
+plan_layouts  `plan --gpu`
 proofs        start ranks, and check that they agree
 doctor        `doctor`: cores, memory, GPUs, and the limits that a container sets
 report        `doctor --report`: what to send when asking for help

@@ -17,6 +17,7 @@ from ddp_course.theory import MODELS, Model, Row, fewest_gpus, plan
 
 GB = 1e9  # decimal, as GPUs are sold
 SHAPE = ("layers", "hidden", "heads", "sequence", "vocab")
+LAYOUTS_ONLY = ("node", "network", "step_tokens", "tokens", "price", "top")
 KINDS = {
     "parameters": "parameters",
     "gradients": "gradients",
@@ -28,7 +29,17 @@ KINDS = {
 
 def command(told: Namespace) -> int:
     """Print the table for what was `told`, advice, and what it leaves out."""
+    if told.gpu or told.anchors or told.accelerators:
+        from ddp_course.commands import plan_layouts
+
+        return plan_layouts.command(told)
+    for name in LAYOUTS_ONLY:
+        if getattr(told, name) is not None:
+            option = name.replace("_", "-")
+            raise CommandError(f"--{option} goes with --gpu, which predicts layouts")
     check_file(told.json)
+    told.memory, told.batch = told.memory or 80, told.batch or 1
+    told.recompute = told.recompute or "none"
     names = "optimizer", "precision", "batch", "recompute"
     options = {name: getattr(told, name) for name in names}
     options["fused_attention"] = not told.scores

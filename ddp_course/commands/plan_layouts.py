@@ -1,0 +1,322 @@
+"""`plan --gpu`: which layout is fastest on a cluster, and what a training takes.
+
+Everything is predicted by `planning`; here the arguments are read, and the predictions
+printed.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from argparse import Namespace
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ddp_course.commands import CommandError, check_file, write
+from ddp_course.planning.accelerators import ACCELERATORS, Cluster
+from ddp_course.planning.anchors import ANCHORS
+from ddp_course.planning.search import Found, divisors, search
+from ddp_course.planning.step_time import HALF, Prediction, Software
+from ddp_course.planning.workload import Workload
+from ddp_course.spec import ZERO
+from ddp_course.theory.memory import PRECISIONS
+from ddp_course.theory.plan import MODELS
+
+GB = 1e9  # decimal, as GPUs are sold
+SHAPE = ("layers", "hidden", "heads", "sequence", "vocab")
+SEQUENCE, VOCAB, STEP_TOKENS = 4096, 128_256, 4_000_000  # if nothing else is said
+KEPT_BY_ADAM = 16  # bytes of a parameter
+NETWORK = 50  # GB/s of each GPU: 400 Gb/s
+
+
+def command(args: Namespace) -> int:
+    """Print the fastest layouts, what the best one takes, and why others do not fit."""
+    check_file(args.json)
+    args.top, args.step_tokens = args.top or 10, args.step_tokens or STEP_TOKENS
+    console = Console(soft_wrap=True, highlight=False)
+    if args.accelerators or args.anchors:
+        console.print(accelerators() if args.accelerators else anchors())
+        return 0
+    try:
+        workload, usual = workload_of(args)
+        cluster, software = cluster_of(args), software_of(args)
+        found = search(workload, cluster, software, args.recompute)
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+    for line in head(args, workload, cluster, usual):
+        console.print(line, markup=False)
+    console.print(layouts(found, workload, cluster, args.top))
+    for line in (
+        *best(args, found, workload, cluster),
+        *too_large(found),
+        NOT_PREDICTED,
+        held_against(),
+    ):
+        console.print(line, markup=False)
+    write(
+        args.json, [as_json(p, workload, cluster) for p in fastest(found)[: args.top]]
+    )
+    return 0 if found.best else 1
+
+
+def workload_of(args: Namespace) -> tuple[Workload, list[str]]:
+    """Return the model and its batch, and the options that were filled in."""
+    said = {name: getattr(args, name) for name in SHAPE}
+    said = {name: value for name, value in said.items() if value is not None}
+    if args.preset is not None:
+        if said:
+            wrong = next(iter(said))
+            raise ValueError(f"--{wrong} goes with --parameters: a preset has a shape")
+        known = MODELS[args.preset]
+        shape = [getattr(known, name) for name in SHAPE]
+        rows = rows_of(args, known.sequence)
+        return Workload(known.parameters, *shape, rows, tied=True), []
+    sequence, vocab = said.get("sequence", SEQUENCE), said.get("vocab", VOCAB)
+    rows = rows_of(args, sequence)
+    workload = Workload.of_size(args.parameters, sequence, vocab, rows)
+    if ("layers" in said) != ("hidden" in said):
+        raise ValueError("say both --layers and --hidden, or none of them")
+    if "hidden" in said:
+        most = max(1, said["hidden"] // 128)
+        heads = max(n for n in divisors(said["hidden"]) if n <= most)
+        workload = replace(workload, **{"heads": heads} | said)
+    elif "heads" in said:
+        raise ValueError(f"--heads {said['heads']} goes with --layers and --hidden")
+    usual = [f"--{n} {getattr(workload, n)}" for n in SHAPE if n not in said]
+    return workload, usual
+
+
+def rows_of(args: Namespace, sequence: int) -> int:
+    """Return the rows of a step: about --step-tokens, in a number that dp can divide.
+
+    That is a multiple of --gpus, or a divisor of it where there are fewer rows.
+    """
+    rows = args.step_tokens / sequence
+    if rows >= args.gpus:
+        return round(rows / args.gpus) * args.gpus
+    return min(divisors(args.gpus), key=lambda number: abs(number - rows))
+
+
+def cluster_of(args: Namespace) -> Cluster:
+    """Return the GPUs, their nodes and links."""
+    gpu = ACCELERATORS[args.gpu]
+    if args.memory is not None:
+        gpu = replace(gpu, memory=args.memory * GB)
+    network = (args.network or NETWORK) * GB
+    return Cluster(gpu, args.gpus, args.node or gpu.node, network)
+
+
+def software_of(args: Namespace) -> Software:
+    """Return what the training's software does; ValueError for slow number formats."""
+    half = [name for name, each in PRECISIONS.items() if each.activation == HALF]
+    if args.precision not in half:
+        allowed = ", ".join(half)
+        raise ValueError(
+            f"--precision is {args.precision}; with --gpu it can be {allowed}: data "
+            "sheets are for products of 16-bit numbers"
+        )
+    if args.bandwidth is not None:
+        raise ValueError(
+            f"--bandwidth {args.bandwidth:g} goes without --gpu; with it, --network is "
+            "what a GPU sends to other nodes"
+        )
+    if args.batch is not None:
+        raise ValueError(
+            f"--batch {args.batch} goes without --gpu: layouts are tried with "
+            "microbatches of 1 to 16 rows, and --step-tokens is a step's whole batch"
+        )
+    return Software(
+        fused_attention=not args.scores,
+        precision=args.precision,
+        optimizer=args.optimizer,
+    )
+
+
+# ---- what is printed -----------------------------------------------------------------
+
+
+def head(
+    args: Namespace, workload: Workload, cluster: Cluster, usual: list[str]
+) -> list[str]:
+    """Return what is planned, in sentences."""
+    name = args.preset or "a model"
+    lines = [
+        f"{name}: {workload.parameters:,} parameters, {args.optimizer}, "
+        f"{args.precision}, steps of {workload.rows:,} rows of {workload.sequence:,} "
+        "tokens",
+        f"{cluster.gpus:,} x {args.gpu} ({cluster.gpu.memory / GB:g} GB), "
+        f"{cluster.node} in a node ({cluster.gpu.link / GB:g} GB/s each), "
+        f"{cluster.network / GB:g} GB/s to other nodes each (1 GB = 10^9 bytes)",
+    ]
+    return lines + ([f"Taken as usual: {' '.join(usual)}."] if usual else [])
+
+
+def layouts(found: Found, workload: Workload, cluster: Cluster, top: int) -> Table:
+    """Return the fastest layouts, one in a row: of each mesh the fastest alone."""
+    table = Table("layout", title=None)
+    for name in ("rows", "step s", "MFU", "tokens/s a GPU", "waits", "GB a GPU"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for each in fastest(found)[:top]:
+        waits = 1 - each.parts["compute"] / each.seconds
+        speed = workload.tokens / each.seconds / cluster.gpus
+        table.add_row(
+            str(each.candidate),
+            f"{each.candidate.microbatch}",
+            f"{each.seconds:.3g}",
+            f"{each.mfu(workload, cluster):.1%}",
+            f"{speed:,.0f}",
+            f"{waits:.0%}",
+            f"{each.ledger.total / GB:.1f}",
+        )
+    return table
+
+
+def fastest(found: Found) -> list[Prediction]:
+    """Return the fastest layout of each mesh, the fastest mesh first."""
+    meshes: dict[tuple[int, ...], Prediction] = {}
+    for each in found.best:
+        meshes.setdefault(each.candidate[:4], each)
+    return list(meshes.values())
+
+
+def best(
+    args: Namespace, found: Found, workload: Workload, cluster: Cluster
+) -> list[str]:
+    """Return what the fastest layout's steps and the whole training take."""
+    if not found.best:
+        states = KEPT_BY_ADAM * workload.parameters
+        gpus = math.ceil(states / found.limit)
+        return [
+            f"No layout fits: weights, gradients and Adam's states are "
+            f"{states / GB:,.0f} GB; {gpus:,} GPUs could hold them alone."
+        ]
+    first = found.best[0]
+    seconds = {k: v for k, v in first.parts.items() if v >= 0.005 * first.seconds}
+    kinds = {k: v for k, v in first.ledger.items() if v}
+    lines = [
+        f"The fastest: {first.candidate}.",
+        f"  a step's seconds: {_listed(seconds, 1, '.3g')}",
+        f"  GB on a GPU: {_listed(kinds, GB, '.1f')}; "
+        f"{found.limit / GB:.1f} can be filled",
+        f"  GB sent by a GPU in a step: {_listed(_sent(first), GB, '.3g')}",
+    ]
+    if args.tokens:
+        lines += training(args, workload, cluster, first.seconds)
+    return lines
+
+
+def training(
+    args: Namespace, workload: Workload, cluster: Cluster, seconds: float
+) -> list[str]:
+    """Return the days, energy and cost of a whole training."""
+    days = workload.days(args.tokens, seconds)
+    hours = days * 24 * cluster.gpus
+    energy = hours * cluster.gpu.watts / 1e6
+    lines = [
+        f"  {args.tokens:,.3g} tokens: {days:,.1f} days, {hours:,.0f} GPU-hours, "
+        f"{energy:,.1f} MWh at {cluster.gpu.watts:g} W a GPU (hosts, network and "
+        "cooling not counted)"
+    ]
+    if args.price is not None:
+        lines.append(f"  {hours * args.price:,.0f} at {args.price:g} a GPU-hour")
+    return lines
+
+
+def too_large(found: Found) -> list[str]:
+    """Return why simple layouts do not fit: data parallelism alone, by ZeRO stage."""
+    lines = []
+    for zero in ZERO:
+        named = f"dp alone, ZeRO-{zero}" if zero else "dp alone"
+        alone = [p for p in found.too_large if _only_dp(p) and p.candidate.zero == zero]
+        fits = any(_only_dp(p) and p.candidate.zero == zero for p in found.best)
+        if alone and not fits:
+            each = alone[0]
+            kind, most = max(each.ledger.items(), key=lambda item: item[1])
+            lines.append(
+                f"  {named}: at least {each.ledger.total / GB:,.1f} GB, of which "
+                f"{most / GB:,.1f} are {kind}"
+            )
+    for axis in ("pp", "tp", "cp") if found.best else ():
+        without = [p for p in found.best if getattr(p.candidate, axis) == 1]
+        others = [p for p in found.too_large if getattr(p.candidate, axis) == 1]
+        if others and not without:
+            least = others[0].ledger.total / GB
+            lines.append(f"  all layouts without {axis}: at least {least:,.1f} GB")
+    tried = len(found.best) + len(found.too_large)
+    head = f"{tried:,} layouts were predicted; {len(found.best):,} of them fit."
+    if not lines:
+        return [head]
+    return [head, f"Too large for {found.limit / GB:.1f} GB:", *lines]
+
+
+NOT_PREDICTED = (
+    "Not predicted: experts, 8-bit numbers, launches of kernels, slow or crowded "
+    "links, stragglers, loading, saving, failures. A prediction is what good software "
+    "comes near to."
+)
+
+
+def held_against() -> str:
+    """Return how far predictions are from what was published."""
+    errors = sorted(abs(anchor.error) for anchor in ANCHORS if not anchor.fitted)
+    return (
+        f"Of {len(errors)} published trainings that nothing was fitted to half were "
+        f"predicted within {statistics.median(errors):.0%}, the worst "
+        f"{errors[-1]:.0%} too fast (ddp-course plan --anchors)."
+    )
+
+
+def accelerators() -> Table:
+    """Return the data sheets as a table."""
+    columns = "TFLOP/s", "GB", "TB/s", "link GB/s", "W", "FLOP/byte"
+    table = Table("accelerator", caption="bfloat16, dense; links in one direction")
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, gpu in ACCELERATORS.items():
+        numbers = gpu.flops / 1e12, gpu.memory / GB, gpu.bandwidth / 1e12
+        more = gpu.link / GB, gpu.watts, round(gpu.ridge)
+        table.add_row(name, *(f"{number:g}" for number in (*numbers, *more)))
+    return table
+
+
+def anchors() -> Table:
+    """Return published and predicted shares of the data sheet's FLOP/s."""
+    table = Table("training", "published", "predicted", "error", "source", "assumed")
+    for anchor in ANCHORS:
+        table.add_row(
+            anchor.name,
+            f"{anchor.mfu:.1%}",
+            f"{anchor.predicted():.1%}",
+            f"{anchor.error:+.0%}",
+            anchor.source,
+            anchor.assumed,
+        )
+    return table
+
+
+def as_json(each: Prediction, workload: Workload, cluster: Cluster) -> dict[str, Any]:
+    """Return a prediction as JSON keeps it."""
+    return each.candidate._asdict() | {
+        "seconds": each.seconds,
+        "mfu": each.mfu(workload, cluster),
+        "parts": each.parts,
+        "ledger": dict(each.ledger),
+        "sent": each.sent,
+    }
+
+
+def _only_dp(each: Prediction) -> bool:
+    return each.candidate.dp == each.candidate.ranks
+
+
+def _sent(each: Prediction) -> dict[str, float]:
+    return {name: nbytes for name, nbytes in each.sent.items() if nbytes}
+
+
+def _listed(numbers: dict[str, float], unit: float, form: str) -> str:
+    items: Iterable[str] = (f"{k} {v / unit:{form}}" for k, v in numbers.items())
+    return ", ".join(items) or "none"

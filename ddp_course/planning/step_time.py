@@ -1,0 +1,377 @@
+"""How long a step takes in a layout, and what a rank keeps and sends: predicted.
+
+A rank's step is a sum, in seconds:
+
+    compute    m microbatches through the slowest rank's layers: products of matrices at
+               the speed that large ones reach, everything else at the memory's speed
+    bubble     (p - 1) / v of one microbatch's time
+    tp         all-reduces between the layers' halves: nothing else can run meanwhile
+    cp         keys and values that go around, beyond what attention hides
+    pp         messages between stages, while the pipeline fills and drains
+    dp         gradients and parameters, beyond what backward (ZeRO-3: forward) hides
+    optimizer  reading and writing states
+
+Not predicted: kernels' launches, small or odd matrices that are slower, stragglers,
+crowded networks, loading data, saving. So the prediction is a bound that good software
+comes near to; `anchors` shows how near. Sources: those of the formulas in `theory`;
+Narayanan et al. 2021, arXiv:2104.04473, sections 2 and 3. Chapter 18.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+from typing import NamedTuple
+
+from ddp_course.ledger import Ledger
+from ddp_course.planning.accelerators import Cluster
+from ddp_course.planning.workload import Workload
+from ddp_course.theory.activations import layer_activations
+from ddp_course.theory.collectives import all_gather, all_reduce_ring
+from ddp_course.theory.memory import (
+    gathered_bytes,
+    model_states,
+    precision_named,
+    states_of,
+)
+from ddp_course.theory.pipeline import pipeline_activations
+
+HALF = 2  # bytes of a 16-bit number
+# Numbers that a layer reads and writes per token and channel, outside of products: two
+# norms (4), two residual sums (6), the MLP's activation, four times as wide (8), and
+# biases, rotations of q and k, dropout (4).
+WHOLE, DIVIDED = 10, 12  # without sequence parallelism each rank of tp does the first
+SCORES = 13  # bytes read and written per score, if attention is not fused
+LOGITS = 20  # bytes read and written per logit, in float32
+MEMORY_REACHED = 0.85  # share of the memory's bytes/s
+# Share of the largest products' speed that a training's products reach: fitted to the
+# ten rows of Megatron-LM's table 1 (see `anchors`), the only number that is.
+SUSTAINED = 0.86
+ROOM = 0.92  # share of the memory that tensors can fill: context, fragments, buffers
+
+
+class Candidate(NamedTuple):
+    """A layout and how its steps are run.
+
+    Attributes:
+        dp, pp, cp, tp: ranks along each axis.
+        zero: what the ranks of dp (and cp) shard: 0 to 3.
+        recompute: "none", "selective" or "full".
+        microbatch: rows of a microbatch on one rank.
+        stages: of the pipeline on each rank: v; 1 is 1F1B, more is interleaved 1F1B.
+    """
+
+    dp: int = 1
+    pp: int = 1
+    cp: int = 1
+    tp: int = 1
+    zero: int = 0
+    recompute: str = "none"
+    microbatch: int = 1
+    stages: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """The number of accelerators that the layout takes."""
+        return self.dp * self.pp * self.cp * self.tp
+
+    def __str__(self) -> str:
+        axes = [f"{a} {n}" for a, n in zip(self._fields[:4], self, strict=False)]
+        words = [" x ".join(a for a in axes if not a.endswith(" 1")) or "one GPU"]
+        words += [f"ZeRO-{self.zero}"] * (self.zero > 0)
+        words += [f"{self.recompute} recomputation"] * (self.recompute != "none")
+        words += [f"{self.stages} stages a rank"] * (self.stages > 1)
+        return ", ".join(words)
+
+
+@dataclass(frozen=True)
+class Software:
+    """Features of the training's software; the defaults are what is usual today.
+
+    Attributes:
+        fused_attention: FlashAttention: no scores are kept, and causal masks save half.
+        sequence_parallel: the ranks of tp divide what lies between the matrices.
+        overlap: communication along dp, cp and pp runs beside computing.
+        precision: a name of `theory.PRECISIONS`.
+        optimizer: a name of `theory.OPTIMIZERS`.
+        dropout: whether the model has any.
+    """
+
+    fused_attention: bool = True
+    sequence_parallel: bool = True
+    overlap: bool = True
+    precision: str = "mixed-fp32-gradients"
+    optimizer: str = "adamw"
+    dropout: bool = False
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One layout's step.
+
+    Attributes:
+        candidate: the layout.
+        parts: seconds by part, in the order of this module's table.
+        ledger: bytes on the rank that keeps most, at the peak of a step.
+        sent: bytes that a rank sends in a step, by axis.
+    """
+
+    candidate: Candidate
+    parts: dict[str, float]
+    ledger: Ledger
+    sent: dict[str, float]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step."""
+        return sum(self.parts.values())
+
+    def mfu(self, workload: Workload, cluster: Cluster) -> float:
+        """Return model FLOPs over what the accelerators' data sheets promise."""
+        flops = workload.flops_per_token * workload.tokens
+        return flops / (cluster.gpus * cluster.gpu.flops * self.seconds)
+
+
+def predict(
+    workload: Workload,
+    cluster: Cluster,
+    candidate: Candidate,
+    software: Software = Software(),  # noqa: B008 - frozen
+) -> Prediction:
+    """Return what a step takes, keeps and sends in one layout.
+
+    The layout must be possible: see `search.problem`. Layers that pp does not divide
+    are rounded up: the rank with one more is the slowest.
+    """
+    c, w = candidate, workload
+    microbatches = w.rows // (c.dp * c.microbatch)
+    layers = -(-w.layers // c.pp)
+    forward, backward, attention = _layer(w, cluster, c._replace(dp=1, pp=1), software)
+    head = _head(w, cluster, c)
+    work = layers * (forward + backward) + head
+    tokens = c.microbatch * w.sequence // c.cp
+    hidden = tokens * w.hidden * HALF  # one microbatch's activations between layers
+
+    sent, parts = {}, {"compute": microbatches * work}
+    calls = (6 if c.recompute == "full" else 4) * layers
+    once, sent["tp"] = _all_reduce(cluster, hidden, c.tp, 1)
+    tp = calls * once
+    sent["tp"] *= calls * microbatches
+
+    around, sent["cp"] = _ring_attention(w, cluster, c, tokens)
+    sent["cp"] *= layers * microbatches
+    hidden_behind = attention if software.overlap else 0.0
+    cp = layers * max(0.0, around - hidden_behind)
+
+    message = hidden / (c.tp if software.sequence_parallel else 1)
+    one, sent["pp"] = _message(cluster, message, c)
+    sent["pp"] *= 2 * c.stages * microbatches
+    filling = 2 * (c.pp - 1) * one
+    steady = 0.0 if software.overlap else 2 * c.stages * microbatches * one
+
+    parts["bubble"] = (c.pp - 1) / c.stages * (work + tp + cp)
+    parts["tp"], parts["cp"] = microbatches * tp, microbatches * cp
+    parts["pp"] = filling + steady
+    hides = layers * forward, layers * backward
+    parts["dp"], sent["dp"] = _data_parallel(
+        w, cluster, c, software, hides, microbatches
+    )
+    parts["optimizer"] = _optimizer(w, cluster, c, software)
+    return Prediction(c, parts, _ledger(w, c, software, microbatches), sent)
+
+
+@cache
+def _layer(
+    w: Workload, cluster: Cluster, c: Candidate, software: Software
+) -> tuple[float, float, float]:
+    """Return one layer's seconds per microbatch: forward, backward, attention alone."""
+    tokens = c.microbatch * w.sequence / c.cp
+    speed, memory = _speeds(cluster)
+    products = 2 * w.block * tokens / c.tp / speed
+    attention = 4 * w.hidden * w.sequence * tokens / c.tp / speed
+    whole = WHOLE / (c.tp if software.sequence_parallel else 1)
+    others = (whole + DIVIDED / c.tp) * w.hidden * tokens * HALF / memory
+    if software.fused_attention:
+        attention /= 2  # blocks that the causal mask hides are left out
+        again = 2.5 * attention  # the scores are computed again
+    else:
+        attention += SCORES * w.heads * w.sequence * tokens / c.tp / memory
+        again = 2 * attention
+    forward = products + attention + others
+    backward = 2 * (products + others) + again
+    extra = {"none": 0.0, "selective": attention, "full": forward}[c.recompute]
+    return forward, backward + extra, attention + again
+
+
+def _head(w: Workload, cluster: Cluster, c: Candidate) -> float:
+    """Return the seconds of the output matrix and the loss, both ways."""
+    speed, memory = _speeds(cluster)
+    logits = c.microbatch * w.sequence / c.cp * w.vocab / c.tp
+    return 6 * w.hidden * logits / speed + LOGITS * logits / memory
+
+
+def _speeds(cluster: Cluster) -> tuple[float, float]:
+    """Return the FLOP/s of products and the bytes/s of the memory that are reached."""
+    gpu = cluster.gpu
+    return gpu.flops * gpu.matmul * SUSTAINED, gpu.bandwidth * MEMORY_REACHED
+
+
+def _all_reduce(
+    cluster: Cluster, nbytes: float, ranks: int, stride: int
+) -> tuple[float, float]:
+    """Return the seconds of an all-reduce, and the bytes that each rank sends."""
+    cost = all_reduce_ring(ranks, nbytes)
+    beta = 1 / cluster.bandwidth(ranks, stride)
+    # Small messages take a tree's latency: libraries choose.
+    alpha = min(cost.messages, 2 * (ranks - 1).bit_length())
+    return alpha * cluster.delay(ranks, stride) + beta * cost.nbytes, cost.nbytes
+
+
+def _gather(
+    cluster: Cluster, nbytes: float, ranks: int, stride: int
+) -> tuple[float, float]:
+    """Return the seconds of an all-gather or reduce-scatter, and the bytes sent."""
+    cost = all_gather(ranks, nbytes)
+    beta = 1 / cluster.bandwidth(ranks, stride)
+    alpha = min(cost.messages, (ranks - 1).bit_length())
+    return alpha * cluster.delay(ranks, stride) + beta * cost.nbytes, cost.nbytes
+
+
+def _ring_attention(
+    w: Workload, cluster: Cluster, c: Candidate, tokens: float
+) -> tuple[float, float]:
+    """Return one layer's seconds of keys and values on their way, and the bytes."""
+    if c.cp == 1:
+        return 0.0, 0.0
+    kv = (w.kv_heads or w.heads) / w.heads
+    u = 2 * tokens * w.hidden * kv / c.tp * HALF
+    times = 4 + (c.recompute == "full")  # forward; backward, with float32 gradients
+    nbytes = times * (c.cp - 1) * u
+    delay = times * (c.cp - 1) * cluster.delay(c.cp, c.tp)
+    return delay + nbytes / cluster.bandwidth(c.cp, c.tp), nbytes
+
+
+def _message(cluster: Cluster, nbytes: float, c: Candidate) -> tuple[float, float]:
+    """Return the seconds of one message to the next stage, and its bytes."""
+    if c.pp == 1:
+        return 0.0, 0.0
+    stride = c.tp * c.cp
+    link = cluster.gpu.link if cluster.inside(2, stride) else cluster.network
+    return cluster.delay(2, stride) + nbytes / (cluster.reached * link), nbytes
+
+
+def _data_parallel(
+    w: Workload,
+    cluster: Cluster,
+    c: Candidate,
+    software: Software,
+    hides: tuple[float, float],
+    microbatches: int,
+) -> tuple[float, float]:
+    """Return the seconds that dp's communication is not hidden, and the bytes sent.
+
+    `hides` are the seconds of one microbatch's forward and backward: gradients travel
+    during the last backward, with ZeRO-2 and 3 during every one; parameters that ZeRO-1
+    or 2 gathers during the next forward; ZeRO-3 gathers for every microbatch, both
+    ways. Without overlap nothing is hidden but what ZeRO-3 fetches ahead.
+    """
+    ranks, stride = c.dp * c.cp, c.tp
+    if ranks == 1:
+        return 0.0, 0.0
+    bytes_of = precision_named(software.precision)
+    numel = _parameters(w, c)
+    forward, backward = hides
+    reduce, reduced = _gather(cluster, bytes_of.gradient * numel, ranks, stride)
+    if c.zero < 3:
+        back = bytes_of.parameter if c.zero else bytes_of.gradient
+        gather, gathered = _gather(cluster, back * numel, ranks, stride)
+        times = microbatches if c.zero == 2 else 1
+        sent = times * reduced + gathered
+        if not software.overlap:
+            return times * reduce + gather, sent
+        if not c.zero:  # an all-reduce is both halves, in backward
+            return max(0.0, reduce + gather - backward), sent
+        return times * max(0.0, reduce - backward) + max(0.0, gather - forward), sent
+    reduce, reduced = _gather(cluster, bytes_of.reduced * numel, ranks, stride)
+    gather, gathered = _gather(cluster, bytes_of.gathered * numel, ranks, stride)
+    first = gather / max(1, w.layers // c.pp)
+    exposed = max(first, gather - forward) + max(0.0, gather + reduce - backward)
+    return microbatches * exposed, microbatches * (2 * gathered + reduced)
+
+
+def _parameters(w: Workload, c: Candidate) -> float:
+    """Return the parameters of the rank of pp that has most, divided by tp."""
+    layers = -(-w.layers // c.pp)
+    root = w.embeddings if c.pp == 1 else w.vocab * w.hidden
+    return (layers * w.block + root) / c.tp
+
+
+def _optimizer(
+    w: Workload, cluster: Cluster, c: Candidate, software: Software
+) -> float:
+    """Return the seconds in which the optimizer reads and writes its states."""
+    bytes_of = precision_named(software.precision)
+    states = states_of(software.optimizer) * bytes_of.state
+    nbytes = 2 * (bytes_of.parameter + bytes_of.master + states) + bytes_of.gradient
+    shards = c.dp * c.cp if c.zero else 1
+    _, memory = _speeds(cluster)
+    return _parameters(w, c) / shards * nbytes / memory
+
+
+def _ledger(w: Workload, c: Candidate, software: Software, microbatches: int) -> Ledger:
+    """Return what the rank keeps that keeps most: of the first or the last stage."""
+    layers, ranks = -(-w.layers // c.pp), c.dp * c.cp
+    numel = int(_parameters(w, c))
+    states = model_states(numel, ranks, c.zero, software.optimizer, software.precision)
+    kept, again = _kept(w, c, software)
+    schedule = "interleaved" if c.stages > 1 else "1f1b"
+    logits = c.microbatch * w.sequence // c.cp * w.vocab // c.tp * 4
+    stages = c.stages if c.stages > 1 else None
+    first = _in_flight(schedule, c.pp, microbatches, 0, stages) * layers * kept
+    last = _in_flight(schedule, c.pp, microbatches, c.pp - 1, stages) * layers * kept
+    activations = max(first + again, last + max(again, logits))
+    gathered = 0
+    if c.zero == 3:
+        block, root = int(w.block // c.tp), w.vocab * w.hidden // c.tp
+        gathered = gathered_bytes(
+            [block, block, root], ranks, software.precision, gradients=[block, root]
+        )
+    beside = {"activations": int(activations), "communication buffers": gathered}
+    return Ledger({**states, **beside})
+
+
+@cache
+def _in_flight(
+    schedule: str, pp: int, microbatches: int, rank: int, stages: int | None
+) -> Fraction:
+    """Return how many microbatches' activations a rank keeps at once."""
+    return pipeline_activations(schedule, pp, microbatches, rank, stages)
+
+
+def _kept(w: Workload, c: Candidate, software: Software) -> tuple[int, int]:
+    """Return the bytes that one layer keeps of a microbatch, and computes again."""
+    return _kept_by(
+        (c.microbatch, w.sequence // c.cp, w.hidden, w.heads),
+        c.tp,
+        c.recompute,
+        software,
+    )
+
+
+@cache
+def _kept_by(
+    shape: tuple[int, int, int, int], tp: int, recompute: str, software: Software
+) -> tuple[int, int]:
+    def kept(how: str) -> int:
+        parts = layer_activations(
+            *shape,
+            tp=tp,
+            sequence_parallel=software.sequence_parallel,
+            fused_attention=software.fused_attention,
+            recompute=how,
+            dropout=software.dropout,
+        )
+        return sum(parts.values())
+
+    return kept(recompute), kept("none") - kept(recompute)

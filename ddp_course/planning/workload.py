@@ -1,0 +1,109 @@
+"""A model and one step's batch, and the FLOPs that a token costs.
+
+A multiply-add counts as two FLOPs. For each token, forward multiplies it with each of N
+parameters (2 N), backward does so twice (4 N); attention compares it with T others
+(4 L h T forward, 12 L h T in all, if what causal masks hide is counted, as is usual):
+
+    FLOPs per token = 6 N + 12 L h T
+
+N counts the output matrix once and no lookup table. Recomputation is never counted
+here, so a model FLOPs utilization (MFU) falls when a layout recomputes.
+
+Sources: Chowdhery et al. 2022 (PaLM), arXiv:2204.02311, appendix B; Narayanan et al.
+2021, arXiv:2104.04473, section 5.1. Chapter 18.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+HEAD = 128  # channels of a head, if nothing else is said
+ASPECT = 100  # hidden / layers of many published models: GPT-3 128, Llama 3 70B 102
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A transformer and the batch of one step.
+
+    Attributes:
+        parameters: all of them, embeddings included.
+        layers: L.
+        hidden: h.
+        heads: of queries.
+        sequence: T, tokens of a row.
+        vocab: V.
+        rows: of one step's batch, on all GPUs together.
+        kv_heads: of keys and values; 0: as many as of queries.
+        tied: whether the output matrix is the token embedding.
+
+    Raises ValueError for numbers that make no model.
+    """
+
+    parameters: int
+    layers: int
+    hidden: int
+    heads: int
+    sequence: int
+    vocab: int
+    rows: int
+    kv_heads: int = 0
+    tied: bool = False
+
+    def __post_init__(self) -> None:
+        """Check what the formulas divide by."""
+        if self.hidden % self.heads:
+            raise ValueError(
+                f"heads is {self.heads}; it must divide hidden, which is {self.hidden}"
+            )
+        if self.parameters <= self.embeddings:
+            raise ValueError(
+                f"parameters is {self.parameters:,}; the embeddings of {self.vocab:,} "
+                f"words in {self.hidden:,} channels alone are {self.embeddings:,}"
+            )
+
+    @classmethod
+    def of_size(cls, parameters: int, sequence: int, vocab: int, rows: int) -> Workload:
+        """Return a model with this many parameters, in the shape that is usual.
+
+        A layer has about 12 h² parameters, heads have 128 channels, and h is about
+        100 L; heads and layers are multiples of 8, or of 1 in small models, so that
+        they can be divided.
+        """
+        hidden = (ASPECT * parameters / 12) ** (1 / 3)
+        heads = _rounded(hidden / HEAD)
+        while heads > 1 and parameters <= 2.5 * vocab * heads * HEAD:
+            heads -= 1
+        hidden = HEAD * heads
+        layers = _rounded((parameters - 2 * vocab * hidden) / (12 * hidden**2))
+        return cls(parameters, layers, hidden, heads, sequence, vocab, rows)
+
+    @property
+    def embeddings(self) -> int:
+        """Parameters of the token embedding and, unless tied, of the output matrix."""
+        return self.vocab * self.hidden * (1 if self.tied else 2)
+
+    @property
+    def block(self) -> float:
+        """Parameters of one layer."""
+        return (self.parameters - self.embeddings) / self.layers
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one step."""
+        return self.rows * self.sequence
+
+    @property
+    def flops_per_token(self) -> float:
+        """Model FLOPs of one token, forward and backward: 6 N + 12 L h T."""
+        multiplying = self.layers * self.block + self.vocab * self.hidden
+        return 6 * multiplying + 12 * self.layers * self.hidden * self.sequence
+
+    def days(self, tokens: float, seconds: float) -> float:
+        """Return how many days `tokens` tokens take at `seconds` seconds a step."""
+        return math.ceil(tokens / self.tokens) * seconds / 86_400
+
+
+def _rounded(number: float) -> int:
+    """Return the nearest multiple of 8, or of 1 below 12."""
+    return 8 * round(number / 8) if number >= 12 else max(1, round(number))
