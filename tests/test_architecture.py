@@ -21,6 +21,7 @@ FLOORS = [
     {
         "launch",
         "model",
+        "generation",
         "data",
         "theory",
         "measure",

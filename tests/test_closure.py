@@ -51,6 +51,8 @@ BARS = {
     "experts.dispatch": READABLE,
     "pipeline.by_hand": NAIVE,
     "pipeline.runtime": READABLE,
+    "generation": READABLE,
+    "pipeline.decoding": READABLE,
     "pipeline.pipeline_parallel": FULL,
     "parameter_server.naive": NAIVE,
     "parameter_server.hogwild": NAIVE,

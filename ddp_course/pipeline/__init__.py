@@ -28,12 +28,17 @@ To measure a run:
                   is fair to ranks that share cores
     axis          what `parallelize` calls to add the pipeline to a model
 
+To generate text:
+
+    decoding      microbatches go around a ring of stages, once for each token
+
 Chapters 10 and 11.
 """
 
 from ddp_course.pipeline.by_hand import NaivePipeline
 from ddp_course.pipeline.checker import Proof, check
 from ddp_course.pipeline.clocks import SleepingLayer, bubble
+from ddp_course.pipeline.decoding import PipelinedDecoder, decoding_plan
 from ddp_course.pipeline.forms import PipelineError
 from ddp_course.pipeline.pipeline_parallel import PipelineParallel
 from ddp_course.pipeline.player import Costs, play
