@@ -25,8 +25,14 @@ from typing import Any, NoReturn
 import ddp_course
 from ddp_course import spec
 from ddp_course.bench import benches
-from ddp_course.commands import CommandError, chapters, check_file, tell
-from ddp_course.commands.train_options import check_typed
+from ddp_course.commands import (
+    CommandError,
+    chapters,
+    check_file,
+    lab_options,
+    tell,
+    train_options,
+)
 from ddp_course.planning.accelerators import ACCELERATORS
 
 RANKS = ("lab", "train", "doctor", "report", "bench")  # who may start some
@@ -206,6 +212,7 @@ def _lab(add: Callable[..., Parser]) -> None:
         )
     )
     lab.add_argument("--ip", default="localhost", help="address (default: %(default)s)")
+    lab.set_defaults(before=lab_options.check_typed)
 
 
 def _run(add: Callable[..., Parser]) -> None:
@@ -259,7 +266,7 @@ def _train(add: Callable[..., Parser]) -> None:
         + _list("--precision", {n: p.about for n, p in spec.PRECISIONS.items()}, 11)
         + _list("--outer", spec.OUTER, 11),
     )
-    train.set_defaults(before=check_typed)
+    train.set_defaults(before=train_options.check_typed)
     axes = f"{', '.join([*spec.AXES][:-1])} and {[*spec.AXES][-1]}"
     ranks = f"processes, 1 to 64 (default: the product of {axes})"
     train.numbers(ranks=(_whole(64), None, ranks))

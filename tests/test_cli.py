@@ -29,8 +29,8 @@ from refusals import answered, complaint
 
 import ddp_course
 from ddp_course import compression, pipeline, spec, theory
-from ddp_course.cli import main
-from ddp_course.commands import CommandError, doctor, lab, proofs
+from ddp_course.cli import main, parser
+from ddp_course.commands import CommandError, doctor, lab, lab_options, proofs
 from ddp_course.context_parallel.gpt import ATTENTIONS
 from ddp_course.data_parallel.axis import WRAPPERS
 from ddp_course.launch import LaunchError, here
@@ -100,7 +100,7 @@ def test_help_does_not_wait_for_pytorch_and_yet_names_what_there_is():
     ):
         assert {*known} == {*names}
     ask = """
-    import sys; from contextlib import suppress; from ddp_course.cli import main
+    import sys; from contextlib import suppress; from ddp_course.cli import main, parser
     for command in sys.argv[2:]:
         with suppress(SystemExit): main([command, "--help"])
     sys.exit("torch" in sys.modules)"""
@@ -367,9 +367,9 @@ def test_a_port_that_is_taken(clone, no_server, capsys):
         code, told = complaint(f"lab --port {port}", capsys)
     assert code == 1 and f"port {port} is taken" in told
     instead = int(re.search(r"ddp-course lab --port (\d+)$", told)[1])
-    assert lab.is_free(instead, "localhost") and instead > port
-    assert lab.is_free(port, "localhost")  # given up, so it is free
-    assert 1024 <= lab.next_free(65535, "localhost") < 65535
+    assert lab_options.is_free(instead, "localhost") and instead > port
+    assert lab_options.is_free(port, "localhost")  # given up, so it is free
+    assert 1024 <= lab_options.next_free(65535, "localhost") < 65535
 
 
 def test_in_a_jupyterhub_seat_there_is_no_second_server(
@@ -529,21 +529,79 @@ def test_too_few_files_that_may_be_open_are_told(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_an_unknown_name_is_refused_before_pytorch_is_imported():
-    """Also what only makes no sense together, or for the model's sizes."""
-    ask = """
-    import sys; from ddp_course.cli import main
-    code = main(sys.argv[1].split())
-    sys.exit(code + 10 * ("torch" in sys.modules))"""
-    for typed in (
-        "bench lunch",
-        "run 99",
-        "notebooks --save 99",
-        "train --tp 8",
-        "train --pp 4 --schedule interleaved",
-        "train --ranks 2 --compress topk:7",
-    ):
-        command = [sys.executable, "-c", dedent(ask) + "\n", typed, "ddp_course"]
-        environ = os.environ | {"PYTHONPATH": str(Path(ddp_course.__path__[0]).parent)}
-        done = subprocess.run(command, stderr=subprocess.PIPE, env=environ, text=True)
-        assert done.returncode == 1, (typed, done.stderr)
+REFUSED_AT_ONCE = {  # in a folder with `afile` and with `full/other`
+    "lab": ("--ip nowhere", "--port 99999", "full", "afile", "a b"),
+    "run": ("99", "no.ipynb", "00 --timeout 0"),
+    "progress": ("--report afile", "--report no/x.json", "--collect no", "what"),
+    "train": (
+        "--tp 8",
+        "--pp 4 --schedule interleaved",
+        "--ranks 2 --compress topk:7",
+        "--every 3",
+        "--json no/x",
+        "--checkpoint afile",
+        "--checkpoint afile/x",
+    ),
+    "notebooks": ("--save 99", "--check no.ipynb", "00"),
+    "site": ("what",),  # `--out full` can be refused where Sphinx is installed
+    "doctor": ("what",),
+    "bench": ("lunch", "", "launch --json no/x", "launch --figure x.doc"),
+    "plan": (
+        "",
+        "--parameters 3m --layers 3",
+        "--parameters 1b --layers 2 --hidden 10 --heads 3 --sequence 5",
+        "--preset gpt2-xl --layers 3",
+        "--preset gpt2-xl --json no/x",
+        "--preset gpt2-xl --gpu h100 --batch 3",
+        "--preset gpt2-xl --gpu h100 --json no/x",
+    ),
+}
+HEAVY = ("torch", "numpy", "nbformat", "IPython", "jupyterlab", "matplotlib")
+
+
+def lines_with_an_unknown_name() -> list[str]:
+    """Return lines for each command: those above, unknown options, unknown choices."""
+    (commands,) = [a for a in parser()._actions if a.choices]
+    assert commands.choices.keys() == REFUSED_AT_ONCE.keys()
+    lines = ["nothing", "--nothing"]
+    for name, command in commands.choices.items():
+        ends = [*REFUSED_AT_ONCE[name], "--nothing", "--nothing=3"]
+        for option in command._actions:
+            if option.choices or option.metavar == "N":
+                ends.append(f"{option.option_strings[0]} nothing")
+        lines += [f"{name} {end}" for end in ends]
+    return lines
+
+
+def test_an_unknown_name_is_refused_before_pytorch_is_imported(tmp_path):
+    """After every command; also what only makes no sense together, or for a model."""
+    (tmp_path / "full").mkdir()
+    for name in ("full/other", "afile"):
+        (tmp_path / name).touch()
+    ask = f"""
+    import json, sys
+    from ddp_course.cli import main, parser
+    for typed in json.load(sys.stdin):
+        try:
+            code = main(typed.split())
+        except SystemExit as end:
+            code = end.code
+        heavy = [name for name in {HEAVY} if name in sys.modules]
+        print(json.dumps([typed, code, heavy]), flush=True)
+        if heavy:
+            break"""
+    lines = lines_with_an_unknown_name()
+    done = subprocess.run(
+        [sys.executable, "-c", dedent(ask) + "\n", "ddp_course"],
+        input=json.dumps([*lines, "plan --preset 1m"]),  # the plant: it is answered
+        capture_output=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(Path(ddp_course.__path__[0]).parent)},
+        text=True,
+    )
+    ends = [json.loads(line) for line in done.stdout.splitlines() if line[:2] == '["']
+    assert [e[0] for e in ends if e[1] not in (1, 2) or e[2]] == ["plan --preset 1m"]
+    assert len(ends) == len(lines) + 1 > 80
+    told = done.stderr.splitlines()  # one for each, none of them a traceback
+    assert len(told) == len(lines) and all(t.startswith("ddp-course: ") for t in told)
+    assert not (tmp_path / "ddp-course").exists()  # no copy was made

@@ -12,6 +12,7 @@ proofs        start ranks, and check that they agree
 doctor        `doctor`: cores, memory, GPUs, and the limits that a container sets
 report        `doctor --report`: what to send when asking for help
 copy          the learner's copy: make it, refresh it, find where the learner left off
+lab_options   its address, port and folder, checked without PyTorch
 lab           `lab`: JupyterLab, its port, its address, its end
 bench         `bench`
 bench_figure  the figure of `bench --figure`

@@ -19,7 +19,8 @@ from ipykernel.ipkernel import IPythonKernel
 from nbformat.sign import NotebookNotary
 
 from ddp_course.commands import CommandError, chapters
-from ddp_course.learners_copy import FOLDER, RECORD, copy_around, reached, remaining
+from ddp_course.commands.lab_options import copy_folder
+from ddp_course.learners_copy import RECORD, reached, remaining
 
 COPIED = ("README.md", "LICENSE", "notebooks/*.ipynb", "notebooks/*.md", "images/*.svg")
 
@@ -27,17 +28,10 @@ COPIED = ("README.md", "LICENSE", "notebooks/*.ipynb", "notebooks/*.md", "images
 def learners_copy(name: str | None) -> tuple[Path, list[str]]:
     """Make or refresh the copy in the folder `name`; return it, and lines to print.
 
-    Without a name: the copy around the working directory, or `ddp-course` in it. Raises
-    CommandError if the folder holds something else or cannot be written.
+    Without a name: see `copy_folder`. Raises CommandError if the folder holds something
+    else or cannot be written.
     """
-    here = Path.cwd()
-    folder = here / name if name else copy_around() or here / FOLDER
-    occupied = folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
-    if occupied and not (folder / RECORD).is_file():
-        raise CommandError(
-            f"{folder} exists, and is no copy that `ddp-course lab` has made; name "
-            "another folder: ddp-course lab FOLDER"
-        )
+    folder = copy_folder(name)
     try:
         changes = refresh(chapters.course(), folder)
     except OSError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import getpass
 import os
 import secrets
@@ -20,7 +19,7 @@ from urllib.parse import quote, urlencode
 from jupyter_core.paths import jupyter_runtime_dir
 from rich.console import Console
 
-from ddp_course.commands import CommandError, chapters
+from ddp_course.commands import chapters
 from ddp_course.commands.copy import learners_copy, left_off
 from ddp_course.commands.proofs import prove_training
 
@@ -42,11 +41,6 @@ ENDINGS = ("SIGINT", "SIGTERM", "SIGHUP")  # Ctrl-C, a `kill`, a closed terminal
 def command(args: Namespace) -> int:
     """Prove the machine, run JupyterLab until Ctrl-C, and return its exit code."""
     root, lines = chapters.course(), []
-    if not is_free(args.port or 0, args.ip):
-        free = next_free(args.port, args.ip)
-        raise CommandError(
-            f"port {args.port} is taken; type: ddp-course lab --port {free}"
-        )
     (chapter,) = root.glob("notebooks/00_start_here.ipynb")
     if not args.here:
         root, lines = learners_copy(args.folder)
@@ -120,36 +114,6 @@ def arguments(folder: Path, port: int | None, ip: str) -> list[str]:
     if hasattr(os, "geteuid") and os.geteuid() == 0:  # the usual user of a container
         options.append("--allow-root")
     return options
-
-
-def is_free(port: int, ip: str) -> bool:
-    """Return whether a server could listen on `port` of `ip`; 0 stands for any port.
-
-    Raises CommandError if `ip` is no address of this machine, or the port reserved.
-    """
-    try:
-        family, *_, address = socket.getaddrinfo(ip, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family) as probe:
-            if os.name == "posix":  # as Jupyter does: a port just given up is free
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except PermissionError:
-        why = f"port {port} is reserved for administrators; use 1024 or above"
-        raise CommandError(why) from None
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            return False
-        raise CommandError(
-            f"{ip!r} is no address of this machine; use localhost, or 0.0.0.0 for all "
-            "of its addresses"
-        ) from None
-    return True
-
-
-def next_free(port: int, ip: str) -> int:
-    """Return the first free port above `port`, or else the first free one."""
-    ports = (*range(port + 1, 65536), *range(1024, port))
-    return next(p for p in ports if is_free(p, ip))
 
 
 def address(server: str, token: str, notebook: Path) -> str:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ddp_course.checkpoint import CheckpointError
-from ddp_course.commands import CommandError, check_file, write
+from ddp_course.commands import CommandError, write
 from ddp_course.commands.train_options import ranks_of, settings_of
 from ddp_course.launch import spawn
 from ddp_course.launch.torchrun import (
@@ -41,7 +41,6 @@ DEADLINE = 10**6  # seconds; a training ends when it is done
 def command(told: Namespace) -> int:
     """Train as `told`, print how it goes and, with told.json, write what came out."""
     settings = settings_of(told)
-    check_file(told.json)
     if under_torchrun():
         if told.ranks is not None:
             raise CommandError("--ranks is for a run without torchrun, which says it")

@@ -10,9 +10,10 @@ import os
 from argparse import Namespace
 from dataclasses import fields
 from math import prod
+from pathlib import Path
 from typing import Any
 
-from ddp_course.commands import CommandError
+from ddp_course.commands import CommandError, check_file
 from ddp_course.gpt_config import PRESETS
 from ddp_course.spec import AXES, Layout, Training, layout_for
 
@@ -33,7 +34,7 @@ def ranks_of(args: Namespace) -> int:
 
 
 def check_typed(args: Namespace) -> None:
-    """Raise CommandError for an option without effect, or a layout that cannot be.
+    """Raise CommandError for options without effect, wrong files, impossible layouts.
 
     Under torchrun only its ranks know how many they are: `train` checks the layout.
     """
@@ -46,8 +47,20 @@ def check_typed(args: Namespace) -> None:
     ):
         if getattr(args, name) is not None and not used:
             raise CommandError(f"--{name} is of no use without {by}")
+    check_file(args.json)
+    if args.checkpoint is not None:
+        check_folder(args.checkpoint)
     if "RANK" not in os.environ:
         check_layout(args)
+
+
+def check_folder(folder: str) -> None:
+    """Raise CommandError if a file stands where the checkpoints' folder should be."""
+    for place in (Path(folder), *Path(folder).parents):
+        if place.is_file():
+            raise CommandError(
+                f"--checkpoint {folder}: {place} is a file; name a folder"
+            )
 
 
 def check_layout(args: Namespace) -> None:

@@ -14,13 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from ddp_course.theory.checks import check_not_negative, check_positive
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from ddp_course.launch import Link
 
 
@@ -61,7 +62,9 @@ def fit(sizes: Sequence[float], seconds: Sequence[float]) -> Fit:
     Raises ValueError for unequal lengths, a negative size, a time that is not above 0,
     and fewer than two different sizes. Chapter 02.
     """
-    x, t = _medians(sizes, seconds)
+    import numpy as np  # here, so that the command line need not wait for it
+
+    x, t = map(np.array, _medians(sizes, seconds))
     alpha, beta = _best_line(x, t)
     measured = np.asarray(seconds, dtype=float)
     line = alpha + beta * np.asarray(sizes, dtype=float)
@@ -70,7 +73,7 @@ def fit(sizes: Sequence[float], seconds: Sequence[float]) -> Fit:
 
 def _medians(
     sizes: Sequence[float], seconds: Sequence[float]
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[list[float], list[float]]:
     if len(sizes) != len(seconds):
         raise ValueError(
             f"there are {len(sizes)} sizes and {len(seconds)} times; one for each"
@@ -85,7 +88,7 @@ def _medians(
             f"the different sizes are {sorted(times)}; a line needs at least two"
         )
     ordered = sorted(times)
-    return np.array(ordered), np.array([np.median(times[size]) for size in ordered])
+    return ordered, [median(times[size]) for size in ordered]
 
 
 def _best_line(x: np.ndarray, t: np.ndarray) -> tuple[float, float]:
@@ -96,6 +99,8 @@ def _best_line(x: np.ndarray, t: np.ndarray) -> tuple[float, float]:
     few sizes of a benchmark all corners can be tried. (The line clamped to 0 is thereby
     refitted, too.)
     """
+    import numpy as np
+
     best, line = math.inf, (0.0, 0.0)
     for i in range(len(x)):
         beta = (t[i + 1 :] - t[i]) / (x[i + 1 :] - x[i])  # with each point after i
