@@ -56,7 +56,7 @@ class Collective:
     def tensor(self, role: str, tensor: Any) -> None:
         """Check a tensor whose shape and type must be the same on all ranks."""
         if self.usable(role, tensor):
-            self.words.append(_tensor_text(role, tensor.dtype, tensor.shape))
+            self.words.append(tensor_text(role, tensor.dtype, tensor.shape))
 
     def tensors(self, role: str, tensors: Any, like: Any) -> None:
         """Check a list of one tensor per rank, with the shape and type of `like`."""
@@ -157,9 +157,12 @@ class Collective:
 
         return self.comm.perform(job, async_op)
 
-    def agree(self) -> None:
-        """Compare the ranks' calls; raise CollectiveError on all if they differ."""
-        self.comm.meeting.agree(", ".join(self.words), self.problem)
+    def agree(self, show: Any = None) -> list[Any]:
+        """Compare the ranks' calls; raise CollectiveError on all if they differ.
+
+        Returns the values that the ranks show, in rank order.
+        """
+        return self.comm.meeting.agree(", ".join(self.words), self.problem, show)
 
     @cached_property
     def port(self) -> Port:
@@ -212,6 +215,6 @@ def all_reduce_by(
 
 
 @lru_cache(maxsize=1000)
-def _tensor_text(role: str, dtype: torch.dtype, shape: torch.Size) -> str:
+def tensor_text(role: str, dtype: torch.dtype, shape: torch.Size) -> str:
     """Return "tensor float32 [2, 3]"."""
     return f"{role} {str(dtype).removeprefix('torch.')} {list(shape)}"

@@ -67,6 +67,8 @@ class Buffer:
     def __getitem__(self, place: tuple[int, int]) -> Tensor:
         """Return the elements [first, last)."""
         first, last = place
+        if first == last:  # an empty chunk at the end is in no part
+            return self.parts[0][:0]
         if len(self.parts) == 1:
             return self.parts[0][first:last]
         part = bisect_right(self.starts, first) - 1

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_course.collectives.call import Collective
+from ddp_course.collectives.call import Collective, tensor_text
 from ddp_course.collectives.catalog import (
     all_gather_ring_plan,
     all_to_all_plan,
@@ -19,6 +19,7 @@ from ddp_course.collectives.catalog import (
     reduce_scatter_direct_plan,
 )
 from ddp_course.collectives.communicator import Group, Work
+from ddp_course.collectives.meeting import CollectiveError
 from ddp_course.collectives.reduction import Op, ReduceOp
 from ddp_course.collectives.runtime import Buffer
 
@@ -130,35 +131,73 @@ def all_to_all_single(
 ) -> Work | None:
     """Exchange the parts of a tensor: part j of `input` goes to the j-th rank.
 
-    `input` and `output` have the same shape; the number of ranks divides the first
-    dimension. Unequal parts are refused: PyTorch's function sends them. Raises
-    CollectiveError. Chapter 02.
+    A part is some rows, elements of dimension 0. `input_split_sizes[j]` rows go to the
+    j-th rank, and `output_split_sizes[i]` rows of `output` come from the i-th; they may
+    be 0. Without sizes, all parts are equal, so the number of ranks divides the rows.
+    The rows of all ranks have the same shape and type. Raises CollectiveError, also if
+    a rank sends more or fewer rows than the other takes. Chapter 02.
     """
     call = Collective(group, "all_to_all_single")
     n, me = call.size, call.rank
-    call.tensor("input", input)
-    splits = {"output": output_split_sizes, "input": input_split_sizes}
-    for role, sizes in splits.items():
-        if sizes:
+    sizes: dict[str, list[int]] = {}
+    for role, tensor, split in (
+        ("input", input, input_split_sizes),
+        ("output", output, output_split_sizes),
+    ):
+        if call.usable(role, tensor):
+            sizes[role] = _split_sizes(call, role, tensor, split)
+    if not call.problem:
+        row, other = input.shape[1:], output.shape[1:]
+        call.words.append(tensor_text("rows", input.dtype, row))
+        if (row, input.dtype) != (other, output.dtype):
             call.refuse(
-                f"{role}_split_sizes is {list(sizes)}; parts must be equal, without "
-                "sizes. Use torch.distributed.all_to_all_single for other parts"
+                f"input's rows are {input.dtype} {list(row)}, and output's "
+                f"{output.dtype} {list(other)}; they must be alike"
             )
-    if call.usable("output", output, like=input) and not call.problem:
-        if not input.dim() or input.shape[0] % n:
-            call.refuse(f"input {list(input.shape)} cannot be cut into {n} equal parts")
         elif _overlap(output, input):
             call.refuse("output and input share memory; pass two tensors")
 
     def body() -> None:
-        takes, gives = (t.view(-1).tensor_split(n) for t in (output, input))
+        _compare_parts(call, call.agree(show=[sizes["input"], sizes["output"]]))
+        takes, gives = output.split(sizes["output"]), input.split(sizes["input"])
         takes[me].copy_(gives[me])
         chunks: list[Tensor | None] = [None] * (n * n)
         chunks[me * n : me * n + n] = gives
         chunks[me : n * n : n] = takes
         call.carry_out(all_to_all_plan(n), Buffer.pieces(chunks))
 
-    return call.start(body, async_op)
+    return call.start(body, async_op, agreed_by_body=True)
+
+
+def _split_sizes(
+    call: Collective, role: str, tensor: Tensor, split: Sequence[int] | None
+) -> list[int]:
+    """Return how many rows of a tensor each rank sends or takes, or refuse the call."""
+    n, shape = call.size, list(tensor.shape)
+    sizes = [int(size) for size in split or ()]
+    if not shape or (not sizes and shape[0] % n):
+        call.refuse(
+            f"{role} {shape} cannot be cut into {n} equal parts; "
+            f"{role}_split_sizes says how many rows each rank has"
+        )
+    elif sizes and (len(sizes) != n or min(sizes) < 0 or sum(sizes) != shape[0]):
+        call.refuse(
+            f"{role}_split_sizes is {sizes}; it must be {n} numbers of rows, 0 or "
+            f"more, with the sum {shape[0]}"
+        )
+    return sizes or [shape[0] // n if shape else 0] * n
+
+
+def _compare_parts(call: Collective, shown: Sequence[Sequence[list[int]]]) -> None:
+    """Raise CollectiveError, on all ranks, unless each part is taken as it is sent."""
+    ranks = call.comm.ranks
+    for i, (sent, _) in enumerate(shown):
+        for j, (_, taken) in enumerate(shown):
+            if sent[j] != taken[i]:
+                raise CollectiveError(
+                    f"rank {ranks[i]} sends {sent[j]} rows to rank {ranks[j]}, which "
+                    f"takes {taken[i]}. Nothing was sent."
+                )
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:

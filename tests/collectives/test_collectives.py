@@ -15,10 +15,12 @@ from ddp_course.collectives import (
     hierarchical_all_reduce,
     ring_all_reduce,
     tree_all_reduce,
+    unrooted,
 )
 from ddp_course.collectives.call import Collective
 from ddp_course.collectives.rooted import BROADCASTS
 from ddp_course.launch import spawn
+from ddp_course.measure import ByteMeter
 
 WORLD_SIZES = [1, 2, 5]  # and two and three, in groups of five
 WORLD_SIZES += [8] if os.environ.get("DDP_COURSE_ENDURANCE") else []
@@ -172,7 +174,64 @@ def wrong_others(numels: list[int], group=None) -> list[str]:
         dist.all_to_all(b, many, group)
         a, flat, name = torch.cat(a), torch.cat(many), f"all_to_all {told}"
         check(name, [a], [torch.cat(b)], ours.all_to_all_single, a, flat)
+        for rows in ((), (3,), (2, 0)):
+            drawn = drawn_parts(dist.get_rank(group), n, numel, rows, dtype)
+            a, b, *parts = drawn
+            dist.all_to_all_single(b, *parts, group=group)
+            name = f"all_to_all by parts of rows {list(rows)} {told}"
+            check(name, [a], [b], ours.all_to_all_single, a, *parts)
     return wrong
+
+
+def drawn_parts(
+    me: int, n: int, most: int, row: tuple[int, ...], dtype: torch.dtype
+) -> tuple:
+    """Draw how many rows each rank sends to each, some of them none.
+
+    Returns two outputs, the input, and how many rows come and go.
+    """
+    chance = torch.Generator().manual_seed(most)
+    rows = torch.randint(0, most // 2 + 2, (n, n), generator=chance)
+    rows[torch.rand(n, n, generator=chance) < 0.3] = 0
+    goes, comes = rows[me].tolist(), rows[:, me].tolist()
+    outputs = [torch.full((sum(comes), *row), 3).to(dtype) for _ in range(2)]
+    numel = sum(goes) * torch.Size(row).numel()
+    sent = numbers(numel, dtype, me).view(sum(goes), *row)
+    return *outputs, sent, comes, goes
+
+
+def with_equal_parts() -> list[str]:
+    """Plant a mistake: the sizes of parts are ignored."""
+    unrooted._split_sizes = lambda call, role, tensor, split: [
+        len(tensor) * (k + 1) // call.size - len(tensor) * k // call.size
+        for k in range(call.size)
+    ]
+    return wrong_others([1009])
+
+
+def test_parts_of_ignored_sizes_are_seen():
+    told = spawn(with_equal_parts, world_size=3, output="none")
+    assert {mistake.split()[0] for wrong in told for mistake in wrong} == {"all_to_all"}
+
+
+def parts_by_nccls_rules() -> tuple[bool, int, int]:
+    """Send parts, some of them empty, step by step.
+
+    Returns whether all came, the bytes that were sent, and that must be.
+    """
+    me, table = dist.get_rank(), torch.tensor([[0, 2, 1], [3, 1, 0], [1, 1, 2]])
+    goes, comes = table[me].tolist(), table[:, me].tolist()
+    sent = torch.arange(2.0 * sum(goes)).view(-1, 2) + 100 * me
+    a, b = (torch.empty(sum(comes), 2) for _ in range(2))
+    dist.all_to_all_single(a, sent, comes, goes)
+    with ByteMeter() as meter:
+        ours.all_to_all_single(b, sent, comes, goes)
+    return torch.equal(a, b), meter.total_sent, 8 * (sum(goes) - goes[me])
+
+
+def test_parts_are_sent_by_nccls_rules_and_nothing_else_is():
+    told = spawn(parts_by_nccls_rules, world_size=3, output="none", backend="strict")
+    assert all(same and sent == wanted for same, sent, wanted in told), told
 
 
 def wrong_anywhere(n: int) -> list[str]:
