@@ -147,8 +147,10 @@ def predict(
     c, w = candidate, workload
     microbatches = w.rows // (c.dp * c.microbatch)
     layers = -(-w.layers // c.pp)
-    forward, backward, attention = _layer(w, cluster, c._replace(dp=1, pp=1), software)
-    head = _head(w, cluster, c)
+    forward, backward, attention = layer_seconds(
+        w, cluster, c._replace(dp=1, pp=1), software
+    )
+    head = head_seconds(w, cluster, c)
     work = layers * (forward + backward) + head
     tokens = c.microbatch * w.sequence // c.cp
     hidden = tokens * w.hidden * HALF  # one microbatch's activations between layers
@@ -182,7 +184,7 @@ def predict(
 
 
 @cache
-def _layer(
+def layer_seconds(
     w: Workload, cluster: Cluster, c: Candidate, software: Software
 ) -> tuple[float, float, float]:
     """Return one layer's seconds per microbatch: forward, backward, attention alone."""
@@ -204,7 +206,7 @@ def _layer(
     return forward, backward + extra, attention + again
 
 
-def _head(w: Workload, cluster: Cluster, c: Candidate) -> float:
+def head_seconds(w: Workload, cluster: Cluster, c: Candidate) -> float:
     """Return the seconds of the output matrix and the loss, both ways."""
     speed, memory = _speeds(cluster)
     logits = c.microbatch * w.sequence / c.cp * w.vocab / c.tp
@@ -282,6 +284,7 @@ def _data_parallel(
     bytes_of = precision_named(software.precision)
     numel = _parameters(w, c)
     forward, backward = hides
+    layers = -(-w.layers // c.pp)
     reduce, reduced = _gather(cluster, bytes_of.gradient * numel, ranks, stride)
     if c.zero < 3:
         back = bytes_of.parameter if c.zero else bytes_of.gradient
@@ -291,13 +294,24 @@ def _data_parallel(
         if not software.overlap:
             return times * reduce + gather, sent
         if not c.zero:  # an all-reduce is both halves, in backward
-            return max(0.0, reduce + gather - backward), sent
-        return times * max(0.0, reduce - backward) + max(0.0, gather - forward), sent
+            return behind(reduce + gather, backward, layers), sent
+        reducing = times * behind(reduce, backward, layers)
+        return reducing + behind(gather, forward, layers), sent
     reduce, reduced = _gather(cluster, bytes_of.reduced * numel, ranks, stride)
     gather, gathered = _gather(cluster, bytes_of.gathered * numel, ranks, stride)
-    first = gather / max(1, w.layers // c.pp)
-    exposed = max(first, gather - forward) + max(0.0, gather + reduce - backward)
+    exposed = behind(gather, forward, layers)
+    exposed += behind(gather + reduce, backward, layers)
     return microbatches * exposed, microbatches * (2 * gathered + reduced)
+
+
+def behind(sending: float, computing: float, layers: int) -> float:
+    """Return how long sending goes on after computing, layer by layer.
+
+    A layer's bucket is sent when the layer has been computed, and behind the bucket
+    before it. So the last bucket is never hidden; of more only what does not fit.
+    """
+    last = sending / layers
+    return max(last, sending - computing * (layers - 1) / layers)
 
 
 def _parameters(w: Workload, c: Candidate) -> float:

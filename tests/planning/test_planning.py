@@ -13,7 +13,7 @@ from ddp_course.planning import step_time
 from ddp_course.planning.accelerators import ACCELERATORS, Cluster
 from ddp_course.planning.anchors import ANCHORS
 from ddp_course.planning.search import candidates, divisors, problem, search
-from ddp_course.planning.step_time import Candidate, Software, predict
+from ddp_course.planning.step_time import Candidate, Software, behind, predict
 from ddp_course.planning.workload import Workload
 from ddp_course.theory import model_states, pipeline_bubble, step_volume
 
@@ -99,6 +99,17 @@ def test_a_bubble_is_that_of_the_formula():
     assert share == pytest.approx(float(pipeline_bubble("1f1b", 8, 64)), rel=1e-6)
     half = predict(replace(GPT, vocab=8), EIGHT, layout._replace(stages=2))
     assert half.parts["bubble"] == pytest.approx(step.parts["bubble"] / 2)
+
+
+@pytest.mark.parametrize(("sending", "computing"), [(1, 10), (10, 10), (30, 10)])
+def test_sending_goes_on_behind_computing_as_a_queue_of_buckets_does(
+    sending, computing
+):
+    layers, sent = 5, 0.0
+    for layer in range(1, layers + 1):
+        computed = layer * computing / layers
+        sent = max(sent, computed) + sending / layers
+    assert behind(sending, computing, layers) == pytest.approx(sent - computing)
 
 
 def test_what_slows_a_step_down():
@@ -199,12 +210,12 @@ def test_half_of_the_published_trainings_are_within_a_quarter():
 )
 def test_a_wrong_constant_is_seen(monkeypatch, module, name, wrong):
     monkeypatch.setattr(module, name, wrong)
-    step_time._layer.cache_clear()
+    step_time.layer_seconds.cache_clear()
     try:
         fitted = [anchor.error for anchor in ANCHORS if anchor.fitted]
         assert abs(statistics.median(fitted)) > 0.01
     finally:
-        step_time._layer.cache_clear()
+        step_time.layer_seconds.cache_clear()
 
 
 def test_layouts_of_anchors_use_all_their_accelerators_and_rows():
