@@ -16,7 +16,7 @@
     algorithms        the six by name, and `all_reduce`, which chooses
     staging, memory_barrier, allocator
                       how ranks share memory: from the algorithm downwards
-    port, patience, reduction
+    endpoint, patience, reduction
                       helpers of the modules above
 
 The functions have the names and arguments of `torch.distributed`. Chapters 02 and 03.

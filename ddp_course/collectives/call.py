@@ -22,9 +22,9 @@ from torch import Tensor
 
 from ddp_course.collectives import runtime
 from ddp_course.collectives.communicator import Group, Work, communicator
+from ddp_course.collectives.endpoint import Endpoint
 from ddp_course.collectives.patience import patient, threads_of
 from ddp_course.collectives.plan import Plan
-from ddp_course.collectives.port import Port
 from ddp_course.collectives.reduction import NAMES, Op, ReduceOp, check_op
 from ddp_course.collectives.runtime import Buffer
 from ddp_course.measure.blocks import active_logs, active_meters
@@ -152,7 +152,7 @@ class Collective:
                 body()
             end = time.perf_counter()
             for log in logs:
-                sent = self.port.nbytes_sent
+                sent = self.endpoint.nbytes_sent
                 log.add(self.name, start, end, sent, lane="communication")
 
         return self.comm.perform(job, async_op)
@@ -165,19 +165,19 @@ class Collective:
         return self.comm.meeting.agree(", ".join(self.words), self.problem, show)
 
     @cached_property
-    def port(self) -> Port:
+    def endpoint(self) -> Endpoint:
         """The object that sends and receives this call's messages."""
-        return Port(self.comm.group, self.meters)
+        return Endpoint(self.comm.group, self.meters)
 
     def carry_out(self, plan: Plan, buffer: Buffer, op: Op | None = None) -> None:
         """Execute a plan: in pieces, or step by step if NCCL's rules apply."""
         op, like = self.op if op is None else op, buffer.parts[0]
-        if like.is_cuda or self.port.strict:
-            runtime.step_by_step(plan, buffer, self.port, op)
+        if like.is_cuda or self.endpoint.strict:
+            runtime.step_by_step(plan, buffer, self.endpoint, op)
             return
         scratch = partial(self.comm.scratch, like=like)
         with patient(self.threads):
-            runtime.pipelined(plan, buffer, self.port, op, scratch)
+            runtime.pipelined(plan, buffer, self.endpoint, op, scratch)
 
     def all_reduce(
         self, plan: Callable[[int], Plan], tensor: Any, op: Any, async_op: bool

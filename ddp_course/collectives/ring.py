@@ -5,7 +5,7 @@ learning by Gibiansky 2017). Each rank sends 2 (N - 1) / N S bytes, the least th
 all-reduce can send. The price is the number of steps, 2 (N - 1). Explained in chapter
 03.
 
-`around_the_ring` is the whole algorithm, over send and receive (`port`).
+`around_the_ring` is the whole algorithm, over send and receive (`endpoint`).
 `by_plan.ring_all_reduce` sends the same messages, as a plan: it first compares the
 ranks' calls, cuts long messages into pieces, and can run while the rank computes.
 """
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_course.collectives.port import Port
+from ddp_course.collectives.endpoint import Endpoint
 
 
 def around_the_ring(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
@@ -24,43 +24,45 @@ def around_the_ring(tensor: Tensor, group: dist.ProcessGroup | None = None) -> N
 
     The tensor is cut into as many chunks as there are ranks, as equal as can be.
     """
-    port = Port(group)
+    endpoint = Endpoint(group)
     flat = tensor.contiguous().view(-1)  # a copy, if there are gaps in the memory
-    edges = [r * flat.numel() // port.size for r in range(1, port.size)]
+    edges = [r * flat.numel() // endpoint.size for r in range(1, endpoint.size)]
     chunks = flat.tensor_split(edges)
-    reduce_scatter(chunks, port)
-    all_gather(chunks, port)
+    reduce_scatter(chunks, endpoint)
+    all_gather(chunks, endpoint)
     if flat.data_ptr() != tensor.data_ptr():
         tensor.copy_(flat.view(tensor.shape))
 
 
-def reduce_scatter(chunks: Sequence[Tensor], port: Port) -> None:
+def reduce_scatter(chunks: Sequence[Tensor], endpoint: Endpoint) -> None:
     """Add up, so that chunk r of rank r becomes the sum of all ranks' chunks r.
 
     In step k rank r sends chunk r - 1 - k, and adds to chunk r - 2 - k, which it sends
     in the next step. N - 1 steps; the other chunks are left with partial sums.
     """
-    rank, n = port.rank, port.size
+    rank, n = endpoint.rank, endpoint.size
     for step in range(n - 1):
         outgoing = chunks[(rank - 1 - step) % n]
         own = chunks[(rank - 2 - step) % n]
         arrived = torch.empty_like(own)
-        right_and_left(outgoing, arrived, port)
+        right_and_left(outgoing, arrived, endpoint)
         own += arrived
 
 
-def all_gather(chunks: Sequence[Tensor], port: Port) -> None:
+def all_gather(chunks: Sequence[Tensor], endpoint: Endpoint) -> None:
     """Send chunk r of rank r to all ranks, for every r.
 
     In step k rank r sends chunk r - k, and receives chunk r - 1 - k, which it sends in
     the next step. N - 1 steps.
     """
-    rank, n = port.rank, port.size
+    rank, n = endpoint.rank, endpoint.size
     for step in range(n - 1):
-        right_and_left(chunks[(rank - step) % n], chunks[(rank - 1 - step) % n], port)
+        outgoing, incoming = chunks[(rank - step) % n], chunks[(rank - 1 - step) % n]
+        right_and_left(outgoing, incoming, endpoint)
 
 
-def right_and_left(outgoing: Tensor, incoming: Tensor, port: Port) -> None:
+def right_and_left(outgoing: Tensor, incoming: Tensor, endpoint: Endpoint) -> None:
     """Send to the right neighbour, and receive from the left one, at the same time."""
-    right, left = (port.rank + 1) % port.size, (port.rank - 1) % port.size
-    port.exchange([(outgoing, right)], [(incoming, left)])
+    right = (endpoint.rank + 1) % endpoint.size
+    left = (endpoint.rank - 1) % endpoint.size
+    endpoint.exchange([(outgoing, right)], [(incoming, left)])

@@ -4,9 +4,9 @@ Read `step_by_step` first: it executes the plan one step after the other. `pipel
 does the same with long chunks cut into pieces, so that it adds one piece while the next
 is under way. Both take
 
-    plan     which rank sends which chunks to which rank (`plan`)
-    buffer   this rank's chunks
-    port     the object that sends and receives (`port`)
+    plan      which rank sends which chunks to which rank (`plan`)
+    buffer    this rank's chunks
+    endpoint  sends and receives this rank's messages (`endpoint`)
 
 Explained in chapters 02 (step by step) and 03 (pieces).
 """
@@ -20,8 +20,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from ddp_course.collectives.endpoint import Endpoint
 from ddp_course.collectives.plan import Plan, Transfer, bounds
-from ddp_course.collectives.port import Port
 from ddp_course.collectives.reduction import COMBINE, Op, ReduceOp, finish
 
 PIECE = 4 << 20  # bytes; longer chunks are sent in pieces of this size
@@ -76,29 +76,31 @@ class Buffer:
         return self.parts[part][first - start : last - start]
 
 
-def step_by_step(plan: Plan, buffer: Buffer, port: Port, op: Op = ReduceOp.SUM) -> None:
+def step_by_step(
+    plan: Plan, buffer: Buffer, endpoint: Endpoint, op: Op = ReduceOp.SUM
+) -> None:
     """Execute `plan`: in each step exchange messages, then combine or copy them.
 
     The sends and receives of a step are one batch, as NCCL requires.
     """
     for step in range(plan.steps):
-        sends = [t for t in plan.sent_by(port.rank) if t.step == step]
-        receives = [t for t in plan.received_by(port.rank) if t.step == step]
+        sends = [t for t in plan.sent_by(endpoint.rank) if t.step == step]
+        receives = [t for t in plan.received_by(endpoint.rank) if t.step == step]
         arrived = [torch.empty_like(buffer.of(t)) for t in receives]
-        port.exchange(
+        endpoint.exchange(
             [(buffer.of(t), t.dst) for t in sends],
             [(message, t.src) for message, t in zip(arrived, receives, strict=True)],
         )
         for message, t in zip(arrived, receives, strict=True):
             own = buffer.of(t)
             own.copy_(COMBINE[op](own, message) if t.reduce else message)
-    finish_chunks(plan, buffer, port, op)
+    finish_chunks(plan, buffer, endpoint, op)
 
 
-def finish_chunks(plan: Plan, buffer: Buffer, port: Port, op: Op) -> None:
+def finish_chunks(plan: Plan, buffer: Buffer, endpoint: Endpoint, op: Op) -> None:
     """Divide the sums that `plan` has completed on this rank, if `op` is AVG."""
     if op == ReduceOp.AVG:
-        for chunk in plan.end[port.rank]:
+        for chunk in plan.end[endpoint.rank]:
             finish(buffer.chunk(chunk), op, plan.world_size)
 
 
@@ -154,7 +156,7 @@ def _cut(first: int, last: int, piece: int) -> list[tuple[int, int]]:
 def pipelined(
     plan: Plan,
     buffer: Buffer,
-    port: Port,
+    endpoint: Endpoint,
     op: Op = ReduceOp.SUM,
     scratch: Callable[[int], Tensor] = torch.empty,
 ) -> None:
@@ -165,7 +167,7 @@ def pipelined(
     elements are complete.
     """
     piece = max(1, PIECE // buffer.parts[0].element_size())
-    todo = pieces_of(plan, port.rank, buffer.bounds, piece)
+    todo = pieces_of(plan, endpoint.rank, buffer.bounds, piece)
     slots = scratch(WINDOW * todo.longest).split(max(1, todo.longest))
     arriving, sending = [], []
 
@@ -174,14 +176,14 @@ def pipelined(
             r = todo.receives[k]
             slot = slots[k % WINDOW][: r.last - r.first] if r.reduce else None
             target = buffer[r.first, r.last] if slot is None else slot
-            arriving.append((target, port.receive(target, r.peer)))
+            arriving.append((target, endpoint.receive(target, r.peer)))
 
     def send_what_is_ready(done: int) -> None:
         while len(sending) < len(todo.sends):
             s = todo.sends[len(sending)]
             if s.after > done:
                 return
-            sending.append(port.send(buffer[s.first, s.last], s.peer))
+            sending.append(endpoint.send(buffer[s.first, s.last], s.peer))
 
     for k in range(WINDOW):
         post(k)
@@ -196,4 +198,4 @@ def pipelined(
         post(k + WINDOW)
     for handle in sending:
         handle.wait()
-    finish_chunks(plan, buffer, port, op)
+    finish_chunks(plan, buffer, endpoint, op)

@@ -10,23 +10,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_course.collectives.port import Port
+from ddp_course.collectives.endpoint import Endpoint
 
 
 def along_a_tree(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
     """Add up all ranks' `tensor` (contiguous), in place; called by all ranks."""
-    port = Port(group)
-    rank, n = port.rank, port.size
+    endpoint = Endpoint(group)
+    rank, n = endpoint.rank, endpoint.size
     distances = [2**level for level in range((n - 1).bit_length())]
     arrived = torch.empty_like(tensor)
     for distance in distances:  # up: 1, 2, 4, ...
         if rank % (2 * distance) == distance:
-            port.send(tensor, rank - distance).wait()
+            endpoint.send(tensor, rank - distance).wait()
         elif rank % (2 * distance) == 0 and rank + distance < n:
-            port.receive(arrived, rank + distance).wait()
+            endpoint.receive(arrived, rank + distance).wait()
             tensor += arrived
     for distance in reversed(distances):  # and down again
         if rank % (2 * distance) == distance:
-            port.receive(tensor, rank - distance).wait()
+            endpoint.receive(tensor, rank - distance).wait()
         elif rank % (2 * distance) == 0 and rank + distance < n:
-            port.send(tensor, rank + distance).wait()
+            endpoint.send(tensor, rank + distance).wait()

@@ -211,7 +211,7 @@ def barrier(group: Group = None, async_op: bool = False) -> Work | None:
     call = Collective(group, "barrier")
 
     def body() -> None:
-        where = "cpu" if "cpu" in call.port.backends else "cuda"  # only NCCL
+        where = "cpu" if "cpu" in call.endpoint.backends else "cuda"  # only NCCL
         token = torch.zeros(1, dtype=torch.uint8, device=where)
         plan = barrier_plan(call.size)
         call.carry_out(plan, Buffer.flat(token, 1), ReduceOp.MAX)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ddp_course.collectives.port import Handle
+from ddp_course.collectives.endpoint import Handle
 from ddp_course.context_parallel.ring import Ring
 from ddp_course.measure.blocks import active_logs
 

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from ddp_course.collectives.port import Handle, Port
+from ddp_course.collectives.endpoint import Endpoint, Handle
 from ddp_course.context_parallel.assignment import Positions
 from ddp_course.context_parallel.online_softmax import (
     attend,
@@ -102,14 +102,16 @@ class Ring:
         blocks = self.blocks(source, torch.device("cpu"))
         return sum((r.stop - r.start) * (c.stop - c.start) for r, c, _ in blocks)
 
-    def pass_on(self, tensor: Tensor, port: Port) -> tuple[Tensor, list[Handle]]:
+    def pass_on(
+        self, tensor: Tensor, endpoint: Endpoint
+    ) -> tuple[Tensor, list[Handle]]:
         """Start to send to the right neighbour, and to receive from the left one.
 
         Returns the tensor that receives, and the handles to wait for.
         """
         arriving = torch.empty_like(tensor)
         right, left = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        handles = port.start([(tensor, right)], [(arriving, left)])
+        handles = endpoint.start([(tensor, right)], [(arriving, left)])
         announce(self.parts, "passed_on", self, tensor, handles)
         return arriving, handles
 
@@ -133,7 +135,7 @@ class RingAttention(Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
         """Merge one step after the other; keep the lse of each query for backward."""
-        ctx.ring, port, n = ring, Port(ring.group), ring.size
+        ctx.ring, endpoint, n = ring, Endpoint(ring.group), ring.size
         heads = q.unflatten(1, (k.shape[1], -1))  # (B, K, H/K, T/N, D)
         wide = torch.promote_types(q.dtype, torch.float32)  # merge in float32 at least
         out = torch.zeros_like(heads, dtype=wide)
@@ -142,7 +144,7 @@ class RingAttention(Function):
         for step in range(n):
             source = (ring.rank - step) % n
             if step < n - 1:  # launch
-                arriving, under_way = ring.pass_on(kv, port)
+                arriving, under_way = ring.pass_on(kv, endpoint)
             announce(ring.parts, "before_compute", ring, step, ring.pairs(source))
             for rows, columns, visible in ring.blocks(source, q.device):  # compute
                 keys, values = kv[..., columns, :]
@@ -161,7 +163,7 @@ class RingAttention(Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         """Send keys and values around again, and their gradients one step behind."""
         q, k, v, out, lse = ctx.saved_tensors
-        ring, port, n = ctx.ring, Port(ctx.ring.group), ctx.ring.size
+        ring, endpoint, n = ctx.ring, Endpoint(ctx.ring.group), ctx.ring.size
         heads, dout = (x.unflatten(1, (k.shape[1], -1)) for x in (q, dout))
         delta = (dout * out).sum(-1)
         dq = torch.zeros_like(out)
@@ -170,7 +172,7 @@ class RingAttention(Function):
         for step in range(n):
             source = (ring.rank - step) % n
             if step < n - 1:  # launch
-                arriving, under_way = ring.pass_on(kv, port)
+                arriving, under_way = ring.pass_on(kv, endpoint)
             dkv = torch.zeros_like(kv, dtype=out.dtype)
             announce(ring.parts, "before_compute", ring, step, ring.pairs(source))
             for rows, columns, visible in ring.blocks(source, q.device):  # compute
@@ -192,7 +194,7 @@ class RingAttention(Function):
             if step > 1:  # the sum over the ranks that had these keys before
                 _wait(sums_under_way)
                 dkv += sums
-            sums, sums_under_way = ring.pass_on(dkv, port)
+            sums, sums_under_way = ring.pass_on(dkv, endpoint)
         _wait(sums_under_way)
         dk, dv = (own if n == 1 else own + sums).squeeze(3).to(k.dtype)
         return dq.flatten(1, 2).to(q.dtype), dk, dv, None

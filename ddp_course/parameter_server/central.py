@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp_course.collectives.port import Port
+from ddp_course.collectives.endpoint import Endpoint
 from ddp_course.parameter_server.record import Record
 from ddp_course.parameter_server.row import ParameterRow, Remedy
 from ddp_course.parameter_server.rules import ASYNCHRONOUS, Book, Rule
@@ -82,8 +82,8 @@ class Server:
         after_step: Callable[[int], object] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.port, self.envelopes = Port(group), Port(group, ())
-        everybody = set(range(self.port.size)) - {self.port.rank}
+        self.endpoint, self.envelopes = Endpoint(group), Endpoint(group, ())
+        everybody = set(range(self.endpoint.size)) - {self.endpoint.rank}
         self.workers = sorted(everybody if workers is None else workers)
         self.row, self.optimizer = ParameterRow(params), optimizer
         self.form, self.patience = self.row.form, patience
@@ -98,7 +98,7 @@ class Server:
 
     def serve(self) -> Record:
         """Serve until all workers have left; return the record of the run."""
-        for worker in set(self.workers) - {self.port.rank}:
+        for worker in set(self.workers) - {self.endpoint.rank}:
             name = f"serves {worker}"
             threading.Thread(
                 target=self._attend, args=(worker,), name=name, daemon=True
@@ -136,11 +136,11 @@ class Server:
 
     def receive_gradient(self, worker: int) -> None:
         """Receive a worker's gradient."""
-        self.port.receive(self.arrived[worker], worker).wait()
+        self.endpoint.receive(self.arrived[worker], worker).wait()
 
     def send_weights(self, worker: int) -> None:
         """Send the copy of the weights to a worker."""
-        self.port.send(self.leaving[worker], worker).wait()
+        self.endpoint.send(self.leaving[worker], worker).wait()
 
     def do(self, act: Callable[[int], Any], worker: int) -> Any:
         """Call `act(worker)` with the lock held; then step, and wake other threads."""
@@ -241,7 +241,7 @@ class Worker:
         patience: float = 300.0,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.port, self.envelopes = Port(group), Port(group, ())
+        self.endpoint, self.envelopes = Endpoint(group), Endpoint(group, ())
         is_row = isinstance(params, ParameterRow)
         self.row = params if is_row else ParameterRow(params)
         self.server, self.patience = server, patience
@@ -260,7 +260,7 @@ class Worker:
         kind, clock, version = answer.tolist()
         if kind == DIFFERS:
             raise ValueError(
-                f"rank {self.port.ranks[self.server]} serves other parameters than "
+                f"rank {self.endpoint.ranks[self.server]} serves other parameters than "
                 f"these {len(self.row.views)} of {self.row.weights.dtype}: their "
                 "number, shapes, order and types must be the same on all ranks. Build "
                 "the same model everywhere"
@@ -281,11 +281,11 @@ class Worker:
 
     def receive_row(self) -> None:
         """Receive the weights."""
-        self._wait(self.port.receive(self.row.weights, self.server))
+        self._wait(self.endpoint.receive(self.row.weights, self.server))
 
     def send_gradient(self, gradient: Tensor) -> None:
         """Send a gradient."""
-        self._wait(self.port.send(gradient, self.server))
+        self._wait(self.endpoint.send(gradient, self.server))
 
     def leave(self) -> None:
         """Notify the server that this worker will send nothing more."""
@@ -303,7 +303,7 @@ class Worker:
         except RuntimeError as error:
             late = time.monotonic() - start >= self.patience
             problem = f"has not answered for {self.patience:g} s" if late else "is gone"
-            rank = self.port.ranks[self.server]
+            rank = self.endpoint.ranks[self.server]
             raise ServerGoneError(
                 f"rank {rank}, which serves the weights, {problem}"
             ) from error

@@ -42,7 +42,7 @@ class RowServer(Server):
         kind = super().listen(worker, envelope)
         if kind == PULL:
             rows = torch.empty(int(envelope[1]), dtype=torch.int64)
-            self.port.receive(rows, worker).wait()
+            self.endpoint.receive(rows, worker).wait()
             self.requested[worker] = rows
         return kind
 
@@ -89,7 +89,7 @@ class RowWorker(Worker):
         """Return the rows of `indices` (any shape), each sent once; None at the end."""
         rows, places = indices.unique(return_inverse=True)
         self.ask(PULL, len(rows))
-        self._wait(self.port.send(rows, self.server))
+        self._wait(self.endpoint.send(rows, self.server))
         self.values = nn.Parameter(torch.empty(len(rows), self.values.shape[1]))
         self.row.weights = self.values.detach()
         return self.values[places] if self.receive_weights() else None

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ddp_course.collectives.port import Port
+from ddp_course.collectives.endpoint import Endpoint
 from ddp_course.mechanisms.elementwise import check_elementwise
 from ddp_course.parameter_server.central import PULL, Server, Worker
 from ddp_course.parameter_server.record import Record
@@ -65,12 +65,12 @@ class ShardedServer:
         more: dict[str, Any] | None = None,
         **defaults: Any,
     ) -> None:
-        port = Port(group)
-        self.rank, size = port.rank, port.size
+        endpoint = Endpoint(group)
+        self.rank, size = endpoint.rank, endpoint.size
         self.row = ParameterRow(params, multiple_of=size)
         device = self.row.weights.device
         check_elementwise(optimizer_class, {}, defaults, device)
-        new = {"ranks": port.ranks, "use_local_synchronization": True}
+        new = {"ranks": endpoint.ranks, "use_local_synchronization": True}
         groups = [dist.new_group(**new) for _ in range(size)]
         parts = self.row.parts(size)
         self.own = parts[self.rank]

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ddp_course.collectives.port import Handle
+from ddp_course.collectives.endpoint import Handle
 from ddp_course.mechanisms.parts import announce
 from ddp_course.pipeline.program import (
     Instruction,
@@ -58,9 +58,9 @@ class MessagesAhead:
 
     def __init__(self, runtime: Runtime, program: Program) -> None:
         self.runtime = runtime
-        self.groups = program.ranks[runtime.port.rank]
+        self.groups = program.ranks[runtime.endpoint.rank]
         self.horizons = horizons(self.groups, AHEAD)
-        self.in_order = runtime.device.type == "cuda" or runtime.port.strict
+        self.in_order = runtime.device.type == "cuda" or runtime.endpoint.strict
         self.next, self.posted = 0, -1  # indices: next group to run, last one posted
         self.arriving: dict[Action, tuple[Tensor, Handle]] = {}
         self.under_way: dict[int, deque[tuple[Tensor, Handle]]] = {}
@@ -107,7 +107,7 @@ class MessagesAhead:
 
     def _start_receive(self, step: Instruction) -> None:
         tensor = self.runtime.allocate(step.action)
-        handle = self.runtime.port.receive(tensor, step.peer)
+        handle = self.runtime.endpoint.receive(tensor, step.peer)
         self.arriving[step.action] = tensor, handle
 
     def _start_send(self, step: Instruction) -> None:
@@ -117,7 +117,7 @@ class MessagesAhead:
         under_way = self.under_way.setdefault(step.peer, deque())
         if len(under_way) == UNDER_WAY:
             under_way.popleft()[1].wait()
-        under_way.append((tensor, runtime.port.send(tensor, step.peer)))
+        under_way.append((tensor, runtime.endpoint.send(tensor, step.peer)))
         announce(runtime.parts, "after_send", runtime, step.action, tensor)
 
 

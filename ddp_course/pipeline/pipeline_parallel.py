@@ -30,7 +30,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ddp_course.collectives.port import Port
+from ddp_course.collectives.endpoint import Endpoint
 from ddp_course.launch.deadlock import checked_group
 from ddp_course.mechanisms.agreement import agreed, check_module, form_of
 from ddp_course.mechanisms.divided import DividedModule, PlainModel, groups_before
@@ -212,8 +212,8 @@ class PipelineParallel(DividedModule, Pipeline):
     ) -> Runtime:
         self._broken = "an earlier step failed: construct a new pipeline on all ranks"
         x, y = x.to(self.device), None if y is None else y.to(self.device)
-        port, forms = Port(self.group), self.forms.of(x)
-        runtime = Runtime(self.stages, schedule, port, forms, x, y, self.parts)
+        endpoint, forms = Endpoint(self.group), self.forms.of(x)
+        runtime = Runtime(self.stages, schedule, endpoint, forms, x, y, self.parts)
         runtime.loss_scale = loss_scale
         try:
             runtime.run()

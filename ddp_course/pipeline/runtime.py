@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_course.collectives.port import Handle, Port
+from ddp_course.collectives.endpoint import Endpoint, Handle
 from ddp_course.mechanisms.parts import announce
 from ddp_course.pipeline.schedule import Action, Schedule
 from ddp_course.pipeline.stages import Stage, add_layers, spine
@@ -34,8 +34,8 @@ class Runtime:
 
     Args:
         stages: stage number -> stage, for this rank's stages.
-        schedule: for as many ranks as `port` has.
-        port: sends messages to the other ranks and receives theirs.
+        schedule: for as many ranks as `endpoint` has.
+        endpoint: sends messages to the other ranks and receives theirs.
         forms: for each boundary between stages, the form of its activation.
         x: (B, ...), the model's input; y: (B, ...), the targets, or None.
         parts: objects with methods for "before_run", "before_action", "before_compute",
@@ -54,13 +54,13 @@ class Runtime:
         self,
         stages: Mapping[int, Stage],
         schedule: Schedule,
-        port: Port,
+        endpoint: Endpoint,
         forms: Sequence[Form],
         x: Tensor,
         y: Tensor | None,
         parts: Sequence[Any] = (),
     ) -> None:
-        self.stages, self.schedule, self.port = stages, schedule, port
+        self.stages, self.schedule, self.endpoint = stages, schedule, endpoint
         self.forms, self.parts, self.device = forms, parts, x.device
         self.last, m = schedule.num_stages - 1, schedule.num_microbatches
         self.x = x.tensor_split(m)
@@ -78,7 +78,7 @@ class Runtime:
     def run(self) -> None:
         """Execute this rank's row of the schedule."""
         announce(self.parts, "before_run", self)
-        for action in self.schedule.ranks[self.port.rank]:
+        for action in self.schedule.ranks[self.endpoint.rank]:
             announce(self.parts, "before_action", self, action)
             received = self.receive(action)
             result = self.compute(action, received)
@@ -94,7 +94,7 @@ class Runtime:
         source = self.schedule.source(action)
         if source is None:
             return self.x[action.microbatch] if action.op == "F" else None
-        if self.schedule.rank_of(source.stage) != self.port.rank:
+        if self.schedule.rank_of(source.stage) != self.endpoint.rank:
             self.messages.receive(source)
         return self.results.pop(source)
 
@@ -171,9 +171,10 @@ class OrderedMessages:
     """
 
     def __init__(self, runtime: Runtime) -> None:
-        self.runtime, schedule, port = runtime, runtime.schedule, runtime.port
+        self.runtime, schedule, endpoint = runtime, runtime.schedule, runtime.endpoint
         self.coming = {
-            peer: iter(schedule.messages(peer, port.rank)) for peer in range(port.size)
+            peer: iter(schedule.messages(peer, endpoint.rank))
+            for peer in range(endpoint.size)
         }
         self.leaving: list[tuple[Tensor, Handle]] = []
 
@@ -185,7 +186,7 @@ class OrderedMessages:
             coming = next(self.coming[peer])
             tensor = runtime.results[coming] = runtime.allocate(coming)
             announce(runtime.parts, "before_wait", runtime, coming)
-            runtime.port.receive(tensor, peer).wait()
+            runtime.endpoint.receive(tensor, peer).wait()
             announce(runtime.parts, "after_wait", runtime, coming)
 
     def send(self, action: Action) -> None:
@@ -193,7 +194,7 @@ class OrderedMessages:
         runtime = self.runtime
         tensor, peer = runtime.results.pop(action), runtime.schedule.receiver(action)
         announce(runtime.parts, "before_send", runtime, action)
-        self.leaving.append((tensor, runtime.port.send(tensor, peer)))
+        self.leaving.append((tensor, runtime.endpoint.send(tensor, peer)))
         announce(runtime.parts, "after_send", runtime, action, tensor)
 
     def finish(self) -> None:
@@ -251,14 +252,14 @@ class Pipeline(nn.Module):
         more, and a larger weight.
         """
         announce(self.parts, "before_step", self, x, y)
-        port, x, y = Port(self.group), x.to(self.device), y.to(self.device)
+        endpoint, x, y = Endpoint(self.group), x.to(self.device), y.to(self.device)
         forms = [(torch.float32, self.form)] * (self.schedule.num_stages - 1)
         parts = self.parts
-        runtime = Runtime(self.stages, self.schedule, port, forms, x, y, parts)
+        runtime = Runtime(self.stages, self.schedule, endpoint, forms, x, y, parts)
         runtime.run()
         announce(self.parts, "after_step", self)
         loss, last = runtime.loss, self.schedule.rank_of(runtime.last)
-        dist.broadcast(loss, port.ranks[last], self.group)
+        dist.broadcast(loss, endpoint.ranks[last], self.group)
         return loss
 
     def named_parameters(

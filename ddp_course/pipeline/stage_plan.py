@@ -21,7 +21,7 @@ from numbers import Real
 import torch
 from torch import Tensor, nn
 
-from ddp_course.collectives.port import Port
+from ddp_course.collectives.endpoint import Endpoint
 from ddp_course.pipeline.runtime import Runtime
 from ddp_course.pipeline.stages import spine
 
@@ -191,17 +191,19 @@ class SharedGradients:
     def after_run(self, runtime: Runtime) -> None:
         """Sum the gradients of this step; an evaluation has none."""
         if torch.is_grad_enabled():
-            self.sum(runtime.port)
+            self.sum(runtime.endpoint)
 
     @torch.no_grad()
-    def sum(self, port: Port) -> None:
+    def sum(self, endpoint: Endpoint) -> None:
         """Replace each gradient with its sum over the ranks plus earlier gradients."""
         for parameter, ranks in self.shared.items():
             own = parameter.grad
             own = torch.zeros_like(parameter) if own is None else own.contiguous()
             parts = {r: own if r == self.rank else torch.empty_like(own) for r in ranks}
             others = [r for r in ranks if r != self.rank]
-            port.exchange([(own, r) for r in others], [(parts[r], r) for r in others])
+            endpoint.exchange(
+                [(own, r) for r in others], [(parts[r], r) for r in others]
+            )
             parameter.grad = parts[ranks[0]].clone()
             for r in ranks[1:]:
                 parameter.grad += parts[r]

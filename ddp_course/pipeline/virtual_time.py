@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_course.collectives.port import Handle, Port
+from ddp_course.collectives.endpoint import Endpoint, Handle
 from ddp_course.pipeline.recorded import PipelineRecorder
 from ddp_course.pipeline.runtime import Runtime
 
@@ -36,7 +36,7 @@ class VirtualTime(PipelineRecorder):
             )
         super().before_run(runtime)
         self.clock = VirtualClock()
-        runtime.port = StampedPort(runtime.port, self.clock)
+        runtime.endpoint = StampedEndpoint(runtime.endpoint, self.clock)
 
 
 class VirtualClock:
@@ -65,25 +65,27 @@ class VirtualClock:
         self.time = max(self.time, sent_at)
 
 
-class StampedPort:
-    """A port that sends the time after each message."""
+class StampedEndpoint:
+    """An endpoint that sends the time after each message."""
 
-    def __init__(self, port: Port, clock: VirtualClock) -> None:
-        self.port, self.clock = port, clock
+    def __init__(self, endpoint: Endpoint, clock: VirtualClock) -> None:
+        self.endpoint, self.clock = endpoint, clock
 
     def __getattr__(self, name: str) -> Any:
-        """Return any other attribute of the port."""
-        return getattr(self.port, name)
+        """Return any other attribute of the endpoint."""
+        return getattr(self.endpoint, name)
 
     def send(self, tensor: Tensor, peer: int) -> Handle:
         """Start to send a tensor, and the time."""
         stamp = torch.tensor([self.clock.now()], dtype=torch.float64)
-        return _Both(self.port.send(tensor, peer), self.port.send(stamp, peer), stamp)
+        return _Both(
+            self.endpoint.send(tensor, peer), self.endpoint.send(stamp, peer), stamp
+        )
 
     def receive(self, tensor: Tensor, peer: int) -> Handle:
         """Start to receive a tensor, and its time; `wait()` sets the clock."""
         stamp = torch.empty(1, dtype=torch.float64)
-        first, second = (self.port.receive(each, peer) for each in (tensor, stamp))
+        first, second = (self.endpoint.receive(each, peer) for each in (tensor, stamp))
         return _Both(first, second, stamp, self.clock)
 
 

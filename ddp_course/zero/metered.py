@@ -27,7 +27,7 @@ from torch import Tensor
 
 import ddp_course.collectives as course
 from ddp_course.collectives import communicator
-from ddp_course.collectives.port import Port
+from ddp_course.collectives.endpoint import Endpoint
 from ddp_course.measure.storages import label
 from ddp_course.mechanisms.buckets import LiveBucket
 from ddp_course.mechanisms.engine import Engine
@@ -58,11 +58,11 @@ class MeteredMessages(PeerMessages):
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(group)
-        self.comm, self.port = communicator(group), Port(group)
+        self.comm, self.endpoint = communicator(group), Endpoint(group)
 
     def is_metered(self, tensor: Tensor) -> bool:
         """Return whether this course's collectives send it; with NCCL PyTorch's do."""
-        return not tensor.is_cuda or self.port.staged(tensor)
+        return not tensor.is_cuda or self.endpoint.staged(tensor)
 
     def gather(
         self,

@@ -16,7 +16,7 @@ from ddp_course.collectives import (
     ring_all_reduce,
     shared_memory,
 )
-from ddp_course.collectives.port import Port
+from ddp_course.collectives.endpoint import Endpoint
 from ddp_course.launch import spawn
 from ddp_course.measure import ByteMeter, Bytes, SystemBytes
 
@@ -159,7 +159,7 @@ def test_every_rank_sends_what_the_formula_says(n):
 def exchange(message: torch.Tensor) -> torch.Tensor:
     """Send to the right, receive from the left."""
     got = torch.empty_like(message)
-    ring.right_and_left(message, got, Port())
+    ring.right_and_left(message, got, Endpoint())
     return got
 
 

@@ -86,7 +86,7 @@ def bits_that_differ() -> list[str]:
     """On every rank: where the runtime that GPUs use gives other bits."""
 
     def carry_out(self, plan, buffer, op=None):
-        runtime.step_by_step(plan, buffer, self.port, op or self.op)
+        runtime.step_by_step(plan, buffer, self.endpoint, op or self.op)
 
     torch.manual_seed(dist.get_rank())
     wrong = []

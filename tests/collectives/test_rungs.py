@@ -14,11 +14,11 @@ from ddp_course.collectives import (
     tree,
     tree_all_reduce,
 )
-from ddp_course.collectives.port import Port
+from ddp_course.collectives.endpoint import Endpoint
 from ddp_course.launch import spawn
 from ddp_course.measure import ByteMeter
 
-REDUCE_SCATTER, EXCHANGE = ring.reduce_scatter, Port.exchange  # as they should be
+REDUCE_SCATTER, EXCHANGE = ring.reduce_scatter, Endpoint.exchange  # as they should be
 RUNGS = {
     "naive": (naive.through_rank_0, naive_all_reduce),
     "tree": (tree.along_a_tree, tree_all_reduce),
@@ -88,9 +88,9 @@ def test_each_rung_gives_the_bits_and_sends_the_messages_of_the_full_one(nodes):
     assert told == [([], [], [True] * 4)] * len(told)
 
 
-def adds_one_chunk_further(chunks, port):
+def adds_one_chunk_further(chunks, endpoint):
     """A planted mistake: what comes from the left is added to another chunk."""
-    REDUCE_SCATTER([*chunks[1:], chunks[0]], port)
+    REDUCE_SCATTER([*chunks[1:], chunks[0]], endpoint)
 
 
 def sends_to_the_left(self, sends, receives):
@@ -102,7 +102,7 @@ def sends_to_the_left(self, sends, receives):
 MISTAKES = [
     (ring, "reduce_scatter", adds_one_chunk_further),
     (ring, "reduce_scatter", ring.all_gather),  # keeps, and adds nothing
-    (Port, "exchange", sends_to_the_left),
+    (Endpoint, "exchange", sends_to_the_left),
 ]
 
 

@@ -13,7 +13,7 @@ from ddp_course.collectives import (
     hierarchical_all_reduce,
     ring_all_reduce,
 )
-from ddp_course.collectives.port import Port
+from ddp_course.collectives.endpoint import Endpoint
 from ddp_course.launch import Link, Links, RankError, spawn
 
 LINKS = Links(between=Link(latency=0.002, bandwidth=5e6))
@@ -67,16 +67,16 @@ def test_measured_times_follow_the_theory():
 
 def many_small() -> float:
     """Five messages at once: their latencies overlap, their bytes do not."""
-    port = Port()
+    endpoint = Endpoint()
     parts = [torch.full((1000,), float(k)) for k in range(5)]
     dist.barrier()
     start = time.perf_counter()
-    if port.rank == 0:
-        for handle in [port.send(part, 1) for part in parts]:
+    if endpoint.rank == 0:
+        for handle in [endpoint.send(part, 1) for part in parts]:
             handle.wait()
     else:
         got = [torch.empty(1000) for _ in parts]
-        for handle in [port.receive(part, 0) for part in got]:
+        for handle in [endpoint.receive(part, 0) for part in got]:
             handle.wait()
         assert all(torch.equal(a, b) for a, b in zip(got, parts, strict=True))
     return time.perf_counter() - start
@@ -90,7 +90,7 @@ def test_messages_follow_each_other_on_a_line():
 
 def by_ring(in_order: bool = True) -> list[float]:
     """On both ranks; planted: messages are handed over when a line has brought them."""
-    with mock.patch.object(Port, "in_order", lambda port, tensor: in_order):
+    with mock.patch.object(Endpoint, "in_order", lambda endpoint, tensor: in_order):
         ring_all_reduce(x := torch.arange(8.0))
     return x.tolist()
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from everything import COMPOSED, SMALL, everything, in_layouts, layouts
 from torch import Tensor, nn
 
-from ddp_course.collectives import port, ring_all_reduce
+from ddp_course.collectives import endpoint, ring_all_reduce
 from ddp_course.data import load_corpus
 from ddp_course.data_parallel import DistributedDataParallel
 from ddp_course.launch import device
@@ -46,7 +46,9 @@ def as_on_gpus() -> ExitStack:
     stack = ExitStack()
     if not GPUS:
         changes = {
-            "ddp_course.collectives.port.Port.staged": lambda self, tensor: True,
+            "ddp_course.collectives.endpoint.Endpoint.staged": lambda self, tensor: (
+                True
+            ),
             "ddp_course.zero.stage3._unusable": lambda *args, **options: None,
             "ddp_course.zero.sharded_parts.OffloadedStorage.PIN": False,
         }
@@ -75,7 +77,7 @@ def all_of_it(n: int) -> tuple:
 
 def nothing_lands(n: int) -> tuple:
     """Plant: what has arrived on the CPU stays there."""
-    with mock.patch.object(port._Landing, "wait", lambda self: self.handle.wait()):
+    with mock.patch.object(endpoint._Landing, "wait", lambda self: self.handle.wait()):
         with as_on_gpus():
             return everything([{"data_parallel": "average"}])
 

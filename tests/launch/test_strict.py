@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_course import collectives as ours
 from ddp_course.collectives import ALGORITHMS, rooted
-from ddp_course.collectives.port import Port
+from ddp_course.collectives.endpoint import Endpoint
 from ddp_course.launch import RankError, spawn
 from ddp_course.launch.deadlock import DeadlockError
 from ddp_course.launch.strict import StrictError
@@ -358,7 +358,7 @@ def test_a_collective_that_gives_something_else_is_named(by_gloo):
 def planted_at_gloos_pace() -> None:
     """Plant: the messages that suit gloo, posted ahead, one by one."""
     ahead = mock.PropertyMock(return_value=False)
-    with mock.patch.object(Port, "strict", ahead, create=True):
+    with mock.patch.object(Endpoint, "strict", ahead, create=True):
         ours.all_reduce(torch.ones(1009))
 
 

@@ -85,7 +85,7 @@ class SendsAll(ShardedServer):
     def push(self):
         super().push()
         for worker in self.others:
-            worker.port._count_sent(self.row.gradient, worker.server)
+            worker.endpoint._count_sent(self.row.gradient, worker.server)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

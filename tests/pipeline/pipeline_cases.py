@@ -192,8 +192,8 @@ class WeightsForgotten:
 class TiedTwice(SharedGradients):
     """Adds the other rank's part twice."""
 
-    def sum(self, port):
-        super().sum(port)
+    def sum(self, endpoint):
+        super().sum(endpoint)
         for parameter in self.shared:
             parameter.grad *= 2
 
@@ -201,7 +201,7 @@ class TiedTwice(SharedGradients):
 class TiedNotAtAll(SharedGradients):
     """Every rank keeps its own part."""
 
-    def sum(self, port):
+    def sum(self, endpoint):
         for parameter, before in self.before.items():
             if before is not None:
                 parameter.grad = before

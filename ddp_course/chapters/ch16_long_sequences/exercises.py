@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ddp_course.chapters.ch16_long_sequences import solutions
-from ddp_course.collectives.port import Port
+from ddp_course.collectives.endpoint import Endpoint
 from ddp_course.context_parallel.online_softmax import attend
 from ddp_course.lab.answers import Answer
 from ddp_course.lab.exercises import exercise, expect, judge_ranks, shown
@@ -235,14 +235,14 @@ def _judge_ring(answer: Answer, ranks: int, rank: int) -> None:
 def _on_real_ranks(my_ring: Callable) -> dict[str, Any]:
     """Run the answer on this rank over real messages, and compare."""
     n, rank = dist.get_world_size(), dist.get_rank()
-    port, (q, k, v) = Port(), _whole(n, 0)
+    endpoint, (q, k, v) = Endpoint(), _whole(n, 0)
 
     class Message:
         def __init__(self, k: Tensor, v: Tensor) -> None:
             leaving = torch.stack((k, v))
             self.arriving = torch.empty_like(leaving)
             ways = [(leaving, (rank + 1) % n)], [(self.arriving, (rank - 1) % n)]
-            self.leaving, self.handles = leaving, port.start(*ways)
+            self.leaving, self.handles = leaving, endpoint.start(*ways)
 
         def wait(self) -> tuple[Tensor, Tensor]:
             for handle in self.handles:

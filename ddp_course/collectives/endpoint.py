@@ -1,7 +1,7 @@
-"""Ports: send and receive a rank's messages, counted, over fast or slow links.
+"""Endpoints: send and receive a rank's messages, counted, over fast or slow links.
 
-All messages of this course's collectives go through `Port.send` and `Port.receive`.
-These call `dist.isend` and `dist.irecv`, and do more: open byte meters count the
+All messages of this course's collectives go through an `Endpoint`. Its `send` and
+`receive` call `dist.isend` and `dist.irecv`, and do more: open byte meters count the
 message; a slow line (`spawn(..., links=...)`) delays it; a tensor on a GPU is copied to
 the CPU if the backend is gloo; and the messages have a tag of their own, so that they
 never match other messages between the same ranks. Chapter 02.
@@ -31,7 +31,7 @@ class Handle(Protocol):
         """Wait until the message's memory may be used again."""
 
 
-class Port:
+class Endpoint:
     """The sender and receiver of one rank's messages in a process group.
 
     `group` is None for all ranks. `rank`, `size` and all peers are numbers within the
@@ -51,12 +51,12 @@ class Port:
         self.meters = active_meters() if meters is None else meters
         self.nbytes_sent = 0
 
-    def among(self, members: Sequence[int]) -> Port:
-        """Return a port of a part of the group; `members` include this rank."""
-        port = Port(self.group, self.meters)
-        port.ranks = [self.ranks[member] for member in members]
-        port.rank, port.size = members.index(self.rank), len(members)
-        return port
+    def among(self, members: Sequence[int]) -> Endpoint:
+        """Return an endpoint for a part of the group; `members` include this rank."""
+        endpoint = Endpoint(self.group, self.meters)
+        endpoint.ranks = [self.ranks[member] for member in members]
+        endpoint.rank, endpoint.size = members.index(self.rank), len(members)
+        return endpoint
 
     def in_order(self, tensor: Tensor) -> bool:
         """Return whether messages match by order, not by tags: NCCL and strict."""
