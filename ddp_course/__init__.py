@@ -1,8 +1,8 @@
 """Distributed deep-learning training, built from real processes up.
 
-Importing the package starts one helper process in the background, which imports
-PyTorch while you read, so that the first four ranks start as quickly as the next. Not
-in the command `ddp-course`, which may only be asked for its help.
+Importing the package starts one helper process in the background, which imports PyTorch
+at once, so that the first launch of ranks is as quick as later ones. The command
+`ddp-course` does not start it on import, since many commands launch no ranks.
 """
 
 import gc
@@ -13,11 +13,11 @@ import sys
 __version__ = "0.1.0"
 
 if "DDP_COURSE_FORK_SERVER" in os.environ:
-    gc.disable()  # imports leave no garbage; to look for it is a sixth of their time
+    gc.disable()  # imports create no garbage; collecting takes a sixth of their time
 
 
 def get_ready() -> None:
-    """Start the helper; not in a rank of torchrun, which starts no ranks itself."""
+    """Start the helper process, except in a rank of torchrun, which launches none."""
     from ddp_course.launch import warm
     from ddp_course.launch.torchrun import under_torchrun
 
@@ -26,7 +26,7 @@ def get_ready() -> None:
 
 
 def stop(*_: object) -> None:
-    """End the command at Ctrl-C, while it is imported: there is nothing else to end."""
+    """Exit at Ctrl-C while the command is still being imported."""
     os.write(2, b"ddp-course: stopped\n")
     os._exit(130)
 

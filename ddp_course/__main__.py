@@ -1,4 +1,4 @@
-"""The command `ddp-course`, as `python -m` and torchrun can start it.
+"""The command `ddp-course`, in the form that `python -m` and torchrun can start.
 
 torchrun --nproc-per-node 4 -m ddp_course train --zero 1
 """
@@ -14,4 +14,4 @@ if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # as in `launch.__main__`: PyTorch's threads may abort a good end
+    os._exit(code)  # as in `launch.__main__`: at a normal exit, PyTorch may abort

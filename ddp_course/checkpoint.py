@@ -1,9 +1,9 @@
-"""Checkpoints: what a training run needs to go on as if nothing had happened.
+"""Checkpoints: save a training run, and resume it as if it had never stopped.
 
-They are files that are whole or not there (`mechanisms.saving`). Rank 0 writes, since
-all replicas are the same. After a restart on several machines rank 0 may be elsewhere,
-where that disk is not: so all ranks look for the newest checkpoint they can see, and a
-rank that sees the newest of all sends it to the others.
+A checkpoint file is complete or does not exist (`mechanisms.saving`). Rank 0 writes it,
+since all replicas are the same. After a restart on several machines, rank 0 may run on
+a machine without that disk. So every rank looks for the newest checkpoint on its own
+machine, and the rank that has the newest of all sends it to the others.
 """
 
 from __future__ import annotations
@@ -33,23 +33,25 @@ FORMAT = 2
 class Checkpoints:
     """The checkpoints of one run in one folder: `step-00000010.pt` and so on.
 
-    They hold the plain model's parameters and buffers (without a wrapper's prefix, and
-    on the CPU), the optimizer's state, the losses so far and the run's settings. So a
-    run may go on with another strategy, on another number of ranks, or in one process.
-    With the same ones it goes on bit for bit: the batches depend on the step alone, and
-    the course's GPT draws no random numbers in training (with dropout, the state of
-    every rank's random generator would belong here, too). Of the strategies only
-    PyTorch's DDP then differs in rounding, since in its first step it has not yet
-    arranged its buckets as in all others, and so adds up in another order.
+    A checkpoint holds the plain model's parameters and buffers (on the CPU, with names
+    that have no wrapper's prefix), the optimizer's state, the losses so far and the
+    run's settings. So a run can resume with another strategy, on another number of
+    ranks, or in one process. With the same strategy and the same number of ranks it
+    resumes bit for bit: the batches depend on the step alone, and the course's GPT
+    draws no random numbers in training (with dropout, the checkpoint would also need
+    the state of every rank's random generator). The exception is PyTorch's DDP, which
+    differs in rounding: in its first step it has not yet rebuilt its buckets, and so
+    adds in another order.
 
     Args:
-        folder: made if it is not there; None writes nothing and reads nothing.
+        folder: created if it does not exist; with None, nothing is written or read.
         every: steps from one checkpoint to the next.
-        model: the plain module whose parameters `optimizer` changes; or, if they are
-            sharded, anything with a `state_dict` that is whole on rank 0.
-        optimizer: the same for its states.
-        settings: what must be the same for a run to be the same: plain values by name.
-        keep: how many of the newest stay.
+        model: the plain module whose parameters `optimizer` changes. If they are
+            sharded: any object that returns the full `state_dict` on rank 0.
+        optimizer: the optimizer, or an object that returns its full state on rank 0.
+        settings: plain values, by name, that a run must share with the checkpoint that
+            it resumes from.
+        keep: how many of the newest checkpoints are kept.
         more: other objects with a state, by name: the loss scaler, compressors.
 
     `load` and then `save`, after every step, are called by all ranks.
@@ -73,15 +75,15 @@ class Checkpoints:
         self.model, self.optimizer = model, optimizer
         self.more = dict(more or {})
         self.settings = dict(settings)
-        self.known: set[int] = set()  # steps that were there, or are of this run
+        self.known: set[int] = set()  # steps found at first, or saved by this run
 
     def load(self, steps: int) -> list[float]:
-        """Put model and optimizer back as the newest checkpoint has them.
+        """Load the newest checkpoint into model and optimizer; return its losses.
 
-        Returns the losses so far, one for each step that is done: none if there is no
-        checkpoint. Raises CheckpointError on all ranks, before anything is changed, if
-        the folder or the file cannot be used, belongs to a run with other settings, or
-        is beyond `steps`.
+        The list has one loss for each step that is done; without a checkpoint it is
+        empty. Raises CheckpointError on all ranks, before anything is changed, if the
+        folder or the file cannot be used, the checkpoint belongs to a run with other
+        settings, or it is from a step after `steps`.
         """
         if self.folder is None:
             return []
@@ -115,9 +117,9 @@ class Checkpoints:
     def save(self, losses: list[float], last: bool = False) -> None:
         """Write a checkpoint if one is due after this step, or if it is the last.
 
-        A rank that cannot write ends with CheckpointError; the others then find it
-        gone, as after any failure. So does one that finds what another run has written
-        meanwhile: each would overwrite what the other needs to go on.
+        If rank 0 cannot write, it raises CheckpointError; the other ranks then find it
+        gone, as after any failure. It also raises if another run has written into the
+        folder since this run loaded: each would overwrite the other's checkpoints.
         """
         due = last or len(losses) % self.every == 0
         if self.folder is None or not due:
@@ -151,23 +153,23 @@ class Checkpoints:
         return self.folder / f"step-{step:08d}.pt"
 
     def _found(self) -> list[Path]:
-        """Return the whole checkpoints that this rank sees, oldest first."""
+        """Return the complete checkpoints on this rank's machine, oldest first."""
         return sorted(
             (p for p in self.folder.glob("step-*.pt") if _step_of(p) is not None),
             key=_step_of,
         )
 
     def _newest(self) -> tuple[int, int]:
-        """Return the newest step that any rank sees, or -1, and who sees it."""
-        step = agreed(self._look, *_everybody(), error=CheckpointError)
+        """Return the newest step that any rank sees, or -1, and a rank that sees it."""
+        step = agreed(self._newest_here, *_everybody(), error=CheckpointError)
         seen = [step]
         if dist.is_initialized():
             seen = [-1] * dist.get_world_size()
             dist.all_gather_object(seen, step)
         return max(seen), seen.index(max(seen))
 
-    def _look(self) -> int:
-        """Make the folder ready; return the newest step in it, or -1."""
+    def _newest_here(self) -> int:
+        """Create the folder if needed; return the newest step in it, or -1."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if _rank() == 0:
@@ -186,9 +188,9 @@ class Checkpoints:
             state = unseal(read_whole(path, FORMAT)["state"])
             settings = state["settings"]
         except (CheckpointError, KeyError, TypeError) as error:
-            told = str(error) if str(path) in str(error) else f"{path}: {error}"
+            problem = str(error) if str(path) in str(error) else f"{path}: {error}"
             raise CheckpointError(
-                f"{told}; remove it to go on from the one before it"
+                f"{problem}; remove it to resume from the checkpoint before it"
             ) from None
         if settings != self.settings:
             raise CheckpointError(_differences(path, settings, self.settings))

@@ -1,9 +1,9 @@
-"""The command `ddp-course`: reads what was typed and hands it to one of `commands`.
+"""The command `ddp-course`: parse the command line and call a module of `commands`.
 
-Errors are told on stderr after `ddp-course:`, in one line if one will do. Exit codes: 0
-it went well, 1 it did not, 2 an option cannot be read, 130 it was stopped with Ctrl-C;
-`lab` passes on that of JupyterLab. PyTorch is imported when a command begins, and not
-for `--help` nor to refuse what cannot be typed: choices and defaults are of `spec`.
+Errors are printed to stderr after `ddp-course:`, usually in one line. Exit codes: 0 for
+success, 1 for a failure, 2 for an option that cannot be read, 130 after Ctrl-C; `lab`
+returns JupyterLab's. PyTorch is imported when a command begins: `--help` and errors in
+the command line need only `spec`, which has all choices and defaults.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ddp_course.commands import (
 )
 from ddp_course.planning.accelerators import ACCELERATORS
 
-RANKS = ("lab", "train", "doctor", "report", "bench")  # who may start some
+RANKS = ("lab", "train", "doctor", "report", "bench")  # commands that may launch ranks
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -43,35 +43,35 @@ def main(argv: list[str] | None = None) -> int:
     at_first = signal.getsignal(signal.SIGINT)
     try:
         top = parser()
-        told = top.parse_args(argv)
-        if told.module is None:
+        args = top.parse_args(argv)
+        if args.module is None:
             top.print_help()
             code = 0
         else:
-            # PyTorch's threads, in kernels, too, sleep while they have nothing to do.
-            # Else they spin: beside others on two cores, a step took 6 s and not .3.
+            # Let PyTorch's idle threads sleep, in notebook kernels too, not spin: when
+            # other processes shared two cores, spinning made a step take 6 s, not 0.3.
             os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-            told.before(told)
-            command = import_module(f"ddp_course.commands.{told.module}").command
-            if told.module in RANKS:
+            args.before(args)
+            command = import_module(f"ddp_course.commands.{args.module}").command
+            if args.module in RANKS:
                 ddp_course.get_ready()
-            if at_first is ddp_course.stop:  # from now on there is more to end
+            if at_first is ddp_course.stop:  # Ctrl-C must now clean up, not only exit
                 signal.signal(signal.SIGINT, signal.default_int_handler)
-            code = command(told)
+            code = command(args)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
         tell("stopped")
         return 130
     except Exception as error:
-        if not _is_told(error):
+        if not _is_the_users(error):
             raise
-        if isinstance(error, OSError):  # a full disk, or nobody reads what is printed
+        if isinstance(error, OSError):  # the disk is full, or the pipe was closed
             what = f"cannot write {error.filename or 'all of this'}"
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 what = "start fewer ranks, or raise the limit, `ulimit -n 4096`"
             error = f"{what}: {error.strerror}"
-            with suppress(OSError, ValueError):  # or Python tries once more at its end
+            with suppress(OSError, ValueError):  # else Python flushes once more at exit
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         tell(error)
         return 1
@@ -80,10 +80,10 @@ def main(argv: list[str] | None = None) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN if ended else at_first)
 
 
-def _is_told(error: Exception) -> bool:
-    """Tell whether an error is the reader's to put right, without a traceback."""
+def _is_the_users(error: Exception) -> bool:
+    """Return whether the user can mend the error, so that no traceback is printed."""
     launch = sys.modules.get("ddp_course.launch")
-    known = () if launch is None else (launch.LaunchError,)  # nothing was launched
+    known = () if launch is None else (launch.LaunchError,)
     return isinstance(error, (CommandError, OSError, *known))
 
 
@@ -91,7 +91,7 @@ class Parser(argparse.ArgumentParser):
     """A parser whose complaints are one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong with what was typed, and where to look, and leave."""
+        """Print the message and where help is found, and exit with code 2."""
         tell(f"{message} (see `{self.prog} --help`)")
         sys.exit(2)
 
@@ -103,7 +103,7 @@ class Parser(argparse.ArgumentParser):
         return parsed, unknown
 
     def option(self, each: Field) -> None:
-        """Add the option of a field of `spec`; None means that it was not typed."""
+        """Add the option for a field of `spec`; its value is None if not typed."""
         about, default = each.metadata["about"], each.default
         how: dict[str, Any] = {"help": about}
         if default is not None and each.name != "dp":
@@ -122,7 +122,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(_option(each.name), **how)
 
     def numbers(self, **options: tuple[Callable, Any, str]) -> None:
-        """Add an option for each number: how it is read, its default, what it is."""
+        """Add an option for each number: {name: (parser, default, help text)}."""
         for name, (read, default, text) in options.items():
             about = text if default is None else f"{text} (default: {default})"
             how = {"type": read, "default": default, "metavar": "N", "help": about}
@@ -134,13 +134,13 @@ def _option(name: str) -> str:
 
 
 def _flags(where: Any, **about: str) -> None:
-    """Add options that stand alone to a parser, or a group: name -> what it is."""
+    """Add options without a value to a parser or group: {name: help text}."""
     for name, text in about.items():
         where.add_argument(_option(name), action="store_true", help=text)
 
 
 def _files(where: Any, metavar: str = "FILE", **about: str) -> None:
-    """Add options that name a file, likewise."""
+    """Add options with a path to a parser or group: {name: help text}."""
     for name, text in about.items():
         where.add_argument(_option(name), type=Path, metavar=metavar, help=text)
 
@@ -154,7 +154,7 @@ def parser() -> Parser:
     )
     version = f"ddp-course {ddp_course.__version__}"
     top.add_argument("--version", action="version", version=version)
-    top.set_defaults(module=None, before=lambda told: None)
+    top.set_defaults(module=None, before=lambda args: None)
     commands = top.add_subparsers(metavar="COMMAND")
     first = (_lab, _run, _progress, _train)
     for add in (*first, _notebooks, _site, _doctor, _bench, _plan):
@@ -186,7 +186,7 @@ def _list(head: str, table: dict[str, str], width: int) -> str:
     return "\n".join([f"\n\n{head}:", *lines])
 
 
-# One function for each command: its arguments; the module of `commands` takes them.
+# Each function adds the arguments of one command; a module of `commands` executes it.
 
 
 def _lab(add: Callable[..., Parser]) -> None:
@@ -412,7 +412,7 @@ def _plan(add: Callable[..., Parser]) -> None:
     _files(plan, json="write the rows to this file")
 
 
-# How what was typed is read
+# Parsers of values
 
 
 def _whole(most: int, least: int = 1) -> Callable[[str], int]:
@@ -445,7 +445,7 @@ _positive = _real(above=0)
 
 
 def _number(each: Field) -> Callable[[str], float]:
-    """Return how a field's number is read: within its limits."""
+    """Return a parser for a field's number that enforces the field's limits."""
     limits = each.metadata["limits"]
     if each.type.startswith("int"):
         most = 64 if each.name in (*spec.AXES, "shard") else 10**9
@@ -454,7 +454,7 @@ def _number(each: Field) -> Callable[[str], float]:
 
 
 def _gone(option: str) -> Callable[[str], str]:
-    """Return what answers an option of earlier versions: the name of the new one."""
+    """Return a parser that refuses a former option and names its successor."""
 
     def read(text: str) -> str:
         raise argparse.ArgumentTypeError(spec.successor(option, text))

@@ -13,9 +13,9 @@ node as long as nodes are large enough. So the axis that talks most comes last: 
 tp (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU
 Clusters Using Megatron-LM", section 3.5).
 
-`Mesh` is plain data, and says everything without a process; `mesh.make_groups` makes
-the process groups. PyTorch's `DeviceMesh` (torch/distributed/device_mesh.py) is both in
-one and has the same numbering. Explained in chapter 09.
+`Mesh` is plain data and needs no process; `mesh.make_groups` creates the process
+groups. PyTorch's `DeviceMesh` (torch/distributed/device_mesh.py) combines the two and
+numbers the ranks in the same way. Explained in chapter 09.
 """
 
 from collections.abc import Mapping
@@ -25,16 +25,16 @@ from math import prod
 
 @dataclass(frozen=True, init=False, repr=False)
 class Mesh:
-    """Which rank has which coordinates: the sizes of named axes, the last one fastest.
+    """A table of ranks: named axes and their sizes, the last axis fastest.
 
         Mesh({"dp": 2, "tp": 3}).coordinates(3)           # {"dp": 1, "tp": 0}
 
     Attributes:
         axes: the names, slowest first.
-        shape: how many ranks there are along each.
+        shape: the number of ranks along each axis.
 
-    Raises ValueError for a mesh without axes, an axis that cannot be named in Python,
-    or a size below 1.
+    Raises ValueError for a mesh without axes, an axis whose name is no Python
+    identifier, or a size below 1.
     """
 
     axes: tuple[str, ...]
@@ -64,7 +64,7 @@ class Mesh:
         return dict(zip(self.axes, self.shape, strict=True))
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return where `rank` (0 to size - 1) is on each axis."""
+        """Return the coordinate of `rank` (0 to size - 1) on each axis."""
         last = self.size - 1
         if not 0 <= rank <= last:
             raise ValueError(f"rank is {rank}; in a mesh {self} it can be 0 to {last}")
@@ -74,10 +74,10 @@ class Mesh:
         return {axis: found[axis] for axis in self.axes}
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """Return all groups along `axes`: ranks that differ there alone.
+        """Return all groups along `axes`: ranks that differ in these coordinates alone.
 
-        Along several axes together, `groups("dp", "cp")`, as many ranks as their sizes
-        multiply to. Ordered by their first ranks.
+        A group along several axes, `groups("dp", "cp")`, has as many ranks as the
+        product of their sizes. The groups are ordered by their first ranks.
         """
         self.check_axes(*axes)
         found: dict[tuple[int, ...], list[int]] = {}
@@ -87,10 +87,12 @@ class Mesh:
         return list(found.values())
 
     def check(self, world_size: int) -> None:
-        """Raise ValueError unless `world_size` ranks make this mesh."""
+        """Raise ValueError unless this mesh has `world_size` ranks."""
         if world_size != self.size:
-            have = "1 rank" if world_size == 1 else f"{world_size} ranks"
-            raise ValueError(f"{have} cannot be a mesh {self}, which has {self.size}")
+            raise ValueError(
+                f"a mesh {self} needs {self.size} ranks, and the world size is "
+                f"{world_size}; start as many ranks as the mesh has, or change the mesh"
+            )
 
     def check_axes(self, *axes: str) -> None:
         """Raise ValueError unless these are axes of the mesh, in its order."""

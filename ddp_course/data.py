@@ -30,7 +30,7 @@ _TO_CODE = VOCABULARY.encode("ascii").ljust(256, b"?")
 
 
 class CorpusError(RuntimeError):
-    """The source files are missing or too short. The message says what to do."""
+    """An error: the source files are missing or too short; the message has a remedy."""
 
 
 def encode(text: str) -> Tensor:
@@ -125,8 +125,8 @@ def shard(batch: Tensor, rank: int, world_size: int) -> Tensor:
     """
     if not 0 <= rank < world_size:
         raise ValueError(
-            f"rank is {rank} and world_size is {world_size}; "
-            f"it must be that 0 <= rank < world_size"
+            f"rank is {rank} and world_size is {world_size}; rank must be from 0 to "
+            f"world_size - 1"
         )
     rows, left_over = divmod(len(batch), world_size)
     if left_over or rows == 0:
@@ -149,7 +149,7 @@ def load_corpus(folder: str | Path | None = None) -> Corpus:
     where = Path(sysconfig.get_path("stdlib") if folder is None else folder)
     pieces, files, size = [], [], 0
     for path in sorted(where.glob("*.py")):
-        if path.name.startswith("_sysconfigdata"):  # written by the build: no source
+        if path.name.startswith("_sysconfigdata"):  # generated when Python was built
             continue
         pieces.append(path.read_text(encoding="utf-8", errors="replace"))
         files.append(path.name)
@@ -167,7 +167,7 @@ def _what_to_do(where: Path, files: int, size: int) -> str:
     return (
         f"The course reads the source files of Python's standard library, at least "
         f"{MIN_CHARS:,} characters. Found in {where}: {found}. Some small Pythons come "
-        f"without their sources (minimal or zipped): use a full Python, or pass "
-        f"load_corpus folder=..., any folder of *.py files, for example that of an "
+        f"without their sources (minimal or zipped): use a full Python, or call "
+        f"load_corpus(folder=...) with any folder of *.py files, for example an "
         f"installed package."
     )

@@ -1,7 +1,7 @@
-"""The six numbers that make the course's GPT, and two choices of them, by name.
+"""The configuration of the course's GPT, and two presets.
 
 Plain data, without PyTorch: so the command line can check a model's sizes at once.
-`model` makes the model. Chapter 00.
+`model.build_gpt` builds the model. Chapter 00.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The six numbers that make a GPT. The defaults are the preset "1m".
+    """The sizes of a GPT. The defaults are the preset "1m".
 
-    12 heads and 144 or 288 channels can be cut into 2, 3, 4, 6 or 12 equal parts.
-    `tied` makes the output matrix the token embedding itself. Raises ValueError for a
-    value that makes no model.
+    12 heads and 144 or 288 channels can be cut into 2, 3, 4, 6 or 12 equal parts. With
+    `tied`, the output matrix is the token embedding itself. Raises ValueError for a
+    value with which no model can be built.
     """
 
     vocab_size: int = 96
@@ -55,17 +55,18 @@ class GPTConfig:
         """The multiply-adds of each of `[embed, *blocks, head]` in forward.
 
         For one row of T tokens (the block size), C channels and V characters: the
-        embedding looks up and adds, 0; a block's matrices take 12 T C² and the two
-        products of attention 2 T² C, half of which is masked, but not saved everywhere;
-        the head takes T C V. Backward takes about twice as much of each, so the shares
-        are the same. Chapter 10.
+        embedding only looks up and adds, which counts as 0; a block's matrices take
+        12 T C² and the two products of attention 2 T² C (half of them are masked, but
+        not every implementation skips those); the head takes T C V. Backward takes
+        about twice as much for each layer, so the layers' shares are the same. Chapter
+        10.
         """
         t, c = self.block_size, self.d_model
         block = 12 * t * c * c + 2 * t * t * c
         return [0, *[block] * self.n_layer, t * c * self.vocab_size]
 
     def indivisible(self, names: Sequence[str], ranks: int) -> str | None:
-        """Return why so many ranks cannot share the sizes of these names, or None."""
+        """Return why so many ranks cannot divide these fields equally, or None."""
         sizes = {name: getattr(self, name) for name in names}
         for name, size in sizes.items():
             if size % ranks:

@@ -29,7 +29,7 @@ def course() -> Path | None:
     It is the clone around the working directory, or the clone that holds this package,
     or the folder into which pip has put a wheel's notebooks.
     """
-    for place in (*around(), PACKAGE.parent, *_from_a_wheel()):
+    for place in (*around(), PACKAGE.parent, *_folders_of_a_wheel()):
         if holds_chapters(place) and not (place / RECORD).exists():
             return place
     return None
@@ -50,7 +50,7 @@ def holds_chapters(place: Path) -> bool:
     return any((place / "notebooks").glob("00_*.ipynb"))
 
 
-def _from_a_wheel() -> list[Path]:
+def _folders_of_a_wheel() -> list[Path]:
     try:
         files = metadata.files("ddp-course") or []
     except metadata.PackageNotFoundError:
@@ -67,7 +67,7 @@ def reached(copy: Path) -> dict[str, str]:
     found: dict[str, str] = {}
     with suppress(FileNotFoundError):
         for line in (copy / FILE).read_bytes().split(b"\n"):
-            with suppress(ValueError, TypeError):  # half a line, or somebody's words
+            with suppress(ValueError, TypeError):  # an incomplete or edited line
                 name, status = json.loads(line)
                 if better(status, found.get(name)):
                     found[name] = status
@@ -75,7 +75,7 @@ def reached(copy: Path) -> dict[str, str]:
 
 
 def better(status: str, than: str | None) -> bool:
-    """Return whether `status` is a status, and better than another, or than None."""
+    """Return whether `status` is valid, and better than `than` (None: any is)."""
     return status in STATUSES[STATUSES.index(than) + 1 if than else 0 :]
 
 

@@ -4,8 +4,8 @@
     axes.group("tp")            # the two ranks that share each matrix
     axes.group("dp", "cp")      # the four ranks whose gradients are averaged
 
-All ranks of the job make all groups, together and in the same order. Explained in
-chapter 09; `coordinates.Mesh` says which ranks they hold.
+All ranks of the job create all groups, together and in the same order. Explained in
+chapter 09; `coordinates.Mesh` says which ranks each group has.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,8 @@ from ddp_course.mechanisms.agreement import agreed
 class Axes:
     """This rank's process groups in a mesh.
 
-    `process_groups` has a name for each axis, and a tuple of names for axes together.
+    The keys of `process_groups` are names of axes, and tuples of names for groups along
+    several axes.
     """
 
     mesh: Mesh
@@ -35,7 +36,7 @@ class Axes:
     def group(self, *axes: str) -> dist.ProcessGroup:
         """Return the group of the ranks along `axes`, this one included.
 
-        Several axes must have been named to `make_groups`.
+        A group along several axes exists if `make_groups` was asked for it.
         """
         self.mesh.check_axes(*axes)
         key = axes if len(axes) > 1 else axes[0]
@@ -52,7 +53,7 @@ class Axes:
         return prod(self.mesh.sizes[axis] for axis in axes)
 
     def index(self, *axes: str) -> int:
-        """Return where this rank is along `axes`: its rank within `group(*axes)`."""
+        """Return this rank's place along `axes`: its rank within `group(*axes)`."""
         self.mesh.check_axes(*axes)
         coordinates, index = self.mesh.coordinates(self.rank), 0
         for axis in axes:
@@ -61,16 +62,17 @@ class Axes:
 
 
 def make_groups(mesh: Mesh, *together: tuple[str, ...]) -> Axes:
-    """Make the process groups of all axes; all ranks of the job call it together.
+    """Create the process groups of all axes; all ranks of the job call it together.
 
-    `together` are tuples of axes that get a group, too: ("dp", "cp"). Every rank makes
-    every group, in the same order, also those that it is not in: that is what
-    `new_group` asks for; otherwise some ranks hang. Axes along which all ranks lie take
-    the group of all, which exists already. The groups last as long as the job: make
-    them once.
+    Each tuple in `together`, such as ("dp", "cp"), names axes that get one more group.
+    Every rank creates every group, in the same order, also the groups that it is not
+    in: `new_group` requires it, and ranks would hang otherwise. A group of all ranks is
+    not created; it is the default group. The groups last as long as the job, so call
+    this once.
 
-    Raises ValueError, on all ranks, if they do not make this mesh, or were given
-    different ones. As torch.distributed.device_mesh.init_device_mesh. Chapter 09.
+    Raises ValueError, on all ranks, if the mesh has another number of ranks than the
+    job, or if the ranks passed different meshes. Does what
+    torch.distributed.device_mesh.init_device_mesh does. Chapter 09.
     """
     if not dist.is_initialized():
         how = "call this under spawn or torchrun"

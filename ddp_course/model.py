@@ -1,15 +1,15 @@
-"""The one tiny GPT of the whole course: characters in, next characters out.
+"""The tiny GPT of the whole course: it reads characters and predicts the next ones.
 
 A decoder-only transformer with LayerNorm before each sub-layer (Radford et al. 2019,
-"GPT-2"). Plain `nn.Module`s: nothing here knows that other processes exist. Every later
-chapter cuts this one model in another way, so it is built to be cut:
+"GPT-2"), made of plain `nn.Module`s: nothing here depends on other processes. Every
+later chapter cuts this one model in another way, so it is built to be cut:
 
 - by layer: `[model.embed, *model.blocks, model.head]` called one after another is the
   model, so a pipeline stage is a slice of that list;
 - by head: `attn.qkv` keeps the query, key and value rows of one head together, so a
   contiguous 1/n of its rows (and of the columns of `attn.proj`) is 1/n of the heads;
 - by column and row: `mlp.up` and `mlp.down` are two separate matrices;
-- by token: `attn.attend` alone looks at other positions, and `loss_fn` adds them up.
+- by token: only `attn.attend` reads other positions, and `loss_fn` averages over them.
 
 The preset "1m", with V = 96 characters, up to T = 64 of them, C = 144 channels,
 H = 12 heads of D = 12 channels. Blocks 1, 2 and 3 look like block 0:
@@ -48,7 +48,8 @@ H = 12 heads of D = 12 channels. Blocks 1, 2 and 3 look like block 0:
     head.norm                  (8, 64, 144)         B, T, C
     head.out                   (8, 64, 96)          B, T, V: the logits
 
-"Never stored" is PyTorch's fused attention, which both CPUs and GPUs have.
+The attention weights are never stored because PyTorch's attention is fused, on CPUs and
+on GPUs.
 """
 
 from __future__ import annotations
@@ -63,16 +64,16 @@ from ddp_course.gpt_config import PRESETS, GPTConfig
 
 
 class Embedding(nn.Module):
-    """Token plus position: (B, T) int64 -> (B, T, C)."""
+    """The sum of token and position embeddings: (B, T) int64 -> (B, T, C)."""
 
     def __init__(self, config: GPTConfig) -> None:
-        """Make both tables."""
+        """Create both tables."""
         super().__init__()
         self.tokens = nn.Embedding(config.vocab_size, config.d_model)
         self.positions = nn.Embedding(config.block_size, config.d_model)
 
     def forward(self, idx: Tensor) -> Tensor:
-        """Look every token and its position up, and add."""
+        """Add the vectors of every token and of its position."""
         positions = torch.arange(idx.shape[1], device=idx.device)  # (T,)
         return self.tokens(idx) + self.positions(positions)  # (B, T, C)
 
@@ -80,23 +81,23 @@ class Embedding(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention: (B, T, C) -> (B, T, C).
 
-    The rows of `qkv` are ordered head by head: D of the first head's query, D of its
-    key, D of its value, then the second head's. The number of heads is read off the
-    width of what `qkv` returns: with some heads' rows of `qkv` and columns of `proj`
-    the same code computes those heads' share of the sum.
+    The rows of `qkv` are ordered head by head: D rows for the first head's query, D for
+    its key, D for its value, then the second head's. `forward` derives the number of
+    heads from the width of `qkv`'s output. So a module with only some heads' rows of
+    `qkv` and columns of `proj` computes those heads' share of the output.
     """
 
     def __init__(self, config: GPTConfig) -> None:
-        """Make the two matrices."""
+        """Create the two matrices."""
         super().__init__()
         self.d_head = config.d_model // config.n_head
-        # No bias: the softmax cancels a key's bias. Its gradient is zero but for
-        # rounding errors, and Adam makes steps of whatever it gets.
+        # No bias: the softmax cancels a key's bias, so its gradient is zero except for
+        # rounding errors, and Adam would scale those up to full steps.
         self.qkv = nn.Linear(config.d_model, 3 * config.d_model, bias=False)
         self.proj = nn.Linear(config.d_model, config.d_model)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Let every position look at itself and at the past."""
+        """Attend from every position to itself and to all earlier ones."""
         qkv = self.qkv(x).unflatten(-1, (-1, 3, self.d_head))  # (B, T, H, 3, D)
         q, k, v = qkv.permute(3, 0, 2, 1, 4)  # (B, H, T, D) each
         y = self.attend(q, k, v)  # (B, H, T, D)
@@ -108,16 +109,16 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Four times wider, GELU, and back: (B, T, C) -> (B, T, C)."""
+    """Two matrices with a GELU between them: (B, T, C) -> (B, T, C)."""
 
     def __init__(self, config: GPTConfig) -> None:
-        """Make the two matrices."""
+        """Create the matrices: C -> 4C and 4C -> C."""
         super().__init__()
         self.up = nn.Linear(config.d_model, 4 * config.d_model)
         self.down = nn.Linear(4 * config.d_model, config.d_model)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Treat every position alike and alone."""
+        """Apply the same function to each position on its own."""
         return self.down(F.gelu(self.up(x)))  # (B, T, C)
 
 
@@ -125,7 +126,7 @@ class Block(nn.Module):
     """One transformer layer: (B, T, C) -> (B, T, C)."""
 
     def __init__(self, config: GPTConfig) -> None:
-        """Make the two sub-layers, each with its LayerNorm."""
+        """Create the two sub-layers, each with its LayerNorm."""
         super().__init__()
         self.norm1 = nn.LayerNorm(config.d_model)
         self.attn = Attention(config)
@@ -133,22 +134,22 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add what attention finds, then what the MLP makes of it."""
+        """Add the attention's output to `x`, then the MLP's."""
         x = x + self.attn(self.norm1(x))  # (B, T, C)
         return x + self.mlp(self.norm2(x))  # (B, T, C)
 
 
 class Head(nn.Module):
-    """From channels to one logit per character: (B, T, C) -> (B, T, V)."""
+    """The last layer, one logit per character: (B, T, C) -> (B, T, V)."""
 
     def __init__(self, config: GPTConfig) -> None:
-        """Make the last LayerNorm and the output matrix."""
+        """Create the last LayerNorm and the output matrix."""
         super().__init__()
         self.norm = nn.LayerNorm(config.d_model)
         self.out = nn.Linear(config.d_model, config.vocab_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise and compare with every character."""
+        """Normalise, and multiply by the output matrix."""
         return self.out(self.norm(x))  # (B, T, V)
 
 
@@ -159,7 +160,7 @@ class GPT(nn.Module):
     """
 
     def __init__(self, config: GPTConfig) -> None:
-        """Make all layers and initialise them as GPT-2 does."""
+        """Create all layers and initialise them as GPT-2 does."""
         super().__init__()
         self.config = config
         self.token_check = partial(check_tokens, config=config)
@@ -172,7 +173,8 @@ class GPT(nn.Module):
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
             elif parameter.ndim == 2:
-                # 2 * n_layer sub-layers add to one stream: keep the sum's size.
+                # 2 * n_layer outputs are added up: scale them so that the sum keeps
+                # its size.
                 last = name.endswith(("attn.proj.weight", "mlp.down.weight"))
                 std = 0.02 / (2 * config.n_layer) ** 0.5 if last else 0.02
                 nn.init.normal_(parameter, std=std)
@@ -197,12 +199,12 @@ class GPT(nn.Module):
 
     @staticmethod
     def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss of what `head` returns, (B, T, V)."""
+        """Return the mean loss of the head's logits (B, T, V)."""
         return cross_entropy(logits, targets)
 
     @staticmethod
     def gather_logits(logits: Tensor) -> Tensor:
-        """Return the logits of all positions: here, all that `head` returns."""
+        """Return the logits of all positions; here they are complete already."""
         return logits
 
 
@@ -213,14 +215,14 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """
     if logits.shape[:-1] != targets.shape:
         raise ValueError(
-            f"targets has shape {tuple(targets.shape)}; the logits are for "
+            f"targets has shape {tuple(targets.shape)}; for these logits it must be "
             f"{tuple(logits.shape[:-1])}"
         )
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def check_tokens(name: str, tokens: Tensor, config: GPTConfig) -> None:
-    """Raise ValueError or TypeError unless `tokens` is (B, T) int64 and fits."""
+    """Raise ValueError or TypeError unless `tokens` is (B, T) int64 and in range."""
     if tokens.dtype != torch.int64:
         raise TypeError(f"{name} is {tokens.dtype}; it must be torch.int64")
     longest = config.block_size
@@ -243,8 +245,8 @@ def build_gpt(config: str | GPTConfig = "1m", seed: int = 0) -> GPT:
     """Return a GPT on the CPU whose weights depend on `config` and `seed` alone.
 
     `config` is a name in PRESETS or a GPTConfig. The global random generator is neither
-    read nor moved, so every rank that calls this has the same model. Raises ValueError
-    for an unknown name.
+    read nor changed, so every rank that calls this gets the same model. Raises
+    ValueError for an unknown name.
     """
     if not isinstance(config, GPTConfig):
         if config not in PRESETS:
@@ -254,6 +256,6 @@ def build_gpt(config: str | GPTConfig = "1m", seed: int = 0) -> GPT:
             )
         config = PRESETS[config]
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-        # torch.manual_seed would seed the GPUs too, and nothing would put them back.
+        # torch.manual_seed would also seed the GPUs, and nothing would restore them.
         torch.default_generator.manual_seed(seed)
         return GPT(config)

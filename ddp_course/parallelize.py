@@ -1,14 +1,13 @@
-"""The only place where strategies meet: make a model parallel, axis by axis.
+"""Make a model parallel, axis by axis: the only place where strategies meet.
 
     layout = layout_for(8, zero=1, tp=2, pp=2)          # checked, before ranks start
     axes = make_groups(layout.mesh)                     # called by all ranks
     model = parallelize(model, layout, axes)
     optimizer = optimizer_for(model, layout, axes, lr=3e-4)
 
-`spec.py` says what can be asked for, and the `axis.py` of each folder how its kind of
-parallelism wraps a model (`strategy.Strategy`). Axes compose because each divides what
-the one before has left: the axis before has made the parameters local. Chapters 04 and
-07 to 11.
+`spec.py` defines the layouts. The `axis.py` of each folder defines how one kind of
+parallelism wraps a model (`strategy.Strategy`). Axes compose because each divides the
+local parameters that the previous one left on the rank. Chapters 04 and 07 to 11.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -38,13 +37,13 @@ from ddp_course.strategy import Strategy
 
 
 def autocast(layout: Layout) -> AbstractContextManager:
-    """Return a block in which a model goes forward in the layout's precision."""
+    """Return a context in which forward computes in the layout's precision."""
     name = PRECISIONS[layout.precision].products
     return nullcontext() if name is None else Autocast(getattr(torch, name))
 
 
 def dtype_of(layout: Layout) -> torch.dtype:
-    """Return the type of parameters, gradients and states."""
+    """Return the type of parameters, gradients and optimizer states."""
     return getattr(torch, PRECISIONS[layout.precision].parameters)
 
 
@@ -54,8 +53,8 @@ def dtype_of(layout: Layout) -> torch.dtype:
 def strategies_of(layout: Layout, axes: Axes | None) -> list[Strategy]:
     """Load the folders that the layout asks for; return their strategies, in order.
 
-    One process alone (`axes` is None) needs none, unless its replicas are threads, or
-    its optimizer goes on with a state of ranks that stepped alone.
+    A single process (`axes` is None) needs none, unless its replicas are threads, or it
+    resumes a local-SGD run of several ranks.
     """
     if axes is None and layout.threads == 1 and layout.local is None:
         return []
@@ -64,26 +63,26 @@ def strategies_of(layout: Layout, axes: Axes | None) -> list[Strategy]:
 
 
 def parallelize(model: nn.Module, layout: Layout, axes: Axes | None) -> nn.Module:
-    """Return `model` made parallel as `layout` says, called like it, and trained.
+    """Return `model` wrapped for each axis of `layout`; it is called like `model`.
 
     `axes` are `make_groups(layout.mesh, *layout.together)`; None without a process
-    group. Each axis goes on with what the one before returned. If one cannot be applied
-    on some rank, all ranks of all axes raise: those of another replica would otherwise
-    go on, and wait for this one's.
+    group. Each axis wraps what the previous one returned. If that fails on one rank,
+    all ranks of the job raise: the ranks of other replicas would otherwise continue,
+    and wait for this rank forever.
     """
     for strategy in strategies_of(layout, axes):
         wrap = partial(strategy.wrap, model, layout, axes)
-        model = wrap() if axes is None else agreed(wrap, None)  # None: all ranks
+        model = wrap() if axes is None else agreed(wrap, None)  # on all ranks
     return model
 
 
 def optimizer_for(
     model: nn.Module, layout: Layout, axes: Axes | None, lr: float
 ) -> Optimizer:
-    """Return the AdamW that trains what `parallelize` returned.
+    """Return an optimizer for the model that `parallelize` returned.
 
-    A plain one gets nothing but this rank's part of the model. A strategy may bring its
-    own: one that shards its states, or steps alone.
+    It is a plain AdamW over this rank's parameters, unless a strategy has an optimizer
+    of its own, as ZeRO and local SGD have.
     """
     for strategy in strategies_of(layout, axes):
         if strategy.optimizer is not None:
@@ -91,32 +90,32 @@ def optimizer_for(
     return AdamW(model.parameters(), lr=lr)
 
 
-# ---- what concerns the whole model ---------------------------------------------------
+# ---- the whole model -----------------------------------------------------------------
 
 
 def clip_gradients(model: nn.Module, optimizer: Optimizer, max_norm: float) -> Tensor:
     """Scale all gradients so that the whole model's norm is at most `max_norm`.
 
-    Returns the norm as it was, on all ranks, which call this together after backward.
+    Returns the norm before scaling. All ranks call this together, after backward.
     """
     inner = _without_wrappers(model)
-    for knows in (optimizer, inner):
-        if hasattr(knows, "clip_grad_norm_"):
-            return knows.clip_grad_norm_(max_norm)
+    for owner in (optimizer, inner):
+        if hasattr(owner, "clip_grad_norm_"):
+            return owner.clip_grad_norm_(max_norm)
     return clip_grad_norm_(inner.parameters(), max_norm)
 
 
 def whole(model: nn.Module, optimizer: Optimizer) -> tuple[HasState, HasState]:
-    """Return objects with the whole states of a parallel model and of its optimizer.
+    """Return objects with the full states of a parallel model and of its optimizer.
 
-    The states have the names and shapes of the plain ones, so that a run can go on with
-    another strategy, or another number of ranks. Where ranks step alone, they are the
-    states of all ranks.
+    The states have the names and shapes that a single process would save, so that a run
+    can resume with another strategy, or another number of ranks. In local SGD, where
+    the ranks differ, they hold the states of all ranks.
     """
     inner = _without_wrappers(model)
     if hasattr(optimizer, "whole_states"):
         return optimizer.whole_states(inner)
-    shards = hasattr(optimizer, "load_parts")  # it steps pieces, as in ZeRO 1 and 2
+    shards = hasattr(optimizer, "load_parts")  # it steps shards, as in ZeRO 1 and 2
     if not isinstance(inner, DividedModule):
         if shards:
             state = partial(_consolidated, optimizer)
@@ -124,7 +123,7 @@ def whole(model: nn.Module, optimizer: Optimizer) -> tuple[HasState, HasState]:
         return inner, optimizer
     groups, stepped = inner.groups, optimizer
     load = partial(load_full_optimizer_state, optimizer)
-    if shards:  # the pieces were cut along one group more
+    if shards:  # its states are sharded along one more group
         groups, stepped = (*groups, optimizer.process_group), optimizer.optim
         load = optimizer.load_parts
     shapes = inner.plain.shapes
@@ -144,7 +143,7 @@ def _consolidated(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _without_wrappers(model: nn.Module) -> nn.Module:
-    """Return what is averaged: the plain model, or a part of it."""
+    """Return the module within all wrappers: the plain model, or this rank's part."""
     while not isinstance(model, DividedModule) and hasattr(model, "module"):
         model = model.module
     return model

@@ -1,8 +1,8 @@
-"""What the fork server imports of this course, so that ranks need not.
+"""The course's modules that the fork server imports, so that its ranks need not.
 
-Imported by the server alone (`launch.server.warm`). A file that cannot be imported, as
-while you edit it, is left out: the rank that wants it imports it itself, and says what
-is wrong.
+Only the server imports this file (`launch.server.warm`). A module that cannot be
+imported, for example while you edit it, is skipped: a rank that needs it imports it
+again, and raises the error where you see it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ with contextlib.suppress(Exception):
 with contextlib.suppress(Exception):
     import ddp_course.launch.rank  # noqa: F401
 with contextlib.suppress(Exception):
-    import ddp_course.chapters  # noqa: F401  what every check is made of
+    import ddp_course.chapters  # noqa: F401  every exercise's check needs it
 
-# What is there now stays. A rank's garbage collector would look at all of it and find
-# nothing, but a page that is looked at is written to, and so it is copied.
+# Freeze all objects: a rank's garbage collector would mark each of them, and find none
+# to free. Marking writes to their memory, so the kernel would copy every page.
 gc.collect()
 gc.freeze()

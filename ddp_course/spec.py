@@ -1,9 +1,9 @@
-"""What can be asked of a training: every name, choice, default and check, once.
+"""The options of a training: every name, choice, default and check, in one file.
 
     layout = layout_for(8, tp=2, pp=2, zero=1)     # the other ranks go to dp: 2
     layout.check(batch_size=16)                    # SpecError says what is allowed
 
-Plain data, without PyTorch, so that a mistake is answered at once: `ddp-course train`
+Plain data, without PyTorch, so that a mistake is reported at once. `ddp-course train`
 derives its options from the fields of `Training` and `Layout`; `parallelize` asks a
 Layout which folders to load; formulas, drawings and benches take the names of schedules
 from here. Chapters 04 and 07 to 12.
@@ -25,7 +25,7 @@ from ddp_course.gpt_config import PRESETS, GPTConfig
 
 
 class SpecError(ValueError):
-    """Something that cannot be asked for; `options` are the fields that say it."""
+    """An error: wrong or incompatible options; `options` names their fields."""
 
     def __init__(self, text: str, *options: str) -> None:
         super().__init__(text)
@@ -90,11 +90,11 @@ ZERO = {
 
 
 class ScheduleName(NamedTuple):
-    """What is known of a pipeline schedule by its name.
+    """A description of a pipeline schedule.
 
     Attributes:
-        title: for people.
-        stages_per_rank: by default.
+        title: its name in tables and drawings.
+        stages_per_rank: the default number.
         any_stages: whether a rank may have another number of stages.
         closed_form: whether `theory.pipeline` has formulas for it.
     """
@@ -144,7 +144,7 @@ PRECISIONS = {
 
 
 class Amount(NamedTuple):
-    """The number behind the colon of a compressor's name, as in topk:0.01."""
+    """A number after the colon of a compressor's name, as in topk:0.01."""
 
     name: str
     read: Callable[[str], float]
@@ -184,14 +184,14 @@ def compressor_words() -> str:
     return f"{', '.join(words[:-1])} or {words[-1]}"
 
 
-# ---- what can be asked for -----------------------------------------------------------
+# ---- the options ---------------------------------------------------------------------
 
 
 def option(default: Any, about: str, choices: Any = None, **limits: float) -> Any:
-    """Return a field that is an option of the command line, too.
+    """Return a dataclass field that is also an option of the command line.
 
-    `about` is its help text. `limits` of a number are those of `within`; without any it
-    must be a whole number from 1 on.
+    `about` is its help text. `limits` of a number are arguments of `within`; without
+    any, it must be a whole number of 1 or more.
     """
     metadata = {"about": about, "choices": choices, "limits": limits or {"least": 1}}
     return field(default=default, metadata=metadata)
@@ -199,7 +199,7 @@ def option(default: Any, about: str, choices: Any = None, **limits: float) -> An
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained, and for how long."""
+    """The options of a training that do not depend on the number of ranks."""
 
     steps: int = option(20, "optimizer steps (AdamW)", least=0)
     batch_size: int = option(8, "rows of one step's batch, divided among the ranks")
@@ -215,10 +215,10 @@ class Training:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the ranks share a training; `layout_for` fills in `dp`.
+    """The options that say how the ranks share a training; `layout_for` sets `dp`.
 
-    `zero` says what the ranks of dp shard; without it, they average whole gradients, by
-    the class that `data_parallel` names.
+    `zero` says what the ranks of dp shard. With zero 0 they average whole gradients,
+    with the class that `data_parallel` names.
     """
 
     dp: int = option(1, AXES["dp"].about)
@@ -280,14 +280,14 @@ class Layout:
 
     @property
     def averaged(self) -> tuple[str, ...]:
-        """The axes of the mesh along which gradients are averaged, all together."""
+        """The axes of the mesh along which gradients are averaged, in one group."""
         dp = ("dp", "replicate", "shard")
         axes = self.mesh.axes
         return tuple(a for a in axes if a in dp or AXES[a].averaged)
 
     @property
     def together(self) -> list[tuple[str, ...]]:
-        """The axes that need a group together, for `make_groups`."""
+        """The tuples of axes that need one common group, for `make_groups`."""
         axes = self.averaged[1:] if "shard" in self.averaged else self.averaged
         return [axes] if len(axes) > 1 else []
 
@@ -295,7 +295,8 @@ class Layout:
     def rooms(self) -> list[str]:
         """The folders whose `axis.py` makes a model parallel, in this order.
 
-        Data parallelism comes last: it averages or shards what the others have left.
+        Data parallelism comes last: it averages or shards the parameters that the other
+        axes have left on each rank.
         """
         rooms = [AXES[axis].room for axis in reversed(self.model_axes)]
         if not self.averaged:
@@ -305,13 +306,13 @@ class Layout:
 
     @property
     def local(self) -> Mapping[str, Any] | None:
-        """The arguments of LocalSGD, or with an lr those of DiLoCo; or None."""
+        """The arguments of LocalSGD, or, with an `lr`, of DiLoCo; None for neither."""
         if self.local_steps is None:
             return None
         outer = {"lr": self.outer_lr, "momentum": self.outer_momentum}
         outer = {name: value for name, value in outer.items() if value is not None}
         if self.outer == "nesterov":
-            outer = {"lr": 0.7, "momentum": 0.9} | outer  # those of the paper
+            outer = {"lr": 0.7, "momentum": 0.9} | outer  # the paper's defaults
         return {"every": self.local_steps, **outer}
 
     @property
@@ -320,7 +321,7 @@ class Layout:
         return self.pp * SCHEDULES[self.schedule].stages_per_rank
 
     def share(self, rank: int) -> tuple[int, int]:
-        """Return which part of the rows `rank` has, and of how many parts."""
+        """Return which share of the rows `rank` has, and the number of shares."""
         return rank * self.dp // prod(self.sizes.values()), self.dp
 
     def check(
@@ -329,11 +330,11 @@ class Layout:
         batch_size: int | None = None,
         config: GPTConfig | None = None,
     ) -> None:
-        """Raise SpecError, saying what is allowed, unless all of this can be together.
+        """Raise SpecError, saying what is allowed, if options are incompatible.
 
-        With `world_size`, also unless so many ranks make this layout; with
-        `batch_size`, unless its rows can be shared; with `config`, unless a GPT of
-        these sizes can be divided among the ranks.
+        Also raises it if the layout needs another `world_size`, if the rows of
+        `batch_size` cannot be shared equally, or if a GPT of the sizes in `config`
+        cannot be divided among the ranks.
         """
         check_fields(self)
         for problem in (
@@ -385,14 +386,14 @@ class Layout:
 
 
 def layout_for(world_size: int, **options: Any) -> Layout:
-    """Return the layout of `world_size` ranks, checked; pure.
+    """Return the layout of `world_size` ranks, checked.
 
-    `options` are fields of Layout. If dp is not among them, the ranks that the other
-    axes leave go to it. Raises SpecError, a ValueError. Chapter 09.
+    `options` are fields of Layout. If dp is not among them, it gets the ranks that the
+    other axes leave. Raises SpecError, a ValueError. Chapter 09.
     """
     known = [each.name for each in fields(Layout)]
     if unknown := min(options.keys() - set(known), default=None):
-        text = f"there is no option {unknown!r}; there are {', '.join(known)}"
+        text = f"there is no option {unknown!r}; the options are {', '.join(known)}"
         raise SpecError(successor(unknown, options[unknown]) or text, unknown)
     options = {name: value for name, value in options.items() if value is not None}
     if "dp" not in options:
@@ -405,7 +406,7 @@ def layout_for(world_size: int, **options: Any) -> Layout:
 
 
 def check_fields(spec: Training | Layout) -> None:
-    """Raise SpecError for a field whose value is none of its choices, or too small."""
+    """Raise SpecError for a field with a value outside its choices or limits."""
     for each in fields(spec):
         value, about = getattr(spec, each.name), each.metadata
         if value is None and each.default is None:
@@ -431,12 +432,12 @@ def within(
     below: float = math.inf,
     most: float = math.inf,
 ) -> bool:
-    """Return whether a number keeps its limits; `above` and `below` are exclusive."""
+    """Return whether a number is within limits; `above` and `below` are exclusive."""
     return least <= value < below and above < value <= most
 
 
 def in_words(**limits: float) -> str:
-    """Return in words which numbers keep these limits: "1 or more", "above 0"."""
+    """Return a description of these limits: "1 or more", "above 0"."""
     words = {
         "least": "{} or more",
         "above": "above {}",
@@ -447,9 +448,9 @@ def in_words(**limits: float) -> str:
 
 
 def compression(words: str) -> tuple[str, float | None]:
-    """Return a compressor's name and its amount, of words such as topk:0.01.
+    """Return a compressor's name and amount, parsed from a text such as topk:0.01.
 
-    Raises SpecError for an unknown name, or for an amount outside of its limits.
+    Raises SpecError for an unknown name, or for an amount outside its limits.
     """
     name, colon, text = words.partition(":")
     unknown = f"compress is {words!r}; it can be {compressor_words()}"
@@ -471,15 +472,16 @@ def compression(words: str) -> tuple[str, float | None]:
     return name, value
 
 
-# ---- what cannot be together: each returns a sentence, or None -----------------------
+# ---- incompatible options: each function returns a sentence, or None -----------------
 
 
 def _threads(a: Layout) -> str | None:
     ranks = prod(a.sizes.values())
     if a.threads > 1 and (ranks > 1 or a.zero):
         return (
-            f"threads is {a.threads}: DataParallel is one process, and here are "
-            f"{ranks} ranks, zero {a.zero}; start one rank, or leave threads out"
+            f"threads is {a.threads}, with {ranks} ranks and zero {a.zero}: "
+            "DataParallel runs in one process, without ZeRO; start one rank with zero "
+            "0, or leave threads out"
         )
     return None
 
@@ -506,15 +508,15 @@ def _beside_zero(a: Layout) -> str | None:
 def _beside_data_parallel(a: Layout) -> str | None:
     why = {
         "average": "the training loop averages over all ranks",
-        "pytorch": "it is there to be compared with",
+        "pytorch": "PyTorch's class is offered for comparison along dp alone",
     } | (dict.fromkeys(("naive", "flat"), "it would average once for each microbatch"))
     wrong = a.model_axes
     if a.data_parallel in ("naive", "flat"):
         wrong = [axis for axis in wrong if axis == "pp"]
     if a.data_parallel != "ddp" and wrong:
         return (
-            f"data_parallel {a.data_parallel!r} cannot be beside {' and '.join(wrong)}:"
-            f" {why[a.data_parallel]}; take 'ddp'"
+            f"data_parallel {a.data_parallel!r} cannot be combined with "
+            f"{' and '.join(wrong)}: {why[a.data_parallel]}; take 'ddp'"
         )
     return None
 
@@ -523,8 +525,9 @@ def _bubble(a: Layout) -> str | None:
     autocast = PRECISIONS[a.precision].products is not None
     if autocast and a.schedule == "zero_bubble" and a.pp > 1:
         return (
-            f"precision {a.precision!r} cannot be with schedule 'zero_bubble', whose "
-            "backward in two halves takes weights as they are; take bf16-pure, or 1f1b"
+            f"precision {a.precision!r} cannot be combined with schedule "
+            "'zero_bubble': the two halves of its backward do not autocast the "
+            "weights; take bf16-pure, or 1f1b"
         )
     return None
 
@@ -534,10 +537,11 @@ def _local(a: Layout) -> str | None:
     typed = [name for name, value in outer.items() if value is not None]
     if a.local_steps is None:
         if a.outer or typed:
-            return "an outer optimizer is of no use without local_steps"
+            names = ", ".join(["outer"] * bool(a.outer) + typed)
+            return f"{names} has no effect without local_steps; set local_steps, too"
         return None
     if typed and a.outer != "nesterov":
-        return f"{typed[0]} is of no use without outer 'nesterov'"
+        return f"{typed[0]} has no effect without outer 'nesterov'; set that, too"
     if not _whole_replicas(a) or a.compress:
         return (
             f"local_steps is {a.local_steps}; ranks that step alone have whole models "
@@ -562,9 +566,9 @@ def _compress(a: Layout) -> str | None:
         return f"{text}; take two ranks or more"
     if a.precision == "fp16":
         return (
-            f"compress {a.compress!r} cannot be with precision 'fp16': what is left "
-            "out of a scaled gradient would be added to one of another scale; take "
-            "bf16"
+            f"compress {a.compress!r} cannot be combined with precision 'fp16': the "
+            "compression error of one step's scaled gradient would be added to a "
+            "gradient with another scale; take bf16"
         )
     return None
 
@@ -578,7 +582,7 @@ def _whole_replicas(a: Layout) -> bool:
 
 
 def successor(option: str, value: Any = None) -> str | None:
-    """Return the sentence that answers an option of earlier versions, or None."""
+    """Return a sentence that names the successor of a former option, or None."""
     if option == "replicas":
         return "replicas is called threads now: --threads 4, train(threads=4)"
     if option != "strategy":

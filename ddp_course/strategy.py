@@ -1,8 +1,8 @@
-"""What a folder says about its kind of parallelism, so that `parallelize` can apply it.
+"""The interface between `parallelize` and a folder with one kind of parallelism.
 
-A folder has a file `axis.py` with a function `strategy(layout)`, which returns one of
-these. `parallelize` knows no class of any folder: it loads those that a layout asks for
-(`Layout.rooms`) and trusts what stands here.
+Such a folder has a file `axis.py` with a function `strategy(layout)`, which returns a
+`Strategy`. `parallelize` knows no class of any folder: it loads the folders that a
+layout names (`Layout.rooms`) and calls the functions in their strategies.
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ def unchanged(model: nn.Module, layout: Layout, axes: Axes) -> nn.Module:
 
 @dataclass(frozen=True)
 class Strategy:
-    """How the ranks along one axis train a model together.
+    """The functions with which the ranks along one axis train a model together.
 
     Attributes:
-        wrap: takes the model that the axes before have left, the layout, and the groups
-            of the mesh; returns a model that is called like it. All ranks call it
-            together, and all raise if one of them does.
-        optimizer: takes what all axes have made of the model, the layout, the groups
+        wrap: takes the model that the previous axes returned, the layout, and the
+            groups of the mesh; returns a model with the same arguments. All ranks call
+            it together, and all raise if one of them does.
+        optimizer: takes the model that all axes have wrapped, the layout, the groups
             and a learning rate; returns the optimizer. None asks for a plain AdamW.
-        states: takes the wrapped model; returns what must be saved beside the states of
-            model and optimizer, by name.
-        finish: takes the wrapped model when training has ended, on all ranks.
-            Afterwards every rank has the same model. None if they always have.
+        states: takes the wrapped model; returns further objects whose state a
+            checkpoint must hold, by name.
+        finish: takes the wrapped model, on all ranks, when training has ended;
+            afterwards every rank has the same model. None if they are never different.
 
-    A sharded model is a `mechanisms.whole_state.WholeState`. If each rank has another
-    optimizer state, the optimizer has a method `whole_states(model)`: it returns two
-    objects with the states of all ranks, of their models and of their optimizers.
+    A sharded model is a `mechanisms.whole_state.WholeState`. If the ranks have
+    different optimizer states, the optimizer has a method `whole_states(model)`. It
+    returns two objects with a state: one has the models of all ranks, the other has
+    their optimizers.
     """
 
     wrap: Wrap = unchanged

@@ -7,10 +7,11 @@
 
 Every rank has a part of every batch, and the ranks average their gradients before each
 step. Rows are shared equally and the loss is a mean, so the mean of the ranks'
-gradients is the gradient of the whole batch: `train_simply` is that, and no more
-(chapter 00). `train` is the same loop with everything that a run needs: a layout says
-how the ranks average, and what of the model each of them keeps (`spec.Layout`);
-checkpoints; clipping. Ranks that have parts of one model have the same rows.
+gradients is the gradient of the whole batch. `train_simply` does this, and nothing else
+(chapter 00). `train` is the same loop with what a long run needs: checkpoints,
+clipping, and a layout, which says how the ranks average and which part of the model
+each of them keeps (`spec.Layout`). Ranks that hold parts of one model get the same
+rows.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from ddp_course.spec import Training, check_fields, layout_for
 def train_simply(
     steps: int, batch_size: int = 8, lr: float = 3e-4
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Train the GPT on `batch_size` rows shared by all ranks; data parallelism, whole.
+    """Train the GPT on `batch_size` rows that all ranks share: data parallelism.
 
     Returns the loss of the global batch before each step, in nats per character, and
     the parameters, on the CPU. Chapter 00.
@@ -72,12 +73,12 @@ def train_simply(
 
 @dataclass(frozen=True)
 class History:
-    """What a rank brings home from `train`.
+    """The result of `train` on one rank.
 
     `losses[k]` is the loss over the global batch of step k, before the step, in nats
     per character. `checksum` is `checksum(state)` of the final parameters, and `state`
     holds them, on the CPU, if asked for. `resumed_at` is the number of steps that an
-    earlier run had done, and `seconds` the wall time of the others.
+    earlier run had done, and `seconds` the wall time of the steps of this run.
     """
 
     losses: list[float]
@@ -104,14 +105,14 @@ def train(
     """Train a GPT for `steps` steps of AdamW on `batch_size` rows, shared by all ranks.
 
     Without a process group this is one process with the whole batch. The
-    `layout_options` are fields of `spec.Layout`: tp=2, zero=1, precision="bf16". With
-    `clip`, the norm of the whole model's gradient is at most that. With a folder
-    `checkpoint`, the run is saved after `every` so many steps and at its end, and goes
-    on from the newest checkpoint in it. Rank 0 calls `on_step(steps done, loss)`.
+    `layout_options` are fields of `spec.Layout`: tp=2, zero=1, precision="bf16". `clip`
+    limits the norm of the whole model's gradient. With a folder `checkpoint`, the run
+    resumes from the newest checkpoint in it, and saves one after every `every` steps
+    and at its end. Rank 0 calls `on_step(steps done, loss)`.
 
-    Raises ValueError, before any message, for what cannot be: rows that cannot be
-    shared equally, an option that does not exist, processes of a cluster that have not
-    met. Chapters 04, 05, 09 and 10.
+    Raises ValueError, before any message is sent, for rows that cannot be shared
+    equally, an option that does not exist, or processes of a cluster that have not
+    initialised their process group. Chapters 04, 05, 09 and 10.
     """
     check_alone()
     together = dist.is_initialized()
@@ -130,7 +131,7 @@ def train(
     whole_model, whole_optimizer = whole(model, optimizer)
     settings = {"batch_size": batch_size, "lr": lr, "seed": seed, "clip": clip}
     settings |= {"precision": layout.precision, **asdict(config)}
-    if layout.compress is not None:  # each rank has errors of its own to save
+    if layout.compress is not None:  # each rank saves its own compression errors
         settings |= {"compress": layout.compress, "ranks": world_size}
     settings |= {} if layout.local is None else {"local": dict(layout.local)}
     scaler = GradScaler(enabled=layout.precision == "fp16")
@@ -139,16 +140,16 @@ def train(
         more |= strategy.states(model)
     has_state = whole_model, whole_optimizer
     checkpoints = Checkpoints(checkpoint, every, *has_state, settings, more=more)
-    losses = checkpoints.load(steps)  # of the steps that are done
+    losses = checkpoints.load(steps)  # one for each step that is done
     resumed_at = len(losses)
-    share, shares = layout.share(rank)  # on ranks with parts of one model: the same
+    share, shares = layout.share(rank)  # ranks with parts of one model: same share
     start = time.perf_counter()
     for step in range(resumed_at, steps):
         batch = corpus.batch(step, batch_size, config.block_size, seed)
         x, y = (shard(t, share, shares).to(my_device) for t in batch)  # (B/shares, T)
         optimizer.zero_grad()
         if "pp" in layout.mesh.axes:
-            with autocast(layout):  # its schedule says when what goes backward
+            with autocast(layout):  # the schedule runs forward and backward
                 loss = model.step(x, y, scaler.factor)
         else:
             with autocast(layout):
@@ -168,7 +169,7 @@ def train(
             on_step(step + 1, losses[-1])
     seconds = time.perf_counter() - start
     for strategy in strategies:
-        if strategy.finish is not None:  # until now each rank had its own model
+        if strategy.finish is not None:  # the ranks' models may differ until here
             strategy.finish(model)
             whole_model = model
     state = {name: value.cpu() for name, value in whole_model.state_dict().items()}
@@ -209,17 +210,20 @@ def checksum(state: dict[str, Tensor]) -> str:
 def largest_difference(state_a: dict[str, Tensor], state_b: dict[str, Tensor]) -> float:
     """Return the largest |a - b| over all numbers of two states with the same names.
 
-    It is nan if any number is. Raises ValueError if a state is empty, or if names or
+    It is nan if any of them is. Raises ValueError if a state is empty, or if names or
     shapes differ.
     """
     if not state_a or not state_b:
-        raise ValueError("there is nothing to compare: train(..., keep_state=True)?")
+        raise ValueError("a state is empty or None; call train(..., keep_state=True)")
     if only := sorted(state_a.keys() ^ state_b.keys()):
-        raise ValueError(f"in one state only: {', '.join(only)}")
+        raise ValueError(f"only one of the two states has {', '.join(only)}")
     largest = []
     for name, a in state_a.items():
         b = state_b[name]
         if a.shape != b.shape:
-            raise ValueError(f"{name} is {tuple(a.shape)} here, {tuple(b.shape)} there")
+            raise ValueError(
+                f"{name} has shape {tuple(a.shape)} in the first state and "
+                f"{tuple(b.shape)} in the second; they must be equal"
+            )
         largest.append((a.cpu().double() - b.cpu().double()).abs().max())
     return float(torch.stack(largest).max())

@@ -301,7 +301,7 @@ def test_the_figure_has_every_pair_and_what_is_asked_for(measured_rows, tmp_path
     first, second = figure.axes
     marks = {line.get_label(): list(line.get_xdata()) for line in first.lines}
     assert marks["gloo"] == [0.8, 0.8] and marks["again (noise)"] == [1.02, 1.02]
-    asked = [line for line in first.lines if line.get_label() == "_asked for"]
+    asked = [line for line in first.lines if line.get_label() == "_bar"]
     assert [list(line.get_xdata()) for line in asked] == [[0.9, 0.9]]
     assert [line.get_label() for line in second.lines] == ["gloo", "_equal"]
     heights = [set(line.get_ydata()) for line in first.lines[:2]]

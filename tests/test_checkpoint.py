@@ -162,7 +162,10 @@ def resealed(path: Path, **changes) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda path: path.write_bytes(path.read_bytes()[:-100]), "remove it to go on"),
+        (
+            lambda path: path.write_bytes(path.read_bytes()[:-100]),
+            "remove it to resume",
+        ),
         (lambda path: path.write_bytes(b""), "cannot be read"),
         (lambda path: torch.save({"losses": []}, path), "cannot be read ('format')"),
         (
@@ -384,13 +387,13 @@ test_train_refuses_what_cannot_be = refused(
     (training(threads=5), "12 rows cannot be shared equally by 5 re"),
     (training(batch_size=0), "batch_size is 0; it must be 1 or more"),
     (training(strategy="zero1"), "strategy 'zero1' is --zero 1 now, train.zero=1"),
-    (training(replica=2), "there is no option 'replica'; there are dp, pp"),
+    (training(replica=2), "there is no option 'replica'; the options are dp, pp"),
     (training(every=0), "every is 0; it must be 1 or more"),
 )
 
 
 def test_threads_and_ranks_do_not_mix():
-    with pytest.raises(RankError, match="DataParallel is one process, and here are 2"):
+    with pytest.raises(RankError, match="threads is 2, with 2 ranks"):
         spawn(lambda: train(1, **CURVE, threads=2), world_size=2, timeout=60)
 
 

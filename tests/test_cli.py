@@ -162,7 +162,7 @@ test_what_is_typed_wrongly_is_answered_in_one_line = answered(
 test_what_does_not_exist_is_answered_in_one_line = answered(
     "",
     1,
-    ("run 7", "no chapter '7'; there are 00_start_here, 01_ranks"),
+    ("run 7", "no chapter '7'; name one of 00_start_here, 01"),
     ("run 00 nix", "no chapter 'nix'"),
     ("run nix.ipynb", "no file nix.ipynb"),
     ("lab --ip no.such.host.invalid", "no.such.host.invalid"),
@@ -175,7 +175,7 @@ def test_without_a_clone_lab_says_where_to_run_it(tmp_path, monkeypatch, capsys)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("ddp_course.learners_copy.PACKAGE", tmp_path / "site/pkg")
     monkeypatch.setattr("importlib.metadata.files", lambda name: None)  # no wheel
-    assert "run it in a clone" in complaint("lab", capsys)[1]
+    assert "run this in a clone" in complaint("lab", capsys)[1]
 
 
 def test_what_a_command_raises_is_one_line(monkeypatch, capsys):
@@ -268,7 +268,7 @@ def test_the_doctor_tells_what_a_container_takes_away():
 
 def test_the_doctor_tells_when_gpus_were_tried(tmp_path):
     file, today = tmp_path / "results.json", date(2026, 3, 9)
-    assert "never run on a GPU" in doctor.tried_on_gpus(file)
+    assert "never tested on a GPU" in doctor.tried_on_gpus(file)
     told = {"date": "2026-02-27", "gpus": ["H100", "H100"], "torch": "2.13.0"}
     told |= {"nccl": "2.27", "passed": ["a", "b"], "failed": ["memory"], "skipped": []}
     file.write_text(json.dumps(told))
@@ -291,7 +291,7 @@ def test_spawn_the_doctor_fails_when_the_ranks_do_not_talk(monkeypatch, capsys):
     alone = partial(proofs.prove_all_reduce, fn=lambda: here().rank + 1)
     monkeypatch.setattr(doctor, "prove_all_reduce", alone)
     code, told = complaint("doctor", capsys, shows=True)
-    assert code == 1 and "the ranks got [1, 2, 3, 4]; each should have got 10" in told
+    assert code == 1 and "returned [1, 2, 3, 4] on the ranks; each must get 10" in told
 
 
 def tiny_training(spoil=lambda module: None):

@@ -96,7 +96,7 @@ def test_bytes_that_are_not_utf8_do_no_harm(tmp_path):
 
 
 def test_missing_or_short_sources_say_what_to_do(tmp_path):
-    with pytest.raises(CorpusError, match=r"0 \*\.py files.*pass load_corpus folder="):
+    with pytest.raises(CorpusError, match=r"0 \*\.py files.*call load_corpus.folder="):
         load_corpus(tmp_path)
     with pytest.raises(CorpusError, match="nowhere: nothing. Some small Pythons"):
         load_corpus(tmp_path / "nowhere")

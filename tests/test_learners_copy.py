@@ -265,7 +265,7 @@ def test_the_notebooks_of_a_wheel_are_found(course, tmp_path, monkeypatch):
     monkeypatch.setattr(learners_copy, "PACKAGE", tmp_path / "site-packages/ddp_course")
     assert chapters.course() == course
     monkeypatch.setattr(learners_copy.metadata, "files", lambda _: None)
-    with pytest.raises(CommandError, match="run it in a clone"):
+    with pytest.raises(CommandError, match="run this in a clone"):
         chapters.course()
 
 

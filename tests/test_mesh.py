@@ -94,8 +94,11 @@ test_what_a_mesh_does_not_have_is_refused = refused(
     (lambda: SQUARE.groups("tp", "dp"), "axes are tp, dp; name one or more, in the"),
     (lambda: SQUARE.groups("dp", "dp"), "axes are dp, dp; name one or more, in the"),
     (lambda: SQUARE.groups(), "axes are none; name one or more"),
-    (lambda: SQUARE.check(3), "3 ranks cannot be a mesh dp 2 x tp 2, which has 4"),
-    (lambda: SQUARE.check(1), "1 rank cannot be"),
+    (
+        lambda: SQUARE.check(3),
+        "a mesh dp 2 x tp 2 needs 4 ranks, and the world size is 3",
+    ),
+    (lambda: SQUARE.check(1), "and the world size is 1;"),
     (lambda: make_groups(SQUARE), "a mesh dp 2 x tp 2 needs ranks"),
 )
 
@@ -153,7 +156,7 @@ def test_groups_are_those_of_pytorchs_device_mesh():
         assert ours[0]["tp"][2] == [[0, 1], [2, 3]][rank // 2]
         assert ours[0]["dp"][3] == [101, 1010][rank % 2]
         size, order = messages
-        assert "4 ranks cannot be a mesh dp 3, which has 3" in size
+        assert "a mesh dp 3 needs 3 ranks, and the world size is 4" in size
         assert "the mesh is Mesh({'dp': 2, 'tp': 2}) on ranks 0, 2" in order
         assert "Mesh({'tp': 2, 'dp': 2}) on ranks 1, 3" in order
 

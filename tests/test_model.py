@@ -357,7 +357,7 @@ def test_bad_tokens_get_a_clear_error(idx, error, message):
 def test_bad_targets_get_a_clear_error():
     model, idx = build_gpt(SMALL), tokens(2, 16)
     with pytest.raises(
-        ValueError, match=r"shape \(2, 15\); the logits are for \(2, 16"
+        ValueError, match=r"shape \(2, 15\); for these logits it must be \(2, 16"
     ):
         model(idx, idx[:, 1:])
     with pytest.raises(ValueError, match="targets holds the token -100"):

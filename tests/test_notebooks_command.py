@@ -440,4 +440,4 @@ def test_save_stores_nothing_that_is_not_clean(tmp_path, capsys):
 @pytest.mark.parametrize("typed", ["notebooks --check", "site"])
 def test_authors_tools_are_for_a_clone(typed, clone, capsys):
     assert main(typed.split()) == 1
-    assert "is for a clone of the course's repository" in capsys.readouterr().err
+    assert "needs a clone of the course's repository" in capsys.readouterr().err

@@ -30,8 +30,8 @@ def test_the_zero_papers_example(capsys):
     assert line(text, "total")[:4] == ["120.00", "31.41", "16.64", "1.88"]
     assert line(text, "fits") == ["no", "?", "?", "?", "?"]  # activations are not known
     assert line(text, "times DDP") == ["1.00", "1.00", "1.00", "1.50", "1.50"]
-    assert line(text, "seconds for it")[0] == "2.95"
-    assert "Say --layers" in text
+    assert line(text, "seconds to send")[0] == "2.95"
+    assert "Add --layers" in text
     assert text.splitlines()[-1].startswith("ZeRO-1 is the first whose states fit;")
     assert "yes" not in text
 
@@ -66,10 +66,12 @@ def test_the_rows_can_be_written(tmp_path, capsys):
 def test_what_is_not_counted_is_told_and_never_fits(capsys):
     given = "--layers 32 --hidden 4096"
     text = shown(capsys, f"--parameters 6.6b {given} --sequence 1024")
-    assert "Taken as usual: --heads 64 --vocab 50257." in text
+    assert "Assumed: --heads 64 --vocab 50257." in text
     assert "ot counted" not in text and line(text, "fits")[1] == "yes"
     whole = f"{given} --heads 64 --sequence 1024 --vocab 50257"
-    assert shown(capsys, f"--parameters 6.6b {whole}") == re.sub("Taken.*\n", "", text)
+    assert shown(capsys, f"--parameters 6.6b {whole}") == re.sub(
+        "Assumed.*\n", "", text
+    )
     assert "1 GPU of 2 GB" in shown(capsys, "--preset 1m --gpus 1 --memory 2")
     for gpus in (1, 8, 64, 10**6):
         text = shown(capsys, f"--parameters 175b --gpus {gpus}")
@@ -88,7 +90,7 @@ test_nonsense_is_answered_in_one_line = answered(
     1,
     ("--parameters 7b --layers 3", "layers is 3 and hidden 0"),
     ("--parameters 1m --layers 3 --hidden 4096", "more than the model's"),
-    ("--preset 1m --layers 3", "--layers goes with --parameters"),
+    ("--preset 1m --layers 3", "--layers cannot be combined with --preset"),
     ("--preset 1m --json /no/such/folder/x", "cannot write /no/such/folder/x"),
     ("--parameters 1b --layers 2 --hidden 10 --heads 3 --sequence 5", "heads must div"),
 )

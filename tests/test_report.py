@@ -20,7 +20,7 @@ def test_spawn_a_report_says_much_and_tells_nobodys_name(monkeypatch, capsys):
     monkeypatch.setenv("ANNAS_DIARY", SECRET)
     assert main(["doctor", "--report"]) == 0
     told = capsys.readouterr().out
-    for said in ("torch 2.", "in /dev/shm", "files open at most: ", "each got 10"):
+    for said in ("torch 2.", "in /dev/shm", "open files: at most", "each got 10"):
         assert said in told
     (line,) = re.findall("^variables set: (.*)", told, re.MULTILINE)
     assert {"GLOO_SOCKET_IFNAME", "JUPYTER_TOKEN", "https_proxy"} <= {*line.split(", ")}

@@ -294,9 +294,9 @@ def test_largest_difference_is_over_all_numbers():
 ZEROS = {"w": torch.zeros(2), "n": torch.zeros(1)}
 differs = partial(partial, largest_difference, ZEROS)
 test_largest_difference_refuses_what_does_not_match = refused(
-    (differs({"w": torch.zeros(2)}), "in one state only: n"),
-    (differs(ZEROS | {"x": torch.zeros(1)}), "only: x"),
-    (differs(ZEROS | {"w": torch.zeros(3)}), r"w is \(2,\) here, \(3,\) there"),
-    (differs({}), "nothing to compare"),
+    (differs({"w": torch.zeros(2)}), "only one of the two states has n"),
+    (differs(ZEROS | {"x": torch.zeros(1)}), "states has x"),
+    (differs(ZEROS | {"w": torch.zeros(3)}), r"w has shape \(2,\) in the first"),
+    (differs({}), "a state is empty"),
     (differs(None), "keep_state=True"),
 )

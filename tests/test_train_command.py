@@ -69,24 +69,24 @@ test_what_cannot_be_is_one_line_and_nothing_is_started = answered(
     "train",
     1,
     ("--ranks 3", "8 rows cannot be shared equally by 3 ranks; make the batch size"),
-    ("--threads 2 --ranks 2", "threads is 2: DataParallel is one process, and here"),
+    ("--threads 2 --ranks 2", "threads is 2, with 2 ranks and zero 0: Data"),
     ("--threads 3", "8 rows cannot be shared equally by 3 replicas"),
-    ("--dp 3 --tp 2 --ranks 4", "4 ranks cannot be a mesh dp 3 x tp 2, which has"),
-    ("--data-parallel naive --tp 2 --pp 2", "'naive' cannot be beside pp: it would"),
+    ("--dp 3 --tp 2 --ranks 4", "a mesh dp 3 x tp 2 needs 6 ranks, and the"),
+    ("--data-parallel naive --tp 2 --pp 2", "'naive' cannot be combined with pp: it"),
     ("--zero 3 --dp 2 --pp 2", "zero is 3 and pp is 2: every unit would be gathered"),
     ("--zero 1 --data-parallel flat", "ZeRO averages gradients itself; give one"),
     ("--zero 3 --dp 4 --shard 3", "shard must be a divisor of dp, and is for"),
-    ("--dp 2 --shard 2", "--shard is of no use without --zero 3"),
+    ("--dp 2 --shard 2", "--shard has no effect without --zero 3"),
     ("--pp 2 --microbatches 9", "8 rows cannot be cut into 9 microbatches; make"),
     ("--json no/such/folder/file", "there is no folder"),
     ("--json /tmp", "cannot write /tmp: it is a folder"),
-    ("--tp 2 --ranks 1", "1 rank cannot be a mesh tp 2, which has 2"),
-    ("--pp 1 --schedule gpipe", "--schedule is of no use without a pipeline"),
+    ("--tp 2 --ranks 1", "a mesh tp 2 needs 2 ranks, and the world"),
+    ("--pp 1 --schedule gpipe", "--schedule has no effect without a pipeline"),
     ("--compress powersgd:4", "one rank sends nothing; take two ranks or more"),
-    ("--local-steps 8 --outer nesterov", "one rank has nobody to average with; take"),
-    ("--ranks 4 --microbatches 8", "--microbatches is of no use without a pipe"),
-    ("--tp 2 --schedule gpipe", "--schedule is of no use without"),
-    ("--every 5", "--every is of no use without --checkpoint"),
+    ("--local-steps 8 --outer nesterov", "averaging needs two ranks or more"),
+    ("--ranks 4 --microbatches 8", "--microbatches has no effect without a pipe"),
+    ("--tp 2 --schedule gpipe", "--schedule has no effect without"),
+    ("--every 5", "--every has no effect without --checkpoint"),
     ("--tp 8", "n_head is 12, which 8 ranks cannot share equally"),
     ("--pp 8", "has 8 stages, and the model has 6 layers"),
     ("--pp 4 --schedule interleaved", "'interleaved' on 4 ranks has 8 stages, and th"),
@@ -99,7 +99,7 @@ def test_ranks_are_torchruns_business_under_torchrun(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     code, told = complaint("train --ranks 2", capsys)
-    assert code == 1 and "--ranks is for a run without torchrun" in told
+    assert code == 1 and "--ranks cannot be used under torchrun" in told
 
 
 @pytest.mark.parametrize(("steps", "lines"), [(1, 1), (7, 7), (20, 20), (399, 22)])

@@ -1,10 +1,9 @@
 """Endpoints: send and receive a rank's messages, counted, over fast or slow links.
 
-All messages of this course's collectives go through an `Endpoint`. Its `send` and
-`receive` call `dist.isend` and `dist.irecv`, and do more: open byte meters count the
-message; a slow line (`spawn(..., links=...)`) delays it; a tensor on a GPU is copied to
-the CPU if the backend is gloo; and the messages have a tag of their own, so that they
-never match other messages between the same ranks. Chapter 02.
+All messages of this course's collectives go through an `Endpoint`. It calls
+`dist.isend` and `dist.irecv`, counts each message in open byte meters, delays it on a
+slow line (`spawn(..., links=...)`), copies a GPU's tensor to the CPU for gloo, and uses
+a tag of its own, so that no other message between two ranks matches. Chapter 02.
 """
 
 from __future__ import annotations

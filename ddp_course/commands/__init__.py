@@ -1,7 +1,7 @@
-"""Floor 4: what the commands of `ddp-course` do; `cli.py` only parses the command line.
+"""Floor 4: the commands of `ddp-course`; `cli.py` only parses the command line.
 
 chapters      find the notebooks that a reader names
-execute       run one notebook in this Python; say what failed and where
+execute       run one notebook in this Python; report the first failure and its place
 run           `run`
 author        `notebooks` and `site`: the authors' tools, which only a clone has
 train         `train`, and a rank that torchrun starts
@@ -10,10 +10,10 @@ plan          `plan`
 plan_layouts  `plan --gpu`
 proofs        start ranks, and check that they agree
 doctor        `doctor`: cores, memory, GPUs, and the limits that a container sets
-report        `doctor --report`: what to send when asking for help
-copy          the learner's copy: make it, refresh it, find where the learner left off
-lab_options   its address, port and folder, checked without PyTorch
-lab           `lab`: JupyterLab, its port, its address, its end
+report        `doctor --report`: the text to send when asking for help
+copy          the learner's copy: create it, refresh it, find where the learner stopped
+lab_options   JupyterLab's address, port and folder, checked without PyTorch
+lab           `lab`: start JupyterLab, print its address, end it
 bench         `bench`
 bench_figure  the figure of `bench --figure`
 progress      `progress`
@@ -32,17 +32,17 @@ class CommandError(Exception):
 
 
 def check_file(file: Path | None, kinds: Sequence[str] = ()) -> None:
-    """Raise CommandError for a file that cannot be written, before the work for it.
+    """Raise CommandError if a file cannot be written, before its contents are computed.
 
-    `kinds` are the endings that its name may have; with none, any ending will do.
+    `kinds` are the endings that its name may have; an empty sequence allows any.
     """
     if file is None:
         return
     folder, wrong = file.absolute().parent, None
     if not folder.is_dir():
-        wrong = f"there is no folder {folder}"
+        wrong = f"there is no folder {folder}; create it, or name another file"
     elif file.is_dir():
-        wrong = "it is a folder"
+        wrong = "it is a folder; name a file"
     elif not os.access(file if file.exists() else folder, os.W_OK):
         wrong = "permission denied"
     elif kinds and file.suffix.lower() not in kinds:

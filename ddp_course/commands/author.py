@@ -10,9 +10,15 @@ from ddp_course.commands import CommandError, chapters
 TOOLS = {"site": "docs/make_site.py", "notebooks": "tools/clean_notebooks.py"}
 
 
-def command(told: Namespace) -> int:
-    """Run the tool in the clone that we stand in, or that holds this package."""
-    script = chapters.course() / TOOLS[told.name]
+def command(args: Namespace) -> int:
+    """Run the tool of the clone around the working directory, or around this package.
+
+    Raises CommandError if there is no clone.
+    """
+    script = chapters.course() / TOOLS[args.name]
     if not script.is_file():
-        raise CommandError(f"`{told.name}` is for a clone of the course's repository")
-    return runpy.run_path(str(script))["command"](told)
+        raise CommandError(
+            f"`ddp-course {args.name}` needs a clone of the course's repository; run "
+            "it in one"
+        )
+    return runpy.run_path(str(script))["command"](args)

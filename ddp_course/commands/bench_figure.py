@@ -19,11 +19,11 @@ CONTROL = "#9AA2AD"
 
 @plot
 def plot_bench(pairs: Iterable[Pair], rows: Sequence[Mapping[str, Any]]) -> Drawn:
-    """Draw the rows of a bench: ratios, a panel for each thing that others lie over.
+    """Draw a bench's ratios: a panel per denominator, a line per case, a mark per pair.
 
-    A line for each case, a mark for each pair, in greys: colours are for ranks. A short
-    upright dash is what is asked for. The control (grey) is the same thing twice: as
-    far as it is from 1, differences are noise. Raises ValueError for no rows.
+    The marks are grey, since colours stand for ranks. A short upright dash is the bar
+    that a ratio should not exceed. The control (light grey) measures the same variant
+    twice: its distance from 1 is noise. Raises ValueError for no rows.
     """
     panels = grouped(pairs, rows)
     if not panels:
@@ -44,7 +44,7 @@ def _draw_panel(axes: Axes, columns: list[tuple[Pair, dict]]) -> None:
     cases = list(dict.fromkeys(case for _, found in columns for case in found))
     ratios = [ratio_of(row) for _, found in columns for row in found.values()]
     for index, (pair, found) in enumerate(columns):
-        # Beside one another in a case's line, so that none is hidden.
+        # Spread a case's marks over its line, so that none hides another.
         shift = 0.8 * (index + 0.5) / len(columns) - 0.4
         color = CONTROL if pair.control else INK
         fill = "white" if index % 2 else color
@@ -58,7 +58,7 @@ def _draw_panel(axes: Axes, columns: list[tuple[Pair, dict]]) -> None:
         for case, row in found.items():
             if (bar := pair.bar(row)) is not None:
                 at = [cases.index(case) + shift + d for d in (-0.16, 0.16)]
-                axes.plot([bar, bar], at, color=INK, linewidth=2.2, label="_asked for")
+                axes.plot([bar, bar], at, color=INK, linewidth=2.2, label="_bar")
     axes.axvline(1, color=MUTED, linewidth=1, zorder=0, label="_equal")
     if max(ratios) > 10 * min(ratios):
         axes.set_xscale("log")

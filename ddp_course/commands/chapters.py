@@ -1,4 +1,4 @@
-"""Which chapters there are, and what a reader calls them: 00, all, a path."""
+"""Find the chapters that a reader names: 00, all, or a path."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ddp_course.commands import CommandError
 
 
 def folder() -> Path:
-    """Return the folder of the chapters: of the copy or clone we stand in, or `course`.
+    """Return the chapters' folder in the copy or clone around the working directory.
 
-    Raises CommandError if there is none.
+    Elsewhere, return that of `course()`. Raises CommandError if there is none.
     """
     found = filter(learners_copy.holds_chapters, learners_copy.around())
     return (next(found, None) or course()) / "notebooks"
@@ -22,17 +22,17 @@ def course() -> Path:
     """Return the folder of the course itself; CommandError if there is none."""
     if (found := learners_copy.course()) is None:
         raise CommandError(
-            "there are no chapters here nor beside the package; "
-            "run it in a clone of the course's repository"
+            "the chapters are neither in this folder nor beside the package; run this "
+            "in a clone of the course's repository"
         )
     return found
 
 
 def find(names: list[str]) -> list[Path]:
-    """Return the notebooks that `names` mean, each one once, in the order of `names`.
+    """Return the notebooks that `names` refer to, each once, in the order of `names`.
 
     A name is a number (`0`, `00`), a title (`00_start_here`), the path of a notebook,
-    or `all`. Raises CommandError that lists the chapters if there is none of that name.
+    or `all`. For an unknown name, raises a CommandError that lists the chapters.
     """
     found = [notebook for name in names for notebook in _find_one(name)]
     return list(dict.fromkeys(found))
@@ -53,5 +53,5 @@ def _find_one(name: str) -> list[Path]:
             return [chapter]
     known = ", ".join(chapter.stem for chapter in chapters)
     raise CommandError(
-        f"there is no chapter {name!r}; there are {known}; 'all' and paths work, too"
+        f"there is no chapter {name!r}; name one of {known}, a path, or 'all'"
     )

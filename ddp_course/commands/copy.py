@@ -3,8 +3,8 @@
 `lab` opens the copy, by default the folder `ddp-course` in the working directory. What
 a learner has written is never overwritten. A new version of a file replaces the
 learner's if the learner has not changed it; if both have changed a notebook, the new
-version is written beside it, as `05_ddp_internals.new.ipynb`. Outputs do not count:
-running a notebook does not change it. The course itself, a clone say, stays as it is.
+version is written beside it, as `05_ddp_internals.new.ipynb`. Only cells' sources
+count: running a notebook does not change it. The original course is never changed.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ COPIED = ("README.md", "LICENSE", "notebooks/*.ipynb", "notebooks/*.md", "images
 
 
 def learners_copy(name: str | None) -> tuple[Path, list[str]]:
-    """Make or refresh the copy in the folder `name`; return it, and lines to print.
+    """Create or refresh the copy in the folder `name`; return it, and lines to print.
 
-    Without a name: see `copy_folder`. Raises CommandError if the folder holds something
-    else or cannot be written.
+    `copy_folder` says which folder that is without a name. Raises CommandError if the
+    folder holds something else or cannot be written.
     """
     folder = copy_folder(name)
     try:
@@ -43,7 +43,7 @@ def refresh(original: Path, folder: Path) -> list[str]:
     """Update the copy in `folder` from `original`; return a line for each change."""
     record_file, changes = folder / RECORD, []
     folder.mkdir(parents=True, exist_ok=True)
-    if not record_file.exists():  # if this is interrupted, it still counts as a copy
+    if not record_file.exists():  # first, so that an interrupted copy counts as one
         record_file.touch()
     try:
         record = json.loads(record_file.read_text())
@@ -56,7 +56,7 @@ def refresh(original: Path, folder: Path) -> list[str]:
         copied, record[name] = record.get(name), new
         present = words(target) if target.exists() else None
         if present == new or (present is not None and present != copied == new):
-            continue  # the course has nothing new, whatever the learner has written
+            continue  # the course's file is not new, so keep the learner's
         if present in (None, copied):
             _write(path, target)
             if before:
@@ -65,7 +65,7 @@ def refresh(original: Path, folder: Path) -> list[str]:
             beside = target.with_suffix(f".new{target.suffix}")
             _write(path, beside)
             changes.append(f"{name} has your changes; the new one is {beside.name}")
-    if record != before:  # the file's time is that of the last update: see `left_off`
+    if record != before:  # `left_off` reads the last update's time from this file
         unfinished = record_file.with_suffix(".new")
         unfinished.write_text(json.dumps(record, indent=1) + "\n")
         unfinished.replace(record_file)
@@ -75,7 +75,7 @@ def refresh(original: Path, folder: Path) -> list[str]:
 def left_off(copy: Path) -> Path:
     """Return the notebook to open: the one that the learner saved last.
 
-    If none was saved since the copy was made or updated, it is the chapter of the
+    If none was saved since the copy was created or updated, return the chapter of the
     first exercise that has not passed.
     """
     updated = (copy / RECORD).stat().st_mtime_ns
@@ -96,12 +96,15 @@ def words(path: Path) -> str:
             sources = [[cell["cell_type"], "".join(cell["source"])] for cell in cells]
             data = json.dumps(sources).encode()
         except (ValueError, KeyError, TypeError):
-            pass  # no longer a notebook: all of the file counts
+            pass  # no longer a valid notebook: hash the whole file
     return hashlib.sha256(data).hexdigest()
 
 
 def _write(source: Path, target: Path) -> None:
-    """Copy a file completely, or not at all; let Jupyter trust a notebook's figures."""
+    """Copy a file, completely or not at all; sign notebooks so that figures are shown.
+
+    JupyterLab shows no JavaScript or SVG of a notebook that it does not trust.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.with_name(f".{target.name}.{os.getpid()}")
     data = source.read_bytes()
@@ -117,9 +120,9 @@ def _write(source: Path, target: Path) -> None:
 
 
 def _as_this_kernel_saves_it(data: bytes) -> bytes:
-    """Return a notebook with all that the kernel says of its language.
+    """Return a notebook with the metadata that this kernel would write into it.
 
-    JupyterLab would add it when it opens the notebook, and then ask whether to save
+    JupyterLab would add them when it opens the notebook, and then ask whether to save
     changes that the learner has not made.
     """
     notebook = json.loads(data)

@@ -1,8 +1,8 @@
-"""`doctor`: what this machine has, what will run how on it, and the proof.
+"""`doctor`: describe this machine and how ranks run on it, then launch some.
 
-A process may use fewer cores than the machine has (its affinity, the CPU quota of its
-control group) and less memory (the control group's limit): counting the machine's
-promises too much. Control groups come in two versions with different file names.
+A process may use fewer cores than the machine has (because of its affinity, or the CPU
+quota of its control group) and less memory (because of the control group's limit), so
+these limits are read, too. The two versions of control groups use different file names.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ RESULTS = Path(__file__).with_name("gpu_results.json")  # `pytest tests/gpu` wri
 
 @dataclass(frozen=True)
 class Machine:
-    """What a process may use here; sizes in bytes, None where it cannot be known."""
+    """The resources that a process may use here; sizes in bytes, None if unknown."""
 
     cores: float
     all_cores: int
@@ -48,7 +48,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """Look at the machine that we are on."""
+    """Return the resources of the machine that this process runs on."""
     return Machine(
         cores=cores(),
         all_cores=os.cpu_count() or 1,
@@ -69,7 +69,7 @@ def cores(root: Path = ROOT) -> float:
 
 
 def memory(root: Path = ROOT) -> int | None:
-    """Return how many bytes of memory this process and its kin may use."""
+    """Return how many bytes of memory this process's control group may use."""
     limits = [physical_memory(), *_limits("memory", _memory_limit, root)]
     return min((limit for limit in limits if limit is not None), default=None)
 
@@ -83,15 +83,15 @@ def physical_memory() -> int | None:
 
 
 def shared_memory(folder: Path = Path("/dev/shm")) -> int | None:
-    """Return the size of the file system that shared tensors live in."""
+    """Return the size of the file system that holds shared tensors, in bytes."""
     return shutil.disk_usage(folder).total if folder.is_dir() else None
 
 
 def _limits(controller: str, read: Callable, root: Path) -> Iterator[float]:
-    """Yield the limits of this process's control group and of all those above it.
+    """Yield the limits of this process's control group and of all its parents.
 
-    In a container the path of the group may be the one outside: then only the top
-    folder exists, and that is the container's own group.
+    In a container, /proc may name the group by its path on the host. Then only the top
+    folder exists, and its limits are the container's.
     """
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -132,7 +132,7 @@ def _text(file: Path) -> str:
 
 
 def in_words(size: float | None) -> str:
-    """Return a size in bytes as a person says it: "64 MiB", "1.5 GiB"."""
+    """Return a size in bytes with a suitable unit: "64 MiB", "1.5 GiB"."""
     if size is None:
         return "unknown"
     power = min(max(int(math.log(size, 1024)), 0), 4) if size else 0
@@ -142,7 +142,7 @@ def in_words(size: float | None) -> str:
 
 
 def command(_: object = None) -> int:
-    """Print the facts, what follows from them, and the proof. Returns the exit code."""
+    """Print the facts, advice, and the result of a launch. Returns the exit code."""
     machine = this_machine()
     table = Table(show_header=False)
     for row in facts(machine).items():
@@ -158,7 +158,7 @@ def command(_: object = None) -> int:
 
 
 def facts(machine: Machine) -> dict[str, str]:
-    """Return what there is: name -> a few words."""
+    """Return the resources and versions in a few words each, by name."""
     cores = f"{machine.cores:g}"
     if machine.cores < machine.all_cores:
         cores += f" of the machine's {machine.all_cores}"
@@ -182,12 +182,12 @@ def facts(machine: Machine) -> dict[str, str]:
 
 
 def advice(machine: Machine, ranks: int = 4) -> list[str]:
-    """Return in plain words what will run how, and what will not."""
+    """Return sentences about how ranks will run here, and warnings."""
     return [how_ranks_run(machine, ranks), *warnings(machine)]
 
 
 def how_ranks_run(machine: Machine, ranks: int) -> str:
-    """Return where `ranks` ranks run, over what, and how many of them at a time."""
+    """Return on which devices `ranks` ranks run, over which backend, and how many."""
     gpus = len(machine.gpus)
     placement = choose(Topology(1, ranks), gpus=gpus)
     if placement.gpus:
@@ -208,19 +208,19 @@ def how_ranks_run(machine: Machine, ranks: int) -> str:
 
 
 def warnings(machine: Machine) -> list[str]:
-    """Return what is too small here, what that breaks, and what to do."""
+    """Return a warning for each resource that is too small: its effect, its remedy."""
     found = []
     if machine.memory is not None and machine.memory < 2 * GIB:
         found.append(
             f"Memory is scarce: {in_words(machine.memory)}. JupyterLab, a notebook and "
-            "4 ranks want about 1.5 GiB; close other notebooks."
+            "4 ranks need about 1.5 GiB; close other notebooks."
         )
     if machine.shared_memory is not None and machine.shared_memory <= 64 * MIB:
         found.append(
-            f"/dev/shm has {in_words(machine.shared_memory)}, what a container gets by "
-            "default. Ranks run, but DataLoader workers and large tensors shared "
-            'between processes die with "Bus error": start the container with '
-            "--shm-size=2g or --ipc=host."
+            f"/dev/shm has {in_words(machine.shared_memory)}, a container's default. "
+            "Ranks run, but processes with DataLoader workers or large shared tensors "
+            'end with "Bus error": start the container with --shm-size=2g or '
+            "--ipc=host."
         )
     return found
 
@@ -228,13 +228,16 @@ def warnings(machine: Machine) -> list[str]:
 def tried_on_gpus(results: Path = RESULTS, today: date | None = None) -> str:
     """Return when the tests on GPUs were run last, on which, and what failed."""
     if not results.exists():
-        return "What is for GPUs was never run on a GPU (`pytest tests/gpu` would)."
-    told = json.loads(results.read_text())
-    days = ((today or date.today()) - date.fromisoformat(told["date"])).days
-    failed = f", failed: {', '.join(told['failed'])}" if told["failed"] else ""
+        return (
+            "The course's code for GPUs was never tested on a GPU; "
+            "`pytest tests/gpu` does it."
+        )
+    last = json.loads(results.read_text())
+    days = ((today or date.today()) - date.fromisoformat(last["date"])).days
+    failed = f", failed: {', '.join(last['failed'])}" if last["failed"] else ""
     return (
-        f"On GPUs ({', '.join(sorted(set(told['gpus'])))}, torch {told['torch']}, NCCL "
-        f"{told['nccl']}) {len(told['passed'])} tests passed {days} days ago{failed}."
+        f"On GPUs ({', '.join(sorted(set(last['gpus'])))}, torch {last['torch']}, NCCL "
+        f"{last['nccl']}) {len(last['passed'])} tests passed {days} days ago{failed}."
     )
 
 

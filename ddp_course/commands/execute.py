@@ -1,4 +1,4 @@
-"""Run one notebook in this Python, and say what failed and where, in one line."""
+"""Run one notebook in this Python, and report the first failure in one line."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PLACE = re.compile(r"Cell In ?\[(\d+)\], line (\d+)")
 
 @dataclass(frozen=True)
 class Failure:
-    """Where a notebook failed: `cell` counts code cells from 1, as `In [1]` does."""
+    """A failure of a notebook; `cell` counts code cells from 1, as `In [1]` does."""
 
     cell: int
     error: str
@@ -39,7 +39,7 @@ class Failure:
     source: str = ""  # that line
 
     def __str__(self) -> str:
-        """Return the whole story in one line."""
+        """Return place and error in one line."""
         story = f"cell {self.cell}"
         if self.place:
             cell, line = self.place
@@ -49,10 +49,10 @@ class Failure:
 
 
 def read(path: Path) -> NotebookNode:
-    """Return the notebook as it is stored. Raises ValueError if it is none.
+    """Return the notebook as it is stored. Raises ValueError if it is no notebook.
 
-    Nothing is converted on the way: a conversion would draw random cell ids. What other
-    programs may leave out of a cell is empty.
+    Nothing is converted, since a conversion would draw random cell ids. Fields that
+    other programs may omit from a cell are filled in, empty.
     """
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
@@ -69,11 +69,11 @@ def read(path: Path) -> NotebookNode:
 
 
 class OwnSockets:
-    """For a kernel manager: it meets the kernel at files in a folder of its own.
+    """A mixin for kernel managers: sockets are files in a private folder, not ports.
 
     Jupyter itself looks for free ports and lets the kernel open them a second later.
-    By then, a rank that somebody starts on this machine may have taken one. (Where the
-    name of the folder is too long for a socket, it is ports all the same.)
+    By then, a rank that somebody starts on this machine may have taken one. (If the
+    folder's name is too long for a socket, ports are used all the same.)
     """
 
     def __init__(self, **options: Any) -> None:
@@ -84,7 +84,7 @@ class OwnSockets:
         super().__init__(transport=transport, connection_file=file, **options)
 
     def cleanup_connection_file(self) -> None:
-        """Remove the folder: the kernel has ended for good."""
+        """Remove the folder when the kernel has ended and will not restart."""
         self._folder.cleanup()
 
 
@@ -98,21 +98,21 @@ class ThisPython(OwnSockets, AsyncKernelManager):
 
 
 class SilentOutput(OutputWidget):
-    """Takes what is shown inside of a widget, which is not stored, and keeps quiet.
+    """An output area inside a widget that discards its outputs; they are not stored.
 
-    nbclient's own tells the kernel about it, on the channel on which the reply to the
-    cell comes; now and then it does not notice that reply any more, and waits for ever.
+    nbclient's own class reports each output to the kernel, on the channel of the reply
+    to the cell. Now and then it then misses that reply, and waits forever.
     """
 
     def output(self, *_: Any) -> None:
-        """Take an output."""
+        """Discard an output."""
 
     def clear_output(self, *_: Any) -> None:
-        """Nothing is kept, so there is nothing to clear."""
+        """Ignore the request: no output is kept."""
 
 
 class Client(NotebookClient):
-    """A client that Ctrl-C and a `kill` end in good order, kernel included.
+    """A client that shuts down cleanly at Ctrl-C or `kill`, its kernel included.
 
     nbclient's own handler removes the kernel while the client still talks to it.
     """
@@ -120,7 +120,7 @@ class Client(NotebookClient):
     stopped = False
 
     async def async_start_new_kernel(self, **kwargs: Any) -> None:
-        """Start the kernel, ready to be stopped from now on."""
+        """Start the kernel; from now on, a signal stops it."""
         task = asyncio.current_task()
 
         def stop() -> None:
@@ -143,12 +143,12 @@ class Client(NotebookClient):
 
 
 def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
-    """Return the cells that are run, in order: code cells with something in them."""
+    """Return the cells that are run, in order: code cells that are not empty."""
     return [c for c in notebook.cells if c.cell_type == "code" and c.source.strip()]
 
 
 def must_raise(cell: NotebookNode) -> bool:
-    """Tell whether a cell is there to show an error."""
+    """Return whether a cell has the tag that says it must raise."""
     return "raises-exception" in cell.metadata.get("tags", [])
 
 
@@ -160,9 +160,9 @@ def execute(
 ) -> Failure | None:
     """Run all cells of `notebook`, in place; return the first failure, if any.
 
-    It runs in `folder`, with `timeout` seconds for each cell, and writes nothing. A
+    The cells run in `folder`, each for at most `timeout` seconds; no file is written. A
     cell with the tag `raises-exception` fails if it does not raise. Raises
-    KeyboardInterrupt if it was stopped.
+    KeyboardInterrupt after Ctrl-C or `kill`.
     """
     begun: list[NotebookNode] = []
     client = Client(
@@ -203,12 +203,12 @@ def execute(
 
 
 def without_colours(text: str) -> str:
-    """Return the text of a traceback without the codes that colour it."""
+    """Return a traceback's text without its colour codes."""
     return _COLOURS.sub("", text)
 
 
 def _place(traceback: str, failed: int) -> tuple[int, int] | None:
-    """Return cell and line from a traceback: in the failed cell, or else in another."""
+    """Return (cell, line) from a traceback, in the failed cell if it is mentioned."""
     found = _PLACE.findall(without_colours(traceback))
     places = [(int(cell), int(line)) for cell, line in found]
     return next((p for p in places if p[0] == failed), places[0] if places else None)

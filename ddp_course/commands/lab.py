@@ -30,16 +30,17 @@ OPTIONS = (
     f"--ServerApp.tornado_settings=static_custom_path={Path(__file__).parent}/jupyterlab",
 )
 NEWS = "@jupyterlab/apputils-extension:announcements"  # a popup that asks to download
-# Every user of the machine can listen to a kernel's ports, code and outputs included.
-# So kernels use sockets in a private folder, unless its name is too long: a socket's
-# name has at most 107 characters, and `kernel-`, 36 characters and `-ipc-1` follow.
+# Every user of the machine can connect to a kernel's ports and read code and outputs.
+# So kernels use sockets in a private folder, unless the folder's name is longer than
+# this: a socket's name has at most 107 characters, and Jupyter appends `kernel-`, 36
+# characters and `-ipc-1`.
 LONGEST = 55
 PAGE = ".open-jupyterlab.html"
 ENDINGS = ("SIGINT", "SIGTERM", "SIGHUP")  # Ctrl-C, a `kill`, a closed terminal
 
 
 def command(args: Namespace) -> int:
-    """Prove the machine, run JupyterLab until Ctrl-C, and return its exit code."""
+    """Launch ranks as a test, then serve JupyterLab; return its exit code."""
     root, lines = chapters.course(), []
     (chapter,) = root.glob("notebooks/00_start_here.ipynb")
     if not args.here:
@@ -54,7 +55,7 @@ def command(args: Namespace) -> int:
     os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"  # this Python's kernel
     os.environ.setdefault("JUPYTER_TOKEN", secrets.token_hex(24))
     server = initialized(arguments(root, args.port, args.ip))
-    for name in ENDINGS:  # the server itself would ask back; stop ends its kernels
+    for name in ENDINGS:  # at once; Jupyter's own handler would ask for confirmation
         number = getattr(signal, name, None)  # Windows has no SIGHUP
         if number and signal.getsignal(number) != signal.SIG_IGN:  # nohup
             signal.signal(number, lambda *_: server.stop(from_signal=True))
@@ -75,7 +76,7 @@ def command(args: Namespace) -> int:
 
 
 def initialized(options: list[str]) -> Any:
-    """Return a server of JupyterLab, ready to start."""
+    """Return a JupyterLab server, ready to start."""
     from jupyterlab.labapp import LabApp
 
     def without_news(_: Any, page: dict[str, Any]) -> dict[str, Any]:
@@ -88,11 +89,11 @@ def initialized(options: list[str]) -> Any:
 
 
 def write_page(folder: Path, url: str) -> Path:
-    """Write a page that leads to `url` and that only its owner can read.
+    """Write a page that redirects to `url`, and that only its owner can read.
 
-    The browser is started with this page: every user of the machine can read a
-    program's arguments, and `url` holds the token. (The page is not in a hidden folder
-    of the home folder, where browsers of Ubuntu may not look.)
+    The browser is started with this page, not with `url`: every user of the machine can
+    read a program's arguments, and `url` contains the token. (The page is not in a
+    hidden folder of the home folder, since Ubuntu's browsers cannot read those.)
     """
     page = folder / PAGE
     page.unlink(missing_ok=True)
@@ -102,9 +103,10 @@ def write_page(folder: Path, url: str) -> Path:
 
 
 def arguments(folder: Path, port: int | None, ip: str) -> list[str]:
-    """Return JupyterLab's arguments to serve `folder`: notebooks refer to ../images.
+    """Return JupyterLab's arguments to serve `folder`, the parent of the notebooks.
 
-    It listens on `port`, or with None on its usual one or the next that is free.
+    (The notebooks refer to ../images.) JupyterLab listens on `port`; with None, on its
+    default port or the next free one.
     """
     options = [*OPTIONS, f"--ServerApp.ip={ip}", f"--ServerApp.root_dir={folder}"]
     if len(jupyter_runtime_dir()) < LONGEST:
@@ -117,7 +119,7 @@ def arguments(folder: Path, port: int | None, ip: str) -> list[str]:
 
 
 def address(server: str, token: str, notebook: Path) -> str:
-    """Return the address at which a browser shows `notebook`, token included."""
+    """Return the URL at which a browser shows `notebook`, with the token if any."""
     url = f"{server}lab/tree/{quote(notebook.as_posix())}"
     return f"{url}?{urlencode({'token': token})}" if token else url
 
@@ -144,7 +146,7 @@ def no_display(environ: Mapping[str, str], platform: str) -> str | None:
 
 
 def tunnel(port: int, environ: Mapping[str, str]) -> str:
-    """Return what to type on one's own computer to reach the server on this one."""
+    """Return the ssh command with which the user's computer reaches this server."""
     # SSH_CONNECTION: the client's address and port, then the server's
     host = (environ.get("SSH_CONNECTION", "").split() or [""] * 4)[2]
     try:

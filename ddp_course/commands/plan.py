@@ -1,6 +1,6 @@
-"""`plan`: what fits on a GPU with which ZeRO stage, and what it costs to send.
+"""`plan`: print which ZeRO stages fit on a GPU, and how many bytes each sends.
 
-Everything is computed in `theory.plan`; here it is asked for, and written down.
+`theory.plan` computes everything; this module reads the options and prints the table.
 """
 
 from __future__ import annotations
@@ -27,63 +27,68 @@ KINDS = {
 }
 
 
-def command(told: Namespace) -> int:
-    """Print the table for what was `told`, advice, and what it leaves out."""
-    if told.gpu or told.anchors or told.accelerators:
+def command(args: Namespace) -> int:
+    """Print the table, notes on what it leaves out, and advice."""
+    if args.gpu or args.anchors or args.accelerators:
         from ddp_course.commands import plan_layouts
 
-        return plan_layouts.command(told)
+        return plan_layouts.command(args)
     for name in LAYOUTS_ONLY:
-        if getattr(told, name) is not None:
+        if getattr(args, name) is not None:
             option = name.replace("_", "-")
-            raise CommandError(f"--{option} goes with --gpu, which predicts layouts")
-    check_file(told.json)
-    told.memory, told.batch = told.memory or 80, told.batch or 1
-    told.recompute = told.recompute or "none"
+            raise CommandError(
+                f"--{option} has no effect without --gpu, which predicts layouts"
+            )
+    check_file(args.json)
+    args.memory, args.batch = args.memory or 80, args.batch or 1
+    args.recompute = args.recompute or "none"
     names = "optimizer", "precision", "batch", "recompute"
-    options = {name: getattr(told, name) for name in names}
-    options["fused_attention"] = not told.scores
-    memory = told.memory * GB
-    bandwidth = None if told.bandwidth is None else told.bandwidth * GB
+    options = {name: getattr(args, name) for name in names}
+    options["fused_attention"] = not args.scores
+    memory = args.memory * GB
+    bandwidth = None if args.bandwidth is None else args.bandwidth * GB
     try:
-        model, assumed = model_told(told)
-        rows = plan(model, told.gpus, memory, bandwidth=bandwidth, **options)
+        model, assumed = model_of(args)
+        rows = plan(model, args.gpus, memory, bandwidth=bandwidth, **options)
     except ValueError as error:
         raise CommandError(str(error)) from None
     console = Console(soft_wrap=True, highlight=False)
-    console.print(_head(told, model), markup=False)
+    console.print(_head(args, model), markup=False)
     console.print(table(rows))
     for sentence in (*notes(rows, assumed), advice(model, rows, memory, options)):
         console.print(sentence, markup=False)
-    write(told.json, [asdict(row) | {"ledger": dict(row.ledger)} for row in rows])
+    write(args.json, [asdict(row) | {"ledger": dict(row.ledger)} for row in rows])
     return 0
 
 
-def model_told(told: Namespace) -> tuple[Model, str]:
-    """Return the model that was named or described, and what was assumed, in words.
+def model_of(args: Namespace) -> tuple[Model, str]:
+    """Return the model that the options describe, and the options that were assumed.
 
-    With layers and hidden, activations are counted: what they need and was not told is
-    as in many models. ValueError if it makes no sense.
+    With --layers and --hidden, activations are counted; then heads, sequence length and
+    vocabulary have defaults. Raises ValueError if the sizes make no model.
     """
-    shape = {name: getattr(told, name) for name in SHAPE}
-    given = {name: value for name, value in shape.items() if value is not None}
-    if told.preset is not None:
-        if given:
-            wrong = next(iter(given))
-            raise ValueError(f"--{wrong} goes with --parameters: a preset has a shape")
-        return MODELS[told.preset], ""
-    usual = {}
-    if told.layers and told.hidden:
-        heads = max(1, told.hidden // 64)
-        while told.hidden % heads:
+    shape = {name: getattr(args, name) for name in SHAPE}
+    typed = {name: value for name, value in shape.items() if value is not None}
+    if args.preset is not None:
+        if typed:
+            wrong = next(iter(typed))
+            raise ValueError(
+                f"--{wrong} cannot be combined with --preset, which sets it; use it "
+                "with --parameters"
+            )
+        return MODELS[args.preset], ""
+    sizes = typed
+    if args.layers and args.hidden:
+        heads = max(1, args.hidden // 64)
+        while args.hidden % heads:
             heads -= 1
-        usual = {"heads": heads, "sequence": 2048, "vocab": 50_257} | given
-    words = [f"--{n} {value}" for n, value in usual.items() if n not in given]
-    return Model(told.parameters, **usual or given), " ".join(words)
+        sizes = {"heads": heads, "sequence": 2048, "vocab": 50_257} | typed
+    words = [f"--{n} {value}" for n, value in sizes.items() if n not in typed]
+    return Model(args.parameters, **sizes), " ".join(words)
 
 
 def table(rows: list[Row]) -> Table:
-    """Return a column for each strategy, in the unit that suits the largest number."""
+    """Return a table with a column per strategy, in a unit for the largest number."""
     size, unit = _unit(max(max(row.ledger.total, row.bytes_sent) for row in rows))
     shown = Table(f"{unit} per GPU")
     for row in rows:
@@ -98,33 +103,33 @@ def table(rows: list[Row]) -> Table:
     lines["sent in a step"] = [_number(row.bytes_sent / size) for row in rows]
     lines["times DDP"] = [_number(row.times_ddp) for row in rows]
     if rows[0].seconds is not None:
-        lines["seconds for it"] = [f"{row.seconds:.3g}" for row in rows]
+        lines["seconds to send"] = [f"{row.seconds:.3g}" for row in rows]
     for name, cells in lines.items():
         shown.add_row(name, *cells, end_section=name in ("gathered", "fits"))
     return shown
 
 
 def notes(rows: list[Row], assumed: str) -> list[str]:
-    """Return what a number leaves out or stands for, in sentences."""
+    """Return sentences about what the numbers assume and leave out."""
     host, bus = _in_words(rows[-1].on_host), _in_words(rows[-1].host_bytes)
-    told = [
-        f"With offload each GPU's {host} of shards are in the host's memory, and {bus} "
-        "pass PCIe in a step."
+    sentences = [
+        f"With offload, {host} of each GPU's shards are in the host's memory, and "
+        f"{bus} cross PCIe in a step."
     ]
     if assumed:
-        told.append(f"Taken as usual: {assumed}.")
+        sentences.append(f"Assumed: {assumed}.")
     if not rows[0].ledger["activations"]:
-        told.append(
-            "Not counted: activations, and what stage 3 gathers; so nobody can tell "
-            'what fits ("?"). Say --layers and --hidden.'
+        sentences.append(
+            "Not counted: activations, and the parameters that stage 3 gathers. So it "
+            'is unknown what fits ("?"). Add --layers and --hidden.'
         )
-    return told
+    return sentences
 
 
 def advice(
     model: Model, rows: list[Row], memory: float, options: dict[str, Any]
 ) -> str:
-    """Return the first strategy that fits, or what would have to change.
+    """Return a sentence: the first strategy that fits, or what would have to change.
 
     `options` are those of `theory.plan`.
     """
@@ -132,8 +137,8 @@ def advice(
     if first is not None and not first.on_host:
         if first.fits is None:
             return (
-                f"{first.name} is the first whose states fit; whether activations do, "
-                "too, is not known."
+                f"{first.name} is the first whose states fit; whether activations fit, "
+                "too, is unknown."
             )
         if first.stage == 0:
             return "DDP fits: nothing need be sharded."
@@ -141,26 +146,26 @@ def advice(
     enough = fewest_gpus(model, memory, **options)
     counted = "ZeRO-3" if rows[0].ledger["activations"] else "the states of ZeRO-3"
     if enough is not None:
-        told = f"{counted} would fit on {enough:,} GPU{'s' * (enough > 1)}"
+        change = f"{counted} would fit on {enough:,} GPU{'s' * (enough > 1)}"
     else:
-        told = (
-            "activations and gathered layers alone are too much on any number of GPUs"
+        change = (
+            "activations and gathered layers alone are too large on any number of GPUs"
         )
         ways = ["a smaller --batch"] if options["batch"] > 1 else []
         ways += ["--recompute full"] if options["recompute"] != "full" else []
-        told += f" (try {', '.join(ways)})" if ways else ""
+        change += f" (try {', '.join(ways)})" if ways else ""
     if first is None:
-        return f"Nothing fits: {told}."
+        return f"Nothing fits: {change}."
     if first.fits is None:
-        return f"Without offload nothing fits: {told}."
-    return f"Only {first.name} fits: {told}."
+        return f"Without offload nothing fits: {change}."
+    return f"Only {first.name} fits: {change}."
 
 
-def _head(told: Namespace, model: Model) -> str:
-    name = told.preset or "a model"
+def _head(args: Namespace, model: Model) -> str:
+    name = args.preset or "a model"
     return (
-        f"{name}: {model.parameters:,} parameters, {told.optimizer}, {told.precision}, "
-        f"{told.gpus:,} GPU{'s' * (told.gpus > 1)} of {told.memory:g} GB "
+        f"{name}: {model.parameters:,} parameters, {args.optimizer}, {args.precision}, "
+        f"{args.gpus:,} GPU{'s' * (args.gpus > 1)} of {args.memory:g} GB "
         "(1 GB = 10^9 bytes)"
     )
 

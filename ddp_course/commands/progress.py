@@ -1,6 +1,6 @@
-"""`progress`: how far a learner is, or a class whose members stay anonymous.
+"""`progress`: print the progress of one learner, or of an anonymous class.
 
-In the learner's copy, checks record their verdicts (`lab/progress.py`), one to a line.
+In the learner's copy, each check appends its verdict to a file (`lab/progress.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ddp_course.learners_copy import (
 )
 
 SIGNS = dict(zip((None, *STATUSES), "·○✗✓", strict=True))
-KEYS = {"ddp_course", "exercises"}  # of a report: no name, no time, no folder
+KEYS = {"ddp_course", "exercises"}  # a report has no name, no time, no folder
 
 
 def command(args: Namespace) -> int:
@@ -54,8 +54,8 @@ def _copy() -> Path:
     copy = copy_around() or (inside if (inside / RECORD).is_file() else None)
     if copy is None:
         raise CommandError(
-            f"there is no copy of the course here, nor one in {FOLDER}/; "
-            "`ddp-course lab` makes it"
+            f"there is no copy of the course here, nor in {FOLDER}/; create one with "
+            "`ddp-course lab`"
         )
     return copy
 
@@ -64,8 +64,8 @@ def write_report(place: Path, text: str) -> Path:
     """Write a report to a new file; return the file. No report replaces another.
 
     `place` is the folder of a class, in which the file gets a random name, or a file
-    whose name ends in `.json`. Raises CommandError if it cannot be written: a folder
-    that does not exist is not made, because the next learner could not write to it.
+    with a name that ends in `.json`. Raises CommandError if it cannot be written. A
+    missing folder is not created, because other learners could not write to it.
     """
     named = place.suffix == ".json" and not place.is_dir()
     file = place.absolute() if named else place.absolute() / _random_name()
@@ -73,20 +73,20 @@ def write_report(place: Path, text: str) -> Path:
         raise CommandError(f"{file.parent} is a file; name a folder for reports")
     if not file.parent.exists():
         raise CommandError(
-            f"there is no folder {file.parent}; whoever collects the reports makes it: "
-            f"mkdir -m 1733 {file.parent}"
+            f"there is no folder {file.parent}; the teacher who collects the reports "
+            f"creates it with: mkdir -m 1733 {file.parent}"
         )
     try:
         with file.open("x") as new:
-            file.chmod(0o644)  # whatever the umask: a teacher reads it
+            file.chmod(0o644)  # the teacher must read it, whatever the umask
             new.write(text)
     except FileExistsError:
         raise CommandError(
-            f"{file} exists already, and a report replaces no other; name a folder or "
-            "a new file"
+            f"{file} exists already, and reports are never overwritten; name a folder "
+            "or a new file"
         ) from None
     except OSError as error:
-        with suppress(OSError):  # a full disk leaves half a report
+        with suppress(OSError):  # remove an incomplete report
             file.unlink()
         raise CommandError(f"cannot write {file}: {error.strerror}") from None
     return file
@@ -97,7 +97,7 @@ def _random_name() -> str:
 
 
 def collected(folder: Path) -> list[str]:
-    """Return a table: for each exercise, how many reports of `folder` say what."""
+    """Return a table: how many reports in `folder` have each status, per exercise."""
     read = {file.name: _report(file) for file in sorted(folder.glob("*.json"))}
     reports = [report for report in read.values() if report is not None]
     if not reports:
@@ -105,7 +105,7 @@ def collected(folder: Path) -> list[str]:
             f"there are no reports in {folder}; learners write them there with: "
             f"ddp-course progress --report {folder}"
         )
-    lines = [f"{name} is no report" for name, report in read.items() if report is None]
+    lines = [f"{name}: not a report" for name, report in read.items() if report is None]
     columns = {"passed": "passed", "not yet": "not yet"}
     columns |= {"not attempted yet": "not attempted", None: "not run"}
     heads = "".join(f"{head:>15}" for head in columns.values())

@@ -1,4 +1,4 @@
-"""Proofs that ranks run on this machine: done, not looked up."""
+"""Proofs that ranks run on this machine: launch some, and check their results."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ddp_course.commands import CommandError
 from ddp_course.launch import device, spawn
 from ddp_course.train import History, largest_difference, train
 
-# AdamW divides a gradient by its size, so rounding in the smallest gradients shows:
-# about 3e-6 after 4 steps. Ranks that did not talk would differ by 1e-3.
+# AdamW divides a gradient by its size, so even the smallest gradients' rounding errors
+# move the weights: by about 3e-6 after 4 steps. Without communication it is 1e-3.
 TOLERANCE = 1e-4
 
 
@@ -26,13 +26,18 @@ def all_reduce_rank() -> int:
 
 
 def prove_all_reduce(ranks: int = 4, fn: Callable = all_reduce_rank) -> str:
-    """Let ranks add up numbers. Returns one line; CommandError if they got it wrong."""
+    """Launch ranks that all-reduce a number each; return one line about it.
+
+    Raises CommandError if a rank gets a wrong sum.
+    """
     started = time.monotonic()
     sums = spawn(fn, world_size=ranks, output="none")
     seconds = time.monotonic() - started
     right = ranks * (ranks + 1) // 2
     if sums != [right] * ranks:
-        raise CommandError(f"the ranks got {sums}; each should have got {right}")
+        raise CommandError(
+            f"all_reduce returned {sums} on the ranks; each must get {right}"
+        )
     return (
         f"{ranks} ranks started, added 1 to {ranks} with one all_reduce, each got "
         f"{right}, and ended: {seconds:.2f} s."
@@ -42,9 +47,9 @@ def prove_all_reduce(ranks: int = 4, fn: Callable = all_reduce_rank) -> str:
 def prove_training(
     ranks: int = 4, steps: int = 4, fn: Callable[..., History] = train
 ) -> tuple[str, str]:
-    """Train the course's model on `ranks` ranks and on one process; they must agree.
+    """Train the course's model on `ranks` ranks and on one process, and compare.
 
-    Returns two lines; raises CommandError if the two trainings differ.
+    Returns two lines; raises CommandError if the two models differ.
     """
     started = time.monotonic()
     work = partial(fn, steps=steps, keep_state=True)
@@ -57,7 +62,7 @@ def prove_training(
         raise CommandError(f"the {ranks} ranks did not find each other")
     if len({history.checksum for history in many}) > 1:
         raise CommandError(f"after {steps} steps the {ranks} ranks differ")
-    if not difference <= TOLERANCE:  # nan is no agreement either
+    if not difference <= TOLERANCE:  # also if it is nan
         raise CommandError(
             f"{ranks} processes and one do not train the same model: after {steps} "
             f"steps their weights differ by {difference:.1g}"

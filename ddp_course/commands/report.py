@@ -1,6 +1,7 @@
-"""`doctor --report`: what to send when asking for help, and nothing that is private.
+"""`doctor --report`: print a text to send when asking for help, with nothing private.
 
-No names of people, machines or folders; of variables the names, never the values.
+It has no names of people, machines or folders. Of environment variables it has the
+names, never the values.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ddp_course.commands.proofs import prove_all_reduce
 from ddp_course.launch import LaunchError
 from ddp_course.learners_copy import copy_around
 
-TELLING = re.compile(  # variables that change how ranks or kernels run
+RELEVANT = re.compile(  # variables that change how ranks or kernels run
     "(GLOO|NCCL|TORCH|OMP|MKL|CUDA|MASTER|SLURM|PMI|OMPI|JUPYTER|DDP_COURSE)_?.*"
     "|(LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|TMPDIR|LANG|LC_ALL|PYTHON.*|.*_proxy",
     re.IGNORECASE,
@@ -33,38 +34,38 @@ TELLING = re.compile(  # variables that change how ranks or kernels run
 def command(_: object = None) -> int:
     """Print the report; 0 if ranks run here, else 1."""
     machine = this_machine()
-    told = [f"ddp-course {ddp_course.__version__}, as the doctor sees this machine"]
+    lines = [f"ddp-course {ddp_course.__version__}, `ddp-course doctor --report`"]
     rows = facts(machine) | system()
-    told += [f"{name}: {value}" for name, value in rows.items()]
+    lines += [f"{name}: {value}" for name, value in rows.items()]
     code = 0
     try:
-        told += [*advice(machine), prove_all_reduce()]
+        lines += [*advice(machine), prove_all_reduce()]
     except (CommandError, LaunchError, OSError) as error:
-        told.append(f"The ranks failed: {error}")
+        lines.append(f"The ranks failed: {error}")
         code = 1
-    print("\n".join(without_names(line) for line in told))
-    print("(Send all of this, the command that you typed, and what it answered.)")
+    print("\n".join(without_names(line) for line in lines))
+    print("(Send all of this, the command that you typed, and its output.)")
     return code
 
 
 def system() -> dict[str, str]:
-    """Return what else of this machine decides how ranks run: name -> a few words."""
-    names = sorted(name for name in os.environ if TELLING.fullmatch(name))
+    """Return further facts that decide how ranks run, in a few words each, by name."""
+    names = sorted(name for name in os.environ if RELEVANT.fullmatch(name))
     return {
         "system": f"{platform.platform()} {platform.machine()}",
         "kind": ", ".join(kinds()) or "nothing special",
-        "files open at most": files(),
+        "open files": files(),
         "temporary files": f"{in_words(shutil.disk_usage(tempfile.gettempdir()).free)} "
         f"free; the folder's name has {len(tempfile.gettempdir())} characters",
         "network": ", ".join(name for _, name in socket.if_nameindex()),
-        "own name": "known" if _resolves() else "unknown to this machine",
+        "host name": "resolves" if _resolves() else "does not resolve",
         "notebooks": "in a copy" if copy_around() else "not in a copy",
         "variables set": ", ".join(names) or "none",
     }
 
 
 def kinds(root: Path = Path("/")) -> list[str]:
-    """Return what kind of place this is, as far as it can be seen."""
+    """Return the kinds of environment that this process runs in, such as "WSL"."""
     container = [root / ".dockerenv", root / "run/.containerenv"]
     seen = {
         "WSL": "microsoft" in platform.release().lower(),
@@ -79,13 +80,13 @@ def kinds(root: Path = Path("/")) -> list[str]:
 
 
 def files() -> str:
-    """Return how many files a process may have open, and could have if it asked."""
+    """Return the soft and the hard limit of open files."""
     try:
         import resource
     except ImportError:  # Windows
         return "unknown"
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return f"{soft} (ulimit -n), {hard} if asked for"
+    return f"at most {soft} (ulimit -n), can be raised to {hard}"
 
 
 def _resolves() -> bool:
@@ -97,7 +98,7 @@ def _resolves() -> bool:
 
 
 def without_names(text: str) -> str:
-    """Return the text without this user's name, this machine's, and folders."""
+    """Return the text without the user's name, the machine's name, and folders."""
     text = re.sub(r"(?<![\w.:/])(?!/dev/shm\b)(/[\w.+@-]+){2,}", "<path>", text)
     names = {socket.gethostname(), socket.getfqdn(), Path.home().name}
     with suppress(KeyError, OSError):

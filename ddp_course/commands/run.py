@@ -15,14 +15,17 @@ from ddp_course.commands import chapters, tell
 from ddp_course.commands.execute import code_cells, execute, read
 
 
-def command(told: Namespace) -> int:
-    """Run chapters, say what failed, and return the exit code."""
-    paths = chapters.find(told.chapters)
-    return for_each(paths, lambda path: run_chapter(path, told.timeout)[1])
+def command(args: Namespace) -> int:
+    """Run chapters, print what failed, and return the exit code."""
+    paths = chapters.find(args.chapters)
+    return for_each(paths, lambda path: run_chapter(path, args.timeout)[1])
 
 
 def for_each(paths: list[Path], work: Callable[[Path], list[str]]) -> int:
-    """Do `work` for every chapter and tell the problems that it returns."""
+    """Call `work` for every chapter, and print the problems that it returns.
+
+    Returns an exit code: 1 if there was a problem.
+    """
     wrong = 0
     for path in paths:
         try:
@@ -36,7 +39,7 @@ def for_each(paths: list[Path], work: Callable[[Path], list[str]]) -> int:
 
 
 def run_chapter(path: Path, timeout: int) -> tuple[NotebookNode, list[str]]:
-    """Execute a chapter with a bar. Returns the notebook with outputs, and problems."""
+    """Execute a chapter with a progress bar; return the notebook, and its problems."""
     notebook = read(path)
     cells = len(code_cells(notebook))
     started = time.monotonic()

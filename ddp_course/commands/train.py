@@ -4,9 +4,9 @@
     ddp-course train --dp 2 --tp 2 --pp 2 --zero 1
     torchrun --nproc-per-node 4 -m ddp_course train
 
-The first two start the ranks themselves, on this machine; the third is started by
-torchrun, once for each rank, on one machine or many. What the ranks do is the same
-function.
+The first two start the ranks themselves, on this machine. In the third, torchrun starts
+this command once for each rank, on one machine or many. The ranks run the same function
+in both cases.
 """
 
 from __future__ import annotations
@@ -35,18 +35,21 @@ from ddp_course.launch.torchrun import (
 from ddp_course.mechanisms.agreement import agreed
 from ddp_course.train import History, train
 
-DEADLINE = 10**6  # seconds; a training ends when it is done
+DEADLINE = 10**6  # seconds: practically none
 
 
-def command(told: Namespace) -> int:
-    """Train as `told`, print how it goes and, with told.json, write what came out."""
-    settings = settings_of(told)
+def command(args: Namespace) -> int:
+    """Train, print the progress and, with --json, write the loss curve to a file."""
+    settings = settings_of(args)
     if under_torchrun():
-        if told.ranks is not None:
-            raise CommandError("--ranks is for a run without torchrun, which says it")
-        record(_one_of_torchruns_ranks)(settings, told.json)
+        if args.ranks is not None:
+            raise CommandError(
+                "--ranks cannot be used under torchrun, which sets the number of ranks "
+                "(--nproc-per-node); leave it out"
+            )
+        record(_one_of_torchruns_ranks)(settings, args.json)
         return 0
-    ranks = ranks_of(told)
+    ranks = ranks_of(args)
     try:
         check_alone()
     except ValueError as error:
@@ -59,12 +62,12 @@ def command(told: Namespace) -> int:
     else:
         where = {"world_size": ranks, "output": "live", "timeout": DEADLINE}
         history = spawn(partial(run, settings), **where)[0]
-    write(told.json, contents(history, settings))
+    write(args.json, contents(history, settings))
     return 0
 
 
 def run(settings: dict[str, Any]) -> History:
-    """Train on this rank; rank 0 prints a line now and then, and a last one."""
+    """Train on this rank; rank 0 prints the progress and a summary."""
     history = train(**settings, on_step=Progress(settings["steps"]))
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(summary(history), flush=True)
@@ -72,7 +75,7 @@ def run(settings: dict[str, Any]) -> History:
 
 
 def summary(history: History) -> str:
-    """Say in a line what a training came to."""
+    """Return two lines: ranks, steps, loss and time; and the checksum."""
     ranks = f"{history.world_size} rank{'s' * (history.world_size != 1)}"
     steps = f"{len(history.losses)} step{'s' * (len(history.losses) != 1)}"
     if history.resumed_at:
@@ -80,33 +83,33 @@ def summary(history: History) -> str:
     if history.losses:
         steps += f", loss {history.losses[0]:.4f} -> {history.losses[-1]:.4f}"
     seconds = f"{history.seconds:.1f} s"
-    # Rounding differs between layouts, and so does this digest.
+    # Layouts differ in rounding, so their checksums differ.
     words = f"{ranks}, {steps}, {seconds}"
     return f"{words}\nchecksum of all parameters, bit by bit: {history.checksum}"
 
 
 @dataclass
 class Progress:
-    """Prints the loss after twenty to forty of all steps, if there are so many."""
+    """A callback that prints the loss after about every twentieth part of the steps."""
 
     steps: int
 
     def __call__(self, done: int, loss: float) -> None:
-        """Print a line, if it is time, for the step that is done."""
+        """Print a line for a finished step, if one is due."""
         if done in (1, self.steps) or done % max(1, self.steps // 20) == 0:
             print(f"step {done:>{len(str(self.steps))}} of {self.steps}"
                   f"   loss {loss:.4f}", flush=True)  # fmt: skip
 
 
 def contents(history: History, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the loss curve, to the last bit, and what made it, for a file."""
+    """Return the loss curve, to the last bit, and the settings, for a JSON file."""
     names = ("losses", "checksum", "world_size", "resumed_at", "seconds")
-    told = {name: getattr(history, name) for name in names}
-    return {**told, "torch": torch.__version__, **settings}
+    results = {name: getattr(history, name) for name in names}
+    return {**results, "torch": torch.__version__, **settings}
 
 
 def _one_of_torchruns_ranks(settings: dict[str, Any], file: Path | None) -> None:
-    """Meet the other ranks, see that all were told the same, and train with them."""
+    """Join the other ranks, check that all have the same options, and train."""
     with cause_first():
         join()
         _agree(settings)
@@ -117,10 +120,10 @@ def _one_of_torchruns_ranks(settings: dict[str, Any], file: Path | None) -> None
 
 
 def _agree(settings: dict[str, Any]) -> None:
-    """Raise ReplicaError, on every rank, if two machines were told different things.
+    """Raise ReplicaError, on every rank, if two machines have different options.
 
-    A folder for checkpoints may differ, as may the disks of two machines.
+    Only the folder for checkpoints may differ, since the machines' disks may.
     """
     form = {f"--{name.replace('_', '-')}": repr(v) for name, v in settings.items()}
-    form["--checkpoint"] = "given" if settings["checkpoint"] else "not given"
+    form["--checkpoint"] = "set" if settings["checkpoint"] else "not set"
     agreed(lambda: None, None, **form)

@@ -1,7 +1,7 @@
-"""The options of `ddp-course train`, checked without PyTorch and before any start.
+"""The options of `ddp-course train`, checked before ranks start, without PyTorch.
 
-The options are the fields of `spec.Training` and `spec.Layout`; None is an option that
-was not typed.
+The options are the fields of `spec.Training` and `spec.Layout`; an option that was not
+typed is None.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OF_LAYOUT = [each.name for each in fields(Layout)]
 
 
 def settings_of(args: Namespace) -> dict[str, Any]:
-    """Return each option's value, typed or by default, by its name."""
+    """Return the value of each option, by name: as typed, or the default."""
     both = (*fields(Training), *fields(Layout))
     settings = {each.name: getattr(args, each.name) for each in both}
     defaults = {each.name: each.default for each in both if each.name != "dp"}
@@ -36,7 +36,7 @@ def ranks_of(args: Namespace) -> int:
 def check_typed(args: Namespace) -> None:
     """Raise CommandError for options without effect, wrong files, impossible layouts.
 
-    Under torchrun only its ranks know how many they are: `train` checks the layout.
+    Under torchrun, only `train` checks the layout: it knows the number of ranks.
     """
     pipeline = "a pipeline, as with --pp 2"
     for name, used, by in (
@@ -46,7 +46,7 @@ def check_typed(args: Namespace) -> None:
         ("every", args.checkpoint is not None, "--checkpoint"),
     ):
         if getattr(args, name) is not None and not used:
-            raise CommandError(f"--{name} is of no use without {by}")
+            raise CommandError(f"--{name} has no effect without {by}")
     check_file(args.json)
     if args.checkpoint is not None:
         check_folder(args.checkpoint)
@@ -64,7 +64,7 @@ def check_folder(folder: str) -> None:
 
 
 def check_layout(args: Namespace) -> None:
-    """Raise CommandError unless there can be such a layout of the typed options."""
+    """Raise CommandError unless the typed options are a valid layout."""
     settings, ranks = settings_of(args), ranks_of(args)
     try:
         layout = layout_for(ranks, **{name: settings[name] for name in OF_LAYOUT})
@@ -74,6 +74,6 @@ def check_layout(args: Namespace) -> None:
         raise CommandError(str(error)) from None
     if layout.local_steps is not None and ranks == 1:
         raise CommandError(
-            f"local_steps is {layout.local_steps}, and one rank has nobody to average "
-            "with; take two ranks or more: --ranks 2"
+            f"local_steps is {layout.local_steps}, and ranks is 1; averaging needs two "
+            "ranks or more: --ranks 2"
         )

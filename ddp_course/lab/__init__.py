@@ -1,10 +1,10 @@
-"""Beside the floors: the kit of all notebooks (`chapters/` has what is of one).
+"""Beside the floors: the kit that all notebooks share.
 
 show_source, show_diff     the package's own source, and what changed
 Prediction                 a number that is written down before it is measured
-Drawing, gallery, explore  a schematic; for some settings; with sliders
+Drawing, gallery, explore  a schematic; several of them side by side; one with sliders
 style, plot_losses, curves figures of measured data
-tell                       print a long text in lines that a page has room for
+tell                       print a long text in lines that fit on a page
 
 Read the modules in this order:
 
@@ -17,7 +17,7 @@ Read the modules in this order:
     judge, hard compare an answer with its solution; models that are hard to train
     orders      judge a pipeline's order that the learner wrote
     progress    store which exercises pass, in the learner's copy
-    place       explain what a notebook outside of its folder lacks
+    place       explain what a notebook lacks outside its folder
     palette, draw
                 one colour for each rank; the figures of several chapters
     widgets     interactive views, each after a static figure

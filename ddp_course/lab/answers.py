@@ -1,11 +1,11 @@
-"""The reader's function, called safely: what goes wrong becomes one clear line.
+"""Call the reader's function safely: every failure becomes one clear line.
 
-In the notebook's own process a call has a deadline; on ranks the launcher sees to that.
-A function that still raises NotImplementedError is no mistake: it is not written yet.
+In the notebook's own process a call has a deadline; on ranks the launcher enforces one.
+A function that still raises NotImplementedError is not wrong, but not yet written.
 
-Models that a check should try are in `lab/hard.py`, drawn numbers in `lab/judge.py`.
-Memory counts in all storages: `living_bytes()` of `lab/exercises.py`, before and after;
-bytes are counted by `written_by`. What trains takes two steps, with
+For authors of checks: models to try are in `lab/hard.py`, drawn numbers in
+`lab/judge.py`. Measure memory with `living_bytes()` of `lab/exercises.py`, before and
+after, and sent bytes with `written_by`. A check of training takes two steps, with
 `zero_grad(set_to_none=False)` between them.
 """
 
@@ -25,25 +25,25 @@ from typing import Any
 from ddp_course.launch import LaunchError, RankError, spawn, stacks
 from ddp_course.launch.packing import cell_labels
 
-TIMEOUT = 20.0  # seconds, for a call and for a launch, if a core has few processes
-OURS = ("ddp_course/lab/", "ddp_course/chapters/")  # no line of the reader's
+TIMEOUT = 20.0  # seconds for a call or a launch; `patient` adds more under load
+COURSE_FILES = ("ddp_course/lab/", "ddp_course/chapters/")  # not the reader's code
 CRASH = re.compile("killed by SIG(ABRT|SEGV)")
 MIXED_UP = (
-    "So ends a process whose message or collective meets one of another type or size: "
-    "print `dtype` and `shape` on every rank."
+    "A process crashes in this way if ranks call one collective with tensors of "
+    "different types or sizes: print `dtype` and `shape` on every rank."
 )
 
 
 class Hint(Exception):
-    """Something is not right; the text says what, and what to look at."""
+    """An error in the reader's answer; the text describes it, and where to look."""
 
 
 class Untouched(Exception):
-    """The function still says `raise NotImplementedError`."""
+    """The reader's function is still the stub that raises NotImplementedError."""
 
 
 class Answer:
-    """The reader's function; if a call of it fails, that becomes a `Hint`."""
+    """The reader's function, wrapped so that a failing call raises a `Hint`."""
 
     def __init__(self, name: str, function: Any) -> None:
         if not callable(function):
@@ -55,7 +55,7 @@ class Answer:
         self.function = function
 
     def __call__(self, *args: Any) -> Any:
-        """Return what the function returns."""
+        """Call the function within the deadline, and return its result."""
         seconds = patient(TIMEOUT)
         try:
             with _deadline(seconds):
@@ -78,11 +78,12 @@ class Answer:
 
 
 def on_ranks(fn: Callable, *args: Any, hint: str = "", **shape: int) -> list[Any]:
-    """Call `fn(*args)` on real ranks; if they fail or hang, say where, and add `hint`.
+    """Call `fn(*args)` on real ranks; return their results.
 
-    (But not to a mistake that Python names: a NameError has nothing to do with it.)
-    `shape` is `world_size`, or `nnodes` and `nproc_per_node`. In place of an `Answer`
-    the ranks get the reader's bare function: there the launcher tells what happens.
+    If they fail or hang, raises a Hint with the reader's line and `hint`; but for an
+    error that Python explains, such as a NameError, without `hint`. `shape` is
+    `world_size`, or `nnodes` and `nproc_per_node`. The ranks get the reader's bare
+    function in place of an `Answer`, since there the launcher reports errors.
     """
     bare = [arg.function if isinstance(arg, Answer) else arg for arg in args]
     try:
@@ -100,8 +101,8 @@ def on_ranks(fn: Callable, *args: Any, hint: str = "", **shape: int) -> list[Any
 
 
 def _advice(error: RankError, hint: str) -> str:
-    """Return the hint that fits how the ranks failed: the exercise's, if any does."""
-    if error.rank is None:  # nobody alone is to blame
+    """Return the hint that fits the failure: the exercise's, another one, or ""."""
+    if error.rank is None:  # no single rank failed: they hang
         return hint
     failed = error.reports[error.rank]
     if CRASH.search(failed.error or ""):
@@ -112,7 +113,7 @@ def _advice(error: RankError, hint: str) -> str:
 
 
 def one_line(value: Any, longest: int = 80) -> str:
-    """Write any value in one line, the same on every run."""
+    """Return any value as one line of text, the same in every run."""
     try:
         text = re.sub(r" at 0x[0-9a-f]+", "", " ".join(repr(value).split()))
     except Exception:
@@ -125,19 +126,19 @@ def one_line(value: Any, longest: int = 80) -> str:
 
 
 def tell(text: object) -> None:
-    """Print a text in lines that a page has room for: of 96 characters at most."""
+    """Print a text in lines of at most 96 characters, which fit on a page."""
     for line in f"{text}".splitlines():
         print(textwrap.fill(line, 96, subsequent_indent="    ", break_long_words=False,
                             break_on_hyphens=False))  # fmt: skip
 
 
 def code(text: str) -> str:
-    """Write `text` as code, in Markdown."""
+    """Format `text` as code, in Markdown."""
     return f"`{text.replace('`', chr(39))}`"
 
 
 def error_line(error: BaseException) -> str:
-    """Write an exception in one line: "ValueError: ..."."""
+    """Return an exception as one line: "ValueError: ..."."""
     return "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
 
 
@@ -149,8 +150,8 @@ def _where(error: BaseException) -> str | None:
 
 
 def _at(where: str | None) -> str:
-    """Write where the reader's code stood: ", in line 2: `x = y`"."""
-    if not where or where.startswith(OURS):
+    """Return the place in the reader's code as text: ", in line 2: `x = y`"."""
+    if not where or where.startswith(COURSE_FILES):
         return ""
     place, _, line = where.partition(": ")
     place = re.sub(r"^Cell In\[\d+\], ", "", place)  # nbval counts cells differently
@@ -158,24 +159,24 @@ def _at(where: str | None) -> str:
 
 
 def _is_stub(error: str, where: str | None) -> bool:
-    """Tell whether a function failed because nobody has written it yet."""
+    """Return whether a function failed because it is still the stub."""
     by_hand = where is None or "raise NotImplementedError" in where
     return error.startswith("NotImplementedError") and by_hand
 
 
 def patient(seconds: float) -> float:
-    """Return the seconds, or more where a class works: over 4 processes for a core."""
+    """Return `seconds`, or more if the load is above 4 processes per core."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0
     return seconds * max(1, load / (4 * (os.cpu_count() or 1)))
 
 
 class _TooLong(BaseException):
-    """The deadline has passed. No `except Exception` of the reader's stops it."""
+    """The error at the deadline; the reader's `except Exception` does not catch it."""
 
 
 @contextmanager
 def _deadline(seconds: float) -> Iterator[None]:
-    """Interrupt the code inside after `seconds`, where signals can do that."""
+    """Interrupt the code in the block after `seconds`, if signals work here."""
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or not hasattr(signal, "setitimer"):
         yield

@@ -1,7 +1,7 @@
-"""Usual wrong guesses, and what is behind them: question -> {guess: why not}.
+"""Common wrong guesses: {question: {guess: why it is wrong}}.
 
-A guess that may be any number in between is a pair (least, most). `Prediction.compare`
-tells whoever made it; who is nearly right is told nothing.
+A guess (least, most) stands for any number in between. `Prediction.compare` prints the
+reason to a reader who made the guess, unless the guess is nearly right.
 """
 
 Guess = float | tuple[float, float]

@@ -1,12 +1,12 @@
-"""The frame of the exercises: run the reader's own function, answer with a hint.
+"""Exercises: run the reader's own function, and answer with a verdict and a hint.
 
     @exercise("global_rank", solution=solutions.global_rank)
     def check_global_rank(answer):
-        \"""One line: what is asked.
+        \"""The question, in one line.
 
-        A first hint: a question, or where to look.
+        The first hint: a question, or where to look.
 
-        A second one: the idea of a solution, in words.
+        The second hint: the idea of a solution, in words.
         \"""
         expect(answer(2, 3, 4) == 11, hint="2 nodes of 4 ranks come first, and 3 ranks")
         return "one rank"  # what was verified
@@ -53,7 +53,7 @@ SIGNS = {UNTOUCHED: "○", NOT_YET: "✗", PASSED: "✓"}
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a check says. `status` is one of UNTOUCHED, NOT_YET and PASSED."""
+    """The result of a check. `status` is one of UNTOUCHED, NOT_YET and PASSED."""
 
     name: str
     status: str
@@ -80,7 +80,7 @@ class Exercise:
         self.reference = solution
 
     def __call__(self, answer: Any = None) -> Verdict:
-        """Check `answer`, a function, and say how it went. Never raises."""
+        """Check `answer`, a function, and return the verdict. Never raises."""
         verdict = self._verdict(answer)
         progress = note(self.name, verdict.status)
         return replace(verdict, message=f"{verdict.message} {progress}".rstrip())
@@ -93,13 +93,13 @@ class Exercise:
             return Verdict(self.name, UNTOUCHED, f"{todo}again.")
         except Hint as hint:
             return Verdict(self.name, NOT_YET, str(hint))
-        except Exception as error:  # of the check, about what it was given
+        except Exception as error:  # the check cannot handle the answer's result
             what = "The check cannot use what your function returned: "
             return Verdict(self.name, NOT_YET, code(what + error_line(error)))
         return Verdict(self.name, PASSED, f"Verified: {verified}.")
 
     def hint(self, step: int = 1) -> Markdown:
-        """Show a hint: 1 is a question, 2 says the idea of a solution in words."""
+        """Show a hint: 1 is a question, 2 explains the idea of a solution."""
         if step not in range(1, len(self.hints) + 1):
             raise ValueError(f"step is {step}; {self.name} has {len(self.hints)} hints")
         more = f'hint("{self.name}", {step + 1})'
@@ -116,31 +116,30 @@ class Exercise:
 
 
 def exercise(name: str, *, solution: Callable) -> Callable[[Callable], Exercise]:
-    """Make an exercise of a check: a function that gets the reader's answer.
+    """Turn a check into an exercise; a check is a function of the reader's answer.
 
-    The check's docstring is the question, and two hints. It calls the answer, states
-    what it expects with `expect` and `expect_call`, and returns what it has verified,
-    in a few words.
+    The check's docstring has the question and two hints. The check calls the answer,
+    states its expectations with `expect` and `expect_call`, and returns a few words
+    about what it has verified.
     """
     return lambda check: Exercise(name, check, solution)
 
 
 def expect(condition: Any, hint: str) -> None:
-    """Go on if `condition` holds; otherwise end the check with `hint`."""
+    """End the check with `hint` unless `condition` is true."""
     if not condition:
         raise Hint(hint)
 
 
-def judge(where: str, told: Mapping[str, Any], table: Mapping[str, str]) -> None:
-    """Expect every property of `table` in `told`; end with the first hint that fails.
+def judge(where: str, facts: Mapping[str, Any], table: Mapping[str, str]) -> None:
+    """Raise the first hint of `table` for which the property in `facts` is false.
 
-    `table` is {property: hint}: a property is a name in `told`, and holds if what is
-    told is true. A hint is begun with `where`, and may write what else is told:
-    "rank {rank} sent {sent} bytes".
+    `table` is {property: hint}; each property is a key of `facts`. The message starts
+    with `where`. A hint may show any fact: "rank {rank} sent {sent} bytes".
     """
-    for what, hint in table.items():
-        if not told[what]:
-            raise Hint(f"{where} {hint.format_map(told)}")
+    for name, hint in table.items():
+        if not facts[name]:
+            raise Hint(f"{where} {hint.format_map(facts)}")
 
 
 def judge_ranks(
@@ -151,59 +150,59 @@ def judge_ranks(
     worlds: Sequence[int] = (2, 3, 1),
     hint: str = "",
 ) -> list[Any]:
-    """Let `use(answer, *args)` run on real ranks, and judge what each rank tells.
+    """Call `use(answer, *args)` on real ranks, and judge the facts of each rank.
 
-    That is a dictionary, or a list of them, one for each case: `case` is its name. If
-    it yields them, the cases end where one is wrong on any rank. Return what the ranks
-    of the last of `worlds` tell.
+    `use` returns a dictionary of facts, or a list of them with one for each case; the
+    fact `case` is the case's name. If `use` is a generator, it stops at the first case
+    that is wrong on any rank. Return the facts of all ranks in the last of `worlds`.
     """
     for n in worlds:
-        real = on_ranks(_told, use, table, answer, *args, world_size=n, hint=hint)
-        for rank, told in enumerate(real):
-            for one in told if isinstance(told, list) else [told]:
+        results = on_ranks(_facts, use, table, answer, *args, world_size=n, hint=hint)
+        for rank, facts in enumerate(results):
+            for one in facts if isinstance(facts, list) else [facts]:
                 case = f" {one['case']}," if "case" in one else ""
                 where = f"With {n} ranks,{case} rank {rank}"
                 judge(where, {"rank": rank, "n": n, "hint": hint} | one, table)
-    return real
+    return results
 
 
-def _told(use: Callable, table: Mapping[str, str], *args: Any) -> Any:
-    told = use(*args)
-    return told if isinstance(told, (dict, list)) else until_wrong(told, table)
+def _facts(use: Callable, table: Mapping[str, str], *args: Any) -> Any:
+    facts = use(*args)
+    return facts if isinstance(facts, (dict, list)) else until_wrong(facts, table)
 
 
 def until_wrong(
     cases: Iterable[dict[str, Any]], table: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """On every rank: tell case after case, up to the first that is wrong on any rank.
+    """Collect the cases' facts, up to the first case that is wrong on any rank.
 
-    What comes after a mistake would only hide it: the reader is told of the first one.
-    Ranks tell each other by the store, so that no collective meets one of the reader's.
+    Later mistakes would only hide the first one. The ranks compare through the store,
+    so that the check's collectives cannot interfere with the reader's.
     """
-    told, store = [], dist.distributed_c10d._get_default_store()
+    collected, store = [], dist.distributed_c10d._get_default_store()
     ranks = range(dist.get_world_size())
     for number, case in enumerate(cases):
-        told.append(case)
+        collected.append(case)
         right = all(case.get(what) for what in table)
         store.set(f"case {number} of {dist.get_rank()}", str(right))
         keys = [f"case {number} of {rank}" for rank in ranks]
         try:
             store.wait(keys, timedelta(seconds=patient(PATIENCE)))
-        except RuntimeError:  # some rank waits for this one, or has failed
+        except RuntimeError:  # another rank has failed, or hangs
             break
         if not all(store.get(key) == b"True" for key in keys):
             break
-    return told
+    return collected
 
 
 def equal(got: Any, wanted: Tensor) -> bool:
-    """Tell whether `got` is a tensor of this type and shape with these very numbers."""
+    """Return whether `got` is a tensor with this type and shape, and equal numbers."""
     alike = isinstance(got, Tensor) and got.shape == wanted.shape
     return alike and got.dtype == wanted.dtype and torch.equal(got, wanted)
 
 
 def shown(value: Any, longest: int = 80) -> str:
-    """Write a value as code, in one line; of a tensor its numbers, and a rare type."""
+    """Format a value as code, in one line; a small tensor with its numbers."""
     if not isinstance(value, Tensor):
         return code(one_line(value, longest))
     common = value.dtype in (torch.float32, torch.int64)
@@ -214,7 +213,7 @@ def shown(value: Any, longest: int = 80) -> str:
 
 
 def written_by(function: Callable, *args: Any) -> tuple[Any, int | None]:
-    """Call a function; return what it returns, and the bytes that this rank wrote."""
+    """Call a function; return its result, and the bytes that this rank wrote."""
     try:
         with SystemBytes() as system:
             got = function(*args)
@@ -222,14 +221,14 @@ def written_by(function: Callable, *args: Any) -> tuple[Any, int | None]:
     except RuntimeError as error:
         if "SystemBytes" not in str(error):
             raise
-        return function(*args), None  # a system that does not count
+        return function(*args), None  # this system does not count bytes
 
 
 def living_bytes() -> int:
-    """Return the bytes of all storages that a tensor of this process keeps, each once.
+    """Return the bytes of all storages that tensors of this process use, each once.
 
-    Whoever keeps it: a global, an attribute, a closure. (What autograd alone keeps is
-    not seen: `torch.autograd.graph.saved_tensors_hooks` is for that.)
+    It finds tensors in globals, attributes and closures. (Tensors that only autograd
+    keeps are not found; `torch.autograd.graph.saved_tensors_hooks` sees those.)
     """
     gc.collect()
     tensors = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
@@ -239,16 +238,16 @@ def living_bytes() -> int:
 
 def expect_call(answer: Answer, *args: Any, returns: Any, because: str) -> None:
     """Expect `answer(*args)` to return `returns`; the hint ends with `because`."""
-    # Compared as written: 11.0 and True are not 11, and a tensor cannot object to ==.
+    # Compare texts: so 11.0 and True differ from 11, and == of a tensor cannot raise.
     got, wanted = (one_line(value, 10**6) for value in (answer(*args), returns))
     if got != wanted:
-        told = [code(text) for text in _where_they_differ(got, wanted)]
+        mine, right = (code(text) for text in _where_they_differ(got, wanted))
         call = answer.call(*args)
-        raise Hint(f"{call} returned {told[0]}; expected {told[1]}, because {because}.")
+        raise Hint(f"{call} returned {mine}; expected {right}, because {because}.")
 
 
 def _where_they_differ(*texts: str, longest: int = 80) -> list[str]:
-    """Cut texts down to a part of each in which they begin to differ."""
+    """Shorten texts to the part around the first place where they differ."""
     begin = len(os.path.commonprefix(texts)) - longest // 2
     if begin > 0 and max(map(len, texts)) > longest:
         texts = tuple(f"...{text[begin:]}" for text in texts)

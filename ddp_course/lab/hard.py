@@ -1,10 +1,10 @@
-"""Hard models: what a check that trains should try, because easy ones forgive too much.
+"""Hard models, which a check of training should try: easy models hide mistakes.
 
     for name, model, x in hard_models(): ...                 # model(x) runs
 
-Names say what is hard, and go into hints. Cases that an exercise has no room for are
-left out by a word of their name: `hard_models(but=["tied"])`. Tensors and numbers are
-drawn by `lab/judge.py`.
+A model's name says what is hard about it, and is printed in hints. Models that an
+exercise does not cover are left out by a word of their names:
+`hard_models(but=["tied"])`. `lab/judge.py` draws tensors and numbers.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import Tensor, nn
 def hard_models(
     seed: int = 0, but: Sequence[str] = ()
 ) -> Iterator[tuple[str, nn.Module, Tensor]]:
-    """Yield small models by what is hard about them, each with an input (3, 4) for it.
+    """Yield (name, model, input) for each kind of hard model; the input is (3, 4).
 
     `model(x)` is (3, 4); every parameter that is not frozen gets a gradient. The same
-    seed gives the same models. Every one is new: a check may train it.
+    seed gives the same models. Each model is new, so a check may train it.
     """
 
     def model(change: Callable[[Small], Any]) -> tuple[nn.Module, Tensor]:
@@ -44,7 +44,7 @@ class Small(nn.Module):
         self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (rows, 4); parameters that a model got for itself are added."""
+        """Return (rows, 4); also add the sum of any parameter of the module itself."""
         y = self.last(torch.tanh(self.first(x)))
         return sum((own.sum() for own in self.parameters(recurse=False)), y)
 

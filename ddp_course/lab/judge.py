@@ -1,4 +1,4 @@
-"""Judge an answer by its solution: both run on the same drawn inputs, and are compared.
+"""Compare an answer with the solution: run both on the same randomly drawn inputs.
 
     def draw(d):                                 # the arguments of one case on one rank
         return d.tensor(), d.same.choice([1, 2])
@@ -6,28 +6,29 @@
     same_as(answer, solutions.f, draw, hints={"right": "has {got}; expected {wanted}."})
     same_on_ranks(answer, solutions.f, draw, watch=["messages"], hints=...)
 
-`Draw` makes inputs without a pattern: several sizes and types, unequal numbers, zeros
-on one rank, a special number in any place. What is compared are properties. Each has
-a hint in `TABLE`; after "fits", those that an exercise replaces are judged first:
+`Draw` draws inputs without a pattern: several sizes and types, unequal numbers, zeros
+on one rank, a special number in any place. These properties are compared. Each has a
+hint in `TABLE`. "fits" is judged first, then the properties for which an exercise
+passes its own hint, then the others:
 
-    fits      the type of the result, of a tensor also its shape and dtype
-    right     its values (if the solution is to return nothing, any result will do)
-    kept      the arguments that the solution leaves as they are
+    fits      the type of the result; for a tensor also its shape and dtype
+    right     its values (any result is right if the solution returns nothing)
+    kept      the arguments that the solution does not change
     in_place  the arguments that the solution changes
-    bytes     the bytes that a rank writes, within a fiftieth of the solution's
-    sends     nothing: the messages are noted, and collectives are refused
-    messages  the messages: to whom, and how many numbers
+    bytes     the bytes that a rank writes, within 2 % of the solution's
+    sends     not compared: messages are recorded, and collectives are refused
+    messages  the messages: their receivers and numbers of elements
     calls     the collectives, by name
-    library   whose collectives are called: PyTorch's or the course's
+    library   the library of these collectives: PyTorch or the course
     least     the bytes that these collectives send, at most the solution's
     few       the number of these collectives, at most the solution's
-    memory    the bytes that stay in tensors after the call, at most some more
+    memory    the bytes that stay in tensors after the call, with a small allowance
     later     whether a later call has changed an earlier result
 
-"sends" and "messages" go together with nothing else of these; "collectives" stands for
-library, least and few. A hint is a text with facts in braces, or a function of a `Case`
-that returns a text, for mistakes that have a name. It returns "" where a result differs
-from the solution's, and is right, too: some exercises have several right results.
+"sends" and "messages" cannot be combined with others that count calls; "collectives"
+stands for library, least and few. A hint is a text with facts in braces, or a function
+that takes a `Case` and returns a text, for well-known mistakes. The function returns ""
+for a result that differs from the solution's and is right all the same.
 """
 
 from __future__ import annotations
@@ -76,10 +77,10 @@ TABLE = {
 }
 SHAPES = ((1,), (5,), (2, 3), (4, 1), (3, 2, 2), (11, 13))
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
-# Added to one number, these fit no narrower type; of int64 not even float64 does.
-# What is lost of a float32 must be more than its tolerance.
+# Added to one number, these do not survive rounding to a narrower type (for int64, not
+# even to float64). For float32 the loss is larger than the tolerance below.
 WIDE = {torch.float64: 1024 + 2**-20, torch.float32: 2048 + 2**-3, torch.int64: 2**59}
-NUMBER = 8  # bytes: one number may be sent as a wider one
+NUMBER = 8  # bytes of the widest type in which a number may be sent
 NARROW = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 TOLERANCE = {
     torch.float64: 1e-12,
@@ -90,17 +91,17 @@ TOLERANCE = {
 
 
 class Draw:
-    """The random inputs of one case, on one rank of `n`.
+    """A source of random inputs for one case, on one rank of `n`.
 
-    `same` draws what all ranks have in common, such as a size; `own` what each has for
-    itself. The same case has the same inputs in every run.
+    `same` draws values that are equal on all ranks, such as a size; `own` draws
+    different ones on each rank. The same case has the same inputs in every run.
     """
 
     def __init__(self, case: int, rank: int = 0, n: int = 1) -> None:
         self.case, self.rank, self.n = case, rank, n
         self.same = random.Random(f"case {case} of {n}")
         self.own = random.Random(f"case {case} of {n}, rank {rank}")
-        # Common mistakes are to be found before those with zeros.
+        # No zeros in the first two cases: they would hide common mistakes.
         self.zeros_on = None if case < 2 else self.same.choice([None, *range(n)])
 
     def tensor(
@@ -110,10 +111,11 @@ class Draw:
         *,
         strided: bool = False,
     ) -> Tensor:
-        """Return a tensor of shape and dtype (drawn if None) that all ranks share.
+        """Return a tensor; shape and dtype (drawn if None) are the same on all ranks.
 
-        Its numbers are the rank's own; one of them, in any place, fits no narrower
-        type. On one rank all may be zero. If `strided`, a matrix is not contiguous.
+        Its numbers differ from rank to rank. One of them, in any place, cannot be
+        represented in a narrower type. On one rank all may be zero. If `strided`, a
+        matrix is not contiguous.
         """
         shape = self.same.choice(SHAPES) if shape is None else tuple(shape)
         dtype = self.same.choice(TYPES) if dtype is None else dtype
@@ -131,7 +133,7 @@ class Draw:
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison: what went in, and what came of the answer and of the solution.
+    """One comparison: the arguments, and the outcomes of answer and solution.
 
     Attributes:
         args: the arguments by name, as they were before the calls.
@@ -140,9 +142,9 @@ class Case:
         after: the arguments after the answer's call.
         right: the arguments after the solution's call.
         exact: whether floating-point numbers must be equal to the last bit.
-        free: arguments that an answer may change as it likes.
-        number: of the case, so that a hint can draw what other ranks had.
-        nothing: whether the solution returns nothing, so that any result will do.
+        free: names of arguments that an answer may change.
+        number: the case's number, with which a hint can draw other ranks' inputs.
+        nothing: whether the solution returns nothing, so that any result is right.
     """
 
     args: Mapping[str, Any]
@@ -189,9 +191,9 @@ def same_as(
 ) -> None:
     """Compare `answer` with `solution` in this process, on `cases` drawn inputs.
 
-    Floating-point numbers may differ by their rounding, unless `exact`. `where` writes
-    what begins every hint; by default it is the call. `hints` replaces hints of
-    `TABLE`. Raises Hint at the first difference.
+    Floating-point numbers may differ by rounding, unless `exact`. `where` returns the
+    text with which every hint begins; by default that is the call. `hints` replaces
+    hints of `TABLE`. Raises Hint at the first difference.
     """
     table = chosen(hints, ("fits", "right", "kept", "in_place", "later"))
     results: list[tuple[Any, Any]] = []
@@ -223,12 +225,12 @@ def same_on_ranks(
     """Compare `answer` with `solution` on real ranks, in worlds of several sizes.
 
     `watch` names what is compared besides results and arguments: "bytes" (each rank's,
-    by the operating system), "sends" (messages are noted; collectives are refused),
-    "messages" (they must also be the solution's), "calls", "collectives" or "memory".
-    `free` names arguments that may be changed; `most_calls` collectives are allowed, if
-    that is more than the solution's. `hint` ends hints, also those of ranks that hang.
-    Returns what the ranks of the last world saw, case by case. Raises Hint at the first
-    difference.
+    counted by the operating system), "sends" (messages are recorded, collectives are
+    refused), "messages" (they must also equal the solution's), "calls", "collectives"
+    or "memory". `free` names arguments that may be changed. `most_calls` collectives
+    are allowed, if that is more than the solution's number. `hint` is appended to
+    hints, also when ranks hang. Returns the facts of each rank of the last world, case
+    by case. Raises Hint at the first difference.
     """
     if "collectives" in watch:
         watch = ["library", "least", "few", *(w for w in watch if w != "collectives")]
@@ -244,7 +246,7 @@ def same_on_ranks(
 
 
 def chosen(hints: Hints | None, compared: Sequence[str]) -> dict[str, Any]:
-    """Return a hint for each property: of what does not fit first, then its own."""
+    """Return {property: hint} in the order of judging: "fits", `hints`, the others."""
     own, rest = dict(hints or {}), {name: TABLE[name] for name in compared}
     return {"fits": own.pop("fits", TABLE["fits"]), **own} | {
         name: hint for name, hint in rest.items() if name not in (hints or {})
@@ -261,7 +263,7 @@ def _on_a_rank(
     free: Sequence[str],
     most_calls: int,
 ) -> Iterator[dict[str, Any]]:
-    """Yield, case by case, how the function compares with the solution on this rank."""
+    """Yield, for each case, the facts of comparing answer and solution on this rank."""
     rank, n = dist.get_rank(), dist.get_world_size()
     results: list[tuple[Any, Any]] = []
     for number in range(cases):
@@ -292,18 +294,18 @@ def _on_a_rank(
 def run_both(
     function: Callable, solution: Callable, args: tuple, watch: Sequence[str]
 ) -> tuple[Case, dict[str, Any], dict[str, Any]]:
-    """Call solution and function on copies of `args`, both watched.
+    """Call solution and function on copies of `args`, and watch both.
 
-    Returns the case, what was seen of the function, and what of the solution. A list of
-    tensors is judged by the tensors that were in it before the call.
+    Returns the case, the facts observed of the function, and those of the solution. In
+    a list of tensors, the tensors that were in it before the call are compared.
     """
     names = list(inspect.signature(solution).parameters)
     outcomes = []
     for called in (solution, function):
         passed = copied(args)
-        held = [_tensors(arg) for arg in passed]
+        contents = [_tensors(arg) for arg in passed]
         result, seen = _watched_call(called, passed, watch)
-        after = [before or now for before, now in zip(held, passed, strict=True)]
+        after = [before or now for before, now in zip(contents, passed, strict=True)]
         outcomes.append((result, dict(zip(names, after, strict=False)), seen))
     (wanted, right, theirs), (got, after, seen) = outcomes
     case = Case(dict(zip(names, args, strict=False)), got, wanted, after, right)
@@ -312,7 +314,7 @@ def run_both(
 
 
 def copied(value: Any) -> Any:
-    """Return a deep copy; of a parameter also its gradient, which `deepcopy` leaves."""
+    """Return a deep copy, with gradients, which `deepcopy` does not copy."""
     if isinstance(value, (list, tuple)):
         return type(value)(map(copied, value))
     new = copy.deepcopy(value)
@@ -330,13 +332,13 @@ def _tensors(arg: Any) -> list[Tensor]:
 def _watched_call(
     function: Callable, args: tuple, watch: Sequence[str]
 ) -> tuple[Any, dict[str, Any]]:
-    """Call a function; return its result, and what `watch` asks for."""
+    """Call a function; return its result, and the facts that `watch` names."""
     if not watch:
         return function(*args), {}
     barrier()
     call = written_by if "bytes" in watch else lambda f, *args: (f(*args), None)
     if {"sends", "messages", "calls"} & {*watch}:
-        time.sleep(LATE * dist.get_rank())  # ranks that come one after the other
+        time.sleep(LATE * dist.get_rank())  # so that ranks call one after the other
         with messages_of() as seen:
             got, written = call(function, *args)
         return got, seen | {"called": seen["collectives"], "written": written}
@@ -371,13 +373,13 @@ def _nbytes(value: Any) -> int:
 
 
 def _later(got: Any, results: list[tuple[Any, Any]]) -> dict[str, bool]:
-    """Keep a result; tell whether all results so far are what they were at first."""
+    """Append a result; return the fact whether all earlier results are unchanged."""
     results.append((got, copy.deepcopy(got)))
     return {"later": all(equal_values(now, then) for now, then in results)}
 
 
 def form_of(value: Any) -> str:
-    """Describe what a result must be: "a tensor of shape (2, 3), of float32"."""
+    """Return the form of a result in words: "a tensor of shape (2, 3), of float32"."""
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         return f"a tensor of shape {tuple(value.shape)}, of {dtype}"
@@ -387,7 +389,7 @@ def form_of(value: Any) -> str:
 
 
 def fits(got: Any, wanted: Any) -> bool:
-    """Tell whether a result has the type, shape and dtype that it must have."""
+    """Return whether a result has the type, shape and dtype of `wanted`."""
     if isinstance(wanted, Tensor):
         alike = isinstance(got, Tensor) and got.shape == wanted.shape
         return alike and got.dtype == wanted.dtype
@@ -396,17 +398,17 @@ def fits(got: Any, wanted: Any) -> bool:
         return alike and all(map(fits, got, wanted))
     if isinstance(wanted, bool):
         return type(got).__name__ in ("bool", "bool_")
-    if isinstance(wanted, Number):  # of numpy, too
+    if isinstance(wanted, Number):  # NumPy's numbers are right, too
         return isinstance(got, Number) and not isinstance(got, bool)
     return isinstance(got, type(wanted))
 
 
 def equal_values(got: Any, wanted: Any, exact: bool = False) -> bool:
-    """Tell whether two values are equal, floating-point numbers within their rounding.
+    """Return whether two values are equal; floating-point numbers may differ slightly.
 
-    If `exact`, these must be equal, too.
-    Lists and tuples with equal values are equal, as are numbers of Python and NumPy.
-    Parameters must have equal gradients, too.
+    If `exact`, floating-point numbers must be equal, too. Lists and tuples with equal
+    values are equal, as are numbers of Python and NumPy. Parameters must also have
+    equal gradients.
     """
     if isinstance(wanted, nn.Parameter) and not equal_values(
         getattr(got, "grad", None), wanted.grad, exact
@@ -433,23 +435,25 @@ def equal_values(got: Any, wanted: Any, exact: bool = False) -> bool:
         both_nan = wanted != wanted and got != got
         return both_nan or math.isclose(got, wanted, rel_tol=1e-6, abs_tol=1e-12)
     if isinstance(wanted, float) and isinstance(got, Number):
-        return repr(float(got)) == repr(wanted)  # of 0 the sign counts, and nan is nan
+        return repr(float(got)) == repr(
+            wanted
+        )  # so 0.0 and -0.0 differ, nan equals nan
     if wanted is None or got is None:
         return got is wanted
     return bool(got == wanted)
 
 
 def _slack(wanted: Tensor, dtype: torch.dtype) -> float:
-    """Return by how much sums may differ that were added up in another order."""
+    """Return how far two sums may differ if they were added in different orders."""
     finite = wanted[wanted.isfinite()].abs()
     return TOLERANCE[dtype] * finite.amax().item() if finite.numel() else 0.0
 
 
 def difference(got: Any, wanted: Any) -> str:
-    """Say more of how two tensors of one form differ: rounded numbers, the first place.
+    """Return how two tensors of one form differ: by rounding, or at the first place.
 
-    Of small tensors the place can be seen, as they are shown whole. Returns "" if there
-    is nothing to say.
+    For small tensors the place is left out, since hints show their numbers. Returns ""
+    if nothing helpful is known.
     """
     if not isinstance(wanted, Tensor) or not fits(got, wanted):
         return ""

@@ -1,12 +1,12 @@
-"""What a reader's function sends and receives: watched, and never waited for too long.
+"""Record the messages and collectives of a reader's function, with a deadline for each.
 
-    with watched() as told:
+    with watched() as calls:
         got = function(tensor)
-    told["sent"]  # [(to which rank, how many numbers), ...], in order
+    calls["sent"]  # [(receiving rank, number of elements), ...], in order
 
-Below `send`, `isend` and `batch_isend_irecv`, and below all collectives, are methods of
-the process group. Whoever watches those sees everything, in whatever style it is
-written and however it was imported.
+`send`, `isend`, `batch_isend_irecv` and all collectives call methods of the process
+group. Patching those records everything, however the reader's code is written, and
+however it imported these functions.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch import Tensor
 from ddp_course.lab.answers import patient
 from ddp_course.measure import EventLog
 
-PATIENCE = 4.0  # seconds: nobody comes any more (`patient` makes them more)
-LATE = 0.05  # seconds by which each rank comes later than the one before it
-COLLECTIVES = {  # the process group's method -> what it is called in torch.distributed
+PATIENCE = 4.0  # seconds to wait for another rank (`patient` adds more under load)
+LATE = 0.05  # seconds by which each rank starts after the previous one
+COLLECTIVES = {  # {the process group's method: its name in torch.distributed}
     "barrier": "barrier",
     "allreduce": "all_reduce",
     "allreduce_coalesced": "all_reduce",
@@ -51,27 +51,29 @@ COLLECTIVES = {  # the process group's method -> what it is called in torch.dist
 
 
 class _UnderWay:
-    """A message that is under way; whoever waits for it does not wait for ever."""
+    """A message under way, with a `wait` that has a deadline."""
 
     def __init__(self, work: dist.Work, to_what: str) -> None:
         self.work = work
         self.to_what = to_what
-        self.asked = False  # has anybody waited for it, or looked?
+        self.waited_for = (
+            False  # did the reader's code call `wait`, or see it complete?
+        )
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        self.asked = True
+        self.waited_for = True
         timeout = timeout or timedelta(seconds=patient(PATIENCE))
         try:
             return self.work.wait(timeout)
         except RuntimeError as error:
             if "Timed out" not in str(error):
                 raise
-        told = f"after {timeout.total_seconds():.3g} s it still waits to {self.to_what}"
-        raise TimeoutError(told)
+        seconds = timeout.total_seconds()
+        raise TimeoutError(f"after {seconds:.3g} s it still waits to {self.to_what}")
 
     def is_completed(self) -> bool:
         done = self.work.is_completed()
-        self.asked = self.asked or done  # who looked too early has not waited
+        self.waited_for = self.waited_for or done  # an early False is not waiting
         return done
 
     def __getattr__(self, name: str) -> Any:
@@ -80,11 +82,11 @@ class _UnderWay:
 
 @contextmanager
 def watched() -> Iterator[dict[str, list]]:
-    """Note, on this rank, every message sent and every collective, in order.
+    """Record, on this rank, every message sent and every collective, in order.
 
-    "ignored" are messages that were started and that nobody has waited for.
+    The key "ignored" lists messages that were started and never waited for.
     """
-    told: dict[str, list] = {"sent": [], "collectives": []}
+    calls: dict[str, list] = {"sent": [], "collectives": []}
     started: list[_UnderWay] = []
     group = dist.ProcessGroup
     send, recv, recv_anysource = group.send, group.recv, group.recv_anysource
@@ -95,11 +97,13 @@ def watched() -> Iterator[dict[str, list]]:
 
     def known(self: Any, rank: int) -> None:
         if not 0 <= rank < self.size():
-            raise ValueError(f"there is no rank {rank}: the last is {self.size() - 1}")
+            raise ValueError(
+                f"there is no rank {rank}; ranks are 0 to {self.size() - 1}"
+            )
 
     def sending(self: Any, tensors: list[Tensor], dst: int, tag: int) -> _UnderWay:
         known(self, dst)
-        told["sent"].append((dst, tensors[0].numel()))
+        calls["sent"].append((dst, tensors[0].numel()))
         return start(send(self, tensors, dst, tag), f"send to rank {dst}")
 
     def receiving(self: Any, tensors: list[Tensor], src: int, tag: int) -> _UnderWay:
@@ -109,45 +113,46 @@ def watched() -> Iterator[dict[str, list]]:
     def receiving_any(self: Any, tensors: list[Tensor], tag: int) -> _UnderWay:
         return start(recv_anysource(self, tensors, tag), "receive from any rank")
 
-    def noting(name: str) -> Callable:
+    def recording(name: str) -> Callable:
         real = getattr(group, name)
 
         def collective(*args: Any, **options: Any) -> Any:
-            told["collectives"].append(COLLECTIVES[name])
+            calls["collectives"].append(COLLECTIVES[name])
             return real(*args, **options)
 
         return collective
 
-    ours = {"send": sending, "recv": receiving, "recv_anysource": receiving_any}
-    there = [name for name in COLLECTIVES if hasattr(group, name)]  # in this PyTorch
-    ours |= {name: noting(name) for name in there}
+    patches = {"send": sending, "recv": receiving, "recv_anysource": receiving_any}
+    known_here = [name for name in COLLECTIVES if hasattr(group, name)]
+    patches |= {name: recording(name) for name in known_here}
     with ExitStack() as stack, EventLog() as log:
-        for name, function in ours.items():
+        for name, function in patches.items():
             stack.enter_context(mock.patch.object(group, name, function))
-        yield told
-    told["collectives"] += [event.op for event in log.events]  # of this package
-    ignored = [one for one in started if not one.asked]
-    told["ignored"] = [one.to_what for one in ignored]
-    for one in ignored:  # what comes next must not find its remains
+        yield calls
+    calls["collectives"] += [event.op for event in log.events]  # the course's own
+    ignored = [one for one in started if not one.waited_for]
+    calls["ignored"] = [one.to_what for one in ignored]
+    for one in ignored:  # else the next case would receive these messages
         with suppress(Exception):
             one.wait()
 
 
 @contextmanager
 def messages_of() -> Iterator[dict[str, Any]]:
-    """Watch, and tell in the end what `MESSAGES` and `WAITED` ask for."""
-    with watched() as told:
-        yield told
-    told["messages_only"] = not told["collectives"]
-    told["collective"] = "".join(told["collectives"][:1])
-    told["waited"], told["begun"] = not told["ignored"], "".join(told["ignored"][:1])
+    """Record as `watched` does; add the facts for the hints MESSAGES and WAITED."""
+    with watched() as calls:
+        yield calls
+    calls["messages_only"] = not calls["collectives"]
+    calls["collective"] = "".join(calls["collectives"][:1])
+    calls["waited"] = not calls["ignored"]
+    calls["begun"] = "".join(calls["ignored"][:1])
 
 
-MESSAGES = {  # a table of properties for `judge`
+MESSAGES = {  # {property: hint}, for `judge`
     "messages_only": "called the collective `{collective}`; build it from `dist.send` "
     "and `dist.recv`, or `dist.isend` and `dist.irecv`."
 }
 WAITED = {
-    "waited": "never waits for what it began: `{begun}`. Until `wait()` has returned, "
-    "the numbers may still change, and the next message may never come."
+    "waited": "never waits for a message that it started: `{begun}`. Until `wait()` "
+    "has returned, the numbers may still change, and the next message may never come."
 }

@@ -1,7 +1,7 @@
-"""Judges of a pipeline's order that a reader has made: is it legal, fast, and trained?
+"""Judge a pipeline schedule that a reader wrote: is it legal, fast, and does it train?
 
-`rows` has for each rank a list of actions in words, such as "0F1": stage, F, B, I or
-W, and microbatch. Rank r has stage r. Chapters 10 and 11.
+`rows` has, for each rank, a list of actions such as "0F1": stage, operation (F, B, I or
+W), and microbatch. Rank r has stage r. Chapters 10 and 11.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from ddp_course.pipeline.schedule import Action, Schedule, ScheduleError
 from ddp_course.pipeline.simulate import SimulatedSchedule, simulate_schedule
 
 Rows = list[list[str]]
-WIDTH, ROWS = 4, 2  # of the layers, and of each microbatch; powers of 2: no rounding
+# The width of a layer and the rows of a microbatch; powers of 2 avoid rounding.
+WIDTH, ROWS = 4, 2
 FLOAT = 4  # bytes
 
 
 def judge_row(call: str, row: Any, rank: int, ops: str) -> None:
-    """Expect `row`, which `call` has returned, to be actions of stage `rank`."""
+    """Raise a Hint unless `row`, which `call` returned, has actions of stage `rank`."""
     where = f"{call} returned {code(one_line(row))}"
     expect(
         isinstance(row, list) and all(isinstance(action, str) for action in row),
@@ -36,7 +37,11 @@ def judge_row(call: str, row: Any, rank: int, ops: str) -> None:
         try:
             action = Action.parse(text)
         except ValueError:
-            expect(False, f"{where}; {code(text)} is no action.")
+            expect(
+                False,
+                f"{where}; {code(text)} is not an action: write stage, operation and "
+                f"microbatch, as in {code('0F1')}.",
+            )
         expect(
             action.op in ops and action.stage == rank,
             f"{where}; {code(text)} does not belong there: rank {rank} has stage "
@@ -45,7 +50,7 @@ def judge_row(call: str, row: Any, rank: int, ops: str) -> None:
 
 
 def judge_legal(where: str, rows: Rows, num_microbatches: int) -> SimulatedSchedule:
-    """Let the checker judge; return what the simulator says."""
+    """Raise a Hint unless the checker finds the rows legal; return the simulation."""
     try:
         expect(any(rows), f"{where} no rank does anything.")
         schedule = parse("yours", [" ".join(row) for row in rows])
@@ -62,46 +67,46 @@ def judge_legal(where: str, rows: Rows, num_microbatches: int) -> SimulatedSched
 
 
 def judge_bubble(
-    where: str, played: SimulatedSchedule, wanted: Fraction, whose: str
+    where: str, simulated: SimulatedSchedule, wanted: Fraction, owner: str
 ) -> None:
-    """Expect no larger bubble than `wanted`, that of a schedule called `whose`."""
+    """Raise a Hint if the bubble is larger than `wanted`; `owner` is as "GPipe's"."""
     expect(
-        played.bubble <= wanted,
-        f"{where} {float(played.bubble):.1%} of the time is idle; {whose} bubble is "
+        simulated.bubble <= wanted,
+        f"{where} {float(simulated.bubble):.1%} of the time is idle; {owner} bubble is "
         f"{float(wanted):.1%}. Some rank waits although it could go on: are the "
         "microbatches in the same order on all ranks?",
     )
 
 
 def judge_training(rows: Rows) -> None:
-    """Let real ranks train by the rows; compare what they did and what came out."""
+    """Train on real ranks with this schedule; check order, gradients and bytes."""
     p = len(rows)
     schedule = parse("yours", [" ".join(row) for row in rows])
     m = schedule.num_microbatches
     hint = "The checker found your order legal, yet the ranks do not finish."
     alone = _alone(p, m)
-    for rank, told in enumerate(on_ranks(_train, schedule, world_size=p, hint=hint)):
+    for rank, result in enumerate(on_ranks(_train, schedule, world_size=p, hint=hint)):
         where, row = f"On {p} real ranks, rank {rank}", rows[rank]
         expect(
-            told["order"] == row,
-            f"{where} ran {code(' '.join(told['order']))}; your order was "
+            result["order"] == row,
+            f"{where} ran {code(' '.join(result['order']))}; your order was "
             f"{code(' '.join(row))}.",
         )
         expect(
-            torch.equal(told["gradient"], alone[rank]),
+            torch.equal(result["gradient"], alone[rank]),
             f"{where} got another gradient than one process with the whole batch.",
         )
         neighbours = (rank > 0) + (rank < p - 1)
         wanted = neighbours * m * ROWS * WIDTH * FLOAT
         expect(
-            told["sent"] == wanted,
-            f"{where} sent {told['sent']} bytes; {m} microbatches to {neighbours} "
+            result["sent"] == wanted,
+            f"{where} sent {result['sent']} bytes; {m} microbatches to {neighbours} "
             f"neighbours are {wanted}.",
         )
 
 
 def whole_numbers(layer: nn.Module, seed: int) -> nn.Module:
-    """Return the layer with small integers as weights: no sum of theirs is rounded."""
+    """Set the layer's weights to small integers, so that no sum is rounded."""
     dice = torch.Generator().manual_seed(seed)
     for parameter in layer.parameters():
         parameter.data = torch.randint(-1, 2, parameter.shape, generator=dice).float()
@@ -121,14 +126,14 @@ def _batch(m: int) -> tuple[Tensor, Tensor]:
 
 
 def _loss(output: Tensor, targets: Tensor) -> Tensor:
-    """The mean over rows of a product: its gradients are integers / rows."""
+    """Return the mean over rows of a product; its gradients are integers / rows."""
     return (output * targets).sum() / len(output)
 
 
 def _train(schedule: Schedule) -> dict[str, Any]:
-    """On every rank: what is computed, sent and found in the second step.
+    """Train on this rank; return order, gradient and sent bytes of the second step.
 
-    (Before the first message of a kind, its shape is told.)
+    (In the first step, ranks also send the shapes of their activations.)
     """
     p, m = schedule.num_ranks, schedule.num_microbatches
     recorder = PipelineRecorder()

@@ -2,7 +2,7 @@
 
 The eight colours are those of Okabe and Ito (2008, "Color Universal Design"): people
 with any of the usual colour deficiencies can tell them apart. Meaning never rests on
-them alone: a figure prints the rank's number into its block.
+colour alone: a figure prints the rank's number into each block.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ RANK_COLORS = (
 )
 INK = "#222222"  # text and outlines
 MUTED = "#5F6670"  # text of second importance
-PANEL = "#F3F4F6"  # what holds other things: a node, a card
+PANEL = "#F3F4F6"  # a container: a node, a GPU
 PANEL_EDGE = "#A9B0BA"
-WHOLE = "#D5D9DF"  # something every rank has a whole copy of
+WHOLE = "#D5D9DF"  # something of which every rank has a full copy
 
 
 def rank_color(rank: int) -> str:

@@ -1,4 +1,4 @@
-"""A notebook that was moved says what it misses, and where that is."""
+"""Tell the reader of a moved notebook which files it lacks, and where they are."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ddp_course import learners_copy
 
 
 def say_what_is_missing() -> None:
-    """In a kernel, show what `missing` says of its folder; elsewhere do nothing."""
+    """Display `missing` of the working directory, if this is a notebook's kernel."""
     if hasattr(get_ipython(), "kernel"):
         with suppress(OSError):
-            if told := missing(Path.cwd()):
-                display(Markdown(told))
+            if text := missing(Path.cwd()):
+                display(Markdown(text))
 
 
 def missing(folder: Path) -> str:
-    """Return what a chapter in `folder` would miss, and where it is; "" if nothing."""
+    """Return a text about the files that a chapter in `folder` lacks; "" if none."""
     wanted = {
         "its pictures": folder.parent / "images/course_map.svg",
         "the pages that it links to": folder / "glossary.md",
@@ -28,7 +28,7 @@ def missing(folder: Path) -> str:
     lost = [what for what, file in wanted.items() if not file.is_file()]
     if not lost:
         return ""
-    told = f"If this is a chapter of the course, {' and '.join(lost)} are not here. "
+    text = f"If this is a chapter of the course, {' and '.join(lost)} are not here. "
     if course := learners_copy.course():
-        told += f"They are in `{course}`. "
-    return f"{told}`ddp-course lab` opens a copy of the course that has all of it."
+        text += f"They are in `{course}`. "
+    return f"{text}`ddp-course lab` opens a complete copy of the course."

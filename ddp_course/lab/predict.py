@@ -23,9 +23,9 @@ class Prediction:
     >>> sent = Prediction("How many bytes does each rank send?", 24, unit="bytes")
     >>> sent.compare(measured=36, theory=36)
 
-    A guess of None means that nothing has been written down yet. Text is taken for what
-    it is: "1,024", "3/4" and "24 bytes" are numbers, "a lot" is shown as it stands.
-    Usual wrong guesses are in `lab/beliefs.py`, by the question.
+    A guess of None means that nothing has been written down yet. A text such as
+    "1,024", "3/4" or "24 bytes" is read as a number; any other, such as "a lot", is
+    shown as it is. `lab/beliefs.py` has common wrong guesses for each question.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Prediction:
         self.guess(guess)
 
     def guess(self, value: float | str | None) -> Prediction:
-        """Write it down. Raises TypeError or ValueError for a list, or less than 0."""
+        """Set the reader's guess. Raises TypeError or ValueError for an invalid one."""
         if isinstance(value, str):
             value = _read(value, self.unit)
         words = isinstance(value, str)
@@ -46,8 +46,8 @@ class Prediction:
     def compare(self, *, measured: Any, theory: Any = None) -> Markdown:
         """Show prediction, measurement and theory side by side.
 
-        The ratios are to the theory, or to the measurement where there is no theory.
-        Whoever made a usual wrong guess is told what is behind it.
+        The ratios are to the theory or, without one, to the measurement. For a common
+        wrong guess, a sentence explains why it is wrong.
         """
         rows = {
             "your prediction": self._guess,
@@ -62,7 +62,7 @@ class Prediction:
         question = self.question.replace("|", "\\|")
         lines = [f"| {question} | | ratio to {name} |", "|:--|--:|--:|"]
         for row, value in rows.items():
-            lines.append(f"| {row} | {self._told(value)} | {_ratio(value, truth)} |")
+            lines.append(f"| {row} | {self._text(value)} | {_ratio(value, truth)} |")
         verdict = self._verdict(truth)
         if isinstance(self._guess, (int, float)) and not _close(self._guess, truth):
             for wrong, why in BELIEFS.get(self.question, {}).items():
@@ -78,10 +78,10 @@ class Prediction:
                 f"**Predict.** {self.question} *No number is written down yet: "
                 f"put yours in the cell above and run it again.*"
             )
-        return f"**Predict.** {self.question} *You say: {self._told(self._guess)}.*"
+        return f"**Predict.** {self.question} *You say: {self._text(self._guess)}.*"
 
-    def _told(self, value: float | str | None) -> str:
-        """Write an amount with its unit: "1,024 bytes"."""
+    def _text(self, value: float | str | None) -> str:
+        """Return an amount with its unit: "1,024 bytes"."""
         if value is None:
             return "none"
         if isinstance(value, str):
@@ -94,13 +94,16 @@ class Prediction:
         if guess is None:
             return "No prediction was written down: next time, guess first."
         if isinstance(guess, str):
-            return f"Not a number, so nothing to compare: it is {self._told(truth)}."
+            return (
+                "Your prediction is not a number, so it cannot be compared: the answer "
+                f"is {self._text(truth)}."
+            )
         if guess == truth:
             return "Your prediction is exactly right."
         if _close(guess, truth):
             return "Your prediction is close: within 10 %."
         if min(guess, truth) == 0:
-            return f"Not quite: it is {self._told(truth)}."
+            return f"Not quite: it is {self._text(truth)}."
         factor = max(guess / truth, truth / guess)
         way = "high" if guess > truth else "low"
         return f"Your prediction is too {way} by a factor of {_written(factor, 2)}."
@@ -116,7 +119,7 @@ def _is_guess(wrong: Guess, guess: float) -> bool:
 
 
 def _read(text: str, unit: str) -> Fraction | int | str:
-    """Return the number that a text is, with or without its unit; else the text."""
+    """Return the number in a text, with or without its unit; else the text."""
     number = text.strip().removesuffix(unit).strip()
     if re.fullmatch(r"[1-9]\d{0,2}([,_]\d{3})+(\.\d*)?", number):  # thousands
         number = number.replace(",", "").replace("_", "")
@@ -132,7 +135,7 @@ def _amount(name: str, value: Any) -> float | None:
     if value is None:
         return None
     if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
-        value = value.item()  # a number of torch or numpy
+        value = value.item()  # a scalar of torch or numpy
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is {value!r}; write a number, such as 12")
     if not 0 <= value < math.inf:
@@ -146,7 +149,7 @@ def _ratio(value: float | str | None, truth: float) -> str:
 
 
 def _written(value: float, digits: int = 4) -> str:
-    """Write a number: all digits before the point, `digits` significant in all."""
+    """Format a number with `digits` significant digits, and all before the point."""
     if value == int(value) or value >= 10 ** (digits - 1):
         return f"{value:,.0f}"
     return f"{value:.{digits}g}"

@@ -1,4 +1,4 @@
-"""Record how an exercise's check went: in the learner's copy, and nowhere else."""
+"""Record the verdicts on exercises, in the learner's copy and nowhere else."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def note(name: str, status: str) -> str:
     """Record the verdict on an exercise, unless an earlier one was as good.
 
     A record is one line, appended by one write, so kernels that write at the same time
-    lose nothing. Outside of a copy nothing is recorded. An error of the file system
-    never stops the cell. Return, for an exercise that has passed in a copy, how many
-    have passed and which is next; otherwise "".
+    lose nothing. Outside a copy nothing is recorded. An error of the file system never
+    stops the cell. Return, for an exercise that has passed in a copy, a sentence with
+    the number that have passed and the next one; otherwise "".
     """
     with suppress(OSError):  # a full disk, or another user's folder
         if copy := copy_around():
             if better(status, reached(copy).get(name)):
-                # The newline comes first: half a line of a full disk spoils no other.
+                # Newline first: a line cut off by a full disk then ruins no later one.
                 line = f"\n{json.dumps([name, status])}".encode()
                 flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
                 file = os.open(copy / FILE, flags, 0o644)

@@ -1,7 +1,7 @@
-"""Show the package's own source, and what changed from one version to the next.
+"""Show the package's own source, and the difference between two versions.
 
-The package is the truth and the notebook shows it: no definition exists twice. Both
-functions return a Markdown display, so a cell that ends with one shows it.
+Notebooks show the package's code instead of repeating it, so no definition exists
+twice. Both functions return Markdown, which a cell displays if it ends with the call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from IPython.display import Markdown
 
-COLORS = {"+": "rgba(46,160,67,0.25)", "-": "rgba(218,54,51,0.25)"}  # in, and out
+COLORS = {"+": "rgba(46,160,67,0.25)", "-": "rgba(218,54,51,0.25)"}  # added, removed
 
 
 def show_source(*objects: Any, docstring: bool = True, only: str = "") -> Markdown:
@@ -27,11 +27,13 @@ def show_source(*objects: Any, docstring: bool = True, only: str = "") -> Markdo
 
     With `docstring=False`, docstrings are left out. `only` names functions of the last
     object, a class or a module: these are shown, and the whole object is folded below
-    them until the reader opens it. Raises TypeError for what has no Python source, such
-    as `len` or an object that is none of the four.
+    them until the reader opens it. Raises TypeError for an object without Python
+    source, such as `len`, or of another type.
     """
     if not objects:
-        raise TypeError("show_source wants a function, class, method or module to show")
+        raise TypeError(
+            "show_source() got no argument; pass a function, class, method or module"
+        )
     *shown, whole = objects
     shown += [getattr(whole, name) for name in only.split()] or [whole]
     parts: list[str] = []
@@ -50,14 +52,14 @@ def show_source(*objects: Any, docstring: bool = True, only: str = "") -> Markdo
 def show_diff(
     a: Any, b: Any, *, context: int | None = None, docstring: bool = True
 ) -> Markdown:
-    """Show how the source of `b` differs from that of `a`: lines with -, then with +.
+    """Show the difference from the source of `a` to that of `b`: lines with - and +.
 
-    The lines around a change are shown, too: all of them, or `context` many.
+    Unchanged lines are shown, too: all of them, or `context` lines around each change.
     """
     before, after = (source(thing, docstring).splitlines() for thing in (a, b))
     around = max(len(before), len(after)) if context is None else context
     lines = difflib.unified_diff(before, after, n=around, lineterm="")
-    # The first two lines would name files, and "@@ -3,5 +3,7 @@" counts lines.
+    # Drop the two lines with file names, and line numbers such as "@@ -3,5 +3,7 @@".
     body = ["..." if line.startswith("@@") else line for line in list(lines)[2:]]
     if body and context is None:
         del body[0]
@@ -69,7 +71,7 @@ def show_diff(
 
 
 def source(thing: Any, docstring: bool = True) -> str:
-    """Return the source of `thing`, dedented, if wished without docstrings."""
+    """Return the source of `thing`, dedented, with or without docstrings."""
     thing = _plain(thing)
     try:
         text = inspect.getsource(thing)
@@ -80,7 +82,7 @@ def source(thing: Any, docstring: bool = True) -> str:
 
 
 def _plain(thing: Any) -> Any:
-    """Return the function inside a property, a bound method, a decorator's wrapper."""
+    """Return the function in a property, a bound method or a decorator's wrapper."""
     if isinstance(thing, property):
         thing = thing.fget
     if isinstance(thing, functools.partial):
@@ -101,8 +103,8 @@ def _name(thing: Any) -> str:
 
 
 def _file(thing: Any) -> str:
-    """Return where `thing` is defined, seen from the folder its package lies in."""
-    source(thing)  # or a clear error
+    """Return the path of the file that defines `thing`, relative to its package."""
+    source(thing)  # raises a clear error if it has no source
     thing = _plain(thing)
     module = thing if isinstance(thing, ModuleType) else inspect.getmodule(thing)
     if module is None or module.__name__ == "__main__":
@@ -113,7 +115,7 @@ def _file(thing: Any) -> str:
 
 
 def _without_docstrings(text: str) -> str:
-    """Remove every docstring that is not all there is in its function or class."""
+    """Remove all docstrings, unless one is the whole body of a function or class."""
     lines = text.splitlines()
     for node in ast.walk(ast.parse(text)):
         body = getattr(node, "body", None)
@@ -131,24 +133,23 @@ def _has_docstring(node: ast.AST) -> bool:
 
 
 def _colored(lines: list[str]) -> str:
-    """Return a difference in HTML, as JupyterLab colours none; its lines stay lines.
+    """Return a difference as coloured HTML; JupyterLab does not colour diffs.
 
-    The colours are thin, so that text is dark on light in a light theme and light on
-    dark in a dark one.
+    The background colours are transparent, so that they suit light and dark themes.
     """
-    told = []
+    parts = []
     for line in lines:
         text = html.escape(line, quote=False).replace("$", "&#36;")  # no formula
         color = COLORS.get(line[:1])
         style = f'<span style="background-color:{color}">'
-        told.append(f"{style}{text}</span>" if color else text)
+        parts.append(f"{style}{text}</span>" if color else text)
     return (
-        "\n".join(['<pre style="word-break:normal">' + told[0], *told[1:]]) + "</pre>"
+        "\n".join(['<pre style="word-break:normal">' + parts[0], *parts[1:]]) + "</pre>"
     )
 
 
 def _fence(language: str, text: str) -> str:
-    """Put `text` in a code fence that is longer than any fence inside it."""
+    """Enclose `text` in a code fence that is longer than any fence inside it."""
     longest = max((len(run) for run in re.findall("`{3,}", text)), default=2)
     fence = "`" * (longest + 1)
     return f"{fence}{language}\n{text}\n{fence}"

@@ -1,7 +1,7 @@
-"""Interactive views, and the static figure that stands before each of them.
+"""Interactive views, and the static figure before each of them.
 
-Both are built over the same plain function, which takes numbers and returns a drawing:
-nothing can be learned only by moving a slider.
+Both use the same plain function, which takes numbers and returns a drawing. So nothing
+can be learned only by moving a slider.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ CAPTION, GAP = 30, 24
 
 
 def explore(draw: Callable[..., Drawing], **controls: Any) -> interactive:
-    """Return sliders for the arguments of `draw`, above what it draws.
+    """Return sliders for the arguments of `draw`, above its drawing.
 
-    A control is what `ipywidgets.interact` takes: (low, high) makes a slider, a list
-    makes a menu. A slider starts at the argument's default, if it has one; arguments
-    without a control keep theirs.
+    `controls` are as for `ipywidgets.interact`: (low, high) makes a slider, a list
+    makes a menu. A slider starts at the argument's default, if it has one. Arguments
+    without a control keep their defaults.
     """
     from ipywidgets import HTML, interactive
 
@@ -39,11 +39,11 @@ def explore(draw: Callable[..., Drawing], **controls: Any) -> interactive:
     def redraw(**values: Any) -> None:
         try:
             picture.value = draw(**values)._repr_html_()
-        except Exception as error:  # such as: these values do not go together
+        except Exception as error:  # e.g. values that cannot be combined
             picture.value = f"<p>{type(error).__name__}: {html.escape(str(error))}</p>"
 
     redraw.__signature__ = _signature(draw, controls)
-    # Without an Output widget and its clear_output, which are no good under nbval.
+    # An Output widget and its clear_output would not work under nbval.
     view = interactive(redraw, clear_output=False, **controls)
     for control in view.children[:-1]:
         control.style.description_width = "initial"  # names are not cut off
@@ -54,7 +54,7 @@ def explore(draw: Callable[..., Drawing], **controls: Any) -> interactive:
 def gallery(
     draw: Callable[..., Drawing], settings: Sequence[Mapping[str, Any]]
 ) -> Drawing:
-    """Draw `draw(**setting)` for every setting, side by side, as one drawing."""
+    """Return one drawing with `draw(**setting)` for every setting, side by side."""
     if not settings:
         raise ValueError("a gallery needs at least one setting to draw")
     drawings = [draw(**setting) for setting in settings]
@@ -74,7 +74,7 @@ def gallery(
 
 
 def _side_by_side(drawings: Sequence[Drawing]) -> list[tuple[float, float]]:
-    """Return where each drawing goes, in rows that are not too wide."""
+    """Return the place (x, y) of each drawing, in rows of limited width."""
     places: list[tuple[float, float]] = []
     x, y, tallest = 0.0, float(CAPTION), 0.0
     for drawing in drawings:
@@ -86,9 +86,11 @@ def _side_by_side(drawings: Sequence[Drawing]) -> list[tuple[float, float]]:
 
 
 def _signature(draw: Callable, names: Mapping[str, Any]) -> inspect.Signature:
-    """Return what ipywidgets shall see: the arguments that have a control."""
+    """Return a signature with only the arguments that have a control."""
     known = inspect.signature(draw).parameters
     if unknown := [name for name in names if name not in known]:
-        raise TypeError(f"{draw.__name__} has no argument {unknown[0]!r}")
+        raise TypeError(
+            f"{draw.__name__} has no argument {unknown[0]!r}; it has {', '.join(known)}"
+        )
     kind = inspect.Parameter.KEYWORD_ONLY
     return inspect.Signature([known[name].replace(kind=kind) for name in names])

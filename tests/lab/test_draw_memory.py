@@ -168,9 +168,9 @@ test_what_cannot_be_drawn = refused(
     (lambda: ledgers({}), "no ledgers"),
     (lambda: ledgers({"a": ledger()}), "a ledger of 'a' is empty"),
     (lambda: ledgers({"a": []}), "a ledger of 'a' is empty"),
-    (lambda: ledgers({"a": ledger(1)}, {"b": 1}), "theory is of 'b'"),
+    (lambda: ledgers({"a": ledger(1)}, {"b": 1}), "theory has the name 'b'"),
     (lambda: ledgers({"a": [ledger(1)]}, {"a": [1, 2]}), "of 1 ranks, .* of 2"),
     (lambda: memory_against_communication([]), "beside is 'DDP'"),
-    (lambda: memory_against_communication(STAGE_ROWS * 2), "may be there once"),
+    (lambda: memory_against_communication(STAGE_ROWS * 2), "each may occur once"),
     (lambda: memory_against_communication([("DDP", 0, 1)]), "of 'DDP' is 0.0; it must"),
 )

@@ -84,7 +84,7 @@ def test_what_is_no_coordinate(value):
 
 @pytest.mark.parametrize("size", [(0, 10), (10, -1), (math.nan, 10), (math.inf, 10)])
 def test_a_drawing_has_a_size(size):
-    with pytest.raises(ValueError, match="pixels cannot be"):
+    with pytest.raises(ValueError, match="both must be above 0"):
         Drawing(*size, title="t")
 
 

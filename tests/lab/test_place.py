@@ -37,7 +37,7 @@ def test_elsewhere_it_says_what_and_where_it_is(tmp_path, monkeypatch, there, lo
 def test_where_no_course_is_known_it_says_how_to_get_one(tmp_path, monkeypatch):
     monkeypatch.setattr(place.learners_copy, "course", lambda: None)
     assert place.missing(tmp_path).endswith(
-        "are not here. `ddp-course lab` opens a copy of the course that has all of it."
+        "are not here. `ddp-course lab` opens a complete copy of the course."
     )
 
 

@@ -140,7 +140,10 @@ def test_text_is_taken_for_what_it_is(text, says):
     rows, sentence = table(p.compare(measured=8, theory=8))
     if says.startswith("“"):
         assert rows[1][2] == ""
-        assert sentence == "Not a number, so nothing to compare: it is 8 bytes."
+        assert sentence == (
+            "Your prediction is not a number, so it cannot be compared: the answer is "
+            "8 bytes."
+        )
     else:
         assert "Your prediction is" in sentence
 

@@ -81,7 +81,7 @@ def test_nothing_is_noted_in_a_clone(tmp_path, monkeypatch, capsys):
     assert list(tmp_path.iterdir()) == []
     assert check_swap(lambda x: x).message == "Verified: one number."
     assert main(["progress"]) == 1
-    assert "`ddp-course lab` makes it" in capsys.readouterr().err
+    assert "create one with `ddp-course lab`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("append", [os.O_APPEND, 0])
@@ -144,7 +144,7 @@ def test_a_class_is_counted_without_names(copy, tmp_path, capsys):
     assert row == ["swap", "1", "1", "1", "0"]
     (row,) = (line.split() for line in lines if line.startswith("  my_slice "))
     assert row == ["my_slice", "0", "0", "0", "3"]
-    assert "anna.json is no report" in lines
+    assert "anna.json: not a report" in lines
 
 
 def test_no_report_replaces_another(copy, tmp_path, capsys):
@@ -153,14 +153,14 @@ def test_no_report_replaces_another(copy, tmp_path, capsys):
     missing, file = tmp_path / "monday", tmp_path / "monday.json"
     for typed in (f"{missing}", f"{missing}/"):
         assert main(["progress", "--report", typed]) == 1
-        assert f"makes it: mkdir -m 1733 {missing}" in capsys.readouterr().err
+        assert f"creates it with: mkdir -m 1733 {missing}" in capsys.readouterr().err
     assert not missing.exists()
     assert main(["progress", "--report", str(file)]) == 0
     first = file.read_text()
     assert file.stat().st_mode & 0o777 == 0o644
     check_swap(lambda x: 2)
     assert main(["progress", "--report", str(file)]) == 1
-    assert "a report replaces no other" in capsys.readouterr().err
+    assert "reports are never overwritten" in capsys.readouterr().err
     assert file.read_text() == first
     missing.write_text("a file")
     assert main(["progress", "--report", str(missing)]) == 1

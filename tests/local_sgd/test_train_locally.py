@@ -108,8 +108,8 @@ test_what_cannot_be_is_one_line_before_anything_starts = answered(
     ("--zero 1 --local-steps 2", "whole models and send no gradients: take data"),
     ("--tp 2 --local-steps 2", "take data_parallel 'ddp' along dp alone, with"),
     ("--compress int8 --local-steps 2", "with zero 0 and without compress"),
-    ("--outer nesterov", "an outer optimizer is of no use without local_steps"),
-    ("--local-steps 2 --outer-lr 1", "outer_lr is of no use without outer 'nest"),
+    ("--outer nesterov", "outer has no effect without local_steps"),
+    ("--local-steps 2 --outer-lr 1", "outer_lr has no effect without outer 'nest"),
     given=["nothing_starts"],
 )
 test_no_steps_alone_are_no_option = answered(

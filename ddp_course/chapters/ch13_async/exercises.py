@@ -200,7 +200,7 @@ SERVER = MESSAGES | {
     "answered": "got {got} after push {turn}; expected {right}: the weights after its "
     "own gradient was used.",
     "sends_whole": "sent messages to the ranks {to}; expected one answer to each push.",
-    "waited": "never waits for what it began: `{begun}`.",
+    "waited": "never waits for a message that it started: `{begun}`.",
 }
 
 

@@ -5,7 +5,7 @@ Read the modules in this order:
     drawing     a small SVG writer
     grid, steps pictures of a plan: every rank's buffer, and the messages of each step
     lanes, timeline
-                blocks on an axis of time; the recorded events of each rank
+                blocks on a time axis; the recorded events of each rank
     schedule_view, pipeline_timeline
                 a simulated schedule; simulated and recorded pipelines on one axis
     kinds, memory, ledgers

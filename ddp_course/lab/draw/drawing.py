@@ -1,8 +1,7 @@
-"""A small SVG writer: the course's schematic figures are drawn with these few words.
+"""A small SVG writer for the course's schematic figures.
 
-The same calls give the same bytes on every machine, so notebooks and `images/` can be
-compared byte by byte. Nothing in a drawing has an id, so any number of drawings can
-stand in one page.
+The same calls write the same bytes on every machine, so notebooks and `images/` can be
+compared byte by byte. No element has an id, so one page can hold several drawings.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from xml.sax.saxutils import escape, quoteattr
 from ddp_course.lab.palette import INK, darker, text_color
 
 LINE = 1.35  # distance of two lines of text, in font sizes
-ROOM = 720  # pixels: in a narrow window, what is wider has letters too small to read
-PLAIN = ' \n"(),:;<=>/'  # what stays as it is in an address made of an SVG
+ROOM = 720  # pixels; a narrow window shrinks wider drawings until text is illegible
+PLAIN = ' \n"(),:;<=>/'  # characters that a data URL of an SVG need not escape
 Point = tuple[float, float]
 Box = tuple[float, float, float, float]  # x and y of the top left corner, width, height
 
@@ -28,15 +27,17 @@ class Drawing:
     """A picture of `width` x `height` pixels on white, (0, 0) at the top left.
 
     `title` says in a few words what it shows and `description` says it in full: both
-    are for readers who cannot see it. A notebook shows a drawing that is a cell's last
-    value. The `look` of rectangles, lines and curves is that of `_look`.
+    are for readers who cannot see it. A notebook displays a drawing that is a cell's
+    last value. The keywords `look` of rectangles, lines and curves go to `_look`.
     """
 
     def __init__(
         self, width: float, height: float, *, title: str, description: str = ""
     ) -> None:
         if not (0 < width < math.inf and 0 < height < math.inf):
-            raise ValueError(f"a drawing of {width} x {height} pixels cannot be")
+            raise ValueError(
+                f"a drawing has {width} x {height} pixels; both must be above 0"
+            )
         if not title:
             raise ValueError("a drawing needs a title, for readers who cannot see it")
         self.width, self.height = width, height
@@ -82,7 +83,10 @@ class Drawing:
         head = 4 + 2.5 * stroke_width
         long = math.dist(start, end)
         if long < head * (2 if both else 1):
-            raise ValueError(f"an arrow from {start} to {end} is shorter than its head")
+            raise ValueError(
+                f"an arrow from {start} to {end} is shorter than its head; it must be "
+                f"{head:g} pixels or longer for each head"
+            )
         ux, uy = (end[0] - start[0]) / long, (end[1] - start[1]) / long
         tips = [(end, 1), (start, -1)] if both else [(end, 1)]
         inner = {1: end, -1: start}
@@ -127,7 +131,7 @@ class Drawing:
         edge, ink = darker(fill), text_color(fill)
         self.rect(x, y, width, height, fill=fill, stroke=edge, radius=radius)
         sizes = [size] + [small] * (len(lines) - 1)
-        # A capital letter is 0.72 font sizes high: so much is centred in the block.
+        # Centre the capital letters, which are 0.72 font sizes high.
         high = 0.72 * size + LINE * sum(sizes[1:])
         baseline = y + (height - high) / 2 + 0.72 * size
         for i, (line, points) in enumerate(zip(lines, sizes, strict=True)):
@@ -183,10 +187,10 @@ class Drawing:
 
 
 def picture(data: str, words: str) -> str:
-    """Return HTML that shows a picture, told in `words` to those who do not see it.
+    """Return HTML that shows a picture, with `words` as its alternative text.
 
-    `data` follows "data:" in its address. It is as wide as it was drawn, or as there is
-    room. JupyterLab gives no words to pictures that are shown otherwise.
+    `data` follows "data:" in the image's URL. The picture is at most as wide as the
+    page. (JupyterLab adds no alternative text to pictures that it displays itself.)
     """
     return (
         f'<img alt={quoteattr(words)} style="max-width:100%;height:auto" '
@@ -195,9 +199,9 @@ def picture(data: str, words: str) -> str:
 
 
 def number(value: float) -> str:
-    """Write `value` with at most two decimals, the same way everywhere."""
+    """Format `value` with at most two decimals, the same on every machine."""
     if not math.isfinite(value):
-        raise ValueError(f"a coordinate is {value}")
+        raise ValueError(f"a coordinate is {value}; it must be finite")
     text = f"{value:.2f}".rstrip("0").rstrip(".")
     return "0" if text in ("-0", "") else text
 
@@ -209,7 +213,7 @@ def _look(
     radius: float = 0,
     dashed: bool | str = False,
 ) -> dict[str, float | str | None]:
-    """Return the attributes of a look; `dashed` may be lengths, as in "3 3"."""
+    """Return SVG attributes; `dashed` may be lengths of dash and gap, as in "3 3"."""
     return {
         "rx": radius or None,
         "fill": fill,

@@ -1,11 +1,11 @@
-"""A plan's pictures: every rank's buffer, whose numbers are in it, and what travels.
+"""Pictures of a plan: every rank's buffer, the origin of its numbers, and messages.
 
-A chunk that holds one rank's numbers is a block in that rank's colour. A chunk in which
-numbers of several ranks are added up is a stack of such blocks: beside each other are
-different places of the buffer, above each other is a sum.
+A chunk that holds one rank's numbers is a block in that rank's colour. A chunk that
+holds a sum of several ranks' numbers is a stack of such blocks: blocks next to each
+other are different places in the buffer, blocks above each other are a sum.
 
-One row for each rank, rank 0 on top; in a `Grid`, a column is a chunk. An `Exchange` is
-for an all_to_all. `layout` knows which suits a plan.
+Each rank has a row, rank 0 on top. In a `Grid`, a column is a chunk. An `Exchange` is
+for an all_to_all. `layout` chooses one of the two for a plan.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from ddp_course.lab.draw.drawing import Drawing
 from ddp_course.lab.palette import MUTED, PANEL_EDGE, rank_color
 
 MOST_RANKS, MOST_CHUNKS = 8, 64
-LAYER, INSET = 13, 2  # height of a block in a stack, and the white around the stack
-HALO = 4  # the hatched frame of what travels
-HEADER = 26  # above the cells: their numbers
+LAYER, INSET = 13, 2  # height of a block in a stack, and the margin around the stack
+HALO = 4  # width of the hatched frame around a message's chunks
+HEADER = 26  # height of the chunks' numbers above the cells
 GAP, ROW_GAP = 10, 24
-LANE, HEAD = 8, 9  # distance of lines beside each other, length of an arrow's head
-WIDEST = 800  # more chunks than fit stand in several lines
+LANE, HEAD = 8, 9  # distance of parallel arrows, length of an arrow's head
+WIDEST = 800  # pixels; more chunks than fit are drawn in several lines
 ARROW = 1.2
 LABEL_W = 36  # a chunk with a label such as "0→1"
 
 
 @dataclass(frozen=True)
 class Look:
-    """How large the chunks of a plan are drawn, and how many blocks one has room for.
+    """The size of a plan's chunks in a drawing, and the number of blocks in each.
 
     Attributes:
         width, height: of a chunk, in pixels.
-        across, down: how many blocks stand beside and above each other in a stack.
+        across, down: how many blocks a stack has next to and above each other.
     """
 
     width: float
@@ -46,12 +46,12 @@ class Look:
 
     @property
     def adds(self) -> bool:
-        """Whether the numbers of several ranks may come together in a chunk."""
+        """Whether a chunk may hold a sum of several ranks' numbers."""
         return self.across * self.down > 1
 
 
 def look_of(plan: Plan, buffer_width: float, least_height: float = 24) -> Look:
-    """Choose the size of a chunk, so that a whole buffer is about `buffer_width` wide.
+    """Return the size of chunks with which a buffer is about `buffer_width` wide.
 
     Raises ValueError for a plan that has more ranks or chunks than can be drawn.
     """
@@ -74,16 +74,16 @@ def look_of(plan: Plan, buffer_width: float, least_height: float = 24) -> Look:
 
 
 def whole_buffer(plan: Plan) -> int:
-    """Return how many chunks the whole buffer has, which the bytes are compared to.
+    """Return the number of chunks in one rank's buffer: the unit S of sent bytes.
 
-    It is what a rank has at the start or at the end, whichever is more: in an
-    all_to_all of n ranks there are n * n chunks, of which each rank has n.
+    It is the number that a rank has at the start or at the end, whichever is more. In
+    an all_to_all of n ranks, each rank has n of the n * n chunks.
     """
     return max(1, *map(len, plan.start), *map(len, plan.end))
 
 
 def complete(plan: Plan, chunk: int) -> Contributions:
-    """Return the ranks whose numbers belong into a chunk, sorted."""
+    """Return the ranks that contribute to a complete chunk, sorted."""
     return tuple(rank for rank, has in enumerate(plan.start) if chunk in has)
 
 
@@ -99,7 +99,7 @@ def draw_cell(
 ) -> None:
     """Draw a chunk that holds the numbers of the ranks `has`, framed if `whole`.
 
-    A chunk with one rank's numbers may bear a `label` in place of the rank's number.
+    A chunk with one rank's numbers may show a `label` in place of the rank's number.
     """
     w, h = look.width, look.height
     d.rect(x, y, w, h, fill="#FFFFFF", stroke=PANEL_EDGE)
@@ -120,14 +120,14 @@ def draw_cell(
 
 
 def draw_halo(d: Drawing, x: float, y: float, width: float, height: float) -> None:
-    """Hatch a frame around something that travels; draw it before the thing itself."""
+    """Hatch a frame around a message's chunks; draw it before the chunks."""
     x, y, width, height = x - HALO, y - HALO, width + 2 * HALO, height + 2 * HALO
     d.hatch(x, y, width, height)
     d.rect(x, y, width, height)
 
 
 class Buffers:
-    """The buffers of all ranks: the same places in every step, so that nothing jumps.
+    """The buffers of all ranks, at the same places in the picture of every step.
 
     `states` are those of `simulate`, `width` and `height` the size in pixels.
     """
@@ -146,7 +146,7 @@ class Buffers:
 
 @dataclass(frozen=True)
 class Piece:
-    """Chunks that travel together: columns `first` to `last` of a line of a row."""
+    """The chunks of one arrow: columns `first` to `last` in a line of a rank's row."""
 
     src: int
     dst: int
@@ -156,26 +156,27 @@ class Piece:
 
     @property
     def down(self) -> int:
-        """1 if it travels down, -1 if up."""
+        """1 if the arrow points down, -1 if up."""
         return 1 if self.src < self.dst else -1
 
     @property
     def gutter(self) -> tuple[int, int]:
-        """Beside which column it passes other rows: down on the right, up on the left.
+        """The gutter in which its arrow passes other rows, and `down`.
 
-        Gutter g is on the left of column g; the second number is `down`.
+        Gutter g is to the left of column g. Arrows down pass on the right of their
+        chunks, arrows up on the left.
         """
         return (self.last + 1 if self.down == 1 else self.first), self.down
 
     def meets(self, other: Piece) -> bool:
-        """Return whether the two would pass the same rows in the same gutter."""
+        """Return whether the two arrows pass the same rows in the same gutter."""
         ranks = [sorted((p.src, p.dst)) for p in (self, other)]
         (a, b), (c, d) = ranks
         return self.gutter == other.gutter and max(a, c) <= min(b, d)
 
 
 class Grid(Buffers):
-    """A column for each chunk that ever holds something."""
+    """The buffers of all ranks with a column for each chunk that is ever filled."""
 
     def __init__(self, plan: Plan, buffer_width: float) -> None:
         states, look = simulate(plan), look_of(plan, buffer_width)
@@ -197,7 +198,7 @@ class Grid(Buffers):
         super().__init__(plan, look, width, high)
 
     def draw(self, d: Drawing, state: State, step: int) -> None:
-        """Draw `state`, and the transfers that led to it if it is the `step`-th."""
+        """Draw `state` and the transfers of its `step`; step 0 has none."""
         if len(self.chunks) > 1:
             for x, chunk in zip(self.x, self.chunks, strict=False):
                 middle = x + self.look.width / 2
@@ -219,7 +220,7 @@ class Grid(Buffers):
                 self._straight_arrow(d, piece, self.pieces[step - 1])
 
     def _pieces(self, t: Transfer) -> Iterator[Piece]:
-        """Yield what travels in a transfer, line by line."""
+        """Yield the pieces of a transfer, one for each line."""
         cells = [
             divmod(i, self.columns)
             for i, chunk in enumerate(self.chunks)
@@ -233,7 +234,7 @@ class Grid(Buffers):
         return abs(piece.src - piece.dst) > 1 or self.lines > 1
 
     def _across(self, cell: float) -> tuple[list[float], float]:
-        """Return where the columns are, and the width of it all."""
+        """Return the x of each column, and the width of the whole grid."""
         places, x = [], 0.0
         for column in range(self.columns):
             x += self._room(column)
@@ -242,8 +243,8 @@ class Grid(Buffers):
         return places, x + self._room(self.columns)
 
     def _room(self, column: int) -> float:
-        """Return how much room the lanes on the left of `column` need."""
-        last: dict[int, int] = {}  # the outermost lane of those that go down, and up
+        """Return the width that the arrows to the left of `column` need."""
+        last: dict[int, int] = {}  # {direction: the outermost lane of its arrows}
         for piece, lane in (pair for step in self.lanes for pair in step.items()):
             if piece.gutter == (column, piece.down):
                 last[piece.down] = max(lane, last.get(piece.down, 0))
@@ -268,7 +269,7 @@ class Grid(Buffers):
             d.rect(left, y, gap, high, fill="#FFFFFF", stroke="none")
 
     def _straight_arrow(self, d: Drawing, piece: Piece, others: list[Piece]) -> None:
-        """Draw the way to the next row; two opposite ones stand beside each other."""
+        """Draw an arrow to the next row; two opposite ones are drawn side by side."""
         x, y, width = self._span(piece, piece.src)
         back = any(
             (p.src, p.dst) == (piece.dst, piece.src)
@@ -281,7 +282,7 @@ class Grid(Buffers):
         d.arrow((x, y), (x, end), stroke_width=ARROW)
 
     def _bent_arrow(self, d: Drawing, piece: Piece, lane: int) -> None:
-        """Draw the way past other rows, beside the column."""
+        """Draw an arrow past other rows, beside the column."""
         x, y, width = self._span(piece, piece.src)
         edge = x + width + HALO if piece.down == 1 else x - HALO
         beside = edge + piece.down * (HEAD + lane * LANE)
@@ -294,7 +295,7 @@ class Grid(Buffers):
 
 
 def _lanes(pieces: Iterator[Piece]) -> dict[Piece, int]:
-    """Lay pieces on lanes, the shortest nearest to the cells, so that none collide."""
+    """Return a lane for each piece, so that no arrows overlap; short ones inside."""
     lanes: dict[Piece, int] = {}
     for p in sorted(pieces, key=lambda p: (abs(p.src - p.dst), p.src, p.line)):
         taken = {lane for q, lane in lanes.items() if p.meets(q)}
@@ -303,12 +304,12 @@ def _lanes(pieces: Iterator[Piece]) -> dict[Piece, int]:
 
 
 class Exchange(Buffers):
-    """On the left what each rank starts with, on the right what it gets.
+    """The chunks with which each rank starts, on the left, and ends, on the right.
 
-    For plans in which no rank ever has all chunks: each row shows only its own ones.
+    For plans in which no rank ever has all chunks: each row shows only the rank's own.
     """
 
-    BETWEEN = 92  # room for arrows
+    BETWEEN = 92  # pixels for the arrows
 
     def __init__(self, plan: Plan, buffer_width: float) -> None:
         ranks, states = range(plan.world_size), simulate(plan)
@@ -327,17 +328,17 @@ class Exchange(Buffers):
         self.labels = labels(plan)
 
     def draw(self, d: Drawing, state: State, step: int) -> None:
-        """Draw `state`, and the transfers that led to it if it is the `step`-th."""
+        """Draw `state` and the transfers of its `step`; step 0 has none."""
         self._heading(d, 0, "starts with")
         self._heading(d, self.right, "gets")
         moved = [t for t in self.plan.transfers if t.step == step - 1]
         for rank in range(self.plan.world_size):
             sent = {c for t in moved if t.src == rank for c in range(t.first, t.last)}
             got = {c for t in moved if t.dst == rank for c in range(t.first, t.last)}
-            own, there = self.before[rank], self.after[rank]
+            own, others = self.before[rank], self.after[rank]
             cells = [(i * self.pitch, c, c in sent) for i, c in enumerate(own)]
             cells += [(self.right + i * self.pitch, c, c in got)
-                      for i, c in enumerate(there)]  # fmt: skip
+                      for i, c in enumerate(others)]  # fmt: skip
             for x, chunk, travels in cells:
                 if travels:
                     draw_halo(d, x, self.top(rank), self.look.width, self.look.height)
@@ -363,15 +364,15 @@ def layout(plan: Plan, buffer_width: float = 160) -> Buffers:
 
 
 def shares_columns(plan: Plan) -> bool:
-    """Return whether some rank has all chunks that there are, first or last."""
+    """Return whether some rank has all chunks, at the start or at the end."""
     everything = frozenset().union(*plan.start, *plan.end)
     return any(has == everything for has in (*plan.start, *plan.end))
 
 
 def labels(plan: Plan) -> list[str]:
-    """Return a name for each chunk: "0→1" if it is on its way from rank 0 to rank 1.
+    """Return a label for each chunk: "0→1" if rank 0 has it first, and rank 1 last.
 
-    Where every chunk is of use to several ranks, or columns are shared, there is none.
+    It is "" for a chunk of several ranks, and in plans whose columns are shared.
     """
     names = []
     for chunk in range(plan.chunks):

@@ -1,9 +1,8 @@
-"""How kinds of memory are drawn: in greys and patterns, since colours are for ranks.
+"""The looks of kinds of memory: greys and patterns, since colours stand for ranks.
 
-What is kept for long is solid, the darker the nearer to the model itself: parameters,
-gradients, optimizer states. Activations are dotted. Hatching is communication in all
-figures of the course, so communication buffers are hatched. And wherever there is room,
-the name is written into the block.
+Parameters, gradients and optimizer states are solid, from dark to light. Activations
+are dotted. Communication buffers are hatched, as communication is in all figures of the
+course. Where there is room, the name is written into the block.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ DOTS = 6  # pixels between two dots, as between two lines of `Drawing.hatch`
 
 @dataclass(frozen=True)
 class KindLook:
-    """How a kind of memory is drawn: its fill, and "dots", "lines" or "" upon it."""
+    """The look of a kind of memory: its fill, and a pattern "dots", "lines" or ""."""
 
     fill: str
     pattern: str = ""
@@ -33,7 +32,7 @@ class KindLook:
 
     @property
     def bar(self) -> dict[str, Any]:
-        """The same for matplotlib's bars and areas."""
+        """The look as arguments of matplotlib's bars and areas."""
         hatch = {"dots": "..", "lines": "////", "": None}[self.pattern]
         return {"facecolor": self.fill, "edgecolor": self.edge, "hatch": hatch}
 
@@ -92,7 +91,7 @@ def room(text: str, size: float = 11, bold: bool = False) -> float:
 
 
 def counted(count: int, noun: str) -> str:
-    """Write how many there are: "1 step", "2 steps"."""
+    """Return a number with its noun: "1 step", "2 steps"."""
     return f"{count} {noun}" + ("" if count == 1 else "s")
 
 

@@ -1,9 +1,8 @@
-"""Blocks on an axis of time, lane below lane: how every timeline is drawn.
+"""Lanes of blocks over a time axis: the drawing behind every timeline.
 
 Computing has its rank's colour: forward is solid, backward lighter, and the weights'
-gradients, where they are computed apart, are lightest and dotted. What is sent is
-hatched, and waiting is a dashed outline. Words for those who do not see the picture
-are made of the same blocks.
+gradients, if computed separately, are lightest and dotted. Communication is hatched,
+and waiting is a dashed outline. The alternative text lists the same blocks.
 """
 
 from __future__ import annotations
@@ -28,18 +27,21 @@ from ddp_course.lab.palette import (
 MARGIN, PLOT_W = 16, 600
 NAME_W, BLOCK, LOWER, LANE_GAP, RUN_GAP = 66, 22, 6, 6, 18
 ROW = 18  # pixels of a line of words
-PALER = {"F": 0.0, "B": 0.5, "I": 0.7, "W": 0.86}  # how much white is mixed in
-SAMPLE = "#8F97A2"  # of a legend: a grey, since colours are for ranks
-MOST_WORDS = 40  # of a lane, in words
+PALER = {"F": 0.0, "B": 0.5, "I": 0.7, "W": 0.86}  # the share of white mixed in
+SAMPLE = "#8F97A2"  # the legend's grey, since colours stand for ranks
+MOST_WORDS = 40  # in the alternative text of a lane
 
 
 @dataclass(frozen=True)
 class Block:
-    """What happened from `start` to `end`.
+    """A block of a timeline: one piece of work from `start` to `end`.
 
-    `look` is one of `PALER`, "sent" or "waits". Of `names`, from long to short, the
-    first is written for which there is room; `alt` is its name in words, by default the
-    first. A block may hang `lower` than its lane.
+    Attributes:
+        start, end: in the unit of the axis.
+        look: one of `PALER`, "sent" or "waits".
+        names: from long to short; the first that fits is written into the block.
+        alt: its name in the alternative text; by default the longest of `names`.
+        lower: by how many steps the block is drawn below its lane.
     """
 
     start: float
@@ -52,18 +54,18 @@ class Block:
 
 @dataclass(frozen=True)
 class Lane:
-    """Blocks of a rank, in order. A `boxed` name has its rank's colour."""
+    """A rank's blocks, in order. A `boxed` name has the rank's colour."""
 
     name: str
     rank: int
     blocks: Sequence[Block]
-    note: str = ""  # below it
+    note: str = ""  # written below the lane
     boxed: bool = True
 
 
 @dataclass(frozen=True)
 class Run:
-    """Lanes that are drawn below each other, under a title, and what is told of it."""
+    """Lanes drawn below each other, with a title; `says` is a remark behind it."""
 
     lanes: Sequence[Lane]
     title: str = ""
@@ -100,9 +102,9 @@ def draw_runs(
 ) -> Drawing:
     """Draw runs below each other on one axis, from 0 to `long`.
 
-    `label` is the axis', with the unit of the blocks' times. `legend` maps looks to
-    words; those that occur are shown. `says` stands below the title, `foot` at the
-    end. `head` is (height, function), for what is drawn above the runs.
+    `label` names the axis and the unit of the blocks' times. `legend` maps looks to
+    words; only looks that occur are shown. `says` is written below the title, `foot`
+    at the bottom. `head` is (height, function): the function draws above the runs.
     """
     lanes = [lane for run in runs for lane in run.lanes]
     left, scale = MARGIN + name_w, PLOT_W / long
@@ -152,8 +154,8 @@ def draw_runs(
 
 
 def in_words(run: Run) -> str:
-    """Say what the lanes of a run show: their blocks in order, and their notes."""
-    told = []
+    """Return the alternative text of a run: its lanes' blocks in order, and notes."""
+    texts = []
     for lane in run.lanes:
         names = [block.alt or (*block.names, block.look)[0] for block in lane.blocks]
         words = []
@@ -163,15 +165,15 @@ def in_words(run: Run) -> str:
         more = len(words) - MOST_WORDS
         words[MOST_WORDS:] = [f"and {more} more"] if more > 0 else []
         note = f" ({lane.note})" if lane.note else ""
-        told.append(f"{lane.name}: {' '.join(words)}{note}")
+        texts.append(f"{lane.name}: {' '.join(words)}{note}")
     head = ": ".join(filter(None, [run.title, run.says]))
-    return f"{head}. {'; '.join(told)}." if head else f"{'; '.join(told)}."
+    return f"{head}. {'; '.join(texts)}." if head else f"{'; '.join(texts)}."
 
 
 def _draw_lane(
     d: Drawing, lane: Lane, high: float, name_w: float, scale: float
 ) -> None:
-    """Draw a lane; (0, 0) is left of its name."""
+    """Draw a lane; its name begins at (0, 0)."""
     name = (high - BLOCK) / 2
     if lane.boxed:
         color = rank_color(lane.rank)
@@ -187,10 +189,10 @@ def _draw_lane(
 
 
 def _visible(blocks: Iterable[Block], scale: float) -> list[tuple[float, float, Block]]:
-    """Return the pixels of the blocks that lie in the window.
+    """Return (left, right, block) in pixels for each block within the plot.
 
-    Every block is at least a pixel wide; several short ones of a look in the same pixel
-    are one.
+    Every block is at least a pixel wide; short blocks of the same look in one pixel are
+    merged.
     """
     found: list[tuple[float, float, Block]] = []
     for block in blocks:
@@ -210,14 +212,14 @@ def _visible(blocks: Iterable[Block], scale: float) -> list[tuple[float, float, 
 def draw_block(
     d: Drawing, box: Box, look: str, color: str, names: Iterable[str] = ()
 ) -> None:
-    """Draw a block, and the first of `names` for which there is room."""
+    """Draw a block, and the first of `names` that fits into it."""
     x, y, wide, tall = box
     spare, fill, ink = 0, "#FFFFFF", ""
     if look == "waits":
         spare, fill, ink = 8, PANEL, MUTED
         d.rect(*box, fill=fill, stroke=PANEL_EDGE, dashed=True)
     elif look == "sent":
-        spare = 8  # must stay hatched
+        spare = 8  # pixels that must show the hatching
         d.rect(*box, fill=fill, stroke=darker(color, 0.3))
         if wide >= 3:
             d.hatch(*box, stroke=darker(color, 0.3))
@@ -230,7 +232,7 @@ def draw_block(
         half = room_for(name) / 2
         if 2 * half + spare <= wide:
             middle, base = x + wide / 2, y + tall / 2 + 4
-            if look in ("W", "sent"):  # on a pattern, words get a clear ground
+            if look in ("W", "sent"):  # clear the pattern behind the name
                 d.rect(middle - half, base - 10, 2 * half, 12, fill=fill, stroke="none")
             ink, bold = ink or text_color(fill), look != "waits"
             d.text(middle, base, name, size=11, bold=bold, fill=ink)
@@ -238,14 +240,14 @@ def draw_block(
 
 
 def room_for(name: str) -> float:
-    """Return the pixels of a block's name, in which a W is wider than most."""
+    """Return the width of a block's name in pixels; a W is wider than most letters."""
     return room(name, 11, True) + 4 * name.count("W")
 
 
 def _samples(
     lanes: Sequence[Lane], legend: Mapping[str, str], wide: float
 ) -> list[list[tuple[str, str]]]:
-    """Return the looks that occur, and their words, in rows of at most `wide`."""
+    """Return (look, words) for each look that occurs, in rows of at most `wide`."""
     blocks = [block for lane in lanes for block in lane.blocks]
     seen = {block.look for block in blocks}
     samples = [(look, words) for look, words in legend.items() if look in seen]
@@ -263,7 +265,7 @@ def _samples(
 def draw_axis(
     d: Drawing, x: float, y: float, wide: float, long: float, label: str
 ) -> None:
-    """Draw an axis of time from 0 to `long`, with about ten round numbers."""
+    """Draw a time axis from 0 to `long`, with about ten round numbers."""
     power = 10 ** math.floor(math.log10(long / 10))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= long / 10)
     d.line((x, y), (x + wide, y))

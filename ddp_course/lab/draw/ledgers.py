@@ -1,4 +1,4 @@
-"""Ledgers side by side, and what stages store against what they send."""
+"""Figures of memory: ledgers side by side, and stored bytes against sent bytes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 def ledgers(
     measured: Mapping[str, Any], theory: Mapping[str, Any] | None = None
 ) -> Drawn:
-    """Draw ledgers side by side, kinds upon each other, and theory as marks.
+    """Draw ledgers as stacked bars side by side, and theory as marks.
 
     `measured` maps a name such as "ZeRO-1" to a `measure.Ledger`, or to one for each
-    rank. `theory` maps some of the names to bytes by kind, or to a number of bytes in
-    all; for each rank or once for all. Raises ValueError for an empty ledger, unknown
-    kinds and names, and numbers of ranks that differ. Chapters 06 and 07.
+    rank. `theory` maps some of the names to bytes by kind, or to their sum; for each
+    rank, or once for all ranks. Raises ValueError for an empty ledger, unknown kinds
+    and names, and numbers of ranks that differ. Chapters 06 and 07.
     """
     bars = {name: _per_rank(has) for name, has in measured.items()}
     marks = {
@@ -36,7 +36,7 @@ def ledgers(
     kinds = [kind for kind in STACK if kind in kinds]
     every = [total_of(ledger) for group in bars.values() for ledger in group]
     unit, size = unit_of(max(every))
-    wide = len(every) == len(bars)  # one for each name: room for numbers
+    wide = len(every) == len(bars)  # one bar per name, wide enough for numbers
     width, each = (0.7, 1.35) if wide else (0.86, 0.44)
     shape = (max(6.0, 3.2 + each * (len(every) + len(bars) * (not wide))), 4)
     figure, axes = canvas(shape)
@@ -61,23 +61,23 @@ def ledgers(
     words = [f"Memory of each rank by kind, in {unit}."]
     for name, group in bars.items():
         says = [total_of(s) if hasattr(s, "keys") else s for s in marks.get(name, ())]
-        told = ", ".join(f"{nbytes / size:.3g}" for nbytes in says)
-        told = f" (theory: {told})" if told else ""
-        words.append(f"{name}: {_in_words(group, kinds, size)}{told}.")
+        marked = ", ".join(f"{nbytes / size:.3g}" for nbytes in says)
+        marked = f" (theory: {marked})" if marked else ""
+        words.append(f"{name}: {_in_words(group, kinds, size)}{marked}.")
     return figure, " ".join(words)
 
 
 def _in_words(group: Sequence[Any], kinds: Sequence[str], size: float) -> str:
-    """Say what the ledgers of a group hold, equal ones once."""
-    told = []
+    """Return the alternative text for a group's ledgers; one text if all are equal."""
+    texts = []
     for ledger in group:
         parts = [f"{k} {ledger[k] / size:.3g}" for k in kinds if ledger.get(k, 0)]
-        told.append(f"{total_of(ledger) / size:.3g} ({', '.join(parts)})")
-    return told[0] if len(set(told)) == 1 else "; ".join(told)
+        texts.append(f"{total_of(ledger) / size:.3g} ({', '.join(parts)})")
+    return texts[0] if len(set(texts)) == 1 else "; ".join(texts)
 
 
 def _per_rank(has: Any, ranks: int = 1) -> list[Any]:
-    """Return one for each rank: a list as it is, anything else as often as needed."""
+    """Return a list with one item per rank; a single ledger or number is repeated."""
     if hasattr(has, "keys") or isinstance(has, int | float):
         return [has] * max(1, ranks)
     return list(has)
@@ -93,11 +93,13 @@ def _check_ledgers(
             raise ValueError(f"a ledger of {name!r} is empty; there is nothing to draw")
     for name, says in marks.items():
         if name not in bars:
-            raise ValueError(f"theory is of {name!r}; measured are {sorted(bars)}")
+            raise ValueError(
+                f"theory has the name {name!r}; measured has {sorted(bars)}"
+            )
         if len(says) != len(bars[name]):
             raise ValueError(
-                f"{name!r} has ledgers of {len(bars[name])} ranks, theory of "
-                f"{len(says)}; it must be one of each for every rank"
+                f"{name!r} has measured ledgers of {len(bars[name])} ranks and theory "
+                f"for {len(says)}; pass as many of both"
             )
 
 
@@ -105,7 +107,7 @@ def _draw_ledger(
     axes: Axes, x: float, ledger: Mapping[str, float], kinds: Sequence[str],
     size: float, width: float, wide: bool,
 ) -> None:  # fmt: skip
-    """Draw a rank's ledger: kinds upon each other, with numbers if it is `wide`."""
+    """Draw a rank's ledger as a stacked bar, with numbers if it is `wide`."""
     low = 0.0
     for kind in kinds:
         has = ledger.get(kind, 0) / size
@@ -123,10 +125,10 @@ def _draw_ledger(
 
 
 def _draw_marks(axes: Axes, x: float, says: Any, size: float, width: float) -> None:
-    """Draw what theory says: the sum, or the upper end of each kind."""
+    """Draw a mark at theory's sum, or at the upper end of each kind."""
     ends = [says / size] if not hasattr(says, "keys") else []
     if not ends:
-        kinds_among([says])  # all known
+        kinds_among([says])  # raises for an unknown kind
         low = 0.0
         for kind in STACK:
             low += says.get(kind, 0) / size
@@ -137,7 +139,7 @@ def _draw_marks(axes: Axes, x: float, says: Any, size: float, width: float) -> N
 
 
 def _name_ledgers(axes: Axes, places: Mapping[str, range]) -> None:
-    """Write the names below, and each rank's number in its colour."""
+    """Write the names below the axis, and each rank's number in its colour."""
     ranks = any(len(xs) > 1 for xs in places.values())
     ticks = [x for xs in places.values() for x in xs]
     names = [f"{k}" if ranks else name for name, xs in places.items()
@@ -161,11 +163,11 @@ def _name_ledgers(axes: Axes, places: Mapping[str, range]) -> None:
 def memory_against_communication(
     rows: Iterable[Sequence[Any]], beside: str = "DDP"
 ) -> Drawn:
-    """Draw what strategies store against what they send, both relative to `beside`.
+    """Draw strategies' stored bytes against their sent bytes, relative to `beside`.
 
-    A row is (name, bytes resident on a rank, bytes that it sends in a step). Names that
-    begin with "PyTorch" are drawn hollow. Raises ValueError if `beside` is not among
-    the names, for a name twice, and for what is not above 0. Chapter 08.
+    A row is (name, bytes resident on a rank, bytes that it sends in a step). Marks of
+    names that begin with "PyTorch" are hollow. Raises ValueError if `beside` is not
+    among the names, a name occurs twice, or a number is not above 0. Chapter 08.
     """
     rows = [(f"{name}", float(has), float(sent)) for name, has, sent in rows]
     unit = _check_stages(rows, beside)
@@ -187,20 +189,20 @@ def memory_against_communication(
     axes.set_ylabel(f"bytes resident, {beside} = 1")
     axes.grid(**GRID)
     axes.set_axisbelow(True)
-    told = [f"{name} sends {x:.3g}, keeps {y:.3g}" for name, (x, y) in points.items()]
+    texts = [f"{name} sends {x:.3g}, keeps {y:.3g}" for name, (x, y) in points.items()]
     words = f"Memory of a rank against what it sends in a step, {beside} = 1. "
-    return figure, words + "; ".join(told) + "."
+    return figure, words + "; ".join(texts) + "."
 
 
 def _check_stages(
     rows: Sequence[tuple[str, float, float]], beside: str
 ) -> tuple[float, float]:
-    """Return the bytes of `beside`: resident, and sent."""
+    """Return the resident and the sent bytes of `beside`."""
     names = [name for name, *_ in rows]
     if beside not in names:
-        raise ValueError(f"beside is {beside!r}; the rows are of {names}")
+        raise ValueError(f"beside is {beside!r}; it must be one of {names}")
     if len(set(names)) < len(names):
-        raise ValueError(f"the rows are of {names}; each name may be there once")
+        raise ValueError(f"the rows have the names {names}; each may occur once")
     for name, *numbers in rows:
         for value in numbers:
             check_positive(f"bytes of {name!r}", value)
@@ -208,9 +210,9 @@ def _check_stages(
 
 
 def _name_points(axes: Axes, points: Mapping[str, tuple[float, float]]) -> None:
-    """Write each point's name beside it, where no other point or name is."""
+    """Write each point's name beside it, without overlapping others."""
     figure = axes.get_figure()
-    across, high = figure.get_size_inches() * 72 * 0.86  # points, about
+    across, high = figure.get_size_inches() * 72 * 0.86  # size of the plot, in points
     right, top = axes.get_xlim()[1], axes.get_ylim()[1]
     at = {n: (x / right * across, y / top * high) for n, (x, y) in points.items()}
     taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in at.values()]

@@ -1,4 +1,4 @@
-"""The memory that was recorded in a training step, drawn by kind. Chapter 06."""
+"""A figure of the memory recorded in a training step, by kind. Chapter 06."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MS = 1e3
-# From the bottom: what stays, then what comes and goes.
+# From the bottom: first the kinds that stay for the whole step.
 STACK = (
     "parameters", "optimizer states", "gradients", "communication buffers", "other",
     "activations",
@@ -30,12 +30,13 @@ def plot_memory(
 ) -> Drawn:
     """Draw the memory that was recorded in a step, by kind, and mark the peak.
 
-    `logs` is a `measure.MemoryLog`, its `moments`, or up to three of either by name,
-    which are drawn below each other with the same axes of bytes and of time. `events`
-    are the `measure.Event`s of this step, or of each by name: from the first to the
-    last named forward, backward or step is marked above. `clock` is "time", in ms, or
-    "count", the number of the moment: so the same step gives the same picture. Raises
-    ValueError if nothing was recorded, and for names that do not match. Chapter 06.
+    `logs` is a `measure.MemoryLog` or its `moments`, or up to three of either by name,
+    which are drawn below each other with the same axes. `events` are the
+    `measure.Event`s of the step, or {name: events}: a line above the plot spans those
+    named forward, those named backward and those named step. `clock` is "time", in ms,
+    or "count", the number of the moment, with which the same step always gives the same
+    picture. Raises ValueError if nothing was recorded, or for names that do not match.
+    Chapter 06.
     """
     runs = _by_name(logs, title)
     spans = events if isinstance(events, Mapping) else dict.fromkeys(runs, events)
@@ -68,7 +69,7 @@ def plot_memory(
 def _in_words(
     name: str, run: Moments, kinds: Sequence[str], unit: str, size: float
 ) -> str:
-    """Say how much memory there is at the fullest moment, and of which kinds."""
+    """Return the alternative text: the bytes at the peak, by kind."""
     _, peak, _ = max(run, key=lambda moment: total_of(moment[1]))
     parts = [f"{k} {peak[k] / size:.3g}" for k in kinds if peak.get(k, 0)]
     head = f"{name}: at" if name else "At"
@@ -87,14 +88,17 @@ def _check_runs(
     runs: Mapping[str, Moments], spans: Mapping[str, Sequence[Any]], clock: str
 ) -> None:
     if not 1 <= len(runs) <= 3:
-        raise ValueError(f"{len(runs)} logs; 1 to 3 can be drawn below each other")
+        raise ValueError(f"there are {len(runs)} logs; 1 to 3 can be drawn")
     check_choice("clock", clock, ("time", "count"))
     if set(spans) != set(runs):
-        raise ValueError(f"logs are {sorted(runs)}, events are of {sorted(spans)}")
+        raise ValueError(
+            f"logs have the names {sorted(runs)}, and events {sorted(spans)}; they "
+            "must be the same"
+        )
     for name, run in runs.items():
         if not any(total_of(ledger) for _, ledger, _ in run):
             raise ValueError(
-                f"the log {name!r} has no moment in which there was memory"
+                f"the log {name!r} has no moment with any memory; record a step"
             )
 
 
@@ -118,7 +122,7 @@ def _places(run: Moments, clock: str) -> list[float]:
 def _draw_moments(
     axes: Axes, run: Moments, kinds: Sequence[str], size: float, clock: str
 ) -> None:
-    """Draw an area for each kind; between two moments nothing changes."""
+    """Draw a stepped area for each kind: constant between two moments."""
     xs, low = _places(run, clock), [0.0] * len(run)
     for kind in kinds:
         has = [ledger.get(kind, 0) / size for _, ledger, _ in run]
@@ -138,7 +142,7 @@ def _draw_peak(axes: Axes, run: Moments, unit: str, size: float, clock: str) -> 
     axes.axhline(peak, color=INK, linewidth=1, linestyle=(0, (4, 3)))
     axes.plot([x], [peak], "v", color=INK, markersize=7, zorder=5)
     left, right = axes.get_xlim()
-    far = x < (left + right) / 2  # write where the mark is not
+    far = x < (left + right) / 2  # write the number on the other side of the mark
     look = {"textcoords": "offset points", "ha": "right" if far else "left"}
     axes.annotate(f"peak {peak:.3g} {unit}", (right if far else left, peak),
                   xytext=(-4 if far else 4, 4), fontsize=10, fontweight="bold",
@@ -151,12 +155,12 @@ def _mark_phases(axes: Axes, run: Moments, events: Iterable[Any], clock: str) ->
     times = [time for time, *_ in run]
     left, right = axes.get_xlim()
     for phase in PHASES:
-        named = [event for event in events if event.op == phase]  # or its parts
+        named = [event for event in events if event.op == phase]  # several microbatches
         if not named:
             continue
         start, end = min(e.start for e in named), max(e.end for e in named)
         ends = [(t - begin) * MS for t in (start, end)]
-        if clock == "count":  # the moments within it
+        if clock == "count":  # from the first to the last moment in the phase
             inside = [k for k, t in enumerate(times) if start <= t <= end]
             ends = [places[inside[0]], places[inside[-1]]] if inside else [0.0, 0.0]
         a, b = max(left, ends[0]), min(right, ends[1])

@@ -1,6 +1,6 @@
-"""What the ranks of a pipeline did when, simulated or recorded, and lanes of it.
+"""Timelines of pipelines, simulated and recorded ones on the same axis.
 
-Recorded pipelines, and simulated ones on the same axis. Chapters 09, 10 and 11.
+Chapters 09, 10 and 11.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from ddp_course.lab.draw.drawing import Drawing
 from ddp_course.lab.draw.lanes import PLOT_W, Block, Lane, Run, draw_runs, room_for
 from ddp_course.theory.checks import check_positive
 
-OPS = {  # of `pipeline.Action`: in words
+OPS = {  # the operations of `pipeline.Action`
     "F": "forward",
     "B": "backward",
     "I": "input's gradient",
     "W": "weights' gradients",
 }
-SHORT = {word: op for op, word in OPS.items()}  # a recorded event may say "forward"
+SHORT = {word: op for op, word in OPS.items()}  # for recorded events: "forward" is F
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a rank computed from `start` to `end`.
+    """One computation of a rank, from `start` to `end`.
 
-    `op` is one of `OPS`, or the name of anything else. `stage` and `microbatch` are
-    None if it is about none.
+    `op` is one of `OPS`, or another name. `stage` and `microbatch` are None for a
+    computation that has none.
     """
 
     rank: int
@@ -39,7 +39,7 @@ class Work:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What may be written on it, from long to short."""
+        """The names that may be written on its block, from long to short."""
         if self.microbatch is None:
             word = OPS.get(self.op, self.op)
             return (word,) if word == self.op else (word, self.op)
@@ -47,12 +47,13 @@ class Work:
 
 
 def works_of(events: Iterable[Any], unit: float = 1.0) -> list[Work]:
-    """Return what ranks computed, by rank and start.
+    """Return the computations of all ranks, sorted by rank and start.
 
-    Events are those of `pipeline.simulate`, which have an action, and whose time 1 is
-    `unit` here; or `measure.Event`s with the lane "compute", in ms then, whose `detail`
-    may name the stage and the microbatch; or `Work`. What only waits or sends is left
-    out. Raises ValueError if nothing is left, or if `unit` is not above 0.
+    `events` are of one of three kinds. Events of `pipeline.simulate` have an action;
+    their times are multiplied by `unit`. The times of `measure.Event`s become ms; their
+    `detail` may name stage and microbatch, and only those of the lane "compute" are
+    used. `Work` is returned as it is. Raises ValueError if no event is a computation,
+    or if `unit` is not above 0.
     """
     check_positive("unit", unit)
     works = []
@@ -73,12 +74,12 @@ def works_of(events: Iterable[Any], unit: float = 1.0) -> list[Work]:
 
 
 def window(works: Sequence[Work]) -> tuple[float, float]:
-    """Return when the first work starts and the last one ends, on any rank."""
+    """Return the times of the first start and of the last end, on any rank."""
     return min(work.start for work in works), max(work.end for work in works)
 
 
 def gaps(works: Sequence[Work], rank: int) -> list[tuple[float, float]]:
-    """Return when `rank` did nothing while the window of all ranks was open."""
+    """Return the (start, end) of each time in the window when `rank` was idle."""
     now, end = window(works)
     found = []
     for work in works:
@@ -90,7 +91,7 @@ def gaps(works: Sequence[Work], rank: int) -> list[tuple[float, float]]:
 
 
 def idle_share(works: Sequence[Work], rank: int | None = None) -> float:
-    """Return which share of the window a rank idles, or all ranks on average."""
+    """Return the idle share of the window on a rank; None: the mean of all ranks."""
     start, end = window(works)
     ranks = ranks_of(works) if rank is None else [rank]
     idle = sum(b - a for one in ranks for a, b in gaps(works, one))
@@ -103,7 +104,7 @@ def ranks_of(works: Sequence[Work]) -> list[int]:
 
 
 def chunks_of(works: Sequence[Work]) -> Mapping[tuple[int, int | None], int]:
-    """Return the how-manyth stage of its rank each is: (rank, stage) -> 0, 1, ..."""
+    """Return {(rank, stage): its place among the rank's stages, from 0 on}."""
     own: dict[int, set[int]] = {}
     for work in works:
         if work.stage is not None:
@@ -122,10 +123,10 @@ def run_of(
     says: str = "",
     notes: Mapping[int, str] | None = None,
 ) -> Run:
-    """Return a lane for each rank, with its waiting; the first work begins at 0.
+    """Return a run with a lane for each rank, waiting included, from time 0 on.
 
-    `long` is the time that the axis has, `notes` are by rank. A rank's second stage
-    hangs lower than its first. Letters are on all blocks, or on none.
+    `long` is the length of the axis; `notes` is {rank: text}. A rank's second stage is
+    drawn lower than its first. Either all blocks show their operation, or none does.
     """
     begin, chunks = window(works)[0], chunks_of(works)
     numbered = [work for work in works if work.microbatch is not None]
@@ -138,7 +139,7 @@ def run_of(
         blocks = [
             Block(a - begin, b - begin, "waits", ("waits",))
             for a, b in gaps(works, rank)
-            if b - a > 1e-9 * long  # not a rounding
+            if b - a > 1e-9 * long  # more than a rounding error
         ]
         for work in (work for work in works if work.rank == rank):
             names = work.names[not letters and work in numbered :]
@@ -153,7 +154,7 @@ def run_of(
 
 
 def legend_of(works: Iterable[Work]) -> dict[str, str]:
-    """Return what is said about the looks of blocks."""
+    """Return the legend of these blocks: {look: words}."""
     halves = any(work.op == "I" for work in works)
     words = OPS | ({"B": "whole backward"} if halves else {})
     return {op: f"{op}: {word}" for op, word in words.items()} | {"waits": "waits"}
@@ -165,14 +166,13 @@ def pipeline_timeline(
     width: float | None = None,
     title: str = "What each rank computed, and when",
 ) -> Drawing:
-    """Draw what the ranks of pipelines computed when, one run below the other.
+    """Draw when each rank of a pipeline computed what, one run below the other.
 
-    `runs` maps a name such as "measured" to the events of a step: `measure.Event`s of
-    the lane "compute", whose detail names stage and microbatch, or the events of
-    `pipeline.simulate`, of which time 1 lasts `unit` seconds. All runs begin at 0 on
-    one axis, which ends at `width` in ms or with the longest run. Events alone are one
-    run. Raises ValueError for no runs, no events, and times that are not above 0.
-    Chapters 10 and 11.
+    `runs` maps a name such as "measured" to the events of a step, as for `works_of`. An
+    iterable of events is one run. A simulated time of 1 lasts `unit` seconds. All runs
+    begin at 0 on one axis, which is `width` ms long, or as long as the longest run.
+    Raises ValueError for no runs, no events, and times that are not above 0. Chapters
+    10 and 11.
     """
     named = runs if isinstance(runs, Mapping) else {"recorded": runs}
     if not named:
@@ -183,7 +183,8 @@ def pipeline_timeline(
     check_positive("width", width)
     if width < longest * (1 - 1e-9):
         raise ValueError(
-            f"width is {width:g} ms, but a run lasts {longest:.4g} ms: draw all of it"
+            f"width is {width:g} ms, but a run lasts {longest:.4g} ms; width must be "
+            "None, or at least that"
         )
     drawn = []
     for name, its in works.items():
@@ -196,9 +197,9 @@ def pipeline_timeline(
 
 
 def who_works(events: Iterable[Any]) -> Drawing:
-    """Draw which rank computes and which ones wait, for one run. Chapter 09.
+    """Draw which ranks compute and which ones wait, for one run. Chapter 09.
 
-    `events` are `measure.Event`s of which those of the lane "compute" count. Raises
-    ValueError for no events.
+    `events` are `measure.Event`s; only those of the lane "compute" are drawn. Raises
+    ValueError if there are none.
     """
     return pipeline_timeline({"": events}, title="Who works, and who waits")

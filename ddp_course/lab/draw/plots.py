@@ -15,25 +15,25 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# The curves differ in width, grey and dashes, so that one which lies exactly on another
-# leaves both to be seen. Grey to black: colours are for ranks.
+# Widths, greys and dashes differ, so that two equal curves are both visible. Colours
+# stand for ranks.
 CURVES = (
     {"color": "#C3C9D1", "linewidth": 7.0, "linestyle": "-"},
     {"color": INK, "linewidth": 1.6, "linestyle": (0, (4, 3))},
     {"color": MUTED, "linewidth": 3.4, "linestyle": (0, (1, 2))},
 )
-LOOKS = (  # of curves: colours are for ranks
+LOOKS = (  # grey, since colours stand for ranks
     {"color": "#C3C9D1", "linewidth": 6.0},
     {"color": INK, "linewidth": 1.5},
     {"color": MUTED, "linewidth": 2.6, "linestyle": (0, (1, 1.5))},
     {"color": INK, "linewidth": 1.5, "linestyle": (0, (5, 3))},
 )
 GRID = {"color": "#E3E6EA", "linewidth": 0.8}
-Drawn = tuple["Figure", str]  # a plot, and words for those who do not see it
+Drawn = tuple["Figure", str]  # a plot, and its alternative text
 
 
 def style() -> None:
-    """Give all later matplotlib figures the course's look.
+    """Set the course's look for all later matplotlib figures.
 
     Rank r is drawn in colour `C{r}`, and an SVG has the same bytes on every run.
     """
@@ -59,17 +59,17 @@ def style() -> None:
 
 
 def canvas(size: tuple[float, float] | None = None, **more: Any) -> tuple[Figure, Any]:
-    """Return a figure of so many inches and its axes; `more` as for `subplots`."""
+    """Return a figure of `size` in inches, and its axes; `more` goes to `subplots`."""
     from matplotlib import pyplot
 
     return pyplot.subplots(figsize=size, layout="constrained", **more)
 
 
 def plot(draw: Callable[..., Drawn]) -> Callable[..., Figure]:
-    """Let `draw`, which returns a figure and words for it, draw in the course's look.
+    """Decorate a function that returns a figure and its alternative text.
 
-    What it becomes returns the figure alone. A notebook shows it once, and tells the
-    words to those who do not see it.
+    The decorated function draws in the course's look, and returns the figure alone. A
+    notebook shows it once, with the alternative text.
     """
 
     @functools.wraps(draw)
@@ -80,7 +80,7 @@ def plot(draw: Callable[..., Drawn]) -> Callable[..., Figure]:
         with matplotlib.rc_context():
             style()
             figure, words = draw(*args, **options)
-        pyplot.close(figure)  # or a notebook would show it twice
+        pyplot.close(figure)  # else a notebook would show it twice
         figure._ipython_display_ = functools.partial(_show, figure, words)
         return figure
 
@@ -101,13 +101,13 @@ def _show(figure: Figure, words: str) -> None:
 
 
 def draw_mark(axes: Axes, x: float, y: float, half: float) -> None:
-    """Draw a short line across `x`, at what theory says: seen on black, too."""
+    """Draw theory's value: a short line across `x` with an edge, visible on black."""
     for color, width in (("white", 4.8), (INK, 2.3)):
         axes.plot([x - half, x + half], [y, y], color=color, linewidth=width)
 
 
 def name_below(axes: Axes, name: str, xs: Sequence[float]) -> None:
-    """Write a name below the axis and the ranks' numbers, in the middle of `xs`."""
+    """Write a name below the axis and the ranks' numbers, centred over `xs`."""
     at = (xs[0] + xs[-1]) / 2, 0
     look = {"textcoords": "offset points", "ha": "center", "va": "top"}
     across = axes.get_xaxis_transform()
@@ -121,17 +121,18 @@ def plot_losses(
     ylabel: str = "loss [nats per character]",
     every: int = 1,
 ) -> Drawn:
-    """Draw loss curves on top of each other: name -> the loss of every step.
+    """Draw loss curves on top of each other: {name: the loss of every step}.
 
-    With `every`, of each so-many-th step: the first value is that of step `every`.
-
-    Raises ValueError for no curve, more than three, or one without values.
+    With `every`, the values are of steps `every`, 2 * `every` and so on. Raises
+    ValueError for no curve, more than three, or one without values.
     """
     if not 1 <= len(curves) <= len(CURVES):
-        raise ValueError(f"{len(curves)} curves; 1 to {len(CURVES)} can be told apart")
+        raise ValueError(
+            f"there are {len(curves)} curves; 1 to {len(CURVES)} can be told apart"
+        )
     empty = [name for name, losses in curves.items() if len(losses) == 0]
     if empty:
-        raise ValueError(f"the curve {empty[0]!r} has no values")
+        raise ValueError(f"the curve {empty[0]!r} has no values; pass one or more")
     figure, axes = canvas()
     words = [f"Curves of the {ylabel.partition(' [')[0]} against the step."]
     for order, (name, losses) in enumerate(curves.items()):
@@ -157,21 +158,24 @@ def curves(
     *,
     log: bool = False,
 ) -> Drawn:
-    """Draw lines of formulas, and the points that were measured on them.
+    """Draw a line for each formula, and measured points.
 
-    Both map a name to (x, y) pairs; points have a line's name. Raises ValueError for
-    points without a line, and for more than four lines.
+    Both map a name to (x, y) pairs; measured points have the name of a formula. Raises
+    ValueError for points without a formula, and for more than four formulas.
     """
     if not 1 <= len(formulas) <= len(LOOKS) or measured.keys() - formulas.keys():
-        raise ValueError(f"lines {list(formulas)}, points {list(measured)}")
+        raise ValueError(
+            f"formulas are {list(formulas)}, and measured points {list(measured)}; "
+            f"there must be 1 to {len(LOOKS)} formulas, and one for all points"
+        )
     figure, axes = canvas((7, 3.4))
-    told = []
+    texts = []
     for look, (name, pairs) in zip(LOOKS, formulas.items(), strict=False):
         axes.plot(*zip(*pairs, strict=True), label=name, **look)
         for x, y in measured.get(name, ()):
             axes.plot([x], [y], "o", color=INK, markersize=6)
-            told.append(f"{name}, at {x:g}: {y:.3g}")
-    if told:
+            texts.append(f"{name}, at {x:g}: {y:.3g}")
+    if texts:
         axes.plot([], [], "o", color=INK, label="measured")
     axes.set(xlabel=xlabel, ylabel=ylabel)
     if log:
@@ -180,5 +184,5 @@ def curves(
         axes.set_ylim(0, None)
     axes.grid(axis="y", **GRID)
     axes.legend(handlelength=3)
-    told = [f"Measured: {'; '.join(told)}."] if told else [*formulas]
-    return figure, f"{ylabel} against {xlabel}. {', '.join(told)}"
+    texts = [f"Measured: {'; '.join(texts)}."] if texts else [*formulas]
+    return figure, f"{ylabel} against {xlabel}. {', '.join(texts)}"

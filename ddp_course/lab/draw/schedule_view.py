@@ -1,4 +1,4 @@
-"""A pipeline's schedule, played through and drawn. Chapters 10 and 11."""
+"""A drawing of a pipeline's simulated schedule. Chapters 10 and 11."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def schedule_view(
     stages_per_rank: int = 2,
     costs: Costs | None = None,
 ) -> Drawing:
-    """Draw what each rank of a pipeline computes when, its bubble and its peak.
+    """Draw when each rank of a pipeline computes what, its bubble and its peak memory.
 
-    `schedule` is a name of `pipeline.SCHEDULES`, for sliders, or any `Schedule`, which
-    knows its numbers itself; only "interleaved" has `stages_per_rank`. By default F, I
-    and W of a rank's whole part of the model take 1 each, so that schedules with other
-    numbers of stages are comparable. Raises ValueError for unknown names and numbers
-    that are too small or too large to draw, and ScheduleError for a schedule that
-    cannot be carried out. Chapters 10 and 11.
+    `schedule` is a name in `pipeline.SCHEDULES`, with `ranks`, `microbatches` and, for
+    "interleaved", `stages_per_rank`; or a `Schedule`, which has its own numbers. By
+    default F, I and W of all stages of a rank take 1 each, so that schedules with
+    different numbers of stages are comparable. Raises ValueError for unknown names and
+    numbers that are too small or too large to draw, and ScheduleError for a schedule
+    that cannot be executed. Chapters 10 and 11.
     """
     formula = ""
     if not isinstance(schedule, Schedule):
@@ -63,7 +63,7 @@ def schedule_view(
 def named(
     name: str, ranks: int, microbatches: int, stages_per_rank: int = 2
 ) -> Schedule:
-    """Return the schedule of a name. Raises ValueError for what cannot be drawn."""
+    """Return the schedule with this name. Raises ValueError if it cannot be drawn."""
     if name not in SCHEDULES:
         raise ValueError(
             f"schedule is {name!r}; it can be {', '.join(map(repr, SCHEDULES))}, or a "
@@ -101,7 +101,7 @@ def formula_of(schedule: Schedule) -> float:
 
 
 def in_words(simulated: SimulatedSchedule, formula: str = "") -> str:
-    """Say how long it takes, how much of it is bubble, and what is kept."""
+    """Return the simulated time, the bubble and the peak memory in words."""
     most = float(max(simulated.peak_activations))
     return (
         f"takes {float(simulated.makespan):.4g}; bubble {float(simulated.bubble):.1%}"

@@ -1,4 +1,4 @@
-"""Which element of which parameter belongs to which rank. Chapters 07 and 08."""
+"""A map of shards: the rank that owns each element. Chapters 07 and 08."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from ddp_course.lab.palette import (
 )
 
 MARGIN, WIDE, TOP, ROW_H, CELL_H, NAME_H = 16, 688, 58, 84, 26, 20
-LEAST = 13  # pixels of an element that can be drawn as a cell of its own
-FILLS = ("#FFFFFF", WHOLE)  # of parameters in turns: colours are for ranks
+LEAST = 13  # pixels per element from which on each element gets a tick
+FILLS = ("#FFFFFF", WHOLE)  # alternate between parameters; colours stand for ranks
 
 
 @dataclass(frozen=True)
 class FlatRow:
-    """Parameters side by side in a flat buffer, cut into equal shards.
+    """Parameters side by side in a flat buffer that is cut into equal shards.
 
     Attributes:
         name: of the buffer.
-        parameters: (name, elements) in the order of the buffer.
-        shard: elements of a shard.
-        world_size: how many shards.
+        parameters: (name, number of elements) in the order of the buffer.
+        shard: number of elements in a shard.
+        world_size: number of shards.
     """
 
     name: str
@@ -41,26 +41,26 @@ class FlatRow:
 
     @property
     def numel(self) -> int:
-        """Elements of all shards together, padding included."""
+        """The number of elements of all shards together, padding included."""
         return self.shard * self.world_size
 
     @property
     def padding(self) -> int:
-        """Elements that belong to no parameter."""
+        """The number of elements that belong to no parameter."""
         return self.numel - sum(numel for _, numel in self.parameters)
 
 
 def flat_rows(plan: Iterable[Any]) -> list[FlatRow]:
     """Return a row for each flat buffer of a plan.
 
-    The plan is that of `zero.shard_plan`, of `zero.unit_plan`, or of rows. Raises
-    ValueError for a plan of no parts.
+    `plan` comes from `zero.shard_plan` or `zero.unit_plan`, or is a list of rows.
+    Raises ValueError if it is empty.
     """
     rows: list[FlatRow] = []
     for part in plan:
         if isinstance(part, FlatRow):
             rows.append(part)
-        elif hasattr(part, "flats"):  # a unit, most often with one flat buffer
+        elif hasattr(part, "flats"):  # a unit, usually with one flat buffer
             rows += [_row(flat.name, flat) for flat in part.flats]
         else:
             rows.append(_row(f"bucket {part.bucket.index}", part))
@@ -80,10 +80,9 @@ def _row(name: str, sharded: Any) -> FlatRow:
 def shard_map(plan: Iterable[Any], title: str = "Who owns which elements") -> Drawing:
     """Draw a plan's flat buffers: parameters above, the ranks' shards below.
 
-    `plan` is that of `zero.shard_plan` or `zero.unit_plan`. Where a shard ends, the
-    owner changes, in the middle of a parameter or not; in small models there is a tick
-    for every element. A dashed place is padding. Raises ValueError for an empty plan.
-    Chapters 07 and 08.
+    `plan` comes from `zero.shard_plan` or `zero.unit_plan`. A shard may end in the
+    middle of a parameter. In small models, every element has a tick. Padding has a
+    dashed edge. Raises ValueError for an empty plan. Chapters 07 and 08.
     """
     rows = flat_rows(plan)
     most = max(row.numel for row in rows)
@@ -132,7 +131,7 @@ def _draw_row(d: Drawing, row: FlatRow, scale: float) -> None:
             continue
         fill, names = rank_color(rank), (f"rank {rank}", f"{rank}")
         d.rect(x, y, end - x, CELL_H, fill=fill, stroke=darker(fill))
-        box = x - 1, y, end - x + 2, CELL_H  # a rank's name may touch the edge
+        box = x - 1, y, end - x + 2, CELL_H  # so that the name may touch the edge
         _write(d, box, *names, fill=text_color(fill), size=12, bold=True)
         if single:
             color = darker(fill)

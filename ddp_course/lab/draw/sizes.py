@@ -1,4 +1,4 @@
-"""The figure of a fit: measured times against sizes, and a model's line."""
+"""A figure of a fit: measured times against sizes, and the model's line."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ MS = 1e3
 
 
 def size_name(nbytes: float) -> str:
-    """Write a number of bytes as B, KiB, MiB or GiB: 65536 is "64 KiB"."""
+    """Format a number of bytes in B, KiB, MiB or GiB: 65536 is "64 KiB"."""
     unit, size = unit_of(nbytes)
     return f"{nbytes / size:.3g} {unit}"
 
 
 def log_log(axes: Axes, sizes: Sequence[float]) -> None:
-    """Make both axes logarithmic: x in powers of two with units, y in plain numbers."""
+    """Set logarithmic axes: x with powers of two and units, y with plain numbers."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter
 
     axes.set_xscale("log", base=2)
@@ -48,13 +48,14 @@ def log_log(axes: Axes, sizes: Sequence[float]) -> None:
 def plot_fit(
     sizes: Sequence[float], seconds: Sequence[float], line: Callable[[float], float]
 ) -> Drawn:
-    """Draw measured times against sizes, and the time in s that a model `line` gives.
+    """Draw measured times against sizes, and a model: `line(bytes)` in seconds.
 
     Raises ValueError unless there are as many sizes as times, all above 0.
     """
     if len(sizes) != len(seconds) or not len(sizes):
         raise ValueError(
-            f"{len(sizes)} sizes, {len(seconds)} times; must be as many, at least one"
+            f"there are {len(sizes)} sizes and {len(seconds)} times; pass as many of "
+            "both, at least one"
         )
     for size, time in zip(sizes, seconds, strict=True):
         check_positive("a size", size)
@@ -71,5 +72,6 @@ def plot_fit(
     axes.set_xlabel("size of the message")
     figure.legend(loc="outside upper left", ncols=2)  # points may lie anywhere
     points = zip(sizes, seconds, strict=True)
-    told = [f"{size_name(n)}: {s * MS:.3g} ms ({line(n) * MS:.3g})" for n, s in points]
-    return figure, f"Time against size, measured (and of the model). {', '.join(told)}."
+    texts = [f"{size_name(n)}: {s * MS:.3g} ms ({line(n) * MS:.3g})" for n, s in points]
+    words = f"Time against size, measured (and of the model). {', '.join(texts)}."
+    return figure, words

@@ -1,6 +1,6 @@
-"""A plan, step by step: all buffers after each step and what was sent to get there.
+"""Draw a plan step by step: all buffers after each step, and the step's messages.
 
-`plan_step` draws one step, `plan_steps` all of them, `collective` is made for sliders.
+`plan_step` draws one step, `plan_steps` all of them; `collective` is for sliders.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ddp_course.lab.palette import MUTED, PANEL_EDGE, rank_color
 from ddp_course.theory.checks import check_choice
 
 MARGIN, TOP = 16, 66
-NAME_W, SMALL_NAME_W, SENT_W = 66, 30, 84  # beside the cells: ranks, and their bytes
+NAME_W, SMALL_NAME_W, SENT_W = 66, 30, 84  # widths of the ranks' names and bytes
 PANEL_TOP, PANEL_GAP = 20, 20
 
 
 def plan_step(plan: Plan, step: int) -> Drawing:
-    """Draw all buffers after `step` steps of `plan`, and what the last one sent.
+    """Draw all buffers after `step` steps of `plan`, and the last step's messages.
 
     Step 0 shows the buffers before anything was sent. Raises ValueError for a step that
     the plan does not have, and for more ranks or chunks than can be drawn.
@@ -47,7 +47,7 @@ def collective(
 ) -> Drawing:
     """Draw the plan `name` of the catalog among `world_size` ranks after `step` steps.
 
-    Made for sliders: a step beyond the last one shows the last, and says so. Raises
+    For sliders: a step beyond the last one shows the last, and says so. Raises
     ValueError for an unknown name, a world_size outside 1 to 8 and a negative step.
     """
     plan = plan_named(name, world_size)
@@ -56,10 +56,10 @@ def collective(
 
 
 def plan_steps(plan: Plan, columns: int | None = None) -> Drawing:
-    """Draw all steps of `plan`, `columns` beside each other: the static figure.
+    """Draw all steps of `plan` in a table with `columns` columns.
 
-    By default as many as fit. Raises ValueError if there are too many ranks or chunks
-    to draw, and for less than one column.
+    By default as many columns as fit. Raises ValueError if there are too many ranks or
+    chunks to draw, and for less than one column.
     """
     panels = [panel(plan, step) for step in range(plan.steps + 1)]
     w, h = panels[0].width + PANEL_GAP, panels[0].height + PANEL_GAP
@@ -147,7 +147,7 @@ def _names(d: Drawing, buffers: Buffers) -> None:
 def draw_legend(
     d: Drawing, plan: Plan, x: float, y: float, *, short: bool = False
 ) -> None:
-    """Say what hatching and a bold frame mean; `short`: in few words."""
+    """Draw the legend of hatching and bold frames; `short` uses fewer words."""
     draw_halo(d, x + HALO, y + HALO, 22, 8)
     d.rect(x + HALO, y + HALO, 22, 8, fill="#FFFFFF", stroke=PANEL_EDGE)
     d.text(x + 40, y + 12, "is sent, and where it arrives", size=11, anchor="start")
@@ -161,12 +161,12 @@ def draw_legend(
 
 
 def legend_height(plan: Plan) -> float:
-    """Return how high `draw_legend` draws."""
+    """Return the height of the legend in pixels."""
     return 44 if layout(plan).look.adds else 20
 
 
 def sent_so_far(plan: Plan, steps: int) -> list[Fraction]:
-    """Return what every rank sent in the first `steps` steps, in whole buffers S."""
+    """Return the amount that each rank sent in the first `steps` steps, in buffers."""
     sent = [Fraction(0)] * plan.world_size
     for t in plan.transfers:
         if t.step < steps:
@@ -175,18 +175,18 @@ def sent_so_far(plan: Plan, steps: int) -> list[Fraction]:
 
 
 def in_buffers(amount: Fraction) -> str:
-    """Write an amount of bytes in whole buffers: "0", "S", "3/4 S"."""
+    """Format an amount in whole buffers S: "0", "S", "3/4 S"."""
     return "0" if amount == 0 else "S" if amount == 1 else f"{amount} S"
 
 
 def plan_named(name: str, world_size: int) -> Plan:
-    """Return a plan of the catalog; ValueError says what there is."""
+    """Return a plan of the catalog. Raises ValueError for an unknown name."""
     check_choice("name", name, PLANS)
     return PLANS[name](count("world_size", world_size, 1, MOST_RANKS))
 
 
 def in_words(plan: Plan, transfers: Sequence[Transfer]) -> str:
-    """Return the description of a picture of `plan` that shows `transfers`."""
+    """Return the alternative text for a picture of `plan` that shows `transfers`."""
     says = "; ".join(map(str, transfers)).replace("step", "in step")
     ranks = counted(plan.world_size, "rank")
     return (

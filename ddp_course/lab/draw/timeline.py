@@ -1,4 +1,4 @@
-"""What each rank did when, as it was recorded: computing, communication, waiting."""
+"""Timelines of recorded events: when each rank computed, communicated and waited."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ LEGEND = {"F": "computes", "B": "backward", "sent": "communicates", "waits": "wa
 
 
 def timeline(events: Iterable[Any]) -> Drawing:
-    """Draw what each rank did when: a lane for each rank, rank 0 on top, time in ms.
+    """Draw recorded events: a lane for each rank, rank 0 on top, time in ms.
 
     Events have the attributes rank, op, start and end (in seconds), and nbytes, such as
-    `measure.Event`. Those of the lane "communication", that sent bytes or are named
-    like a collective are hatched. Where a rank computes and communicates at once, it
-    has two lanes. Raises ValueError if there are no events. Chapters 02 and 05.
+    `measure.Event`. An event is hatched if its lane is "communication", if it sent
+    bytes, or if it has the name of a collective. If ranks compute and communicate at
+    the same time, each has two lanes. Raises ValueError if there are no events.
+    Chapters 02 and 05.
     """
     events = sorted(events, key=lambda e: (e.rank, e.start))
     if not events:
@@ -52,7 +53,7 @@ def block_of(event: Any, first: float) -> Block:
 
 
 def communicates(event: Any) -> bool:
-    """Tell whether an event is communication; everything else is computing."""
+    """Return whether an event is communication; all others are computing."""
     if getattr(event, "lane", "") == "communication" or event.nbytes > 0:
         return True
     return event.op.partition(",")[0].split(".")[-1] in COMMUNICATION

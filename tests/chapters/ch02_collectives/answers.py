@@ -82,14 +82,14 @@ ANSWERS = answers(
         got = torch.empty_like(tensor) => return tensor
     returns_nothing: rank 0 returned `None`; expected a tensor of shape
         return got => return None
-    one_side_forgets: never waits for what it began: `send to rank 1`
+    one_side_forgets: never waits for a message that it started: `send to rank 1`
         got = torch.empty_like(tensor)
         if dist.get_rank() < peer:
             return sends_and_forgets(tensor, peer)
         dist.recv(got, peer)
         dist.send(tensor, peer)
         return got
-    looks_once: rank 1 never waits for what it began: `send to rank 0`
+    looks_once: rank 1 never waits for a message that it started: `send to rank 0`
         got = torch.empty_like(tensor)
         sending = dist.isend(tensor, peer)
         if dist.get_rank() > peer:
@@ -99,7 +99,7 @@ ANSWERS = answers(
             dist.recv(got, peer)
             sending.wait()
         return got
-    from_the_rank_after_the_last: ValueError: there is no rank 3: the last is 1
+    from_the_rank_after_the_last: ValueError: there is no rank 3; ranks are 0 to 1
         got = torch.empty_like(tensor)
         dist.irecv(got, peer + dist.get_world_size()).wait()
         return got
@@ -109,13 +109,13 @@ ANSWERS = answers(
         dist.recv(got, peer)
         sending.wait()
         return got
-    sends_and_forgets: never waits for what it began: `send to rank 1`
+    sends_and_forgets: never waits for a message that it started: `send to rank 1`
     waits_too_early: still waits to send to rank
         got = torch.empty_like(tensor)
         dist.isend(tensor, peer).wait()
         dist.recv(got, peer)
         return got
-    does_not_wait: never waits for what it began: `receive from rank 1`
+    does_not_wait: never waits for a message that it started: `receive from rank 1`
         got = torch.full_like(tensor, -1)
         dist.irecv(got, peer)
         sending = dist.isend(tensor, peer)
@@ -165,7 +165,7 @@ ANSWERS = answers(
         => distance = 1
     powers_of_two_only: With 3 ranks,
         while distance < n => while 2 * distance <= n
-    beyond_the_last_rank: there is no rank 3: the last is 2
+    beyond_the_last_rank: there is no rank 3; ranks are 0 to 2
         and rank + distance < n =>
     into_another_tensor: rank 0's numbers, in the tensor that was given
         distance = 1 => tensor = tensor.clone(); distance = 1

@@ -216,6 +216,6 @@ test_what_cannot_be_drawn = refused(
     (lambda: memory_calculator(memory_gb=0), "memory is 0"),
     (lambda: memory_calculator(optimizer="x"), "optimizer is 'x'"),
     (lambda: memory_calculator(precision="x"), "precision is 'x'"),
-    (lambda: plot_memory(BOTH, {"kept": SPANS}), r"events are of \['kept'\]"),
+    (lambda: plot_memory(BOTH, {"kept": SPANS}), r"events \['kept'\]"),
     (lambda: plot_memory(KEPT, clock="s"), "clock is 's'"),
 )

@@ -80,7 +80,7 @@ ANSWERS = answers(
     a_line_of_text: expected a list of strings
         ks = range(num_microbatches)
         return " ".join(f"{rank}{op}{k}" for op in "FB" for k in ks)
-    forward_is_called_f: is no action
+    forward_is_called_f: is not an action
         "FB" => "fb"
     as_early_as_it_can: the forwards of all microbatches come first
         warm_up = min(num_microbatches, num_stages - rank)

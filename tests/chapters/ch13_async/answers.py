@@ -213,7 +213,7 @@ ANSWERS = answers(
         => weights -= lr * first
     its_first_number: Is each gradient used once
         lr * gradient => lr * gradient.flatten()[0]
-    never_waited_for: never waits for what it began
+    never_waited_for: never waits for a message that it started
         dist.send(weights, worker) => dist.isend(weights, worker)
     in_narrow_numbers: in `weights`; expected
         weights -= lr * gradient => step = weights.float() - lr * gradient.float()
